@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Apply and revert source patches to an installed Python package, exactly.
+
+    patches = load_patches("patches")
+    tree = Tree("/path/to/copy/vllm")        # or locate("vllm", target_dir)
+    apply(tree, [patches["step_timing_v1"]], {"delay_us": 100})
+    revert(tree, ["step_timing_v1"])         # the identical bytes and modes again
+
+Standard library only. A refusal is a BlockPatchError and leaves the tree untouched.
+"""
+
+from .engine import PatchStatus, apply, check, diff, revert, status
+from .errors import (
+    AnchorError,
+    BlockPatchError,
+    CompileError,
+    ConflictError,
+    DamagedError,
+    LockedError,
+    ManifestError,
+    ParameterError,
+    TargetError,
+    WriteError,
+)
+from .manifest import Patch, load_patch, load_patches, load_sets, patch_hash
+from .plan import Change, Plan
+from .target import Tree, find_package, locate
+
+__all__ = [
+    "AnchorError",
+    "BlockPatchError",
+    "Change",
+    "CompileError",
+    "ConflictError",
+    "DamagedError",
+    "LockedError",
+    "ManifestError",
+    "ParameterError",
+    "Patch",
+    "PatchStatus",
+    "Plan",
+    "TargetError",
+    "Tree",
+    "WriteError",
+    "apply",
+    "check",
+    "diff",
+    "find_package",
+    "load_patch",
+    "load_patches",
+    "load_sets",
+    "locate",
+    "patch_hash",
+    "revert",
+    "status",
+]

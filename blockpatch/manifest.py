@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading ``patches/<name>/patch.toml``: what a patch changes, checked before use.
+
+``[[file]]`` adds a file, ``[[block]]`` puts lines at an anchor; README.md shows both.
+A block id may have variants for different releases, at most one for any release.
+"""
+
+import ast
+import hashlib
+import re
+import textwrap
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from .anchors import parse_anchor, parse_quietly
+from .blocks import MARK, code_lines
+from .errors import ManifestError, ParameterError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_PATH = re.compile(r"[A-Za-z0-9_./-]+\.py")
+_PLACEHOLDER = re.compile(r"@([A-Za-z_]\w*)@")
+_MANIFEST_KEYS = {"name", "package", "summary", "tested", "parameters", "file", "block"}
+_BLOCK_KEYS = {"id", "file", "scope", "anchor", "where", "code"}
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One block of a manifest; ``order`` is its place there."""
+
+    id: str
+    order: int
+    file: str
+    scope: str
+    anchor: str
+    where: str
+    code: str
+    since: str | None
+    before_version: str | None
+
+    def active(self, version: str | None) -> bool:
+        """Whether the block is for that release; ranges need a known version."""
+        if version is None:
+            return True
+        found = release(version)
+        return (self.since is None or release(self.since) <= found) and (
+            self.before_version is None or found < release(self.before_version)
+        )
+
+    @property
+    def ranged(self) -> bool:
+        return self.since is not None or self.before_version is not None
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A checked patch folder. ``files`` maps added paths to their content."""
+
+    name: str
+    package: str
+    summary: str
+    tested: tuple[str, ...]
+    parameters: Mapping[str, Any]
+    files: Mapping[str, bytes]
+    blocks: tuple[BlockSpec, ...]
+    sha256: str
+
+    def is_tested(self, version: str | None) -> bool:
+        """Whether ``version`` (its local ``+suffix`` apart) is among ``tested``."""
+        return version is not None and version.partition("+")[0] in self.tested
+
+
+def patch_hash(patch: Patch) -> str:
+    """SHA-256 (64 hex digits) over the manifest and the added files' sources."""
+    return patch.sha256
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version; rc, dev and local builds count as their release."""
+    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    if not match:
+        raise ManifestError(f"{version!r} is not a version like 0.18.1")
+    numbers = [int(part) for part in match[1].split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def load_patches(folder: Path | str) -> dict[str, Patch]:
+    """All patches under ``folder``, by name. Raises ManifestError."""
+    manifests = sorted(Path(folder).glob("*/patch.toml"))
+    return {path.parent.name: load_patch(path.parent) for path in manifests}
+
+
+def load_sets(folder: Path | str) -> dict[str, list[str]]:
+    """Named sets of patches from ``sets.toml`` in ``folder``; empty without one."""
+    path = Path(folder) / "sets.toml"
+    return _read_toml(path, path.read_bytes()) if path.exists() else {}
+
+
+def load_patch(folder: Path | str) -> Patch:
+    """The patch in ``folder``. Raises ManifestError naming the file and the field."""
+    path = Path(folder) / "patch.toml"
+    if not path.is_file():
+        raise ManifestError(f"{path}: no such manifest")
+    raw = path.read_bytes()
+    data = _read_toml(path, raw)
+    try:
+        return _build(path, raw, data)
+    except ManifestError as error:
+        raise ManifestError(f"{path}: {error}") from None
+
+
+def _read_toml(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        return tomllib.loads(raw.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{path}: {error}") from None
+
+
+def _build(path: Path, raw: bytes, data: dict[str, Any]) -> Patch:
+    _check_keys(data, {"name", "package", "summary", "tested"}, _MANIFEST_KEYS)
+    name = _name(data["name"])
+    if name != path.parent.name:
+        raise ManifestError(f"name {name!r} must equal its folder {path.parent.name!r}")
+    tested = data["tested"]
+    if not isinstance(tested, list) or not all(isinstance(v, str) for v in tested):
+        raise ManifestError("tested must be a list of versions")
+    parameters = data.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise ManifestError("parameters must be a table: [parameters]")
+    entries = enumerate(_tables(data, "block"))
+    blocks = tuple(_block(entry, order, parameters) for order, entry in entries)
+    files = dict(_added_file(path.parent, entry) for entry in _tables(data, "file"))
+    if not blocks and not files:
+        raise ManifestError("the patch has neither a block nor a file")
+    _check_variants(blocks)
+    for block in blocks:
+        if block.file in files:
+            raise ManifestError(f"block {block.id!r} is in a file that the patch adds")
+    digest = hashlib.sha256(raw)
+    for added in sorted(files):
+        digest.update(f"\0{added}\0{len(files[added])}\0".encode() + files[added])
+    return Patch(
+        name=name,
+        package=_name(data["package"]),
+        summary=str(data["summary"]),
+        tested=tuple(tested),
+        parameters=parameters,
+        files=files,
+        blocks=blocks,
+        sha256=digest.hexdigest(),
+    )
+
+
+def _check_keys(data: dict, required: set[str], known: set[str]) -> None:
+    for key in sorted(required - data.keys()):
+        raise ManifestError(f"{key!r} is missing")
+    for key in sorted(data.keys() - known):
+        raise ManifestError(f"{key!r} is not known; known are {sorted(known)}")
+
+
+def _tables(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    entries = data.get(key, [])
+    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+        raise ManifestError(f"{key} must be a list of tables: [[{key}]]")
+    return entries
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ManifestError(f"{value!r} is not a name (letters, digits, '_', '.', '-')")
+    return value
+
+
+def _path(value: object) -> str:
+    text = str(value)
+    parts = PurePosixPath(text).parts
+    if not _PATH.fullmatch(text) or text.startswith("/") or ".." in parts:
+        raise ManifestError(f"{text!r} is not a .py path inside the package")
+    return str(PurePosixPath(text))
+
+
+def _added_file(folder: Path, entry: dict[str, Any]) -> tuple[str, bytes]:
+    _check_keys(entry, {"path", "source"}, {"path", "source"})
+    source = folder / str(entry["source"])
+    try:
+        content = source.read_bytes()
+        content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ManifestError(f"file source {entry['source']!r}: {error}") from None
+    if b"\r" in content or (content and not content.endswith(b"\n")) or MARK in content:
+        raise ManifestError(
+            f"file source {entry['source']!r}: needs Unix line endings, a newline at "
+            "its end, and no sentinel of its own"
+        )
+    return _path(entry["path"]), content
+
+
+def _block(entry: dict[str, Any], order: int, parameters: Mapping) -> BlockSpec:
+    _check_keys(entry, _BLOCK_KEYS, _BLOCK_KEYS | {"since", "before_version"})
+    try:
+        if not all(isinstance(value, str) for value in entry.values()):
+            raise ManifestError("every field must be a string")
+        code = textwrap.dedent(entry["code"]).strip("\n") + "\n"
+        spec = BlockSpec(
+            id=_name(entry["id"]),
+            order=order,
+            file=_path(entry["file"]),
+            scope=entry["scope"],
+            anchor=entry["anchor"],
+            where=entry["where"],
+            code=code,
+            since=entry.get("since"),
+            before_version=entry.get("before_version"),
+        )
+        if spec.where not in ("before", "after", "replace"):
+            raise ManifestError(f"where is {spec.where!r}, not before, after, replace")
+        parse_anchor(spec.anchor)
+        for bound in filter(None, (spec.since, spec.before_version)):
+            release(bound)
+        _check_code(fill(code, parameters))
+    except ManifestError as error:
+        raise ManifestError(f"block {entry['id']!r}: {error}") from None
+    return spec
+
+
+def _check_code(code: str) -> None:
+    """Code must parse by itself, and mean the same once it is indented."""
+    if "\r" in code or MARK.decode() in code:
+        raise ManifestError("code needs Unix line endings and no sentinel of its own")
+    if not code.strip():
+        raise ManifestError("code is empty")
+    try:
+        plain = parse_quietly(code).body
+        lines = (b"if 1:\n", b"    pass\n", *code_lines(code, b"    ", b"\n"))
+        indented = parse_quietly(b"".join(lines))
+    except (SyntaxError, ValueError) as error:
+        raise ManifestError(f"code is not valid Python: {error}") from None
+    if _meaning(plain) != _meaning(indented.body[0].body[1:]):  # type: ignore
+        raise ManifestError(
+            "a string over several lines would change when the code is indented; "
+            "put it into an added file"
+        )
+
+
+def _meaning(statements: list[ast.stmt]) -> list[str]:
+    for node in (n for statement in statements for n in ast.walk(statement)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = None  # a docstring may be indented
+    return [ast.dump(statement) for statement in statements]
+
+
+def _check_variants(blocks: Iterable[BlockSpec]) -> None:
+    seen: dict[str, list[BlockSpec]] = {}
+    for block in blocks:
+        for other in seen.setdefault(block.id, []):
+            low = max(release(b.since or "0") for b in (block, other))
+            tops = [b.before_version for b in (block, other) if b.before_version]
+            if not tops or low < min(map(release, tops)):
+                raise ManifestError(
+                    f"block {block.id!r} has two variants for the same release; "
+                    "give them ranges (since, before_version) that do not meet"
+                )
+        seen[block.id].append(block)
+
+
+def fill(code: str, values: Mapping[str, Any]) -> str:
+    """Put ``repr`` of the values where the code says ``@NAME@``."""
+
+    def value(match: re.Match) -> str:
+        if match[1] not in values:
+            raise ManifestError(f"{match[0]} is not among the [parameters]")
+        return repr(values[match[1]])
+
+    return _PLACEHOLDER.sub(value, code)
+
+
+def resolve_parameters(
+    patches: Iterable[Patch], given: Mapping[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    """Values by patch name: defaults, with ``given`` over every patch that has them.
+
+    Raises ParameterError for a name no patch declares, or a value that is not a plain
+    Python literal.
+    """
+    patches = list(patches)
+    given = dict(given or {})
+    known = {name for patch in patches for name in patch.parameters}
+    for name, value in given.items():
+        if name not in known:
+            raise ParameterError(
+                f"parameter {name!r} is not known to these patches; "
+                f"known are {sorted(known) or 'none'}"
+            )
+        try:
+            literal = ast.literal_eval(repr(value)) == value
+        except (SyntaxError, ValueError):
+            literal = False
+        if not literal:
+            raise ParameterError(f"parameter {name}: {value!r} is not a plain literal")
+    return {
+        patch.name: {
+            name: given.get(name, default) for name, default in patch.parameters.items()
+        }
+        for patch in patches
+    }

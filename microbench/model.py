@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint folder that vLLM is pointed at: a config.json, and no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from microbench.config import CONFIGS, ConfigError, Profile
+
+# One attention layer, so that KV blocks exist; what it computes is never asked for.
+NULL_MODEL = {
+    "architectures": ["NullForCausalLM"],
+    # Any type that transformers knows: vLLM goes by the architecture.
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1024,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_model(folder: Path, profile: Profile) -> tuple[Path, int]:
+    """The model's folder and vocabulary size, made in `folder` where need be.
+
+    The null model where the profile says so; else the weights the user named, or the
+    shape configs/models/<profile.model>.json, to be loaded with dummy weights.
+    Raises ConfigError if a named model has no config.json.
+    """
+    if profile.null_model:
+        config = NULL_MODEL | {
+            "max_position_embeddings": profile.max_model_len,
+            "null_forward_us": profile.forward_us,
+        }
+    else:
+        shape = CONFIGS / "models" / f"{profile.model}.json"
+        given = Path(str(profile.model))
+        file = shape if shape.exists() else given / "config.json"
+        if not file.exists():
+            raise ConfigError(f"model {profile.model!r}: there is no {file}")
+        config = json.loads(file.read_text())
+        if file != shape:
+            return given.resolve(), config["vocab_size"]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder, config["vocab_size"]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks before a sweep: what would make it fail or lie, found in seconds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import blockpatch
+
+from microbench.config import Connector, Profile
+from microbench.server import ServerError, cpu_preload
+from microbench.supervise import descendants
+
+MIN_MEMORY_GIB = 5.0
+MIN_DISK_GIB = 2.0
+SURVIVOR_DEADLINE_S = 60.0
+# Before it, Mooncake over TCP reports writes done whose bytes are still under way.
+MOONCAKE_MIN_VERSION = (0, 3, 12)
+CONNECTOR_PACKAGES = {"MooncakeConnector": "mooncake", "NixlConnector": "nixl"}
+
+
+class PreflightError(Exception):
+    """Something must be mended before this can run; the message says what."""
+
+
+# What may be wrong with one config without sinking the others.
+CONFIG_ERRORS = (PreflightError, blockpatch.BlockPatchError, ModuleNotFoundError)
+
+
+def check_machine(profile: Profile) -> None:
+    """Raises PreflightError if no config of `profile` could run here."""
+    if importlib.util.find_spec("vllm") is None:
+        raise PreflightError(f"vllm is not installed: run setup.sh {profile.flavour}")
+    if profile.flavour == "cpu":
+        try:
+            cpu_preload()
+        except ServerError as error:
+            raise PreflightError(str(error)) from None
+    elif shutil.which("nvidia-smi") is None:
+        raise PreflightError(
+            f"profile {profile.name} needs a GPU and there is no nvidia-smi here; "
+            "--profile cpu runs without one"
+        )
+    memory_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    if memory_gib < MIN_MEMORY_GIB:
+        raise PreflightError(
+            f"{memory_gib:.1f} GiB of memory free, a server needs {MIN_MEMORY_GIB:.0f}"
+        )
+    disk_gib = shutil.disk_usage(Path.cwd()).free / 2**30
+    if disk_gib < MIN_DISK_GIB:
+        raise PreflightError(
+            f"{disk_gib:.1f} GiB of disk free, a run needs {MIN_DISK_GIB:.0f}"
+        )
+    _await_survivors()
+
+
+def check_import(base: Path, profile: Profile) -> None:
+    """Import vLLM from the private tree; also leaves its bytecode there.
+
+    Raises PreflightError with vLLM's own message if that fails.
+    """
+    env = os.environ | {"PYTHONPATH": str(base)}
+    if profile.flavour == "cpu":
+        env["LD_PRELOAD"] = os.pathsep.join(cpu_preload())
+    script = "import vllm.entrypoints.openai.api_server as server; print(server.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        raise PreflightError(f"vllm cannot be imported:\n{done.stderr[-2000:]}")
+    if str(base) not in done.stdout:
+        raise PreflightError(
+            f"vllm is imported from {done.stdout.strip()}, not from the private tree"
+        )
+
+
+def check_connector(connector: Connector) -> None:
+    """Raises PreflightError if the connector's transfer engine is not usable."""
+    if connector.kv_transfer_config is None:
+        return
+    package = CONNECTOR_PACKAGES.get(connector.kv_transfer_config["kv_connector"])
+    if package and importlib.util.find_spec(package) is None:
+        raise PreflightError(f"package {package} is not installed: run setup.sh")
+    if package == "mooncake":
+        _check_mooncake_version()
+
+
+def _check_mooncake_version() -> None:
+    for name in importlib.metadata.packages_distributions().get("mooncake", []):
+        version = importlib.metadata.version(name)
+        numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+        if numbers < MOONCAKE_MIN_VERSION:
+            raise PreflightError(
+                f"{name} {version} loses a race over TCP (docs/method.md): "
+                f"install {'.'.join(map(str, MOONCAKE_MIN_VERSION))} or later"
+            )
+
+
+def _await_survivors() -> None:
+    """A sweep that was killed a moment ago is still stopping its server."""
+    deadline = time.monotonic() + SURVIVOR_DEADLINE_S
+    while survivors := _other_supervisors():
+        if time.monotonic() > deadline:
+            raise PreflightError(
+                f"servers of another run are still up, below processes {survivors}"
+            )
+        time.sleep(0.5)
+
+
+def _other_supervisors() -> list[int]:
+    ours = set(descendants(os.getpid()))
+    found = []
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = cmdline.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"microbench.supervise" in arguments and (
+            (pid := int(cmdline.parent.name)) not in ours
+        ):
+            found.append(pid)
+    return found

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Re-analyse a run directory: per_config.json, SUMMARY.md and figures/.
+
+    python -m microbench.report RUN_DIR [--out DIR]
+
+Reads files only; what they hold is told in docs/records.md, what is computed from
+them in the modules steps, stats, levels, verdict and latency.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from microbench.analysis import analyse
+from microbench.figures import draw_all
+from microbench.records import RecordsError
+from microbench.steps import load_run
+from microbench.summary import write_summary
+
+
+def report(run_dir: Path, out: Path) -> None:
+    """Write all outputs for `run_dir` into `out`; RecordsError on bad input."""
+    run, trials = load_run(run_dir)
+    analysis = analyse(run, trials, git_commit())
+    out.mkdir(parents=True, exist_ok=True)
+    figures = draw_all(analysis, out / "figures")
+    document = msgspec.json.format(msgspec.json.encode(analysis.document), indent=2)
+    _write(out / "per_config.json", document + b"\n")
+    summary = write_summary(analysis.document, figures)
+    _write(out / "SUMMARY.md", summary.encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all: a killed report leaves the old file."""
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_bytes(content)
+    os.replace(fresh, path)
+
+
+def git_commit() -> str | None:
+    """The commit of this analysis code, None outside a repository with a commit."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--verify", "-q", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0, or 1 with a message when the run directory cannot be read."""
+    parser = argparse.ArgumentParser(description="Re-analyse a run directory.")
+    parser.add_argument("run_dir", type=Path, help="directory that holds run.json")
+    parser.add_argument("--out", type=Path, help="where to write (default: RUN_DIR)")
+    chosen = parser.parse_args(argv)
+    out = chosen.out or chosen.run_dir
+    try:
+        report(chosen.run_dir, out)
+    except RecordsError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {out / 'SUMMARY.md'}, {out / 'per_config.json'}, {out / 'figures'}/")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

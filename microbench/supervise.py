@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a command so that nothing of it outlives us, however we end.
+
+Between us and the command stands a small supervisor process (this module's main).
+It is the command's subreaper, so that every descendant stays below it even after a
+double fork, and it holds one end of a pipe whose other end only we have: when we
+go away, by SIGKILL too, the pipe closes, and it stops the whole tree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+TERM_GRACE_S = 20.0
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Supervised:
+    """A running command with everything it started.
+
+    `command` runs with `env` and both its output streams in `log`.
+    """
+
+    def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
+        # Orphans of a killed supervisor come to us, where stop() finds them.
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.command = command
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "microbench.supervise", *command],
+                env=env,
+                cwd=REPOSITORY,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """Exit status of the command, None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        return self._process.wait(timeout_s)
+
+    def pids(self) -> list[int]:
+        """The command and its descendants, without the supervisor."""
+        return descendants(self._process.pid)
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after a grace; returns when nothing is left."""
+        tree = self.pids()
+        self._process.stdin.close()
+        try:
+            self._process.wait(TERM_GRACE_S + 10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        # Only if the supervisor itself was killed is there anything left here.
+        kill_all([pid for pid in tree if pid in descendants(os.getpid())])
+
+    def __enter__(self) -> Supervised:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids below `root`, parents first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            # The name in parentheses may itself hold blanks and parentheses.
+            state, parent = stat.rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(entry.name))
+    found = []
+    queue = [root]
+    while queue:
+        below = children.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def kill_all(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _stop_tree(process: subprocess.Popen) -> None:
+    process.terminate()
+    deadline = time.monotonic() + TERM_GRACE_S
+    while descendants(os.getpid()) and time.monotonic() < deadline:
+        process.poll()
+        time.sleep(0.05)
+    # A process may fork while we look, so look until there is nothing to see.
+    while left := descendants(os.getpid()):
+        kill_all(left)
+        time.sleep(0.02)
+
+
+def _stop(*_: object) -> None:
+    raise SystemExit
+
+
+def main() -> int:
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    process = subprocess.Popen(
+        sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent
+    )
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    try:
+        for number in signals:
+            signal.signal(number, _stop)
+        owner_gone = sys.stdin.fileno()
+        exited = os.pidfd_open(process.pid)
+        select.select([owner_gone, exited], [], [])
+    finally:
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)
+        _stop_tree(process)
+    return process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

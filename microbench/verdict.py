@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a step's cost grow with |cache|? A verdict that noise cannot easily give.
+
+For `schedule_us` and `step_us` each, with the slope's 95 % interval:
+
+- grows: the interval lies above max(MARGIN, what two runs of the same config differ
+  by), and the reset check confirms it: after the prefix-cache reset the cost fell by
+  at least half of what slope x |cache| predicts, and surely fell at all. What falls
+  when the cache empties was |cache|.
+- drifts: the slope is as large, but the cost did not fall. Something else went up.
+- flat: the whole interval lies inside +-MARGIN (a region of practical equivalence,
+  as in Kruschke 2018).
+- inconclusive: anything else, a slope without a usable reset check included.
+
+The config's verdict: grows if either time grows; else drifts if either drifts; else
+flat if both are flat; else inconclusive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from microbench.levels import AFTER_RESET, Level, common_mix, reach_blocks
+from microbench.stats import Cells, Estimate, line_fit_r2, slope_us_per_1k_blocks
+
+# us per 1,000 blocks: 35 us at 17,500 blocks, 0.5 % of a 7 ms forward.
+MARGIN_US_PER_1K_BLOCKS = 2.0
+# Share of the predicted fall that must be seen after the reset.
+CONFIRMING_SHARE = 0.5
+# The steps compared: |cache| above 90 % of the reach before, below 25 % of it after.
+BEFORE_SHARE = 0.9
+AFTER_SHARE = 0.25
+MIN_STEPS_PER_BATCH_RESET = 10
+METRICS = {"schedule": "schedule_us", "step": "step_us"}
+# A line explains the binned medians this well, and both halves rise alike.
+LINEAR_R2 = 0.98
+LINEAR_HALVES = (0.75, 1 / 0.75)
+LINEARITY_BINS = 20
+
+
+def reset_check(
+    steps: pl.DataFrame, slopes: dict[str, Estimate | None], seed: int
+) -> dict[str, Any] | None:
+    """Cost before and after the prefix-cache reset, batch sizes held.
+
+    The fields of the schedule time are at the top, those of the step time in "step".
+    None if there are no comparable steps on either side.
+    """
+    reach = reach_blocks(steps)
+    before = steps.filter(
+        pl.col("phase") < AFTER_RESET, pl.col("cache_blocks") >= BEFORE_SHARE * reach
+    )
+    after = steps.filter(
+        pl.col("phase") == AFTER_RESET, pl.col("cache_blocks") <= AFTER_SHARE * reach
+    )
+    mix = common_mix(
+        [before["batch"].to_numpy(), after["batch"].to_numpy()],
+        MIN_STEPS_PER_BATCH_RESET,
+    )
+    if not mix or reach == 0:
+        return None
+    high, low = Level(before, mix), Level(after, mix)
+    blocks_before = float(high.steps["cache_blocks"].median())
+    blocks_after = float(low.steps["cache_blocks"].median())
+    checks: dict[str, Any] = {}
+    for metric, time in METRICS.items():
+        slope = slopes[metric]
+        full, empty = high.median(time, seed), low.median(time, seed + 1)
+        if full is None or empty is None:
+            return None
+        drop = full.minus(empty)
+        expected = None
+        if slope is not None:
+            expected = slope.value * (blocks_before - blocks_after) / 1_000
+        checks[metric] = {
+            "before_us": round(full.value, 3),
+            "after_us": round(empty.value, 3),
+            "drop_us": round(drop.value, 3),
+            "drop_ci95_us": [round(edge, 3) for edge in drop.ci95],
+            "expected_drop_us": None if expected is None else round(expected, 3),
+            "fell": bool(
+                expected is not None
+                and expected > 0
+                and drop.value >= CONFIRMING_SHARE * expected
+                and drop.ci95[0] > 0
+            ),
+        }
+    return checks["schedule"] | {
+        "cache_blocks_before": round(blocks_before),
+        "cache_blocks_after": round(blocks_after),
+        "steps_before": high.steps.height,
+        "steps_after": low.steps.height,
+        "step": checks["step"],
+    }
+
+
+def metric_verdict(
+    slope: Estimate | None, check: dict[str, Any] | None, floor: float
+) -> str:
+    """The verdict on one time; `floor` is the A/A difference, us per 1,000 blocks."""
+    if slope is None:
+        return "inconclusive"
+    low, high = slope.ci95
+    if low > max(MARGIN_US_PER_1K_BLOCKS, floor):
+        if check is None:
+            return "inconclusive"
+        return "grows" if check["fell"] else "drifts"
+    if max(-low, high) < MARGIN_US_PER_1K_BLOCKS:
+        return "flat"
+    return "inconclusive"
+
+
+def overall_verdict(schedule: str, step: str) -> str:
+    """The config's verdict from those on its two times."""
+    for decisive in ("grows", "drifts"):
+        if decisive in (schedule, step):
+            return decisive
+    return "flat" if schedule == step == "flat" else "inconclusive"
+
+
+def linearity(cells: Cells, time: str, slope: Estimate) -> dict[str, Any] | None:
+    """Is the growth a straight line in |cache|? None without both halves.
+
+    The cells less the offset of their repeat and batch size, as medians in 20 bins of
+    |cache|: R^2 of the line through them; and the slopes of the lower and upper half.
+    """
+    us, blocks = cells.time_us[time], cells.cache_blocks
+    middle = (blocks.min() + blocks.max()) / 2
+    halves = [
+        slope_us_per_1k_blocks(subset(cells, mask), time)
+        for mask in (blocks <= middle, blocks > middle)
+    ]
+    if halves[0] is None or halves[1] is None:
+        return None
+    rest = us - slope.value * blocks / 1_000
+    group = cells.repeat_of_block[cells.block] * 1_000_000 + cells.batch
+    for key in np.unique(group):
+        rest[group == key] -= np.median(rest[group == key])
+    held = rest + slope.value * blocks / 1_000
+    edges = np.linspace(blocks.min(), blocks.max(), LINEARITY_BINS + 1)
+    place = np.clip(np.digitize(blocks, edges) - 1, 0, LINEARITY_BINS - 1)
+    bins = np.unique(place)
+    r2 = line_fit_r2(
+        np.array([np.median(blocks[place == b]) for b in bins]),
+        np.array([np.median(held[place == b]) for b in bins]),
+    )
+    lower, upper = halves[0].value, halves[1].value
+    ratio = upper / lower if lower > 0 else float("inf")
+    straight = r2 >= LINEAR_R2 and LINEAR_HALVES[0] <= ratio <= LINEAR_HALVES[1]
+    return {
+        "r2": round(r2, 4),
+        "slope_lower_half": round(lower, 3),
+        "slope_upper_half": round(upper, 3),
+        "linear": straight,
+    }
+
+
+def subset(cells: Cells, mask: np.ndarray) -> Cells:
+    """The cells of `mask`, blocks renumbered so that only those in use are drawn."""
+    used, block = np.unique(cells.block[mask], return_inverse=True)
+    return Cells(
+        block=block,
+        batch=cells.batch[mask],
+        steps=cells.steps[mask],
+        cache_blocks=cells.cache_blocks[mask],
+        time_us={name: us[mask] for name, us in cells.time_us.items()},
+        repeat_of_block=cells.repeat_of_block[used],
+    )

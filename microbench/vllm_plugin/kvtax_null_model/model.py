@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The null model: zeros for every token, after a sleep that stands for the GPU."""
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+
+
+class NullForCausalLM(nn.Module):
+    """Returns zero hidden states [tokens, hidden_size], so greedy tokens are 0.
+
+    `null_forward_us` in the checkpoint's config.json is slept in every forward.
+    The sleep releases the GIL, as waiting for a GPU does, so that the connector's
+    own threads run as they would beside a real model.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.forward_s = getattr(config, "null_forward_us", 0) / 1e6
+        self.attention = Attention(
+            num_heads=config.num_attention_heads,
+            head_size=config.head_dim,
+            scale=1.0,
+            num_kv_heads=config.num_key_value_heads,
+            cache_config=vllm_config.cache_config,
+            prefix="layers.0.attention",
+        )
+        max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        max_requests = vllm_config.scheduler_config.max_num_seqs
+        dtype = vllm_config.model_config.dtype
+        self.hidden = torch.zeros(max_tokens, config.hidden_size, dtype=dtype)
+        self.logits = torch.zeros(max_requests, config.vocab_size, dtype=dtype)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.hidden[: input_ids.shape[0]]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors=None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        if self.forward_s:
+            time.sleep(self.forward_s)
+        return self.hidden[: positions.shape[0]]
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.logits[: hidden_states.shape[0]]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return set()

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""
+Per-step timing records: one JSONL file a process, one line an engine step.
+
+Off unless KVTAX_STEP_RECORDS_DIR names a directory. ENGINE_STEPS and WORKER_STEPS
+are then the process's recorders, and None otherwise, so that a hook costs one
+None check when off. Times are CLOCK_MONOTONIC, comparable between processes.
+"""
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm.logger import init_logger
+from vllm.version import __version__ as vllm_version
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+logger = init_logger(__name__)
+
+FLUSH_INTERVAL_S = 0.25
+# Steps scheduled but not updated yet: 1, or the depth of the batch queue.
+MAX_OPEN_STEPS = 64
+
+now_ns = time.perf_counter_ns
+
+
+class EngineStep(msgspec.Struct, omit_defaults=True):
+    """One engine step; a field that was not measured is left out of the line."""
+
+    step_id: int
+    t_ns: int
+    schedule_us: float | None = None
+    build_meta_us: float | None = None
+    step_us: float | None = None
+    running: int | None = None
+    waiting: int | None = None
+    scheduled: int | None = None
+    prefill_tokens: int | None = None
+    decode_tokens: int | None = None
+    cache_size: int | None = None
+    free_blocks: int | None = None
+    preemptions: int | None = None
+    update_us: float | None = None
+
+
+class WorkerStep(msgspec.Struct, omit_defaults=True):
+    """One worker step, joined with its EngineStep by step_id."""
+
+    step_id: int
+    t_ns: int
+    execute_model_us: float | None = None
+    bind_us: float | None = None
+    start_load_kv_us: float | None = None
+    wait_for_save_us: float | None = None
+    get_finished_us: float | None = None
+
+
+class RecordFile:
+    """Appends records to a JSONL file in whole lines, from a background thread."""
+
+    def __init__(self, directory: str, name: str, header: dict):
+        self.path = Path(directory) / f"{name}.jsonl"
+        self.header = {
+            "schema": f"kvtax.{name.partition('.')[0]}/1",
+            "clock": "CLOCK_MONOTONIC",
+            "units": {"t_ns": "ns", "*_us": "us"},
+            "vllm_version": vllm_version,
+            "pid": os.getpid(),
+            "label": json.loads(os.environ.get("KVTAX_STEP_RECORDS_LABEL", "{}")),
+            **header,
+        }
+        self._pending: deque[msgspec.Struct] = deque()
+        self.append = self._pending.append
+        self._encoder = msgspec.json.Encoder()
+        self._lock = threading.Lock()
+        # "x": records of another engine are never appended to or overwritten.
+        self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
+        self._write(json.dumps(self.header).encode() + b"\n")
+        threading.Thread(target=self._run, name="step-records", daemon=True).start()
+        # Unlike atexit, this also runs in the children of multiprocessing.
+        Finalize(self, self.flush, exitpriority=10)
+
+    def flush(self) -> None:
+        with self._lock:
+            records = [self._pending.popleft() for _ in range(len(self._pending))]
+            if records:
+                self._write(self._encoder.encode_lines(records))
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(FLUSH_INTERVAL_S)
+            self.flush()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            logger.exception("Cannot write %s: step records stop here", self.path)
+            # Keep serving: from now on records are dropped, not piled up.
+            self.append = lambda record: None
+
+
+class EngineStepRecorder:
+    """Called by the scheduler and the engine core, in the engine's one thread."""
+
+    def __init__(self, directory: str):
+        self._directory = directory
+        self._file: RecordFile | None = None
+        self._next_step_id = 0
+        self._step: EngineStep | None = None
+        self._open: dict[int, EngineStep] = {}
+        self._mark_ns = 0
+
+    def begin_schedule(self) -> None:
+        self._step = EngineStep(self._next_step_id, now_ns())
+        self._next_step_id += 1
+
+    def begin_build_meta(self) -> None:
+        self._mark_ns = now_ns()
+
+    def end_build_meta(self) -> None:
+        assert self._step is not None
+        self._step.build_meta_us = (now_ns() - self._mark_ns) / 1e3
+
+    def end_schedule(
+        self, scheduler: "Scheduler", scheduler_output: "SchedulerOutput"
+    ) -> None:
+        step = self._step
+        assert step is not None
+        step.schedule_us = (now_ns() - step.t_ns) / 1e3
+        self._hand_out(step, scheduler_output)
+        step.running = len(scheduler.running)
+        step.waiting = len(scheduler.waiting)
+        step.scheduled = len(scheduler_output.num_scheduled_tokens)
+        step.prefill_tokens = _prefill_tokens(scheduler, scheduler_output)
+        step.decode_tokens = (
+            scheduler_output.total_num_scheduled_tokens - step.prefill_tokens
+        )
+
+    def note_block_pool(
+        self, scheduler: "Scheduler", scheduler_output: "SchedulerOutput"
+    ) -> None:
+        if self._step is None:
+            # Only step_timing_v2 is applied: nothing opened the step before.
+            self.begin_schedule()
+            self._hand_out(self._step, scheduler_output)
+        step, self._step = self._step, None
+        block_pool = scheduler.kv_cache_manager.block_pool
+        step.cache_size = len(block_pool.cached_block_hash_to_block)
+        step.free_blocks = block_pool.get_num_free_blocks()
+        step.preemptions = len(scheduler_output.preempted_req_ids or ())
+
+    def begin_update(self) -> None:
+        self._mark_ns = now_ns()
+
+    def end_update(self, scheduler_output: "SchedulerOutput") -> None:
+        step = self._open.get(getattr(scheduler_output, "step_id", -1))
+        if step is None:
+            return
+        step.update_us = (now_ns() - self._mark_ns) / 1e3
+        if step.schedule_us is None:
+            # Only step_timing_v2 is applied: nobody else closes the step.
+            self._close(step)
+
+    def end_step(self, scheduler_output: "SchedulerOutput") -> None:
+        step = self._open.get(getattr(scheduler_output, "step_id", -1))
+        if step is not None:
+            step.step_us = (now_ns() - step.t_ns) / 1e3
+            self._close(step)
+
+    def _hand_out(self, step: EngineStep, scheduler_output: "SchedulerOutput") -> None:
+        scheduler_output.step_id = step.step_id
+        self._open[step.step_id] = step
+        if len(self._open) > MAX_OPEN_STEPS:
+            # Scheduled, but never updated (a scheduler driven without its engine).
+            self._close(next(iter(self._open.values())))
+
+    def _close(self, step: EngineStep) -> None:
+        del self._open[step.step_id]
+        if self._file is None:
+            self._file = RecordFile(self._directory, "engine_step", {})
+        self._file.append(step)
+
+
+class WorkerStepRecorder:
+    """Called by one worker, in the thread that executes its model."""
+
+    def __init__(self, directory: str):
+        self._directory = directory
+        self._file: RecordFile | None = None
+        self._step: WorkerStep | None = None
+        self._mark_ns = 0
+
+    def begin_step(self, rank: int, scheduler_output: "SchedulerOutput") -> None:
+        if self._file is None:
+            self._file = RecordFile(
+                self._directory, f"worker_step.r{rank}", {"rank": rank}
+            )
+        # The V2 model runner finishes a step in sample_tokens(), so only the next
+        # step tells that this one is complete.
+        if self._step is not None:
+            self._file.append(self._step)
+        step_id = getattr(scheduler_output, "step_id", None)
+        self._step = None if step_id is None else WorkerStep(step_id, now_ns())
+
+    def end_execute_model(self) -> None:
+        if (step := self._step) is not None:
+            step.execute_model_us = (now_ns() - step.t_ns) / 1e3
+
+    def begin(self) -> None:
+        self._mark_ns = now_ns()
+
+    def end(self, field: str) -> None:
+        """Add the time since begin() to `field`: a method may run twice a step."""
+        if (step := self._step) is not None:
+            elapsed_us = (now_ns() - self._mark_ns) / 1e3
+            setattr(step, field, (getattr(step, field) or 0.0) + elapsed_us)
+
+
+def _prefill_tokens(scheduler: "Scheduler", output: "SchedulerOutput") -> int:
+    """Tokens of this step that belong to prompts.
+
+    A running request's last prompt chunk of one token counts as a decode: it costs
+    the same and yields a token. That keeps the common step free of a loop.
+    """
+    scheduled = output.num_scheduled_tokens
+    if not output.scheduled_new_reqs and output.total_num_scheduled_tokens == len(
+        scheduled
+    ):
+        return 0
+    requests = scheduler.requests
+    return sum(
+        num_tokens
+        for req_id, num_tokens in scheduled.items()
+        # schedule() has advanced num_computed_tokens past this step already.
+        if requests[req_id].num_computed_tokens - num_tokens
+        < requests[req_id].num_prompt_tokens
+    )
+
+
+_directory = os.environ.get("KVTAX_STEP_RECORDS_DIR")
+ENGINE_STEPS = EngineStepRecorder(_directory) if _directory else None
+WORKER_STEPS = WorkerStepRecorder(_directory) if _directory else None

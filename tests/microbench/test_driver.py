@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load driver as a process: open loop, one record a request, honest lag."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_plan(requests=40, rate_rps=200.0, **changes) -> dict:
+    phases = [{"name": "growth", "requests": requests, "rate_rps": rate_rps}]
+    return {
+        "model": "null",
+        "vocab_size": 1000,
+        "prompt_tokens": 40,
+        "output_tokens": 4,
+        "request_timeout_s": 10.0,
+        "phases": phases,
+        **changes,
+    }
+
+
+class Standin(NamedTuple):
+    process: subprocess.Popen
+    url: str
+
+
+@contextmanager
+def standin_process():
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.standin"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        try:
+            yield Standin(process, f"http://127.0.0.1:{int(process.stdout.readline())}")
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def standin():
+    with standin_process() as server:
+        yield server
+
+
+class Drive:
+    """A driver process under way; `finish()` gives its exit status and its records."""
+
+    def __init__(self, tmp_path, url, plan, before="") -> None:
+        self.out = tmp_path / "requests.jsonl"
+        plan_file = tmp_path / "plan.json"
+        plan_file.write_text(json.dumps(plan))
+        program = f"import sys\n{before}\nfrom microbench.driver.__main__ import main\n"
+        command = [sys.executable, "-c", program + "sys.exit(main())"]
+        command += ["--url", url, "--plan", plan_file, "--out", self.out]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+
+    def wait_for_requests(self, n: int) -> None:
+        """Return once `n` requests have ended and are on disk."""
+        deadline = time.monotonic() + 10
+        while not self.out.exists() or self.out.read_bytes().count(b'"request"') < n:
+            assert self.process.poll() is None, self.process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def finish(self) -> Result:
+        _, self.stderr = self.process.communicate(timeout=30)
+        lines = [json.loads(line) for line in self.out.read_text().splitlines()]
+        return Result(self.process.returncode, self.stderr, lines)
+
+
+class Result:
+    """What is left of a run, checked for one record a scheduled request."""
+
+    def __init__(self, code: int, stderr: str, lines: list[dict]) -> None:
+        self.code, self.stderr = code, stderr
+        self.header, *typed, self.end = lines
+        self.requests = [line for line in typed if line["type"] == "request"]
+        self.phases = [line for line in typed if line["type"] == "phase"]
+        assert self.end["type"] == "end"
+        ids = sorted(request["id"] for request in self.requests)
+        assert ids == list(range(self.header["scheduled"]))
+        for status in ("ok", "failed", "cancelled"):
+            assert self.end[status] == len(self.having(status))
+        for request in self.having("failed") + self.having("cancelled"):
+            assert request["error"]
+
+    def having(self, status: str) -> list[dict]:
+        return [request for request in self.requests if request["status"] == status]
+
+    def errors(self) -> set[str]:
+        return {request["error"] for request in self.having("failed")}
+
+
+def drive(tmp_path, url, plan, before="") -> Result:
+    return Drive(tmp_path, url, plan, before).finish()
+
+
+def test_every_request_ends_ok_with_times_in_order_and_tokens_from_usage(
+    standin, tmp_path
+):
+    phases = [
+        {"name": "growth", "requests": 20, "rate_rps": 200.0},
+        {"name": "plateau", "requests": 10, "rate_rps": 100.0},
+    ]
+    result = drive(tmp_path, standin.url, make_plan(phases=phases))
+    assert result.code == 0, result.stderr
+    assert result.stderr == ""
+    assert len(result.having("ok")) == 30
+    for request in result.requests:
+        times = ["intended_ns", "sent_ns", "first_token_ns", "end_ns"]
+        assert sorted(times, key=request.get) == times
+        assert request["output_tokens"] == 4
+    growth, plateau = result.phases
+    assert plateau["start_ns"] - growth["start_ns"] == 100_000_000, "no pause"
+    due = sorted(request["intended_ns"] for request in result.requests)
+    assert set(np.diff(due).tolist()) == {5_000_000, 10_000_000}
+
+
+FAULT_REASONS = {
+    "hang": "no complete answer within 0.5 s",
+    "http500": "HTTP 500: engine is dead",
+    "inband": "in-band error",
+    "truncated": "stream ended without [DONE]",
+    "short": "usage says 40 and 3",
+}
+
+
+@pytest.mark.parametrize("fault", FAULT_REASONS)
+def test_failed_requests_are_recorded_with_the_reason(standin, tmp_path, fault):
+    plan = make_plan(requests=30, model=f"{fault}/3", request_timeout_s=0.5)
+    result = drive(tmp_path, standin.url, plan)
+    assert result.code == 2
+    assert (result.end["ok"], result.end["failed"]) == (20, 10)
+    assert all(FAULT_REASONS[fault] in error for error in result.errors())
+    assert "10 of 30 requests failed" in result.stderr
+
+
+def test_every_request_is_recorded_when_the_server_is_killed_mid_stream(tmp_path):
+    with standin_process() as server:
+        plan = make_plan(requests=100, rate_rps=100.0, model="slow")
+        run = Drive(tmp_path, server.url, plan)
+        run.wait_for_requests(10)
+        server.process.kill()
+        result = run.finish()
+    assert result.code == 2
+    assert result.end["ok"] >= 10
+    assert result.end["ok"] + result.end["failed"] == 100
+    assert any(request["first_token_ns"] for request in result.having("failed"))
+    assert any("ClientConnectorError" in error for error in result.errors())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_cancels_the_rest_and_leaves_a_complete_file(
+    standin, tmp_path, signum
+):
+    plan = make_plan(requests=1000, rate_rps=100.0, model="slow")
+    run = Drive(tmp_path, standin.url, plan)
+    run.wait_for_requests(10)
+    run.process.send_signal(signum)
+    result = run.finish()
+    assert result.code == 128 + signum
+    assert result.end["ok"] >= 10
+    assert result.end["failed"] == 0
+    in_flight = [r for r in result.having("cancelled") if r["sent_ns"]]
+    unsent = [r for r in result.having("cancelled") if not r["sent_ns"]]
+    assert in_flight and unsent
+    assert signum.name in result.stderr
+
+
+def test_a_signal_before_the_first_request_leaves_a_complete_file(standin, tmp_path):
+    plan = make_plan(requests=2000, prompt_tokens=10_000)
+    run = Drive(tmp_path, standin.url, plan)
+    run.wait_for_requests(0)
+    run.process.send_signal(signal.SIGTERM)
+    result = run.finish()
+    assert result.code == 143
+    assert result.end["cancelled"] == 2000
+    assert result.end["valid"] is False
+
+
+def test_a_killed_driver_leaves_whole_lines_but_for_the_last(standin, tmp_path):
+    run = Drive(tmp_path, standin.url, make_plan(requests=2000, rate_rps=200.0))
+    run.wait_for_requests(20)
+    time.sleep(0.6)
+    run.process.kill()
+    run.process.communicate()
+    *whole, torn = run.out.read_bytes().split(b"\n")
+    records = [json.loads(line) for line in whole]
+    assert len(records) > 20, "flushed at least every 0.5 s"
+    assert records[-1]["type"] == "request"
+    assert len(torn) < 1000
+
+
+def test_a_stalled_server_does_not_delay_sends(tmp_path):
+    with standin_process() as server:
+        # Request 30 of 59 stalls the server for 2 s, past the last send at 1 s.
+        plan = make_plan(requests=59, rate_rps=59.0, model="stall/30")
+        result = drive(tmp_path, server.url, plan)
+    assert result.code == 0, result.stderr
+    lag_s = [(r["sent_ns"] - r["intended_ns"]) / 1e9 for r in result.requests]
+    wait_s = [(r["end_ns"] - r["sent_ns"]) / 1e9 for r in result.requests]
+    assert max(wait_s) > 2.0
+    assert max(lag_s) < 0.5, "29 requests were due within 0.5 s of the stall"
+
+
+def test_a_slow_event_loop_makes_the_run_invalid(standin, tmp_path):
+    slow_send = """
+import time
+from microbench.driver.client import Client
+request = Client.request
+async def slow(self, *args):
+    time.sleep(0.02)
+    await request(self, *args)
+Client.request = slow
+"""
+    result = drive(tmp_path, standin.url, make_plan(rate_rps=100.0), slow_send)
+    assert result.code == 3
+    assert result.end["ok"] == 40
+    assert result.end["valid"] is False
+    assert result.end["lag_ms"]["p99"] > result.end["lag_budget_ms"]
+    assert "RUN NOT VALID" in result.stderr
+
+
+def reset_plan(**changes) -> dict:
+    return make_plan(
+        phases=[
+            {"name": "growth", "requests": 10, "rate_rps": 100.0},
+            {
+                "name": "after_reset",
+                "requests": 5,
+                "rate_rps": 100.0,
+                "reset_prefix_cache": True,
+            },
+        ],
+        **changes,
+    )
+
+
+def ignore_resets(server: Standin, n: int) -> None:
+    url = f"{server.url}/ignore_resets?n={n}"
+    urllib.request.urlopen(urllib.request.Request(url, method="POST")).close()
+
+
+def test_a_reset_comes_after_the_drain_and_before_the_phase(standin, tmp_path):
+    result = drive(tmp_path, standin.url, reset_plan(model="slow"))
+    assert result.code == 0, result.stderr
+    after = result.phases[1]
+    assert after["reset_ns"] < after["start_ns"]
+    growth = [r for r in result.requests if r["phase"] == "growth"]
+    assert max(r["end_ns"] for r in growth) < after["reset_ns"]
+    assert min(r["sent_ns"] for r in result.requests[10:]) > after["start_ns"]
+
+
+def test_a_reset_that_did_not_happen_is_tried_again(standin, tmp_path):
+    ignore_resets(standin, 2)
+    assert drive(tmp_path, standin.url, reset_plan()).code == 0
+
+
+def test_a_reset_that_never_happens_fails_the_run(standin, tmp_path):
+    ignore_resets(standin, 1000)
+    soon = "import microbench.driver.reset as r; r.RESET_TIMEOUT_S = 0.5"
+    result = drive(tmp_path, standin.url, reset_plan(), soon)
+    ignore_resets(standin, 0)
+    assert result.code == 4
+    assert (result.end["ok"], result.end["cancelled"]) == (10, 5)
+    assert "prefix cache not reset" in result.stderr
+    assert len(result.phases) == 1
+
+
+def test_a_bad_plan_sends_and_writes_nothing(standin, tmp_path):
+    run = Drive(tmp_path, standin.url, make_plan(rate=3))
+    _, stderr = run.process.communicate()
+    assert run.process.returncode == 64
+    assert "unknown field `rate`" in stderr
+    assert not run.out.exists()
+
+
+def test_records_are_never_overwritten(standin, tmp_path):
+    (tmp_path / "requests.jsonl").write_text("kept")
+    run = Drive(tmp_path, standin.url, make_plan())
+    _, stderr = run.process.communicate()
+    assert run.process.returncode == 64
+    assert "never overwritten" in stderr
+    assert run.out.read_text() == "kept"

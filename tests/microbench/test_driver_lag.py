@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lag measurement prints its table and leaves nothing running."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "microbench.driver_lag", "--repeats", "1"]
+
+
+def children(pid: int) -> dict[int, str]:
+    """Command lines of the processes that `pid` started, by process id."""
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {
+        int(child): Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+        for child in pids
+    }
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_every_load_gets_a_row_over_all_its_requests():
+    command = [*COMMAND, "--rates", "20,50", "--seconds", "0.4"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    _, _, *rows = run.stdout.splitlines()
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    assert [row[1:4] for row in cells] == [
+        ["20", "16", "8"],
+        ["50", "16", "20"],
+        ["15", "33000", "6"],
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_server_outlives_the_measurement(signum):
+    run = subprocess.Popen([*COMMAND, "--rates", "20", "--seconds", "3"], cwd=ROOT)
+    wait_until(lambda: any("driver " in line for line in children(run.pid).values()))
+    started = children(run.pid)
+    assert any("trivial_server" in line for line in started.values())
+    run.send_signal(signum)
+    run.wait()
+    assert run.returncode == (-signum if signum == signal.SIGKILL else 128 + signum)
+    # A killed measurement cannot stop the driver, which ends by itself.
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step files become the table of decode-only steps, or a clear error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import FIRST_NS, STEP_NS, Truth, write_run
+
+from microbench import records
+from microbench.records import RecordsError
+from microbench.steps import load_run, load_trial, read_engine_steps, read_worker_steps
+
+HEADER = {"schema": "kvtax.engine_step/1", "clock": "CLOCK_MONOTONIC"}
+
+
+def engine_record(step_id: int, **changes) -> dict:
+    record = {
+        "step_id": step_id,
+        "t_ns": FIRST_NS + step_id * STEP_NS,
+        "schedule_us": 50.0 + step_id,
+        "step_us": 250.0,
+        "scheduled": 4,
+        "prefill_tokens": 0,
+        "decode_tokens": 4,
+        "cache_size": 100 + step_id,
+        "update_us": 30.0,
+    }
+    return record | changes
+
+
+def write_lines(path: Path, lines: list[dict], tail: bytes = b"") -> Path:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_bytes(text.encode() + tail)
+    return path
+
+
+def read(path: Path) -> tuple[pl.DataFrame, int]:
+    return records.read_steps(
+        path, records.ENGINE_SCHEMA, records.ENGINE_FIELDS, lambda frame: frame
+    )
+
+
+@pytest.fixture(scope="module")
+def cut_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cut")
+
+
+@given(cut=st.integers(0, 2_000), chunk=st.integers(1, 700))
+@settings(max_examples=60, deadline=None)
+def test_a_file_cut_at_any_byte_loses_only_its_torn_last_line(
+    cut_folder: Path, cut: int, chunk: int
+):
+    lines = [HEADER] + [engine_record(step) for step in range(9)]
+    path = write_lines(cut_folder / "engine_step.jsonl", lines)
+    whole = path.read_bytes()
+    header = whole.index(b"\n") + 1
+    kept = whole[: max(header, min(cut, len(whole)))]
+    path.write_bytes(kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "CHUNK_BYTES", chunk)
+        frame, torn = read(path)
+    complete = kept[header:].count(b"\n")
+    assert frame["step_id"].to_list() == list(range(complete))
+    assert torn == int(not kept.endswith(b"\n"))
+
+
+@pytest.mark.parametrize("junk", [b'{"step_id":9,"sche\n', b"\0\0\0\0\n"])
+def test_an_undecodable_last_line_is_dropped_and_counted(tmp_path: Path, junk: bytes):
+    path = write_lines(tmp_path / "e", [HEADER, engine_record(0)], junk)
+    frame, torn = read(path)
+    assert (frame.height, torn) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "junk", [b'{"step_id":9,"sche\n', b'{"step_id":1,"step_us":"x"}\n', b'{"a":1}\n']
+)
+def test_a_bad_line_in_the_middle_is_an_error_with_file_and_line(
+    tmp_path: Path, junk: bytes
+):
+    path = write_lines(tmp_path / "e", [HEADER, engine_record(0), engine_record(1)], junk)
+    with path.open("ab") as file:
+        file.write(json.dumps(engine_record(2)).encode() + b"\n")
+    with pytest.raises(RecordsError, match=r"e:4: "):
+        read(path)
+
+
+def test_only_decode_only_steps_of_a_phase_are_kept(tmp_path: Path):
+    folder = write_run(tmp_path, [Truth("plain")], repeats=1, steps=800)
+    trial = folder / "plain" / "r0"
+    path = trial / "engine_step.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1]["t_ns"] = FIRST_NS - 1  # an engine-start dummy step
+    lines[1]["prefill_tokens"] = 0
+    lines[2] |= {"prefill_tokens": 0, "decode_tokens": 0, "scheduled": 0}
+    write_lines(path, lines)
+    steps = load_trial(folder, "plain", 0).steps
+    wanted = [
+        line["step_id"]
+        for line in lines[2:]
+        if line["prefill_tokens"] == 0 and line["decode_tokens"] > 0
+    ]
+    assert steps is not None and steps["step_id"].to_list() == wanted
+    assert steps["phase"].unique().sort().to_list() == [0, 1, 2]
+
+
+def test_after_reset_begins_at_the_reset_and_not_at_the_phase_record(tmp_path: Path):
+    lines = [HEADER] + [engine_record(step) for step in range(10)]
+    write_lines(tmp_path / "engine_step.jsonl", lines)
+    phases = [
+        records.Phase("growth", FIRST_NS),
+        records.Phase("after_reset", FIRST_NS, reset_ns=FIRST_NS + 6 * STEP_NS),
+    ]
+    engine, _ = read_engine_steps(tmp_path, phases)
+    assert engine["phase"].to_list() == [0] * 6 + [2] * 4
+
+
+def test_steps_join_by_id_even_out_of_order_and_missing_ones_are_counted(
+    tmp_path: Path,
+):
+    folder = write_run(tmp_path, [Truth("plain")], repeats=1, steps=800)
+    trial = folder / "plain" / "r0"
+    for name in ("engine_step.jsonl", "worker_step.r0.jsonl"):
+        header, *rest = (trial / name).read_text().splitlines(keepends=True)
+        rest[10], rest[11] = rest[11], rest[10]
+        if name.startswith("worker"):
+            del rest[100:103]
+        (trial / name).write_text(header + "".join(rest))
+    loaded = load_trial(folder, "plain", 0)
+    assert loaded.engine_without_worker == 3
+    worker = pl.read_ndjson(
+        (trial / "worker_step.r0.jsonl").read_bytes().split(b"\n", 1)[1]
+    )
+    assert loaded.steps is not None
+    both = loaded.steps.join(worker, on="step_id", how="left")
+    assert both["execute_model_us"].null_count() <= 3
+    off = (both["execute_model_us"] - both["execute_model_us_right"]).abs().max()
+    assert off < 1e-3
+
+
+def test_several_ranks_give_the_slowest_of_each_method(tmp_path: Path):
+    header = {"schema": "kvtax.worker_step/1"}
+    for rank, (execute, finished) in enumerate([(100.0, 9.0), (120.0, 3.0)]):
+        record = {"step_id": 0, "t_ns": 1, "execute_model_us": execute}
+        record["get_finished_us"] = finished
+        write_lines(tmp_path / f"worker_step.r{rank}.jsonl", [header, record])
+    worker, _ = read_worker_steps(tmp_path)
+    row = worker.row(0, named=True)
+    assert (row["execute_model_us"], row["get_finished_us"]) == (120.0, 9.0)
+    assert row["bind_us"] is None
+
+
+def test_a_step_id_twice_is_an_error(tmp_path: Path):
+    lines = [HEADER, engine_record(0), engine_record(1), engine_record(1)]
+    write_lines(tmp_path / "engine_step.jsonl", lines)
+    with pytest.raises(RecordsError, match="step_id 1 twice"):
+        read_engine_steps(tmp_path, [])
+
+
+def test_a_driver_that_was_killed_fails_the_trial(tmp_path: Path):
+    folder = write_run(tmp_path, [Truth("plain")], repeats=1, steps=400)
+    path = folder / "plain" / "r0" / "requests.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    trial = load_trial(folder, "plain", 0)
+    assert trial.steps is None and "driver was killed" in (trial.error or "")
+
+
+def test_requests_that_do_not_reconcile_fail_the_trial(tmp_path: Path):
+    folder = write_run(tmp_path, [Truth("plain")], repeats=1, steps=400)
+    path = folder / "plain" / "r0" / "requests.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    del lines[3]
+    path.write_text("".join(lines))
+    trial = load_trial(folder, "plain", 0)
+    assert trial.steps is None and "do not reconcile" in (trial.error or "")
+
+
+def test_a_planned_trial_that_never_ran_is_told(tmp_path: Path):
+    folder = write_run(tmp_path, [Truth("plain")], repeats=1, steps=400)
+    run = json.loads((folder / "run.json").read_text())
+    run["plan"].append({"config": "noop", "repeat": 0})
+    (folder / "run.json").write_text(json.dumps(run))
+    _, trials = load_run(folder)
+    assert [trial.error is None for trial in trials] == [True, False]
