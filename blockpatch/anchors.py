@@ -74,8 +74,8 @@ class Source:
             self.tree = parse_quietly(text)
         except (SyntaxError, ValueError) as error:
             raise TargetError(
-                f"{file}: the file as installed is not valid Python ({error}); "
-                "reinstall the package"
+                f"{file}: without blocks it is not valid for this Python ({error}); "
+                "use the Python the package is installed for, or reinstall the package"
             ) from None
 
     def find(self, scope: str, anchor: str) -> Statement:

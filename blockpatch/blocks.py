@@ -248,7 +248,7 @@ def parse_added(text: bytes, file: str) -> Added | None:
     end = b"# BLOCK_END " + owners + b":" + path + b"\n"
     if inner != [len(lines) - 1] or lines[-1] != end:
         raise _damaged(file, 0, lines[0], "does not enclose the file as it was added")
-    if path.decode() != file:
+    if path.decode() != file or int(dirs) > file.count("/"):
         raise _damaged(file, 0, lines[0], "names another path: the file was moved")
     body = lines[1:-1]
     return Added(

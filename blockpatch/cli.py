@@ -3,6 +3,7 @@
 
 import argparse
 import ast
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -36,9 +37,12 @@ def main(
         parser.error(f"--{args.action} needs --patch NAME")
     try:
         _run(args, patches_dir, default_set)
+        sys.stdout.flush()
     except BlockPatchError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # the reader left early; what there was to do is done
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -178,13 +182,12 @@ def _put(patches: list[Patch], args: argparse.Namespace) -> None:
         given = {name: value for name, value in values.items() if name in own}
         jobs.append((_tree(package, args.target), mine, given))
     plans = [engine.check(*job) for job in jobs]
-    for job, plan in zip(jobs, plans, strict=True):
-        tree, mine, _ = job
+    if args.action == "apply":
+        plans = [engine.apply(*job) for job in jobs]
+    for (tree, mine, _), plan in zip(jobs, plans, strict=True):
         if args.action == "diff":
             print(plan.diff(), end="")
             continue
-        if args.action == "apply":
-            plan = engine.apply(*job)
         _report(tree, plan, args.action)
         for patch in mine if args.action == "check" else ():
             _report_tested(patch, tree)
@@ -213,8 +216,10 @@ def _revert(names: list[str], known: dict[str, Patch], args) -> None:
     packages = {
         patch.package for patch in known.values() if everywhere or patch.name in names
     }
-    for tree in _trees(packages, args.target):
-        _report(tree, engine.revert(tree, names), "revert")
+    trees = _trees(packages, args.target)
+    plans = [engine.revert(tree, names) for tree in trees]
+    for tree, plan in zip(trees, plans, strict=True):
+        _report(tree, plan, "revert")
 
 
 def _status(known: dict[str, Patch], args: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from microbench.verdict import (
     metric_verdict,
     overall_verdict,
     reset_check,
+    stated,
 )
 from microbench.warn import config_warnings, run_warnings
 
@@ -210,16 +211,6 @@ def record_counts(trials: list[Trial]) -> dict[str, int]:
     """How many records were read, missed and torn."""
     names = ("engine_steps", "worker_steps", "engine_without_worker", "torn_lines")
     return {name: sum(getattr(t, name) for t in trials) for name in names}
-
-
-def stated(estimate: Estimate | None) -> dict[str, Any] | None:
-    """An estimate as it is written: value and 95 % interval."""
-    if estimate is None:
-        return None
-    return {
-        "value": round(estimate.value, 3),
-        "ci95": [round(edge, 3) for edge in estimate.ci95],
-    }
 
 
 def noise_floor(measured: dict[str, Measured]) -> dict[str, Any]:

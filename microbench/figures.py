@@ -12,7 +12,6 @@ from matplotlib import pyplot as plt
 
 from microbench.analysis import Analysis
 from microbench.levels import thin
-from microbench.stats import mix_weights, weighted_quantiles
 
 matplotlib.use("Agg")
 
@@ -25,7 +24,7 @@ LINES = ("-", "--", ":")
 BINS = 30
 MIN_STEPS_PER_BIN = 20
 MAX_STEPS = 300_000
-BAND = (0.25, 0.5, 0.75)
+BAND = {"p25_us": 0.25, "p50_us": 0.5, "p75_us": 0.75}
 PARTS = (
     "schedule_without_build_meta",
     "build_meta",
@@ -72,40 +71,52 @@ def draw_all(analysis: Analysis, folder: Path) -> list[str]:
 def binned_curves(analysis: Analysis, time: str) -> pl.DataFrame:
     """p25, p50, p75 of `time` in the growth phase by |cache| bin and config.
 
-    Batch sizes weigh as in the comparison window, where the bin has them.
+    Batch held: each step less the offset of its batch size (the median of what the
+    schedule slope leaves over), plus the mean offset of the growth phase.
     """
-    rows = []
-    tables = {name: one.steps for name, one in analysis.measured.items()}
     growths = {
-        name: thin(table.filter(pl.col("phase") == 0), MAX_STEPS).drop_nulls(time)
-        for name, table in tables.items()
+        name: thin(one.steps.filter(pl.col("phase") == 0), MAX_STEPS).drop_nulls(time)
+        for name, one in analysis.measured.items()
     }
     top = max((g["cache_blocks"].max() or 0 for g in growths.values()), default=0)
-    edges = np.linspace(0, max(top, 1), BINS + 1)
+    width = max(top, 1) / BINS
+    rows = []
     for name, growth in growths.items():
-        blocks = growth["cache_blocks"].to_numpy()
-        batch = growth["batch"].to_numpy()
-        us = growth[time].cast(pl.Float64).to_numpy()
-        mix = analysis.window.mix if analysis.window else {}
-        place = np.clip(np.digitize(blocks, edges) - 1, 0, BINS - 1)
-        for index in range(BINS):
-            inside = place == index
-            weights = mix_weights(batch[inside], mix)
-            steps = int((weights > 0).sum())
-            if steps < MIN_STEPS_PER_BIN:
-                continue
-            low, middle, high = weighted_quantiles(us[inside], weights, BAND)
-            rows.append(
-                {
-                    "config": name,
-                    "cache_blocks": round(float(np.median(blocks[inside])), 1),
-                    "steps": steps,
-                    "p25_us": round(low, 3),
-                    "p50_us": round(middle, 3),
-                    "p75_us": round(high, 3),
-                }
+        slope = analysis.measured[name].slopes["schedule"]
+        held = _batch_held(growth, time, slope.value if slope else 0.0)
+        bins = (
+            held.group_by(
+                (pl.col("cache_blocks") // width).clip(0, BINS - 1).alias("bin")
             )
-    return pl.DataFrame(rows)
+            .agg(
+                pl.len().alias("steps"),
+                *(
+                    pl.col("us").quantile(q, "linear").round(3).alias(column)
+                    for column, q in BAND.items()
+                ),
+            )
+            .filter(pl.col("steps") >= MIN_STEPS_PER_BIN)
+            .sort("bin")
+        )
+        rows.append(
+            bins.select(
+                pl.lit(name).alias("config"),
+                ((pl.col("bin") + 0.5) * width).round(1).alias("cache_blocks"),
+                "steps",
+                *BAND,
+            )
+        )
+    return pl.concat(rows) if rows else pl.DataFrame()
+
+
+def _batch_held(growth: pl.DataFrame, time: str, slope: float) -> pl.DataFrame:
+    """Columns cache_blocks and us: `time` with the effect of the batch size removed."""
+    grown = slope * pl.col("cache_blocks") / 1_000
+    offset = (pl.col(time) - grown).median().over("batch")
+    return growth.with_columns(offset.alias("offset")).select(
+        "cache_blocks",
+        (pl.col(time) - pl.col("offset") + pl.col("offset").mean()).alias("us"),
+    )
 
 
 def draw_curves(curves: pl.DataFrame, label: str, path: Path) -> None:
@@ -126,7 +137,11 @@ def draw_curves(curves: pl.DataFrame, label: str, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, max(x for _, x, _, _ in ends))
     axes.grid(axis="y", alpha=0.3)
-    axes.set_title("decode-only steps; band: p25 to p75", fontsize=10, loc="left")
+    axes.set_title(
+        "decode-only steps of the growth phase, batch size held; band: p25 to p75",
+        fontsize=10,
+        loc="left",
+    )
     _label_ends(axes, ends)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -7,16 +7,14 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import blockpatch
-
 from microbench.config import Connector, Profile
-from microbench.server import ServerError, cpu_preload
-from microbench.supervise import descendants
+from microbench.server import ServerError, cpu_preload, tail
+from microbench.supervise import Supervised, descendants
 
 MIN_MEMORY_GIB = 5.0
 MIN_DISK_GIB = 2.0
@@ -69,15 +67,17 @@ def check_import(base: Path, profile: Profile) -> None:
     env = os.environ | {"PYTHONPATH": str(base)}
     if profile.flavour == "cpu":
         env["LD_PRELOAD"] = os.pathsep.join(cpu_preload())
-    script = "import vllm.entrypoints.openai.api_server as server; print(server.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True
+    script = (
+        "import vllm.entrypoints.openai.api_server as server; print(server.__file__)"
     )
-    if done.returncode != 0:
-        raise PreflightError(f"vllm cannot be imported:\n{done.stderr[-2000:]}")
-    if str(base) not in done.stdout:
+    log = base.with_name("import.log")
+    with Supervised([sys.executable, "-c", script], env, log) as process:
+        status = process.wait()
+    if status != 0:
+        raise PreflightError(f"vllm cannot be imported:\n{tail(log)}")
+    if str(base) not in log.read_text():
         raise PreflightError(
-            f"vllm is imported from {done.stdout.strip()}, not from the private tree"
+            f"vllm is not imported from the private tree:\n{tail(log)}"
         )
 
 

@@ -40,10 +40,8 @@ class Progress:
         self._state[index] = "running"
         if not self._live:
             trial = self._plan[index]
-            print(
-                f"[{index + 1}/{len(self._plan)}] {trial.config}, repeat {trial.repeat}",
-                flush=True,
-            )
+            count = f"[{index + 1}/{len(self._plan)}]"
+            print(f"{count} {trial.config}, repeat {trial.repeat}", flush=True)
 
     def end(self, index: int, trial: Trial) -> None:
         self._plan[index] = trial

@@ -98,6 +98,15 @@ class End(msgspec.Struct, tag_field="type", tag="end"):
 
 
 @dataclass(frozen=True)
+class StepFile:
+    """What was kept of a step file, and how many records and torn lines it had."""
+
+    frame: pl.DataFrame
+    records: int
+    torn_lines: int
+
+
+@dataclass(frozen=True)
 class Requests:
     """The content of one requests.jsonl."""
 
@@ -148,8 +157,8 @@ def read_steps(
     schema: str,
     fields: dict[str, Any],
     shape: Callable[[pl.LazyFrame], pl.LazyFrame],
-) -> tuple[pl.DataFrame, int]:
-    """All records of a step file after `shape`, and the number of torn lines (0, 1).
+) -> StepFile:
+    """The records of a step file after `shape`.
 
     `shape` is applied to each chunk: it filters and narrows before anything is kept.
     Raises RecordsError naming file and line for a bad line that is not the last.
@@ -159,7 +168,7 @@ def read_steps(
         spans, torn = _line_spans(file)
         descriptor = file.fileno()
 
-        def parse(span: tuple[int, int]) -> tuple[pl.DataFrame, int]:
+        def parse(span: tuple[int, int]) -> StepFile:
             start, stop = span
             lines = os.pread(descriptor, stop - start, start)
             try:
@@ -172,16 +181,19 @@ def read_steps(
                 row = frame["step_id"].is_null().arg_max()
                 line = _line_number(path, start) + (row or 0)
                 raise RecordsError(f"{path}:{line}: a record without step_id")
-            return shape(frame.lazy()).collect(), torn
+            return StepFile(shape(frame.lazy()).collect(), frame.height, torn)
 
         # Two threads, so that one reads while the other parses; order is kept.
         with ThreadPoolExecutor(2) as pool:
             parts = list(pool.map(parse, spans))
     if not parts:
         empty = pl.DataFrame(schema=fields)
-        return shape(empty.lazy()).collect(), torn
-    frame = pl.concat([part for part, _ in parts], rechunk=False)
-    return frame, torn + sum(count for _, count in parts)
+        return StepFile(shape(empty.lazy()).collect(), 0, torn)
+    return StepFile(
+        frame=pl.concat([part.frame for part in parts], rechunk=False),
+        records=sum(part.records for part in parts),
+        torn_lines=torn + sum(part.torn_lines for part in parts),
+    )
 
 
 def _line_spans(file: Any) -> tuple[list[tuple[int, int]], int]:

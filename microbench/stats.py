@@ -40,7 +40,7 @@ MIN_BLOCKS = 8
 MIN_STEPS_PER_CELL = 3
 # Replicates weighted at once: bounds memory at 25 x pairs x 8 bytes.
 REPLICATE_CHUNK = 25
-HISTOGRAM_BINS = 2_000
+HISTOGRAM_BINS = 400
 
 
 @dataclass(frozen=True)
@@ -218,13 +218,14 @@ def median_estimate(
 ) -> Estimate:
     """Median of `values` in the mix of batch sizes, with a block bootstrap.
 
-    `values`, `batch` and `block` are (steps,). The draws come from histograms between
-    the 1st and 99th percentile (2,000 bins: finer than any difference reported), one
-    a block and batch size, summed as drawn and weighted to the mix again.
+    `values`, `batch` and `block` are (steps,). The draws come from histograms, one a
+    block and batch size, summed as drawn and weighted to the mix again. They have 400
+    bins between the 10th and 90th percentile: no median falls outside, and the bins
+    stay fine however long the tail.
     """
     weights = mix_weights(batch, mix)
     value = weighted_quantiles(values, weights, (0.5,))[0]
-    low, high = weighted_quantiles(values, weights, (0.01, 0.99))
+    low, high = weighted_quantiles(values, weights, (0.1, 0.9))
     edges = np.linspace(low, max(high, low + 1e-9), HISTOGRAM_BINS + 1)
     place = np.clip(np.searchsorted(edges, values, "right") - 1, 0, HISTOGRAM_BINS - 1)
     blocks = len(repeat_of_block)
@@ -235,7 +236,7 @@ def median_estimate(
         flat = np.bincount(
             block[own] * HISTOGRAM_BINS + place[own], minlength=blocks * HISTOGRAM_BINS
         )
-        drawn = counts @ flat.reshape(blocks, HISTOGRAM_BINS)
+        drawn = counts @ flat.reshape(blocks, HISTOGRAM_BINS).astype(float)
         heights += share * drawn / np.maximum(drawn.sum(axis=1, keepdims=True), 1)
     draws = _weighted_medians((edges[:-1] + edges[1:]) / 2, heights)
     return Estimate(value, np.where(np.isfinite(draws), draws, value))

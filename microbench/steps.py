@@ -13,7 +13,7 @@ A time that was not measured is null.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from microbench.records import (
     Phase,
     RecordsError,
     Requests,
+    StepFile,
     read_json,
     read_requests,
     read_steps,
@@ -90,18 +91,13 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> Trial:
     requests = read_requests(folder / "requests.jsonl")
     if problem := unreconciled(requests):
         return Trial(config, repeat, problem, facts, requests=requests)
-    engine, torn_engine = read_engine_steps(folder, requests.phases)
-    worker, torn_worker = read_worker_steps(folder)
-    joined = join_worker(engine, worker)
-    lonely = int(joined["execute_model_us"].null_count())
-    steps = (
-        joined.lazy()
-        .filter(pl.col("decode_only"), pl.col("phase") < len(PHASES))
-        .select(
-            pl.lit(repeat, dtype=pl.Int16).alias("repeat"),
-            *("step_id", "phase", "batch", "cache_blocks", *STEP_TIMES),
-        )
-        .collect()
+    engine = read_engine_steps(folder, requests.phases)
+    worker = read_worker_steps(folder)
+    torn = engine.torn_lines + worker.torn_lines + requests.torn_lines
+    counts = {"engine_steps": engine.records, "worker_steps": worker.records}
+    steps = join_worker(engine.frame, worker.frame).select(
+        pl.lit(repeat, dtype=pl.Int16).alias("repeat"),
+        *("step_id", "phase", "batch", "cache_blocks", *STEP_TIMES),
     )
     return Trial(
         config=config,
@@ -110,10 +106,9 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> Trial:
         facts=facts,
         steps=steps,
         requests=requests,
-        engine_steps=engine.height,
-        worker_steps=worker.height,
-        engine_without_worker=lonely,
-        torn_lines=torn_engine + torn_worker + requests.torn_lines,
+        engine_without_worker=int(steps["execute_model_us"].null_count()),
+        torn_lines=torn,
+        **counts,
     )
 
 
@@ -152,8 +147,8 @@ def phase_starts_ns(phases: list[Phase]) -> list[int | None]:
     return [starts.get(name) for name in PHASES]
 
 
-def read_engine_steps(folder: Path, phases: list[Phase]) -> tuple[pl.DataFrame, int]:
-    """All engine steps of a trial with their phase and whether they are decode-only."""
+def read_engine_steps(folder: Path, phases: list[Phase]) -> StepFile:
+    """The decode-only steps of a trial that lie in a phase."""
     files = sorted(folder.glob("engine_step*.jsonl"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
@@ -173,47 +168,52 @@ def read_engine_steps(folder: Path, phases: list[Phase]) -> tuple[pl.DataFrame, 
             )
 
     def shape(chunk: pl.LazyFrame) -> pl.LazyFrame:
-        return chunk.select(
+        decode_only = (
+            (pl.col("prefill_tokens") == 0)
+            & (pl.col("decode_tokens") > 0)
+            & (pl.col("scheduled") > 0)
+            & pl.col("step_us").is_not_null()
+        )
+        return chunk.filter(decode_only, phase < len(PHASES)).select(
             "step_id",
             phase.alias("phase"),
             pl.col("scheduled").cast(pl.Int16).alias("batch"),
             pl.col("cache_size").alias("cache_blocks"),
             *ENGINE_TIMES,
-            (
-                (pl.col("prefill_tokens") == 0)
-                & (pl.col("decode_tokens") > 0)
-                & (pl.col("scheduled") > 0)
-                & pl.col("step_us").is_not_null()
-            ).alias("decode_only"),
         )
 
-    engine, torn = read_steps(path, ENGINE_SCHEMA, ENGINE_FIELDS, shape)
-    if engine.height == 0:
+    engine = read_steps(path, ENGINE_SCHEMA, ENGINE_FIELDS, shape)
+    if engine.records == 0:
         raise RecordsError(f"{path}: no engine steps")
-    if engine["cache_blocks"].null_count() == engine.height:
+    steps = engine.frame.height
+    if steps and engine.frame["cache_blocks"].null_count() == steps:
         raise RecordsError(
             f"{path}: records of step_timing_v1 only, without cache_size; add the "
             "patch step_timing_v2 to the config and run again"
         )
-    return _in_step_order(path, engine), torn
+    return replace(engine, frame=_in_step_order(path, engine.frame))
 
 
-def read_worker_steps(folder: Path) -> tuple[pl.DataFrame, int]:
+def read_worker_steps(folder: Path) -> StepFile:
     """Worker times by step; of several ranks the slowest, method by method."""
     files = sorted(folder.glob("worker_step.r*.jsonl"))
     if not files:
         raise RecordsError(
             f"{folder}: no worker_step.r*.jsonl; was step_timing_v1 applied?"
         )
-    frames, torn = [], 0
+    ranks = []
     for path in files:
-        frame, count = read_steps(path, WORKER_SCHEMA, WORKER_FIELDS, lambda f: f)
-        frames.append(_in_step_order(path, frame))
-        torn += count
-    if len(frames) == 1:
-        return frames[0], torn
+        rank = read_steps(path, WORKER_SCHEMA, WORKER_FIELDS, lambda frame: frame)
+        ranks.append(replace(rank, frame=_in_step_order(path, rank.frame)))
+    if len(ranks) == 1:
+        return ranks[0]
     slowest = [pl.col(name).max() for name in WORKER_TIMES]
-    return pl.concat(frames).group_by("step_id").agg(slowest).sort("step_id"), torn
+    every = pl.concat([rank.frame for rank in ranks])
+    return StepFile(
+        frame=every.group_by("step_id").agg(slowest).sort("step_id"),
+        records=sum(rank.records for rank in ranks),
+        torn_lines=sum(rank.torn_lines for rank in ranks),
+    )
 
 
 def _in_step_order(path: Path, frame: pl.DataFrame) -> pl.DataFrame:

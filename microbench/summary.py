@@ -46,8 +46,12 @@ def write_summary(document: Document, figures: list[str]) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+def _split(entry: Document) -> str:
+    """What the verdict is made of, where its two times are judged differently."""
+    of = entry["verdict_of"]
+    if of["schedule"] == of["step"]:
+        return ""
+    return f" (`schedule` {of['schedule']}, `step` {of['step']})"
 
 
 def answer(document: Document) -> str:
@@ -75,7 +79,8 @@ def answer(document: Document) -> str:
     }
     for verdict, text in said.items():
         if names := by_verdict.get(verdict):
-            parts.append(f"{_listed(names)} {text}.")
+            listed = ", ".join(f"`{name}`{_split(configs[name])}" for name in names)
+            parts.append(f"{listed} {text}.")
     return " ".join(parts)
 
 
@@ -96,7 +101,7 @@ def config_table(document: Document) -> str:
                 interval(slopes["step"]),
                 spread(entry["build_meta_us"]),
                 spread(entry["get_finished_us"]),
-                f"**{entry['verdict']}**",
+                f"**{entry['verdict']}**{_split(entry)}",
             ]
         )
     head = ["config", "decode-only steps", "\\|cache\\| blocks"]
@@ -133,17 +138,18 @@ def hypothesis(document: Document) -> str:
             f"`{HASH_WALK}` is {slope} µs per 1,000 blocks, verdict {verdict}."
         )
     lower, upper = line["slope_lower_half"], line["slope_upper_half"]
-    shape = "steeper" if upper > lower else "flatter"
-    said = (
-        "**Supported**: growth is a straight line."
-        if line["linear"]
-        else f"**Grows, but not in a straight line**: it gets {shape} as |cache| grows."
-    )
+    shape = "steeper" if upper["value"] > lower["value"] else "flatter"
+    said = {
+        "yes": "**Supported**: growth is a straight line.",
+        "no": f"**Grows, but not in a straight line**: it gets {shape}.",
+        "undecided": "**Grows; whether in a straight line is undecided** in this run.",
+    }[line["linear"]]
     return (
-        f"{said} `schedule()` of `{HASH_WALK}`: {slope} µs per 1,000 blocks; R² of the "
-        f"binned medians {line['r2']:.3f} (line if ≥ {LINEAR_R2}); slope of the lower "
-        f"half of |cache| {number(lower)}, of the upper half {number(upper)} (line if "
-        "they differ by less than a third)."
+        f"{said} `schedule()` of `{HASH_WALK}`: {slope} µs per 1,000 blocks; "
+        f"{interval(lower)} in the lower half of |cache|, {interval(upper)} in the "
+        "upper (alike if they differ by less than a third); a line explains "
+        f"{line['r2']:.1%} of the variance of the binned medians (enough: "
+        f"{LINEAR_R2:.0%})."
     )
 
 
@@ -189,13 +195,15 @@ def reconciliation(document: Document) -> str:
     for forward in rows[0][0]:
         head += [f"forward {forward} ms, sync", f"{forward} ms, async"]
     head.append("measured TPOT p50")
+    # vLLM's CPU platform turns async scheduling off.
+    cpu = document["profile"].get("null_model")
     notes = [
         "Predicted from the parts of a step against `plain` at the stated |cache|. "
         "Sync: the addition counts in full. Async: a token takes the longer of "
         "scheduler side and worker side plus forward, so scheduler-side cost hides "
-        "until it passes the forward. The first forward time is the run's own; the "
-        "measured difference of TPOT p50 (plateau phase where there is one) is to be "
-        "compared with its sync column, as the CPU build schedules synchronously. "
+        "until it passes the forward. The first forward time is the run's own; compare "
+        "the measured difference of TPOT p50 (plateau phase where there is one) with "
+        f"its {'sync column' if cpu else 'column of the scheduling that was on'}. "
         "Steps that also prefill are longer, so the percentages are upper bounds."
     ]
     fill = (document["window"] or {}).get("requests_to_fill")

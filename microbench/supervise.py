@@ -12,9 +12,11 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -112,6 +114,7 @@ def _die_with_parent() -> None:
 
 
 def _stop_tree(process: subprocess.Popen) -> None:
+    stopped = descendants(os.getpid())
     process.terminate()
     deadline = time.monotonic() + TERM_GRACE_S
     while descendants(os.getpid()) and time.monotonic() < deadline:
@@ -121,6 +124,10 @@ def _stop_tree(process: subprocess.Popen) -> None:
     while left := descendants(os.getpid()):
         kill_all(left)
         time.sleep(0.02)
+    for pid in stopped:
+        # What the OpenMP runtime leaves behind when its process is killed.
+        for segment in Path("/dev/shm").glob(f"__KMP_REGISTERED_LIB_{pid}_*"):
+            segment.unlink(missing_ok=True)
 
 
 def _stop(*_: object) -> None:
@@ -129,8 +136,13 @@ def _stop(*_: object) -> None:
 
 def main() -> int:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # vLLM leaves sockets where temporary files go, so those go somewhere of its own.
+    scratch = tempfile.mkdtemp(prefix="kvtax-")
     process = subprocess.Popen(
-        sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent
+        sys.argv[1:],
+        env=os.environ | {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch},
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_die_with_parent,
     )
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
@@ -143,6 +155,7 @@ def main() -> int:
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
         _stop_tree(process)
+        shutil.rmtree(scratch, ignore_errors=True)
     return process.wait()
 
 

@@ -59,7 +59,8 @@ def main() -> int:
         "--py-spy", action="store_true", help="record a profile of each engine"
     )
     arguments = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    # Ctrl-C too: a shell starts background jobs with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit_on_signal)
     try:
         lock = _lock_machine()
@@ -72,9 +73,6 @@ def main() -> int:
     except (SweepError, ConfigError, preflight.PreflightError) as error:
         print(f"run_all: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("run_all: interrupted; servers stopped, trees removed", file=sys.stderr)
-        return 128 + signal.SIGINT
     report.report(run_dir, result_dir)
     print(f"run_all: {result_dir / 'SUMMARY.md'}")
     return 0 if all(trial.status == "ok" for trial in trials) else 1

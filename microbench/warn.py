@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from microbench.levels import MAX_STEPS, thin
 from microbench.verdict import MARGIN_US_PER_1K_BLOCKS
 
 FEW_STEPS = 200
@@ -21,6 +22,11 @@ def config_warnings(entry: dict[str, Any], steps: pl.DataFrame) -> list[str]:
     found = []
     if entry["error"]:
         found.append(f"some trials failed and are left out: {entry['error']}")
+    if entry["n_repeats"] == 1:
+        found.append(
+            "one repeat: a neighbour that slows the machine between growth and reset "
+            "cannot be told from growth"
+        )
     if entry["n_window_steps"] < FEW_STEPS:
         found.append(
             f"{entry['n_window_steps']} decode-only steps at the stated |cache| "
@@ -52,7 +58,7 @@ def config_warnings(entry: dict[str, Any], steps: pl.DataFrame) -> list[str]:
         found.append(
             f"the driver sent late: lag p99 {lag['p99']} ms, budget {lag['budget']} ms"
         )
-    share = interrupted_share(steps)
+    share = interrupted_share(thin(steps, MAX_STEPS))
     if share > SLOW_SHARE:
         found.append(
             f"{share:.1%} of the steps took over {SLOW_TIMES} times the median of "

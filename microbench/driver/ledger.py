@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -38,7 +39,8 @@ class Record(msgspec.Struct, tag_field="type", tag="request"):
 class Ledger:
     """Writes `path`, which must not exist yet (FileExistsError).
 
-    Raises OSError from any method if the records cannot be written.
+    A thread of its own does the writing, so that a slow disk delays no request.
+    `flush_forever` and `end` raise OSError if the records cannot be written.
     """
 
     def __init__(self, path: Path, plan: Plan) -> None:
@@ -49,6 +51,7 @@ class Ledger:
         self._lines: list[bytes] = []
         self._encode = msgspec.json.Encoder().encode
         self._file = path.open("xb")
+        self._writer = ThreadPoolExecutor(1, "ledger")
         self._append(
             {
                 "schema": "kvtax.requests/1",
@@ -63,10 +66,9 @@ class Ledger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self.flush()
-        finally:
-            self._file.close()
+        self.flush()
+        self._writer.shutdown()
+        self._file.close()
 
     def phase(self, name: str, start_ns: int, reset_ns: int | None) -> None:
         """Record the start of a phase."""
@@ -101,20 +103,23 @@ class Ledger:
             "driver_cpu_s": round(time.process_time() - self.cpu_start_s, 6),
         }
         self._append(line)
-        self.flush()
+        self.flush().result()
         return line
 
-    def flush(self) -> None:
-        """Hand whole lines to the kernel."""
+    def flush(self) -> Future[None]:
+        """Have all lines so far handed to the kernel, in order."""
         lines, self._lines = self._lines, []
-        self._file.write(b"".join(lines))
+        return self._writer.submit(self._write, b"".join(lines))
+
+    def _write(self, lines: bytes) -> None:
+        self._file.write(lines)
         self._file.flush()
 
     async def flush_forever(self) -> None:
         """Flush at the promised interval until cancelled."""
         while True:
             await asyncio.sleep(FLUSH_EVERY_S)
-            self.flush()
+            await asyncio.wrap_future(self.flush())
 
     def _append(self, line: Any) -> None:
         self._lines.append(self._encode(line) + b"\n")

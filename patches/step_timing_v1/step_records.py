@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-
 from vllm.logger import init_logger
 from vllm.version import __version__ as vllm_version
 
@@ -35,7 +34,7 @@ MAX_OPEN_STEPS = 64
 now_ns = time.perf_counter_ns
 
 
-class EngineStep(msgspec.Struct, omit_defaults=True):
+class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
     """One engine step; a field that was not measured is left out of the line."""
 
     step_id: int
@@ -54,7 +53,7 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     update_us: float | None = None
 
 
-class WorkerStep(msgspec.Struct, omit_defaults=True):
+class WorkerStep(msgspec.Struct, omit_defaults=True, gc=False):
     """One worker step, joined with its EngineStep by step_id."""
 
     step_id: int
@@ -67,26 +66,39 @@ class WorkerStep(msgspec.Struct, omit_defaults=True):
 
 
 class RecordFile:
-    """Appends records to a JSONL file in whole lines, from a background thread."""
+    """Appends records to a JSONL file in whole lines, from a background thread.
+
+    If the file cannot be created or written, that is logged once and records are
+    dropped from then on: the engine keeps serving.
+    """
 
     def __init__(self, directory: str, name: str, header: dict):
         self.path = Path(directory) / f"{name}.jsonl"
-        self.header = {
-            "schema": f"kvtax.{name.partition('.')[0]}/1",
-            "clock": "CLOCK_MONOTONIC",
-            "units": {"t_ns": "ns", "*_us": "us"},
-            "vllm_version": vllm_version,
-            "pid": os.getpid(),
-            "label": json.loads(os.environ.get("KVTAX_STEP_RECORDS_LABEL", "{}")),
-            **header,
-        }
         self._pending: deque[msgspec.Struct] = deque()
         self.append = self._pending.append
         self._encoder = msgspec.json.Encoder()
         self._lock = threading.Lock()
-        # "x": records of another engine are never appended to or overwritten.
-        self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
-        self._write(json.dumps(self.header).encode() + b"\n")
+        self._stopped = False
+        try:
+            first_line = self._encoder.encode(
+                {
+                    "schema": f"kvtax.{name.partition('.')[0]}/1",
+                    "clock": "CLOCK_MONOTONIC",
+                    "units": {"t_ns": "ns", "*_us": "us"},
+                    "vllm_version": vllm_version,
+                    "pid": os.getpid(),
+                    "label": json.loads(
+                        os.environ.get("KVTAX_STEP_RECORDS_LABEL", "{}")
+                    ),
+                    **header,
+                }
+            )
+            # "x": records of another engine are never appended to or overwritten.
+            self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
+            self._write(first_line + b"\n")
+        except (OSError, ValueError):
+            self._stop()
+            return
         threading.Thread(target=self._run, name="step-records", daemon=True).start()
         # Unlike atexit, this also runs in the children of multiprocessing.
         Finalize(self, self.flush, exitpriority=10)
@@ -94,22 +106,27 @@ class RecordFile:
     def flush(self) -> None:
         with self._lock:
             records = [self._pending.popleft() for _ in range(len(self._pending))]
-            if records:
+            if self._stopped or not records:
+                return
+            try:
                 self._write(self._encoder.encode_lines(records))
+            except OSError:
+                self._stop()
 
     def _run(self) -> None:
-        while True:
+        while not self._stopped:
             time.sleep(FLUSH_INTERVAL_S)
             self.flush()
 
     def _write(self, data: bytes) -> None:
-        try:
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError:
-            logger.exception("Cannot write %s: step records stop here", self.path)
-            # Keep serving: from now on records are dropped, not piled up.
-            self.append = lambda record: None
+        while data:
+            data = data[self._file.write(data) :]
+
+    def _stop(self) -> None:
+        logger.exception("Cannot write %s: no step records from here on", self.path)
+        # The flag as well: a record appended meanwhile must not follow a torn line.
+        self._stopped = True
+        self.append = lambda record: None
 
 
 class EngineStepRecorder:
@@ -203,11 +220,16 @@ class WorkerStepRecorder:
         self._step: WorkerStep | None = None
         self._mark_ns = 0
 
-    def begin_step(self, rank: int, scheduler_output: "SchedulerOutput") -> None:
+    def begin_step(
+        self, rank: int, scheduler_output: "SchedulerOutput | None"
+    ) -> None:
         if self._file is None:
             self._file = RecordFile(
                 self._directory, f"worker_step.r{rank}", {"rank": rank}
             )
+            # The last step has no next one: a step without an id ends it at exit,
+            # before the file's own flush.
+            Finalize(self, self.begin_step, (rank, None), exitpriority=20)
         # The V2 model runner finishes a step in sample_tokens(), so only the next
         # step tells that this one is complete.
         if self._step is not None:

@@ -7,6 +7,8 @@ import builtins
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +48,10 @@ def limit():
     return 100
 """
 # CRLF, tabs, form feed, trailing blanks, and no newline at the end.
-CORE = b"import os\r\n\x0c\r\ndef step():\r\n\tcount = 1   \r\n\tif count:\r\n\t\tcount = 2"
+CORE = (
+    b"import os\r\n\x0c\r\ndef step():\r\n\tcount = 1   \r\n"
+    b"\tif count:\r\n\t\tcount = 2"
+)
 BOM = b"\xef\xbb\xbfname = 'bom'\nother = 1\n"
 LATIN = "# -*- coding: latin-1 -*-\nname = 'caf\xe9'\n".encode("latin-1")
 
@@ -165,6 +170,22 @@ def make_patches(folder: Path) -> dict[str, Patch]:
         ],
     )
     return {p.name: p for p in (alpha, beta, gamma, delta, epsilon)}
+
+
+def run_python(tree: Tree, code: str) -> str:
+    """Output of ``code`` in a fresh Python that finds the tree and keeps bytecode."""
+    environment = dict(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tree.root.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert out.returncode == 0, out.stderr
+    assert list(tree.root.glob("__pycache__/scheduler.*.pyc"))
+    return out.stdout
 
 
 def snapshot(root: Path) -> dict[str, object]:

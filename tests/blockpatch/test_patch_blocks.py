@@ -146,7 +146,7 @@ ADDED = Added("v1/new.py", ("a", "b"), 1, b"x = 1\n")
 
 @given(
     st.lists(st.sampled_from(["v1", "v2", "v3"]), min_size=1, unique=True),
-    st.integers(0, 3),
+    st.integers(0, 1),
     st.lists(CONTENT),
 )
 def test_an_added_file_parses_back(owners, dirs, lines):
@@ -161,6 +161,8 @@ def test_an_added_file_that_was_touched_outside_or_moved_is_refused():
     for broken in (text + b"y = 2\n", text.replace(end, b""), begin + text):
         with pytest.raises(DamagedError, match=r"v1/new\.py"):
             parse_added(broken, "v1/new.py")
-    with pytest.raises(DamagedError, match="moved"):
-        parse_added(text, "v1/other.py")
+    deeper = text.replace(b"dirs=1", b"dirs=2")
+    for moved, path in [(text, "v1/other.py"), (deeper, "v1/new.py")]:
+        with pytest.raises(DamagedError, match="moved"):
+            parse_added(moved, path)
     assert parse_added(text.replace(b"x = 1", b"x = 2"), "v1/new.py").edited

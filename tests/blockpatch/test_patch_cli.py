@@ -224,6 +224,17 @@ def test_the_default_target_is_what_this_python_would_import(house, tree):
     assert f"demo 0.18.1 in {root}" in script(house, "--check").stdout
 
 
+def test_a_reader_that_leaves_early_does_not_look_like_a_refusal(house, tree):
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, str(house / "apply_step_timing_v2.py"), "--apply"]
+    run += ["--target", str(tree.root)]
+    out = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (out.returncode, out.stderr) == (0, "")
+    assert "beta_in" in (tree.root / "scheduler.py").read_text()
+
+
 def test_the_module_runs_too(house, tree):
     run = [sys.executable, "-m", "blockpatch", "--check", "--patch", "gamma"]
     target = ["--target", str(tree.root)]

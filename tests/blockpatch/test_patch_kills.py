@@ -2,6 +2,7 @@
 """A call that is killed, interrupted or out of disk leaves the old or the new state."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from patchlab import (
 
 from blockpatch import LockedError, WriteError, apply, revert, status
 from blockpatch.journal import locked
+from blockpatch.target import LOCK
 
 MANY = 1000
 
@@ -197,6 +199,28 @@ def test_a_held_lock_is_refused_with_the_pid_and_a_dead_one_is_no_obstacle(lab):
     assert snapshot(tree.root) == before
     work()
     assert snapshot(tree.root) == after
+
+
+def test_a_lock_file_removed_between_open_and_lock_does_not_let_two_in(
+    lab, monkeypatch
+):
+    tree, work, before, _ = start(lab, "apply")
+    lock = tree.root / LOCK
+    flock, rivals = fcntl.flock, []
+
+    def overtaken(handle: int, how: int) -> None:
+        flock(handle, how)
+        if not rivals:  # the last holder leaves, and a rival is quicker than we are
+            lock.unlink()
+            rivals.append(lock.open("w"))
+            flock(rivals[0], fcntl.LOCK_EX)
+
+    monkeypatch.setattr(fcntl, "flock", overtaken)
+    with pytest.raises(LockedError):
+        work()
+    rivals[0].close()
+    status(tree)
+    assert snapshot(tree.root) == before
 
 
 def test_calls_in_many_processes_at_once_leave_a_whole_state(lab):

@@ -3,14 +3,20 @@
 
 import itertools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from patchlab import RECORDS, block, make_patch, make_patches, make_tree, snapshot
+from patchlab import (
+    RECORDS,
+    block,
+    make_patch,
+    make_patches,
+    make_tree,
+    run_python,
+    snapshot,
+)
 
 from blockpatch import Tree, apply, check, diff, patch_hash, revert, status
 from blockpatch.errors import ConflictError
@@ -144,9 +150,8 @@ def test_a_patched_package_runs_its_new_code(tree, patches):
         "import demo.scheduler as s, demo.v1.new.records as r;"
         "print(s.limit(), s.Scheduler().schedule(1), r.VALUES)"
     )
-    run = [sys.executable, "-c", code]
-    out = subprocess.run(run, cwd=tree.root.parent, capture_output=True, text=True)
-    assert out.stdout == "200 1 []\n", out.stderr
+    assert run_python(tree, code) == "200 1 []\n"
+    assert list((tree.root / "v1" / "new" / "__pycache__").iterdir())
     revert(tree, ["gamma", "alpha"])
     assert not (tree.root / "v1" / "new").exists()  # its bytecode went with it
 
@@ -189,11 +194,10 @@ def test_python_never_runs_stale_bytecode_after_a_change(tree, tmp_path):
         [block("replace", "", "def limit():", "def limit():\n    return @N@")],
         parameters={"N": 100},
     )
-    run = [sys.executable, "-c", "import demo.scheduler as s; print(s.limit())"]
+    code = "import demo.scheduler as s; print(s.limit())"
     for number in (101, 102, 103):  # same size, likely within one second
         apply(tree, [patch], {"N": number})
-        out = subprocess.run(run, cwd=tree.root.parent, capture_output=True, text=True)
-        assert out.stdout == f"{number}\n"
+        assert run_python(tree, code) == f"{number}\n"
 
 
 def test_a_changed_manifest_replaces_the_old_blocks_everywhere(tree, tmp_path):

@@ -220,6 +220,38 @@ def test_a_stalled_server_does_not_delay_sends(tmp_path):
     assert max(lag_s) < 0.5, "29 requests were due within 0.5 s of the stall"
 
 
+def test_a_slow_disk_does_not_delay_sends(standin, tmp_path):
+    slow_write = """
+import time
+from microbench.driver.ledger import Ledger
+write = Ledger._write
+def slow(self, lines):
+    time.sleep(0.4)
+    write(self, lines)
+Ledger._write = slow
+"""
+    result = drive(tmp_path, standin.url, make_plan(requests=160), slow_write)
+    assert result.code == 0, result.stderr
+    assert result.end["lag_ms"]["max"] < 300
+
+
+def test_records_that_cannot_be_written_stop_the_run(standin, tmp_path):
+    full_disk = """
+from microbench.driver.ledger import Ledger
+write = Ledger._write
+def full(self, lines):
+    if b"request" in lines and not lines.startswith(b'{"schema"'):
+        raise OSError(28, "No space left on device")
+    write(self, lines)
+Ledger._write = full
+"""
+    plan = make_plan(requests=4000, rate_rps=100.0)
+    run = Drive(tmp_path, standin.url, plan, full_disk)
+    _, stderr = run.process.communicate(timeout=10)
+    assert run.process.returncode == 2
+    assert "No space left on device" in stderr
+
+
 def test_a_slow_event_loop_makes_the_run_invalid(standin, tmp_path):
     slow_send = """
 import time

@@ -143,3 +143,10 @@ def test_a_complete_stream_gives_usage_and_the_times_of_its_tokens():
         stream.feed(line + b"\n\n", now)
     assert stream.usage().completion_tokens == 2
     assert (stream.first_token_ns, stream.last_token_ns) == (1, 2)
+
+
+def test_an_in_band_error_is_not_hidden_by_what_follows():
+    dead = event(error={"message": "dead"})
+    lines = [TOKEN, dead, TOKEN, USAGE, b"data: [DONE]"]
+    result, _, _ = outcome([line + b"\n\n" for line in lines])
+    assert result == 'in-band error: {"message":"dead"}'

@@ -44,7 +44,9 @@ def growth(
 
 
 def slope_of(steps: pl.DataFrame, seed: int = 1) -> stats.Estimate:
-    estimate = stats.slope_us_per_1k_blocks(stats.make_cells(steps, (TIME,)), TIME, seed)
+    estimate = stats.slope_us_per_1k_blocks(
+        stats.make_cells(steps, (TIME,)), TIME, seed
+    )
     assert estimate is not None
     return estimate
 
@@ -58,7 +60,9 @@ def test_a_known_slope_is_recovered_though_the_batch_grows_with_cache(slope: flo
 
 def test_an_offset_between_repeats_does_not_move_the_slope():
     level = slope_of(growth(5, (4.0, 4.0, 4.0)))
-    shifted = slope_of(growth(5, (4.0, 4.0, 4.0), offsets=(0.0, 300.0, -25.0), outliers=0))
+    shifted = slope_of(
+        growth(5, (4.0, 4.0, 4.0), offsets=(0.0, 300.0, -25.0), outliers=0)
+    )
     assert shifted.value == pytest.approx(4.0, abs=0.3)
     assert level.value == pytest.approx(4.0, abs=0.3)
 
@@ -71,13 +75,13 @@ def test_stolen_steps_hardly_move_the_slope():
 
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_the_interval_covers_the_true_slope_near_its_nominal_95_percent(repeats: int):
-    runs = 120
+    runs = 80
     covered = 0
     for seed in range(runs):
         low, high = slope_of(growth(seed, (5.0,) * repeats), seed).ci95
         covered += low <= 5.0 <= high
-    # 95 % of 120 is 114; six fewer is the 1 % quantile of a true 95 %.
-    assert covered >= 108
+    # 95 % of 80 is 76; five fewer is the 1 % quantile of a true 95 %.
+    assert covered >= 71
 
 
 def test_the_interval_spans_repeats_that_disagree():
@@ -117,7 +121,9 @@ def test_equal_weights_give_the_ordinary_quantile(values: list[float], quantile:
 )
 @settings(max_examples=50)
 def test_each_batch_size_weighs_its_share_whatever_its_count(data, mix):
-    batch = np.array([size for size in mix for _ in range(data.draw(st.integers(1, 9)))])
+    batch = np.array(
+        [size for size in mix for _ in range(data.draw(st.integers(1, 9)))]
+    )
     weights = stats.mix_weights(np.append(batch, 99), mix)
     for size, share in mix.items():
         assert weights[:-1][batch == size].sum() == pytest.approx(share)
@@ -140,7 +146,7 @@ def test_a_level_is_the_same_at_another_mix_of_batch_sizes():
 
 
 def test_a_median_interval_covers_near_nominal_on_correlated_steps():
-    runs, covered = 120, 0
+    runs, covered = 60, 0
     block = np.arange(1_000) // 25
     for seed in range(runs):
         us = 80 + ar1(np.random.default_rng(seed), 1_000, 0.7, 10)
@@ -149,7 +155,7 @@ def test_a_median_interval_covers_near_nominal_on_correlated_steps():
         estimate = stats.median_estimate(us, one, {1: 1.0}, block, repeat, seed)
         low, high = estimate.ci95
         covered += low <= 80 <= high
-    assert covered >= 105
+    assert covered >= 53
 
 
 def test_resampling_keeps_the_number_of_blocks_of_equal_repeats():

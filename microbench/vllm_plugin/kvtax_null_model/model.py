@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
