@@ -171,7 +171,13 @@ def _label_ends(axes: plt.Axes, ends: list[tuple[float, float, str, str]]) -> No
             fontsize=10,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "alpha": 0.6},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 0,
+            },
         )
 
 

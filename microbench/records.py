@@ -187,8 +187,8 @@ def read_steps(
         with ThreadPoolExecutor(2) as pool:
             parts = list(pool.map(parse, spans))
     if not parts:
-        empty = pl.DataFrame(schema=fields)
-        return StepFile(shape(empty.lazy()).collect(), 0, torn)
+        empty = shape(_parse(b"", fields).lazy()).collect()
+        return StepFile(empty, 0, torn)
     return StepFile(
         frame=pl.concat([part.frame for part in parts], rechunk=False),
         records=sum(part.records for part in parts),
@@ -216,6 +216,8 @@ def _line_spans(file: Any) -> tuple[list[tuple[int, int]], int]:
 
 
 def _parse(lines: bytes, fields: dict[str, Any]) -> pl.DataFrame:
+    if not lines:
+        return pl.DataFrame(schema=fields)
     return pl.read_ndjson(lines, schema=fields)
 
 
@@ -233,7 +235,7 @@ def _without_torn_tail(
         try:
             _parse(row, fields)
         except pl.exceptions.PolarsError as error:
-            if last and index == len(rows) - 1 and index > 0:
+            if last and index == len(rows) - 1:
                 return b"".join(rows[:-1])
             line = _line_number(path, start) + index
             raise RecordsError(f"{path}:{line}: bad record: {error}") from None

@@ -97,6 +97,8 @@ def command(
         arguments["--kv-transfer-config"] = json.dumps(
             profile.kv_transfer_config | connector.kv_transfer_config
         )
+    if not any(model.glob("*.safetensors")):
+        arguments["--load-format"] = "dummy"
     return [
         sys.executable,
         "-m",

@@ -22,7 +22,9 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-TERM_GRACE_S = 20.0
+# vLLM gives its engine core 5 s of its own; what the command leaves behind gets less.
+TERM_GRACE_S = 15.0
+ORPHAN_GRACE_S = 3.0
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -65,12 +67,13 @@ class Supervised:
         tree = self.pids()
         self._process.stdin.close()
         try:
-            self._process.wait(TERM_GRACE_S + 10)
+            self._process.wait(TERM_GRACE_S + ORPHAN_GRACE_S + 10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         # Only if the supervisor itself was killed is there anything left here.
-        kill_all([pid for pid in tree if pid in descendants(os.getpid())])
+        left = set(tree) & set(descendants(os.getpid()))
+        signal_all(list(left), signal.SIGKILL)
 
     def __enter__(self) -> Supervised:
         return self
@@ -101,10 +104,10 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def kill_all(pids: list[int]) -> None:
+def signal_all(pids: list[int], number: int) -> None:
     for pid in pids:
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         except ProcessLookupError:
             continue
 
@@ -116,13 +119,17 @@ def _die_with_parent() -> None:
 def _stop_tree(process: subprocess.Popen) -> None:
     stopped = descendants(os.getpid())
     process.terminate()
-    deadline = time.monotonic() + TERM_GRACE_S
+    try:
+        process.wait(TERM_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    deadline = time.monotonic() + ORPHAN_GRACE_S
+    signal_all(descendants(os.getpid()), signal.SIGTERM)
     while descendants(os.getpid()) and time.monotonic() < deadline:
-        process.poll()
         time.sleep(0.05)
     # A process may fork while we look, so look until there is nothing to see.
     while left := descendants(os.getpid()):
-        kill_all(left)
+        signal_all(left, signal.SIGKILL)
         time.sleep(0.02)
     for pid in stopped:
         # What the OpenMP runtime leaves behind when its process is killed.

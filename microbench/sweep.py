@@ -222,9 +222,11 @@ def _profile(arguments: argparse.Namespace) -> Profile:
 
 
 def _run_dir(arguments: argparse.Namespace) -> Path:
+    if arguments.resume and not (
+        arguments.out and (arguments.out / "run.json").exists()
+    ):
+        raise SweepError("--resume needs --out and the folder of a run to resume")
     if arguments.out is None:
-        if arguments.resume:
-            raise SweepError("--resume needs --out, the folder of the run to resume")
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
         arguments.out = REPOSITORY / "runs" / f"{now}-{arguments.profile}"
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-in for vLLM with faults: a real process that tests talk to over loopback.
 
-The model name of a request says what goes wrong with it: "null" nothing, "hang/3" every
-third request hangs. It counts prefix-cache hits of whole prompts and, like vLLM up to
-0.22.1, answers 200 to a reset whether it happened or not. Started as
-`python -m tests.standin`, it behaves like microbench.trivial_server towards its parent.
+The model name of a request says what goes wrong with it: "null" nothing, "stall/30"
+the thirtieth request stalls, "mixed" each of FAILURES in turn and then nothing. It
+counts prefix-cache hits of whole prompts and, like vLLM up to 0.22.1, answers 200 to a
+reset whether it happened or not. Started as `python -m tests.standin`, it behaves like
+microbench.trivial_server towards its parent.
 """
 
 from __future__ import annotations
@@ -116,15 +117,18 @@ async def _short(request: web.Request, ask: dict) -> web.StreamResponse:
     return response
 
 
-FAULTS: dict[str, Callable[[web.Request, dict], Awaitable[web.StreamResponse]]] = {
-    "slow": _slow,
-    "stall": _stall,
-    "hang": _hang,
-    "http500": _http500,
-    "inband": _inband,
-    "truncated": _truncated,
-    "short": _short,
-}
+Answer = Callable[[web.Request, dict], Awaitable[web.StreamResponse]]
+FAILURES: list[Answer] = [_hang, _http500, _inband, _truncated, _short]
+
+
+def answer_to(model: str, number: int) -> Answer:
+    """How to answer request `number` (from 1) to `model`."""
+    fault, _, every = model.partition("/")
+    if fault == "mixed":
+        return [_null, *FAILURES][number % (1 + len(FAILURES))]
+    if number % int(every or 1):
+        return _null
+    return {"null": _null, "slow": _slow, "stall": _stall}[fault]
 
 
 def standin_app() -> web.Application:
@@ -134,13 +138,11 @@ def standin_app() -> web.Application:
 
     async def completions(request: web.Request) -> web.StreamResponse:
         ask = await request.json()
-        fault, _, every = ask["model"].partition("/")
-        if next(ids) % int(every or 1):
-            fault = "null"
+        answer = answer_to(ask["model"], next(ids))
         cache.look_up(ask["prompt"])
         cache.in_flight += 1
         try:
-            return await FAULTS.get(fault, _null)(request, ask)
+            return await answer(request, ask)
         finally:
             cache.in_flight -= 1
 

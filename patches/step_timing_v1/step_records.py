@@ -220,9 +220,7 @@ class WorkerStepRecorder:
         self._step: WorkerStep | None = None
         self._mark_ns = 0
 
-    def begin_step(
-        self, rank: int, scheduler_output: "SchedulerOutput | None"
-    ) -> None:
+    def begin_step(self, rank: int, scheduler_output: "SchedulerOutput | None") -> None:
         if self._file is None:
             self._file = RecordFile(
                 self._directory, f"worker_step.r{rank}", {"rank": rank}

@@ -133,23 +133,24 @@ def test_every_request_ends_ok_with_times_in_order_and_tokens_from_usage(
     assert set(np.diff(due).tolist()) == {5_000_000, 10_000_000}
 
 
-FAULT_REASONS = {
-    "hang": "no complete answer within 0.5 s",
-    "http500": "HTTP 500: engine is dead",
-    "inband": "in-band error",
-    "truncated": "stream ended without [DONE]",
-    "short": "usage says 40 and 3",
-}
+REASONS = [
+    "no complete answer within 0.5 s",
+    "HTTP 500: engine is dead",
+    "in-band error",
+    "stream ended without [DONE]",
+    "usage says 40 and 3",
+]
 
 
-@pytest.mark.parametrize("fault", FAULT_REASONS)
-def test_failed_requests_are_recorded_with_the_reason(standin, tmp_path, fault):
-    plan = make_plan(requests=30, model=f"{fault}/3", request_timeout_s=0.5)
+def test_failed_requests_are_recorded_with_the_reason(standin, tmp_path):
+    plan = make_plan(requests=60, model="mixed", request_timeout_s=0.5)
     result = drive(tmp_path, standin.url, plan)
     assert result.code == 2
-    assert (result.end["ok"], result.end["failed"]) == (20, 10)
-    assert all(FAULT_REASONS[fault] in error for error in result.errors())
-    assert "10 of 30 requests failed" in result.stderr
+    errors = [request["error"] for request in result.having("failed")]
+    for reason in REASONS:
+        assert sum(reason in error for error in errors) == 10
+    assert (result.end["ok"], result.end["failed"]) == (10, 50)
+    assert "50 of 60 requests failed" in result.stderr
 
 
 def test_every_request_is_recorded_when_the_server_is_killed_mid_stream(tmp_path):
@@ -226,13 +227,13 @@ import time
 from microbench.driver.ledger import Ledger
 write = Ledger._write
 def slow(self, lines):
-    time.sleep(0.4)
+    time.sleep(0.3)
     write(self, lines)
 Ledger._write = slow
 """
-    result = drive(tmp_path, standin.url, make_plan(requests=160), slow_write)
+    result = drive(tmp_path, standin.url, make_plan(requests=100), slow_write)
     assert result.code == 0, result.stderr
-    assert result.end["lag_ms"]["max"] < 300
+    assert result.end["lag_ms"]["max"] < 200
 
 
 def test_records_that_cannot_be_written_stop_the_run(standin, tmp_path):

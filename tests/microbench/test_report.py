@@ -14,6 +14,7 @@ from synthetic import Truth, trial_steps, write_run
 
 from microbench import report
 from microbench.analysis import analyse
+from microbench.levels import Window
 from microbench.steps import Trial, load_run
 
 HASH = "mooncake_both_hash_sync"
@@ -202,6 +203,20 @@ def test_a_machine_that_slows_down_for_good_drifts_and_does_not_grow():
         trial_of(Truth("plain", drift=10.0), repeat, repeat) for repeat in range(2)
     ]
     assert verdict_of(trials) == "drifts"
+
+
+def test_a_fall_of_less_than_half_the_prediction_does_not_confirm_growth():
+    truth = Truth("plain", slope=3.0, drift=6.0)
+    trials = [trial_of(truth, repeat, repeat) for repeat in range(2)]
+    entry = analyse({}, trials, None).document["configs"]["plain"]
+    assert entry["reset_check"]["drop_ci95_us"][0] > 0, "no fall at all: a weak test"
+    assert entry["verdict"] == "drifts"
+
+
+def test_steps_after_the_reset_do_not_count_towards_a_level():
+    steps = pl.DataFrame({"cache_blocks": [100, 100, 90, 101], "phase": [0, 2, 1, 1]})
+    kept = Window(100, {}).select(steps)
+    assert kept.rows() == [(100, 0), (101, 1)]
 
 
 def test_growth_just_above_the_margin_is_still_found():

@@ -72,6 +72,14 @@ def test_a_file_cut_at_any_byte_loses_only_its_torn_last_line(
     assert torn == int(not kept.endswith(b"\n"))
 
 
+@pytest.fixture(params=[1, 100, 8 << 20])
+def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Chunks of one line, of some lines, and of the whole file."""
+    monkeypatch.setattr(records, "CHUNK_BYTES", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("chunk_bytes")
 @pytest.mark.parametrize("junk", [b'{"step_id":9,"sche\n', b"\0\0\0\0\n"])
 def test_an_undecodable_last_line_is_dropped_and_counted(tmp_path: Path, junk: bytes):
     path = write_lines(tmp_path / "e", [HEADER, engine_record(0)], junk)
@@ -79,6 +87,7 @@ def test_an_undecodable_last_line_is_dropped_and_counted(tmp_path: Path, junk: b
     assert (frame.height, torn) == (1, 1)
 
 
+@pytest.mark.usefixtures("chunk_bytes")
 @pytest.mark.parametrize(
     "junk", [b'{"step_id":9,"sche\n', b'{"step_id":1,"step_us":"x"}\n', b'{"a":1}\n']
 )

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job on real vLLM: what it finds, and what it leaves behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from microbench.supervise import REPOSITORY, descendants
+from microbench.tree import installed_package
+
+pytestmark = pytest.mark.e2e
+
+RUN_ALL = ["bash", str(REPOSITORY / "run_all.sh"), "--profile", "cpu-smoke"]
+
+
+def package_digest(name: str) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(installed_package(name).rglob("*.py")):
+        digest.update(str(file).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """A finished cpu-smoke sweep; the installed packages must come out untouched."""
+    folder = tmp_path_factory.mktemp("sweep")
+    packages = ("vllm", "nixl_cu12")
+    before = [package_digest(name) for name in packages]
+    subprocess.run([*RUN_ALL, "--out", folder], check=True)
+    assert [package_digest(name) for name in packages] == before
+    return folder
+
+
+@pytest.fixture(scope="module")
+def configs(run_dir) -> dict:
+    return json.loads((run_dir / "per_config.json").read_text())["configs"]
+
+
+def test_the_hash_walk_grows_with_cache_and_falls_after_the_reset(configs):
+    walk = configs["mooncake_both_hash_sync"]
+    assert walk["verdict"] == "grows"
+    low, high = walk["slope_us_per_1k_blocks"]["schedule"]["ci95"]
+    assert 10 < low < high < 200
+    assert walk["reset_check"]["fell"]
+
+
+@pytest.mark.parametrize("name", ["plain", "noop", "nixl_both"])
+def test_configs_without_the_walk_do_not_grow(configs, name):
+    assert configs[name]["verdict"] in ("flat", "inconclusive")
+    low, high = configs[name]["slope_us_per_1k_blocks"]["schedule"]["ci95"]
+    assert -3 < low < high < 3
+
+
+def test_the_walk_is_found_in_build_connector_meta(configs):
+    walk, noop = configs["mooncake_both_hash_sync"], configs["noop"]
+    assert walk["build_meta_us"]["p50"] > 20 * noop["build_meta_us"]["p50"]
+    assert walk["build_meta_us"]["p50"] > 0.5 * walk["schedule_us"]["p50"]
+    assert configs["plain"]["build_meta_us"] is None
+
+
+def test_the_cache_grew_from_empty_to_the_ceiling(configs):
+    for config in configs.values():
+        assert config["cache_blocks"]["min"] <= 300
+        assert config["cache_blocks"]["max"] >= 7900
+
+
+def test_every_scheduled_request_has_exactly_one_outcome(configs):
+    for config in configs.values():
+        requests = config["requests"]
+        assert requests["ok"] == requests["scheduled"] > 0
+        assert requests["failed"] == requests["cancelled"] == 0
+
+
+def test_every_engine_step_has_its_worker_step(configs):
+    for config in configs.values():
+        records = config["records"]
+        assert records["engine_steps"] > 1000
+        # The last step of a server's life may have lost it.
+        assert records["engine_without_worker"] <= config["n_repeats"]
+        assert records["torn_lines"] == 0
+
+
+def test_the_trees_are_gone_and_no_server_is_left(run_dir):
+    assert not (run_dir / "trees").exists()
+    assert not [pid for pid in descendants(1) if belongs_to(pid, run_dir)]
+
+
+def test_a_resumed_run_measures_nothing_twice(run_dir):
+    trials = sorted(run_dir.glob("*/r*/trial.json"))
+    before = [trial.stat().st_mtime_ns for trial in trials]
+    subprocess.run([*RUN_ALL, "--out", run_dir, "--resume"], check=True)
+    assert [trial.stat().st_mtime_ns for trial in trials] == before
+
+
+def test_a_finished_run_is_not_overwritten(run_dir):
+    again = subprocess.run(
+        [*RUN_ALL, "--out", run_dir], stderr=subprocess.PIPE, text=True
+    )
+    assert again.returncode == 1
+    assert "--resume" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+)
+def test_a_sweep_stopped_in_the_middle_leaves_no_process_and_no_port(
+    tmp_path, number, status
+):
+    before = package_digest("vllm")
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "microbench.sweep", "--profile", "cpu-smoke"]
+        + ["--only", "mooncake_both", "--out", tmp_path],
+        cwd=REPOSITORY,
+    )
+    requests = tmp_path / "mooncake_both" / "r0" / "requests.jsonl"
+    eventually(lambda: requests.exists() and requests.stat().st_size > 0, 180)
+    processes = descendants(sweep.pid)
+    ports = listening_ports(processes)
+    assert len(processes) >= 4 and ports
+
+    os.kill(sweep.pid, number)
+    assert sweep.wait(60) == status
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), 40)
+    for port in ports:
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(("0.0.0.0", port))
+    assert package_digest("vllm") == before
+
+
+def eventually(condition, deadline_s: float) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.1)
+
+
+def belongs_to(pid: int, folder: Path) -> bool:
+    try:
+        return str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def listening_ports(processes: list[int]) -> set[int]:
+    sockets = set()
+    for pid in processes:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                sockets.add(os.readlink(link))
+            except OSError:
+                continue
+    ports = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+            ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports

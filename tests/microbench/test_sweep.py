@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sweep refuses, and what it does not let one bad config spoil."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from microbench import sweep
+from microbench.config import CONFIGS, ConfigError, load_connector, load_profile
+from microbench.supervise import REPOSITORY
+from microbench.tree import build_tree, installed_package, link_package
+
+PROFILES = sorted(file.stem for file in (CONFIGS / "profiles").glob("*.toml"))
+CONNECTORS = sorted(file.stem for file in (CONFIGS / "connectors").glob("*.toml"))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "microbench.sweep", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trees")
+    link_package(installed_package("vllm"), folder / "base")
+    return folder
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_names_configs_that_exist(name):
+    for config in load_profile(name).configs:
+        load_connector(config)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_fills_its_cache_within_one_lifetime(name):
+    profile = load_profile(name)
+    plan = profile.plan("model", vocab_size=1000, seed=0)
+    tokens = plan.prompt_tokens + plan.output_tokens - 1
+    growth = plan.phases[0].requests * (tokens // profile.block_size)
+    assert growth >= profile.num_blocks
+    assert tokens < profile.max_model_len
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_the_full_profiles_reach_the_reference_studys_cache_size(name):
+    assert load_profile(name).num_blocks > 17_500
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_every_config_can_be_built_and_leaves_the_installed_package_alone(
+    name, trees, tmp_path
+):
+    target = installed_package("vllm") / "v1/core/sched/scheduler.py"
+    before = target.read_bytes()
+    connector = load_connector(name)
+    hashes = build_tree(
+        tmp_path / "tree",
+        trees / "base" / "vllm",
+        connector.patches,
+        connector.patch_parameters,
+    )
+    assert list(hashes) == connector.patches
+    patched = tmp_path / "tree" / "vllm/v1/core/sched/scheduler.py"
+    assert b"BLOCK_BEGIN step_timing_v1" in patched.read_bytes()
+    assert target.read_bytes() == before
+
+
+def test_configs_alternate_the_direction_so_that_drift_hits_all_alike():
+    assert sweep._order(["a", "b", "c"], 0) == ["a", "b", "c"]
+    assert sweep._order(["a", "b", "c"], 1) == ["c", "b", "a"]
+
+
+def test_a_config_whose_patch_does_not_fit_does_not_sink_the_others(trees, tmp_path):
+    base = tmp_path / "base" / "vllm"
+    link_package(trees / "base" / "vllm", base.parent)
+    connector_file = base / (
+        "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
+    )
+    changed = connector_file.read_text().replace("return meta", "return (meta, 1)")
+    connector_file.unlink()
+    connector_file.write_text(changed)
+    configs = {
+        name: load_connector(name) for name in ("noop", "mooncake_both_hash_sync")
+    }
+    patches, errors = sweep._build_trees(tmp_path, configs)
+    assert set(patches) == {"noop"}
+    assert "return meta" in errors["mooncake_both_hash_sync"]
+
+
+def test_an_unknown_config_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="nixl_both"):
+        load_connector("nixl")
+
+
+def test_a_misspelt_field_is_refused_by_name(tmp_path, monkeypatch):
+    (tmp_path / "connectors").mkdir()
+    text = (CONFIGS / "connectors" / "noop.toml").read_text()
+    file = tmp_path / "connectors" / "noop.toml"
+    file.write_text(text.replace("summary", "sumary"))
+    monkeypatch.setattr("microbench.config.CONFIGS", tmp_path)
+    with pytest.raises(ConfigError, match=r"noop\.toml.*sumary"):
+        load_connector("noop")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--profile", "nothing"], "cpu-smoke"),
+        (["--only", "nothing"], "nixl_both"),
+        (["--repeats", "0"], "at least 1"),
+        (["--model", "/tmp"], "no use for --model"),
+        (["--resume"], "a run to resume"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_anything_starts(
+    arguments, message, tmp_path
+):
+    done = run("--out", str(tmp_path / "run"), *arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_sweep_on_the_same_machine_is_refused(tmp_path):
+    lock = sweep._lock_machine()
+    try:
+        done = run("--out", str(tmp_path / "run"))
+    finally:
+        lock.close()
+    assert done.returncode == 1
+    assert "another sweep is running" in done.stderr
+
+
+def test_the_tree_shares_its_data_with_the_installed_package(trees):
+    original = installed_package("vllm") / "envs.py"
+    assert os.stat(original).st_ino == os.stat(trees / "base/vllm/envs.py").st_ino
