@@ -23,6 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _PATH = re.compile(r"[A-Za-z0-9_./-]+\.py")
 _PLACEHOLDER = re.compile(r"@([A-Za-z_]\w*)@")
 _MANIFEST_KEYS = {"name", "package", "summary", "tested", "parameters", "file", "block"}
+_AROUND_KEYS = {"id", "where", "before", "after"}
 _BLOCK_KEYS = {"id", "file", "scope", "anchor", "where", "code"}
 
 
@@ -131,8 +132,8 @@ def _build(path: Path, raw: bytes, data: dict[str, Any]) -> Patch:
     parameters = data.get("parameters", {})
     if not isinstance(parameters, dict):
         raise ManifestError("parameters must be a table: [parameters]")
-    entries = enumerate(_tables(data, "block"))
-    blocks = tuple(_block(entry, order, parameters) for order, entry in entries)
+    entries = [half for entry in _tables(data, "block") for half in _halves(entry)]
+    blocks = tuple(_block(e, order, parameters) for order, e in enumerate(entries))
     files = dict(_added_file(path.parent, entry) for entry in _tables(data, "file"))
     if not blocks and not files:
         raise ManifestError("the patch has neither a block nor a file")
@@ -199,6 +200,26 @@ def _added_file(folder: Path, entry: dict[str, Any]) -> tuple[str, bytes]:
     return _path(entry["path"]), content
 
 
+def _halves(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """A block ``around`` its anchor is two: <id>_begin before it, <id>_end after it."""
+    if entry.get("where") != "around":
+        return [entry]
+    rest = {key: entry[key] for key in entry if key not in _AROUND_KEYS}
+    try:
+        _check_keys(entry, _AROUND_KEYS, _AROUND_KEYS | rest.keys())
+    except ManifestError as error:
+        raise ManifestError(f"block {entry.get('id')!r}: {error}") from None
+    if "code" in rest:
+        raise ManifestError(
+            f"block {entry['id']!r}: around has before and after, no code"
+        )
+    name = _name(entry["id"])
+    return [
+        rest | {"id": f"{name}_begin", "where": "before", "code": entry["before"]},
+        rest | {"id": f"{name}_end", "where": "after", "code": entry["after"]},
+    ]
+
+
 def _block(entry: dict[str, Any], order: int, parameters: Mapping) -> BlockSpec:
     _check_keys(entry, _BLOCK_KEYS, _BLOCK_KEYS | {"since", "before_version"})
     try:
@@ -217,7 +238,9 @@ def _block(entry: dict[str, Any], order: int, parameters: Mapping) -> BlockSpec:
             before_version=entry.get("before_version"),
         )
         if spec.where not in ("before", "after", "replace"):
-            raise ManifestError(f"where is {spec.where!r}, not before, after, replace")
+            raise ManifestError(
+                f"where is {spec.where!r}, not before, after, replace, around"
+            )
         parse_anchor(spec.anchor)
         for bound in filter(None, (spec.since, spec.before_version)):
             release(bound)

@@ -143,7 +143,7 @@ def describe(
     verdicts = {
         metric: metric_verdict(
             one.slopes[metric],
-            None if check is None else check if metric == "schedule" else check["step"],
+            None if check is None else check[metric],
             (noise["slope_us_per_1k_blocks"] or {}).get(metric, {}).get("floor", 0.0),
         )
         for metric in METRICS
@@ -165,7 +165,7 @@ def describe(
         "reset_check": check,
         "linearity": slope and linearity(one.cells, "schedule_us", slope),
         "verdict_of": verdicts,
-        "verdict": overall_verdict(verdicts["schedule"], verdicts["step"]),
+        "verdict": overall_verdict(verdicts),
         "error": "; ".join(errors) or None,
     }
     entry["warnings"] = config_warnings(entry, one.steps)

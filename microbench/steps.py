@@ -7,8 +7,12 @@ tokens. It belongs to the phase in which it began; steps before the growth phase
 
 The table has one row a step: repeat, step_id, phase (index into records.PHASES),
 batch (requests scheduled), cache_blocks (|cache| at the end of schedule()), and the
-times in us: schedule_us, build_meta_us, step_us, update_us and the worker's five.
-A time that was not measured is null.
+times in us: schedule_us, build_meta_us, step_us, update_us, the worker's five and
+overhead_us. A time that was not measured is null.
+
+overhead_us is the part of a step that scheduler and connector make up: schedule_us
+(build_meta_us within), update_us, and the connector's calls in the worker. The model
+and the waiting for it are not in it, nor is their noise.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from microbench.records import (
 
 ENGINE_TIMES = ("schedule_us", "build_meta_us", "step_us", "update_us")
 STEP_TIMES = ENGINE_TIMES + WORKER_TIMES
+CONNECTOR_TIMES = tuple(name for name in WORKER_TIMES if name != "execute_model_us")
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> Trial:
     steps = join_worker(engine.frame, worker.frame).select(
         pl.lit(repeat, dtype=pl.Int16).alias("repeat"),
         *("step_id", "phase", "batch", "cache_blocks", *STEP_TIMES),
+        overhead_us().alias("overhead_us"),
     )
     return Trial(
         config=config,
@@ -214,6 +220,14 @@ def read_worker_steps(folder: Path) -> StepFile:
         records=sum(rank.records for rank in ranks),
         torn_lines=sum(rank.torn_lines for rank in ranks),
     )
+
+
+def overhead_us() -> pl.Expr:
+    """What scheduler and connector add to a step; null without a worker record."""
+    connector = pl.sum_horizontal(pl.col(name).fill_null(0) for name in CONNECTOR_TIMES)
+    measured = pl.col("execute_model_us").is_not_null()
+    parts = pl.col("schedule_us") + pl.col("update_us") + connector
+    return pl.when(measured).then(parts)
 
 
 def _in_step_order(path: Path, frame: pl.DataFrame) -> pl.DataFrame:

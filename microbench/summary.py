@@ -13,7 +13,12 @@ from microbench.summary_context import (
     reference,
     warnings,
 )
-from microbench.verdict import CONFIRMING_SHARE, LINEAR_R2, MARGIN_US_PER_1K_BLOCKS
+from microbench.verdict import (
+    CONFIRMING_SHARE,
+    LINEAR_R2,
+    MARGIN_US_PER_1K_BLOCKS,
+    METRICS,
+)
 
 
 def write_summary(document: Document, figures: list[str]) -> str:
@@ -47,11 +52,11 @@ def write_summary(document: Document, figures: list[str]) -> str:
 
 
 def _split(entry: Document) -> str:
-    """What the verdict is made of, where its two times are judged differently."""
+    """What the verdict is made of, where the two times behind it disagree."""
     of = entry["verdict_of"]
-    if of["schedule"] == of["step"]:
+    if of["schedule"] == of["overhead"]:
         return ""
-    return f" (`schedule` {of['schedule']}, `step` {of['step']})"
+    return f" (`schedule` {of['schedule']}, `overhead` {of['overhead']})"
 
 
 def answer(document: Document) -> str:
@@ -89,7 +94,7 @@ def config_table(document: Document) -> str:
     rows = []
     for name, entry in document["configs"].items():
         blocks, slopes = entry["cache_blocks"], entry["slope_us_per_1k_blocks"]
-        step = entry["step_us"] or {}
+        step, overhead = entry["step_us"] or {}, entry["overhead_us"] or {}
         rows.append(
             [
                 f"`{name}`",
@@ -97,6 +102,8 @@ def config_table(document: Document) -> str:
                 f"{blocks['min']:,}{DASH}{blocks['max']:,}" if blocks else DASH,
                 spread(entry["schedule_us"]),
                 interval(slopes["schedule"]),
+                f"{number(overhead.get('p50'))}/{number(overhead.get('p90'))}",
+                interval(slopes["overhead"]),
                 f"{number(step.get('p50'))}/{number(step.get('p90'))}",
                 interval(slopes["step"]),
                 spread(entry["build_meta_us"]),
@@ -105,8 +112,10 @@ def config_table(document: Document) -> str:
             ]
         )
     head = ["config", "decode-only steps", "\\|cache\\| blocks"]
-    head += ["schedule µs p50/p90/p99", "schedule slope µs/1k", "step µs p50/p90"]
-    head += ["step slope µs/1k", "build_meta µs", "get_finished µs", "verdict"]
+    head += ["schedule µs p50/p90/p99", "schedule slope µs/1k"]
+    head += ["overhead µs p50/p90", "overhead slope µs/1k"]
+    head += ["step µs p50/p90", "step slope µs/1k"]
+    head += ["build_meta µs", "get_finished µs", "verdict"]
     window = document["window"]
     note = "No level could be stated: see the warnings."
     if window:
@@ -116,8 +125,9 @@ def config_table(document: Document) -> str:
             "highest |cache| that all configs reached, with every config weighted to "
             f"the same mix of batch sizes ({mix}). Slopes are medians of slopes within "
             "one repeat and one batch size, in the growth phase, with 95 % block-"
-            "bootstrap intervals. `schedule` contains `build_meta`; `step` contains "
-            "everything. A dash: not measured or not there."
+            "bootstrap intervals. `schedule` contains `build_meta`; `overhead` is "
+            "schedule, update and the connector's calls in the worker; `step` contains "
+            "everything, the model too. A dash: not measured or not there."
         )
     return table(head, rows) + "\n\n" + note
 
@@ -222,7 +232,7 @@ def noise_floor(document: Document) -> str:
     if noise["pair"] is None:
         return "No A/A pair (`plain`, `plain_aa`) in this run: no noise floor."
     rows = []
-    for metric in ("schedule", "step"):
+    for metric in METRICS:
         slope = (noise["slope_us_per_1k_blocks"] or {}).get(metric)
         level = (noise["p50_us"] or {}).get(metric)
         rows.append([metric, interval(slope, 2), interval(level, 2)])
@@ -249,7 +259,8 @@ def reset_table(document: Document) -> str:
         check = entry["reset_check"]
         if check is None:
             continue
-        for metric, part in (("schedule", check), ("step", check["step"])):
+        for metric in METRICS:
+            part = check[metric]
             rows.append(
                 [
                     f"`{name}`",

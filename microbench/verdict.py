@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a step's cost grow with |cache|? A verdict that noise cannot easily give.
 
-For `schedule_us` and `step_us` each, with the slope's 95 % interval:
+For `schedule_us`, `overhead_us` (what scheduler and connector add to a step, the
+model left out) and `step_us` each, with the slope's 95 % interval:
 
 - grows: the interval lies above max(MARGIN, what two runs of the same config differ
   by), and the reset check confirms it: after the prefix-cache reset the cost fell by
@@ -12,8 +13,10 @@ For `schedule_us` and `step_us` each, with the slope's 95 % interval:
   as in Kruschke 2018).
 - inconclusive: anything else, a slope without a usable reset check included.
 
-The config's verdict: grows if either time grows; else drifts if either drifts; else
-flat if both are flat; else inconclusive.
+The config's verdict: grows if any of the three grows; else drifts if schedule or
+overhead drifts; else flat if those two are flat; else inconclusive. A whole step holds
+the model and its noise, so that it alone can neither clear a config nor condemn one
+without the reset check.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ CONFIRMING_SHARE = 0.5
 BEFORE_SHARE = 0.9
 AFTER_SHARE = 0.25
 MIN_STEPS_PER_BATCH_RESET = 10
-METRICS = {"schedule": "schedule_us", "step": "step_us"}
+METRICS = {"schedule": "schedule_us", "overhead": "overhead_us", "step": "step_us"}
 # A line explains the binned medians this well, and both halves rise alike.
 LINEAR_R2 = 0.9
 LINEAR_HALVES = (0.75, 1 / 0.75)
@@ -52,8 +55,8 @@ def reset_check(
 ) -> dict[str, Any] | None:
     """Cost before and after the prefix-cache reset, batch sizes held.
 
-    The fields of the schedule time are at the top, those of the step time in "step".
-    None if there are no comparable steps on either side.
+    One entry for each of METRICS beside what was compared. None if there are no
+    comparable steps on either side.
     """
     reach = reach_blocks(steps)
     before = steps.filter(
@@ -94,19 +97,19 @@ def reset_check(
                 and drop.ci95[0] > 0
             ),
         }
-    return checks["schedule"] | {
+    return checks | {
         "cache_blocks_before": round(blocks_before),
         "cache_blocks_after": round(blocks_after),
         "steps_before": high.steps.height,
         "steps_after": low.steps.height,
-        "step": checks["step"],
     }
 
 
 def metric_verdict(
     slope: Estimate | None, check: dict[str, Any] | None, floor: float
 ) -> str:
-    """The verdict on one time; `floor` is the A/A difference, us per 1,000 blocks."""
+    """The verdict on one time; `check` is its part of the reset check, `floor` the
+    A/A difference in us per 1,000 blocks."""
     if slope is None:
         return "inconclusive"
     low, high = slope.ci95
@@ -119,12 +122,14 @@ def metric_verdict(
     return "inconclusive"
 
 
-def overall_verdict(schedule: str, step: str) -> str:
-    """The config's verdict from those on its two times."""
-    for decisive in ("grows", "drifts"):
-        if decisive in (schedule, step):
-            return decisive
-    return "flat" if schedule == step == "flat" else "inconclusive"
+def overall_verdict(of: dict[str, str]) -> str:
+    """The config's verdict from those on each of METRICS."""
+    if "grows" in of.values():
+        return "grows"
+    precise = (of["schedule"], of["overhead"])
+    if "drifts" in precise:
+        return "drifts"
+    return "flat" if set(precise) == {"flat"} else "inconclusive"
 
 
 def batch_held_us(cells: Cells, time: str, slope: Estimate) -> Floats:

@@ -73,7 +73,7 @@ def _verdict(run: Run, end: dict) -> int:
         done = f"{end['ok']} ok, {end['failed']} failed, {end['cancelled']} cancelled"
         return _say(BY_SIGNAL + run.signal, f"stopped by {run.signal.name}: {done}")
     status = 0
-    if not end["valid"]:
+    if not end["valid"] and end["lag_ms"] is not None:
         status = _say(
             LATE,
             f"RUN NOT VALID: requests were sent late, lag {end['lag_ms']} ms, "

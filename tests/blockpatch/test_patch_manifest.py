@@ -26,6 +26,32 @@ def test_a_good_manifest_is_read_whole(tmp_path):
     assert not made.is_tested("0.18.10") and not made.is_tested(None)
 
 
+def around(**changes):
+    entry = {key: value for key, value in GOOD.items() if key != "code"}
+    return entry | {"where": "around", "before": "x = 1", "after": "y = 2"} | changes
+
+
+def test_a_block_around_its_anchor_is_one_before_and_one_after(tmp_path):
+    made = make_patch(tmp_path, "pair", [around(id="timed")])
+    assert [(b.id, b.where, b.code) for b in made.blocks] == [
+        ("timed_begin", "before", "x = 1\n"),
+        ("timed_end", "after", "y = 2\n"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "match"),
+    [
+        (around(code="z = 3"), "no code"),
+        ({k: v for k, v in around().items() if k != "after"}, "'after' is missing"),
+        (around(before="x = ("), "not valid Python"),
+    ],
+)
+def test_half_a_block_around_is_refused(tmp_path, entry, match):
+    with pytest.raises(ManifestError, match=match):
+        make_patch(tmp_path, "bad", [entry])
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -51,7 +51,7 @@ def test_the_hash_walk_grows_with_cache_and_falls_after_the_reset(configs):
     assert walk["verdict"] == "grows"
     low, high = walk["slope_us_per_1k_blocks"]["schedule"]["ci95"]
     assert 10 < low < high < 200
-    assert walk["reset_check"]["fell"]
+    assert walk["reset_check"]["schedule"]["fell"]
 
 
 @pytest.mark.parametrize("name", ["plain", "noop", "nixl_both"])
@@ -71,7 +71,7 @@ def test_the_walk_is_found_in_build_connector_meta(configs):
 def test_the_cache_grew_from_empty_to_the_ceiling(configs):
     for config in configs.values():
         assert config["cache_blocks"]["min"] <= 300
-        assert config["cache_blocks"]["max"] >= 7900
+        assert config["cache_blocks"]["max"] >= 11_900
 
 
 def test_every_scheduled_request_has_exactly_one_outcome(configs):

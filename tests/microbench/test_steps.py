@@ -14,7 +14,13 @@ from synthetic import FIRST_NS, STEP_NS, Truth, write_run
 
 from microbench import records
 from microbench.records import RecordsError
-from microbench.steps import load_run, load_trial, read_engine_steps, read_worker_steps
+from microbench.steps import (
+    load_run,
+    load_trial,
+    overhead_us,
+    read_engine_steps,
+    read_worker_steps,
+)
 
 HEADER = {"schema": "kvtax.engine_step/1", "clock": "CLOCK_MONOTONIC"}
 
@@ -199,3 +205,19 @@ def test_a_planned_trial_that_never_ran_is_told(tmp_path: Path):
     (folder / "run.json").write_text(json.dumps(run))
     _, trials = load_run(folder)
     assert [trial.error is None for trial in trials] == [True, False]
+
+
+def test_overhead_is_scheduler_and_connector_without_the_model():
+    steps = pl.DataFrame(
+        {
+            "schedule_us": [50.0, 50.0],
+            "update_us": [30.0, 30.0],
+            "bind_us": [1.0, None],
+            "start_load_kv_us": [2.0, None],
+            "wait_for_save_us": [None, None],
+            "get_finished_us": [7.0, None],
+            "execute_model_us": [2_000.0, None],
+        }
+    )
+    # Without a worker record the connector's part is unknown, not zero.
+    assert steps.select(overhead_us()).to_series().to_list() == [90.0, None]
