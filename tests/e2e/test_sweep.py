@@ -118,10 +118,9 @@ def test_a_sweep_stopped_in_the_middle_leaves_no_process_and_no_port(
     tmp_path, number, status
 ):
     before = package_digest("vllm")
+    arguments = ["--profile", "cpu-smoke", "--only", "mooncake_both", "--out", tmp_path]
     sweep = subprocess.Popen(
-        [sys.executable, "-m", "microbench.sweep", "--profile", "cpu-smoke"]
-        + ["--only", "mooncake_both", "--out", tmp_path],
-        cwd=REPOSITORY,
+        [sys.executable, "-m", "microbench.sweep", *arguments], cwd=REPOSITORY
     )
     requests = tmp_path / "mooncake_both" / "r0" / "requests.jsonl"
     eventually(lambda: requests.exists() and requests.stat().st_size > 0, 180)
