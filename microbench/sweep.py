@@ -47,7 +47,10 @@ def main() -> int:
         "--profile", default="cpu", help="cpu-smoke, cpu (default) or gpu"
     )
     parser.add_argument(
-        "--only", action="append", metavar="CONFIG", help="measure just this config"
+        "--only",
+        action="append",
+        metavar="CONFIG",
+        help="measure just this config (repeatable)",
     )
     parser.add_argument("--repeats", type=int, help="servers a config (default: 2)")
     parser.add_argument("--model", help="path of real weights (gpu profile)")

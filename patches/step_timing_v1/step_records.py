@@ -130,136 +130,158 @@ class RecordFile:
 
 
 class EngineStepRecorder:
-    """Called by the scheduler and the engine core, in the engine's one thread."""
+    """Called by the scheduler and the engine core, in the engine's one thread.
+
+    A hook that only takes the time does so in place, on the public fields: a Python
+    call would cost more than the clock. Times that are 0 were not taken.
+    """
+
+    __slots__ = (
+        "_directory",
+        "_file",
+        "_next_step_id",
+        "_open",
+        "began_ns",
+        "build_meta_ns",
+        "schedule_began_ns",
+        "update_ns",
+    )
 
     def __init__(self, directory: str):
         self._directory = directory
         self._file: RecordFile | None = None
         self._next_step_id = 0
-        self._step: EngineStep | None = None
         self._open: dict[int, EngineStep] = {}
-        self._mark_ns = 0
-
-    def begin_schedule(self) -> None:
-        self._step = EngineStep(self._next_step_id, now_ns())
-        self._next_step_id += 1
-
-    def begin_build_meta(self) -> None:
-        self._mark_ns = now_ns()
-
-    def end_build_meta(self) -> None:
-        assert self._step is not None
-        self._step.build_meta_us = (now_ns() - self._mark_ns) / 1e3
+        self.schedule_began_ns = self.began_ns = self.build_meta_ns = self.update_ns = 0
 
     def end_schedule(
         self, scheduler: "Scheduler", scheduler_output: "SchedulerOutput"
     ) -> None:
-        step = self._step
-        assert step is not None
-        step.schedule_us = (now_ns() - step.t_ns) / 1e3
-        self._hand_out(step, scheduler_output)
+        ended_ns = now_ns()
+        began_ns = self.schedule_began_ns
+        scheduled = scheduler_output.num_scheduled_tokens
+        tokens = scheduler_output.total_num_scheduled_tokens
+        # A running request's last prompt chunk of one token counts as a decode: it
+        # costs the same and yields a token. That keeps the common step free of a loop.
+        prefill_tokens = 0
+        if scheduler_output.scheduled_new_reqs or tokens != len(scheduled):
+            prefill_tokens = _prefill_tokens(scheduler, scheduled)
+        step = self._begin_step(scheduler_output, began_ns)
+        step.schedule_us = (ended_ns - began_ns) / 1e3
+        if self.build_meta_ns:
+            step.build_meta_us = self.build_meta_ns / 1e3
+            self.build_meta_ns = 0
         step.running = len(scheduler.running)
         step.waiting = len(scheduler.waiting)
-        step.scheduled = len(scheduler_output.num_scheduled_tokens)
-        step.prefill_tokens = _prefill_tokens(scheduler, scheduler_output)
-        step.decode_tokens = (
-            scheduler_output.total_num_scheduled_tokens - step.prefill_tokens
-        )
+        step.scheduled = len(scheduled)
+        step.prefill_tokens = prefill_tokens
+        step.decode_tokens = tokens - prefill_tokens
 
     def note_block_pool(
         self, scheduler: "Scheduler", scheduler_output: "SchedulerOutput"
     ) -> None:
-        if self._step is None:
-            # Only step_timing_v2 is applied: nothing opened the step before.
-            self.begin_schedule()
-            self._hand_out(self._step, scheduler_output)
-        step, self._step = self._step, None
+        step = self._open.get(getattr(scheduler_output, "step_id", None))
+        if step is None:
+            # Only step_timing_v2 is applied.
+            step = self._begin_step(scheduler_output, now_ns())
         block_pool = scheduler.kv_cache_manager.block_pool
         step.cache_size = len(block_pool.cached_block_hash_to_block)
-        step.free_blocks = block_pool.get_num_free_blocks()
+        step.free_blocks = block_pool.free_block_queue.num_free_blocks
         step.preemptions = len(scheduler_output.preempted_req_ids or ())
 
-    def begin_update(self) -> None:
-        self._mark_ns = now_ns()
-
-    def end_update(self, scheduler_output: "SchedulerOutput") -> None:
-        step = self._open.get(getattr(scheduler_output, "step_id", -1))
+    def end_step(self, scheduler_output: "SchedulerOutput") -> None:
+        """Both patches call this; the first call of a step ends it."""
+        step = self._open.pop(getattr(scheduler_output, "step_id", None), None)
         if step is None:
             return
-        step.update_us = (now_ns() - self._mark_ns) / 1e3
-        if step.schedule_us is None:
-            # Only step_timing_v2 is applied: nobody else closes the step.
-            self._close(step)
-
-    def end_step(self, scheduler_output: "SchedulerOutput") -> None:
-        step = self._open.get(getattr(scheduler_output, "step_id", -1))
-        if step is not None:
+        if step.schedule_us is not None:
             step.step_us = (now_ns() - step.t_ns) / 1e3
-            self._close(step)
+        if self.update_ns:
+            step.update_us = self.update_ns / 1e3
+            self.update_ns = 0
+        self._append(step)
 
-    def _hand_out(self, step: EngineStep, scheduler_output: "SchedulerOutput") -> None:
-        scheduler_output.step_id = step.step_id
-        self._open[step.step_id] = step
+    def _begin_step(self, scheduler_output: "SchedulerOutput", t_ns: int) -> EngineStep:
+        step_id = self._next_step_id
+        self._next_step_id = step_id + 1
+        scheduler_output.step_id = step_id
+        step = self._open[step_id] = EngineStep(step_id, t_ns)
         if len(self._open) > MAX_OPEN_STEPS:
             # Scheduled, but never updated (a scheduler driven without its engine).
-            self._close(next(iter(self._open.values())))
+            self._append(self._open.pop(next(iter(self._open))))
+        return step
 
-    def _close(self, step: EngineStep) -> None:
-        del self._open[step.step_id]
+    def _append(self, step: EngineStep) -> None:
         if self._file is None:
             self._file = RecordFile(self._directory, "engine_step", {})
         self._file.append(step)
 
 
 class WorkerStepRecorder:
-    """Called by one worker, in the thread that executes its model."""
+    """Called by one worker, in the thread that executes its model.
+
+    Hooks add to the public fields in place; a method may run twice a step. Times
+    that are 0 were not taken.
+    """
+
+    __slots__ = (
+        "_directory",
+        "_file",
+        "_step_id",
+        "_t_ns",
+        "began_ns",
+        "bind_ns",
+        "execute_model_ns",
+        "get_finished_ns",
+        "start_load_kv_ns",
+        "wait_for_save_ns",
+    )
 
     def __init__(self, directory: str):
         self._directory = directory
         self._file: RecordFile | None = None
-        self._step: WorkerStep | None = None
-        self._mark_ns = 0
+        self._step_id: int | None = None
+        self._t_ns = self.began_ns = self.bind_ns = self.execute_model_ns = 0
+        self.get_finished_ns = self.start_load_kv_ns = self.wait_for_save_ns = 0
 
-    def begin_step(self, rank: int, scheduler_output: "SchedulerOutput | None") -> None:
+    def begin_step(self, rank: int, scheduler_output: "SchedulerOutput") -> None:
         if self._file is None:
-            self._file = RecordFile(
-                self._directory, f"worker_step.r{rank}", {"rank": rank}
-            )
-            # The last step has no next one: a step without an id ends it at exit,
-            # before the file's own flush.
-            Finalize(self, self.begin_step, (rank, None), exitpriority=20)
+            name = f"worker_step.r{rank}"
+            self._file = RecordFile(self._directory, name, {"rank": rank})
+            # The last step has no next one: appended at exit, before the last flush.
+            Finalize(None, self._append, exitpriority=20)
         # The V2 model runner finishes a step in sample_tokens(), so only the next
         # step tells that this one is complete.
-        if self._step is not None:
-            self._file.append(self._step)
-        step_id = getattr(scheduler_output, "step_id", None)
-        self._step = None if step_id is None else WorkerStep(step_id, now_ns())
+        self._append()
+        self._step_id = getattr(scheduler_output, "step_id", None)
+        self.bind_ns = self.execute_model_ns = 0
+        self.get_finished_ns = self.start_load_kv_ns = self.wait_for_save_ns = 0
+        self._t_ns = now_ns()
 
     def end_execute_model(self) -> None:
-        if (step := self._step) is not None:
-            step.execute_model_us = (now_ns() - step.t_ns) / 1e3
+        self.execute_model_ns = now_ns() - self._t_ns
 
-    def begin(self) -> None:
-        self._mark_ns = now_ns()
+    def _append(self) -> None:
+        if self._step_id is not None:
+            self._file.append(
+                WorkerStep(
+                    self._step_id,
+                    self._t_ns,
+                    _us(self.execute_model_ns),
+                    _us(self.bind_ns),
+                    _us(self.start_load_kv_ns),
+                    _us(self.wait_for_save_ns),
+                    _us(self.get_finished_ns),
+                )
+            )
 
-    def end(self, field: str) -> None:
-        """Add the time since begin() to `field`: a method may run twice a step."""
-        if (step := self._step) is not None:
-            elapsed_us = (now_ns() - self._mark_ns) / 1e3
-            setattr(step, field, (getattr(step, field) or 0.0) + elapsed_us)
+
+def _us(time_ns: int) -> float | None:
+    return time_ns / 1e3 if time_ns else None
 
 
-def _prefill_tokens(scheduler: "Scheduler", output: "SchedulerOutput") -> int:
-    """Tokens of this step that belong to prompts.
-
-    A running request's last prompt chunk of one token counts as a decode: it costs
-    the same and yields a token. That keeps the common step free of a loop.
-    """
-    scheduled = output.num_scheduled_tokens
-    if not output.scheduled_new_reqs and output.total_num_scheduled_tokens == len(
-        scheduled
-    ):
-        return 0
+def _prefill_tokens(scheduler: "Scheduler", scheduled: dict[str, int]) -> int:
+    """Tokens of this step that belong to prompts."""
     requests = scheduler.requests
     return sum(
         num_tokens

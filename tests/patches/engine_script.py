@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a real engine core on the null model and notes what it was asked to do.
+
+Started by test_step_timing.py on a patched tree: what the records must say is known
+here, from outside the recorder.
+"""
+
+import json
+import logging
+import os
+import random
+import resource
+import sys
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from microbench.overhead_worker import BLOCK_SIZE, NOOP, NullEngine
+
+NUM_BLOCKS = 2_000
+
+
+class Prompts:
+    """Prompts that share no block with any other, from one seed."""
+
+    def __init__(self):
+        self._random = random.Random(7)
+
+    def take(self, tokens: int) -> list[int]:
+        return [self._random.randrange(1, 1_024) for _ in range(tokens)]
+
+
+def full_blocks(prompt_tokens: int, output_tokens: int) -> int:
+    """Blocks a request fills; its last token is sampled but never computed."""
+    return (prompt_tokens + output_tokens - 1) // BLOCK_SIZE
+
+
+class Account:
+    """Steps the engine, and adds up what it was given and what it gave back."""
+
+    def __init__(self, engine: NullEngine):
+        self.engine = engine
+        self.steps = 0
+        self._first = 0
+        self._cached_tokens = 0
+
+    def step(self) -> None:
+        outputs, _ = self.engine.core.step()
+        self.steps += 1
+        for output in outputs[0].outputs if outputs else ():
+            if output.finished:
+                self._cached_tokens += output.num_cached_tokens
+
+    def drain(self) -> None:
+        while self.engine.core.scheduler.has_requests():
+            self.step()
+
+    def phase(self, **facts) -> dict:
+        """Facts of the steps since the last call, with the number of the first."""
+        facts |= {
+            "first": self._first,
+            "end": self.steps,
+            "cached_tokens": self._cached_tokens,
+        }
+        self._first, self._cached_tokens = self.steps, 0
+        return facts
+
+
+def workload(engine: NullEngine) -> dict:
+    """Arrivals, chunked prefills, cache hits, a reset and preemptions."""
+    prompts, account, phases = Prompts(), Account(engine), {}
+    scheduler = engine.core.scheduler
+
+    prompt = prompts.take(50)
+    engine.add(prompt, 100)
+    account.drain()
+    phases["single"] = account.phase(prompt=50, output=100)
+
+    chooser = random.Random(3)
+    # Together more than a step's budget of tokens, so that prefills are chunked.
+    sizes = [(4_000, 20), (5_001, 30), (300, 1), (17, 40), (1, 5)]
+    sizes += [(chooser.randint(2, 400), chooser.randint(1, 60)) for _ in range(20)]
+    for prompt_tokens, output_tokens in sizes:
+        engine.add(prompts.take(prompt_tokens), output_tokens)
+        for _ in range(chooser.randint(0, 3)):
+            if scheduler.has_requests():
+                account.step()
+    engine.add(prompt, 10)
+    account.drain()
+    phases["mixed"] = account.phase(
+        prompt=sum(p for p, _ in sizes) + len(prompt),
+        outputs=[output for _, output in sizes] + [10],
+        # The repeated prompt's blocks were there already.
+        blocks=full_blocks(50, 100) + sum(full_blocks(*size) for size in sizes),
+    )
+
+    # The second prompt's last chunk is one token: 4,096 + 4,097 = budget + 1.
+    engine.add(prompts.take(4_096), 4)
+    engine.add(prompts.take(4_097), 4)
+    account.drain()
+    phases["one_token_chunk"] = account.phase(prompt=8_193, outputs=[4, 4])
+
+    assert scheduler.reset_prefix_cache()
+    engine.add(prompts.take(BLOCK_SIZE - 2), 2)
+    account.drain()
+    phases["after_reset"] = account.phase()
+
+    preempted = []
+    preempt = scheduler._preempt_request
+
+    def counted_preempt(request, *rest):
+        preempted.append(request.request_id)
+        preempt(request, *rest)
+
+    scheduler._preempt_request = counted_preempt
+    for _ in range(50):
+        engine.add(prompts.take(600), 80)
+    account.drain()
+    scheduler._preempt_request = preempt
+    phases["preempting"] = account.phase(preemptions=len(preempted))
+    return phases
+
+
+def record_to(directory: Path) -> list[logging.LogRecord]:
+    """New recorders for this engine, into `directory`; what they log."""
+    from vllm.v1 import step_records
+    from vllm.v1.core.sched import scheduler
+    from vllm.v1.engine import core
+    from vllm.v1.worker import gpu_worker, kv_connector_model_runner_mixin
+
+    engine_steps = step_records.EngineStepRecorder(str(directory))
+    worker_steps = step_records.WorkerStepRecorder(str(directory))
+    for module in (scheduler, core):
+        module.ENGINE_STEPS = engine_steps
+    for module in (gpu_worker, kv_connector_model_runner_mixin):
+        module.WORKER_STEPS = worker_steps
+
+    messages: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = messages.append
+    step_records.logger.handlers[:] = [handler]
+    return messages
+
+
+def serve(engine: NullEngine) -> int:
+    """Steps of one short request, all of them done."""
+    engine.add([5] * 40, 30)
+    steps = 0
+    while engine.core.scheduler.has_requests():
+        outputs, _ = engine.core.step()
+        assert outputs[0].outputs
+        steps += 1
+        if any(output.finished for output in outputs[0].outputs):
+            engine.run_to_end()
+            return steps
+    raise AssertionError("the request never finished")
+
+
+def unwritable(engine: NullEngine, directory: Path) -> dict:
+    """Directories in which no record file can be made."""
+    taken = directory / "taken"
+    taken.mkdir()
+    for name in ("engine_step.jsonl", "worker_step.r0.jsonl"):
+        (taken / name).write_text("records of another engine\n")
+    found = {}
+    for place in (taken, directory / "missing"):
+        messages = record_to(place)
+        found[place.name] = {
+            "steps": serve(engine) + serve(engine),
+            "errors": [message.getMessage() for message in messages],
+        }
+    messages = record_to(directory)
+    os.environ["KVTAX_STEP_RECORDS_LABEL"] = "{not json"
+    found["bad_label"] = {
+        "steps": serve(engine),
+        "errors": [message.getMessage() for message in messages],
+    }
+    os.environ["KVTAX_STEP_RECORDS_LABEL"] = "{}"
+    return found
+
+
+def full_disk(engine: NullEngine, directory: Path) -> dict:
+    """Writing fails once a file has 6,000 bytes, then could go on."""
+    directory.mkdir()
+    time.sleep(0.6)  # two flushes: earlier records must not meet the limit
+    messages = record_to(directory)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, limits[1]))
+    steps, deadline = 0, time.monotonic() + 30
+    while len(messages) < 2 and time.monotonic() < deadline:
+        steps += serve(engine)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for _ in range(20):
+        steps += serve(engine)
+    time.sleep(0.6)  # two flushes
+    return {
+        "steps": steps,
+        "errors": [message.getMessage() for message in messages],
+    }
+
+
+class SlowExecutor:
+    """The real executor behind a thread that takes a while, as a GPU would.
+
+    It notes (step_id, start and end of the execution in ns).
+    """
+
+    def __init__(self, executor):
+        self._executor = executor
+        self._thread = ThreadPoolExecutor(1)
+        self.runs = []
+
+    def execute_model(self, scheduler_output, non_block):
+        return self._thread.submit(self._execute, scheduler_output)
+
+    def _execute(self, scheduler_output):
+        time.sleep(0.002)
+        start = time.perf_counter_ns()
+        output = self._executor.execute_model(scheduler_output)
+        end = time.perf_counter_ns()
+        self.runs.append((scheduler_output.step_id, start, end))
+        return output
+
+    def sample_tokens(self, grammar_output, non_block):
+        return self._thread.submit(self._executor.sample_tokens, grammar_output)
+
+
+def batch_queue(engine: NullEngine, directory: Path) -> dict:
+    """Two steps in flight: N + 1 is scheduled before N is updated."""
+    directory.mkdir()
+    record_to(directory)
+    core, scheduler = engine.core, engine.core.scheduler
+    events = []
+    schedule, update = scheduler.schedule, scheduler.update_from_output
+
+    def noted_schedule():
+        output = schedule()
+        tokens = output.num_scheduled_tokens
+        events.append(("schedule", output.step_id, sum(tokens.values()), len(tokens)))
+        return output
+
+    def noted_update(scheduler_output, model_output):
+        result = update(scheduler_output, model_output)
+        events.append(("update", scheduler_output.step_id, time.perf_counter_ns(), 0))
+        return result
+
+    executor, core.model_executor = (
+        core.model_executor,
+        SlowExecutor(core.model_executor),
+    )
+    scheduler.schedule, scheduler.update_from_output = noted_schedule, noted_update
+    core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
+    # A request cannot be scheduled again before its token is known, so two groups
+    # of requests take turns.
+    prompts = Prompts()
+    for _ in range(2):
+        engine.add(prompts.take(100), 40)
+        core.step_with_batch_queue()
+    while scheduler.has_requests() or core.batch_queue:
+        core.step_with_batch_queue()
+    runs = core.model_executor.runs
+    core.model_executor, core.batch_queue = executor, None
+    scheduler.schedule, scheduler.update_from_output = schedule, update
+    return {"events": events, "runs": runs}
+
+
+def main() -> None:
+    model, result, scenario, *rest = sys.argv[1:]
+    engine = NullEngine(Path(model), NOOP, NUM_BLOCKS)
+    if scenario == "all":
+        (place,) = map(Path, rest)
+        found = {
+            "phases": workload(engine),
+            "batch_queue": batch_queue(engine, place / "queue"),
+            "unwritable": unwritable(engine, place),
+            "full_disk": full_disk(engine, place / "full"),
+        }
+    else:
+        found = {"steps": serve(engine)}
+    Path(result).write_text(json.dumps(found))
+    if scenario == "until_killed":
+        while True:
+            serve(engine)
+
+
+if __name__ == "__main__":
+    main()

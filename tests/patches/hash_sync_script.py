@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real engine with Mooncake's connector, its block pool against the worker's map.
+
+Started by test_hash_sync.py on a tree with mooncake_hash_sync. Metadata is pickled on
+its way to the worker, as it is between processes.
+"""
+
+import json
+import pickle
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+
+from microbench.config import load_connector
+from microbench.overhead_worker import BLOCK_SIZE, NullEngine
+
+NUM_BLOCKS = 80
+SEEDS = 4
+STEPS = 700
+
+
+class Witness:
+    """Watches the block pool and compares the worker's map with it after each step.
+
+    `unseen` are the keys whose block, as the worker knows it, lost the key while the
+    key itself stayed in the pool from sync to sync, or came back in between: what a
+    walk of the keys cannot see.
+    """
+
+    def __init__(self, engine: NullEngine):
+        self._engine = engine
+        self.pool: BlockPool = engine.core.scheduler.kv_cache_manager.block_pool
+        worker = get_kv_transfer_group().connector_worker
+        self.block_ids: dict[bytes, int] = worker.block_ids_by_hash
+        self.unseen: set[bytes] = set()
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._watch()
+
+    def _watch(self) -> None:
+        insert, pop = BlockHashToBlockMap.insert, BlockHashToBlockMap.pop
+
+        def watched_insert(block_map, key, block):
+            self.counts["duplicates"] += key in block_map._cache
+            insert(block_map, key, block)
+            if self.block_ids.get(key) == block.block_id:
+                self.unseen.discard(key)
+
+        def watched_pop(block_map, key, block_id):
+            block = pop(block_map, key, block_id)
+            if block is not None:
+                self.counts["evictions"] += 1
+                if self.block_ids.get(key) == block_id:
+                    self.unseen.add(key)
+            return block
+
+        BlockHashToBlockMap.insert = watched_insert
+        BlockHashToBlockMap.pop = watched_pop
+        connector = self._engine.core.scheduler.connector
+        build = connector.build_connector_meta
+        connector.build_connector_meta = lambda output: pickle.loads(
+            pickle.dumps(build(output))
+        )
+
+    def reset(self) -> bool:
+        done = self._engine.core.scheduler.reset_prefix_cache()
+        if done:
+            self.counts["resets"] += 1
+            self.unseen |= self.block_ids.keys()
+        return done
+
+    def holds(self, block_id: int, key: bytes) -> bool:
+        return self.pool.blocks[block_id].block_hash == key
+
+    def step(self) -> None:
+        scheduler = self._engine.core.scheduler
+        if not scheduler.has_requests():
+            return
+        self._engine.core.step()
+        self.counts["steps"] += 1
+        keys = set(self.pool.cached_block_hash_to_block._cache)
+        self.unseen &= keys
+        if self.block_ids.keys() != keys:
+            self.problems.append(
+                f"step {self.counts['steps']}: {len(keys - self.block_ids.keys())} "
+                f"keys missing, {len(self.block_ids.keys() - keys)} too many"
+            )
+        wrong = {k for k, block in self.block_ids.items() if not self.holds(block, k)}
+        if wrong != self.unseen:
+            self.problems.append(
+                f"step {self.counts['steps']}: {len(wrong - self.unseen)} wrong ids "
+                f"that the walk could see, {len(self.unseen - wrong)} it corrected"
+            )
+        self.counts["wrong"] += len(wrong)
+        self.counts["held"] = max(self.counts["held"], len(keys))
+
+    def drain(self) -> None:
+        while self._engine.core.scheduler.has_requests():
+            self.step()
+
+
+def random_workload(engine: NullEngine, witness: Witness, seed: int) -> None:
+    """Arrivals with shared prefixes, aborts, evictions and resets."""
+    chooser = random.Random(seed)
+    trunk = [chooser.randrange(1, 1_024) for _ in range(6 * BLOCK_SIZE)]
+    # Whole blocks: the last one is computed again on a full hit, a duplicate.
+    prompts = [trunk[: BLOCK_SIZE * blocks] for blocks in range(1, 7)]
+    prompts += [
+        trunk[: chooser.randrange(80)] + [chooser.randrange(1, 1_024) for _ in range(n)]
+        for n in range(1, 90, 6)
+    ]
+    running: list[str] = []
+    for _ in range(STEPS):
+        if chooser.random() < 0.35:
+            running.append(
+                engine.add(chooser.choice(prompts), chooser.randrange(1, 50))
+            )
+        if running and chooser.random() < 0.05:
+            engine.core.abort_requests([running.pop(chooser.randrange(len(running)))])
+        if chooser.random() < 0.02:
+            witness.pool.evict_blocks({chooser.randrange(1, NUM_BLOCKS)})
+        if chooser.random() < 0.01:
+            witness.drain()
+            assert witness.reset()
+        witness.step()
+    witness.drain()
+    assert witness.reset()
+
+
+def cached_again(engine: NullEngine, witness: Witness, forget) -> dict:
+    """A prompt's blocks leave the pool, and return elsewhere before the next sync."""
+    prompt = [900 + n for n in range(3 * BLOCK_SIZE + 1)]
+    engine.add(prompt, 1)
+    witness.drain()
+    before = dict(witness.block_ids)
+    forget()
+    engine.add(prompt, 1)
+    witness.step()
+    return {
+        "keys": len(before),
+        "same_keys": before.keys()
+        == set(witness.pool.cached_block_hash_to_block._cache),
+        "worker_changed": witness.block_ids != before,
+        "wrong": sum(not witness.holds(b, k) for k, b in witness.block_ids.items()),
+    }
+
+
+def duplicate_evicted(engine: NullEngine, witness: Witness) -> dict:
+    """Of two blocks with the same hash the one that the worker knows is evicted."""
+    prompt = [700 + n for n in range(2 * BLOCK_SIZE)]
+    engine.add(prompt, 30)
+    witness.step()
+    engine.add(prompt, 30)
+    witness.step()
+    ((key, copies),) = (
+        (key, blocks)
+        for key, blocks in witness.pool.cached_block_hash_to_block._cache.items()
+        if isinstance(blocks, dict)
+    )
+    known = witness.block_ids[key]
+    witness.pool.evict_blocks({known})
+    witness.step()
+    (left,) = set(copies) - {known}
+    return {
+        "copies": len(copies) + 1,
+        "worker_kept": witness.block_ids[key] == known,
+        "still_cached_in_another": witness.holds(left, key),
+        "wrong": sum(not witness.holds(b, k) for k, b in witness.block_ids.items()),
+    }
+
+
+def main() -> None:
+    model, result = map(Path, sys.argv[1:])
+    config = load_connector("mooncake_both_hash_sync").kv_transfer_config
+    engine = NullEngine(model, {"kv_buffer_device": "cpu"} | config, NUM_BLOCKS)
+    witness = Witness(engine)
+    for seed in range(SEEDS):
+        random_workload(engine, witness, seed)
+    found = {"problems": witness.problems, "counts": witness.counts}
+
+    def evict_all():
+        witness.pool.evict_blocks(set(witness.block_ids.values()))
+
+    def fresh():
+        witness.drain()
+        assert witness.reset()
+        engine.add([1], 1)
+        witness.drain()
+
+    fresh()
+    found["evicted"] = cached_again(engine, witness, evict_all)
+    fresh()
+    found["reset"] = cached_again(engine, witness, witness.reset)
+    fresh()
+    found["duplicate"] = duplicate_evicted(engine, witness)
+    result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

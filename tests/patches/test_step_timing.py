@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step records against what a real engine core was asked to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from vllm_process import ScriptProcess
+
+pytestmark = pytest.mark.slow
+
+BLOCK_SIZE = 16
+V1_FIELDS = {
+    *("step_id", "t_ns", "schedule_us", "build_meta_us", "step_us"),
+    *("running", "waiting", "scheduled", "prefill_tokens", "decode_tokens"),
+}
+V2_FIELDS = {
+    *("step_id", "t_ns"),
+    *("cache_size", "free_blocks", "preemptions", "update_us"),
+}
+WORKER_PARTS = ("bind_us", "start_load_kv_us", "wait_for_save_us", "get_finished_us")
+WORKER_FIELDS = {"step_id", "t_ns", "execute_model_us", *WORKER_PARTS}
+PATCHES = ["step_timing_v1", "step_timing_v2"]
+
+
+@pytest.fixture(scope="module")
+def processes(installed_vllm, tmp_path_factory):
+    """All engines at once, as most of a start is not ours: by scenario."""
+    place = tmp_path_factory.mktemp("engines")
+    (place / "scenarios").mkdir()
+    script = "engine_script.py"
+    with ExitStack() as stack:
+
+        def start(name: str, patches: list[str], *arguments: str, **options):
+            process = ScriptProcess(
+                place / name, script, patches, *arguments, **options
+            )
+            return stack.enter_context(process)
+
+        yield {
+            "all": start("all", PATCHES, "all", str(place / "scenarios")),
+            "v1": start("v1", PATCHES[:1], "serve"),
+            "v2": start("v2", PATCHES[1:], "until_killed"),
+            "off": start("off", PATCHES, "serve", recording=False),
+            "scenarios": place / "scenarios",
+        }
+
+
+@pytest.fixture(scope="module")
+def found(processes):
+    return processes["all"].result()
+
+
+@pytest.fixture(scope="module")
+def engine_steps(processes, found):
+    return records(processes["all"].records / "engine_step.jsonl")[1]
+
+
+@pytest.fixture(scope="module")
+def worker_steps(processes, found):
+    return records(processes["all"].records / "worker_step.r0.jsonl")[1]
+
+
+def records(path: Path) -> tuple[dict, list[dict]]:
+    """Header and records of a file of whole lines."""
+    text = path.read_bytes()
+    assert text.endswith(b"\n")
+    header, *lines = map(json.loads, text.splitlines())
+    return header, lines
+
+
+def of_phase(steps: list[dict], phase: dict) -> list[dict]:
+    return steps[phase["first"] : phase["end"]]
+
+
+def total(steps: list[dict], field: str) -> int:
+    return sum(step[field] for step in steps)
+
+
+def test_header_says_what_the_file_is(processes, found):
+    for name in ("engine_step", "worker_step.r0"):
+        header, _ = records(processes["all"].records / f"{name}.jsonl")
+        assert header["schema"] == f"kvtax.{name.partition('.')[0]}/1"
+        assert header["clock"] == "CLOCK_MONOTONIC"
+        assert header["vllm_version"].startswith("0.18.1")
+        assert header["label"] == {"test": 1}
+
+
+def test_every_engine_step_has_one_engine_and_one_worker_record(
+    found, engine_steps, worker_steps
+):
+    steps = found["phases"]["preempting"]["end"]
+    assert [step["step_id"] for step in engine_steps] == list(range(steps))
+    # The last one too, which no next step ends.
+    assert [step["step_id"] for step in worker_steps] == list(range(steps))
+    assert all(set(step) == V1_FIELDS | V2_FIELDS for step in engine_steps)
+    for engine, worker in zip(engine_steps, worker_steps, strict=True):
+        # vLLM does not wait for saves in a step that computes nothing.
+        idle = engine["scheduled"] == 0
+        assert set(worker) == WORKER_FIELDS - ({"wait_for_save_us"} if idle else set())
+
+
+def test_tokens_reconcile_with_what_the_requests_had(found, engine_steps):
+    phase = found["phases"]["mixed"]
+    steps = of_phase(engine_steps, phase)
+    assert phase["cached_tokens"] == 48  # three blocks of the repeated prompt
+    assert total(steps, "prefill_tokens") == phase["prompt"] - phase["cached_tokens"]
+    # A request's first token comes with its prefill.
+    decoded = sum(output - 1 for output in phase["outputs"])
+    assert total(steps, "decode_tokens") == decoded
+    assert total(steps, "preemptions") == 0
+
+
+def test_last_prompt_chunk_of_one_token_counts_as_a_decode(found, engine_steps):
+    phase = found["phases"]["one_token_chunk"]
+    steps = of_phase(engine_steps, phase)
+    assert total(steps, "prefill_tokens") == phase["prompt"] - 1
+    assert total(steps, "decode_tokens") == sum(n - 1 for n in phase["outputs"]) + 1
+
+
+def test_cache_size_follows_the_block_arithmetic(found, engine_steps):
+    phase = found["phases"]["single"]
+    steps = of_phase(engine_steps, phase)
+    prompt, output = phase["prompt"], phase["output"]
+    # Step k computes the prompt and k more tokens; the last step only cleans up.
+    computed = [prompt + k for k in range(output)] + [prompt + output - 1]
+    assert [step["cache_size"] for step in steps] == [n // BLOCK_SIZE for n in computed]
+
+    mixed = of_phase(engine_steps, found["phases"]["mixed"])
+    sizes = [step["cache_size"] for step in mixed]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == found["phases"]["mixed"]["blocks"]
+
+
+def test_cache_size_is_zero_after_a_reset(found, engine_steps):
+    before = engine_steps[found["phases"]["after_reset"]["first"] - 1]
+    after = of_phase(engine_steps, found["phases"]["after_reset"])
+    assert before["cache_size"] > 1_000
+    assert {step["cache_size"] for step in after} == {0}
+
+
+def test_preemptions_are_counted_and_blocks_run_out(found, engine_steps):
+    phase = found["phases"]["preempting"]
+    steps = of_phase(engine_steps, phase)
+    assert phase["preemptions"] > 0
+    assert total(steps, "preemptions") == phase["preemptions"]
+    assert min(step["free_blocks"] for step in steps) < 50
+    assert max(step["waiting"] for step in steps) > 0
+    assert all(step["scheduled"] <= step["running"] for step in steps)
+
+
+def test_parts_of_a_step_fit_into_it(engine_steps, worker_steps):
+    for engine, worker in zip(engine_steps, worker_steps, strict=True):
+        assert 0 < engine["build_meta_us"] <= engine["schedule_us"]
+        assert engine["update_us"] > 0
+        parts = engine["schedule_us"] + worker["execute_model_us"] + engine["update_us"]
+        assert parts <= engine["step_us"]
+        parts = [worker[name] for name in WORKER_PARTS if name in worker]
+        assert min(parts) > 0
+        assert sum(parts) <= worker["execute_model_us"]
+        end_ns = engine["t_ns"] + 1e3 * engine["step_us"]
+        assert engine["t_ns"] < worker["t_ns"] < end_ns
+
+
+def test_steps_join_when_the_next_is_scheduled_before_the_last_is_updated(
+    processes, found
+):
+    folder = processes["scenarios"] / "queue"
+    engine = {s["step_id"]: s for s in records(folder / "engine_step.jsonl")[1]}
+    worker = {s["step_id"]: s for s in records(folder / "worker_step.r0.jsonl")[1]}
+    events = found["batch_queue"]["events"]
+    order = [(kind, step_id) for kind, step_id, *_ in events]
+    overlapping = [
+        step_id
+        for step_id in engine
+        if ("schedule", step_id + 1) in order
+        and order.index(("schedule", step_id + 1)) < order.index(("update", step_id))
+    ]
+    assert len(overlapping) > 50
+    for kind, step_id, *facts in events:
+        step = engine[step_id]
+        if kind == "schedule":
+            tokens, scheduled = facts
+            assert step["prefill_tokens"] + step["decode_tokens"] == tokens
+            assert step["scheduled"] == scheduled
+        else:
+            end_ns = step["t_ns"] + 1e3 * step["step_us"]
+            assert abs(end_ns - facts[0]) < 1e6
+            assert step["update_us"] < step["step_us"]
+    assert (
+        engine.keys()
+        == worker.keys()
+        == {run[0] for run in found["batch_queue"]["runs"]}
+    )
+    for step_id, start_ns, end_ns in found["batch_queue"]["runs"]:
+        assert start_ns <= worker[step_id]["t_ns"] <= end_ns
+        assert worker[step_id]["execute_model_us"] <= (end_ns - start_ns) / 1e3
+
+
+def test_v1_alone_records_its_own_fields(processes):
+    steps = processes["v1"].result()["steps"]
+    folder = processes["v1"].records
+    assert [path.name for path in folder.iterdir()] == ["engine_step.jsonl"]
+    _, lines = records(folder / "engine_step.jsonl")
+    assert [line["step_id"] for line in lines] == list(range(len(lines)))
+    # One more: the step that cleans up after the request.
+    assert len(lines) == steps + 1
+    assert all(set(line) == V1_FIELDS for line in lines)
+
+
+def test_v2_alone_records_its_own_fields_and_sigkill_tears_at_most_a_line(processes):
+    process = processes["v2"]
+    result = process.folder / "result.json"
+    deadline = time.monotonic() + 240
+    while not result.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)  # a few flushes
+    (pid,) = process.process.pids()
+    os.kill(pid, signal.SIGKILL)
+    assert process.process.wait(30) != 0
+    for name, fields in (
+        ("engine_step", V2_FIELDS),
+        ("worker_step.r0", WORKER_FIELDS),
+    ):
+        text = (process.records / f"{name}.jsonl").read_bytes()
+        whole, _, _torn = text.rpartition(b"\n")
+        _, *lines = map(json.loads, whole.splitlines())
+        assert len(lines) > 100
+        assert [line["step_id"] for line in lines] == list(range(len(lines)))
+        assert set().union(*lines) == fields
+
+
+def test_off_makes_no_file(processes):
+    assert processes["off"].result()["steps"] == 30
+    assert not list(processes["off"].records.iterdir())
+
+
+@pytest.mark.parametrize("case", ["taken", "missing", "bad_label"])
+def test_no_record_file_can_be_made_and_the_engine_serves(processes, found, case):
+    outcome = found["unwritable"][case]
+    assert outcome["steps"] % 30 == 0
+    errors = outcome["errors"]
+    assert len(errors) == 2, errors  # one each of engine and worker, not one a step
+    assert all("no step records from here on" in error for error in errors)
+
+
+def test_records_of_another_engine_stay_as_they_are(processes, found):
+    for path in (processes["scenarios"] / "taken").iterdir():
+        assert path.read_text() == "records of another engine\n"
+
+
+def test_full_disk_ends_recording_once_and_the_engine_serves(processes, found):
+    errors = found["full_disk"]["errors"]
+    assert found["full_disk"]["steps"] > 600
+    assert len(errors) == 2, errors
+    for path in (processes["scenarios"] / "full").iterdir():
+        text = path.read_bytes()
+        # Not a byte after the torn line, though there was space again.
+        assert len(text) == 6_000
+        whole, _, torn = text.rpartition(b"\n")
+        assert torn
+        _, *lines = map(json.loads, whole.splitlines())
+        assert [line["step_id"] for line in lines] == list(range(len(lines)))

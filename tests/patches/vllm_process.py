@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a script of this folder on a patched private tree of the installed vLLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from microbench.config import load_profile
+from microbench.model import write_model
+from microbench.server import environment, free_ports, tail
+from microbench.supervise import Supervised
+from microbench.tree import build_tree, installed_package
+
+DEADLINE_S = 240
+
+
+class ScriptProcess:
+    """One run of `script(model, result, *arguments)` in a folder of its own.
+
+    `records` is where step records go; without `recording` nobody asks for them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        script: str,
+        patches: list[str],
+        *arguments: str,
+        recording: bool = True,
+    ) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.records = folder / "records"
+        self.records.mkdir()
+        self.log = folder / "log"
+        self._result = folder / "result.json"
+        profile = msgspec.structs.replace(load_profile("cpu-smoke"), forward_us=0)
+        model, _ = write_model(folder / "model", profile)
+        build_tree(folder / "tree", installed_package("vllm"), patches, {})
+        env = environment(
+            folder / "tree", profile, self.records, {"test": 1}, free_ports(2)
+        )
+        if not recording:
+            del env["KVTAX_STEP_RECORDS_DIR"]
+        path = Path(__file__).with_name(script)
+        command = [sys.executable, str(path), str(model), str(self._result), *arguments]
+        self.process = Supervised(command, env, self.log)
+
+    def result(self) -> dict:
+        """What the script found out, once it has ended well."""
+        try:
+            status = self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running\n{tail(self.log)}") from None
+        assert status == 0, tail(self.log, 60)
+        return json.loads(self._result.read_text())
+
+    def __enter__(self) -> ScriptProcess:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.stop()
