@@ -24,9 +24,10 @@ declare -A libraries=(
 [[ $flavour == cpu ]] && libraries[libtcmalloc_minimal.so.4]="libtcmalloc-minimal4 libtcmalloc-minimal4t64"
 
 missing_libraries() {
-    local library
+    local library known
+    known=$(ldconfig -p)
     for library in "${!libraries[@]}"; do
-        ldconfig -p 2>/dev/null | grep -q "$library " || printf '%s\n' "$library"
+        [[ $known == *"$library "* ]] || printf '%s\n' "$library"
     done
 }
 

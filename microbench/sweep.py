@@ -44,7 +44,7 @@ def main() -> int:
         prog="run_all.sh", description=__doc__.partition("\n")[0]
     )
     parser.add_argument(
-        "--profile", default="cpu", help="cpu-smoke, cpu (default) or gpu"
+        "--profile", default="cpu", help="cpu-smoke, cpu (default) or gpu (not yet run)"
     )
     parser.add_argument(
         "--only",

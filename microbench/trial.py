@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jsonlines
 import msgspec
 
 from microbench.config import Connector, Profile
@@ -140,8 +140,8 @@ def _profile_engine(folder: Path) -> Supervised | None:
 
 def _check_fresh(folder: Path, profile: Profile) -> None:
     """The first engine step must find a cache that holds only its own prompt."""
-    with (folder / "engine_step.jsonl").open() as lines:
-        first = [json.loads(line) for line in itertools.islice(lines, 2)][-1]
+    with jsonlines.open(folder / "engine_step.jsonl") as lines:
+        _header, first = lines.read(), lines.read()
     own_blocks = first["prefill_tokens"] // profile.block_size
     if first["step_id"] != 0 or first["cache_size"] > own_blocks:
         raise TrialError(
