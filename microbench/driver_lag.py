@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 
 from microbench.driver.plan import Phase, Plan
+from microbench.supervise import exit_on_signals
 
 VOCAB_SIZE = 32_000
 OUTPUT_TOKENS = 8
@@ -113,9 +113,7 @@ def main() -> None:
     rates = [float(rate) for rate in arguments.rates.split(",")]
     loads = [Load(rate, SMALL_PROMPT_TOKENS) for rate in rates]
     loads.append(Load(LARGE_RATE_RPS, LARGE_PROMPT_TOKENS))
-    # Turned into SystemExit, so that the server and the driver are ended.
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
+    exit_on_signals()
 
     samples: dict[Load, list[Sample]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, trivial_server() as url:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from microbench.config import load_profile
 from microbench.markdown import number, table
 from microbench.model import write_model
 from microbench.server import environment, tail
-from microbench.supervise import Supervised
+from microbench.supervise import Supervised, exit_on_signals
 from microbench.tree import build_tree, installed_package
 
 Floats = NDArray[np.float64]
@@ -241,16 +240,7 @@ def main() -> None:
     if rounds < MIN_ROUNDS or steps < MIN_STEPS or batch < 1:
         parser.error(f"at least {MIN_ROUNDS} rounds, {MIN_STEPS} steps, a batch of 1")
 
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def stop(signum: int, _: object) -> None:
-        # Once: a second signal must not end the cleaning up.
-        for other in signals:
-            signal.signal(other, signal.SIG_IGN)
-        sys.exit(128 + signum)
-
-    for signum in signals:
-        signal.signal(signum, stop)
+    exit_on_signals()
     try:
         samples = measure(rounds, steps, batch)
     except RuntimeError as error:

@@ -25,6 +25,7 @@ PR_SET_CHILD_SUBREAPER = 36
 # vLLM gives its engine core 5 s of its own; what the command leaves behind gets less.
 TERM_GRACE_S = 15.0
 ORPHAN_GRACE_S = 3.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -82,6 +83,22 @@ class Supervised:
         self.stop()
 
 
+def exit_on_signals() -> None:
+    """Make SIGINT, SIGTERM and SIGHUP exit with 128 + number, cleaning up first.
+
+    SIGINT too, as a shell starts background jobs with it ignored.
+    """
+
+    def leave(number: int, _frame: object) -> None:
+        # Once: a second signal must not end the cleaning up.
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number in SIGNALS:
+        signal.signal(number, leave)
+
+
 def descendants(root: int) -> list[int]:
     """Process ids below `root`, parents first."""
     children: dict[int, list[int]] = {}
@@ -137,10 +154,6 @@ def _stop_tree(process: subprocess.Popen) -> None:
             segment.unlink(missing_ok=True)
 
 
-def _stop(*_: object) -> None:
-    raise SystemExit
-
-
 def main() -> int:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # vLLM leaves sockets where temporary files go, so those go somewhere of its own.
@@ -151,15 +164,13 @@ def main() -> int:
         stdin=subprocess.DEVNULL,
         preexec_fn=_die_with_parent,
     )
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
-        for number in signals:
-            signal.signal(number, _stop)
+        exit_on_signals()
         owner_gone = sys.stdin.fileno()
         exited = os.pidfd_open(process.pid)
         select.select([owner_gone, exited], [], [])
     finally:
-        for number in signals:
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         _stop_tree(process)
         shutil.rmtree(scratch, ignore_errors=True)

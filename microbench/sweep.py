@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import shutil
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -29,6 +28,7 @@ from microbench.config import (
 )
 from microbench.model import write_model
 from microbench.progress import Progress
+from microbench.supervise import exit_on_signals
 from microbench.tree import build_tree, installed_package, link_package
 from microbench.trial import Trial, run_trial, write_trial
 
@@ -62,9 +62,7 @@ def main() -> int:
         "--py-spy", action="store_true", help="record a profile of each engine"
     )
     arguments = parser.parse_args()
-    # Ctrl-C too: a shell starts background jobs with SIGINT ignored.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _exit_on_signal)
+    exit_on_signals()
     try:
         lock = _lock_machine()
         profile = _profile(arguments)
@@ -246,10 +244,6 @@ def _lock_machine() -> socket.socket:
             "another sweep is running on this machine; two would disturb each other"
         ) from None
     return lock
-
-
-def _exit_on_signal(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":
