@@ -27,10 +27,12 @@ from microbench.config import (
     load_profile,
 )
 from microbench.model import write_model
+from microbench.preflight import PreflightError
 from microbench.progress import Progress
+from microbench.records import RecordsError
 from microbench.supervise import exit_on_signals
 from microbench.tree import build_tree, installed_package, link_package
-from microbench.trial import Trial, run_trial, write_trial
+from microbench.trial import Bench, Trial, run_trial, write_trial
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -70,11 +72,11 @@ def main() -> int:
         result_dir = arguments.out or REPOSITORY
         run_dir = _run_dir(arguments)
         trials = sweep(run_dir, profile, arguments.resume, arguments.py_spy)
+        report.report(run_dir, result_dir)
         lock.close()
-    except (SweepError, ConfigError, preflight.PreflightError) as error:
+    except (SweepError, ConfigError, PreflightError, RecordsError) as error:
         print(f"run_all: {error}", file=sys.stderr)
         return 1
-    report.report(run_dir, result_dir)
     print(f"run_all: {result_dir / 'SUMMARY.md'}")
     return 0 if all(trial.status == "ok" for trial in trials) else 1
 
@@ -93,45 +95,45 @@ def sweep(run_dir: Path, profile: Profile, resume: bool, py_spy: bool) -> list[T
         base = trees / "base"
         link_package(installed_package("vllm"), base)
         preflight.check_import(base, profile)
-        model, vocab_size = write_model(run_dir / "model", profile)
+        bench = Bench(profile, *write_model(run_dir / "model", profile), py_spy)
         patches, errors = _build_trees(trees, connectors)
-        plan = [
-            Trial(
-                config=name,
-                repeat=repeat,
-                connector_config=connectors[name].kv_transfer_config,
-                patches=patches.get(name, {}),
-                num_blocks=profile.num_blocks,
-                block_size=profile.block_size,
-            )
-            for repeat in range(profile.repeats)
-            for name in _order(profile.configs, repeat)
-        ]
+        plan = _plan(profile, connectors, patches)
         _write_run(run_dir, profile, patches, plan, resume)
         with Progress(plan) as progress:
             for index, trial in enumerate(plan):
-                folder = run_dir / trial.config / f"r{trial.repeat}"
+                name, folder = trial.config, run_dir / trial.config / f"r{trial.repeat}"
                 progress.begin(index)
                 if resume and (done := _finished(folder, trial)):
-                    plan[index] = done
-                elif trial.config in errors:
-                    trial.status, trial.error = "failed", errors[trial.config]
+                    trial = done
+                elif name in errors:
+                    trial.status, trial.error = "failed", errors[name]
                     write_trial(folder, trial)
                 else:
-                    run_trial(
-                        folder,
-                        trial,
-                        trees / trial.config,
-                        profile,
-                        connectors[trial.config],
-                        model,
-                        vocab_size,
-                        py_spy,
-                    )
-                progress.end(index, plan[index])
+                    run_trial(folder, trial, trees / name, connectors[name], bench)
+                progress.end(index, trial)
         return plan
     finally:
         shutil.rmtree(trees, ignore_errors=True)
+
+
+def _plan(
+    profile: Profile,
+    connectors: dict[str, Connector],
+    patches: dict[str, dict[str, str]],
+) -> list[Trial]:
+    """All trials in the order in which they run."""
+    return [
+        Trial(
+            config=name,
+            repeat=repeat,
+            connector_config=connectors[name].kv_transfer_config,
+            patches=patches.get(name, {}),
+            num_blocks=profile.num_blocks,
+            block_size=profile.block_size,
+        )
+        for repeat in range(profile.repeats)
+        for name in _order(profile.configs, repeat)
+    ]
 
 
 def _order(configs: list[str], repeat: int) -> list[str]:

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,18 @@ class Trial(msgspec.Struct):
     peak_rss_mib: float | None = None
 
 
+@dataclass(frozen=True)
+class Bench:
+    """What all trials of a sweep have in common."""
+
+    profile: Profile
+    model: Path
+    vocab_size: int
+    py_spy: bool
+
+
 def run_trial(
-    folder: Path,
-    trial: Trial,
-    tree: Path,
-    profile: Profile,
-    connector: Connector,
-    model: Path,
-    vocab_size: int,
-    py_spy: bool = False,
+    folder: Path, trial: Trial, tree: Path, connector: Connector, bench: Bench
 ) -> Trial:
     """Fill `folder` with one server lifetime's records and its trial.json.
 
@@ -72,7 +76,8 @@ def run_trial(
         timespec="seconds"
     )
     started = time.monotonic()
-    plan = profile.plan(SERVED_MODEL, vocab_size, seed=trial.repeat)
+    profile = bench.profile
+    plan = profile.plan(SERVED_MODEL, bench.vocab_size, seed=trial.repeat)
     (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
     label = {
         "config": trial.config,
@@ -80,11 +85,12 @@ def run_trial(
         "patches": trial.patches,
     }
     try:
+        log = folder / "server.log"
         with Server(
-            tree, profile, connector, model, folder, label, folder / "server.log"
+            tree, profile, connector, bench.model, folder, label, log
         ) as server:
             trial.ready_s = server.wait_ready()
-            _drive(folder, server, py_spy)
+            _drive(folder, server, bench.py_spy)
             trial.peak_rss_mib = server.peak_rss_mib()
         _check_fresh(folder, profile)
     except (ServerError, TrialError) as error:

@@ -142,6 +142,28 @@ def test_a_sweep_stopped_in_the_middle_leaves_no_process_and_no_port(
     assert package_digest("vllm") == before
 
 
+def test_a_server_that_dies_fails_its_config_and_not_the_others(tmp_path):
+    arguments = ["--profile", "cpu-smoke", "--only", "noop", "--only", "plain"]
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "microbench.sweep", *arguments, "--out", tmp_path],
+        cwd=REPOSITORY,
+    )
+    records = tmp_path / "noop" / "r0" / "engine_step.jsonl"
+    eventually(lambda: records.exists() and records.stat().st_size > 10_000, 180)
+    os.kill(json.loads(records.read_text().partition("\n")[0])["pid"], signal.SIGKILL)
+    assert sweep.wait(180) == 1
+
+    configs = json.loads((tmp_path / "per_config.json").read_text())["configs"]
+    assert configs["noop"]["verdict"] == "failed"
+    assert "server died" in configs["noop"]["error"]
+    assert (
+        configs["plain"]["requests"]["ok"] == configs["plain"]["requests"]["scheduled"]
+    )
+    lost = configs["noop"]["requests"]
+    assert lost["scheduled"] == lost["ok"] + lost["failed"] + lost["cancelled"]
+    assert "`noop` failed" in (tmp_path / "SUMMARY.md").read_text()
+
+
 def eventually(condition, deadline_s: float) -> None:
     deadline = time.monotonic() + deadline_s
     while not condition():
