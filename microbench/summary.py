@@ -75,8 +75,8 @@ def answer(document: Document) -> str:
             text += f", p50 {number(level['p50'])} µs at {level['at_cache_blocks']:,}"
         parts.append(text + ", and the cost falls when the prefix cache is reset.")
     said = {
-        "flat": "do not grow with |cache| (95 % interval inside "
-        f"±{MARGIN_US_PER_1K_BLOCKS:g} µs per 1,000 blocks)",
+        "flat": "do not grow with |cache| (the 95 % interval excludes more than "
+        f"{MARGIN_US_PER_1K_BLOCKS:g} µs per 1,000 blocks)",
         "drifts": "drift: the cost rises but does not fall at the reset, so it is "
         "something other than |cache|",
         "inconclusive": "stay undecided in this run",

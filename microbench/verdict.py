@@ -9,8 +9,10 @@ model left out) and `step_us` each, with the slope's 95 % interval:
   at least half of what slope x |cache| predicts, and surely fell at all. What falls
   when the cache empties was |cache|.
 - drifts: the slope is as large, but the cost did not fall. Something else went up.
-- flat: the whole interval lies inside +-MARGIN (a region of practical equivalence,
-  as in Kruschke 2018).
+- flat: the upper end of the interval lies inside +-MARGIN, so growth by more than
+  MARGIN is excluded (a test of non-inferiority; the lower end does not matter, as
+  costing less with a fuller cache is no cost). An upper end below -MARGIN is not flat:
+  something else must have changed.
 - inconclusive: anything else, a slope without a usable reset check included.
 
 The config's verdict: grows if any of the three grows; else drifts if schedule or
@@ -117,7 +119,7 @@ def metric_verdict(
         if check is None:
             return "inconclusive"
         return "grows" if check["fell"] else "drifts"
-    if max(-low, high) < MARGIN_US_PER_1K_BLOCKS:
+    if abs(high) < MARGIN_US_PER_1K_BLOCKS:
         return "flat"
     return "inconclusive"
 
