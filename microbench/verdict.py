@@ -15,10 +15,11 @@ model left out) and `step_us` each, with the slope's 95 % interval:
   something else must have changed.
 - inconclusive: anything else, a slope without a usable reset check included.
 
-The config's verdict: grows if any of the three grows; else drifts if schedule or
-overhead drifts; else flat if those two are flat; else inconclusive. A whole step holds
-the model and its noise, so that it alone can neither clear a config nor condemn one
-without the reset check.
+The config's verdict comes from schedule and overhead: grows if either grows; else
+drifts if either drifts; else flat if both are flat; else inconclusive. A whole step
+also holds the model, whose noise can pass for growth and even for the fall at the
+reset, so its verdict is stated and decides nothing. What grows outside of scheduler and
+connector calls shows in the step's slope alone.
 """
 
 from __future__ import annotations
@@ -126,12 +127,11 @@ def metric_verdict(
 
 def overall_verdict(of: dict[str, str]) -> str:
     """The config's verdict from those on each of METRICS."""
-    if "grows" in of.values():
-        return "grows"
-    precise = (of["schedule"], of["overhead"])
-    if "drifts" in precise:
-        return "drifts"
-    return "flat" if set(precise) == {"flat"} else "inconclusive"
+    deciding = (of["schedule"], of["overhead"])
+    for verdict in ("grows", "drifts"):
+        if verdict in deciding:
+            return verdict
+    return "flat" if set(deciding) == {"flat"} else "inconclusive"
 
 
 def batch_held_us(cells: Cells, time: str, slope: Estimate) -> Floats:
