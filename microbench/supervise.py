@@ -40,7 +40,7 @@ class Supervised:
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
         # Orphans of a killed supervisor come to us, where stop() finds them.
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self.command = command
+        self._last_seen: list[int] = []
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "microbench.supervise", *command],
@@ -61,19 +61,22 @@ class Supervised:
 
     def pids(self) -> list[int]:
         """The command and its descendants, without the supervisor."""
-        return descendants(self._process.pid)
+        if found := descendants(self._process.pid):
+            self._last_seen = found
+        return found
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL after a grace; returns when nothing is left."""
-        tree = self.pids()
+        self.pids()
         self._process.stdin.close()
         try:
             self._process.wait(TERM_GRACE_S + ORPHAN_GRACE_S + 10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        # Only if the supervisor itself was killed is there anything left here.
-        left = set(tree) & set(descendants(os.getpid()))
+        # Only if the supervisor itself was killed is there anything left here, and
+        # what was below it when last seen has become ours.
+        left = set(self._last_seen) & set(descendants(os.getpid()))
         signal_all(list(left), signal.SIGKILL)
 
     def __enter__(self) -> Supervised:

@@ -120,7 +120,10 @@ def test_nothing_is_left_when_the_owner_dies_of(number, folder):
 def test_stop_leaves_nothing_when_the_supervisor_itself_was_killed(folder):
     running = start(folder)
     processes = pids(folder)
+    # As Server.wait_ready() does: what was never seen cannot be found again.
+    assert set(processes) <= set(running.pids())
     running._process.kill()
+    running._process.wait()
     running.stop()
     eventually(lambda: gone(processes))
 
