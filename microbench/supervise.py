@@ -41,10 +41,15 @@ class Supervised:
         # Orphans of a killed supervisor come to us, where stop() finds them.
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._last_seen: list[int] = []
+        # vLLM leaves sockets where temporary files go, so those get a place that goes
+        # with the command.
+        self._scratch = tempfile.mkdtemp(prefix="kvtax-")
         with log.open("ab") as output:
+            supervisor = [sys.executable, "-m", "microbench.supervise"]
+            scratch = {"TMPDIR": self._scratch, "VLLM_RPC_BASE_PATH": self._scratch}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "microbench.supervise", *command],
-                env=env,
+                [*supervisor, self._scratch, *command],
+                env=env | scratch,
                 cwd=REPOSITORY,
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -78,6 +83,7 @@ class Supervised:
         # what was below it when last seen has become ours.
         left = set(self._last_seen) & set(descendants(os.getpid()))
         signal_all(list(left), signal.SIGKILL)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> Supervised:
         return self
@@ -159,13 +165,9 @@ def _stop_tree(process: subprocess.Popen) -> None:
 
 def main() -> int:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # vLLM leaves sockets where temporary files go, so those go somewhere of its own.
-    scratch = tempfile.mkdtemp(prefix="kvtax-")
+    scratch, *command = sys.argv[1:]
     process = subprocess.Popen(
-        sys.argv[1:],
-        env=os.environ | {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch},
-        stdin=subprocess.DEVNULL,
-        preexec_fn=_die_with_parent,
+        command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent
     )
     try:
         exit_on_signals()

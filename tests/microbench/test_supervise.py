@@ -126,6 +126,7 @@ def test_stop_leaves_nothing_when_the_supervisor_itself_was_killed(folder):
     running._process.wait()
     running.stop()
     eventually(lambda: gone(processes))
+    assert not Path(content(folder / "scratch")).exists()
 
 
 def test_a_stray_sigterm_to_the_supervisor_takes_the_command_with_it(folder):
