@@ -11,6 +11,7 @@ import polars as pl
 from microbench import latency
 from microbench.levels import AFTER_RESET, Level, Window, choose_window
 from microbench.records import PER_CONFIG_SCHEMA
+from microbench.speed import at_usual_speed
 from microbench.stats import (
     SEED,
     Cells,
@@ -71,7 +72,7 @@ def analyse(run: dict[str, Any], trials: list[Trial], commit: str | None) -> Ana
         by_config.setdefault(trial.config, []).append(trial)
     measured = {
         # Seeds apart, so that the draws of two configs are independent.
-        name: measure(name, group, SEED + 10 * index)
+        name: measure(name, group, SEED + 10 * index, run.get("profile") or {})
         for index, (name, group) in enumerate(by_config.items())
         if any(trial.steps is not None and trial.steps.height for trial in group)
     }
@@ -108,17 +109,17 @@ def analyse(run: dict[str, Any], trials: list[Trial], commit: str | None) -> Ana
     return Analysis(document, measured, window)
 
 
-def measure(name: str, trials: list[Trial], seed: int) -> Measured:
+def measure(
+    name: str, trials: list[Trial], seed: int, profile: dict[str, Any]
+) -> Measured:
     """Steps of the trials that went well, cells and slopes of the growth phase."""
     tables = [t.steps for t in trials if t.steps is not None and t.steps.height]
     steps = pl.concat(tables, rechunk=False)
-    growth = (
-        steps.lazy()
-        .filter(pl.col("phase") == 0)
-        .select("repeat", "batch", "cache_blocks", *METRICS.values())
-    )
+    growth = steps.filter(pl.col("phase") == 0)
+    if profile.get("null_model"):
+        growth = at_usual_speed(growth, float(profile.get("forward_us") or 0))
     times = tuple(METRICS.values())
-    cells = make_cells(growth.collect(), times)
+    cells = make_cells(growth.select("repeat", "batch", "cache_blocks", *times), times)
     slopes = {
         metric: slope_us_per_1k_blocks(cells, time, seed)
         for metric, time in METRICS.items()

@@ -126,7 +126,8 @@ def config_table(document: Document) -> str:
             f"the same mix of batch sizes ({mix}). Slopes are medians of slopes within "
             "one repeat and one batch size, in the growth phase, with 95 % block-"
             "bootstrap intervals. `schedule` contains `build_meta`; `overhead` is "
-            "schedule, update and the connector's calls in the worker; `step` contains "
+            "schedule, update and the connector's calls in the worker, its slope at "
+            "the machine's usual speed (docs/method.md); `step` contains "
             "everything, the model too. A dash: not measured or not there."
         )
     return table(head, rows) + "\n\n" + note
