@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+
+class BlockPoolListener(ABC):
+    """Is told of every change to what a block pool's prefix cache holds.
+
+    The calls come in order, in the scheduler's thread, from within the block
+    pool: they must be quick, must not raise and must not change the pool.
+    Several blocks can hold the same key.
+    """
+
+    @abstractmethod
+    def on_block_cached(self, key: BlockHashWithGroupId, block_id: int) -> None:
+        """The block can be found by the key from now on."""
+
+    @abstractmethod
+    def on_block_evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
+        """The block can no longer be found by the key."""
+
+    @abstractmethod
+    def on_cache_reset(self) -> None:
+        """No block can be found by any key any more."""
+
+
+@dataclass
+class BlockHashChanges:
+    """What brings a map from key to block id up to date with the prefix cache.
+
+    Args:
+        cleared: Whether to forget all keys first.
+        cached: One block for each key that is new or has moved.
+        evicted: Keys that no block holds. The map may not know all of them.
+    """
+
+    cleared: bool
+    cached: dict[BlockHashWithGroupId, int]
+    evicted: list[BlockHashWithGroupId]
+
+    def apply_to(self, block_ids: dict[BlockHashWithGroupId, int]) -> None:
+        if self.cleared:
+            block_ids.clear()
+        for key in self.evicted:
+            block_ids.pop(key, None)
+        block_ids.update(self.cached)
+
+
+class BlockHashTracker(BlockPoolListener):
+    """Collects the changes to a block pool's prefix cache until they are taken.
+
+    Only the changed keys are noted, each once however often it changed; which
+    block holds a key is looked up when the changes are taken. Should more keys
+    change than two pools can hold, they are dropped for a copy of the cache.
+    """
+
+    def __init__(self, block_pool: "BlockPool"):
+        self._block_pool = block_pool
+        self._max_changed = 2 * block_pool.num_gpu_blocks
+        self._changed: set[BlockHashWithGroupId] = set()
+        self._cleared = False
+        block_pool.add_listener(self)
+
+    def on_block_cached(self, key: BlockHashWithGroupId, block_id: int) -> None:
+        self._changed.add(key)
+
+    def on_block_evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
+        self._changed.add(key)
+        # The cache cannot outgrow the pool, so it takes evictions to get here.
+        if len(self._changed) > self._max_changed:
+            self.on_cache_reset()
+
+    def on_cache_reset(self) -> None:
+        self._changed.clear()
+        self._cleared = True
+
+    def take(self) -> BlockHashChanges | None:
+        """The changes since the last call, or None if there are none."""
+        if not (self._changed or self._cleared):
+            return None
+        block_map = self._block_pool.cached_block_hash_to_block
+        changes = BlockHashChanges(cleared=self._cleared, cached={}, evicted=[])
+        for key in block_map.keys() if self._cleared else self._changed:
+            block = block_map.get_one_block(key)
+            if block is not None:
+                changes.cached[key] = block.block_id
+            else:
+                changes.evicted.append(key)
+        self._changed.clear()
+        self._cleared = False
+        return changes
