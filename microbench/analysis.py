@@ -30,8 +30,16 @@ from microbench.verdict import (
 )
 from microbench.warn import config_warnings, run_warnings
 
-PLAIN, PLAIN_AGAIN = "plain", "plain_aa"
+PLAIN, PLAIN_AGAIN, NOOP = "plain", "plain_aa", "noop"
 HASH_WALK = "mooncake_both_hash_sync"
+# What the fixes change, from nothing to pay for to all of them applied.
+BEFORE_AND_AFTER = (
+    NOOP,
+    "mooncake_both",
+    HASH_WALK,
+    "mooncake_both_delta",
+    "mooncake_both_fixed",
+)
 METHODS = (
     "build_meta_us",
     "update_us",
@@ -89,6 +97,7 @@ def analyse(run: dict[str, Any], trials: list[Trial], commit: str | None) -> Ana
         for name, group in by_config.items()
     }
     compare_with_plain(configs, measured, noise, run)
+    compare_with_noop(configs, measured)
     document = {
         "schema": PER_CONFIG_SCHEMA,
         "provenance": dict(run.get("provenance") or {}) | {"report_git_commit": commit},
@@ -191,7 +200,7 @@ def level_entry(level: Level | None, window: Window | None) -> dict[str, Any]:
 def failed(trials: list[Trial]) -> dict[str, Any]:
     """The entry of a config without a single usable trial: same keys, no numbers."""
     errors = "; ".join(f"r{t.repeat}: {t.error or 'no steps'}" for t in trials)
-    unmeasured = ("cache_blocks", "reset_check", "linearity", "vs_plain")
+    unmeasured = ("cache_blocks", "reset_check", "linearity", "vs_plain", "vs_noop")
     return dict.fromkeys((*unmeasured, "tpot_addition")) | {
         **level_entry(None, None),
         "n_decode_steps": 0,
@@ -278,6 +287,20 @@ def compare_with_plain(
         entry["tpot_addition"] = latency.tpot_addition(
             configs[PLAIN], entry, own_forward_ms
         )
+
+
+def compare_with_noop(configs: dict[str, Any], measured: dict[str, Measured]) -> None:
+    """Add `vs_noop`, ratios of p50 at the stated |cache|, to each measured config."""
+    noop = measured.get(NOOP)
+    for name, one in measured.items():
+        ratios = {}
+        for metric, time in METRICS.items():
+            if noop is None or name == NOOP:
+                continue
+            ours, theirs = p50(one, time), p50(noop, time)
+            if ours is not None and theirs is not None:
+                ratios[metric] = stated(ours.over(theirs))
+        configs[name]["vs_noop"] = ratios or None
 
 
 def _block_size(trials: list[Trial]) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from matplotlib import pyplot as plt
 
-from microbench.analysis import Analysis
+from microbench.analysis import BEFORE_AND_AFTER, Analysis
 from microbench.levels import thin
 
 matplotlib.use("Agg")
@@ -40,10 +40,16 @@ PART_COLOURS = (
     "#0072B2", "#D55E00", "#F0E442", "#999999", "#000000", "#CC79A7", "#56B4E9",
     "#009E73", "#DDDDDD",
 )  # fmt: skip
+# Figure: what it draws, its label, and the configs in it if not all.
 CURVES = {
-    "schedule_us": ("schedule_vs_cache", "schedule() time, p50 (µs)"),
-    "step_us": ("step_vs_cache", "engine step time, p50 (µs)"),
-    "build_meta_us": ("build_meta_vs_cache", "build_connector_meta, p50 (µs)"),
+    "schedule_vs_cache": ("schedule_us", "schedule() time, p50 (µs)", None),
+    "before_after": (
+        "overhead_us",
+        "scheduler and connector calls, p50 (µs)",
+        BEFORE_AND_AFTER,
+    ),
+    "step_vs_cache": ("step_us", "engine step time, p50 (µs)", None),
+    "build_meta_vs_cache": ("build_meta_us", "build_connector_meta, p50 (µs)", None),
 }
 
 
@@ -54,8 +60,10 @@ def draw_all(analysis: Analysis, folder: Path) -> list[str]:
         {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
     )
     written = []
-    for time, (name, label) in CURVES.items():
+    for name, (time, label, only) in CURVES.items():
         curves = binned_curves(analysis, time)
+        if only:
+            curves = curves.filter(pl.col("config").is_in(only))
         if curves.height:
             curves.write_csv(folder / f"{name}.csv")
             draw_curves(curves, label, folder / f"{name}.png")

@@ -60,6 +60,10 @@ class Estimate:
         # The two were drawn independently, so pairing them by index is as good as any.
         return Estimate(self.value - other.value, self.draws - other.draws)
 
+    def over(self, other: Estimate) -> Estimate:
+        """The ratio of two independent estimates, `other` away from zero."""
+        return Estimate(self.value / other.value, self.draws / other.draws)
+
 
 @dataclass(frozen=True)
 class Cells:

@@ -13,6 +13,7 @@ from microbench.summary_context import (
     reference,
     warnings,
 )
+from microbench.summary_fixes import before_and_after
 from microbench.verdict import (
     CONFIRMING_SHARE,
     LINEAR_R2,
@@ -29,6 +30,7 @@ def write_summary(document: Document, figures: list[str]) -> str:
         model_note(document),
         "## Per config",
         config_table(document),
+        before_and_after(document),
         "## Is the hash walk's cost linear in |cache|?",
         hypothesis(document),
         "## Where a step's time goes",

@@ -61,7 +61,7 @@ def reference(document: Document) -> str:
 
 def figure_list(figures: list[str]) -> str:
     """The figures, each with its data."""
-    titles = {name: label for name, label in CURVES.values()}
+    titles = {name: label for name, (_, label, _) in CURVES.items()}
     titles["attribution"] = "parts of a step at the stated |cache|"
     return "\n\n".join(
         f"![{titles[name]}](figures/{name}.png)\n\nData: "

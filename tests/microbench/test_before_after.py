@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SUMMARY.md says of the fixes is what the configs' steps say."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from synthetic import Truth, write_run
+
+from microbench import report
+from microbench.summary_fixes import before_and_after
+
+TRUTHS = [
+    Truth("noop", build_meta=0.8, get_finished=0.8),
+    Truth("mooncake_both", build_meta=1.0, get_finished=200.0),
+    Truth("mooncake_both_hash_sync", slope=60.0, build_meta=2.0, get_finished=200.0),
+    Truth("mooncake_both_delta", build_meta=2.0, get_finished=200.0),
+    Truth("mooncake_both_fixed", build_meta=1.0, get_finished=0.8),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = write_run(tmp_path_factory.mktemp("run"), TRUTHS, repeats=1)
+    assert report.main([str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def document(run):
+    return copy.deepcopy(json.loads((run / "per_config.json").read_text()))
+
+
+def test_the_section_compares_all_from_noop_to_all_fixes(run, document):
+    text = before_and_after(document)
+    assert text in (run / "SUMMARY.md").read_text()
+    assert all(f"| `{truth.name}` |" in text for truth in TRUTHS)
+    assert (run / "figures" / "before_after.png").exists()
+
+
+def test_ratios_to_noop_are_those_of_the_steps(document):
+    configs = document["configs"]
+    assert configs["noop"]["vs_noop"] is None
+    for name in ("mooncake_both", "mooncake_both_fixed"):
+        ratio = configs[name]["vs_noop"]["step"]
+        levels = [configs[c]["step_us"]["p50"] for c in (name, "noop")]
+        assert ratio["value"] == pytest.approx(levels[0] / levels[1], abs=0.01)
+        assert ratio["ci95"][0] <= ratio["value"] <= ratio["ci95"][1]
+    assert "**missed**" not in before_and_after(document)
+
+
+@pytest.mark.parametrize(
+    ("ci95", "verdict"),
+    [
+        ([0.97, 1.049], "**reached**"),
+        ([1.01, 1.06], "**undecided**"),
+        ([1.06, 1.2], "**missed**"),
+    ],
+)
+def test_an_aim_is_reached_only_where_the_whole_interval_says_so(
+    document, ci95, verdict
+):
+    ratio = {"value": sum(ci95) / 2, "ci95": ci95}
+    document["configs"]["mooncake_both_fixed"]["vs_noop"] = {"step": ratio}
+    (aim,) = (
+        line for line in before_and_after(document).splitlines() if "step_us`" in line
+    )
+    assert verdict in aim
+
+
+def test_a_run_without_the_fixes_says_nothing_of_them(document):
+    del document["configs"]["mooncake_both_fixed"]
+    assert before_and_after(document) == ""
