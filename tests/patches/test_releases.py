@@ -85,23 +85,37 @@ def changed(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
     return {path for path in after if before.get(path) != after[path]}
 
 
-@pytest.mark.parametrize("patch", ALL.values(), ids=ALL)
-def test_every_patch_comes_and_goes_to_the_byte(patch: Patch, tmp_path):
-    tree = copy_of_installed(patch, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [(name, version) for name, patch in ALL.items() for version in patch.tested],
+)
+def test_every_patch_comes_and_goes_to_the_byte(name, version, tmp_path):
+    patch = ALL[name]
+    if patch.package == "vllm":
+        tree = copy_of_release(version, tmp_path)
+    else:
+        tree = copy_of_installed(patch, tmp_path)
     before = python_files(tree)
     blockpatch.apply(tree, [patch])
-    assert changed(before, python_files(tree))
+    after = python_files(tree)
+    for path in changed(before, after):
+        compile(after[path], path, "exec", dont_inherit=True)
+    assert changed(before, after)
     blockpatch.revert(tree, [patch.name])
     assert python_files(tree) == before
 
 
-def test_all_vllm_patches_together_come_and_go_to_the_byte(vllm):
-    patches = [patch for patch in ALL.values() if patch.package == "vllm"]
-    before = python_files(vllm)
-    blockpatch.apply(vllm, patches)
+def test_all_vllm_patches_together_come_and_go_to_the_byte(release):
+    patches = [
+        patch
+        for patch in ALL.values()
+        if patch.package == "vllm" and release.version in patch.tested
+    ]
+    before = python_files(release)
+    blockpatch.apply(release, patches)
     for patch in patches:
-        blockpatch.revert(vllm, [patch.name])
-    assert python_files(vllm) == before
+        blockpatch.revert(release, [patch.name])
+    assert python_files(release) == before
 
 
 def test_v1_survives_v2s_apply_and_revert(vllm):
