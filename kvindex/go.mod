@@ -1,0 +1,3 @@
+module kvtax/kvindex
+
+go 1.25

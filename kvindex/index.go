@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package kvindex tells which pods hold which KV-cache blocks.
+//
+// It is the lookup on the request path of a prefix-aware router: keys are block
+// hashes, a prompt is a chain of keys, and the router asks how many leading blocks of
+// the chain each pod holds. Reads take no lock and wait for nobody; writers take
+// turns. The index holds at most a fixed number of keys and drops those least
+// recently added or read, a chain from its tail.
+package kvindex
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+)
+
+// Config bounds an Index.
+type Config struct {
+	// Capacity is the number of keys held at most.
+	Capacity int
+	// MaxPodsPerKey is the number of pods held at most for one key.
+	MaxPodsPerKey int
+}
+
+// maxCapacity keeps the number of pod sets, at most one a key and one in the making,
+// within the 32 bits of a set's index.
+const maxCapacity = 1<<32 - 3
+
+// keysPerShard bounds the pause in which a writer copies one shard into another table.
+const keysPerShard = 1 << 14
+
+// An Index maps keys to sets of pods of type P. Its methods may be called at any time
+// from any goroutine.
+type Index[P comparable] struct {
+	capacity int
+	maxPods  int
+	hasher   hasher
+	shards   []shard
+	sets     setTable[P]
+	epoch    atomic.Uint64
+	live     atomic.Int64
+
+	mu     sync.Mutex // writers take turns; it guards what follows
+	intern interner[P]
+	queue  recency
+	union  []podID
+}
+
+// New returns an empty Index. Its memory grows with what it holds, not with what it
+// may hold. It is an error if one of the bounds is not positive, or the capacity is
+// beyond 2^32 - 3.
+func New[P comparable](config Config) (*Index[P], error) {
+	if config.Capacity < 1 || config.Capacity > maxCapacity {
+		return nil, fmt.Errorf("kvindex: capacity %d is not between 1 and %d", config.Capacity, maxCapacity)
+	}
+	if config.MaxPodsPerKey < 1 {
+		return nil, fmt.Errorf("kvindex: %d pods per key, at least 1 is needed", config.MaxPodsPerKey)
+	}
+	shards := (config.Capacity + keysPerShard - 1) / keysPerShard
+	x := &Index[P]{
+		capacity: config.Capacity,
+		maxPods:  config.MaxPodsPerKey,
+		hasher:   hasher{rand.Uint64(), uint64(shards)},
+		shards:   make([]shard, shards),
+	}
+	for i := range x.shards {
+		x.shards[i].table.Store(emptyTable)
+	}
+	x.intern.init(&x.sets)
+	x.queue.init(config.Capacity)
+	return x, nil
+}
+
+// Len returns the number of keys held.
+func (x *Index[P]) Len() int { return int(x.live.Load()) }
+
+// Add notes that pods hold the blocks of a chain of keys, given head first. If a key
+// has more pods than are allowed, those that added nothing for longest are dropped.
+func (x *Index[P]) Add(chain []uint64, pods ...P) {
+	if len(pods) == 0 {
+		return
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	ids := x.intern.touch(pods)
+	// Tail first: eviction then eats a chain from its tail, and what is left is usable.
+	for _, key := range slices.Backward(chain) {
+		x.add(key, ids)
+	}
+	x.intern.untouch(ids)
+}
+
+func (x *Index[P]) add(key uint64, ids []podID) {
+	s, hash := x.shard(key)
+	t := s.table.Load()
+	if i, w := t.find(t.home(hash), key); w.held() {
+		x.replace(t, i, x.merged(x.setOf(w).ids, ids))
+		return
+	}
+	if x.Len() == x.capacity {
+		x.evictOldest()
+	}
+	if x.queue.crowded() {
+		x.tidy()
+	}
+	set := x.intern.acquire(x.merged(nil, ids))
+	epoch := x.queue.admit(key)
+	s.insert(x.hasher, hash, key, set.word(epoch), uint16(epoch))
+	x.epoch.Store(x.queue.epoch)
+	x.live.Add(1)
+}
+
+// Evict notes that pods no longer hold the block of a key.
+func (x *Index[P]) Evict(key uint64, pods ...P) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	s, hash := x.shard(key)
+	t := s.table.Load()
+	if i, w := t.find(t.home(hash), key); w.held() {
+		x.withdraw(s, i, pods)
+	}
+}
+
+// Clear notes that a pod holds nothing any more. It visits every key, and lets other
+// writers take their turns in between.
+func (x *Index[P]) Clear(pod P) {
+	pods := []P{pod}
+	for n := range x.shards {
+		x.clearShard(&x.shards[n], pods)
+	}
+}
+
+func (x *Index[P]) clearShard(s *shard, pods []P) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	t := s.table.Load()
+	for i := range t.slots {
+		if word(t.slots[i].word.Load()).held() {
+			x.withdraw(s, i, pods)
+		}
+	}
+}
+
+// withdraw takes pods from the set of a slot's key; the key goes with the last of them.
+func (x *Index[P]) withdraw(s *shard, i int, pods []P) {
+	t := s.table.Load()
+	set := x.setOf(word(t.slots[i].word.Load()))
+	left := x.union[:0]
+	for n, pod := range set.pods {
+		if !slices.Contains(pods, pod) {
+			left = append(left, set.ids[n])
+		}
+	}
+	x.union = left
+	if len(left) == 0 {
+		x.remove(s, i)
+	} else if len(left) < len(set.pods) {
+		x.replace(t, i, left)
+	}
+}
+
+// replace gives the key of a slot another set, and counts it as read.
+func (x *Index[P]) replace(t *table, i int, ids []podID) {
+	old := x.setOf(word(t.slots[i].word.Load()))
+	set := old
+	if !slices.Equal(ids, old.ids) {
+		set = x.intern.acquire(ids)
+		defer x.intern.release(old)
+	}
+	t.slots[i].word.Store(uint64(set.word(x.queue.epoch)))
+}
+
+// remove takes the key of a slot out of the index.
+func (x *Index[P]) remove(s *shard, i int) {
+	t := s.table.Load()
+	set := x.setOf(word(t.slots[i].word.Load()))
+	s.bury(t, i)
+	x.live.Add(-1)
+	x.intern.release(set)
+}
+
+// merged returns the ids of both lists, ascending, cut to the pods allowed for a key.
+// It is valid until the next call.
+func (x *Index[P]) merged(old, more []podID) []podID {
+	ids := append(x.union[:0], old...)
+	for _, id := range more {
+		if !slices.Contains(ids, id) {
+			ids = append(ids, id)
+		}
+	}
+	for len(ids) > x.maxPods {
+		n := x.intern.longestSilent(ids)
+		ids = slices.Delete(ids, n, n+1)
+	}
+	slices.Sort(ids)
+	x.union = ids
+	return ids
+}
+
+// shard returns the shard of a key and the key's hash in it.
+func (x *Index[P]) shard(key uint64) (*shard, uint64) {
+	n, hash := x.hasher.split(key)
+	return &x.shards[n], hash
+}
+
+// setOf returns the set of a held word that no other writer can change.
+func (x *Index[P]) setOf(w word) *podSet[P] {
+	return x.sets.at(w.index()).Load()
+}
