@@ -24,28 +24,46 @@ sweep: ## the main job: the same as bash run_all.sh
 overhead: setup ## what the instrumentation itself costs an engine step
 	$(python) -m microbench.overhead
 
+step-cost: setup ## Mooncake's get_finished in a step, before and after the short-circuit
+	$(python) -m microbench.step_cost
+
+listener-cost: setup ## what listening to the block pool costs, a block and a take
+	$(python) -m microbench.listener_cost
+
 driver-lag: setup ## how late the load driver sends, at 10 to 1,000 requests a second
 	$(python) -m microbench.driver_lag
+
+transfer-check: setup ## does Mooncake report a write over TCP before the bytes arrive?
+	$(python) -m microbench.transfer_check
 
 bench-report: setup ## time and memory of analysing 10 million records
 	$(python) -m tests.microbench.bench_report
 
-vllm-source: setup ## the installed release's source, tests included, in third_party/vllm
-	bash fetch_vllm.sh 0.18.1 third_party/vllm
-
-# The releases that the step-timing patches are tested on besides the installed one.
-vllm-releases: setup third_party/vllm-0.22.1 third_party/vllm-0.33.0 ## sources of later releases
+# The releases that the patches are tested on, with upstream's own tests.
+vllm-releases: setup third_party/vllm-0.18.1 third_party/vllm-0.22.1 third_party/vllm-0.33.0 ## sources of vLLM's releases
 
 third_party/vllm-%:
 	bash fetch_vllm.sh $* $@
+
+upstream-check: vllm-releases ## the series for upstream: applies, and upstream's tests stay as they were
+	$(python) -m upstream.check
+
+upstream-series: vllm-releases ## make the series for upstream anew from patches/
+	$(python) -m upstream.series
 
 lock: setup ## resolve pyproject.toml anew into locks/
 	@for flavour in cpu gpu; do \
 	    uv pip compile -q pyproject.toml --extra $$flavour --group dev --universal \
 	        --generate-hashes --no-annotate --no-header -o locks/$$flavour.txt; done
+	@cd locks && for version in 0.18.1 0.33.0; do \
+	    uv pip compile -q --no-config upstream-$$version.in \
+	        --override upstream-$$version.override --python-version 3.11 \
+	        --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
+	        --no-header -o upstream-$$version.txt; done
 
 clean: ## remove runs, fetched sources and the environment
 	rm -rf runs third_party .venv .uv .setup.lock
 
-.PHONY: help setup test test-fast lint sweep overhead driver-lag bench-report \
-	vllm-source vllm-releases lock clean
+.PHONY: help setup test test-fast lint sweep overhead step-cost listener-cost driver-lag \
+	transfer-check bench-report vllm-releases upstream-check \
+	upstream-series lock clean

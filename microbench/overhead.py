@@ -20,26 +20,19 @@ import argparse
 import random
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
-from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from microbench.config import load_profile
+from microbench.engine_process import EngineProcess
 from microbench.markdown import number, table
-from microbench.model import write_model
-from microbench.server import environment, tail
-from microbench.supervise import Supervised, exit_on_signals
-from microbench.tree import build_tree, installed_package
+from microbench.supervise import exit_on_signals
 
 Floats = NDArray[np.float64]
 
-READY_DEADLINE_S = 180.0
 SEED = 20_240_731
 BOOTSTRAPS = 2_000
 HOOK_LOOPS = 50
@@ -65,55 +58,6 @@ class Cost(NamedTuple):
         return f"{self.value:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
 
 
-class EngineProcess:
-    """A variant's process; it ends with the block, or when this process ends."""
-
-    def __init__(self, variant: str, folder: Path) -> None:
-        self._log, self._socket = folder / "log", folder / "socket"
-        records, tree = folder / "records", folder / "tree"
-        records.mkdir(parents=True)
-        profile = msgspec.structs.replace(load_profile("cpu"), forward_us=0)
-        model, _ = write_model(folder / "model", profile)
-        patches = PATCHES if variant in (OFF, ON) else []
-        build_tree(tree, installed_package("vllm"), patches, {})
-        env = environment(tree, profile, records, {}, [0, 0])
-        # One thread, and the same hashes: less that differs between processes.
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        if variant != ON:
-            del env["KVTAX_STEP_RECORDS_DIR"]
-        worker = [sys.executable, "-m", "microbench.overhead_worker"]
-        command = [*worker, str(model), str(self._socket)]
-        self._process = Supervised(command, env, self._log)
-        self._connection: Connection | None = None
-
-    def wait_ready(self) -> None:
-        """Raises RuntimeError with the end of its log if it does not start."""
-        deadline = time.monotonic() + READY_DEADLINE_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                self._connection = Client(str(self._socket))
-                return
-            except (FileNotFoundError, ConnectionRefusedError):
-                time.sleep(0.1)
-        raise RuntimeError(f"the engine did not start\n{tail(self._log)}")
-
-    def ask(self, *request: Any) -> Any:
-        """The answer of a function of overhead_worker. Raises RuntimeError."""
-        try:
-            self._connection.send(request)
-            return self._connection.recv()
-        except (EOFError, ConnectionError):
-            raise RuntimeError(f"the engine died\n{tail(self._log)}") from None
-
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._process.stop()
-
-
 class Samples(NamedTuple):
     """Step times in us by variant and by mode, (rounds, steps); hook times (loops,)."""
 
@@ -129,7 +73,14 @@ def measure(rounds: int, steps: int, batch: int) -> Samples:
     modes: dict[str, list[Floats]] = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         engines = {
-            name: stack.enter_context(EngineProcess(name, Path(folder, str(index))))
+            name: stack.enter_context(
+                EngineProcess(
+                    Path(folder, str(index)),
+                    "microbench.overhead_worker",
+                    PATCHES if name in (OFF, ON) else [],
+                    recording=name == ON,
+                )
+            )
             for index, name in enumerate(VARIANTS)
         }
         for engine in engines.values():

@@ -12,6 +12,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import count
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -69,15 +70,24 @@ class NullEngine:
         self._num_blocks = num_blocks
         self._ids = count()
 
-    def add(self, prompt: list[int], output_tokens: int) -> str:
+    def add(
+        self,
+        prompt: list[int],
+        output_tokens: int,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> str:
         """Queue a request that ends after exactly `output_tokens`; its id."""
+        extra = kv_transfer_params and {"kv_transfer_params": kv_transfer_params}
         request_id = str(next(self._ids))
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
             mm_features=None,
             sampling_params=SamplingParams(
-                temperature=0, max_tokens=output_tokens, ignore_eos=True
+                temperature=0,
+                max_tokens=output_tokens,
+                ignore_eos=True,
+                extra_args=extra,
             ),
             pooling_params=None,
             arrival_time=time.time(),
@@ -229,10 +239,9 @@ def time_hooks(engine: NullEngine, batch: int, loops: int) -> dict[str, np.ndarr
     return {name: np.array(taken) / LOOP_STEPS / 1e3 for name, taken in times.items()}
 
 
-def main() -> None:
-    model, socket = sys.argv[1:]
-    engine = NullEngine(Path(model), NOOP)
-    calls = {call.__name__: call for call in (time_steps, time_modes, time_hooks)}
+def serve(engine: NullEngine, socket: str, *functions: Callable) -> None:
+    """Answer the parent's requests, (name, *arguments), until it goes away."""
+    calls = {function.__name__: function for function in functions}
     with Listener(socket) as listener, listener.accept() as parent:
         while True:
             try:
@@ -240,6 +249,12 @@ def main() -> None:
             except EOFError:
                 return
             parent.send(calls[name](engine, *arguments))
+
+
+def main() -> None:
+    model, socket = sys.argv[1:]
+    engine = NullEngine(Path(model), NOOP)
+    serve(engine, socket, time_steps, time_modes, time_hooks)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -12,15 +13,15 @@ import time
 from pathlib import Path
 
 import blockpatch
+from microbench import transfer_check
 from microbench.config import Connector, Profile
 from microbench.server import ServerError, cpu_preload, tail
 from microbench.supervise import Supervised, descendants
+from microbench.transfer_check import FIRST_HONEST_VERSION
 
 MIN_MEMORY_GIB = 5.0
 MIN_DISK_GIB = 2.0
 SURVIVOR_DEADLINE_S = 60.0
-# Before it, Mooncake over TCP reports writes done whose bytes are still under way.
-MOONCAKE_MIN_VERSION = (0, 3, 12)
 CONNECTOR_PACKAGES = {"MooncakeConnector": "mooncake", "NixlConnector": "nixl"}
 
 
@@ -89,17 +90,38 @@ def check_connector(connector: Connector) -> None:
     if package and importlib.util.find_spec(package) is None:
         raise PreflightError(f"package {package} is not installed: run setup.sh")
     if package == "mooncake":
-        _check_mooncake_version()
+        require_honest_transfers()
+
+
+def require_honest_transfers() -> None:
+    """Refuse a Mooncake that reports writes done whose bytes are still under way.
+
+    By its version, and by a few writes: once in a process, for 3 to 5 s.
+    Whoever checks tokens that came over Mooncake calls this first.
+    Raises PreflightError, also if the engines cannot write at all.
+    """
+    _check_mooncake_version()
+    if complaint := _transfer_complaint():
+        raise PreflightError(complaint)
+
+
+@functools.cache
+def _transfer_complaint() -> str | None:
+    try:
+        outcome = transfer_check.check(transfer_check.FEW_ROUNDS)
+    except transfer_check.NoVerdict as error:
+        return f"Mooncake's transfers could not be checked: {error}"
+    return transfer_check.verdict(outcome) if outcome.incomplete_ms else None
 
 
 def _check_mooncake_version() -> None:
     for name in importlib.metadata.packages_distributions().get("mooncake", []):
         version = importlib.metadata.version(name)
         numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-        if numbers < MOONCAKE_MIN_VERSION:
+        if numbers < tuple(map(int, FIRST_HONEST_VERSION.split("."))):
             raise PreflightError(
                 f"{name} {version} loses a race over TCP (docs/method.md): "
-                f"install {'.'.join(map(str, MOONCAKE_MIN_VERSION))} or later"
+                f"install {FIRST_HONEST_VERSION} or later"
             )
 
 

@@ -57,8 +57,9 @@ class BlockHashTracker(BlockPoolListener):
     """Collects the changes to a block pool's prefix cache until they are taken.
 
     Only the changed keys are noted, each once however often it changed; which
-    block holds a key is looked up when the changes are taken. Should more keys
-    change than two pools can hold, they are dropped for a copy of the cache.
+    block holds a key is looked up when the changes are taken. If they are not
+    taken and become many more than the blocks of the pool, they are dropped
+    for a copy of the cache.
     """
 
     def __init__(self, block_pool: "BlockPool"):
@@ -73,7 +74,7 @@ class BlockHashTracker(BlockPoolListener):
 
     def on_block_evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
         self._changed.add(key)
-        # The cache cannot outgrow the pool, so it takes evictions to get here.
+        # Caching alone cannot go on for ever, so this is looked at only here.
         if len(self._changed) > self._max_changed:
             self.on_cache_reset()
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine with Mooncake's connector, its block pool against the worker's map.
 
-Started by test_hash_sync.py on a tree with mooncake_hash_sync. Metadata is pickled on
-its way to the worker, as it is between processes.
+Started by test_hash_sync.py on a tree with mooncake_hash_sync, and with
+block_pool_delta_listener or without; the argument says how the worker is told: by
+"walk", by "deltas", or not at all as "nobody_reads". Metadata is pickled on its way to
+the worker, as it is between processes.
 """
 
 import json
@@ -18,6 +20,11 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from microbench.config import load_connector
 from microbench.overhead_worker import BLOCK_SIZE, NullEngine
 
+CONFIGS = {
+    "walk": "mooncake_both_hash_sync",
+    "deltas": "mooncake_both_delta",  # serve_direct_reads
+    "nobody_reads": "mooncake_both_hash_sync",
+}
 NUM_BLOCKS = 80
 SEEDS = 4
 STEPS = 700
@@ -31,7 +38,12 @@ class Witness:
     walk of the keys cannot see.
     """
 
-    def __init__(self, engine: NullEngine):
+    def __init__(self, engine: NullEngine, how: str):
+        self._compare = {
+            "walk": self._compare_with_walk,
+            "deltas": self._compare_with_pool,
+            "nobody_reads": lambda: None,
+        }[how]
         self._engine = engine
         self.pool: BlockPool = engine.core.scheduler.kv_cache_manager.block_pool
         worker = get_kv_transfer_group().connector_worker
@@ -62,9 +74,13 @@ class Witness:
         BlockHashToBlockMap.pop = watched_pop
         connector = self._engine.core.scheduler.connector
         build = connector.build_connector_meta
-        connector.build_connector_meta = lambda output: pickle.loads(
-            pickle.dumps(build(output))
-        )
+
+        def watched_build(output):
+            metadata = pickle.loads(pickle.dumps(build(output)))
+            self.counts["shipped"] += metadata.block_hash_delta is not None
+            return metadata
+
+        connector.build_connector_meta = watched_build
 
     def reset(self) -> bool:
         done = self._engine.core.scheduler.reset_prefix_cache()
@@ -76,27 +92,45 @@ class Witness:
     def holds(self, block_id: int, key: bytes) -> bool:
         return self.pool.blocks[block_id].block_hash == key
 
+    def first_blocks(self) -> dict[bytes, int]:
+        """The block that a lookup of each key finds."""
+        block_map = self.pool.cached_block_hash_to_block
+        return {k: block_map.get_one_block(k).block_id for k in block_map._cache}
+
     def step(self) -> None:
         scheduler = self._engine.core.scheduler
         if not scheduler.has_requests():
             return
         self._engine.core.step()
         self.counts["steps"] += 1
-        keys = set(self.pool.cached_block_hash_to_block._cache)
+        block_map = self.pool.cached_block_hash_to_block
+        self.counts["held"] = max(self.counts["held"], len(block_map))
+        self._compare()
+
+    def _problem(self, text: str) -> None:
+        self.problems.append(f"step {self.counts['steps']}: {text}")
+
+    def _compare_with_pool(self) -> None:
+        block_ids = self.first_blocks()
+        if self.block_ids != block_ids:
+            differing = len(self.block_ids.items() ^ block_ids.items())
+            self._problem(f"{differing} differ from what a lookup finds")
+
+    def _compare_with_walk(self) -> None:
+        keys = self.first_blocks().keys()
         self.unseen &= keys
         if self.block_ids.keys() != keys:
-            self.problems.append(
-                f"step {self.counts['steps']}: {len(keys - self.block_ids.keys())} "
-                f"keys missing, {len(self.block_ids.keys() - keys)} too many"
+            self._problem(
+                f"{len(keys - self.block_ids.keys())} keys missing, "
+                f"{len(self.block_ids.keys() - keys)} too many"
             )
         wrong = {k for k, block in self.block_ids.items() if not self.holds(block, k)}
         if wrong != self.unseen:
-            self.problems.append(
-                f"step {self.counts['steps']}: {len(wrong - self.unseen)} wrong ids "
-                f"that the walk could see, {len(self.unseen - wrong)} it corrected"
+            self._problem(
+                f"{len(wrong - self.unseen)} wrong ids that the walk could see, "
+                f"{len(self.unseen - wrong)} it corrected"
             )
         self.counts["wrong"] += len(wrong)
-        self.counts["held"] = max(self.counts["held"], len(keys))
 
     def drain(self) -> None:
         while self._engine.core.scheduler.has_requests():
@@ -173,14 +207,8 @@ def duplicate_evicted(engine: NullEngine, witness: Witness) -> dict:
     }
 
 
-def main() -> None:
-    model, result = map(Path, sys.argv[1:])
-    config = load_connector("mooncake_both_hash_sync").kv_transfer_config
-    engine = NullEngine(model, {"kv_buffer_device": "cpu"} | config, NUM_BLOCKS)
-    witness = Witness(engine)
-    for seed in range(SEEDS):
-        random_workload(engine, witness, seed)
-    found = {"problems": witness.problems, "counts": witness.counts}
+def returns_and_duplicates(engine: NullEngine, witness: Witness) -> dict:
+    """The cases that a walk gets wrong."""
 
     def evict_all():
         witness.pool.evict_blocks(set(witness.block_ids.values()))
@@ -192,11 +220,28 @@ def main() -> None:
         witness.drain()
 
     fresh()
-    found["evicted"] = cached_again(engine, witness, evict_all)
+    found = {"evicted": cached_again(engine, witness, evict_all)}
     fresh()
     found["reset"] = cached_again(engine, witness, witness.reset)
     fresh()
     found["duplicate"] = duplicate_evicted(engine, witness)
+    return found
+
+
+def main() -> None:
+    model, result = map(Path, sys.argv[1:3])
+    how = sys.argv[3]
+    config = load_connector(CONFIGS[how]).kv_transfer_config
+    engine = NullEngine(model, {"kv_buffer_device": "cpu"} | config, NUM_BLOCKS)
+    witness = Witness(engine, how)
+    for seed in range(SEEDS):
+        random_workload(engine, witness, seed)
+    found = {"problems": witness.problems, "counts": witness.counts}
+    if how == "nobody_reads":
+        found["listeners"] = len(witness.pool.cached_block_hash_to_block.listeners)
+        found["worker_map"] = len(witness.block_ids)
+    else:
+        found |= returns_and_duplicates(engine, witness)
     result.write_text(json.dumps(found))
 
 

@@ -23,6 +23,7 @@ class ScriptProcess:
     """One run of `script(model, result, *arguments)` in a folder of its own.
 
     `records` is where step records go; without `recording` nobody asks for them.
+    `base` is the vllm folder to patch a copy of, in place of the installed one.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class ScriptProcess:
         patches: list[str],
         *arguments: str,
         recording: bool = True,
+        base: Path | None = None,
     ) -> None:
         folder.mkdir()
         self.folder = folder
@@ -41,7 +43,7 @@ class ScriptProcess:
         self._result = folder / "result.json"
         profile = msgspec.structs.replace(load_profile("cpu-smoke"), forward_us=0)
         model, _ = write_model(folder / "model", profile)
-        build_tree(folder / "tree", installed_package("vllm"), patches, {})
+        build_tree(folder / "tree", base or installed_package("vllm"), patches, {})
         env = environment(
             folder / "tree", profile, self.records, {"test": 1}, free_ports(2)
         )

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong with a Mooncake transfer, one way at a time, on a World.
+
+Each scenario returns what went wrong with the engine, in words; nothing is what the
+abort-race patch promises: alive, every request ended, every block back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+
+from fake_prefiller import FakePrefiller
+from mooncake_world import PATIENCE_S, World
+
+PROMPT_TOKENS = 70
+
+Problems = list[str]
+
+
+def recomputed(world: World, request: str) -> bool:
+    fate = world.fates[request]
+    return fate.complete and fate.computed_tokens >= PROMPT_TOKENS
+
+
+def pulled(world: World, request: str) -> bool:
+    """With its last token computed again, as vLLM does on a full hit."""
+    fate = world.fates[request]
+    return (
+        fate.complete
+        and fate.pulled_tokens == PROMPT_TOKENS
+        and fate.computed_tokens == fate.output_tokens
+    )
+
+
+def failed(world: World, request: str) -> bool:
+    fate = world.fates[request]
+    return fate.finish_reason == "error" and fate.new_tokens == 0
+
+
+def must(holds: bool, words: str) -> Problems:
+    return [] if holds else [words]
+
+
+# The decode side.
+
+
+def aborted_before_scheduled(world: World) -> Problems:
+    """The prefiller's blocks must come back too, long before its timeout."""
+    prefill = world.prefill("t")
+    world.abort(world.decode("t"))
+    problems = world.settle()
+    return problems + must(world.fates[prefill].complete, "the prefill is not complete")
+
+
+def aborted_while_waiting(world: World) -> Problems:
+    decode = world.decode("t")
+    world.until(lambda: world.waiting_for_remote_kv(decode))
+    world.abort(decode)
+    for _ in range(20):
+        world.step()
+    problems = must(world.known([decode]) == [decode], "blocks freed before the pull")
+    world.prefill("t")
+    return problems + world.settle()
+
+
+def aborted_while_sending(world: World) -> Problems:
+    """Bytes are under way to blocks that must not be given to others meanwhile."""
+    send, sending, problems = world.worker._send_blocks, [], []
+
+    def slow_send(*arguments):
+        sending.append(arguments)
+        time.sleep(0.3)
+        return send(*arguments)
+
+    world.worker._send_blocks = slow_send
+    prefill, decode = world.prefill("t"), world.decode("t")
+    problems += must(world.until(lambda: bool(sending)), "nothing was sent")
+    world.abort(prefill, decode)
+    for _ in range(20):
+        world.step()
+    both = world.known([prefill, decode])
+    problems += must(len(both) == 2, "blocks freed before the bytes had arrived")
+    return problems + world.settle()
+
+
+def pull_failed(world: World, outcome: Callable, abort: bool = False) -> Problems:
+    """All ways in which a pull fails, at once, and good ones between them."""
+    prefiller = FakePrefiller(sys.modules[type(world.worker).__module__], world.worker)
+    try:
+        bad = [
+            world.decode(f"{kind}-{number}", engine_id="mixed")
+            for kind in ("err", "missing")
+            for number in range(2)
+        ]
+        good = [world.decode(f"ok-{number}", engine_id="mixed") for number in range(2)]
+        bad += [world.decode("x", engine_id=kind) for kind in ("error", "garbage")]
+        world.until(lambda: world.waiting_for_remote_kv(*good, *bad))
+        if abort:
+            world.abort(*good, *bad)
+        prefiller.release()
+        problems = world.settle()
+    finally:
+        prefiller.close()
+    if abort:
+        return problems
+    fates = world.fates
+    problems += [f"{fates[r]}: not pulled" for r in good if not pulled(world, r)]
+    problems += [
+        f"{fates[r]}: not {outcome.__name__}" for r in bad if not outcome(world, r)
+    ]
+    return problems
+
+
+def pull_failed_and_is_recomputed(world: World) -> Problems:
+    return pull_failed(world, recomputed)
+
+
+def pull_failed_and_fails_the_request(world: World) -> Problems:
+    return pull_failed(world, failed)
+
+
+def pull_failed_after_abort(world: World) -> Problems:
+    return pull_failed(world, recomputed, abort=True)
+
+
+def prefiller_not_found(world: World) -> Problems:
+    """Nobody at the bootstrap address, or another engine than the one asked for."""
+    lost = [
+        world.decode("t", engine_id="gone"),
+        world.decode("u", engine_id="gone", bootstrap="http://127.0.0.1:9"),
+    ]
+    return world.settle() + must(
+        all(recomputed(world, request) for request in lost), "not recomputed"
+    )
+
+
+def nothing_fails(world: World) -> Problems:
+    decodes = []
+    for number in range(8):
+        world.prefill(f"t{number}")
+        decodes.append(world.decode(f"t{number}"))
+    return world.settle() + must(
+        all(pulled(world, request) for request in decodes), "not pulled"
+    )
+
+
+# The prefill side.
+
+
+def prefills_aborted_together(world: World) -> Problems:
+    """Some never scheduled; all that wait for one of them hear of it at once."""
+    numbers = range(8)
+    scheduled = [world.prefill(f"s{n}", output_tokens=400) for n in numbers]
+    waiting = [world.decode(f"s{n}") for n in numbers]
+    world.until(lambda: world.waiting_for_remote_kv(*waiting))
+    for _ in range(20):
+        world.step()
+    unscheduled = [world.prefill(f"u{n}") for n in numbers]
+    world.abort(*scheduled, *unscheduled)
+    problems = world.settle()
+    left = world.worker.reqs_need_send
+    problems += must(not left, f"{len(left)} transfers not forgotten")
+    return problems + must(
+        all(recomputed(world, request) for request in waiting), "not recomputed"
+    )
+
+
+def prefill_aborted_before_scheduled_while_decoder_waits(world: World) -> Problems:
+    waiting = world.decode("t")
+    world.until(lambda: world.waiting_for_remote_kv(waiting))
+    world.until(lambda: "t" in world.worker.reqs_need_send)
+    world.abort(world.prefill("t"))
+    return world.settle() + must(recomputed(world, waiting), "not recomputed")
+
+
+def asked_for_after_it_expired(world: World) -> Problems:
+    """As after a stop of the prefiller: the decoder may have given its blocks away."""
+    worker, answers = world.worker, []
+    module = sys.modules[type(worker).__module__]
+    world.prefill("t")
+    world.until(lambda: "t" in worker.reqs_need_send)
+    world.until(worker.reqs_need_send["t"].ready.is_set)
+    worker.reqs_need_send["t"].expire_time = time.perf_counter() - 1
+
+    class Socket:
+        async def send_multipart(self, frames):
+            answers.append(worker._xfer_resp_decoder.decode(frames[1]))
+
+    pull = module.MooncakeXferMetadata(
+        remote_hostname=worker.hostname,
+        remote_port=worker.rpc_port,
+        remote_tp_size=1,
+        remote_tp_rank=0,
+        req_blocks={"d": ("t", [1, 2])},
+        kv_caches_base_addr=worker.kv_caches_base_addr,
+    )
+    asyncio.run_coroutine_threadsafe(
+        worker.send_kv_to_decode(b"d", Socket(), pull), worker.sender_loop
+    ).result(PATIENCE_S)
+    sent = [request for answer in answers for request in answer.ok_reqs or ()]
+    return must(not sent, "sent after it expired") + world.settle()
+
+
+def fewer_blocks_than_wanted(world: World) -> Problems:
+    """One request's refusal is not the end of the others' transfer."""
+    world.prefill("short", tokens=20)
+    world.prefill("enough")
+    world.until(lambda: all(fate.complete for fate in world.fates.values()))
+    bad, good = world.decode("short"), world.decode("enough")
+    problems = world.settle()
+    problems += must(pulled(world, good), f"{world.fates[good]}: not pulled")
+    return problems + must(
+        recomputed(world, bad), f"{world.fates[bad]}: not recomputed"
+    )
+
+
+SCENARIOS = (
+    aborted_before_scheduled,
+    aborted_while_waiting,
+    aborted_while_sending,
+    pull_failed_and_is_recomputed,
+    pull_failed_and_fails_the_request,
+    pull_failed_after_abort,
+    prefiller_not_found,
+    nothing_fails,
+    prefills_aborted_together,
+    prefill_aborted_before_scheduled_while_decoder_waits,
+    asked_for_after_it_expired,
+    fewer_blocks_than_wanted,
+)
+# What upstream does right: the fix must not spoil it.
+RIGHT_UPSTREAM = (aborted_while_waiting, aborted_while_sending, nothing_fails)
+# The scenario that notices when a block of the patch is left out.
+NOTICES = {
+    "forget_unknown": prefills_aborted_together,
+    "wake_waiting": prefills_aborted_together,
+    "refuse_expired": asked_for_after_it_expired,
+    "empty_pull": aborted_before_scheduled,
+    "import_queue": nothing_fails,
+    "invalid_block_ids": nothing_fails,
+    "connector_load_errors": pull_failed_and_is_recomputed,
+    "worker_load_errors": nothing_fails,
+    "error_response": pull_failed_and_is_recomputed,
+    "unreported": pull_failed_and_is_recomputed,
+    "broken_connection": pull_failed_and_is_recomputed,
+    "pulled_once": fewer_blocks_than_wanted,
+    "err_reqs": fewer_blocks_than_wanted,
+    "no_bootstrap": prefiller_not_found,
+    "more_to_come": fewer_blocks_than_wanted,
+}

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill instance that answers each pull as badly as it is told to."""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType
+
+import msgspec
+import zmq
+
+
+class FakePrefiller:
+    """Answers on a thread once `release()` was called; `kinds` are its engine ids.
+
+    "mixed" reports each request as the first word of its transfer id says: ok, err, or
+    missing for not at all. "error" is the whole pull's failure, "garbage" no message.
+    """
+
+    kinds = ("mixed", "error", "garbage")
+
+    def __init__(self, module: ModuleType, worker) -> None:
+        self._module = module
+        self._decoder = msgspec.msgpack.Decoder(module.MooncakeXferMetadata)
+        self._context = zmq.Context()
+        self._released = threading.Event()
+        for kind in self.kinds:
+            socket = self._context.socket(zmq.ROUTER)
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            # What the decoder learns from the bootstrap server.
+            worker._remote_agents[kind] = {0: {0: f"tcp://127.0.0.1:{port}"}}
+            worker._tp_size[kind] = 1
+            threading.Thread(target=self._serve, args=(kind, socket)).start()
+
+    def _serve(self, kind: str, socket: zmq.Socket) -> None:
+        try:
+            while True:
+                identity, message = socket.recv_multipart()
+                self._released.wait()
+                socket.send_multipart((identity, self._answer(kind, message)))
+        except zmq.ContextTerminated:
+            socket.close(linger=0)
+
+    def _answer(self, kind: str, message: bytes) -> bytes:
+        status = self._module.MooncakeXferResponseStatus
+        response = self._module.MooncakeXferResponse
+        if kind == "garbage":
+            return b"\xc1"
+        if kind == "error":
+            return msgspec.msgpack.encode(response(status.ERROR, err_msg="out of luck"))
+        asked = self._decoder.decode(message).req_blocks
+        said = {"ok": [], "err": [], "missing": []}
+        for request, (transfer_id, _) in asked.items():
+            said[transfer_id.split("-")[0]].append(request)
+        return msgspec.msgpack.encode(
+            response(status.FINISH, ok_reqs=said["ok"], err_reqs=said["err"])
+        )
+
+    def release(self) -> None:
+        self._released.set()
+
+    def close(self) -> None:
+        self.release()
+        self._context.term()

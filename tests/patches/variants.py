@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's modules once more, with other patches than the running package has.
+
+A test that compares with upstream, or leaves a block of a patch out, needs several
+versions of one module in one process. Each is a module of its own, loaded from a
+patched copy of the file.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dataclasses
+import importlib.util
+import shutil
+import sys
+from collections.abc import Collection
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+
+import blockpatch
+from microbench.tree import PATCHES
+
+CONNECTOR = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
+SCHEDULER = "v1/core/sched/scheduler.py"
+
+_numbers = count()
+
+
+def patch(name: str, without: str | None = None) -> blockpatch.Patch:
+    """A patch of ours, with one of its blocks left out if it is named."""
+    loaded = blockpatch.load_patch(PATCHES / name)
+    blocks = tuple(block for block in loaded.blocks if block.id != without)
+    assert (len(blocks) < len(loaded.blocks)) == (without is not None), without
+    return dataclasses.replace(loaded, blocks=blocks)
+
+
+def edited(patch: blockpatch.Patch, block: str, old: str, new: str) -> blockpatch.Patch:
+    """The patch with one thing wrong in one of its blocks."""
+    blocks = list(patch.blocks)
+    (index,) = (i for i, spec in enumerate(blocks) if spec.id == block)
+    code = blocks[index].code
+    assert code.count(old) == 1, (block, old)
+    blocks[index] = dataclasses.replace(blocks[index], code=code.replace(old, new))
+    return dataclasses.replace(patch, blocks=tuple(blocks))
+
+
+def block_ids(name: str, package: Path) -> list[str]:
+    """The blocks of a patch that are for the release of `package`."""
+    version = blockpatch.Tree(package).version
+    blocks = blockpatch.load_patch(PATCHES / name).blocks
+    return [block.id for block in blocks if block.active(version)]
+
+
+def patched_source(
+    package: Path, file: str, patches: list[blockpatch.Patch], place: Path
+) -> Path:
+    """A copy of one file of `package`, patched, in a new folder below `place`."""
+    tree = place / str(next(_numbers)) / package.name
+    for path in (file, "__init__.py", "_version.py"):
+        if (package / path).exists():
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(package / path, tree / path)
+    metadata = package.parent / "PKG-INFO"
+    if metadata.exists():
+        shutil.copy(metadata, tree.parent)
+    blockpatch.apply(blockpatch.Tree(tree), patches)
+    return tree / file
+
+
+def load(source: Path) -> ModuleType:
+    """The file as a new module of vLLM's; its classes are equal to no other's."""
+    name = f"vllm.variant_{next(_numbers)}_{source.stem}"
+    spec = importlib.util.spec_from_file_location(name, source)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def graft(module: ModuleType, name: str, source: Path, functions: Collection[str]):
+    """Give a class of `module` these methods of the same class in another file."""
+    (found,) = (
+        node
+        for node in ast.walk(ast.parse(source.read_bytes()))
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    methods = [node for node in found.body if getattr(node, "name", None) in functions]
+    assert {node.name for node in methods} == set(functions)
+    flags = __future__.annotations.compiler_flag
+    exec(compile(ast.Module(methods, []), source, "exec", flags), vars(module))
+    for node in methods:
+        setattr(getattr(module, name), node.name, getattr(module, node.name))
