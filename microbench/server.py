@@ -38,12 +38,14 @@ class Server:
         label: dict,
         log: Path,
     ) -> None:
-        self.port, *side_ports = free_ports(3)
+        self.port, self.nixl_port, self.bootstrap_port = free_ports(3)
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.supervised = Supervised(
             command(profile, connector, model, self.port),
-            environment(tree, profile, records, label, side_ports),
+            environment(
+                tree, profile, records, label, [self.nixl_port, self.bootstrap_port]
+            ),
             log,
         )
 
