@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is pulled is the KV: a pair's greedy tokens are a single instance's.
+
+Both instances of a pair are kv_both, and each case runs in both directions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from instance import BLOCK_TOKENS, Counters, Instance, Tokens
+from lab import Lab, Reference, ready
+from pair import route
+from tiny_checkpoint import prompt
+
+pytestmark = pytest.mark.e2e
+
+LENGTHS = [
+    1,
+    2,
+    BLOCK_TOKENS - 1,
+    BLOCK_TOKENS,
+    BLOCK_TOKENS + 1,
+    2 * BLOCK_TOKENS,
+    1000,
+    4001,
+]
+PREFIX_TOKENS = 32 * BLOCK_TOKENS
+PAIRS = {
+    "mooncake": ("mooncake", False),
+    "mooncake-patched": ("mooncake", True),
+    "nixl": ("nixl", False),
+    "nixl-patched": ("nixl", True),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    connector: str
+    instances: tuple[Instance, Instance]
+    reference: Reference
+
+    async def check(self, p: Instance, d: Instance, prompts: list[Tokens]) -> None:
+        """`prompts`, all at once, are answered as by a single instance."""
+        expected = await self.reference.tokens(prompts)
+        routes = (route(self.connector, p, d, prompt) for prompt in prompts)
+        answers = await asyncio.gather(*routes)
+        assert [answer.tokens for answer in answers] == expected
+
+
+@pytest.fixture(scope="module", params=PAIRS.values(), ids=PAIRS)
+def pair(request, lab: Lab, reference: Reference) -> Iterator[Pair]:
+    connector, patched = request.param
+    one = lab.instance(connector, patched=patched)
+    other = lab.instance(connector, patched=patched)
+    with ready(one, other) as instances:
+        yield Pair(connector, instances, reference)
+
+
+@pytest.fixture(params=[1, -1], ids=["forth", "back"])
+def direction(request) -> int:
+    return request.param
+
+
+def test_tokens_are_those_of_a_single_instance_at_every_length(pair, direction):
+    async def scenario() -> None:
+        p, d = pair.instances[::direction]
+        before_p, before_d = await p.counters(), await d.counters()
+        for length in LENGTHS:
+            await pair.check(p, d, [prompt(direction * 10_000 + length, length)])
+        # D computes the last token of a prompt again, for there is one to sample. A
+        # prompt of one token vLLM counts as cached, whatever was done.
+        total = sum(LENGTHS)
+        await counted(d, before_d, total - 1, computed=len(LENGTHS), cached=1)
+        await counted(p, before_p, computed=total, cached=1)
+        await asyncio.gather(p.settle(), d.settle())
+
+    asyncio.run(scenario())
+
+
+def test_only_what_the_decode_side_has_not_cached_is_pulled(pair, direction):
+    async def scenario() -> None:
+        p, d = pair.instances[::direction]
+        before = await d.counters()
+        shared = prompt(direction * 20_000, PREFIX_TOKENS)
+        tails = [prompt(direction * 20_000 + i, i * 5) for i in range(1, 6)]
+        await pair.check(p, d, [shared + tails[0]])
+        await pair.check(p, d, [shared + tail for tail in tails[1:]])
+        await counted(
+            d,
+            before,
+            pulled=PREFIX_TOKENS + sum(map(len, tails)),
+            computed=len(tails),
+            cached=PREFIX_TOKENS * (len(tails) - 1),
+        )
+        await asyncio.gather(p.settle(), d.settle())
+
+    asyncio.run(scenario())
+
+
+def test_sixteen_at_once_in_both_directions(pair):
+    async def scenario() -> None:
+        one, other = pair.instances
+        before = [await one.counters(), await other.counters()]
+        forth = [prompt(30_000 + i, 40 + 61 * i) for i in range(8)]
+        back = [prompt(40_000 + i, 33 + 47 * i) for i in range(8)]
+        await asyncio.gather(
+            pair.check(one, other, forth), pair.check(other, one, back)
+        )
+        forth_tokens, back_tokens = sum(map(len, forth)), sum(map(len, back))
+        await counted(one, before[0], back_tokens, forth_tokens + len(back))
+        await counted(other, before[1], forth_tokens, back_tokens + len(forth))
+        await asyncio.gather(one.settle(), other.settle())
+
+    asyncio.run(scenario())
+
+
+async def counted(
+    instance: Instance,
+    before: Counters,
+    pulled: int = 0,
+    computed: int = 0,
+    cached: int = 0,
+) -> None:
+    """Raises AssertionError unless these are the prompt tokens since `before`."""
+    # The counters come a moment after the answer.
+    for _ in range(100):
+        since = await instance.counters() - before
+        found = (since.pulled_tokens, since.computed_tokens, since.cached_tokens)
+        if found == (pulled, computed, cached):
+            return
+        await asyncio.sleep(0.02)
+    assert found == (pulled, computed, cached)
