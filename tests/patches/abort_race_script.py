@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import vllm
 from abort_scenarios import (
@@ -26,14 +27,24 @@ from abort_scenarios import (
     Problems,
     aborted_before_scheduled,
     failed,
+    prefiller_late_and_the_request_fails,
     pull_failed_and_fails_the_request,
 )
 from mooncake_world import LONG_TIMEOUT_S, PATIENCE_S, Code, MooncakeEngine, World
-from variants import CONNECTOR, SCHEDULER, block_ids, load, patch, patched_source
+from variants import (
+    CONNECTOR,
+    SCHEDULER,
+    STATS,
+    block_ids,
+    load,
+    patch,
+    patched_source,
+)
 from vllm.v1.outputs import KVConnectorOutput
 
 RACE, DEFENCE = "kv_transfer_abort_race", "kv_transfer_abort_defence"
 SHORT_CIRCUIT = "mooncake_get_finished_short_circuit"
+FAILING = (pull_failed_and_fails_the_request, prefiller_late_and_the_request_fails)
 STORM_PAIRS, STORM_SEEDS = 40, 2
 STORM_TIMEOUT_S = 1
 # Enough to see code go wrong that is expected to.
@@ -50,8 +61,7 @@ def run(
 ) -> Problems:
     """What goes wrong in a world of that code, the engine's death included."""
     if policy is None:
-        fails = scenario is pull_failed_and_fails_the_request
-        policy = "fail" if fails else "recompute"
+        policy = "fail" if scenario in FAILING else "recompute"
     try:
         return scenario(World(engine, code, policy, timeout_s, patience_s))
     except Exception:
@@ -161,6 +171,14 @@ def defence_reports(engine: MooncakeEngine, code: Code) -> dict:
     return found
 
 
+def counted(stats: ModuleType) -> dict:
+    """What the metrics make of a request that failed, and of one that was computed."""
+    counts = stats.PromptTokenStats()
+    for cached, prompt_len in ((-1, 500), (32, 100)):
+        counts.update_from_output(cached, 0, prompt_len)
+    return vars(counts)
+
+
 def main() -> None:
     model, result = map(Path, sys.argv[1:])
     engine = MooncakeEngine(model)
@@ -190,6 +208,10 @@ def main() -> None:
             "storm_upstream": expected_wrong(engine, upstream, Storm(0)),
             "race": {s.__name__: run(engine, race, s) for s in SCENARIOS},
             "storm": {p: storms(engine, fixed, p) for p in ("recompute", "fail")},
+            "counted": {
+                name: counted(load(patched_source(package, STATS, with_, Path(folder))))
+                for name, with_ in (("upstream", []), ("race", [patch(RACE)]))
+            },
             "defence": run(engine, defence, aborted_before_scheduled),
             "defence_reports": defence_reports(engine, defence),
         }
@@ -197,7 +219,7 @@ def main() -> None:
             block: expected_wrong(
                 engine, code([patch(RACE, without=block)]), NOTICES[block]
             )
-            for block in block_ids(RACE, package)
+            for block in block_ids(RACE, package, CONNECTOR)
         }
         found["defence_without"] = {
             block: expected_wrong(
@@ -205,7 +227,7 @@ def main() -> None:
                 code(scheduler=[patch(DEFENCE, without=block)]),
                 aborted_before_scheduled,
             )
-            for block in block_ids(DEFENCE, package)
+            for block in block_ids(DEFENCE, package, SCHEDULER)
         }
     result.write_text(json.dumps(found, indent=1))
     # Worlds are left as they are; threads of theirs may wait for ever.

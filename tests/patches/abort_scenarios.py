@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from fake_prefiller import FakePrefiller
-from mooncake_world import PATIENCE_S, World
+from mooncake_world import LONG_TIMEOUT_S, PATIENCE_S, World
+from vllm import envs
 
 PROMPT_TOKENS = 70
 
@@ -88,22 +90,21 @@ def aborted_while_sending(world: World) -> Problems:
 
 def pull_failed(world: World, outcome: Callable, abort: bool = False) -> Problems:
     """All ways in which a pull fails, at once, and good ones between them."""
-    prefiller = FakePrefiller(sys.modules[type(world.worker).__module__], world.worker)
-    try:
+    with fake_prefiller(world) as prefiller:
         bad = [
             world.decode(f"{kind}-{number}", engine_id="mixed")
             for kind in ("err", "missing")
             for number in range(2)
         ]
         good = [world.decode(f"ok-{number}", engine_id="mixed") for number in range(2)]
-        bad += [world.decode("x", engine_id=kind) for kind in ("error", "garbage")]
+        bad += [
+            world.decode("x", engine_id=kind) for kind in ("error", "garbage", "leaver")
+        ]
         world.until(lambda: world.waiting_for_remote_kv(*good, *bad))
         if abort:
             world.abort(*good, *bad)
         prefiller.release()
         problems = world.settle()
-    finally:
-        prefiller.close()
     if abort:
         return problems
     fates = world.fates
@@ -124,6 +125,40 @@ def pull_failed_and_fails_the_request(world: World) -> Problems:
 
 def pull_failed_after_abort(world: World) -> Problems:
     return pull_failed(world, recomputed, abort=True)
+
+
+@contextmanager
+def fake_prefiller(world: World) -> Iterator[FakePrefiller]:
+    prefiller = FakePrefiller(sys.modules[type(world.worker).__module__], world.worker)
+    try:
+        yield prefiller
+    finally:
+        prefiller.close()
+
+
+def prefiller_late(world: World) -> Problems:
+    """It may still write, so the blocks are kept until it has answered."""
+    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = 1 - 60  # the decoder's is 60 s longer
+    with fake_prefiller(world) as prefiller:
+        late = [world.decode(f"ok-{number}", engine_id="mixed") for number in range(2)]
+        world.until(lambda: world.waiting_for_remote_kv(*late))
+        deadline = time.monotonic() + 2.5
+        while time.monotonic() < deadline:
+            world.step()
+        kept = world.known(late) == late
+        told = [world.fates[request].finish_reason for request in late]
+        prefiller.release()
+        problems = world.settle()
+    problems += must(kept, "blocks freed before the prefiller had answered")
+    if world.scheduler.recompute_kv_load_failures:
+        return problems + must(
+            all(recomputed(world, r) for r in late), "not recomputed"
+        )
+    return problems + must(told == ["error"] * 2, f"told {told} after the timeout")
+
+
+def prefiller_late_and_the_request_fails(world: World) -> Problems:
+    return prefiller_late(world)
 
 
 def prefiller_not_found(world: World) -> Problems:
@@ -176,6 +211,31 @@ def prefill_aborted_before_scheduled_while_decoder_waits(world: World) -> Proble
     return world.settle() + must(recomputed(world, waiting), "not recomputed")
 
 
+def decoders_ask_after_the_abort(world: World) -> Problems:
+    """The prefiller refuses them at once, and remembers aborts for a while only."""
+    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = 2
+    world.abort(world.prefill("nobody asks"))
+    world.until(lambda: "nobody asks" in world.worker.aborted_sends)
+    time.sleep(2.1)
+    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = LONG_TIMEOUT_S
+    world.abort(*(world.prefill(f"u{n}") for n in range(2)))
+    for _ in range(20):
+        world.step()
+    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = 2
+    world.abort(world.prefill("another"))
+    world.until(lambda: "another" in world.worker.aborted_sends)
+    remembered = set(world.worker.aborted_sends)
+    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = LONG_TIMEOUT_S
+    late = [world.decode(f"u{n}") for n in range(2)]
+    problems = world.settle()
+    problems += must(remembered == {"u0", "u1", "another"}, f"remembers {remembered}")
+    left = world.worker.reqs_need_send
+    problems += must(not left, f"{len(left)} transfers not forgotten")
+    return problems + must(
+        all(recomputed(world, request) for request in late), "not recomputed"
+    )
+
+
 def asked_for_after_it_expired(world: World) -> Problems:
     """As after a stop of the prefiller: the decoder may have given its blocks away."""
     worker, answers = world.worker, []
@@ -224,10 +284,13 @@ SCENARIOS = (
     pull_failed_and_is_recomputed,
     pull_failed_and_fails_the_request,
     pull_failed_after_abort,
+    prefiller_late,
+    prefiller_late_and_the_request_fails,
     prefiller_not_found,
     nothing_fails,
     prefills_aborted_together,
     prefill_aborted_before_scheduled_while_decoder_waits,
+    decoders_ask_after_the_abort,
     asked_for_after_it_expired,
     fewer_blocks_than_wanted,
 )
@@ -237,12 +300,17 @@ RIGHT_UPSTREAM = (aborted_while_waiting, aborted_while_sending, nothing_fails)
 NOTICES = {
     "forget_unknown": prefills_aborted_together,
     "wake_waiting": prefills_aborted_together,
+    "aborted_sends": prefills_aborted_together,
+    "forget_aborted": prefills_aborted_together,
+    "refuse_aborted": decoders_ask_after_the_abort,
     "refuse_expired": asked_for_after_it_expired,
     "empty_pull": aborted_before_scheduled,
     "import_queue": nothing_fails,
     "invalid_block_ids": nothing_fails,
     "connector_load_errors": pull_failed_and_is_recomputed,
     "worker_load_errors": nothing_fails,
+    "failed": pull_failed_and_is_recomputed,
+    "recv": pull_failed_and_is_recomputed,
     "error_response": pull_failed_and_is_recomputed,
     "unreported": pull_failed_and_is_recomputed,
     "broken_connection": pull_failed_and_is_recomputed,

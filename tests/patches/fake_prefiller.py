@@ -14,10 +14,11 @@ class FakePrefiller:
     """Answers on a thread once `release()` was called; `kinds` are its engine ids.
 
     "mixed" reports each request as the first word of its transfer id says: ok, err, or
-    missing for not at all. "error" is the whole pull's failure, "garbage" no message.
+    missing for not at all. "error" is the whole pull's failure, "garbage" no message,
+    and "leaver" goes away instead.
     """
 
-    kinds = ("mixed", "error", "garbage")
+    kinds = ("mixed", "error", "garbage", "leaver")
 
     def __init__(self, module: ModuleType, worker) -> None:
         self._module = module
@@ -37,6 +38,9 @@ class FakePrefiller:
             while True:
                 identity, message = socket.recv_multipart()
                 self._released.wait()
+                if kind == "leaver":
+                    socket.close(linger=0)
+                    return
                 socket.send_multipart((identity, self._answer(kind, message)))
         except zmq.ContextTerminated:
             socket.close(linger=0)

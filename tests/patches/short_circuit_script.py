@@ -214,7 +214,7 @@ def main() -> None:
         }
         mutants = {
             f"without {block}": patch(SHORT_CIRCUIT, without=block)
-            for block in block_ids(SHORT_CIRCUIT, bench._package)
+            for block in block_ids(SHORT_CIRCUIT, bench._package, CONNECTOR)
         }
         mutants |= {
             name: edited(patch(SHORT_CIRCUIT), *edit) for name, edit in EDITS.items()

@@ -26,13 +26,13 @@ def test_upstream_engine_dies_of_an_abort_before_the_request_is_scheduled(found)
 
 
 def test_every_request_ends_and_every_block_comes_back_with_the_race_patch(found):
-    assert len(found["race"]) == 12
+    assert len(found["race"]) == 15
     assert [problems for problems in found["race"].values() if problems] == []
 
 
 def test_the_scenarios_go_wrong_without_the_race_patch(found):
     """Apart from those that upstream does right, which the patch must not spoil."""
-    assert len(found["wrong_upstream"]) == 9
+    assert len(found["wrong_upstream"]) == 12
     assert [name for name, wrong in found["wrong_upstream"].items() if not wrong] == []
     assert not any(found["right_upstream"].values())
 
@@ -55,8 +55,19 @@ def test_each_block_of_the_race_patch_is_needed(found):
     unnoticed = [
         name for name, problems in found["race_without"].items() if not problems
     ]
-    assert len(found["race_without"]) == 15
+    assert len(found["race_without"]) == 20
     assert unnoticed == []
+
+
+def test_metrics_count_nothing_of_a_request_that_failed_before_it_was_scheduled(found):
+    """Upstream counts a negative number of tokens, which ends the API server."""
+    assert found["counted"]["upstream"]["local_cache_hit"] == 31
+    counts = found["counted"]["race"]
+    assert (counts["computed"], counts["local_cache_hit"], counts["total"]) == (
+        68,
+        32,
+        100,
+    )
 
 
 def test_defence_alone_keeps_the_engine_alive(found):

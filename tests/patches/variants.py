@@ -24,6 +24,7 @@ from microbench.tree import PATCHES
 
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
+STATS = "v1/metrics/stats.py"
 
 _numbers = count()
 
@@ -46,17 +47,20 @@ def edited(patch: blockpatch.Patch, block: str, old: str, new: str) -> blockpatc
     return dataclasses.replace(patch, blocks=tuple(blocks))
 
 
-def block_ids(name: str, package: Path) -> list[str]:
-    """The blocks of a patch that are for the release of `package`."""
+def block_ids(name: str, package: Path, file: str) -> list[str]:
+    """The blocks of a patch that are for one file of the release of `package`."""
     version = blockpatch.Tree(package).version
     blocks = blockpatch.load_patch(PATCHES / name).blocks
-    return [block.id for block in blocks if block.active(version)]
+    return [b.id for b in blocks if b.file == file and b.active(version)]
 
 
 def patched_source(
     package: Path, file: str, patches: list[blockpatch.Patch], place: Path
 ) -> Path:
-    """A copy of one file of `package`, patched, in a new folder below `place`."""
+    """A copy of one file of `package` in a new folder below `place`.
+
+    It has those blocks of the patches that are for it.
+    """
     tree = place / str(next(_numbers)) / package.name
     for path in (file, "__init__.py", "_version.py"):
         if (package / path).exists():
@@ -65,7 +69,13 @@ def patched_source(
     metadata = package.parent / "PKG-INFO"
     if metadata.exists():
         shutil.copy(metadata, tree.parent)
-    blockpatch.apply(blockpatch.Tree(tree), patches)
+    parts = [
+        dataclasses.replace(
+            patch, blocks=tuple(block for block in patch.blocks if block.file == file)
+        )
+        for patch in patches
+    ]
+    blockpatch.apply(blockpatch.Tree(tree), parts)
     return tree / file
 
 
