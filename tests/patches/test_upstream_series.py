@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The series for upstream: it applies, and it is the patches of this repository."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from microbench.tree import REPOSITORY
+from upstream.check import judge
+from upstream.outcomes import differences, read_outcomes
+from upstream.release import PART, Release, Repository, UpstreamError, load_releases
+from upstream.series import patched_code
+
+RELEASES = load_releases()
+
+
+class Series(NamedTuple):
+    """A release's series, applied."""
+
+    release: Release
+    repository: Repository
+    commits: list[str]
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def series(request, tmp_path_factory) -> Series:
+    release = RELEASES[request.param]
+    try:
+        repository = Repository(release, tmp_path_factory.mktemp("vllm"), PART)
+    except UpstreamError as error:
+        pytest.skip(str(error))
+    repository.apply(release.patches)
+    commits = repository.git("rev-list", "--reverse", "base..series").split()
+    return Series(release, repository, commits)
+
+
+def test_the_series_applies_to_the_pristine_release(series):
+    assert len(series.commits) == len(series.release.patches) > 0
+    assert series.repository.git("status", "--porcelain") == ""
+
+
+def test_each_commit_is_what_its_patch_makes_of_the_release(series, tmp_path):
+    assert len(series.commits) == len(series.release.sources)
+    for number, commit in enumerate(series.commits):
+        names = list(series.release.sources[: number + 1])
+        code = patched_code(series.release, names, tmp_path / str(number))
+        git = series.repository.git
+        changed = git("diff", "--name-only", "base", commit, "--", "vllm").split()
+        assert set(changed) == set(code), names
+        for path, content in code.items():
+            assert git("show", f"{commit}:{path}").encode() == content, (
+                f"{path} has drifted: run make upstream-series"
+            )
+
+
+def test_each_commit_brings_tests(series):
+    for commit in series.commits:
+        git = series.repository.git
+        assert git("diff", "--name-only", f"{commit}~", commit, "--", "tests"), commit
+
+
+def test_nobody_has_signed_off_yet(series):
+    for patch in series.release.patches:
+        assert "Signed-off-by" not in patch.read_text()
+
+
+def test_the_series_keeps_the_releases_own_style(series):
+    if series.release.version != max(RELEASES, key=_numbers):
+        pytest.skip("only the newest release is for upstream's linters")
+    files = series.repository.changed("vllm") + series.repository.changed("tests")
+    # Most of vllm is not there for ruff to see that it is no third party's.
+    ours = ["--config", "lint.isort.known-first-party = ['tests', 'vllm']"]
+    for command in (["check"], ["format", "--diff"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, *ours, *files],
+            cwd=series.repository.root,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def test_every_patch_of_the_series_is_described():
+    folder = REPOSITORY / "patches" / "upstream"
+    for release in RELEASES.values():
+        for number, name in enumerate(release.sources, 1):
+            assert (folder / f"{number}-{name}.md").is_file()
+
+
+def test_a_difference_is_found_whatever_it_is(tmp_path):
+    """A test that fails, is gone, or cannot even be collected any more."""
+    report = tmp_path / "report.jsonl"
+    test = '{"$report_type": "TestReport", "nodeid": "t.py::%s", '
+    report.write_text(
+        test % "same"
+        + '"when": "call", "outcome": "passed"}\n'
+        + test % "worse"
+        + '"when": "call", "outcome": "failed"}\n'
+        + test % "torn"
+        + '"when": "call", "outcome": "passed"}\n'
+        + test % "torn"
+        + '"when": "teardown", "outcome": "failed"}\n'
+        + '{"$report_type": "CollectReport", "nodeid": "u.py", "outcome": "failed"}\n'
+    )
+    after = read_outcomes(report)
+    before = {f"t.py::{name}": "passed" for name in ("same", "worse", "torn", "gone")}
+    assert differences(before, after) == [
+        "t.py::gone: passed before, gone after",
+        "t.py::torn: passed before, error after",
+        "t.py::worse: passed before, failed after",
+    ]
+    assert after["u.py"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("after", "without", "wrong"),
+    [
+        ({"old": "passed", "new": "passed"}, {"new": "failed"}, 0),
+        ({"old": "passed", "new": "passed"}, {}, 0),  # could not be imported
+        ({"old": "failed", "new": "passed"}, {"new": "failed"}, 1),
+        ({"old": "passed", "new": "failed"}, {"new": "failed"}, 1),
+        ({"old": "passed", "new": "skipped"}, {"new": "failed"}, 1),
+        ({"old": "passed", "new": "passed"}, {"new": "passed"}, 1),
+        ({"old": "passed"}, {}, 1),
+    ],
+)
+def test_the_check_objects_to_differences_failures_and_empty_proof(
+    after, without, wrong
+):
+    assert len(judge({"old": "passed"}, after, without)) == wrong

