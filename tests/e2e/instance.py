@@ -16,11 +16,12 @@ from typing import Any
 import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
-from tiny_checkpoint import MAX_TOKENS
 
 from microbench.config import Connector, load_profile
 from microbench.server import SERVED_MODEL, Server
 from microbench.supervise import signal_all
+
+from .tiny_checkpoint import MAX_TOKENS
 
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 1024

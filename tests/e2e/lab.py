@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from instance import Instance, Tokens
-from tiny_checkpoint import write_checkpoint
-
 from microbench.tree import build_tree, installed_package
+
+from .instance import Instance, Tokens
+from .tiny_checkpoint import write_checkpoint
 
 KV_TRANSFER = {
     "mooncake": {

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from instance import Answer, Instance, Tokens, aborted
-from lab import Reference
-from pair import pull_params, route, send_params
-from tiny_checkpoint import prompt
+from .instance import Answer, Instance, Tokens, aborted
+from .lab import Reference
+from .pair import pull_params, route, send_params
+from .tiny_checkpoint import prompt
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import uuid
 from typing import Any
 
 import aiohttp
-from instance import Answer, Instance, Tokens
+
+from .instance import Answer, Instance, Tokens
 
 
 async def route(connector: str, p: Instance, d: Instance, prompt: Tokens) -> Answer:

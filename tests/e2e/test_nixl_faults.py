@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from instance import (
+
+from microbench.server import free_ports
+
+from .instance import (
     BLOCK_TOKENS,
     NUM_BLOCKS,
     Answer,
@@ -24,11 +27,9 @@ from instance import (
     aborted,
     occupied,
 )
-from lab import Lab, Reference, ready
-from pair import route
-from tiny_checkpoint import prompt
-
-from microbench.server import free_ports
+from .lab import Lab, Reference, ready
+from .pair import route
+from .tiny_checkpoint import prompt
 
 pytestmark = pytest.mark.e2e
 

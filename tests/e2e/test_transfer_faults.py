@@ -15,19 +15,20 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 import pytest
-from instance import (
+
+from microbench.server import free_ports
+
+from .instance import (
     BLOCK_TOKENS,
     Instance,
     RequestFailed,
     aborted,
     occupied,
 )
-from lab import Lab, Reference, ready
-from mooncake_bench import Bench, abort_unscheduled_pull, pulling, stuck_send
-from pair import pull_params, route, send_params
-from tiny_checkpoint import prompt
-
-from microbench.server import free_ports
+from .lab import Lab, Reference, ready
+from .mooncake_bench import Bench, abort_unscheduled_pull, pulling, stuck_send
+from .pair import pull_params, route, send_params
+from .tiny_checkpoint import prompt
 
 pytestmark = pytest.mark.e2e
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from instance import BLOCK_TOKENS, Counters, Instance, Tokens
-from lab import Lab, Reference, ready
-from pair import route
-from tiny_checkpoint import prompt
+
+from .instance import BLOCK_TOKENS, Counters, Instance, Tokens
+from .lab import Lab, Reference, ready
+from .pair import route
+from .tiny_checkpoint import prompt
 
 pytestmark = pytest.mark.e2e
 
