@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 
 import pytest
 
@@ -57,6 +58,9 @@ def test_a_server_of_another_run_is_waited_for_and_then_refused(tmp_path, monkey
     # A supervisor that is not below us: as one left by a sweep killed just now.
     monkeypatch.setattr(preflight, "descendants", lambda pid: [])
     with Supervised(sleeper, dict(os.environ), tmp_path / "log") as survivor:
+        # For an instant after its start a process has no command line yet.
+        while not survivor.pids():
+            time.sleep(0.01)
         monkeypatch.setattr(preflight, "SURVIVOR_DEADLINE_S", 0.5)
         with pytest.raises(PreflightError, match="servers of another run"):
             preflight._await_survivors()
