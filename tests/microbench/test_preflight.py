@@ -31,6 +31,7 @@ def test_a_mooncake_that_reports_writes_too_early_is_refused(mooncake_version, v
         preflight.check_connector(load_connector("mooncake_both"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.3.12", "0.3.13.post1", "0.4"])
 def test_a_mooncake_without_that_race_is_accepted(mooncake_version, version):
     mooncake_version(version)

@@ -67,6 +67,8 @@ class TransferEngine:
                 os.pwrite(memory.fileno(), run, target)
 """
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
