@@ -196,6 +196,20 @@ def main() -> None:
         defence = code(scheduler=[patch(DEFENCE)])
         # As an operator runs it.
         fixed = code([patch(RACE), patch(SHORT_CIRCUIT)])
+        race_without = {
+            block: code([patch(RACE, without=block)])
+            for block in block_ids(RACE, package, CONNECTOR)
+        }
+        defence_without = {
+            block: code(scheduler=[patch(DEFENCE, without=block)])
+            for block in block_ids(DEFENCE, package, SCHEDULER)
+        }
+        metrics = {
+            name: load(patched_source(package, STATS, patches, Path(folder)))
+            for name, patches in (("upstream", []), ("race", [patch(RACE)]))
+        }
+        # From here on nothing is parsed: garbage of a world may format a traceback,
+        # and Python 3.11 cannot parse while it parses.
         found = {
             "right_upstream": {
                 s.__name__: run(engine, upstream, s) for s in RIGHT_UPSTREAM
@@ -208,26 +222,17 @@ def main() -> None:
             "storm_upstream": expected_wrong(engine, upstream, Storm(0)),
             "race": {s.__name__: run(engine, race, s) for s in SCENARIOS},
             "storm": {p: storms(engine, fixed, p) for p in ("recompute", "fail")},
-            "counted": {
-                name: counted(load(patched_source(package, STATS, with_, Path(folder))))
-                for name, with_ in (("upstream", []), ("race", [patch(RACE)]))
-            },
+            "counted": {name: counted(stats) for name, stats in metrics.items()},
             "defence": run(engine, defence, aborted_before_scheduled),
             "defence_reports": defence_reports(engine, defence),
         }
         found["race_without"] = {
-            block: expected_wrong(
-                engine, code([patch(RACE, without=block)]), NOTICES[block]
-            )
-            for block in block_ids(RACE, package, CONNECTOR)
+            block: expected_wrong(engine, code, NOTICES[block])
+            for block, code in race_without.items()
         }
         found["defence_without"] = {
-            block: expected_wrong(
-                engine,
-                code(scheduler=[patch(DEFENCE, without=block)]),
-                aborted_before_scheduled,
-            )
-            for block in block_ids(DEFENCE, package, SCHEDULER)
+            block: expected_wrong(engine, code, aborted_before_scheduled)
+            for block, code in defence_without.items()
         }
     result.write_text(json.dumps(found, indent=1))
     # Worlds are left as they are; threads of theirs may wait for ever.

@@ -204,14 +204,6 @@ def main() -> None:
         def make(version: str, role: str) -> Party:
             return bench.party(modules[version], role)
 
-        found = {
-            "lockstep": lockstep(make, LOCKSTEP_SEEDS),
-            "stress": stress(make, "patched"),
-            "stress_upstream": stress(make, "upstream"),
-            "quiet": asks_when_quiet(bench.party(bench.patched)),
-            "quiet_upstream": asks_when_quiet(bench.party(bench.upstream)),
-            "stuck": stuck_send_in_the_engine(engine, Code(bench.patched, scheduler)),
-        }
         mutants = {
             f"without {block}": patch(SHORT_CIRCUIT, without=block)
             for block in block_ids(SHORT_CIRCUIT, bench._package, CONNECTOR)
@@ -219,19 +211,31 @@ def main() -> None:
         mutants |= {
             name: edited(patch(SHORT_CIRCUIT), *edit) for name, edit in EDITS.items()
         }
-        found["mutants"] = {
-            name: noticed(bench, bench.module(mutant))
-            for name, mutant in mutants.items()
-        }
+        mutated = {name: bench.module(mutant) for name, mutant in mutants.items()}
+        of_later = {}
         if later.is_dir():
             of_later = {
                 "upstream": bench.later(later),
                 "patched": bench.later(later, patch(SHORT_CIRCUIT)),
             }
 
-            def make_later(version: str, role: str) -> Party:
-                return bench.later_party(of_later[version], role)
+        def make_later(version: str, role: str) -> Party:
+            return bench.later_party(of_later[version], role)
 
+        # From here on nothing is parsed: garbage of a party may format a traceback,
+        # and Python 3.11 cannot parse while it parses.
+        found = {
+            "lockstep": lockstep(make, LOCKSTEP_SEEDS),
+            "stress": stress(make, "patched"),
+            "stress_upstream": stress(make, "upstream"),
+            "quiet": asks_when_quiet(bench.party(bench.patched)),
+            "quiet_upstream": asks_when_quiet(bench.party(bench.upstream)),
+            "stuck": stuck_send_in_the_engine(engine, Code(bench.patched, scheduler)),
+            "mutants": {
+                name: noticed(bench, module) for name, module in mutated.items()
+            },
+        }
+        if of_later:
             found["later_lockstep"] = lockstep(make_later, LOCKSTEP_SEEDS)
             found["later_stress"] = stress(make_later, "patched", ["kv_both"])
             quiet = make_later("patched", "kv_both")
