@@ -113,44 +113,52 @@ func (x *Index[P]) add(key uint64, ids []podID) {
 	x.live.Add(1)
 }
 
-// Evict notes that pods no longer hold the block of a key.
-func (x *Index[P]) Evict(key uint64, pods ...P) {
+// Evict notes that pods no longer hold the block of a key. It returns whether the index
+// still holds the key, for other pods.
+func (x *Index[P]) Evict(key uint64, pods ...P) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	s, hash := x.shard(key)
 	t := s.table.Load()
-	if i, w := t.find(t.home(hash), key); w.held() {
-		x.withdraw(s, i, pods)
+	i, w := t.find(t.home(hash), key)
+	if !w.held() {
+		return false
 	}
+	return x.withdraw(s, i, func(pod P) bool { return slices.Contains(pods, pod) })
 }
 
 // Clear notes that a pod holds nothing any more. It visits every key, and lets other
 // writers take their turns in between.
 func (x *Index[P]) Clear(pod P) {
-	pods := []P{pod}
+	x.ClearFunc(func(p P) bool { return p == pod })
+}
+
+// ClearFunc is Clear for all pods that gone reports.
+func (x *Index[P]) ClearFunc(gone func(P) bool) {
 	for n := range x.shards {
-		x.clearShard(&x.shards[n], pods)
+		x.clearShard(&x.shards[n], gone)
 	}
 }
 
-func (x *Index[P]) clearShard(s *shard, pods []P) {
+func (x *Index[P]) clearShard(s *shard, gone func(P) bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	t := s.table.Load()
 	for i := range t.slots {
 		if word(t.slots[i].word.Load()).held() {
-			x.withdraw(s, i, pods)
+			x.withdraw(s, i, gone)
 		}
 	}
 }
 
-// withdraw takes pods from the set of a slot's key; the key goes with the last of them.
-func (x *Index[P]) withdraw(s *shard, i int, pods []P) {
+// withdraw takes pods from the set of a slot's key, and returns whether any is left. The
+// key goes with the last of them.
+func (x *Index[P]) withdraw(s *shard, i int, gone func(P) bool) bool {
 	t := s.table.Load()
 	set := x.setOf(word(t.slots[i].word.Load()))
 	left := x.union[:0]
 	for n, pod := range set.pods {
-		if !slices.Contains(pods, pod) {
+		if !gone(pod) {
 			left = append(left, set.ids[n])
 		}
 	}
@@ -160,6 +168,7 @@ func (x *Index[P]) withdraw(s *shard, i int, pods []P) {
 	} else if len(left) < len(set.pods) {
 		x.replace(t, i, left)
 	}
+	return len(left) > 0
 }
 
 // replace gives the key of a slot another set, and counts it as read.

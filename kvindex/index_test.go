@@ -39,7 +39,7 @@ func scores(x *Index[string], keys []uint64) map[string]int {
 
 func contents(x *Index[string], keys []uint64) map[uint64][]string {
 	found := map[uint64][]string{}
-	for i, pods := range x.Lookup(keys) {
+	for i, pods := range x.Lookup(keys, nil) {
 		found[keys[i]] = slices.Sorted(slices.Values(pods))
 	}
 	return found
@@ -117,8 +117,10 @@ func TestIndexIsAMapOfSetsWhileItHasRoom(t *testing.T) {
 					}
 				case 1, 2, 3:
 					for _, key := range keys {
-						x.Evict(key, pod)
 						delete(model[key], pod)
+						if got, want := x.Evict(key, pod), len(model[key]) > 0; got != want {
+							t.Fatalf("Evict says that key %d is held: %v", key, got)
+						}
 					}
 				default:
 					x.Add(keys, pod)
@@ -165,6 +167,23 @@ func compare(t *testing.T, x *Index[string], model map[uint64]map[string]bool, k
 	}
 	if got := scores(x, keys); !maps.Equal(got, leading) {
 		t.Fatalf("Score: got %v, want %v", got, leading)
+	}
+}
+
+func TestLookupKeepsThePodsAskedFor(t *testing.T) {
+	x := newIndex(t, 100, 4)
+	x.Add([]uint64{1, 2, 3}, "a", "b")
+	x.Add([]uint64{2}, "c")
+	x.Evict(2, "a")
+	found := map[int][]string{}
+	for i, pods := range x.Lookup([]uint64{1, 2, 3, 4}, func(pod string) bool { return pod != "b" }) {
+		found[i] = slices.Clone(pods)
+	}
+	if want := map[int][]string{0: {"a"}, 1: {"c"}, 2: {"a"}}; !maps.EqualFunc(found, want, slices.Equal) {
+		t.Fatalf("got %v, want %v", found, want)
+	}
+	for i := range x.Lookup([]uint64{1, 2, 3}, func(pod string) bool { return pod == "d" }) {
+		t.Fatalf("key %d", i)
 	}
 }
 
@@ -281,7 +300,7 @@ func TestReadersSeeOnlyWhatWasThere(t *testing.T) {
 					return
 				default:
 				}
-				for i, found := range x.Lookup(all) {
+				for i, found := range x.Lookup(all, nil) {
 					a, b := pods(all[i])
 					for _, pod := range found {
 						if pod != a && pod != b {

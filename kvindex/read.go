@@ -76,22 +76,42 @@ func finish[P comparable](scores []PodScore[P], running, n int) []PodScore[P] {
 	return scores
 }
 
-// Lookup yields, for each key of a chain that the index holds, its position in the
-// chain and the pods that hold its block. The pods must not be changed.
-func (x *Index[P]) Lookup(chain []uint64) iter.Seq2[int, []P] {
+// Lookup yields, for each key of a chain that the index holds, its position in the chain
+// and those of its pods that keep wants; all of them if keep is nil. A key with none of
+// them is passed over. The pods must not be changed; what keep left is valid in that step
+// only.
+func (x *Index[P]) Lookup(chain []uint64, keep func(P) bool) iter.Seq2[int, []P] {
 	return func(yield func(int, []P) bool) {
 		epoch := x.epoch.Load()
 		var places [ahead]place
+		var kept []P
 		for n, key := range chain {
 			if n%ahead == 0 {
 				x.seek(chain[n:min(n+ahead, len(chain))], &places)
 			}
 			w, set := x.read(places[n%ahead], key, epoch, 0)
-			if w.held() && !yield(n, set.pods) {
+			if !w.held() {
+				continue
+			}
+			pods := set.pods
+			if keep != nil {
+				kept = filter(kept[:0], pods, keep)
+				pods = kept
+			}
+			if len(pods) > 0 && !yield(n, pods) {
 				return
 			}
 		}
 	}
+}
+
+func filter[P any](kept, pods []P, keep func(P) bool) []P {
+	for _, pod := range pods {
+		if keep(pod) {
+			kept = append(kept, pod)
+		}
+	}
+	return kept
 }
 
 // seek finds where the search for some keys begins, and loads the memory there.
