@@ -11,7 +11,6 @@ package kvindex
 
 import (
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -29,16 +28,12 @@ type Config struct {
 // within the 32 bits of a set's index.
 const maxCapacity = 1<<32 - 3
 
-// keysPerShard bounds the pause in which a writer copies one shard into another table.
-const keysPerShard = 1 << 14
-
 // An Index maps keys to sets of pods of type P. Its methods may be called at any time
 // from any goroutine.
 type Index[P comparable] struct {
 	capacity int
 	maxPods  int
-	hasher   hasher
-	shards   []shard
+	keys     keyTable
 	sets     setTable[P]
 	epoch    atomic.Uint64
 	live     atomic.Int64
@@ -59,15 +54,10 @@ func New[P comparable](config Config) (*Index[P], error) {
 	if config.MaxPodsPerKey < 1 {
 		return nil, fmt.Errorf("kvindex: %d pods per key, at least 1 is needed", config.MaxPodsPerKey)
 	}
-	shards := (config.Capacity + keysPerShard - 1) / keysPerShard
 	x := &Index[P]{
 		capacity: config.Capacity,
 		maxPods:  config.MaxPodsPerKey,
-		hasher:   hasher{rand.Uint64(), uint64(shards)},
-		shards:   make([]shard, shards),
-	}
-	for i := range x.shards {
-		x.shards[i].table.Store(emptyTable)
+		keys:     newKeyTable(config.Capacity),
 	}
 	x.intern.init(&x.sets)
 	x.queue.init(config.Capacity)
@@ -94,7 +84,7 @@ func (x *Index[P]) Add(chain []uint64, pods ...P) {
 }
 
 func (x *Index[P]) add(key uint64, ids []podID) {
-	s, hash := x.shard(key)
+	s, hash := x.keys.shard(key)
 	t := s.table.Load()
 	if i, w := t.find(t.home(hash), key); w.held() {
 		x.replace(t, i, x.merged(x.setOf(w).ids, ids))
@@ -108,7 +98,7 @@ func (x *Index[P]) add(key uint64, ids []podID) {
 	}
 	set := x.intern.acquire(x.merged(nil, ids))
 	epoch := x.queue.admit(key)
-	s.insert(x.hasher, hash, key, set.word(epoch), uint16(epoch))
+	s.insert(x.keys.hasher, hash, key, set.word(epoch), uint16(epoch))
 	x.epoch.Store(x.queue.epoch)
 	x.live.Add(1)
 }
@@ -118,7 +108,7 @@ func (x *Index[P]) add(key uint64, ids []podID) {
 func (x *Index[P]) Evict(key uint64, pods ...P) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	s, hash := x.shard(key)
+	s, hash := x.keys.shard(key)
 	t := s.table.Load()
 	i, w := t.find(t.home(hash), key)
 	if !w.held() {
@@ -135,8 +125,8 @@ func (x *Index[P]) Clear(pod P) {
 
 // ClearFunc is Clear for all pods that gone reports.
 func (x *Index[P]) ClearFunc(gone func(P) bool) {
-	for n := range x.shards {
-		x.clearShard(&x.shards[n], gone)
+	for n := range x.keys.shards {
+		x.clearShard(&x.keys.shards[n], gone)
 	}
 }
 
@@ -207,12 +197,6 @@ func (x *Index[P]) merged(old, more []podID) []podID {
 	slices.Sort(ids)
 	x.union = ids
 	return ids
-}
-
-// shard returns the shard of a key and the key's hash in it.
-func (x *Index[P]) shard(key uint64) (*shard, uint64) {
-	n, hash := x.hasher.split(key)
-	return &x.shards[n], hash
 }
 
 // setOf returns the set of a held word that no other writer can change.

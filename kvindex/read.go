@@ -14,41 +14,30 @@ type PodScore[P comparable] struct {
 	id     podID
 }
 
-// ahead is for how many keys the memory is asked for before the first is looked at, so
-// that their cache misses overlap.
-const ahead = 16
-
-// A place is where the search for a key begins.
-type place struct {
-	table *table
-	home  int
-}
-
 // Score returns how many leading blocks of a chain each pod holds, for the pods that
 // hold the first, in no particular order. The result is put into scores, from its
 // start; nothing is allocated if it has room for the pods of a key.
 func (x *Index[P]) Score(chain []uint64, scores []PodScore[P]) []PodScore[P] {
 	scores = scores[:0]
-	epoch := x.epoch.Load()
 	running := 0 // scores[:running] are those of pods that hold all blocks so far
-	last := uint64(0)
-	var places [ahead]place
+	epoch := x.epoch.Load()
+	last := noSet
+	var words [batch]word
 	for n, key := range chain {
-		if n%ahead == 0 {
-			x.seek(chain[n:min(n+ahead, len(chain))], &places)
+		if n%batch == 0 {
+			x.keys.readAll(chain[n:min(n+batch, len(chain))], epoch, &words)
 		}
-		w, set := x.read(places[n%ahead], key, epoch, last)
-		if !w.held() {
+		w := words[n%batch]
+		if w.set() == last {
+			continue
+		}
+		set := x.podsOf(key, w)
+		if set == nil {
 			return finish(scores, running, n)
 		}
-		if set == nil {
-			continue // the same set as the block before
-		}
-		last = w.set()
+		last = set.word(0).set()
 		if n == 0 {
-			for i, pod := range set.pods {
-				scores = append(scores, PodScore[P]{Pod: pod, id: set.ids[i]})
-			}
+			scores = begin(scores, set)
 			running = len(scores)
 			continue
 		}
@@ -68,6 +57,13 @@ func (x *Index[P]) Score(chain []uint64, scores []PodScore[P]) []PodScore[P] {
 	return finish(scores, running, len(chain))
 }
 
+func begin[P comparable](scores []PodScore[P], set *podSet[P]) []PodScore[P] {
+	for i, pod := range set.pods {
+		scores = append(scores, PodScore[P]{Pod: pod, id: set.ids[i]})
+	}
+	return scores
+}
+
 // finish scores the pods that hold all blocks before the n-th.
 func finish[P comparable](scores []PodScore[P], running, n int) []PodScore[P] {
 	for i := range running {
@@ -83,14 +79,14 @@ func finish[P comparable](scores []PodScore[P], running, n int) []PodScore[P] {
 func (x *Index[P]) Lookup(chain []uint64, keep func(P) bool) iter.Seq2[int, []P] {
 	return func(yield func(int, []P) bool) {
 		epoch := x.epoch.Load()
-		var places [ahead]place
+		var words [batch]word
 		var kept []P
 		for n, key := range chain {
-			if n%ahead == 0 {
-				x.seek(chain[n:min(n+ahead, len(chain))], &places)
+			if n%batch == 0 {
+				x.keys.readAll(chain[n:min(n+batch, len(chain))], epoch, &words)
 			}
-			w, set := x.read(places[n%ahead], key, epoch, 0)
-			if !w.held() {
+			set := x.podsOf(key, words[n%batch])
+			if set == nil {
 				continue
 			}
 			pods := set.pods
@@ -114,39 +110,16 @@ func filter[P any](kept, pods []P, keep func(P) bool) []P {
 	return kept
 }
 
-// seek finds where the search for some keys begins, and loads the memory there.
-func (x *Index[P]) seek(keys []uint64, places *[ahead]place) {
-	for i, key := range keys {
-		s, hash := x.shard(key)
-		t := s.table.Load()
-		home := t.home(hash)
-		t.slots[home].word.Load()
-		places[i] = place{t, home}
-	}
-}
-
-// read returns the word and the set of a key, and marks the key as read in an epoch.
-// The word is zero, or buried, if the index does not hold the key. The set is nil if
-// it is the last one again.
-func (x *Index[P]) read(at place, key, epoch, last uint64) (word, *podSet[P]) {
-	for {
-		i, w := at.table.find(at.home, key)
-		if !w.held() {
-			return 0, nil
-		}
-		if read, later := w.readIn(epoch); later {
-			// If another goroutine was faster, it has done as much.
-			at.table.slots[i].word.CompareAndSwap(uint64(w), uint64(read))
-		}
-		if w.set() == last {
-			return w, nil
-		}
+// podsOf returns the set of a key whose word was read, or nil if the key is not held.
+func (x *Index[P]) podsOf(key uint64, w word) *podSet[P] {
+	for w.held() {
 		if set := x.sets.get(w); set != nil {
-			return w, set
+			return set
 		}
-		// The key was changed between the two loads, maybe in another table.
-		s, hash := x.shard(key)
-		at.table = s.table.Load()
-		at.home = at.table.home(hash)
+		// The key was changed since its word was read, maybe in another table.
+		s, hash := x.keys.shard(key)
+		t := s.table.Load()
+		_, w = t.find(t.home(hash), key)
 	}
+	return nil
 }

@@ -114,7 +114,7 @@ func (x *Index[P]) tidy() {
 // counts returns where a key is that was taken from the queue of an epoch, or -1 if it
 // was removed since, or is queued elsewhere.
 func (x *Index[P]) counts(key, epoch uint64) (*shard, int) {
-	s, hash := x.shard(key)
+	s, hash := x.keys.shard(key)
 	t := s.table.Load()
 	i, w := t.find(t.home(hash), key)
 	if i >= 0 && w.held() && t.queued[i] == uint16(epoch) {

@@ -25,6 +25,9 @@ func (s *podSet[P]) word(epoch uint64) word {
 	return word(s.index)<<32 | word(s.gen)<<16 | word(uint16(epoch))
 }
 
+// noSet is what no word has as its set.
+const noSet = ^uint64(0)
+
 const setsPerChunk = 1 << 10
 
 type setChunk[P comparable] [setsPerChunk]atomic.Pointer[podSet[P]]

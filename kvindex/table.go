@@ -4,6 +4,7 @@ package kvindex
 
 import (
 	"math/bits"
+	"math/rand/v2"
 	"sync/atomic"
 )
 
@@ -47,6 +48,9 @@ type table struct {
 	queued []uint16
 }
 
+// keysPerShard bounds the pause in which a writer copies one shard into another table.
+const keysPerShard = 1 << 14
+
 // A table is filled to targetLoad when it is made, and to maxLoad before it is copied.
 const (
 	targetLoad = 0.55
@@ -64,18 +68,73 @@ type shard struct {
 	used  int // slots that are held or buried
 }
 
+// A keyTable is all shards. Each key belongs to one of them.
+type keyTable struct {
+	hasher
+	shards []shard
+}
+
 // A hasher spreads keys over shards, and over the slots of one.
 type hasher struct {
-	seed   uint64
-	shards uint64
+	seed  uint64
+	parts uint64
+}
+
+func newKeyTable(capacity int) keyTable {
+	shards := make([]shard, (capacity+keysPerShard-1)/keysPerShard)
+	for i := range shards {
+		shards[i].table.Store(emptyTable)
+	}
+	return keyTable{hasher{rand.Uint64(), uint64(len(shards))}, shards}
 }
 
 // split returns a key's shard, and its hash within the shard.
 func (h hasher) split(key uint64) (shard, hash uint64) {
 	high, low := bits.Mul64(key^h.seed, 0x9E3779B97F4A7C15)
 	high ^= low
-	high, low = bits.Mul64(high*0xD6E8FEB86659FD93, h.shards)
+	high, low = bits.Mul64(high*0xD6E8FEB86659FD93, h.parts)
 	return high, low
+}
+
+// shard returns the shard of a key and the key's hash in it.
+func (k *keyTable) shard(key uint64) (*shard, uint64) {
+	n, hash := k.split(key)
+	return &k.shards[n], hash
+}
+
+// batch is how many keys are read at once. The memory is asked for all of them before the
+// first is looked at, so that their cache misses overlap.
+const batch = 16
+
+// readAll puts the words of at most a batch of keys into words, zero for those that are
+// not held, and marks the others as read in an epoch.
+func (k *keyTable) readAll(keys []uint64, epoch uint64, words *[batch]word) {
+	var tables [batch]*table
+	var homes [batch]int
+	for i, key := range keys {
+		s, hash := k.shard(key)
+		t := s.table.Load()
+		home := t.home(hash)
+		t.slots[home].word.Load()
+		tables[i%batch], homes[i%batch] = t, home
+	}
+	for i, key := range keys {
+		words[i%batch] = tables[i%batch].read(homes[i%batch], key, epoch)
+	}
+}
+
+// read returns the word of a key, zero if it is not held, and marks it as read in an
+// epoch.
+func (t *table) read(home int, key, epoch uint64) word {
+	i, w := t.find(home, key)
+	if !w.held() {
+		return 0
+	}
+	if read, later := w.readIn(epoch); later {
+		// If another goroutine was faster, it has done as much.
+		t.slots[i].word.CompareAndSwap(uint64(w), uint64(read))
+	}
+	return w
 }
 
 // home is where the probe sequence of a hash begins.
