@@ -9,12 +9,15 @@ from types import ModuleType
 import msgspec
 import zmq
 
+# Of responses to one pull, before those that say something.
+CONTINUED = 20
+
 
 class FakePrefiller:
     """Answers on a thread once `release()` was called; `kinds` are its engine ids.
 
     "mixed" reports each request as the first word of its transfer id says: ok, err, or
-    missing for not at all. "error" is the whole pull's failure, "garbage" no message,
+    missing for not at all; in many responses, one upon the other. "error" is the whole pull's failure, "garbage" no message,
     and "leaver" goes away instead.
     """
 
@@ -41,24 +44,26 @@ class FakePrefiller:
                 if kind == "leaver":
                     socket.close(linger=0)
                     return
-                socket.send_multipart((identity, self._answer(kind, message)))
+                for answer in self._answers(kind, message):
+                    socket.send_multipart((identity, answer))
         except zmq.ContextTerminated:
             socket.close(linger=0)
 
-    def _answer(self, kind: str, message: bytes) -> bytes:
+    def _answers(self, kind: str, message: bytes) -> list[bytes]:
         status = self._module.MooncakeXferResponseStatus
         response = self._module.MooncakeXferResponse
         if kind == "garbage":
-            return b"\xc1"
+            return [b"\xc1"]
         if kind == "error":
-            return msgspec.msgpack.encode(response(status.ERROR, err_msg="out of luck"))
+            return [msgspec.msgpack.encode(response(status.ERROR, err_msg="no luck"))]
         asked = self._decoder.decode(message).req_blocks
         said = {"ok": [], "err": [], "missing": []}
         for request, (transfer_id, _) in asked.items():
             said[transfer_id.split("-")[0]].append(request)
-        return msgspec.msgpack.encode(
-            response(status.FINISH, ok_reqs=said["ok"], err_reqs=said["err"])
-        )
+        answers = [response(status.CONTINUE) for _ in range(CONTINUED)]
+        answers += [response(status.CONTINUE, err_reqs=said["err"])]
+        answers += [response(status.FINISH, ok_reqs=said["ok"])]
+        return [msgspec.msgpack.encode(answer) for answer in answers]
 
     def release(self) -> None:
         self._released.set()
