@@ -171,6 +171,9 @@ func (x *Index) GetRequestKey(
 	return of.last, nil
 }
 
+// Len returns the number of request keys held.
+func (x *Index) Len() int { return x.pods.Len() }
+
 // Clear notes that a pod holds nothing any more, on any device tier. Engine keys are
 // kept, as upstream keeps them: the pod's next Add finds them right.
 func (x *Index) Clear(_ context.Context, podIdentifier string) error {

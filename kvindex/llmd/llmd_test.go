@@ -128,6 +128,10 @@ func (p *pair) compare() {
 			p.t.Fatalf("only %v: upstream returns %d keys, the adapter %d", only, len(theirs), len(ours))
 		}
 	}
+	all, err := p.theirs.Lookup(ctx, p.keys, nil)
+	if err != nil || p.ours.(*llmd.Index).Len() != len(all) {
+		p.t.Fatalf("%d keys held, Len %d, %v", len(all), p.ours.(*llmd.Index).Len(), err)
+	}
 	for _, key := range p.keys {
 		theirs, theirErr := p.theirs.GetRequestKey(ctx, engineKey(key))
 		ours, ourErr := p.ours.GetRequestKey(ctx, engineKey(key))
