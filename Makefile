@@ -51,6 +51,22 @@ upstream-check: vllm-releases ## the series for upstream: applies, and upstream'
 upstream-series: vllm-releases ## make the series for upstream anew from patches/
 	$(python) -m upstream.series
 
+# The prefix index: Go alone, no Python.
+kvindex-test: ## the prefix index, its adapter and the patches on llm-d-kv-cache (needs Go and git)
+	cd kvindex && go vet ./... && go test -race ./...
+	cd kvindex && go test -run '^$$' -fuzz FuzzIndex -fuzztime 30s .
+	cd kvindex/llmd && go vet ./... && go test -race ./...
+	cd kvindex/cmd/kvbench && CGO_ENABLED=0 go vet ./... && CGO_ENABLED=0 go test ./...
+	bash patches/llm-d-kv-cache/check.sh
+
+kvindex-bench: ## the prefix index beside upstream and other designs (20 minutes; needs Go and git)
+	bash kvindex/cmd/kvbench/build_variants.sh kvindex/bin
+	cd kvindex && bin/kvbench run -bin bin -traces ../traces -out results.json -rounds 3
+	cd kvindex && bin/kvbench report -in results.json -readme README.md -md RESULTS.md
+
+kvindex-figures: setup ## draw kvindex/figures from kvindex/results.json
+	$(python) -m kvindex.figures
+
 lock: setup ## resolve pyproject.toml anew into locks/
 	@for flavour in cpu gpu; do \
 	    uv pip compile -q pyproject.toml --extra $$flavour --group dev --universal \
@@ -65,5 +81,5 @@ clean: ## remove runs, fetched sources and the environment
 	rm -rf runs third_party .venv .uv .setup.lock
 
 .PHONY: help setup test test-fast lint sweep overhead step-cost listener-cost driver-lag \
-	transfer-check bench-report vllm-releases upstream-check \
-	upstream-series lock clean
+	transfer-check bench-report vllm-releases upstream-check upstream-series \
+	kvindex-test kvindex-bench kvindex-figures lock clean

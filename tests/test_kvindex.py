@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix index is in Go and has its own tests; those of its core run here too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvindex.figures import bursts, usable
+
+KVINDEX = Path(__file__).parents[1] / "kvindex"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("go"), reason="needs Go 1.25")
+@pytest.mark.skipif(not shutil.which("gcc"), reason="the race detector needs gcc")
+def test_core_passes_its_own_tests_under_the_race_detector():
+    result = subprocess.run(
+        ["go", "test", "-race", "./..."], cwd=KVINDEX, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_figures_draw_what_was_measured():
+    trials = json.loads((KVINDEX / "results.json").read_text())["trials"]
+    for table, name in ((bursts(trials), "bursts"), (usable(trials), "usable")):
+        committed = (KVINDEX / "figures" / f"{name}.csv").read_text()
+        assert table.write_csv() == committed
