@@ -311,7 +311,6 @@ NOTICES = {
     "connector_load_errors": pull_failed_and_is_recomputed,
     "worker_load_errors": nothing_fails,
     "failed": pull_failed_and_is_recomputed,
-    "gone": nothing_fails,
     "recv": pull_failed_and_is_recomputed,
     "error_response": pull_failed_and_is_recomputed,
     "unreported": pull_failed_and_is_recomputed,

@@ -17,8 +17,8 @@ class FakePrefiller:
     """Answers on a thread once `release()` was called; `kinds` are its engine ids.
 
     "mixed" reports each request as the first word of its transfer id says: ok, err, or
-    missing for not at all; in many responses, one upon the other. "error" is the whole pull's failure, "garbage" no message,
-    and "leaver" goes away instead.
+    missing for not at all; in many responses, one upon the other. "error" is the whole
+    pull's failure, "garbage" no message, and "leaver" goes away instead.
     """
 
     kinds = ("mixed", "error", "garbage", "leaver")
