@@ -12,7 +12,10 @@ test: setup vllm-releases ## everything, real vLLM servers included (under 20 mi
 	$(python) -m pytest
 
 test-fast: setup ## without vLLM (under a minute)
-	$(python) -m pytest -m "not slow and not e2e"
+	$(python) -m pytest -m "not slow and not e2e and not long"
+
+direct-read-test: setup ## direct read: the storm, a million hostile frames, two real servers (6 minutes)
+	$(python) -m pytest -m "" tests/connectors tests/e2e/test_direct_read.py
 
 lint: setup ## ruff, as the tests expect it
 	$(python) -m ruff check .
@@ -80,6 +83,6 @@ lock: setup ## resolve pyproject.toml anew into locks/
 clean: ## remove runs, fetched sources and the environment
 	rm -rf runs third_party .venv .uv .setup.lock
 
-.PHONY: help setup test test-fast lint sweep overhead step-cost listener-cost driver-lag \
-	transfer-check bench-report vllm-releases upstream-check upstream-series \
-	kvindex-test kvindex-bench kvindex-figures lock clean
+.PHONY: help setup test test-fast direct-read-test lint sweep overhead step-cost \
+	listener-cost driver-lag transfer-check bench-report vllm-releases upstream-check \
+	upstream-series kvindex-test kvindex-bench kvindex-figures lock clean

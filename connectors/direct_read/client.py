@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks a peer's side channel what it is, what it has, and what was still valid.
+
+A client is one connection, and the connection stands for the peer's process: addresses
+and offers that came over it are of that process, and it ends with it. So a client never
+connects again by itself. After an error all that it told is void: say hello again, and
+use the addresses of that hello.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from typing import TypeVar
+
+from connectors.direct_read.protocol import (
+    GREETING_BYTES,
+    LENGTH,
+    MAGIC,
+    MAX_FRAME_BYTES,
+    MAX_HASHES,
+    DirectReadError,
+    Hello,
+    Lookup,
+    Offer,
+    Peer,
+    ProtocolError,
+    Request,
+    Seal,
+    Validate,
+    Validated,
+    check_secret,
+    framed,
+    new_nonce,
+    nonce_of,
+)
+
+ReplyT = TypeVar("ReplyT", Peer, Offer, Validated)
+
+
+class _Connection:
+    """A socket whose calls all end by a deadline."""
+
+    def __init__(self, address: tuple[str, int], deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self._sock = socket.create_connection(address, self._left_s())
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.seal: Seal | None = None
+
+    def greet(self, secret: bytes) -> None:
+        nonce = new_nonce()
+        self.send(MAGIC + nonce)
+        server_nonce = nonce_of(self.receive(GREETING_BYTES))
+        self.seal = Seal(secret, server_nonce, nonce, server=False)
+
+    def send(self, content: bytes) -> None:
+        self._sock.settimeout(self._left_s())
+        self._sock.sendall(framed(content))
+
+    def receive(self, limit_bytes: int) -> bytes:
+        (length,) = LENGTH.unpack(self._receive_exactly(LENGTH.size))
+        if length > limit_bytes:
+            raise ProtocolError("a frame that is too long")
+        return self._receive_exactly(length)
+
+    def close(self) -> None:
+        # Another thread that waits on it is woken.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _receive_exactly(self, num_bytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < num_bytes:
+            self._sock.settimeout(self._left_s())
+            part = self._sock.recv(num_bytes - len(data))
+            if not part:
+                raise ConnectionError("the connection was closed")
+            data += part
+        return bytes(data)
+
+    def _left_s(self) -> float:
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        return left_s
+
+
+class Client:
+    """One connection to a peer's side channel, for any number of threads.
+
+    Each call returns or raises DirectReadError within `timeout_s`, name resolution
+    apart, waiting for other threads' calls included. Any error ends the connection;
+    only hello makes a new one.
+
+    Raises ValueError if the secret is too short.
+    """
+
+    def __init__(
+        self, host: str, port: int, secret: bytes, timeout_s: float = 2.0
+    ) -> None:
+        self._address = host, port
+        self._secret = check_secret(secret)
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+
+    def hello(self) -> Peer:
+        """Connect, anew if need be, and ask what the peer is."""
+        return self._ask(Hello(), Peer)
+
+    def lookup(self, hashes: list[bytes]) -> Offer:
+        """Ask for the blocks of these hashes; only the first MAX_HASHES are."""
+        offer = self._ask(Lookup(hashes[:MAX_HASHES]), Offer)
+        if len(offer.block_ids) > len(hashes):
+            self.close()
+            raise DirectReadError(f"{self}: offered more than was asked for")
+        return offer
+
+    def validate(self, token: int) -> int:
+        """Ask how many leading blocks of an offer are still valid.
+
+        Only what had arrived before this call is covered by the answer.
+        """
+        return self._ask(Validate(token), Validated).num_blocks
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def __str__(self) -> str:
+        return "direct read from {}:{}".format(*self._address)
+
+    def _ask(self, request: Request, reply_type: type[ReplyT]) -> ReplyT:
+        deadline_s = time.monotonic() + self._timeout_s
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise DirectReadError(f"{self}: busy for {self._timeout_s} s")
+        try:
+            connection = self._connected(deadline_s, anew=isinstance(request, Hello))
+            connection.send(connection.seal.seal(request))
+            reply = connection.seal.open(connection.receive(MAX_FRAME_BYTES))
+            if not isinstance(reply, reply_type):
+                raise ProtocolError("a reply to something else")
+            return reply
+        except TimeoutError:
+            self.close()
+            raise DirectReadError(
+                f"{self}: no answer in {self._timeout_s} s: stopped, overloaded, or "
+                "its secret is another one"
+            ) from None
+        except (OSError, ProtocolError) as error:
+            self.close()
+            raise DirectReadError(f"{self}: {error}") from error
+        finally:
+            self._lock.release()
+
+    def _connected(self, deadline_s: float, *, anew: bool) -> _Connection:
+        if anew:
+            self.close()
+            self._connection = _Connection(self._address, deadline_s)
+            self._connection.greet(self._secret)
+        if self._connection is None:
+            raise ConnectionError("not connected, say hello first")
+        self._connection.deadline_s = deadline_s
+        return self._connection

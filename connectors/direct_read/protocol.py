@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What direct read's side channel says, and how both ends know who said it.
+
+A frame is its length in four bytes, big-endian, and then its content. The first frame
+each way is a greeting: MAGIC and a fresh nonce. Each further one is sealed by a Seal:
+HMAC-SHA256 over both nonces, the direction, the frame's number and the payload, and
+then the payload, a message in msgpack. Requests and replies have the same numbers, so
+a reply is that of its request. As the nonces are new with each connection, a frame is
+worth nothing on another one, however soon: that takes no clocks and no list of nonces
+seen. A greeting proves nothing, the first sealed frame does.
+
+The payload is authentic, not secret, and a block hash lets its bearer read the block:
+hashes are in no log, no error and no repr.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from typing import Annotated, Any
+
+import msgspec
+
+MAGIC = b"kv-direct-read/1"
+NONCE_BYTES = 16
+GREETING_BYTES = len(MAGIC) + NONCE_BYTES
+MAC_BYTES = 32
+LENGTH = struct.Struct(">I")
+NUMBER = struct.Struct(">Q")
+
+MAX_FRAME_BYTES = 1 << 20
+# Until a client has proven itself it says only hello.
+MAX_FIRST_FRAME_BYTES = 1 << 10
+MAX_HASHES = 4_096
+MAX_HASH_BYTES = 64
+MIN_SECRET_BYTES = 16
+
+UInt = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+BlockHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTES)]
+
+
+class DirectReadError(Exception):
+    """The side channel failed: unreachable, timeout, refused or wrong secret."""
+
+
+class ProtocolError(Exception):
+    """A frame that is not authentic, or says what cannot be said."""
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+class Hello(Message, tag="hello"):
+    """Who are you? Answered with a Peer."""
+
+
+class Lookup(Message, tag="lookup"):
+    """Which of these blocks, from the first on, can be read? Answered with an Offer.
+
+    The hashes are block hashes as in `request.block_hashes`, without a group id.
+    """
+
+    hashes: Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_HASHES)]
+
+    def __repr__(self) -> str:
+        return f"Lookup(<{len(self.hashes)} hashes>)"
+
+
+class Validate(Message, tag="validate"):
+    """Are the blocks of an offer still what they were? Answered with a Validated."""
+
+    token: UInt
+
+
+class WorkerAddress(Message):
+    """Where one worker's KV cache can be read.
+
+    `base_addresses` and `block_bytes` have one entry for each registered tensor: a
+    block is at `base_addresses[i] + block_id * block_bytes[i]`.
+    """
+
+    session: str
+    base_addresses: list[UInt]
+    block_bytes: list[UInt]
+
+
+class Peer(Message, tag="peer"):
+    """What an instance is (see fingerprint.py), and its workers by TP rank."""
+
+    fingerprint: dict[str, str]
+    workers: list[WorkerAddress]
+
+
+class Offer(Message, tag="offer"):
+    """The blocks of a lookup's leading run that can be read now.
+
+    Their bytes count only as far as validating the token says afterwards. Why the run
+    ended is in `stopped`: "" if all are there, "absent", or "in_flight", which is
+    cached in a step that has not ended. An offer of no blocks has token 0, which is
+    never valid.
+    """
+
+    token: UInt
+    block_ids: list[UInt]
+    stopped: str
+
+
+class Validated(Message, tag="validated"):
+    """How many leading blocks of the offer were still cached when it was asked."""
+
+    num_blocks: UInt
+
+
+Request = Hello | Lookup | Validate
+Reply = Peer | Offer | Validated
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_request = msgspec.msgpack.Decoder(Request).decode
+_decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def check_secret(secret: bytes) -> bytes:
+    """Raises ValueError if it is too short to keep anybody out."""
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(f"the secret must have at least {MIN_SECRET_BYTES} bytes")
+    return secret
+
+
+def framed(content: bytes) -> bytes:
+    if len(content) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {len(content)} bytes is too long")
+    return LENGTH.pack(len(content)) + content
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def nonce_of(greeting: bytes) -> bytes:
+    """Raises ProtocolError if it is no greeting."""
+    if len(greeting) != GREETING_BYTES or not greeting.startswith(MAGIC):
+        raise ProtocolError("no greeting of direct read")
+    return greeting[len(MAGIC) :]
+
+
+class Seal:
+    """One end's view of a connection: seals what it sends, opens what it receives.
+
+    An opened frame was sealed by who has the secret, for this connection, this
+    direction and this place in it. One that is not leaves everything as it was, so
+    that the next one may be. Use one for each connection, from one thread at a time.
+    """
+
+    def __init__(
+        self, secret: bytes, server_nonce: bytes, client_nonce: bytes, *, server: bool
+    ) -> None:
+        self._secret = check_secret(secret)
+        nonces = server_nonce + client_nonce
+        labels = (b"reply" + nonces, b"query" + nonces)
+        self._sends, self._receives = labels if server else labels[::-1]
+        self._decode = _decode_request if server else _decode_reply
+        self._num_sent = self._num_received = 0
+
+    def seal(self, message: Request | Reply) -> bytes:
+        """The frame's content. Raises ProtocolError if the message is too long."""
+        payload = _encode(message)
+        if MAC_BYTES + len(payload) > MAX_FRAME_BYTES:
+            raise ProtocolError(f"a message of {len(payload)} bytes is too long")
+        mac = self._mac(self._sends, self._num_sent, payload)
+        self._num_sent += 1
+        return mac + payload
+
+    def open(self, content: bytes) -> Any:
+        """The message in a frame's content.
+
+        Raises ProtocolError if it is not authentic, or is no message of its kind.
+        """
+        if not MAC_BYTES < len(content) <= MAX_FRAME_BYTES:
+            raise ProtocolError("a frame of the wrong length")
+        mac, payload = content[:MAC_BYTES], content[MAC_BYTES:]
+        expected = self._mac(self._receives, self._num_received, payload)
+        if not hmac.compare_digest(mac, expected):
+            raise ProtocolError("a frame that is not authentic")
+        self._num_received += 1
+        try:
+            return self._decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            # A ValueError is text that is not UTF-8, and quotes it: so from None.
+            raise ProtocolError("an authentic frame with no message") from None
+
+    def _mac(self, label: bytes, number: int, payload: bytes) -> bytes:
+        return hmac.digest(
+            self._secret, label + NUMBER.pack(number) + payload, hashlib.sha256
+        )

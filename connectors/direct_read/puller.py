@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pulls blocks from peers in threads: read, go quiet, validate, report.
+
+A pull is reported once, and only when nothing writes to its blocks any more: then
+the scheduler may give them to others.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+
+from connectors.direct_read.client import Client
+from connectors.direct_read.protocol import DirectReadError, WorkerAddress
+from connectors.direct_read.reads import (
+    LostTrackError,
+    Region,
+    TransferEngine,
+    read_blocks,
+)
+
+# vLLM shows what its own loggers say.
+logger = logging.getLogger("vllm.direct_read")
+
+# Each waits for one peer, if that has stopped for up to a timeout of the transport.
+NUM_THREADS = 8
+
+
+@dataclass
+class Pull:
+    """Blocks of a request that are to be read from a peer.
+
+    Args:
+        token: The peer's, of the offer that the blocks are part of.
+        skipped: How many of the offer's blocks come before them.
+        workers: Where to read from, by tensor parallel rank.
+        peer_block_ids: The peer's blocks.
+        block_ids: Where they go.
+    """
+
+    request_id: str
+    host: str
+    port: int
+    token: int
+    skipped: int
+    workers: list[WorkerAddress]
+    peer_block_ids: list[int]
+    block_ids: list[int]
+
+
+@dataclass
+class Pulled:
+    """A pull that has ended. `counts` are named as in metrics.py."""
+
+    request_id: str
+    failed_block_ids: list[int]
+    counts: dict[str, int]
+
+
+class Puller:
+    """Reads into the memory at `ours`, as the worker of this rank.
+
+    Its methods are for one thread.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, ours: WorkerAddress, rank: int, secret: bytes
+    ) -> None:
+        self._engine = engine
+        self._ours = ours
+        self._rank = rank
+        self._secret = secret
+        self._executor = ThreadPoolExecutor(NUM_THREADS, "direct-read-pull")
+        # Requests whose pull goes on, and those of them that nobody waits for.
+        self._pulling: set[str] = set()
+        self._unwanted: set[str] = set()
+        self._pulled: deque[Pulled] = deque()
+
+    def begin(self, pull: Pull) -> None:
+        self._pulling.add(pull.request_id)
+        self._executor.submit(self._pull, pull)
+
+    def is_busy(self) -> bool:
+        """Whether there are pulls that take_pulled has not returned yet."""
+        return bool(self._pulling)
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """No further reads begin for them. Their pulls are reported all the same."""
+        self._unwanted.update(self._pulling.intersection(request_ids))
+
+    def take_pulled(self) -> list[Pulled]:
+        """The pulls that have ended since the last call."""
+        if not self._pulled:
+            return []
+        pulled = [self._pulled.popleft() for _ in range(len(self._pulled))]
+        ended = {one.request_id for one in pulled}
+        self._pulling -= ended
+        self._unwanted -= ended
+        return pulled
+
+    def close(self) -> None:
+        """Returns once nothing is in flight."""
+        self.cancel(list(self._pulling))
+        self._executor.shutdown(wait=True)
+
+    def _pull(self, pull: Pull) -> None:
+        arrived = valid = 0
+        try:
+            arrived = self._read(pull)
+            if arrived:
+                valid = self._num_valid(pull, arrived)
+        except LostTrackError:
+            logger.exception(
+                "Direct read: it is not known when the reads for request %s end: its "
+                "blocks are never used again",
+                pull.request_id,
+            )
+            return
+        except DirectReadError as error:
+            logger.warning("Direct read: what was read does not count: %s", error)
+        except Exception:
+            logger.exception("Direct read: a pull failed")
+        self._pulled.append(self._report(pull, arrived, valid))
+
+    def _read(self, pull: Pull) -> int:
+        """How many leading blocks have arrived."""
+        theirs = pull.workers[self._rank]
+        regions = [
+            Region(*region)
+            for region in zip(
+                self._ours.base_addresses,
+                theirs.base_addresses,
+                self._ours.block_bytes,
+                strict=True,
+            )
+        ]
+        return read_blocks(
+            self._engine,
+            theirs.session,
+            regions,
+            pull.block_ids,
+            pull.peer_block_ids,
+            lambda: pull.request_id in self._unwanted,
+        )
+
+    def _num_valid(self, pull: Pull, arrived: int) -> int:
+        """How many of them were what they should be all the time they were read."""
+        with closing(Client(pull.host, pull.port, self._secret)) as client:
+            # Another process may be there now: it does not know the token.
+            client.hello()
+            valid = client.validate(pull.token) - pull.skipped
+        return min(max(valid, 0), arrived)
+
+    def _report(self, pull: Pull, arrived: int, valid: int) -> Pulled:
+        counts = {
+            "blocks_pulled": valid,
+            "blocks_rejected": arrived - valid,
+            "blocks_unread": len(pull.block_ids) - arrived,
+            "bytes_pulled": valid * sum(self._ours.block_bytes),
+        }
+        return Pulled(pull.request_id, pull.block_ids[valid:], counts)

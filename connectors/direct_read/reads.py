@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads blocks out of a peer's memory, and returns only once nothing is in flight.
+
+An error of one read does not mean that the others have stopped: what Mooncake has
+accepted may be written into our memory long after. So each read is a batch of its
+own, the only kind whose end `transfer_check_status` tells, and each is followed to
+its end, whatever happened to the others. That is also why few are under way at a
+time: a peer that has stopped then keeps our blocks for one timeout, not for many.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Protocol
+
+MAX_IN_FLIGHT = 4
+# How long to wait for the next end: a share of what has been waited already.
+PAUSE_SHARE = 1 / 8
+MAX_PAUSE_S = 1e-3
+# What transfer_check_status returns at the end. All else, timeouts too, is not it.
+DONE, FAILED = 1, -1
+# What batch_transfer_async_read returns in place of a batch: 0, or -1 as unsigned.
+NOT_BEGUN = (0, -1, 2**64 - 1)
+
+
+class LostTrackError(Exception):
+    """Reads may be in flight, and nobody can tell for how long."""
+
+
+class TransferEngine(Protocol):
+    """Of mooncake.engine.TransferEngine, what is used here."""
+
+    def batch_transfer_async_read(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+    ) -> int: ...
+
+    def transfer_check_status(self, batch_id: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class Region:
+    """One tensor, ours and the peer's: addresses of block 0, and bytes a block."""
+
+    address: int
+    peer_address: int
+    block_bytes: int
+
+
+@dataclass
+class Run:
+    """Blocks that follow each other in our memory and in the peer's.
+
+    `missing` is how many regions of them have not arrived.
+    """
+
+    block_id: int
+    peer_block_id: int
+    count: int
+    missing: int
+
+
+def contiguous_runs(
+    block_ids: list[int], peer_block_ids: list[int], regions: int
+) -> list[Run]:
+    runs: list[Run] = []
+    for block_id, peer_block_id in zip(block_ids, peer_block_ids, strict=True):
+        if (
+            runs
+            and block_id == runs[-1].block_id + runs[-1].count
+            and peer_block_id == runs[-1].peer_block_id + runs[-1].count
+        ):
+            runs[-1].count += 1
+        else:
+            runs.append(Run(block_id, peer_block_id, 1, regions))
+    return runs
+
+
+def read_blocks(
+    engine: TransferEngine,
+    session: str,
+    regions: list[Region],
+    block_ids: list[int],
+    peer_block_ids: list[int],
+    stopped: Callable[[], bool],
+) -> int:
+    """Read the peer's blocks into ours, and return how many leading ones arrived.
+
+    No further read begins once one has failed or `stopped()`. Raises LostTrackError
+    if the engine cannot be asked how a read ended.
+    """
+    runs = contiguous_runs(block_ids, peer_block_ids, len(regions))
+    # By run, so that what has arrived before a failure is of use.
+    waiting: Iterator[tuple[Run, Region]] = (
+        (run, region) for run in runs for region in regions
+    )
+    in_flight: dict[int, Run] = {}
+    last_end_s = time.monotonic()
+    more = True
+    while True:
+        while more and len(in_flight) < MAX_IN_FLIGHT:
+            more = not stopped() and _begin(engine, session, waiting, in_flight)
+        if not in_flight:
+            break
+        ended = _poll(engine, in_flight)
+        more = more and FAILED not in ended
+        now_s = time.monotonic()
+        if ended:
+            last_end_s = now_s
+        else:
+            time.sleep(min((now_s - last_end_s) * PAUSE_SHARE, MAX_PAUSE_S))
+    whole = takewhile(lambda run: run.missing == 0, runs)
+    return sum(run.count for run in whole)
+
+
+def _begin(
+    engine: TransferEngine,
+    session: str,
+    waiting: Iterator[tuple[Run, Region]],
+    in_flight: dict[int, Run],
+) -> bool:
+    """Begin the next read; False if there is none or it cannot be begun."""
+    run, region = next(waiting, (None, None))
+    if run is None:
+        return False
+    try:
+        batch_id = engine.batch_transfer_async_read(
+            session,
+            [region.address + run.block_id * region.block_bytes],
+            [region.peer_address + run.peer_block_id * region.block_bytes],
+            [run.count * region.block_bytes],
+        )
+    except Exception:
+        # Nothing was begun, but what was before must still be followed to its end.
+        return False
+    if batch_id in NOT_BEGUN:
+        return False
+    in_flight[batch_id] = run
+    return True
+
+
+def _poll(engine: TransferEngine, in_flight: dict[int, Run]) -> list[int]:
+    """How those ended that have, which are in flight no more."""
+    ended = []
+    for batch_id, run in list(in_flight.items()):
+        try:
+            status = engine.transfer_check_status(batch_id)
+        except Exception as error:
+            raise LostTrackError from error
+        if status in (DONE, FAILED):
+            # Mooncake has freed the batch, and may give its id to the next.
+            del in_flight[batch_id]
+            ended.append(status)
+            run.missing -= status == DONE
+    return ended

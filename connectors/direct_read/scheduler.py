@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side: finds out what peers have, and tells them what is here."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import init_none_hash
+
+from connectors.direct_read import fingerprint
+from connectors.direct_read.ledger import BlockLedger
+from connectors.direct_read.lookups import Address, Found, Lookups
+from connectors.direct_read.metadata import DirectReadHandshake, DirectReadMetadata
+from connectors.direct_read.metrics import SchedulerCounts
+from connectors.direct_read.protocol import MAX_HASHES, Peer
+from connectors.direct_read.puller import Pull
+from connectors.direct_read.server import Server
+from connectors.direct_read.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+# vLLM shows what its own loggers say.
+logger = init_logger("vllm.direct_read")
+
+NOTHING_TO_DO = DirectReadMetadata()
+
+
+@dataclass
+class Asked:
+    """A request whose peer was asked for its blocks from `first_block` on."""
+
+    address: Address
+    first_block: int
+    answer: Future[Found]
+
+
+class DirectReadScheduler:
+    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"):
+        self._settings = Settings.of(vllm_config, kv_cache_config)
+        self._vllm_config = vllm_config
+        self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._block_size = self._spec.block_size
+        self._ledger: BlockLedger | None = None
+        self._server: Server | None = None
+        self._lookups: Lookups | None = None
+        # By request: until its pull begins. Then, or if there is none, None, so that
+        # each request gets one: after a failure or a preemption it is computed here.
+        self._asked: dict[str, Asked | None] = {}
+        self._pulls: list[Pull] = []
+        self._counts = SchedulerCounts()
+
+    def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
+        if self._settings.serves:
+            readers = self._vllm_config.parallel_config.tensor_parallel_size
+            self._ledger = BlockLedger(block_pool, readers)
+
+    def set_workers(self, workers: dict[int, DirectReadHandshake]) -> None:
+        """By TP rank. Raises RuntimeError if this vLLM lacks what is needed."""
+        if self._settings.serves and self._ledger is None:
+            raise RuntimeError(
+                "DirectReadConnector: the scheduler did not hand over its block pool, "
+                "apply the patches block_pool_delta_listener and direct_read_hooks"
+            )
+        for worker in workers.values():
+            if not isinstance(worker, DirectReadHandshake):
+                raise RuntimeError(
+                    f"DirectReadConnector: got a {type(worker).__name__}: in a "
+                    "MultiConnector only one connector can have handshake metadata"
+                )
+        ranked = [worker for _, worker in sorted(workers.items())]
+        # The engine does this later on, to the same end as there is a seed.
+        hash_algo = self._vllm_config.cache_config.prefix_caching_hash_algo
+        init_none_hash(get_hash_fn_by_name(hash_algo))
+        ours = fingerprint.of(
+            self._vllm_config, {"spec": str(self._spec)} | ranked[0].layout
+        )
+        if self._settings.pulls:
+            self._lookups = Lookups(self._settings.secret, ours)
+        if self._ledger is not None:
+            peer = Peer(ours, [worker.address for worker in ranked])
+            settings = self._settings
+            self._server = Server(
+                self._ledger, peer, settings.secret, settings.host, settings.port
+            )
+            self._counts.serves(self._ledger.counters)
+            logger.info(
+                "Direct read: peers can ask at %s:%d", settings.host, self._server.port
+            )
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        params = request.kv_transfer_params
+        if not params or "direct_read" not in params or self._lookups is None:
+            return 0, False
+        first_block = num_computed_tokens // self._block_size
+        if request.request_id not in self._asked:
+            self._asked[request.request_id] = self._ask(request, first_block)
+        asked = self._asked[request.request_id]
+        if asked is None:
+            return 0, False
+        if not asked.answer.done():
+            return None, False
+        found = asked.answer.result()
+        if found.is_stale():
+            # The request has waited long for blocks to be free.
+            del self._asked[request.request_id]
+            return None, False
+        # By now there may be more of it here, or less.
+        skipped = first_block - asked.first_block
+        num_blocks = len(found.offer.block_ids) - skipped
+        if skipped < 0 or num_blocks <= 0:
+            self._counts.answered(found)
+            self._asked[request.request_id] = None
+            return 0, False
+        return num_blocks * self._block_size, True
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        asked = self._asked.get(request.request_id)
+        if asked is None:
+            return
+        self._asked[request.request_id] = None
+        found = asked.answer.result()
+        self._counts.answered(found)
+        if num_external_tokens == 0:
+            # In a MultiConnector, another one has them.
+            return
+        assert found.peer is not None
+        num_blocks = num_external_tokens // self._block_size
+        skipped = len(found.offer.block_ids) - num_blocks
+        first_block = asked.first_block + skipped
+        (block_ids,) = blocks.get_block_ids()
+        host, port = asked.address
+        pull = Pull(
+            request_id=request.request_id,
+            host=host,
+            port=port,
+            token=found.offer.token,
+            skipped=skipped,
+            workers=found.peer.workers,
+            peer_block_ids=found.offer.block_ids[skipped:],
+            block_ids=block_ids[first_block : first_block + num_blocks],
+        )
+        self._pulls.append(pull)
+
+    def build_connector_meta(self) -> DirectReadMetadata:
+        if self._ledger is not None:
+            self._ledger.begin_step()
+        counts = self._counts.take()
+        if not self._pulls and not counts:
+            return NOTHING_TO_DO
+        pulls, self._pulls = self._pulls, []
+        return DirectReadMetadata(pulls, counts)
+
+    def finish_step(self) -> None:
+        """The output of the oldest step under way has been processed."""
+        if self._ledger is not None:
+            self._ledger.finish_step()
+
+    def request_finished(self, request: "Request") -> None:
+        self._asked.pop(request.request_id, None)
+
+    def shutdown(self) -> None:
+        if self._lookups is not None:
+            self._lookups.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _ask(self, request: "Request", first_block: int) -> Asked | None:
+        assert self._lookups is not None
+        address = _address(request.kv_transfer_params["direct_read"])
+        # At least one token is left to compute, as there must be one to sample from.
+        end_block = (request.num_tokens - 1) // self._block_size
+        end_block = min(end_block, first_block + MAX_HASHES)
+        hashes = request.block_hashes[first_block:end_block]
+        # Prompt log probabilities, say, take a forward pass over all of it.
+        if address is None or not hashes or request.skip_reading_prefix_cache:
+            return None
+        return Asked(address, first_block, self._lookups.ask(address, hashes))
+
+
+def _address(params: Any) -> Address | None:
+    """The router's words; None if they make no sense."""
+    try:
+        host, port = params["host"], params["port"]
+    except (TypeError, KeyError):
+        host = port = None
+    if isinstance(host, str) and isinstance(port, int) and 0 < port < 65536:
+        return host, port
+    logger.warning_once(
+        'Direct read: kv_transfer_params["direct_read"] must have a host and a port'
+    )
+    return None

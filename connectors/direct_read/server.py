@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An instance's side channel: says what it is, looks up and validates, in a thread.
+
+Who does not have the secret gets a nonce and then silence: a frame that is not
+authentic is dropped, one that is too long ends its connection. What a stranger can
+take up is bounded: MAX_CONNECTIONS, of which the unproven go first, after UNPROVEN_S
+at the latest, and a few kilobytes of memory each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from connectors.direct_read.protocol import (
+    GREETING_BYTES,
+    LENGTH,
+    MAGIC,
+    MAX_FIRST_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    Hello,
+    Lookup,
+    Peer,
+    ProtocolError,
+    Reply,
+    Request,
+    Seal,
+    Validated,
+    check_secret,
+    framed,
+    new_nonce,
+    nonce_of,
+)
+
+if TYPE_CHECKING:
+    from connectors.direct_read.ledger import BlockLedger
+
+# vLLM shows what its own loggers say.
+logger = logging.getLogger("vllm.direct_read")
+
+MAX_CONNECTIONS = 256
+UNPROVEN_S = 10.0
+# Small, as the frames in it are checked in one go, which holds the GIL.
+RECEIVE_BYTES = 1 << 14
+TICK_S = 1.0
+KEEPALIVE_IDLE_S = 60
+
+
+class _Connection:
+    """One client: what has come in and is to go out, and whether it is one of ours."""
+
+    def __init__(self, sock: socket.socket, secret: bytes) -> None:
+        self.sock = sock
+        self.accepted_s = time.monotonic()
+        self.proven = False
+        self.received = bytearray()
+        self._secret = secret
+        self._nonce = new_nonce()
+        self._seal: Seal | None = None
+        self.to_send = bytearray(framed(MAGIC + self._nonce))
+
+    def next_content(self) -> bytes | None:
+        """The next frame's content, once it is there. Raises ProtocolError."""
+        if len(self.received) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(self.received)
+        if self._seal is None:
+            limit = GREETING_BYTES
+        else:
+            limit = MAX_FRAME_BYTES if self.proven else MAX_FIRST_FRAME_BYTES
+        if length > limit:
+            raise ProtocolError("a frame that is too long")
+        end = LENGTH.size + length
+        if len(self.received) < end:
+            return None
+        content = bytes(self.received[LENGTH.size : end])
+        del self.received[:end]
+        return content
+
+    def request_in(self, content: bytes) -> Request | None:
+        """Raises ProtocolError if it is not authentic."""
+        if self._seal is None:
+            nonces = self._nonce, nonce_of(content)
+            self._seal = Seal(self._secret, *nonces, server=True)
+            return None
+        request = self._seal.open(content)
+        self.proven = True
+        return request
+
+    def reply(self, reply: Reply) -> None:
+        assert self._seal is not None
+        self.to_send += framed(self._seal.seal(reply))
+
+
+class Server:
+    """Answers clients who have the secret, until it is closed.
+
+    Args:
+        ledger: What is asked, always in the server's thread.
+        peer: What hello is answered with.
+        secret: At least protocol.MIN_SECRET_BYTES bytes, the same at the clients.
+        host: Where to listen. Whoever can connect can try.
+        port: 0 for any; `port` tells which.
+
+    Raises OSError if it cannot listen there, ValueError if the secret is too short.
+    """
+
+    def __init__(
+        self,
+        ledger: BlockLedger,
+        peer: Peer,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self._ledger = ledger
+        self._peer = peer
+        self._secret = check_secret(secret)
+        # Frames that were dropped, because they were not authentic or made no sense.
+        self.num_dropped = 0
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        self._listener = socket.create_server(address[:2], family=family)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._connections: set[_Connection] = set()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._waker, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="direct_read_server", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, end all connections and the thread."""
+        self._closing.set()
+        self._waker.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        tick_s = 0.0
+        while not self._closing.is_set():
+            for key, _ in self._selector.select(TICK_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.data in self._connections:
+                    self._serve(key.data)
+            if (now_s := time.monotonic()) - tick_s >= TICK_S:
+                tick_s = now_s
+                self._end_unproven(now_s - UNPROVEN_S)
+        for connection in list(self._connections):
+            self._end(connection)
+        self._listener.close()
+        self._woken.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A client whose host has vanished is noticed some time.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+        except OSError:
+            # Gone again, or this process has too many files open: not in a loop.
+            time.sleep(0.01)
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            unproven = [c for c in self._connections if not c.proven]
+            if not unproven:
+                sock.close()
+                return
+            self._end(min(unproven, key=lambda connection: connection.accepted_s))
+        self._connections.add(connection := _Connection(sock, self._secret))
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._serve(connection)
+
+    def _serve(self, connection: _Connection) -> None:
+        """Send, take in and answer what can be without waiting."""
+        try:
+            self._send(connection)
+            # Who does not read its replies is not served on.
+            if not connection.to_send:
+                self._receive(connection)
+                self._answer(connection)
+        except (OSError, ProtocolError):
+            self._end(connection)
+        except Exception as error:
+            # Without its text, which could hold a hash.
+            logger.error("A request of a peer failed: %s", type(error).__name__)
+            self._end(connection)
+
+    def _receive(self, connection: _Connection) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = connection.sock.recv(RECEIVE_BYTES)
+            if not data:
+                raise ConnectionError
+            connection.received += data
+
+    def _answer(self, connection: _Connection) -> None:
+        while not connection.to_send:
+            content = connection.next_content()
+            if content is None:
+                return
+            try:
+                request = connection.request_in(content)
+            except ProtocolError:
+                self.num_dropped += 1
+                continue
+            if request is not None:
+                connection.reply(self._reply_to(request))
+                self._send(connection)
+
+    def _reply_to(self, request: Request) -> Reply:
+        if isinstance(request, Hello):
+            return self._peer
+        if isinstance(request, Lookup):
+            return self._ledger.lookup(request.hashes)
+        return Validated(self._ledger.validate(request.token))
+
+    def _send(self, connection: _Connection) -> None:
+        if connection.to_send:
+            try:
+                sent = connection.sock.send(connection.to_send)
+            except BlockingIOError:
+                sent = 0
+            del connection.to_send[:sent]
+        events = selectors.EVENT_WRITE if connection.to_send else selectors.EVENT_READ
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _end_unproven(self, accepted_before_s: float) -> None:
+        for connection in list(self._connections):
+            if not connection.proven and connection.accepted_s < accepted_before_s:
+                self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        self._connections.remove(connection)
+        self._selector.unregister(connection.sock)
+        connection.sock.close()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real engine with direct read's ledger: what is offered at each moment of a step.
+
+`hooks_script.py RESULT MODEL alone|in_multi sync|async LEDGER` is started by
+test_hooks.py on a tree with block_pool_delta_listener and direct_read_hooks. Which
+blocks are written is known here from outside the connector: those that a step's
+schedule() cached, when that step's output is there; those that update_from_output
+caches, at once.
+"""
+
+import json
+import random
+import sys
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+from hooks_witness import LEDGERS, HooksWitness
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from microbench import overhead_worker
+from microbench.overhead_worker import NOOP, NullEngine
+
+WITNESS = {
+    "kv_connector": "HooksWitness",
+    "kv_connector_module_path": "hooks_witness",
+    "kv_role": "kv_both",
+}
+CONFIGS = {
+    "alone": WITNESS,
+    "in_multi": {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [NOOP, WITNESS]},
+    },
+}
+NUM_BLOCKS = 60
+REQUESTS = 120
+
+
+class Watch:
+    """Knows which cached blocks no finished step has written yet."""
+
+    def __init__(self, engine: NullEngine) -> None:
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._pool = engine.core.scheduler.kv_cache_manager.block_pool
+        assert HooksWitness.pool is self._pool
+        self._ledger = HooksWitness.ledger
+        # By block id: the hash object, and the outputs that must come first.
+        self._unwritten: dict[int, tuple[bytes, int]] = {}
+        self._known: dict[int, bytes] = {}
+        self._scheduled = self._updated = 0
+        scheduler = engine.core.scheduler
+        self._schedule, scheduler.schedule = scheduler.schedule, self._watched_schedule
+        self._update = scheduler.update_from_output
+        scheduler.update_from_output = self._watched_update
+
+    def _watched_schedule(self):
+        self._check("before schedule")
+        output = self._schedule()
+        self._scheduled += 1
+        self._note(self._scheduled)
+        self._check("after schedule")
+        return output
+
+    def _watched_update(self, *arguments):
+        self._check("before update")
+        in_flight = self._scheduled - self._updated
+        self.counts[f"with {in_flight} in flight"] += 1
+        outputs = self._update(*arguments)
+        self._updated += 1
+        # What is cached meanwhile has been written by now.
+        self._note(self._updated)
+        self._check("after update")
+        return outputs
+
+    def _note(self, step: int) -> None:
+        """Blocks that have been cached since the last call need this step's output."""
+        for block in self._pool.blocks:
+            if block.block_hash is not self._known.get(block.block_id):
+                self._known[block.block_id] = block.block_hash
+                if block.block_hash is not None:
+                    self._unwritten[block.block_id] = block.block_hash, step
+
+    def _check(self, when: str) -> None:
+        for block in self._pool.blocks:
+            if block.block_hash is None:
+                continue
+            offer = self._ledger.lookup([get_block_hash(block.block_hash)])
+            if offer.block_ids != [block.block_id]:
+                self.counts[f"{offer.stopped or 'duplicate'} {when}"] += 1
+                continue
+            self.counts[f"offered {when}"] += 1
+            key, step = self._unwritten.get(block.block_id, (None, 0))
+            if key is block.block_hash and step > self._updated:
+                self.problems.append(f"{when}: a block of step {step} is offered")
+            assert self._ledger.validate(offer.token) == 1
+
+
+class Late:
+    """A model output that is never there before it is waited for, as on a busy GPU."""
+
+    def __init__(self, output: Future) -> None:
+        self.result = output.result
+
+    def done(self) -> bool:
+        return False
+
+
+class Overlapping(UniProcExecutor):
+    """Has the engine schedule a step while another one is in flight.
+
+    vLLM does not on a CPU, whose model runner cannot; the scheduler and the engine's
+    loop can. So it is switched on for those alone, once the runner is there.
+    """
+
+    max_concurrent_batches = 2
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    def sample_tokens(self, grammar_output, non_block: bool = False):
+        output = super().sample_tokens(grammar_output, non_block)
+        return Late(output) if non_block else output
+
+
+def main() -> None:
+    result, model, how, scheduling, ledger_name = sys.argv[1:]
+    HooksWitness.ledger_class = LEDGERS[ledger_name]
+    if scheduling == "async":
+        overhead_worker.Executor = SimpleNamespace(get_class=lambda _: Overlapping)
+    engine = NullEngine(Path(model), CONFIGS[how], NUM_BLOCKS)
+    watch = Watch(engine)
+    chance = random.Random(5)
+    prompts = [[n + 1] * chance.randrange(1, 200) for n in range(30)]
+    for _ in range(REQUESTS):
+        engine.add(chance.choice(prompts), chance.randrange(1, 60))
+        for _ in range(chance.randrange(12)):
+            if engine.core.scheduler.has_requests():
+                engine.core.step_fn()
+    while engine.core.scheduler.has_requests() or engine.core.batch_queue:
+        engine.core.step_fn()
+    # All that is cached can be read now, although nothing goes on.
+    pool, ledger = HooksWitness.pool, HooksWitness.ledger
+    cached = [get_block_hash(b.block_hash) for b in pool.blocks if b.block_hash]
+    offered = sum(len(ledger.lookup([block_hash]).block_ids) for block_hash in cached)
+    found = {
+        "counts": watch.counts,
+        "problems": watch.problems[:20],
+        "cached": len(cached),
+        "offered": offered,
+        "steps": [ledger._steps_begun, ledger._steps_done, watch._updated],
+    }
+    Path(result).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

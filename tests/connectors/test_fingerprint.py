@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be equal for a direct read is compared, and named if it differs."""
+
+from __future__ import annotations
+
+import shutil
+
+import msgspec
+import pytest
+from patched_tree import run_script
+
+from connectors.direct_read.fingerprint import difference
+from microbench.config import load_profile
+from microbench.model import write_model
+from microbench.server import environment, free_ports
+
+
+def test_what_differs_is_named_with_both_values():
+    ours = {"model": "m", "block_size": "16", "ours": "1"}
+    assert difference(ours, dict(ours)) is None
+    theirs = {"model": "m", "block_size": "32", "theirs": "2"}
+    assert difference(ours, theirs) == (
+        "block_size is 16 here and 32 there; ours is 1 here and not given there; "
+        "theirs is not given here and 2 there"
+    )
+
+
+def test_a_different_seed_is_told_with_what_to_set():
+    assert "PYTHONHASHSEED" in difference({"NONE_HASH": "1"}, {"NONE_HASH": "2"})
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("fingerprint")
+    profile = msgspec.structs.replace(load_profile("cpu-smoke"), forward_us=0)
+    model, _ = write_model(folder / "model", profile)
+    other_model = shutil.copytree(model, folder / "other_model")
+    env = environment(folder / "tree", profile, folder, {}, free_ports(2))
+    del env["KVTAX_STEP_RECORDS_DIR"]
+    arguments = str(model), str(other_model)
+    return run_script(folder, "fingerprint_script.py", [], *arguments, env=env)
+
+
+@pytest.mark.slow
+def test_equal_configs_are_equal_and_each_difference_is_named(found):
+    differences = found["differences"]
+    assert differences.pop("nothing") is None
+    assert len(differences) > 7
+    for name, text in differences.items():
+        assert text is not None, name
+        assert f"{name} is " in text, text
+
+
+@pytest.mark.slow
+def test_the_seed_itself_is_not_given_away(found):
+    assert not any(found["NONE_HASH"] in value for value in found["ours"].values())
+
+
+@pytest.mark.slow
+def test_what_cannot_be_relied_on_is_refused_by_name(found):
+    assert len(found["refusals"]) == 4
+    for name, text in found["refusals"].items():
+        assert text is not None and name in text, (name, text)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in ledger, and the side channel's frames by hand."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from connectors.direct_read.client import Client
+from connectors.direct_read.protocol import (
+    GREETING_BYTES,
+    LENGTH,
+    MAGIC,
+    MAX_HASHES,
+    Hello,
+    Offer,
+    Peer,
+    Seal,
+    WorkerAddress,
+    framed,
+    new_nonce,
+    nonce_of,
+)
+from connectors.direct_read.server import Server
+
+SECRET = b"a secret of enough bytes"
+OTHER_SECRET = b"another one of enough bytes"
+NONCES = (b"server nonce ...", b"client nonce ...")
+PEER = Peer(
+    {"model": "m", "block_size": "16"}, [WorkerAddress("host:1234", [4096], [512])]
+)
+
+
+class FakeLedger:
+    """Has all blocks, and finds half of an offer valid."""
+
+    def __init__(self) -> None:
+        self.lookups = 0
+        self.num_hashes: dict[int, int] = {}
+
+    def lookup(self, hashes: list[bytes]) -> Offer:
+        assert len(hashes) <= MAX_HASHES
+        assert all(type(block_hash) is bytes for block_hash in hashes)
+        self.lookups += 1
+        self.num_hashes[self.lookups] = len(hashes)
+        self.num_hashes.pop(self.lookups - 1_000, None)
+        return Offer(self.lookups, list(range(len(hashes))), "")
+
+    def validate(self, token: int) -> int:
+        return self.num_hashes.pop(token, 0) // 2
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What direct read logs, at any level, whether or not vLLM has set its loggers."""
+    logger = logging.getLogger("vllm.direct_read")
+    handler, lines = logging.Handler(), []
+    handler.emit = lambda record: lines.append(handler.format(record))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextmanager
+def serving(ledger: object | None = None, secret: bytes = SECRET):
+    server = Server(ledger or FakeLedger(), PEER, secret)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+class Wire:
+    """A client's connection, for frames that a client would not send."""
+
+    def __init__(
+        self, port: int, secret: bytes = SECRET, timeout_s: float = 5.0
+    ) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), timeout_s)
+        nonce = new_nonce()
+        self.sock.sendall(framed(MAGIC + nonce))
+        greeting = self.receive()
+        assert len(greeting) == GREETING_BYTES
+        self.seal = Seal(secret, nonce_of(greeting), nonce, server=False)
+
+    def send(self, content: bytes) -> None:
+        self.sock.sendall(framed(content))
+
+    def receive(self) -> bytes:
+        """The next frame's content. Raises EOFError, or TimeoutError."""
+        (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        return self._exactly(length)
+
+    def hello(self) -> Peer:
+        self.send(self.seal.seal(Hello()))
+        return self.seal.open(self.receive())
+
+    def is_silent(self, for_s: float = 0.2) -> bool:
+        """Whether nothing comes, not even the end."""
+        self.sock.settimeout(for_s)
+        try:
+            self.sock.recv(1)
+        except TimeoutError:
+            return True
+        return False
+
+    def is_ended(self) -> bool:
+        """Whether the server has ended the connection, without a word."""
+        try:
+            return not self.sock.recv(1)
+        except ConnectionError:
+            return True
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _exactly(self, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            part = self.sock.recv(num_bytes - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+
+def works(serves: Server) -> bool:
+    with closing(Client("127.0.0.1", serves.port, SECRET)) as client:
+        return client.hello() == PEER
+
+
+def seals(client: bytes = SECRET, server: bytes = SECRET) -> tuple[Seal, Seal]:
+    """Both ends of one connection."""
+    return (
+        Seal(client, *NONCES, server=False),
+        Seal(server, *NONCES, server=True),
+    )
+
+
+def seal_payload(seal: Seal, payload: bytes) -> bytes:
+    """Authentic, whatever it says; its reply has not been counted."""
+    mac = seal._mac(seal._sends, seal._num_sent, payload)
+    seal._num_sent += 1
+    return mac + payload

@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B reads A's prefix cache: always the right tokens, whatever happens to A or B.
+
+Tests that hold an instance at a gate make a race happen each time. Two of them are
+negative controls: without in-flight exclusion, or without validation, the tokens must
+be wrong. The last tests end instances.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from connectors.direct_read.protocol import Offer, Peer
+from connectors.direct_read.server import Server
+from microbench.server import free_ports
+
+from .direct_read_bench import (
+    PROGRESS_TIMEOUT_S,
+    SECRET,
+    ReadBench,
+    Reader,
+    direct_read_tree,
+    full_blocks,
+    named,
+)
+from .gates import (
+    LOOKUP,
+    MID_READ,
+    OFFER_IN_FLIGHT,
+    READ,
+    STEP,
+    TRUST_ALL,
+    VALIDATE,
+)
+from .instance import BLOCK_TOKENS, aborted
+from .lab import Lab, Reference, ready
+from .tiny_checkpoint import prompt
+
+pytestmark = pytest.mark.long
+
+# Blocks of A: two prompts of LONG_TOKENS are more than it can cache.
+SMALL_BLOCKS = 300
+LONG_TOKENS = 4001
+LENGTHS = [
+    1,
+    BLOCK_TOKENS - 1,
+    BLOCK_TOKENS,
+    BLOCK_TOKENS + 1,
+    2 * BLOCK_TOKENS,
+    1000,
+    LONG_TOKENS,
+]
+
+MOMENTS = [LOOKUP, READ, MID_READ, VALIDATE]
+
+
+@pytest.fixture(scope="module")
+def bench(lab: Lab, reference: Reference) -> Iterator[ReadBench]:
+    tree = direct_read_tree(lab)
+    with ready(
+        Reader(lab, tree, "read_a", num_blocks=SMALL_BLOCKS, multi=True),
+        Reader(lab, tree, "read_b"),
+        Reader(
+            lab,
+            tree,
+            "read_foreign",
+            checkpoint=lab.other_weights,
+            num_blocks=SMALL_BLOCKS,
+        ),
+    ) as instances:
+        yield ReadBench(*instances, reference)
+
+
+def run(scenario) -> None:
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_all_full_blocks_are_pulled(bench, length):
+    async def scenario() -> None:
+        asked = prompt(90_000 + length, length)
+        await bench.prepare(asked)
+        computed = (await bench.b.counters()).computed_tokens
+        async with bench.pulled(full_blocks(asked)):
+            await bench.right(bench.ask(asked), asked)
+            left = length - full_blocks(asked) * BLOCK_TOKENS
+            await bench.b.has(computed_tokens=computed + left)
+
+    run(scenario)
+
+
+def test_nothing_is_pulled_of_what_the_peer_does_not_have(bench):
+    async def scenario() -> None:
+        asked = prompt(101_000, 500)
+        async with bench.pulled(0):
+            await bench.right(bench.ask(asked), asked)
+
+    run(scenario)
+
+
+def test_what_the_peer_has_half_of_is_pulled_by_half(bench):
+    async def scenario() -> None:
+        asked = prompt(102_000, 1000)
+        await bench.prepare(asked[:500])
+        async with bench.pulled(500 // BLOCK_TOKENS):
+            await bench.right(bench.ask(asked), asked)
+
+    run(scenario)
+
+
+def test_what_is_here_is_not_pulled(bench):
+    async def scenario() -> None:
+        asked = prompt(103_000, 1000)
+        await bench.prepare(asked)
+        await bench.b.complete(asked[:400], 1)
+        async with bench.pulled(full_blocks(asked) - 400 // BLOCK_TOKENS):
+            await bench.right(bench.ask(asked), asked)
+
+    run(scenario)
+
+
+def test_many_at_once_in_both_directions(bench):
+    async def scenario() -> None:
+        forth = [prompt(104_000 + i, 40 + 61 * i) for i in range(6)]
+        back = [prompt(104_100 + i, 33 + 47 * i) for i in range(6)]
+        await asyncio.gather(*map(bench.prepare, forth))
+        await asyncio.gather(*(bench.b.complete(one, 1) for one in back))
+        async with bench.pulled(sum(map(full_blocks, forth))):
+            await asyncio.gather(
+                *(bench.right(bench.ask(one), one) for one in forth),
+                *(
+                    bench.right(
+                        bench.a.complete(one, kv_transfer_params=bench.b.peer), one
+                    )
+                    for one in back
+                ),
+            )
+        await bench.a.settle()
+        pulled = await bench.a.count("blocks_pulled")
+        assert pulled == sum(map(full_blocks, back))
+
+    run(scenario)
+
+
+def test_preempted_after_a_pull(bench):
+    """A pulls, and runs out of blocks with the last of the answers."""
+
+    async def scenario() -> None:
+        # Each begins another block with the second token of its answer.
+        length = (SMALL_BLOCKS // 3 - 1) * BLOCK_TOKENS
+        three = [prompt(104_200 + i, length) for i in range(3)]
+        await bench.reference.tokens(three)
+        for one in three:
+            await bench.b.complete(one, 1)
+        pulled = await bench.a.count("blocks_pulled")
+        preemptions = await bench.a.metric("vllm:num_preemptions_total")
+        pulls = asyncio.gather(
+            *(bench.a.complete(one, kv_transfer_params=bench.b.peer) for one in three)
+        )
+        # They begin together: none is done before all have blocks and have read.
+        async with bench.a.held_at(VALIDATE, pulls):
+            await bench.a.has_used(sum(map(full_blocks, three)) / (SMALL_BLOCKS - 1))
+            await asyncio.sleep(0.3)
+        answers = await pulls
+        expected = await bench.reference.tokens(three)
+        assert [answer.tokens for answer in answers] == expected
+        await bench.a.settle()
+        assert await bench.a.metric("vllm:num_preemptions_total") > preemptions
+        pulled = await bench.a.count("blocks_pulled") - pulled
+        assert pulled == sum(map(full_blocks, three))
+
+    run(scenario)
+
+
+def test_blocks_still_being_computed_are_not_offered(bench):
+    async def scenario() -> None:
+        asked = prompt(105_000, 1000)
+        computed = bench.a.complete(asked)
+        async with bench.a.held_at(STEP, computed) as theirs, bench.pulled(0):
+            await bench.right(bench.ask(asked), asked)
+        await bench.right(theirs, asked)
+        assert await bench.a.count("served_in_flight") == 1
+
+    run(scenario)
+
+
+def test_control_without_in_flight_exclusion_tokens_are_wrong(bench):
+    async def scenario() -> None:
+        asked = prompt(106_000, 1000)
+        bench.a.close_gate(OFFER_IN_FLIGHT)
+        try:
+            async with (
+                bench.a.held_at(STEP, bench.a.complete(asked)) as theirs,
+                bench.pulled(full_blocks(asked)),
+            ):
+                await bench.wrong(bench.ask(asked), asked)
+        finally:
+            bench.a.open_gate(OFFER_IN_FLIGHT)
+        await theirs
+
+    run(scenario)
+
+
+async def evict_all(bench: ReadBench, seed: int) -> None:
+    for number in range(2):
+        await bench.a.complete(prompt(seed + number, LONG_TOKENS), 1)
+
+
+@pytest.mark.parametrize("gate", MOMENTS)
+def test_blocks_evicted_meanwhile_are_computed(bench, gate):
+    async def scenario() -> None:
+        asked = prompt(107_000 + MOMENTS.index(gate), 1000)
+        await bench.prepare(asked)
+        rejected = await bench.b.count("blocks_rejected")
+        async with bench.pulled(0):
+            async with bench.b.held_at(gate, bench.ask(asked)) as answer:
+                await evict_all(bench, seed=107_100)
+            await bench.right(answer, asked)
+        rejected = await bench.b.count("blocks_rejected") - rejected
+        assert rejected == (0 if gate == LOOKUP else full_blocks(asked))
+
+    run(scenario)
+
+
+def test_blocks_evicted_and_cached_again_meanwhile_are_computed(bench):
+    async def scenario() -> None:
+        asked = prompt(108_000, 1000)
+        await bench.prepare(asked)
+        async with bench.pulled(0):
+            async with bench.b.held_at(VALIDATE, bench.ask(asked)) as answer:
+                await evict_all(bench, seed=108_100)
+                await bench.a.complete(asked, 1)
+            await bench.right(answer, asked)
+
+    run(scenario)
+
+
+def test_control_without_validation_tokens_are_wrong(bench):
+    async def scenario() -> None:
+        asked = prompt(109_000, 1000)
+        await bench.prepare(asked)
+        bench.b.close_gate(TRUST_ALL)
+        try:
+            async with bench.pulled(full_blocks(asked)):
+                async with bench.b.held_at(READ, bench.ask(asked)) as answer:
+                    await evict_all(bench, seed=109_100)
+                await bench.wrong(answer, asked)
+        finally:
+            bench.b.open_gate(TRUST_ALL)
+
+    run(scenario)
+
+
+def test_eviction_storm(bench):
+    """A evicts all the time while B reads, and each prompt is asked for twice."""
+
+    async def scenario() -> None:
+        prompts = [prompt(110_000 + i, 300 + 90 * i) for i in range(12)]
+        await bench.reference.tokens(prompts)
+        over = asyncio.Event()
+
+        async def churn() -> None:
+            number = 0
+            while not over.is_set():
+                number += 1
+                await bench.a.complete(prompt(110_100 + number, 1500), 1)
+
+        async def one(asked) -> None:
+            await bench.a.complete(asked, 1)
+            await bench.right(bench.ask(asked), asked)
+            await bench.right(bench.ask(asked), asked)
+
+        offered = await bench.b.count("blocks_offered")
+        churning = [asyncio.create_task(churn()) for _ in range(2)]
+        try:
+            for three in (prompts[i : i + 3] for i in range(0, 12, 3)):
+                await asyncio.gather(*map(one, three))
+        finally:
+            over.set()
+            await asyncio.gather(*churning)
+        await asyncio.gather(bench.a.settle(), bench.b.settle())
+        assert await bench.b.count("blocks_offered") > offered
+
+    run(scenario)
+
+
+class Everything:
+    """A ledger that has every block, and vouches for it."""
+
+    def lookup(self, hashes: list[bytes]) -> Offer:
+        return Offer(1, list(range(1, len(hashes) + 1)), "")
+
+    def validate(self, token: int) -> int:
+        return 1 << 40
+
+
+def test_a_peer_with_another_secret_is_nobody(bench):
+    async def scenario() -> None:
+        server = Server(Everything(), Peer({}, []), b"another secret, of 16+")
+        try:
+            asked = prompt(111_000, 500)
+            async with bench.pulled(0):
+                await bench.right(bench.ask(asked, named(server.port)), asked)
+            # Another one goes unharmed.
+            await bench.well(111_001)
+        finally:
+            server.close()
+
+    run(scenario)
+
+
+def test_a_peer_with_other_weights_is_refused(bench):
+    async def scenario() -> None:
+        asked = prompt(112_000, 500)
+        await bench.foreign.complete(asked, 1)
+        async with bench.pulled(0):
+            await bench.right(bench.ask(asked, bench.foreign.peer), asked)
+        assert "model is " in bench.b.log.read_text()
+
+    run(scenario)
+
+
+def test_a_peer_that_is_not_there(bench):
+    """Nobody listens, who listens does not answer, and the router talks nonsense."""
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            (closed_port,) = free_ports(1)
+            peers = [
+                named(closed_port),
+                named(silent.getsockname()[1]),
+                named(0),
+                {"direct_read": {"host": None}},
+                {"direct_read": "127.0.0.1"},
+                {"direct_read": None},
+            ]
+            async with bench.pulled(0):
+                for number, peer in enumerate(peers):
+                    asked = prompt(113_000 + number, 500)
+                    await bench.right(bench.ask(asked, peer), asked)
+
+    run(scenario)
+
+
+def test_a_peer_that_lies_about_its_memory(bench):
+    """It has the secret and our fingerprint, and its addresses lead nowhere."""
+
+    async def scenario() -> None:
+        theirs = await asyncio.to_thread(hello, bench.a.peer)
+        for worker in theirs.workers:
+            worker.base_addresses = [16 for _ in worker.base_addresses]
+        server = Server(Everything(), theirs, SECRET.encode())
+        try:
+            asked = prompt(114_000, 500)
+            async with bench.pulled(0):
+                await bench.right(bench.ask(asked, named(server.port)), asked)
+        finally:
+            server.close()
+        await bench.well(114_001)
+
+    run(scenario)
+
+
+def hello(peer: dict) -> Peer:
+    from connectors.direct_read.client import Client
+
+    client = Client(**peer["direct_read"], secret=SECRET.encode())
+    try:
+        return client.hello()
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("gate", MOMENTS)
+def test_abort(bench, gate):
+    async def scenario() -> None:
+        asked = prompt(115_000 + MOMENTS.index(gate), 1000)
+        await bench.prepare(asked)
+        async with bench.b.held_at(gate, bench.ask(asked)) as answer:
+            await aborted(answer)
+            await bench.b.has(waiting=0)
+            if gate != LOOKUP:
+                # What may still be written to must not be given to another.
+                await bench.b.complete([0], 2)
+                held = (await bench.b.counters()).used_blocks
+                assert held == full_blocks(asked)
+        await bench.well(115_100 + 20 * MOMENTS.index(gate))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("gate", MOMENTS)
+def test_the_peer_is_stopped(bench, gate):
+    """B computes what it cannot have, in the time that its timeouts take."""
+
+    async def scenario() -> None:
+        asked = prompt(116_000 + MOMENTS.index(gate), 1000)
+        await bench.prepare(asked)
+        began_s = time.monotonic()
+        async with bench.pulled(0):
+            async with bench.b.held_at(gate, bench.ask(asked)) as answer:
+                stop = bench.a.stopped()
+                stop.__enter__()
+            try:
+                await bench.right(answer, asked)
+            finally:
+                stop.__exit__(None, None, None)
+            assert time.monotonic() - began_s < PROGRESS_TIMEOUT_S + 7
+        # What A sent late must have hurt nobody.
+        await bench.right(bench.b.complete(asked), asked)
+        await bench.well(116_100 + 20 * MOMENTS.index(gate))
+
+    run(scenario)
+
+
+def test_the_peer_is_killed_while_b_reads(bench):
+    async def scenario() -> None:
+        asked = [prompt(117_000 + i, 1000) for i in range(2)]
+        for one in asked:
+            await bench.prepare(one)
+        async with bench.pulled(0):
+            async with bench.b.held_at(MID_READ, bench.ask(asked[0])) as answer:
+                bench.a.kill()
+            await bench.right(answer, asked[0])
+            await bench.right(bench.ask(asked[1]), asked[1])
+
+    run(scenario)
