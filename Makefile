@@ -14,7 +14,7 @@ test: setup vllm-releases ## everything, real vLLM servers included (under 20 mi
 test-fast: setup ## without vLLM (under a minute)
 	$(python) -m pytest -m "not slow and not e2e and not long"
 
-direct-read-test: setup ## direct read: the storm, a million hostile frames, two real servers (6 minutes)
+direct-read-test: setup ## direct read: the storm, a million hostile frames, two real servers (7 minutes)
 	$(python) -m pytest -m "" tests/connectors tests/e2e/test_direct_read.py
 
 lint: setup ## ruff, as the tests expect it

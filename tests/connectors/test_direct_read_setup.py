@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from connectors.direct_read.memory import regions_of
 from connectors.direct_read.settings import Settings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
 FULL = FullAttentionSpec(**SHAPE)

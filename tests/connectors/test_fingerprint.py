@@ -41,7 +41,7 @@ def found(tmp_path_factory) -> dict:
     return run_script(folder, "fingerprint_script.py", [], *arguments, env=env)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_equal_configs_are_equal_and_each_difference_is_named(found):
     differences = found["differences"]
     assert differences.pop("nothing") is None
@@ -51,12 +51,12 @@ def test_equal_configs_are_equal_and_each_difference_is_named(found):
         assert f"{name} is " in text, text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_seed_itself_is_not_given_away(found):
     assert not any(found["NONE_HASH"] in value for value in found["ours"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_cannot_be_relied_on_is_refused_by_name(found):
     assert len(found["refusals"]) == 4
     for name, text in found["refusals"].items():

@@ -7,7 +7,7 @@ import pytest
 from ledger_mutants import MUTANTS
 from patched_tree import run_script
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
