@@ -28,6 +28,8 @@ from blockpatch import LockedError, WriteError, apply, revert, status
 from blockpatch.journal import locked
 from blockpatch.target import LOCK
 
+pytestmark = pytest.mark.slow
+
 MANY = 1000
 
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

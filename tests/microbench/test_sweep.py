@@ -15,6 +15,8 @@ from microbench.config import CONFIGS, ConfigError, load_connector, load_profile
 from microbench.supervise import REPOSITORY
 from microbench.tree import build_tree, installed_package, link_package
 
+pytestmark = pytest.mark.slow
+
 PROFILES = sorted(file.stem for file in (CONFIGS / "profiles").glob("*.toml"))
 CONNECTORS = sorted(file.stem for file in (CONFIGS / "connectors").glob("*.toml"))
 
