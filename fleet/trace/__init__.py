@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request traces of LLM services: read, described, sampled, made up, made prompts."""
+
+from fleet.trace.readers import FORMATS, read_trace
+from fleet.trace.request import Request, TraceError
+
+__all__ = ["FORMATS", "Request", "TraceError", "read_trace"]

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m fleet.trace stats|sample|synth`: look at a trace, cut one, make one up.
+
+Exit status: 0; 1 with a message if a trace or what is asked of it is wrong; 2 for a
+wrong command line; 128 + number after a signal. What is written is whole or not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleet.trace.markdown import markdown
+from fleet.trace.readers import FORMATS, read_trace
+from fleet.trace.request import Request, TraceError
+from fleet.trace.sample import sample
+from fleet.trace.sessions import SESSION_INTERVAL_S
+from fleet.trace.stats import describe
+from fleet.trace.synth import Shape, synth
+from microbench.supervise import exit_on_signals
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    exit_on_signals()
+    try:
+        arguments.run(arguments)
+    except TraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _stats(arguments: argparse.Namespace) -> None:
+    stats = describe(_read(arguments), arguments.file.name, arguments.cache_blocks)
+    if arguments.json:
+        print(msgspec.json.encode(stats).decode())
+    else:
+        print(markdown(stats), end="")
+
+
+def _sample(arguments: argparse.Namespace) -> None:
+    header = sample(
+        arguments.file,
+        arguments.out,
+        target_requests=arguments.target_requests,
+        seed=arguments.seed,
+        read=lambda: _read(arguments),
+        options=_options(arguments),
+    )
+    source = header["source"]
+    print(
+        f"{arguments.out}: {header['requests']:,} of {source['requests']:,} requests, "
+        f"{source['sessions_chosen']:,} of {source['sessions']:,} sessions"
+    )
+
+
+def _synth(arguments: argparse.Namespace) -> None:
+    values = {name: getattr(arguments, name) for name in Shape.__struct_fields__}
+    try:
+        shape = msgspec.convert(values, Shape)
+    except msgspec.ValidationError as error:
+        raise TraceError(str(error)) from None
+    header = synth(shape, arguments.out)
+    source = header["source"]
+    print(
+        f"{arguments.out}: {header['requests']:,} requests, {source['blocks']:,} "
+        f"blocks, reuse {source['intra_session_reuse']:.4f} in sessions and "
+        f"{source['cross_session_reuse']:.4f} across them"
+    )
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "format": arguments.format,
+        "block_tokens": arguments.block_tokens,
+        "session_interval_s": arguments.session_interval_s,
+        "share_prefix": arguments.share_prefix,
+    }
+
+
+def _read(arguments: argparse.Namespace) -> Iterator[Request]:
+    return read_trace(arguments.file, **_options(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fleet.trace")
+    commands = parser.add_subparsers(required=True)
+
+    stats = commands.add_parser("stats", help="describe a trace, as Markdown")
+    _add_source(stats)
+    stats.add_argument(
+        "--cache-blocks",
+        type=_positive,
+        metavar="N",
+        help="APC of an LRU cache of N blocks",
+    )
+    stats.add_argument("--json", action="store_true", help="print JSON instead")
+    stats.set_defaults(run=_stats)
+
+    cut = commands.add_parser("sample", help="take whole sessions at random")
+    _add_source(cut)
+    cut.add_argument("--target-requests", type=_positive, required=True, metavar="N")
+    cut.add_argument("--seed", type=_natural, required=True)
+    cut.add_argument(
+        "--out", type=Path, required=True, help="gzipped if it ends in .gz"
+    )
+    cut.set_defaults(run=_sample)
+
+    make = commands.add_parser(
+        "synth",
+        help="make up agentic sessions",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for field in msgspec.inspect.type_info(Shape).fields:
+        make.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=int if isinstance(field.type.type, msgspec.inspect.IntType) else float,
+            required=field.required,
+            default=None if field.required else field.default,
+            help=field.type.extra_json_schema["description"],
+        )
+    make.add_argument(
+        "--out", type=Path, required=True, help="gzipped if it ends in .gz"
+    )
+    make.set_defaults(run=_synth)
+    return parser
+
+
+def _add_source(command: argparse.ArgumentParser) -> None:
+    command.add_argument("file", type=Path, help="JSON lines, plain or gzip")
+    command.add_argument(
+        "--format", choices=FORMATS, help="default: what the first line looks like"
+    )
+    command.add_argument(
+        "--block-tokens",
+        type=_positive,
+        metavar="N",
+        help="block size of mooncake (default 512) and bailian (default 16) traces",
+    )
+    command.add_argument(
+        "--session-interval-s",
+        type=_seconds,
+        default=SESSION_INTERVAL_S,
+        metavar="S",
+        help="sessions format: time from a session's start to the next's (default 60)",
+    )
+    command.add_argument(
+        "--share-prefix",
+        action="store_true",
+        help="sessions format: equally long tool and system prompts are the same one",
+    )
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{number} is not from 0 to 2^63")
+    return number
+
+
+def _positive(text: str) -> int:
+    if number := _natural(text):
+        return number
+    raise argparse.ArgumentTypeError("0 is not positive")
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a time")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

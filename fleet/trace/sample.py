@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Take whole sessions out of a trace, at random, in two passes over the file.
+
+The first pass notes which session each request belongs to and gives every session a
+place in a random order that its name and the seed decide alone. The shortest beginning
+of that order with the wanted number of requests is the sample; the second pass writes
+it. A session takes its sub-agents along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleet.trace import own
+from fleet.trace.batches import SessionNumbers, session_keys
+from fleet.trace.prefixes import mix
+from fleet.trace.request import Request, TraceError
+
+CHUNK = 1 << 14
+
+
+def sample(
+    path: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    target_requests: int,
+    seed: int,
+    read: Callable[[], Iterator[Request]],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Write a sample of a trace to `out` in our own format; returns its header.
+
+    `read` reads the trace from its beginning; `options`, how, goes into the header.
+    Memory: 16 bytes a request.
+
+    Raises:
+        TraceError: the trace has fewer requests, is not what it should be or changes in
+            between; nothing is written then.
+    """
+    sessions, order = _survey(read(), seed)
+    if target_requests > len(sessions):
+        raise TraceError(
+            f"{path}: {target_requests} requests wanted of {len(sessions)}: use the "
+            "trace itself, or a smaller --target-requests"
+        )
+    chosen = _choose(sessions, order, target_requests)
+    header = {
+        "requests": int(chosen.sum()),
+        "source": {
+            "made_by": "fleet.trace sample",
+            "file": Path(path).name,
+            "sha256": _sha256(path),
+            "read_with": options,
+            "target_requests": target_requests,
+            "seed": seed,
+            "requests": len(sessions),
+            "sessions": len(np.unique(sessions)),
+            "sessions_chosen": len(np.unique(sessions[chosen])),
+        },
+    }
+    own.write(out, header, itertools.compress(read(), chosen.tolist()))
+    return header
+
+
+def _survey(requests: Iterable[Request], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The session (int32) of each request and that session's place (uint64)."""
+    numbers = SessionNumbers()
+    sessions, order = array("i"), array("Q")
+    salt = mix(np.array([seed], np.uint64))
+    roots: dict[str, str] = {}  # of sub-agents
+    for chunk in _chunks(requests):
+        names = []
+        for request in chunk:
+            if request.parent is not None and request.turn == 0:
+                roots[request.session] = roots.get(request.parent, request.parent)
+            names.append(roots.get(request.session, request.session))
+        sessions.frombytes(numbers.of(names).tobytes())
+        order.frombytes(mix(session_keys(names) ^ salt).tobytes())
+    return np.frombuffer(sessions, np.int32), np.frombuffer(order, np.uint64)
+
+
+def _chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
+    requests = iter(requests)
+    while chunk := list(itertools.islice(requests, CHUNK)):
+        yield chunk
+
+
+def _choose(sessions: np.ndarray, order: np.ndarray, target: int) -> np.ndarray:
+    """Which requests to take, bool."""
+    firsts, counts = np.unique(sessions, return_counts=True)
+    ranked = np.argsort(order[firsts])
+    enough = int(np.searchsorted(np.cumsum(counts[ranked]), target)) + 1
+    return np.isin(sessions, firsts[ranked[:enough]])
+
+
+def _sha256(path: str | PathLike[str]) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

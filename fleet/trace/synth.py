@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make up a trace of agentic sessions with a stated reuse.
+
+A session begins with a system prompt and a task. Every turn appends the answer before
+and what the tools returned, so each prompt begins with the one before it, except where
+an agent rewrites its context: from some block on, all is new. As many turns are
+rewritten as it takes to bring the reuse down to the stated one, to the block.
+
+Lengths and think times are log-normal, turns geometric, sessions arrive as a Poisson
+process. An answer takes its tokens at DECODE_TOKENS_PER_S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os import PathLike
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fleet.trace import own
+from fleet.trace.request import Request, TraceError
+
+DECODE_TOKENS_PER_S = 50.0
+CHUNK = 1 << 14
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What sessions are like; with the defaults, like those of coding agents."""
+
+    sessions: Annotated[int, Meta(ge=1, description="how many")]
+    seed: Annotated[int, Meta(ge=0, description="equal seeds give equal traces")] = 0
+    block_tokens: Annotated[int, Meta(ge=1, description="block size")] = 64
+    turns: Annotated[float, Meta(ge=1, description="turns a session, mean")] = 20.0
+    system_tokens: Annotated[int, Meta(ge=0, description="system prompt")] = 12_000
+    system_share: Annotated[
+        float, Meta(ge=0, le=1, description="share of sessions with the same one")
+    ] = 0.8
+    task_tokens: Annotated[float, Meta(ge=1, description="task, mean")] = 4_000.0
+    tool_tokens: Annotated[float, Meta(ge=1, description="added a turn, mean")] = 600.0
+    output_tokens: Annotated[float, Meta(ge=1, description="an answer, mean")] = 445.0
+    max_input_tokens: Annotated[
+        int, Meta(ge=1, description="a session ends before a longer prompt")
+    ] = 131_072
+    think_s: Annotated[float, Meta(gt=0, description="between turns, mean")] = 15.0
+    interval_s: Annotated[float, Meta(gt=0, description="between sessions, mean")] = 5.0
+    reuse: Annotated[
+        float, Meta(ge=0, le=1, description="blocks that an earlier turn had, share")
+    ] = 0.91
+
+
+class _Turns(NamedTuple):
+    """All turns, session by session."""
+
+    session: np.ndarray
+    turn: np.ndarray
+    arrival_s: np.ndarray
+    think_s: np.ndarray
+    input_tokens: np.ndarray
+    output_tokens: np.ndarray
+    blocks: np.ndarray
+    kept: np.ndarray  # blocks taken over from the turn before
+    last: np.ndarray  # of its session
+
+
+def synth(shape: Shape, out: str | PathLike[str]) -> dict[str, Any]:
+    """Write a trace to `out` in our own format; returns its header.
+
+    Memory: 100 bytes a request, and the prompts of the sessions under way.
+
+    Raises:
+        TraceError: such sessions cannot have such a reuse, or `out` cannot be written.
+    """
+    rng = np.random.default_rng(shape.seed)
+    turns = _draw(shape, rng)
+    shares_system = rng.random(shape.sessions) < shape.system_share
+    blocks = int(turns.blocks.sum())
+    system_blocks = shape.system_tokens // shape.block_tokens
+    seen_elsewhere = max(0, int(shares_system.sum()) - 1) * system_blocks
+    header = {
+        "requests": len(turns.turn),
+        "source": {
+            "made_by": "fleet.trace synth",
+            "shape": msgspec.to_builtins(shape),
+            "decode_tokens_per_s": DECODE_TOKENS_PER_S,
+            "blocks": blocks,
+            "intra_session_reuse": int(turns.kept.sum()) / blocks,
+            "cross_session_reuse": seen_elsewhere / blocks,
+        },
+    }
+    own.write(out, header, _requests(shape, turns, shares_system))
+    return header
+
+
+def _draw(shape: Shape, rng: np.random.Generator) -> _Turns:
+    counts = rng.geometric(1 / shape.turns, shape.sessions)
+    session = np.repeat(np.arange(shape.sessions, dtype=np.int32), counts)
+    output_tokens = _tokens(rng, shape.output_tokens, len(session))
+    added = _tokens(rng, shape.tool_tokens, len(session))
+    first = _firsts(session)
+    added[1:] += output_tokens[:-1]
+    added[first] = shape.system_tokens + _tokens(rng, shape.task_tokens, len(first))
+    added[first] = np.minimum(added[first], shape.max_input_tokens)
+    input_tokens = _sum_within(session, added)
+    fits = input_tokens <= shape.max_input_tokens
+    session, input_tokens = session[fits], input_tokens[fits]
+    output_tokens = output_tokens[fits]
+
+    first = _firsts(session)
+    think_s = np.round(_log_normal(rng, shape.think_s, len(session)), 3)
+    waited_s = think_s.copy()
+    waited_s[1:] += output_tokens[:-1] / DECODE_TOKENS_PER_S
+    waited_s[first] = np.cumsum(rng.exponential(shape.interval_s, shape.sessions))
+    blocks = input_tokens // shape.block_tokens
+    if not blocks.any():
+        raise TraceError("no prompt has a whole block: make block_tokens smaller")
+    return _Turns(
+        session=session,
+        turn=_sum_within(session, np.ones(len(session), np.int64)) - 1,
+        arrival_s=np.round(_sum_within(session, waited_s), 3),
+        think_s=think_s,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        blocks=blocks,
+        kept=_kept(shape, rng, session, blocks),
+        last=np.append(np.diff(session) != 0, True),
+    )
+
+
+def _kept(
+    shape: Shape, rng: np.random.Generator, session: np.ndarray, blocks: np.ndarray
+) -> np.ndarray:
+    """How many leading blocks each turn has from the one before, to reuse the share."""
+    kept = np.append(0, blocks[:-1])
+    kept[_firsts(session)] = 0
+    too_many = int(kept.sum() - round(shape.reuse * blocks.sum()))
+    # A rewrite never touches the system prompt.
+    rewritable = np.maximum(kept - shape.system_tokens // shape.block_tokens, 0)
+    losses = np.ceil(rng.random(len(kept)) * rewritable).astype(np.int64)
+    total = int(blocks.sum())
+    highest = kept.sum() / total
+    lowest = (kept.sum() - losses.sum()) / total
+    if not 0 <= too_many <= losses.sum():
+        raise TraceError(
+            f"a reuse of {shape.reuse:.4f} is out of reach: such sessions have "
+            f"{lowest:.4f} to {highest:.4f}. More turns or fewer tool_tokens raise it"
+        )
+    order = rng.permutation(len(kept))
+    summed = np.cumsum(losses[order])
+    kept[order] -= np.clip(too_many - (summed - losses[order]), 0, losses[order])
+    return kept
+
+
+def _requests(
+    shape: Shape, turns: _Turns, shares_system: np.ndarray
+) -> Iterator[Request]:
+    """The requests in order of arrival, with ids."""
+    system = list(range(shape.system_tokens // shape.block_tokens))
+    next_id = len(system)
+    contexts: dict[int, list[int]] = {}  # of the sessions under way
+    order = np.argsort(turns.arrival_s, kind="stable")
+    for begin in range(0, len(order), CHUNK):
+        part = order[begin : begin + CHUNK]
+        for (
+            session,
+            turn,
+            arrival_s,
+            think_s,
+            input_tokens,
+            output_tokens,
+            blocks,
+            kept,
+            last,
+        ) in zip(*(column[part].tolist() for column in turns), strict=True):
+            if turn == 0:
+                hashes = system[:blocks] if shares_system[session] else []
+            else:
+                hashes = contexts.pop(session)[:kept]
+            new = blocks - len(hashes)
+            hashes.extend(range(next_id, next_id + new))
+            next_id += new
+            if not last:
+                contexts[session] = hashes
+            yield Request(
+                arrival_s=arrival_s,
+                session=f"s{session}",
+                turn=turn,
+                input_tokens=input_tokens,
+                output_tokens=output_tokens,
+                hashes=hashes,
+                block_tokens=shape.block_tokens,
+                think_s=think_s if turn else None,
+            )
+
+
+def _log_normal(rng: np.random.Generator, mean: float, n: int) -> np.ndarray:
+    """With a standard deviation of 1 in the logarithm: 37 % above the mean."""
+    return rng.lognormal(np.log(mean) - 0.5, 1.0, n)
+
+
+def _tokens(rng: np.random.Generator, mean: float, n: int) -> np.ndarray:
+    return np.maximum(1, np.rint(_log_normal(rng, mean, n))).astype(np.int64)
+
+
+def _firsts(session: np.ndarray) -> np.ndarray:
+    """Where each session's first turn is."""
+    return np.flatnonzero(np.diff(session, prepend=-1))
+
+
+def _sum_within(session: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Running sums that begin anew with each session."""
+    first = _firsts(session)
+    sums = np.cumsum(values)
+    before = sums[first] - values[first]
+    return sums - np.repeat(before, np.diff(np.append(first, len(session))))
