@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+from heapq import heappop, heappush
+from itertools import count
 from time import perf_counter_ns
 from typing import Self
 
@@ -29,13 +31,14 @@ class _Itimerspec(ctypes.Structure):
 
 
 class Alarm:
-    """A timer of the running loop, for one waiter at a time."""
+    """A timer of the running loop, for any number of waiters."""
 
     def __init__(self) -> None:
         self._fd = _checked(
             _libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
         )
-        self._rang = asyncio.Event()
+        self._waiters: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = count()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._ring)
 
@@ -50,18 +53,29 @@ class Alarm:
         """Return at `due_ns` of perf_counter_ns, at once if that has passed."""
         if due_ns <= perf_counter_ns():
             return
-        self._rang.clear()
+        waiter = self._loop.create_future()
+        heappush(self._waiters, (due_ns, next(self._order), waiter))
+        if self._waiters[0][2] is waiter:
+            self._set(due_ns)
+        await waiter
+
+    def _set(self, due_ns: int) -> None:
         spec = _Itimerspec(0, 0, *divmod(due_ns, 1_000_000_000))
         _checked(
             _libc.timerfd_settime(
                 self._fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None
             )
         )
-        await self._rang.wait()
 
     def _ring(self) -> None:
         os.read(self._fd, 8)
-        self._rang.set()
+        now_ns = perf_counter_ns()
+        while self._waiters and self._waiters[0][0] <= now_ns:
+            _, _, waiter = heappop(self._waiters)
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._waiters:
+            self._set(self._waiters[0][0])
 
 
 def _checked(result: int) -> int:

@@ -9,9 +9,9 @@ from time import perf_counter_ns
 import aiohttp
 from aiohttp.payload import BytesPayload
 
-from microbench.driver.ledger import Record
+from microbench.driver.ledger import Outcome, Record
 from microbench.driver.plan import Plan
-from microbench.driver.sse import CompletionStream, StreamError
+from microbench.driver.sse import CompletionStream, StreamError, Usage
 
 # Below the 5 s after which vLLM closes an idle connection: a request that meets the
 # close half-way would fail for no fault of the server.
@@ -32,7 +32,7 @@ def open_session() -> aiohttp.ClientSession:
 class _StampedBody(BytesPayload):
     """Notes when the first byte of the body is handed to the socket."""
 
-    def __init__(self, body: bytes, record: Record) -> None:
+    def __init__(self, body: bytes, record: Outcome) -> None:
         super().__init__(body, content_type="application/json")
         self._record = record
 
@@ -42,29 +42,34 @@ class _StampedBody(BytesPayload):
 
 
 class Client:
-    """Sends the requests of one plan to one server."""
+    """Sends requests to one server and keeps a record of each."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, plan: Plan) -> None:
+    stopped = "driver stopped"  # the error of a request that is cancelled
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, timeout_s: float
+    ) -> None:
         self._post = session.post
         self._url = f"{url}/v1/completions"
-        self._plan = plan
+        self._timeout_s = timeout_s
 
-    async def request(self, record: Record, body: bytes) -> None:
+    async def request(
+        self, record: Outcome, body: bytes, headers: dict[str, str] | None = None
+    ) -> None:
         """Fill in the record to its end, whatever happens.
 
         Only cancellation is raised on, with the record at "cancelled".
         """
         record.status = "failed"
-        timeout_s = self._plan.request_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._exchange(record, body)
+            async with asyncio.timeout(self._timeout_s):
+                await self._exchange(record, body, headers)
             record.status = "ok"
         except TimeoutError:
-            record.error = f"no complete answer within {timeout_s:g} s"
+            record.error = f"no complete answer within {self._timeout_s:g} s"
         except asyncio.CancelledError:
             record.status = "cancelled"
-            record.error = "driver stopped"
+            record.error = self.stopped
             raise
         except StreamError as error:
             record.error = str(error)
@@ -74,10 +79,21 @@ class Client:
             if record.status != "ok":
                 record.end_ns = perf_counter_ns()
 
-    async def _exchange(self, record: Record, body: bytes) -> None:
+    def take_head(self, record: Outcome, response: aiohttp.ClientResponse) -> None:
+        """Note what the response's head says."""
+        record.http_status = response.status
+
+    def take_usage(self, record: Outcome, usage: Usage) -> None:
+        """Note the server's token counts. Raises StreamError if they are wrong."""
+        raise NotImplementedError
+
+    async def _exchange(
+        self, record: Outcome, body: bytes, headers: dict[str, str] | None
+    ) -> None:
         stream = CompletionStream()
-        async with self._post(self._url, data=_StampedBody(body, record)) as response:
-            record.http_status = response.status
+        payload = _StampedBody(body, record)
+        async with self._post(self._url, data=payload, headers=headers) as response:
+            self.take_head(record, response)
             if response.status != 200:
                 text = (await response.content.read(500)).decode(errors="replace")
                 raise StreamError(f"HTTP {response.status}: {text}")
@@ -87,11 +103,17 @@ class Client:
             finally:
                 record.first_token_ns = stream.first_token_ns
         usage = stream.usage()
-        record.output_tokens = usage.completion_tokens
         record.end_ns = stream.last_token_ns
-        asked = self._plan.prompt_tokens, self._plan.output_tokens
-        if (usage.prompt_tokens, usage.completion_tokens) != asked:
-            raise StreamError(
-                f"asked for {asked[0]} prompt and {asked[1]} output tokens, usage says "
-                f"{usage.prompt_tokens} and {usage.completion_tokens}"
-            )
+        self.take_usage(record, usage)
+
+
+class PlanClient(Client):
+    """Sends the requests of one plan."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, plan: Plan) -> None:
+        super().__init__(session, url, plan.request_timeout_s)
+        self._plan = plan
+
+    def take_usage(self, record: Record, usage: Usage) -> None:
+        record.output_tokens = usage.completion_tokens
+        usage.check(self._plan.prompt_tokens, self._plan.output_tokens)

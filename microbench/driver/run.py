@@ -17,7 +17,7 @@ from typing import Any
 
 from microbench.driver.alarm import Alarm
 from microbench.driver.arrivals import Timetable, timetables
-from microbench.driver.client import Client, open_session
+from microbench.driver.client import Client, PlanClient, open_session
 from microbench.driver.ledger import Ledger, Record
 from microbench.driver.plan import Plan
 from microbench.driver.prompts import bodies
@@ -93,11 +93,11 @@ class Run:
                 await asyncio.sleep(0)
         # Bodies and records stay: a full collection need not walk them while we send.
         gc.freeze()
-        _allow_open_files()
+        allow_open_files()
         self.ledger.cpu_start_s = time.process_time()
         ids = count()
         async with open_session() as session:
-            client = Client(session, self.url, self.plan)
+            client = PlanClient(session, self.url, self.plan)
             for stretch in _stretches(timetables(self.plan)):
                 reset_ns = None
                 if stretch[0].phase.reset_prefix_cache:
@@ -152,7 +152,7 @@ def _stretches(tables: list[Timetable]) -> list[list[Timetable]]:
     return stretches
 
 
-def _allow_open_files() -> None:
+def allow_open_files() -> None:
     """One socket a request in flight, and no cap on those."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

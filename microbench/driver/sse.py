@@ -17,11 +17,31 @@ class StreamError(Exception):
     """The stream did not carry the completion that was asked for."""
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
     """Token counts as the server reports them."""
 
     prompt_tokens: int
     completion_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that were not computed; None if the server does not say."""
+        details = self.prompt_tokens_details
+        return None if details is None else details.cached_tokens
+
+    def check(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Raises StreamError unless the counts are those that were asked for."""
+        asked = prompt_tokens, completion_tokens
+        if (self.prompt_tokens, self.completion_tokens) != asked:
+            raise StreamError(
+                f"asked for {asked[0]} prompt and {asked[1]} output tokens, usage says "
+                f"{self.prompt_tokens} and {self.completion_tokens}"
+            )
 
 
 class _Choice(msgspec.Struct):

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import threading
 from itertools import pairwise
+from time import perf_counter_ns
 
 import msgspec
 import numpy as np
@@ -12,7 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from microbench.driver.alarm import Alarm
 from microbench.driver.arrivals import timetables
+from microbench.driver.lines import FLUSH_EVERY_S, LineFile
 from microbench.driver.plan import Plan, PlanError, read_plan
 from microbench.driver.prompts import bodies
 from microbench.driver.sse import CompletionStream, StreamError
@@ -150,3 +156,47 @@ def test_an_in_band_error_is_not_hidden_by_what_follows():
     lines = [TOKEN, dead, TOKEN, USAGE, b"data: [DONE]"]
     result, _, _ = outcome([line + b"\n\n" for line in lines])
     assert result == 'in-band error: {"message":"dead"}'
+
+
+def test_no_line_is_lost_when_flushing_ends_before_the_disk_comes_to_it(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    busy = threading.Event()
+
+    async def flush_and_stop() -> None:
+        with LineFile(path) as file:
+            file._writer.submit(busy.wait)
+            file.append({"n": 1})
+            flushing = asyncio.create_task(file.flush_forever())
+            await asyncio.sleep(1.5 * FLUSH_EVERY_S)
+            flushing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await flushing
+            file.append({"n": 2})
+            busy.set()
+
+    asyncio.run(flush_and_stop())
+    assert path.read_text() == '{"n":1}\n{"n":2}\n'
+
+
+def test_an_alarm_wakes_every_waiter_in_order_and_never_early():
+    async def wait(alarm: Alarm, due_ns: int, woken: list[tuple[int, int]]) -> None:
+        await alarm.sleep_until(due_ns)
+        woken.append((due_ns, perf_counter_ns()))
+
+    async def wait_for_all() -> list[tuple[int, int]]:
+        woken: list[tuple[int, int]] = []
+        now_ns = perf_counter_ns()
+        with Alarm() as alarm:
+            async with asyncio.TaskGroup() as group:
+                for after_ms in (30, 10, 20, 10, -5, 40):
+                    due_ns = now_ns + after_ms * 1_000_000
+                    group.create_task(wait(alarm, due_ns, woken))
+                gone = group.create_task(wait(alarm, now_ns + 5_000_000, []))
+                await asyncio.sleep(0)
+                gone.cancel()
+        return woken
+
+    woken = asyncio.run(wait_for_all())
+    assert woken == sorted(woken)
+    assert len(woken) == 6
+    assert all(now_ns >= due_ns for due_ns, now_ns in woken)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of the replayer.
+
+exit status:
+  0    every request ok, send lag within its budget
+  2    a request failed or was cancelled, or the records could not be written
+  3    all requests ok, but p99 of the send lag is over its budget: run not valid
+  64   command line, trace and server do not fit together; nothing was sent
+  130  stopped by SIGINT, 143 by SIGTERM: the rest is recorded as cancelled
+
+OPENAI_API_KEY is sent to the server if set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from fleet.replay.options import Options, ReplayError
+from fleet.replay.progress import print_forever, summary
+from fleet.replay.run import Replay
+from fleet.replay.sessions import group
+from fleet.trace import TraceError, read_trace
+from microbench.supervise import exit_on_signals
+
+FAILED, LATE, USAGE, BY_SIGNAL = 2, 3, 64, 128
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.format_usage()}{self.prog}: error: {message}\n")
+
+
+def main() -> int:
+    """Replay; return the exit status."""
+    exit_on_signals()
+    parser = _parser()
+    arguments = parser.parse_args()
+    if not arguments.url.startswith(("http://", "https://")):
+        parser.error(f"--url {arguments.url}: must begin with http:// or https://")
+    if arguments.time_scale == 0 and arguments.max_inflight_sessions is None:
+        parser.error(
+            "--time-scale 0 sends all sessions at once: give --max-inflight-sessions"
+        )
+    fields = {name: getattr(arguments, name) for name in Options.__struct_fields__}
+    try:
+        options = Options(**fields)
+        sessions = group(read_trace(arguments.trace), arguments.request_limit)
+        replay = Replay(options, sessions, arguments.out)
+        return asyncio.run(_replay(replay, arguments.progress))
+    except (ReplayError, TraceError) as error:
+        parser.error(str(error))
+    except FileExistsError:
+        parser.error(f"--out {arguments.out}: exists; records are never overwritten")
+    except OSError as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return FAILED
+
+
+async def _replay(replay: Replay, progress: bool) -> int:
+    printing = asyncio.create_task(print_forever(replay)) if progress else None
+    with open(replay.options.trace, "rb") as trace:
+        digest = hashlib.file_digest(trace, "sha256").hexdigest()
+    end = await replay.execute(trace_sha256=digest)
+    if printing is not None:
+        printing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await printing
+    print(summary(end), file=sys.stderr)
+    if replay.signal is not None:
+        print(f"replay: stopped by {replay.signal.name}", file=sys.stderr)
+        return BY_SIGNAL + replay.signal
+    if end["failed"] or end["cancelled"]:
+        return FAILED
+    return 0 if end["valid"] else LATE
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        "python -m fleet.replay",
+        description="Replay a trace: open loop across sessions, closed loop in one.",
+        epilog=__doc__.partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = Options("", "")
+    add = parser.add_argument
+    add("--url", required=True, type=lambda url: url.rstrip("/"), help="server's root")
+    add("--trace", required=True, help="any format that fleet.trace reads")
+    add("--out", required=True, type=Path, help="records, a new file")
+    add("--model", help="default: the server's only one")
+    add("--vocab-size", type=_at_least(2), default=default.vocab_size)
+    add(
+        "--time-scale",
+        type=_at_least(0, float),
+        default=default.time_scale,
+        help="factor on arrival and think times (default 1)",
+    )
+    add(
+        "--max-inflight-sessions",
+        type=_at_least(1),
+        metavar="N",
+        help="closed loop: begin a session when one of N has ended, not on arrival",
+    )
+    add(
+        "--request-limit",
+        type=_at_least(1),
+        metavar="N",
+        help="only the first N requests of the trace",
+    )
+    add(
+        "--timeout",
+        dest="timeout_s",
+        type=_at_least(0.001, float),
+        default=default.timeout_s,
+        metavar="S",
+        help="for a whole answer (default 600)",
+    )
+    add(
+        "--lag-budget-ms",
+        type=_at_least(0.001, float),
+        default=default.lag_budget_ms,
+        help="for p99 of the send lag (default 50)",
+    )
+    add(
+        "--warmup-s",
+        type=_at_least(0, float),
+        default=default.warmup_s,
+        help="the steady window begins no sooner (default 0)",
+    )
+    add("--progress", action="store_true", help="a line a second on stderr")
+    return parser
+
+
+def _at_least(least: float, kind: type = int) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        if not least <= (value := kind(text)) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: must be {least:g} or more")
+        return value
+
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

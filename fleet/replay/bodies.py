@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request bodies, made in a thread shortly before they are needed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
+
+from fleet.replay.records import asked_output_tokens
+from fleet.trace import Request
+from fleet.trace.prompts import prompt
+from microbench.driver.prompts import completion_body
+
+# How long before it is due a body is made. What is due later is not in memory.
+AHEAD_NS = 1_000_000_000
+# How long the thread may keep the sending one from running; Python's default is 5 ms.
+SWITCH_INTERVAL_S = 0.0005
+
+
+class Bodies:
+    """Makes the bodies of one replay, one after another."""
+
+    def __init__(self, model: str, vocab_size: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._thread = ThreadPoolExecutor(1, "bodies")
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def prepare(self, requests: list[Request]) -> list[Future[bytes]]:
+        """Begin to make their bodies, with one waking of the thread for all of them."""
+        made: list[Future[bytes]] = [Future() for _ in requests]
+        self._thread.submit(self._make, requests, made)
+        return made
+
+    def _make(self, requests: list[Request], made: list[Future[bytes]]) -> None:
+        for request, body in zip(requests, made, strict=True):
+            try:
+                body.set_result(self._body(request))
+            except Exception as error:  # for whoever waits for it
+                body.set_exception(error)
+
+    def _body(self, request: Request) -> bytes:
+        tokens = prompt(request, self._vocab_size).tolist()
+        return completion_body(self._model, tokens, asked_output_tokens(request))
+
+
+async def ready(body: Future[bytes]) -> bytes:
+    """The body, at once if it is made."""
+    return body.result() if body.done() else await asyncio.wrap_future(body)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replayed request over HTTP, and what its answer says besides tokens."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import quote
+
+import aiohttp
+
+from fleet.replay.records import Record
+from microbench.driver.client import Client
+from microbench.driver.sse import Usage
+
+# Session names go into headers, where only printable ASCII may be.
+_SAFE = " /:;,.@+=~#!$&'()*|?[]"
+
+
+class ReplayClient(Client):
+    """Sends the requests of a trace to one server, ours or any other."""
+
+    stopped = "replay stopped"
+
+    async def send(self, record: Record, body: bytes) -> None:
+        """Fill in the record to its end, whatever happens."""
+        headers = {
+            "X-Session-Id": quote(record.session, safe=_SAFE),
+            "X-Request-Id": quote(record.id, safe=_SAFE),
+        }
+        await self.request(record, body, headers | authorization())
+
+    def take_head(self, record: Record, response: aiohttp.ClientResponse) -> None:
+        super().take_head(record, response)
+        record.instance = response.headers.get("X-Kvtax-Instance")
+        record.prefill_instance = response.headers.get("X-Kvtax-Prefill")
+
+    def take_usage(self, record: Record, usage: Usage) -> None:
+        record.usage_prompt_tokens = usage.prompt_tokens
+        record.usage_completion_tokens = usage.completion_tokens
+        record.cached_tokens = usage.cached_tokens
+        usage.check(record.input_tokens, record.output_tokens)
+
+
+def authorization() -> dict[str, str]:
+    """The header for a server that wants a key, from OPENAI_API_KEY."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the console says of a replay, its own lag included."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Any
+
+from fleet.replay.run import Replay
+
+
+async def print_forever(replay: Replay) -> None:
+    """A line a second on stderr until cancelled."""
+    start_s = time.monotonic()
+    while True:
+        await asyncio.sleep(1.0)
+        if not hasattr(replay, "records"):
+            continue
+        records, elapsed_s = replay.records, time.monotonic() - start_s
+        counts = ", ".join(f"{n} {status}" for status, n in records.counts.items())
+        print(
+            f"{elapsed_s:.0f} s: {counts}, {replay.in_flight} in flight of "
+            f"{replay.scheduled}; {_lag(records.recent_lag_ms())}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def summary(end: dict[str, Any]) -> str:
+    """What came of it, from the end line."""
+    counts = ", ".join(f"{end[status]} {status}" for status in _STATUSES)
+    lines = [f"replay: {counts} of {end['scheduled']}; {_lag(end['lag_ms'])}"]
+    if (steady := end["steady"]) is None:
+        lines.append("replay: no steady window")
+    else:
+        length_s = (steady["end_ns"] - steady["start_ns"]) / 1e9
+        lines.append(f"replay: load steady for {length_s:.1f} s")
+    if not end["valid"] and end["lag_ms"] is not None:
+        budget = f"budget for p99 {end['lag_budget_ms']:g} ms"
+        lines.append(f"replay: RUN NOT VALID: requests were sent late, {budget}")
+    return "\n".join(lines)
+
+
+_STATUSES = ("ok", "failed", "cancelled")
+
+
+def _lag(lag_ms: dict[str, float] | None) -> str:
+    if lag_ms is None:
+        return "nothing sent"
+    return (
+        "lag "
+        + ", ".join(f"{name} {value:.2f}" for name, value in lag_ms.items())
+        + " ms"
+    )

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One replay from its first record to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+from collections import deque
+from concurrent.futures import Future
+from itertools import groupby, islice, pairwise
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+from fleet.replay.bodies import AHEAD_NS, Bodies, ready
+from fleet.replay.client import ReplayClient
+from fleet.replay.options import Options
+from fleet.replay.preflight import check_lengths, check_vocabulary, find_model
+from fleet.replay.records import Record, Records
+from fleet.replay.sessions import Session
+from fleet.replay.window import steady_window
+from microbench.driver.alarm import Alarm
+from microbench.driver.client import open_session
+from microbench.driver.run import allow_open_files
+
+# From the decision to start to the first request.
+LEAD_NS = 50_000_000
+# Sessions that arrive within this are prepared in one go.
+BATCH_NS = 20_000_000
+
+Next = tuple[Session, Future[bytes]]  # and the body of its first turn
+
+
+class Replay:
+    """Sends the sessions of a trace and records every request of them in `out`.
+
+    A session whose turn failed ends there, its remaining turns are recorded as
+    cancelled: they would continue a conversation that did not take place.
+    """
+
+    records: Records
+    _alarm: Alarm
+    _bodies: Bodies
+    _client: ReplayClient
+
+    def __init__(self, options: Options, sessions: list[Session], out: Path) -> None:
+        self.options = options
+        self.sessions = sessions
+        self.scheduled = sum(len(session.turns) for session in sessions)
+        self.out = out
+        self.signal: signal.Signals | None = None
+        self.in_flight = 0
+
+    async def execute(self, **header: Any) -> dict[str, Any]:
+        """Run to the end, or to SIGINT or SIGTERM; return the end line.
+
+        Raises ReplayError if it cannot begin, FileExistsError if `out` exists, OSError
+        if it cannot be written.
+        """
+        url = self.options.url
+        check_vocabulary(self.sessions, self.options.vocab_size)
+        async with open_session() as http:
+            model = await find_model(http, url, self.options.model)
+            check_lengths(self.sessions, model)
+            self._client = ReplayClient(http, url, self.options.timeout_s)
+            header |= {"model": model.id, "max_model_len": model.max_model_len}
+            header |= {"scheduled": self.scheduled, "sessions": len(self.sessions)}
+            allow_open_files()
+            with (
+                Bodies(model.id, self.options.vocab_size) as self._bodies,
+                Alarm() as self._alarm,
+                Records(self.out, self.options, **header) as self.records,
+            ):
+                return await self._recorded()
+
+    async def _recorded(self) -> dict[str, Any]:
+        """Play everything and close the records, however the playing ends."""
+        work = asyncio.create_task(self._play_all())
+        self._stop_on_signals(work)
+        flushing = asyncio.create_task(self.records.flush_forever())
+        flushing.add_done_callback(lambda _: work.cancel())
+        try:
+            await work
+        except asyncio.CancelledError:
+            pass  # what was not sent or not answered is recorded below
+        finally:
+            for session in self.sessions:
+                self._cancel_rest(session, ReplayClient.stopped)
+        flushing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await flushing
+        spans = [(session.begin_ns, session.end_ns) for session in self.sessions]
+        warmup_ns = int(self.options.warmup_s * 1e9)
+        complete = self.signal is None
+        return self.records.end(steady_window(spans, warmup_ns) if complete else None)
+
+    def _stop_on_signals(self, work: asyncio.Task[None]) -> None:
+        def stop(signum: signal.Signals) -> None:
+            self.signal = signum
+            work.cancel()
+
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, stop, signum)
+
+    async def _play_all(self) -> None:
+        # The trace stays: a full collection need not walk it while we send.
+        gc.freeze()
+        if self.options.max_inflight_sessions is None:
+            await self._play_open_loop()
+        else:
+            await self._play_closed_loop(self.options.max_inflight_sessions)
+
+    async def _play_open_loop(self) -> None:
+        """Begin every session when it arrives."""
+        origin_s = self.sessions[0].turns[0].arrival_s
+        arrivals = [
+            (self._scaled_ns(session.turns[0].arrival_s - origin_s), session)
+            for session in self.sessions
+        ]
+        # What is due soon is prepared before the start, the rest batch by batch.
+        groups = groupby(arrivals, lambda item: max(AHEAD_NS, item[0]) // BATCH_NS)
+        first, *batches = (list(batch) for _, batch in groups)
+        nexts: asyncio.Queue[Next] = asyncio.Queue()
+
+        def prepare(batch: list[tuple[int, Session]]) -> list[Future[bytes]]:
+            prepared = self._prepare([session for _, session in batch])
+            for item in prepared:
+                nexts.put_nowait(item)
+            return [body for _, body in prepared]
+
+        async def prepare_ahead() -> None:
+            for batch in batches:
+                await self._alarm.sleep_until(start_ns + batch[0][0] - AHEAD_NS)
+                prepare(batch)
+
+        start_ns = await self._start(prepare(first))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(prepare_ahead())
+            for after_ns, _ in arrivals:
+                session, body = await nexts.get()
+                await self._alarm.sleep_until(start_ns + after_ns)
+                group.create_task(self._play(session, body, start_ns + after_ns))
+
+    async def _play_closed_loop(self, slots: int) -> None:
+        """Keep `slots` sessions in flight for as long as there are any."""
+        waiting = iter(self.sessions)
+        nexts = deque(self._prepare(list(islice(waiting, slots))))
+
+        async def play_slot(due_ns: int) -> None:
+            while nexts:
+                session, body = nexts.popleft()
+                nexts.extend(self._prepare(list(islice(waiting, 1))))
+                due_ns = await self._play(session, body, due_ns)
+
+        start_ns = await self._start([body for _, body in nexts])
+        async with asyncio.TaskGroup() as group:
+            for _ in range(slots):
+                group.create_task(play_slot(start_ns))
+
+    def _prepare(self, sessions: list[Session]) -> list[Next]:
+        bodies = self._bodies.prepare([session.turns[0] for session in sessions])
+        return list(zip(sessions, bodies, strict=True))
+
+    async def _start(self, bodies: list[Future[bytes]]) -> int:
+        """When the replay starts: once these can be sent."""
+        for body in bodies:
+            await ready(body)
+        return perf_counter_ns() + LEAD_NS
+
+    async def _play(self, session: Session, body: Future[bytes], due_ns: int) -> int:
+        """Send the turns of a session, each when it is due; when the last had ended."""
+        for turn, following in pairwise([*session.turns, None]):
+            record = Record.of(turn, intended_ns=due_ns)
+            await self._alarm.sleep_until(due_ns)
+            payload = await ready(body)
+            think_ns = following and self._scaled_ns(following.think_s)
+            soon = following is not None and think_ns <= AHEAD_NS
+            if soon:
+                (body,) = self._bodies.prepare([following])
+            await self._send(session, record, payload)
+            del payload  # not in memory for the think time
+            if record.status != "ok":
+                self._cancel_rest(session, f"turn {turn.turn} failed")
+                return record.end_ns
+            if following is None:
+                break
+            due_ns = record.end_ns + think_ns
+            if not soon:
+                del body
+                await self._alarm.sleep_until(due_ns - AHEAD_NS)
+                (body,) = self._bodies.prepare([following])
+        return record.end_ns
+
+    async def _send(self, session: Session, record: Record, body: bytes) -> None:
+        if session.begin_ns is None:
+            session.begin_ns = record.intended_ns
+        self.in_flight += 1
+        try:
+            await self._client.send(record, body)
+        finally:
+            self.in_flight -= 1
+            session.recorded += 1
+            session.end_ns = record.end_ns
+            self.records.add(record)
+
+    def _cancel_rest(self, session: Session, reason: str) -> None:
+        for request in session.unrecorded:
+            self.records.add(Record.of(request, status="cancelled", error=reason))
+        session.recorded = len(session.turns)
+
+    def _scaled_ns(self, seconds: float) -> int:
+        return int(seconds * self.options.time_scale * 1e9)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in as a process that ends with the block, or with whoever runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Standin(NamedTuple):
+    """A running stand-in."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    def set_faults(self, *names: str, after: int = 1, deaf: bool = False) -> None:
+        """From the next request on, this cycle of faults; none: all goes well."""
+        query = f"cycle={','.join(names)}&after={after}&deaf={deaf:d}"
+        url = f"{self.url}/faults?{query}"
+        urllib.request.urlopen(urllib.request.Request(url, method="POST")).close()
+
+    def metrics(self) -> dict[str, float]:
+        """Its counters by name, those with a label of their own with that label."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as response:
+            lines = response.read().decode().splitlines()
+        samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {_short(name): float(value) for name, value in samples}
+
+
+@contextlib.contextmanager
+def standin(*options: str) -> Iterator[Standin]:
+    """Start one with these command line options, on a free port unless they say."""
+    command = [sys.executable, "-m", "fleet.standin", "--until-stdin-closes", *options]
+    with subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield Standin(process, process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+def _short(name: str) -> str:
+    """`vllm:x{engine="0",model_name="m",source="s"}` as `vllm:x{s}`."""
+    metric, _, labels = name.partition("{")
+    own = labels.rstrip("}").split(",")[2:]
+    return f"{metric}{{{own[0].split('=')[1].strip(chr(34))}}}" if own else metric

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A JSON lines file that is appended to and flushed while a run goes on.
+
+A killed writer loses what it had not flushed yet and may leave a torn last line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+FLUSH_EVERY_S = 0.25
+
+
+class LineFile:
+    """Writes `path`, which must not exist yet (FileExistsError).
+
+    A thread of its own does the writing, so that a slow disk delays no request.
+    `flush_forever` and the result of `flush` raise OSError if that fails.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lines: list[bytes] = []
+        self._encode = msgspec.json.Encoder().encode
+        self._file = path.open("xb")
+        self._writer = ThreadPoolExecutor(1, "lines")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()
+        self._writer.shutdown()
+        self._file.close()
+
+    def append(self, line: Any) -> None:
+        """Add a line; it is on disk after the next flush."""
+        self._lines.append(self._encode(line) + b"\n")
+
+    def flush(self) -> Future[None]:
+        """Have all lines so far handed to the kernel, in order."""
+        lines, self._lines = self._lines, []
+        return self._writer.submit(self._write, b"".join(lines))
+
+    def _write(self, lines: bytes) -> None:
+        self._file.write(lines)
+        self._file.flush()
+
+    async def flush_forever(self) -> None:
+        """Flush at the promised interval until cancelled."""
+        while True:
+            await asyncio.sleep(FLUSH_EVERY_S)
+            # Cancelled before the thread has come to it, a write would never happen.
+            await asyncio.shield(asyncio.wrap_future(self.flush()))

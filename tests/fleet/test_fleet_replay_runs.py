@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replayer against a server that answers: when it sends, what it records, what it
+refuses, and what it says of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from replay_lab import (
+    ROOT,
+    Lines,
+    ReplayProcess,
+    assert_accounted_for,
+    assert_closed_loop_inside,
+    trace,
+    write_trace,
+)
+
+from fleet.standin.process import standin
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server():
+    with standin("--max-model-len", "1000") as running:
+        yield running
+
+
+# How late is late is not the question where this is given: tests share machines.
+ANY_LAG = ["--lag-budget-ms", "60000"]
+
+
+def replay(url, requests, tmp_path, *options):
+    path = write_trace(tmp_path / "t.jsonl", requests)
+    run = ReplayProcess(url, path, tmp_path / "o.jsonl", *ANY_LAG, *options)
+    code, stderr = run.finish()
+    return code, stderr, run.out
+
+
+def test_sessions_arrive_as_the_trace_says_and_turns_wait_for_answers(server, tmp_path):
+    requests = trace(20, 3, gap_s=0.05, think_s=0.02)
+    code, stderr, out = replay(server.url, requests, tmp_path, "--time-scale", "0.5")
+    assert code == 0, stderr
+    lines = Lines(out)
+    assert_accounted_for(lines, requests)
+    assert_closed_loop_inside(lines, requests, 0.5)
+    firsts = [r for r in lines.records if r["turn"] == 0]
+    firsts.sort(key=lambda record: record["arrival_s"])
+    for before, after in pairwise(firsts):
+        gap_ns = after["intended_ns"] - before["intended_ns"]
+        assert abs(gap_ns - 25_000_000) <= 1, "whatever the server does"
+    assert "lag p50" in stderr
+
+
+def test_a_server_that_stands_still_delays_no_other_session(tmp_path):
+    requests = trace(40, 1, gap_s=0.02, output_tokens=1)
+    with standin("--step-us", "1500000") as slow:
+        code, stderr, out = replay(slow.url, requests, tmp_path)
+    assert code == 0, stderr
+    lines = Lines(out)
+    first_answer_ns = min(record["end_ns"] for record in lines.records)
+    assert max(record["sent_ns"] for record in lines.records) < first_answer_ns
+
+
+def test_slots_are_never_more_than_asked_and_sessions_begin_in_trace_order(
+    server, tmp_path
+):
+    requests = trace(12, 3, gap_s=5.0, think_s=0.01)
+    options = ["--max-inflight-sessions", "3"]
+    code, stderr, out = replay(server.url, requests, tmp_path, *options)
+    assert code == 0, stderr
+    lines = Lines(out)
+    assert_accounted_for(lines, requests)
+    assert_closed_loop_inside(lines, requests, 1.0)
+    assert lines.header["load"].startswith("closed loop: 3 sessions")
+    spans = sorted(
+        (records[0]["intended_ns"], int(name[1:]), records[-1]["end_ns"])
+        for name, records in lines.sessions().items()
+    )
+    assert [number for _, number, _ in spans] == list(range(12))
+    for now_ns, _, _ in spans:
+        assert sum(begin <= now_ns < end for begin, _, end in spans) <= 3
+    ends = {end for _, _, end in spans}
+    assert {begin for begin, _, _ in spans[3:]} < ends, "due when a slot is free"
+
+
+def test_tokens_are_the_servers_and_equal_blocks_are_hits(tmp_path):
+    requests = trace(5, 4)
+    with standin() as fresh:
+        code, stderr, out = replay(fresh.url, requests, tmp_path)
+        hits = fresh.metrics()["vllm:prefix_cache_hits_total"]
+    assert code == 0, stderr
+    records = Lines(out).records
+    for record in records:
+        assert record["usage_prompt_tokens"] == record["input_tokens"]
+        assert record["usage_completion_tokens"] == record["output_tokens"]
+        # The turn before shares all its whole blocks with this one.
+        assert record["cached_tokens"] == record["turn"] * 40 // 16 * 16
+    assert hits == sum(record["cached_tokens"] for record in records)
+
+
+def test_the_limit_takes_the_first_requests_and_the_header_says_so(server, tmp_path):
+    requests = trace(10, 3)
+    options = ["--request-limit", "7", "--warmup-s", "0.01"]
+    code, stderr, out = replay(server.url, requests, tmp_path, *options)
+    assert code == 0, stderr
+    lines = Lines(out)
+    assert_accounted_for(lines, requests[:7])
+    header = lines.header
+    assert header["schema"] == "kvtax.replay/1"
+    assert header["clock"] == "CLOCK_MONOTONIC"
+    assert header["load"].startswith("open loop")
+    assert header["options"]["warmup_s"] == 0.01
+    assert header["options"]["request_limit"] == 7
+    assert (header["model"], header["max_model_len"]) == ("null", 1000)
+    assert header["sessions"] == len({r.session for r in requests[:7]})
+    assert len(header["trace_sha256"]) == 64
+
+
+REFUSED = {
+    "prompts too long": (
+        trace(3, 30),
+        [],
+        "18 requests are longer than the 1000 tokens that null takes",
+    ),
+    "unknown model": (trace(1), ["--model", "gpt-x"], "no model 'gpt-x'"),
+    "vocabulary": (trace(1), ["--vocab-size", "3"], "--vocab-size 3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_run_is_refused_before_anything_is_sent(server, tmp_path, case):
+    requests, options, reason = REFUSED[case]
+    before = server.metrics()["vllm:prefix_cache_queries_total"]
+    code, stderr, out = replay(server.url, requests, tmp_path, *options)
+    assert code == 64
+    assert reason in stderr
+    assert not out.exists()
+    assert server.metrics()["vllm:prefix_cache_queries_total"] == before
+
+
+def test_a_server_that_is_not_there_is_refused(tmp_path):
+    code, stderr, out = replay("http://127.0.0.1:9", trace(1), tmp_path)
+    assert code == 64
+    assert "is the server running?" in stderr
+    assert not out.exists()
+
+
+def test_records_are_never_overwritten(server, tmp_path):
+    (tmp_path / "o.jsonl").write_text("mine")
+    code, stderr, out = replay(server.url, trace(1), tmp_path)
+    assert code == 64
+    assert "never overwritten" in stderr
+    assert out.read_text() == "mine"
+
+
+def test_a_torn_trace_is_refused(server, tmp_path):
+    path = write_trace(tmp_path / "t.jsonl", trace(5))
+    path.write_bytes(path.read_bytes()[:-20])
+    run = ReplayProcess(server.url, path, tmp_path / "o.jsonl")
+    code, stderr = run.finish()
+    assert code == 64
+    assert "torn" in stderr
+    assert not run.out.exists()
+
+
+def patched(server, tmp_path, before: str, requests) -> tuple[int, str, Path]:
+    """Replay with some of the replayer's code changed."""
+    path = write_trace(tmp_path / "t.jsonl", requests)
+    program = f"import sys\n{before}\nfrom fleet.replay.__main__ import main\n"
+    out = tmp_path / "o.jsonl"
+    command = [sys.executable, "-c", program + "sys.exit(main())", "--url", server.url]
+    command += ["--trace", str(path), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stderr, out
+
+
+def test_a_replay_past_its_lag_budget_is_marked_invalid(server, tmp_path):
+    slow = """
+import time
+from fleet.replay.client import ReplayClient
+send = ReplayClient.send
+async def slow(self, *args):
+    time.sleep(0.03)
+    await send(self, *args)
+ReplayClient.send = slow
+"""
+    code, stderr, out = patched(server, tmp_path, slow, trace(30, 1, gap_s=0.005))
+    end = Lines(out).end
+    assert code == 3
+    assert end["ok"] == 30
+    assert end["valid"] is False
+    assert end["lag_ms"]["p99"] > end["lag_budget_ms"]
+    assert "RUN NOT VALID" in stderr
+
+
+def test_a_full_disk_stops_the_replay(server, tmp_path):
+    full = """
+from fleet.replay.records import Records
+write = Records._write
+def full(self, lines):
+    if b'"request"' in lines:
+        raise OSError(28, "No space left on device")
+    write(self, lines)
+Records._write = full
+"""
+    code, stderr, _ = patched(server, tmp_path, full, trace(1000, 1, gap_s=0.05))
+    assert code == 2
+    assert "No space left on device" in stderr
+
+
+def test_a_plain_openai_server_without_cached_tokens_is_replayed(tmp_path):
+    """microbench.trivial_server: no /v1/models, no cached tokens, no other header."""
+    requests = trace(5, 3)
+    path = write_trace(tmp_path / "t.jsonl", requests)
+    with subprocess.Popen(
+        [sys.executable, "-m", "microbench.trivial_server"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as server:
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        out = tmp_path / "o.jsonl"
+        run = ReplayProcess(url, path, out, "--model", "m", *ANY_LAG)
+        code, stderr = run.finish()
+        server.kill()
+    assert code == 0, stderr
+    lines = Lines(out)
+    assert_accounted_for(lines, requests)
+    for record in lines.records:
+        assert record["cached_tokens"] is None
+        assert record["instance"] is None
