@@ -151,7 +151,8 @@ class Client:
                 f"{self}: no answer in {self._timeout_s} s: stopped, overloaded, or "
                 "its secret is another one"
             ) from None
-        except (OSError, ProtocolError) as error:
+        # A UnicodeError is a host name that cannot be one.
+        except (OSError, UnicodeError, ProtocolError) as error:
             self.close()
             raise DirectReadError(f"{self}: {error}") from error
         finally:

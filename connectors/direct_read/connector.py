@@ -87,7 +87,9 @@ class DirectReadConnector(KVConnectorBase_V1):
         self, scheduler_output: "SchedulerOutput"
     ) -> KVConnectorMetadata:
         assert self._scheduler is not None
-        return self._scheduler.build_connector_meta()
+        return self._scheduler.build_connector_meta(
+            scheduler_output.num_scheduled_tokens
+        )
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
         # There are none, but this is called at the end of each update_from_output.

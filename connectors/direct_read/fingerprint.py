@@ -2,8 +2,9 @@
 """What two instances must have in common to read each other's KV cache.
 
 Equal block hashes mean equal tokens, LoRA name and cache salt; that the bytes behind
-them mean the same, and lie in memory the same way, is what a fingerprint is for. All
-in it was given at start: weights that are changed at run time are not seen.
+them mean the same, and lie in memory the same way, is what a fingerprint is for.
+Weights are not looked at: that they are equal is taken from the name they are served
+under, and that they stay so is not seen.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# In a model's config, where it was found: not the same on all hosts.
+PLACES = {"_name_or_path", "_commit_hash"}
+
 
 def of(
     vllm_config: VllmConfig, kv_cache_spec_summary: dict[str, str]
@@ -23,8 +27,6 @@ def of(
 
     `kv_cache_spec_summary` is what only the KV cache itself tells: number of groups,
     their spec, layout. Call it once the scheduler has initialised NONE_HASH.
-    Raises ValueError, with what to change, where blocks cannot be relied on to hold
-    what their hash says, or to stay where they are.
     """
     import vllm
     from vllm.v1.core import kv_cache_utils
@@ -32,15 +34,16 @@ def of(
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    if reason := _refusal(vllm_config):
-        raise ValueError(f"DirectReadConnector: {reason}")
     values = {
         "vllm": vllm.__version__,
-        "model": model.model,
+        # Not the path, which may differ, and is nobody's business.
+        "served_model_name": model.served_model_name,
         "revision": model.revision,
         # With hf_overrides in it: RoPE scaling, say, changes every key.
         "hf_config": _digest(
-            json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str).encode()
+            json.dumps(
+                _without_places(model.hf_config.to_dict()), sort_keys=True, default=str
+            ).encode()
         ),
         "dtype": model.dtype,
         "quantization": model.quantization,
@@ -71,25 +74,16 @@ def difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
     return "; ".join(differing) or None
 
 
-def _refusal(vllm_config: VllmConfig) -> str | None:
-    if vllm_config.cache_config.calculate_kv_scales:
-        return (
-            "set calculate_kv_scales to false: each instance would have KV scales of "
-            "its own"
-        )
-    if vllm_config.scheduler_config.policy != "fcfs":
-        return (
-            'set scheduling_policy to "fcfs": with others vLLM caches blocks of '
-            "requests that it preempts in the same step, and never computes them"
-        )
-    if vllm_config.speculative_config is not None:
-        return (
-            "set no speculative_config: a draft's KV may be written after the step's "
-            "output is there"
-        )
-    if vllm_config.model_config.enable_sleep_mode:
-        return "set enable_sleep_mode to false: peers have addresses of the KV cache"
-    return None
+def _without_places(config: object) -> object:
+    if isinstance(config, dict):
+        return {
+            name: _without_places(value)
+            for name, value in config.items()
+            if name not in PLACES
+        }
+    if isinstance(config, list):
+        return [_without_places(value) for value in config]
+    return config
 
 
 def _digest(data: bytes) -> str:

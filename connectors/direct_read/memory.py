@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the blocks of a KV cache are in memory, and how their bytes are laid out."""
+"""Where the blocks of a KV cache are in memory, how their bytes are laid out, and when
+they can be written to."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,3 +63,17 @@ def layout_of(
 
         layout["isa"] = _get_attn_isa(cache.dtype, cache.shape[-2], cache.shape[-1])
     return layout
+
+
+def device_fence(device: torch.device) -> Callable[[], object]:
+    """What returns once the device has done all that it was given before this call.
+
+    With async scheduling a step that is in flight may still write to blocks whose
+    request has ended since. vLLM gives them to the next one: what a forward pass writes
+    there comes later by itself, what the network writes does not.
+    """
+    if device.type == "cpu":
+        return lambda: None
+    event = torch.Event(device)
+    event.record()
+    return event.synchronize

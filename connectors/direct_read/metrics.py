@@ -19,6 +19,8 @@ COUNTERS = {
     "lookups": "requests for which a peer was asked",
     "lookup_failures": "requests whose peer did not answer or does not match",
     "blocks_offered": "blocks that peers had and offered",
+    "pulls": "reads of a request's blocks that have ended",
+    "pulls_cut_short": "pulls of which some blocks do not count",
     "blocks_pulled": "blocks read from peers that were still valid afterwards",
     "blocks_rejected": "blocks read from peers that may have evicted them meanwhile",
     "blocks_unread": "offered blocks whose read failed or was not begun",

@@ -7,7 +7,7 @@ the scheduler may give them to others.
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -78,9 +78,10 @@ class Puller:
         self._unwanted: set[str] = set()
         self._pulled: deque[Pulled] = deque()
 
-    def begin(self, pull: Pull) -> None:
+    def begin(self, pull: Pull, fence: Callable[[], object] = lambda: None) -> None:
+        """Nothing is read before the fence returns, which a thread waits for."""
         self._pulling.add(pull.request_id)
-        self._executor.submit(self._pull, pull)
+        self._executor.submit(self._pull, pull, fence)
 
     def is_busy(self) -> bool:
         """Whether there are pulls that take_pulled has not returned yet."""
@@ -105,9 +106,10 @@ class Puller:
         self.cancel(list(self._pulling))
         self._executor.shutdown(wait=True)
 
-    def _pull(self, pull: Pull) -> None:
+    def _pull(self, pull: Pull, fence: Callable[[], object]) -> None:
         arrived = valid = 0
         try:
+            fence()
             arrived = self._read(pull)
             if arrived:
                 valid = self._num_valid(pull, arrived)
@@ -127,6 +129,8 @@ class Puller:
     def _read(self, pull: Pull) -> int:
         """How many leading blocks have arrived."""
         theirs = pull.workers[self._rank]
+        if theirs.block_bytes != self._ours.block_bytes:
+            raise DirectReadError("the peer's blocks have other sizes than ours")
         regions = [
             Region(*region)
             for region in zip(
@@ -155,6 +159,8 @@ class Puller:
 
     def _report(self, pull: Pull, arrived: int, valid: int) -> Pulled:
         counts = {
+            "pulls": 1,
+            "pulls_cut_short": int(valid < len(pull.block_ids)),
             "blocks_pulled": valid,
             "blocks_rejected": arrived - valid,
             "blocks_unread": len(pull.block_ids) - arrived,

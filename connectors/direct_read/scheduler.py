@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler side: finds out what peers have, and tells them what is here."""
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from connectors.direct_read import fingerprint
+from connectors.direct_read.admission import Admission
 from connectors.direct_read.ledger import BlockLedger
 from connectors.direct_read.lookups import Address, Found, Lookups
 from connectors.direct_read.metadata import DirectReadHandshake, DirectReadMetadata
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.direct_read")
 
 NOTHING_TO_DO = DirectReadMetadata()
+# As in DNS.
+MAX_HOST_CHARACTERS = 253
 
 
 @dataclass
@@ -47,6 +51,7 @@ class DirectReadScheduler:
         self._vllm_config = vllm_config
         self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._block_size = self._spec.block_size
+        self._admission: Admission | None = None
         self._ledger: BlockLedger | None = None
         self._server: Server | None = None
         self._lookups: Lookups | None = None
@@ -57,13 +62,15 @@ class DirectReadScheduler:
         self._counts = SchedulerCounts()
 
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
+        if self._settings.pulls:
+            self._admission = Admission(block_pool, self._block_size)
         if self._settings.serves:
             readers = self._vllm_config.parallel_config.tensor_parallel_size
             self._ledger = BlockLedger(block_pool, readers)
 
     def set_workers(self, workers: dict[int, DirectReadHandshake]) -> None:
         """By TP rank. Raises RuntimeError if this vLLM lacks what is needed."""
-        if self._settings.serves and self._ledger is None:
+        if self._admission is None and self._ledger is None:
             raise RuntimeError(
                 "DirectReadConnector: the scheduler did not hand over its block pool, "
                 "apply the patches block_pool_delta_listener and direct_read_hooks"
@@ -97,30 +104,40 @@ class DirectReadScheduler:
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        params = request.kv_transfer_params
-        if not params or "direct_read" not in params or self._lookups is None:
+        if self._admission is None:
             return 0, False
+        num_blocks = self._num_offered(request, num_computed_tokens)
+        # All requests without blocks come by here, those without a peer too.
+        if num_blocks is None or not self._admission.admits(request, num_blocks > 0):
+            return None, False
+        return num_blocks * self._block_size, num_blocks > 0
+
+    def _num_offered(self, request: "Request", num_computed_tokens: int) -> int | None:
+        """How many further blocks its peer has; None while that is not known."""
+        params = request.kv_transfer_params
+        if not params or "direct_read" not in params:
+            return 0
         first_block = num_computed_tokens // self._block_size
         if request.request_id not in self._asked:
             self._asked[request.request_id] = self._ask(request, first_block)
         asked = self._asked[request.request_id]
         if asked is None:
-            return 0, False
+            return 0
         if not asked.answer.done():
-            return None, False
+            return None
         found = asked.answer.result()
         if found.is_stale():
             # The request has waited long for blocks to be free.
             del self._asked[request.request_id]
-            return None, False
+            return None
         # By now there may be more of it here, or less.
         skipped = first_block - asked.first_block
         num_blocks = len(found.offer.block_ids) - skipped
         if skipped < 0 or num_blocks <= 0:
             self._counts.answered(found)
             self._asked[request.request_id] = None
-            return 0, False
-        return num_blocks * self._block_size, True
+            return 0
+        return num_blocks
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -151,8 +168,13 @@ class DirectReadScheduler:
             block_ids=block_ids[first_block : first_block + num_blocks],
         )
         self._pulls.append(pull)
+        assert self._admission is not None
+        self._admission.pulls(request)
 
-    def build_connector_meta(self) -> DirectReadMetadata:
+    def build_connector_meta(self, running: Iterable[str]) -> DirectReadMetadata:
+        """`running` are the requests of the step that was just scheduled."""
+        if self._admission is not None:
+            self._admission.end_schedule(running)
         if self._ledger is not None:
             self._ledger.begin_step()
         counts = self._counts.take()
@@ -168,6 +190,8 @@ class DirectReadScheduler:
 
     def request_finished(self, request: "Request") -> None:
         self._asked.pop(request.request_id, None)
+        if self._admission is not None:
+            self._admission.finished(request.request_id)
 
     def shutdown(self) -> None:
         if self._lookups is not None:
@@ -194,9 +218,19 @@ def _address(params: Any) -> Address | None:
         host, port = params["host"], params["port"]
     except (TypeError, KeyError):
         host = port = None
-    if isinstance(host, str) and isinstance(port, int) and 0 < port < 65536:
+    if _is_host(host) and isinstance(port, int) and 0 < port < 65536:
         return host, port
     logger.warning_once(
         'Direct read: kv_transfer_params["direct_read"] must have a host and a port'
     )
     return None
+
+
+def _is_host(host: Any) -> bool:
+    """Whether it can be a name or an address, and is fit for the log."""
+    return (
+        isinstance(host, str)
+        and 0 < len(host) <= MAX_HOST_CHARACTERS
+        and host.isascii()
+        and host.isprintable()
+    )

@@ -107,7 +107,8 @@ class Server:
         host: Where to listen. Whoever can connect can try.
         port: 0 for any; `port` tells which.
 
-    Raises OSError if it cannot listen there, ValueError if the secret is too short.
+    Raises OSError that says where if it cannot listen there, ValueError if the secret
+    is too short.
     """
 
     def __init__(
@@ -123,10 +124,7 @@ class Server:
         self._secret = check_secret(secret)
         # Frames that were dropped, because they were not authentic or made no sense.
         self.num_dropped = 0
-        family, *_, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        self._listener = socket.create_server(address[:2], family=family)
+        self._listener = _listening(host, port)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._connections: set[_Connection] = set()
@@ -248,3 +246,16 @@ class Server:
         self._connections.remove(connection)
         self._selector.unregister(connection.sock)
         connection.sock.close()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(
+            error.errno, f"direct read cannot listen at {host}:{port}: {reason}"
+        ) from None

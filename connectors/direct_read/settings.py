@@ -88,6 +88,10 @@ def _refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str
             "set --scheduling-policy to fcfs: with others a request can be preempted "
             "in the step that publishes its blocks, and these are never written"
         )
+    if vllm_config.cache_config.calculate_kv_scales:
+        return (
+            "take out --calculate-kv-scales: each instance would have scales of its own"
+        )
     if vllm_config.model_config.enable_sleep_mode:
         return "take out --enable-sleep-mode: peers read memory that must stay there"
     parallel = vllm_config.parallel_config

@@ -9,7 +9,7 @@ from mooncake.engine import TransferEngine
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.utils.network_utils import get_ip
 
-from connectors.direct_read.memory import layout_of, regions_of
+from connectors.direct_read.memory import device_fence, layout_of, regions_of
 from connectors.direct_read.metadata import DirectReadHandshake, DirectReadMetadata
 from connectors.direct_read.metrics import DirectReadStats
 from connectors.direct_read.protocol import WorkerAddress
@@ -39,6 +39,7 @@ class DirectReadWorker:
         self._session = f"{host}:{self._engine.get_rpc_port()}"
         self._handshake: DirectReadHandshake | None = None
         self._puller: Puller | None = None
+        self._device = torch.device("cpu")
         self._failed_block_ids: set[int] = set()
         self._counts: Counter[str] = Counter()
 
@@ -55,6 +56,7 @@ class DirectReadWorker:
             base_addresses=[address for address, _ in regions],
             block_bytes=[block_bytes for _, block_bytes in regions],
         )
+        self._device = next(iter(kv_caches.values())).device
         layout = layout_of(kv_caches, self._vllm_config)
         self._handshake = DirectReadHandshake(address, layout)
         self._puller = Puller(self._engine, address, self._rank, self._settings.secret)
@@ -65,8 +67,9 @@ class DirectReadWorker:
     def start_load_kv(self, metadata: DirectReadMetadata) -> None:
         if metadata.pulls:
             assert self._puller is not None
+            fence = device_fence(self._device)
             for pull in metadata.pulls:
-                self._puller.begin(pull)
+                self._puller.begin(pull, fence)
         if metadata.counts and self._rank == 0:
             self._counts.update(metadata.counts)
 

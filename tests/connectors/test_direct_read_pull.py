@@ -368,6 +368,26 @@ def test_a_peer_that_cannot_be_asked_has_nothing_valid():
         engine.assert_quiet()
 
 
+def test_nothing_is_read_before_the_fence():
+    with pulling([]) as (puller, engine, _, pull):
+        fence = threading.Event()
+        puller.begin(pull(), fence.wait)
+        time.sleep(0.1)
+        assert puller.is_busy()
+        assert engine.batches == []
+        fence.set()
+        assert reported(puller) == [("a", [])]
+
+
+def test_nothing_is_read_from_a_peer_with_blocks_of_other_sizes():
+    with pulling([]) as (puller, engine, _, pull):
+        other = pull()
+        other.workers = [WorkerAddress("peer:1", PEER_BASES, BLOCK_BYTES[::-1])]
+        puller.begin(other)
+        assert reported(puller) == [("a", [1, 3, 5, 7])]
+        assert engine.batches == []
+
+
 def test_a_failed_pull_is_not_reported_while_a_read_goes_on():
     stuck = Fate(polls=STUCK)
     with pulling([stuck, Fate(FAILED)]) as (puller, engine, _, pull):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What direct reads refuse at start, and where they find the blocks in memory."""
+"""What direct reads refuse at start, where blocks are in memory, and when to write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from connectors.direct_read.memory import regions_of
+from connectors.direct_read.memory import device_fence, regions_of
+from connectors.direct_read.metadata import DirectReadMetadata
 from connectors.direct_read.settings import Settings
 
 pytestmark = pytest.mark.long
@@ -39,6 +40,7 @@ def settings(
     scheduling="fcfs",
     drafts=None,
     sleeps=False,
+    kv_scales=False,
     **extra,
 ):
     sizes = {
@@ -54,7 +56,9 @@ def settings(
             is_kv_producer=True,
             is_kv_consumer=True,
         ),
-        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=caching, calculate_kv_scales=kv_scales
+        ),
         speculative_config=drafts,
         scheduler_config=SimpleNamespace(policy=scheduling),
         model_config=SimpleNamespace(enable_sleep_mode=sleeps),
@@ -82,6 +86,7 @@ def test_settings_are_as_given():
         ("--speculative-config", {"drafts": object()}),
         ("--scheduling-policy", {"scheduling": "priority"}),
         ("--enable-sleep-mode", {"sleeps": True}),
+        ("--calculate-kv-scales", {"kv_scales": True}),
         ("has prot; it takes", {"prot": "tcp"}),
     ],
 )
@@ -167,3 +172,34 @@ def test_blocks_of_several_kernel_blocks_are_whole():
 def test_other_layouts_are_refused(cache):
     with pytest.raises(ValueError, match="blocks"):
         regions_of({"one": cache}, BLOCKS)
+
+
+class FakeEvent:
+    """Notes what is done with it, and to which device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.done = [device.type]
+
+    def record(self) -> None:
+        self.done.append("recorded")
+
+    def synchronize(self) -> None:
+        self.done.append("waited for")
+
+
+def test_a_pull_waits_for_what_the_device_was_given_before(monkeypatch):
+    worker_module = pytest.importorskip("connectors.direct_read.worker")
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    begun = []
+    worker = object.__new__(worker_module.DirectReadWorker)
+    worker._device = torch.device("cuda")
+    worker._puller = SimpleNamespace(begin=lambda pull, fence: begun.append(fence))
+    worker.start_load_kv(DirectReadMetadata(pulls=["one", "two"]))
+    (event,) = {fence.__self__ for fence in begun}
+    assert (len(begun), event.done) == (2, ["cuda", "recorded"])
+    begun[0]()
+    assert event.done[-1] == "waited for"
+
+
+def test_a_cpu_has_done_what_it_was_given():
+    device_fence(torch.device("cpu"))()

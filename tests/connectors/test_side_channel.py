@@ -54,6 +54,19 @@ def test_a_client_learns_what_the_peer_is_and_has(client):
     assert client.hello() == PEER
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 100, "no such host"])
+def test_a_host_that_cannot_be_is_a_failure_like_any_other(host):
+    with pytest.raises(DirectReadError, match="direct read from"):
+        Client(host, 1, SECRET).hello()
+
+
+def test_where_it_cannot_listen_is_said(serves):
+    with pytest.raises(OSError, match=f"listen at 127.0.0.1:{serves.port}: Address"):
+        Server(FakeLedger(), PEER, SECRET, port=serves.port)
+    with pytest.raises(OSError, match="listen at a b:0: Name"):
+        Server(FakeLedger(), PEER, SECRET, host="a b")
+
+
 def test_a_client_asks_for_as_many_blocks_as_fit(client):
     client.hello()
     assert client.lookup([]).block_ids == []

@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from microbench.config import Connector, load_profile
-from microbench.server import Server, free_ports
+from microbench.server import SERVED_MODEL, Server, free_ports
 from microbench.tree import build_tree, installed_package
 
 from .gates import GATES_VARIABLE
@@ -40,6 +40,7 @@ class Reader(Instance):
     """An instance with the gated connector; starts when made.
 
     `num_blocks` is the size of its KV cache, and decides how long prompts can be.
+    `name_of_model` is what the fingerprint has; clients can always ask for "model".
     `multi` has the connector in a MultiConnector, beside one that does nothing.
     """
 
@@ -52,6 +53,7 @@ class Reader(Instance):
         checkpoint: Path | None = None,
         num_blocks: int = NUM_BLOCKS,
         multi: bool = False,
+        name_of_model: str = SERVED_MODEL,
     ) -> None:
         folder = lab.folder / name
         folder.mkdir()
@@ -69,7 +71,11 @@ class Reader(Instance):
             max_model_len=max_tokens,
             max_num_batched_tokens=max_tokens,
             max_num_seqs=8,
-            server_args=[*base.server_args, "--dtype", "float32"],
+            server_args=[
+                *base.server_args,
+                *("--dtype", "float32"),
+                *("--served-model-name", name_of_model, SERVED_MODEL),
+            ],
             server_env=base.server_env
             | {
                 "OMP_NUM_THREADS": "1",
@@ -180,9 +186,10 @@ def direct_read_tree(lab: Lab) -> Path:
 
 @dataclass(frozen=True)
 class ReadBench:
-    """`b` reads from `a`; `foreign` has other weights.
+    """`b` reads from `a`; `foreign` has other weights under another name.
 
-    `a` has its connector in a MultiConnector, and a small cache.
+    `a` has its connector in a MultiConnector, and a small cache; `b` has the same
+    checkpoint at another path.
     """
 
     a: Reader

@@ -9,6 +9,7 @@ be wrong. The last tests end instances.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ from .gates import (
     TRUST_ALL,
     VALIDATE,
 )
-from .instance import BLOCK_TOKENS, aborted
+from .instance import BLOCK_TOKENS, SETTLE_DEADLINE_S, aborted
 from .lab import Lab, Reference, ready
 from .tiny_checkpoint import prompt
 
@@ -56,21 +57,24 @@ LENGTHS = [
     LONG_TOKENS,
 ]
 
+IMPOSSIBLE_HOSTS = ["", "a..b", "a" * 100, "a" * 1000, "a\nERROR forged", "\0", 5]
 MOMENTS = [LOOKUP, READ, MID_READ, VALIDATE]
 
 
 @pytest.fixture(scope="module")
 def bench(lab: Lab, reference: Reference) -> Iterator[ReadBench]:
     tree = direct_read_tree(lab)
+    elsewhere = shutil.copytree(lab.checkpoint, lab.folder / "elsewhere")
     with ready(
         Reader(lab, tree, "read_a", num_blocks=SMALL_BLOCKS, multi=True),
-        Reader(lab, tree, "read_b"),
+        Reader(lab, tree, "read_b", checkpoint=elsewhere),
         Reader(
             lab,
             tree,
             "read_foreign",
             checkpoint=lab.other_weights,
             num_blocks=SMALL_BLOCKS,
+            name_of_model="foreign",
         ),
     ) as instances:
         yield ReadBench(*instances, reference)
@@ -173,6 +177,49 @@ def test_preempted_after_a_pull(bench):
         assert await bench.a.metric("vllm:num_preemptions_total") > preemptions
         pulled = await bench.a.count("blocks_pulled") - pulled
         assert pulled == sum(map(full_blocks, three))
+
+    run(scenario)
+
+
+def test_pulls_leave_room_for_each_other(bench):
+    """A has blocks for what two requests pull, but not for the rest of either."""
+
+    async def scenario() -> None:
+        both = [prompt(104_300 + i, 200 * BLOCK_TOKENS) for i in range(2)]
+        await bench.reference.tokens(both)
+        for one in both:
+            await bench.b.complete(one[: 140 * BLOCK_TOKENS], 1)
+        answers = [
+            asyncio.ensure_future(
+                bench.right(bench.a.complete(one, kv_transfer_params=bench.b.peer), one)
+            )
+            for one in both
+        ]
+        async with bench.a.held_at(VALIDATE, asyncio.gather(*answers)) as both_right:
+            await asyncio.sleep(0.3)
+        await asyncio.wait_for(both_right, SETTLE_DEADLINE_S)
+
+    run(scenario)
+
+
+def test_a_pull_is_not_stuck_behind_what_does_not_fit(bench):
+    """The first in the queue gets no answer to its lookup, and has no room then."""
+
+    async def scenario() -> None:
+        first, second = (prompt(104_400 + i, 200 * BLOCK_TOKENS) for i in range(2))
+        await bench.reference.tokens([first, second])
+        await bench.b.complete(second[: 140 * BLOCK_TOKENS], 1)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            peer = named(silent.getsockname()[1])
+            theirs = asyncio.ensure_future(
+                bench.right(bench.a.complete(first, kv_transfer_params=peer), first)
+            )
+            await asyncio.sleep(0.5)
+            pull = bench.a.complete(second, kv_transfer_params=bench.b.peer)
+            async with bench.a.held_at(VALIDATE, bench.right(pull, second)) as ours:
+                # The lookup has failed by then.
+                await asyncio.sleep(3)
+            await asyncio.wait_for(asyncio.gather(ours, theirs), SETTLE_DEADLINE_S)
 
     run(scenario)
 
@@ -314,13 +361,13 @@ def test_a_peer_with_another_secret_is_nobody(bench):
     run(scenario)
 
 
-def test_a_peer_with_other_weights_is_refused(bench):
+def test_a_peer_that_serves_another_model_is_refused(bench):
     async def scenario() -> None:
         asked = prompt(112_000, 500)
         await bench.foreign.complete(asked, 1)
         async with bench.pulled(0):
             await bench.right(bench.ask(asked, bench.foreign.peer), asked)
-        assert "model is " in bench.b.log.read_text()
+        assert "served_model_name is model here" in bench.b.log.read_text()
 
     run(scenario)
 
@@ -336,6 +383,7 @@ def test_a_peer_that_is_not_there(bench):
                 named(silent.getsockname()[1]),
                 named(0),
                 {"direct_read": {"host": None}},
+                *({"direct_read": {"host": h, "port": 1}} for h in IMPOSSIBLE_HOSTS),
                 {"direct_read": "127.0.0.1"},
                 {"direct_read": None},
             ]
@@ -343,6 +391,9 @@ def test_a_peer_that_is_not_there(bench):
                 for number, peer in enumerate(peers):
                     asked = prompt(113_000 + number, 500)
                     await bench.right(bench.ask(asked, peer), asked)
+        log = bench.b.log.read_text()
+        assert "forged" not in log
+        assert "cannot ask" not in log
 
     run(scenario)
 
