@@ -14,8 +14,12 @@ test: setup vllm-releases ## everything, real vLLM servers included (under 20 mi
 test-fast: setup ## without vLLM (under a minute)
 	$(python) -m pytest -m "not slow and not e2e and not long"
 
-direct-read-test: setup ## direct read: the storm, a million hostile frames, two real servers (7 minutes)
-	$(python) -m pytest -m "" tests/connectors tests/e2e/test_direct_read.py
+direct-read-test: setup ## direct read: the storm, a million hostile frames, two real servers (10 minutes)
+	$(python) -m pytest -m "" tests/connectors tests/e2e/test_direct_read.py \
+	    tests/microbench/test_direct_read_cost.py
+
+direct-read-storm: setup ## direct read: 10,000 requests on two real engines, and what must fail (10 minutes)
+	$(python) -m tests.e2e.direct_read_storm --requests 10000 --out runs/direct_read_storm.json
 
 lint: setup ## ruff, as the tests expect it
 	$(python) -m ruff check .
@@ -29,6 +33,10 @@ overhead: setup ## what the instrumentation itself costs an engine step
 
 step-cost: setup ## Mooncake's get_finished in a step, before and after the short-circuit
 	$(python) -m microbench.step_cost
+
+direct-read-cost: setup ## what being read costs an engine step, and what a reader gets (10 minutes)
+	$(python) -m microbench.direct_read_cost
+	$(python) -m microbench.direct_read_transfer
 
 listener-cost: setup ## what listening to the block pool costs, a block and a take
 	$(python) -m microbench.listener_cost
@@ -70,6 +78,7 @@ kvindex-bench: ## the prefix index beside upstream and other designs (20 minutes
 kvindex-figures: setup ## draw kvindex/figures from kvindex/results.json
 	$(python) -m kvindex.figures
 
+lock: export PATH := $(CURDIR)/.uv/bin:$(PATH)
 lock: setup ## resolve pyproject.toml anew into locks/
 	@for flavour in cpu gpu; do \
 	    uv pip compile -q pyproject.toml --extra $$flavour --group dev --universal \
@@ -83,6 +92,6 @@ lock: setup ## resolve pyproject.toml anew into locks/
 clean: ## remove runs, fetched sources and the environment
 	rm -rf runs third_party .venv .uv .setup.lock
 
-.PHONY: help setup test test-fast direct-read-test lint sweep overhead step-cost \
-	listener-cost driver-lag transfer-check bench-report vllm-releases upstream-check \
+.PHONY: help setup test test-fast direct-read-test direct-read-storm lint sweep overhead step-cost \
+	direct-read-cost listener-cost driver-lag transfer-check bench-report vllm-releases upstream-check \
 	upstream-series kvindex-test kvindex-bench kvindex-figures lock clean

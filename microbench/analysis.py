@@ -32,13 +32,16 @@ from microbench.warn import config_warnings, run_warnings
 
 PLAIN, PLAIN_AGAIN, NOOP = "plain", "plain_aa", "noop"
 HASH_WALK = "mooncake_both_hash_sync"
-# What the fixes change, from nothing to pay for to all of them applied.
+# What the fixes change, from nothing to pay for to all of them applied, and what needs
+# no hash sync at all.
 BEFORE_AND_AFTER = (
     NOOP,
     "mooncake_both",
     HASH_WALK,
     "mooncake_both_delta",
     "mooncake_both_fixed",
+    "direct_read_idle",
+    "direct_read_serving",
 )
 METHODS = (
     "build_meta_us",
@@ -172,6 +175,7 @@ def describe(
         "requests": latency.request_counts(one.trials),
         "lag_ms": latency.send_lag_ms(one.trials),
         "records": record_counts(one.trials),
+        "reads": read_counts(one.trials),
         "reset_check": check,
         "linearity": slope and linearity(one.cells, "schedule_us", slope),
         "verdict_of": verdicts,
@@ -210,6 +214,7 @@ def failed(trials: list[Trial]) -> dict[str, Any]:
         "requests": latency.request_counts(trials),
         "lag_ms": latency.send_lag_ms(trials),
         "records": record_counts(trials),
+        "reads": read_counts(trials),
         "verdict_of": dict.fromkeys(METRICS, "failed"),
         "verdict": "failed",
         "error": errors,
@@ -221,6 +226,14 @@ def record_counts(trials: list[Trial]) -> dict[str, int]:
     """How many records were read, missed and torn."""
     names = ("engine_steps", "worker_steps", "engine_without_worker", "torn_lines")
     return {name: sum(getattr(t, name) for t in trials) for name in names}
+
+
+def read_counts(trials: list[Trial]) -> dict[str, float] | None:
+    """What peers read from the servers; None where none was to."""
+    found = [reads for t in trials if (reads := t.facts.get("reads"))]
+    if not found:
+        return None
+    return {name: sum(reads[name] for reads in found) for name in found[0]}
 
 
 def noise_floor(measured: dict[str, Measured]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,12 +18,18 @@ class ConfigError(Exception):
 
 
 class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One measured configuration: configs/connectors/<name>.toml."""
+    """One measured configuration: configs/connectors/<name>.toml.
+
+    `env` is added to the server's environment. With `reads_per_s` a peer reads
+    prefixes from the server as often, throughout (microbench.direct_read_peer).
+    """
 
     summary: str
     patches: list[str]
     patch_parameters: dict[str, int | float | str] = {}
     kv_transfer_config: dict[str, Any] | None = None
+    env: dict[str, str] = {}
+    reads_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
 class Load(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process with an engine core on a private patched tree, asked over a Unix socket.
+"""Processes that are asked over a Unix socket, such as an engine core on its own tree.
 
 Several of them live side by side, and whoever measures lets one at a time work.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from multiprocessing.connection import Client, Connection
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +25,19 @@ from microbench.tree import build_tree, installed_package
 READY_DEADLINE_S = 180.0
 
 
-class EngineProcess:
-    """`python -m <worker> model socket *arguments`, which calls overhead_worker.serve.
+class WorkerProcess:
+    """`python -m <worker> *arguments socket`, which calls serve.
 
-    It ends with the block, or when this process ends. `patch_hashes` are its tree's.
+    It ends with the block, or when this process ends.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        worker: str,
-        patches: list[str],
-        *arguments: str,
-        recording: bool = False,
+        self, folder: Path, worker: str, *arguments: str, env: dict[str, str]
     ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self._log, self._socket = folder / "log", folder / "socket"
-        records, tree = folder / "records", folder / "tree"
-        records.mkdir(parents=True)
-        profile = msgspec.structs.replace(load_profile("cpu"), forward_us=0)
-        model, _ = write_model(folder / "model", profile)
-        self.patch_hashes = build_tree(tree, installed_package("vllm"), patches, {})
-        env = environment(tree, profile, records, {}, free_ports(2))
-        # One thread, and the same hashes: less that differs between processes.
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        if not recording:
-            del env["KVTAX_STEP_RECORDS_DIR"]
-        command = [sys.executable, "-m", worker, str(model), str(self._socket)]
-        self._process = Supervised([*command, *arguments], env, self._log)
+        command = [sys.executable, "-m", worker, *arguments, str(self._socket)]
+        self._process = Supervised(command, env, self._log)
         self._connection: Connection | None = None
 
     def wait_ready(self) -> None:
@@ -61,7 +49,7 @@ class EngineProcess:
                 return
             except (FileNotFoundError, ConnectionRefusedError):
                 time.sleep(0.1)
-        raise RuntimeError(f"the engine did not start\n{tail(self._log)}")
+        raise RuntimeError(f"the worker did not start\n{tail(self._log)}")
 
     def ask(self, *request: Any) -> Any:
         """The answer of a function of the worker. Raises RuntimeError."""
@@ -69,12 +57,67 @@ class EngineProcess:
             self._connection.send(request)
             return self._connection.recv()
         except (EOFError, ConnectionError):
-            raise RuntimeError(f"the engine died\n{tail(self._log)}") from None
+            raise RuntimeError(f"the worker died\n{tail(self._log)}") from None
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._connection is not None:
             self._connection.close()
         self._process.stop()
+
+
+class EngineProcess(WorkerProcess):
+    """A worker with vLLM: `python -m <worker> model *arguments socket`.
+
+    It runs on a private tree with `patches`, whose hashes are `patch_hashes`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        worker: str,
+        patches: list[str],
+        *arguments: str,
+        recording: bool = False,
+        env: dict[str, str] | None = None,
+        forward_us: int = 0,
+    ) -> None:
+        records, tree = folder / "records", folder / "tree"
+        records.mkdir(parents=True)
+        profile = msgspec.structs.replace(load_profile("cpu"), forward_us=forward_us)
+        model, _ = write_model(folder / "model", profile)
+        self.patch_hashes = build_tree(tree, installed_package("vllm"), patches, {})
+        full = environment(tree, profile, records, {}, free_ports(2)) | (env or {})
+        # One thread: less that differs between processes.
+        full |= {"OMP_NUM_THREADS": "1"}
+        if not recording:
+            del full["KVTAX_STEP_RECORDS_DIR"]
+        super().__init__(folder, worker, str(model), *arguments, env=full)
+
+
+def serve(subject: Any, socket: str, *functions: Callable) -> None:
+    """In the worker: answer requests, (name, *arguments), until the parent goes away.
+
+    Each is answered with what the function of that name gives for the subject.
+    """
+    calls = {function.__name__: function for function in functions}
+    with Listener(socket) as listener, listener.accept() as parent:
+        while True:
+            try:
+                name, *arguments = parent.recv()
+            except EOFError:
+                return
+            parent.send(calls[name](subject, *arguments))
+
+
+def thread_cpu_s(native_id: int) -> float:
+    """CPU seconds of any thread of this process, also one that is not Python's."""
+    # The clock of a thread, as in the kernel's CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED.
+    return time.clock_gettime((~native_id << 3) | 6)
+
+
+def thread_ids() -> list[int]:
+    """Native ids of all threads of this process."""
+    return [int(name) for name in os.listdir("/proc/self/task")]

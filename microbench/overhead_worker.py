@@ -12,9 +12,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from itertools import count
-from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
+
+from microbench.engine_process import serve
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 64
@@ -237,18 +237,6 @@ def time_hooks(engine: NullEngine, batch: int, loops: int) -> dict[str, np.ndarr
                 times.setdefault(f"{name} record", []).append(now_ns() - middle)
     engine.end_batch(ids)
     return {name: np.array(taken) / LOOP_STEPS / 1e3 for name, taken in times.items()}
-
-
-def serve(engine: NullEngine, socket: str, *functions: Callable) -> None:
-    """Answer the parent's requests, (name, *arguments), until it goes away."""
-    calls = {function.__name__: function for function in functions}
-    with Listener(socket) as listener, listener.accept() as parent:
-        while True:
-            try:
-                name, *arguments = parent.recv()
-            except EOFError:
-                return
-            parent.send(calls[name](engine, *arguments))
 
 
 def main() -> None:

@@ -22,7 +22,11 @@ from microbench.transfer_check import FIRST_HONEST_VERSION
 MIN_MEMORY_GIB = 5.0
 MIN_DISK_GIB = 2.0
 SURVIVOR_DEADLINE_S = 60.0
-CONNECTOR_PACKAGES = {"MooncakeConnector": "mooncake", "NixlConnector": "nixl"}
+CONNECTOR_PACKAGES = {
+    "MooncakeConnector": "mooncake",
+    "DirectReadConnector": "mooncake",
+    "NixlConnector": "nixl",
+}
 
 
 class PreflightError(Exception):

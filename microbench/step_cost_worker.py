@@ -17,7 +17,8 @@ import numpy as np
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from microbench.config import load_connector, load_profile
-from microbench.overhead_worker import PROMPT_TOKENS, NullEngine, serve
+from microbench.engine_process import serve
+from microbench.overhead_worker import PROMPT_TOKENS, NullEngine
 
 
 class TimedEngine(NullEngine):
@@ -88,7 +89,7 @@ def hold_sends(engine: TimedEngine, count: int) -> int:
 
 
 def main() -> None:
-    model, socket, connector = sys.argv[1:]
+    model, connector, socket = sys.argv[1:]
     serve(TimedEngine(Path(model), connector), socket, time_parts, hold_sends)
 
 

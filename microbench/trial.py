@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import jsonlines
 import msgspec
 
 from microbench.config import Connector, Profile
-from microbench.server import SERVED_MODEL, Server, ServerError, tail
+from microbench.server import HASH_SEED, SERVED_MODEL, Server, ServerError, tail
 from microbench.supervise import Supervised
 
 DRIVER_ERRORS = {
@@ -27,6 +29,7 @@ DRIVER_ERRORS = {
     64: "the driver did not understand its plan",
 }
 PY_SPY_SECONDS = 10
+PEER_READY_DEADLINE_S = 60.0
 
 
 class TrialError(Exception):
@@ -49,6 +52,7 @@ class Trial(msgspec.Struct):
     ready_s: float | None = None
     wall_s: float | None = None
     peak_rss_mib: float | None = None
+    reads: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,12 @@ def run_trial(
             tree, profile, connector, bench.model, folder, label, log
         ) as server:
             trial.ready_s = server.wait_ready()
-            _drive(folder, server, bench.py_spy)
+            with _peer(folder, connector, profile):
+                _drive(folder, server, bench.py_spy)
             trial.peak_rss_mib = server.peak_rss_mib()
         _check_fresh(folder, profile)
+        if connector.reads_per_s is not None:
+            trial.reads = _count_reads(folder)
     except (ServerError, TrialError) as error:
         trial.status, trial.error = "failed", str(error)
     trial.wall_s = time.monotonic() - started
@@ -130,6 +137,50 @@ def _drive(folder: Path, server: Server, py_spy: bool) -> None:
             DRIVER_ERRORS.get(status, f"the driver ended with status {status}")
             + f"\n{tail(folder / 'driver.log')}"
         )
+
+
+@contextlib.contextmanager
+def _peer(folder: Path, connector: Connector, profile: Profile) -> Iterator[None]:
+    """A peer that reads from the server, where the connector is to have one."""
+    if connector.reads_per_s is None:
+        yield
+        return
+    command = [sys.executable, "-m", "microbench.direct_read_peer", str(folder)]
+    command += [str(profile.block_size), str(connector.reads_per_s)]
+    log = folder / "peer.log"
+    # What hashes and secret depend on is as in the server.
+    env = os.environ | {"PYTHONHASHSEED": HASH_SEED} | connector.env
+    with Supervised(command, env, log) as peer:
+        deadline_s = time.monotonic() + PEER_READY_DEADLINE_S
+        while not (folder / "reads.jsonl").exists():
+            if peer.poll() is not None or time.monotonic() > deadline_s:
+                raise TrialError(f"the peer that reads did not start\n{tail(log)}")
+            time.sleep(0.1)
+        yield
+        if (status := peer.poll()) is not None:
+            raise TrialError(
+                f"the peer that reads ended with status {status}\n{tail(log)}"
+            )
+
+
+def _count_reads(folder: Path) -> dict[str, float]:
+    """How many reads there were, and blocks. Raises TrialError if none was valid."""
+    lines = (folder / "reads.jsonl").read_bytes().splitlines(keepends=True)
+    # The last line is torn if the peer was stopped while it wrote.
+    reads = [msgspec.json.decode(line) for line in lines[1:] if line.endswith(b"\n")]
+    began = [read["t_ns"] for read in reads]
+    counts = {
+        "reads": sum(read["offered"] > 0 for read in reads),
+        "blocks_offered": sum(read["offered"] for read in reads),
+        "blocks_valid": sum(read["valid"] for read in reads),
+        "seconds": (max(began) - min(began)) / 1e9 if began else 0.0,
+    }
+    if not counts["blocks_valid"]:
+        raise TrialError(
+            f"the peer read no valid block in {len(reads)} turns"
+            f"\n{tail(folder / 'peer.log')}"
+        )
+    return counts
 
 
 def _profile_engine(folder: Path) -> Supervised | None:

@@ -73,3 +73,16 @@ def test_an_aim_is_reached_only_where_the_whole_interval_says_so(
 def test_a_run_without_the_fixes_says_nothing_of_them(document):
     del document["configs"]["mooncake_both_fixed"]
     assert before_and_after(document) == ""
+
+
+def test_what_a_peer_read_meanwhile_is_stated_beside_what_it_cost(tmp_path):
+    reads = {"reads": 40, "blocks_offered": 8000, "blocks_valid": 7900, "seconds": 4.0}
+    truths = [
+        Truth("noop", build_meta=0.8),
+        Truth("direct_read_serving", build_meta=0.8, facts={"reads": reads}),
+    ]
+    assert report.main([str(write_run(tmp_path, truths, steps=900))]) == 0
+    text = before_and_after(json.loads((tmp_path / "per_config.json").read_text()))
+    # Of both repeats.
+    assert "read 80 prefixes of 200 blocks, 10.0 a second; 98.75%" in text
+    assert "Aim: `direct_read_serving` costs at most 2% more than `noop`" in text

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peer of a trial that serves direct reads: reads the prompts the driver sends.
+
+Run by microbench.trial beside the server as `python -m microbench.direct_read_peer
+TRIAL_FOLDER BLOCK_SIZE READS_PER_S`, until it is stopped. It makes the driver's prompts
+from the trial's plan and hashes them as vLLM does. At each turn it asks for the next
+prompt, and if that is not there yet, reads the newest that was: so it reads a whole
+prompt at any |cache|, and what it costs cannot grow with how much there is to be found.
+Each read is a line of reads.jsonl (docs/records.md), whose header says that it began.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from microbench.direct_read_reader import Read, Reader, new_engine
+from microbench.driver.plan import Plan, read_plan
+from microbench.driver.prompts import bodies
+from microbench.supervise import exit_on_signals
+
+SCHEMA = "kvtax.reads/1"
+ADDRESS = re.compile(r"peers can ask at ([\w.]+):(\d+)")
+START_DEADLINE_S = 300.0
+
+
+def prompt_hashes(plan: Plan, block_size: int) -> list[list[bytes]]:
+    """Block hashes of each prompt, without its last token, as a peer asks for them.
+
+    They are those of a server with the same PYTHONHASHSEED and the default algorithm.
+    """
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+
+    def hashes(prompt: list[int]) -> Iterator[bytes]:
+        parent = None
+        for end in range(block_size, len(prompt), block_size):
+            parent = hash_block_tokens(sha256, parent, prompt[end - block_size : end])
+            yield parent
+
+    init_none_hash(sha256)
+    return [list(hashes(msgspec.json.decode(body)["prompt"])) for body in bodies(plan)]
+
+
+def wait_for_address(log: Path) -> tuple[str, int]:
+    """Where the server says that peers can ask. Raises TimeoutError."""
+    deadline_s = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < deadline_s:
+        if log.exists() and (found := ADDRESS.search(log.read_text(errors="replace"))):
+            return found[1], int(found[2])
+        time.sleep(0.1)
+    raise TimeoutError(f"{log} names no address for direct reads")
+
+
+def reads(reader: Reader, prompts: list[list[bytes]], per_s: float) -> Iterator[Read]:
+    """Reads as long as it is asked for more, `per_s` in a second."""
+    newest = 0
+    due_s = time.monotonic()
+    while True:
+        for index in range(newest, newest + 2)[::-1]:
+            if index < len(prompts) and (read := reader.read(prompts[index])).offered:
+                newest = index
+                break
+        yield read
+        now_s = time.monotonic()
+        # What could not be read in time is not made up for in a burst.
+        due_s = max(due_s + 1 / per_s, now_s)
+        time.sleep(due_s - now_s)
+
+
+def main() -> None:
+    folder, block_size, per_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    exit_on_signals()
+    prompts = prompt_hashes(read_plan(folder / "plan.json"), block_size)
+    reader = Reader(
+        new_engine(),
+        wait_for_address(folder / "server.log"),
+        os.environ["DIRECT_READ_SECRET"],
+        max(map(len, prompts)),
+    )
+    encode = msgspec.json.Encoder().encode
+    with (folder / "reads.jsonl").open("wb", buffering=0) as file:
+        header = {"schema": SCHEMA, "clock": "CLOCK_MONOTONIC", "reads_per_s": per_s}
+        file.write(encode(header) + b"\n")
+        for read in reads(reader, prompts, per_s):
+            file.write(encode(read) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

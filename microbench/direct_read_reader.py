@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads prefixes from a peer as connectors/direct_read does, without an engine.
+
+Look up, read into memory of its own, validate: the connector's own client and reads,
+with the new connection that it makes for the first and the last. What is missing is
+the engine of the instance that reads, so that the cost of being read can be measured
+alone.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+import msgspec
+import numpy as np
+from mooncake.engine import TransferEngine
+
+from connectors.direct_read.client import Client
+from connectors.direct_read.protocol import Offer
+from connectors.direct_read.reads import Region, read_blocks
+
+# Longer than an instance would wait: how long it takes is what is measured.
+TIMEOUT_S = 20.0
+
+
+class Read(msgspec.Struct):
+    """One read: blocks offered, and of them valid; us of each of its parts.
+
+    Times are 0 for parts that there were none of, as nothing was offered.
+    """
+
+    t_ns: int
+    offered: int
+    valid: int
+    lookup_us: float
+    read_us: float = 0.0
+    validate_us: float = 0.0
+
+
+def new_engine() -> TransferEngine:
+    """A transfer engine over TCP. Raises RuntimeError if there can be none."""
+    engine = TransferEngine()
+    if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
+        raise RuntimeError("Mooncake cannot use TCP on the loopback interface")
+    return engine
+
+
+class Reader:
+    """Reads from the peer whose side channel is at `address`, one read at a time.
+
+    Its memory has room for `max_blocks` blocks. Raises DirectReadError if the peer
+    does not answer, RuntimeError if the memory cannot be registered.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        address: tuple[str, int],
+        secret: str,
+        max_blocks: int,
+    ) -> None:
+        self.engine = engine
+        self._address, self._secret = address, secret.encode()
+        self._max_blocks = max_blocks
+        with closing(self.connect()) as client:
+            (theirs,) = client.hello().workers
+        self.session = theirs.session
+        self._memory = [
+            np.zeros(size * max_blocks, np.uint8) for size in theirs.block_bytes
+        ]
+        for part in self._memory:
+            if engine.register_memory(part.ctypes.data, part.nbytes) != 0:
+                raise RuntimeError("Mooncake cannot register the reader's memory")
+        self.regions = [
+            Region(ours.ctypes.data, address, size)
+            for ours, address, size in zip(
+                self._memory, theirs.base_addresses, theirs.block_bytes, strict=True
+            )
+        ]
+
+    def connect(self) -> Client:
+        return Client(*self._address, self._secret, TIMEOUT_S)
+
+    def look_up(self, hashes: list[bytes]) -> Offer:
+        with closing(self.connect()) as client:
+            client.hello()
+            return client.lookup(hashes[: self._max_blocks])
+
+    def pull(self, offer: Offer) -> int:
+        """How many leading blocks have arrived, one after the other in our memory."""
+        return read_blocks(
+            self.engine,
+            self.session,
+            self.regions,
+            list(range(len(offer.block_ids))),
+            offer.block_ids,
+            lambda: False,
+        )
+
+    def validate(self, offer: Offer) -> int:
+        with closing(self.connect()) as client:
+            client.hello()
+            return client.validate(offer.token)
+
+    def read(self, hashes: list[bytes]) -> Read:
+        """Raises DirectReadError if the peer does not answer."""
+        began_ns = time.perf_counter_ns()
+        offer = self.look_up(hashes)
+        offered_ns = time.perf_counter_ns()
+        lookup_us = (offered_ns - began_ns) / 1e3
+        if not offer.block_ids:
+            return Read(began_ns, 0, 0, lookup_us)
+        arrived = self.pull(offer)
+        arrived_ns = time.perf_counter_ns()
+        valid = min(self.validate(offer), arrived)
+        return Read(
+            began_ns,
+            len(offer.block_ids),
+            valid,
+            lookup_us,
+            (arrived_ns - offered_ns) / 1e3,
+            (time.perf_counter_ns() - arrived_ns) / 1e3,
+        )
