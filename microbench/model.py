@@ -32,19 +32,33 @@ def write_model(folder: Path, profile: Profile) -> tuple[Path, int]:
     Raises ConfigError if a named model has no config.json.
     """
     if profile.null_model:
-        config = NULL_MODEL | {
-            "max_position_embeddings": profile.max_model_len,
-            "null_forward_us": profile.forward_us,
-        }
-    else:
-        shape = CONFIGS / "models" / f"{profile.model}.json"
-        given = Path(str(profile.model))
-        file = shape if shape.exists() else given / "config.json"
-        if not file.exists():
-            raise ConfigError(f"model {profile.model!r}: there is no {file}")
-        config = json.loads(file.read_text())
-        if file != shape:
-            return given.resolve(), config["vocab_size"]
+        cost = {"forward_us": profile.forward_us}
+        return write_null_model(folder, profile.max_model_len, cost)
+    shape = CONFIGS / "models" / f"{profile.model}.json"
+    given = Path(str(profile.model))
+    file = shape if shape.exists() else given / "config.json"
+    if not file.exists():
+        raise ConfigError(f"model {profile.model!r}: there is no {file}")
+    config = json.loads(file.read_text())
+    if file != shape:
+        return given.resolve(), config["vocab_size"]
+    return _write(folder, config)
+
+
+def write_null_model(
+    folder: Path, max_model_len: int, cost: dict[str, float]
+) -> tuple[Path, int]:
+    """The null model's folder and vocabulary size.
+
+    `cost`: the simulated time of a forward, see
+    microbench/vllm_plugin/kvtax_null_model/model.py.
+    """
+    simulated = {f"null_{name}": value for name, value in cost.items()}
+    length = {"max_position_embeddings": max_model_len}
+    return _write(folder, NULL_MODEL | length | simulated)
+
+
+def _write(folder: Path, config: dict) -> tuple[Path, int]:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder, config["vocab_size"]

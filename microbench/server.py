@@ -19,6 +19,8 @@ from microbench.supervise import REPOSITORY, Supervised
 # NIXL takes 100 to 150 s to start when eight instances start at once.
 READY_DEADLINE_S = 360.0
 SERVED_MODEL = "model"
+# The same block hashes in all servers, and sets in the same order.
+HASH_SEED = "0"
 
 
 class ServerError(Exception):
@@ -37,15 +39,18 @@ class Server:
         records: Path,
         label: dict,
         log: Path,
+        ports: list[int] | None = None,
     ) -> None:
-        self.port, self.nixl_port, self.bootstrap_port = free_ports(3)
+        ports = ports or free_ports(3)
+        self.port, self.nixl_port, self.bootstrap_port = ports
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.supervised = Supervised(
             command(profile, connector, model, self.port),
             environment(
                 tree, profile, records, label, [self.nixl_port, self.bootstrap_port]
-            ),
+            )
+            | connector.env,
             log,
         )
 
@@ -125,6 +130,7 @@ def environment(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         "VLLM_HOST_IP": "127.0.0.1",
+        "PYTHONHASHSEED": HASH_SEED,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_ports[0]),
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(side_ports[1]),
     }

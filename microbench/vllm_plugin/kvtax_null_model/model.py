@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The null model: zeros for every token, after a sleep that stands for the GPU."""
 
-import time
 from collections.abc import Iterable
 
 import torch
@@ -9,19 +8,23 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
+from kvtax_null_model.forward import SimulatedForward
+
 
 class NullForCausalLM(nn.Module):
     """Returns zero hidden states [tokens, hidden_size], so greedy tokens are 0.
 
-    `null_forward_us` in the checkpoint's config.json is slept in every forward.
-    The sleep releases the GIL, as waiting for a GPU does, so that the connector's
-    own threads run as they would beside a real model.
+    The null_* entries of the checkpoint's config.json are SimulatedForward's.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.forward_s = getattr(config, "null_forward_us", 0) / 1e6
+        cost = {
+            name: getattr(config, f"null_{name}", 0)
+            for name in ("forward_us", "us_per_token", "us_per_context_token")
+        }
+        self.simulated = SimulatedForward(**cost) if any(cost.values()) else None
         self.attention = Attention(
             num_heads=config.num_attention_heads,
             head_size=config.head_dim,
@@ -47,8 +50,8 @@ class NullForCausalLM(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        if self.forward_s:
-            time.sleep(self.forward_s)
+        if self.simulated is not None:
+            self.simulated.wait(positions)
         return self.hidden[: positions.shape[0]]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

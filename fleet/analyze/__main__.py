@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Analyse a fleet run: report.md, analysis.json and figures/.
+
+    python -m fleet.analyze RUN_DIR [--out DIR]
+
+Reads files only: every folder below RUN_DIR that has an arm.json. Exit status: 0; 1 if
+a run failed or a comparison is refused (the report is written, and says which and why);
+2 with a message if the run cannot be read, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from fleet.analyze.analysis import analyse
+from fleet.analyze.figures import draw_all
+from fleet.analyze.hardware import HardwareError
+from fleet.analyze.records import RecordsError, read_run
+from fleet.analyze.report import write_report
+
+
+def report(run_dir: Path, out: Path, model: str, bandwidth_gbit_s: float) -> bool:
+    """Write all outputs for `run_dir` into `out`; whether all of it can be compared.
+
+    Raises RecordsError and HardwareError.
+    """
+    analysis = analyse(read_run(run_dir), model, bandwidth_gbit_s)
+    out.mkdir(parents=True, exist_ok=True)
+    figures = draw_all(analysis, out / "figures")
+    document = msgspec.json.format(msgspec.json.encode(analysis.document), indent=2)
+    _write(out / "analysis.json", document + b"\n")
+    _write(out / "report.md", write_report(analysis.document, figures).encode())
+    return analysis.sound
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all: a killed report leaves the old file."""
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_bytes(content)
+    os.replace(fresh, path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Analyse a fleet run.")
+    parser.add_argument("run_dir", type=Path, help="directory with the arms' folders")
+    parser.add_argument("--out", type=Path, help="where to write (default: RUN_DIR)")
+    parser.add_argument(
+        "--model",
+        default="qwen3-coder-30b-a3b",
+        help="whose KV a migrated session would move: a name in configs/models, or a "
+        "config.json (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--bandwidth-gbit-s",
+        type=float,
+        default=100.0,
+        help="over which it would move (default: %(default)s)",
+    )
+    chosen = parser.parse_args(argv)
+    out = chosen.out or chosen.run_dir
+    try:
+        sound = report(chosen.run_dir, out, chosen.model, chosen.bandwidth_gbit_s)
+    except (RecordsError, HardwareError) as error:
+        print(f"fleet.analyze: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {out / 'report.md'}, {out / 'analysis.json'}, {out / 'figures'}/")
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

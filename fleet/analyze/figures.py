@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a run, each a PNG with the numbers it draws in a CSV beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import polars as pl
+from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+from fleet.analyze import accumulation, interference
+from fleet.analyze.analysis import Analysis, names
+from fleet.analyze.latency import best_window
+from microbench.figures import COLOURS, LINES
+
+matplotlib.use("Agg")
+
+TITLES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
+MARKS = {"p50": "o", "p90": "s", "p99": "^"}
+Document = dict[str, Any]
+
+
+def draw_all(analysis: Analysis, folder: Path) -> list[str]:
+    """Write every figure that has data into `folder`; the names written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plt.rcParams.update(
+        {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
+    )
+    made = {
+        "latency": (latency_points(analysis.document), draw_latency),
+        "comparison": (comparison_points(analysis.document), draw_comparison),
+        "interference": (interference_bins(analysis), draw_interference),
+        "sessions": (session_curves(analysis), draw_sessions),
+        "substrate": (substrate_steps(analysis.document), draw_substrate),
+    }
+    written = []
+    for name, (data, draw) in made.items():
+        if data.height:
+            data.write_csv(folder / f"{name}.csv")
+            draw(data, folder / f"{name}.png")
+            written.append(name)
+    return written
+
+
+def latency_points(document: Document) -> pl.DataFrame:
+    """(metric, arm, quantile, value, low, high) of all classes together."""
+    rows = []
+    for metric in TITLES:
+        for arm, entry in document["arms"].items():
+            _, classes = best_window(entry["latency"])
+            for quantile, level in classes.get("all", {}).get(metric, {}).items():
+                if level:
+                    rows.append(_point(level, metric=metric, arm=arm, at=quantile))
+    return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def comparison_points(document: Document) -> pl.DataFrame:
+    """(metric, arm, quantile, value, low, high) in % of the baseline; A/A included."""
+    rows = []
+    for compared in document["comparisons"]:
+        if compared["refused"]:
+            continue
+        for metric, quantiles in compared["percent"].items():
+            for quantile, level in quantiles.items():
+                if level and level["ci95"]:
+                    arm = compared["arm"] + (" (A/A)" if compared["same"] else "")
+                    rows.append(_point(level, metric=metric, arm=arm, at=quantile))
+    return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def _point(level: Document, metric: str, arm: str, at: str) -> Document:
+    low, high = level["ci95"] or (None, None)
+    value = {"value": level["value"], "low": low, "high": high}
+    return {"metric": metric, "arm": arm, "quantile": at} | value
+
+
+def _panels(points: pl.DataFrame) -> tuple[plt.Figure, list[plt.Axes], list[str]]:
+    arms = points["arm"].unique(maintain_order=True).to_list()
+    figure, axes = plt.subplots(
+        1,
+        len(TITLES),
+        figsize=(10.5, 1.6 + 0.55 * len(arms)),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, (metric, title) in zip(axes[0], TITLES.items(), strict=True):
+        panel.set_title(title, loc="left", fontsize=11)
+        panel.grid(axis="x", alpha=0.3)
+        panel.set_yticks(range(len(arms)), arms)
+        own = points.filter(pl.col("metric") == metric)
+        for offset, (quantile, mark) in enumerate(MARKS.items()):
+            some = own.filter(pl.col("quantile") == quantile)
+            y = [arms.index(arm) + 0.22 * (offset - 1) for arm in some["arm"]]
+            x = some["value"].to_numpy()
+            low = some["low"].cast(pl.Float64).fill_null(some["value"]).to_numpy()
+            high = some["high"].cast(pl.Float64).fill_null(some["value"]).to_numpy()
+            panel.hlines(y, low, high, color=COLOURS[4 + offset], linewidth=2)
+            colour = COLOURS[4 + offset]
+            panel.plot(x, y, mark, color=colour, markersize=6, label=quantile)
+    axes[0][0].set_ylim(len(arms) - 0.5, -0.5)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=3, frameon=False)
+    return figure, list(axes[0]), arms
+
+
+def draw_latency(points: pl.DataFrame, path: Path) -> None:
+    """A panel a metric, a row an arm: quantiles with their 95 % intervals."""
+    figure, axes, _ = _panels(points)
+    for panel in axes:
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.set_xlabel("ms (log)")
+    _save(figure, path)
+
+
+def draw_comparison(points: pl.DataFrame, path: Path) -> None:
+    """Differences against the baseline; the widest A/A pair's reach is grey."""
+    figure, axes, _ = _panels(points)
+    noise = points.filter(pl.col("arm").str.ends_with("(A/A)"))
+    for panel, metric in zip(axes, TITLES, strict=True):
+        own = noise.filter(pl.col("metric") == metric)
+        if own.height:
+            reach = max(abs(own["low"].min()), abs(own["high"].max()))
+            panel.axvspan(-reach, reach, color="#000000", alpha=0.08, linewidth=0)
+        panel.axvline(0, color="#000000", linewidth=0.8)
+        panel.set_xlabel("% against the baseline")
+    _save(figure, path)
+
+
+def interference_bins(analysis: Analysis) -> pl.DataFrame:
+    frames = [
+        interference.binned(points).select(pl.lit(arm).alias("arm"), pl.all())
+        for arm, points in analysis.interference.items()
+        if points.height >= interference.MIN_REQUESTS
+    ]
+    return pl.concat(frames) if frames else pl.DataFrame()
+
+
+def draw_interference(bins: pl.DataFrame, path: Path) -> None:
+    """One line an arm: median TPOT by concurrent prefill, with its middle half."""
+    figure, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
+    for index, arm in enumerate(bins["arm"].unique(maintain_order=True)):
+        own = bins.filter(pl.col("arm") == arm)
+        colour = COLOURS[index % len(COLOURS)]
+        x = own["prefill_ktokens"].to_numpy()
+        line = LINES[index // len(COLOURS) % len(LINES)]
+        axes.plot(x, own["p50_ms"], "o" + line, color=colour, label=arm, markersize=4)
+        axes.fill_between(x, own["p25_ms"], own["p75_ms"], color=colour, alpha=0.12)
+    axes.set_xlabel("new tokens in prefill at the same instance (thousands, mean)")
+    axes.set_ylabel("TPOT, p50 (ms)")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False, fontsize=10)
+    axes.set_title("requests in bins of equal number; band: p25 to p75", fontsize=10)
+    _save(figure, path)
+
+
+def session_curves(analysis: Analysis) -> pl.DataFrame:
+    """(arm, t_s, instance, sessions) of each arm's first repeat."""
+    seen: dict[str, pl.DataFrame] = {}
+    for run in analysis.runs:
+        if run.info.arm not in seen:
+            curve = accumulation.curve(analysis.of(run), names(run))
+            if curve.height:
+                seen[run.info.arm] = curve
+    frames = [c.select(pl.lit(arm).alias("arm"), pl.all()) for arm, c in seen.items()]
+    return pl.concat(frames) if frames else pl.DataFrame()
+
+
+def draw_sessions(curves: pl.DataFrame, path: Path) -> None:
+    """A panel an arm, a line an instance."""
+    arms = curves["arm"].unique(maintain_order=True).to_list()
+    columns = min(len(arms), 3)
+    rows = -(-len(arms) // columns)
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(max(3.6 * columns, 6), 2.6 * rows + 0.6),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, arm in zip(axes.flat, arms, strict=False):
+        own = curves.filter(pl.col("arm") == arm)
+        for index, name in enumerate(own["instance"].unique(maintain_order=True)):
+            line = own.filter(pl.col("instance") == name)
+            colour = COLOURS[index % len(COLOURS)]
+            panel.step(line["t_s"], line["sessions"], color=colour, label=name)
+        panel.set_title(arm, loc="left", fontsize=10)
+        panel.grid(axis="y", alpha=0.3)
+        panel.yaxis.get_major_locator().set_params(integer=True)
+    for panel in axes.flat[len(arms) :]:
+        panel.set_visible(False)
+    figure.supxlabel("s since the first request", fontsize=10)
+    figure.supylabel("sessions living there", fontsize=10)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    if len(labels) <= 8:
+        figure.legend(
+            handles, labels, loc="outside upper right", ncols=len(labels), frameon=False
+        )
+    _save(figure, path)
+
+
+def substrate_steps(document: Document) -> pl.DataFrame:
+    """(chain, metric, quantile, layer, arm, level, added) of every chain."""
+    rows = [
+        {
+            "chain": f"{chain['policy']}@{chain['concurrency']}",
+            "metric": chain["metric"],
+            "quantile": chain["quantile"],
+            "layer": step["layer"],
+            "arm": step["arm"],
+            "level": (step["level"] or {}).get("value"),
+            "added": (step["added"] or {}).get("value"),
+        }
+        for chain in document["substrate"]
+        for step in chain["steps"]
+    ]
+    return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def draw_substrate(steps: pl.DataFrame, path: Path) -> None:
+    """Waterfalls of the medians: each bar from the level before to its own."""
+    medians = steps.filter(pl.col("quantile") == "p50")
+    chains = medians["chain"].unique(maintain_order=True).to_list()
+    figure, axes = plt.subplots(
+        len(chains),
+        len(TITLES),
+        figsize=(11, 0.8 + 3.2 * len(chains)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, chain in zip(axes, chains, strict=True):
+        for panel, (metric, title) in zip(row, TITLES.items(), strict=True):
+            own = medians.filter(
+                (pl.col("metric") == metric) & (pl.col("chain") == chain)
+            ).drop_nulls("level")
+            _waterfall(panel, own)
+            panel.set_title(f"{title} p50 (ms), {chain}", loc="left", fontsize=10)
+    _save(figure, path)
+
+
+def _waterfall(panel: plt.Axes, steps: pl.DataFrame) -> None:
+    levels = steps["level"].to_numpy()
+    before = np.concatenate([[0.0], levels[:-1]])
+    rises = levels >= before
+    colours = np.where(rises, COLOURS[5], COLOURS[3])
+    if len(colours):
+        colours[0] = COLOURS[7]
+    panel.bar(steps["layer"], levels - before, bottom=before, color=colours, width=0.7)
+    for x, (level, start) in enumerate(zip(levels, before, strict=True)):
+        text = f"{level:,.1f}" if x == 0 else f"{level - start:+,.1f}"
+        panel.annotate(text, (x, max(level, start)), ha="center", va="bottom")
+    panel.margins(y=0.1)
+    panel.tick_params(axis="x", labelrotation=20, labelsize=9)
+
+
+def _save(figure: plt.Figure, path: Path) -> None:
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row a request: what the client saw, joined with what the proxy decided.
+
+Latencies in ms. TTFT and E2E count from the intended send, so that a late replayer
+does not flatter the servers, and as *_sent from the actual send; TPOT = (end - first
+token) / (generated tokens - 1). Only requests that ended ok have any.
+
+New tokens = prompt - cached, from the server's usage. Where the prompt was computed
+elsewhere, the serving instance counts what it was sent as cached; then it is what the
+proxy took to be missing at the instance that computed it. Classes by new tokens: WARM
+below 5,000, MEDIUM to 20,000, HEAVY above.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import polars as pl
+
+from fleet.analyze.records import ArmFile, ArmRun, DecisionLine, ReplayEnd
+
+WARM_BELOW_TOKENS = 5_000
+HEAVY_ABOVE_TOKENS = 20_000
+CLASSES = ("WARM", "MEDIUM", "HEAVY")
+LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms", "ttft_sent_ms", "e2e_sent_ms")
+
+REQUEST_COLUMNS: dict[str, Any] = {
+    "id": pl.String,
+    "session": pl.String,
+    "turn": pl.Int64,
+    "status": pl.String,
+    "arrival_s": pl.Float64,
+    "input_tokens": pl.Int64,
+    "output_tokens": pl.Int64,
+    "intended_ns": pl.Int64,
+    "sent_ns": pl.Int64,
+    "first_token_ns": pl.Int64,
+    "end_ns": pl.Int64,
+    "error": pl.String,
+    "http_status": pl.Int64,
+    "instance": pl.String,
+    "prefill_instance": pl.String,
+    "usage_prompt_tokens": pl.Int64,
+    "usage_completion_tokens": pl.Int64,
+    "cached_tokens": pl.Int64,
+    "window": pl.String,
+}
+NOTHING = ArmRun(Path(), ArmFile("", "", 0), [], None, [], [], {}, 0)
+DECISION_COLUMNS: dict[str, Any] = {
+    "id": pl.String,
+    "decided_instance": pl.String,
+    "read_from": pl.String,
+    "decided_class": pl.String,
+    "asked_tokens": pl.Int64,
+    "believed_cached": pl.Int64,
+    "believed_cached_at_prefill": pl.Int64,
+}
+
+
+def requests_frame(runs: list[ArmRun]) -> pl.DataFrame:
+    """All requests of all arms and repeats, with `arm` and `repeat`."""
+    frames = [_one(run) for run in runs]
+    return pl.concat(frames) if frames else _one(NOTHING).clear()
+
+
+def _one(run: ArmRun) -> pl.DataFrame:
+    rows = [msgspec.structs.asdict(request) for request in run.requests]
+    requests = pl.DataFrame(rows, schema=REQUEST_COLUMNS)
+    decided = pl.DataFrame(
+        [_decided(line) for line in run.decisions], schema=DECISION_COLUMNS
+    ).unique("id", keep="last", maintain_order=True)
+    ended = pl.DataFrame(
+        [
+            {"id": e.id, "used_prefill": e.prefill_instance, "fallback": e.fallback}
+            for e in run.decision_ends
+        ],
+        schema={"id": pl.String, "used_prefill": pl.String, "fallback": pl.String},
+    ).unique("id", keep="last", maintain_order=True)
+    return (
+        requests.join(decided, on="id", how="left", maintain_order="left")
+        .join(ended, on="id", how="left", maintain_order="left")
+        .with_columns(
+            pl.lit(run.info.arm).alias("arm"),
+            pl.lit(run.info.repeat, pl.Int64).alias("repeat"),
+            # Not the decision's: an offload that failed fell back.
+            pl.coalesce("prefill_instance", "used_prefill").alias("prefill_instance"),
+            pl.coalesce("instance", "decided_instance").alias("instance"),
+            pl.coalesce("window", _window(steady_window_ns(run.end))).alias("window"),
+        )
+        .with_columns(_cached_tokens())
+        .with_columns(*_latency(), _new_tokens())
+        .with_columns(size_class())
+    )
+
+
+def _decided(line: DecisionLine) -> dict[str, Any]:
+    return {
+        "id": line.id,
+        "decided_instance": line.instance,
+        "read_from": line.read_from,
+        "decided_class": line.kind,
+        "asked_tokens": line.prompt_tokens,
+        "believed_cached": line.believed_cached(line.instance),
+        "believed_cached_at_prefill": line.believed_cached(line.prefill_instance),
+    }
+
+
+def steady_window_ns(end: ReplayEnd | None) -> tuple[int, int] | None:
+    """From start to before end of the steady window; None without one."""
+    window = end and end.steady
+    return (window["start_ns"], window["end_ns"]) if window else None
+
+
+def _window(window_ns: tuple[int, int] | None) -> pl.Expr:
+    if window_ns is None:
+        return pl.lit(None, pl.String)
+    at = pl.col("intended_ns")
+    return (
+        pl.when(at < window_ns[0])
+        .then(pl.lit("warmup"))
+        .when(at >= window_ns[1])
+        .then(pl.lit("drain"))
+        .when(at.is_not_null())
+        .then(pl.lit("steady"))
+    )
+
+
+def _latency() -> list[pl.Expr]:
+    ok = pl.col("status") == "ok"
+
+    def ms(start: str, end: str) -> pl.Expr:
+        return pl.when(ok).then((pl.col(end) - pl.col(start)) / 1e6)
+
+    steps = pl.col("usage_completion_tokens") - 1
+    return [
+        ms("intended_ns", "first_token_ns").alias("ttft_ms"),
+        ms("sent_ns", "first_token_ns").alias("ttft_sent_ms"),
+        ms("intended_ns", "end_ns").alias("e2e_ms"),
+        ms("sent_ns", "end_ns").alias("e2e_sent_ms"),
+        pl.when(steps > 0)
+        .then(ms("first_token_ns", "end_ns") / steps)
+        .alias("tpot_ms"),
+    ]
+
+
+def _cached_tokens() -> pl.Expr:
+    """vLLM leaves the count out of the usage where it is 0; other servers always do."""
+    cached = pl.col("cached_tokens")
+    tells = cached.is_not_null().any() & pl.col("usage_prompt_tokens").is_not_null()
+    return pl.when(tells).then(cached.fill_null(0)).otherwise(cached)
+
+
+def _new_tokens() -> pl.Expr:
+    elsewhere = pl.col("prefill_instance").is_not_null()
+    there = pl.col("asked_tokens") - pl.col("believed_cached_at_prefill")
+    here = pl.col("usage_prompt_tokens") - pl.col("cached_tokens")
+    believed = pl.col("asked_tokens") - pl.col("believed_cached")
+    return (
+        pl.when(elsewhere)
+        .then(there)
+        .otherwise(pl.coalesce(here, believed))
+        .alias("new_tokens")
+    )
+
+
+def size_class() -> pl.Expr:
+    new = pl.col("new_tokens")
+    return (
+        pl.when(new < WARM_BELOW_TOKENS)
+        .then(pl.lit("WARM"))
+        .when(new <= HEAVY_ABOVE_TOKENS)
+        .then(pl.lit("MEDIUM"))
+        .when(new.is_not_null())
+        .then(pl.lit("HEAVY"))
+        .otherwise(pl.col("decided_class"))
+        .alias("class")
+    )

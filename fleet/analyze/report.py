@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""report.md from the document analysis.json: every number in it is from there."""
+
+from __future__ import annotations
+
+from fleet.analyze.frames import CLASSES
+from fleet.analyze.report_fleet import (
+    accumulation_table,
+    balance_table,
+    cache_table,
+    gpu_table,
+    interference_table,
+    migration_table,
+    policies_table,
+    substrate_table,
+)
+from fleet.analyze.sessions import MIN_REQUESTS, REPLICATES
+from microbench.markdown import DASH, Document, number, table
+
+QUANTILES = ("p50", "p90", "p99")
+SHOWN_WARNINGS = 6
+TITLES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
+FIGURES = {
+    "comparison": "Differences against the baseline, with the A/A pair's reach in grey",
+    "latency": "Latencies of each arm",
+    "interference": "TPOT against the prefill under way at the same instance",
+    "sessions": "Sessions living at each instance over time, first repeat",
+    "substrate": "What each connector adds, medians",
+}
+
+
+def write_report(document: Document, figures: list[str]) -> str:
+    """The whole text; `figures` are the names in figures/ that were drawn."""
+    title = document["experiment"] or "run"
+    sections = [
+        f"# Fleet: {title}",
+        answers(document),
+        "## Outcomes",
+        outcome_table(document),
+        "## Latency",
+        latency_tables(document),
+        "## Against the baseline",
+        comparison_table(document),
+        "## Prefix cache",
+        cache_table(document),
+        "## Balance",
+        balance_table(document),
+        accumulation_table(document),
+        gpu_table(document),
+        "## Interference",
+        interference_table(document),
+        "## Migrating sessions, simulated",
+        migration_table(document),
+        "## Substrate",
+        substrate_table(document),
+        "## Policies on the same snapshots",
+        policies_table(document),
+        "## Figures",
+        "\n\n".join(
+            f"{FIGURES[name]} ([data](figures/{name}.csv)):\n\n"
+            f"![{FIGURES[name]}](figures/{name}.png)"
+            for name in figures
+        )
+        or "None.",
+        "## Warnings",
+        warnings(document),
+        "## How this was made",
+        made(document),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def answers(document: Document) -> str:
+    """A sentence a comparison, refusals first, then the noise floor."""
+    lines = []
+    for c in document["comparisons"]:
+        if c["refused"]:
+            lines.append(f"- **Not compared: `{c['arm']}` with `{c['baseline']}`**")
+            lines += [f"  - {reason}" for reason in c["refused"]]
+    held = [c for c in document["comparisons"] if not c["refused"]]
+    lines += [f"- {_answer(compared)}" for compared in held if not compared["same"]]
+    for pair in held:
+        if pair["same"]:
+            lines.append(
+                f"- Noise floor: `{pair['arm']}` is `{pair['baseline']}` run again and "
+                f"differs by {_differences(pair)}."
+            )
+    if not any(pair["same"] for pair in document["comparisons"]):
+        lines.append(
+            "- No A/A pair in this run: nothing says how much two equal arms differ."
+        )
+    doubts = len(document["warnings"])
+    if doubts:
+        lines.append(f"- {doubts} [warnings](#warnings): read them before the numbers.")
+    return "\n".join(lines)
+
+
+def _answer(compared: Document) -> str:
+    metrics: dict[str, list[str]] = {}
+    for metric, title in TITLES.items():
+        metrics.setdefault(compared["verdicts"][metric]["p50"], []).append(title)
+    said = "; ".join(f"{', '.join(which)} {word}" for word, which in metrics.items())
+    return (
+        f"**`{compared['arm']}` against `{compared['baseline']}`: {said}**: "
+        f"{_differences(compared)}."
+    )
+
+
+def _differences(compared: Document) -> str:
+    return ", ".join(
+        f"{TITLES[metric]} p50 {percent(compared['percent'][metric]['p50'])}"
+        for metric in TITLES
+    )
+
+
+def percent(level: Document | None) -> str:
+    """`+1.2 % [+0.4, +2.0]`; a dash where nothing was measured."""
+    if level is None:
+        return DASH
+    text = f"{level['value']:+.1f} %"
+    if level["ci95"] is None:
+        return f"{text} (no interval)"
+    return f"{text} [{level['ci95'][0]:+.1f}, {level['ci95'][1]:+.1f}]"
+
+
+def level_text(level: Document | None) -> str:
+    """`12.3 [11.9, 12.8]`."""
+    if level is None:
+        return DASH
+    if level["ci95"] is None:
+        return number(level["value"])
+    return f"{number(level['value'])} [{', '.join(map(number, level['ci95']))}]"
+
+
+def outcome_table(document: Document) -> str:
+    rows, modes = [], []
+    for arm, entry in document["arms"].items():
+        counts = entry["outcomes"]
+        if counts is None:
+            rows.append([f"`{arm}`", DASH, "0", DASH, DASH, "no request"])
+            continue
+        rows.append(
+            [
+                f"`{arm}`",
+                entry["policy"] or DASH,
+                f"{len(entry['repeats'])}",
+                f"{counts['ok']}/{counts['n']}",
+                f"{counts['failed']}",
+                f"{counts['cancelled']}",
+            ]
+        )
+        modes += [
+            f"- `{arm}`: {count} requests {mode}"
+            for mode, count in counts["modes"].items()
+        ]
+        modes += [
+            f"- `{arm}`: {count} prefilled where they decode instead: {why}"
+            for why, count in counts["fallbacks"].items()
+        ]
+    head = ["arm", "policy", "repeats", "OK/N", "failed", "cancelled"]
+    return "\n\n".join(filter(None, [table(head, rows), "\n".join(modes)]))
+
+
+def latency_tables(document: Document) -> str:
+    """The steady window in the open; classes and all requests folded away."""
+    names = {"steady": "steady window", "all": "all requests"}
+    parts = []
+    for window, text in names.items():
+        for kind in ("all", *CLASSES):
+            rows = _latency_rows(document, window, kind)
+            if not rows:
+                continue
+            head = ["arm", "n (sessions)", "ms"]
+            head += ["TTFT", "TPOT", "E2E", "TTFT from send", "E2E from send"]
+            title = text if kind == "all" else f"{text}, {kind}"
+            if parts:
+                summary = f"<details><summary>{title}</summary>"
+                parts.append(f"{summary}\n\n{table(head, rows)}\n\n</details>")
+            else:
+                parts.append(f"In the {title}:\n\n{table(head, rows)}")
+    note = (
+        "Milliseconds with 95 % intervals over sessions "
+        f"({REPLICATES} replicates); TTFT and E2E from the intended send, then from "
+        f"the actual one. p90 needs {MIN_REQUESTS['p90']} requests, p99 "
+        f"{MIN_REQUESTS['p99']}. Classes by new tokens (prompt less cached): WARM "
+        "below 5,000, MEDIUM to 20,000, HEAVY above. A policy decides what is cached "
+        "and so which class a request is in: between arms, a class does not hold the "
+        "same requests."
+    )
+    return "\n\n".join([*parts, note])
+
+
+def _latency_rows(document: Document, window: str, kind: str) -> list[list[str]]:
+    rows = []
+    names = ("ttft_ms", "tpot_ms", "e2e_ms", "ttft_sent_ms", "e2e_sent_ms")
+    for arm, entry in document["arms"].items():
+        own = entry["latency"].get(window, {}).get(kind)
+        if own is None:
+            continue
+        for quantile in QUANTILES:
+            levels = [own[name][quantile] for name in names]
+            if any(levels):
+                first = quantile == "p50"
+                rows.append(
+                    [
+                        f"`{arm}`" if first else "",
+                        f"{own['n']:,} ({own['sessions']})" if first else "",
+                        quantile,
+                        *(level_text(level) for level in levels),
+                    ]
+                )
+    return rows
+
+
+def comparison_table(document: Document) -> str:
+    rows = []
+    for compared in document["comparisons"]:
+        arm = f"`{compared['arm']}`" + (" (A/A)" if compared["same"] else "")
+        against = f"`{compared['baseline']}`"
+        if compared["refused"]:
+            rows.append([arm, against, "", "", "**refused**", "", ""])
+            continue
+        first = [arm, against, f"{compared['n']} ({compared['window']})"]
+        for quantile in QUANTILES:
+            cells = [percent(compared["percent"][m][quantile]) for m in TITLES]
+            rows.append([*(first if quantile == "p50" else [""] * 3), quantile, *cells])
+    if not rows:
+        return "No arm beside its baseline: nothing to compare."
+    note = (
+        "Of the same requests: those that ended ok and were in the steady window in "
+        "every repeat of both arms, or in any window where these are too few."
+    )
+    head = ["arm", "against", "requests", "", "TTFT", "TPOT", "E2E"]
+    return table(head, rows) + "\n\n" + note
+
+
+def warnings(document: Document) -> str:
+    """By kind and message, so that one cause in many runs reads as one."""
+    kinds: dict[str, dict[str, list[str]]] = {}
+    for one in document["warnings"]:
+        where = "" if one["arm"] is None else f"`{one['arm']}`"
+        where += "" if one["repeat"] is None else f" r{one['repeat']}"
+        kinds.setdefault(one["kind"], {}).setdefault(one["message"], []).append(where)
+    lines = []
+    for kind, messages in kinds.items():
+        lines.append(f"- **{kind.replace('_', ' ')}**")
+        shown = list(messages.items())[:SHOWN_WARNINGS]
+        for message, where in shown:
+            named = ", ".join(filter(None, where))
+            lines.append(f"  - {named}: {message}" if named else f"  - {message}")
+        if more := len(messages) - len(shown):
+            lines.append(f"  - and {more} more in analysis.json")
+    return "\n".join(lines) or "None."
+
+
+def made(document: Document) -> str:
+    """Load, fleet and versions, so that the run can be repeated."""
+    made = document["made"]
+    trace, versions = made["trace"], made["versions"]
+    facts = {
+        "command": versions.get("command_line"),
+        "commit": versions.get("git_commit"),
+        "vLLM": versions.get("vllm_version"),
+        "cores": versions.get("cpu_count"),
+        "CPU": versions.get("cpu_model"),
+        "GPU": versions.get("gpu_model"),
+        "trace": trace.get("source") or trace.get("file"),
+        "sha256 of what was replayed": trace.get("sha256"),
+        "sessions": trace.get("sessions"),
+        "requests": trace.get("requests"),
+        "instances": made["instances"],
+        "open loop": made["open_loop"],
+        "time scale": made["time_scale"],
+        "simulated forward, times": made["time_factor"],
+    }
+    return "\n".join(f"- {k}: `{v}`" for k, v in facts.items() if v is not None)

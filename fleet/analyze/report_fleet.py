@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's sections about the instances: cache, balance, interference and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fleet.analyze.substrate import LAYERS
+from microbench.markdown import DASH, Document, interval, number, table
+
+
+def _repeats(document: Document) -> Iterator[tuple[str, Document]]:
+    for arm, entry in document["arms"].items():
+        many = len(entry["repeats"]) > 1
+        for repeat in entry["repeats"]:
+            yield f"`{arm}`" + (f" r{repeat['repeat']}" if many else ""), repeat
+
+
+def _share(value: float | None) -> str:
+    return DASH if value is None else f"{value:.1%}"
+
+
+def cache_table(document: Document) -> str:
+    """APC by instance and overall, and whether counters and usage agree."""
+    rows = []
+    for label, repeat in _repeats(document):
+        overall = repeat["apc"]["overall"]
+        parts = ", ".join(
+            f"{name} {_share(entry['apc'])}"
+            for name, entry in repeat["apc"]["instances"].items()
+        )
+        agrees = {None: DASH, True: "yes", False: "**no**"}[overall["agrees"]]
+        shares = _share(overall["apc_usage"]), _share(overall["apc"])
+        rows.append([label, *shares, agrees, parts or DASH])
+    head = ["arm", "APC by usage", "by counters", "agree", "counters by instance"]
+    note = (
+        "By usage: cached over prompt tokens, as the requests were told. By counters: "
+        "hit over queried tokens, as the instances counted."
+    )
+    beliefs = [
+        [
+            f"`{arm}`",
+            entry["cache_state"] or DASH,
+            f"{known['n']:,}",
+            _share(known["exact"]),
+            _share(known["too_high"]),
+            _share(known["too_low"]),
+            f"{known['mean_error_tokens']:+,.0f}",
+            number(known["p99_abs_error_tokens"], 0),
+        ]
+        for arm, entry in document["arms"].items()
+        if (known := entry["belief"])
+    ]
+    text = table(head, rows) + "\n\n" + note
+    if beliefs:
+        head = ["arm", "from", "requests", "right", "believed too much", "too little"]
+        head += ["mean error, tokens", "p99 of the error's size"]
+        text += (
+            "\n\nWhat the proxy took to be cached where it sent a request, against "
+            "what the server then said (right: within one block):\n\n"
+        )
+        text += table(head, beliefs)
+    return text
+
+
+def gpu_table(document: Document) -> str:
+    """How busy the GPUs were; nothing without any."""
+    rows = [
+        [
+            label,
+            gpu,
+            number(use["utilization_percent"]),
+            number(use["memory_used_mib_max"], 0),
+            number(use["power_w"], 0),
+            f"{use['samples']}",
+        ]
+        for label, repeat in _repeats(document)
+        for gpu, use in (repeat["gpu"] or {}).items()
+    ]
+    if not rows:
+        return ""
+    head = ["arm", "GPU", "busy %, mean", "MiB, most", "W, mean", "samples"]
+    return "## GPUs\n\n" + table(head, rows)
+
+
+def balance_table(document: Document) -> str:
+    rows = []
+    for label, repeat in _repeats(document):
+        spot = repeat["hotspot"] or {}
+        tokens = repeat["imbalance"]["tokens"]
+        rows.append(
+            [
+                label,
+                number(repeat["imbalance"]["max_over_min"], 2),
+                number(spot.get("mean"), 2),
+                number(spot.get("p99"), 2),
+                ", ".join(f"{name} {n / 1e3:,.0f}" for name, n in tokens.items()),
+            ]
+        )
+    head = ["arm", "token imbalance", "hotspot mean", "hotspot p99"]
+    note = (
+        "Token imbalance: max/min over the instances of prompt and generated tokens "
+        "(a dash: one served none). Hotspot index: max/mean of the tokens under way, "
+        "over the time of the steady window in which any are; 1 is even."
+    )
+    return table([*head, "thousand tokens by instance"], rows) + "\n\n" + note
+
+
+def accumulation_table(document: Document) -> str:
+    rows = []
+    for label, repeat in _repeats(document):
+        lives = repeat["accumulation"]
+        if lives is None:
+            continue
+        sessions, tokens = lives["sessions"].values(), lives["tokens"].values()
+        rows.append(
+            [
+                label,
+                f"{max(one['peak'] for one in sessions)}",
+                number((lives["sessions_skew"] or {}).get("mean"), 2),
+                number(max(one["peak"] for one in tokens) / 1e3, 0),
+                number((lives["tokens_skew"] or {}).get("mean"), 2),
+            ]
+        )
+    if not rows:
+        return ""
+    head = ["arm", "most sessions at one instance", "max/mean over time"]
+    head += ["most thousand context tokens at one", "max/mean over time"]
+    note = (
+        "In the steady window. A session lives where its latest request went, until "
+        "its next one or its end."
+    )
+    return table(head, rows) + "\n\n" + note
+
+
+def interference_table(document: Document) -> str:
+    rows = [
+        [
+            f"`{arm}`",
+            f"{found['n']:,}",
+            interval_or_value(found["slope_ms_per_ktoken"]),
+            number(found["base_ms"], 2),
+        ]
+        for arm, entry in document["arms"].items()
+        if (found := entry["interference"])
+    ]
+    if not rows:
+        return "Too few requests, or no prefill beside any decode."
+    head = ["arm", "requests", "ms of TPOT per 1,000 tokens", "TPOT without, ms"]
+    note = (
+        "Slope of TPOT over the new tokens that were waiting for a first token at the "
+        "same instance while the request decoded (mean over its decode)."
+    )
+    return table(head, rows) + "\n\n" + note
+
+
+def interval_or_value(level: Document) -> str:
+    return interval(level, 3) if level["ci95"] else f"{level['value']:+.3f}"
+
+
+def migration_table(document: Document) -> str:
+    migration = document["migration"] or {"policies": []}
+    rows = [
+        [
+            "never"
+            if (every := one["every_turns"]) is None
+            else f"every {every} turns",
+            number(one["max_over_min"], 2),
+            number((one["hotspot"] or {}).get("mean"), 2),
+            f"{one['migrations']}",
+            number(one["transfer_ms_total"], 0),
+            number(one["transfer_ms_max"], 1),
+        ]
+        for one in migration["policies"]
+    ]
+    if not rows:
+        return "No request to simulate with."
+    head = ["sessions move", "token imbalance", "hotspot mean", "migrations"]
+    head += ["transfer ms in all", "longest, ms"]
+    note = (
+        f"The requests of `{migration['of']}` on sticky sessions, with the times they "
+        f"had; {migration['kv_bytes_per_token']:,} bytes of KV a token "
+        f"({migration['model']}) over {migration['bandwidth_gbit_s']:g} Gbit/s."
+    )
+    return table(head, rows) + "\n\n" + note
+
+
+def substrate_table(document: Document) -> str:
+    if not document["substrate"]:
+        return "No two connectors under one policy in this run."
+    seen = {s["layer"] for chain in document["substrate"] for s in chain["steps"]}
+    layers = [name for name in LAYERS if name in seen]
+    rows = [
+        [
+            f"{chain['metric'].split('_')[0].upper()} {chain['quantile']}",
+            f"{chain['policy']}@{chain['concurrency']}",
+            *(_step(steps.get(layer)) for layer in layers),
+        ]
+        for chain in document["substrate"]
+        for steps in [{step["layer"]: step for step in chain["steps"]}]
+    ]
+    note = (
+        "ms; the first is a level, the others what is added to the one before, with "
+        "95 % intervals over sessions."
+    )
+    return table(["", "policy", *layers], rows) + "\n\n" + note
+
+
+def _step(step: Document | None) -> str:
+    if step is None or step["level"] is None:
+        return DASH
+    if step["added"] is None:
+        return number(step["level"]["value"])
+    return interval(step["added"], 2) if step["added"]["ci95"] else DASH
+
+
+def policies_table(document: Document) -> str:
+    """How often another policy would have chosen another instance."""
+    entries = {a: e["offline"] for a, e in document["arms"].items() if e["offline"]}
+    if not entries:
+        return "No recorded decisions with snapshots."
+    policies = list(next(iter(entries.values())))
+    rows = [
+        [f"`{arm}`", *(_other(offline[name]) for name in policies)]
+        for arm, offline in entries.items()
+    ]
+    note = (
+        "Share of the arm's recorded snapshots (first repeat) on which the policy of "
+        "the column chooses another instance. The policy that ran, in brackets, must "
+        "be at 0."
+    )
+    return table(["arm", *policies], rows) + "\n\n" + note
+
+
+def _other(entry: Document | None) -> str:
+    if entry is None:
+        return DASH
+    share = _share(entry["other_instance"])
+    return f"({share})" if entry["ran"] else share

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fleet run should make its reader suspicious of: a kind and a sentence each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import polars as pl
+
+from fleet.analyze.records import ArmRun
+
+FEW_SESSIONS = 20
+TOP_SESSIONS = 5
+TOP_SHARE = 0.5
+DRAIN_SHARE = 0.2
+FAILED_SHARE = 0.01
+# Lookups beyond one a request, as a share of the prompt tokens.
+MISMATCH_LOOKUPS = 0.01
+# A token count that differs in more than this share of the requests is no rounding.
+MISMATCH_SHARE = 0.001
+
+
+class Warning(msgspec.Struct, frozen=True):
+    """`arm` and `repeat` are None where it is about more than one."""
+
+    kind: str
+    message: str
+    arm: str | None = None
+    repeat: int | None = None
+
+
+def arm_warnings(run: ArmRun, requests: pl.DataFrame) -> list[Warning]:
+    """Reasons to doubt one arm in one repeat; `requests` are its own."""
+    info, found = run.info, []
+
+    def warn(kind: str, message: str) -> None:
+        found.append(Warning(kind, message, info.arm, info.repeat))
+
+    if info.status != "ok":
+        warn("arm_failed", f"it did not finish: {info.error or info.status}")
+    if info.freshness is None:
+        warn("not_fresh", "no evidence that the instances were fresh")
+    elif not info.freshness.fresh:
+        warn("not_fresh", f"the instances were not fresh: {info.freshness.why}")
+    if info.machine and info.machine.saturated:
+        warn("machine_saturated", info.machine.saturated)
+    if run.torn_lines:
+        warn("torn_lines", f"{run.torn_lines} torn last lines were dropped")
+    if not run.requests:
+        warn("no_requests", "no request in replay.jsonl")
+        return found
+    if run.end is None:
+        warn("replay_unfinished", "replay.jsonl has no end: the replayer was killed")
+    elif run.end.valid is False:
+        late = (run.end.lag_ms or {}).get("p99")
+        warn("lag", f"sent late: p99 {late} ms, budget {run.end.lag_budget_ms} ms")
+    found += _of_requests(info.arm, info.repeat, requests)
+    return found
+
+
+def _of_requests(arm: str, repeat: int, requests: pl.DataFrame) -> list[Warning]:
+    found, n = [], requests.height
+
+    def warn(kind: str, message: str) -> None:
+        found.append(Warning(kind, message, arm, repeat))
+
+    bad = requests.filter(pl.col("status") != "ok").height
+    if bad > FAILED_SHARE * n:
+        warn("failures", f"{bad} of {n} requests did not end ok")
+    twice = n - requests["id"].n_unique()
+    if twice:
+        warn("duplicates", f"{twice} requests have more than one record")
+    drain = requests.filter(pl.col("window") == "drain").height
+    if drain > DRAIN_SHARE * n:
+        warn("drain", f"{drain / n:.0%} of the requests are in the drain tail")
+    if requests["window"].null_count() == n:
+        warn("no_window", "no steady window: its numbers are over all requests")
+    found += _tokens(arm, repeat, requests.filter(pl.col("status") == "ok"))
+    sums = (
+        requests.group_by("session")
+        .agg((pl.col("input_tokens") + pl.col("output_tokens")).sum().alias("tokens"))
+        .sort("tokens", descending=True)["tokens"]
+    )
+    if len(sums) < FEW_SESSIONS:
+        warn("few_sessions", f"{len(sums)} sessions: intervals are rough")
+    elif (share := sums[:TOP_SESSIONS].sum() / max(sums.sum(), 1)) > TOP_SHARE:
+        warn("top_sessions", f"{TOP_SESSIONS} sessions hold {share:.0%} of the tokens")
+    return found
+
+
+def _tokens(arm: str, repeat: int, ok: pl.DataFrame) -> list[Warning]:
+    found = []
+    for asked, told, what in (
+        ("input_tokens", "usage_prompt_tokens", "prompt"),
+        ("output_tokens", "usage_completion_tokens", "generated"),
+    ):
+        known = ok.filter(pl.col(told).is_not_null())
+        apart = known.filter(pl.col(asked) != pl.col(told)).height
+        if apart > MISMATCH_SHARE * max(known.height, 1):
+            message = (
+                f"{apart} of {known.height} requests have other {what} tokens in the "
+                "server's usage than were asked for"
+            )
+            found.append(Warning("tokens_disagree", message, arm, repeat))
+    return found
+
+
+def cache_warnings(arm: str, repeat: int, cache: dict[str, Any]) -> list[Warning]:
+    """Counters that disagree with the requests' usage, and counters that went back."""
+    found = []
+    for name, entry in cache["instances"].items():
+        if entry["agrees"] is False:
+            message = (
+                f"{name} counted {entry['hits']:,} hit of {entry['queries']:,} queried "
+                f"tokens, its requests were told {entry['cached_tokens']:,} of "
+                f"{entry['prompt_tokens']:,}"
+            )
+            if entry["queries"] > (1 + MISMATCH_LOOKUPS) * entry["prompt_tokens"]:
+                message += (
+                    ": it looked requests up more than once, as it does while they "
+                    "wait for KV blocks; go by the usage"
+                )
+            found.append(Warning("apc_disagrees", message, arm, repeat))
+        if entry["queries"] is None:
+            message = f"{name}'s counters are missing or went back"
+            found.append(Warning("no_counters", message, arm, repeat))
+    return found
+
+
+def offline_warnings(arm: str, offline: dict[str, Any] | None) -> list[Warning]:
+    """The policy that ran, replayed on its own record, must agree with itself."""
+    for name, entry in (offline or {}).items():
+        if (
+            entry
+            and entry["ran"]
+            and (entry["other_instance"] or entry["other_prefill"])
+        ):
+            return [
+                Warning(
+                    "record_incomplete",
+                    f"`{name}` decides {entry['other_instance']:.2%} of its own "
+                    "recorded snapshots otherwise",
+                    arm,
+                )
+            ]
+    return []
+
+
+def run_warnings(runs: list[ArmRun]) -> list[Warning]:
+    """Reasons to doubt all arms alike."""
+    if any(run.info.versions.get("git_dirty") for run in runs):
+        message = "the run was made from a tree with uncommitted changes"
+        return [Warning("uncommitted", message)]
+    return []
+
+
+def noise_warnings(compared: list[dict[str, Any]]) -> list[Warning]:
+    """An A/A pair that differs beyond its own interval: what else does is doubtful."""
+    found = []
+    for pair in compared:
+        if not pair["same"] or pair["refused"]:
+            continue
+        known = {
+            f"{metric} {quantile}": level["ci95"]
+            for metric, levels in pair["percent"].items()
+            for quantile, level in levels.items()
+            if level and level["ci95"]
+        }
+        apart = [name for name, (low, high) in known.items() if not low <= 0 <= high]
+        if apart:
+            message = (
+                f"the same as `{pair['baseline']}`, but differs in {len(apart)} of "
+                f"{len(known)} (1 in 20 does by chance): {', '.join(apart)}"
+            )
+            found.append(Warning("aa_differs", message, pair["arm"]))
+    return found

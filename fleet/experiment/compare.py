@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""May two arms be compared? Only if nothing but what they are about differs.
+
+The study that this bench follows first reported -44 % E2E: its baseline had found warm
+caches. So an arm must have begun cold, both must have served the same tokens with the
+same failures, sent in time, on a machine that kept up; else there is no number, but the
+reasons why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fleet.analyze.records import ArmRun, RequestLine
+
+# Must be the same in both; where the sha256 of the trace is, so are the requests.
+CONDITIONS = ("concurrency", "open_loop", "time_scale", "time_factor")
+
+
+def refusals(runs: list[ArmRun], arm: str, baseline: str) -> list[str]:
+    """Why `arm` must not be compared with `baseline`; [] if it may.
+
+    `runs` are all of the experiment's, every repeat of both among them.
+    """
+    ours = [run for run in runs if run.info.arm == arm]
+    theirs = [run for run in runs if run.info.arm == baseline]
+    if not ours or not theirs:
+        return [f"there is no run of {arm if not ours else baseline}"]
+    reasons = [reason for run in ours + theirs for reason in doubts(run)]
+    if {run.info.repeat for run in ours} != {run.info.repeat for run in theirs}:
+        reasons.append("the repeats are not the same in both")
+    for name in CONDITIONS:
+        values = {getattr(run.info, name) for run in ours + theirs}
+        if len(values) > 1:
+            reasons.append(f"{name} differs: {_listed(values)}")
+    traces = {run.info.trace.get("sha256") for run in ours + theirs}
+    if len(traces) > 1:
+        reasons.append("they replayed different traces")
+    # Totals are worth a look only if the runs were whole.
+    return reasons or _totals(ours + theirs)
+
+
+def doubts(run: ArmRun) -> list[str]:
+    """What is wrong with one run by itself."""
+    where = f"{run.info.arm} r{run.info.repeat}"
+    return [f"{where}: {doubt}" for doubt in _doubts(run)]
+
+
+def _doubts(run: ArmRun) -> Iterator[str]:
+    info = run.info
+    if info.status != "ok":
+        yield f"the run failed: {(info.error or info.status).partition(chr(10))[0]}"
+        return
+    if info.freshness is None:
+        yield "there is no evidence that it began with cold caches"
+    elif not info.freshness.fresh:
+        yield f"it did not begin with cold caches: {info.freshness.why}"
+    if warm := found_warm(run.requests):
+        yield f"it did not begin with cold caches: {warm}"
+    if info.machine and info.machine.saturated:
+        yield f"the machine did not keep up: {info.machine.saturated}"
+    if run.end is None:
+        yield "replay.jsonl has no end: the replayer was killed"
+    elif not run.end.valid:
+        lag_ms = (run.end.lag_ms or {}).get("p99")
+        yield f"requests were sent late: lag p99 {lag_ms} ms"
+
+
+def found_warm(requests: list[RequestLine]) -> str | None:
+    """What an instance found cached before anything could have been; None if nothing.
+
+    Until the first token of the run, no request has left anything in a cache. So of
+    those sent to one instance before that moment, the one that came first found
+    nothing, whichever it was: but for offloaded ones, which find what was computed for
+    them. vLLM leaves the count out of its usage where it is 0.
+    """
+    begun_ns = min(
+        (one.first_token_ns for one in requests if one.first_token_ns is not None),
+        default=0,
+    )
+    found: dict[str, list[int]] = {}
+    for one in requests:
+        early = one.sent_ns is not None and one.sent_ns < begun_ns
+        if early and one.instance and one.prefill_instance is None:
+            found.setdefault(one.instance, []).append(one.cached_tokens or 0)
+    warm = [
+        f"the first request to {name} found {min(cached):,} tokens cached"
+        for name, cached in found.items()
+        if min(cached) > 0
+    ]
+    return "; ".join(warm) or None
+
+
+def _totals(runs: list[ArmRun]) -> list[str]:
+    """Sums that must agree in all runs."""
+    sums = {
+        "requests": lambda one: 1,
+        "requests that did not end ok": lambda one: one.status != "ok",
+        "prompt tokens asked for": lambda one: one.input_tokens or 0,
+        "answer tokens asked for": lambda one: one.output_tokens or 0,
+        "prompt tokens in the servers' usage": lambda one: one.usage_prompt_tokens or 0,
+        "answer tokens in the servers' usage": (
+            lambda one: one.usage_completion_tokens or 0
+        ),
+    }
+    reasons = []
+    for what, value in sums.items():
+        totals = {
+            f"{run.info.arm} r{run.info.repeat}": sum(map(value, run.requests))
+            for run in runs
+        }
+        if len(set(totals.values())) > 1:
+            each = ", ".join(f"{total:,} in {name}" for name, total in totals.items())
+            reasons.append(f"{what} differ: {each}")
+    return reasons
+
+
+def _listed(values: set) -> str:
+    return ", ".join(sorted(map(str, values)))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TOML files under configs/experiments/: which arms, on which load, how often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from fleet.instances import Role
+from fleet.policies import PolicyError, parameters_of
+from microbench.config import ConfigError
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Which part of a trace all arms replay; each cut is a declared departure from it.
+
+    `sessions` whole ones are drawn with the experiment's seed (None: all), of each of
+    them the first `max_turns` turns, with answers of at most `max_output_tokens` and
+    at most `max_think_s` between a turn and the next. `copies` of each session have
+    blocks of their own.
+    """
+
+    trace: str
+    sessions: Count | None = None
+    max_turns: Count | None = None
+    max_output_tokens: Count | None = None
+    max_think_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    copies: Count = 1
+
+
+class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What is compared. Two arms with equal fields are an A/A pair."""
+
+    policy: str
+    parameters: dict[str, Any] = {}
+    connector: str = "plain"
+    roles: list[Role] = []
+    cache_state: Literal["mirror", "exact"] = "mirror"
+
+
+class Given(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Instances that somebody else started: `file` names them (fleet/instances.py).
+
+    `restart` is run before every arm, and must leave them freshly started or starting.
+    """
+
+    file: str
+    restart: list[str]
+    vocab_size: Count = 32_000
+
+
+class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """`concurrency` are requests in flight an instance, each measured with all arms.
+
+    `profile` is a name in configs/fleet/; `time_factor` multiplies its simulated
+    forward, for machines that are too slow to keep up with the GPU it stands for.
+    `time_scale` multiplies the trace's think times, and with `open_loop` its arrival
+    times: then sessions begin when the trace says, however many are in flight.
+    `standin` takes instances that are no vLLM, with these options of fleet/standin: for
+    tests of the experiment itself.
+    """
+
+    summary: str
+    workload: Workload
+    arms: dict[str, Arm]
+    baseline: str
+    profile: str | None = None
+    given: Given | None = None
+    standin: list[str] | None = None
+    instances: Count = 4
+    concurrency: list[Count] = msgspec.field(default_factory=lambda: [8])
+    open_loop: bool = False
+    time_scale: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    time_factor: Positive = 1.0
+    repeats: Count = 2
+    seed: int = 0
+    request_timeout_s: Positive = 300.0
+    lag_budget_ms: Positive = 50.0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        sources = (self.profile, self.given, self.standin)
+        if sum(source is not None for source in sources) != 1:
+            raise ValueError("give one of `profile`, `given` and `standin`")
+        if self.time_factor != 1 and self.profile is None:
+            raise ValueError("`time_factor` is for a `profile`, which it makes slower")
+        if self.baseline not in self.arms:
+            known = ", ".join(self.arms)
+            raise ValueError(
+                f"`baseline` {self.baseline!r} is no arm; there are {known}"
+            )
+        for name, arm in self.arms.items():
+            if arm.roles and len(arm.roles) != self.instances:
+                raise ValueError(
+                    f"arm {name!r} has {len(arm.roles)} `roles` for "
+                    f"{self.instances} instances"
+                )
+            try:
+                parameters_of(arm.policy, arm.parameters)
+            except PolicyError as error:
+                raise ValueError(f"arm {name!r}: {error}") from None
+
+
+def read_experiment(path: Path) -> Experiment:
+    """Raises ConfigError."""
+    try:
+        found = msgspec.toml.decode(path.read_bytes(), type=Experiment)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return msgspec.structs.replace(found, name=path.stem)

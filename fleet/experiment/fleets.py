@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fresh fleet for one run: vLLM here, vLLM elsewhere, or stand-ins."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fleet.experiment.config import Arm, Experiment, Given
+from fleet.instances import Instance, read_instances
+from fleet.launch.check import CheckError, check_instances
+from fleet.launch.launched import (
+    LaunchedInstance,
+    Workshop,
+    check_alive,
+    launched,
+    wait_ready,
+)
+from fleet.launch.profile import read_profile, slowed
+from fleet.launch.settings import Spec
+from fleet.standin.process import standin
+from microbench import preflight
+from microbench.config import CONFIGS, load_connector
+from microbench.server import READY_DEADLINE_S
+
+# fleet/standin takes any token id.
+STANDIN_VOCABULARY = 32_000
+
+
+def _alive() -> None:
+    """Nothing here tells."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What a run sends to.
+
+    `launched` are the vLLM instances of this machine. `cache_tokens`: what each can
+    cache, None if not known. `check_alive` raises ServerError if one has ended.
+    """
+
+    instances: list[Instance]
+    vocab_size: int
+    ready_s: float
+    cache_tokens: int | None = None
+    launched: list[LaunchedInstance] = field(default_factory=list)
+    patches: dict[str, str] = field(default_factory=dict)
+    check_alive: Callable[[], None] = _alive
+
+
+@contextmanager
+def fresh_fleet(
+    experiment: Experiment, arm: Arm, workshop: Workshop, folder: Path
+) -> Iterator[Fleet]:
+    """A fleet that answers; what was started for it is stopped on leaving.
+
+    Logs and records go to `folder`. Raises what launching does, CheckError.
+    """
+    if experiment.standin is not None:
+        with _standins(experiment.instances, experiment.standin) as fleet:
+            yield fleet
+    elif experiment.given is not None:
+        yield _restarted(experiment.given)
+    else:
+        with _launched(experiment, arm, workshop, folder) as fleet:
+            yield fleet
+
+
+def profile_path(experiment: Experiment) -> Path:
+    return CONFIGS / "fleet" / f"{experiment.profile}.toml"
+
+
+def spec(experiment: Experiment, arm: Arm) -> Spec:
+    """What an arm's instances are launched as. Raises ConfigError."""
+    profile = read_profile(profile_path(experiment))
+    return Spec(
+        slowed(profile, experiment.time_factor),
+        arm.connector,
+        load_connector(arm.connector),
+        arm.roles or ["both"] * experiment.instances,
+        kv_events=arm.cache_state == "exact",
+    )
+
+
+@contextmanager
+def _launched(
+    experiment: Experiment, arm: Arm, workshop: Workshop, folder: Path
+) -> Iterator[Fleet]:
+    wanted = spec(experiment, arm)
+    preflight.check_connector(wanted.connector)
+    with launched(wanted, workshop, folder) as servers:
+        ready_s = wait_ready(servers)
+        yield Fleet(
+            instances=[server.instance for server in servers],
+            vocab_size=workshop.model(wanted.profile)[1],
+            ready_s=ready_s,
+            cache_tokens=wanted.profile.num_blocks * wanted.profile.block_size,
+            launched=servers,
+            patches=workshop.tree(wanted)[1],
+            check_alive=lambda: check_alive(servers),
+        )
+
+
+@contextmanager
+def _standins(count: int, options: list[str]) -> Iterator[Fleet]:
+    began = time.monotonic()
+    with ExitStack() as stack:
+        urls = [stack.enter_context(standin(*options)).url for _ in range(count)]
+        instances = [Instance(f"i{index}", url) for index, url in enumerate(urls)]
+        yield Fleet(instances, STANDIN_VOCABULARY, time.monotonic() - began)
+
+
+def _restarted(given: Given) -> Fleet:
+    began = time.monotonic()
+    done = subprocess.run(given.restart, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CheckError(
+            f"`restart` ended with status {done.returncode}: {done.stderr[-2000:]}"
+        )
+    instances = read_instances(Path(given.file))
+    while True:
+        try:
+            check_instances(instances)
+        except CheckError:
+            if time.monotonic() - began > READY_DEADLINE_S:
+                raise
+            time.sleep(1)
+        else:
+            return Fleet(instances, given.vocab_size, time.monotonic() - began)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof that an arm began with cold caches: a warm baseline makes any policy look good.
+
+Before the first request an instance must have counted no request and no lookup in its
+prefix cache, and hold no block. After the run its first engine step must have found no
+cached block but those it brought itself.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+# All zero in a vLLM that has served nothing.
+COUNTERS = (
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+)
+GAUGES = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+# What drivers and displays hold on an idle GPU.
+IDLE_GPU_MIB = 1024
+
+
+class Freshness(msgspec.Struct):
+    """`instances`: what each counted before the first request, by metric.
+
+    `first_step_cached_blocks`: |cache| in its first engine step beyond the step's own
+    blocks. `gpu_used_mib`: device memory before the instances started; null, no GPU.
+    """
+
+    instances: dict[str, dict[str, float]] = {}
+    first_step_cached_blocks: dict[str, int] = {}
+    gpu_used_mib: list[int] | None = None
+    fresh: bool = False
+    why: str | None = "not looked at"
+
+
+def judge(evidence: Freshness) -> None:
+    """Set `fresh`, and `why` not."""
+    why = []
+    for name, counted in evidence.instances.items():
+        why += [
+            f"{name}: {metric} is missing"
+            for metric in COUNTERS
+            if metric not in counted
+        ]
+        why += [
+            f"{name}: {metric} is {value:g} before the first request"
+            for metric, value in counted.items()
+            if value
+        ]
+    why += [
+        f"{name}: the first step found {blocks} blocks cached"
+        for name, blocks in evidence.first_step_cached_blocks.items()
+        if blocks > 0
+    ]
+    for device, used in enumerate(evidence.gpu_used_mib or ()):
+        if used > IDLE_GPU_MIB:
+            why.append(f"GPU {device}: {used} MiB in use before the start")
+    if not evidence.instances:
+        why.append("no instance was looked at")
+    evidence.fresh, evidence.why = not why, "; ".join(why) or None
+
+
+def counted(metrics: str) -> dict[str, float]:
+    """The counters and gauges above in the text of an instance's /metrics, summed."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name in COUNTERS or sample.name in GAUGES:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+def first_step_cached_blocks(records: Path, block_tokens: int) -> int | None:
+    """None if the engine made no step, or no records (a file of microbench's)."""
+    if not records.exists():
+        return None
+    lines = records.read_bytes().splitlines()
+    if len(lines) < 2:
+        return None
+    first = msgspec.json.decode(lines[1])
+    if "cache_size" not in first:
+        return None
+    return first["cache_size"] - first["prefill_tokens"] // block_tokens
+
+
+def gpu_used_mib() -> list[int] | None:
+    """Memory in use on each GPU; None without nvidia-smi."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return [int(line) for line in done.stdout.split()]

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Could this machine keep up with what it simulates? If not, the run says nothing.
+
+The signs: how busy the cores were; how late the engines woke from the sleep that is
+their forward, which a machine with a core to spare does within a fraction of a
+millisecond; and how much longer their steps took than that forward. What a step takes
+beside it is the engine's and the connector's own work, which is there on a GPU too, but
+a machine that runs four engines, the proxy and the load at once may inflate it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from microbench.supervise import descendants
+
+BUSY_LIMIT = 0.9
+# Shares of the simulated forward, over a run. Beside steps of 5 to 10 ms a machine with
+# a core to spare is 0.01 late, and vLLM's own work comes to 0.05 to 0.15.
+LATE_LIMIT = 0.05
+EXCESS_LIMIT = 0.5
+SAMPLE_S = 1.0
+
+
+class EngineLag(msgspec.Struct, frozen=True):
+    """Sums over the steps of one instance that ran a forward."""
+
+    steps: int
+    step_s: float
+    simulated_s: float
+    slept_s: float
+
+
+class MachineLoad(msgspec.Struct, frozen=True):
+    """`busy` are shares of all cores, `busy_own` that of this experiment's processes;
+    `waiting` is the share of time in which some runnable thread waited for a core, as
+    the kernel's pressure stall information has it, None where the kernel has none.
+    `engine_late` and `engine_excess`: by what share of the simulated forward all
+    engines together slept longer, and their steps took longer. `saturated` says why
+    the run is not valid.
+    """
+
+    cores: int
+    busy_mean: float
+    busy_p99: float
+    busy_own: float
+    waiting: float | None
+    engines: dict[str, EngineLag]
+    engine_late: float | None
+    engine_excess: float | None
+    saturated: str | None
+
+
+class CpuSampler:
+    """Samples how busy the cores are, from entering to leaving its context."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._samples: list[tuple[int, int]] = []
+        self._pressure_us: list[int | None] = []
+        self._times_s: list[float] = []
+        self._own_s: list[float] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> CpuSampler:
+        self._note()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._note()
+
+    def busy(self) -> tuple[float, float]:
+        """Mean and p99 of the share of the cores that was busy."""
+        busy, total = np.diff(np.array(self._samples), axis=0).T
+        known = total > 0
+        shares = busy[known] / total[known]
+        return float(busy.sum() / total.sum()), float(np.quantile(shares, 0.99))
+
+    def busy_own(self, cores: int) -> float:
+        """The share of the cores that this process and those below it took."""
+        return (self._own_s[1] - self._own_s[0]) / self._took_s() / cores
+
+    def waiting(self) -> float | None:
+        before, after = self._pressure_us
+        if before is None or after is None:
+            return None
+        return (after - before) / 1e6 / self._took_s()
+
+    def _took_s(self) -> float:
+        return self._times_s[1] - self._times_s[0]
+
+    def _run(self) -> None:
+        self._samples.append(_cpu_ticks())
+        while not self._done.wait(SAMPLE_S):
+            self._samples.append(_cpu_ticks())
+        self._samples.append(_cpu_ticks())
+
+    def _note(self) -> None:
+        self._times_s.append(time.monotonic())
+        self._pressure_us.append(_pressure_us())
+        self._own_s.append(_own_cpu_s())
+
+
+def machine_load(
+    sampler: CpuSampler, cores: int, engines: dict[str, EngineLag]
+) -> MachineLoad:
+    mean, p99 = sampler.busy()
+    late = excess = None
+    if simulated_s := sum(lag.simulated_s for lag in engines.values()):
+        late = sum(lag.slept_s for lag in engines.values()) / simulated_s - 1
+        excess = sum(lag.step_s for lag in engines.values()) / simulated_s - 1
+    why = []
+    if mean > BUSY_LIMIT:
+        why.append(f"{mean:.0%} of the cores were busy, more than {BUSY_LIMIT:.0%}")
+    if late is not None and late > LATE_LIMIT:
+        why.append(
+            f"forwards took {late:.0%} longer than simulated, more than "
+            f"{LATE_LIMIT:.0%}: raise `time_factor`"
+        )
+    if excess is not None and excess > EXCESS_LIMIT:
+        why.append(
+            f"engine steps took {excess:.0%} longer than their simulated forward, "
+            f"more than {EXCESS_LIMIT:.0%}: raise `time_factor`"
+        )
+    return MachineLoad(
+        cores=cores,
+        busy_mean=mean,
+        busy_p99=p99,
+        busy_own=sampler.busy_own(cores),
+        waiting=sampler.waiting(),
+        engines=engines,
+        engine_late=late,
+        engine_excess=excess,
+        saturated="; ".join(why) or None,
+    )
+
+
+def engine_lag(records: Path, totals: Path) -> EngineLag | None:
+    """Of one instance, from its engine_step.jsonl and the null model's totals.
+
+    None where the instance is not one that simulates.
+    """
+    if not (records.exists() and totals.exists()):
+        return None
+    decoder = msgspec.json.Decoder(_Step)
+    lines = records.read_bytes().splitlines(keepends=True)[1:]
+    steps = [decoder.decode(line) for line in lines if line.endswith(b"\n")]
+    ran = [step.step_us for step in steps if step.scheduled and step.step_us]
+    forwards, simulated_ns, slept_ns = np.fromfile(totals, np.int64).tolist()
+    if not forwards or not ran:
+        return None
+    return EngineLag(len(ran), sum(ran) / 1e6, simulated_ns / 1e9, slept_ns / 1e9)
+
+
+class _Step(msgspec.Struct):
+    scheduled: int = 0
+    step_us: float | None = None
+
+
+def _cpu_ticks() -> tuple[int, int]:
+    """(busy, total) of all cores since boot; a stolen core was not to be had."""
+    fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
+    user, nice, system, idle, iowait, irq, softirq, steal = map(int, fields[:8])
+    busy = user + nice + system + irq + softirq + steal
+    return busy, busy + idle + iowait
+
+
+def _own_cpu_s() -> float:
+    """CPU time of this process and all below it, those that have ended included."""
+    ticks = 0
+    for pid in descendants(os.getpid()):
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            continue
+        # utime, stime, cutime and cstime, counted from behind the name.
+        ticks += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
+    return sum(os.times()[:4]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _pressure_us() -> int | None:
+    try:
+        some = Path("/proc/pressure/cpu").read_text().partition("\n")[0]
+    except OSError:
+        return None
+    return int(some.rpartition("total=")[2])

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing policies as pure functions, one file each.
+
+POLICIES maps a name to its function, PARAMETERS to the type of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from . import direct_read, elastic, linear, lmetric, load_only, pd_sep, round_robin
+from .decision import Ask, Candidate, Decision, NoInstance, Policy, Snapshot
+
+__all__ = [
+    "PARAMETERS",
+    "POLICIES",
+    "Ask",
+    "Candidate",
+    "Decision",
+    "NoInstance",
+    "Policy",
+    "PolicyError",
+    "Snapshot",
+    "parameters_of",
+]
+
+_MODULES: dict[str, ModuleType] = {
+    "round_robin": round_robin,
+    "load_only": load_only,
+    "linear": linear,
+    "lmetric": lmetric,
+    "pd_sep": pd_sep,
+    "elastic": elastic,
+    "direct_read": direct_read,
+}
+POLICIES: dict[str, Policy] = {name: one.decide for name, one in _MODULES.items()}
+PARAMETERS: dict[str, type[msgspec.Struct]] = {
+    name: one.Parameters for name, one in _MODULES.items()
+}
+
+
+class PolicyError(Exception):
+    """A policy or a parameter that does not exist, or a value of the wrong type."""
+
+
+def parameters_of(policy: str, given: Mapping[str, Any]) -> msgspec.Struct:
+    """The policy's parameters, defaults for what is not given. Raises PolicyError.
+
+    Values may be of their type, or text that says one, as on a command line.
+    """
+    if policy not in PARAMETERS:
+        known = ", ".join(POLICIES)
+        raise PolicyError(f"no policy {policy!r}; there are {known}")
+    kind = PARAMETERS[policy]
+    try:
+        return msgspec.convert(dict(given), kind, strict=False)
+    except msgspec.ValidationError as error:
+        known = ", ".join(kind.__struct_fields__) or "none"
+        raise PolicyError(f"policy {policy}: {error}; parameters: {known}") from None

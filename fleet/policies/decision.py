@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy is given and what it says: plain values, no clock, no I/O.
+
+A policy is a function (ask, snapshot, parameters) -> Decision. Equal arguments give
+equal decisions, so a recorded snapshot can be decided again by any policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What is known of a request before it is sent on."""
+
+    session: str | None
+    prompt_tokens: int
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """An instance as a policy sees it.
+
+    `ongoing_tokens` are prompt and generated tokens of the `requests` in flight;
+    `pending_prefill_tokens` the uncached prompt tokens of those without a first token;
+    `cached_tokens` is how much of this prompt's beginning the instance has.
+    """
+
+    name: str
+    role: Literal["both", "prefill", "decode"]
+    requests: int
+    ongoing_tokens: int
+    pending_prefill_tokens: int
+    cached_tokens: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The healthy instances in a fixed order, and what a policy may remember.
+
+    `pinned` is where the session's last request went, `arrivals` the requests before
+    this one, `offloads` the prefills under way on another instance than the decode's.
+    """
+
+    candidates: list[Candidate]
+    pinned: str | None
+    arrivals: int
+    offloads: int
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Where a request goes.
+
+    `prefill`: prefill there first, the KV moves to `instance`. `read_from`: the peer
+    that `instance` may read the prefix from. `scores`: every candidate's that could
+    have been `instance`, lower is better. `kind`: WARM, MEDIUM or HEAVY, where the
+    policy tells them apart.
+    """
+
+    instance: str
+    prefill: str | None
+    read_from: str | None
+    scores: dict[str, float]
+    reason: str
+    kind: str | None = None
+
+
+Policy = Callable[[Ask, Snapshot, Any], Decision]
+
+
+class NoInstance(Exception):
+    """No healthy instance has the role that the policy needs."""
+
+
+def serving(snapshot: Snapshot) -> list[Candidate]:
+    """The candidates that may answer requests: all but pure prefill instances."""
+    found = [one for one in snapshot.candidates if one.role != "prefill"]
+    if not found:
+        raise NoInstance("no healthy instance that decodes")
+    return found
+
+
+def new_tokens(ask: Ask, candidate: Candidate) -> int:
+    """Prompt tokens that the candidate would have to compute."""
+    return max(0, ask.prompt_tokens - candidate.cached_tokens)
+
+
+def lowest(candidates: list[Candidate], scores: list[float], arrivals: int) -> int:
+    """Index of the lowest score.
+
+    Ties go to fewer requests, then fewer ongoing tokens, then to the one whose turn it
+    is: the first at or after `arrivals` modulo the number of candidates.
+    """
+    best = min(scores)
+    tied = [index for index, score in enumerate(scores) if score == best]
+    if len(tied) == 1:
+        return tied[0]
+
+    def rank(index: int) -> tuple[int, int, int]:
+        one = candidates[index]
+        turn = (index - arrivals) % len(candidates)
+        return one.requests, one.ongoing_tokens, turn
+
+    return min(tied, key=rank)
+
+
+def placed(
+    candidates: list[Candidate], scores: list[float], index: int, reason: str
+) -> Decision:
+    """The decision to prefill and decode on one of the candidates."""
+    names = [one.name for one in candidates]
+    by_name = dict(zip(names, scores, strict=True))
+    return Decision(names[index], None, None, by_name, reason)

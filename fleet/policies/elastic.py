@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""elastic: placed like linear, but a heavy prefill is done on another instance.
+
+With new = prompt tokens - cached tokens at the instance that linear chooses: WARM below
+`warm_tokens`, MEDIUM up to `heavy_tokens`, HEAVY above. WARM and MEDIUM prefill where
+they decode. A HEAVY one prefills on the other instance with the fewest pending prefill
+tokens + new tokens there, and its KV moves; unless `max_offloads` are under way, or it
+would wait there for longer than it takes here (overloaded: pending prefill tokens there
+above those here + new).
+The classes and their limits are those of the reference study.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from . import linear
+from .decision import Ask, Decision, Snapshot, new_tokens
+from .pd_sep import least_prefill
+
+
+class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """linear's parameters; the limits in new tokens; concurrent offloads in all."""
+
+    alpha: float = 1.0
+    overload: float = 2.0
+    warm_tokens: int = 5_000
+    heavy_tokens: int = 20_000
+    max_offloads: int = 2
+
+
+def decide(ask: Ask, snapshot: Snapshot, parameters: Parameters) -> Decision:
+    """Raises NoInstance."""
+    limits = linear.Parameters(parameters.alpha, parameters.overload)
+    chosen = linear.decide(ask, snapshot, limits)
+    here = next(one for one in snapshot.candidates if one.name == chosen.instance)
+    new = new_tokens(ask, here)
+    if new < parameters.warm_tokens:
+        return msgspec.structs.replace(chosen, kind="WARM")
+    if new <= parameters.heavy_tokens:
+        return msgspec.structs.replace(chosen, kind="MEDIUM")
+
+    def co_located(why: str) -> Decision:
+        return msgspec.structs.replace(
+            chosen, kind="HEAVY", reason=f"{why}: not offloaded"
+        )
+
+    others = [
+        one
+        for one in snapshot.candidates
+        if one.name != here.name and one.role != "decode"
+    ]
+    if not others:
+        return co_located("no other prefill instance")
+    if snapshot.offloads >= parameters.max_offloads:
+        return co_located(f"{snapshot.offloads} offloads under way")
+    source = least_prefill(ask, others, snapshot.arrivals)
+    if source.pending_prefill_tokens > here.pending_prefill_tokens + new:
+        return co_located(f"{source.name} is overloaded")
+    return msgspec.structs.replace(
+        chosen, kind="HEAVY", prefill=source.name, reason="heavy: offloaded"
+    )

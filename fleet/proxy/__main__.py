@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m fleet.proxy`: a cache-aware reverse proxy before vLLM instances.
+
+Prints its URL as the first line of its output and serves until SIGINT or SIGTERM.
+Exit status: 0 stopped, 2 bad arguments or files, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from fleet.instances import Instance, InstancesError, read_instances
+from fleet.policies import POLICIES, PolicyError
+
+from .app import serving
+from .settings import Settings, SettingsError
+
+_DEFAULTS = Settings(policy="")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m fleet.proxy",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    where = made.add_mutually_exclusive_group(required=True)
+    where.add_argument("--instances", type=Path, help="a kvtax.instances/1 file")
+    where.add_argument("--url", action="append", metavar="NAME=URL", help="an instance")
+    made.add_argument("--policy", choices=list(POLICIES), required=True)
+    made.add_argument("--parameters", nargs="*", default=[], metavar="NAME=VALUE")
+    made.add_argument("--cache", choices=["mirror", "exact"], default="mirror")
+    made.add_argument("--log", type=Path, help="decisions.jsonl, which must not exist")
+    made.add_argument("--host", default="127.0.0.1")
+    made.add_argument("--port", type=int, default=0, help="0: any free one")
+    for field, what in {
+        "mirror_tokens": "tokens that the mirror takes an instance to hold",
+        "max_body_bytes": "a longer body is answered with 413",
+        "silence_timeout_s": "how long an instance may send nothing",
+        "prefill_timeout_s": "for an offloaded prefill",
+        "handover_timeout_s": "from an offloaded prefill to the first byte",
+    }.items():
+        default = getattr(_DEFAULTS, field)
+        option = "--" + field.replace("_", "-")
+        made.add_argument(option, type=type(default), default=default, help=what)
+    return made
+
+
+def instances_of(options: argparse.Namespace) -> list[Instance]:
+    """Raises InstancesError."""
+    if options.instances is not None:
+        return read_instances(options.instances)
+    named = [text.partition("=") for text in options.url]
+    if bad := [name for name, _, url in named if not url.startswith("http")]:
+        raise InstancesError(f"--url {bad[0]}: NAME=http://... expected")
+    if len({name for name, _, _ in named}) < len(named):
+        raise InstancesError("--url: two instances have the same name")
+    return [Instance(name, url.rstrip("/")) for name, _, url in named]
+
+
+async def serve(options: argparse.Namespace) -> None:
+    instances = instances_of(options)
+    parameters = dict(text.partition("=")[::2] for text in options.parameters)
+    known = {n: v for n, v in vars(options).items() if n in Settings.__struct_fields__}
+    settings = Settings(**{**known, "parameters": parameters})
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with serving(
+        instances, settings, options.log, options.host, options.port
+    ) as port:
+        print(f"http://{options.host}:{port}", flush=True)
+        await stop.wait()
+
+
+def main() -> int:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options = parser().parse_args()
+    # Requests leave little for the collector to find, and it would look everywhere.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(options))
+    except (InstancesError, PolicyError, SettingsError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except FileExistsError as error:
+        print(f"{error.filename}: exists already", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which instances get requests: out after failures, back when /health says so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import aiohttp
+
+from fleet.instances import Instance
+
+POLL_EVERY_S = 1.0
+POLL_TIMEOUT_S = 2.0
+# In a row, requests and polls together. One refused connection is enough.
+MAX_FAILURES = 3
+log = logging.getLogger(__name__)
+
+
+class Health:
+    """All are taken to be healthy until something says otherwise.
+
+    `on_change(instance, healthy)` is told of every ejection and return.
+    """
+
+    def __init__(
+        self, instances: Sequence[Instance], on_change: Callable[[str, bool], None]
+    ) -> None:
+        self._instances = instances
+        self._failures = {one.name: 0 for one in instances}
+        self._on_change = on_change
+        self.ejected: set[str] = set()
+        self.ejections = 0
+
+    def succeeded(self, name: str) -> None:
+        """A request has been answered by it."""
+        self._failures[name] = 0
+
+    def failed(self, name: str, why: str, refused: bool = False) -> None:
+        """A request or a poll has failed there."""
+        self._failures[name] += 1
+        if name in self.ejected:
+            return
+        if refused or self._failures[name] >= MAX_FAILURES:
+            self.ejected.add(name)
+            self.ejections += 1
+            log.warning("%s ejected: %s", name, why)
+            self._on_change(name, False)
+
+    async def poll_forever(self) -> None:
+        """Asks every instance's /health until cancelled."""
+        timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
+        # A connection of its own each time: one of a dead process proves nothing.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout
+        ) as session:
+            await asyncio.gather(*(self._poll(session, one) for one in self._instances))
+
+    async def _poll(self, session: aiohttp.ClientSession, one: Instance) -> None:
+        while True:
+            await asyncio.sleep(POLL_EVERY_S)
+            try:
+                async with session.get(f"{one.url}/health") as response:
+                    response.raise_for_status()
+            except aiohttp.ClientConnectorError as error:
+                self.failed(one.name, f"/health: {error}", refused=True)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                why = f"/health: {type(error).__name__}: {error}"
+                self.failed(one.name, why)
+            else:
+                self._returned(one.name)
+
+    def _returned(self, name: str) -> None:
+        if name in self.ejected:
+            self.ejected.remove(name)
+            self._failures[name] = 0
+            log.warning("%s is back", name)
+            self._on_change(name, True)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in flight at each instance, counted up and down exactly once.
+
+Whatever is counted up is counted down by leaving a `with` block, however it is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class Load:
+    """One instance's; the fields are those of fleet.policies.Candidate."""
+
+    __slots__ = ("ongoing_tokens", "pending_prefill_tokens", "requests")
+
+    def __init__(self) -> None:
+        self.requests = self.ongoing_tokens = self.pending_prefill_tokens = 0
+
+
+class Loads:
+    """All instances', by name, and the offloads under way."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._loads = {name: Load() for name in names}
+        self.offloads = 0
+
+    def __getitem__(self, name: str) -> Load:
+        return self._loads[name]
+
+    def flight(self, name: str, prompt_tokens: int) -> Flight:
+        """A request of that many prompt tokens at that instance, as a context."""
+        return Flight(self._loads[name], prompt_tokens)
+
+    @contextmanager
+    def offload(self, name: str, prompt_tokens: int, new_tokens: int) -> Iterator[None]:
+        """A prefill on that instance for another one's decode."""
+        self.offloads += 1
+        try:
+            with self.flight(name, prompt_tokens) as flight:
+                flight.prefills(new_tokens)
+                yield
+        finally:
+            self.offloads -= 1
+
+
+class Flight:
+    """One request at one instance."""
+
+    __slots__ = ("_load", "_pending", "_tokens")
+
+    def __init__(self, load: Load, prompt_tokens: int) -> None:
+        self._load = load
+        self._tokens = prompt_tokens
+        self._pending = 0
+
+    def __enter__(self) -> Flight:
+        self._load.requests += 1
+        self._load.ongoing_tokens += self._tokens
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.first_token()
+        self._load.ongoing_tokens -= self._tokens
+        self._load.requests -= 1
+
+    def prefills(self, new_tokens: int) -> None:
+        """It computes so many of its prompt tokens here, from now to its first one."""
+        self._load.pending_prefill_tokens += new_tokens
+        self._pending += new_tokens
+
+    def first_token(self) -> None:
+        self._load.pending_prefill_tokens -= self._pending
+        self._pending = 0
+
+    def generated(self, tokens: int) -> None:
+        self._load.ongoing_tokens += tokens
+        self._tokens += tokens

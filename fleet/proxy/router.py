@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request to a decision: the snapshot, the policy, what is remembered of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
+from time import perf_counter_ns
+from typing import Literal
+
+import msgspec
+
+from fleet.instances import Instance
+from fleet.policies import POLICIES, Ask, Candidate, Decision, NoInstance, Snapshot
+
+from .body import PIECE_BYTES, Body
+from .decision_log import DecisionLog, EndLine
+from .exact import Exact
+from .loads import Loads
+from .mirror import Mirror
+
+MAX_SESSIONS = 100_000
+Source = Literal["mirror", "exact"]
+
+
+class Route(msgspec.Struct, frozen=True):
+    """A decision, and by name what each instance would have to compute."""
+
+    decision: Decision
+    prompt_tokens: int
+    new_tokens: dict[str, int]
+
+
+class Router:
+    """Sends nothing; `exact` None means that only the mirror is there.
+
+    `difference_tokens` and `differences` sum up by how much mirror and exact state
+    disagree about a prompt at the instance that got it.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        policy: str,
+        parameters: msgspec.Struct,
+        mirror: Mirror,
+        exact: Exact | None,
+        loads: Loads,
+        log: DecisionLog,
+    ) -> None:
+        self._instances = instances
+        self._place = {one.name: place for place, one in enumerate(instances)}
+        self._decide = POLICIES[policy]
+        self._parameters = parameters
+        self._mirror = mirror
+        self._exact = exact
+        self._loads = loads
+        self._log = log
+        self._pins: OrderedDict[str, str] = OrderedDict()
+        self._arrivals = 0
+        self.difference_tokens = [0] * len(instances)
+        self.differences = [0] * len(instances)
+        self.decision_us: deque[float] = deque(maxlen=10_000)
+
+    def route(
+        self,
+        end: EndLine,
+        body: Body,
+        attempt: int,
+        without: Collection[str],
+    ) -> Route:
+        """Decide, log it and remember it. Raises NoInstance.
+
+        `without` are the instances not to consider.
+        """
+        keys = body.keys()
+        start_ns = perf_counter_ns()
+        mirrored = self._mirrored(body, keys)
+        exact = self._exactly(body)
+        cached = mirrored if exact is None else exact
+        ask = Ask(end.session, body.prompt_tokens)
+        snapshot = self._snapshot(end.session, cached, without)
+        decision = self._decide(ask, snapshot, self._parameters)
+        decision_us = (perf_counter_ns() - start_ns) / 1000
+        self.decision_us.append(decision_us)
+        place = self._place[decision.instance]
+        if exact is not None:
+            self.differences[place] += 1
+            self.difference_tokens[place] += abs(mirrored[place] - exact[place])
+        source: Source = "mirror" if exact is None else "exact"
+        self._log.decided(
+            end, attempt, ask, snapshot, decision, body.form, source, decision_us
+        )
+        self._arrivals += attempt == 0
+        self._remember(end.session, body, keys, decision)
+        new = {
+            one.name: max(0, ask.prompt_tokens - one.cached_tokens)
+            for one in snapshot.candidates
+        }
+        return Route(decision, ask.prompt_tokens, new)
+
+    def _mirrored(self, body: Body, keys: list[int]) -> list[int]:
+        depths = self._mirror.depths(keys)
+        tokens = {depth: body.tokens_in(depth) for depth in set(depths)}
+        return [tokens[depth] for depth in depths]
+
+    def _exactly(self, body: Body) -> list[int] | None:
+        """None where there is no exact state: text has no ids, a salt hides them."""
+        if self._exact is None or body.form != "ids" or body.text("cache_salt"):
+            return None
+        model = body.text("model").strip(b'"').decode(errors="replace")
+        return self._exact.cached_tokens(body.prompt, model)
+
+    def _snapshot(
+        self, session: str | None, cached: list[int], without: Collection[str]
+    ) -> Snapshot:
+        candidates = []
+        for place, one in enumerate(self._instances):
+            if one.name in without:
+                continue
+            load = self._loads[one.name]
+            candidates.append(
+                Candidate(
+                    one.name,
+                    one.role,
+                    load.requests,
+                    load.ongoing_tokens,
+                    load.pending_prefill_tokens,
+                    cached[place],
+                )
+            )
+        if not candidates:
+            raise NoInstance("no healthy instance")
+        pinned = None if session is None else self._pins.get(session)
+        return Snapshot(candidates, pinned, self._arrivals, self._loads.offloads)
+
+    def _remember(
+        self, session: str | None, body: Body, keys: list[int], decision: Decision
+    ) -> None:
+        tokens = PIECE_BYTES * body.prompt_tokens / max(1, len(body.prompt))
+        for name in {decision.instance, decision.prefill} - {None}:
+            self._mirror.add(self._place[name], keys, tokens)
+        if session is not None:
+            self._pins[session] = decision.instance
+            self._pins.move_to_end(session)
+            if len(self._pins) > MAX_SESSIONS:
+                self._pins.popitem(last=False)

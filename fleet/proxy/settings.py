@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the proxy is told, and whether the instances can do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from fleet.instances import Instance
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """`mirror_tokens` is what the mirror takes an instance to hold.
+
+    `silence_timeout_s`: how long an instance may send nothing, before its first byte
+    and after. `prefill_timeout_s`: for an offloaded prefill. `handover_timeout_s`: from
+    its end to the first byte of the instance that decodes.
+    """
+
+    policy: str
+    parameters: dict[str, Any] = {}
+    cache: Literal["mirror", "exact"] = "mirror"
+    mirror_tokens: int = 500_000
+    max_body_bytes: int = 64 * 2**20
+    silence_timeout_s: float = 300.0
+    prefill_timeout_s: float = 60.0
+    handover_timeout_s: float = 30.0
+
+
+class SettingsError(Exception):
+    """Instances and settings do not fit together; the message says what to change."""
+
+
+def check(instances: Sequence[Instance], settings: Settings) -> None:
+    """Raises SettingsError."""
+    if settings.cache == "exact":
+        _need(instances, "kv_events", "--cache exact")
+    if settings.policy == "direct_read":
+        _need(instances, "direct_read", "policy direct_read")
+    if settings.policy in ("pd_sep", "elastic"):
+        _check_transfer(instances, f"policy {settings.policy}")
+    if settings.policy == "pd_sep":
+        roles = {one.role for one in instances}
+        if not {"prefill", "decode"} <= roles:
+            raise SettingsError(
+                "policy pd_sep needs instances of role prefill and of role decode "
+                f"(--instances FILE); there are {', '.join(sorted(roles))}"
+            )
+
+
+def _check_transfer(instances: Sequence[Instance], what: str) -> None:
+    kinds = {str(one.connector) for one in instances}
+    if kinds not in ({"mooncake"}, {"nixl"}):
+        raise SettingsError(
+            f"{what} moves KV between instances: all need the connector mooncake, or "
+            f"all nixl (--instances FILE); there are {', '.join(sorted(kinds))}"
+        )
+    if kinds == {"mooncake"}:
+        prefilling = [one for one in instances if one.role != "decode"]
+        _need(prefilling, "bootstrap_url", f"{what} over Mooncake")
+
+
+def _need(instances: Sequence[Instance], field: str, what: str) -> None:
+    without = [one.name for one in instances if getattr(one, field) is None]
+    if without:
+        raise SettingsError(
+            f"{what} needs `{field}` of every instance (--instances FILE); "
+            f"missing for {', '.join(without)}"
+        )

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request to one instance, up to its first byte; then its chunks as they come.
+
+What goes wrong before the first byte is raised as a Failure with an HTTP status, so
+that nobody answers 200 to what has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import aiohttp
+from multidict import CIMultiDict
+
+from fleet.instances import Instance
+
+# Below the 5 s after which vLLM closes an idle connection: a request that meets the
+# close half-way would fail for no fault of the instance.
+KEEPALIVE_S = 2.0
+CONNECT_TIMEOUT_S = 5.0
+ERROR_EVENT = b'data: {"error"'
+# They belong to a connection, not to what it carries (RFC 9110, 7.6.1).
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+# Made anew for each hop; a compressed stream could not be counted.
+_NOT_SENT_ON = _HOP_BY_HOP | {"host", "content-length", "expect", "accept-encoding"}
+_NOT_SENT_BACK = _HOP_BY_HOP | {"content-length", "date", "server"}
+
+
+class Failure(Exception):
+    """No answer: `status` is what to say to the client, `instance` who failed."""
+
+    def __init__(self, status: int, instance: str | None, what: str) -> None:
+        super().__init__(what)
+        self.status = status
+        self.instance = instance
+
+
+class Unreachable(Failure):
+    """No connection, so that nothing has been sent: another instance may be asked."""
+
+
+class Answer:
+    """An answer that has begun: `first` is its first chunk, or all of a short one."""
+
+    def __init__(self, response: aiohttp.ClientResponse, first: bytes) -> None:
+        self._response = response
+        self.first = first
+        self.status = response.status
+        self.streams = _streams(response)
+
+    @property
+    def headers(self) -> CIMultiDict[str]:
+        """Those that go back to the client."""
+        return _without(self._response.headers, _NOT_SENT_BACK)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether it is known that nothing more comes."""
+        return self._response.content.at_eof()
+
+    async def chunk(self) -> bytes:
+        """What came next, b"" at the end. Raises aiohttp.ClientError, TimeoutError."""
+        return await self._response.content.readany()
+
+    def close(self) -> None:
+        """Ends the request: one whose answer is not complete is aborted."""
+        if not self.at_end:
+            self._response.close()
+
+
+def open_session(silence_timeout_s: float) -> aiohttp.ClientSession:
+    """A session in which no request waits for another (asyncio sets TCP_NODELAY)."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_timeout_s
+        ),
+        auto_decompress=False,
+        skip_auto_headers=("User-Agent", "Accept-Encoding"),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+def sent_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """The client's headers, without what concerns its connection only."""
+    return _without(headers, _NOT_SENT_ON)
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    instance: Instance,
+    path: str,
+    headers: Mapping[str, str],
+    body: bytes,
+) -> Answer:
+    """Post to the instance and wait for its first byte. Raises Failure."""
+    name = instance.name
+    try:
+        response = await session.post(
+            instance.url + path, data=body, headers=headers, allow_redirects=False
+        )
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise Unreachable(503, name, f"no connection to {name}: {error}") from error
+    except TimeoutError as error:
+        raise Failure(504, name, f"{name} did not answer in time") from error
+    except (aiohttp.ClientError, OSError) as error:
+        what = f"{name} broke off before its answer: {_named(error)}"
+        raise Failure(502, name, what) from error
+    try:
+        return await _begun(response, name)
+    except BaseException:
+        response.close()
+        raise
+
+
+async def _begun(response: aiohttp.ClientResponse, name: str) -> Answer:
+    streams = _streams(response)
+    try:
+        content = response.content
+        first = await (content.readany() if streams else content.read())
+    except TimeoutError as error:
+        raise Failure(504, name, f"{name} sent no first byte in time") from error
+    except (aiohttp.ClientError, OSError) as error:
+        what = f"{name} broke off before its first byte: {_named(error)}"
+        raise Failure(502, name, what) from error
+    if streams and not first:
+        raise Failure(502, name, f"{name} ended the stream before its first byte")
+    if streams and first.startswith(ERROR_EVENT):
+        event = first.split(b"\n")[0].decode(errors="replace")
+        raise Failure(502, name, f"{name} answered with an error event: {event}")
+    return Answer(response, first)
+
+
+def _streams(response: aiohttp.ClientResponse) -> bool:
+    return response.status == 200 and response.content_type == "text/event-stream"
+
+
+def _without(headers: Mapping[str, str], names: frozenset[str]) -> CIMultiDict[str]:
+    kept: CIMultiDict[str] = CIMultiDict()
+    for name, value in headers.items():
+        if name.lower() not in names:
+            kept.add(name, value)
+    return kept
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

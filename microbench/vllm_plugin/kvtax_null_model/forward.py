@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time that a forward would take on the device that the null model stands for."""
+
+import os
+import time
+
+import numpy
+import torch
+
+
+class SimulatedForward:
+    """How long a forward takes on the simulated device, and the waiting for it.
+
+    forward_us + us_per_token * tokens of the batch + us_per_context_token * the sum of
+    their positions: what a token attends to, prefilled or decoded.
+
+    The sleep releases the GIL, as waiting for a GPU does, so that the connector's own
+    threads run as they would beside a real model.
+
+    Where KVTAX_FORWARD_TOTALS names a file, it holds three int64: forwards so far,
+    their nanoseconds as simulated and as slept. It is a mapping, so that whoever
+    watches sees it grow and the process may be killed.
+    """
+
+    def __init__(
+        self, forward_us: float, us_per_token: float, us_per_context_token: float
+    ) -> None:
+        self.forward_us = forward_us
+        self.us_per_token = us_per_token
+        self.us_per_context_token = us_per_context_token
+        path = os.environ.get("KVTAX_FORWARD_TOTALS")
+        self.totals = (
+            numpy.memmap(path, numpy.int64, "w+", shape=(3,)) if path else None
+        )
+
+    def wait(self, positions: torch.Tensor) -> None:
+        """`positions`: [tokens] of one step."""
+        started_ns = time.perf_counter_ns()
+        simulated_us = self.forward_us + self.us_per_token * positions.shape[0]
+        if self.us_per_context_token:
+            simulated_us += self.us_per_context_token * int(positions.sum())
+        time.sleep(simulated_us / 1e6)
+        if self.totals is not None:
+            slept_ns = time.perf_counter_ns() - started_ns
+            self.totals += (1, int(simulated_us * 1e3), slept_ns)

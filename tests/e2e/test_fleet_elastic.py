@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt that elastic prefills elsewhere is answered as by a single instance.
+
+Real weights, KV over Mooncake, launcher and proxy as an experiment uses them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from fleet.instances import write_instances
+from fleet.launch.launched import LaunchedInstance, Workshop, launched, wait_ready
+from fleet.launch.ports import reserve
+from fleet.launch.profile import read_profile
+from fleet.launch.settings import Spec
+from microbench.config import CONFIGS, load_connector
+from microbench.server import SERVED_MODEL, http_ok
+from microbench.supervise import Supervised
+
+from .instance import ANSWER_TOKENS, BLOCK_TOKENS, NUM_BLOCKS, Tokens
+from .lab import Lab, Reference
+from .tiny_checkpoint import MAX_TOKENS, prompt
+
+pytestmark = pytest.mark.e2e
+
+CONNECTOR = "mooncake_both_fixed"
+HEAVY_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Elastic:
+    fleet: list[LaunchedInstance]
+    proxy_url: str
+
+
+@pytest.fixture(scope="module")
+def elastic(lab: Lab) -> Iterator[Elastic]:
+    folder = lab.folder / "elastic"
+    folder.mkdir()
+    simulated = read_profile(CONFIGS / "fleet" / "h20-30b-a3b.toml")
+    profile = msgspec.structs.replace(
+        simulated,
+        forward=None,
+        model=str(lab.checkpoint),
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_TOKENS,
+        max_model_len=MAX_TOKENS,
+        max_num_batched_tokens=MAX_TOKENS,
+        server_args=["--enforce-eager", "--dtype", "float32"],
+    )
+    spec = Spec(profile, CONNECTOR, load_connector(CONNECTOR), ["both", "both"])
+    with (
+        Workshop(folder / "workshop") as workshop,
+        launched(spec, workshop, folder) as fleet,
+    ):
+        wait_ready(fleet)
+        file, port = folder / "instances.json", reserve(1)[0].http
+        write_instances(file, [each.instance for each in fleet])
+        with Supervised(proxy(file, port), dict(os.environ), folder / "log"):
+            url = f"http://127.0.0.1:{port}"
+            deadline = time.monotonic() + 30
+            while not http_ok(f"{url}/health"):
+                assert time.monotonic() < deadline, (folder / "log").read_text()
+                time.sleep(0.1)
+            yield Elastic(fleet, url)
+
+
+def proxy(file: Path, port: int) -> list[str]:
+    limits = [f"warm_tokens={BLOCK_TOKENS}", f"heavy_tokens={HEAVY_TOKENS}"]
+    command = [sys.executable, "-m", "fleet.proxy", "--instances", str(file)]
+    command += ["--policy", "elastic", "--port", str(port)]
+    return [*command, "--parameters", *limits]
+
+
+async def ask(url: str, tokens: Tokens) -> tuple[Tokens, str | None]:
+    """The answer's tokens, and where the prompt was prefilled if not where decoded."""
+    body = {
+        "model": SERVED_MODEL,
+        "prompt": tokens,
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+        answer = await response.json()
+        prefilled = response.headers.get("X-Kvtax-Prefill")
+        return answer["choices"][0]["token_ids"], prefilled
+
+
+async def pulled_tokens(elastic: Elastic) -> int:
+    """Prompt tokens whose KV came from a peer, in all instances."""
+    wanted = "vllm:prompt_tokens_by_source_total{"
+    total = 0.0
+    async with aiohttp.ClientSession() as session:
+        for each in elastic.fleet:
+            async with session.get(f"{each.instance.url}/metrics") as response:
+                for line in (await response.text()).splitlines():
+                    if line.startswith(wanted) and "external_kv_transfer" in line:
+                        total += float(line.rpartition(" ")[2])
+    return int(total)
+
+
+def test_an_offloaded_answer_is_a_single_instances(
+    elastic: Elastic, reference: Reference
+):
+    heavy = [prompt(seed, tokens) for seed, tokens in enumerate((65, 200, 1000, 4001))]
+
+    async def scenario() -> None:
+        for tokens, expected in zip(heavy, await reference.tokens(heavy), strict=True):
+            before = await pulled_tokens(elastic)
+            answered, prefilled = await ask(elastic.proxy_url, tokens)
+            assert answered == expected
+            assert prefilled is not None
+            pulled = await pulled_tokens(elastic) - before
+            # Mooncake leaves it to D to compute what is not a whole block.
+            assert pulled >= len(tokens) - BLOCK_TOKENS
+
+    asyncio.run(scenario())
+
+
+def test_a_light_prompt_stays_and_is_answered_as_well(
+    elastic: Elastic, reference: Reference
+):
+    light = prompt(50, HEAVY_TOKENS - 4)
+
+    async def scenario() -> None:
+        (expected,) = await reference.tokens([light])
+        answered, prefilled = await ask(elastic.proxy_url, light)
+        assert answered == expected
+        assert prefilled is None
+
+    asyncio.run(scenario())

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet of real vLLM: started by one command, in order, and gone with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from fleet.instances import Instance, read_instances, write_instances
+from fleet.launch.profile import read_profile
+from microbench.config import CONFIGS
+from microbench.server import READY_DEADLINE_S, SERVED_MODEL
+from microbench.supervise import REPOSITORY, descendants
+
+pytestmark = pytest.mark.e2e
+
+PROFILE = CONFIGS / "fleet" / "h20-30b-a3b.toml"
+LAUNCH = [sys.executable, "-m", "fleet.launch"]
+STOP_DEADLINE_S = 40.0
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """(the process, its folder) of two instances that publish their cache's events."""
+    folder = tmp_path_factory.mktemp("fleet")
+    options = ["--instances", "2", "--connector", "noop", "--kv-events"]
+    options += ["--profile", str(PROFILE), "--folder", str(folder)]
+    with (
+        (folder / "launch.log").open("w") as log,
+        subprocess.Popen(
+            [*LAUNCH, *options], cwd=REPOSITORY, stdout=log, stderr=log
+        ) as process,
+    ):
+        try:
+            deadline = time.monotonic() + READY_DEADLINE_S
+            while not (folder / "instances.json").exists():
+                said = (folder / "launch.log").read_text()
+                assert process.poll() is None and time.monotonic() < deadline, said
+                time.sleep(0.2)
+            yield process, folder
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def instances(launched) -> list[Instance]:
+    return read_instances(launched[1] / "instances.json")
+
+
+def complete(instance: Instance, prompt: list[int]) -> dict:
+    body = {"model": SERVED_MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    request = urllib.request.Request(
+        f"{instance.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def check(file: Path) -> subprocess.CompletedProcess:
+    command = [*LAUNCH, "--check", str(file)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def runs(pid: int) -> bool:
+    """A zombie, which its new parent has yet to take note of, does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_what_was_launched_is_in_order(launched):
+    checked = check(launched[1] / "instances.json")
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_an_instances_file_that_is_wrong_about_them_is_told_how(instances, tmp_path):
+    wrong = [msgspec.structs.replace(one, block_tokens=64) for one in instances]
+    write_instances(tmp_path / "wrong.json", wrong)
+    checked = check(tmp_path / "wrong.json")
+    assert checked.returncode == 1
+    assert "i1: blocks have 16 tokens, not 64" in checked.stderr
+
+
+def test_a_prompt_takes_the_simulated_time_and_the_next_finds_it_cached(
+    launched, instances
+):
+    forward = read_profile(PROFILE).forward
+    tokens = 2_000
+    prompt = [token % 1000 for token in range(tokens)]
+    _, folder = launched
+    for instance in instances:
+        totals = folder / instance.name / "forward_totals"
+        _, before_ns, _ = np.fromfile(totals, np.int64)
+        began = time.perf_counter()
+        first = complete(instance, prompt)
+        took_s = time.perf_counter() - began
+        _, after_ns, slept_ns = np.fromfile(totals, np.int64)
+        expected_us = (
+            forward.forward_us
+            + forward.us_per_token * tokens
+            + forward.us_per_context_token * tokens * (tokens - 1) / 2
+        )
+        assert after_ns - before_ns == pytest.approx(expected_us * 1e3, rel=1e-3)
+        assert took_s > expected_us / 1e6
+        assert slept_ns >= after_ns
+        assert not (first["usage"].get("prompt_tokens_details") or {}).get(
+            "cached_tokens"
+        )
+        again = complete(instance, prompt)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 1_900
+
+
+def test_each_publishes_the_events_of_its_own_cache(instances):
+    context = zmq.Context()
+    try:
+        for instance in instances:
+            socket_ = context.socket(zmq.SUB)
+            socket_.subscribe(b"")
+            socket_.connect(instance.kv_events)
+            time.sleep(0.5)  # a subscription takes a moment
+            complete(instance, [7] * 64)
+            assert socket_.poll(10_000), f"no event of {instance.name}"
+            assert socket_.recv_multipart()[-1]
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_second_fleet_on_the_same_ports_is_refused(instances, tmp_path):
+    port = urlsplit(instances[0].url).port
+    options = ["--instances", "1", "--base-port", str(port)]
+    refused = subprocess.run(
+        [*LAUNCH, *options, "--folder", str(tmp_path / "second")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 2
+    assert f"port {port} is taken" in refused.stderr
+
+
+def test_ctrl_c_leaves_nothing(launched, instances):
+    """Last: it ends the fleet."""
+    process, folder = launched
+    below = descendants(process.pid)
+    assert len(below) > 4
+    process.send_signal(signal.SIGINT)
+    assert process.wait(STOP_DEADLINE_S) == 128 + signal.SIGINT
+    assert not [pid for pid in below if runs(pid)]
+    assert not (folder / "instances.json").exists()
+    assert not (folder / "workshop").exists()
+    for instance in instances:
+        assert not os.path.exists(instance.kv_events.removeprefix("ipc://"))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", urlsplit(instance.url).port))

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fleet runs with known truth, written as the experiment, replayer and proxy would."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fleet.policies import POLICIES, Ask, Candidate, Snapshot, parameters_of
+
+INSTANCES = ("i0", "i1", "i2", "i3")
+FIRST_NS = 10**14
+OUTPUT = 101
+SESSIONS, TURNS = 40, 6
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One arm. `slower` multiplies TTFT and TPOT of every request of the baseline's.
+
+    `hidden_hits`, `hidden_queries`: what an instance counts and no request is told;
+    `wrong_belief`: tokens that the proxy takes to be cached and are not;
+    `short_answers`: requests that got fewer tokens than asked for; `giants`: sessions
+    of ten times the tokens; `misplaced`: decisions recorded as another instance's.
+    """
+
+    arm: str
+    policy: str = "linear"
+    parameters: dict[str, Any] = field(default_factory=dict)
+    connector: str | None = None
+    slower: float = 1.0
+    repeats: int = 2
+    fails: int = 0
+    hidden_hits: int = 0
+    hidden_queries: int = 0
+    wrong_belief: int = 0
+    concurrency: int = 2
+    baseline: str = "linear"
+    same_as: str | None = None
+    status: str = "ok"
+    saturated: str | None = None
+    sessions: int = SESSIONS
+    short_answers: int = 0
+    giants: int = 0
+    misplaced: int = 0
+    steady_share: float = 0.9
+    fresh: bool = True
+    valid: bool = True
+
+
+def write_run(folder: Path, truths: list[Truth], seed: int = 1) -> Path:
+    for truth in truths:
+        for repeat in range(truth.repeats):
+            write_arm(folder / truth.arm / f"r{repeat}", truth, repeat, seed)
+    return folder
+
+
+def write_arm(folder: Path, truth: Truth, repeat: int, seed: int) -> None:
+    """The same sessions in every arm and repeat; the noise is each one's own."""
+    (folder / "metrics").mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    shake = np.random.default_rng([seed, repeat, *truth.arm.encode()])
+    requests, decisions = [], []
+    counted = {name: [0, 0] for name in INSTANCES}
+    for index in range(truth.sessions):
+        session = f"s{index}"
+        speed = rng.lognormal(0, 0.2)
+        at_ns = FIRST_NS + index * 200_000_000
+        context, pinned = 0, None
+        for turn in range(TURNS):
+            grown = int(rng.integers(500, 8_000))
+            prompt = context + grown * (30 if index < truth.giants else 1)
+            load = rng.integers(0, 50_000, len(INSTANCES))
+            noise = shake.lognormal(0, 0.05)
+            snapshot = Snapshot(
+                [
+                    Candidate(
+                        name,
+                        "both",
+                        int(load[i] // 10_000),
+                        int(load[i]),
+                        int(load[i] // 2),
+                        (context + truth.wrong_belief) * (name == pinned),
+                    )
+                    for i, name in enumerate(INSTANCES)
+                ],
+                pinned,
+                index * TURNS + turn,
+                0,
+            )
+            ask = Ask(session, prompt)
+            parameters = parameters_of(truth.policy, truth.parameters)
+            decision = POLICIES[truth.policy](ask, snapshot, parameters)
+            cached = context if decision.instance == pinned else 0
+            pinned = decision.instance
+            ttft_ns = int((20 + (prompt - cached) * 0.05) * noise * truth.slower * 1e6)
+            tpot_ns = int(10 * speed * noise * truth.slower * 1e6)
+            end_ns = at_ns + ttft_ns + tpot_ns * (OUTPUT - 1)
+            failed = turn == 0 and index < truth.fails
+            request = {
+                "type": "request",
+                "id": f"{session}/{turn}",
+                "session": session,
+                "turn": turn,
+                "arrival_s": index * 0.2,
+                "input_tokens": prompt,
+                "output_tokens": OUTPUT,
+                "intended_ns": at_ns,
+                "sent_ns": at_ns + 1_000_000,
+                "first_token_ns": None if failed else at_ns + ttft_ns,
+                "end_ns": end_ns,
+                "status": "failed" if failed else "ok",
+                "error": "HTTP 500" if failed else None,
+                "http_status": 500 if failed else 200,
+                "instance": decision.instance,
+                "prefill_instance": None,
+                "usage_prompt_tokens": None if failed else prompt,
+                "usage_completion_tokens": None
+                if failed
+                else OUTPUT - (turn == 1 and index < truth.short_answers),
+                "cached_tokens": None if failed else cached,
+            }
+            requests.append(request)
+            misplaced = turn == 2 and index < truth.misplaced
+            other = INSTANCES[INSTANCES.index(decision.instance) - 1]
+            decisions.append(
+                {
+                    "type": "decision",
+                    "id": request["id"],
+                    "session": session,
+                    "at_ns": at_ns + 1_100_000,
+                    "policy": truth.policy,
+                    "instance": other if misplaced else decision.instance,
+                    "prefill_instance": decision.prefill,
+                    "read_from": decision.read_from,
+                    "reason": decision.reason,
+                    "class": decision.kind,
+                    "prompt_tokens": prompt,
+                    "scores": decision.scores,
+                    "snapshot": msgspec.to_builtins(snapshot),
+                    "decision_us": 10.0,
+                }
+            )
+            if not failed:
+                counted[decision.instance][0] += prompt
+                counted[decision.instance][1] += cached
+            context = prompt + OUTPUT
+            at_ns = end_ns + 500_000_000
+    _write(folder, truth, repeat, requests, decisions, counted)
+
+
+def _write(
+    folder: Path,
+    truth: Truth,
+    repeat: int,
+    requests: list[dict],
+    decisions: list[dict],
+    counted: dict[str, list[int]],
+) -> None:
+    times = sorted(request["intended_ns"] for request in requests)
+    bad = sum(request["status"] != "ok" for request in requests)
+    end = {
+        "type": "end",
+        "scheduled": len(requests),
+        "ok": len(requests) - bad,
+        "failed": bad,
+        "cancelled": 0,
+        "lag_ms": {"p50": 0.2, "p90": 0.5, "p99": 1.0, "max": 2.0},
+        "lag_budget_ms": 0.5 if not truth.valid else 10.0,
+        "valid": truth.valid,
+        "steady": {
+            "start_ns": times[len(times) // 10],
+            "end_ns": times[int(len(times) * truth.steady_share)],
+        },
+    }
+    lines(folder / "replay.jsonl", [{"schema": "kvtax.replay/1"}, *requests, end])
+    header = {
+        "schema": "kvtax.decisions/1",
+        "policy": truth.policy,
+        "parameters": truth.parameters,
+    }
+    lines(folder / "decisions.jsonl", [header, *decisions])
+    arm = {
+        "schema": "kvtax.arm/1",
+        "experiment": "synthetic",
+        "arm": truth.arm,
+        "repeat": repeat,
+        "policy": truth.policy,
+        "connector": truth.connector,
+        "concurrency": truth.concurrency,
+        "instances": [
+            {"name": n, "url": "http://x", "role": "both"} for n in INSTANCES
+        ],
+        "baseline": truth.baseline,
+        "same_as": truth.same_as,
+        "freshness": {"fresh": truth.fresh, "why": None if truth.fresh else "warm"},
+        "machine": {"saturated": truth.saturated},
+        "status": truth.status,
+        "error": None if truth.status == "ok" else "an instance ended",
+    }
+    (folder / "arm.json").write_text(json.dumps(arm))
+    for name, (queries, hits) in counted.items():
+        for when, sign in (("before", 0), ("after", 1)):
+            text = prom(
+                1_000 + sign * (queries + truth.hidden_queries),
+                100 + sign * (hits + truth.hidden_hits),
+            )
+            (folder / "metrics" / f"{name}.{when}.prom").write_text(text)
+
+
+def prom(queries: int, hits: int) -> str:
+    """A /metrics text as vLLM writes it, split over two engines."""
+    rows = []
+    for name, value in (("queries", queries), ("hits", hits)):
+        full = f"vllm:prefix_cache_{name}"
+        rows += [
+            f"# HELP {full}_total Prefix cache {name}.",
+            f"# TYPE {full}_total counter",
+        ]
+        rows.append(f'{full}_total{{engine="0",model_name="m"}} {value - 10}.0')
+        rows.append(f'{full}_total{{engine="1",model_name="m"}} 10.0')
+        rows.append(f'{full}_created{{engine="0",model_name="m"}} 1.7e+09')
+    return "\n".join(rows) + "\n"
+
+
+def lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text(
+        "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+    )

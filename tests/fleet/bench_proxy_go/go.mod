@@ -1,0 +1,3 @@
+module kvtax/bench_proxy
+
+go 1.22

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy as a process of its own, and a client that sees everything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from fleet.instances import Instance, write_instances
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEADLINE_S = 20.0
+DONE = b"data: [DONE]\n\n"
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """Of an error answer, or of a stream's last event."""
+        last = self.body.strip().split(b"\n")[-1].removeprefix(b"data: ")
+        return json.loads(last)["error"]
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    """What `true` gives as soon as it gives something; AssertionError at the end."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (found := true()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+    return found
+
+
+def ask(prompt: Any = (1, 2, 3), max_tokens: int = 3, **more: Any) -> dict[str, Any]:
+    fields = {"model": "null", "prompt": prompt, "max_tokens": max_tokens}
+    return {**fields, "stream": True, "temperature": 0, **more}
+
+
+def post(
+    url: str,
+    body: dict[str, Any] | bytes,
+    path: str = "/v1/completions",
+    **headers: str,
+) -> Answer:
+    """The whole answer, an error's too. Header names with _ for -."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    named["Content-Type"] = "application/json"
+    request = urllib.request.Request(url + path, raw, named)
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            return Answer(answer.status, dict(answer.headers), answer.read())
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, dict(error.headers), error.read())
+
+
+def connect(url: str, body: dict[str, Any], **headers: str) -> socket.socket:
+    """A connection on which the request has been sent and nothing read."""
+    raw = json.dumps(body).encode()
+    at = urlsplit(url)
+    lines = [
+        f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items()
+    ]
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {at.netloc}\r\n{''.join(lines)}"
+        f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    )
+    client = socket.create_connection((at.hostname, at.port), DEADLINE_S)
+    client.sendall(head.encode() + raw)
+    return client
+
+
+class Proxy(NamedTuple):
+    """A running proxy."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def get(self, path: str) -> Answer:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=DEADLINE_S) as answer:
+                return Answer(answer.status, dict(answer.headers), answer.read())
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, dict(error.headers), error.read())
+
+    def instances(self) -> dict[str, Any]:
+        return self.get("/breakdown").json["instances"]
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        whole = self.log.read_bytes().split(b"\n")[1:-1]
+        return [line for line in map(json.loads, whole) if line["type"] == kind]
+
+    def end(self, id_: str) -> dict[str, Any]:
+        """The end line of a request, once it is there."""
+        return until(
+            lambda: next((end for end in self.lines("end") if end["id"] == id_), None),
+            f"no end line for {id_}",
+        )
+
+    def idle(self) -> None:
+        """Returns once nothing is in flight: no counter has leaked."""
+
+        def nothing() -> bool:
+            breakdown = self.get("/breakdown").json
+            return breakdown["offloads"] == 0 and all(
+                one["requests"] == one["ongoing_tokens"] == 0
+                and one["pending_prefill_tokens"] == 0
+                for one in breakdown["instances"].values()
+            )
+
+        until(nothing, f"still in flight: {self.get('/breakdown').body}")
+
+    def accounted(self, requests: int) -> None:
+        """Asserts one end line a request, and an end line for each decision."""
+        until(lambda: len(self.lines("end")) >= requests, "end lines are missing")
+        numbers = [end["number"] for end in self.lines("end")]
+        assert sorted(numbers) == list(range(requests))
+        assert {one["number"] for one in self.lines("decision")} <= set(numbers)
+
+
+@contextlib.contextmanager
+def proxy(
+    folder: Path, instances: list[Instance], policy: str = "round_robin", *options: str
+) -> Iterator[Proxy]:
+    """Start one before these instances, on a free port unless the options say."""
+    number = len(list(folder.glob("*.instances.json")))
+    file, log = (
+        folder / f"{number}.instances.json",
+        folder / f"{number}.decisions.jsonl",
+    )
+    write_instances(file, instances)
+    command = [sys.executable, "-m", "fleet.proxy", "--instances", str(file)]
+    command += ["--policy", policy, "--log", str(log), *options]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield Proxy(process, process.stdout.readline().strip(), log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()

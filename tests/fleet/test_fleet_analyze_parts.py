@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each metric of the analysis, against cases whose answer is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+from analyze_runs import prom
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.analyze import interference
+from fleet.analyze.accumulation import accumulation
+from fleet.analyze.balance import hotspot, token_imbalance
+from fleet.analyze.belief import belief
+from fleet.analyze.cache import apc, counter_totals
+from fleet.analyze.comparison import same_requests
+from fleet.analyze.frames import NOTHING, requests_frame
+from fleet.analyze.load import ongoing_tokens, step_function
+from fleet.analyze.migration import Link, migrations
+from fleet.analyze.outcomes import outcomes
+from fleet.analyze.records import ArmRun
+from fleet.analyze.sessions import MIN_SESSIONS, SessionDraws, stated
+
+AB = ["a", "b"]
+SECOND = 10**9
+
+
+def requests(rows: list[dict]) -> pl.DataFrame:
+    """A requests_frame of `rows`: what they leave out is a plain ok request."""
+    empty = requests_frame([])
+    plain = {
+        "status": "ok",
+        "turn": 0,
+        "session": "s",
+        "arm": "x",
+        "repeat": 0,
+        "usage_prompt_tokens": 100,
+        "usage_completion_tokens": 0,
+        "output_tokens": 0,
+    }
+    full = [
+        dict.fromkeys(empty.columns)
+        | {"id": f"r{i}", "first_token_ns": row.get("sent_ns")}
+        | plain
+        | row
+        for i, row in enumerate(rows)
+    ]
+    return pl.DataFrame(full, schema=empty.schema)
+
+
+intervals = st.lists(
+    st.tuples(
+        st.integers(0, 50), st.integers(1, 20), st.integers(1, 9), st.sampled_from(AB)
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(intervals)
+@settings(deadline=None, max_examples=60)
+def test_load_at_any_moment_is_the_sum_of_what_is_under_way(spans: list) -> None:
+    frame = pl.DataFrame(
+        [
+            {"start_ns": s, "end_ns": s + d, "weight": w, "instance": i}
+            for s, d, w, i in spans
+        ]
+    )
+    steps = step_function(frame, AB)
+    for at, load in zip(steps.at_ns, steps.load, strict=True):
+        for column, name in enumerate(AB):
+            under_way = sum(w for s, d, w, i in spans if i == name and s <= at < s + d)
+            assert load[column] == under_way
+
+
+@given(intervals, st.integers(0, 60), st.integers(1, 30))
+@settings(deadline=None, max_examples=60)
+def test_mean_load_over_an_interval_is_the_overlap(
+    spans: list, start: int, length: int
+) -> None:
+    frame = pl.DataFrame(
+        [
+            {"start_ns": s, "end_ns": s + d, "weight": w, "instance": i}
+            for s, d, w, i in spans
+        ]
+    )
+    mean = step_function(frame, AB).mean_between(
+        "a", np.array([start]), np.array([start + length])
+    )
+    overlap = sum(
+        w * max(0, min(s + d, start + length) - max(s, start))
+        for s, d, w, i in spans
+        if i == "a"
+    )
+    assert mean[0] == pytest.approx(overlap / length)
+
+
+def test_imbalance_is_max_over_min_and_counts_a_prompt_where_it_was_computed() -> None:
+    frame = requests(
+        [
+            {"instance": "a", "usage_completion_tokens": 20},
+            {"instance": "a", "prefill_instance": "b", "usage_completion_tokens": 30},
+        ]
+    )
+    found = token_imbalance(frame, AB)
+    assert found == {"tokens": {"a": 150, "b": 100}, "max_over_min": 1.5}
+
+
+def test_an_idle_instance_has_no_ratio() -> None:
+    found = token_imbalance(requests([{"instance": "a"}]), AB)
+    assert found["tokens"]["b"] == 0
+    assert found["max_over_min"] is None
+
+
+def test_hotspot_is_time_weighted_and_ignores_idle_time() -> None:
+    """1 s on one of two instances (2), 3 s on both alike (1), a gap of 6 s."""
+    frame = requests(
+        [
+            {"instance": "a", "sent_ns": 0, "end_ns": SECOND},
+            {"instance": "a", "sent_ns": 7 * SECOND, "end_ns": 10 * SECOND},
+            {"instance": "b", "sent_ns": 7 * SECOND, "end_ns": 10 * SECOND},
+        ]
+    )
+    assert hotspot(frame, AB) == {"mean": 1.25, "p99": 2.0}
+    window = 7 * SECOND, 9 * SECOND
+    assert hotspot(frame, AB, window) == {"mean": 1.0, "p99": 1.0}
+    window = SECOND // 2, 8 * SECOND
+    assert hotspot(frame, AB, window) == {"mean": 1.3333, "p99": 2.0}
+
+
+def test_a_session_lives_where_its_last_request_went() -> None:
+    """On a from 0 to 4 s (the pause counts), on b from 4 to 6 s."""
+    frame = requests(
+        [
+            {"instance": "a", "sent_ns": 0, "end_ns": SECOND, "turn": 0},
+            {"instance": "b", "sent_ns": 4 * SECOND, "end_ns": 6 * SECOND, "turn": 1},
+        ]
+    )
+    found = accumulation(frame, AB)
+    assert found["sessions"]["a"] == {"mean": 0.67, "peak": 1}
+    assert found["sessions"]["b"] == {"mean": 0.33, "peak": 1}
+    assert found["sessions_skew"] == {"mean": 2.0, "p99": 2.0}
+
+
+def test_interference_finds_the_slope_that_was_put_in() -> None:
+    """0.25 ms of TPOT for every 1,000 tokens in prefill, 8 ms without."""
+    rng = np.random.default_rng(7)
+    x = rng.uniform(0, 20, 600)
+    points = pl.DataFrame(
+        {
+            "session": [f"s{i % 60}" for i in range(600)],
+            "prefill_ktokens": x,
+            "tpot_ms": 8 + 0.25 * x + rng.normal(0, 1, 600),
+        }
+    )
+    found = interference.slope(points, SessionDraws(points["session"]))
+    low, high = found["slope_ms_per_ktoken"]["ci95"]
+    assert low < 0.25 < high
+    assert high - low < 0.08
+    assert found["base_ms"] == pytest.approx(8, abs=0.3)
+
+
+def test_interference_sees_only_prefill_beside_the_decode() -> None:
+    """10,000 new tokens for half of one decode at a, none at b."""
+    decode = {"first_token_ns": 0, "end_ns": 4 * SECOND, "tpot_ms": 1.0}
+    frame = requests(
+        [
+            {"instance": "a", "sent_ns": -1, "new_tokens": 0} | decode,
+            {"instance": "b", "sent_ns": -1, "new_tokens": 0} | decode,
+            {
+                "instance": "a",
+                "sent_ns": SECOND,
+                "first_token_ns": 3 * SECOND,
+                "end_ns": 3 * SECOND,
+                "new_tokens": 10_000,
+            },
+        ]
+    )
+    found = interference.points(frame, AB)["prefill_ktokens"].to_list()
+    assert found == [5.0, 0.0]
+
+
+def test_without_prefill_beside_it_there_is_no_slope() -> None:
+    points = pl.DataFrame(
+        {
+            "session": [f"s{i}" for i in range(50)],
+            "prefill_ktokens": np.zeros(50),
+            "tpot_ms": np.ones(50),
+        }
+    )
+    assert interference.slope(points, SessionDraws(points["session"])) is None
+
+
+def test_migrating_evens_out_two_long_sessions_on_one_instance() -> None:
+    """Both begin while the other instance is busy; moving one evens the load."""
+    rows = [{"session": "busy", "instance": "a", "sent_ns": 0, "end_ns": 3 * SECOND}]
+    for turn in range(12):
+        for session in ("s", "t"):
+            at = SECOND * (1 + 10 * turn) + (session == "t")
+            rows.append(
+                {
+                    "session": session,
+                    "turn": turn,
+                    "instance": "a",
+                    "sent_ns": at,
+                    "end_ns": at + (SECOND // 10 if turn == 0 else 9 * SECOND),
+                    "usage_prompt_tokens": 1_000 * turn + 1,
+                }
+            )
+    link = Link(kv_bytes_per_token=100_000, bandwidth_gbit_s=8)
+    never, tenth, fifth = migrations(requests(rows), AB, link)
+    assert never["migrations"] == 0
+    assert tenth["migrations"] == fifth["migrations"] == 1
+    assert fifth["max_over_min"] < tenth["max_over_min"] < never["max_over_min"]
+    # The context before turn 5, 4,001 tokens x 100,000 bytes, over 1e9 bytes/s.
+    assert fifth["moved_tokens"] == 4_001
+    assert fifth["transfer_ms_total"] == pytest.approx(400.1)
+
+
+def arm_of(before: str, after: str) -> ArmRun:
+    return replace(NOTHING, counters={"a": (before, after)})
+
+
+def test_apc_is_the_rise_of_the_counters() -> None:
+    frame = requests([{"instance": "a", "cached_tokens": 300}])
+    found = apc(arm_of(prom(5_000, 1_200), prom(6_000, 1_500)), frame)
+    assert found["instances"]["a"]["apc"] == found["overall"]["apc"] == 0.3
+    assert found["overall"]["agrees"]
+
+
+def test_a_failed_request_may_explain_hits_that_no_usage_tells() -> None:
+    counters = arm_of(prom(100, 100), prom(1_100, 900))
+    told = {"instance": "a", "cached_tokens": 300}
+    lost = {"instance": "a", "status": "failed", "input_tokens": 500}
+    assert apc(counters, requests([told, lost]))["overall"]["agrees"] is True
+    assert apc(counters, requests([told]))["overall"]["agrees"] is False
+
+
+def test_counters_that_went_back_give_no_apc() -> None:
+    frame = requests([{"instance": "a", "cached_tokens": 300}])
+    found = apc(arm_of(prom(5_000, 1_200), prom(6_000, 900)), frame)
+    assert found["overall"]["apc"] is None
+    assert found["instances"]["a"]["queries"] is None
+
+
+def test_an_arm_that_offloads_cannot_be_checked() -> None:
+    row = {"instance": "a", "prefill_instance": "b", "cached_tokens": 0}
+    found = apc(arm_of(prom(100, 100), prom(1_100, 900)), requests([row]))
+    assert found["overall"]["agrees"] is None
+
+
+def test_under_way_are_prompt_and_asked_output_and_prefill_elsewhere() -> None:
+    frame = requests(
+        [
+            {
+                "instance": "a",
+                "prefill_instance": "b",
+                "sent_ns": 10,
+                "first_token_ns": 14,
+                "end_ns": 20,
+                "output_tokens": 7,
+            },
+            {"instance": "a", "sent_ns": None, "first_token_ns": None, "end_ns": 30},
+        ]
+    )
+    steps = step_function(ongoing_tokens(frame), AB)
+    assert steps.at_ns.tolist() == [10, 14, 20]
+    assert steps.load.tolist() == [[107, 100], [107, 0], [0, 0]]
+
+
+def test_belief_is_told_apart_by_its_error_and_skips_prompts_from_elsewhere() -> None:
+    pairs = [(100, 100), (116, 100), (500, 100), (0, 100)]
+    rows = [{"believed_cached": b, "cached_tokens": c} for b, c in pairs]
+    elsewhere = {"believed_cached": 0, "cached_tokens": 900, "prefill_instance": "b"}
+    found = belief(requests([*rows, elsewhere]), block_tokens=16)
+    shares = {name: found[name] for name in ("n", "exact", "too_high", "too_low")}
+    assert shares == {"n": 4, "exact": 0.5, "too_high": 0.25, "too_low": 0.25}
+    assert found["mean_error_tokens"] == (16 + 400 - 100) / 4
+
+
+def test_failure_modes_are_listed_most_frequent_first() -> None:
+    rows = [{"status": "failed", "error": e} for e in ("rare", "often", "often")]
+    found = outcomes(requests([*rows, {"fallback": "cap"}]))["x"]
+    modes = found["modes"]
+    assert found["fallbacks"] == {"cap": 1}
+    assert list(modes.items()) == [("failed: often", 2), ("failed: rare", 1)]
+
+
+def test_counters_are_summed_over_their_labels() -> None:
+    totals = counter_totals(prom(5_000, 1_200))
+    assert totals["vllm:prefix_cache_queries_total"] == 5_000
+    assert totals["vllm:prefix_cache_hits_total"] == 1_200
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """Sessions of 5 requests that share an offset: 95 % of 150 intervals hold 10."""
+    rng = np.random.default_rng(3)
+    held = 0
+    for _ in range(150):
+        offsets = rng.normal(10, 2, 60)
+        values = (offsets[:, None] + rng.normal(0, 1, (60, 5))).ravel()
+        sessions = pl.Series([f"s{i}" for i in range(60) for _ in range(5)])
+        found = SessionDraws(sessions).quantiles(pl.Series(values), sessions)
+        low, high = found["p50"].ci95
+        held += low <= 10 <= high
+    assert 0.88 <= held / 150 <= 0.995
+
+
+def test_few_sessions_give_a_value_and_no_interval() -> None:
+    few = MIN_SESSIONS - 1
+    sessions = pl.Series([f"s{i}" for i in range(few) for _ in range(20)])
+    values = pl.Series(np.arange(few * 20.0))
+    found = SessionDraws(sessions).quantiles(values, sessions)
+    assert stated(found["p50"])["ci95"] is None
+    assert stated(found["p50"])["value"] == (few * 20) // 2 - 1
+
+
+def test_a_p99_of_few_requests_is_not_stated() -> None:
+    sessions = pl.Series([f"s{i}" for i in range(99)])
+    found = SessionDraws(sessions).quantiles(pl.Series(np.arange(99.0)), sessions)
+    assert found["p99"] is None
+    assert found["p90"] is not None
+
+
+def test_arms_are_compared_on_the_requests_that_all_of_them_have() -> None:
+    rows = [
+        {"id": f"r{i}", "arm": arm, "window": "steady"}
+        for arm in AB
+        for i in range(100)
+    ]
+    rows[0]["status"] = "failed"
+    rows[1]["window"] = "drain"
+    window, kept = same_requests(requests(rows))
+    assert window == "steady"
+    assert sorted(set(kept["id"])) == sorted(f"r{i}" for i in range(2, 100))

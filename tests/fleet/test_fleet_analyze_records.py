@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a run: a torn end is counted, anything else wrong is refused by line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+from analyze_runs import SESSIONS, TURNS, Truth, lines, write_run
+
+from fleet.analyze.frames import LATENCIES, NOTHING, requests_frame, size_class
+from fleet.analyze.records import RecordsError, read_run
+
+
+@pytest.fixture
+def arm(tmp_path: Path) -> Path:
+    write_run(tmp_path, [Truth("linear", repeats=1)])
+    return tmp_path / "linear" / "r0"
+
+
+def test_a_torn_last_line_is_dropped_and_counted(arm: Path) -> None:
+    replay = arm / "replay.jsonl"
+    text = replay.read_bytes()
+    replay.write_bytes(text[: text.rindex(b'"lag_ms"')])
+    (run,) = read_run(arm)
+    assert run.torn_lines == 1
+    assert run.end is None
+    assert len(run.requests) == SESSIONS * TURNS
+
+
+def test_a_bad_line_in_the_middle_is_named(arm: Path) -> None:
+    replay = arm / "replay.jsonl"
+    rows = replay.read_text().splitlines()
+    rows[2] = rows[2][:-5]
+    replay.write_text("\n".join(rows) + "\n")
+    with pytest.raises(RecordsError, match=r"replay\.jsonl:3"):
+        read_run(arm)
+
+
+def test_a_bad_last_line_that_is_whole_is_refused(arm: Path) -> None:
+    with (arm / "replay.jsonl").open("a") as file:
+        file.write('{"type":"request","id":7}\n')
+    with pytest.raises(RecordsError, match=f":{SESSIONS * TURNS + 3}: "):
+        read_run(arm)
+
+
+def test_latencies_are_what_they_are_defined_as(arm: Path) -> None:
+    """Due at 0, sent at 1 ms, first token at 11, the end at 61 with 26 tokens."""
+    rows = [json.loads(line) for line in (arm / "replay.jsonl").open()]
+    first = rows[1]
+    times = {"intended_ns": 0, "sent_ns": 1, "first_token_ns": 11, "end_ns": 61}
+    first |= {name: ms * 1_000_000 for name, ms in times.items()}
+    first |= {"usage_completion_tokens": 26}
+    second = first | {"id": "failed", "status": "failed"}
+    lines(arm / "replay.jsonl", [rows[0], first, second])
+    (run,) = read_run(arm)
+    ok, failed = requests_frame([run]).select(*LATENCIES).to_dicts()
+    assert ok == {
+        "ttft_ms": 11,
+        "ttft_sent_ms": 10,
+        "tpot_ms": 2,
+        "e2e_ms": 61,
+        "e2e_sent_ms": 60,
+    }
+    assert set(failed.values()) == {None}
+
+
+def test_another_schema_is_refused(arm: Path) -> None:
+    lines(arm / "replay.jsonl", [{"schema": "kvtax.replay/9"}])
+    with pytest.raises(RecordsError, match=r"kvtax\.replay/9"):
+        read_run(arm)
+
+
+def test_an_arm_without_files_has_no_requests(tmp_path: Path) -> None:
+    facts = {"schema": "kvtax.arm/1", "arm": "a", "repeat": 0, "status": "failed"}
+    (tmp_path / "arm.json").write_text(json.dumps(facts))
+    (run,) = read_run(tmp_path)
+    assert requests_frame([run]).height == 0
+
+
+def test_windows_follow_the_intended_send(arm: Path) -> None:
+    (run,) = read_run(arm)
+    frame = requests_frame([run])
+    start, end = run.end.steady["start_ns"], run.end.steady["end_ns"]
+    for window, intended in frame.select("window", "intended_ns").iter_rows():
+        expected = "warmup" if intended < start else "steady"
+        assert window == (expected if intended < end else "drain")
+
+
+def test_cached_tokens_that_are_left_out_are_none_if_others_have_them(
+    arm: Path,
+) -> None:
+    """vLLM leaves a 0 out of the usage; a server that tells none leaves all out."""
+    rows = [json.loads(line) for line in (arm / "replay.jsonl").open()]
+    requests = rows[1:-1]
+    for row in requests:
+        row["cached_tokens"] = row["cached_tokens"] or None
+    lines(arm / "replay.jsonl", rows)
+    (run,) = read_run(arm)
+    cached = requests_frame([run])["cached_tokens"]
+    assert cached.to_list() == [row["cached_tokens"] or 0 for row in requests]
+    for row in requests:
+        row["cached_tokens"] = None
+    lines(arm / "replay.jsonl", rows)
+    (run,) = read_run(arm)
+    assert requests_frame([run])["cached_tokens"].null_count() == len(requests)
+
+
+def test_an_offload_counts_its_new_tokens_where_they_were_computed(arm: Path) -> None:
+    """The serving instance calls what it was sent cached: usage says 0 new tokens."""
+    rows = [json.loads(line) for line in (arm / "replay.jsonl").open()]
+    one = next(row for row in rows if row.get("turn") == 3)
+    one["prefill_instance"] = next(
+        name for name in ("i0", "i1") if name != one["instance"]
+    )
+    one["cached_tokens"] = one["usage_prompt_tokens"]
+    lines(arm / "replay.jsonl", rows)
+    decisions = [json.loads(line) for line in (arm / "decisions.jsonl").open()]
+    for decision in decisions[1:]:
+        if decision["id"] == one["id"]:
+            decision["prefill_instance"] = one["prefill_instance"]
+    lines(arm / "decisions.jsonl", decisions)
+    (run,) = read_run(arm)
+    row = requests_frame([run]).filter(id=one["id"]).to_dicts()[0]
+    assert row["new_tokens"] == one["usage_prompt_tokens"]
+
+
+def test_an_offload_that_fell_back_is_none(arm: Path) -> None:
+    rows = [json.loads(line) for line in (arm / "decisions.jsonl").open()]
+    first = rows[1]
+    first["prefill_instance"] = "i3"
+    end = {"type": "end", "id": first["id"], "prefill_instance": None}
+    lines(arm / "decisions.jsonl", [*rows, end | {"fallback": "prefill timed out"}])
+    (run,) = read_run(arm)
+    row = requests_frame([run]).filter(id=first["id"]).to_dicts()[0]
+    assert row["prefill_instance"] is None
+    assert row["fallback"] == "prefill timed out"
+
+
+@pytest.mark.parametrize(
+    ("new", "kind"),
+    [(4_999, "WARM"), (5_000, "MEDIUM"), (20_000, "MEDIUM"), (20_001, "HEAVY")],
+)
+def test_class_limits(new: int, kind: str) -> None:
+    frame = pl.DataFrame({"new_tokens": [new], "decided_class": [None]})
+    assert frame.select(size_class()).item() == kind
+
+
+def test_no_run_is_an_empty_frame_with_all_columns() -> None:
+    assert requests_frame([]).columns == requests_frame([NOTHING]).columns

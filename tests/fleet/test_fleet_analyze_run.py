@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run folder becomes a report that says what is true, and no more."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from analyze_runs import INSTANCES, SESSIONS, TURNS, Truth, write_run
+
+from fleet.analyze.__main__ import main
+from fleet.analyze.analysis import Analysis, analyse
+from fleet.analyze.comparison import verdicts
+from fleet.analyze.records import read_run
+from fleet.analyze.report import write_report
+
+MODEL = "qwen3-coder-30b-a3b"
+REPEATS = 2
+N = SESSIONS * TURNS * REPEATS
+TRUTHS = [
+    Truth("linear"),
+    Truth("linear_aa", same_as="linear"),
+    Truth("slow", slower=1.2),
+    Truth("lmetric", policy="lmetric"),
+    Truth("noop", connector="noop", slower=1.02),
+    Truth("mooncake", connector="mooncake_both", slower=1.15),
+]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("run"), TRUTHS)
+    assert main([str(folder), "--out", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def document(out: Path) -> dict[str, Any]:
+    return json.loads((out / "analysis.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def text(out: Path) -> str:
+    return (out / "report.md").read_text()
+
+
+def compared(document: dict[str, Any], arm: str) -> dict[str, Any]:
+    return next(one for one in document["comparisons"] if one["arm"] == arm)
+
+
+def analysed(run: Path, *truths: Truth) -> tuple[Analysis, str]:
+    """A run made of `truths`, analysed, and its report; without figures."""
+    analysis = analyse(read_run(write_run(run, list(truths))), MODEL, 100.0)
+    return analysis, write_report(analysis.document, [])
+
+
+def test_every_request_is_in_the_outcomes(document: dict[str, Any]) -> None:
+    for entry in document["arms"].values():
+        assert entry["outcomes"]["ok"] == entry["outcomes"]["n"] == N
+        assert entry["latency"]["all"]["all"]["n"] == N
+
+
+def test_a_slower_arm_is_slower_by_what_it_is_slower(document: dict[str, Any]) -> None:
+    levels = compared(document, "slow")["percent"]
+    for metric in ("ttft_ms", "tpot_ms", "e2e_ms"):
+        low, high = levels[metric]["p50"]["ci95"]
+        assert low < 20 < high
+        assert low < levels[metric]["p50"]["value"] < high
+        assert high - low < 15
+
+
+def test_equal_arms_do_not_differ(document: dict[str, Any], text: str) -> None:
+    pair = compared(document, "linear_aa")
+    assert pair["same"]
+    for levels in pair["percent"].values():
+        low, high = levels["p50"]["ci95"]
+        assert low <= 0 <= high
+    assert "Noise floor: `linear_aa` is `linear` run again" in text
+
+
+def test_the_answer_comes_first(text: str) -> None:
+    answers = text.split("## Outcomes")[0]
+    assert "**`slow` against `linear`: TTFT, TPOT, E2E higher**" in answers
+
+
+def test_a_difference_within_the_noise_is_not_called_one() -> None:
+    def entry(value: float, low: float, high: float, **facts: object) -> dict:
+        level = {"value": value, "ci95": [low, high]}
+        return {"baseline": "b", "percent": {"e2e_ms": {"p50": level}}} | facts
+
+    pair = entry(1, -2, 4, same=True)
+    elsewhere = entry(50, -90, 90, same=True, baseline="c")
+    for level, verdict in (
+        ((3, 1, 5), "within the noise floor"),
+        ((6, 5, 7), "higher"),
+        ((-6, -7, -5), "lower"),
+        ((6, -1, 9), "not shown to differ"),
+    ):
+        one = entry(*level, same=False)
+        assert verdicts(one, [one, pair, elsewhere]) == {"e2e_ms": {"p50": verdict}}
+        alone = verdicts(one, [one, elsewhere])["e2e_ms"]["p50"]
+        assert alone.endswith("unknown)") == (verdict != "not shown to differ")
+
+
+def test_classes_partition_the_requests(document: dict[str, Any]) -> None:
+    for entry in document["arms"].values():
+        classes = entry["latency"]["all"]
+        parts = sum(classes[kind]["n"] for kind in ("WARM", "MEDIUM", "HEAVY"))
+        assert parts == classes["all"]["n"]
+
+
+def test_apc_is_hits_over_queries_and_agrees_with_usage(
+    document: dict[str, Any],
+) -> None:
+    for entry in document["arms"].values():
+        for repeat in entry["repeats"]:
+            overall = repeat["apc"]["overall"]
+            assert overall["agrees"] is True
+            assert overall["hits"] == overall["cached_tokens"]
+            assert overall["apc"] == round(overall["hits"] / overall["queries"], 5)
+            assert overall["apc"] == overall["apc_usage"]
+
+
+def test_a_policy_agrees_with_its_own_record(document: dict[str, Any]) -> None:
+    own = document["arms"]["lmetric"]["offline"]
+    assert own["lmetric"]["other_instance"] == 0.0
+    assert own["lmetric"]["ran"]
+    assert own["linear"]["other_instance"] > 0.2
+    assert own["pd_sep"] is None
+
+
+def test_a_policy_is_replayed_with_the_parameters_it_ran_with(tmp_path: Path) -> None:
+    truth = Truth("linear", repeats=1, parameters={"overload": 0.5})
+    analysis, _ = analysed(tmp_path, truth)
+    assert analysis.document["arms"]["linear"]["offline"]["linear"] == {
+        "n": SESSIONS * TURNS,
+        "other_instance": 0.0,
+        "other_prefill": 0.0,
+        "ran": True,
+    }
+
+
+def test_an_arm_that_must_not_be_compared_is_in_no_chain(tmp_path: Path) -> None:
+    truths = [
+        Truth("linear", repeats=1),
+        Truth("noop", connector="noop", repeats=1),
+        Truth("mooncake", connector="mooncake_both", repeats=1, fresh=False),
+    ]
+    analysis, _ = analysed(tmp_path, *truths)
+    layers = [step["layer"] for step in analysis.document["substrate"][0]["steps"]]
+    assert layers == ["plain", "noop"]
+
+
+def test_the_proxys_belief_is_what_the_server_said(document: dict[str, Any]) -> None:
+    assert document["arms"]["linear"]["belief"]["exact"] == 1.0
+
+
+def test_substrate_adds_what_each_connector_adds(document: dict[str, Any]) -> None:
+    chain = next(
+        one
+        for one in document["substrate"]
+        if (one["metric"], one["quantile"]) == ("tpot_ms", "p50")
+    )
+    plain, noop, mooncake = chain["steps"]
+    assert [s["layer"] for s in chain["steps"]] == ["plain", "noop", "mooncake"]
+    base = plain["level"]["value"]
+    assert noop["added"]["value"] / base == pytest.approx(0.02, abs=0.02)
+    low, high = mooncake["added"]["ci95"]
+    assert low < 0.13 * base < high
+
+
+def test_figures_have_their_data_beside_them(out: Path, text: str) -> None:
+    drawn = {path.stem for path in (out / "figures").glob("*.png")}
+    assert drawn == {path.stem for path in (out / "figures").glob("*.csv")}
+    assert drawn == {"latency", "comparison", "interference", "sessions", "substrate"}
+    for name in drawn:
+        assert f"figures/{name}.png" in text
+
+
+def test_a_sound_run_has_no_warnings(document: dict[str, Any], text: str) -> None:
+    kinds = {one["kind"] for one in document["warnings"]}
+    # By chance one of nine figures of an A/A pair may differ.
+    assert kinds <= {"aa_differs"}
+
+
+def test_every_instance_is_in_every_table(document: dict[str, Any]) -> None:
+    for entry in document["arms"].values():
+        for repeat in entry["repeats"]:
+            assert set(repeat["apc"]["instances"]) == set(INSTANCES)
+            assert set(repeat["imbalance"]["tokens"]) == set(INSTANCES)
+            assert set(repeat["accumulation"]["sessions"]) == set(INSTANCES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "truth"),
+    [
+        ("failures", Truth("linear", repeats=1, fails=5)),
+        ("apc_disagrees", Truth("linear", repeats=1, hidden_hits=200_000)),
+        ("not_fresh", Truth("linear", repeats=1, fresh=False)),
+        ("lag", Truth("linear", repeats=1, valid=False)),
+        ("machine_saturated", Truth("linear", repeats=1, saturated="cores busy")),
+        ("few_sessions", Truth("linear", repeats=1, sessions=10)),
+        ("tokens_disagree", Truth("linear", repeats=1, short_answers=5)),
+        ("top_sessions", Truth("linear", repeats=1, giants=5)),
+        ("arm_failed", Truth("linear", repeats=1, status="failed")),
+        ("drain", Truth("linear", repeats=1, steady_share=0.5)),
+        ("record_incomplete", Truth("linear", repeats=1, misplaced=3)),
+    ],
+)
+def test_a_doubt_is_told_and_only_that(tmp_path: Path, kind: str, truth: Truth) -> None:
+    analysis, text = analysed(tmp_path, truth)
+    assert {one["kind"] for one in analysis.document["warnings"]} == {kind}
+    assert f"**{kind.replace('_', ' ')}**" in text
+
+
+def test_lookups_that_were_counted_again_are_named_as_the_cause(
+    tmp_path: Path,
+) -> None:
+    """A request that waits for KV blocks is looked up again in every step."""
+    again = Truth("linear", repeats=1, hidden_hits=200_000, hidden_queries=250_000)
+    _, text = analysed(tmp_path / "again", again)
+    assert "looked requests up more than once" in text
+    _, text = analysed(tmp_path / "hits", replace(again, hidden_queries=0))
+    assert "looked requests up more than once" not in text
+
+
+def test_a_refused_comparison_is_said_first_and_has_no_number(tmp_path: Path) -> None:
+    """One arm failed requests that the other did not: no difference may be stated."""
+    truths = Truth("linear", repeats=1), Truth("fast", slower=0.5, repeats=1, fails=9)
+    analysis, text = analysed(tmp_path, *truths)
+    (compared,) = analysis.document["comparisons"]
+    assert not analysis.sound
+    assert compared["percent"] is None
+    first = text.split("## Outcomes")[0]
+    assert "**Not compared: `fast` with `linear`**\n  - requests that did not" in first
+    assert "lower" not in first
+
+
+def test_failure_modes_are_counted_and_ok_of_n_is_said(tmp_path: Path) -> None:
+    _, text = analysed(tmp_path, Truth("linear", repeats=1, fails=5))
+    n = SESSIONS * TURNS
+    assert f"{n - 5}/{n}" in text
+    assert "5 requests failed: HTTP 500" in text
+
+
+def test_a_run_that_failed_is_said_and_its_numbers_are_left_out(
+    tmp_path: Path,
+) -> None:
+    truths = Truth("linear"), Truth("slow", slower=1.2, status="failed")
+    analysis, text = analysed(tmp_path, *truths)
+    assert not analysis.sound
+    assert analysis.document["arms"]["slow"]["latency"] == {}
+    assert "an instance ended" in text
+
+
+def test_a_wrong_belief_is_measured(tmp_path: Path) -> None:
+    analysis, _ = analysed(tmp_path, Truth("linear", repeats=1, wrong_belief=1_000))
+    believed = analysis.document["arms"]["linear"]["belief"]
+    assert believed["too_low"] == 0
+    assert believed["too_high"] > 0.5
+    assert believed["p99_abs_error_tokens"] == 1_000
+
+
+def test_a_folder_without_a_run_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "not a fleet run" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

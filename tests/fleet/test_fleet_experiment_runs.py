@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole experiments on stand-ins: killed, resumed, and with an instance left warm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from fleet.analyze.records import read_run
+from fleet.experiment.config import read_experiment
+from fleet.experiment.plan import plan
+from fleet.instances import Instance, write_instances
+from fleet.standin.process import standin
+from microbench.config import CONFIGS
+from microbench.supervise import REPOSITORY, descendants
+
+pytestmark = pytest.mark.slow
+
+SMOKE = CONFIGS / "experiments" / "smoke.toml"
+DEADLINE_S = 300.0
+# Tests share their machine, so that whether it kept up is not for them to say.
+OF_THE_MACHINE = ("the machine did not keep up", "requests were sent late")
+
+
+def command(config: Path, out: Path, *options: str) -> list[str]:
+    module = [sys.executable, "-m", "fleet.experiment", str(config)]
+    return [*module, "--out", str(out), *options]
+
+
+def run(config: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(config, out, *options),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def await_(condition, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(tmp_path_factory):
+    """(folder, arm.json of the run that had ended before, processes then, result)."""
+    out = tmp_path_factory.mktemp("experiment") / "run"
+    first = out / plan(read_experiment(SMOKE))[0].folder / "arm.json"
+    with subprocess.Popen(command(SMOKE, out), cwd=REPOSITORY) as experiment:
+        await_(first.exists, "the first run did not end")
+        await_(lambda: len(descendants(experiment.pid)) > 4, "no second run")
+        processes = descendants(experiment.pid)
+        os.kill(experiment.pid, signal.SIGKILL)
+    await_(lambda: not any(map(running, processes)), f"still there: {processes}")
+    before = first.stat().st_mtime_ns, first.read_bytes()
+    return out, first, before, run(SMOKE, out, "--resume")
+
+
+def test_nothing_outlives_a_killed_experiment_and_resume_ends_it(killed_and_resumed):
+    out, first, before, result = killed_and_resumed
+    assert (first.stat().st_mtime_ns, first.read_bytes()) == before
+    runs = read_run(out)
+    planned = {run.folder for run in plan(read_experiment(SMOKE))}
+    assert {str(run.folder.relative_to(out)) for run in runs} == planned
+    assert {run.info.status for run in runs} == {"ok"}, result.stdout
+    assert not (out / "workshop").exists()
+
+
+def test_all_arms_serve_the_same_requests_each_exactly_once(killed_and_resumed):
+    out, *_ = killed_and_resumed
+    for one in read_run(out):
+        ids = [request.id for request in one.requests]
+        assert len(ids) == len(set(ids)) == one.info.trace["requests"]
+        assert {request.status for request in one.requests} == {"ok"}
+        assert {decision.id for decision in one.decisions} == set(ids)
+        assert one.info.freshness.fresh
+        assert set(one.counters) == {"i0", "i1"}
+
+
+def test_the_report_compares_or_says_why_not(killed_and_resumed):
+    out, _, _, result = killed_and_resumed
+    analysis = json.loads((out / "analysis.json").read_text())
+    refused = [why for one in analysis["comparisons"] for why in one["refused"]]
+    assert all(any(what in why for what in OF_THE_MACHINE) for why in refused), refused
+    assert result.returncode == (1 if refused else 0), result.stdout + result.stderr
+    assert (out / "report.md").exists()
+
+
+def test_a_folder_with_another_experiment_is_left_alone(killed_and_resumed, tmp_path):
+    out, *_ = killed_and_resumed
+    refused = run(SMOKE, out)
+    assert refused.returncode == 2
+    assert "--resume" in refused.stderr
+    other = tmp_path / "other.toml"
+    other.write_text(SMOKE.read_text().replace("max_turns = 3", "max_turns = 2"))
+    refused = run(other, out, "--resume")
+    assert refused.returncode == 2
+    assert "cannot resume" in refused.stderr
+
+
+GIVEN = """
+summary = "two instances that somebody else started"
+instances = 2
+concurrency = [1]
+repeats = 1
+baseline = "linear"
+
+[given]
+file = "{file}"
+restart = ["true"]
+
+[workload]
+trace = "traces/claude_code_sessions_le62k.jsonl.gz"
+sessions = 2
+max_turns = 1
+max_output_tokens = 2
+
+[arms.linear]
+policy = "linear"
+"""
+
+
+def test_an_instance_that_was_left_warm_is_caught(tmp_path):
+    """The reference study's -44 % E2E: `restart` does not restart anything here."""
+    file, config = tmp_path / "instances.json", tmp_path / "given.toml"
+    config.write_text(GIVEN.format(file=file))
+    with standin() as cold, standin() as warm:
+        write_instances(file, [Instance("a", cold.url), Instance("b", warm.url)])
+        body = {"prompt": list(range(1, 100)), "max_tokens": 1, "model": "null"}
+        request = urllib.request.Request(
+            f"{warm.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(request).read()
+        result = run(config, tmp_path / "run")
+    assert result.returncode == 1
+    (caught,) = read_run(tmp_path / "run")
+    assert caught.info.status == "failed"
+    assert not caught.info.freshness.fresh
+    assert "b: vllm:prompt_tokens_total" in caught.info.error
+    assert "a: " not in caught.info.error
+    assert caught.requests == []

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every policy decides by its stated formula, the same for the same snapshot."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.policies import (
+    POLICIES,
+    Ask,
+    Candidate,
+    Decision,
+    NoInstance,
+    PolicyError,
+    Snapshot,
+    parameters_of,
+)
+
+
+def candidate(name: str, role: str = "both", **load: int) -> Candidate:
+    zeros = dict.fromkeys(
+        ("requests", "ongoing_tokens", "pending_prefill_tokens", "cached_tokens"), 0
+    )
+    return Candidate(name, role, **(zeros | load))
+
+
+def decide(
+    policy: str,
+    candidates: list[Candidate],
+    prompt_tokens: int = 1000,
+    pinned: str | None = None,
+    arrivals: int = 0,
+    offloads: int = 0,
+    **parameters: float,
+) -> Decision:
+    snapshot = Snapshot(candidates, pinned, arrivals, offloads)
+    ask = Ask("s", prompt_tokens)
+    return POLICIES[policy](ask, snapshot, parameters_of(policy, parameters))
+
+
+loads = st.integers(0, 50_000)
+any_role = st.sampled_from(["both", "prefill", "decode"])
+
+
+@st.composite
+def snapshots(draw: st.DrawFn) -> Snapshot:
+    count = draw(st.integers(1, 9))
+    candidates = [
+        Candidate(f"i{n}", draw(any_role), *(draw(loads) for _ in range(4)))
+        for n in range(count)
+    ]
+    names = st.sampled_from([one.name for one in candidates] + ["gone"])
+    pinned = draw(st.none() | names)
+    return Snapshot(
+        candidates, pinned, draw(st.integers(0, 99)), draw(st.integers(0, 3))
+    )
+
+
+asks = st.builds(Ask, st.none() | st.just("s"), st.integers(1, 60_000))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(ask=asks, snapshot=snapshots())
+def test_a_decision_names_instances_that_are_there_and_may_do_it(
+    policy: str, ask: Ask, snapshot: Snapshot
+) -> None:
+    roles = {one.name: one.role for one in snapshot.candidates}
+    parameters = parameters_of(policy, {})
+    try:
+        decision = POLICIES[policy](ask, snapshot, parameters)
+    except NoInstance:
+        needed = {"decode"} if policy == "pd_sep" else {"both", "decode"}
+        assert not needed & set(roles.values())
+        return
+    assert roles[decision.instance] != "prefill"
+    assert decision.instance in decision.scores
+    assert decision.prefill is None or roles[decision.prefill] != "decode"
+    assert decision.prefill != decision.instance
+    assert decision.read_from is None or decision.read_from in roles
+    assert decision.read_from != decision.instance
+    assert decision == POLICIES[policy](ask, snapshot, parameters)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(ask=asks, snapshot=snapshots())
+def test_the_lowest_score_wins_unless_the_session_is_pinned(
+    policy: str, ask: Ask, snapshot: Snapshot
+) -> None:
+    try:
+        decision = POLICIES[policy](ask, snapshot, parameters_of(policy, {}))
+    except NoInstance:
+        return
+    if decision.instance != snapshot.pinned:
+        lowest = min(decision.scores.values())
+        assert decision.scores[decision.instance] == lowest
+
+
+@given(ask=asks, snapshot=snapshots())
+def test_lmetric_has_no_affinity(ask: Ask, snapshot: Snapshot) -> None:
+    free = msgspec.structs.replace(snapshot, pinned=None)
+    parameters = parameters_of("lmetric", {})
+    try:
+        pinned = POLICIES["lmetric"](ask, snapshot, parameters)
+    except NoInstance:
+        return
+    assert pinned == POLICIES["lmetric"](ask, free, parameters)
+
+
+def test_round_robin_takes_each_in_turn() -> None:
+    three = [candidate(name) for name in "abc"]
+    turns = [decide("round_robin", three, arrivals=n).instance for n in range(6)]
+    assert turns == list("abcabc")
+
+
+def test_load_only_sees_ongoing_tokens_and_no_cache() -> None:
+    busy = candidate("busy", ongoing_tokens=10, cached_tokens=999)
+    idle = candidate("idle", ongoing_tokens=9, pending_prefill_tokens=9)
+    decision = decide("load_only", [busy, idle], pinned="busy")
+    assert decision.instance == "idle"
+    assert decision.scores == {"busy": 10, "idle": 9}
+
+
+def test_linear_weighs_cached_tokens_against_load_by_alpha() -> None:
+    near = candidate("near", ongoing_tokens=500, cached_tokens=400)
+    far = candidate("far", ongoing_tokens=200)
+    assert decide("linear", [near, far]).scores == {"near": 100, "far": 200}
+    assert decide("linear", [near, far]).instance == "near"
+    assert decide("linear", [near, far], alpha=0.5).instance == "far"
+
+
+def test_linear_keeps_a_session_until_its_instance_is_above_twice_the_mean() -> None:
+    others = [candidate(name, ongoing_tokens=100) for name in "bc"]
+    at_limit = [candidate("a", ongoing_tokens=400), *others]
+    above = [candidate("a", ongoing_tokens=401), *others]
+    assert decide("linear", at_limit, pinned="a").instance == "a"
+    assert decide("linear", above, pinned="a").instance == "b"
+    assert "override" in decide("linear", above, pinned="a").reason
+    assert decide("linear", above, pinned="a", overload=3).instance == "a"
+
+
+def test_lmetric_multiplies_prefill_work_by_the_batch_it_joins() -> None:
+    a = candidate("a", pending_prefill_tokens=100, requests=3, cached_tokens=900)
+    b = candidate("b", requests=0)
+    assert decide("lmetric", [a, b]).scores == {"a": 200 * 4, "b": 1000}
+    assert decide("lmetric", [a, b]).instance == "a"
+
+
+def test_a_tie_goes_to_fewer_requests_then_fewer_tokens_then_in_turn() -> None:
+    # All of the prompt is cached, nothing pends: all score 0.
+    full = {"cached_tokens": 1000}
+    a = candidate("a", requests=2, **full)
+    b = candidate("b", requests=1, ongoing_tokens=7, **full)
+    c = candidate("c", requests=1, ongoing_tokens=6, **full)
+    assert decide("lmetric", [a, b, c]).instance == "c"
+    same = [candidate(name, **full) for name in "abc"]
+    turns = [decide("lmetric", same, arrivals=n).instance for n in range(4)]
+    assert turns == list("abca")
+
+
+def test_pd_sep_takes_the_least_of_each_pool() -> None:
+    pools = [
+        candidate("p1", "prefill", pending_prefill_tokens=600),
+        candidate("p2", "prefill", pending_prefill_tokens=500),
+        candidate("d1", "decode", ongoing_tokens=20),
+        candidate("d2", "decode", ongoing_tokens=30),
+    ]
+    decision = decide("pd_sep", pools)
+    assert (decision.prefill, decision.instance) == ("p2", "d1")
+    cached = candidate("p1", "prefill", pending_prefill_tokens=600, cached_tokens=101)
+    assert decide("pd_sep", [cached, *pools[1:]]).prefill == "p1"
+    assert decide("pd_sep", pools[2:]).prefill is None
+
+
+@pytest.mark.parametrize(
+    ("new_tokens", "kind"),
+    [(4_999, "WARM"), (5_000, "MEDIUM"), (20_000, "MEDIUM"), (20_001, "HEAVY")],
+)
+def test_elastic_tells_by_new_tokens_and_offloads_the_heavy(
+    new_tokens: int, kind: str
+) -> None:
+    a = candidate("a", cached_tokens=10_000)
+    decision = decide("elastic", [a, candidate("b")], new_tokens + 10_000, "a")
+    assert (decision.instance, decision.kind) == ("a", kind)
+    assert decision.prefill == ("b" if kind == "HEAVY" else None)
+
+
+def test_elastic_does_not_offload_above_the_cap_or_to_an_overloaded_instance() -> None:
+    a, b = candidate("a"), candidate("b")
+    heavy = {"prompt_tokens": 30_000, "pinned": "a"}
+    assert decide("elastic", [a, b], offloads=1, **heavy).prefill == "b"
+    assert decide("elastic", [a, b], offloads=2, **heavy).prefill is None
+    full = candidate("b", pending_prefill_tokens=30_001)
+    skipped = decide("elastic", [a, full], **heavy)
+    assert skipped.prefill is None
+    assert skipped.reason == "b is overloaded: not offloaded"
+    assert skipped.kind == "HEAVY"
+    assert decide("elastic", [a], **heavy).prefill is None
+
+
+def test_direct_read_names_the_peer_with_the_longest_prefix() -> None:
+    here = candidate("here", cached_tokens=100)
+    some = candidate("some", cached_tokens=650)
+    most = candidate("most", cached_tokens=700)
+    chosen = {"pinned": "here", "prompt_tokens": 1000}
+    assert decide("direct_read", [here, some, most], **chosen).read_from == "most"
+    little = [here, candidate("b", cached_tokens=611)]
+    assert decide("direct_read", little, **chosen).read_from is None
+    assert decide("direct_read", little, min_gain_tokens=9, **chosen).read_from == "b"
+
+
+def test_parameters_are_checked_and_said_as_text_or_numbers() -> None:
+    assert parameters_of("linear", {"alpha": "0.5"}).alpha == 0.5
+    assert parameters_of("elastic", {"max_offloads": 7}).max_offloads == 7
+    for policy, given_, said in (
+        ("nearest", {}, "there are round_robin"),
+        ("linear", {"beta": "1"}, "parameters: alpha, overload"),
+        ("linear", {"alpha": "much"}, "alpha"),
+    ):
+        with pytest.raises(PolicyError, match=said):
+            parameters_of(policy, given_)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies: what routing reads of them, what it takes out and puts in."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from fleet.proxy.body import PIECE_BYTES, Body, BodyError
+
+WORDS = "the quick brown fox\n" * 2000
+
+
+def body(**fields) -> Body:
+    raw = json.dumps({"model": "m", **fields}).encode()
+    return Body(raw, chat="messages" in fields)
+
+
+def prompts(scale: int) -> dict[str, dict]:
+    """One prompt in each form; a larger scale extends the smaller one's."""
+    turns = [{"role": "user", "content": WORDS[: 500 * n]} for n in range(1, scale)]
+    return {
+        "ids": {"prompt": list(range(1000 * scale))},
+        "text": {"prompt": WORDS[: 4000 * scale]},
+        "chat": {"messages": turns},
+    }
+
+
+@pytest.mark.parametrize("form", ["ids", "text", "chat"])
+def test_a_longer_prompt_keeps_the_keys_of_what_it_extends(form: str) -> None:
+    short, long = body(**prompts(6)[form]), body(**prompts(9)[form])
+    assert short.form == long.form == form
+    assert 0 < len(short.keys()) < len(long.keys())
+    assert long.keys()[: len(short.keys()) - 1] == short.keys()[:-1]
+    assert len(short.keys()) == len(short.prompt) // PIECE_BYTES
+
+
+@pytest.mark.parametrize("field", ["model", "tools", "cache_salt"])
+def test_what_else_decides_what_is_cached_is_in_every_key(field: str) -> None:
+    one, other = body(prompt=WORDS), body(prompt=WORDS, **{field: "other"})
+    assert not set(one.keys()) & set(other.keys())
+
+
+def test_prompt_tokens_are_counted_for_ids_and_estimated_for_text() -> None:
+    for count in (1, 2, 7, 5000):
+        assert body(prompt=list(range(count))).prompt_tokens == count
+    assert body(prompt="x" * 4000).prompt_tokens == pytest.approx(1000, rel=0.01)
+
+
+def test_tokens_in_leading_pieces_are_those_that_end_there() -> None:
+    ids = list(range(0, 150_000, 7))
+    made = body(prompt=ids)
+    for pieces in (0, 1, 5, 100):
+        text = made.prompt[: pieces * PIECE_BYTES].decode()
+        assert made.tokens_in(pieces) == text.count(",")
+    assert made.tokens_in(10**6) == len(ids) - 1
+    assert body(prompt="x" * 8000).tokens_in(2) == 1024
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'{"prompt":[1,}', b"null", b"{}x"])
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(BodyError):
+        Body(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"kv_transfer_params":{"direct_read":{}},"prompt":"p"}',
+        b'{"kv\\u005ftransfer_params":{"x":1},"prompt":"p"}',
+        b'{"kv_transfer_params":1,"prompt":"p","kv_transfer_params":{"x":1}}',
+        b'{"prompt":"p","vllm_xargs":{"kv_transfer_params":"x"}}',
+        b'{"prompt":"p","vllm_xargs":{"kv_transfer\\u005fparams":"x","top":1}}',
+    ],
+)
+def test_clients_cannot_say_where_kv_comes_from(raw: bytes) -> None:
+    sent = msgspec.json.decode(Body(raw).raw)
+    assert sent["prompt"] == "p"
+    assert "transfer" not in json.dumps(sent)
+    assert sent.get("vllm_xargs", {}).get("top") in (None, 1)
+
+
+def test_a_body_without_transfer_params_is_sent_on_byte_for_byte() -> None:
+    raw = b' { "prompt" : [1,  2],"x":1.50, "y":"\\u00e9" } '
+    assert Body(raw).raw == raw
+
+
+def test_transfer_params_are_spliced_in_and_the_rest_stays() -> None:
+    asked = {"model": "m", "prompt": [1, 2], "stream": True, "min_tokens": 5}
+    asked |= {"stream_options": {"include_usage": True}, "max_tokens": 50}
+    made = body(**asked)
+    pull = msgspec.json.decode(made.with_transfer({"a": 1}))
+    assert pull == {**asked, "kv_transfer_params": {"a": 1}}
+    prefill = msgspec.json.decode(made.prefill_only({"a": 1}))
+    assert prefill == {
+        "model": "m",
+        "prompt": [1, 2],
+        "stream": False,
+        "max_tokens": 1,
+        "kv_transfer_params": {"a": 1},
+    }
+    chat = body(messages=[], max_completion_tokens=9).prefill_only({})
+    assert msgspec.json.decode(chat)["max_completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "single"),
+    [
+        ({"prompt": [1]}, True),
+        ({"prompt": "p", "n": 1}, True),
+        ({"messages": [{}]}, True),
+        ({"prompt": [1], "n": 2}, False),
+        ({"prompt": [1], "use_beam_search": True}, False),
+        ({"prompt": [[1], [2]]}, False),
+        ({"prompt": ["p", "q"]}, False),
+    ],
+)
+def test_only_one_answer_to_one_prompt_can_be_offloaded(fields, single) -> None:
+    assert body(**fields).single is single

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong around the proxy, with real processes: every request ends in a
+clear error and one end line, and no counter leaks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from proxy_lab import DONE, Proxy, ask, connect, post, proxy, until
+
+from fleet.instances import Instance
+from fleet.standin.process import Standin, standin
+
+pytestmark = pytest.mark.slow
+# 5 ms a token: an answer of 400 tokens takes two seconds.
+SLOW = ("--decode-us", "5000")
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[list[Standin]]:
+    with standin(*SLOW) as a, standin(*SLOW) as b:
+        yield [a, b]
+
+
+@pytest.fixture
+def two(started: list[Standin]) -> list[Standin]:
+    for one in started:
+        one.set_faults()
+    return started
+
+
+def named(standins: list[Standin]) -> list[Instance]:
+    return [Instance(name, one.url) for name, one in zip("ab", standins, strict=False)]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def ejected(on: Proxy) -> list[str]:
+    return on.get("/health").json["ejected"]
+
+
+def first_event(client: socket.socket) -> bytes:
+    got = b""
+    while b"data:" not in got:
+        got += client.recv(65536)
+    return got
+
+
+def rest(client: socket.socket) -> bytes:
+    got = b""
+    while piece := client.recv(65536):
+        got += piece
+    return got
+
+
+def test_an_instance_killed_in_mid_stream_ends_with_an_error_event(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    with standin(*SLOW) as one, proxy(tmp_path, named([one, two[1]])) as on:
+        with connect(on.url, ask(max_tokens=400), X_Request_Id="cut") as client:
+            begun = first_event(client)
+            assert b"200 OK" in begun
+            one.process.kill()
+            body = begun + rest(client)
+        assert b'data: {"error":' in body
+        assert b"a broke off in the middle of its answer" in body
+        assert b"[DONE]" not in body
+        end = on.end("cut")
+        assert (end["status"], end["instance"]) == ("failed", "a")
+        until(lambda: ejected(on) == ["a"], "a is not ejected")
+        for _ in range(3):
+            answer = post(on.url, ask())
+            assert answer.status == 200
+            assert answer.headers["X-Kvtax-Instance"] == "b"
+        on.idle()
+        on.accounted(4)
+
+
+def test_a_hung_instance_is_given_up_ejected_and_taken_back(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    with proxy(tmp_path, named(two), "round_robin", "--silence-timeout-s", "1") as on:
+        with connect(on.url, ask(max_tokens=400), X_Request_Id="mid") as client:
+            first_event(client)
+            os.kill(two[0].process.pid, signal.SIGSTOP)
+            try:
+                assert b"a went silent in the middle of its answer" in rest(client)
+                post(on.url, ask())  # b's turn
+                answer = post(on.url, ask(), X_Request_Id="first")
+                assert answer.status == 504
+                assert answer.error["instance"] == "a"
+                assert "did not answer in time" in answer.error["message"]
+                until(lambda: ejected(on) == ["a"], "a is not ejected")
+                assert post(on.url, ask()).headers["X-Kvtax-Instance"] == "b"
+            finally:
+                os.kill(two[0].process.pid, signal.SIGCONT)
+        until(lambda: ejected(on) == [], "a is not back")
+        served = {post(on.url, ask()).headers["X-Kvtax-Instance"] for _ in range(2)}
+        assert served == {"a", "b"}
+        assert on.end("mid")["status"] == on.end("first")["status"] == "failed"
+        on.idle()
+        on.accounted(6)
+
+
+def test_a_client_that_goes_away_aborts_the_request_at_the_instance(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    with proxy(tmp_path, named(two)) as on:
+        with connect(on.url, ask(max_tokens=4000), X_Request_Id="gone") as client:
+            first_event(client)
+            assert on.instances()["a"]["requests"] == 1
+        end = on.end("gone")
+        assert end["status"] == "client_gone"
+        assert end["generated_tokens"] < 4000
+        until(
+            lambda: two[0].metrics()["vllm:num_requests_running"] == 0,
+            "the instance still works on it",
+        )
+        # And one who does not wait for the first byte.
+        two[1].set_faults("hang")
+        with connect(on.url, ask(), X_Request_Id="sooner"):
+            until(lambda: on.instances()["b"]["requests"] == 1, "not sent on")
+        assert on.end("sooner")["status"] == "client_gone"
+        on.idle()
+        on.accounted(2)
+        assert ejected(on) == []
+
+
+def test_bad_bodies_get_4xx_and_reach_no_instance(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    with proxy(tmp_path, named(two), "linear", "--max-body-bytes", "5000") as on:
+        malformed = post(on.url, b'{"prompt": [1, 2')
+        assert malformed.status == 400
+        assert "no valid JSON" in malformed.error["message"]
+        large = post(on.url, ask(list(range(5000))))
+        assert large.status == 413
+        assert "5000" in large.error["message"]
+        on.accounted(2)
+        assert [end["status"] for end in on.lines("end")] == ["refused"] * 2
+        assert on.lines("decision") == []
+        unknown = post(on.url, {"model": "other", "prompt": [1], "max_tokens": 1})
+        assert unknown.status == 404
+        assert unknown.error["message"] == "The model `other` does not exist."
+        assert ejected(on) == []
+        on.idle()
+
+
+def test_no_failure_is_answered_with_200(two: list[Standin], tmp_path: Path) -> None:
+    with proxy(tmp_path, named(two), "round_robin", "--silence-timeout-s", "1") as on:
+        said = {
+            "http500": (500, "engine is dead"),
+            "hang": (504, "did not answer in time"),
+            "hang_first": (504, "sent no first byte in time"),
+        }
+        for fault, (status, message) in said.items():
+            answer = post(on.url, ask(), X_Standin_Fault=fault, X_Request_Id=fault)
+            assert (answer.status, on.end(fault)["http_status"]) == (status, status)
+            assert message in answer.error["message"]
+            assert answer.headers["Content-Type"].startswith("application/json")
+        for one in two:
+            one.set_faults(after=0)
+        for fault in ("none", "inband", "none", "cut", "none", "truncated"):
+            for _ in two:
+                answer = post(on.url, ask(), X_Standin_Fault=fault)
+                if fault == "none":
+                    assert answer.status == 200
+                    continue
+                # The first byte may be here before it is known to be the last.
+                assert answer.status == 502 or b'"error"' in answer.body
+                assert DONE not in answer.body or b"engine died" in answer.body
+        on.idle()
+        on.accounted(15)
+        statuses = [end["status"] for end in on.lines("end")]
+        assert (statuses.count("ok"), statuses.count("failed")) == (6, 9)
+
+
+def test_a_stream_that_only_ends_is_not_passed_off_as_complete(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    with proxy(tmp_path, named(two)) as on:
+        for fault, said in {
+            "truncated": "ended its answer without [DONE]",
+            "cut": "broke off in the middle",
+        }.items():
+            answer = post(on.url, ask(), X_Standin_Fault=fault, X_Request_Id=fault)
+            assert said in answer.error["message"]
+            assert answer.error["instance"] in "ab"
+            assert DONE not in answer.body
+            assert said in on.end(fault)["error"]
+        inband = post(on.url, ask(), X_Standin_Fault="inband", X_Request_Id="inband")
+        assert b"engine died" in inband.body
+        assert on.end("inband")["status"] == "failed"
+        on.idle()
+        on.accounted(3)
+
+
+def test_a_refused_connection_is_tried_once_elsewhere(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    nobody = [Instance(name, f"http://127.0.0.1:{free_port()}") for name in "xyz"]
+    with proxy(tmp_path, [nobody[0], *named(two)]) as on:
+        answer = post(on.url, ask(), X_Request_Id="moved")
+        assert answer.status == 200
+        assert answer.headers["X-Kvtax-Instance"] in "ab"
+        end = on.end("moved")
+        first, second = on.lines("decision")
+        assert (first["attempt"], first["instance"]) == (0, "x")
+        assert (second["attempt"], second["instance"]) == (1, end["instance"])
+        assert ejected(on) == ["x"]
+    with proxy(tmp_path, nobody) as on:
+        answer = post(on.url, ask(), X_Request_Id="nowhere")
+        assert answer.status == 503
+        assert "no connection to" in answer.error["message"]
+        until(lambda: len(ejected(on)) == 3, "not ejected")
+        answer = post(on.url, ask())
+        assert (answer.status, on.get("/health").status) == (503, 503)
+        assert answer.error["message"] == "no healthy instance"
+        on.idle()
+        on.accounted(2)
+
+
+def resident_bytes(process: int) -> int:
+    with open(f"/proc/{process}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_slow_reader_holds_up_its_own_stream_and_takes_no_memory(
+    tmp_path: Path,
+) -> None:
+    # 100,000 tokens are about 18 MB of events.
+    asked = ask(max_tokens=100_000)
+    with standin() as one, proxy(tmp_path, named([one])) as on:
+        post(on.url, ask())
+        before = resident_bytes(on.process.pid)
+        with ExitStack() as clients:
+            slow = [clients.enter_context(connect(on.url, asked)) for _ in range(4)]
+            for client in slow:
+                first_event(client)
+            time.sleep(2)
+            grown = resident_bytes(on.process.pid) - before
+            assert grown < 8 * 2**20, f"{grown} bytes for streams that nobody reads"
+            assert post(on.url, ask()).status == 200
+            assert on.instances()["a"]["requests"] == 4
+        on.idle()
+        on.accounted(6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_proxy_tells_its_clients_and_its_log(
+    two: list[Standin], tmp_path: Path, number: signal.Signals
+) -> None:
+    with proxy(tmp_path, named(two)) as on, ExitStack() as clients:
+        two[1].set_faults("hang")
+        mid = clients.enter_context(connect(on.url, ask(max_tokens=4000)))
+        begun = first_event(mid)
+        early = clients.enter_context(connect(on.url, ask()))
+        until(lambda: on.instances()["b"]["requests"] == 1, "not sent on")
+        on.process.send_signal(number)
+        assert b"the proxy was stopped" in begun + rest(mid)
+        answer = rest(early)
+        assert b"503 Service Unavailable" in answer
+        assert b"the proxy was stopped" in answer
+        assert on.process.wait(20) == 0
+        assert [end["status"] for end in on.lines("end")] == ["proxy_stopped"] * 2
+
+
+def test_a_killed_and_restarted_proxy_serves_again_and_keeps_the_old_log(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    port = str(free_port())
+    with proxy(tmp_path, named(two), "linear", "--port", port) as on:
+        assert post(on.url, ask(), X_Request_Id="done").status == 200
+        on.end("done")
+        with connect(on.url, ask(max_tokens=4000), X_Request_Id="lost") as client:
+            first_event(client)
+            until(lambda: len(on.lines("decision")) == 2, "decision not written")
+            on.process.kill()
+            rest(client)
+        decided = {one["id"] for one in on.lines("decision")}
+        ended = {one["id"] for one in on.lines("end")}
+        assert decided - ended == {"lost"}
+    with proxy(tmp_path, named(two), "linear", "--port", port) as again:
+        assert post(again.url, ask()).status == 200
+        assert again.instances()["a"]["requests"] == 0
+        until(
+            lambda: all(one.metrics()["vllm:num_requests_running"] == 0 for one in two),
+            "an instance still works for the killed proxy",
+        )
+
+
+def test_a_log_that_exists_is_not_written_over(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    (tmp_path / "0.decisions.jsonl").write_text("mine")
+    with proxy(tmp_path, named(two)) as on:
+        assert on.url == ""
+        assert on.process.wait(20) == 2
+    assert (tmp_path / "0.decisions.jsonl").read_text() == "mine"

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes through the proxy, where it goes, and what is recorded of it."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import random
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from proxy_lab import ask, post, proxy
+
+from fleet.instances import Address, Instance
+from fleet.policies import POLICIES
+from fleet.policies.replay import main as replay
+from fleet.proxy.__main__ import main
+from fleet.standin.process import Standin, standin
+
+pytestmark = pytest.mark.slow
+WORDS = "the quick brown fox jumps over the lazy dog\n" * 400
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[Standin]]:
+    with standin() as a, standin() as b, standin() as c:
+        yield [a, b, c]
+
+
+@pytest.fixture(scope="module")
+def instances(three: list[Standin]) -> list[Instance]:
+    return [
+        Instance(name, one.url, connector="nixl", direct_read=Address("h", 7))
+        for name, one in zip("abc", three, strict=True)
+    ]
+
+
+def chat(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+def test_an_answer_is_passed_on_byte_for_byte(
+    three: list[Standin], instances: list[Instance], tmp_path: Path
+) -> None:
+    shapes = [
+        ("/v1/completions", ask()),
+        ("/v1/completions", ask(WORDS, 50, stream_options={"include_usage": True})),
+        ("/v1/completions", ask(stream=False)),
+        ("/v1/chat/completions", {**ask(), "messages": chat("hello")}),
+        ("/v1/chat/completions", {**ask(stream=False), "messages": chat("hello")}),
+    ]
+    with proxy(tmp_path, instances[:1]) as on:
+        for path, asked in shapes:
+            post(three[0].url, asked, path)  # both answers find the prompt cached
+            direct = post(three[0].url, asked, path, X_Request_Id="same")
+            proxied = post(on.url, asked, path, X_Request_Id="same")
+            assert proxied.status == direct.status == 200
+            assert proxied.body == direct.body
+            kind = "Content-Type"
+            assert proxied.headers[kind] == direct.headers[kind]
+            assert proxied.headers["X-Kvtax-Instance"] == "a"
+        assert on.get("/v1/models").body == post_less(three[0].url, "/v1/models")
+        on.idle()
+
+
+def post_less(url: str, path: str) -> bytes:
+    with urllib.request.urlopen(url + path) as answer:
+        return answer.read()
+
+
+FORMS = {
+    "ids": ("/v1/completions", lambda n: {"prompt": list(range(500 * n))}),
+    "text": ("/v1/completions", lambda n: {"prompt": WORDS[: 4000 * n]}),
+    "chat": ("/v1/chat/completions", lambda n: {"messages": chat(WORDS[: 4000 * n])}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_prompt_goes_where_its_prefix_is_in_every_form(
+    form: str, instances: list[Instance], tmp_path: Path
+) -> None:
+    path, prompt = FORMS[form]
+    with proxy(tmp_path, instances, "lmetric") as on:
+        first = post(on.url, {**ask(), **prompt(2)}, path)
+        for filler in range(4):  # moves the turn of a tie on
+            post(on.url, ask([filler] * 9))
+        again = post(on.url, {**ask(), **prompt(4)}, path, X_Request_Id="again")
+        name = again.headers["X-Kvtax-Instance"]
+        assert name == first.headers["X-Kvtax-Instance"]
+        on.end("again")
+        decision = next(one for one in on.lines("decision") if one["id"] == "again")
+        cached = {
+            one["name"]: one["cached_tokens"]
+            for one in decision["snapshot"]["candidates"]
+        }
+        half = decision["prompt_tokens"] / 2
+        # Whole pieces count, and one has at most 512 tokens.
+        assert half - 512 <= cached.pop(name) <= half
+        assert set(cached.values()) == {0}
+        assert on.instances()[name]["cache"]["mirror_tokens"] >= half
+
+
+def test_a_session_stays_where_it_is(instances: list[Instance], tmp_path: Path) -> None:
+    with proxy(tmp_path, instances, "linear") as on:
+        for turn in range(4):
+            for session in range(5):
+                post(
+                    on.url,
+                    ask([session]),
+                    X_Session_Id=f"s{session}",
+                    X_Request_Id=f"s{session}/{turn}",
+                )
+        on.accounted(20)
+        places: dict[str, set[str]] = {}
+        for one in on.lines("decision"):
+            places.setdefault(one["session"], set()).add(one["instance"])
+        assert len(places) == 5
+        assert all(len(names) == 1 for names in places.values())
+        assert len(set().union(*places.values())) == 3
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"pd_sep"}))
+def test_recorded_decisions_replay_identically(
+    policy: str, instances: list[Instance], tmp_path: Path
+) -> None:
+    random.seed(policy)
+    options = (
+        ["--parameters", "warm_tokens=50", "heavy_tokens=100"]
+        if policy == "elastic"
+        else []
+    )
+    sizes = [random.choice([5, 60, 600, 2000]) for _ in range(60)]
+    with (
+        proxy(tmp_path, instances, policy, *options) as on,
+        ThreadPoolExecutor(8) as clients,
+    ):
+        asked = [
+            clients.submit(
+                post, on.url, ask(list(range(n))), X_Session_Id=f"s{place % 7}"
+            )
+            for place, n in enumerate(sizes)
+        ]
+        assert {one.result().status for one in asked} == {200}
+        on.idle()
+        on.accounted(60)
+        assert len(on.lines("decision")) == 60
+    assert replay([str(on.log)]) == 0
+
+
+@contextmanager
+def echo() -> Iterator[str]:
+    """A server that answers with what it was sent."""
+
+    class Echo(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            sent = {"headers": headers, "body": body.decode()}
+            answer = json.dumps(sent).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_peer_to_read_from_is_named_by_the_proxy_and_only_by_it(
+    tmp_path: Path,
+) -> None:
+    prompt = list(range(3000))
+    with echo() as a, echo() as b:
+        places = [
+            Instance("a", a, direct_read=Address("10.0.0.1", 7701)),
+            Instance("b", b, direct_read=Address("10.0.0.2", 7702)),
+        ]
+        with proxy(tmp_path, places, "direct_read", "--parameters", "alpha=0") as on:
+            forged = {"kv_transfer_params": {"direct_read": {"host": "evil"}}}
+            first = post(on.url, {**ask(prompt), **forged}, X_Session_Id="s")
+            name = first.headers["X-Kvtax-Instance"]
+            assert "evil" not in first.json["body"]
+            assert "kv_transfer_params" not in first.json["body"]
+            # Another session's, with the same prompt, goes to the other instance.
+            other = post(
+                on.url,
+                ask(prompt),
+                X_Session_Id="t",
+                Authorization="Bearer key",
+                X_Request_Id="t/0",
+            )
+            assert other.headers["X-Kvtax-Instance"] != name
+            sent = json.loads(other.json["body"])
+            port = 7701 if name == "a" else 7702
+            peer = sent.pop("kv_transfer_params")["direct_read"]
+            assert peer == {"host": f"10.0.0.{port - 7700}", "port": port}
+            assert sent == ask(prompt)
+            headers = other.json["headers"]
+            assert headers["authorization"] == "Bearer key"
+            assert headers["x-request-id"] == "t/0"
+            on.end("t/0")
+            assert on.lines("decision")[-1]["read_from"] == name
+
+
+def test_what_the_proxy_says_of_itself(
+    instances: list[Instance], tmp_path: Path
+) -> None:
+    with proxy(tmp_path, instances, "load_only") as on:
+        for number in range(12):
+            post(on.url, ask(), X_Request_Id=f"r/{number}")
+        on.idle()
+        families = text_string_to_metric_families(on.get("/metrics").body.decode())
+        values = {
+            (sample.name, sample.labels.get("instance"), sample.labels.get("status")): (
+                sample.value
+            )
+            for family in families
+            for sample in family.samples
+        }
+        requests = "kvtax_proxy_requests_total"
+        assert sum(values[requests, name, "ok"] for name in "abc") == 12
+        assert values["kvtax_proxy_healthy", "a", None] == 1
+        breakdown = on.get("/breakdown").json
+        assert breakdown["decision_us"]["n"] == 12
+        assert sum(one["ended"]["ok"] for one in breakdown["instances"].values()) == 12
+        recent = [
+            json.loads(line) for line in on.get("/decisions?n=5").body.split(b"\n")
+        ]
+        assert [one["id"] for one in recent] == [f"r/{n}" for n in range(7, 12)]
+        assert set(recent[0]["scores"]) == set("abc")
+        assert on.get("/decisions?n=all").status == 400
+        assert on.get("/nowhere").status == 404
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--url", "a=http://h:1", "--policy", "elastic"],
+            "all need the connector",
+        ),
+        (["--url", "a=http://h:1", "--policy", "linear", "--cache", "exact"], "kv_ev"),
+        (["--url", "a", "--policy", "linear"], "NAME=http://... expected"),
+        (["--instances", "/nowhere", "--policy", "linear"], "/nowhere"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(
+    options: list[str], said: str, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["proxy", *options])
+    assert main() == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.out == ""

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact cache state against a real vLLM: what it says is what vLLM then reuses."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from proxy_lab import post, proxy, until
+
+from fleet.instances import Instance
+from microbench.config import Connector, load_profile
+from microbench.model import write_model
+from microbench.server import SERVED_MODEL, Server
+from microbench.tree import build_tree, installed_package
+
+pytestmark = pytest.mark.e2e
+BLOCK, BLOCKS = 16, 120
+# An engine step, and the publisher's look at its queue.
+EVENTS_ARRIVE_S = 0.3
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[Instance]:
+    """A null model with room for few prompts, so that blocks get evicted."""
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    events |= {"endpoint": endpoint, "replay_endpoint": replay}
+    base = load_profile("cpu-smoke")
+    profile = msgspec.structs.replace(
+        base,
+        forward_us=0,
+        num_blocks=BLOCKS,
+        block_size=BLOCK,
+        max_model_len=1024,
+        max_num_batched_tokens=1024,
+        server_args=[
+            *base.server_args,
+            "--enable-prompt-tokens-details",
+            "--kv-events-config",
+            json.dumps(events),
+        ],
+    )
+    build_tree(tmp_path / "tree", installed_package("vllm"), [], {})
+    model, _ = write_model(tmp_path / "model", profile)
+    log = tmp_path / "log"
+    with Server(
+        tmp_path / "tree", profile, Connector("", []), model, tmp_path, {}, log
+    ) as server:
+        server.wait_ready()
+        yield Instance("a", server.url, kv_events=endpoint, kv_events_replay=replay)
+
+
+def test_exact_state_says_what_vllm_reuses(instance: Instance, tmp_path: Path) -> None:
+    random.seed(1)
+    prompts: list[list[int]] = [[]]
+    with proxy(tmp_path, [instance], "linear", "--cache", "exact") as on:
+        said, reused = [], []
+        for number in range(40):
+            begin = random.choice(prompts)[: random.randrange(1, 500)]
+            more = random.choice([40, 400])
+            prompt = begin + [random.randrange(1000) for _ in range(more)]
+            prompts.append(prompt)
+            asked = {"model": SERVED_MODEL, "prompt": prompt, "temperature": 0}
+            asked |= {"max_tokens": random.choice([1, 40])}
+            answer = post(on.url, asked, X_Request_Id=f"r/{number}")
+            usage = answer.json["usage"]
+            assert usage["prompt_tokens"] == len(prompt)
+            details = usage["prompt_tokens_details"] or {}
+            reused.append(details.get("cached_tokens", 0))
+            on.end(f"r/{number}")
+            (candidate,) = on.lines("decision")[-1]["snapshot"]["candidates"]
+            said.append(candidate["cached_tokens"])
+            time.sleep(EVENTS_ARRIVE_S)
+        assert said == reused
+        assert sum(reused) > 40 * BLOCK
+        cache = on.instances()["a"]["cache"]
+        assert cache["complete"]
+        assert cache["skipped_blocks"] == 0
+        # The mirror knows of no eviction: the two must differ by now.
+        assert cache["exact_tokens"] <= BLOCKS * BLOCK < cache["mirror_tokens"]
+        assert cache["mean_difference_tokens"] > 0
+        reset = urllib.request.Request(
+            f"{instance.url}/reset_prefix_cache", method="POST"
+        )
+        urllib.request.urlopen(reset).close()
+        until(
+            lambda: on.instances()["a"]["cache"]["exact_tokens"] == 0,
+            "the reset did not arrive",
+        )
