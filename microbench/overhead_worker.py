@@ -118,7 +118,7 @@ class NullEngine:
         first = next(self._ids)
         ids = [
             # Prompts that share no block, or the first would serve the others.
-            self.add([(first + row) % 1_000 + 1] * PROMPT_TOKENS, steps + 2)
+            self.add(_numbered(first + row), steps + 2)
             for row in range(batch)
         ]
         self.core.step()
@@ -139,6 +139,12 @@ class NullEngine:
             step()
             times.append((clock() - before) / 1e3)
         return times
+
+
+def _numbered(number: int) -> list[int]:
+    """A prompt of its own for each number below a million, in the first block too."""
+    high, low = divmod(number, 1_000)
+    return [high + 1, low + 1] * (PROMPT_TOKENS // 2)
 
 
 # What is on: (engine hooks, worker hooks). The worker's alone would record nothing,

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import aiohttp
@@ -28,6 +29,8 @@ from .loads import Loads
 from .upstream import Answer, Failure, Unreachable, ask
 
 log = logging.getLogger(__name__)
+# Sends a request with these kv_transfer_params.
+Asking = Callable[[dict[str, Any]], Awaitable[Answer]]
 
 
 class GivenUp(Exception):
@@ -75,9 +78,13 @@ class Offloader:
 
         `new_tokens` is what P has to compute.
         """
+        # Counted from the decision on, or those decided meanwhile would be too many,
+        # and until P has answered, which may be after D has.
+        counted = ExitStack()
+        counted.enter_context(self._loads.offload(p.name, prompt_tokens, new_tokens))
 
         async def prefill(params: dict[str, Any]) -> Answer:
-            with self._loads.offload(p.name, prompt_tokens, new_tokens):
+            with counted:
                 prefill_body = body.prefill_only(params)
                 return await self._prefill(p, path, headers, prefill_body)
 
@@ -85,6 +92,16 @@ class Offloader:
             pull_body = body.with_transfer(params)
             return ask(self._session, d, path, headers, pull_body)
 
+        try:
+            return await self._transferred(p, d, prefill, decode)
+        except BaseException:
+            counted.close()
+            raise
+
+    async def _transferred(
+        self, p: Instance, d: Instance, prefill: Asking, decode: Asking
+    ) -> Answer:
+        """D's answer, by the protocol that D's connector has."""
         if d.connector == "nixl":
             prefilled = await prefill({"do_remote_decode": True})
             return await self._handed_over(decode(_params_of(prefilled, p)), d)

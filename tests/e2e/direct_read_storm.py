@@ -209,6 +209,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of prompts and moments")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file")
     arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     exit_on_signals()
     require_honest_transfers()
     with tempfile.TemporaryDirectory(prefix="kvtax-storm-") as folder:

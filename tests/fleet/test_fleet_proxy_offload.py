@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from proxy_lab import DONE, Proxy, ask, connect, post, proxy, until
 
@@ -193,6 +195,32 @@ def test_offloads_under_way_are_counted_and_capped(
         assert decision["reason"] == "1 offloads under way: not offloaded"
         assert decision["class"] == "HEAVY"
         on.idle()
+
+
+def test_an_offload_counts_from_its_decision_on(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    """Not from when P's bootstrap server has said where its KV will be."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        instances = [
+            msgspec.structs.replace(one, bootstrap_url=url) for one in named(two)
+        ]
+        options = (*HEAVY_FROM, "max_offloads=1", "--prefill-timeout-s", "2")
+        with (
+            proxy(tmp_path, instances, "elastic", *options) as on,
+            ThreadPoolExecutor() as go,
+        ):
+            first = go.submit(post, on.url, ask(unlike(510)), X_Request_Id="first")
+            until(lambda: on.get("/breakdown").json["offloads"] == 1, "not counted")
+            assert post(on.url, ask(unlike(511)), X_Request_Id="second").status == 200
+            decision = next(
+                one for one in on.lines("decision") if one["id"] == "second"
+            )
+            assert decision["reason"] == "1 offloads under way: not offloaded"
+            assert first.result().status == 200
+            assert url in on.end("first")["fallback"]
+            on.idle()
 
 
 def test_a_request_for_several_answers_is_not_offloaded(
