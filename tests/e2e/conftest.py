@@ -16,5 +16,8 @@ def lab(tmp_path_factory) -> Lab:
 
 @pytest.fixture(scope="package")
 def reference(lab) -> Reference:
+    """Stays to the end: test_main_job, which wants the machine for itself, runs before
+    whoever asks for it.
+    """
     with ready(lab.instance()) as (single,):
         yield Reference(single)

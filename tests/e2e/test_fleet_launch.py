@@ -168,4 +168,6 @@ def test_ctrl_c_leaves_nothing(launched, instances):
     for instance in instances:
         assert not os.path.exists(instance.kv_events.removeprefix("ipc://"))
         with socket.socket() as probe:
+            # As servers do: a connection that has only just ended is no obstacle.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", urlsplit(instance.url).port))
