@@ -21,6 +21,13 @@ direct-read-test: setup ## direct read: the storm, a million hostile frames, two
 direct-read-storm: setup ## direct read: 10,000 requests on two real engines, and what must fail (10 minutes)
 	$(python) -m tests.e2e.direct_read_storm --requests 10000 --out runs/direct_read_storm.json
 
+fleet-test: setup ## the fleet, real vLLM instances included (6 minutes)
+	$(python) -m pytest -m "" tests/fleet tests/e2e/test_fleet_launch.py \
+	    tests/e2e/test_offloads.py
+
+fleet-experiment: setup ## routing policies on coding sessions, four instances (35 minutes)
+	$(python) -m fleet.experiment configs/experiments/policies.toml
+
 lint: setup ## ruff, as the tests expect it
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
@@ -92,6 +99,7 @@ lock: setup ## resolve pyproject.toml anew into locks/
 clean: ## remove runs, fetched sources and the environment
 	rm -rf runs third_party .venv .uv .setup.lock
 
-.PHONY: help setup test test-fast direct-read-test direct-read-storm lint sweep overhead step-cost \
+.PHONY: help setup test test-fast direct-read-test direct-read-storm \
+	fleet-test fleet-experiment lint sweep overhead step-cost \
 	direct-read-cost listener-cost driver-lag transfer-check bench-report vllm-releases upstream-check \
 	upstream-series kvindex-test kvindex-bench kvindex-figures lock clean

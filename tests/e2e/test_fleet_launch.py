@@ -25,7 +25,7 @@ from microbench.config import CONFIGS
 from microbench.server import READY_DEADLINE_S, SERVED_MODEL
 from microbench.supervise import REPOSITORY, descendants
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PROFILE = CONFIGS / "fleet" / "h20-30b-a3b.toml"
 LAUNCH = [sys.executable, "-m", "fleet.launch"]

@@ -31,7 +31,7 @@ from .instance import ANSWER_TOKENS, BLOCK_TOKENS, NUM_BLOCKS, Tokens
 from .lab import Lab, Reference
 from .tiny_checkpoint import MAX_TOKENS, prompt
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 CONNECTOR = "mooncake_both_fixed"
 HEAVY_TOKENS = 64

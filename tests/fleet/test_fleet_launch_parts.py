@@ -23,7 +23,7 @@ from fleet.instances import (
     write_instances,
 )
 from fleet.launch import settings
-from fleet.launch.ports import PORTS_AN_INSTANCE, PortsError, reserve
+from fleet.launch.ports import PortsError, reserve
 from fleet.launch.profile import FleetProfile, Forward, read_profile, slowed
 from fleet.launch.settings import SettingsError, Spec
 from microbench.config import CONFIGS, ConfigError, load_connector
@@ -72,12 +72,12 @@ def test_no_two_instances_share_a_port(instances):
 
 
 def test_a_taken_port_is_named():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(PortsError, match=f"port {port} is taken"):
-            reserve(2, port - PORTS_AN_INSTANCE)
+    first, second = (own.http for own in reserve(2))
+    with (
+        socket.create_server(("127.0.0.1", second)),
+        pytest.raises(PortsError, match=f"port {second} is taken"),
+    ):
+        reserve(2, first)
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)

@@ -214,6 +214,7 @@ def test_an_offload_counts_from_its_decision_on(
             first = go.submit(post, on.url, ask(unlike(510)), X_Request_Id="first")
             until(lambda: on.get("/breakdown").json["offloads"] == 1, "not counted")
             assert post(on.url, ask(unlike(511)), X_Request_Id="second").status == 200
+            on.end("second")
             decision = next(
                 one for one in on.lines("decision") if one["id"] == "second"
             )

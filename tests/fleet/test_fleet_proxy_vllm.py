@@ -20,7 +20,7 @@ from microbench.model import write_model
 from microbench.server import SERVED_MODEL, Server
 from microbench.tree import build_tree, installed_package
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 BLOCK, BLOCKS = 16, 120
 # An engine step, and the publisher's look at its queue.
 EVENTS_ARRIVE_S = 0.3
@@ -90,6 +90,8 @@ def test_exact_state_says_what_vllm_reuses(instance: Instance, tmp_path: Path) -
             f"{instance.url}/reset_prefix_cache", method="POST"
         )
         urllib.request.urlopen(reset).close()
+        # vLLM publishes what has happened with its next step.
+        post(on.url, {"model": SERVED_MODEL, "prompt": [1], "max_tokens": 1})
         until(
             lambda: on.instances()["a"]["cache"]["exact_tokens"] == 0,
             "the reset did not arrive",
