@@ -20,8 +20,9 @@ from microbench.engine_process import serve, thread_cpu_s, thread_ids
 from microbench.overhead_worker import BLOCK_SIZE, MAX_MODEL_LEN, NullEngine
 
 WARM_UP_STEPS = 50
-# For the batch that decodes, beside what is cached.
-SPARE_BLOCKS = 1_024
+# For the batch that decodes, and for what a use of the prompts leaves behind: a block a
+# prompt that is not full, so not cached, and that comes to be used again last.
+SPARE_BLOCKS = 16_384
 # What peers read: so many prompts of so many blocks, used before each round, so that
 # the blocks that the batch evicts are others.
 PROMPTS, PROMPT_BLOCKS = 64, 64
