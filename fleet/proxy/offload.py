@@ -188,15 +188,16 @@ class Offloader:
     async def _engine_id(self, p: Instance) -> str:
         """P's engine id, as its bootstrap server has it."""
         url = f"{p.bootstrap_url}/query"
+        what = f"prefill on {p.name}: {url}"
         try:
             async with asyncio.timeout(self._prefill_timeout_s):
                 async with self._session.get(url) as response:
                     ranks = await response.read()
             return msgspec.json.decode(ranks, type=dict[str, _Rank])["0"].engine_id
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._failed(p, f"{url}: {type(error).__name__}: {error}")
+            self._failed(p, f"{what}: {type(error).__name__}: {error}")
         except (msgspec.DecodeError, KeyError) as error:
-            raise GivenUp(f"{url}: no engine id: {error}") from None
+            raise GivenUp(f"{what}: no engine id: {error}") from None
 
 
 def _params_of(prefilled: Answer, p: Instance) -> dict[str, Any]:
