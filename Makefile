@@ -48,8 +48,8 @@ direct-read-cost: setup ## what being read costs an engine step, and what a read
 listener-cost: setup ## what listening to the block pool costs, a block and a take
 	$(python) -m microbench.listener_cost
 
-driver-lag: setup ## how late the load driver sends, at 10 to 1,000 requests a second
-	$(python) -m microbench.driver_lag
+sending-lag: setup ## how late our load generators send, at 10 to 1,000 requests a second
+	$(python) -m tests.fleet.bench_replay --only fleet.replay --only microbench.driver
 
 transfer-check: setup ## does Mooncake report a write over TCP before the bytes arrive?
 	$(python) -m microbench.transfer_check
@@ -101,5 +101,5 @@ clean: ## remove runs, fetched sources and the environment
 
 .PHONY: help setup test test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
-	direct-read-cost listener-cost driver-lag transfer-check bench-report vllm-releases upstream-check \
+	direct-read-cost listener-cost sending-lag transfer-check bench-report vllm-releases upstream-check \
 	upstream-series kvindex-test kvindex-bench kvindex-figures lock clean

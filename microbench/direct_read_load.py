@@ -44,8 +44,10 @@ class Loader:
     def client(self, address: tuple[str, int]) -> Client:
         if address not in self._clients:
             self._clients[address] = self.reader(address).connect()
-            self._clients[address].hello()
-        return self._clients[address]
+        client = self._clients[address]
+        if not client.is_connected():
+            client.hello()
+        return client
 
     def start(self, turn: Callable[[], Read], per_s: float) -> None:
         """A turn at a time, the first one here and now."""

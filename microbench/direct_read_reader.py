@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads prefixes from a peer as connectors/direct_read does, without an engine.
 
-Look up, read into memory of its own, validate: the connector's own client and reads,
-with the new connection that it makes for the first and the last. What is missing is
+Look up, read into memory of its own, validate: the connector's own connections and
+reads, one for its scheduler and one for its worker. What is missing is
 the engine of the instance that reads, so that the cost of being read can be measured
 alone.
 """
@@ -10,13 +10,13 @@ alone.
 from __future__ import annotations
 
 import time
-from contextlib import closing
 
 import msgspec
 import numpy as np
 from mooncake.engine import TransferEngine
 
 from connectors.direct_read.client import Client
+from connectors.direct_read.connections import Connections
 from connectors.direct_read.protocol import Offer
 from connectors.direct_read.reads import Region, read_blocks
 
@@ -63,8 +63,10 @@ class Reader:
         self.engine = engine
         self._address, self._secret = address, secret.encode()
         self._max_blocks = max_blocks
-        with closing(self.connect()) as client:
-            (theirs,) = client.hello().workers
+        self._lookups = Connections(self._secret, TIMEOUT_S)
+        self._validations = Connections(self._secret, TIMEOUT_S)
+        with self._lookups.to(address) as client:
+            (theirs,) = client.peer.workers
         self.session = theirs.session
         self._memory = [
             np.zeros(size * max_blocks, np.uint8) for size in theirs.block_bytes
@@ -83,8 +85,7 @@ class Reader:
         return Client(*self._address, self._secret, TIMEOUT_S)
 
     def look_up(self, hashes: list[bytes]) -> Offer:
-        with closing(self.connect()) as client:
-            client.hello()
+        with self._lookups.to(self._address) as client:
             return client.lookup(hashes[: self._max_blocks])
 
     def pull(self, offer: Offer) -> int:
@@ -99,8 +100,7 @@ class Reader:
         )
 
     def validate(self, offer: Offer) -> int:
-        with closing(self.connect()) as client:
-            client.hello()
+        with self._validations.to(self._address) as client:
             return client.validate(offer.token)
 
     def read(self, hashes: list[bytes]) -> Read:

@@ -138,8 +138,9 @@ def signal_all(pids: list[int], number: int) -> None:
             continue
 
 
-def _die_with_parent() -> None:
+def _begin_child() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _stop_tree(process: subprocess.Popen) -> None:
@@ -166,11 +167,14 @@ def _stop_tree(process: subprocess.Popen) -> None:
 def main() -> int:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     scratch, *command = sys.argv[1:]
+    # One that comes before the command can be stopped waits until it can.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent
+        command, stdin=subprocess.DEVNULL, preexec_fn=_begin_child
     )
     try:
         exit_on_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         owner_gone = sys.stdin.fileno()
         exited = os.pidfd_open(process.pid)
         select.select([owner_gone, exited], [], [])

@@ -65,6 +65,17 @@ class _Connection:
             raise ProtocolError("a frame that is too long")
         return self._receive_exactly(length)
 
+    def is_quiet(self) -> bool:
+        """Whether nothing has come: neither its end nor what nobody asked for."""
+        try:
+            self._sock.settimeout(0)
+            self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
     def close(self) -> None:
         # Another thread that waits on it is woken.
         with contextlib.suppress(OSError):
@@ -93,7 +104,8 @@ class Client:
 
     Each call returns or raises DirectReadError within `timeout_s`, name resolution
     apart, waiting for other threads' calls included. Any error ends the connection;
-    only hello makes a new one.
+    only hello makes a new one. `peer` is what hello was answered with, and None where
+    there is no connection.
 
     Raises ValueError if the secret is too short.
     """
@@ -106,10 +118,19 @@ class Client:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
+        self.peer: Peer | None = None
 
     def hello(self) -> Peer:
         """Connect, anew if need be, and ask what the peer is."""
-        return self._ask(Hello(), Peer)
+        self.peer = self._ask(Hello(), Peer)
+        return self.peer
+
+    def is_connected(self) -> bool:
+        """Whether the connection is there, as far as can be seen without asking.
+
+        For a client that no other thread uses now.
+        """
+        return self._connection is not None and self._connection.is_quiet()
 
     def lookup(self, hashes: list[bytes]) -> Offer:
         """Ask for the blocks of these hashes; only the first MAX_HASHES are."""
@@ -128,6 +149,7 @@ class Client:
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
+        self.peer = None
         if connection is not None:
             connection.close()
 
@@ -155,15 +177,20 @@ class Client:
         except (OSError, UnicodeError, ProtocolError) as error:
             self.close()
             raise DirectReadError(f"{self}: {error}") from error
+        except BaseException:
+            # A reply that comes late must not be taken for that of the next request.
+            self.close()
+            raise
         finally:
             self._lock.release()
 
     def _connected(self, deadline_s: float, *, anew: bool) -> _Connection:
         if anew:
             self.close()
-            self._connection = _Connection(self._address, deadline_s)
-            self._connection.greet(self._secret)
-        if self._connection is None:
+            self._connection = connection = _Connection(self._address, deadline_s)
+            connection.greet(self._secret)
+            return connection
+        if (connection := self._connection) is None:
             raise ConnectionError("not connected, say hello first")
-        self._connection.deadline_s = deadline_s
-        return self._connection
+        connection.deadline_s = deadline_s
+        return connection

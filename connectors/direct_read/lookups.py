@@ -3,13 +3,12 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 
 from vllm.logger import init_logger
 
 from connectors.direct_read import fingerprint
-from connectors.direct_read.client import Client
+from connectors.direct_read.connections import Address, Connections
 from connectors.direct_read.ledger import TOKEN_LIFETIME_S
 from connectors.direct_read.protocol import DirectReadError, Offer, Peer
 
@@ -24,8 +23,6 @@ LEFT_ALONE_S = 5.0
 OFFER_LIFETIME_S = TOKEN_LIFETIME_S / 4
 # Addresses come with requests: what is remembered of them has an end.
 MAX_REMEMBERED = 1024
-
-Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Lookups:
     """Asks peers, as the engine with this fingerprint."""
 
     def __init__(self, secret: bytes, ours: dict[str, str]) -> None:
-        self._secret = secret
+        self._connections = Connections(secret)
         self._ours = ours
         self._executor = ThreadPoolExecutor(NUM_THREADS, "direct-read-lookup")
         self._left_alone_until_s: dict[Address, float] = {}
@@ -60,6 +57,7 @@ class Lookups:
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._connections.close()
 
     def _ask(self, address: Address, hashes: list[bytes]) -> Found:
         if self._left_alone_until_s.get(address, 0.0) > time.monotonic():
@@ -77,14 +75,14 @@ class Lookups:
 
     def _found(self, address: Address, hashes: list[bytes]) -> Found:
         deadline_s = time.monotonic() + OFFER_LIFETIME_S
-        # Over one connection, so that both answers are of the same process: another
-        # one has its memory elsewhere.
-        with closing(Client(*address, self._secret)) as client:
-            peer = client.hello()
-            if differing := fingerprint.difference(self._ours, peer.fingerprint):
+        # The peer that said hello on this connection is the process that answers on
+        # it: another one has its memory elsewhere.
+        with self._connections.to(address) as client:
+            theirs = client.peer.fingerprint
+            if differing := fingerprint.difference(self._ours, theirs):
                 self._tell(address, f"its KV cache is not ours: {differing}")
                 return NOTHING
-            return Found(client.lookup(hashes), peer, deadline_s)
+            return Found(client.lookup(hashes), client.peer, deadline_s)
 
     def _tell(self, address: Address, what: str) -> None:
         """Once for each peer and message."""

@@ -9,10 +9,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 
-from connectors.direct_read.client import Client
+from connectors.direct_read.connections import Connections
 from connectors.direct_read.protocol import DirectReadError, WorkerAddress
 from connectors.direct_read.reads import (
     LostTrackError,
@@ -71,7 +70,7 @@ class Puller:
         self._engine = engine
         self._ours = ours
         self._rank = rank
-        self._secret = secret
+        self._connections = Connections(secret)
         self._executor = ThreadPoolExecutor(NUM_THREADS, "direct-read-pull")
         # Requests whose pull goes on, and those of them that nobody waits for.
         self._pulling: set[str] = set()
@@ -105,6 +104,7 @@ class Puller:
         """Returns once nothing is in flight."""
         self.cancel(list(self._pulling))
         self._executor.shutdown(wait=True)
+        self._connections.close()
 
     def _pull(self, pull: Pull, fence: Callable[[], object]) -> None:
         arrived = valid = 0
@@ -151,9 +151,8 @@ class Puller:
 
     def _num_valid(self, pull: Pull, arrived: int) -> int:
         """How many of them were what they should be all the time they were read."""
-        with closing(Client(pull.host, pull.port, self._secret)) as client:
-            # Another process may be there now: it does not know the token.
-            client.hello()
+        # Another process may be there now: it does not know the token.
+        with self._connections.to((pull.host, pull.port)) as client:
             valid = client.validate(pull.token) - pull.skipped
         return min(max(valid, 0), arrived)
 

@@ -3,8 +3,9 @@
 
 Who does not have the secret gets a nonce and then silence: a frame that is not
 authentic is dropped, one that is too long ends its connection. What a stranger can
-take up is bounded: MAX_CONNECTIONS, of which the unproven go first, after UNPROVEN_S
-at the latest, and a few kilobytes of memory each.
+take up is bounded: a quarter of MAX_CONNECTIONS when others want them, for UNPROVEN_S,
+and a few kilobytes of memory each. Clients keep their connections: one that has been
+quiet for SPARED_S makes room where there is none, and after IDLE_S it ends.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ logger = logging.getLogger("vllm.direct_read")
 
 MAX_CONNECTIONS = 256
 UNPROVEN_S = 10.0
+SPARED_S = 1.0
+IDLE_S = 60.0
 # Small, as the frames in it are checked in one go, which holds the GIL.
 RECEIVE_BYTES = 1 << 14
 TICK_S = 1.0
-KEEPALIVE_IDLE_S = 60
 
 
 class _Connection:
@@ -56,7 +58,8 @@ class _Connection:
 
     def __init__(self, sock: socket.socket, secret: bytes) -> None:
         self.sock = sock
-        self.accepted_s = time.monotonic()
+        # When it was accepted, or since then proved whose it is.
+        self.active_s = time.monotonic()
         self.proven = False
         self.received = bytearray()
         self._secret = secret
@@ -90,6 +93,7 @@ class _Connection:
             return None
         request = self._seal.open(content)
         self.proven = True
+        self.active_s = time.monotonic()
         return request
 
     def reply(self, reply: Reply) -> None:
@@ -154,7 +158,7 @@ class Server:
                     self._serve(key.data)
             if (now_s := time.monotonic()) - tick_s >= TICK_S:
                 tick_s = now_s
-                self._end_unproven(now_s - UNPROVEN_S)
+                self._end_idle(now_s)
         for connection in list(self._connections):
             self._end(connection)
         self._listener.close()
@@ -166,22 +170,28 @@ class Server:
             sock, _ = self._listener.accept()
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A client whose host has vanished is noticed some time.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
         except OSError:
             # Gone again, or this process has too many files open: not in a loop.
             time.sleep(0.01)
             return
-        if len(self._connections) >= MAX_CONNECTIONS:
-            unproven = [c for c in self._connections if not c.proven]
-            if not unproven:
-                sock.close()
-                return
-            self._end(min(unproven, key=lambda connection: connection.accepted_s))
+        if len(self._connections) >= MAX_CONNECTIONS and not self._make_room():
+            sock.close()
+            return
         self._connections.add(connection := _Connection(sock, self._secret))
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self._serve(connection)
+
+    def _make_room(self) -> bool:
+        """End one that has proven nothing, or one that has been quiet, if there is."""
+        spared_s = time.monotonic() - SPARED_S
+        unproven = [c for c in self._connections if not c.proven]
+        quiet = [c for c in self._connections if c.proven and c.active_s < spared_s]
+        # Strangers keep few places, but enough for who comes and has yet to prove it.
+        crowded = len(unproven) > MAX_CONNECTIONS // 4
+        going = unproven if crowded or not quiet else quiet
+        if going:
+            self._end(min(going, key=lambda connection: connection.active_s))
+        return bool(going)
 
     def _serve(self, connection: _Connection) -> None:
         """Send, take in and answer what can be without waiting."""
@@ -237,9 +247,10 @@ class Server:
         if self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
 
-    def _end_unproven(self, accepted_before_s: float) -> None:
+    def _end_idle(self, now_s: float) -> None:
         for connection in list(self._connections):
-            if not connection.proven and connection.accepted_s < accepted_before_s:
+            limit_s = IDLE_S if connection.proven else UNPROVEN_S
+            if now_s - connection.active_s > limit_s:
                 self._end(connection)
 
     def _end(self, connection: _Connection) -> None:

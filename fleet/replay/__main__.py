@@ -74,9 +74,9 @@ async def _replay(replay: Replay, progress: bool) -> int:
         with contextlib.suppress(asyncio.CancelledError):
             await printing
     print(summary(end), file=sys.stderr)
-    if replay.signal is not None:
-        print(f"replay: stopped by {replay.signal.name}", file=sys.stderr)
-        return BY_SIGNAL + replay.signal
+    if (signum := replay.stop.received) is not None:
+        print(f"replay: stopped by {signum.name}", file=sys.stderr)
+        return BY_SIGNAL + signum
     if end["failed"] or end["cancelled"]:
         return FAILED
     return 0 if end["valid"] else LATE

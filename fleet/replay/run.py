@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import signal
 from collections import deque
 from concurrent.futures import Future
 from itertools import groupby, islice, pairwise
@@ -24,6 +23,7 @@ from fleet.replay.window import steady_window
 from microbench.driver.alarm import Alarm
 from microbench.driver.client import open_session
 from microbench.driver.run import allow_open_files
+from microbench.driver.stop import Stop
 
 # From the decision to start to the first request.
 LEAD_NS = 50_000_000
@@ -50,7 +50,7 @@ class Replay:
         self.sessions = sessions
         self.scheduled = sum(len(session.turns) for session in sessions)
         self.out = out
-        self.signal: signal.Signals | None = None
+        self.stop = Stop()
         self.in_flight = 0
 
     async def execute(self, **header: Any) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Replay:
     async def _recorded(self) -> dict[str, Any]:
         """Play everything and close the records, however the playing ends."""
         work = asyncio.create_task(self._play_all())
-        self._stop_on_signals(work)
+        self.stop.cancels(work)
         flushing = asyncio.create_task(self.records.flush_forever())
         flushing.add_done_callback(lambda _: work.cancel())
         try:
@@ -93,17 +93,8 @@ class Replay:
             await flushing
         spans = [(session.begin_ns, session.end_ns) for session in self.sessions]
         warmup_ns = int(self.options.warmup_s * 1e9)
-        complete = self.signal is None
+        complete = self.stop.received is None
         return self.records.end(steady_window(spans, warmup_ns) if complete else None)
-
-    def _stop_on_signals(self, work: asyncio.Task[None]) -> None:
-        def stop(signum: signal.Signals) -> None:
-            self.signal = signum
-            work.cancel()
-
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, stop, signum)
 
     async def _play_all(self) -> None:
         # The trace stays: a full collection need not walk it while we send.

@@ -69,9 +69,9 @@ async def _drive(arguments: argparse.Namespace, plan: Plan) -> int:
 
 def _verdict(run: Run, end: dict) -> int:
     """Say on stderr what is wrong with the run; the exit status for the worst of it."""
-    if run.signal is not None:
+    if (signum := run.stop.received) is not None:
         done = f"{end['ok']} ok, {end['failed']} failed, {end['cancelled']} cancelled"
-        return _say(BY_SIGNAL + run.signal, f"stopped by {run.signal.name}: {done}")
+        return _say(BY_SIGNAL + signum, f"stopped by {signum.name}: {done}")
     status = 0
     if not end["valid"] and end["lag_ms"] is not None:
         status = _say(

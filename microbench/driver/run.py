@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import gc
 import resource
-import signal
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -22,6 +21,7 @@ from microbench.driver.ledger import Ledger, Record
 from microbench.driver.plan import Plan
 from microbench.driver.prompts import bodies
 from microbench.driver.reset import ResetError, reset_prefix_cache
+from microbench.driver.stop import Stop
 
 # From the decision to start to the first request of a phase.
 LEAD_NS = 50_000_000
@@ -42,7 +42,7 @@ class Run:
         self.url = url.rstrip("/")
         self.plan = plan
         self.out = out
-        self.signal: signal.Signals | None = None
+        self.stop = Stop()
         self.reset_error: str | None = None
         self.in_flight = 0
         self._records = list(_records(plan))
@@ -54,7 +54,7 @@ class Run:
         Raises FileExistsError if `out` exists, OSError if it cannot be written.
         """
         work = asyncio.create_task(self._build_and_send())
-        self._stop_on_signals(work)
+        self.stop.cancels(work)
         with Ledger(self.out, self.plan) as self.ledger:
             flushing = asyncio.create_task(self.ledger.flush_forever())
             flushing.add_done_callback(lambda _: work.cancel())
@@ -69,15 +69,6 @@ class Run:
                 await flushing
             self._cancel_unsent()
             return self.ledger.end()
-
-    def _stop_on_signals(self, work: asyncio.Task[None]) -> None:
-        def stop(signum: signal.Signals) -> None:
-            self.signal = signum
-            work.cancel()
-
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, stop, signum)
 
     def _cancel_unsent(self) -> None:
         for record in self._records:

@@ -95,7 +95,7 @@ def test_any_number_of_threads_can_share_a_client(client):
 
 
 def test_a_client_with_another_secret_is_not_answered(serves, ledger):
-    stranger = Client("127.0.0.1", serves.port, OTHER_SECRET, 0.3)
+    stranger = Client("127.0.0.1", serves.port, OTHER_SECRET)
     with pytest.raises(DirectReadError, match="secret"):
         stranger.hello()
     assert serves.num_dropped == 1
@@ -136,6 +136,8 @@ def test_a_frame_of_an_earlier_connection_counts_nowhere(serves, ledger):
         for content in recorded:
             later.send(content)
         assert later.is_silent()
+        later.sock.settimeout(5)
+        assert later.hello() == PEER
     assert (ledger.lookups, serves.num_dropped) == (1, 2)
 
 
@@ -258,6 +260,9 @@ def test_a_stranger_hears_a_greeting_and_no_more(serves):
             wire.send(content)
         wire.send(wire.seal.seal(Hello()))
         assert wire.is_silent()
+        wire.sock.settimeout(5)
+        wire.sock.sendall(LENGTH.pack(MAX_FIRST_FRAME_BYTES + 1))
+        assert wire.is_ended()
     assert serves.num_dropped == 5
 
 

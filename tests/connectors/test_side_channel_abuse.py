@@ -37,6 +37,7 @@ HASHES = [bytes([n]) * 32 for n in range(10)]
 
 def test_strangers_who_say_nothing_do_not_keep_others_out(serves, monkeypatch):
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(server, "SPARED_S", 0)
     with ExitStack() as stack:
         friend = stack.enter_context(Wire(serves.port))
         friend.hello()
@@ -49,6 +50,7 @@ def test_strangers_who_say_nothing_do_not_keep_others_out(serves, monkeypatch):
 
 def test_those_who_have_proven_themselves_stay_when_it_is_full(serves, monkeypatch):
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(server, "SPARED_S", 60)
     with ExitStack() as stack:
         friends = [stack.enter_context(Wire(serves.port)) for _ in range(3)]
         for friend in friends:
@@ -58,11 +60,32 @@ def test_those_who_have_proven_themselves_stay_when_it_is_full(serves, monkeypat
         assert all(friend.hello() == PEER for friend in friends)
 
 
-def test_who_does_not_prove_himself_is_shown_out(serves, monkeypatch):
-    monkeypatch.setattr(server, "UNPROVEN_S", 0.1)
+def test_who_has_been_quiet_longest_makes_room_when_it_is_full(serves, monkeypatch):
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(server, "SPARED_S", 0)
+    with ExitStack() as stack:
+        quiet, *friends = [stack.enter_context(Wire(serves.port)) for _ in range(3)]
+        for friend in (quiet, *friends):
+            friend.hello()
+        assert works(serves)
+        assert quiet.is_ended()
+        assert all(friend.hello() == PEER for friend in friends)
+
+
+def test_who_has_nothing_to_ask_for_a_long_time_is_shown_out(serves, monkeypatch):
+    monkeypatch.setattr(server, "IDLE_S", 0.5)
     monkeypatch.setattr(server, "TICK_S", 0.05)
+    with Wire(serves.port) as quiet:
+        quiet.hello()
+        assert quiet.is_ended()
+    assert works(serves)
+
+
+def test_who_does_not_prove_himself_is_shown_out(serves, monkeypatch):
     with Wire(serves.port) as friend, Wire(serves.port) as stranger:
         friend.hello()
+        monkeypatch.setattr(server, "UNPROVEN_S", 0.1)
+        monkeypatch.setattr(server, "TICK_S", 0.05)
         assert stranger.is_ended()
         assert friend.hello() == PEER
 

@@ -144,7 +144,7 @@ def fuzz(num_frames: int) -> Counter[str]:
         valid.start()
         fuzzer = Fuzzer(server.port, seed=num_frames)
         try:
-            while fuzzer.sent.total() < num_frames and not errors:
+            while (fuzzer.sent.total() < num_frames or not served) and not errors:
                 fuzzer.batch()
         finally:
             done.set()

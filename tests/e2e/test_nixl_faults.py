@@ -98,8 +98,8 @@ def test_abort_before_it_is_scheduled(bench):
     async def scenario() -> None:
         await bench.well(seed=80_000)
         asked = prompt(80_001, TOKENS)
-        params = await bench.prefilled(asked)
         async with occupied(bench.d, MAX_SEQS):
+            params = await bench.prefilled(asked)
             pull = bench.pulling(asked, params)
             await bench.d.has(waiting=1)
             await aborted(pull)

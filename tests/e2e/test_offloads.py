@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prompt that elastic prefills elsewhere is answered as by a single instance.
 
-Real weights, KV over Mooncake, launcher and proxy as an experiment uses them.
+Real weights, KV over Mooncake or NIXL, launcher and proxy as an experiment uses them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from .tiny_checkpoint import MAX_TOKENS, prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-CONNECTOR = "mooncake_both_fixed"
 HEAVY_TOKENS = 64
 
 
@@ -43,9 +42,10 @@ class Elastic:
     proxy_url: str
 
 
-@pytest.fixture(scope="module")
-def elastic(lab: Lab) -> Iterator[Elastic]:
-    folder = lab.folder / "elastic"
+@pytest.fixture(scope="module", params=["mooncake_both_fixed", "nixl_both"])
+def elastic(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Elastic]:
+    connector = request.param
+    folder = lab.folder / connector
     folder.mkdir()
     simulated = read_profile(CONFIGS / "fleet" / "h20-30b-a3b.toml")
     profile = msgspec.structs.replace(
@@ -58,7 +58,7 @@ def elastic(lab: Lab) -> Iterator[Elastic]:
         max_num_batched_tokens=MAX_TOKENS,
         server_args=["--enforce-eager", "--dtype", "float32"],
     )
-    spec = Spec(profile, CONNECTOR, load_connector(CONNECTOR), ["both", "both"])
+    spec = Spec(profile, connector, load_connector(connector), ["both", "both"])
     with (
         Workshop(folder / "workshop") as workshop,
         launched(spec, workshop, folder) as fleet,
@@ -127,7 +127,7 @@ def test_an_offloaded_answer_is_a_single_instances(
             assert answered == expected
             assert prefilled is not None
             pulled = await pulled_tokens(elastic) - before
-            # Mooncake leaves it to D to compute what is not a whole block.
+            # Both leave it to D to compute what is not a whole block.
             assert pulled >= len(tokens) - BLOCK_TOKENS
 
     asyncio.run(scenario())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server that load generators are measured with: answers at once, and notes when
 each request arrived. `GET /arrivals` gives these times (CLOCK_MONOTONIC ns) and
-forgets them. Starts and ends like microbench.trivial_server.
+forgets them. Starts and ends like tests.trivial_server.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from aiohttp import web
 
 from fleet.standin.answers import DONE, Answer, usage
 from fleet.standin.asks import Ask
-from microbench.trivial_server import build_app, serve, start_stream
+from tests.trivial_server import build_app, serve, start_stream
 
 
 class BenchAsk(Ask):

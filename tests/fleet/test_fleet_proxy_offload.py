@@ -137,19 +137,27 @@ def test_a_prefill_instance_that_dies_costs_the_request_only_time(
 
 @pytest.mark.parametrize("connector", ["mooncake", "nixl"])
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "limit", "said"),
     [
-        ("hang", "prefill on a took over 1 s"),
-        ("http500", "prefill on a: HTTP 500"),
-        ("withhold_kv", "no first byte from b within 1 s of the prefill"),
+        ("hang", "--prefill-timeout-s", "prefill on a took over 1 s"),
+        ("http500", "--handover-timeout-s", "prefill on a: HTTP 500"),
+        (
+            "withhold_kv",
+            "--handover-timeout-s",
+            "no first byte from b within 1 s of the prefill",
+        ),
     ],
 )
 def test_an_offload_that_does_not_work_out_falls_back(
-    two: list[Standin], tmp_path: Path, connector: str, fault: str, said: str
+    two: list[Standin],
+    tmp_path: Path,
+    connector: str,
+    fault: str,
+    limit: str,
+    said: str,
 ) -> None:
     roles = named(two, connector, ("prefill", "decode"))
-    limits = ("--prefill-timeout-s", "1", "--handover-timeout-s", "1")
-    with proxy(tmp_path, roles, "pd_sep", *limits) as on:
+    with proxy(tmp_path, roles, "pd_sep", limit, "1") as on:
         two[0].set_faults(fault)
         answer = post(on.url, ask(unlike(300)), X_Request_Id="f")
         assert answer.status == 200
@@ -193,6 +201,7 @@ def test_offloads_under_way_are_counted_and_capped(
         assert first.result().status == second.result().status == 200
         assert "X-Kvtax-Prefill" in first.result().headers
         assert "X-Kvtax-Prefill" not in second.result().headers
+        on.end("second")
         decision = next(one for one in on.lines("decision") if one["id"] == "second")
         assert decision["reason"] == "1 offloads under way: not offloaded"
         assert decision["class"] == "HEAVY"

@@ -5,7 +5,6 @@ no session goes on after a turn that failed."""
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -67,9 +66,9 @@ def test_under_any_faults_every_request_has_one_record_and_sessions_stop_at_a_ba
 
 
 REASONS = {
-    "hang": "no complete answer within 0.5 s",
-    "hang_first": "no complete answer within 0.5 s",
-    "stall": "no complete answer within 0.5 s",
+    "hang": "no complete answer within 2 s",
+    "hang_first": "no complete answer within 2 s",
+    "stall": "no complete answer within 2 s",
     "http500": "HTTP 500",
     "inband": "in-band error",
     "truncated": "stream ended without [DONE]",
@@ -85,7 +84,7 @@ def test_a_failed_turn_says_why_and_takes_the_rest_of_its_session_along(
 ):
     server.set_faults("none", fault)
     path = write_trace(tmp_path / "t.jsonl", trace(1, 4))
-    run = ReplayProcess(server.url, path, tmp_path / "o.jsonl", "--timeout", "0.5")
+    run = ReplayProcess(server.url, path, tmp_path / "o.jsonl", "--timeout", "2")
     code, stderr = run.finish()
     assert code == 2
     assert "1 ok, 1 failed, 2 cancelled of 4" in stderr
@@ -133,8 +132,7 @@ def test_a_signal_records_the_rest_as_cancelled(server, tmp_path, signum, slots)
 def test_a_killed_replayer_leaves_whole_lines_but_for_the_last(server, tmp_path):
     path = write_trace(tmp_path / "t.jsonl", trace(2000, 1, gap_s=0.005))
     run = ReplayProcess(server.url, path, tmp_path / "o.jsonl")
-    run.wait_for_records(20)
-    time.sleep(0.6)
+    run.wait_for_records(22)
     run.process.kill()
     run.process.communicate()
     lines = Lines(run.out)

@@ -4,8 +4,10 @@ refuses, and what it says of itself."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -59,12 +61,17 @@ def test_sessions_arrive_as_the_trace_says_and_turns_wait_for_answers(server, tm
 
 def test_a_server_that_stands_still_delays_no_other_session(tmp_path):
     requests = trace(40, 1, gap_s=0.02, output_tokens=1)
-    with standin("--step-us", "1500000") as slow:
-        code, stderr, out = replay(slow.url, requests, tmp_path)
-    assert code == 0, stderr
-    lines = Lines(out)
-    first_answer_ns = min(record["end_ns"] for record in lines.records)
-    assert max(record["sent_ns"] for record in lines.records) < first_answer_ns
+    path = write_trace(tmp_path / "t.jsonl", requests)
+    queried = "vllm:prefix_cache_queries_total"
+    with standin("--faults", "stall") as stuck:
+        run = ReplayProcess(stuck.url, path, tmp_path / "o.jsonl")
+        deadline = time.monotonic() + 20
+        while stuck.metrics()[queried] < sum(one.input_tokens for one in requests):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        run.process.send_signal(signal.SIGTERM)
+        run.finish()
+    assert all(record["sent_ns"] for record in Lines(run.out).having("cancelled"))
 
 
 def test_slots_are_never_more_than_asked_and_sessions_begin_in_trace_order(
@@ -215,11 +222,11 @@ Records._write = full
 
 
 def test_a_plain_openai_server_without_cached_tokens_is_replayed(tmp_path):
-    """microbench.trivial_server: no /v1/models, no cached tokens, no other header."""
+    """tests.trivial_server: no /v1/models, no cached tokens, no other header."""
     requests = trace(5, 3)
     path = write_trace(tmp_path / "t.jsonl", requests)
     with subprocess.Popen(
-        [sys.executable, "-m", "microbench.trivial_server"],
+        [sys.executable, "-m", "tests.trivial_server"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

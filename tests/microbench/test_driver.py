@@ -29,6 +29,7 @@ def make_plan(requests=40, rate_rps=200.0, **changes) -> dict:
         "prompt_tokens": 40,
         "output_tokens": 4,
         "request_timeout_s": 10.0,
+        "lag_budget_ms": 60_000.0,
         "phases": phases,
         **changes,
     }
@@ -136,7 +137,7 @@ def test_every_request_ends_ok_with_times_in_order_and_tokens_from_usage(
 
 
 REASONS = [
-    "no complete answer within 0.5 s",
+    "no complete answer within 2 s",
     "HTTP 500: engine is dead",
     "in-band error",
     "stream ended without [DONE]",
@@ -145,7 +146,7 @@ REASONS = [
 
 
 def test_failed_requests_are_recorded_with_the_reason(standin, tmp_path):
-    plan = make_plan(requests=60, model="mixed", request_timeout_s=0.5)
+    plan = make_plan(requests=60, model="mixed", request_timeout_s=2.0)
     result = drive(tmp_path, standin.url, plan)
     assert result.code == 2
     errors = [request["error"] for request in result.having("failed")]
@@ -157,14 +158,14 @@ def test_failed_requests_are_recorded_with_the_reason(standin, tmp_path):
 
 def test_every_request_is_recorded_when_the_server_is_killed_mid_stream(tmp_path):
     with standin_process() as server:
-        plan = make_plan(requests=100, rate_rps=100.0, model="slow")
+        plan = make_plan(requests=400, rate_rps=100.0, model="slow")
         run = Drive(tmp_path, server.url, plan)
         run.wait_for_requests(10)
         server.process.kill()
         result = run.finish()
     assert result.code == 2
     assert result.end["ok"] >= 10
-    assert result.end["ok"] + result.end["failed"] == 100
+    assert result.end["ok"] + result.end["failed"] == 400
     assert any(request["first_token_ns"] for request in result.having("failed"))
     assert any("ClientConnectorError" in error for error in result.errors())
 
@@ -200,13 +201,12 @@ def test_a_signal_before_the_first_request_leaves_a_complete_file(standin, tmp_p
 
 def test_a_killed_driver_leaves_whole_lines_but_for_the_last(standin, tmp_path):
     run = Drive(tmp_path, standin.url, make_plan(requests=2000, rate_rps=200.0))
-    run.wait_for_requests(20)
-    time.sleep(0.6)
+    run.wait_for_requests(22)
     run.process.kill()
     run.process.communicate()
     *whole, torn = run.out.read_bytes().split(b"\n")
     records = [json.loads(line) for line in whole]
-    assert len(records) > 20, "flushed at least every 0.5 s"
+    assert len(records) > 20
     assert records[-1]["type"] == "request"
     assert len(torn) < 1000
 
@@ -217,25 +217,31 @@ def test_a_stalled_server_does_not_delay_sends(tmp_path):
         plan = make_plan(requests=59, rate_rps=59.0, model="stall/30")
         result = drive(tmp_path, server.url, plan)
     assert result.code == 0, result.stderr
-    lag_s = [(r["sent_ns"] - r["intended_ns"]) / 1e9 for r in result.requests]
-    wait_s = [(r["end_ns"] - r["sent_ns"]) / 1e9 for r in result.requests]
-    assert max(wait_s) > 2.0
-    assert max(lag_s) < 0.5, "29 requests were due within 0.5 s of the stall"
+    stalled = max(result.requests, key=lambda r: r["end_ns"] - r["sent_ns"])
+    assert stalled["end_ns"] - stalled["sent_ns"] > 2e9
+    assert max(r["sent_ns"] for r in result.requests) < stalled["end_ns"]
 
 
 def test_a_slow_disk_does_not_delay_sends(standin, tmp_path):
+    """The first write takes until the last request is sent."""
     slow_write = """
-import time
+import threading
+from microbench.driver.client import Client
 from microbench.driver.ledger import Ledger
-write = Ledger._write
+sent, before = threading.Event(), iter(range(99))
+request, write = Client.request, Ledger._write
+async def counted(self, *args):
+    if next(before, None) is None:
+        sent.set()
+    await request(self, *args)
 def slow(self, lines):
-    time.sleep(0.3)
+    assert sent.wait(20)
     write(self, lines)
-Ledger._write = slow
+Client.request, Ledger._write = counted, slow
 """
     result = drive(tmp_path, standin.url, make_plan(requests=100), slow_write)
     assert result.code == 0, result.stderr
-    assert result.end["lag_ms"]["max"] < 200
+    assert len(result.having("ok")) == 100
 
 
 def test_records_that_cannot_be_written_stop_the_run(standin, tmp_path):
@@ -265,7 +271,9 @@ async def slow(self, *args):
     await request(self, *args)
 Client.request = slow
 """
-    result = drive(tmp_path, standin.url, make_plan(rate_rps=100.0), slow_send)
+    result = drive(
+        tmp_path, standin.url, make_plan(rate_rps=100.0, lag_budget_ms=50.0), slow_send
+    )
     assert result.code == 3
     assert result.end["ok"] == 40
     assert result.end["valid"] is False

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "microbench.driver_lag", "--repeats", "1"]
+OURS = ("fleet.replay", "microbench.driver")
+COMMAND = [sys.executable, "-m", "tests.fleet.bench_replay", "--repeats", "1"]
+COMMAND += [option for name in OURS for option in ("--only", name)]
 
 
 def children(pid: int) -> dict[int, str]:
@@ -40,28 +43,26 @@ def wait_until(condition) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
-def test_every_load_gets_a_row_over_all_its_requests():
+def test_every_generator_gets_a_row_for_every_load():
     command = [*COMMAND, "--rates", "20,50", "--seconds", "0.4"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    _, _, *rows = run.stdout.splitlines()
+    rows = [line for line in run.stdout.splitlines() if line.startswith("|")][2:]
     cells = [[cell.strip() for cell in row.split("|")] for row in rows]
-    assert [row[1:4] for row in cells] == [
-        ["20", "16", "8"],
-        ["50", "16", "20"],
-        ["15", "33000", "6"],
+    loads = (["20", "16", "8"], ["50", "16", "20"], ["15", "33000", "6"])
+    assert [row[1:5] for row in cells] == [
+        [name, *load] for load in loads for name in OURS
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_server_outlives_the_measurement(signum):
     run = subprocess.Popen([*COMMAND, "--rates", "20", "--seconds", "3"], cwd=ROOT)
-    wait_until(lambda: any("driver " in line for line in children(run.pid).values()))
+    own = f" -m {OURS[0]} "
+    wait_until(lambda: any(own in line for line in children(run.pid).values()))
     started = children(run.pid)
-    assert any("trivial_server" in line for line in started.values())
+    assert any("bench_server" in line for line in started.values())
     run.send_signal(signum)
     run.wait()
     assert run.returncode == (-signum if signum == signal.SIGKILL else 128 + signum)
-    # A killed measurement cannot stop the driver, which ends by itself.
+    # A killed measurement cannot stop the generator, which ends by itself.
     wait_until(lambda: not any(map(runs, started)))
