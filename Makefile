@@ -8,8 +8,11 @@ help: ## list the targets
 setup: ## install what is missing: system libraries, uv, the locked .venv
 	@bash setup.sh
 
-test: setup vllm-releases ## everything, real vLLM servers included (under 20 minutes)
+test: setup vllm-releases ## all but the long ones, real vLLM servers included (under 20 minutes)
 	$(python) -m pytest
+
+test-all: setup vllm-releases ## the long ones, too (45 minutes)
+	$(python) -m pytest -m ""
 
 test-fast: setup ## without vLLM (under a minute)
 	$(python) -m pytest -m "not slow and not e2e and not long"
@@ -25,7 +28,7 @@ fleet-test: setup ## the fleet, real vLLM instances included (6 minutes)
 	$(python) -m pytest -m "" tests/fleet tests/e2e/test_fleet_launch.py \
 	    tests/e2e/test_offloads.py
 
-fleet-experiment: setup ## routing policies on coding sessions, four instances (35 minutes)
+fleet-experiment: setup ## routing policies on coding sessions, four instances (55 minutes)
 	$(python) -m fleet.experiment configs/experiments/policies.toml
 
 lint: setup ## ruff, as the tests expect it
@@ -99,7 +102,7 @@ lock: setup ## resolve pyproject.toml anew into locks/
 clean: ## remove runs, fetched sources and the environment
 	rm -rf runs third_party .venv .uv .setup.lock
 
-.PHONY: help setup test test-fast direct-read-test direct-read-storm \
+.PHONY: help setup test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
 	direct-read-cost listener-cost sending-lag transfer-check bench-report vllm-releases upstream-check \
 	upstream-series kvindex-test kvindex-bench kvindex-figures lock clean

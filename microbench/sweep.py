@@ -183,9 +183,7 @@ def _write_run(
         "provenance": provenance.collect(hashes),
         "plan": [{"config": t.config, "repeat": t.repeat} for t in plan],
     }
-    if file.exists():
-        if not resume:
-            raise SweepError(f"{run_dir} holds a run already: add --resume or another")
+    if resume:
         earlier = json.loads(file.read_text())
         for key, now in (
             ("profile", record["profile"]),
@@ -232,6 +230,10 @@ def _run_dir(arguments: argparse.Namespace) -> Path:
     if arguments.out is None:
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
         arguments.out = REPOSITORY / "runs" / f"{now}-{arguments.profile}"
+    if (arguments.out / "run.json").exists() and not arguments.resume:
+        raise SweepError(
+            f"{arguments.out} holds a run already: add --resume, or another --out"
+        )
     arguments.out.mkdir(parents=True, exist_ok=True)
     return arguments.out.resolve()
 

@@ -54,7 +54,7 @@ def test_the_hash_walk_grows_with_cache_and_falls_after_the_reset(configs):
     assert walk["reset_check"]["schedule"]["fell"]
 
 
-@pytest.mark.parametrize("name", ["plain", "noop", "nixl_both"])
+@pytest.mark.parametrize("name", ["plain", "noop"])
 def test_configs_without_the_walk_grow_at_most_a_third_as_fast(configs, name):
     # One server each on a shared machine tells them from the walk by far; it takes the
     # repeats and the A/A pair of the full profile to call them flat.
@@ -115,7 +115,11 @@ def test_a_finished_run_is_not_overwritten(run_dir):
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.long),
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.long),
+    ],
 )
 def test_a_sweep_stopped_in_the_middle_leaves_no_process_and_no_port(
     tmp_path, number, status

@@ -31,7 +31,7 @@ from .lab import Lab, Reference, ready
 from .pair import route
 from .tiny_checkpoint import prompt
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 # VLLM_NIXL_ABORT_REQUEST_TIMEOUT.
 TIMEOUT_S = 3
