@@ -2,7 +2,8 @@
 """Run an experiment: every arm on a fresh fleet, in turn, then the comparison.
 
 Exit status: 0 all runs went well and could be compared; 1 a run failed, or a comparison
-is refused (the report says which and why); 2 the experiment cannot start.
+is refused (the report says which and why); 2 the experiment cannot start; 128 + its
+number after a signal.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Ask(msgspec.Struct, frozen=True):
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """An instance as a policy sees it.
 
-    `ongoing_tokens` are prompt and generated tokens of the `requests` in flight;
+    `ongoing_tokens` are prompt tokens and events passed on of the `requests` in flight;
     `pending_prefill_tokens` the uncached prompt tokens of those without a first token;
     `cached_tokens` is how much of this prompt's beginning the instance has.
     """
