@@ -2,8 +2,8 @@
 """Start a fleet of vLLM instances on this machine, or check one that runs elsewhere.
 
 The fleet runs until Ctrl-C (or SIGTERM), and nothing of it outlives this command.
-Exit status: 130 stopped by Ctrl-C, 143 by SIGTERM; 0 the checked fleet is in order; 1 an
-instance did not start, died or is not in order; 2 the arguments make no sense.
+Exit status: 130 stopped by Ctrl-C, 143 by SIGTERM; 0 the checked fleet is in order; 1
+an instance did not start, died or is not in order; 2 the arguments make no sense.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import aiohttp
+import msgspec
 from multidict import CIMultiDict
 
 from fleet.instances import Instance
@@ -19,6 +20,7 @@ from fleet.instances import Instance
 KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 ERROR_EVENT = b'data: {"error"'
+_DATA, _DONE = b"data: ", b"data: [DONE]"
 # They belong to a connection, not to what it carries (RFC 9110, 7.6.1).
 _HOP_BY_HOP = frozenset(
     {
@@ -35,6 +37,16 @@ _HOP_BY_HOP = frozenset(
 # Made anew for each hop; a compressed stream could not be counted.
 _NOT_SENT_ON = _HOP_BY_HOP | {"host", "content-length", "expect", "accept-encoding"}
 _NOT_SENT_BACK = _HOP_BY_HOP | {"content-length", "date", "server"}
+
+
+class _Event(msgspec.Struct):
+    """What tells the event that ends a stream from one with a token."""
+
+    choices: list[msgspec.Raw] = []
+    usage: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class Failure(Exception):
@@ -139,7 +151,24 @@ async def _begun(response: aiohttp.ClientResponse, name: str) -> Answer:
     if streams and first.startswith(ERROR_EVENT):
         event = first.split(b"\n")[0].decode(errors="replace")
         raise Failure(502, name, f"{name} answered with an error event: {event}")
+    if streams and _is_end(first):
+        raise Failure(502, name, f"{name} ended the stream without a token")
     return Answer(response, first)
+
+
+def _is_end(first: bytes) -> bool:
+    """Whether a stream begins with its end.
+
+    So vLLM 0.18.1 answers a request whose KV could not be loaded.
+    """
+    event = first.partition(b"\n")[0]
+    if event.startswith(_DONE):
+        return True
+    try:
+        said = _decode_event(event.removeprefix(_DATA))
+    except msgspec.DecodeError:
+        return False
+    return not said.choices and said.usage != b"null"
 
 
 def _streams(response: aiohttp.ClientResponse) -> bool:

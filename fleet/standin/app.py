@@ -146,6 +146,10 @@ class Instance:
         if fault == "hang_first":
             await asyncio.Event().wait()
         sequence = await self._sequence(ask, tokens, fault)
+        if fault == "no_token":
+            counts = usage(sequence.prompt_tokens, 0, 0)
+            await response.write(answer.usage(counts) + DONE)
+            return response
         told = 0
         generating = self.engine.generate(sequence)
         async with contextlib.aclosing(generating):

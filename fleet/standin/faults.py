@@ -21,6 +21,7 @@ FAULTS = {
     "truncated": "ends the body properly after --fault-after tokens, without [DONE]",
     "cut": "drops the connection after --fault-after tokens",
     "short": "produces and reports one token less than asked",
+    "no_token": "ends the stream with the usage, without a token, under status 200",
     "no_usage": "leaves out the usage",
     "exit": "the process exits after --fault-after tokens",
     "withhold_kv": "as a P instance answers, but never hands over the KV",

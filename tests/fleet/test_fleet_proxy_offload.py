@@ -177,6 +177,29 @@ def test_an_offload_that_does_not_work_out_falls_back(
     )
 
 
+@pytest.mark.parametrize("connector", ["mooncake", "nixl"])
+def test_a_pull_that_ends_without_a_token_falls_back(
+    two: list[Standin], tmp_path: Path, connector: str
+) -> None:
+    """vLLM ends the stream so, under status 200, if the KV could not be loaded."""
+    roles = named(two, connector, ("prefill", "decode"))
+    with proxy(tmp_path, roles, "pd_sep") as on:
+        two[1].set_faults("no_token", "none")
+        answer = post(on.url, ask(unlike(350)), X_Request_Id="f")
+        assert answer.status == 200
+        assert answer.body.count(b"data: {") == 3
+        end = on.end("f")
+        assert (end["status"], end["prefill_instance"]) == ("ok", None)
+        assert end["fallback"] == "b ended the stream without a token"
+        # Where there is nothing to fall back to, it is a failure and says so.
+        two[1].set_faults("no_token")
+        answer = post(on.url, ask(unlike(351)), X_Request_Id="g")
+        assert answer.status == 502
+        assert "b ended the stream without a token" in answer.error["message"]
+        assert on.end("g")["status"] == "failed"
+        on.idle()
+
+
 def test_a_client_that_goes_during_an_offload_aborts_both_sides(
     two: list[Standin], tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ REASONS = {
     "truncated": "stream ended without [DONE]",
     "cut": "ClientPayloadError",
     "short": "asked for 40 prompt and 3 output tokens, usage says 40 and 2",
+    "no_token": "stream ended without a token",
     "no_usage": "stream ended without usage",
 }
 
