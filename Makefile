@@ -8,13 +8,13 @@ help: ## list the targets
 setup: ## install what is missing: system libraries, uv, the locked .venv
 	@bash setup.sh
 
-test: setup vllm-releases ## all but the long ones, real vLLM servers included (under 20 minutes)
+test: setup vllm-releases ## all but the long ones, real vLLM servers included (some 20 minutes)
 	$(python) -m pytest
 
-test-all: setup vllm-releases ## the long ones, too (45 minutes)
+test-all: setup vllm-releases ## the long ones, too
 	$(python) -m pytest -m ""
 
-test-fast: setup ## without vLLM (under a minute)
+test-fast: setup ## without vLLM (a minute)
 	$(python) -m pytest -m "not slow and not e2e and not long"
 
 direct-read-test: setup ## direct read: the storm, a million hostile frames, two real servers (10 minutes)
