@@ -1,11 +1,18 @@
 #!/usr/bin/env bash
 # The main job: measure what each KV connector costs per engine step, and report.
-#   bash run_all.sh [--profile cpu-smoke|cpu|gpu] [--only CONFIG] [--repeats N]
-#                   [--model PATH] [--out DIR [--resume]] [--py-spy]
+#   bash run_all.sh [--profile NAME] [--only CONFIG] [--repeats N] [--model PATH]
+#                   [--out DIR [--resume]] [--py-spy]
+# NAME is a file of configs/profiles/: cpu (the default), cpu-smoke, gpu, ...
 # The run goes to runs/, its result to SUMMARY.md, per_config.json and figures/ here;
 # with --out DIR all of it goes to DIR alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+
+# Without an environment, too.
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    sed -n '2,/^[^#]/s/^# \?//p' run_all.sh
+    exit
+fi
 
 flavour=cpu
 [[ " $* " == *" gpu "* || " $* " == *"=gpu "* ]] && flavour=gpu

@@ -57,7 +57,9 @@ def git_commit() -> str | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 1 with a message when the run directory cannot be read."""
-    parser = argparse.ArgumentParser(description="Re-analyse a run directory.")
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.report", description="Re-analyse a run directory."
+    )
     parser.add_argument("run_dir", type=Path, help="directory that holds run.json")
     parser.add_argument("--out", type=Path, help="where to write (default: RUN_DIR)")
     chosen = parser.parse_args(argv)

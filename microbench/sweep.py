@@ -46,7 +46,10 @@ def main() -> int:
         prog="run_all.sh", description=__doc__.partition("\n")[0]
     )
     parser.add_argument(
-        "--profile", default="cpu", help="cpu-smoke, cpu (default) or gpu (not yet run)"
+        "--profile",
+        default="cpu",
+        metavar="NAME",
+        help="a file of configs/profiles/ (default: cpu; gpu has not been run yet)",
     )
     parser.add_argument(
         "--only",

@@ -46,7 +46,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Analyse a fleet run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fleet.analyze", description="Analyse a fleet run."
+    )
     parser.add_argument("run_dir", type=Path, help="directory with the arms' folders")
     parser.add_argument("--out", type=Path, help="where to write (default: RUN_DIR)")
     parser.add_argument(

@@ -20,6 +20,7 @@ from fleet.analyze.gpu import gpu_use
 from fleet.analyze.hardware import Model
 from fleet.analyze.latency import latency_table
 from fleet.analyze.migration import Link, migrations
+from fleet.analyze.mirror import mirror_against_exact
 from fleet.analyze.offline import disagreements
 from fleet.analyze.outcomes import outcomes
 from fleet.analyze.records import ArmRun
@@ -179,4 +180,5 @@ def _repeat(
         "hotspot": hotspot(requests, names(run), window_ns),
         "accumulation": accumulation(requests, names(run), window_ns),
         "gpu": gpu_use(run.folder, requests),
+        "mirror": mirror_against_exact(run.folder),
     }

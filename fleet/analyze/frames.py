@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 import polars as pl
@@ -73,8 +74,12 @@ def _one(run: ArmRun) -> pl.DataFrame:
     ).unique("id", keep="last", maintain_order=True)
     ended = pl.DataFrame(
         [
-            {"id": e.id, "used_prefill": e.prefill_instance, "fallback": e.fallback}
-            for e in run.decision_ends
+            {
+                "id": unquote(end.id),
+                "used_prefill": end.prefill_instance,
+                "fallback": end.fallback,
+            }
+            for end in run.decision_ends
         ],
         schema={"id": pl.String, "used_prefill": pl.String, "fallback": pl.String},
     ).unique("id", keep="last", maintain_order=True)
@@ -97,7 +102,8 @@ def _one(run: ArmRun) -> pl.DataFrame:
 
 def _decided(line: DecisionLine) -> dict[str, Any]:
     return {
-        "id": line.id,
+        # The replayer quotes what may not be in a header.
+        "id": unquote(line.id),
         "decided_instance": line.instance,
         "read_from": line.read_from,
         "decided_class": line.kind,

@@ -74,7 +74,10 @@ def _stop(number: int, _frame: object) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Sample GPU utilisation to a CSV.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fleet.analyze.gpu_sampler",
+        description="Sample GPU utilisation to a CSV.",
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--interval-ms", type=int, default=500)
     chosen = parser.parse_args(argv)

@@ -11,6 +11,7 @@ from fleet.analyze.report_fleet import (
     gpu_table,
     interference_table,
     migration_table,
+    mirror_table,
     policies_table,
     substrate_table,
 )
@@ -43,6 +44,7 @@ def write_report(document: Document, figures: list[str]) -> str:
         comparison_table(document),
         "## Prefix cache",
         cache_table(document),
+        mirror_table(document),
         "## Balance",
         balance_table(document),
         accumulation_table(document),
@@ -222,7 +224,7 @@ def comparison_table(document: Document) -> str:
             continue
         first = [arm, against, f"{compared['n']} ({compared['window']})"]
         for quantile in QUANTILES:
-            cells = [percent(compared["percent"][m][quantile]) for m in TITLES]
+            cells = [_difference(compared, metric, quantile) for metric in TITLES]
             rows.append([*(first if quantile == "p50" else [""] * 3), quantile, *cells])
     if not rows:
         return "No arm beside its baseline: nothing to compare."
@@ -232,6 +234,14 @@ def comparison_table(document: Document) -> str:
     )
     head = ["arm", "against", "requests", "", "TTFT", "TPOT", "E2E"]
     return table(head, rows) + "\n\n" + note
+
+
+def _difference(compared: Document, metric: str, quantile: str) -> str:
+    """With what may be said of it; of an A/A pair it is the noise itself."""
+    level = compared["percent"][metric][quantile]
+    if level is None or compared["same"]:
+        return percent(level)
+    return f"{percent(level)}: {compared['verdicts'][metric][quantile]}"
 
 
 def warnings(document: Document) -> str:

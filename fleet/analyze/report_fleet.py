@@ -63,6 +63,32 @@ def cache_table(document: Document) -> str:
     return text
 
 
+def mirror_table(document: Document) -> str:
+    """The proxy's mirror against the exact cache state; nothing without the latter."""
+    rows = [
+        [
+            label,
+            f"{mirror['prompts']:,}",
+            number(mirror["mean_difference_tokens"]),
+            f"{mirror['held_difference_tokens']:+,}",
+            f"{mirror['gaps']}",
+            "yes" if mirror["complete"] else "**no**",
+        ]
+        for label, repeat in _repeats(document)
+        if (mirror := repeat["mirror"])
+    ]
+    if not rows:
+        return ""
+    head = ["arm", "prompts", "mean difference, tokens", "held at the end, tokens"]
+    head += ["gaps in the events", "events complete"]
+    return (
+        "What the proxy would have believed without KV events (its mirror), against "
+        "what they told: by how much the two disagreed about a prompt, and about all "
+        "that was cached after the last request (above 0: the mirror held more):\n\n"
+        + table(head, rows)
+    )
+
+
 def gpu_table(document: Document) -> str:
     """How busy the GPUs were; nothing without any."""
     rows = [

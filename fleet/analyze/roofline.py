@@ -135,7 +135,10 @@ def tables(model: Model, gpu: Gpu) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Roofline of prefill and decode.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fleet.analyze.roofline",
+        description="Roofline of prefill and decode.",
+    )
     parser.add_argument("--model", default="qwen3-coder-30b-a3b")
     parser.add_argument("--gpu", default="h20", help=f"a name in {GPUS.name}")
     chosen = parser.parse_args(argv)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -31,6 +33,8 @@ from microbench import preflight, provenance
 from microbench.config import ConfigError
 from microbench.preflight import PreflightError
 from microbench.supervise import REPOSITORY, exit_on_signals
+
+TRACE = "trace.jsonl.gz"
 
 
 class ExperimentError(Exception):
@@ -58,22 +62,12 @@ def run_experiment(experiment: Experiment, out: Path, resume: bool) -> None:
     lock = None
     if experiment.profile is not None:
         lock = _lock_machine()
-        preflight.check_machine(read_profile(profile_path(experiment)))
-    out.mkdir(parents=True, exist_ok=True)
-    trace = out / "trace.jsonl.gz"
-    facts = make_workload(
-        experiment.workload,
-        REPOSITORY / experiment.workload.trace,
-        trace,
-        not experiment.open_loop,
-        experiment.seed,
-    )
-    versions = _versions()
+        profile = read_profile(profile_path(experiment))
+        preflight.check_machine(profile, experiment.instances)
     runs = plan(experiment)
-    records = [_record(experiment, run, facts, versions) for run in runs]
-    _keep_plan(out, experiment, facts, versions, resume)
+    records = _prepare(experiment, runs, out, resume)
     with Workshop(out / "workshop") as workshop:
-        bench = Bench(experiment, trace, workshop)
+        bench = Bench(experiment, out / TRACE, workshop)
         for number, (run, record) in enumerate(zip(runs, records, strict=True), 1):
             folder = out / run.folder
             if not (resume and _finished(folder)):
@@ -81,6 +75,42 @@ def run_experiment(experiment: Experiment, out: Path, resume: bool) -> None:
             print(f"{number}/{len(runs)}  {_line(folder)}", flush=True)
     if lock is not None:
         lock.close()
+
+
+def _prepare(
+    experiment: Experiment, runs: list[Run], out: Path, resume: bool
+) -> list[ArmRecord]:
+    """Put trace and plan into `out`; a record for each of `runs`, yet to be filled.
+
+    Raises ExperimentError, ConfigError and TraceError, and leaves `out` as it was.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvtax-trace-") as aside:
+        made = Path(aside) / TRACE
+        facts = make_workload(
+            experiment.workload,
+            REPOSITORY / experiment.workload.trace,
+            made,
+            not experiment.open_loop,
+            experiment.seed,
+        )
+        check_slots(experiment, facts.sessions)
+        versions = _versions()
+        records = [_record(experiment, run, facts, versions) for run in runs]
+        _keep_plan(out, experiment, facts, versions, resume)
+        shutil.move(made, out / TRACE)
+    return records
+
+
+def check_slots(experiment: Experiment, sessions: int) -> None:
+    """Raises ExperimentError if fewer requests are in flight than `concurrency`."""
+    most = max(experiment.concurrency)
+    slots = most * experiment.instances
+    if not experiment.open_loop and sessions < slots:
+        raise ExperimentError(
+            f"{sessions} sessions cannot fill {slots} slots (`concurrency` {most} at "
+            f"{experiment.instances} instances), as each has one request in flight: "
+            "raise `copies` in [workload], or lower `concurrency`"
+        )
 
 
 def _arguments() -> argparse.Namespace:
@@ -166,6 +196,7 @@ def _keep_plan(
                     "must not mix the two"
                 )
         return
+    out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(now, indent=1) + "\n")
 
 

@@ -33,7 +33,7 @@ from fleet.launch.ports import PortsError, reserve
 from fleet.launch.settings import SettingsError
 from microbench import preflight
 from microbench.server import ServerError, http_ok, tail
-from microbench.supervise import Supervised
+from microbench.supervise import Supervised, descendants
 
 PROXY_DEADLINE_S = 30.0
 # Of fleet.replay: all went well, a request failed, requests were sent late. What that
@@ -75,7 +75,7 @@ def make_run(folder: Path, record: ArmRecord, run: Run, bench: Bench) -> None:
     folder.mkdir(parents=True)
     now = datetime.datetime.now(datetime.UTC)
     record.started_utc = now.isoformat(timespec="seconds")
-    record.freshness = Freshness(gpu_used_mib=gpu_used_mib())
+    record.freshness = _before(record, bench.experiment)
     began = time.monotonic()
     try:
         with fresh_fleet(
@@ -94,6 +94,17 @@ def make_run(folder: Path, record: ArmRecord, run: Run, bench: Bench) -> None:
         record.status, record.error = "failed", str(error)
     record.wall_s = time.monotonic() - began
     write_record(folder, record)
+
+
+def _before(record: ArmRecord, experiment: Experiment) -> Freshness:
+    """What can be seen before anything is started."""
+    evidence = Freshness()
+    if experiment.given is None:
+        # Whatever was orphaned below us has become our child (microbench.supervise).
+        evidence.survivors = descendants(os.getpid())
+    if record.profile is not None and record.profile["flavour"] == "gpu":
+        evidence.gpu_used_mib = gpu_used_mib(experiment.instances)
+    return evidence
 
 
 def _look(folder: Path, record: ArmRecord, fleet: Fleet) -> None:
@@ -146,7 +157,7 @@ def _replay(
     env = dict(os.environ)
     replay_log, proxy_log = folder / "replay.log", folder / "proxy.log"
     with ExitStack() as stack:
-        if record.freshness.gpu_used_mib is not None:
+        if shutil.which("nvidia-smi"):
             sampler = _module("fleet.analyze.gpu_sampler", "--out", folder / "gpu.csv")
             stack.enter_context(Supervised(sampler, env, folder / "gpu_sampler.log"))
         proxy = stack.enter_context(
@@ -164,6 +175,7 @@ def _replay(
                     raise RunError(f"the proxy ended under load\n{tail(proxy_log)}")
                 time.sleep(0.2)
         record.replay_s = time.monotonic() - began
+        (folder / "breakdown.json").write_text(http_text(f"{url}/breakdown"))
     _metrics(folder, fleet, "after")
     if status not in REPLAYED:
         raise RunError(f"the replayer ended with status {status}\n{tail(replay_log)}")

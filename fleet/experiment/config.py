@@ -22,7 +22,8 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     `sessions` whole ones are drawn with the experiment's seed (None: all), of each of
     them the first `max_turns` turns, with answers of at most `max_output_tokens` and
     at most `max_think_s` between a turn and the next. `copies` of each session have
-    blocks of their own.
+    blocks of their own, but one time of arrival: in an open loop all of them arrive at
+    the same instant.
     """
 
     trace: str
@@ -34,7 +35,11 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What is compared. Two arms with equal fields are an A/A pair."""
+    """What is compared. Two arms with equal fields are an A/A pair.
+
+    `connector` and `roles` are what instances are launched with, so they need a
+    `profile`.
+    """
 
     policy: str
     parameters: dict[str, Any] = {}
@@ -47,10 +52,11 @@ class Given(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Instances that somebody else started: `file` names them (fleet/instances.py).
 
     `restart` is run before every arm, and must leave them freshly started or starting.
+    Both together, until all answer, have 360 s.
     """
 
     file: str
-    restart: list[str]
+    restart: Annotated[list[str], msgspec.Meta(min_length=1)]
     vocab_size: Count = 32_000
 
 
@@ -58,7 +64,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """`concurrency` are requests in flight an instance, each measured with all arms.
 
     `profile` is a name in configs/fleet/; `time_factor` multiplies its simulated
-    forward, for machines that are too slow to keep up with the GPU it stands for.
+    forward: 0.5 is a GPU twice as fast.
     `time_scale` multiplies the trace's think times, and with `open_loop` its arrival
     times: then sessions begin when the trace says, however many are in flight.
     `standin` takes instances that are no vLLM, with these options of fleet/standin: for
@@ -88,13 +94,15 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         if sum(source is not None for source in sources) != 1:
             raise ValueError("give one of `profile`, `given` and `standin`")
         if self.time_factor != 1 and self.profile is None:
-            raise ValueError("`time_factor` is for a `profile`, which it makes slower")
+            raise ValueError("`time_factor` is for the forward of a `profile`")
         if self.baseline not in self.arms:
             known = ", ".join(self.arms)
             raise ValueError(
                 f"`baseline` {self.baseline!r} is no arm; there are {known}"
             )
         for name, arm in self.arms.items():
+            if self.profile is None:
+                _refuse_launch_settings(name, arm)
             if arm.roles and len(arm.roles) != self.instances:
                 raise ValueError(
                     f"arm {name!r} has {len(arm.roles)} `roles` for "
@@ -104,6 +112,19 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
                 parameters_of(arm.policy, arm.parameters)
             except PolicyError as error:
                 raise ValueError(f"arm {name!r}: {error}") from None
+
+
+def _refuse_launch_settings(name: str, arm: Arm) -> None:
+    """Raises ValueError if the arm has settings of instances launched here."""
+    for field, is_set in (
+        ("connector", arm.connector != "plain"),
+        ("roles", bool(arm.roles)),
+    ):
+        if is_set:
+            raise ValueError(
+                f"arm {name!r}: `{field}` is for the instances of a `profile`: leave "
+                "it out, as stand-ins have none and `file` says what `given` ones are"
+            )
 
 
 def read_experiment(path: Path) -> Experiment:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -64,7 +66,7 @@ def fresh_fleet(
         with _standins(experiment.instances, experiment.standin) as fleet:
             yield fleet
     elif experiment.given is not None:
-        yield _restarted(experiment.given)
+        yield _restarted(experiment.given, experiment.instances)
     else:
         with _launched(experiment, arm, workshop, folder) as fleet:
             yield fleet
@@ -114,14 +116,16 @@ def _standins(count: int, options: list[str]) -> Iterator[Fleet]:
         yield Fleet(instances, STANDIN_VOCABULARY, time.monotonic() - began)
 
 
-def _restarted(given: Given) -> Fleet:
+def _restarted(given: Given, count: int) -> Fleet:
+    """Raises CheckError, InstancesError."""
     began = time.monotonic()
-    done = subprocess.run(given.restart, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise CheckError(
-            f"`restart` ended with status {done.returncode}: {done.stderr[-2000:]}"
-        )
+    _restart(given.restart)
     instances = read_instances(Path(given.file))
+    if len(instances) != count:
+        raise CheckError(
+            f"{given.file} names {len(instances)} instances where the experiment has "
+            f"`instances = {count}`: make the two agree"
+        )
     while True:
         try:
             check_instances(instances)
@@ -131,3 +135,29 @@ def _restarted(given: Given) -> Fleet:
             time.sleep(1)
         else:
             return Fleet(instances, given.vocab_size, time.monotonic() - began)
+
+
+def _restart(command: list[str]) -> None:
+    """Raises CheckError if it cannot be run, fails or takes longer than a start."""
+    named = f"`restart` ({shlex.join(command)})"
+    # A file, no pipe: servers that it leaves in the background would hold that open.
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        try:
+            status = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                timeout=READY_DEADLINE_S,
+            ).returncode
+        except OSError as error:
+            raise CheckError(f"{named} cannot be run: {error}") from None
+        except subprocess.TimeoutExpired:
+            raise CheckError(
+                f"{named} did not end within {READY_DEADLINE_S:.0f} s: it must leave "
+                "the servers starting, not wait for their end"
+            ) from None
+        if status != 0:
+            said.seek(0)
+            end = said.read()[-2000:]
+            raise CheckError(f"{named} ended with status {status}:\n{end}")

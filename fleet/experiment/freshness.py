@@ -2,8 +2,9 @@
 """Proof that an arm began with cold caches: a warm baseline makes any policy look good.
 
 Before the first request an instance must have counted no request and no lookup in its
-prefix cache, and hold no block. After the run its first engine step must have found no
-cached block but those it brought itself.
+prefix cache, and hold no block; nothing of an earlier run may still be running. After
+the run its first engine step must have found no cached block but those it brought
+itself.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ class Freshness(msgspec.Struct):
     """`instances`: what each counted before the first request, by metric.
 
     `first_step_cached_blocks`: |cache| in its first engine step beyond the step's own
-    blocks. `gpu_used_mib`: device memory before the instances started; null, no GPU.
+    blocks. `gpu_used_mib`: memory in use before the start, on each GPU that is started
+    on; null, on none. `survivors`: processes of earlier runs that were there before the
+    start; null where instances are not started here.
     """
 
     instances: dict[str, dict[str, float]] = {}
     first_step_cached_blocks: dict[str, int] = {}
     gpu_used_mib: list[int] | None = None
+    survivors: list[int] | None = None
     fresh: bool = False
     why: str | None = "not looked at"
 
@@ -63,6 +67,8 @@ def judge(evidence: Freshness) -> None:
     for device, used in enumerate(evidence.gpu_used_mib or ()):
         if used > IDLE_GPU_MIB:
             why.append(f"GPU {device}: {used} MiB in use before the start")
+    if evidence.survivors:
+        why.append(f"processes of an earlier run are still there: {evidence.survivors}")
     if not evidence.instances:
         why.append("no instance was looked at")
     evidence.fresh, evidence.why = not why, "; ".join(why) or None
@@ -91,11 +97,11 @@ def first_step_cached_blocks(records: Path, block_tokens: int) -> int | None:
     return first["cache_size"] - first["prefill_tokens"] // block_tokens
 
 
-def gpu_used_mib() -> list[int] | None:
-    """Memory in use on each GPU; None without nvidia-smi."""
+def gpu_used_mib(gpus: int) -> list[int] | None:
+    """Memory in use on each of the first `gpus` GPUs; None without nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return [int(line) for line in done.stdout.split()]
+    return [int(line) for line in done.stdout.split()[:gpus]]

@@ -13,8 +13,8 @@ class Run:
     """One arm at one concurrency in one repeat: a lifetime of the whole fleet.
 
     `concurrency` is in requests an instance. `baseline` and `same_as` are labels of
-    other runs at this concurrency: what this is compared with, and the first arm that
-    is the very same (an A/A pair).
+    other runs at this concurrency: what this is compared with, and the arm that is the
+    very same (an A/A pair): the baseline, else the first one in the file.
     """
 
     label: str
@@ -55,9 +55,9 @@ def label(arm: str, concurrency: int) -> str:
 
 
 def _same_as(experiment: Experiment, name: str, concurrency: int) -> str | None:
-    for other, arm in experiment.arms.items():
+    for other in (experiment.baseline, *experiment.arms):
         if other == name:
             return None
-        if arm == experiment.arms[name]:
+        if experiment.arms[other] == experiment.arms[name]:
             return label(other, concurrency)
     return None

@@ -96,6 +96,7 @@ def _check(file: Path) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     spec = _spec(arguments)
+    preflight.check_resources(spec.profile, len(spec.roles))
     preflight.check_connector(spec.connector)
     folder = (arguments.folder or _new_folder()).resolve()
     out = (arguments.out or folder / "instances.json").resolve()

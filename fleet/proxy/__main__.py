@@ -19,6 +19,7 @@ import uvloop
 
 from fleet.instances import Instance, InstancesError, read_instances
 from fleet.policies import POLICIES, PolicyError
+from microbench.driver.run import allow_open_files
 
 from .app import serving
 from .settings import Settings, SettingsError
@@ -84,6 +85,7 @@ async def serve(options: argparse.Namespace) -> None:
 def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = parser().parse_args()
+    allow_open_files()  # two sockets a request
     # Requests leave little for the collector to find, and it would look everywhere.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -18,7 +18,7 @@ from .prefix_index import PrefixIndex
 
 EngineHash = int | bytes
 _COMMA = ord(",")
-_BLANKS = bytes.maketrans(b"", b""), b" \t\r\n"
+_BLANKS = b" ", b"\t", b"\r", b"\n"
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
@@ -78,7 +78,8 @@ class Exact:
         `prompt` is a JSON array of token ids. At most all but the last token: vLLM
         computes at least one.
         """
-        compact = prompt if b" " not in prompt else prompt.translate(*_BLANKS)
+        blank = any(one in prompt for one in _BLANKS)
+        compact = prompt.translate(None, b"".join(_BLANKS)) if blank else prompt
         commas = np.flatnonzero(np.frombuffer(compact, np.uint8) == _COMMA)
         root = _root(model if model in self._loras else None)
         cached = [0] * self._count

@@ -118,7 +118,8 @@ class Handler:
                     raise
                 without.add(error.instance)
             except Failure as error:
-                self._health.failed(error.instance, str(error))
+                if error.instance is not None:
+                    self._health.failed(error.instance, str(error))
                 raise
         raise AssertionError
 

@@ -6,15 +6,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from time import monotonic
 
 import aiohttp
 
 from fleet.instances import Instance
 
+from .upstream import out_of_files
+
 POLL_EVERY_S = 1.0
 POLL_TIMEOUT_S = 2.0
 # In a row, requests and polls together. One refused connection is enough.
 MAX_FAILURES = 3
+# How long it stays out at least: 1 s, and twice as long each time that it is ejected
+# again before it has answered a request. /health may be all that it still answers.
+MAX_OUT_S = 32.0
 log = logging.getLogger(__name__)
 
 
@@ -29,6 +35,8 @@ class Health:
     ) -> None:
         self._instances = instances
         self._failures = {one.name: 0 for one in instances}
+        self._out_s = {one.name: 1.0 for one in instances}
+        self._back_at_s = {one.name: 0.0 for one in instances}
         self._on_change = on_change
         self.ejected: set[str] = set()
         self.ejections = 0
@@ -36,6 +44,7 @@ class Health:
     def succeeded(self, name: str) -> None:
         """A request has been answered by it."""
         self._failures[name] = 0
+        self._out_s[name] = 1.0
 
     def failed(self, name: str, why: str, refused: bool = False) -> None:
         """A request or a poll has failed there."""
@@ -45,6 +54,8 @@ class Health:
         if refused or self._failures[name] >= MAX_FAILURES:
             self.ejected.add(name)
             self.ejections += 1
+            self._back_at_s[name] = monotonic() + self._out_s[name]
+            self._out_s[name] = min(MAX_OUT_S, 2 * self._out_s[name])
             log.warning("%s ejected: %s", name, why)
             self._on_change(name, False)
 
@@ -65,7 +76,8 @@ class Health:
                 async with session.get(f"{one.url}/health") as response:
                     response.raise_for_status()
             except aiohttp.ClientConnectorError as error:
-                self.failed(one.name, f"/health: {error}", refused=True)
+                if not out_of_files(error):
+                    self.failed(one.name, f"/health: {error}", refused=True)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 why = f"/health: {type(error).__name__}: {error}"
                 self.failed(one.name, why)
@@ -73,7 +85,7 @@ class Health:
                 self._returned(one.name)
 
     def _returned(self, name: str) -> None:
-        if name in self.ejected:
+        if name in self.ejected and monotonic() >= self._back_at_s[name]:
             self.ejected.remove(name)
             self._failures[name] = 0
             log.warning("%s is back", name)

@@ -81,7 +81,7 @@ class Subscriber:
             while True:
                 try:
                     await self._receive(socket)
-                except (msgspec.DecodeError, ValueError) as error:
+                except ValueError as error:
                     self._lost(f"unreadable: {error}")
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
@@ -92,8 +92,10 @@ class Subscriber:
         _, number, payload = await socket.recv_multipart()
         if self._resync.is_set():
             await self._start_anew()
-        batch = self._decode(payload)
         sequence = int.from_bytes(number, "big")
+        batch = self._read(sequence, payload)
+        if batch is None:
+            return
         if sequence < self._next:
             if batch.ts <= self._last_ts:
                 return  # the replay had it
@@ -117,6 +119,15 @@ class Subscriber:
         self._clear()
         self._next, self._last_ts, self.complete = 0, 0.0, False
         await self._replay()
+
+    def _read(self, sequence: int, payload: bytes) -> Batch | None:
+        """None if it cannot be read; it is not asked for again."""
+        try:
+            return self._decode(payload)
+        except msgspec.DecodeError as error:
+            self._lost(f"{sequence} is unreadable: {error}")
+            self._next = max(self._next, sequence + 1)
+            return None
 
     def _take(self, sequence: int, batch: Batch) -> None:
         if sequence == 0 or _clears(batch):
@@ -155,7 +166,8 @@ class Subscriber:
                     if self._next > first:
                         return True
                     self._lost(f"those before {sequence} are gone")
-                self._take(sequence, self._decode(payload))
+                if batch := self._read(sequence, payload):
+                    self._take(sequence, batch)
                 await asyncio.sleep(0)
         return self._next > first
 

@@ -82,9 +82,10 @@ async def _stream(
         events = chunk.count(b"data:") - chunk.count(_DONE)
         flight.generated(events)
         end.generated_tokens += events
-        if ERROR_EVENT in chunk:
+        joined = tail + chunk
+        if ERROR_EVENT in joined:
             end.status, end.error = "failed", f"{name} sent an error event"
-        tail = (tail + chunk)[-_TAIL:]
+        tail = joined[-_TAIL:]
         done = tail.rstrip().endswith(_DONE)
         if done and answer.at_end:
             await response.write_eof(chunk)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request to one instance, up to its first byte; then its chunks as they come.
+"""One request to one instance, up to its first token; then its chunks as they come.
 
-What goes wrong before the first byte is raised as a Failure with an HTTP status, so
+What goes wrong before the first token is raised as a Failure with an HTTP status, so
 that nobody answers 200 to what has failed.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -39,13 +41,18 @@ _NOT_SENT_ON = _HOP_BY_HOP | {"host", "content-length", "expect", "accept-encodi
 _NOT_SENT_BACK = _HOP_BY_HOP | {"content-length", "date", "server"}
 
 
+class _Choice(msgspec.Struct):
+    delta: dict[str, Any] = {}
+
+
 class _Event(msgspec.Struct):
-    """What tells the event that ends a stream from one with a token."""
+    """What tells events around the tokens from one with a token."""
 
-    choices: list[msgspec.Raw] = []
-    usage: msgspec.Raw = msgspec.Raw(b"null")
+    choices: list[_Choice] = []
+    usage: dict[str, msgspec.Raw] | None = None
 
 
+_NOTHING = _Event()
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
@@ -123,6 +130,8 @@ async def ask(
             instance.url + path, data=body, headers=headers, allow_redirects=False
         )
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        if out_of_files(error):
+            raise Failure(503, None, f"the proxy: {error}") from error
         raise Unreachable(503, name, f"no connection to {name}: {error}") from error
     except TimeoutError as error:
         raise Failure(504, name, f"{name} did not answer in time") from error
@@ -136,39 +145,83 @@ async def ask(
         raise
 
 
+def out_of_files(error: OSError) -> bool:
+    """Whether no connection could be opened for no fault of the instance."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
+
+
 async def _begun(response: aiohttp.ClientResponse, name: str) -> Answer:
-    streams = _streams(response)
     try:
-        content = response.content
-        first = await (content.readany() if streams else content.read())
+        if not _streams(response):
+            return Answer(response, await response.content.read())
+        first = await _up_to_token(response.content)
     except TimeoutError as error:
         raise Failure(504, name, f"{name} sent no first byte in time") from error
     except (aiohttp.ClientError, OSError) as error:
         what = f"{name} broke off before its first byte: {_named(error)}"
         raise Failure(502, name, what) from error
-    if streams and not first:
+    begun = _after_roles(first)
+    if not begun:
         raise Failure(502, name, f"{name} ended the stream before its first byte")
-    if streams and first.startswith(ERROR_EVENT):
-        event = first.split(b"\n")[0].decode(errors="replace")
+    if begun.startswith(ERROR_EVENT):
+        event = begun.split(b"\n")[0].decode(errors="replace")
         raise Failure(502, name, f"{name} answered with an error event: {event}")
-    if streams and _is_end(first):
+    if _is_end(begun):
         raise Failure(502, name, f"{name} ended the stream without a token")
     return Answer(response, first)
 
 
-def _is_end(first: bytes) -> bool:
+async def _up_to_token(content: aiohttp.StreamReader) -> bytes:
+    """The first chunk; with the next one if it only says who speaks."""
+    first = await content.readany()
+    while first and not _after_roles(first):
+        more = await content.readany()
+        if not more:
+            break
+        first += more
+    return first
+
+
+def _after_roles(first: bytes) -> bytes:
+    """A stream without the events at its beginning that only name a role.
+
+    A chat begins with one for each choice. vLLM writes them also where no token
+    follows.
+    """
+    while first.startswith(_DATA):
+        event, _, rest = first.partition(b"\n\n")
+        if not _names_role_only(event):
+            break
+        first = rest
+    return first
+
+
+def _names_role_only(event: bytes) -> bool:
+    deltas = [choice.delta for choice in _parsed(event).choices]
+    return bool(deltas) and all(
+        "role" in delta and not any(delta[key] for key in delta.keys() - {"role"})
+        for delta in deltas
+    )
+
+
+def _is_end(begun: bytes) -> bool:
     """Whether a stream begins with its end.
 
     So vLLM 0.18.1 answers a request whose KV could not be loaded.
     """
-    event = first.partition(b"\n")[0]
+    event = begun.partition(b"\n")[0]
     if event.startswith(_DONE):
         return True
+    said = _parsed(event)
+    return not said.choices and said.usage is not None
+
+
+def _parsed(event: bytes) -> _Event:
+    """An event without anything if it cannot be read: that is the client's to do."""
     try:
-        said = _decode_event(event.removeprefix(_DATA))
+        return _decode_event(event.removeprefix(_DATA))
     except msgspec.DecodeError:
-        return False
-    return not said.choices and said.usage != b"null"
+        return _NOTHING
 
 
 def _streams(response: aiohttp.ClientResponse) -> bool:

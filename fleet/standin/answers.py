@@ -22,12 +22,18 @@ class Answer:
         self._id = id_
         self._chat = chat
         self._token = self._chunk(None)
+        self._opening = self._role() if chat else b""
+
+    def opening(self) -> bytes:
+        """What comes before the first token, once: a chat's event with the role."""
+        opening, self._opening = self._opening, b""
+        return opening
 
     def tokens(self, count: int, *, last: bool) -> bytes:
         """`count` events of one token each; the last one says why it stopped."""
         if not last:
-            return self._token * count
-        return self._token * (count - 1) + self._chunk("length")
+            return self.opening() + self._token * count
+        return self.opening() + self._token * (count - 1) + self._chunk("length")
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The event with the token counts."""
@@ -49,6 +55,11 @@ class Answer:
     def _head(self, suffix: str) -> dict[str, Any]:
         kind = f"chat.completion{suffix}" if self._chat else "text_completion"
         return {"id": self._id, "object": kind, "created": 0, "model": self._ask.model}
+
+    def _role(self) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": 0, "delta": delta, "finish_reason": None}
+        return _event(self._head(".chunk") | {"choices": [choice]})
 
     def _chunk(self, finish_reason: str | None) -> bytes:
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}

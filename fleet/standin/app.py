@@ -147,6 +147,8 @@ class Instance:
             await asyncio.Event().wait()
         sequence = await self._sequence(ask, tokens, fault)
         if fault == "no_token":
+            if opening := answer.opening():
+                await response.write(opening)
             counts = usage(sequence.prompt_tokens, 0, 0)
             await response.write(answer.usage(counts) + DONE)
             return response

@@ -16,7 +16,8 @@ from time import perf_counter_ns
 from typing import Self
 
 # os.timerfd_create is there from Python 3.13 on.
-_libc = ctypes.CDLL(None, use_errno=True)
+# PyDLL keeps the GIL: the calls take a microsecond, to get it back can take many.
+_libc = ctypes.PyDLL(None, use_errno=True)
 _CLOCK_MONOTONIC = 1  # what perf_counter_ns reads
 _TFD_TIMER_ABSTIME = 1
 

@@ -29,7 +29,9 @@ def _fresh(plan: Plan, rng: np.random.Generator, seen: set[bytes]) -> list[int]:
             return prompt.tolist()
 
 
-def completion_body(model: str, prompt: list[int], output_tokens: int) -> bytes:
+def completion_body(
+    model: str, prompt: list[int] | msgspec.Raw, output_tokens: int
+) -> bytes:
     """A /v1/completions body that makes the server produce exactly `output_tokens`."""
     return msgspec.json.encode(
         {

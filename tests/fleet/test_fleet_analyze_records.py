@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from urllib.parse import quote
 
 import polars as pl
 import pytest
@@ -12,6 +13,7 @@ from analyze_runs import SESSIONS, TURNS, Truth, lines, write_run
 
 from fleet.analyze.frames import LATENCIES, NOTHING, requests_frame, size_class
 from fleet.analyze.records import RecordsError, read_run
+from fleet.replay.client import _SAFE
 
 
 @pytest.fixture
@@ -78,6 +80,21 @@ def test_an_arm_without_files_has_no_requests(tmp_path: Path) -> None:
     (tmp_path / "arm.json").write_text(json.dumps(facts))
     (run,) = read_run(tmp_path)
     assert requests_frame([run]).height == 0
+
+
+def test_ids_that_the_replayer_must_quote_find_their_decisions(arm: Path) -> None:
+    """Headers hold printable ASCII, and so do the decisions' ids."""
+    for file in ("replay.jsonl", "decisions.jsonl"):
+        rows = [json.loads(line) for line in (arm / file).open()]
+        for row in rows:
+            if "id" in row:
+                name = f"Büro 7 % {row['id']}"
+                quoted = file == "decisions.jsonl"
+                row["id"] = quote(name, safe=_SAFE) if quoted else name
+        lines(arm / file, rows)
+    (run,) = read_run(arm)
+    assert "%" in run.decisions[0].id
+    assert requests_frame([run])["decided_instance"].null_count() == 0
 
 
 def test_windows_follow_the_intended_send(arm: Path) -> None:

@@ -264,6 +264,68 @@ def test_a_wrong_belief_is_measured(tmp_path: Path) -> None:
     assert believed["p99_abs_error_tokens"] == 1_000
 
 
+def test_the_mirror_is_held_against_the_exact_state_where_there_is_one(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path, [Truth("linear", repeats=2)])
+    caches = {
+        "i0": {
+            "mirror_tokens": 100,
+            "exact_tokens": 130,
+            "mirror_minus_exact_tokens": -30,
+            "mean_difference_tokens": 10.0,
+            "compared_prompts": 30,
+            "complete": True,
+            "gaps": 1,
+            "skipped_blocks": 0,
+        },
+        "i1": {
+            "mirror_tokens": 50,
+            "exact_tokens": 40,
+            "mirror_minus_exact_tokens": 10,
+            "mean_difference_tokens": None,
+            "compared_prompts": 0,
+            "complete": True,
+            "gaps": 0,
+            "skipped_blocks": 0,
+        },
+    }
+    instances = {name: {"cache": cache} for name, cache in caches.items()}
+    said = json.dumps({"instances": instances, "decision_us": None})
+    (run / "linear" / "r0" / "breakdown.json").write_text(said)
+    analysis = analyse(read_run(run), MODEL, 100.0)
+    with_it, without = analysis.document["arms"]["linear"]["repeats"]
+    assert with_it["mirror"] == {
+        "prompts": 30,
+        "mean_difference_tokens": 10.0,
+        "held_difference_tokens": -20,
+        "gaps": 1,
+        "complete": True,
+    }
+    assert without["mirror"] is None
+    assert "`linear` r0 | 30 | 10.0 | -20 | 1 | yes" in write_report(
+        analysis.document, []
+    )
+
+
+def test_every_quantile_of_a_comparison_has_its_verdict(
+    document: dict[str, Any], text: str
+) -> None:
+    slow = compared(document, "slow")
+    table = text.split("## Against the baseline")[1].split("## Prefix cache")[0]
+    for metric in ("ttft_ms", "tpot_ms", "e2e_ms"):
+        for quantile in ("p50", "p90", "p99"):
+            value = slow["percent"][metric][quantile]["value"]
+            (cell,) = {
+                one.strip()
+                for row in table.splitlines()
+                for one in row.split("|")
+                if one.strip().startswith(f"{value:+.1f} % [")
+                and one.strip().endswith(slow["verdicts"][metric][quantile])
+            }
+            assert cell.endswith(f"]: {slow['verdicts'][metric][quantile]}")
+
+
 def test_a_folder_without_a_run_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -15,8 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.analyze.records import read_run
+from fleet.experiment import fleets
+from fleet.experiment.__main__ import ExperimentError, _record, check_slots
+from fleet.experiment.arm import RUN_ERRORS, _before
 from fleet.experiment.compare import found_warm, refusals
-from fleet.experiment.config import Arm, Experiment, Workload, read_experiment
+from fleet.experiment.config import (
+    Arm,
+    Experiment,
+    Given,
+    Workload,
+    read_experiment,
+)
+from fleet.experiment.fleets import fresh_fleet
 from fleet.experiment.freshness import COUNTERS, Freshness, counted, judge
 from fleet.experiment.machine import (
     BUSY_LIMIT,
@@ -27,7 +38,8 @@ from fleet.experiment.machine import (
     machine_load,
 )
 from fleet.experiment.plan import plan
-from fleet.experiment.workload import make_workload
+from fleet.experiment.workload import TraceFacts, make_workload
+from fleet.instances import Instance, InstancesError, write_instances
 from fleet.trace import Request, TraceError, read_trace
 from fleet.trace.own import write
 from microbench.config import CONFIGS, ConfigError
@@ -58,6 +70,27 @@ def test_every_committed_experiment_is_read_and_has_an_aa_pair(path):
     assert any(run.same_as for run in plan(committed))
 
 
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_committed_experiment_has_sessions_for_all_its_slots(path, tmp_path):
+    committed = read_experiment(path)
+    facts = make_workload(
+        committed.workload,
+        REPOSITORY / committed.workload.trace,
+        tmp_path / "trace.jsonl.gz",
+        not committed.open_loop,
+        committed.seed,
+    )
+    check_slots(committed, facts.sessions)
+
+
+def test_fewer_sessions_than_slots_are_refused_in_a_closed_loop_alone():
+    wanted = experiment(concurrency=[2, 15])
+    check_slots(wanted, sessions=60)
+    with pytest.raises(ExperimentError, match=r"59 sessions .* 60 slots .*`copies`"):
+        check_slots(wanted, sessions=59)
+    check_slots(experiment(concurrency=[15], open_loop=True), sessions=1)
+
+
 @given(
     st.integers(1, 5),
     st.lists(st.integers(1, 15), min_size=1, max_size=4, unique=True),
@@ -82,16 +115,39 @@ def test_an_arm_is_compared_at_its_own_concurrency():
     assert runs["a@2"].same_as is runs["b@2"].same_as is None
 
 
+def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
+    arms = {"first": Arm("linear"), "a": Arm("linear"), "last": Arm("linear")}
+    same = {run.label: run.same_as for run in plan(experiment(arms=arms))}
+    assert same == {"first@8": "a@8", "a@8": None, "last@8": "a@8"}
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
         ({"baseline": "c"}, "'c' is no arm"),
         ({"profile": "p"}, "one of"),
         ({"standin": None}, "one of"),
-        ({"time_factor": 2.0}, "`time_factor` is for a `profile`"),
+        ({"time_factor": 2.0}, "`time_factor` is for the forward of a `profile`"),
         ({"arms": {"a": Arm("lineer")}}, "arm 'a'.*lineer"),
         ({"arms": {"a": Arm("linear", {"alfa": 1})}}, "arm 'a'.*alfa"),
-        ({"arms": {"a": Arm("linear", roles=["both"])}}, "1 `roles` for 4"),
+        (
+            {
+                "standin": None,
+                "profile": "p",
+                "arms": {"a": Arm("linear", roles=["both"])},
+            },
+            "1 `roles` for 4",
+        ),
+        ({"arms": {"a": Arm("linear", connector="noop")}}, "arm 'a': `connector`"),
+        ({"arms": {"a": Arm("linear", roles=["both"] * 4)}}, "arm 'a': `roles`"),
+        (
+            {
+                "standin": None,
+                "given": Given("instances.json", ["true"]),
+                "arms": {"a": Arm("linear", connector="noop")},
+            },
+            "arm 'a': `connector`",
+        ),
     ],
 )
 def test_an_experiment_that_makes_no_sense_is_refused(changes, what, tmp_path):
@@ -230,6 +286,84 @@ def test_a_first_step_that_finds_blocks_is_not_fresh():
 def test_a_gpu_that_somebody_uses_is_not_fresh():
     assert judged(gpu_used_mib=[3, 500]).fresh
     assert "GPU 1: 9000 MiB" in judged(gpu_used_mib=[3, 9000]).why
+
+
+def test_what_an_earlier_run_left_running_is_not_fresh():
+    assert judged(survivors=[]).fresh
+    assert "earlier run are still there: [77]" in judged(survivors=[77]).why
+
+
+def before(**source) -> Freshness:
+    """What is seen before a run of two instances of this `source`."""
+    two = experiment(**({"standin": None, "instances": 2} | source))
+    facts = TraceFacts("t", "", "t", 1, 1, 1, 1)
+    return _before(_record(two, plan(two)[0], facts, {}), two)
+
+
+@pytest.fixture
+def used_gpus(tmp_path, monkeypatch) -> Path:
+    """Three GPUs, all in use; the folder of their profile."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nprintf '9000\\n5\\n8000\\n'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    text = (CONFIGS / "fleet" / "h20-30b-a3b.toml").read_text()
+    on_gpus = text.replace('flavour = "cpu"', 'flavour = "gpu"')
+    (tmp_path / "gpu.toml").write_text(on_gpus)
+    return tmp_path
+
+
+def test_gpus_matter_where_instances_are_started_on_them_and_only_those(used_gpus):
+    assert before(profile=f"{used_gpus}/gpu").gpu_used_mib == [9000, 5]
+    assert before(profile="h20-30b-a3b").gpu_used_mib is None
+    assert before(given=Given("x", ["true"])).gpu_used_mib is None
+    assert before(standin=[]).gpu_used_mib is None
+
+
+def test_a_process_that_outlived_its_run_is_seen_before_the_next():
+    assert before(standin=[]).survivors == []
+    with subprocess.Popen(["sleep", "60"]) as left:
+        assert before(standin=[]).survivors == [left.pid]
+        assert before(given=Given("x", ["true"])).survivors is None
+        left.kill()
+
+
+# Instances that somebody else started
+
+
+def restarted(*command: str, instances: int = 1, file: Path = Path("none")) -> None:
+    given_there = Given(str(file), list(command))
+    elsewhere = experiment(standin=None, given=given_there, instances=instances)
+    with fresh_fleet(elsewhere, Arm("linear"), None, Path()):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("restart", "what"),
+    [
+        (["no-such-program"], r"`restart` \(no-such-program\) cannot be run"),
+        (["sh", "-c", "echo why >&2; exit 3"], "status 3:\nwhy"),
+        (["sleep", "60"], r"\(sleep 60\) did not end within 1 s"),
+    ],
+)
+def test_a_restart_that_does_not_work_is_a_failed_run(restart, what, monkeypatch):
+    monkeypatch.setattr(fleets, "READY_DEADLINE_S", 1.0)
+    with pytest.raises(RUN_ERRORS, match=what):
+        restarted(*restart)
+
+
+def test_a_restart_is_not_waited_for_beyond_its_own_end():
+    began = time.monotonic()
+    with pytest.raises(InstancesError, match="none"):
+        restarted("sh", "-c", "sleep 8 & true")
+    assert time.monotonic() - began < 4
+
+
+def test_a_file_of_more_instances_than_the_experiment_counts_on_is_refused(tmp_path):
+    file = tmp_path / "instances.json"
+    write_instances(file, [Instance("a", "http://x"), Instance("b", "http://y")])
+    with pytest.raises(RUN_ERRORS, match=r"2 instances .*`instances = 4`"):
+        restarted("true", instances=4, file=file)
 
 
 # The machine

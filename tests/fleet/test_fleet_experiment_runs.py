@@ -96,6 +96,14 @@ def test_all_arms_serve_the_same_requests_each_exactly_once(killed_and_resumed):
         assert set(one.counters) == {"i0", "i1"}
 
 
+def test_what_the_proxy_says_after_the_last_request_is_kept(killed_and_resumed):
+    out, *_ = killed_and_resumed
+    for one in read_run(out):
+        said = json.loads((one.folder / "breakdown.json").read_text())
+        ended = [instance["ended"]["ok"] for instance in said["instances"].values()]
+        assert sum(ended) == one.info.trace["requests"]
+
+
 def test_the_report_compares_or_says_why_not(killed_and_resumed):
     out, _, _, result = killed_and_resumed
     analysis = json.loads((out / "analysis.json").read_text())
@@ -107,14 +115,33 @@ def test_the_report_compares_or_says_why_not(killed_and_resumed):
 
 def test_a_folder_with_another_experiment_is_left_alone(killed_and_resumed, tmp_path):
     out, *_ = killed_and_resumed
+    before = contents(out)
     refused = run(SMOKE, out)
     assert refused.returncode == 2
     assert "--resume" in refused.stderr
     other = tmp_path / "other.toml"
     other.write_text(SMOKE.read_text().replace("max_turns = 3", "max_turns = 2"))
+    refused = run(other, out)
+    assert refused.returncode == 2
     refused = run(other, out, "--resume")
     assert refused.returncode == 2
     assert "cannot resume" in refused.stderr
+    assert contents(out) == before
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """When each file was last written, and what is in it."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_more_slots_than_sessions_are_refused_before_anything_starts(tmp_path):
+    config = tmp_path / "few.toml"
+    config.write_text(SMOKE.read_text().replace("sessions = 10", "sessions = 3"))
+    refused = run(config, tmp_path / "run")
+    assert refused.returncode == 2
+    assert "3 sessions cannot fill 4 slots" in refused.stderr
+    assert not (tmp_path / "run").exists()
 
 
 GIVEN = """
@@ -160,3 +187,14 @@ def test_an_instance_that_was_left_warm_is_caught(tmp_path):
     assert "b: vllm:prompt_tokens_total" in caught.info.error
     assert "a: " not in caught.info.error
     assert caught.requests == []
+
+
+def test_a_restart_program_that_is_not_there_is_in_arm_json(tmp_path):
+    config = tmp_path / "given.toml"
+    text = GIVEN.format(file=tmp_path / "instances.json")
+    config.write_text(text.replace('"true"', '"no-such-program"'))
+    result = run(config, tmp_path / "run")
+    assert result.returncode == 1, result.stderr
+    (failed,) = read_run(tmp_path / "run")
+    assert failed.info.status == "failed"
+    assert "`restart` (no-such-program) cannot be run" in failed.info.error

@@ -22,11 +22,14 @@ from fleet.instances import (
     read_instances,
     write_instances,
 )
+from fleet.launch import __main__ as launch
 from fleet.launch import settings
 from fleet.launch.ports import PortsError, reserve
 from fleet.launch.profile import FleetProfile, Forward, read_profile, slowed
 from fleet.launch.settings import SettingsError, Spec
+from microbench import preflight
 from microbench.config import CONFIGS, ConfigError, load_connector
+from microbench.preflight import PreflightError
 from microbench.server import command
 
 PROFILES = sorted((CONFIGS / "fleet").glob("*.toml"))
@@ -78,6 +81,27 @@ def test_a_taken_port_is_named():
         pytest.raises(PortsError, match=f"port {second} is taken"),
     ):
         reserve(2, first)
+
+
+def test_a_fleet_needs_the_memory_of_all_its_servers(monkeypatch):
+    monkeypatch.setattr(preflight, "_available_gib", lambda: 20.0)
+    preflight.check_resources(profile(), 4)
+    monkeypatch.setattr(preflight, "_available_gib", lambda: 6.0)
+    preflight.check_resources(profile(), 1)
+    with pytest.raises(PreflightError, match=r"6\.0 GiB .* 4 server\(s\) .* 12\.5"):
+        preflight.check_resources(profile(), 4)
+
+
+def test_a_fleet_without_memory_for_it_is_refused_before_anything_starts(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(preflight, "_available_gib", lambda: 6.0)
+    folder = tmp_path / "fleet"
+    monkeypatch.setattr(sys, "argv", ["fleet.launch", "--folder", str(folder)])
+    monkeypatch.setattr(launch, "exit_on_signals", lambda: None)
+    assert launch.main() == 1
+    assert "4 server(s) at once need 12.5" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from fleet.proxy.body import PIECE_BYTES, Body, BodyError
+from fleet.proxy.top_level import top_level
 
 WORDS = "the quick brown fox\n" * 2000
 
@@ -63,6 +64,63 @@ def test_tokens_in_leading_pieces_are_those_that_end_there() -> None:
 def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
     with pytest.raises(BodyError):
         Body(raw)
+
+
+LONG = list(range(100_000, 102_000))
+
+
+def written(fields: dict, blanks: bool) -> bytes:
+    text = json.dumps(fields, separators=None if blanks else (",", ":"))
+    return text.encode()
+
+
+@pytest.mark.parametrize("blanks", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": LONG},
+        {"model": "m", "prompt": LONG, "max_tokens": 5, "user": "é]"},
+        {"user": '"prompt":[1]', "prompt": LONG},
+        {"user": {"prompt": LONG}, "prompt": [1, 2]},
+        {"user": {"prompt": LONG}, "prompt": "text"},
+        {"user": {"prompt": LONG}},
+        {"prompt": [LONG, LONG]},
+        {"prompt": [*LONG, "a]b", *LONG]},
+        {"prompt": [*LONG, {"prompt": 1}]},
+        {"prompt": "text", "user": LONG},
+    ],
+)
+def test_long_ids_are_read_as_a_parser_reads_them(fields: dict, blanks: bool) -> None:
+    raw = written(fields, blanks)
+    assert top_level(raw) == msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+
+
+def test_of_two_prompts_the_last_one_counts_however_long_they_are() -> None:
+    one, other = json.dumps(LONG), json.dumps(LONG[1:])
+    for first, last in [(one, other), (one, "[1]"), ("[1]", other), (one, '"text"')]:
+        raw = f'{{"prompt":{first},"prompt":{last}}}'.encode()
+        assert Body(raw).prompt == last.encode()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        written({"prompt": LONG}, True)[:-2],  # neither array nor object is closed
+        written({"prompt": LONG}, True)[:-1],
+        written({"prompt": LONG}, True) + b"}",
+        written({"prompt": LONG}, True).replace(b"101000", b'"'),
+        written({"prompt": LONG}, True).replace(b"101000", b"nul"),
+    ],
+)
+def test_a_long_prompt_that_is_torn_is_refused(raw: bytes) -> None:
+    with pytest.raises(BodyError):
+        Body(raw)
+
+
+def test_transfer_params_beside_long_ids_are_found() -> None:
+    fields = {"prompt": LONG, "kv_transfer_params": {"x": 1}}
+    for raw in (written(fields, False), written(dict(reversed(fields.items())), False)):
+        assert msgspec.json.decode(Body(raw).raw) == {"prompt": LONG}
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ clear error and one end line, and no counter leaks.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,60 @@ def test_a_hung_instance_is_given_up_ejected_and_taken_back(
         assert on.end("mid")["status"] == on.end("first")["status"] == "failed"
         on.idle()
         on.accounted(6)
+
+
+def test_an_instance_that_answers_health_only_is_out_for_longer_each_time(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    with proxy(tmp_path, named(two)) as on:
+        two[0].set_faults("http500")
+        for _ in range(3):
+            sent_until_ejected(on)
+            since = time.monotonic()
+            until(lambda: ejected(on) == [], "a is not back")
+        assert time.monotonic() - since > 3  # 1 s and 2 s before it
+        two[0].set_faults()
+        served = {post(on.url, ask()).headers["X-Kvtax-Instance"] for _ in range(2)}
+        assert served == {"a", "b"}
+        # It has answered: no more than a second again.
+        two[0].set_faults("http500")
+        sent_until_ejected(on)
+        since = time.monotonic()
+        until(lambda: ejected(on) == [], "a is not back")
+        assert time.monotonic() - since < 3
+
+
+def sent_until_ejected(on: Proxy) -> None:
+    def sent() -> bool:
+        post(on.url, ask(max_tokens=1))
+        return ejected(on) == ["a"]
+
+    until(sent, "a is not ejected")
+
+
+def test_without_open_files_left_no_instance_is_to_blame(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    with proxy(tmp_path, named(two)) as on, ExitStack() as clients:
+        pid = on.process.pid
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+
+        def refused() -> list[dict]:
+            # The system may refuse a connection, too: then the next one.
+            with suppress(ConnectionError):
+                clients.enter_context(connect(on.url, ask(max_tokens=4000)))
+            return on.lines("end")
+
+        files = len(os.listdir(f"/proc/{pid}/fd"))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (files + 9, before[1]))
+        end = until(refused, "no request was refused")[0]
+        time.sleep(2)  # and /health is polled
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        assert (end["status"], end["http_status"]) == ("refused", 503)
+        assert "Too many open files" in end["error"]
+        assert b"kvtax_proxy_ejections_total 0.0" in on.get("/metrics").body
+        clients.close()
+        on.idle()
 
 
 def test_a_client_that_goes_away_aborts_the_request_at_the_instance(

@@ -58,6 +58,14 @@ def unlike(number: int) -> list[int]:
     return [number, *HEAVY]
 
 
+def heavy_chat(prompt: list[int], **fields: object) -> dict:
+    """The same as a chat: one turn, of these numbers."""
+    asked = ask(**fields)
+    del asked["prompt"]
+    content = " ".join(f"number {token}" for token in prompt)
+    return asked | {"messages": [{"role": "user", "content": content}]}
+
+
 def went_to(on: Proxy, id_: str) -> tuple[str, str]:
     """The decode and the prefill instance that were decided on."""
     decision = next(one for one in on.lines("decision") if one["id"] == id_)
@@ -69,11 +77,8 @@ def went_to(on: Proxy, id_: str) -> tuple[str, str]:
 def test_a_heavy_prefill_is_done_elsewhere_and_its_kv_is_used(
     two: list[Standin], tmp_path: Path, connector: str, form: str
 ) -> None:
-    asked = ask(unlike(len(connector)), max_tokens=5)
-    if form.startswith("chat"):
-        del asked["prompt"]
-        content = f"{connector} " + "word " * 300
-        asked["messages"] = [{"role": "user", "content": content}]
+    chat = form.startswith("chat")
+    asked = (heavy_chat if chat else ask)(unlike(len(connector)), max_tokens=5)
     with proxy(tmp_path, named(two, connector), "elastic", *HEAVY_FROM) as on:
         answer = post(on.url, asked, f"/v1/{form}", X_Request_Id="h")
         end = on.end("h")
@@ -83,7 +88,7 @@ def test_a_heavy_prefill_is_done_elsewhere_and_its_kv_is_used(
         assert answer.headers["X-Kvtax-Prefill"] == p == end["prefill_instance"]
         assert (end["status"], end["fallback"]) == ("ok", None)
         assert answer.body.endswith(DONE)
-        assert answer.body.count(b"data: {") == 5
+        assert answer.body.count(b'"delta":{"content":' if chat else b"data: {") == 5
         decoding = two["ab".index(d)].metrics()
         assert decoding[EXTERNAL] >= 200
         on.idle()
@@ -178,22 +183,29 @@ def test_an_offload_that_does_not_work_out_falls_back(
 
 
 @pytest.mark.parametrize("connector", ["mooncake", "nixl"])
+@pytest.mark.parametrize("form", ["completions", "chat/completions"])
 def test_a_pull_that_ends_without_a_token_falls_back(
-    two: list[Standin], tmp_path: Path, connector: str
+    two: list[Standin], tmp_path: Path, connector: str, form: str
 ) -> None:
-    """vLLM ends the stream so, under status 200, if the KV could not be loaded."""
+    """vLLM ends the stream so, under status 200, if the KV could not be loaded.
+
+    A chat has then already said whose turn it is, which is no token.
+    """
+    chat, path = form.startswith("chat"), f"/v1/{form}"
+    asked = heavy_chat if chat else ask
     roles = named(two, connector, ("prefill", "decode"))
     with proxy(tmp_path, roles, "pd_sep") as on:
         two[1].set_faults("no_token", "none")
-        answer = post(on.url, ask(unlike(350)), X_Request_Id="f")
+        answer = post(on.url, asked(unlike(350)), path, X_Request_Id="f")
         assert answer.status == 200
-        assert answer.body.count(b"data: {") == 3
+        assert answer.body.count(b'"role"') == chat
+        assert answer.body.count(b"data: {") == 3 + chat
         end = on.end("f")
         assert (end["status"], end["prefill_instance"]) == ("ok", None)
         assert end["fallback"] == "b ended the stream without a token"
         # Where there is nothing to fall back to, it is a failure and says so.
         two[1].set_faults("no_token")
-        answer = post(on.url, ask(unlike(351)), X_Request_Id="g")
+        answer = post(on.url, asked(unlike(351)), path, X_Request_Id="g")
         assert answer.status == 502
         assert "b ended the stream without a token" in answer.error["message"]
         assert on.end("g")["status"] == "failed"

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""breakdown.json of an arm: did the proxy's mirror agree with the exact cache state?
+
+Only a proxy that follows its instances' KV events has both. The mirror is what it
+believes from its own decisions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from fleet.analyze.records import RecordsError
+
+
+class Cache(msgspec.Struct):
+    """One instance's, as fleet/proxy/report.py says; None where not known."""
+
+    mirror_minus_exact_tokens: int | None = None
+    mean_difference_tokens: float | None = None
+    compared_prompts: int = 0
+    complete: bool | None = None
+    gaps: int = 0
+
+
+class Instance(msgspec.Struct):
+    cache: Cache
+
+
+class Breakdown(msgspec.Struct):
+    instances: dict[str, Instance]
+
+
+def mirror_against_exact(folder: Path) -> dict[str, float | int | bool] | None:
+    """{prompts, mean_difference_tokens, held_difference_tokens, gaps, complete}.
+
+    Over all instances: the mean of |mirror - exact| over the prompts, at the instance
+    that each was sent to, and mirror - exact of all that is cached after the last
+    request. None without breakdown.json, or a prompt that was compared. Raises
+    RecordsError.
+    """
+    path = folder / "breakdown.json"
+    if not path.exists():
+        return None
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Breakdown)
+    except msgspec.DecodeError as error:
+        raise RecordsError(f"{path}: {error}") from None
+    caches = [one.cache for one in found.instances.values()]
+    prompts = sum(cache.compared_prompts for cache in caches)
+    if prompts == 0:
+        return None
+    apart = sum((c.mean_difference_tokens or 0) * c.compared_prompts for c in caches)
+    return {
+        "prompts": prompts,
+        "mean_difference_tokens": round(apart / prompts, 2),
+        "held_difference_tokens": sum(c.mirror_minus_exact_tokens or 0 for c in caches),
+        "gaps": sum(cache.gaps for cache in caches),
+        "complete": all(cache.complete for cache in caches),
+    }
