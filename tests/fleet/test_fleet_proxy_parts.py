@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import OrderedDict
 from contextlib import suppress
@@ -12,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.instances import Address, Instance
+from fleet.proxy.decision_log import EndLine
 from fleet.proxy.exact import AllBlocksCleared, BlockRemoved, BlockStored, Exact
 from fleet.proxy.loads import Load, Loads
 from fleet.proxy.mirror import Mirror
 from fleet.proxy.prefix_index import PrefixIndex
+from fleet.proxy.relay import _stream
 from fleet.proxy.settings import Settings, SettingsError, check
+from fleet.proxy.upstream import ERROR_EVENT
 
 keys = st.integers(0, 6)
 
@@ -183,7 +187,8 @@ def test_exact_state_is_what_the_engines_have(history, asked) -> None:
         exact.apply(instance, made)
         assert exact.tokens[instance] == len(engine.held) * BLOCK
     for prompt in asked:
-        for text in (json.dumps(prompt), json.dumps(prompt, separators=(",", ":"))):
+        for comma in (", ", ",", ",\n"):
+            text = json.dumps(prompt, separators=(comma, ":"))
             found = exact.cached_tokens(text.encode(), "m")
             assert found == [engine.cached(prompt) for engine in engines]
     assert exact.skipped == [0, 0]
@@ -254,3 +259,33 @@ def test_instances_that_cannot_do_what_is_asked_are_refused(
         return
     with pytest.raises(SettingsError, match=said):
         check(instances, settings)
+
+
+class Cut:
+    """An answer that comes in these pieces."""
+
+    at_end = False
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.first, *rest = pieces
+        self._rest = iter(rest)
+
+    async def chunk(self) -> bytes:
+        return next(self._rest, b"")
+
+
+class Client:
+    async def write(self, chunk: bytes) -> None:
+        pass
+
+
+@pytest.mark.parametrize("cut", range(1, len(ERROR_EVENT) + 1))
+def test_an_error_event_is_one_however_tcp_cuts_it(cut: int) -> None:
+    """A [DONE] after it makes nothing good."""
+    token = b'data: {"choices": [{"text": "a"}]}\n\n'
+    event = b'data: {"error": {"message": "engine died"}}\n\n'
+    pieces = [token + event[:cut], event[cut:] + b"data: [DONE]\n\n"]
+    end = EndLine("r", 0, None, instance="a")
+    with Loads(["a"]).flight("a", 1) as flight:
+        asyncio.run(_stream(Client(), Cut(pieces), flight, end))
+    assert (end.status, end.error) == ("failed", "a sent an error event")
