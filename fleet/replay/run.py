@@ -29,6 +29,9 @@ from microbench.driver.stop import Stop
 LEAD_NS = 50_000_000
 # Sessions that arrive within this are prepared in one go.
 BATCH_NS = 20_000_000
+# How much less than AHEAD_NS ahead. At a constant rate, bodies would else be made just
+# when others are to be sent.
+OFFBEAT_NS = 5_000_000
 
 Next = tuple[Session, Future[bytes]]  # and the body of its first turn
 
@@ -124,7 +127,8 @@ class Replay:
 
         async def prepare_ahead() -> None:
             for batch in batches:
-                await self._alarm.sleep_until(start_ns + batch[0][0] - AHEAD_NS)
+                ahead_ns = AHEAD_NS - OFFBEAT_NS
+                await self._alarm.sleep_until(start_ns + batch[0][0] - ahead_ns)
                 prepare(batch)
 
         start_ns = await self._start(prepare(first))
