@@ -144,8 +144,10 @@ class Offloader:
         except TimeoutError:
             self._failed(p, f"prefill on {p.name} took over {limit_s:g} s")
         except Failure as error:
-            refused = isinstance(error, Unreachable)
-            self._failed(p, f"prefill on {p.name}: {error}", refused)
+            what = f"prefill on {p.name}: {error}"
+            if error.instance is None:  # not P's fault
+                raise GivenUp(what) from None
+            self._failed(p, what, isinstance(error, Unreachable))
         answer.close()
         if answer.status != 200:
             text = answer.first[:300].decode(errors="replace")
