@@ -19,10 +19,10 @@ test-fast: setup ## without vLLM (a minute)
 
 direct-read-test: setup ## direct read: the storm, a million hostile frames, two real servers (10 minutes)
 	$(python) -m pytest -m "" tests/connectors tests/e2e/test_direct_read.py \
-	    tests/microbench/test_direct_read_cost.py
+	    tests/costs/test_direct_read_cost.py
 
 direct-read-storm: setup ## direct read: 10,000 requests on two real engines, and what must fail (10 minutes)
-	$(python) -m tests.e2e.direct_read_storm --requests 10000 --out runs/direct_read_storm.json
+	$(python) -m costs.direct_read.storm --requests 10000 --out runs/direct_read_storm.json
 
 fleet-test: setup ## the fleet, real vLLM instances included (6 minutes)
 	$(python) -m pytest -m "" tests/fleet tests/e2e/test_fleet_launch.py \
@@ -39,26 +39,26 @@ sweep: ## the main job: the same as bash run_all.sh
 	bash run_all.sh
 
 overhead: setup ## what the instrumentation itself costs an engine step
-	$(python) -m microbench.overhead
+	$(python) -m costs.hooks.overhead
 
 step-cost: setup ## Mooncake's get_finished in a step, before and after the short-circuit
-	$(python) -m microbench.step_cost
+	$(python) -m costs.get_finished.step_cost
 
 direct-read-cost: setup ## what being read costs an engine step, and what a reader gets (10 minutes)
-	$(python) -m microbench.direct_read_cost
-	$(python) -m microbench.direct_read_transfer
+	$(python) -m costs.direct_read.cost
+	$(python) -m costs.direct_read.transfer
 
 listener-cost: setup ## what listening to the block pool costs, a block and a take
-	$(python) -m microbench.listener_cost
+	$(python) -m costs.listener.listener_cost
 
 sending-lag: setup ## how late our load generators send, at 10 to 1,000 requests a second
-	$(python) -m tests.fleet.bench_replay --only fleet.replay --only microbench.driver
+	$(python) -m costs.senders.bench --only fleet.replay --only microbench.driver
 
 transfer-check: setup ## does Mooncake report a write over TCP before the bytes arrive?
-	$(python) -m microbench.transfer_check
+	$(python) -m lab.serving.transfer_check
 
 bench-report: setup ## time and memory of analysing 10 million records
-	$(python) -m tests.microbench.bench_report
+	$(python) -m costs.report.bench
 
 # The releases that the patches are tested on, with upstream's own tests.
 vllm-releases: setup third_party/vllm-0.18.1 third_party/vllm-0.22.1 third_party/vllm-0.33.0 ## sources of vLLM's releases

@@ -13,7 +13,7 @@ import matplotlib
 import polars as pl
 from matplotlib import pyplot as plt
 
-from microbench.figures import COLOURS
+from lab.stats.colours import COLOURS
 
 matplotlib.use("Agg")
 

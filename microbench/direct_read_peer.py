@@ -20,10 +20,10 @@ from pathlib import Path
 
 import msgspec
 
-from microbench.direct_read_reader import Read, Reader, new_engine
-from microbench.driver.plan import Plan, read_plan
-from microbench.driver.prompts import bodies
-from microbench.supervise import exit_on_signals
+from connectors.direct_read.reader import Read, Reader, new_engine
+from lab.load.plan import Plan, read_plan
+from lab.load.prompts import bodies
+from lab.serving.supervise import exit_on_signals
 
 SCHEMA = "kvtax.reads/1"
 ADDRESS = re.compile(r"peers can ask at ([\w.]+):(\d+)")

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from microbench.analysis import analyse
-from microbench.figures import draw_all
-from microbench.records import RecordsError
-from microbench.steps import load_run
-from microbench.summary import write_summary
+from lab.records.records import RecordsError
+from microbench.analysis.analysis import analyse
+from microbench.analysis.steps import load_run
+from microbench.summary.figures import draw_all
+from microbench.summary.summary import write_summary
 
 
 def report(run_dir: Path, out: Path) -> None:

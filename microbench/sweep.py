@@ -18,23 +18,19 @@ from pathlib import Path
 
 import msgspec
 
-from microbench import preflight, provenance, report
-from microbench.config import (
-    ConfigError,
-    Connector,
-    Profile,
-    load_connector,
-    load_profile,
-)
-from microbench.model import write_model
-from microbench.preflight import PreflightError
+from lab.config import ConfigError
+from lab.paths import REPOSITORY
+from lab.records.records import RecordsError
+from lab.serving import preflight, provenance
+from lab.serving.connector import Connector, load_connector
+from lab.serving.null_model import write_model
+from lab.serving.preflight import PreflightError
+from lab.serving.supervise import exit_on_signals
+from lab.serving.tree import build_tree, installed_package, link_package
+from microbench import report
+from microbench.profile import Profile, load_profile
 from microbench.progress import Progress
-from microbench.records import RecordsError
-from microbench.supervise import exit_on_signals
-from microbench.tree import build_tree, installed_package, link_package
 from microbench.trial import Bench, Trial, run_trial, write_trial
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 class SweepError(Exception):

@@ -18,9 +18,10 @@ from typing import Any
 import jsonlines
 import msgspec
 
-from microbench.config import Connector, Profile
-from microbench.server import HASH_SEED, SERVED_MODEL, Server, ServerError, tail
-from microbench.supervise import Supervised
+from lab.serving.connector import Connector
+from lab.serving.server import HASH_SEED, SERVED_MODEL, Server, ServerError, tail
+from lab.serving.supervise import Supervised
+from microbench.profile import Profile
 
 DRIVER_ERRORS = {
     2: "a request failed",

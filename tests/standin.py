@@ -5,7 +5,7 @@ The model name of a request says what goes wrong with it: "null" nothing, "stall
 the thirtieth request stalls, "mixed" each of FAILURES in turn and then nothing. It
 counts prefix-cache hits of whole prompts and, like vLLM up to 0.22.1, answers 200 to a
 reset whether it happened or not. Started as `python -m tests.standin`, it behaves like
-tests.trivial_server towards its parent.
+lab.load.trivial_server towards its parent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import count
 
 from aiohttp import web
 
-from tests.trivial_server import (
+from lab.load.trivial_server import (
     build_app,
     serve,
     start_stream,

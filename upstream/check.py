@@ -21,8 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from microbench.supervise import Supervised, exit_on_signals
-from microbench.tree import REPOSITORY
+from lab.paths import REPOSITORY
+from lab.serving.supervise import Supervised, exit_on_signals
 from upstream.model_cache import write_model_cache
 from upstream.outcomes import Outcomes, counted, differences, read_outcomes
 from upstream.release import (

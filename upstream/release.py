@@ -14,7 +14,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from microbench.tree import PATCHES, REPOSITORY
+from lab.paths import PATCHES, REPOSITORY
 
 SERIES = PATCHES / "upstream"
 THIRD_PARTY = REPOSITORY / "third_party"

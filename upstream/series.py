@@ -18,7 +18,7 @@ from pathlib import Path
 
 import blockpatch
 from blockpatch.blocks import SENTINEL, WAS
-from microbench.tree import PATCHES
+from lab.paths import PATCHES
 from upstream.release import (
     PART,
     SERIES,

@@ -3,7 +3,7 @@
 
 Differences are of quantiles over the same requests, in percent of the baseline's, with
 sessions drawn alike in both arms. Whether two arms may be compared at all is for
-fleet.experiment.compare to say. The arms of an A/A pair are the same thing run twice:
+fleet.analyze.refusals to say. The arms of an A/A pair are the same thing run twice:
 what they differ by is noise, and a difference within its reach means nothing.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 import polars as pl
 
 from fleet.analyze.records import ArmRun
+from fleet.analyze.refusals import refusals
 from fleet.analyze.sessions import SessionDraws, stated
-from fleet.experiment.compare import refusals
-from microbench.stats import Estimate
+from lab.stats.stats import Estimate
 
 # Fewer steady requests in common than this are too few to leave the others out.
 MIN_COMMON = 50

@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from fleet.analyze import accumulation, interference
 from fleet.analyze.analysis import Analysis, names
 from fleet.analyze.latency import best_window
-from microbench.figures import COLOURS, LINES
+from lab.stats.colours import COLOURS, LINES
 
 matplotlib.use("Agg")
 

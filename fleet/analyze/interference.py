@@ -16,7 +16,7 @@ import polars as pl
 
 from fleet.analyze.load import pending_prefill, step_function
 from fleet.analyze.sessions import MIN_SESSIONS, SessionDraws, stated
-from microbench.stats import Estimate
+from lab.stats.stats import Estimate
 
 MIN_REQUESTS = 30
 BINS = 8

@@ -15,7 +15,7 @@ from fleet.analyze.records import RecordsError
 
 
 class Cache(msgspec.Struct):
-    """One instance's, as fleet/proxy/report.py says; None where not known."""
+    """One instance's, as fleet/proxy/metrics.py says; None where not known."""
 
     mirror_minus_exact_tokens: int | None = None
     mean_difference_tokens: float | None = None

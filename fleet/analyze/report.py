@@ -16,7 +16,7 @@ from fleet.analyze.report_fleet import (
     substrate_table,
 )
 from fleet.analyze.sessions import MIN_REQUESTS, REPLICATES
-from microbench.markdown import DASH, Document, number, table
+from lab.stats.markdown import DASH, Document, number, table
 
 QUANTILES = ("p50", "p90", "p99")
 SHOWN_WARNINGS = 6

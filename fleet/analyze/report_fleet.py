@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fleet.analyze.substrate import LAYERS
-from microbench.markdown import DASH, Document, interval, number, table
+from lab.stats.markdown import DASH, Document, interval, number, table
 
 
 def _repeats(document: Document) -> Iterator[tuple[str, Document]]:

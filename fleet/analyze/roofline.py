@@ -24,7 +24,7 @@ import argparse
 import sys
 
 from fleet.analyze.hardware import GPUS, Gpu, HardwareError, Model, read_gpu
-from microbench.markdown import number, table
+from lab.stats.markdown import number, table
 
 PREFILL_TOKENS = (1_000, 4_000, 16_000, 32_000, 64_000)
 CACHED_SHARES = (0.0, 0.9)

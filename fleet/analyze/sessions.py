@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from microbench.stats import Estimate, weighted_quantiles
+from lab.stats.stats import Estimate, weighted_quantiles
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -29,10 +29,11 @@ from fleet.experiment.workload import TraceFacts, make_workload
 from fleet.launch.launched import Workshop
 from fleet.launch.profile import read_profile
 from fleet.trace import TraceError
-from microbench import preflight, provenance
-from microbench.config import ConfigError
-from microbench.preflight import PreflightError
-from microbench.supervise import REPOSITORY, exit_on_signals
+from lab.config import ConfigError
+from lab.paths import REPOSITORY
+from lab.serving import preflight, provenance
+from lab.serving.preflight import PreflightError
+from lab.serving.supervise import exit_on_signals
 
 TRACE = "trace.jsonl.gz"
 

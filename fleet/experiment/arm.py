@@ -31,9 +31,9 @@ from fleet.launch.check import CheckError, http_text
 from fleet.launch.launched import Workshop
 from fleet.launch.ports import PortsError, reserve
 from fleet.launch.settings import SettingsError
-from microbench import preflight
-from microbench.server import ServerError, http_ok, tail
-from microbench.supervise import Supervised, descendants
+from lab.serving import preflight
+from lab.serving.server import ServerError, http_ok, tail
+from lab.serving.supervise import Supervised, descendants
 
 PROXY_DEADLINE_S = 30.0
 # Of fleet.replay: all went well, a request failed, requests were sent late. What that
@@ -100,7 +100,7 @@ def _before(record: ArmRecord, experiment: Experiment) -> Freshness:
     """What can be seen before anything is started."""
     evidence = Freshness()
     if experiment.given is None:
-        # Whatever was orphaned below us has become our child (microbench.supervise).
+        # Whatever was orphaned below us has become our child (lab.serving.supervise).
         evidence.survivors = descendants(os.getpid())
     if record.profile is not None and record.profile["flavour"] == "gpu":
         evidence.gpu_used_mib = gpu_used_mib(experiment.instances)
@@ -158,7 +158,9 @@ def _replay(
     replay_log, proxy_log = folder / "replay.log", folder / "proxy.log"
     with ExitStack() as stack:
         if shutil.which("nvidia-smi"):
-            sampler = _module("fleet.analyze.gpu_sampler", "--out", folder / "gpu.csv")
+            sampler = _module(
+                "fleet.experiment.gpu_sampler", "--out", folder / "gpu.csv"
+            )
             stack.enter_context(Supervised(sampler, env, folder / "gpu_sampler.log"))
         proxy = stack.enter_context(
             Supervised(_proxy(folder, run, fleet, port), env, proxy_log)

@@ -10,7 +10,7 @@ import msgspec
 
 from fleet.instances import Role
 from fleet.policies import PolicyError, parameters_of
-from microbench.config import ConfigError
+from lab.config import ConfigError
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]

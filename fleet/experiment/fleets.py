@@ -25,9 +25,10 @@ from fleet.launch.launched import (
 from fleet.launch.profile import read_profile, slowed
 from fleet.launch.settings import Spec
 from fleet.standin.process import standin
-from microbench import preflight
-from microbench.config import CONFIGS, load_connector
-from microbench.server import READY_DEADLINE_S
+from lab.paths import CONFIGS
+from lab.serving import preflight
+from lab.serving.connector import load_connector
+from lab.serving.server import READY_DEADLINE_S
 
 # fleet/standin takes any token id.
 STANDIN_VOCABULARY = 32_000

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from microbench.supervise import descendants
+from lab.serving.supervise import descendants
 
 BUSY_LIMIT = 0.9
 # Shares of the simulated forward, over a run. Beside steps of 5 to 10 ms a machine with

@@ -26,10 +26,12 @@ from fleet.launch.launched import (
 from fleet.launch.ports import PortsError
 from fleet.launch.profile import read_profile, slowed
 from fleet.launch.settings import SettingsError, Spec
-from microbench import preflight
-from microbench.config import CONFIGS, ConfigError, load_connector
-from microbench.server import ServerError
-from microbench.supervise import REPOSITORY, exit_on_signals
+from lab.config import ConfigError
+from lab.paths import CONFIGS, REPOSITORY
+from lab.serving import preflight
+from lab.serving.connector import load_connector
+from lab.serving.server import ServerError
+from lab.serving.supervise import exit_on_signals
 
 PROFILE = CONFIGS / "fleet" / "h20-30b-a3b.toml"
 ALIVE_EVERY_S = 1.0

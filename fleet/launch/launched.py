@@ -19,9 +19,9 @@ from fleet.launch import settings
 from fleet.launch.ports import Ports, reserve
 from fleet.launch.profile import FleetProfile
 from fleet.launch.settings import SettingsError, Spec
-from microbench.model import write_model, write_null_model
-from microbench.server import Server, ServerError, tail
-from microbench.tree import build_tree, installed_package
+from lab.serving.null_model import write_model, write_null_model
+from lab.serving.server import Server, ServerError, tail
+from lab.serving.tree import build_tree, installed_package
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LaunchedInstance:
 
     @property
     def forward_totals(self) -> Path:
-        """Where the null model counts: microbench/vllm_plugin says what."""
+        """Where the null model counts: lab/serving/vllm_plugin says what."""
         return self.folder / "forward_totals"
 
 
@@ -50,7 +50,7 @@ class Workshop:
     def tree(self, spec: Spec) -> tuple[Path, dict[str, str]]:
         """The private vLLM of the connector, and the hashes of its patches.
 
-        Raises what microbench.tree.build_tree raises.
+        Raises what lab.serving.tree.build_tree raises.
         """
         tree, hashes = self.folder / spec.connector_name, {}
         noted = tree.with_suffix(".patches.json")
@@ -90,7 +90,7 @@ class Workshop:
 
 @dataclass(frozen=True)
 class _Real:
-    """What microbench.model.write_model asks of a profile."""
+    """What lab.serving.null_model.write_model asks of a profile."""
 
     model: str | None
     null_model: bool = False

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
-from microbench.config import CONFIGS, ConfigError
+from lab.config import ConfigError
+from lab.paths import CONFIGS
 
 
 class Forward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What a forward of the null model takes: microbench/vllm_plugin says how."""
+    """What a forward of the null model takes: lab/serving/vllm_plugin says how."""
 
     forward_us: float
     us_per_token: float = 0
@@ -20,7 +21,7 @@ class Forward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class FleetProfile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """vLLM's settings, named as microbench.config.Profile names them.
+    """vLLM's settings, named as microbench.profile.Profile names them.
 
     With `forward` the null model is served, which takes that long; else `model`, a
     checkpoint folder.

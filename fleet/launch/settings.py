@@ -12,7 +12,7 @@ import msgspec
 from fleet.instances import Address, ConnectorKind, Instance, Role
 from fleet.launch.ports import Ports
 from fleet.launch.profile import FleetProfile
-from microbench.config import Connector
+from lab.serving.connector import Connector
 
 KV_ROLES: dict[Role, str] = {
     "both": "kv_both",

@@ -19,7 +19,7 @@ import uvloop
 
 from fleet.instances import Instance, InstancesError, read_instances
 from fleet.policies import POLICIES, PolicyError
-from microbench.driver.run import allow_open_files
+from lab.load.open_files import allow_open_files
 
 from .app import serving
 from .settings import Settings, SettingsError

@@ -23,10 +23,10 @@ from .handler import CHAT, COMPLETIONS, Handler
 from .health import Health
 from .kv_events import Subscriber
 from .loads import Loads
+from .metrics import Report
 from .mirror import Mirror
 from .offload import Offloader
 from .relay import error_response
-from .report import Report
 from .router import Router
 from .settings import Settings, check
 from .upstream import Failure, open_session, sent_on

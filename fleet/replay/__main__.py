@@ -28,7 +28,7 @@ from fleet.replay.progress import print_forever, summary
 from fleet.replay.run import Replay
 from fleet.replay.sessions import group
 from fleet.trace import TraceError, read_trace
-from microbench.supervise import exit_on_signals
+from lab.serving.supervise import exit_on_signals
 
 FAILED, LATE, USAGE, BY_SIGNAL = 2, 3, 64, 128
 

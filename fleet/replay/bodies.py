@@ -15,7 +15,7 @@ from msgspec.json import encode
 from fleet.replay.records import asked_output_tokens
 from fleet.trace import Request
 from fleet.trace.prompts import prompt
-from microbench.driver.prompts import completion_body
+from lab.load.prompts import completion_body
 
 # How long before it is due a body is made. What is due later is not in memory.
 AHEAD_NS = 1_000_000_000

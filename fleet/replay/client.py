@@ -9,8 +9,8 @@ from urllib.parse import quote
 import aiohttp
 
 from fleet.replay.records import Record
-from microbench.driver.client import Client
-from microbench.driver.sse import Usage
+from lab.load.client import Client
+from lab.load.sse import Usage
 
 # Session names go into headers, where only printable ASCII may be.
 _SAFE = " /:;,.@+=~#!$&'()*|?[]"

@@ -10,8 +10,8 @@ from typing import Any, Self
 from fleet.replay.options import Options
 from fleet.replay.window import Window
 from fleet.trace import Request
-from microbench.driver.ledger import Outcome, lag_summary
-from microbench.driver.lines import LineFile
+from lab.load.ledger import Outcome, lag_summary
+from lab.load.lines import LineFile
 
 RECENT = 1000
 

@@ -20,10 +20,10 @@ from fleet.replay.preflight import check_lengths, check_vocabulary, find_model
 from fleet.replay.records import Record, Records
 from fleet.replay.sessions import Session
 from fleet.replay.window import steady_window
-from microbench.driver.alarm import Alarm
-from microbench.driver.client import open_session
-from microbench.driver.run import allow_open_files
-from microbench.driver.stop import Stop
+from lab.load.alarm import Alarm
+from lab.load.client import open_session
+from lab.load.open_files import allow_open_files
+from lab.load.stop import Stop
 
 # From the decision to start to the first request.
 LEAD_NS = 50_000_000

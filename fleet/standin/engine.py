@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from fleet.standin.cache import BlockCache
-from microbench.driver.alarm import Alarm
+from lab.load.alarm import Alarm
 
 OUTPUT_TOKEN = 1
 

@@ -22,7 +22,7 @@ from fleet.trace.sample import sample
 from fleet.trace.sessions import SESSION_INTERVAL_S
 from fleet.trace.stats import describe
 from fleet.trace.synth import Shape, synth
-from microbench.supervise import exit_on_signals
+from lab.serving.supervise import exit_on_signals
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from microbench.driver.plan import Plan, PlanError, read_plan
+from lab.load.plan import Plan, PlanError, read_plan
 from microbench.driver.progress import print_forever
 from microbench.driver.run import Run
 

@@ -15,9 +15,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from microbench.driver.arrivals import PROBE
-from microbench.driver.plan import Plan
-from microbench.driver.prompts import completion_body
+from lab.load.arrivals import PROBE
+from lab.load.plan import Plan
+from lab.load.prompts import completion_body
 
 # Four blocks of 128 tokens, the largest default block size, and the one token that
 # is always computed.

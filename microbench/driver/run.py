@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import resource
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -14,14 +13,15 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
-from microbench.driver.alarm import Alarm
-from microbench.driver.arrivals import Timetable, timetables
-from microbench.driver.client import Client, PlanClient, open_session
-from microbench.driver.ledger import Ledger, Record
-from microbench.driver.plan import Plan
-from microbench.driver.prompts import bodies
+from lab.load.alarm import Alarm
+from lab.load.arrivals import Timetable, timetables
+from lab.load.client import Client, PlanClient, open_session
+from lab.load.ledger import Ledger, Record
+from lab.load.open_files import allow_open_files
+from lab.load.plan import Plan
+from lab.load.prompts import bodies
+from lab.load.stop import Stop
 from microbench.driver.reset import ResetError, reset_prefix_cache
-from microbench.driver.stop import Stop
 
 # From the decision to start to the first request of a phase.
 LEAD_NS = 50_000_000
@@ -141,9 +141,3 @@ def _stretches(tables: list[Timetable]) -> list[list[Timetable]]:
             stretches.append([])
         stretches[-1].append(table)
     return stretches
-
-
-def allow_open_files() -> None:
-    """One socket a request in flight, and no cap on those."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

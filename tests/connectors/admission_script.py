@@ -12,7 +12,7 @@ from pathlib import Path
 
 from admission_witness import BLOCK_SIZE, MAX_STEPS, AdmissionWitness
 
-from microbench.overhead_worker import NullEngine
+from costs.hooks.worker import NullEngine
 
 WITNESS = {
     "kv_connector": "AdmissionWitness",

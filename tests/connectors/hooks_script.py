@@ -21,8 +21,8 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from microbench import overhead_worker
-from microbench.overhead_worker import NOOP, NullEngine
+from costs.hooks import worker as overhead_worker
+from costs.hooks.worker import NOOP, NullEngine
 
 WITNESS = {
     "kv_connector": "HooksWitness",

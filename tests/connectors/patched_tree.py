@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from microbench.supervise import REPOSITORY
-from microbench.tree import build_tree, installed_package
+from lab.paths import REPOSITORY
+from lab.serving.tree import build_tree, installed_package
 
 DEADLINE_S = 300
 NULL_MODEL = REPOSITORY / "microbench" / "vllm_plugin"

@@ -10,9 +10,9 @@ import pytest
 from patched_tree import run_script
 
 from connectors.direct_read.fingerprint import difference
-from microbench.config import load_profile
-from microbench.model import write_model
-from microbench.server import environment, free_ports
+from lab.serving.null_model import write_model
+from lab.serving.server import environment, free_ports
+from microbench.profile import load_profile
 
 
 def test_what_differs_is_named_with_both_values():

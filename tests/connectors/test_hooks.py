@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from patched_tree import run_script
 
-from microbench.config import load_profile
-from microbench.model import write_model
-from microbench.server import environment, free_ports
+from lab.serving.null_model import write_model
+from lab.serving.server import environment, free_ports
+from microbench.profile import load_profile
 
 pytestmark = pytest.mark.long
 

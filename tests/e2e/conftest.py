@@ -3,15 +3,14 @@ from __future__ import annotations
 
 import pytest
 
-from microbench.preflight import require_honest_transfers
-
-from .lab import Lab, Reference, ready
+from lab.serving.preflight import require_honest_transfers
+from lab.tiny.servers import Reference, TinyServers, ready
 
 
 @pytest.fixture(scope="package")
-def lab(tmp_path_factory) -> Lab:
+def lab(tmp_path_factory) -> TinyServers:
     require_honest_transfers()
-    return Lab(tmp_path_factory.mktemp("transfers"))
+    return TinyServers(tmp_path_factory.mktemp("transfers"))
 
 
 @pytest.fixture(scope="package")

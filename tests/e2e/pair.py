@@ -9,10 +9,10 @@ from typing import Any
 
 import aiohttp
 
-from .instance import Answer, Instance, Tokens
+from lab.tiny.server import Answer, TinyServer, Tokens
 
 
-async def route(connector: str, p: Instance, d: Instance, prompt: Tokens) -> Answer:
+async def route(connector: str, p: TinyServer, d: TinyServer, prompt: Tokens) -> Answer:
     """D's answer to a prompt that P has prefilled. Raises RequestFailed."""
     if connector == "nixl":
         prefilled = await p.complete(prompt, 1, {"do_remote_decode": True})
@@ -31,7 +31,7 @@ def send_params(transfer_id: str) -> dict[str, Any]:
     return {"do_remote_decode": True, "transfer_id": transfer_id}
 
 
-async def pull_params(p: Instance, transfer_id: str) -> dict[str, Any]:
+async def pull_params(p: TinyServer, transfer_id: str) -> dict[str, Any]:
     """What tells a Mooncake D to pull from `p`, as its bootstrap server has it."""
     async with (
         aiohttp.ClientSession() as session,

@@ -18,9 +18,7 @@ import pytest
 
 from connectors.direct_read.protocol import Offer, Peer
 from connectors.direct_read.server import Server
-from microbench.server import free_ports
-
-from .direct_read_bench import (
+from costs.direct_read.engines import (
     PROGRESS_TIMEOUT_S,
     SECRET,
     ReadBench,
@@ -29,7 +27,7 @@ from .direct_read_bench import (
     full_blocks,
     named,
 )
-from .gates import (
+from costs.direct_read.gates import (
     LOOKUP,
     MID_READ,
     OFFER_IN_FLIGHT,
@@ -38,9 +36,10 @@ from .gates import (
     TRUST_ALL,
     VALIDATE,
 )
-from .instance import BLOCK_TOKENS, SETTLE_DEADLINE_S, aborted
-from .lab import Lab, Reference, ready
-from .tiny_checkpoint import prompt
+from lab.serving.server import free_ports
+from lab.tiny.checkpoint import prompt
+from lab.tiny.server import BLOCK_TOKENS, SETTLE_DEADLINE_S, aborted
+from lab.tiny.servers import Reference, TinyServers, ready
 
 pytestmark = pytest.mark.long
 
@@ -62,7 +61,7 @@ MOMENTS = [LOOKUP, READ, MID_READ, VALIDATE]
 
 
 @pytest.fixture(scope="module")
-def bench(lab: Lab, reference: Reference) -> Iterator[ReadBench]:
+def bench(lab: TinyServers, reference: Reference) -> Iterator[ReadBench]:
     tree = direct_read_tree(lab)
     elsewhere = shutil.copytree(lab.checkpoint, lab.folder / "elsewhere")
     with ready(

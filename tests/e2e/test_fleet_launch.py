@@ -21,9 +21,9 @@ import zmq
 
 from fleet.instances import Instance, read_instances, write_instances
 from fleet.launch.profile import read_profile
-from microbench.config import CONFIGS
-from microbench.server import READY_DEADLINE_S, SERVED_MODEL
-from microbench.supervise import REPOSITORY, descendants
+from lab.paths import CONFIGS, REPOSITORY
+from lab.serving.server import READY_DEADLINE_S, SERVED_MODEL
+from lab.serving.supervise import descendants
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

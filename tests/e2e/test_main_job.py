@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from microbench.supervise import REPOSITORY, descendants
-from microbench.tree import installed_package
+from lab.paths import REPOSITORY
+from lab.serving.supervise import descendants
+from lab.serving.tree import installed_package
 
 pytestmark = pytest.mark.e2e
 

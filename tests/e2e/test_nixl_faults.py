@@ -15,21 +15,21 @@ from typing import Any
 
 import pytest
 
-from microbench.server import free_ports
-
-from .instance import (
+from lab.serving.server import free_ports
+from lab.tiny.checkpoint import prompt
+from lab.tiny.server import (
     BLOCK_TOKENS,
     NUM_BLOCKS,
     Answer,
-    Instance,
     RequestFailed,
+    TinyServer,
     Tokens,
     aborted,
     occupied,
 )
-from .lab import Lab, Reference, ready
+from lab.tiny.servers import Reference, TinyServers, ready
+
 from .pair import route
-from .tiny_checkpoint import prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -43,8 +43,8 @@ TOKENS = 500
 class Bench:
     """`d` recomputes what it cannot pull."""
 
-    p: Instance
-    d: Instance
+    p: TinyServer
+    d: TinyServer
     reference: Reference
 
     async def right(self, answer: Awaitable[Answer], asked: Tokens) -> None:
@@ -80,7 +80,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(lab: Lab, reference: Reference) -> Iterator[Bench]:
+def bench(lab: TinyServers, reference: Reference) -> Iterator[Bench]:
     env = {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(TIMEOUT_S), "UCX_TLS": "tcp"}
     p = lab.instance("nixl", patched=True, env=env)
     d = lab.instance(

@@ -23,13 +23,13 @@ from fleet.launch.launched import LaunchedInstance, Workshop, launched, wait_rea
 from fleet.launch.ports import reserve
 from fleet.launch.profile import read_profile
 from fleet.launch.settings import Spec
-from microbench.config import CONFIGS, load_connector
-from microbench.server import SERVED_MODEL, http_ok
-from microbench.supervise import Supervised
-
-from .instance import ANSWER_TOKENS, BLOCK_TOKENS, NUM_BLOCKS, Tokens
-from .lab import Lab, Reference
-from .tiny_checkpoint import MAX_TOKENS, prompt
+from lab.paths import CONFIGS
+from lab.serving.connector import load_connector
+from lab.serving.server import SERVED_MODEL, http_ok
+from lab.serving.supervise import Supervised
+from lab.tiny.checkpoint import MAX_TOKENS, prompt
+from lab.tiny.server import ANSWER_TOKENS, BLOCK_TOKENS, NUM_BLOCKS, Tokens
+from lab.tiny.servers import Reference, TinyServers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -43,7 +43,7 @@ class Elastic:
 
 
 @pytest.fixture(scope="module", params=["mooncake_both_fixed", "nixl_both"])
-def elastic(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Elastic]:
+def elastic(lab: TinyServers, request: pytest.FixtureRequest) -> Iterator[Elastic]:
     connector = request.param
     folder = lab.folder / connector
     folder.mkdir()

@@ -16,19 +16,24 @@ from functools import partial
 
 import pytest
 
-from microbench.server import free_ports
-
-from .instance import (
+from lab.serving.server import free_ports
+from lab.tiny.checkpoint import prompt
+from lab.tiny.server import (
     BLOCK_TOKENS,
-    Instance,
     RequestFailed,
+    TinyServer,
     aborted,
     occupied,
 )
-from .lab import Lab, Reference, ready
-from .mooncake_bench import Bench, abort_unscheduled_pull, pulling, stuck_send
+from lab.tiny.servers import Reference, TinyServers, ready
+from tests.e2e.mooncake_servers import (
+    Bench,
+    abort_unscheduled_pull,
+    pulling,
+    stuck_send,
+)
+
 from .pair import pull_params, route, send_params
-from .tiny_checkpoint import prompt
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +45,7 @@ LONG_TOKENS = 8000
 
 
 @pytest.fixture(scope="module")
-def bench(lab: Lab, reference: Reference) -> Iterator[Bench]:
+def bench(lab: TinyServers, reference: Reference) -> Iterator[Bench]:
     start = partial(
         lab.instance,
         "mooncake",
@@ -263,7 +268,7 @@ def test_the_defence_in_the_scheduler_was_not_needed(bench):
         assert "No request waits for the KV transfer" not in instance.log.read_text()
 
 
-def expirations(p: Instance) -> int:
+def expirations(p: TinyServer) -> int:
     """How often P gave up waiting for somebody to pull what it holds."""
     return p.log.read_text().count("without being sent")
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from .instance import BLOCK_TOKENS, Counters, Instance, Tokens
-from .lab import Lab, Reference, ready
+from lab.tiny.checkpoint import prompt
+from lab.tiny.server import BLOCK_TOKENS, Counters, TinyServer, Tokens
+from lab.tiny.servers import Reference, TinyServers, ready
+
 from .pair import route
-from .tiny_checkpoint import prompt
 
 pytestmark = pytest.mark.e2e
 
@@ -41,10 +42,10 @@ PAIRS = {
 @dataclass(frozen=True)
 class Pair:
     connector: str
-    instances: tuple[Instance, Instance]
+    instances: tuple[TinyServer, TinyServer]
     reference: Reference
 
-    async def check(self, p: Instance, d: Instance, prompts: list[Tokens]) -> None:
+    async def check(self, p: TinyServer, d: TinyServer, prompts: list[Tokens]) -> None:
         """`prompts`, all at once, are answered as by a single instance."""
         expected = await self.reference.tokens(prompts)
         routes = (route(self.connector, p, d, prompt) for prompt in prompts)
@@ -53,7 +54,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=PAIRS.values(), ids=PAIRS)
-def pair(request, lab: Lab, reference: Reference) -> Iterator[Pair]:
+def pair(request, lab: TinyServers, reference: Reference) -> Iterator[Pair]:
     connector, patched = request.param
     one = lab.instance(connector, patched=patched)
     other = lab.instance(connector, patched=patched)
@@ -120,7 +121,7 @@ def test_sixteen_at_once_in_both_directions(pair):
 
 
 async def counted(
-    instance: Instance,
+    instance: TinyServer,
     before: Counters,
     pulled: int = 0,
     computed: int = 0,

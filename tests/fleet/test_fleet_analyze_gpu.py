@@ -14,9 +14,9 @@ import polars as pl
 import pytest
 
 from fleet.analyze.gpu import gpu_use
-from fleet.analyze.gpu_sampler import HEADER, row
 from fleet.analyze.hardware import Gpu, HardwareError, Model, read_gpu
 from fleet.analyze.roofline import decode_ms, main, prefill_ms
+from fleet.experiment.gpu_sampler import HEADER, row
 
 QWEN = Model.read("qwen3-coder-30b-a3b")
 H20 = read_gpu("h20")
@@ -88,7 +88,7 @@ def test_the_table_is_printed_and_unknown_names_are_told(
 
 
 def sampler(out: Path, path: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "fleet.analyze.gpu_sampler", "--out", str(out)]
+    command = [sys.executable, "-m", "fleet.experiment.gpu_sampler", "--out", str(out)]
     return subprocess.Popen(
         command, env=os.environ | {"PATH": path}, stdout=subprocess.PIPE, text=True
     )

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.analyze.records import read_run
+from fleet.analyze.refusals import found_warm, refusals
 from fleet.experiment import fleets
 from fleet.experiment.__main__ import ExperimentError, _record, check_slots
 from fleet.experiment.arm import RUN_ERRORS, _before
-from fleet.experiment.compare import found_warm, refusals
 from fleet.experiment.config import (
     Arm,
     Experiment,
@@ -42,7 +42,8 @@ from fleet.experiment.workload import TraceFacts, make_workload
 from fleet.instances import Instance, InstancesError, write_instances
 from fleet.trace import Request, TraceError, read_trace
 from fleet.trace.own import write
-from microbench.config import CONFIGS, ConfigError
+from lab.config import ConfigError
+from lab.paths import CONFIGS
 
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.toml"))
 REPOSITORY = CONFIGS.parent

@@ -19,8 +19,8 @@ from fleet.experiment.config import read_experiment
 from fleet.experiment.plan import plan
 from fleet.instances import Instance, write_instances
 from fleet.standin.process import standin
-from microbench.config import CONFIGS
-from microbench.supervise import REPOSITORY, descendants
+from lab.paths import CONFIGS, REPOSITORY
+from lab.serving.supervise import descendants
 
 pytestmark = pytest.mark.slow
 

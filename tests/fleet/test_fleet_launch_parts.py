@@ -27,10 +27,12 @@ from fleet.launch import settings
 from fleet.launch.ports import PortsError, reserve
 from fleet.launch.profile import FleetProfile, Forward, read_profile, slowed
 from fleet.launch.settings import SettingsError, Spec
-from microbench import preflight
-from microbench.config import CONFIGS, ConfigError, load_connector
-from microbench.preflight import PreflightError
-from microbench.server import command
+from lab.config import ConfigError
+from lab.paths import CONFIGS
+from lab.serving import preflight
+from lab.serving.connector import load_connector
+from lab.serving.preflight import PreflightError
+from lab.serving.server import command
 
 PROFILES = sorted((CONFIGS / "fleet").glob("*.toml"))
 CONNECTORS = [

@@ -15,10 +15,11 @@ import pytest
 from proxy_lab import post, proxy, until
 
 from fleet.instances import Instance
-from microbench.config import Connector, load_profile
-from microbench.model import write_model
-from microbench.server import SERVED_MODEL, Server
-from microbench.tree import build_tree, installed_package
+from lab.serving.connector import Connector
+from lab.serving.null_model import write_model
+from lab.serving.server import SERVED_MODEL, Server
+from lab.serving.tree import build_tree, installed_package
+from microbench.profile import load_profile
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 BLOCK, BLOCKS = 16, 120

@@ -16,7 +16,7 @@ from fleet.replay.preflight import Model, check_lengths
 from fleet.replay.records import Record, asked_output_tokens
 from fleet.replay.sessions import group
 from fleet.replay.window import steady_window
-from microbench.driver.sse import StreamError, Usage
+from lab.load.sse import StreamError, Usage
 
 
 def changed(request, **fields):

@@ -222,11 +222,11 @@ Records._write = full
 
 
 def test_a_plain_openai_server_without_cached_tokens_is_replayed(tmp_path):
-    """tests.trivial_server: no /v1/models, no cached tokens, no other header."""
+    """lab.load.trivial_server: no /v1/models, no cached tokens, no other header."""
     requests = trace(5, 3)
     path = write_trace(tmp_path / "t.jsonl", requests)
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.trivial_server"],
+        [sys.executable, "-m", "lab.load.trivial_server"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -10,7 +10,7 @@ import pytest
 from synthetic import Truth, write_run
 
 from microbench import report
-from microbench.summary_fixes import before_and_after
+from microbench.summary.fixes import before_and_after
 
 TRUTHS = [
     Truth("noop", build_meta=0.8, get_finished=0.8),

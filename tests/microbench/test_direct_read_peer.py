@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from microbench import server
-from microbench.config import load_connector, load_profile
+from connectors.direct_read.reader import Read
+from lab.serving import server
+from lab.serving.connector import load_connector
 from microbench.direct_read_peer import reads, wait_for_address
-from microbench.direct_read_reader import Read
+from microbench.profile import load_profile
 from microbench.trial import TrialError, _count_reads, _peer
 
 SERVING = load_connector("direct_read_serving")

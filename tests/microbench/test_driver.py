@@ -226,8 +226,8 @@ def test_a_slow_disk_does_not_delay_sends(standin, tmp_path):
     """The first write takes until the last request is sent."""
     slow_write = """
 import threading
-from microbench.driver.client import Client
-from microbench.driver.ledger import Ledger
+from lab.load.client import Client
+from lab.load.ledger import Ledger
 sent, before = threading.Event(), iter(range(99))
 request, write = Client.request, Ledger._write
 async def counted(self, *args):
@@ -246,7 +246,7 @@ Client.request, Ledger._write = counted, slow
 
 def test_records_that_cannot_be_written_stop_the_run(standin, tmp_path):
     full_disk = """
-from microbench.driver.ledger import Ledger
+from lab.load.ledger import Ledger
 write = Ledger._write
 def full(self, lines):
     if b"request" in lines and not lines.startswith(b'{"schema"'):
@@ -264,7 +264,7 @@ Ledger._write = full
 def test_a_slow_event_loop_makes_the_run_invalid(standin, tmp_path):
     slow_send = """
 import time
-from microbench.driver.client import Client
+from lab.load.client import Client
 request = Client.request
 async def slow(self, *args):
     time.sleep(0.02)

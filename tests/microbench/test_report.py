@@ -13,9 +13,9 @@ import pytest
 from synthetic import Truth, trial_steps, write_run
 
 from microbench import report
-from microbench.analysis import analyse
-from microbench.levels import Window
-from microbench.steps import Trial, load_run
+from microbench.analysis.analysis import analyse
+from microbench.analysis.levels import Window
+from microbench.analysis.steps import Trial, load_run
 
 HASH = "mooncake_both_hash_sync"
 TRUTHS = [

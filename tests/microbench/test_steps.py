@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import FIRST_NS, STEP_NS, Truth, write_run
 
-from microbench import records
-from microbench.records import RecordsError
-from microbench.steps import (
+from lab.records import records
+from lab.records.records import RecordsError
+from microbench.analysis.steps import (
     load_run,
     load_trial,
     overhead_us,

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from lab.config import ConfigError
+from lab.paths import CONFIGS, REPOSITORY
+from lab.serving.connector import load_connector
+from lab.serving.tree import build_tree, installed_package, link_package
 from microbench import sweep
-from microbench.config import CONFIGS, ConfigError, load_connector, load_profile
-from microbench.supervise import REPOSITORY
-from microbench.tree import build_tree, installed_package, link_package
+from microbench.profile import load_profile
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +111,7 @@ def test_a_misspelt_field_is_refused_by_name(tmp_path, monkeypatch):
     text = (CONFIGS / "connectors" / "noop.toml").read_text()
     file = tmp_path / "connectors" / "noop.toml"
     file.write_text(text.replace("summary", "sumary"))
-    monkeypatch.setattr("microbench.config.CONFIGS", tmp_path)
+    monkeypatch.setattr("microbench.profile.CONFIGS", tmp_path)
     with pytest.raises(ConfigError, match=r"noop\.toml.*sumary"):
         load_connector("noop")
 

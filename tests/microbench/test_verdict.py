@@ -6,8 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from microbench.stats import Estimate
-from microbench.verdict import MARGIN_US_PER_1K_BLOCKS, metric_verdict, overall_verdict
+from lab.stats.stats import Estimate
+from microbench.analysis.verdict import (
+    MARGIN_US_PER_1K_BLOCKS,
+    metric_verdict,
+    overall_verdict,
+)
 
 FELL, STAYED = {"fell": True}, {"fell": False}
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 
-from microbench.config import load_connector
-from microbench.overhead_worker import BLOCK_SIZE, NullEngine
+from costs.hooks.worker import BLOCK_SIZE, NullEngine
+from lab.serving.connector import load_connector
 
 CONFIGS = {
     "walk": "mooncake_both_hash_sync",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import blockpatch
 from blockpatch.blocks import parse, render
-from microbench.tree import PATCHES
+from lab.paths import PATCHES
 
 PATCH = blockpatch.load_patches(PATCHES)["block_pool_delta_listener"]
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from microbench.tree import PATCHES
+from lab.paths import PATCHES
 
 BLOCK_SIZE = 2
 MAX_MODEL_LEN = 64

@@ -10,7 +10,8 @@ import pytest
 from listener_mutants import MUTANTS, PATCH
 from vllm_process import ScriptProcess
 
-from microbench.tree import REPOSITORY, installed_package
+from lab.paths import REPOSITORY
+from lab.serving.tree import installed_package
 
 pytestmark = pytest.mark.slow
 

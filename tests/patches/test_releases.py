@@ -13,7 +13,8 @@ import pytest
 
 import blockpatch
 from blockpatch import Patch, Tree
-from microbench.tree import PATCHES, REPOSITORY, installed_package
+from lab.paths import PATCHES, REPOSITORY
+from lab.serving.tree import installed_package
 
 ALL = blockpatch.load_patches(PATCHES)
 V1, V2 = ALL["step_timing_v1"], ALL["step_timing_v2"]

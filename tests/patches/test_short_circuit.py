@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from vllm_process import ScriptProcess
 
-from microbench.tree import REPOSITORY
+from lab.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from microbench.tree import REPOSITORY
+from lab.paths import REPOSITORY
 from upstream.check import judge
 from upstream.outcomes import differences, read_outcomes
 from upstream.release import PART, Release, Repository, UpstreamError, load_releases

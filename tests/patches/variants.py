@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 import blockpatch
-from microbench.tree import PATCHES
+from lab.paths import PATCHES
 
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
 SCHEDULER = "v1/core/sched/scheduler.py"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from microbench.config import load_profile
-from microbench.model import write_model
-from microbench.server import environment, free_ports, tail
-from microbench.supervise import Supervised
-from microbench.tree import build_tree, installed_package
+from lab.serving.null_model import write_model
+from lab.serving.server import environment, free_ports, tail
+from lab.serving.supervise import Supervised
+from lab.serving.tree import build_tree, installed_package
+from microbench.profile import load_profile
 
 DEADLINE_S = 240
 

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DirectReadConnector with gates: tests hold a server at a moment of their choice.
+
+Where a gate is, there is a file of its name in the folder GATES_VARIABLE names: what
+comes to it writes `<name>.reached` and waits until the file is gone. Files of other
+names switch a safety measure off, for tests that must then go wrong.
+
+Nothing else differs: the transfer engine, the memory and the side channel are real.
+"""
+
+import copy
+import os
+import time
+from pathlib import Path
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+import connectors.direct_read.client as client
+import connectors.direct_read.reads as reads
+from connectors.direct_read.connector import DirectReadConnector
+from costs.direct_read.gates import (
+    GATES_VARIABLE,
+    LOOKUP,
+    MID_READ,
+    OFFER_IN_FLIGHT,
+    READ,
+    STEP,
+    TRUST_ALL,
+    VALIDATE,
+)
+
+GATES = Path(os.environ[GATES_VARIABLE])
+
+
+def wait_at(name: str) -> None:
+    gate = GATES / name
+    if gate.exists():
+        (GATES / f"{name}.reached").touch()
+        while gate.exists():
+            time.sleep(0.001)
+
+
+class GatedDirectReadConnector(DirectReadConnector):
+    def start_load_kv(self, forward_context, **kwargs) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        # Steps without a forward pass are not meant.
+        if forward_context is not None and forward_context.attn_metadata:
+            wait_at(STEP)
+
+    def bind_gpu_block_pool(self, gpu_block_pool) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        ledger = self._scheduler._ledger
+        lookup = ledger.lookup
+
+        def unsafe_lookup(hashes):
+            if not (GATES / OFFER_IN_FLIGHT).exists():
+                return lookup(hashes)
+            # A copy with the same offers: the engine goes on counting in its own.
+            unsafe = copy.copy(ledger)
+            unsafe._steps_done = 1 << 60
+            offer = type(ledger).lookup(unsafe, hashes)
+            ledger._num_held_blocks = unsafe._num_held_blocks
+            return offer
+
+        ledger.lookup = unsafe_lookup
+
+
+_lookup, _validate = client.Client.lookup, client.Client.validate
+_begin = reads._begin
+
+
+def gated_lookup(self, hashes):
+    wait_at(LOOKUP)
+    return _lookup(self, hashes)
+
+
+def gated_validate(self, token):
+    wait_at(VALIDATE)
+    if (GATES / TRUST_ALL).exists():
+        return 1 << 40
+    return _validate(self, token)
+
+
+def gated_begin(engine, session, waiting, in_flight):
+    wait_at(MID_READ if in_flight else READ)
+    return _begin(engine, session, waiting, in_flight)
+
+
+client.Client.lookup = gated_lookup
+client.Client.validate = gated_validate
+reads._begin = gated_begin
+
+KVConnectorFactory.register_connector(
+    GatedDirectReadConnector.__name__, __name__, GatedDirectReadConnector.__name__
+)

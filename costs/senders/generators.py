@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load generators that are compared, each told to send at a constant rate."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from fleet.trace import Request, own
+from lab.load.plan import Phase, Plan
+
+OUTPUT_TOKENS = 8
+VOCAB_SIZE = 32_000
+BLOCK_TOKENS = 16
+
+_VLLM_BENCH = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+class Load(NamedTuple):
+    """Requests of one shape at a constant rate."""
+
+    rate_rps: float
+    prompt_tokens: int
+    requests: int
+
+
+class Generator(NamedTuple):
+    """How to start one: `command(load, url, folder)`, which may use the folder.
+
+    `cpu_ms` reads its CPU time a request from the folder, where it says.
+    """
+
+    name: str
+    command: Callable[[Load, str, Path], list[str]]
+    end_line: str | None = None  # of the file whose last line has the CPU time
+    cpu_field: str = ""
+
+    def cpu_ms(self, folder: Path, requests: int) -> float | None:
+        if self.end_line is None:
+            return None
+        last = (folder / self.end_line).read_bytes().splitlines()[-1]
+        return msgspec.json.decode(last)[self.cpu_field] / requests * 1e3
+
+
+def _replay(load: Load, url: str, folder: Path) -> list[str]:
+    blocks = -(-load.prompt_tokens // BLOCK_TOKENS)
+    requests = (
+        Request(
+            arrival_s=number / load.rate_rps,
+            session=str(number),
+            turn=0,
+            input_tokens=load.prompt_tokens,
+            output_tokens=OUTPUT_TOKENS,
+            hashes=list(range(number * blocks, (number + 1) * blocks)),
+            block_tokens=BLOCK_TOKENS,
+        )
+        for number in range(load.requests)
+    )
+    own.write(folder / "trace.jsonl", {"requests": load.requests}, requests)
+    command = [sys.executable, "-m", "fleet.replay", "--url", url]
+    files = ["--trace", f"{folder}/trace.jsonl", "--out", f"{folder}/replay.jsonl"]
+    return [*command, *files, "--lag-budget-ms", "1e6"]
+
+
+def _driver(load: Load, url: str, folder: Path) -> list[str]:
+    plan = Plan(
+        model="null",
+        vocab_size=VOCAB_SIZE,
+        prompt_tokens=load.prompt_tokens,
+        output_tokens=OUTPUT_TOKENS,
+        phases=[Phase("lag", load.requests, load.rate_rps)],
+        lag_budget_ms=1e6,
+    )
+    (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
+    command = [sys.executable, "-m", "microbench.driver", "--url", url]
+    return [*command, "--plan", f"{folder}/plan.json", "--out", f"{folder}/out.jsonl"]
+
+
+def _vllm_bench(load: Load, url: str, folder: Path) -> list[str]:
+    command = [sys.executable, "-c", _VLLM_BENCH, "--backend", "openai"]
+    command += ["--base-url", url, "--endpoint", "/v1/completions", "--model", "null"]
+    command += ["--tokenizer", str(_tokenizer(folder)), "--dataset-name", "random"]
+    command += ["--random-input-len", str(load.prompt_tokens)]
+    command += ["--random-output-len", str(OUTPUT_TOKENS), "--disable-tqdm"]
+    command += ["--num-prompts", str(load.requests), "--ready-check-timeout-sec", "0"]
+    # Gaps of a gamma distribution; with this shape they are constant.
+    return [*command, "--request-rate", str(load.rate_rps), "--burstiness", "1e9"]
+
+
+def _aiperf(executable: str) -> Callable[[Load, str, Path], list[str]]:
+    def command(load: Load, url: str, folder: Path) -> list[str]:
+        command = [executable, "profile", "-m", "null", "--url", url, "--streaming"]
+        command += ["--endpoint-type", "completions"]
+        command += ["--tokenizer", str(_tokenizer(folder))]
+        command += ["--isl", str(load.prompt_tokens), "--osl", str(OUTPUT_TOKENS)]
+        command += ["--request-rate", str(load.rate_rps), "--ui", "none"]
+        command += ["--arrival-pattern", "constant", "--artifact-dir", str(folder)]
+        return [*command, "--request-count", str(load.requests)]
+
+    return command
+
+
+def _tokenizer(folder: Path) -> Path:
+    """A tokenizer of made-up words: peers make their prompts with one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(1000)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
+    fast.save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+def generators(aiperf: str) -> tuple[list[Generator], list[str]]:
+    """Those that are installed, and what to say of the others."""
+    found = [
+        Generator("fleet.replay", _replay, "replay.jsonl", "replay_cpu_s"),
+        Generator("microbench.driver", _driver, "out.jsonl", "driver_cpu_s"),
+    ]
+    missing = []
+    if importlib.util.find_spec("vllm"):
+        found.append(Generator("vllm bench serve", _vllm_bench))
+    else:
+        missing.append("vllm bench serve: vLLM is not installed here, left out")
+    if executable := shutil.which(aiperf):
+        found.append(Generator("aiperf", _aiperf(executable)))
+    else:
+        missing.append(f"aiperf: no {aiperf!r} to run (--aiperf PATH), left out")
+    return found, missing

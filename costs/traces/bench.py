@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long fleet.trace takes over two million requests, and how much memory.
+
+    python -m costs.traces.bench [--sessions N] [--block-tokens N]
+
+Makes a trace up in a temporary folder (1.2 GB; deleted at the end), describes it, cuts
+a sample out of it and makes prompts. Each command is a process of its own; its time,
+CPU time and peak resident memory come from the kernel. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from fleet.trace import Request
+from fleet.trace.prompts import prompt
+from lab.serving.supervise import exit_on_signals
+
+# Two million requests of 20 turns each; the unlucky draw is 1 % below.
+SESSIONS = 101_500
+PROMPT_TOKENS = 33_600
+PROMPTS = 300
+
+
+def command(name: str, *arguments: str) -> str:
+    """Run it; returns its row of the table."""
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fleet.trace", *arguments], stdout=subprocess.DEVNULL
+    )
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+    except BaseException:
+        process.kill()
+        raise
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(
+            f"fleet.trace {' '.join(arguments)} exits {process.returncode}"
+        )
+    wall_s = time.perf_counter() - started
+    cpu_s = usage.ru_utime + usage.ru_stime
+    return f"| {name} | {wall_s:.1f} | {cpu_s:.1f} | {usage.ru_maxrss / 1024:,.0f} |"
+
+
+def prompts(block_tokens: int) -> str:
+    """Time prompts of some block size; returns the row of the table."""
+    blocks = PROMPT_TOKENS // block_tokens
+    took_us = []
+    for turn in range(PROMPTS):
+        hashes = list(range(turn, turn + blocks))
+        request = Request(0.0, "s", turn, PROMPT_TOKENS, 1, hashes, block_tokens)
+        started = time.perf_counter_ns()
+        prompt(request, 151_936)
+        took_us.append((time.perf_counter_ns() - started) / 1e3)
+    p50, p99 = np.percentile(took_us, (50, 99))
+    return f"| {block_tokens} | {p50:.0f} | {p99:.0f} |"
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sessions", type=int, default=SESSIONS)
+    parser.add_argument("--block-tokens", type=int, default=512)
+    arguments = parser.parse_args()
+    exit_on_signals()
+    with tempfile.TemporaryDirectory() as folder:
+        trace, cut = str(Path(folder, "trace.jsonl")), str(Path(folder, "cut.jsonl"))
+        shape = (f"--sessions={arguments.sessions}", "--out", trace)
+        size = f"--block-tokens={arguments.block_tokens}"
+        print("| | s | CPU s | peak MiB |\n|---|---:|---:|---:|", flush=True)
+        print(command("synth", "synth", size, *shape), flush=True)
+        print(command("stats", "stats", trace), flush=True)
+        lru = ("--cache-blocks", "100000")
+        print(command("stats, LRU cache of 100,000 blocks", "stats", trace, *lru))
+        wanted = ("--target-requests", "20000", "--seed", "0", "--out", cut)
+        print(command("sample of 20,000 requests", "sample", trace, *wanted))
+        with open(trace, "rb") as file:
+            print(f"\n{Path(trace).stat().st_size / 1e9:.2f} GB; {file.readline()!r}")
+    print(f"\nPrompts of {PROMPT_TOKENS:,} tokens, n = {PROMPTS}:\n")
+    print("| tokens per block | µs p50 | p99 |\n|---:|---:|---:|")
+    for block_tokens in (16, 64, 512):
+        print(prompts(block_tokens))
+
+
+if __name__ == "__main__":
+    main()

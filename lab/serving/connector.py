@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TOML files under configs/connectors/: what is measured."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from lab.config import read_toml
+from lab.paths import CONFIGS
+
+
+class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One measured configuration: configs/connectors/<name>.toml.
+
+    `env` is added to the server's environment. With `reads_per_s` a peer reads
+    prefixes from the server as often, throughout (microbench.direct_read_peer).
+    """
+
+    summary: str
+    patches: list[str]
+    patch_parameters: dict[str, int | float | str] = {}
+    kv_transfer_config: dict[str, Any] | None = None
+    env: dict[str, str] = {}
+    reads_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+def load_connector(name: str) -> Connector:
+    """Raises ConfigError."""
+    return read_toml(CONFIGS / "connectors" / f"{name}.toml", Connector)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that are asked over a Unix socket, such as an engine core on its own tree.
+
+Several of them live side by side, and whoever measures lets one at a time work.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lab.serving.null_model import write_model
+from lab.serving.server import environment, free_ports, tail
+from lab.serving.supervise import Supervised
+from lab.serving.tree import build_tree, installed_package
+from microbench.profile import load_profile
+
+READY_DEADLINE_S = 180.0
+
+
+class WorkerProcess:
+    """`python -m <worker> *arguments socket`, which calls serve.
+
+    It ends with the block, or when this process ends.
+    """
+
+    def __init__(
+        self, folder: Path, worker: str, *arguments: str, env: dict[str, str]
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log, self._socket = folder / "log", folder / "socket"
+        command = [sys.executable, "-m", worker, *arguments, str(self._socket)]
+        self._process = Supervised(command, env, self._log)
+        self._connection: Connection | None = None
+
+    def wait_ready(self) -> None:
+        """Raises RuntimeError with the end of its log if it does not start."""
+        deadline = time.monotonic() + READY_DEADLINE_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                self._connection = Client(str(self._socket))
+                return
+            except (FileNotFoundError, ConnectionRefusedError):
+                time.sleep(0.1)
+        raise RuntimeError(f"the worker did not start\n{tail(self._log)}")
+
+    def ask(self, *request: Any) -> Any:
+        """The answer of a function of the worker. Raises RuntimeError."""
+        try:
+            self._connection.send(request)
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise RuntimeError(f"the worker died\n{tail(self._log)}") from None
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._process.stop()
+
+
+class EngineProcess(WorkerProcess):
+    """A worker with vLLM: `python -m <worker> model *arguments socket`.
+
+    It runs on a private tree with `patches`, whose hashes are `patch_hashes`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        worker: str,
+        patches: list[str],
+        *arguments: str,
+        recording: bool = False,
+        env: dict[str, str] | None = None,
+        forward_us: int = 0,
+    ) -> None:
+        records, tree = folder / "records", folder / "tree"
+        records.mkdir(parents=True)
+        profile = msgspec.structs.replace(load_profile("cpu"), forward_us=forward_us)
+        model, _ = write_model(folder / "model", profile)
+        self.patch_hashes = build_tree(tree, installed_package("vllm"), patches, {})
+        full = environment(tree, profile, records, {}, free_ports(2)) | (env or {})
+        # One thread: less that differs between processes.
+        full |= {"OMP_NUM_THREADS": "1"}
+        if not recording:
+            del full["KVTAX_STEP_RECORDS_DIR"]
+        super().__init__(folder, worker, str(model), *arguments, env=full)
+
+
+def serve(subject: Any, socket: str, *functions: Callable) -> None:
+    """In the worker: answer requests, (name, *arguments), until the parent goes away.
+
+    Each is answered with what the function of that name gives for the subject.
+    """
+    calls = {function.__name__: function for function in functions}
+    with Listener(socket) as listener, listener.accept() as parent:
+        while True:
+            try:
+                name, *arguments = parent.recv()
+            except EOFError:
+                return
+            parent.send(calls[name](subject, *arguments))
+
+
+def thread_cpu_s(native_id: int) -> float:
+    """CPU seconds of any thread of this process, also one that is not Python's."""
+    # The clock of a thread, as in the kernel's CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED.
+    return time.clock_gettime((~native_id << 3) | 6)
+
+
+def thread_ids() -> list[int]:
+    """Native ids of all threads of this process."""
+    return [int(name) for name in os.listdir("/proc/self/task")]

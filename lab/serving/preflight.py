@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks before a sweep: what would make it fail or lie, found in seconds."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import blockpatch
+from lab.serving import transfer_check
+from lab.serving.connector import Connector
+from lab.serving.server import ServerError, cpu_preload, tail
+from lab.serving.supervise import Supervised, descendants
+from lab.serving.transfer_check import FIRST_HONEST_VERSION
+from microbench.profile import Profile
+
+MIN_MEMORY_GIB = 5.0
+# Each server beside the first: 1.9 GiB at their peak where that was measured.
+FURTHER_SERVER_GIB = 2.5
+MIN_DISK_GIB = 2.0
+SURVIVOR_DEADLINE_S = 60.0
+CONNECTOR_PACKAGES = {
+    "MooncakeConnector": "mooncake",
+    "DirectReadConnector": "mooncake",
+    "NixlConnector": "nixl",
+}
+
+
+class PreflightError(Exception):
+    """Something must be mended before this can run; the message says what."""
+
+
+# What may be wrong with one config without sinking the others.
+CONFIG_ERRORS = (PreflightError, blockpatch.BlockPatchError, ModuleNotFoundError)
+
+
+def check_machine(profile: Profile, servers: int = 1) -> None:
+    """Raises PreflightError if `servers` at once could not be measured here."""
+    check_resources(profile, servers)
+    _await_survivors()
+
+
+def check_resources(profile: Profile, servers: int) -> None:
+    """Raises PreflightError if `servers` of `profile` at once could not run here."""
+    if importlib.util.find_spec("vllm") is None:
+        raise PreflightError(f"vllm is not installed: run setup.sh {profile.flavour}")
+    if profile.flavour == "cpu":
+        try:
+            cpu_preload()
+        except ServerError as error:
+            raise PreflightError(str(error)) from None
+    elif shutil.which("nvidia-smi") is None:
+        raise PreflightError(
+            f"profile {profile.name} needs a GPU and there is no nvidia-smi here; "
+            "--profile cpu runs without one"
+        )
+    needed_gib = MIN_MEMORY_GIB + (servers - 1) * FURTHER_SERVER_GIB
+    if (memory_gib := _available_gib()) < needed_gib:
+        raise PreflightError(
+            f"{memory_gib:.1f} GiB of memory available where {servers} server(s) at "
+            f"once need {needed_gib:.1f}: free some, or start fewer"
+        )
+    disk_gib = shutil.disk_usage(Path.cwd()).free / 2**30
+    if disk_gib < MIN_DISK_GIB:
+        raise PreflightError(
+            f"{disk_gib:.1f} GiB of disk free, a run needs {MIN_DISK_GIB:.0f}"
+        )
+
+
+def _available_gib() -> float:
+    """Memory that programs can have: what is free, and what caches files."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) / 2**20
+    raise PreflightError("/proc/meminfo does not say what memory is available")
+
+
+def check_import(base: Path, profile: Profile) -> None:
+    """Import vLLM from the private tree; also leaves its bytecode there.
+
+    Raises PreflightError with vLLM's own message if that fails.
+    """
+    env = os.environ | {"PYTHONPATH": str(base)}
+    if profile.flavour == "cpu":
+        env["LD_PRELOAD"] = os.pathsep.join(cpu_preload())
+    script = (
+        "import vllm.entrypoints.openai.api_server as server; print(server.__file__)"
+    )
+    log = base.with_name("import.log")
+    with Supervised([sys.executable, "-c", script], env, log) as process:
+        status = process.wait()
+    if status != 0:
+        raise PreflightError(f"vllm cannot be imported:\n{tail(log)}")
+    if str(base) not in log.read_text():
+        raise PreflightError(
+            f"vllm is not imported from the private tree:\n{tail(log)}"
+        )
+
+
+def check_connector(connector: Connector) -> None:
+    """Raises PreflightError if the connector's transfer engine is not usable."""
+    if connector.kv_transfer_config is None:
+        return
+    package = CONNECTOR_PACKAGES.get(connector.kv_transfer_config["kv_connector"])
+    if package and importlib.util.find_spec(package) is None:
+        raise PreflightError(f"package {package} is not installed: run setup.sh")
+    if package == "mooncake":
+        require_honest_transfers()
+
+
+def require_honest_transfers() -> None:
+    """Refuse a Mooncake that reports writes done whose bytes are still under way.
+
+    By its version, and by a few writes: once in a process, for 3 to 5 s.
+    Whoever checks tokens that came over Mooncake calls this first.
+    Raises PreflightError, also if the engines cannot write at all.
+    """
+    _check_mooncake_version()
+    if complaint := _transfer_complaint():
+        raise PreflightError(complaint)
+
+
+@functools.cache
+def _transfer_complaint() -> str | None:
+    try:
+        outcome = transfer_check.check(transfer_check.FEW_ROUNDS)
+    except transfer_check.NoVerdict as error:
+        return f"Mooncake's transfers could not be checked: {error}"
+    return transfer_check.verdict(outcome) if outcome.incomplete_ms else None
+
+
+def _check_mooncake_version() -> None:
+    for name in importlib.metadata.packages_distributions().get("mooncake", []):
+        version = importlib.metadata.version(name)
+        numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+        if numbers < tuple(map(int, FIRST_HONEST_VERSION.split("."))):
+            raise PreflightError(
+                f"{name} {version} loses a race over TCP (docs/method.md): "
+                f"install {FIRST_HONEST_VERSION} or later"
+            )
+
+
+def _await_survivors() -> None:
+    """A sweep that was killed a moment ago is still stopping its server."""
+    deadline = time.monotonic() + SURVIVOR_DEADLINE_S
+    while survivors := _other_supervisors():
+        if time.monotonic() > deadline:
+            raise PreflightError(
+                f"servers of another run are still up, below processes {survivors}"
+            )
+        time.sleep(0.5)
+
+
+def _other_supervisors() -> list[int]:
+    ours = set(descendants(os.getpid()))
+    found = []
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = cmdline.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"lab.serving.supervise" in arguments and (
+            (pid := int(cmdline.parent.name)) not in ours
+        ):
+            found.append(pid)
+    return found

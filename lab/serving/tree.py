@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A private copy of an installed package, with a config's patches applied.
+
+The copy shares the files' data with the installed package through hard links, which
+takes milliseconds. Patches replace files by rename, so the installed package, and
+the package cache it may itself be linked to, keep every byte.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import blockpatch
+from lab.paths import PATCHES
+
+
+def installed_package(name: str) -> Path:
+    """Folder of an installed package, found without importing it.
+
+    Raises ModuleNotFoundError if there is none.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"package {name} is not installed in this Python")
+    return Path(spec.submodule_search_locations[0])
+
+
+def link_package(package: Path, destination: Path) -> None:
+    """Hard-link a package folder and its bundled shared libraries beside it.
+
+    Wheels keep those in a sibling folder that the extensions find relatively.
+    """
+    siblings = [package]
+    siblings += package.parent.glob(f"{package.name}.libs")
+    siblings += package.parent.glob(f".{package.name}.*.libs")
+    for folder in siblings:
+        shutil.copytree(
+            folder, destination / folder.name, copy_function=_link, symlinks=True
+        )
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EMLINK, errno.EPERM):
+            raise
+        shutil.copy2(source, target)
+
+
+def build_tree(
+    destination: Path,
+    base: Path,
+    patch_names: list[str],
+    parameters: dict[str, object],
+) -> dict[str, str]:
+    """Make `destination` a folder for PYTHONPATH: patched packages, vllm among them.
+
+    vllm is taken from `base`, other packages from where they are installed. Returns
+    the hash of each patch. Raises blockpatch.BlockPatchError if a patch does not fit,
+    ModuleNotFoundError if its package is not installed.
+    """
+    patches = blockpatch.load_patches(PATCHES)
+    wanted = [patches[name] for name in patch_names]
+    destination.mkdir(parents=True)
+    link_package(base, destination)
+    for package in sorted({patch.package for patch in wanted} - {"vllm"}):
+        link_package(installed_package(package), destination)
+    for package in sorted({patch.package for patch in wanted}):
+        for_package = [patch for patch in wanted if patch.package == package]
+        declared = {name for patch in for_package for name in patch.parameters}
+        blockpatch.apply(
+            blockpatch.Tree(destination / package),
+            for_package,
+            {name: value for name, value in parameters.items() if name in declared},
+        )
+    return {patch.name: blockpatch.patch_hash(patch) for patch in wanted}

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests with real transfers share: trees, checkpoints, the tokens to expect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from lab.serving.tree import build_tree, installed_package
+from lab.tiny.checkpoint import write_checkpoint
+from lab.tiny.server import TinyServer, Tokens
+
+KV_TRANSFER = {
+    "mooncake": {
+        "kv_connector": "MooncakeConnector",
+        "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+    },
+    "nixl": {"kv_connector": "NixlConnector"},
+}
+# Without these, Mooncake does not start on a CPU and NIXL takes a core while idle.
+NEEDED = ["mooncake_cpu_layout", "nixl_progress_delay"]
+FIXES = [
+    "block_pool_delta_listener",
+    "mooncake_get_finished_short_circuit",
+    "kv_transfer_abort_race",
+    "kv_transfer_abort_defence",
+]
+
+
+class TinyServers:
+    """A folder with vLLM patched and not, and two checkpoints; starts instances."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoint = write_checkpoint(folder / "checkpoint", seed=1)
+        self.other_weights = write_checkpoint(folder / "other_weights", seed=2)
+        self._trees = {False: folder / "unpatched", True: folder / "patched"}
+        for patched, tree in self._trees.items():
+            patches = NEEDED + FIXES if patched else NEEDED
+            build_tree(tree, installed_package("vllm"), patches, {"DELAY_US": 500})
+        self._started = 0
+
+    def instance(
+        self,
+        connector: str | None = None,
+        kv_role: str = "kv_both",
+        *,
+        patched: bool = False,
+        checkpoint: Path | None = None,
+        on_load_failure: str = "fail",
+        max_num_seqs: int = 32,
+        env: dict[str, str] | None = None,
+    ) -> TinyServer:
+        """An instance that has begun to start; `connector` None is plain vLLM."""
+        config = None
+        if connector is not None:
+            config = KV_TRANSFER[connector] | {
+                "kv_role": kv_role,
+                "kv_load_failure_policy": on_load_failure,
+            }
+        # vLLM's and torch's imports are compiled once for all, outside of the
+        # environment: that halves the CPU time of a start.
+        bytecode = {
+            "PYTHONDONTWRITEBYTECODE": "",
+            "PYTHONPYCACHEPREFIX": str(self.folder / "bytecode"),
+        }
+        self._started += 1
+        return TinyServer(
+            self.folder / f"instance{self._started}",
+            self._trees[patched],
+            checkpoint or self.checkpoint,
+            config,
+            bytecode | (env or {}),
+            max_num_seqs,
+        )
+
+
+@contextmanager
+def ready(*starting: TinyServer) -> Iterator[tuple[TinyServer, ...]]:
+    """The instances once all of them answer; all are stopped on leaving."""
+    with ExitStack() as stack:
+        for instance in starting:
+            stack.enter_context(instance)
+        for instance in starting:
+            instance.wait_ready()
+        yield starting
+
+
+class Reference:
+    """The tokens that a single instance without a connector answers with."""
+
+    def __init__(self, single: TinyServer) -> None:
+        self._single = single
+        self._known: dict[tuple[int, ...], Tokens] = {}
+
+    async def tokens(self, prompts: list[Tokens]) -> list[Tokens]:
+        missing = [prompt for prompt in prompts if tuple(prompt) not in self._known]
+        answers = await asyncio.gather(*map(self._single.complete, missing))
+        for prompt, answer in zip(missing, answers, strict=True):
+            self._known[tuple(prompt)] = answer.tokens
+        return [self._known[tuple(prompt)] for prompt in prompts]

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's trials to the document per_config.json (its fields: docs/records.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from lab.records.records import PER_CONFIG_SCHEMA
+from lab.stats.stats import (
+    SEED,
+    Cells,
+    Estimate,
+    make_cells,
+    slope_us_per_1k_blocks,
+)
+from microbench.analysis import latency
+from microbench.analysis.levels import AFTER_RESET, Level, Window, choose_window
+from microbench.analysis.speed import at_usual_speed
+from microbench.analysis.steps import Trial
+from microbench.analysis.verdict import (
+    METRICS,
+    linearity,
+    metric_verdict,
+    overall_verdict,
+    reset_check,
+    stated,
+)
+from microbench.analysis.warn import config_warnings, run_warnings
+
+PLAIN, PLAIN_AGAIN, NOOP = "plain", "plain_aa", "noop"
+HASH_WALK = "mooncake_both_hash_sync"
+# What the fixes change, from nothing to pay for to all of them applied, and what needs
+# no hash sync at all.
+BEFORE_AND_AFTER = (
+    NOOP,
+    "mooncake_both",
+    HASH_WALK,
+    "mooncake_both_delta",
+    "mooncake_both_fixed",
+    "direct_read_idle",
+    "direct_read_serving",
+)
+METHODS = (
+    "build_meta_us",
+    "update_us",
+    "get_finished_us",
+    "start_load_kv_us",
+    "bind_us",
+    "wait_for_save_us",
+    "execute_model_us",
+)
+
+
+@dataclass
+class Measured:
+    """One config's steps and what was estimated from them."""
+
+    name: str
+    trials: list[Trial]
+    steps: pl.DataFrame
+    cells: Cells
+    slopes: dict[str, Estimate | None]
+    seed: int
+    level: Level | None = None
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The document, and the steps behind it for the figures."""
+
+    document: dict[str, Any]
+    measured: dict[str, Measured]
+    window: Window | None
+
+
+def analyse(run: dict[str, Any], trials: list[Trial], commit: str | None) -> Analysis:
+    """Everything per_config.json states about a run."""
+    by_config: dict[str, list[Trial]] = {}
+    for trial in trials:
+        by_config.setdefault(trial.config, []).append(trial)
+    measured = {
+        # Seeds apart, so that the draws of two configs are independent.
+        name: measure(name, group, SEED + 10 * index, run.get("profile") or {})
+        for index, (name, group) in enumerate(by_config.items())
+        if any(trial.steps is not None and trial.steps.height for trial in group)
+    }
+    window, warnings = choose_window({n: m.steps for n, m in measured.items()})
+    for one in measured.values():
+        if window is not None:
+            level = Level(window.select(one.steps), window.mix)
+            one.level = level if level.steps.height else None
+    noise = noise_floor(measured)
+    configs = {
+        name: describe(measured[name], window, noise)
+        if name in measured
+        else failed(group)
+        for name, group in by_config.items()
+    }
+    compare_with_plain(configs, measured, noise, run)
+    compare_with_noop(configs, measured)
+    document = {
+        "schema": PER_CONFIG_SCHEMA,
+        "provenance": dict(run.get("provenance") or {}) | {"report_git_commit": commit},
+        "profile": run.get("profile") or {},
+        "window": None
+        if window is None
+        else {
+            "at_cache_blocks": window.at_cache_blocks,
+            "batch_mix": {str(b): round(s, 4) for b, s in window.mix.items()},
+            "requests_to_fill": latency.requests_to_fill(
+                window.at_cache_blocks, trials, _block_size(trials)
+            ),
+        },
+        "noise_floor": noise,
+        "warnings": warnings + run_warnings(run, noise),
+        "configs": configs,
+    }
+    return Analysis(document, measured, window)
+
+
+def measure(
+    name: str, trials: list[Trial], seed: int, profile: dict[str, Any]
+) -> Measured:
+    """Steps of the trials that went well, cells and slopes of the growth phase."""
+    tables = [t.steps for t in trials if t.steps is not None and t.steps.height]
+    steps = pl.concat(tables, rechunk=False)
+    growth = steps.filter(pl.col("phase") == 0)
+    if profile.get("null_model"):
+        growth = at_usual_speed(growth, float(profile.get("forward_us") or 0))
+    times = tuple(METRICS.values())
+    cells = make_cells(growth.select("repeat", "batch", "cache_blocks", *times), times)
+    slopes = {
+        metric: slope_us_per_1k_blocks(cells, time, seed)
+        for metric, time in METRICS.items()
+    }
+    return Measured(name, trials, steps, cells, slopes, seed)
+
+
+def describe(
+    one: Measured, window: Window | None, noise: dict[str, Any]
+) -> dict[str, Any]:
+    """The entry of one config in per_config.json, less its comparison with plain."""
+    before = one.steps.lazy().filter(pl.col("phase") < AFTER_RESET)
+    low, high = (
+        before.select(
+            pl.col("cache_blocks").min().alias("low"),
+            pl.col("cache_blocks").max().alias("high"),
+        )
+        .collect()
+        .row(0)
+    )
+    check = reset_check(one.steps, one.slopes, one.seed)
+    verdicts = {
+        metric: metric_verdict(
+            one.slopes[metric],
+            None if check is None else check[metric],
+            (noise["slope_us_per_1k_blocks"] or {}).get(metric, {}).get("floor", 0.0),
+        )
+        for metric in METRICS
+    }
+    slope = one.slopes["schedule"]
+    errors = [f"r{t.repeat}: {t.error}" for t in one.trials if t.error]
+    entry = {
+        "n_decode_steps": one.steps.height,
+        "n_repeats": sum(t.error is None for t in one.trials),
+        "cache_blocks": {"min": low, "max": high},
+        "slope_us_per_1k_blocks": {
+            metric: stated(estimate) for metric, estimate in one.slopes.items()
+        },
+        **level_entry(one.level, window),
+        **latency.latencies_ms(one.trials),
+        "requests": latency.request_counts(one.trials),
+        "lag_ms": latency.send_lag_ms(one.trials),
+        "records": record_counts(one.trials),
+        "reads": read_counts(one.trials),
+        "reset_check": check,
+        "linearity": slope and linearity(one.cells, "schedule_us", slope),
+        "verdict_of": verdicts,
+        "verdict": overall_verdict(verdicts),
+        "error": "; ".join(errors) or None,
+    }
+    entry["warnings"] = config_warnings(entry, one.steps)
+    return entry
+
+
+def level_entry(level: Level | None, window: Window | None) -> dict[str, Any]:
+    """Quantiles and attribution at the stated |cache|; None where there is none."""
+    if level is None or window is None:
+        return dict.fromkeys((*METRICS.values(), *METHODS, "attribution_us")) | {
+            "n_window_steps": 0
+        }
+    at = {"at_cache_blocks": window.at_cache_blocks}
+    entry: dict[str, Any] = {"n_window_steps": level.steps.height}
+    for time in METRICS.values():
+        entry[time] = at | (level.quantiles(time) or {})
+    for time in METHODS:
+        entry[time] = level.quantiles(time)
+    return entry | {"attribution_us": level.attribution_us()}
+
+
+def failed(trials: list[Trial]) -> dict[str, Any]:
+    """The entry of a config without a single usable trial: same keys, no numbers."""
+    errors = "; ".join(f"r{t.repeat}: {t.error or 'no steps'}" for t in trials)
+    unmeasured = ("cache_blocks", "reset_check", "linearity", "vs_plain", "vs_noop")
+    return dict.fromkeys((*unmeasured, "tpot_addition")) | {
+        **level_entry(None, None),
+        "n_decode_steps": 0,
+        "n_repeats": 0,
+        "slope_us_per_1k_blocks": dict.fromkeys(METRICS),
+        **latency.latencies_ms(trials),
+        "requests": latency.request_counts(trials),
+        "lag_ms": latency.send_lag_ms(trials),
+        "records": record_counts(trials),
+        "reads": read_counts(trials),
+        "verdict_of": dict.fromkeys(METRICS, "failed"),
+        "verdict": "failed",
+        "error": errors,
+        "warnings": [],
+    }
+
+
+def record_counts(trials: list[Trial]) -> dict[str, int]:
+    """How many records were read, missed and torn."""
+    names = ("engine_steps", "worker_steps", "engine_without_worker", "torn_lines")
+    return {name: sum(getattr(t, name) for t in trials) for name in names}
+
+
+def read_counts(trials: list[Trial]) -> dict[str, float] | None:
+    """What peers read from the servers; None where none was to."""
+    found = [reads for t in trials if (reads := t.facts.get("reads"))]
+    if not found:
+        return None
+    return {name: sum(reads[name] for reads in found) for name in found[0]}
+
+
+def noise_floor(measured: dict[str, Measured]) -> dict[str, Any]:
+    """How far two runs of the same thing (plain, plain_aa) are apart.
+
+    `floor` is the far end of the difference's interval: a difference between two
+    configs that is smaller is within noise. None where the pair was not run.
+    """
+    first, second = measured.get(PLAIN), measured.get(PLAIN_AGAIN)
+    nothing = {"pair": None, "slope_us_per_1k_blocks": None, "p50_us": None}
+    if first is None or second is None:
+        return nothing
+    slopes, levels = {}, {}
+    for metric, time in METRICS.items():
+        a, b = first.slopes[metric], second.slopes[metric]
+        if a is not None and b is not None:
+            slopes[metric] = _floor(b.minus(a))
+        a, b = p50(first, time), p50(second, time)
+        if a is not None and b is not None:
+            levels[metric] = _floor(b.minus(a))
+    return {
+        "pair": [PLAIN, PLAIN_AGAIN],
+        "slope_us_per_1k_blocks": slopes or None,
+        "p50_us": levels or None,
+    }
+
+
+def _floor(difference: Estimate) -> dict[str, Any]:
+    edges = [abs(edge) for edge in difference.ci95]
+    return (stated(difference) or {}) | {"floor": round(max(edges), 3)}
+
+
+def p50(one: Measured, time: str) -> Estimate | None:
+    """The median of `time` at the stated |cache|, with its bootstrap."""
+    return None if one.level is None else one.level.median(time, one.seed + 2)
+
+
+def compare_with_plain(
+    configs: dict[str, Any],
+    measured: dict[str, Measured],
+    noise: dict[str, Any],
+    run: dict[str, Any],
+) -> None:
+    """Add `vs_plain` and `tpot_addition` to each measured config."""
+    plain = measured.get(PLAIN)
+    own_forward_ms = float((run.get("profile") or {}).get("forward_us") or 0.0) / 1e3
+    for name, one in measured.items():
+        entry = configs[name]
+        entry["vs_plain"] = entry["tpot_addition"] = None
+        if plain is None or name == PLAIN:
+            continue
+        differences = {}
+        for metric, time in METRICS.items():
+            ours, theirs = p50(one, time), p50(plain, time)
+            if ours is None or theirs is None:
+                continue
+            difference = ours.minus(theirs)
+            low, high = difference.ci95
+            floor = (noise["p50_us"] or {}).get(metric, {}).get("floor", 0.0)
+            differences[metric] = (stated(difference) or {}) | {
+                "within_noise": low <= 0 <= high or abs(difference.value) <= floor
+            }
+        entry["vs_plain"] = differences or None
+        entry["tpot_addition"] = latency.tpot_addition(
+            configs[PLAIN], entry, own_forward_ms
+        )
+
+
+def compare_with_noop(configs: dict[str, Any], measured: dict[str, Measured]) -> None:
+    """Add `vs_noop`, ratios of p50 at the stated |cache|, to each measured config."""
+    noop = measured.get(NOOP)
+    for name, one in measured.items():
+        ratios = {}
+        for metric, time in METRICS.items():
+            if noop is None or name == NOOP:
+                continue
+            ours, theirs = p50(one, time), p50(noop, time)
+            if ours is not None and theirs is not None:
+                ratios[metric] = stated(ours.over(theirs))
+        configs[name]["vs_noop"] = ratios or None
+
+
+def _block_size(trials: list[Trial]) -> int:
+    sizes = [t.facts["block_size"] for t in trials if t.facts.get("block_size")]
+    return int(sizes[0]) if sizes else 16

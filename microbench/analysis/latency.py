@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request latencies as the driver saw them, and what a connector adds to TPOT.
+
+Requests of the growth and plateau phases that ended ok. TTFT and E2E count from the
+intended send (so a late driver does not flatter the server) and, as *_sent, from the
+actual send. TPOT = (end - first token) / (output tokens - 1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lab.records.records import Request
+from microbench.analysis.steps import Trial
+
+FORWARD_MS = (7.0, 25.0)
+APC = (0.0, 0.5, 0.9)
+
+
+def latencies_ms(trials: list[Trial]) -> dict[str, dict[str, float] | None]:
+    """p50, p90, p99 in ms of each latency over the repeats; None without a request."""
+    ok = [
+        request
+        for trial in trials
+        if trial.requests
+        for request in trial.requests.requests
+        if request.status == "ok" and request.phase in ("growth", "plateau")
+    ]
+    plateau = [request for request in ok if request.phase == "plateau"]
+    return {
+        "ttft_ms": _spread([_ms(r.intended_ns, r.first_token_ns) for r in ok]),
+        "ttft_sent_ms": _spread([_ms(r.sent_ns, r.first_token_ns) for r in ok]),
+        "tpot_ms": _spread([_tpot_ms(r) for r in ok]),
+        "tpot_plateau_ms": _spread([_tpot_ms(r) for r in plateau]),
+        "e2e_ms": _spread([_ms(r.intended_ns, r.end_ns) for r in ok]),
+        "e2e_sent_ms": _spread([_ms(r.sent_ns, r.end_ns) for r in ok]),
+    }
+
+
+def _ms(start_ns: int | None, end_ns: int | None) -> float | None:
+    return None if start_ns is None or end_ns is None else (end_ns - start_ns) / 1e6
+
+
+def _tpot_ms(request: Request) -> float | None:
+    decode = _ms(request.first_token_ns, request.end_ns)
+    tokens = (request.output_tokens or 0) - 1
+    return decode / tokens if decode is not None and tokens > 0 else None
+
+
+def _spread(values: list[float | None]) -> dict[str, float] | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    numbers = np.quantile(known, (0.5, 0.9, 0.99))
+    return dict(zip(("p50", "p90", "p99"), np.round(numbers, 4).tolist(), strict=True))
+
+
+def request_counts(trials: list[Trial]) -> dict[str, int]:
+    """scheduled, ok, failed, cancelled over the repeats, from the records."""
+    counts = dict.fromkeys(("scheduled", "ok", "failed", "cancelled"), 0)
+    for trial in trials:
+        if trial.requests is None:
+            continue
+        counts["scheduled"] += trial.requests.scheduled
+        for request in trial.requests.requests:
+            counts[request.status] = counts.get(request.status, 0) + 1
+    return counts
+
+
+def send_lag_ms(trials: list[Trial]) -> dict[str, Any] | None:
+    """The driver's send lag: the worst of the repeats, with its budget."""
+    ends = [t.requests.end for t in trials if t.requests and t.requests.end]
+    lags = [end for end in ends if end.lag_ms]
+    if not lags:
+        return None
+    worst = max(lags, key=lambda end: (end.lag_ms or {}).get("p99") or 0.0)
+    return {
+        **(worst.lag_ms or {}),
+        "budget": worst.lag_budget_ms,
+        "valid": all(end.valid is not False for end in lags),
+    }
+
+
+def tpot_addition(
+    plain: dict[str, Any], config: dict[str, Any], own_forward_ms: float
+) -> dict[str, Any] | None:
+    """What a connector adds to TPOT at the stated |cache|, in ms and %, predicted.
+
+    From the attributed parts (us) of `plain` and `config`. With W the worker's share
+    of a step and S everything else, less the null model's own forward time, and a
+    forward of f:
+
+    - sync scheduling: a token takes S + W + f, so the addition is in full.
+    - async scheduling: step N+1 is scheduled while N runs, so a token takes
+      max(S, W + f), and the scheduler-side addition hides until S passes W + f.
+
+    A token of a decoding request takes one step, so the addition in ms does not
+    depend on the APC; the APC sets how fast |cache| is reached. Steps that also
+    prefill are longer, so the % is an upper bound.
+    """
+    ours, theirs = _sides_ms(config), _sides_ms(plain)
+    if ours is None or theirs is None:
+        return None
+    predictions = {}
+    for forward in (own_forward_ms, *FORWARD_MS):
+        rest = forward - own_forward_ms
+        sync = sum(theirs) + rest, sum(ours) + rest
+        overlapped = max(theirs[0], theirs[1] + rest), max(ours[0], ours[1] + rest)
+        predictions[f"{forward:g}"] = {
+            mode: {"ms": round(after - before, 5), "percent": _percent(before, after)}
+            for mode, (before, after) in (("sync", sync), ("async", overlapped))
+        }
+    measured = None
+    for key in ("tpot_plateau_ms", "tpot_ms"):
+        if plain[key] and config[key]:
+            measured = round(config[key]["p50"] - plain[key]["p50"], 5)
+            break
+    return {
+        "forward_ms": predictions,
+        "measured_tpot_p50_ms": measured,
+        "measured_phase": "plateau" if key == "tpot_plateau_ms" else "all",
+    }
+
+
+def _sides_ms(config: dict[str, Any]) -> tuple[float, float] | None:
+    """(scheduler side, worker side) of a step in ms."""
+    parts = config["attribution_us"]
+    if parts is None:
+        return None
+    worker = sum(
+        parts[name] or 0.0
+        for name in (
+            "bind",
+            "start_load_kv",
+            "wait_for_save",
+            "get_finished",
+            "execute_model_rest",
+        )
+    )
+    return (parts["step"] - worker) / 1e3, worker / 1e3
+
+
+def _percent(before: float, after: float) -> float | None:
+    return round(100 * (after - before) / before, 3) if before > 0 else None
+
+
+def requests_to_fill(
+    at_cache_blocks: int, trials: list[Trial], block_size: int
+) -> dict[str, float] | None:
+    """How many requests fill the stated |cache|, by APC.
+
+    at_cache_blocks / ((1 - APC) x prompt blocks), with the median prompt of the run.
+    """
+    prompts = [
+        request.prompt_tokens
+        for trial in trials
+        if trial.requests
+        for request in trial.requests.requests
+        if request.phase == "growth" and request.prompt_tokens
+    ]
+    if not prompts or at_cache_blocks <= 0:
+        return None
+    blocks = max(float(np.median(prompts)) // block_size, 1)
+    return {f"{apc:g}": round(at_cache_blocks / ((1 - apc) * blocks), 1) for apc in APC}

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the files of a trial to its table of decode-only engine steps.
+
+A step is decode-only when it scheduled requests, no prefill tokens and some decode
+tokens. It belongs to the phase in which it began; steps before the growth phase
+(the dummy runs of an engine start) belong to none and are left out.
+
+The table has one row a step: repeat, step_id, phase (index into records.PHASES),
+batch (requests scheduled), cache_blocks (|cache| at the end of schedule()), and the
+times in us: schedule_us, build_meta_us, step_us, update_us, the worker's five and
+overhead_us. A time that was not measured is null.
+
+overhead_us is the part of a step that scheduler and connector make up: schedule_us
+(build_meta_us within), update_us, and the connector's calls in the worker. The model
+and the waiting for it are not in it, nor is their noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from lab.records.records import (
+    ENGINE_FIELDS,
+    ENGINE_SCHEMA,
+    PHASES,
+    RUN_SCHEMA,
+    TRIAL_SCHEMA,
+    WORKER_FIELDS,
+    WORKER_SCHEMA,
+    WORKER_TIMES,
+    Phase,
+    RecordsError,
+    Requests,
+    StepFile,
+    read_json,
+    read_requests,
+    read_steps,
+)
+
+ENGINE_TIMES = ("schedule_us", "build_meta_us", "step_us", "update_us")
+STEP_TIMES = ENGINE_TIMES + WORKER_TIMES
+CONNECTOR_TIMES = tuple(name for name in WORKER_TIMES if name != "execute_model_us")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One server lifetime. `error` says why it has no `steps`; else it is None."""
+
+    config: str
+    repeat: int
+    error: str | None
+    facts: dict[str, Any]  # trial.json, {} if it was never written
+    steps: pl.DataFrame | None = None
+    requests: Requests | None = None
+    engine_steps: int = 0
+    worker_steps: int = 0
+    engine_without_worker: int = 0
+    torn_lines: int = 0
+
+
+def load_run(run_dir: Path) -> tuple[dict[str, Any], list[Trial]]:
+    """run.json and the trials of its plan, in the plan's order.
+
+    Raises RecordsError if the directory is no run, or a trial that says it is ok
+    has missing, bad or outdated files.
+    """
+    if not run_dir.is_dir():
+        raise RecordsError(f"{run_dir}: no such directory")
+    path = run_dir / "run.json"
+    if not path.is_file():
+        raise RecordsError(f"{path}: missing; a run directory has one, give its path")
+    run = read_json(path, RUN_SCHEMA)
+    plan = run.get("plan") or []
+    if not plan:
+        raise RecordsError(f"{path}: the plan is empty; nothing was run")
+    return run, [
+        load_trial(run_dir, item["config"], int(item["repeat"])) for item in plan
+    ]
+
+
+def load_trial(run_dir: Path, config: str, repeat: int) -> Trial:
+    """The trial in RUN_DIR/<config>/r<repeat>, failed ones included."""
+    folder = run_dir / config / f"r{repeat}"
+    if not (folder / "trial.json").is_file():
+        return Trial(config, repeat, "never finished: no trial.json", {})
+    facts = read_json(folder / "trial.json", TRIAL_SCHEMA)
+    if facts.get("status") != "ok":
+        error = facts.get("error") or f"status {facts.get('status')!r}"
+        requests = _requests_if_readable(folder / "requests.jsonl")
+        return Trial(config, repeat, error, facts, requests=requests)
+    requests = read_requests(folder / "requests.jsonl")
+    if problem := unreconciled(requests):
+        return Trial(config, repeat, problem, facts, requests=requests)
+    engine = read_engine_steps(folder, requests.phases)
+    worker = read_worker_steps(folder)
+    torn = engine.torn_lines + worker.torn_lines + requests.torn_lines
+    counts = {"engine_steps": engine.records, "worker_steps": worker.records}
+    steps = join_worker(engine.frame, worker.frame).select(
+        pl.lit(repeat, dtype=pl.Int16).alias("repeat"),
+        *("step_id", "phase", "batch", "cache_blocks", *STEP_TIMES),
+        overhead_us().alias("overhead_us"),
+    )
+    return Trial(
+        config=config,
+        repeat=repeat,
+        error=None,
+        facts=facts,
+        steps=steps,
+        requests=requests,
+        engine_without_worker=int(steps["execute_model_us"].null_count()),
+        torn_lines=torn,
+        **counts,
+    )
+
+
+def _requests_if_readable(path: Path) -> Requests | None:
+    """A failed trial may have left no requests file, or half a one."""
+    try:
+        return read_requests(path)
+    except RecordsError:
+        return None
+
+
+def unreconciled(requests: Requests) -> str | None:
+    """Why `scheduled = ok + failed + cancelled` does not hold, or None if it does."""
+    if requests.end is None:
+        return "the driver was killed: requests.jsonl has no end record"
+    end = requests.end
+    told = end.ok + end.failed + end.cancelled
+    if not (requests.scheduled == end.scheduled == told == len(requests.requests)):
+        return (
+            f"requests do not reconcile: {requests.scheduled} in the header, "
+            f"{end.scheduled} scheduled, {end.ok} ok + {end.failed} failed + "
+            f"{end.cancelled} cancelled, {len(requests.requests)} records"
+        )
+    return None
+
+
+def phase_starts_ns(phases: list[Phase]) -> list[int | None]:
+    """When each of PHASES begins, None if it never did.
+
+    after_reset begins at the reset itself: steps before it still see the full cache.
+    """
+    starts: dict[str, int] = {
+        phase.name: phase.start_ns if phase.reset_ns is None else phase.reset_ns
+        for phase in phases
+    }
+    return [starts.get(name) for name in PHASES]
+
+
+def read_engine_steps(folder: Path, phases: list[Phase]) -> StepFile:
+    """The decode-only steps of a trial that lie in a phase."""
+    files = sorted(folder.glob("engine_step*.jsonl"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise RecordsError(
+            f"{folder}: {len(files)} engine step files ({names}); a trial is one "
+            "engine core, run the configs one engine at a time"
+        )
+    path = folder / "engine_step.jsonl"
+    # The last phase that began at or before the step; len(PHASES) stands for none.
+    phase = pl.lit(len(PHASES), dtype=pl.UInt8)
+    for index, start_ns in enumerate(phase_starts_ns(phases)):
+        if start_ns is not None:
+            phase = (
+                pl.when(pl.col("t_ns") >= start_ns)
+                .then(pl.lit(index, dtype=pl.UInt8))
+                .otherwise(phase)
+            )
+
+    def shape(chunk: pl.LazyFrame) -> pl.LazyFrame:
+        decode_only = (
+            (pl.col("prefill_tokens") == 0)
+            & (pl.col("decode_tokens") > 0)
+            & (pl.col("scheduled") > 0)
+            & pl.col("step_us").is_not_null()
+        )
+        return chunk.filter(decode_only, phase < len(PHASES)).select(
+            "step_id",
+            phase.alias("phase"),
+            pl.col("scheduled").cast(pl.Int16).alias("batch"),
+            pl.col("cache_size").alias("cache_blocks"),
+            *ENGINE_TIMES,
+        )
+
+    engine = read_steps(path, ENGINE_SCHEMA, ENGINE_FIELDS, shape)
+    if engine.records == 0:
+        raise RecordsError(f"{path}: no engine steps")
+    steps = engine.frame.height
+    if steps and engine.frame["cache_blocks"].null_count() == steps:
+        raise RecordsError(
+            f"{path}: records of step_timing_v1 only, without cache_size; add the "
+            "patch step_timing_v2 to the config and run again"
+        )
+    return replace(engine, frame=_in_step_order(path, engine.frame))
+
+
+def read_worker_steps(folder: Path) -> StepFile:
+    """Worker times by step; of several ranks the slowest, method by method."""
+    files = sorted(folder.glob("worker_step.r*.jsonl"))
+    if not files:
+        raise RecordsError(
+            f"{folder}: no worker_step.r*.jsonl; was step_timing_v1 applied?"
+        )
+    ranks = []
+    for path in files:
+        rank = read_steps(path, WORKER_SCHEMA, WORKER_FIELDS, lambda frame: frame)
+        ranks.append(replace(rank, frame=_in_step_order(path, rank.frame)))
+    if len(ranks) == 1:
+        return ranks[0]
+    slowest = [pl.col(name).max() for name in WORKER_TIMES]
+    every = pl.concat([rank.frame for rank in ranks])
+    return StepFile(
+        frame=every.group_by("step_id").agg(slowest).sort("step_id"),
+        records=sum(rank.records for rank in ranks),
+        torn_lines=sum(rank.torn_lines for rank in ranks),
+    )
+
+
+def overhead_us() -> pl.Expr:
+    """What scheduler and connector add to a step; null without a worker record."""
+    connector = pl.sum_horizontal(pl.col(name).fill_null(0) for name in CONNECTOR_TIMES)
+    measured = pl.col("execute_model_us").is_not_null()
+    parts = pl.col("schedule_us") + pl.col("update_us") + connector
+    return pl.when(measured).then(parts)
+
+
+def _in_step_order(path: Path, frame: pl.DataFrame) -> pl.DataFrame:
+    """Sorted by step_id (async scheduling may swap neighbours), each id once."""
+    steps = np.diff(frame["step_id"].to_numpy())
+    if (steps <= 0).any():
+        frame = frame.sort("step_id")
+        steps = np.diff(frame["step_id"].to_numpy())
+        if (steps == 0).any():
+            twice = frame["step_id"][int(np.argmin(steps))]
+            raise RecordsError(
+                f"{path}: step_id {twice} twice; did two processes write this file?"
+            )
+    return frame.with_columns(pl.col("step_id").set_sorted())
+
+
+def join_worker(engine: pl.DataFrame, worker: pl.DataFrame) -> pl.DataFrame:
+    """Engine steps with the worker times of the same step, null where it has none."""
+    return (
+        engine.lazy()
+        .join(worker.lazy(), on="step_id", how="left", maintain_order="left")
+        .collect(engine="streaming")
+    )

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a step's cost grow with |cache|? A verdict that noise cannot easily give.
+
+For `schedule_us`, `overhead_us` (what scheduler and connector add to a step, the
+model left out) and `step_us` each, with the slope's 95 % interval:
+
+- grows: the interval lies above max(MARGIN, what two runs of the same config differ
+  by), and the reset check confirms it: after the prefix-cache reset the cost fell by
+  at least half of what slope x |cache| predicts, and surely fell at all. What falls
+  when the cache empties was |cache|.
+- drifts: the slope is as large, but the cost did not fall. Something else went up.
+- flat: the upper end of the interval lies inside +-MARGIN, so growth by more than
+  MARGIN is excluded (a test of non-inferiority; the lower end does not matter, as
+  costing less with a fuller cache is no cost). An upper end below -MARGIN is not flat:
+  something else must have changed.
+- inconclusive: anything else, a slope without a usable reset check included.
+
+The config's verdict comes from schedule and overhead: grows if either grows; else
+drifts if either drifts; else flat if both are flat; else inconclusive. A whole step
+also holds the model, whose noise can pass for growth and even for the fall at the
+reset, so its verdict is stated and decides nothing. What grows outside of scheduler and
+connector calls shows in the step's slope alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from lab.stats.stats import (
+    Cells,
+    Estimate,
+    Floats,
+    line_fit_r2,
+    slope_us_per_1k_blocks,
+)
+from microbench.analysis.levels import AFTER_RESET, Level, common_mix, reach_blocks
+
+# us per 1,000 blocks: 35 us at 17,500 blocks, 0.5 % of a 7 ms forward.
+MARGIN_US_PER_1K_BLOCKS = 2.0
+# Share of the predicted fall that must be seen after the reset.
+CONFIRMING_SHARE = 0.5
+# The steps compared: |cache| above 90 % of the reach before, below 25 % of it after.
+BEFORE_SHARE = 0.9
+AFTER_SHARE = 0.25
+MIN_STEPS_PER_BATCH_RESET = 10
+METRICS = {"schedule": "schedule_us", "overhead": "overhead_us", "step": "step_us"}
+# A line explains the binned medians this well, and both halves rise alike.
+LINEAR_R2 = 0.9
+LINEAR_HALVES = (0.75, 1 / 0.75)
+LINEARITY_BINS = 20
+
+
+def reset_check(
+    steps: pl.DataFrame, slopes: dict[str, Estimate | None], seed: int
+) -> dict[str, Any] | None:
+    """Cost before and after the prefix-cache reset, batch sizes held.
+
+    One entry for each of METRICS beside what was compared. None if there are no
+    comparable steps on either side.
+    """
+    reach = reach_blocks(steps)
+    before = steps.filter(
+        pl.col("phase") < AFTER_RESET, pl.col("cache_blocks") >= BEFORE_SHARE * reach
+    )
+    after = steps.filter(
+        pl.col("phase") == AFTER_RESET, pl.col("cache_blocks") <= AFTER_SHARE * reach
+    )
+    mix = common_mix(
+        [before["batch"].to_numpy(), after["batch"].to_numpy()],
+        MIN_STEPS_PER_BATCH_RESET,
+    )
+    if not mix or reach == 0:
+        return None
+    high, low = Level(before, mix), Level(after, mix)
+    blocks_before = float(high.steps["cache_blocks"].median())
+    blocks_after = float(low.steps["cache_blocks"].median())
+    checks: dict[str, Any] = {}
+    for metric, time in METRICS.items():
+        slope = slopes[metric]
+        full, empty = high.median(time, seed), low.median(time, seed + 1)
+        if full is None or empty is None:
+            return None
+        drop = full.minus(empty)
+        expected = None
+        if slope is not None:
+            expected = slope.value * (blocks_before - blocks_after) / 1_000
+        checks[metric] = {
+            "before_us": round(full.value, 3),
+            "after_us": round(empty.value, 3),
+            "drop_us": round(drop.value, 3),
+            "drop_ci95_us": [round(edge, 3) for edge in drop.ci95],
+            "expected_drop_us": None if expected is None else round(expected, 3),
+            "fell": bool(
+                expected is not None
+                and expected > 0
+                and drop.value >= CONFIRMING_SHARE * expected
+                and drop.ci95[0] > 0
+            ),
+        }
+    return checks | {
+        "cache_blocks_before": round(blocks_before),
+        "cache_blocks_after": round(blocks_after),
+        "steps_before": high.steps.height,
+        "steps_after": low.steps.height,
+    }
+
+
+def metric_verdict(
+    slope: Estimate | None, check: dict[str, Any] | None, floor: float
+) -> str:
+    """The verdict on one time; `check` is its part of the reset check, `floor` the
+    A/A difference in us per 1,000 blocks."""
+    if slope is None:
+        return "inconclusive"
+    low, high = slope.ci95
+    if low > max(MARGIN_US_PER_1K_BLOCKS, floor):
+        if check is None:
+            return "inconclusive"
+        return "grows" if check["fell"] else "drifts"
+    if abs(high) < MARGIN_US_PER_1K_BLOCKS:
+        return "flat"
+    return "inconclusive"
+
+
+def overall_verdict(of: dict[str, str]) -> str:
+    """The config's verdict from those on each of METRICS."""
+    deciding = (of["schedule"], of["overhead"])
+    for verdict in ("grows", "drifts"):
+        if verdict in deciding:
+            return verdict
+    return "flat" if set(deciding) == {"flat"} else "inconclusive"
+
+
+def batch_held_us(cells: Cells, time: str, slope: Estimate) -> Floats:
+    """Each cell's time in us less the offset of its repeat and batch size.
+
+    An offset is the median of what the slope leaves over, so taking it out does not
+    take the growth out where batch size and |cache| rise together. The mean offset
+    is put back, so the values are still times.
+    """
+    grown = slope.value * cells.cache_blocks / 1_000
+    offset = cells.time_us[time] - grown
+    rest = offset.copy()
+    group = cells.repeat_of_block[cells.block] * 1_000_000 + cells.batch
+    for key in np.unique(group):
+        rest[group == key] -= np.median(offset[group == key])
+    return grown + rest + float(np.average(offset - rest, weights=cells.steps))
+
+
+def linearity(cells: Cells, time: str, slope: Estimate) -> dict[str, Any] | None:
+    """Is the growth a straight line in |cache|? None without both halves.
+
+    `linear` is "yes" if the slopes of the lower and the upper half of |cache| differ
+    by less than a third and a line explains 90 % of the variance of the medians in 20
+    bins (R^2, batch held); "no" if they differ by more and their intervals are apart;
+    else "undecided". R^2 alone would take noise for a bend.
+    """
+    blocks = cells.cache_blocks
+    middle = (blocks.min() + blocks.max()) / 2
+    lower, upper = (
+        slope_us_per_1k_blocks(subset(cells, mask), time)
+        for mask in (blocks <= middle, blocks > middle)
+    )
+    if lower is None or upper is None:
+        return None
+    held = batch_held_us(cells, time, slope)
+    edges = np.linspace(blocks.min(), blocks.max(), LINEARITY_BINS + 1)
+    place = np.clip(np.digitize(blocks, edges) - 1, 0, LINEARITY_BINS - 1)
+    bins = np.unique(place)
+    r2 = line_fit_r2(
+        np.array([np.median(blocks[place == b]) for b in bins]),
+        np.array([np.median(held[place == b]) for b in bins]),
+    )
+    ratio = upper.value / lower.value if lower.value > 0 else np.inf
+    alike = LINEAR_HALVES[0] <= ratio <= LINEAR_HALVES[1]
+    apart = lower.ci95[1] < upper.ci95[0] or upper.ci95[1] < lower.ci95[0]
+    linear = "yes" if alike and r2 >= LINEAR_R2 else "undecided"
+    return {
+        "linear": "no" if apart and not alike else linear,
+        "r2": round(r2, 4),
+        "slope_lower_half": stated(lower),
+        "slope_upper_half": stated(upper),
+    }
+
+
+def stated(estimate: Estimate | None) -> dict[str, Any] | None:
+    """An estimate as it is written: value and 95 % interval."""
+    if estimate is None:
+        return None
+    return {
+        "value": round(estimate.value, 3),
+        "ci95": [round(edge, 3) for edge in estimate.ci95],
+    }
+
+
+def subset(cells: Cells, mask: np.ndarray) -> Cells:
+    """The cells of `mask`, blocks renumbered so that only those in use are drawn."""
+    used, block = np.unique(cells.block[mask], return_inverse=True)
+    return Cells(
+        block=block,
+        batch=cells.batch[mask],
+        steps=cells.steps[mask],
+        cache_blocks=cells.cache_blocks[mask],
+        time_us={name: us[mask] for name, us in cells.time_us.items()},
+        repeat_of_block=cells.repeat_of_block[used],
+    )

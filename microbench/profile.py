@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TOML files under configs/profiles/: how a sweep is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lab.config import read_toml
+from lab.load.plan import Phase, Plan
+from lab.paths import CONFIGS
+
+
+class Load(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What the driver sends: see lab.load.plan.Plan."""
+
+    prompt_tokens: int
+    output_tokens: int
+    rate_rps: float
+    arrival: str
+    plateau_requests: int
+    after_reset_requests: int
+    lag_budget_ms: float
+    request_timeout_s: float
+
+
+class Profile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """How a sweep is done: configs/profiles/<name>.toml.
+
+    `num_blocks` blocks of `block_size` tokens are the KV cache; |cache| grows to
+    nearly that. `forward_us` is the sleep that stands for the forward (null model
+    only). `server_args` are added to vLLM's command line, and
+    `kv_transfer_config` to that of every connector.
+    """
+
+    summary: str
+    flavour: str
+    null_model: bool
+    configs: list[str]
+    repeats: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    load: Load
+    name: str = ""
+    forward_us: int = 0
+    model: str | None = None
+    server_args: list[str] = []
+    server_env: dict[str, str] = {}
+    kv_transfer_config: dict[str, Any] = {}
+
+    def plan(self, model: str, vocab_size: int, seed: int) -> Plan:
+        """The driver's plan: fill the cache, hold it full, reset it, start over."""
+        load = self.load
+        # The last token of a request is sampled but never computed, hence - 1.
+        blocks_per_request = (
+            load.prompt_tokens + load.output_tokens - 1
+        ) // self.block_size
+        growth_requests = -(-self.num_blocks // blocks_per_request)
+        return Plan(
+            model=model,
+            seed=seed,
+            vocab_size=vocab_size,
+            prompt_tokens=load.prompt_tokens,
+            output_tokens=load.output_tokens,
+            arrival=load.arrival,
+            lag_budget_ms=load.lag_budget_ms,
+            request_timeout_s=load.request_timeout_s,
+            phases=[
+                Phase("growth", growth_requests, load.rate_rps),
+                Phase("plateau", load.plateau_requests, load.rate_rps),
+                Phase(
+                    "after_reset",
+                    load.after_reset_requests,
+                    load.rate_rps,
+                    reset_prefix_cache=True,
+                ),
+            ],
+        )
+
+
+def load_profile(name: str) -> Profile:
+    profile = read_toml(CONFIGS / "profiles" / f"{name}.toml", Profile)
+    return msgspec.structs.replace(profile, name=name)

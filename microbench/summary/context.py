@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of SUMMARY.md about the run itself: machine, provenance, doubts."""
+
+from __future__ import annotations
+
+from lab.stats.markdown import DASH, Document, interval, number, spread, table
+from microbench.analysis.analysis import HASH_WALK
+from microbench.summary.figures import CURVES
+
+
+def model_note(document: Document) -> str:
+    """What kind of model the run used, so that nobody takes it for another."""
+    profile = document["profile"]
+    if not profile.get("null_model"):
+        return f"Profile `{profile.get('name')}`, a real model."
+    forward = float(profile.get("forward_us") or 0)
+    slept = f"a sleep of {forward:g} µs" if forward else "no time at all"
+    return (
+        f"Profile `{profile.get('name')}`: vLLM without a GPU, on a **null model** "
+        f"whose forward returns zeros and takes {slept}. Engine, scheduler, block pool "
+        "and connectors are the real ones; times are CPU times of this host."
+    )
+
+
+def reference(document: Document) -> str:
+    """The reference study's numbers beside this run's; never mixed."""
+    configs = document["configs"]
+
+    def ours(name: str) -> list[str]:
+        entry = configs.get(name)
+        if entry is None or entry["verdict"] == "failed":
+            return [DASH] * 4
+        level = entry["schedule_us"] or {}
+        return [
+            interval(entry["slope_us_per_1k_blocks"]["schedule"]),
+            number(level.get("p50")),
+            number((entry["build_meta_us"] or {}).get("p50")),
+            spread(entry["get_finished_us"]),
+        ]
+
+    rows = [
+        ["hash walk, reference", "+85.6", "1,528", "1,442", "180/257/333"],
+        [f"hash walk, this run (`{HASH_WALK}`)", *ours(HASH_WALK)],
+        ["plain, reference", "+1.0", "84", DASH, DASH],
+        ["plain, this run (`plain`)", *ours("plain")],
+        ["noop, reference", "-0.8", "79", DASH, DASH],
+        ["noop, this run (`noop`)", *ours("noop")],
+    ]
+    head = ["", "schedule slope µs/1k", "schedule p50 µs", "build_meta p50 µs"]
+    cpu = document["provenance"].get("cpu_model") or "an unnamed CPU"
+    at = (document["window"] or {}).get("at_cache_blocks")
+    null = document["profile"].get("null_model")
+    note = (
+        "Reference: H20 96 GB, a real 30B model, levels at 16,600 cached blocks. This "
+        f"run: {cpu}, {'null model, no GPU' if null else 'a real model'}, levels at "
+        f"{number(at, 0)} cached blocks. Another machine and another load: compare "
+        "ratios and signs, not µs."
+    )
+    return table([*head, "get_finished µs p50/p90/p99"], rows) + "\n\n" + note
+
+
+def figure_list(figures: list[str]) -> str:
+    """The figures, each with its data."""
+    titles = {name: label for name, (_, label, _) in CURVES.items()}
+    titles["attribution"] = "parts of a step at the stated |cache|"
+    return "\n\n".join(
+        f"![{titles[name]}](figures/{name}.png)\n\nData: "
+        f"[figures/{name}.csv](figures/{name}.csv)"
+        for name in figures
+    )
+
+
+def provenance(document: Document) -> str:
+    """Command, versions, machine, patches, and the account of requests."""
+    facts = document["provenance"]
+    lines = [f"- run: `{facts.get('command_line')}`"]
+    lines.append("- report: `python -m microbench.report RUN_DIR`")
+    named = ("date_utc", "vllm_version", "python_version", "cpu_model", "cpu_count")
+    for key in (*named, "kernel", "git_commit", "git_dirty", "report_git_commit"):
+        if facts.get(key) is not None:
+            lines.append(f"- {key}: {facts[key]}")
+    for title in ("patch_hashes", "package_versions"):
+        if facts.get(title):
+            listed = ", ".join(f"{k} {str(v)[:16]}" for k, v in facts[title].items())
+            lines.append(f"- {title}: {listed}")
+    rows = []
+    for name, entry in document["configs"].items():
+        counts, records, lag = entry["requests"], entry["records"], entry["lag_ms"]
+        rows.append(
+            [f"`{name}`", str(entry["n_repeats"])]
+            + [str(counts[k]) for k in ("scheduled", "ok", "failed", "cancelled")]
+            + [f"{records['engine_steps']:,}", str(records["engine_without_worker"])]
+            + [str(records["torn_lines"]), number((lag or {}).get("p99"), 2)]
+            + [spread(entry["ttft_ms"]), spread(entry["tpot_ms"], 3)]
+        )
+    head = ["config", "repeats", "scheduled", "ok", "failed", "cancelled"]
+    head += ["engine steps", "without worker record", "torn lines", "send lag p99 ms"]
+    head += ["TTFT ms p50/p90/p99", "TPOT ms p50/p90/p99"]
+    return "\n".join(lines) + "\n\n" + table(head, rows)
+
+
+def warnings(document: Document) -> str:
+    """What the run suspects of itself."""
+    lines = [f"- {text}" for text in document["warnings"]]
+    for name, entry in document["configs"].items():
+        lines += [f"- `{name}`: {text}" for text in entry["warnings"]]
+        if entry["verdict"] == "failed":
+            lines.append(f"- `{name}` failed: {entry['error']}")
+    return "\n".join(lines) or "None."

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SUMMARY.md from the document per_config.json: every number in it is from there."""
+
+from __future__ import annotations
+
+from lab.stats.markdown import DASH, TIMES, Document, interval, number, spread, table
+from microbench.analysis.analysis import HASH_WALK, PLAIN
+from microbench.analysis.verdict import (
+    CONFIRMING_SHARE,
+    LINEAR_R2,
+    MARGIN_US_PER_1K_BLOCKS,
+    METRICS,
+)
+from microbench.summary.context import (
+    figure_list,
+    model_note,
+    provenance,
+    reference,
+    warnings,
+)
+from microbench.summary.figures import PARTS
+from microbench.summary.fixes import before_and_after
+
+
+def write_summary(document: Document, figures: list[str]) -> str:
+    """The whole text; `figures` are the names in figures/ that were drawn."""
+    sections = [
+        "# What a KV connector costs per engine step",
+        answer(document),
+        model_note(document),
+        "## Per config",
+        config_table(document),
+        before_and_after(document),
+        "## Is the hash walk's cost linear in |cache|?",
+        hypothesis(document),
+        "## Where a step's time goes",
+        attribution(document),
+        "## What it adds to TPOT",
+        reconciliation(document),
+        "## Noise floor",
+        noise_floor(document),
+        "## Reset check",
+        reset_table(document),
+        "## Beside the reference study",
+        reference(document),
+        "## Figures",
+        figure_list(figures),
+        "## How this was made",
+        provenance(document),
+        "## Warnings",
+        warnings(document),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _split(entry: Document) -> str:
+    """What the verdict is made of, where the two times behind it disagree."""
+    of = entry["verdict_of"]
+    if of["schedule"] == of["overhead"]:
+        return ""
+    return f" (`schedule` {of['schedule']}, `overhead` {of['overhead']})"
+
+
+def answer(document: Document) -> str:
+    """One paragraph: which configs grow and by how much, which do not."""
+    configs = document["configs"]
+    by_verdict: dict[str, list[str]] = {}
+    for name, entry in configs.items():
+        by_verdict.setdefault(entry["verdict"], []).append(name)
+    parts = []
+    for name in by_verdict.get("grows", []):
+        entry = configs[name]
+        slope, level = entry["slope_us_per_1k_blocks"]["schedule"], entry["schedule_us"]
+        text = f"`{name}` **grows with |cache|**: "
+        text += f"`schedule()` {interval(slope)} µs per 1,000 cached blocks"
+        if level:
+            text += f", p50 {number(level['p50'])} µs at {level['at_cache_blocks']:,}"
+        parts.append(text + ", and the cost falls when the prefix cache is reset.")
+    said = {
+        "flat": "do not grow with |cache| (the 95 % interval excludes more than "
+        f"{MARGIN_US_PER_1K_BLOCKS:g} µs per 1,000 blocks)",
+        "drifts": "drift: the cost rises but does not fall at the reset, so it is "
+        "something other than |cache|",
+        "inconclusive": "stay undecided in this run",
+        "failed": "failed and have no numbers",
+    }
+    for verdict, text in said.items():
+        if names := by_verdict.get(verdict):
+            listed = ", ".join(f"`{name}`{_split(configs[name])}" for name in names)
+            parts.append(f"{listed} {text}.")
+    return " ".join(parts)
+
+
+def config_table(document: Document) -> str:
+    """One row a config."""
+    rows = []
+    for name, entry in document["configs"].items():
+        blocks, slopes = entry["cache_blocks"], entry["slope_us_per_1k_blocks"]
+        step, overhead = entry["step_us"] or {}, entry["overhead_us"] or {}
+        rows.append(
+            [
+                f"`{name}`",
+                f"{entry['n_decode_steps']:,}",
+                f"{blocks['min']:,}{DASH}{blocks['max']:,}" if blocks else DASH,
+                spread(entry["schedule_us"]),
+                interval(slopes["schedule"]),
+                f"{number(overhead.get('p50'))}/{number(overhead.get('p90'))}",
+                interval(slopes["overhead"]),
+                f"{number(step.get('p50'))}/{number(step.get('p90'))}",
+                interval(slopes["step"]),
+                spread(entry["build_meta_us"]),
+                spread(entry["get_finished_us"]),
+                f"**{entry['verdict']}**{_split(entry)}",
+            ]
+        )
+    head = ["config", "decode-only steps", "\\|cache\\| blocks"]
+    head += ["schedule µs p50/p90/p99", "schedule slope µs/1k"]
+    head += ["overhead µs p50/p90", "overhead slope µs/1k"]
+    head += ["step µs p50/p90", "step slope µs/1k"]
+    head += ["build_meta µs", "get_finished µs", "verdict"]
+    window = document["window"]
+    note = "No level could be stated: see the warnings."
+    if window:
+        mix = ", ".join(f"{b}: {s:.0%}" for b, s in window["batch_mix"].items())
+        note = (
+            f"Times are at {window['at_cache_blocks']:,} cached blocks (±5 %), the "
+            "highest |cache| that all configs reached, with every config weighted to "
+            f"the same mix of batch sizes ({mix}). Slopes are medians of slopes within "
+            "one repeat and one batch size, in the growth phase, with 95 % block-"
+            "bootstrap intervals. `schedule` contains `build_meta`; `overhead` is "
+            "schedule, update and the connector's calls in the worker, its slope at "
+            "the machine's usual speed (docs/method.md); `step` contains "
+            "everything, the model too. A dash: not measured or not there."
+        )
+    return table(head, rows) + "\n\n" + note
+
+
+def hypothesis(document: Document) -> str:
+    """The verdict on: the hash walk's cost is linear in |cache|."""
+    entry = document["configs"].get(HASH_WALK)
+    if entry is None:
+        return f"Not tested: `{HASH_WALK}` was not part of this run."
+    if entry["verdict"] == "failed":
+        return f"Not tested: `{HASH_WALK}` failed ({entry['error']})."
+    line = entry["linearity"]
+    slope = interval(entry["slope_us_per_1k_blocks"]["schedule"])
+    verdict = entry["verdict_of"]["schedule"]
+    if verdict != "grows" or line is None:
+        return (
+            "**Not supported by this run**: the `schedule()` slope of "
+            f"`{HASH_WALK}` is {slope} µs per 1,000 blocks, verdict {verdict}."
+        )
+    lower, upper = line["slope_lower_half"], line["slope_upper_half"]
+    shape = "steeper" if upper["value"] > lower["value"] else "flatter"
+    said = {
+        "yes": "**Supported**: growth is a straight line.",
+        "no": f"**Grows, but not in a straight line**: it gets {shape}.",
+        "undecided": "**Grows; whether in a straight line is undecided** in this run.",
+    }[line["linear"]]
+    return (
+        f"{said} `schedule()` of `{HASH_WALK}`: {slope} µs per 1,000 blocks; "
+        f"{interval(lower)} in the lower half of |cache|, {interval(upper)} in the "
+        "upper (alike if they differ by less than a third); a line explains "
+        f"{line['r2']:.1%} of the variance of the binned medians (enough: "
+        f"{LINEAR_R2:.0%})."
+    )
+
+
+def attribution(document: Document) -> str:
+    """Parts of a step at the stated |cache|, which sum to the step."""
+    rows = []
+    for name, entry in document["configs"].items():
+        parts = entry["attribution_us"]
+        if parts:
+            cells = [number(parts[part]) for part in (*PARTS, "step")]
+            rows.append([f"`{name}`", *cells])
+    if not rows:
+        return "Nothing to attribute."
+    note = (
+        "µs, means over the middle half of the steps by step time, so that the parts "
+        "sum to the step. A dash counts as zero. `other` is time in the engine core "
+        "between the parts."
+    )
+    return table(["config", *PARTS, "step"], rows) + "\n\n" + note
+
+
+def reconciliation(document: Document) -> str:
+    """Predicted additions to TPOT for some forward times, and the measured one."""
+    rows = []
+    for name, entry in document["configs"].items():
+        added = entry.get("tpot_addition")
+        if not added:
+            continue
+        row = [f"`{name}`"]
+        for modes in added["forward_ms"].values():
+            for mode in ("sync", "async"):
+                percent = modes[mode]["percent"]
+                row.append(
+                    f"{modes[mode]['ms']:+.3f} ms"
+                    + ("" if percent is None else f" ({percent:+.1f} %)")
+                )
+        measured = added["measured_tpot_p50_ms"]
+        row.append(DASH if measured is None else f"{measured:+.3f} ms")
+        rows.append((list(added["forward_ms"]), row))
+    if not rows:
+        return f"Needs `{PLAIN}` and another config in the same run."
+    head = ["config"]
+    for forward in rows[0][0]:
+        head += [f"forward {forward} ms, sync", f"{forward} ms, async"]
+    head.append("measured TPOT p50")
+    # vLLM's CPU platform turns async scheduling off.
+    cpu = document["profile"].get("null_model")
+    notes = [
+        "Predicted from the parts of a step against `plain` at the stated |cache|. "
+        "Sync: the addition counts in full. Async: a token takes the longer of "
+        "scheduler side and worker side plus forward, so scheduler-side cost hides "
+        "until it passes the forward. The first forward time is the run's own; compare "
+        "the measured difference of TPOT p50 (plateau phase where there is one) with "
+        f"its {'sync column' if cpu else 'column of the scheduling that was on'}. "
+        "Steps that also prefill are longer, so the percentages are upper bounds."
+    ]
+    fill = (document["window"] or {}).get("requests_to_fill")
+    if fill:
+        said = ", ".join(f"{number(n)} at APC {float(a):.0%}" for a, n in fill.items())
+        notes.append(
+            "The addition in ms does not depend on the APC; the APC sets how soon the "
+            f"cache is that full: after {said} requests of this run's median prompt."
+        )
+    return table(head, [row for _, row in rows]) + "\n\n" + "\n\n".join(notes)
+
+
+def noise_floor(document: Document) -> str:
+    """The A/A pair, and which configs do not differ from plain."""
+    noise = document["noise_floor"]
+    if noise["pair"] is None:
+        return "No A/A pair (`plain`, `plain_aa`) in this run: no noise floor."
+    rows = []
+    for metric in METRICS:
+        slope = (noise["slope_us_per_1k_blocks"] or {}).get(metric)
+        level = (noise["p50_us"] or {}).get(metric)
+        rows.append([metric, interval(slope, 2), interval(level, 2)])
+    text = table(["A/A difference", "slope µs/1k", "p50 µs"], rows)
+    within = [
+        f"`{name}` ({metric})"
+        for name, entry in document["configs"].items()
+        if entry.get("vs_plain")
+        for metric, difference in entry["vs_plain"].items()
+        if difference["within_noise"]
+    ]
+    text += "\n\n`plain` and `plain_aa` are the same thing run twice. "
+    if within:
+        text += "Within noise of `plain` in p50: " + ", ".join(within) + "."
+    else:
+        text += "Every other config differs from `plain` by more than that in p50."
+    return text
+
+
+def reset_table(document: Document) -> str:
+    """Cost before and after the prefix-cache reset."""
+    rows = []
+    for name, entry in document["configs"].items():
+        check = entry["reset_check"]
+        if check is None:
+            continue
+        for metric in METRICS:
+            part = check[metric]
+            rows.append(
+                [
+                    f"`{name}`",
+                    metric,
+                    *(number(part[k]) for k in ("before_us", "after_us", "drop_us")),
+                    number(part["expected_drop_us"]),
+                    "yes" if part["fell"] else "no",
+                ]
+            )
+    if not rows:
+        return "No config has comparable steps on both sides of a reset."
+    head = ["config", "time", "before µs", "after µs", "fall µs"]
+    head += [f"slope {TIMES} \\|cache\\| µs", "fell"]
+    note = (
+        "Medians at full cache and just after the prefix-cache reset, batch sizes "
+        f"held. *Fell*: by at least {CONFIRMING_SHARE:.0%} of slope {TIMES} |cache|, "
+        "with the 95 % interval of the fall above zero."
+    )
+    return table(head, rows) + "\n\n" + note

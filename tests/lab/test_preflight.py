@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would make a sweep fail or lie is found before it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from lab.serving import preflight
+from lab.serving.connector import Connector, load_connector
+from lab.serving.preflight import PreflightError
+from lab.serving.supervise import Supervised
+from microbench.profile import load_profile
+
+
+@pytest.fixture
+def mooncake_version(monkeypatch):
+    installed = {"mooncake": ["mooncake-transfer-engine-non-cuda"]}
+    metadata = preflight.importlib.metadata
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: installed)
+    return lambda version: monkeypatch.setattr(metadata, "version", lambda _: version)
+
+
+@pytest.mark.parametrize("version", ["0.3.10", "0.3.11.post1"])
+def test_a_mooncake_that_reports_writes_too_early_is_refused(mooncake_version, version):
+    mooncake_version(version)
+    with pytest.raises(PreflightError, match=rf"{version}.*0\.3\.12"):
+        preflight.check_connector(load_connector("mooncake_both"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["0.3.12", "0.3.13.post1", "0.4"])
+def test_a_mooncake_without_that_race_is_accepted(mooncake_version, version):
+    mooncake_version(version)
+    preflight.check_connector(load_connector("mooncake_both"))
+
+
+def test_a_connector_whose_package_is_missing_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(preflight.CONNECTOR_PACKAGES, "NixlConnector", "no_such_one")
+    with pytest.raises(PreflightError, match="no_such_one is not installed"):
+        preflight.check_connector(load_connector("nixl_both"))
+
+
+def test_a_config_without_a_connector_needs_no_package():
+    preflight.check_connector(Connector(summary="", patches=[]))
+
+
+def test_the_gpu_profile_is_refused_without_a_gpu(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(PreflightError, match="needs a GPU"):
+        preflight.check_machine(load_profile("gpu"))
+
+
+def test_a_server_of_another_run_is_waited_for_and_then_refused(tmp_path, monkeypatch):
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    # A supervisor that is not below us: as one left by a sweep killed just now.
+    monkeypatch.setattr(preflight, "descendants", lambda pid: [])
+    with Supervised(sleeper, dict(os.environ), tmp_path / "log") as survivor:
+        # For an instant after its start a process has no command line yet.
+        while not survivor.pids():
+            time.sleep(0.01)
+        monkeypatch.setattr(preflight, "SURVIVOR_DEADLINE_S", 0.5)
+        with pytest.raises(PreflightError, match="servers of another run"):
+            preflight._await_survivors()
+        monkeypatch.setattr(preflight, "SURVIVOR_DEADLINE_S", 30)
+        stopping = threading.Timer(0.5, survivor.stop)
+        stopping.start()
+        preflight._await_survivors()
+        stopping.join()
