@@ -15,7 +15,7 @@ from lab.paths import REPOSITORY
 from lab.serving.tree import build_tree, installed_package
 
 DEADLINE_S = 300
-NULL_MODEL = REPOSITORY / "microbench" / "vllm_plugin"
+NULL_MODEL = REPOSITORY / "lab" / "serving" / "vllm_plugin"
 
 
 def run_script(

@@ -28,7 +28,7 @@ from fleet.launch.ports import PortsError, reserve
 from fleet.launch.profile import FleetProfile, Forward, read_profile, slowed
 from fleet.launch.settings import SettingsError, Spec
 from lab.config import ConfigError
-from lab.paths import CONFIGS
+from lab.paths import CONFIGS, REPOSITORY
 from lab.serving import preflight
 from lab.serving.connector import load_connector
 from lab.serving.preflight import PreflightError
@@ -235,7 +235,7 @@ def test_a_wrong_instances_file_is_refused_by_name_and_reason(
 
 @pytest.fixture
 def simulated_forward(monkeypatch):
-    plugin = CONFIGS.parent / "microbench" / "vllm_plugin" / "kvtax_null_model"
+    plugin = REPOSITORY / "lab" / "serving" / "vllm_plugin" / "kvtax_null_model"
     # The file alone: the package beside it imports vLLM when it is registered.
     monkeypatch.syspath_prepend(str(plugin))
     import forward
