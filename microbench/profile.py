@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from lab.config import read_toml
-from lab.load.plan import Phase, Plan
+from lab.load.plan import Phase as PlannedPhase
+from lab.load.plan import Plan
 from lab.paths import CONFIGS
+from lab.records.phases import Phase
 
 
 class Load(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -70,10 +72,10 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             lag_budget_ms=load.lag_budget_ms,
             request_timeout_s=load.request_timeout_s,
             phases=[
-                Phase("growth", growth_requests, load.rate_rps),
-                Phase("plateau", load.plateau_requests, load.rate_rps),
-                Phase(
-                    "after_reset",
+                PlannedPhase(Phase.GROWTH.label, growth_requests, load.rate_rps),
+                PlannedPhase(Phase.PLATEAU.label, load.plateau_requests, load.rate_rps),
+                PlannedPhase(
+                    Phase.AFTER_RESET.label,
                     load.after_reset_requests,
                     load.rate_rps,
                     reset_prefix_cache=True,

@@ -27,8 +27,6 @@ WORKER_SCHEMA = "kvtax.worker_step/1"
 REQUESTS_SCHEMA = "kvtax.requests/1"
 PER_CONFIG_SCHEMA = "kvtax.per_config/1"
 
-PHASES = ("growth", "plateau", "after_reset")
-
 # Times as 32-bit floats: 7 digits, 0.1 ns at 1 ms. Fields not named here are skipped.
 ENGINE_FIELDS: dict[str, Any] = {
     "step_id": pl.Int64,
@@ -61,7 +59,7 @@ class RecordsError(Exception):
     """A file of a run is missing, torn in the middle, or not what it should be."""
 
 
-class Phase(msgspec.Struct, tag_field="type", tag="phase"):
+class PhaseStart(msgspec.Struct, tag_field="type", tag="phase"):
     """Start of a phase; `reset_ns` is when /reset_prefix_cache answered OK."""
 
     name: str
@@ -111,7 +109,7 @@ class Requests:
     """The content of one requests.jsonl."""
 
     scheduled: int
-    phases: list[Phase]
+    phases: list[PhaseStart]
     requests: list[Request]
     end: End | None
     torn_lines: int
@@ -245,12 +243,12 @@ def _without_torn_tail(
 def read_requests(path: Path) -> Requests:
     """The driver's records: phases, one record a request, and the end account."""
     header = read_header(path, REQUESTS_SCHEMA)
-    decoder = msgspec.json.Decoder(Phase | Request | End)
+    decoder = msgspec.json.Decoder(PhaseStart | Request | End)
     whole = path.read_bytes()
     lines = whole.split(b"\n")[1:]
     tail = lines.pop() if lines else b""
     torn = int(bool(tail))
-    records: list[Phase | Request | End] = []
+    records: list[PhaseStart | Request | End] = []
     for number, line in enumerate(lines, start=2):
         try:
             records.append(decoder.decode(line))
@@ -262,7 +260,7 @@ def read_requests(path: Path) -> Requests:
     ends = [record for record in records if isinstance(record, End)]
     return Requests(
         scheduled=int(header.get("scheduled", 0)),
-        phases=[record for record in records if isinstance(record, Phase)],
+        phases=[record for record in records if isinstance(record, PhaseStart)],
         requests=[record for record in records if isinstance(record, Request)],
         end=ends[-1] if ends else None,
         torn_lines=torn,

@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from lab.records.phases import Phase
 from lab.records.records import PER_CONFIG_SCHEMA
 from lab.stats.stats import (
     SEED,
@@ -17,7 +18,7 @@ from lab.stats.stats import (
     slope_us_per_1k_blocks,
 )
 from microbench.analysis import latency
-from microbench.analysis.levels import AFTER_RESET, Level, Window, choose_window
+from microbench.analysis.levels import Level, Window, choose_window
 from microbench.analysis.speed import at_usual_speed
 from microbench.analysis.steps import Trial
 from microbench.analysis.verdict import (
@@ -127,7 +128,7 @@ def measure(
     """Steps of the trials that went well, cells and slopes of the growth phase."""
     tables = [t.steps for t in trials if t.steps is not None and t.steps.height]
     steps = pl.concat(tables, rechunk=False)
-    growth = steps.filter(pl.col("phase") == 0)
+    growth = steps.filter(pl.col("phase") == Phase.GROWTH)
     if profile.get("null_model"):
         growth = at_usual_speed(growth, float(profile.get("forward_us") or 0))
     times = tuple(METRICS.values())
@@ -143,7 +144,7 @@ def describe(
     one: Measured, window: Window | None, noise: dict[str, Any]
 ) -> dict[str, Any]:
     """The entry of one config in per_config.json, less its comparison with plain."""
-    before = one.steps.lazy().filter(pl.col("phase") < AFTER_RESET)
+    before = one.steps.lazy().filter(pl.col("phase") < Phase.AFTER_RESET)
     low, high = (
         before.select(
             pl.col("cache_blocks").min().alias("low"),

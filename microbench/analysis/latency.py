@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lab.records.phases import Phase
 from lab.records.records import Request
 from microbench.analysis.steps import Trial
 
@@ -26,9 +27,10 @@ def latencies_ms(trials: list[Trial]) -> dict[str, dict[str, float] | None]:
         for trial in trials
         if trial.requests
         for request in trial.requests.requests
-        if request.status == "ok" and request.phase in ("growth", "plateau")
+        if request.status == "ok"
+        and request.phase in (Phase.GROWTH.label, Phase.PLATEAU.label)
     ]
-    plateau = [request for request in ok if request.phase == "plateau"]
+    plateau = [request for request in ok if request.phase == Phase.PLATEAU.label]
     return {
         "ttft_ms": _spread([_ms(r.intended_ns, r.first_token_ns) for r in ok]),
         "ttft_sent_ms": _spread([_ms(r.sent_ns, r.first_token_ns) for r in ok]),
@@ -120,7 +122,7 @@ def tpot_addition(
     return {
         "forward_ms": predictions,
         "measured_tpot_p50_ms": measured,
-        "measured_phase": "plateau" if key == "tpot_plateau_ms" else "all",
+        "measured_phase": Phase.PLATEAU.label if key == "tpot_plateau_ms" else "all",
     }
 
 
@@ -158,7 +160,7 @@ def requests_to_fill(
         for trial in trials
         if trial.requests
         for request in trial.requests.requests
-        if request.phase == "growth" and request.prompt_tokens
+        if request.phase == Phase.GROWTH.label and request.prompt_tokens
     ]
     if not prompts or at_cache_blocks <= 0:
         return None

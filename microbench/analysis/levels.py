@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from lab.records.records import PHASES
+from lab.records.phases import Phase
 from lab.stats.stats import (
     Estimate,
     Floats,
@@ -26,7 +26,6 @@ from lab.stats.stats import (
 )
 from microbench.analysis.steps import STEP_TIMES
 
-AFTER_RESET = PHASES.index("after_reset")
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 # +-5 %: wide enough for a plateau, and a slope blurs its median by less than 5 %.
 WINDOW = 0.05
@@ -51,7 +50,7 @@ class Window:
         near = pl.col("cache_blocks").is_between(
             self.at_cache_blocks * (1 - WINDOW), self.at_cache_blocks * (1 + WINDOW)
         )
-        return steps.filter(near, pl.col("phase") < AFTER_RESET)
+        return steps.filter(near, pl.col("phase") < Phase.AFTER_RESET)
 
 
 class Level:
@@ -150,7 +149,7 @@ def thin(steps: pl.DataFrame, most: int) -> pl.DataFrame:
 
 def reach_blocks(steps: pl.DataFrame) -> int:
     """|cache| that 1 % of the steps before the reset are above (0 if none)."""
-    before = steps.filter(pl.col("phase") < AFTER_RESET)["cache_blocks"]
+    before = steps.filter(pl.col("phase") < Phase.AFTER_RESET)["cache_blocks"]
     top = before.quantile(0.99)
     return 0 if top is None else int(top)
 

@@ -5,7 +5,7 @@ A step is decode-only when it scheduled requests, no prefill tokens and some dec
 tokens. It belongs to the phase in which it began; steps before the growth phase
 (the dummy runs of an engine start) belong to none and are left out.
 
-The table has one row a step: repeat, step_id, phase (index into records.PHASES),
+The table has one row a step: repeat, step_id, phase (a number of lab.records.phases),
 batch (requests scheduled), cache_blocks (|cache| at the end of schedule()), and the
 times in us: schedule_us, build_meta_us, step_us, update_us, the worker's five and
 overhead_us. A time that was not measured is null.
@@ -24,16 +24,16 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from lab.records.phases import Phase
 from lab.records.records import (
     ENGINE_FIELDS,
     ENGINE_SCHEMA,
-    PHASES,
     RUN_SCHEMA,
     TRIAL_SCHEMA,
     WORKER_FIELDS,
     WORKER_SCHEMA,
     WORKER_TIMES,
-    Phase,
+    PhaseStart,
     RecordsError,
     Requests,
     StepFile,
@@ -141,8 +141,8 @@ def unreconciled(requests: Requests) -> str | None:
     return None
 
 
-def phase_starts_ns(phases: list[Phase]) -> list[int | None]:
-    """When each of PHASES begins, None if it never did.
+def phase_starts_ns(phases: list[PhaseStart]) -> list[int | None]:
+    """When each Phase begins, None if it never did.
 
     after_reset begins at the reset itself: steps before it still see the full cache.
     """
@@ -150,10 +150,10 @@ def phase_starts_ns(phases: list[Phase]) -> list[int | None]:
         phase.name: phase.start_ns if phase.reset_ns is None else phase.reset_ns
         for phase in phases
     }
-    return [starts.get(name) for name in PHASES]
+    return [starts.get(phase.label) for phase in Phase]
 
 
-def read_engine_steps(folder: Path, phases: list[Phase]) -> StepFile:
+def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
     """The decode-only steps of a trial that lie in a phase."""
     files = sorted(folder.glob("engine_step*.jsonl"))
     if len(files) > 1:
@@ -163,8 +163,8 @@ def read_engine_steps(folder: Path, phases: list[Phase]) -> StepFile:
             "engine core, run the configs one engine at a time"
         )
     path = folder / "engine_step.jsonl"
-    # The last phase that began at or before the step; len(PHASES) stands for none.
-    phase = pl.lit(len(PHASES), dtype=pl.UInt8)
+    # The last phase that began at or before the step; len(Phase) stands for none.
+    phase = pl.lit(len(Phase), dtype=pl.UInt8)
     for index, start_ns in enumerate(phase_starts_ns(phases)):
         if start_ns is not None:
             phase = (
@@ -180,7 +180,7 @@ def read_engine_steps(folder: Path, phases: list[Phase]) -> StepFile:
             & (pl.col("scheduled") > 0)
             & pl.col("step_us").is_not_null()
         )
-        return chunk.filter(decode_only, phase < len(PHASES)).select(
+        return chunk.filter(decode_only, phase < len(Phase)).select(
             "step_id",
             phase.alias("phase"),
             pl.col("scheduled").cast(pl.Int16).alias("batch"),

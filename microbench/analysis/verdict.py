@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from lab.records.phases import Phase
 from lab.stats.stats import (
     Cells,
     Estimate,
@@ -36,7 +37,7 @@ from lab.stats.stats import (
     line_fit_r2,
     slope_us_per_1k_blocks,
 )
-from microbench.analysis.levels import AFTER_RESET, Level, common_mix, reach_blocks
+from microbench.analysis.levels import Level, common_mix, reach_blocks
 
 # us per 1,000 blocks: 35 us at 17,500 blocks, 0.5 % of a 7 ms forward.
 MARGIN_US_PER_1K_BLOCKS = 2.0
@@ -63,10 +64,12 @@ def reset_check(
     """
     reach = reach_blocks(steps)
     before = steps.filter(
-        pl.col("phase") < AFTER_RESET, pl.col("cache_blocks") >= BEFORE_SHARE * reach
+        pl.col("phase") < Phase.AFTER_RESET,
+        pl.col("cache_blocks") >= BEFORE_SHARE * reach,
     )
     after = steps.filter(
-        pl.col("phase") == AFTER_RESET, pl.col("cache_blocks") <= AFTER_SHARE * reach
+        pl.col("phase") == Phase.AFTER_RESET,
+        pl.col("cache_blocks") <= AFTER_SHARE * reach,
     )
     mix = common_mix(
         [before["batch"].to_numpy(), after["batch"].to_numpy()],

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 from matplotlib import pyplot as plt
 
+from lab.records.phases import Phase
 from lab.stats.colours import COLOURS, LINES
 from microbench.analysis.analysis import BEFORE_AND_AFTER, Analysis
 from microbench.analysis.levels import thin
@@ -78,7 +79,9 @@ def binned_curves(analysis: Analysis, time: str) -> pl.DataFrame:
     schedule slope leaves over), plus the mean offset of the growth phase.
     """
     growths = {
-        name: thin(one.steps.filter(pl.col("phase") == 0), MAX_STEPS).drop_nulls(time)
+        name: thin(
+            one.steps.filter(pl.col("phase") == Phase.GROWTH), MAX_STEPS
+        ).drop_nulls(time)
         for name, one in analysis.measured.items()
     }
     top = max((g["cache_blocks"].max() or 0 for g in growths.values()), default=0)

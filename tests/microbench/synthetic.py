@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from lab.records.phases import Phase
+
 STEP_NS = 300_000
 FIRST_NS = 10**14
 
@@ -115,14 +117,15 @@ def request_lines(steps: int, tpot_ms: float) -> list[dict[str, Any]]:
     growth, plateau = int(steps * 0.6), int(steps * 0.25)
     reset_ns = FIRST_NS + (growth + plateau) * STEP_NS
     phases = {
-        "growth": FIRST_NS,
-        "plateau": FIRST_NS + growth * STEP_NS,
-        "after_reset": reset_ns,
+        Phase.GROWTH: FIRST_NS,
+        Phase.PLATEAU: FIRST_NS + growth * STEP_NS,
+        Phase.AFTER_RESET: reset_ns,
     }
     lines: list[dict[str, Any]] = []
-    for name, start in phases.items():
-        phase = {"type": "phase", "name": name, "start_ns": start}
-        lines.append(phase | ({"reset_ns": start} if name == "after_reset" else {}))
+    for phase, start in phases.items():
+        began = {"type": "phase", "name": phase.label, "start_ns": start}
+        reset = {"reset_ns": start} if phase is Phase.AFTER_RESET else {}
+        lines.append(began | reset)
         for index in range(10):
             sent = start + index * 1_000_000
             first = sent + 5_000_000
@@ -130,7 +133,7 @@ def request_lines(steps: int, tpot_ms: float) -> list[dict[str, Any]]:
                 {
                     "type": "request",
                     "id": len(lines),
-                    "phase": name,
+                    "phase": phase.label,
                     "status": "ok",
                     "error": None,
                     "http_status": 200,

@@ -132,8 +132,8 @@ def test_after_reset_begins_at_the_reset_and_not_at_the_phase_record(tmp_path: P
     lines = [HEADER] + [engine_record(step) for step in range(10)]
     write_lines(tmp_path / "engine_step.jsonl", lines)
     phases = [
-        records.Phase("growth", FIRST_NS),
-        records.Phase("after_reset", FIRST_NS, reset_ns=FIRST_NS + 6 * STEP_NS),
+        records.PhaseStart("growth", FIRST_NS),
+        records.PhaseStart("after_reset", FIRST_NS, reset_ns=FIRST_NS + 6 * STEP_NS),
     ]
     engine = read_engine_steps(tmp_path, phases).frame
     assert engine["phase"].to_list() == [0] * 6 + [2] * 4
@@ -177,7 +177,7 @@ def test_a_step_id_twice_is_an_error(tmp_path: Path):
     lines = [HEADER, engine_record(0), engine_record(1), engine_record(1)]
     write_lines(tmp_path / "engine_step.jsonl", lines)
     with pytest.raises(RecordsError, match="step_id 1 twice"):
-        read_engine_steps(tmp_path, [records.Phase("growth", FIRST_NS)])
+        read_engine_steps(tmp_path, [records.PhaseStart("growth", FIRST_NS)])
 
 
 def test_a_driver_that_was_killed_fails_the_trial(tmp_path: Path):
