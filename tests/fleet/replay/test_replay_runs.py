@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from replay_lab import (
-    ROOT,
     Lines,
     ReplayProcess,
     assert_accounted_for,
@@ -23,6 +22,7 @@ from replay_lab import (
 )
 
 from fleet.standin.process import standin
+from lab.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
@@ -183,7 +183,7 @@ def patched(server, tmp_path, before: str, requests) -> tuple[int, str, Path]:
     out = tmp_path / "o.jsonl"
     command = [sys.executable, "-c", program + "sys.exit(main())", "--url", server.url]
     command += ["--trace", str(path), "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     return done.returncode, done.stderr, out
 
 
@@ -227,7 +227,7 @@ def test_a_plain_openai_server_without_cached_tokens_is_replayed(tmp_path):
     path = write_trace(tmp_path / "t.jsonl", requests)
     with subprocess.Popen(
         [sys.executable, "-m", "lab.load.trivial_server"],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as server:

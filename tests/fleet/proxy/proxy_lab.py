@@ -17,9 +17,12 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from fleet.instances import Instance, write_instances
+from fleet.standin.process import Standin
+from lab.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 20.0
+# 5 ms a token: an answer of 400 tokens takes two seconds.
+SLOW = ("--decode-us", "5000")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -104,6 +107,9 @@ class Proxy(NamedTuple):
     def instances(self) -> dict[str, Any]:
         return self.get("/breakdown").json["instances"]
 
+    def ejected(self) -> list[str]:
+        return self.get("/health").json["ejected"]
+
     def lines(self, kind: str) -> list[dict[str, Any]]:
         whole = self.log.read_bytes().split(b"\n")[1:-1]
         return [line for line in map(json.loads, whole) if line["type"] == kind]
@@ -160,3 +166,27 @@ def proxy(
                 process.wait(DEADLINE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def named(standins: list[Standin]) -> list[Instance]:
+    return [Instance(name, one.url) for name, one in zip("ab", standins, strict=False)]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def first_event(client: socket.socket) -> bytes:
+    got = b""
+    while b"data:" not in got:
+        got += client.recv(65536)
+    return got
+
+
+def rest(client: socket.socket) -> bytes:
+    got = b""
+    while piece := client.recv(65536):
+        got += piece
+    return got

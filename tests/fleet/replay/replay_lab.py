@@ -16,8 +16,8 @@ from fleet.replay.options import Options
 from fleet.replay.run import Replay
 from fleet.replay.sessions import group
 from fleet.trace import Request, own
+from lab.paths import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
 BLOCK_TOKENS = 16
 
 
@@ -132,7 +132,7 @@ class ReplayProcess:
         command = [sys.executable, "-m", "fleet.replay", "--url", url]
         command += ["--trace", str(trace), "--out", str(out), *options]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, text=True
+            command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
         )
 
     def wait_for_records(self, n: int) -> None:

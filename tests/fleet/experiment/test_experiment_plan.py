@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of configs/experiments/, what they may say, and the order of the runs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_experiment import experiment
+
+from fleet.experiment.__main__ import ExperimentError, check_slots
+from fleet.experiment.config import (
+    Arm,
+    Given,
+    read_experiment,
+)
+from fleet.experiment.plan import plan
+from fleet.experiment.workload import make_workload
+from lab.config import ConfigError
+from lab.paths import CONFIGS, REPOSITORY
+
+EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_committed_experiment_is_read_and_has_an_aa_pair(path):
+    committed = read_experiment(path)
+    assert (REPOSITORY / committed.workload.trace).exists()
+    assert any(run.same_as for run in plan(committed))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_committed_experiment_has_sessions_for_all_its_slots(path, tmp_path):
+    committed = read_experiment(path)
+    facts = make_workload(
+        committed.workload,
+        REPOSITORY / committed.workload.trace,
+        tmp_path / "trace.jsonl.gz",
+        not committed.open_loop,
+        committed.seed,
+    )
+    check_slots(committed, facts.sessions)
+
+
+def test_fewer_sessions_than_slots_are_refused_in_a_closed_loop_alone():
+    wanted = experiment(concurrency=[2, 15])
+    check_slots(wanted, sessions=60)
+    with pytest.raises(ExperimentError, match=r"59 sessions .* 60 slots .*`copies`"):
+        check_slots(wanted, sessions=59)
+    check_slots(experiment(concurrency=[15], open_loop=True), sessions=1)
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.integers(1, 15), min_size=1, max_size=4, unique=True),
+)
+def test_each_arm_runs_once_a_repeat_and_repeats_alternate_in_direction(
+    repeats, concurrency
+):
+    runs = plan(experiment(repeats=repeats, concurrency=concurrency))
+    assert set(Counter(run.folder for run in runs).values()) == {1}
+    by_repeat = defaultdict(list)
+    for run in runs:
+        by_repeat[run.repeat].append(run.label)
+    assert len(by_repeat) == repeats
+    for repeat, labels in by_repeat.items():
+        assert labels == by_repeat[0][:: -1 if repeat % 2 else 1]
+
+
+def test_an_arm_is_compared_at_its_own_concurrency():
+    runs = {run.label: run for run in plan(experiment(concurrency=[2, 8]))}
+    assert runs["b@8"].baseline == "a@8"
+    assert runs["again@2"].same_as == "a@2"
+    assert runs["a@2"].same_as is runs["b@2"].same_as is None
+
+
+def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
+    arms = {"first": Arm("linear"), "a": Arm("linear"), "last": Arm("linear")}
+    same = {run.label: run.same_as for run in plan(experiment(arms=arms))}
+    assert same == {"first@8": "a@8", "a@8": None, "last@8": "a@8"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"baseline": "c"}, "'c' is no arm"),
+        ({"profile": "p"}, "one of"),
+        ({"standin": None}, "one of"),
+        ({"time_factor": 2.0}, "`time_factor` is for the forward of a `profile`"),
+        ({"arms": {"a": Arm("lineer")}}, "arm 'a'.*lineer"),
+        ({"arms": {"a": Arm("linear", {"alfa": 1})}}, "arm 'a'.*alfa"),
+        (
+            {
+                "standin": None,
+                "profile": "p",
+                "arms": {"a": Arm("linear", roles=["both"])},
+            },
+            "1 `roles` for 4",
+        ),
+        ({"arms": {"a": Arm("linear", connector="noop")}}, "arm 'a': `connector`"),
+        ({"arms": {"a": Arm("linear", roles=["both"] * 4)}}, "arm 'a': `roles`"),
+        (
+            {
+                "standin": None,
+                "given": Given("instances.json", ["true"]),
+                "arms": {"a": Arm("linear", connector="noop")},
+            },
+            "arm 'a': `connector`",
+        ),
+    ],
+)
+def test_an_experiment_that_makes_no_sense_is_refused(changes, what, tmp_path):
+    with pytest.raises(ValueError, match=what):
+        experiment(**changes)
+
+
+def test_a_wrong_experiment_file_is_named(tmp_path):
+    path = tmp_path / "e.toml"
+    path.write_text("summary = 1")
+    with pytest.raises(ConfigError, match=r"e\.toml.*summary"):
+        read_experiment(path)

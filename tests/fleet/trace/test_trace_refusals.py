@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace that is not what it claims to be is refused, with file and line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from trace_rows import CHAT, MOONCAKE, REQUEST, SESSION, SESSION_B, header, put
+
+from fleet.trace import TraceError, own, read_trace
+
+
+def test_a_missing_or_an_empty_file_is_named(tmp_path):
+    with pytest.raises(TraceError, match=r"nowhere: No such file"):
+        list(read_trace(tmp_path / "nowhere"))
+    with pytest.raises(TraceError, match=r"t: the file is empty"):
+        list(read_trace(put(tmp_path / "t", end="")))
+
+
+def edit(row: dict, **changes: object) -> dict:
+    return {**row, **changes}
+
+
+def with_call(**changes: object) -> dict:
+    first, second, agent, last = SESSION["requests"]
+    return edit(SESSION, requests=[first, {**second, **changes}, agent, last])
+
+
+def with_nested(**changes: object) -> dict:
+    first, second, agent, last = SESSION["requests"]
+    inner, *rest = agent["requests"]
+    agent = {**agent, "requests": [{**inner, **changes}, *rest]}
+    return edit(SESSION, requests=[first, second, agent, last])
+
+
+REFUSED = {
+    "no known fields": ([{"a": 1}], ["line 1", "fields a", "mooncake"]),
+    "not an object": (["[1]"], ["line 1", "object"]),
+    "another schema": ([{"schema": "x/2"}], ["line 1", "'x/2'", own.SCHEMA]),
+    "an unknown field": ([header(), edit(REQUEST, x=1)], ["line 2", "`x`"]),
+    "a missing field": ([header(), {"arrival_s": 0}], ["line 2", "session"]),
+    "a turn left out": ([header(), edit(REQUEST, turn=1)], ["line 2", "turn 0 should"]),
+    "a turn twice": ([header(), REQUEST, REQUEST], ["line 3", "turn 1 should be"]),
+    "fewer than counted": (
+        [header(requests=2), REQUEST],
+        ["line 2", "after 1", "torn"],
+    ),
+    "two block sizes": (
+        [header(), REQUEST, edit(REQUEST, session="b", block_tokens=20)],
+        ["line 3", "blocks of 20 tokens after blocks of 16"],
+    ),
+    "an older request": (
+        [header(), REQUEST, edit(REQUEST, session="b", arrival_s=1.4)],
+        ["line 3", "arrives at 1.4 s", "1.5 s", "sort"],
+    ),
+    "a negative time": ([header(), edit(REQUEST, arrival_s=-1)], ["line 2", ">= 0"]),
+    "a time that is none": (
+        [header(), edit(REQUEST, arrival_s=float("nan"))],
+        ["line 2", "invalid"],
+    ),
+    "an endless time": (
+        [header(), json.dumps(REQUEST).replace("1.5", "1e999")],
+        ["line 2", "out of range"],
+    ),
+    "a negative think time": (
+        [header(), edit(REQUEST, think_s=-1)],
+        ["line 2", ">= 0"],
+    ),
+    "no input": ([header(), edit(REQUEST, input_tokens=0, hashes=[])], ["line 2"]),
+    "a negative output": ([header(), edit(REQUEST, output_tokens=-1)], ["line 2"]),
+    "a hash that is none": ([header(), edit(REQUEST, hashes=[-1, 2])], ["line 2"]),
+    "a hash too big": ([header(), edit(REQUEST, hashes=[2**63, 2])], ["line 2"]),
+    "half a token": ([header(), edit(REQUEST, input_tokens=40.5)], ["line 2", "int"]),
+    "too few blocks": (
+        [header(), edit(REQUEST, hashes=[7])],
+        ["line 2", "1 blocks of 16 tokens are 16", "40", "--block-tokens"],
+    ),
+    "mooncake, another block size": (
+        [MOONCAKE, edit(MOONCAKE, input_length=9000)],
+        ["line 2", "3 blocks of 512 tokens are 1536 tokens", "9000"],
+    ),
+    "mooncake, just too few tokens": (
+        [edit(MOONCAKE, input_length=1023)],
+        ["line 1", "1023"],
+    ),
+    "mooncake, a text as hash": ([edit(MOONCAKE, hash_ids=["x"])], ["line 1", "str"]),
+    "mooncake, back in time": (
+        [MOONCAKE, edit(MOONCAKE, timestamp=0)],
+        ["line 2", "sort"],
+    ),
+    "bailian, a chat twice": ([CHAT, CHAT], ["line 2", "chat_id 5 is there twice"]),
+    "bailian, another block size": ([edit(CHAT, input_length=99)], ["line 1", "99"]),
+    "bailian, no hashes": ([{"chat_id": 1}], ["line 1", "required"]),
+    "sessions, another scope": (
+        [SESSION, edit(SESSION_B, hash_id_scope="global")],
+        ["line 2", "'global'"],
+    ),
+    "sessions, no requests": ([edit(SESSION, requests=[])], ["line 1", "without"]),
+    "sessions, twice": ([SESSION, SESSION], ["line 2", "session 'a' is there twice"]),
+    "sessions, two block sizes": (
+        [SESSION_B, edit(SESSION, block_size=32)],
+        ["line 2", "blocks of 32 tokens after blocks of 64"],
+    ),
+    "sessions, another block size": (
+        [edit(SESSION, block_size=16)],
+        ["line 1", "session 'a'", "at 0.5 s", "2 blocks of 16 tokens", "130"],
+    ),
+    "sessions, back in time": ([with_call(t=0.25)], ["line 1", "0.25 s", "0.5 s"]),
+    "sessions, a hash that is none": (
+        [SESSION_B, with_call(hash_ids=[1, "b", 3])],
+        ["line 2", "hash_ids", "str"],
+    ),
+    "sessions, no input": ([with_call(**{"in": 0, "hash_ids": []})], ["no input"]),
+    "sessions, within a sub-agent": (
+        [with_nested(hash_ids=[1, 2, 3])],
+        ["line 1", "session 'a.explore'", "192", "64"],
+    ),
+    "not JSON": ([MOONCAKE, "{"], ["line 2", "mend or remove"]),
+    "an empty line": ([MOONCAKE, "", MOONCAKE], ["line 2", "mend or remove"]),
+    "an abyss": ([MOONCAKE, '{"x":' + "[" * 100_000], ["line 2", "recursion"]),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_what_it_says_is_refused_with_its_place(tmp_path, what):
+    rows, says = REFUSED[what]
+    path = put(tmp_path / "t.jsonl", *rows)
+    with pytest.raises(TraceError) as refusal:
+        list(read_trace(path))
+    for part in [str(path), *says]:
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("kept", range(1, len(json.dumps(MOONCAKE)), 7))
+def test_a_torn_line_is_refused(tmp_path, kept):
+    row = json.dumps(MOONCAKE)
+    path = put(tmp_path / "t", MOONCAKE, row[:kept], end="")
+    with pytest.raises(TraceError, match=r"line 2: the file ends within the line"):
+        list(read_trace(path))
+
+
+def test_a_last_line_without_its_end_is_whole_if_it_can_be_read(tmp_path):
+    assert len(list(read_trace(put(tmp_path / "t", MOONCAKE, MOONCAKE, end="")))) == 2
+
+
+@pytest.mark.parametrize("lost", [1, 8, 9, 200])
+def test_torn_gzip_data_is_refused(tmp_path, lost):
+    path = put(tmp_path / "t.gz", *[MOONCAKE] * 2000)
+    path.write_bytes(path.read_bytes()[:-lost])
+    with pytest.raises(TraceError, match=r"line \d+: torn gzip data"):
+        list(read_trace(path))
+
+
+def test_a_text_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "t"
+    row = json.dumps({**REQUEST, "session": "???"}).encode()
+    path.write_bytes(
+        json.dumps(header()).encode() + b"\n" + row.replace(b"???", b"\xff")
+    )
+    with pytest.raises(TraceError, match="line 2"):
+        list(read_trace(path))
+
+
+def test_a_damaged_gzip_file_is_refused(tmp_path):
+    path = put(tmp_path / "t.gz", *[MOONCAKE] * 2000)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match=r"line \d+"):
+        list(read_trace(path))
