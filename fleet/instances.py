@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from lab.records.documents import write_document
+
 SCHEMA = "kvtax.instances/1"
 Role = Literal["both", "prefill", "decode"]
 ConnectorKind = Literal["noop", "mooncake", "nixl", "direct_read"]
@@ -80,6 +82,4 @@ def read_instances(path: Path) -> list[Instance]:
 
 def write_instances(path: Path, instances: list[Instance]) -> None:
     """Write the file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(Fleet(instances))))
-    partial.replace(path)
+    write_document(path, Fleet(instances))

@@ -10,14 +10,12 @@ them in the modules steps, stats, levels, verdict and latency.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
-
-from lab.records.records import RecordsError
+from lab.records import RecordsError
+from lab.records.documents import write_document, write_whole
 from microbench.analysis.analysis import analyse
 from microbench.analysis.steps import load_run
 from microbench.summary.figures import draw_all
@@ -30,17 +28,9 @@ def report(run_dir: Path, out: Path) -> None:
     analysis = analyse(run, trials, git_commit())
     out.mkdir(parents=True, exist_ok=True)
     figures = draw_all(analysis, out / "figures")
-    document = msgspec.json.format(msgspec.json.encode(analysis.document), indent=2)
-    _write(out / "per_config.json", document + b"\n")
+    write_document(out / "per_config.json", analysis.document)
     summary = write_summary(analysis.document, figures)
-    _write(out / "SUMMARY.md", summary.encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: a killed report leaves the old file."""
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_bytes(content)
-    os.replace(fresh, path)
+    write_whole(out / "SUMMARY.md", summary.encode())
 
 
 def git_commit() -> str | None:

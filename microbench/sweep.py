@@ -20,7 +20,7 @@ import msgspec
 
 from lab.config import ConfigError
 from lab.paths import REPOSITORY
-from lab.records.records import RecordsError
+from lab.records import RecordsError
 from lab.serving import preflight, provenance
 from lab.serving.connector import Connector, load_connector
 from lab.serving.null_model import write_model

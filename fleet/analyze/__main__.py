@@ -11,17 +11,16 @@ a run failed or a comparison is refused (the report is written, and says which a
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
-
-import msgspec
 
 from fleet.analyze.analysis import analyse
 from fleet.analyze.figures import draw_all
 from fleet.analyze.hardware import HardwareError
-from fleet.analyze.records import RecordsError, read_run
+from fleet.analyze.records import read_run
 from fleet.analyze.report import write_report
+from lab.records import RecordsError
+from lab.records.documents import write_document, write_whole
 
 
 def report(run_dir: Path, out: Path, model: str, bandwidth_gbit_s: float) -> bool:
@@ -32,17 +31,9 @@ def report(run_dir: Path, out: Path, model: str, bandwidth_gbit_s: float) -> boo
     analysis = analyse(read_run(run_dir), model, bandwidth_gbit_s)
     out.mkdir(parents=True, exist_ok=True)
     figures = draw_all(analysis, out / "figures")
-    document = msgspec.json.format(msgspec.json.encode(analysis.document), indent=2)
-    _write(out / "analysis.json", document + b"\n")
-    _write(out / "report.md", write_report(analysis.document, figures).encode())
+    write_document(out / "analysis.json", analysis.document)
+    write_whole(out / "report.md", write_report(analysis.document, figures).encode())
     return analysis.sound
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: a killed report leaves the old file."""
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_bytes(content)
-    os.replace(fresh, path)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from fleet.analyze.records import RecordsError
+from lab.records import RecordsError
 
 COLUMNS = {
     "monotonic_ns": pl.Int64,

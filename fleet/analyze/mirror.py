@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.analyze.records import RecordsError
+from lab.records import RecordsError
 
 
 class Cache(msgspec.Struct):

@@ -12,9 +12,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fleet.analyze.records import RecordsError
 from fleet.policies import POLICIES, NoInstance, PolicyError, parameters_of
 from fleet.policies.replay import differences, read_decisions
+from lab.records import RecordsError
 
 
 def disagreements(folder: Path) -> dict[str, Any] | None:

@@ -14,15 +14,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from lab.records import RecordsError
+
 ARM_SCHEMA = "kvtax.arm/1"
 REPLAY_SCHEMA = "kvtax.replay/1"
 DECISIONS_SCHEMA = "kvtax.decisions/1"
 
 Line = TypeVar("Line")
-
-
-class RecordsError(Exception):
-    """A file of a run is missing, torn in the middle, or not what it should be."""
 
 
 class InstanceEntry(msgspec.Struct):

@@ -11,6 +11,7 @@ import msgspec
 from fleet.experiment.freshness import Freshness
 from fleet.experiment.machine import MachineLoad
 from fleet.experiment.workload import TraceFacts
+from lab.records.documents import write_document
 
 SCHEMA = "kvtax.arm/1"
 
@@ -51,6 +52,4 @@ class ArmRecord(msgspec.Struct):
 def write_record(folder: Path, record: ArmRecord) -> None:
     """Write arm.json whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / "arm.json.partial"
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
-    partial.replace(folder / "arm.json")
+    write_document(folder / "arm.json", record)

@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 import polars as pl
 
+from lab.records import RecordsError
+
 RUN_SCHEMA = "kvtax.run/1"
 TRIAL_SCHEMA = "kvtax.trial/1"
 ENGINE_SCHEMA = "kvtax.engine_step/1"
@@ -53,10 +55,6 @@ WORKER_FIELDS: dict[str, Any] = {"step_id": pl.Int64} | dict.fromkeys(
 
 # Big enough to parse at full speed, small enough that two in flight are nothing.
 CHUNK_BYTES = 8 << 20
-
-
-class RecordsError(Exception):
-    """A file of a run is missing, torn in the middle, or not what it should be."""
 
 
 class PhaseStart(msgspec.Struct, tag_field="type", tag="phase"):

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from lab.records import RecordsError
 from lab.records.phases import Phase
 from lab.records.records import (
     ENGINE_FIELDS,
@@ -34,7 +35,6 @@ from lab.records.records import (
     WORKER_SCHEMA,
     WORKER_TIMES,
     PhaseStart,
-    RecordsError,
     Requests,
     StepFile,
     read_json,

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import FIRST_NS, STEP_NS, Truth, write_run
 
-from lab.records import records
-from lab.records.records import RecordsError
+from lab.records import RecordsError, records
 from microbench.analysis.steps import (
     load_run,
     load_trial,

@@ -12,8 +12,9 @@ import pytest
 from analyze_runs import SESSIONS, TURNS, Truth, lines, write_run
 
 from fleet.analyze.frames import LATENCIES, NOTHING, requests_frame, size_class
-from fleet.analyze.records import RecordsError, read_run
+from fleet.analyze.records import read_run
 from fleet.replay.client import _SAFE
+from lab.records import RecordsError
 
 
 @pytest.fixture
