@@ -39,7 +39,7 @@ sweep: ## the main job: the same as bash run_all.sh
 	bash run_all.sh
 
 overhead: setup ## what the instrumentation itself costs an engine step
-	$(python) -m costs.hooks.overhead
+	$(python) -m costs.hooks
 
 step-cost: setup ## Mooncake's get_finished in a step, before and after the short-circuit
 	$(python) -m costs.get_finished.step_cost
@@ -49,7 +49,7 @@ direct-read-cost: setup ## what being read costs an engine step, and what a read
 	$(python) -m costs.direct_read.transfer
 
 listener-cost: setup ## what listening to the block pool costs, a block and a take
-	$(python) -m costs.listener.listener_cost
+	$(python) -m costs.listener
 
 sending-lag: setup ## how late our load generators send, at 10 to 1,000 requests a second
 	$(python) -m costs.senders.bench --only fleet.replay --only microbench.driver

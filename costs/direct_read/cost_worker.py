@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from costs.direct_read.rows import Chunk
-from costs.hooks.worker import BLOCK_SIZE, MAX_MODEL_LEN, NullEngine
 from lab.serving.connector import load_connector
 from lab.serving.engine_process import serve, thread_cpu_s, thread_ids
+from lab.serving.null_engine import BLOCK_SIZE, MAX_MODEL_LEN, NullEngine
 
 WARM_UP_STEPS = 50
 # For the batch that decodes, and for what a use of the prompts leaves behind: a block a

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from costs.hooks.worker import PROMPT_TOKENS, NullEngine
 from lab.serving.connector import load_connector
 from lab.serving.engine_process import serve
+from lab.serving.null_engine import PROMPT_TOKENS, NullEngine
 from microbench.profile import load_profile
 
 

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, Protocol
 
 import msgspec
+
+from lab.stats.interval import Interval
+from lab.stats.markdown import table
 
 Judgement = Literal["met", "missed", "undecided"]
 
@@ -48,13 +52,13 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def bound(self) -> str:
         """`at most 3 us`."""
-        word, bound = ("at least", self.at_least)
         if self.at_most is not None:
-            word, bound = ("at most", self.at_most)
-        return f"{word} {bound:g} {self.unit}".rstrip()
+            return f"at most {self.at_most:.4g} {self.unit}".rstrip()
+        return f"at least {self.at_least:.4g} {self.unit}".rstrip()
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.bound}"
+        """`engine hooks: at most 3 us (ours)`."""
+        return f"{self.what}: {self.bound} ({self.whose})"
 
 
 def judge(estimate: HasInterval, aim: Aim) -> Judgement:
@@ -67,3 +71,12 @@ def judge(estimate: HasInterval, aim: Aim) -> Judgement:
     if within:
         return "met"
     return "missed" if outside else "undecided"
+
+
+def aims_table(found: Iterable[tuple[Aim, Interval]], spec: str) -> str:
+    """A Markdown table; `spec` is the format of the numbers found, such as `.1f`."""
+    rows = [
+        [aim.what, aim.bound, aim.whose, f"{interval:{spec}}", judge(interval, aim)]
+        for aim, interval in found
+    ]
+    return table(["what", "aim", "whose", "found", ""], rows)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from admission_witness import BLOCK_SIZE, MAX_STEPS, AdmissionWitness
 
-from costs.hooks.worker import NullEngine
+from lab.serving.null_engine import NullEngine
 
 WITNESS = {
     "kv_connector": "AdmissionWitness",

@@ -21,8 +21,8 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from costs.hooks import worker as overhead_worker
-from costs.hooks.worker import NOOP, NullEngine
+from lab.serving import null_engine
+from lab.serving.null_engine import NOOP, NullEngine
 
 WITNESS = {
     "kv_connector": "HooksWitness",
@@ -133,7 +133,7 @@ def main() -> None:
     result, model, how, scheduling, ledger_name = sys.argv[1:]
     HooksWitness.ledger_class = LEDGERS[ledger_name]
     if scheduling == "async":
-        overhead_worker.Executor = SimpleNamespace(get_class=lambda _: Overlapping)
+        null_engine.Executor = SimpleNamespace(get_class=lambda _: Overlapping)
     engine = NullEngine(Path(model), CONFIGS[how], NUM_BLOCKS)
     watch = Watch(engine)
     chance = random.Random(5)

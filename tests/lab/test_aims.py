@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from lab.stats.aims import Aim, judge
+from lab.stats.aims import Aim, aims_table, judge
 from lab.stats.interval import Interval
 
 
@@ -39,9 +39,13 @@ def test_an_aim_has_exactly_one_bound(bounds):
         msgspec.convert({"what": "a step"} | bounds, Aim)
 
 
-def test_an_aim_says_what_it_asks_for():
-    assert str(Aim(what="hooks", at_most=3.0, unit="us")) == "hooks: at most 3 us"
-    assert str(Aim(what="throughput", at_least=0.9)) == "throughput: at least 0.9"
+def test_an_aim_says_what_it_asks_for_and_who_asks():
+    hooks = Aim(what="hooks", at_most=3.0, unit="us")
+    assert str(hooks) == "hooks: at most 3 us (ours)"
+    throughput = Aim(what="throughput", at_least=0.9, whose="a paper's")
+    assert str(throughput) == "throughput: at least 0.9 (a paper's)"
+    row = aims_table([(hooks, Interval(4.0, (3.5, 4.5)))], ".1f").splitlines()[-1]
+    assert row == "| hooks | at most 3 us | ours | 4.0 [3.5, 4.5] | missed |"
 
 
 def test_an_interval_is_the_same_after_it_has_been_in_a_file():

@@ -16,7 +16,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from costs.hooks.worker import BLOCK_SIZE, NOOP, NullEngine
+from lab.serving.null_engine import BLOCK_SIZE, NOOP, NullEngine
 
 NUM_BLOCKS = 2_000
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 
-from costs.hooks.worker import BLOCK_SIZE, NullEngine
 from lab.serving.connector import load_connector
+from lab.serving.null_engine import BLOCK_SIZE, NullEngine
 
 CONFIGS = {
     "walk": "mooncake_both_hash_sync",

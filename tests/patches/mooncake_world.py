@@ -22,8 +22,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_stat
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import RequestStatus
 
-from costs.hooks.worker import NullEngine
 from lab.serving.connector import load_connector
+from lab.serving.null_engine import NullEngine
 
 NUM_BLOCKS = 400
 # What has not happened by then never will; a busy machine is given time.
