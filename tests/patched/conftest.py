@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests of this folder run inside a patched vLLM; pytest shows them as its own.
+
+A module says in PATCHES which patches its vLLM has. Out here it is read, never
+imported. All selected tests of a patch set run in one pytest on a private patched tree
+(inside.py is its plugin), which their first test starts; each waits for the outcome of
+its namesake. What cannot be read off the syntax tree is refused: no test goes unseen.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from inside_run import InsideRun
+
+RUNS = pytest.StashKey[dict[tuple[str, ...], InsideRun]]()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
+    return PatchedModule.from_parent(parent, path=module_path)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    for run in session.stash.get(RUNS, {}).values():
+        run.close()
+
+
+class PatchedModule(pytest.File):
+    def collect(self) -> Iterator[PatchedTest]:
+        module = ast.parse(self.path.read_bytes())
+        self.patches = tuple(self._value(ast.Name("PATCHES"), module))
+        for node in module.body:
+            if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+                raise self.CollectError(f"{node.name}: only functions are tests here")
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                yield from self._tests(node, module)
+
+    def _tests(self, node: ast.FunctionDef, module: ast.Module):
+        """One for each combination of parameters, whose ids must be plain."""
+        marks, ids = ["slow"], []
+        for decorator in reversed(node.decorator_list):
+            match ast.unparse(decorator).removeprefix("pytest.mark.").split("(")[0]:
+                case "parametrize" if len(decorator.args) == 2:
+                    ids.append([str(v) for v in self._value(decorator.args[1], module)])
+                case "long" as mark:
+                    marks.append(mark)
+                case _:
+                    text = ast.unparse(decorator)
+                    raise self.CollectError(f"{node.name}: cannot read @{text}")
+        for combination in itertools.product(*ids):
+            name = f"{node.name}[{'-'.join(combination)}]" if ids else node.name
+            test = PatchedTest.from_parent(self, name=name)
+            for mark in marks:
+                test.add_marker(mark)
+            test.line = node.lineno - 1
+            yield test
+
+    def _value(self, node: ast.expr, module: ast.Module):
+        """A literal; a name stands for one, here or in a module beside this one."""
+        try:
+            if not isinstance(node, ast.Name):
+                return ast.literal_eval(node)
+            for found in module.body:
+                match found:
+                    case ast.Assign(targets=[ast.Name(id=node.id)]):
+                        return ast.literal_eval(found.value)
+                    case ast.ImportFrom() if node.id in [n.name for n in found.names]:
+                        return getattr(importlib.import_module(found.module), node.id)
+        except ValueError:
+            pass
+        raise self.CollectError(f"{self.path}: no literal {ast.unparse(node)}")
+
+
+class PatchedTest(pytest.Item):
+    line = 0
+
+    def runtest(self) -> None:
+        runs = self.session.stash.setdefault(RUNS, {})
+        patches = self.parent.patches
+        if patches not in runs:
+            for other in runs.values():
+                other.wait()
+            runs[patches] = self._start(patches)
+        found = runs[patches].outcome(self.nodeid)
+        if found["outcome"] == "skipped":
+            pytest.skip(found["text"])
+        if found["outcome"] == "failed":
+            raise FailedInsideError(found["text"])
+
+    def _start(self, patches: tuple[str, ...]) -> InsideRun:
+        tests = [item for item in self.session.items if isinstance(item, PatchedTest)]
+        selected = [test for test in tests if test.parent.patches == patches]
+        config = self.session.config
+        options = ["-c", str(config.inipath), "--rootdir", str(config.rootpath)]
+        try:
+            return InsideRun(
+                patches,
+                [f"{test.path}::{test.name}" for test in selected],
+                [*options, "-m", ""],  # what is long has been left out already
+            )
+        except ModuleNotFoundError as error:
+            pytest.skip(str(error))
+
+    def repr_failure(self, excinfo):
+        if isinstance(excinfo.value, FailedInsideError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self):
+        return self.path, self.line, self.name
+
+
+class FailedInsideError(Exception):
+    """What the test inside said when it failed."""

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pytest inside a patched vLLM, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from lab.serving.server import environment, free_ports, tail
+from lab.serving.supervise import Supervised
+from lab.serving.tree import build_tree, installed_package
+from microbench.profile import load_profile
+
+HERE = Path(__file__).parent
+POLL_S = 0.05
+
+
+class InsideRun:
+    """Runs `tests` (each PATH::NAME) on a private tree of the installed vLLM.
+
+    `options` are pytest's. Raises ModuleNotFoundError if vLLM is not installed.
+    """
+
+    def __init__(
+        self, patches: Collection[str], tests: list[str], options: list[str]
+    ) -> None:
+        vllm = installed_package("vllm")
+        self._outcomes: dict[str, dict] = {}
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        self._log, self._results = folder / "log", folder / "results.jsonl"
+        build_tree(folder / "tree", vllm, list(patches), {})
+        profile = msgspec.structs.replace(load_profile("cpu-smoke"), forward_us=0)
+        env = environment(folder / "tree", profile, folder, {}, free_ports(2))
+        del env["KVTAX_STEP_RECORDS_DIR"]
+        env["PYTHONPATH"] += f"{os.pathsep}{HERE}"
+        env["INSIDE_RESULTS"] = str(self._results)
+        plugins = ["--noconftest", "-p", "inside", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *plugins, *options, *tests]
+        self._process = Supervised(command, env, self._log)
+
+    def outcome(self, test: str) -> dict[str, str]:
+        """Of the test with that node id, once it has ended: passed, failed or skipped.
+
+        A test that the run did not come to has failed, and the log's end says why.
+        """
+        while test not in self._outcomes:
+            ended = self._process.poll() is not None
+            lines = self._results.read_text() if self._results.exists() else ""
+            for line in lines[: lines.rfind("\n") + 1].splitlines():
+                self._outcomes |= json.loads(line)
+            if ended and test not in self._outcomes:
+                return {"outcome": "failed", "text": tail(self._log, 60)}
+            time.sleep(POLL_S)
+        return self._outcomes[test]
+
+    def wait(self) -> None:
+        self._process.wait(None)
+
+    def close(self) -> None:
+        self._process.stop()
+        self._folder.cleanup()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tests/patched shows each test that runs inside a patched vLLM as it ended there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from lab.paths import REPOSITORY
+
+INSIDE = """
+import os
+import pytest
+
+PATCHES = ["block_pool_delta_listener"]
+NAMES = {"good": 1, "bad": 2}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("number", [1, 2])
+def test_of(name, number):
+    import vllm
+    path = vllm.__path__[0] + "/v1/core/block_pool_listener.py"
+    assert os.path.exists(path), "not patched"
+    print("printed")
+    assert name == "good", "not good"
+
+
+def test_skipped():
+    pytest.skip("for a reason")
+
+
+@pytest.mark.long
+def test_left_out():
+    raise AssertionError("not selected")
+
+
+def test_crash():
+    os._exit(3)
+
+
+def test_after_the_crash():
+    pass
+"""
+
+
+def run(folder: Path, module: str) -> dict[str, str]:
+    """What pytest says in its summary, by test."""
+    for name in ("conftest.py", "inside.py", "inside_run.py"):
+        shutil.copy(REPOSITORY / "tests" / "patched" / name, folder)
+    (folder / "test_inside.py").write_text(module)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  long\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rA", "-m", "not long", "."],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    summary = r"^(PASSED|FAILED|ERROR) test_inside.py(?:::)?(\S*)"
+    found = re.findall(summary, ended.stdout, re.MULTILINE)
+    return {"output": ended.stdout} | {test: word for word, test in found}
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_each_test_ends_as_it_did_inside(tmp_path):
+    found = run(tmp_path, INSIDE)
+    output = found.pop("output")
+    assert found == {
+        "test_of[1-good]": "PASSED",
+        "test_of[2-good]": "PASSED",
+        "test_of[1-bad]": "FAILED",
+        "test_of[2-bad]": "FAILED",
+        "test_crash": "FAILED",
+        "test_after_the_crash": "FAILED",
+    }, output
+    assert "for a reason" in output
+    assert "AssertionError: not good" in output
+    assert "--- Captured stdout call ---\nprinted" in output
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        "class TestMore:\n    def test_it(self): pass\n",
+        "@pytest.mark.parametrize('n', range(3))\ndef test_it(n): pass\n",
+        "@pytest.mark.skip\ndef test_it(): pass\n",
+        "PATCHES = names()\n",
+    ],
+)
+def test_what_cannot_be_read_off_the_text_is_refused(tmp_path, hidden):
+    found = run(tmp_path, f"{hidden}PATCHES = []\n")
+    assert "1 error" in found["output"]
