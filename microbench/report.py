@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lab.config import ConfigError
 from lab.records import RecordsError
 from lab.records.documents import write_document, write_whole
 from microbench.analysis.analysis import analyse
@@ -23,13 +24,16 @@ from microbench.summary.summary import write_summary
 
 
 def report(run_dir: Path, out: Path) -> None:
-    """Write all outputs for `run_dir` into `out`; RecordsError on bad input."""
+    """Write all outputs for `run_dir` into `out`.
+
+    Raises RecordsError and, for a run without roles of its own, ConfigError.
+    """
     run, trials = load_run(run_dir)
     analysis = analyse(run, trials, git_commit())
     out.mkdir(parents=True, exist_ok=True)
     figures = draw_all(analysis, out / "figures")
     write_document(out / "per_config.json", analysis.document)
-    summary = write_summary(analysis.document, figures)
+    summary = write_summary(analysis.document, analysis.roles, figures)
     write_whole(out / "SUMMARY.md", summary.encode())
 
 
@@ -56,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     out = chosen.out or chosen.run_dir
     try:
         report(chosen.run_dir, out)
-    except RecordsError as error:
+    except (RecordsError, ConfigError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1
     print(f"wrote {out / 'SUMMARY.md'}, {out / 'per_config.json'}, {out / 'figures'}/")

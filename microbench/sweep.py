@@ -97,7 +97,7 @@ def sweep(run_dir: Path, profile: Profile, resume: bool, py_spy: bool) -> list[T
         bench = Bench(profile, *write_model(run_dir / "model", profile), py_spy)
         patches, errors = _build_trees(trees, connectors)
         plan = _plan(profile, connectors, patches)
-        _write_run(run_dir, profile, patches, plan, resume)
+        _write_run(run_dir, profile, connectors, patches, plan, resume)
         with Progress(plan) as progress:
             for index, trial in enumerate(plan):
                 name, folder = trial.config, run_dir / trial.config / f"r{trial.repeat}"
@@ -170,6 +170,7 @@ def _finished(folder: Path, planned: Trial) -> Trial | None:
 def _write_run(
     run_dir: Path,
     profile: Profile,
+    connectors: dict[str, Connector],
     patches: dict[str, dict[str, str]],
     plan: list[Trial],
     resume: bool,
@@ -180,6 +181,7 @@ def _write_run(
         "schema": "kvtax.run/1",
         "profile": msgspec.to_builtins(profile),
         "provenance": provenance.collect(hashes),
+        "configs": {n: msgspec.to_builtins(c.report) for n, c in connectors.items()},
         "plan": [{"config": t.config, "repeat": t.repeat} for t in plan],
     }
     if resume:

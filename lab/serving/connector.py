@@ -9,6 +9,7 @@ import msgspec
 
 from lab.config import read_toml
 from lab.paths import CONFIGS
+from lab.records.roles import Role
 
 
 class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -16,6 +17,7 @@ class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     `env` is added to the server's environment. With `reads_per_s` a peer reads
     prefixes from the server as often, throughout (microbench.direct_read_peer).
+    `report` is what the config is to a report.
     """
 
     summary: str
@@ -24,6 +26,7 @@ class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     kv_transfer_config: dict[str, Any] | None = None
     env: dict[str, str] = {}
     reads_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    report: Role = Role()
 
 
 def load_connector(name: str) -> Connector:

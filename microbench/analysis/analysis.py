@@ -19,6 +19,7 @@ from lab.stats.stats import (
 )
 from microbench.analysis import latency
 from microbench.analysis.levels import Level, Window, choose_window
+from microbench.analysis.roles import Roles, roles_of
 from microbench.analysis.speed import at_usual_speed
 from microbench.analysis.steps import Trial
 from microbench.analysis.verdict import (
@@ -31,19 +32,6 @@ from microbench.analysis.verdict import (
 )
 from microbench.analysis.warn import config_warnings, run_warnings
 
-PLAIN, PLAIN_AGAIN, NOOP = "plain", "plain_aa", "noop"
-HASH_WALK = "mooncake_both_hash_sync"
-# What the fixes change, from nothing to pay for to all of them applied, and what needs
-# no hash sync at all.
-BEFORE_AND_AFTER = (
-    NOOP,
-    "mooncake_both",
-    HASH_WALK,
-    "mooncake_both_delta",
-    "mooncake_both_fixed",
-    "direct_read_idle",
-    "direct_read_serving",
-)
 METHODS = (
     "build_meta_us",
     "update_us",
@@ -70,9 +58,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The document, and the steps behind it for the figures."""
+    """The document, the parts of its configs, and the steps for the figures."""
 
     document: dict[str, Any]
+    roles: Roles
     measured: dict[str, Measured]
     window: Window | None
 
@@ -93,15 +82,16 @@ def analyse(run: dict[str, Any], trials: list[Trial], commit: str | None) -> Ana
         if window is not None:
             level = Level(window.select(one.steps), window.mix)
             one.level = level if level.steps.height else None
-    noise = noise_floor(measured)
+    roles = roles_of(run, by_config)
+    noise = noise_floor(measured, roles)
     configs = {
         name: describe(measured[name], window, noise)
         if name in measured
         else failed(group)
         for name, group in by_config.items()
     }
-    compare_with_plain(configs, measured, noise, run)
-    compare_with_noop(configs, measured)
+    compare_with_baseline(configs, measured, roles.baseline, noise, run)
+    compare_with_floor(configs, measured, roles.floor)
     document = {
         "schema": PER_CONFIG_SCHEMA,
         "provenance": dict(run.get("provenance") or {}) | {"report_git_commit": commit},
@@ -116,10 +106,10 @@ def analyse(run: dict[str, Any], trials: list[Trial], commit: str | None) -> Ana
             ),
         },
         "noise_floor": noise,
-        "warnings": warnings + run_warnings(run, noise),
+        "warnings": warnings + run_warnings(run, roles, noise),
         "configs": configs,
     }
-    return Analysis(document, measured, window)
+    return Analysis(document, roles, measured, window)
 
 
 def measure(
@@ -237,16 +227,16 @@ def read_counts(trials: list[Trial]) -> dict[str, float] | None:
     return {name: sum(reads[name] for reads in found) for name in found[0]}
 
 
-def noise_floor(measured: dict[str, Measured]) -> dict[str, Any]:
-    """How far two runs of the same thing (plain, plain_aa) are apart.
+def noise_floor(measured: dict[str, Measured], roles: Roles) -> dict[str, Any]:
+    """How far two runs of the same thing, the baseline and its twin, are apart.
 
     `floor` is the far end of the difference's interval: a difference between two
     configs that is smaller is within noise. None where the pair was not run.
     """
-    first, second = measured.get(PLAIN), measured.get(PLAIN_AGAIN)
-    nothing = {"pair": None, "slope_us_per_1k_blocks": None, "p50_us": None}
-    if first is None or second is None:
-        return nothing
+    pair = [name for name in (roles.baseline, roles.twin) if name in measured]
+    if len(pair) < 2:
+        return {"pair": None, "slope_us_per_1k_blocks": None, "p50_us": None}
+    first, second = measured[pair[0]], measured[pair[1]]
     slopes, levels = {}, {}
     for metric, time in METRICS.items():
         a, b = first.slopes[metric], second.slopes[metric]
@@ -256,7 +246,7 @@ def noise_floor(measured: dict[str, Measured]) -> dict[str, Any]:
         if a is not None and b is not None:
             levels[metric] = _floor(b.minus(a))
     return {
-        "pair": [PLAIN, PLAIN_AGAIN],
+        "pair": pair,
         "slope_us_per_1k_blocks": slopes or None,
         "p50_us": levels or None,
     }
@@ -272,23 +262,24 @@ def p50(one: Measured, time: str) -> Estimate | None:
     return None if one.level is None else one.level.median(time, one.seed + 2)
 
 
-def compare_with_plain(
+def compare_with_baseline(
     configs: dict[str, Any],
     measured: dict[str, Measured],
+    baseline: str | None,
     noise: dict[str, Any],
     run: dict[str, Any],
 ) -> None:
     """Add `vs_plain` and `tpot_addition` to each measured config."""
-    plain = measured.get(PLAIN)
+    base = measured.get(baseline) if baseline else None
     own_forward_ms = float((run.get("profile") or {}).get("forward_us") or 0.0) / 1e3
     for name, one in measured.items():
         entry = configs[name]
         entry["vs_plain"] = entry["tpot_addition"] = None
-        if plain is None or name == PLAIN:
+        if base is None or one is base:
             continue
         differences = {}
         for metric, time in METRICS.items():
-            ours, theirs = p50(one, time), p50(plain, time)
+            ours, theirs = p50(one, time), p50(base, time)
             if ours is None or theirs is None:
                 continue
             difference = ours.minus(theirs)
@@ -299,19 +290,21 @@ def compare_with_plain(
             }
         entry["vs_plain"] = differences or None
         entry["tpot_addition"] = latency.tpot_addition(
-            configs[PLAIN], entry, own_forward_ms
+            configs[base.name], entry, own_forward_ms
         )
 
 
-def compare_with_noop(configs: dict[str, Any], measured: dict[str, Measured]) -> None:
+def compare_with_floor(
+    configs: dict[str, Any], measured: dict[str, Measured], floor: str | None
+) -> None:
     """Add `vs_noop`, ratios of p50 at the stated |cache|, to each measured config."""
-    noop = measured.get(NOOP)
+    base = measured.get(floor) if floor else None
     for name, one in measured.items():
         ratios = {}
         for metric, time in METRICS.items():
-            if noop is None or name == NOOP:
+            if base is None or one is base:
                 continue
-            ours, theirs = p50(one, time), p50(noop, time)
+            ours, theirs = p50(one, time), p50(base, time)
             if ours is not None and theirs is not None:
                 ratios[metric] = stated(ours.over(theirs))
         configs[name]["vs_noop"] = ratios or None

@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 
 from microbench.analysis.levels import MAX_STEPS, thin
+from microbench.analysis.roles import Roles
 from microbench.analysis.verdict import MARGIN_US_PER_1K_BLOCKS
 
 FEW_STEPS = 200
@@ -82,14 +83,17 @@ def interrupted_share(steps: pl.DataFrame) -> float:
     return float(share or 0.0)
 
 
-def run_warnings(run: dict[str, Any], noise: dict[str, Any]) -> list[str]:
+def run_warnings(run: dict[str, Any], roles: Roles, noise: dict[str, Any]) -> list[str]:
     """Reasons to doubt the run as a whole."""
     found = []
     provenance = run.get("provenance") or {}
     if provenance.get("git_dirty"):
         found.append("the run was made from a tree with uncommitted changes")
     if noise["pair"] is None:
-        found.append("no A/A pair (plain, plain_aa): differences have no noise floor")
+        found.append("no A/A pair: differences have no noise floor")
+    for role in ("baseline", "twin", "floor"):
+        if len(names := roles.named(role)) > 1:
+            found.append(f"{', '.join(names)} have the role {role}: the first counts")
     for metric, slope in (noise["slope_us_per_1k_blocks"] or {}).items():
         if slope["floor"] > MARGIN_US_PER_1K_BLOCKS:
             found.append(

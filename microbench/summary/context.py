@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from lab.stats.markdown import DASH, Document, interval, number, spread, table
-from microbench.analysis.analysis import HASH_WALK
+from microbench.analysis.roles import Roles
 from microbench.summary.figures import CURVES
 
 
@@ -22,30 +22,25 @@ def model_note(document: Document) -> str:
     )
 
 
-def reference(document: Document) -> str:
+def reference(document: Document, roles: Roles) -> str:
     """The reference study's numbers beside this run's; never mixed."""
-    configs = document["configs"]
-
-    def ours(name: str) -> list[str]:
-        entry = configs.get(name)
-        if entry is None or entry["verdict"] == "failed":
-            return [DASH] * 4
-        level = entry["schedule_us"] or {}
-        return [
-            interval(entry["slope_us_per_1k_blocks"]["schedule"]),
-            number(level.get("p50")),
-            number((entry["build_meta_us"] or {}).get("p50")),
-            spread(entry["get_finished_us"]),
-        ]
-
-    rows = [
-        ["hash walk, reference", "+85.6", "1,528", "1,442", "180/257/333"],
-        [f"hash walk, this run (`{HASH_WALK}`)", *ours(HASH_WALK)],
-        ["plain, reference", "+1.0", "84", DASH, DASH],
-        ["plain, this run (`plain`)", *ours("plain")],
-        ["noop, reference", "-0.8", "79", DASH, DASH],
-        ["noop, this run (`noop`)", *ours("noop")],
-    ]
+    rows = []
+    for name, role in roles.of.items():
+        if told := role.reference:
+            slope, p50 = told.schedule_slope_us_per_1k_blocks, told.schedule_p50_us
+            finished = told.get_finished_us
+            rows += [
+                [
+                    f"{roles.label(name)}, reference",
+                    f"{slope:+.1f}",
+                    number(p50, 0),
+                    number(told.build_meta_p50_us, 0),
+                    "/".join(number(us, 0) for us in finished) if finished else DASH,
+                ],
+                [f"`{name}`, this run", *_ours(document["configs"][name])],
+            ]
+    if not rows:
+        return ""
     head = ["", "schedule slope µs/1k", "schedule p50 µs", "build_meta p50 µs"]
     cpu = document["provenance"].get("cpu_model") or "an unnamed CPU"
     at = (document["window"] or {}).get("at_cache_blocks")
@@ -56,12 +51,25 @@ def reference(document: Document) -> str:
         f"{number(at, 0)} cached blocks. Another machine and another load: compare "
         "ratios and signs, not µs."
     )
-    return table([*head, "get_finished µs p50/p90/p99"], rows) + "\n\n" + note
+    text = table([*head, "get_finished µs p50/p90/p99"], rows)
+    return f"## Beside the reference study\n\n{text}\n\n{note}"
+
+
+def _ours(entry: Document) -> list[str]:
+    """This run's cells of a row of `reference`."""
+    if entry["verdict"] == "failed":
+        return [DASH] * 4
+    return [
+        interval(entry["slope_us_per_1k_blocks"]["schedule"]),
+        number((entry["schedule_us"] or {}).get("p50")),
+        number((entry["build_meta_us"] or {}).get("p50")),
+        spread(entry["get_finished_us"]),
+    ]
 
 
 def figure_list(figures: list[str]) -> str:
     """The figures, each with its data."""
-    titles = {name: label for name, (_, label, _) in CURVES.items()}
+    titles = {name: label for name, (_, label) in CURVES.items()}
     titles["attribution"] = "parts of a step at the stated |cache|"
     return "\n\n".join(
         f"![{titles[name]}](figures/{name}.png)\n\nData: "

@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 
 from lab.records.phases import Phase
 from lab.stats.colours import COLOURS, LINES
-from microbench.analysis.analysis import BEFORE_AND_AFTER, Analysis
+from microbench.analysis.analysis import Analysis
 from microbench.analysis.levels import thin
 
 matplotlib.use("Agg")
@@ -36,16 +36,13 @@ PART_COLOURS = (
     "#0072B2", "#D55E00", "#F0E442", "#999999", "#000000", "#CC79A7", "#56B4E9",
     "#009E73", "#DDDDDD",
 )  # fmt: skip
-# Figure: what it draws, its label, and the configs in it if not all.
+BEFORE_AFTER = "before_after"
+# Figure: what it draws and its label, of all configs but in BEFORE_AFTER.
 CURVES = {
-    "schedule_vs_cache": ("schedule_us", "schedule() time, p50 (µs)", None),
-    "before_after": (
-        "overhead_us",
-        "scheduler and connector calls, p50 (µs)",
-        BEFORE_AND_AFTER,
-    ),
-    "step_vs_cache": ("step_us", "engine step time, p50 (µs)", None),
-    "build_meta_vs_cache": ("build_meta_us", "build_connector_meta, p50 (µs)", None),
+    "schedule_vs_cache": ("schedule_us", "schedule() time, p50 (µs)"),
+    BEFORE_AFTER: ("overhead_us", "scheduler and connector calls, p50 (µs)"),
+    "step_vs_cache": ("step_us", "engine step time, p50 (µs)"),
+    "build_meta_vs_cache": ("build_meta_us", "build_connector_meta, p50 (µs)"),
 }
 
 
@@ -56,10 +53,11 @@ def draw_all(analysis: Analysis, folder: Path) -> list[str]:
         {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
     )
     written = []
-    for name, (time, label, only) in CURVES.items():
+    for name, (time, label) in CURVES.items():
         curves = binned_curves(analysis, time)
-        if only:
-            curves = curves.filter(pl.col("config").is_in(only))
+        if name == BEFORE_AFTER:
+            shown = analysis.roles.before_after
+            curves = curves.filter(pl.col("config").is_in(shown))
         if curves.height:
             curves.write_csv(folder / f"{name}.csv")
             draw_curves(curves, label, folder / f"{name}.png")

@@ -3,44 +3,33 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from lab.records.roles import AimOfConfig
+from lab.stats.aims import Aim, aims_table
+from lab.stats.interval import Interval
 from lab.stats.markdown import DASH, TIMES, Document, interval, number, spread, table
-from microbench.analysis.analysis import BEFORE_AND_AFTER, NOOP
-
-FIXED = "mooncake_both_fixed"
-# The fixed connector is to cost what the one that does nothing costs, so nearly.
-AIM_SHARE = 0.05
-# ... and to grow by less than this where the walk grows by 50 to 90.
-AIM_US_PER_1K_BLOCKS = 1.0
-# What needs no hash sync, and the share of a step that it may cost.
-DIRECT_READS = ("direct_read_idle", "direct_read_serving")
-DIRECT_READ_AIM_SHARE = 0.02
+from microbench.analysis.roles import Roles
 
 
-def before_and_after(document: Document) -> str:
-    """A section: noop to all fixes, and whether the aims were reached; or nothing."""
-    configs = document["configs"]
-    present = [
-        name
-        for name in BEFORE_AND_AFTER
-        if name in configs and configs[name]["verdict"] != "failed"
-    ]
-    if NOOP not in present or not {FIXED, *DIRECT_READS} & set(present):
+def before_and_after(document: Document, roles: Roles) -> str:
+    """A section: from the floor to all fixes, and whether the aims are met.
+
+    Empty unless the run has the floor and a config with an aim.
+    """
+    configs, floor = document["configs"], roles.floor
+    present = [n for n in roles.before_after if configs[n]["verdict"] != "failed"]
+    if floor not in present or not any(roles.of[name].aims for name in present):
         return ""
     rows = [_row(name, configs[name]) for name in present]
-    head = ["config", "schedule µs p50", f"{TIMES} noop", "schedule slope µs/1k"]
+    ratio = f"{TIMES} {floor}"
+    head = ["config", "schedule µs p50", ratio, "schedule slope µs/1k"]
     head += ["build_meta µs p50", "get_finished µs p50/p90/p99"]
-    head += ["overhead µs p50", f"{TIMES} noop", "step µs p50", f"{TIMES} noop"]
-    head += ["TPOT ms p50"]
+    head += ["overhead µs p50", ratio, "step µs p50", ratio, "TPOT ms p50"]
     parts = ["## Before and after the fixes", table(head, rows)]
-    if FIXED in present:
-        parts.append(_aims(FIXED, configs[FIXED], AIM_SHARE, ("schedule", "step")))
-    for name in (FIXED, "mooncake_both_delta", *DIRECT_READS):
-        if name in present:
-            parts.append(_slope_aim(name, configs[name]))
-    for name in DIRECT_READS:
-        if name in present:
-            parts.append(_aims(name, configs[name], DIRECT_READ_AIM_SHARE, ("step",)))
-            parts += _reads(name, configs[name])
+    parts += _aims(present, configs, roles)
+    for name in present:
+        parts += _reads(name, configs[name])
     return "\n\n".join(parts)
 
 
@@ -64,18 +53,6 @@ def _ratio(ratio: Document | None) -> str:
     return f"{ratio['value']:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def _aims(name: str, entry: Document, share: float, metrics: tuple[str, ...]) -> str:
-    said = []
-    for metric in metrics:
-        if ratio := (entry["vs_noop"] or {}).get(metric):
-            verdict = _reached(ratio, 1 + share)
-            said.append(f"`{metric}_us` {_ratio(ratio)} {TIMES} noop, {verdict}")
-    return (
-        f"Aim: `{name}` costs at most {share:.0%} more than `{NOOP}` at p50 "
-        f"(95 % interval): {'; '.join(said) or 'no level could be stated'}."
-    )
-
-
 def _reads(name: str, entry: Document) -> list[str]:
     """What peers read in the meantime, if they did: one sentence."""
     reads = entry["reads"]
@@ -84,28 +61,36 @@ def _reads(name: str, entry: Document) -> list[str]:
     per_s, blocks = reads["reads"] / reads["seconds"], reads["blocks_offered"]
     return [
         f"From `{name}` a peer read {reads['reads']:,} prefixes of "
-        f"{blocks / reads['reads']:.0f} blocks, {per_s:.1f} a second; "
+        f"{blocks / reads['reads']:.0f} blocks, {per_s:.1f} per second; "
         f"{reads['blocks_valid'] / blocks:.2%} of the blocks were valid afterwards."
     ]
 
 
-def _slope_aim(name: str, entry: Document) -> str:
-    aim = (
-        f"Aim: `schedule()` of `{name}` grows by less than "
-        f"{AIM_US_PER_1K_BLOCKS:g} µs per 1,000 blocks"
-    )
-    slope = entry["slope_us_per_1k_blocks"]["schedule"]
-    if slope is None:
-        return f"{aim}: no slope could be stated."
-    low, high = slope["ci95"]
-    zero = "includes" if low <= 0 <= high else "does not include"
-    verdict = _reached(slope, AIM_US_PER_1K_BLOCKS)
-    return f"{aim}: {interval(slope)}, {verdict}; the interval {zero} 0."
+def _aims(present: list[str], configs: dict[str, Document], roles: Roles) -> list[str]:
+    """A table of all aims that were measured, and a line on those that were not."""
+    found, missing = [], []
+    for name in present:
+        for told in roles.of[name].aims:
+            aim, measured = _aim(name, configs[name], told, roles.floor)
+            if measured is None:
+                missing.append(str(aim))
+            else:
+                found.append((aim, msgspec.convert(measured, Interval)))
+    parts = [aims_table(found, ",.3f")] if found else []
+    if missing:
+        parts.append(f"Not measured: {'; '.join(missing)}.")
+    return parts
 
 
-def _reached(estimate: Document, bound: float) -> str:
-    """Whether the 95 % interval lies below `bound`, above it, or around it."""
-    low, high = estimate["ci95"]
-    if high <= bound:
-        return "**reached**"
-    return "**missed**" if low > bound else "**undecided** in this run"
+def _aim(
+    name: str, entry: Document, told: AimOfConfig, floor: str | None
+) -> tuple[Aim, Document | None]:
+    """An aim in words, and what was measured of it."""
+    time = f"`{told.metric}_us` of `{name}`"
+    if told.quantity == "times_floor":
+        what, unit = f"p50 of {time}", f"{TIMES} that of `{floor}`"
+        measured = (entry["vs_noop"] or {}).get(told.metric)
+    else:
+        what, unit = f"slope of {time}", "µs per 1,000 blocks"
+        measured = entry["slope_us_per_1k_blocks"][told.metric]
+    return Aim(what=what, at_most=told.at_most, unit=unit, whose=told.whose), measured

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from lab.stats.markdown import DASH, TIMES, Document, interval, number, spread, table
-from microbench.analysis.analysis import HASH_WALK, PLAIN
+from microbench.analysis.roles import Roles
 from microbench.analysis.verdict import (
     CONFIRMING_SHARE,
     LINEAR_R2,
@@ -22,7 +22,7 @@ from microbench.summary.figures import PARTS
 from microbench.summary.fixes import before_and_after
 
 
-def write_summary(document: Document, figures: list[str]) -> str:
+def write_summary(document: Document, roles: Roles, figures: list[str]) -> str:
     """The whole text; `figures` are the names in figures/ that were drawn."""
     sections = [
         "# What a KV connector costs per engine step",
@@ -30,19 +30,17 @@ def write_summary(document: Document, figures: list[str]) -> str:
         model_note(document),
         "## Per config",
         config_table(document),
-        before_and_after(document),
-        "## Is the hash walk's cost linear in |cache|?",
-        hypothesis(document),
+        before_and_after(document, roles),
+        *(hypothesis(document, roles, name) for name in roles.named("hypothesis")),
         "## Where a step's time goes",
         attribution(document),
         "## What it adds to TPOT",
-        reconciliation(document),
+        reconciliation(document, roles.baseline),
         "## Noise floor",
         noise_floor(document),
         "## Reset check",
         reset_table(document),
-        "## Beside the reference study",
-        reference(document),
+        reference(document, roles),
         "## Figures",
         figure_list(figures),
         "## How this was made",
@@ -135,20 +133,22 @@ def config_table(document: Document) -> str:
     return table(head, rows) + "\n\n" + note
 
 
-def hypothesis(document: Document) -> str:
-    """The verdict on: the hash walk's cost is linear in |cache|."""
-    entry = document["configs"].get(HASH_WALK)
-    if entry is None:
-        return f"Not tested: `{HASH_WALK}` was not part of this run."
+def hypothesis(document: Document, roles: Roles, name: str) -> str:
+    """A section with the verdict on: the cost of config `name` is linear in |cache|."""
+    title = f"## {roles.label(name)}: is its cost linear in |cache|?\n\n"
+    return title + _hypothesis(name, document["configs"][name])
+
+
+def _hypothesis(name: str, entry: Document) -> str:
     if entry["verdict"] == "failed":
-        return f"Not tested: `{HASH_WALK}` failed ({entry['error']})."
+        return f"Not tested: `{name}` failed ({entry['error']})."
     line = entry["linearity"]
     slope = interval(entry["slope_us_per_1k_blocks"]["schedule"])
     verdict = entry["verdict_of"]["schedule"]
     if verdict != "grows" or line is None:
         return (
             "**Not supported by this run**: the `schedule()` slope of "
-            f"`{HASH_WALK}` is {slope} µs per 1,000 blocks, verdict {verdict}."
+            f"`{name}` is {slope} µs per 1,000 blocks, verdict {verdict}."
         )
     lower, upper = line["slope_lower_half"], line["slope_upper_half"]
     shape = "steeper" if upper["value"] > lower["value"] else "flatter"
@@ -158,7 +158,7 @@ def hypothesis(document: Document) -> str:
         "undecided": "**Grows; whether in a straight line is undecided** in this run.",
     }[line["linear"]]
     return (
-        f"{said} `schedule()` of `{HASH_WALK}`: {slope} µs per 1,000 blocks; "
+        f"{said} `schedule()` of `{name}`: {slope} µs per 1,000 blocks; "
         f"{interval(lower)} in the lower half of |cache|, {interval(upper)} in the "
         "upper (alike if they differ by less than a third); a line explains "
         f"{line['r2']:.1%} of the variance of the binned medians (enough: "
@@ -184,7 +184,7 @@ def attribution(document: Document) -> str:
     return table(["config", *PARTS, "step"], rows) + "\n\n" + note
 
 
-def reconciliation(document: Document) -> str:
+def reconciliation(document: Document, baseline: str | None) -> str:
     """Predicted additions to TPOT for some forward times, and the measured one."""
     rows = []
     for name, entry in document["configs"].items():
@@ -203,7 +203,7 @@ def reconciliation(document: Document) -> str:
         row.append(DASH if measured is None else f"{measured:+.3f} ms")
         rows.append((list(added["forward_ms"]), row))
     if not rows:
-        return f"Needs `{PLAIN}` and another config in the same run."
+        return "Needs a baseline and another config in the same run."
     head = ["config"]
     for forward in rows[0][0]:
         head += [f"forward {forward} ms, sync", f"{forward} ms, async"]
@@ -211,7 +211,8 @@ def reconciliation(document: Document) -> str:
     # vLLM's CPU platform turns async scheduling off.
     cpu = document["profile"].get("null_model")
     notes = [
-        "Predicted from the parts of a step against `plain` at the stated |cache|. "
+        f"Predicted from the parts of a step against `{baseline}` at the stated "
+        "|cache|. "
         "Sync: the addition counts in full. Async: a token takes the longer of "
         "scheduler side and worker side plus forward, so scheduler-side cost hides "
         "until it passes the forward. The first forward time is the run's own; compare "
@@ -230,10 +231,11 @@ def reconciliation(document: Document) -> str:
 
 
 def noise_floor(document: Document) -> str:
-    """The A/A pair, and which configs do not differ from plain."""
+    """The A/A pair, and which configs do not differ from the baseline."""
     noise = document["noise_floor"]
     if noise["pair"] is None:
-        return "No A/A pair (`plain`, `plain_aa`) in this run: no noise floor."
+        return "No A/A pair in this run: no noise floor."
+    baseline, twin = noise["pair"]
     rows = []
     for metric in METRICS:
         slope = (noise["slope_us_per_1k_blocks"] or {}).get(metric)
@@ -247,12 +249,10 @@ def noise_floor(document: Document) -> str:
         for metric, difference in entry["vs_plain"].items()
         if difference["within_noise"]
     ]
-    text += "\n\n`plain` and `plain_aa` are the same thing run twice. "
+    text += f"\n\n`{baseline}` and `{twin}` are the same thing run twice. "
     if within:
-        text += "Within noise of `plain` in p50: " + ", ".join(within) + "."
-    else:
-        text += "Every other config differs from `plain` by more than that in p50."
-    return text
+        return text + f"Within noise of `{baseline}` in p50: {', '.join(within)}."
+    return text + f"Every other config differs from `{baseline}` by more in p50."
 
 
 def reset_table(document: Document) -> str:

@@ -9,8 +9,10 @@ import json
 import pytest
 from synthetic import Truth, write_run
 
+from lab.stats.markdown import TIMES
 from microbench import report
-from microbench.summary.fixes import before_and_after
+from microbench.analysis.roles import roles_of
+from microbench.summary import fixes
 
 TRUTHS = [
     Truth("noop", build_meta=0.8, get_finished=0.8),
@@ -19,6 +21,10 @@ TRUTHS = [
     Truth("mooncake_both_delta", build_meta=2.0, get_finished=200.0),
     Truth("mooncake_both_fixed", build_meta=1.0, get_finished=0.8),
 ]
+
+
+def before_and_after(document) -> str:
+    return fixes.before_and_after(document, roles_of({}, document["configs"]))
 
 
 @pytest.fixture(scope="module")
@@ -48,30 +54,31 @@ def test_ratios_to_noop_are_those_of_the_steps(document):
         levels = [configs[c]["step_us"]["p50"] for c in (name, "noop")]
         assert ratio["value"] == pytest.approx(levels[0] / levels[1], abs=0.01)
         assert ratio["ci95"][0] <= ratio["value"] <= ratio["ci95"][1]
-    assert "**missed**" not in before_and_after(document)
+    assert "| missed |" not in before_and_after(document)
 
 
 @pytest.mark.parametrize(
     ("ci95", "verdict"),
     [
-        ([0.97, 1.049], "**reached**"),
-        ([1.01, 1.06], "**undecided**"),
-        ([1.06, 1.2], "**missed**"),
+        ([0.97, 1.049], "| met |"),
+        ([1.01, 1.06], "| undecided |"),
+        ([1.06, 1.2], "| missed |"),
     ],
 )
-def test_an_aim_is_reached_only_where_the_whole_interval_says_so(
-    document, ci95, verdict
-):
+def test_an_aim_is_met_only_where_the_whole_interval_says_so(document, ci95, verdict):
     ratio = {"value": sum(ci95) / 2, "ci95": ci95}
     document["configs"]["mooncake_both_fixed"]["vs_noop"] = {"step": ratio}
     (aim,) = (
-        line for line in before_and_after(document).splitlines() if "step_us`" in line
+        line
+        for line in before_and_after(document).splitlines()
+        if "p50 of `step_us` of `mooncake_both_fixed`" in line
     )
     assert verdict in aim
 
 
-def test_a_run_without_the_fixes_says_nothing_of_them(document):
-    del document["configs"]["mooncake_both_fixed"]
+def test_a_run_without_an_aim_has_no_such_section(document):
+    for name in ("mooncake_both_delta", "mooncake_both_fixed"):
+        del document["configs"][name]
     assert before_and_after(document) == ""
 
 
@@ -84,5 +91,6 @@ def test_what_a_peer_read_meanwhile_is_stated_beside_what_it_cost(tmp_path):
     assert report.main([str(write_run(tmp_path, truths, steps=900))]) == 0
     text = before_and_after(json.loads((tmp_path / "per_config.json").read_text()))
     # Of both repeats.
-    assert "read 80 prefixes of 200 blocks, 10.0 a second; 98.75%" in text
-    assert "Aim: `direct_read_serving` costs at most 2% more than `noop`" in text
+    assert "read 80 prefixes of 200 blocks, 10.0 per second; 98.75%" in text
+    what, bound = "p50 of `step_us` of `direct_read_serving`", f"at most 1.02 {TIMES}"
+    assert f"| {what} | {bound} that of `noop` | ours |" in text
