@@ -79,14 +79,22 @@ find_uv() {
     echo "$PWD/.uv/bin/uv"
 }
 
+# The bytecode is kept: without it each start of a server compiles vLLM and torch
+# anew, which is half of its time. A .venv from before that gets its bytecode here.
 install_environment() {
     local stamp=.venv/.installed_lock
-    cmp -s "$lock" "$stamp" && return
+    cmp -s <(installed) "$stamp" && return
     echo "setup: installing the locked environment ($lock)"
     rm -f "$stamp"
     [[ -x .venv/bin/python ]] || "$uv" venv -q --python "$python" .venv
-    "$uv" pip sync -q --require-hashes --python .venv/bin/python "$lock"
-    cp "$lock" "$stamp"
+    "$uv" pip sync -q --compile-bytecode --require-hashes \
+        --python .venv/bin/python "$lock"
+    installed >"$stamp"
+}
+
+installed() {
+    cat "$lock"
+    echo "# bytecode compiled"
 }
 
 # Two commands started at once must not install into the same .venv.

@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import os
+import sys
+
 from hypothesis import HealthCheck, settings
+
+# Many container images forbid Python to keep bytecode. Then each process that a test
+# starts would compile its imports anew: seconds where it imports torch.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A stall of the machine is not a fault of what is tested.
 settings.register_profile(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TOOLS = ("bash", "cat", "cmp", "cp", "dirname", "flock", "grep", "rm", "uname")
+TOOLS = ("bash", "cat", "cmp", "dirname", "flock", "grep", "mkdir", "rm", "uname")
 
 
 class Machine:
@@ -18,6 +18,8 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.checkout = folder / "checkout"
+        self.venv = self.checkout / ".venv"
+        self.lock = self.checkout / "locks" / "cpu.txt"
         self.bin = folder / "bin"
         self.bin.mkdir()
         (self.checkout / "locks").mkdir(parents=True)
@@ -36,6 +38,12 @@ class Machine:
     def has_libraries(self) -> None:
         names = ("ibverbs.so.1", "numa.so.1", "curl.so.4", "tcmalloc_minimal.so.4")
         self.has("ldconfig", "\n".join(f"echo 'lib{name} (libc6)'" for name in names))
+
+    def has_tools(self) -> None:
+        """A machine where all but the locked environment is in place."""
+        self.has_libraries()
+        self.has("python3", "echo /usr/bin/python3")
+        self.has("uv", 'mkdir -p .venv; echo "$@" >>uv_calls')
 
     def setup(self, *arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(
@@ -86,21 +94,28 @@ def test_an_unknown_flavour_is_refused(machine):
 
 
 def test_an_installation_that_failed_is_not_taken_for_a_good_one(machine):
-    machine.has_libraries()
-    machine.has("python3", "echo /usr/bin/python3")
+    machine.has_tools()
+    machine.setup()
     machine.has("uv", "exit 9")
-    (machine.checkout / ".venv").mkdir()
-    (machine.checkout / ".venv" / ".installed_lock").write_text("an older lock\n")
-    assert machine.setup().returncode == 9
-    assert not (machine.checkout / ".venv" / ".installed_lock").exists()
+    for lock in ("a-package==2.0\n", "a-package==1.0\n"):
+        machine.lock.write_text(lock)
+        assert machine.setup().returncode == 9
 
 
 def test_nothing_is_done_when_the_lock_is_installed_already(machine):
-    machine.has_libraries()
-    machine.has("python3", "echo /usr/bin/python3")
+    machine.has_tools()
+    machine.setup()
     machine.has("uv", "exit 9")
-    (machine.checkout / ".venv").mkdir()
-    lock = machine.checkout / "locks" / "cpu.txt"
-    shutil.copy(lock, machine.checkout / ".venv" / ".installed_lock")
     done = machine.setup()
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_an_environment_from_before_bytecode_was_kept_gets_it_once(machine):
+    machine.has_tools()
+    machine.venv.mkdir()
+    shutil.copy(machine.lock, machine.venv / ".installed_lock")
+    machine.setup()
+    machine.setup()
+    calls = (machine.checkout / "uv_calls").read_text().splitlines()
+    (sync,) = (call for call in calls if call.startswith("pip sync"))
+    assert "--compile-bytecode" in sync
