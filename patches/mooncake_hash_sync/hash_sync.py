@@ -3,9 +3,15 @@
 """
 Keeps the worker's map of cached block hashes equal to the scheduler's block pool.
 
-Without block_pool_delta_listener nobody tells what changed, and the whole pool is
-walked every step, whether or not anybody reads the map. That walk is what this patch
-is there to measure: its cost is linear in the number of cached block hashes.
+``kv_connector_extra_config["hash_sync"]["source"]`` says how changes are found:
+
+- ``"walk"`` compares the whole pool with what the worker knows, every step, whether or
+  not anybody reads the map. Its cost is linear in the number of cached block hashes;
+  this patch is there to measure it.
+- ``"deltas"`` ships what the pool tells its listeners, so a step without a change ships
+  nothing. It needs the patch block_pool_delta_listener.
+
+The option has no default: a misspelt one must not pass for a cheap connector.
 """
 
 from dataclasses import dataclass
@@ -23,23 +29,42 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 
+HOW_TO_ASK = (
+    "the patch mooncake_hash_sync needs kv_connector_extra_config to hold "
+    '"hash_sync": {"source": "walk"} or {"source": "deltas"}'
+)
+NOT_BOUND = (
+    "the patch mooncake_hash_sync was not given the block pool: MooncakeConnector must "
+    "be the engine's own connector, not one inside MultiConnector"
+)
+
+
 class BlockHashDelta(Protocol):
     def apply_to(self, block_ids: dict[BlockHashWithGroupId, int]) -> None: ...
 
 
 class BlockHashSource(Protocol):
     def take(self) -> BlockHashDelta | None:
-        """What changed since the last call."""
+        """What changed since the last call; None if nothing did."""
 
 
 def block_hash_source(
     config: KVTransferConfig, block_pool: "BlockPool"
-) -> BlockHashSource | None:
-    """Where the deltas come from; None if nobody is going to read the map."""
-    if BlockHashTracker is None:
+) -> BlockHashSource:
+    """The source that the config asks for. Raises ValueError if it names none."""
+    extra = config.kv_connector_extra_config
+    if "serve_direct_reads" in extra:
+        raise ValueError(f"serve_direct_reads is no option any more; {HOW_TO_ASK}")
+    options = extra.get("hash_sync")
+    if options == {"source": "walk"}:
         return BlockHashWalk(block_pool)
-    if not config.kv_connector_extra_config.get("serve_direct_reads", False):
-        return None
+    if options != {"source": "deltas"}:
+        raise ValueError(f"{HOW_TO_ASK}, not {options!r}")
+    if BlockHashTracker is None:
+        raise ValueError(
+            'hash_sync source "deltas" needs the patch block_pool_delta_listener, '
+            "which this vLLM does not have"
+        )
     return BlockHashTracker(block_pool)
 
 

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine with Mooncake's connector, its block pool against the worker's map.
 
-Started by test_hash_sync.py on a tree with mooncake_hash_sync, and with
-block_pool_delta_listener or without; the argument says how the worker is told: by
-"walk", by "deltas", or not at all as "nobody_reads". Metadata is pickled on its way to
-the worker, as it is between processes.
+Metadata is pickled on its way to the worker, as it is between processes.
 """
 
-import json
+from __future__ import annotations
+
 import pickle
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,11 +17,7 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from lab.serving.connector import load_connector
 from lab.serving.null_engine import BLOCK_SIZE, NullEngine
 
-CONFIGS = {
-    "walk": "mooncake_both_hash_sync",
-    "deltas": "mooncake_both_delta",  # serve_direct_reads
-    "nobody_reads": "mooncake_both_hash_sync",
-}
+CONFIGS = {"walk": "mooncake_both_hash_sync", "deltas": "mooncake_both_delta"}
 NUM_BLOCKS = 80
 SEEDS = 4
 STEPS = 700
@@ -38,12 +31,11 @@ class Witness:
     walk of the keys cannot see.
     """
 
-    def __init__(self, engine: NullEngine, how: str):
+    def __init__(self, engine: NullEngine, source: str):
         self._compare = {
             "walk": self._compare_with_walk,
             "deltas": self._compare_with_pool,
-            "nobody_reads": lambda: None,
-        }[how]
+        }[source]
         self._engine = engine
         self.pool: BlockPool = engine.core.scheduler.kv_cache_manager.block_pool
         worker = get_kv_transfer_group().connector_worker
@@ -137,6 +129,16 @@ class Witness:
             self.step()
 
 
+def watched_engine(model: Path, source: str) -> tuple[NullEngine, Witness]:
+    """The engine of the config with that source, after a long random workload."""
+    config = load_connector(CONFIGS[source]).kv_transfer_config
+    engine = NullEngine(model, {"kv_buffer_device": "cpu"} | config, NUM_BLOCKS)
+    witness = Witness(engine, source)
+    for seed in range(SEEDS):
+        random_workload(engine, witness, seed)
+    return engine, witness
+
+
 def random_workload(engine: NullEngine, witness: Witness, seed: int) -> None:
     """Arrivals with shared prefixes, aborts, evictions and resets."""
     chooser = random.Random(seed)
@@ -165,13 +167,20 @@ def random_workload(engine: NullEngine, witness: Witness, seed: int) -> None:
     assert witness.reset()
 
 
-def cached_again(engine: NullEngine, witness: Witness, forget) -> dict:
-    """A prompt's blocks leave the pool, and return elsewhere before the next sync."""
+def cached_again(engine: NullEngine, witness: Witness, forget: str) -> dict:
+    """A prompt's blocks leave the pool, and return elsewhere before the next sync.
+
+    They leave because they are "evicted", or by a "reset" of the cache.
+    """
+    start_over(engine, witness)
     prompt = [900 + n for n in range(3 * BLOCK_SIZE + 1)]
     engine.add(prompt, 1)
     witness.drain()
     before = dict(witness.block_ids)
-    forget()
+    if forget == "evicted":
+        evict_all(witness)
+    else:
+        assert witness.reset()
     engine.add(prompt, 1)
     witness.step()
     return {
@@ -185,6 +194,7 @@ def cached_again(engine: NullEngine, witness: Witness, forget) -> dict:
 
 def duplicate_evicted(engine: NullEngine, witness: Witness) -> dict:
     """Of two blocks with the same hash the one that the worker knows is evicted."""
+    start_over(engine, witness)
     prompt = [700 + n for n in range(2 * BLOCK_SIZE)]
     engine.add(prompt, 30)
     witness.step()
@@ -207,43 +217,13 @@ def duplicate_evicted(engine: NullEngine, witness: Witness) -> dict:
     }
 
 
-def returns_and_duplicates(engine: NullEngine, witness: Witness) -> dict:
-    """The cases that a walk gets wrong."""
-
-    def evict_all():
-        witness.pool.evict_blocks(set(witness.block_ids.values()))
-
-    def fresh():
-        witness.drain()
-        assert witness.reset()
-        engine.add([1], 1)
-        witness.drain()
-
-    fresh()
-    found = {"evicted": cached_again(engine, witness, evict_all)}
-    fresh()
-    found["reset"] = cached_again(engine, witness, witness.reset)
-    fresh()
-    found["duplicate"] = duplicate_evicted(engine, witness)
-    return found
+def evict_all(witness: Witness) -> None:
+    witness.pool.evict_blocks(set(witness.block_ids.values()))
 
 
-def main() -> None:
-    model, result = map(Path, sys.argv[1:3])
-    how = sys.argv[3]
-    config = load_connector(CONFIGS[how]).kv_transfer_config
-    engine = NullEngine(model, {"kv_buffer_device": "cpu"} | config, NUM_BLOCKS)
-    witness = Witness(engine, how)
-    for seed in range(SEEDS):
-        random_workload(engine, witness, seed)
-    found = {"problems": witness.problems, "counts": witness.counts}
-    if how == "nobody_reads":
-        found["listeners"] = len(witness.pool.cached_block_hash_to_block.listeners)
-        found["worker_map"] = len(witness.block_ids)
-    else:
-        found |= returns_and_duplicates(engine, witness)
-    result.write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+def start_over(engine: NullEngine, witness: Witness) -> None:
+    """An idle engine whose prefix cache, and the worker's map, are empty."""
+    witness.drain()
+    assert witness.reset()
+    engine.add([1], 1)
+    witness.drain()
