@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row a request: what the client saw, joined with what the proxy decided.
+"""One row per request: what the client saw, joined with what the proxy decided.
 
 Latencies in ms. TTFT and E2E count from the intended send, so that a late replayer
 does not flatter the servers, and as *_sent from the actual send; TPOT = (end - first
@@ -7,8 +7,8 @@ token) / (generated tokens - 1). Only requests that ended ok have any.
 
 New tokens = prompt - cached, from the server's usage. Where the prompt was computed
 elsewhere, the serving instance counts what it was sent as cached; then it is what the
-proxy took to be missing at the instance that computed it. Classes by new tokens: WARM
-below 5,000, MEDIUM to 20,000, HEAVY above.
+proxy took to be missing at the instance that computed it. Classes by new tokens are
+those of fleet.policies.size_class.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import msgspec
 import polars as pl
 
 from fleet.analyze.records import ArmFile, ArmRun, DecisionLine, ReplayEnd
+from fleet.policies.size_class import HEAVY_ABOVE_TOKENS, WARM_BELOW_TOKENS
 
-WARM_BELOW_TOKENS = 5_000
-HEAVY_ABOVE_TOKENS = 20_000
-CLASSES = ("WARM", "MEDIUM", "HEAVY")
 LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms", "ttft_sent_ms", "e2e_sent_ms")
 
 REQUEST_COLUMNS: dict[str, Any] = {

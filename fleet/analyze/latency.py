@@ -7,8 +7,9 @@ from typing import Any
 
 import polars as pl
 
-from fleet.analyze.frames import CLASSES, LATENCIES
+from fleet.analyze.frames import LATENCIES
 from fleet.analyze.sessions import SessionDraws, stated
+from fleet.policies.size_class import CLASSES
 
 WINDOWS = ("steady", "all")
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from fleet.analyze.frames import CLASSES
 from fleet.analyze.report_fleet import (
     accumulation_table,
     balance_table,
@@ -16,6 +15,7 @@ from fleet.analyze.report_fleet import (
     substrate_table,
 )
 from fleet.analyze.sessions import MIN_REQUESTS, REPLICATES
+from fleet.policies.size_class import CLASSES, LIMITS
 from lab.stats.markdown import DASH, Document, number, table
 
 QUANTILES = ("p50", "p90", "p99")
@@ -184,10 +184,9 @@ def latency_tables(document: Document) -> str:
         "Milliseconds with 95 % intervals over sessions "
         f"({REPLICATES} replicates); TTFT and E2E from the intended send, then from "
         f"the actual one. p90 needs {MIN_REQUESTS['p90']} requests, p99 "
-        f"{MIN_REQUESTS['p99']}. Classes by new tokens (prompt less cached): WARM "
-        "below 5,000, MEDIUM to 20,000, HEAVY above. A policy decides what is cached "
-        "and so which class a request is in: between arms, a class does not hold the "
-        "same requests."
+        f"{MIN_REQUESTS['p99']}. Classes by new tokens (prompt less cached): {LIMITS}. "
+        "A policy decides what is cached and so which class a request is in: between "
+        "arms, a class does not hold the same requests."
     )
     return "\n\n".join([*parts, note])
 

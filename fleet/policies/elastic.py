@@ -4,10 +4,9 @@
 With new = prompt tokens - cached tokens at the instance that linear chooses: WARM below
 `warm_tokens`, MEDIUM up to `heavy_tokens`, HEAVY above. WARM and MEDIUM prefill where
 they decode. A HEAVY one prefills on the other instance with the fewest pending prefill
-tokens + new tokens there, and its KV moves; unless `max_offloads` are under way, or it
-would wait there for longer than it takes here (overloaded: pending prefill tokens there
-above those here + new).
-The classes and their limits are those of the reference study.
+tokens + new tokens there, and its KV moves. It stays where it decodes if `max_offloads`
+are under way, or if that other instance is overloaded: more prefill tokens pending
+there than here, new ones included.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ import msgspec
 from . import linear
 from .decision import Ask, Decision, Snapshot, new_tokens
 from .pd_sep import least_prefill
+from .size_class import HEAVY_ABOVE_TOKENS, WARM_BELOW_TOKENS
 
 
 class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """linear's parameters; the limits in new tokens; concurrent offloads in all."""
+    """linear's parameters; limits in new tokens; the most offloads under way."""
 
     alpha: float = 1.0
     overload: float = 2.0
-    warm_tokens: int = 5_000
-    heavy_tokens: int = 20_000
+    warm_tokens: int = WARM_BELOW_TOKENS
+    heavy_tokens: int = HEAVY_ABOVE_TOKENS
     max_offloads: int = 2
 
 

@@ -19,11 +19,12 @@ from fleet.policies import parameters_of
 
 from .decision_log import DecisionLog
 from .exact import Exact
-from .handler import CHAT, COMPLETIONS, Handler
+from .exchange import CHAT, COMPLETIONS
+from .handler import Handler
 from .health import Health
 from .kv_events import Subscriber
-from .loads import Loads
-from .metrics import Report
+from .loads import FleetLoad
+from .metrics import Metrics
 from .mirror import Mirror
 from .offload import Offloader
 from .relay import error_response
@@ -91,7 +92,7 @@ class _Proxy:
         self._settings = settings
         self._session = session
         self._decisions = decisions
-        self._loads = Loads(self._place)
+        self._loads = FleetLoad(self._place)
         self._health = Health(instances, self._on_health)
         self._mirror = Mirror(count, settings.mirror_tokens)
         self._exact = Exact(count) if settings.cache == "exact" else None
@@ -121,7 +122,7 @@ class _Proxy:
             offloader,
             decisions,
         )
-        self._report = Report(
+        self._metrics = Metrics(
             instances,
             self._loads,
             self._health,
@@ -136,11 +137,11 @@ class _Proxy:
         app = web.Application(client_max_size=self._settings.max_body_bytes)
         for path in (COMPLETIONS, CHAT):
             app.router.add_post(path, self.handler.handle)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._healthy)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/breakdown", self._breakdown)
-        app.router.add_get("/decisions", self._recent)
+        app.router.add_get("/v1/models", self._get_models)
+        app.router.add_get("/health", self._get_health)
+        app.router.add_get("/metrics", self._get_metrics)
+        app.router.add_get("/breakdown", self._get_breakdown)
+        app.router.add_get("/decisions", self._get_decisions)
         return app
 
     def background(self) -> list:
@@ -167,7 +168,7 @@ class _Proxy:
         elif name in self._subscribers:
             self._subscribers[name].resync()
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _get_models(self, request: web.Request) -> web.Response:
         """The first healthy instance's answer."""
         for one in self._instances:
             if one.name in self._health.ejected:
@@ -183,7 +184,7 @@ class _Proxy:
             return web.Response(status=answer.status, body=body, content_type=JSON)
         return error_response(Failure(503, None, "no healthy instance"))
 
-    async def _healthy(self, _: web.Request) -> web.Response:
+    async def _get_health(self, _: web.Request) -> web.Response:
         """200 while there is an instance to send requests to, else 503."""
         healthy = [n for n in self._place if n not in self._health.ejected]
         body = msgspec.json.encode(
@@ -192,14 +193,14 @@ class _Proxy:
         status = 200 if healthy else 503
         return web.Response(status=status, body=body, content_type=JSON)
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._report.metrics(), content_type="text/plain")
+    async def _get_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.prometheus(), content_type="text/plain")
 
-    async def _breakdown(self, _: web.Request) -> web.Response:
-        body = msgspec.json.encode(self._report.breakdown())
+    async def _get_breakdown(self, _: web.Request) -> web.Response:
+        body = msgspec.json.encode(self._metrics.breakdown())
         return web.Response(body=body, content_type=JSON)
 
-    async def _recent(self, request: web.Request) -> web.Response:
+    async def _get_decisions(self, request: web.Request) -> web.Response:
         """The last `n` decisions, one a line as in the log, newest last."""
         text = request.query.get("n", "100")
         if not text.isdecimal():

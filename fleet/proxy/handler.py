@@ -14,31 +14,33 @@ from aiohttp import web
 from fleet.instances import Instance
 from fleet.policies import NoInstance
 
-from .body import Body, BodyError
 from .decision_log import DecisionLog, EndLine
+from .exchange import Exchange
 from .health import Health
-from .loads import Flight, Loads
+from .loads import FleetLoad
 from .offload import GivenUp, Offloader
 from .relay import STOPPED, error_response, relay
 from .router import Route, Router
-from .upstream import Answer, Failure, Unreachable, ask, sent_on
+from .upstream import Answer, Failure, Unreachable, ask
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-# For slow readers, to whom the news that we stop cannot be brought at once.
+# A client that reads slowly cannot be told at once that the proxy stops.
 STOP_GRACE_S = 1.0
 log = logging.getLogger(__name__)
 
 
 class Handler:
-    """`ended` counts requests by (instance, status); `fallbacks` given up offloads."""
+    """Answers completion requests.
+
+    `ended` counts the requests that ended, by (instance, status); `fallbacks` the
+    offloads that were given up, by prefill instance.
+    """
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         instances: dict[str, Instance],
         router: Router,
-        loads: Loads,
+        loads: FleetLoad,
         health: Health,
         offloader: Offloader,
         decisions: DecisionLog,
@@ -54,20 +56,16 @@ class Handler:
         self._tasks: set[asyncio.Task] = set()
         self.stopping = False
         self.ended: Counter[tuple[str | None, str]] = Counter()
-        self.fallbacks: Counter[str | None] = Counter()
+        self.fallbacks: Counter[str] = Counter()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions and /v1/chat/completions."""
-        number = next(self._numbers)
-        end = EndLine(
-            id=request.headers.get("X-Request-Id") or f"kvtax/{number}",
-            number=number,
-            session=request.headers.get("X-Session-Id"),
-        )
+        exchange = Exchange(request, next(self._numbers))
+        end = exchange.end
         task = asyncio.current_task()
         self._tasks.add(task)
         try:
-            return await self._answered(request, end)
+            return await self._answered(exchange)
         except Failure as failure:
             return self._refused(end, failure)
         except (asyncio.CancelledError, ConnectionResetError):
@@ -100,18 +98,15 @@ class Handler:
         end.error, end.http_status = str(failure), failure.status
         return error_response(failure)
 
-    async def _answered(self, request: web.Request, end: EndLine) -> web.StreamResponse:
-        body = await _body_of(request)
+    async def _answered(self, exchange: Exchange) -> web.StreamResponse:
+        await exchange.read_body()
         without = set(self._health.ejected)
         for attempt in (0, 1):
+            route = self._route(exchange, attempt, without)
+            name = route.decision.instance
             try:
-                route = self._router.route(end, body, attempt, without)
-            except NoInstance as error:
-                raise Failure(503, None, str(error)) from None
-            end.instance = route.decision.instance
-            try:
-                with self._loads.flight(end.instance, route.prompt_tokens) as flight:
-                    return await self._exchange(request, body, route, flight, end)
+                with self._loads.flight(name, route.prompt_tokens) as exchange.flight:
+                    return await self._relayed(exchange)
             except Unreachable as error:
                 self._health.failed(error.instance, str(error), refused=True)
                 if attempt:
@@ -123,69 +118,56 @@ class Handler:
                 raise
         raise AssertionError
 
-    async def _exchange(
-        self,
-        request: web.Request,
-        body: Body,
-        route: Route,
-        flight: Flight,
-        end: EndLine,
-    ) -> web.StreamResponse:
-        answer = await self._asked(request, body, route, flight, end)
+    def _route(self, exchange: Exchange, attempt: int, without: set[str]) -> Route:
+        """Choose an instance that is not in `without`, and note it in the exchange."""
+        end = exchange.end
         try:
-            response = await relay(
-                request, answer, flight, end, stopping=lambda: self.stopping
-            )
+            route = self._router.route(end, exchange.body, attempt, without)
+        except NoInstance as error:
+            raise Failure(503, None, str(error)) from None
+        exchange.route, end.instance = route, route.decision.instance
+        return route
+
+    async def _relayed(self, exchange: Exchange) -> web.StreamResponse:
+        answer = await self._asked(exchange)
+        try:
+            response = await relay(exchange, answer, stopping=lambda: self.stopping)
         finally:
             answer.close()
+        end = exchange.end
         if end.status == "failed" and answer.status not in range(400, 500):
             self._health.failed(end.instance, end.error)
         elif end.status == "ok":
             self._health.succeeded(end.instance)
         return response
 
-    async def _asked(
-        self,
-        request: web.Request,
-        body: Body,
-        route: Route,
-        flight: Flight,
-        end: EndLine,
-    ) -> Answer:
+    async def _asked(self, exchange: Exchange) -> Answer:
         """The instance's answer, once its first byte is here."""
-        decision = route.decision
+        decision = exchange.route.decision
         d = self._instances[decision.instance]
-        headers = sent_on(request.headers)
         if decision.prefill is not None:
-            answer = await self._offloaded(request.path, headers, body, route, d, end)
+            p = self._instances[decision.prefill]
+            answer = await self._offloaded(exchange, p, d)
             if answer is not None:
                 return answer
-        flight.prefills(route.new_tokens[d.name])
-        raw = body.raw
+        exchange.flight.prefills(exchange.route.new_tokens[d.name])
+        raw = exchange.body.raw
         if decision.read_from is not None:
             peer = self._instances[decision.read_from].direct_read
             params = {"direct_read": {"host": peer.host, "port": peer.port}}
-            raw = body.with_transfer(params)
-        return await ask(self._session, d, request.path, headers, raw)
+            raw = exchange.body.with_transfer(params)
+        return await ask(self._session, d, exchange.path, exchange.headers, raw)
 
     async def _offloaded(
-        self,
-        path: str,
-        headers: dict[str, str],
-        body: Body,
-        route: Route,
-        d: Instance,
-        end: EndLine,
+        self, exchange: Exchange, p: Instance, d: Instance
     ) -> Answer | None:
-        """None if D has to prefill itself; `end.fallback` then says why."""
-        p = self._instances[route.decision.prefill]
-        if not body.single:
+        """None if D has to prefill itself; the end line's `fallback` then says why."""
+        end = exchange.end
+        if not exchange.body.single:
             end.fallback = "asks for several answers"
             return None
         try:
-            answer = await self._offloader.ask(
-                p, d, path, headers, body, route.prompt_tokens, route.new_tokens[p.name]
-            )
+            answer = await self._offloader.ask(exchange, p, d)
         except GivenUp as error:
             log.warning("request %s: %s; prefill on %s", end.id, error, d.name)
             self.fallbacks[p.name] += 1
@@ -193,12 +175,3 @@ class Handler:
             return None
         end.prefill_instance = p.name
         return answer
-
-
-async def _body_of(request: web.Request) -> Body:
-    try:
-        return Body(await request.read(), request.path == CHAT)
-    except web.HTTPRequestEntityTooLarge as error:
-        raise Failure(413, None, f"the body is too large: {error.text}") from None
-    except BodyError as error:
-        raise Failure(400, None, str(error)) from None

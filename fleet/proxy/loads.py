@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is in flight at each instance, counted up and down exactly once.
 
-Whatever is counted up is counted down by leaving a `with` block, however it is left.
+Leaving a `with` block counts down what entering it counted up, however it is left.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
-class Load:
-    """One instance's; the fields are those of fleet.policies.Candidate."""
+class InstanceLoad:
+    """What is in flight at one instance; fields as in fleet.policies.Candidate."""
 
     __slots__ = ("ongoing_tokens", "pending_prefill_tokens", "requests")
 
@@ -19,23 +19,23 @@ class Load:
         self.requests = self.ongoing_tokens = self.pending_prefill_tokens = 0
 
 
-class Loads:
-    """All instances', by name, and the offloads under way."""
+class FleetLoad:
+    """The load of every instance, by name, and the number of offloads under way."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._loads = {name: Load() for name in names}
+        self._loads = {name: InstanceLoad() for name in names}
         self.offloads = 0
 
-    def __getitem__(self, name: str) -> Load:
+    def __getitem__(self, name: str) -> InstanceLoad:
         return self._loads[name]
 
     def flight(self, name: str, prompt_tokens: int) -> Flight:
-        """A request of that many prompt tokens at that instance, as a context."""
+        """One request at instance `name`, in flight inside the context."""
         return Flight(self._loads[name], prompt_tokens)
 
     @contextmanager
     def offload(self, name: str, prompt_tokens: int, new_tokens: int) -> Iterator[None]:
-        """A prefill on that instance for another one's decode."""
+        """A prefill on instance `name` for the decode on another one."""
         self.offloads += 1
         try:
             with self.flight(name, prompt_tokens) as flight:
@@ -50,7 +50,7 @@ class Flight:
 
     __slots__ = ("_load", "_pending", "_tokens")
 
-    def __init__(self, load: Load, prompt_tokens: int) -> None:
+    def __init__(self, load: InstanceLoad, prompt_tokens: int) -> None:
         self._load = load
         self._tokens = prompt_tokens
         self._pending = 0
@@ -66,7 +66,7 @@ class Flight:
         self._load.requests -= 1
 
     def prefills(self, new_tokens: int) -> None:
-        """It computes so many of its prompt tokens here, from now to its first one."""
+        """`new_tokens` of the prompt are computed here, from now to the first token."""
         self._load.pending_prefill_tokens += new_tokens
         self._pending += new_tokens
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy says of itself: /metrics for Prometheus, /breakdown for people.
+"""The proxy's own metrics: /metrics for Prometheus, /breakdown as JSON.
 
-All is read off the live state when asked for; no request pays for it.
+They are read from the live state when somebody asks; no request pays for them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .exact import Exact
 from .handler import Handler
 from .health import Health
 from .kv_events import Subscriber
-from .loads import Loads
+from .loads import FleetLoad
 from .mirror import Mirror
 from .router import Router
 
 
-class Report:
-    """Reads the parts; `exact` and `subscribers` as the router has them."""
+class Metrics:
+    """Reads the proxy's parts; `exact` is None without `--cache exact`."""
 
     def __init__(
         self,
         instances: Sequence[Instance],
-        loads: Loads,
+        loads: FleetLoad,
         health: Health,
         mirror: Mirror,
         exact: Exact | None,
@@ -60,7 +60,8 @@ class Report:
             "decision_us": self._decision_us(),
         }
 
-    def metrics(self) -> bytes:
+    def prometheus(self) -> bytes:
+        """In Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _of(self, place: int, name: str) -> dict[str, Any]:
@@ -76,10 +77,10 @@ class Report:
         }
 
     def _cache(self, place: int, name: str) -> dict[str, Any]:
-        """Tokens by each account; `exact` is None where there are no KV events.
+        """Tokens cached at an instance, by the mirror and by its KV events.
 
-        `mean_difference_tokens` is by how much the two disagreed about the prompts that
-        went there.
+        `exact_tokens` is None where there are no KV events. `mean_difference_tokens`:
+        by how much the two disagreed about a prompt that went there, on average.
         """
         mirror = round(self._mirror.tokens[place])
         if self._exact is None:

@@ -23,9 +23,9 @@ import msgspec
 
 from fleet.instances import Instance
 
-from .body import Body
+from .exchange import Exchange
 from .health import Health
-from .loads import Loads
+from .loads import FleetLoad
 from .upstream import Answer, Failure, Unreachable, ask
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Offloader:
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        loads: Loads,
+        loads: FleetLoad,
         health: Health,
         prefill_timeout_s: float,
         handover_timeout_s: float,
@@ -64,33 +64,25 @@ class Offloader:
         self._engine_ids: dict[str, str] = {}
         self._background: set[asyncio.Task] = set()
 
-    async def ask(
-        self,
-        p: Instance,
-        d: Instance,
-        path: str,
-        headers: Mapping[str, str],
-        body: Body,
-        prompt_tokens: int,
-        new_tokens: int,
-    ) -> Answer:
-        """D's answer, with the KV from P. Raises GivenUp, or Unreachable for D.
-
-        `new_tokens` is what P has to compute.
-        """
-        # Counted from the decision on, or those decided meanwhile would be too many,
-        # and until P has answered, which may be after D has.
+    async def ask(self, exchange: Exchange, p: Instance, d: Instance) -> Answer:
+        """D's answer, with the KV from P. Raises GivenUp, or Unreachable for D."""
+        route, path, headers = exchange.route, exchange.path, exchange.headers
+        # Counted from the decision on: a policy that caps the offloads under way must
+        # see this one at once. Counted until P has answered, which may be after D has.
         counted = ExitStack()
-        counted.enter_context(self._loads.offload(p.name, prompt_tokens, new_tokens))
+        offload = self._loads.offload(
+            p.name, route.prompt_tokens, route.new_tokens[p.name]
+        )
+        counted.enter_context(offload)
 
         async def prefill(params: dict[str, Any]) -> Answer:
             with counted:
-                prefill_body = body.prefill_only(params)
-                return await self._prefill(p, path, headers, prefill_body)
+                body = exchange.body.prefill_only(params)
+                return await self._prefill(p, path, headers, body)
 
         def decode(params: dict[str, Any]) -> Awaitable[Answer]:
-            pull_body = body.with_transfer(params)
-            return ask(self._session, d, path, headers, pull_body)
+            body = exchange.body.with_transfer(params)
+            return ask(self._session, d, path, headers, body)
 
         try:
             return await self._transferred(p, d, prefill, decode)

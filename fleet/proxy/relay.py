@@ -17,8 +17,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from .decision_log import EndLine
-from .loads import Flight
+from .exchange import Exchange
 from .upstream import ERROR_EVENT, Answer, Failure
 
 STOPPED = "the proxy was stopped"
@@ -27,32 +26,28 @@ _TAIL = 16
 
 
 async def relay(
-    request: web.Request,
-    answer: Answer,
-    flight: Flight,
-    end: EndLine,
-    stopping: Callable[[], bool],
+    exchange: Exchange, answer: Answer, stopping: Callable[[], bool]
 ) -> web.StreamResponse:
-    """Send `answer` on and note in `end` how it went.
+    """Send `answer` on and note in the exchange's end line how it went.
 
     Raises ConnectionResetError if the client is gone, Failure if nothing has been sent.
     """
-    headers = answer.headers
+    end, headers = exchange.end, answer.headers
     headers["X-Kvtax-Instance"] = end.instance
     if end.prefill_instance is not None:
         headers["X-Kvtax-Prefill"] = end.prefill_instance
     end.http_status = answer.status
     end.first_byte_ns = monotonic_ns()
-    flight.first_token()
+    exchange.flight.first_token()
     if not answer.streams:
         end.status = "ok" if answer.status < 400 else "failed"
         if end.status == "failed":
             end.error = answer.first[:300].decode(errors="replace")
         return web.Response(status=answer.status, headers=headers, body=answer.first)
     response = web.StreamResponse(status=answer.status, headers=headers)
-    await response.prepare(request)
+    await response.prepare(exchange.request)
     try:
-        error = await _stream(response, answer, flight, end)
+        error = await _stream(response, answer, exchange)
     except asyncio.CancelledError:
         if not stopping():
             raise
@@ -69,18 +64,19 @@ async def relay(
 
 
 async def _stream(
-    response: web.StreamResponse, answer: Answer, flight: Flight, end: EndLine
+    response: web.StreamResponse, answer: Answer, exchange: Exchange
 ) -> str | None:
     """Pass the chunks on as fast as the client takes them; what broke, if it did.
 
     A last chunk that is known to be the last goes out in one write with the end.
     """
     tail, done = b"", False
+    end = exchange.end
     name = end.instance
     chunk = answer.first
     while chunk:
         events = chunk.count(b"data:") - chunk.count(_DONE)
-        flight.generated(events)
+        exchange.flight.generated(events)
         end.generated_tokens += events
         joined = tail + chunk
         if ERROR_EVENT in joined:

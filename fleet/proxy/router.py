@@ -16,7 +16,7 @@ from fleet.policies import POLICIES, Ask, Candidate, Decision, NoInstance, Snaps
 from .body import PIECE_BYTES, Body
 from .decision_log import DecisionLog, EndLine
 from .exact import Exact
-from .loads import Loads
+from .loads import FleetLoad
 from .mirror import Mirror
 
 MAX_SESSIONS = 100_000
@@ -45,7 +45,7 @@ class Router:
         parameters: msgspec.Struct,
         mirror: Mirror,
         exact: Exact | None,
-        loads: Loads,
+        loads: FleetLoad,
         log: DecisionLog,
     ) -> None:
         self._instances = instances

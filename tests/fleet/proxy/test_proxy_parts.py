@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from fleet.instances import Address, Instance
 from fleet.proxy.decision_log import EndLine
 from fleet.proxy.exact import AllBlocksCleared, BlockRemoved, BlockStored, Exact
-from fleet.proxy.loads import Load, Loads
+from fleet.proxy.loads import FleetLoad, InstanceLoad
 from fleet.proxy.mirror import Mirror
 from fleet.proxy.prefix_index import PrefixIndex
 from fleet.proxy.relay import _stream
@@ -82,7 +83,9 @@ steps = st.lists(
 )
 
 
-def _fly(loads: Loads, script: list[tuple[str, int]], seen: list[Load]) -> None:
+def _fly(
+    loads: FleetLoad, script: list[tuple[str, int]], seen: list[InstanceLoad]
+) -> None:
     with loads.flight("a", 100) as flight:
         flight.prefills(60)
         for place, (step, number) in enumerate(script):
@@ -106,7 +109,7 @@ def _fly(loads: Loads, script: list[tuple[str, int]], seen: list[Load]) -> None:
 
 @given(st.lists(steps, max_size=4))
 def test_counters_are_back_at_zero_however_requests_end(scripts) -> None:
-    loads = Loads(["a", "b"])
+    loads = FleetLoad(["a", "b"])
     for script in scripts:
         with suppress(_Boom):
             _fly(loads, script, [loads["a"], loads["b"]])
@@ -281,11 +284,12 @@ class Client:
 
 @pytest.mark.parametrize("cut", range(1, len(ERROR_EVENT) + 1))
 def test_an_error_event_is_one_however_tcp_cuts_it(cut: int) -> None:
-    """A [DONE] after it makes nothing good."""
+    """A [DONE] after the error does not make the answer a good one."""
     token = b'data: {"choices": [{"text": "a"}]}\n\n'
     event = b'data: {"error": {"message": "engine died"}}\n\n'
     pieces = [token + event[:cut], event[cut:] + b"data: [DONE]\n\n"]
     end = EndLine("r", 0, None, instance="a")
-    with Loads(["a"]).flight("a", 1) as flight:
-        asyncio.run(_stream(Client(), Cut(pieces), flight, end))
+    with FleetLoad(["a"]).flight("a", 1) as flight:
+        exchange = SimpleNamespace(end=end, flight=flight)
+        asyncio.run(_stream(Client(), Cut(pieces), exchange))
     assert (end.status, end.error) == ("failed", "a sent an error event")
