@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents name is there: files, headings, make targets, modules."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lab.paths import REPOSITORY
+
+ROOMS = sorted(
+    entry.name
+    for entry in REPOSITORY.iterdir()
+    if entry.is_dir()
+    and entry.name[0] != "."
+    and entry.name not in ("third_party", "runs")
+)
+# Results say how they were made, by the names of that time. The descriptions of the
+# series for upstream name files of vLLM.
+EXEMPT = ("docs/results/*", "docs/results/*/*", "patches/upstream/[0-9]*")
+# Rooms whose READMEs list their files by bare name.
+LISTED = ("costs", "fleet", "lab", "microbench", "upstream")
+
+
+def documents() -> list[Path]:
+    pages = set(REPOSITORY.glob("*.md"))
+    for room in ROOMS:
+        pages.update((REPOSITORY / room).rglob("*.md"))
+    exempt = {page for pattern in EXEMPT for page in REPOSITORY.glob(pattern)}
+    return sorted(pages - exempt)
+
+
+def headings(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
+
+
+def dead_links(page: Path) -> list[str]:
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in headings(file.read_text())):
+            dead.append(target)
+    return dead
+
+
+def missing_files(page: Path) -> list[str]:
+    """Paths from the root, in backticks or commands; in a room, bare modules too."""
+    text = page.read_text()
+    path = rf"(?<![\w./<{{-])(?:{'|'.join(ROOMS)})/[\w./*-]*\w/?(?![\w<{{])"
+    quoted = re.findall(r"`([^`\n]+)`|^ {4}(.+)$", text, flags=re.MULTILINE)
+    named = [found for pair in quoted for found in re.findall(path, "".join(pair))]
+    missing = [one for one in named if not any(REPOSITORY.glob(one))]
+    if any(page.is_relative_to(REPOSITORY / room) for room in LISTED):
+        there = {file.name for file in page.parent.rglob("*.py")}
+        missing += sorted(set(re.findall(r"`(\w+\.py)`", text)) - there)
+    return missing
+
+
+def missing_commands(page: Path) -> list[str]:
+    text = page.read_text()
+    makefile = (REPOSITORY / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    made = re.findall(r"(?:^ {4}|`)make ([a-z][a-z-]*)", text, flags=re.MULTILINE)
+    missing = [f"make {target}" for target in made if target not in targets]
+    for module in re.findall(rf"python -m ((?:{'|'.join(ROOMS)})\b[\w.]*\b)", text):
+        file = REPOSITORY / module.replace(".", "/")
+        if not (file.with_suffix(".py").exists() or (file / "__main__.py").exists()):
+            missing.append(f"python -m {module}")
+    return missing
+
+
+@pytest.fixture(params=documents(), ids=lambda page: str(page.relative_to(REPOSITORY)))
+def page(request) -> Path:
+    return request.param
+
+
+def test_every_link_leads_somewhere(page):
+    assert dead_links(page) == []
+
+
+def test_every_file_that_is_named_exists(page):
+    assert missing_files(page) == []
+
+
+def test_every_command_that_is_named_exists(page):
+    assert missing_commands(page) == []
+
+
+def test_what_does_not_exist_is_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[a](none.md) [b](#none) [c](#here) [d](page.md) [e](https://none)\n"
+        "`lab/none.py`, `lab/paths.py`, `make none`, `make test`\n`python -m lab.none`\n"
+        "and\n\n    python tests/none.py && python -m fleet.trace\n"
+    )
+    assert dead_links(page) == ["none.md", "#none"]
+    assert missing_files(page) == ["lab/none.py", "tests/none.py"]
+    assert missing_commands(page) == ["make none", "python -m lab.none"]
+
+
+def test_the_readme_stays_short():
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) < 110
