@@ -97,7 +97,8 @@ def test_what_does_not_exist_is_noticed(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# Here\n[a](none.md) [b](#none) [c](#here) [d](page.md) [e](https://none)\n"
-        "`lab/none.py`, `lab/paths.py`, `make none`, `make test`\n`python -m lab.none`\n"
+        "`lab/none.py`, `lab/paths.py`, `make none`, `make test`\n"
+        "`python -m lab.none`\n"
         "and\n\n    python tests/none.py && python -m fleet.trace\n"
     )
     assert dead_links(page) == ["none.md", "#none"]
