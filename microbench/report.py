@@ -4,7 +4,7 @@
     python -m microbench.report RUN_DIR [--out DIR]
 
 Reads files only; what they hold is told in docs/records.md, what is computed from
-them in the modules steps, stats, levels, verdict and latency.
+them in lab.stats and in the modules of microbench.analysis.
 """
 
 from __future__ import annotations

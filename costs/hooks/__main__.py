@@ -27,7 +27,7 @@ import numpy as np
 from costs.hooks.report import OFF, ON, VARIANTS, Floats, Samples, report
 from lab.serving.engine_process import EngineProcess
 from lab.serving.supervise import exit_on_signals
-from lab.stats.stats import SEED
+from lab.stats.estimate import SEED
 
 HOOK_LOOPS = 50
 MIN_ROUNDS, MIN_STEPS = 8, 20

@@ -32,10 +32,10 @@ from costs.listener.pools import (
 )
 from lab.serving.supervise import exit_on_signals
 from lab.stats.aims import Aim, judge
+from lab.stats.estimate import SEED
 from lab.stats.interval import Interval
 from lab.stats.markdown import number, table
 from lab.stats.rounds import added
-from lab.stats.stats import SEED
 
 Floats = NDArray[np.float64]
 

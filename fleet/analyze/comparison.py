@@ -16,8 +16,9 @@ import polars as pl
 
 from fleet.analyze.records import ArmRun
 from fleet.analyze.refusals import refusals
-from fleet.analyze.sessions import SessionDraws, stated
-from lab.stats.stats import Estimate
+from fleet.analyze.sessions import SessionDraws
+from lab.stats.estimate import Estimate
+from lab.stats.interval import stated
 
 # Fewer steady requests in common than this are too few to leave the others out.
 MIN_COMMON = 50

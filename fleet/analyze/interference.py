@@ -15,8 +15,9 @@ import numpy as np
 import polars as pl
 
 from fleet.analyze.load import pending_prefill, step_function
-from fleet.analyze.sessions import MIN_SESSIONS, SessionDraws, stated
-from lab.stats.stats import Estimate
+from fleet.analyze.sessions import MIN_SESSIONS, SessionDraws
+from lab.stats.estimate import Estimate
+from lab.stats.interval import stated
 
 MIN_REQUESTS = 30
 BINS = 8

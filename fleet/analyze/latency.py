@@ -8,8 +8,9 @@ from typing import Any
 import polars as pl
 
 from fleet.analyze.frames import LATENCIES
-from fleet.analyze.sessions import SessionDraws, stated
+from fleet.analyze.sessions import SessionDraws
 from fleet.policies.size_class import CLASSES
+from lab.stats.interval import stated
 
 WINDOWS = ("steady", "all")
 
@@ -60,5 +61,5 @@ def _entry(requests: pl.DataFrame, draws: SessionDraws) -> dict[str, Any]:
     }
     for name in LATENCIES:
         levels = draws.quantiles(requests[name], requests["session"])
-        entry[name] = {quantile: stated(level) for quantile, level in levels.items()}
+        entry[name] = {quantile: stated(level, 4) for quantile, level in levels.items()}
     return entry

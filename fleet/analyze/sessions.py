@@ -12,15 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from lab.stats.stats import Estimate, weighted_quantiles
+from lab.stats.estimate import REPLICATES, SEED, Estimate, Floats, Ints
+from lab.stats.quantiles import weighted_quantiles
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-SEED = 20_240_731
-REPLICATES = 500
 # Fewer sessions than this give no interval worth stating.
 MIN_SESSIONS = 8
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -86,15 +81,3 @@ class SessionDraws:
                     part[row] = numbers[np.minimum(at, len(numbers) - 1)]
             parts.append(part)
         return np.concatenate(parts)
-
-
-def stated(estimate: Estimate | None, digits: int = 4) -> dict | None:
-    """{value, ci95} for the document; ci95 None where no interval could be made."""
-    if estimate is None:
-        return None
-    low, high = estimate.ci95
-    known = np.isfinite([low, high]).all()
-    return {
-        "value": round(estimate.value, digits),
-        "ci95": [round(low, digits), round(high, digits)] if known else None,
-    }

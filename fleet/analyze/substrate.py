@@ -14,7 +14,8 @@ from typing import Any
 import polars as pl
 
 from fleet.analyze.comparison import METRICS, levels_of, same_requests
-from fleet.analyze.sessions import SessionDraws, stated
+from fleet.analyze.sessions import SessionDraws
+from lab.stats.interval import stated
 
 # In the order of the chain: the connectors (names of configs/connectors) of each.
 LAYERS = {
@@ -79,7 +80,12 @@ def _steps(ordered: list[tuple[str, str]], levels: list) -> list[dict[str, Any]]
     for (name, arm), level in zip(ordered, levels, strict=True):
         added = level.minus(before) if level and before else None
         steps.append(
-            {"arm": arm, "layer": name, "level": stated(level), "added": stated(added)}
+            {
+                "arm": arm,
+                "layer": name,
+                "level": stated(level, 4),
+                "added": stated(added, 4),
+            }
         )
         before = level
     return steps

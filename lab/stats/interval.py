@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
-from lab.stats.stats import Estimate
+import msgspec
+import numpy as np
+
+from lab.stats.estimate import Estimate
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -25,3 +28,18 @@ class Interval(msgspec.Struct, frozen=True):
     def __format__(self, spec: str) -> str:
         low, high = self.ci95
         return f"{self.value:{spec}} [{low:{spec}}, {high:{spec}}]"
+
+
+def stated(estimate: Estimate | None, digits: int) -> dict[str, Any] | None:
+    """{value, ci95}, rounded, as it stands in a document; None without an estimate.
+
+    `ci95` is None where the draws are not finite: a value without an interval.
+    """
+    if estimate is None:
+        return None
+    edges = estimate.ci95
+    known = bool(np.isfinite(edges).all())
+    return {
+        "value": round(estimate.value, digits),
+        "ci95": [round(edge, digits) for edge in edges] if known else None,
+    }

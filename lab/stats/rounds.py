@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.stats.stats import SEED, Estimate
+from lab.stats.estimate import SEED, Estimate
 
 Floats = NDArray[np.float64]
 

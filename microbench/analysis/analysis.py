@@ -10,25 +10,20 @@ import polars as pl
 
 from lab.records.phases import Phase
 from lab.records.records import PER_CONFIG_SCHEMA
-from lab.stats.stats import (
-    SEED,
-    Cells,
-    Estimate,
-    make_cells,
-    slope_us_per_1k_blocks,
-)
+from lab.stats.estimate import SEED, Estimate
+from lab.stats.interval import stated
+from lab.stats.slope import Cells, make_cells, slope_us_per_1k_blocks
 from microbench.analysis import latency
 from microbench.analysis.levels import Level, Window, choose_window
 from microbench.analysis.roles import Roles, roles_of
 from microbench.analysis.speed import at_usual_speed
-from microbench.analysis.steps import Trial
+from microbench.analysis.steps import LoadedTrial
 from microbench.analysis.verdict import (
     METRICS,
     linearity,
     metric_verdict,
     overall_verdict,
     reset_check,
-    stated,
 )
 from microbench.analysis.warn import config_warnings, run_warnings
 
@@ -48,7 +43,7 @@ class Measured:
     """One config's steps and what was estimated from them."""
 
     name: str
-    trials: list[Trial]
+    trials: list[LoadedTrial]
     steps: pl.DataFrame
     cells: Cells
     slopes: dict[str, Estimate | None]
@@ -66,9 +61,11 @@ class Analysis:
     window: Window | None
 
 
-def analyse(run: dict[str, Any], trials: list[Trial], commit: str | None) -> Analysis:
+def analyse(
+    run: dict[str, Any], trials: list[LoadedTrial], commit: str | None
+) -> Analysis:
     """Everything per_config.json states about a run."""
-    by_config: dict[str, list[Trial]] = {}
+    by_config: dict[str, list[LoadedTrial]] = {}
     for trial in trials:
         by_config.setdefault(trial.config, []).append(trial)
     measured = {
@@ -113,7 +110,7 @@ def analyse(run: dict[str, Any], trials: list[Trial], commit: str | None) -> Ana
 
 
 def measure(
-    name: str, trials: list[Trial], seed: int, profile: dict[str, Any]
+    name: str, trials: list[LoadedTrial], seed: int, profile: dict[str, Any]
 ) -> Measured:
     """Steps of the trials that went well, cells and slopes of the growth phase."""
     tables = [t.steps for t in trials if t.steps is not None and t.steps.height]
@@ -159,7 +156,7 @@ def describe(
         "n_repeats": sum(t.error is None for t in one.trials),
         "cache_blocks": {"min": low, "max": high},
         "slope_us_per_1k_blocks": {
-            metric: stated(estimate) for metric, estimate in one.slopes.items()
+            metric: stated(estimate, 3) for metric, estimate in one.slopes.items()
         },
         **level_entry(one.level, window),
         **latency.latencies_ms(one.trials),
@@ -192,7 +189,7 @@ def level_entry(level: Level | None, window: Window | None) -> dict[str, Any]:
     return entry | {"attribution_us": level.attribution_us()}
 
 
-def failed(trials: list[Trial]) -> dict[str, Any]:
+def failed(trials: list[LoadedTrial]) -> dict[str, Any]:
     """The entry of a config without a single usable trial: same keys, no numbers."""
     errors = "; ".join(f"r{t.repeat}: {t.error or 'no steps'}" for t in trials)
     unmeasured = ("cache_blocks", "reset_check", "linearity", "vs_plain", "vs_noop")
@@ -213,13 +210,13 @@ def failed(trials: list[Trial]) -> dict[str, Any]:
     }
 
 
-def record_counts(trials: list[Trial]) -> dict[str, int]:
+def record_counts(trials: list[LoadedTrial]) -> dict[str, int]:
     """How many records were read, missed and torn."""
     names = ("engine_steps", "worker_steps", "engine_without_worker", "torn_lines")
     return {name: sum(getattr(t, name) for t in trials) for name in names}
 
 
-def read_counts(trials: list[Trial]) -> dict[str, float] | None:
+def read_counts(trials: list[LoadedTrial]) -> dict[str, float] | None:
     """What peers read from the servers; None where none was to."""
     found = [reads for t in trials if (reads := t.facts.get("reads"))]
     if not found:
@@ -254,7 +251,7 @@ def noise_floor(measured: dict[str, Measured], roles: Roles) -> dict[str, Any]:
 
 def _floor(difference: Estimate) -> dict[str, Any]:
     edges = [abs(edge) for edge in difference.ci95]
-    return (stated(difference) or {}) | {"floor": round(max(edges), 3)}
+    return (stated(difference, 3) or {}) | {"floor": round(max(edges), 3)}
 
 
 def p50(one: Measured, time: str) -> Estimate | None:
@@ -285,7 +282,7 @@ def compare_with_baseline(
             difference = ours.minus(theirs)
             low, high = difference.ci95
             floor = (noise["p50_us"] or {}).get(metric, {}).get("floor", 0.0)
-            differences[metric] = (stated(difference) or {}) | {
+            differences[metric] = (stated(difference, 3) or {}) | {
                 "within_noise": low <= 0 <= high or abs(difference.value) <= floor
             }
         entry["vs_plain"] = differences or None
@@ -306,10 +303,10 @@ def compare_with_floor(
                 continue
             ours, theirs = p50(one, time), p50(base, time)
             if ours is not None and theirs is not None:
-                ratios[metric] = stated(ours.over(theirs))
+                ratios[metric] = stated(ours.over(theirs), 3)
         configs[name]["vs_noop"] = ratios or None
 
 
-def _block_size(trials: list[Trial]) -> int:
+def _block_size(trials: list[LoadedTrial]) -> int:
     sizes = [t.facts["block_size"] for t in trials if t.facts.get("block_size")]
     return int(sizes[0]) if sizes else 16

@@ -14,13 +14,13 @@ import numpy as np
 
 from lab.records.phases import Phase
 from lab.records.records import Request
-from microbench.analysis.steps import Trial
+from microbench.analysis.steps import LoadedTrial
 
 FORWARD_MS = (7.0, 25.0)
 APC = (0.0, 0.5, 0.9)
 
 
-def latencies_ms(trials: list[Trial]) -> dict[str, dict[str, float] | None]:
+def latencies_ms(trials: list[LoadedTrial]) -> dict[str, dict[str, float] | None]:
     """p50, p90, p99 in ms of each latency over the repeats; None without a request."""
     ok = [
         request
@@ -59,7 +59,7 @@ def _spread(values: list[float | None]) -> dict[str, float] | None:
     return dict(zip(("p50", "p90", "p99"), np.round(numbers, 4).tolist(), strict=True))
 
 
-def request_counts(trials: list[Trial]) -> dict[str, int]:
+def request_counts(trials: list[LoadedTrial]) -> dict[str, int]:
     """scheduled, ok, failed, cancelled over the repeats, from the records."""
     counts = dict.fromkeys(("scheduled", "ok", "failed", "cancelled"), 0)
     for trial in trials:
@@ -71,7 +71,7 @@ def request_counts(trials: list[Trial]) -> dict[str, int]:
     return counts
 
 
-def send_lag_ms(trials: list[Trial]) -> dict[str, Any] | None:
+def send_lag_ms(trials: list[LoadedTrial]) -> dict[str, Any] | None:
     """The driver's send lag: the worst of the repeats, with its budget."""
     ends = [t.requests.end for t in trials if t.requests and t.requests.end]
     lags = [end for end in ends if end.lag_ms]
@@ -149,7 +149,7 @@ def _percent(before: float, after: float) -> float | None:
 
 
 def requests_to_fill(
-    at_cache_blocks: int, trials: list[Trial], block_size: int
+    at_cache_blocks: int, trials: list[LoadedTrial], block_size: int
 ) -> dict[str, float] | None:
     """How many requests fill the stated |cache|, by APC.
 

@@ -15,15 +15,9 @@ import numpy as np
 import polars as pl
 
 from lab.records.phases import Phase
-from lab.stats.stats import (
-    Estimate,
-    Floats,
-    Ints,
-    add_blocks,
-    median_estimate,
-    mix_weights,
-    weighted_quantiles,
-)
+from lab.stats.blocks import add_blocks, repeat_of_block
+from lab.stats.estimate import Estimate, Floats, Ints
+from lab.stats.quantiles import median_estimate, mix_weights, weighted_quantiles
 from microbench.analysis.steps import STEP_TIMES
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -64,8 +58,7 @@ class Level:
         self.batch: Ints = kept["batch"].cast(pl.Int64).to_numpy()
         self.weights: Floats = mix_weights(self.batch, mix)
         self.block: Ints = blocked["block"].cast(pl.Int64).to_numpy()
-        repeats = blocked.group_by("block").agg(pl.col("repeat").first()).sort("block")
-        self.repeat_of_block: Ints = repeats["repeat"].cast(pl.Int64).to_numpy()
+        self.repeat_of_block: Ints = repeat_of_block(blocked)
 
     def quantiles(self, time: str) -> dict[str, float] | None:
         """p50, p90, p99 of `time` in us, None where it was not measured."""

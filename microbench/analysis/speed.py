@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from lab.stats.stats import add_blocks
+from lab.stats.blocks import add_blocks
 from microbench.analysis.steps import CONNECTOR_TIMES
 
 

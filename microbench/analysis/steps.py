@@ -48,7 +48,7 @@ CONNECTOR_TIMES = tuple(name for name in WORKER_TIMES if name != "execute_model_
 
 
 @dataclass(frozen=True)
-class Trial:
+class LoadedTrial:
     """One server lifetime. `error` says why it has no `steps`; else it is None."""
 
     config: str
@@ -63,7 +63,7 @@ class Trial:
     torn_lines: int = 0
 
 
-def load_run(run_dir: Path) -> tuple[dict[str, Any], list[Trial]]:
+def load_run(run_dir: Path) -> tuple[dict[str, Any], list[LoadedTrial]]:
     """run.json and the trials of its plan, in the plan's order.
 
     Raises RecordsError if the directory is no run, or a trial that says it is ok
@@ -83,19 +83,19 @@ def load_run(run_dir: Path) -> tuple[dict[str, Any], list[Trial]]:
     ]
 
 
-def load_trial(run_dir: Path, config: str, repeat: int) -> Trial:
+def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
     """The trial in RUN_DIR/<config>/r<repeat>, failed ones included."""
     folder = run_dir / config / f"r{repeat}"
     if not (folder / "trial.json").is_file():
-        return Trial(config, repeat, "never finished: no trial.json", {})
+        return LoadedTrial(config, repeat, "never finished: no trial.json", {})
     facts = read_json(folder / "trial.json", TRIAL_SCHEMA)
     if facts.get("status") != "ok":
         error = facts.get("error") or f"status {facts.get('status')!r}"
         requests = _requests_if_readable(folder / "requests.jsonl")
-        return Trial(config, repeat, error, facts, requests=requests)
+        return LoadedTrial(config, repeat, error, facts, requests=requests)
     requests = read_requests(folder / "requests.jsonl")
     if problem := unreconciled(requests):
-        return Trial(config, repeat, problem, facts, requests=requests)
+        return LoadedTrial(config, repeat, problem, facts, requests=requests)
     engine = read_engine_steps(folder, requests.phases)
     worker = read_worker_steps(folder)
     torn = engine.torn_lines + worker.torn_lines + requests.torn_lines
@@ -105,7 +105,7 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> Trial:
         *("step_id", "phase", "batch", "cache_blocks", *STEP_TIMES),
         overhead_us().alias("overhead_us"),
     )
-    return Trial(
+    return LoadedTrial(
         config=config,
         repeat=repeat,
         error=None,

@@ -30,10 +30,11 @@ import numpy as np
 import polars as pl
 
 from lab.records.phases import Phase
-from lab.stats.stats import (
+from lab.stats.estimate import Estimate
+from lab.stats.interval import stated
+from lab.stats.slope import (
     Cells,
-    Estimate,
-    Floats,
+    batch_held_us,
     line_fit_r2,
     slope_us_per_1k_blocks,
 )
@@ -137,22 +138,6 @@ def overall_verdict(of: dict[str, str]) -> str:
     return "flat" if set(deciding) == {"flat"} else "inconclusive"
 
 
-def batch_held_us(cells: Cells, time: str, slope: Estimate) -> Floats:
-    """Each cell's time in us less the offset of its repeat and batch size.
-
-    An offset is the median of what the slope leaves over, so taking it out does not
-    take the growth out where batch size and |cache| rise together. The mean offset
-    is put back, so the values are still times.
-    """
-    grown = slope.value * cells.cache_blocks / 1_000
-    offset = cells.time_us[time] - grown
-    rest = offset.copy()
-    group = cells.repeat_of_block[cells.block] * 1_000_000 + cells.batch
-    for key in np.unique(group):
-        rest[group == key] -= np.median(offset[group == key])
-    return grown + rest + float(np.average(offset - rest, weights=cells.steps))
-
-
 def linearity(cells: Cells, time: str, slope: Estimate) -> dict[str, Any] | None:
     """Is the growth a straight line in |cache|? None without both halves.
 
@@ -164,12 +149,14 @@ def linearity(cells: Cells, time: str, slope: Estimate) -> dict[str, Any] | None
     blocks = cells.cache_blocks
     middle = (blocks.min() + blocks.max()) / 2
     lower, upper = (
-        slope_us_per_1k_blocks(subset(cells, mask), time)
+        slope_us_per_1k_blocks(cells.where(mask), time)
         for mask in (blocks <= middle, blocks > middle)
     )
     if lower is None or upper is None:
         return None
-    held = batch_held_us(cells, time, slope)
+    held = batch_held_us(
+        cells.time_us[time], blocks, cells.group, slope.value, cells.steps
+    )
     edges = np.linspace(blocks.min(), blocks.max(), LINEARITY_BINS + 1)
     place = np.clip(np.digitize(blocks, edges) - 1, 0, LINEARITY_BINS - 1)
     bins = np.unique(place)
@@ -184,29 +171,6 @@ def linearity(cells: Cells, time: str, slope: Estimate) -> dict[str, Any] | None
     return {
         "linear": "no" if apart and not alike else linear,
         "r2": round(r2, 4),
-        "slope_lower_half": stated(lower),
-        "slope_upper_half": stated(upper),
+        "slope_lower_half": stated(lower, 3),
+        "slope_upper_half": stated(upper, 3),
     }
-
-
-def stated(estimate: Estimate | None) -> dict[str, Any] | None:
-    """An estimate as it is written: value and 95 % interval."""
-    if estimate is None:
-        return None
-    return {
-        "value": round(estimate.value, 3),
-        "ci95": [round(edge, 3) for edge in estimate.ci95],
-    }
-
-
-def subset(cells: Cells, mask: np.ndarray) -> Cells:
-    """The cells of `mask`, blocks renumbered so that only those in use are drawn."""
-    used, block = np.unique(cells.block[mask], return_inverse=True)
-    return Cells(
-        block=block,
-        batch=cells.batch[mask],
-        steps=cells.steps[mask],
-        cache_blocks=cells.cache_blocks[mask],
-        time_us={name: us[mask] for name, us in cells.time_us.items()},
-        repeat_of_block=cells.repeat_of_block[used],
-    )

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.stats import stats
+from lab.stats.blocks import add_blocks, resample_blocks
+from lab.stats.estimate import Estimate
+from lab.stats.quantiles import median_estimate, mix_weights, weighted_quantiles
+from lab.stats.slope import make_cells, slope_us_per_1k_blocks
 from tests.microbench.synthetic import ar1, with_outliers
 
 TIME = "schedule_us"
@@ -43,10 +46,8 @@ def growth(
     return pl.concat(tables)
 
 
-def slope_of(steps: pl.DataFrame, seed: int = 1) -> stats.Estimate:
-    estimate = stats.slope_us_per_1k_blocks(
-        stats.make_cells(steps, (TIME,)), TIME, seed
-    )
+def slope_of(steps: pl.DataFrame, seed: int = 1) -> Estimate:
+    estimate = slope_us_per_1k_blocks(make_cells(steps, (TIME,)), TIME, seed)
     assert estimate is not None
     return estimate
 
@@ -101,8 +102,8 @@ def test_too_few_steps_or_a_constant_cache_give_no_slope():
     few = growth(1, (1.0,), steps=60)
     still = growth(1, (1.0,)).with_columns(pl.lit(500.0).alias("cache_blocks"))
     for steps in (few, still, few.clear()):
-        cells = stats.make_cells(steps, (TIME,))
-        assert stats.slope_us_per_1k_blocks(cells, TIME) is None
+        cells = make_cells(steps, (TIME,))
+        assert slope_us_per_1k_blocks(cells, TIME) is None
 
 
 @given(
@@ -111,7 +112,7 @@ def test_too_few_steps_or_a_constant_cache_give_no_slope():
 )
 def test_equal_weights_give_the_ordinary_quantile(values: list[float], quantile: float):
     array = np.array(values)
-    (ours,) = stats.weighted_quantiles(array, np.ones(len(array)), (quantile,))
+    (ours,) = weighted_quantiles(array, np.ones(len(array)), (quantile,))
     # The rank may round either way where quantile x n is a whole number.
     near = [q for q in (quantile - 1e-9, quantile, quantile + 1e-9) if 0 <= q <= 1]
     theirs = [np.quantile(array, q, method="inverted_cdf") for q in near]
@@ -127,7 +128,7 @@ def test_each_batch_size_weighs_its_share_whatever_its_count(data, mix):
     batch = np.array(
         [size for size in mix for _ in range(data.draw(st.integers(1, 9)))]
     )
-    weights = stats.mix_weights(np.append(batch, 99), mix)
+    weights = mix_weights(np.append(batch, 99), mix)
     for size, share in mix.items():
         assert weights[:-1][batch == size].sum() == pytest.approx(share)
     assert weights[-1] == 0
@@ -141,7 +142,7 @@ def test_a_level_is_the_same_at_another_mix_of_batch_sizes():
         batch = np.where(rng.random(8_000) < share, 4, 8)
         us = 50.0 * batch + rng.exponential(100, 8_000)
         block = np.arange(8_000) // 200
-        estimate = stats.median_estimate(us, batch, mix, block, np.zeros(40, int))
+        estimate = median_estimate(us, batch, mix, block, np.zeros(40, int))
         medians.append(estimate.value)
         low, high = estimate.ci95
         assert low < estimate.value < high
@@ -155,7 +156,7 @@ def test_a_median_interval_covers_near_nominal_on_correlated_steps():
         us = 80 + ar1(np.random.default_rng(seed), 1_000, 0.7, 10)
         one = np.ones(1_000, int)
         repeat = np.zeros(40, int)
-        estimate = stats.median_estimate(us, one, {1: 1.0}, block, repeat, seed)
+        estimate = median_estimate(us, one, {1: 1.0}, block, repeat, seed)
         low, high = estimate.ci95
         covered += low <= 80 <= high
     assert covered >= 53
@@ -163,14 +164,14 @@ def test_a_median_interval_covers_near_nominal_on_correlated_steps():
 
 def test_resampling_keeps_the_number_of_blocks_of_equal_repeats():
     repeat_of_block = np.repeat([0, 1, 2], 10)
-    counts = stats.resample_blocks(repeat_of_block, 50, np.random.default_rng(0))
+    counts = resample_blocks(repeat_of_block, 50, np.random.default_rng(0))
     assert (counts.sum(axis=1) == 30).all()
     whole = counts.reshape(50, 3, 10).sum(axis=2)
     assert (whole % 10 == 0).all(), "a repeat is drawn whole, then its blocks"
 
 
 def test_blocks_are_runs_of_neighbouring_steps_of_one_repeat():
-    steps = stats.add_blocks(pl.DataFrame({"repeat": [0] * 400 + [1] * 50}))
+    steps = add_blocks(pl.DataFrame({"repeat": [0] * 400 + [1] * 50}))
     block = steps["block"].to_numpy()
     assert (np.diff(block) >= 0).all() and set(np.diff(block)) <= {0, 1}
     assert set(block[:400]).isdisjoint(block[400:])

@@ -15,7 +15,7 @@ from synthetic import Truth, trial_steps, write_run
 from microbench import report
 from microbench.analysis.analysis import analyse
 from microbench.analysis.levels import Window
-from microbench.analysis.steps import Trial, load_run
+from microbench.analysis.steps import LoadedTrial, load_run
 
 HASH = "mooncake_both_hash_sync"
 TRUTHS = [
@@ -135,7 +135,7 @@ def test_a_curve_that_bends_is_not_called_a_line(tmp_path: Path):
     )
 
 
-def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> Trial:
+def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> LoadedTrial:
     """A loaded trial without the detour over files, worker times left out."""
     engine, _ = trial_steps(truth, repeat, seed, steps, 16_000)
     count = engine.height
@@ -159,10 +159,10 @@ def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> Trial:
             for name in ("wait_for_save", "get_finished")
         ),
     )
-    return Trial(truth.name, repeat, None, {}, table)
+    return LoadedTrial(truth.name, repeat, None, {}, table)
 
 
-def slowed(trial: Trial, start: float, stop: float, factor: float) -> Trial:
+def slowed(trial: LoadedTrial, start: float, stop: float, factor: float) -> LoadedTrial:
     """The trial on a machine that is `factor` slower for a part of the time."""
     assert trial.steps is not None
     count = trial.steps.height
@@ -172,10 +172,10 @@ def slowed(trial: Trial, start: float, stop: float, factor: float) -> Trial:
         pl.when(place.is_between(start, stop)).then(pl.col(t) * factor).otherwise(t)
         for t in times
     )
-    return Trial(trial.config, trial.repeat, None, {}, steps.rename({}))
+    return LoadedTrial(trial.config, trial.repeat, None, {}, steps.rename({}))
 
 
-def verdict_of(trials: list[Trial]) -> str:
+def verdict_of(trials: list[LoadedTrial]) -> str:
     document = analyse({}, trials, None).document
     return document["configs"]["plain"]["verdict"]
 

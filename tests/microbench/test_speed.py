@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from lab.stats.stats import make_cells, slope_us_per_1k_blocks
+from lab.stats.slope import make_cells, slope_us_per_1k_blocks
 from microbench.analysis.speed import at_usual_speed
 
 STEPS, FORWARD_US = 4_000, 2_000.0

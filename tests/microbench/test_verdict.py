@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.stats.stats import Estimate
+from lab.stats.estimate import Estimate
 from microbench.analysis.verdict import (
     MARGIN_US_PER_1K_BLOCKS,
     metric_verdict,

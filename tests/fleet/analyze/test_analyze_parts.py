@@ -23,7 +23,8 @@ from fleet.analyze.load import ongoing_tokens, step_function
 from fleet.analyze.migration import Link, migrations
 from fleet.analyze.outcomes import outcomes
 from fleet.analyze.records import ArmRun
-from fleet.analyze.sessions import MIN_SESSIONS, SessionDraws, stated
+from fleet.analyze.sessions import MIN_SESSIONS, SessionDraws
+from lab.stats.interval import stated
 
 AB = ["a", "b"]
 SECOND = 10**9
@@ -315,8 +316,8 @@ def test_few_sessions_give_a_value_and_no_interval() -> None:
     sessions = pl.Series([f"s{i}" for i in range(few) for _ in range(20)])
     values = pl.Series(np.arange(few * 20.0))
     found = SessionDraws(sessions).quantiles(values, sessions)
-    assert stated(found["p50"])["ci95"] is None
-    assert stated(found["p50"])["value"] == (few * 20) // 2 - 1
+    assert stated(found["p50"], 4)["ci95"] is None
+    assert stated(found["p50"], 4)["value"] == (few * 20) // 2 - 1
 
 
 def test_a_p99_of_few_requests_is_not_stated() -> None:
