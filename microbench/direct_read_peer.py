@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The peer of a trial that serves direct reads: reads the prompts the driver sends.
 
-Run by microbench.trial beside the server as `python -m microbench.direct_read_peer
-TRIAL_FOLDER BLOCK_SIZE READS_PER_S`, until it is stopped. It makes the driver's prompts
-from the trial's plan and hashes them as vLLM does. At each turn it asks for the next
-prompt, and if that is not there yet, reads the newest that was: so it reads a whole
-prompt at any |cache|, and what it costs cannot grow with how much there is to be found.
-Each read is a line of reads.jsonl (docs/records.md), whose header says that it began.
+Run by microbench.trial beside a server that is ready, as `python -m
+microbench.direct_read_peer TRIAL_FOLDER PORT BLOCK_SIZE READS_PER_S`, until it is
+stopped. PORT is the server's side channel on the loopback interface.
+
+It makes the driver's prompts from the trial's plan and hashes them as vLLM does. At
+each turn it asks for the next prompt, and if that is not there yet, reads the newest
+that was: so it reads a whole prompt at any |cache|, and what it costs cannot grow with
+how much there is to be found. Each read is a line of reads.jsonl (docs/records.md),
+whose header says that it began.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -26,8 +28,6 @@ from lab.load.prompts import bodies
 from lab.serving.supervise import exit_on_signals
 
 SCHEMA = "kvtax.reads/1"
-ADDRESS = re.compile(r"peers can ask at ([\w.]+):(\d+)")
-START_DEADLINE_S = 300.0
 
 
 def prompt_hashes(plan: Plan, block_size: int) -> list[list[bytes]]:
@@ -48,16 +48,6 @@ def prompt_hashes(plan: Plan, block_size: int) -> list[list[bytes]]:
     return [list(hashes(msgspec.json.decode(body)["prompt"])) for body in bodies(plan)]
 
 
-def wait_for_address(log: Path) -> tuple[str, int]:
-    """Where the server says that peers can ask. Raises TimeoutError."""
-    deadline_s = time.monotonic() + START_DEADLINE_S
-    while time.monotonic() < deadline_s:
-        if log.exists() and (found := ADDRESS.search(log.read_text(errors="replace"))):
-            return found[1], int(found[2])
-        time.sleep(0.1)
-    raise TimeoutError(f"{log} names no address for direct reads")
-
-
 def reads(reader: Reader, prompts: list[list[bytes]], per_s: float) -> Iterator[Read]:
     """Reads as long as it is asked for more, `per_s` in a second."""
     newest = 0
@@ -75,12 +65,13 @@ def reads(reader: Reader, prompts: list[list[bytes]], per_s: float) -> Iterator[
 
 
 def main() -> None:
-    folder, block_size, per_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    folder, port = Path(sys.argv[1]), int(sys.argv[2])
+    block_size, per_s = int(sys.argv[3]), float(sys.argv[4])
     exit_on_signals()
     prompts = prompt_hashes(read_plan(folder / "plan.json"), block_size)
     reader = Reader(
         new_engine(),
-        wait_for_address(folder / "server.log"),
+        ("127.0.0.1", port),
         os.environ["DIRECT_READ_SECRET"],
         max(map(len, prompts)),
     )

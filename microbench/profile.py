@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import msgspec
 
@@ -12,6 +12,8 @@ from lab.load.plan import Phase as PlannedPhase
 from lab.load.plan import Plan
 from lab.paths import CONFIGS
 from lab.records.phases import Phase
+from lab.serving.null_model import Checkpoint, real_model, write_null_model
+from lab.serving.settings import EngineSettings, Forward
 
 
 class Load(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -27,32 +29,31 @@ class Load(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     request_timeout_s: float
 
 
-class Profile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """How a sweep is done: configs/profiles/<name>.toml.
 
-    `num_blocks` blocks of `block_size` tokens are the KV cache; |cache| grows to
-    nearly that. `forward_us` is the sleep that stands for the forward (null model
-    only). `server_args` are added to vLLM's command line, and
-    `kv_transfer_config` to that of every connector.
+    |cache| grows to nearly `num_blocks`. With `null_model` the null model is served,
+    whose forward sleeps for `forward_us`; else `model`, a checkpoint folder or a name
+    in configs/models/. Each config is measured on `repeats` servers.
     """
 
     summary: str
-    flavour: str
     null_model: bool
     configs: list[str]
     repeats: int
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
     load: Load
-    name: str = ""
     forward_us: int = 0
     model: str | None = None
-    server_args: list[str] = []
-    server_env: dict[str, str] = {}
-    kv_transfer_config: dict[str, Any] = {}
+
+    def checkpoint(self, folder: Path) -> Checkpoint:
+        """The model to be served, made in `folder` if it is not there already.
+
+        Raises ConfigError if there is no such model.
+        """
+        if self.null_model:
+            forward = Forward(self.forward_us)
+            return write_null_model(folder, self.max_model_len, forward)
+        return real_model(folder, self.model)
 
     def plan(self, model: str, vocab_size: int, seed: int) -> Plan:
         """The driver's plan: fill the cache, hold it full, reset it, start over."""

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from microbench.trial import Trial
+from microbench.trial import PlannedTrial, TrialRecord
 
 
 class Progress:
     """Context manager around the trials of `plan`, told when each begins and ends."""
 
-    def __init__(self, plan: list[Trial]) -> None:
+    def __init__(self, plan: list[PlannedTrial]) -> None:
         self._plan = plan
         self._state = ["" for _ in plan]
         self._started = 0.0
@@ -43,8 +43,7 @@ class Progress:
             count = f"[{index + 1}/{len(self._plan)}]"
             print(f"{count} {trial.config}, repeat {trial.repeat}", flush=True)
 
-    def end(self, index: int, trial: Trial) -> None:
-        self._plan[index] = trial
+    def end(self, index: int, trial: TrialRecord) -> None:
         outcome = trial.status
         if trial.error:
             outcome += ": " + trial.error.partition("\n")[0]

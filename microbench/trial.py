@@ -13,13 +13,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jsonlines
 import msgspec
 
+from lab.records import RecordsError
+from lab.records.documents import read_document, write_document
+from lab.records.trial import ReadCounts, TrialRecord
 from lab.serving.connector import Connector
-from lab.serving.server import HASH_SEED, SERVED_MODEL, Server, ServerError, tail
+from lab.serving.environment import HASH_SEED
+from lab.serving.null_model import Checkpoint
+from lab.serving.ports import Ports
+from lab.serving.server import Server, ServerError, tail
+from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
 from lab.serving.supervise import Supervised
 from microbench.profile import Profile
 
@@ -37,38 +43,41 @@ class TrialError(Exception):
     """The trial did not give a valid measurement; the message says why."""
 
 
-class Trial(msgspec.Struct):
-    """What trial.json holds: see docs/records.md."""
+@dataclass(frozen=True)
+class PlannedTrial:
+    """One server lifetime to come: the `repeat`-th of a config.
+
+    `patches` are the hashes of its private tree; `error` says why it cannot be run.
+    """
 
     config: str
     repeat: int
-    connector_config: dict[str, Any] | None
+    connector: Connector
     patches: dict[str, str]
-    num_blocks: int
-    block_size: int
-    schema: str = "kvtax.trial/1"
-    status: str = "ok"
     error: str | None = None
-    started_utc: str = ""
-    ready_s: float | None = None
-    wall_s: float | None = None
-    peak_rss_mib: float | None = None
-    reads: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
-class Bench:
+class SweepSettings:
     """What all trials of a sweep have in common."""
 
     profile: Profile
-    model: Path
-    vocab_size: int
+    model: Checkpoint
     py_spy: bool
 
 
+@dataclass
+class _Measured:
+    """What a trial found out, as far as it came."""
+
+    ready_s: float | None = None
+    peak_rss_mib: float | None = None
+    reads: ReadCounts | None = None
+
+
 def run_trial(
-    folder: Path, trial: Trial, tree: Path, connector: Connector, bench: Bench
-) -> Trial:
+    folder: Path, planned: PlannedTrial, tree: Path, common: SweepSettings
+) -> TrialRecord:
     """Fill `folder` with one server lifetime's records and its trial.json.
 
     A trial that goes wrong comes back with status "failed" and its error; its
@@ -77,43 +86,65 @@ def run_trial(
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    trial.started_utc = datetime.datetime.now(datetime.UTC).isoformat(
-        timespec="seconds"
-    )
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     started = time.monotonic()
-    profile = bench.profile
-    plan = profile.plan(SERVED_MODEL, bench.vocab_size, seed=trial.repeat)
+    measured, error = _Measured(), planned.error
+    if error is None:
+        try:
+            _measure(folder, planned, tree, common, measured)
+        except (ServerError, TrialError) as failure:
+            error = str(failure)
+    record = TrialRecord(
+        config=planned.config,
+        repeat=planned.repeat,
+        connector_config=planned.connector.kv_transfer_config,
+        patches=planned.patches,
+        num_blocks=common.profile.num_blocks,
+        block_size=common.profile.block_size,
+        status="ok" if error is None else "failed",
+        error=error,
+        started_utc=now,
+        wall_s=time.monotonic() - started,
+        **vars(measured),
+    )
+    write_document(folder / "trial.json", record)
+    return record
+
+
+def read_finished(folder: Path, planned: PlannedTrial) -> TrialRecord | None:
+    """The record that an earlier sweep left in `folder` of this trial, if it is ok."""
+    try:
+        done = read_document(folder / "trial.json", TrialRecord)
+    except RecordsError:
+        return None
+    return done if done.status == "ok" and done.patches == planned.patches else None
+
+
+def _measure(
+    folder: Path,
+    planned: PlannedTrial,
+    tree: Path,
+    common: SweepSettings,
+    measured: _Measured,
+) -> None:
+    """Raises ServerError and TrialError; `measured` then holds what there was."""
+    profile, connector = common.profile, planned.connector
+    plan = profile.plan(SERVED_MODEL, common.model.vocab_size, seed=planned.repeat)
     (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
     label = {
-        "config": trial.config,
-        "repeat": trial.repeat,
-        "patches": trial.patches,
+        "config": planned.config,
+        "repeat": planned.repeat,
+        "patches": planned.patches,
     }
-    try:
-        log = folder / "server.log"
-        with Server(
-            tree, profile, connector, bench.model, folder, label, log
-        ) as server:
-            trial.ready_s = server.wait_ready()
-            with _peer(folder, connector, profile):
-                _drive(folder, server, bench.py_spy)
-            trial.peak_rss_mib = server.peak_rss_mib()
-        _check_fresh(folder, profile)
-        if connector.reads_per_s is not None:
-            trial.reads = _count_reads(folder)
-    except (ServerError, TrialError) as error:
-        trial.status, trial.error = "failed", str(error)
-    trial.wall_s = time.monotonic() - started
-    write_trial(folder, trial)
-    return trial
-
-
-def write_trial(folder: Path, trial: Trial) -> None:
-    """Write trial.json whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / "trial.json.partial"
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(trial)))
-    partial.replace(folder / "trial.json")
+    engine = Engine(tree, profile, connector, common.model.folder)
+    with Server(resolve(engine, folder, label)) as server:
+        measured.ready_s = server.wait_ready()
+        with _peer(folder, connector, profile.block_size, server.ports):
+            _drive(folder, server, common.py_spy)
+        measured.peak_rss_mib = server.peak_rss_mib()
+    _check_fresh(folder, profile)
+    if connector.reads_per_s is not None:
+        measured.reads = _count_reads(folder)
 
 
 def _drive(folder: Path, server: Server, py_spy: bool) -> None:
@@ -141,13 +172,15 @@ def _drive(folder: Path, server: Server, py_spy: bool) -> None:
 
 
 @contextlib.contextmanager
-def _peer(folder: Path, connector: Connector, profile: Profile) -> Iterator[None]:
+def _peer(
+    folder: Path, connector: Connector, block_size: int, ports: Ports
+) -> Iterator[None]:
     """A peer that reads from the server, where the connector is to have one."""
     if connector.reads_per_s is None:
         yield
         return
     command = [sys.executable, "-m", "microbench.direct_read_peer", str(folder)]
-    command += [str(profile.block_size), str(connector.reads_per_s)]
+    command += [str(ports.direct_read), str(block_size), str(connector.reads_per_s)]
     log = folder / "peer.log"
     # What hashes and secret depend on is as in the server.
     env = os.environ | {"PYTHONHASHSEED": HASH_SEED} | connector.env
@@ -164,19 +197,19 @@ def _peer(folder: Path, connector: Connector, profile: Profile) -> Iterator[None
             )
 
 
-def _count_reads(folder: Path) -> dict[str, float]:
+def _count_reads(folder: Path) -> ReadCounts:
     """How many reads there were, and blocks. Raises TrialError if none was valid."""
     lines = (folder / "reads.jsonl").read_bytes().splitlines(keepends=True)
     # The last line is torn if the peer was stopped while it wrote.
     reads = [msgspec.json.decode(line) for line in lines[1:] if line.endswith(b"\n")]
     began = [read["t_ns"] for read in reads]
-    counts = {
-        "reads": sum(read["offered"] > 0 for read in reads),
-        "blocks_offered": sum(read["offered"] for read in reads),
-        "blocks_valid": sum(read["valid"] for read in reads),
-        "seconds": (max(began) - min(began)) / 1e9 if began else 0.0,
-    }
-    if not counts["blocks_valid"]:
+    counts = ReadCounts(
+        reads=sum(read["offered"] > 0 for read in reads),
+        blocks_offered=sum(read["offered"] for read in reads),
+        blocks_valid=sum(read["valid"] for read in reads),
+        seconds=(max(began) - min(began)) / 1e9 if began else 0.0,
+    )
+    if not counts.blocks_valid:
         raise TrialError(
             f"the peer read no valid block in {len(reads)} turns"
             f"\n{tail(folder / 'peer.log')}"

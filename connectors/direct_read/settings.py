@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SECRET_VARIABLE = "DIRECT_READ_SECRET"
+PORT_VARIABLE = "DIRECT_READ_PORT"
 OPTIONS = {"host", "port", "mooncake_protocol"}
 
 
@@ -22,10 +23,11 @@ class Settings:
     """The settings of one engine.
 
     `kv_connector_extra_config` has `host` and `port`, where the side channel
-    listens (127.0.0.1 and any free port unless set; with data parallelism each
-    engine takes the port plus its rank), and `mooncake_protocol` (rdma unless
-    set). The secret, which all peers share, comes from the environment: what is
-    in the config gets logged.
+    listens (127.0.0.1 unless set; the port of the environment variable
+    DIRECT_READ_PORT, or any free one, unless set; with data parallelism each engine
+    takes the port plus its rank), and `mooncake_protocol` (rdma unless set). The
+    secret, which all peers share, comes from the environment: what is in the config
+    gets logged.
     """
 
     host: str
@@ -44,7 +46,7 @@ class Settings:
             raise ValueError(f"DirectReadConnector: {reason}")
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        port = int(extra.get("port", 0))
+        port = int(extra.get("port") or os.environ.get(PORT_VARIABLE) or 0)
         if port:
             port += vllm_config.parallel_config.data_parallel_index
         return cls(

@@ -49,7 +49,7 @@ from costs.direct_read.rows import (
 from lab.serving import provenance
 from lab.serving.connector import load_connector
 from lab.serving.engine_process import EngineProcess, WorkerProcess
-from lab.serving.server import free_ports
+from lab.serving.ports import reserve
 from lab.serving.supervise import exit_on_signals
 
 SEED = 20_240_731
@@ -88,7 +88,10 @@ class Bench:
     ) -> None:
         connectors = {name: load_connector(name) for name in set(ENGINES.values())}
         env = connectors[DIRECT_READ].env
-        self._ports = dict(zip(ENGINES, free_ports(len(ENGINES)), strict=True))
+        self._ports = {
+            engine: ports.direct_read
+            for engine, ports in zip(ENGINES, reserve(len(ENGINES)), strict=True)
+        }
         self._engines = {
             name: stack.enter_context(
                 EngineProcess(

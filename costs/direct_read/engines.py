@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from costs.direct_read.gates import GATES_VARIABLE
 from lab.serving.connector import Connector
-from lab.serving.server import SERVED_MODEL, Server, free_ports
+from lab.serving.server import Server
+from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
 from lab.serving.tree import build_tree, installed_package
 from lab.tiny.checkpoint import MAX_TOKENS, prompt
 from lab.tiny.server import (
@@ -27,13 +27,21 @@ from lab.tiny.server import (
     Answer,
     TinyServer,
     Tokens,
+    tiny_settings,
 )
 from lab.tiny.servers import Reference, TinyServers
-from microbench.profile import load_profile
 
 PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
 SECRET = "a secret that only the tests know"
 PROGRESS_TIMEOUT_S = 3
+
+KV_TRANSFER_CONFIG = {
+    "kv_connector": "GatedDirectReadConnector",
+    "kv_connector_module_path": "costs.direct_read.gated",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+}
 
 
 class Reader(TinyServer):
@@ -59,41 +67,25 @@ class Reader(TinyServer):
         folder.mkdir()
         self.gates = folder / "gates"
         self.gates.mkdir()
-        (side_port,) = free_ports(1)
-        self.peer = named(side_port)
-        base = load_profile("cpu-smoke")
-        max_tokens = min(MAX_TOKENS, (num_blocks - 1) * BLOCK_TOKENS)
-        profile = msgspec.structs.replace(
-            base,
-            null_model=False,
-            num_blocks=num_blocks,
-            block_size=BLOCK_TOKENS,
-            max_model_len=max_tokens,
-            max_num_batched_tokens=max_tokens,
-            max_num_seqs=8,
-            server_args=[
-                *base.server_args,
-                *("--dtype", "float32"),
-                *("--served-model-name", name_of_model, SERVED_MODEL),
-            ],
-            server_env=base.server_env
-            | {
-                "OMP_NUM_THREADS": "1",
-                "PYTHONDONTWRITEBYTECODE": "",
-                "PYTHONPYCACHEPREFIX": str(lab.folder / "bytecode"),
-                "PYTHONHASHSEED": "0",
-                "DIRECT_READ_SECRET": SECRET,
-                GATES_VARIABLE: str(self.gates),
-                "MC_TCP_PROGRESS_TIMEOUT_SEC": str(PROGRESS_TIMEOUT_S),
-            },
-        )
-        config = kv_transfer_config(side_port)
+        config = KV_TRANSFER_CONFIG
         if multi:
             config = in_multi_connector(config)
-        connector = Connector("", [], kv_transfer_config=config)
-        log = folder / "log"
-        model = checkpoint or lab.checkpoint
-        Server.__init__(self, tree, profile, connector, model, folder, {}, log)
+        engine = Engine(
+            tree,
+            tiny_settings(
+                min(MAX_TOKENS, (num_blocks - 1) * BLOCK_TOKENS), 8, num_blocks
+            ),
+            Connector("", [], kv_transfer_config=config),
+            checkpoint or lab.checkpoint,
+        )
+        spec = resolve(engine, folder, {}).told(
+            *("--served-model-name", name_of_model, SERVED_MODEL),
+            DIRECT_READ_SECRET=SECRET,
+            MC_TCP_PROGRESS_TIMEOUT_SEC=str(PROGRESS_TIMEOUT_S),
+            **{GATES_VARIABLE: str(self.gates)},
+        )
+        self.peer = named(spec.ports.direct_read)
+        Server.__init__(self, spec)
 
     def close_gate(self, name: str) -> None:
         (self.gates / f"{name}.reached").unlink(missing_ok=True)
@@ -149,19 +141,6 @@ class Reader(TinyServer):
 def named(port: int) -> dict[str, Any]:
     """kv_transfer_params that name the peer at this port."""
     return {"direct_read": {"host": "127.0.0.1", "port": port}}
-
-
-def kv_transfer_config(side_port: int) -> dict[str, Any]:
-    return {
-        "kv_connector": "GatedDirectReadConnector",
-        "kv_connector_module_path": "costs.direct_read.gated",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "mooncake_protocol": "tcp",
-            "port": side_port,
-        },
-    }
 
 
 def in_multi_connector(config: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from lab.serving.server import SERVED_MODEL, Server
+from lab.serving.server import Server
+from lab.serving.server_spec import SERVED_MODEL
 from lab.tiny.checkpoint import VOCAB_SIZE
 from lab.tiny.server import BLOCK_TOKENS, Tokens
 

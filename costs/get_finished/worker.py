@@ -19,14 +19,14 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from lab.serving.connector import load_connector
 from lab.serving.engine_process import serve
 from lab.serving.null_engine import PROMPT_TOKENS, NullEngine
-from microbench.profile import load_profile
+from lab.serving.settings import CPU_ENGINE
 
 
 class TimedEngine(NullEngine):
     """`get_finished_us` gets one value a step."""
 
     def __init__(self, model: Path, connector: str) -> None:
-        kv_transfer = load_profile("cpu").kv_transfer_config
+        kv_transfer = CPU_ENGINE.kv_transfer_config
         kv_transfer |= load_connector(connector).kv_transfer_config
         super().__init__(model, kv_transfer)
         self.get_finished_us: list[float] = []

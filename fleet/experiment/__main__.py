@@ -9,37 +9,50 @@ number after a signal.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from fleet.experiment.arm import Bench, make_run
 from fleet.experiment.config import Experiment, read_experiment
-from fleet.experiment.fleets import profile_path, spec
+from fleet.experiment.fleets import instance_settings, spec
 from fleet.experiment.plan import Run, plan
 from fleet.experiment.record import ArmRecord
 from fleet.experiment.workload import TraceFacts, make_workload
 from fleet.launch.launched import Workshop
-from fleet.launch.profile import read_profile
 from fleet.trace import TraceError
+from lab import run_folder
 from lab.config import ConfigError
 from lab.paths import REPOSITORY
+from lab.run_folder import RunFolderError
 from lab.serving import preflight, provenance
+from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.preflight import PreflightError
 from lab.serving.supervise import exit_on_signals
 
 TRACE = "trace.jsonl.gz"
+PLAN_FILE = "experiment.json"
 
 
 class ExperimentError(Exception):
     """The experiment cannot start; the message says what to do."""
+
+
+# All of them before the first run.
+START_ERRORS = (
+    ExperimentError,
+    ConfigError,
+    MachineBusy,
+    PreflightError,
+    RunFolderError,
+    TraceError,
+)
 
 
 def main() -> int:
@@ -47,9 +60,11 @@ def main() -> int:
     exit_on_signals()
     try:
         experiment = read_experiment(arguments.config)
-        out = _out(arguments, experiment)
+        out = run_folder.choose(
+            arguments.out, experiment.name, PLAN_FILE, arguments.resume
+        )
         run_experiment(experiment, out, arguments.resume)
-    except (ExperimentError, ConfigError, PreflightError, TraceError) as error:
+    except START_ERRORS as error:
         print(f"fleet.experiment: {error}", file=sys.stderr)
         return 2
     return subprocess.run([sys.executable, "-m", "fleet.analyze", str(out)]).returncode
@@ -58,24 +73,22 @@ def main() -> int:
 def run_experiment(experiment: Experiment, out: Path, resume: bool) -> None:
     """Make all runs of the plan that are not there yet, each in a folder below `out`.
 
-    Raises ExperimentError, ConfigError, PreflightError and TraceError before the first.
+    Raises START_ERRORS before the first.
     """
-    lock = None
-    if experiment.profile is not None:
-        lock = _lock_machine()
-        profile = read_profile(profile_path(experiment))
-        preflight.check_machine(profile, experiment.instances)
-    runs = plan(experiment)
-    records = _prepare(experiment, runs, out, resume)
-    with Workshop(out / "workshop") as workshop:
+    with ExitStack() as stack:
+        if experiment.profile is not None:
+            stack.enter_context(machine_lock())
+            settings = instance_settings(experiment)
+            preflight.check_machine(settings, experiment.instances)
+        runs = plan(experiment)
+        records = _prepare(experiment, runs, out, resume)
+        workshop = stack.enter_context(Workshop(out / "workshop"))
         bench = Bench(experiment, out / TRACE, workshop)
         for number, (run, record) in enumerate(zip(runs, records, strict=True), 1):
             folder = out / run.folder
             if not (resume and _finished(folder)):
                 make_run(folder, record, run, bench)
             print(f"{number}/{len(runs)}  {_line(folder)}", flush=True)
-    if lock is not None:
-        lock.close()
 
 
 def _prepare(
@@ -83,7 +96,7 @@ def _prepare(
 ) -> list[ArmRecord]:
     """Put trace and plan into `out`; a record for each of `runs`, yet to be filled.
 
-    Raises ExperimentError, ConfigError and TraceError, and leaves `out` as it was.
+    Raises START_ERRORS, and leaves `out` as it was.
     """
     with tempfile.TemporaryDirectory(prefix="kvtax-trace-") as aside:
         made = Path(aside) / TRACE
@@ -95,7 +108,7 @@ def _prepare(
             experiment.seed,
         )
         check_slots(experiment, facts.sessions)
-        versions = _versions()
+        versions = provenance.collect({}, "python -m fleet.experiment")
         records = [_record(experiment, run, facts, versions) for run in runs]
         _keep_plan(out, experiment, facts, versions, resume)
         shutil.move(made, out / TRACE)
@@ -126,21 +139,6 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _out(arguments: argparse.Namespace, experiment: Experiment) -> Path:
-    out = arguments.out
-    if arguments.resume and not (out and (out / "experiment.json").exists()):
-        raise ExperimentError("--resume needs --out and the folder of an experiment")
-    if out is None:
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-        out = REPOSITORY / "runs" / f"{now}-{experiment.name}"
-    return out.resolve()
-
-
-def _versions() -> dict:
-    command = " ".join(["python -m fleet.experiment", *sys.argv[1:]])
-    return provenance.collect({}) | {"command_line": command}
-
-
 def _record(
     experiment: Experiment, run: Run, facts: TraceFacts, versions: dict
 ) -> ArmRecord:
@@ -161,7 +159,7 @@ def _record(
         time_factor=experiment.time_factor,
         trace=facts,
         profile=(
-            msgspec.to_builtins(spec(experiment, run.arm).profile)
+            msgspec.to_builtins(spec(experiment, run.arm).settings)
             if simulated
             else None
         ),
@@ -172,8 +170,11 @@ def _record(
 def _keep_plan(
     out: Path, experiment: Experiment, facts: TraceFacts, versions: dict, resume: bool
 ) -> None:
-    """Write experiment.json; raises ExperimentError if `out` holds another one."""
-    file = out / "experiment.json"
+    """Write the plan into `out`, or check that it is the one that is resumed.
+
+    Raises RunFolderError.
+    """
+    file = out / PLAN_FILE
     now = {
         "schema": "kvtax.experiment/1",
         "experiment": msgspec.to_builtins(experiment),
@@ -181,21 +182,14 @@ def _keep_plan(
         "plan": [run.folder for run in plan(experiment)],
         "versions": versions,
     }
-    if file.exists():
-        if not resume:
-            raise ExperimentError(
-                f"{out} holds an experiment already: add --resume, or another --out"
-            )
-        earlier = json.loads(file.read_text())
-        for key in ("experiment", "trace", "plan"):
-            if earlier[key] != now[key]:
-                raise ExperimentError(f"cannot resume {out}: its {key} is another")
-        for key in ("package_versions", "host", "git_commit"):
-            if earlier["versions"][key] != versions[key]:
-                raise ExperimentError(
-                    f"cannot resume {out}: {key} has changed since, and an experiment "
-                    "must not mix the two"
-                )
+    if resume:
+        run_folder.check_resumable(
+            out,
+            json.loads(file.read_text()),
+            now,
+            plan_keys=("experiment", "trace", "plan"),
+            provenance="versions",
+        )
         return
     out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(now, indent=1) + "\n")
@@ -225,18 +219,6 @@ def _line(folder: Path) -> str:
     if record.error:
         line += "\n      " + record.error.replace("\n", "\n      ")
     return line
-
-
-def _lock_machine() -> socket.socket:
-    """Hold the name that sweeps hold too: two would measure each other."""
-    lock = socket.socket(socket.AF_UNIX)
-    try:
-        lock.bind("\0kvtax-sweep")
-    except OSError:
-        raise ExperimentError(
-            "a sweep or another experiment is running on this machine"
-        ) from None
-    return lock
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ from fleet.experiment.record import ArmRecord, write_record
 from fleet.instances import InstancesError, write_instances
 from fleet.launch.check import CheckError, http_text
 from fleet.launch.launched import Workshop
-from fleet.launch.ports import PortsError, reserve
-from fleet.launch.settings import SettingsError
+from fleet.launch.spec import SpecError
 from lab.serving import preflight
+from lab.serving.ports import PortsError, reserve
 from lab.serving.server import ServerError, http_ok, tail
 from lab.serving.supervise import Supervised, descendants
 
@@ -51,7 +51,7 @@ RUN_ERRORS = (
     InstancesError,
     PortsError,
     ServerError,
-    SettingsError,
+    SpecError,
     *preflight.CONFIG_ERRORS,
 )
 

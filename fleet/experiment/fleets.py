@@ -15,6 +15,11 @@ from pathlib import Path
 from fleet.experiment.config import Arm, Experiment, Given
 from fleet.instances import Instance, read_instances
 from fleet.launch.check import CheckError, check_instances
+from fleet.launch.instance_settings import (
+    InstanceSettings,
+    read_instance_settings,
+    slowed,
+)
 from fleet.launch.launched import (
     LaunchedInstance,
     Workshop,
@@ -22,8 +27,7 @@ from fleet.launch.launched import (
     launched,
     wait_ready,
 )
-from fleet.launch.profile import read_profile, slowed
-from fleet.launch.settings import Spec
+from fleet.launch.spec import FleetSpec
 from fleet.standin.process import standin
 from lab.paths import CONFIGS
 from lab.serving import preflight
@@ -73,15 +77,16 @@ def fresh_fleet(
             yield fleet
 
 
-def profile_path(experiment: Experiment) -> Path:
-    return CONFIGS / "fleet" / f"{experiment.profile}.toml"
+def instance_settings(experiment: Experiment) -> InstanceSettings:
+    """Of the experiment's `profile`. Raises ConfigError."""
+    path = CONFIGS / "fleet" / f"{experiment.profile}.toml"
+    return slowed(read_instance_settings(path), experiment.time_factor)
 
 
-def spec(experiment: Experiment, arm: Arm) -> Spec:
+def spec(experiment: Experiment, arm: Arm) -> FleetSpec:
     """What an arm's instances are launched as. Raises ConfigError."""
-    profile = read_profile(profile_path(experiment))
-    return Spec(
-        slowed(profile, experiment.time_factor),
+    return FleetSpec(
+        instance_settings(experiment),
         arm.connector,
         load_connector(arm.connector),
         arm.roles or ["both"] * experiment.instances,
@@ -99,9 +104,9 @@ def _launched(
         ready_s = wait_ready(servers)
         yield Fleet(
             instances=[server.instance for server in servers],
-            vocab_size=workshop.model(wanted.profile)[1],
+            vocab_size=workshop.checkpoint(wanted.settings).vocab_size,
             ready_s=ready_s,
-            cache_tokens=wanted.profile.num_blocks * wanted.profile.block_size,
+            cache_tokens=wanted.settings.num_blocks * wanted.settings.block_size,
             launched=servers,
             patches=workshop.tree(wanted)[1],
             check_alive=lambda: check_alive(servers),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fleet.instances import InstancesError, read_instances, write_instances
 from fleet.launch.check import CheckError, check_instances
+from fleet.launch.instance_settings import read_instance_settings, slowed
 from fleet.launch.launched import (
     LaunchedInstance,
     Workshop,
@@ -23,13 +24,12 @@ from fleet.launch.launched import (
     launched,
     wait_ready,
 )
-from fleet.launch.ports import PortsError
-from fleet.launch.profile import read_profile, slowed
-from fleet.launch.settings import SettingsError, Spec
+from fleet.launch.spec import FleetSpec, SpecError
 from lab.config import ConfigError
 from lab.paths import CONFIGS, REPOSITORY
 from lab.serving import preflight
 from lab.serving.connector import load_connector
+from lab.serving.ports import PortsError
 from lab.serving.server import ServerError
 from lab.serving.supervise import exit_on_signals
 
@@ -44,7 +44,7 @@ def main() -> int:
         if arguments.check:
             return _check(arguments.check)
         return _run(arguments)
-    except (ConfigError, InstancesError, SettingsError, PortsError) as error:
+    except (ConfigError, InstancesError, SpecError, PortsError) as error:
         print(f"fleet.launch: {error}", file=sys.stderr)
         return 2
     except (ServerError, CheckError, *preflight.CONFIG_ERRORS) as error:
@@ -58,7 +58,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--instances", type=int, default=4, metavar="N")
     parser.add_argument(
-        "--roles", help="comma-separated, one an instance: both, prefill, decode"
+        "--roles", help="comma-separated, one per instance: both, prefill, decode"
     )
     parser.add_argument(
         "--profile", type=Path, default=PROFILE, help="a file of configs/fleet/"
@@ -98,7 +98,7 @@ def _check(file: Path) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     spec = _spec(arguments)
-    preflight.check_resources(spec.profile, len(spec.roles))
+    preflight.check_resources(spec.settings, len(spec.roles))
     preflight.check_connector(spec.connector)
     folder = (arguments.folder or _new_folder()).resolve()
     out = (arguments.out or folder / "instances.json").resolve()
@@ -118,17 +118,19 @@ def _run(arguments: argparse.Namespace) -> int:
             out.unlink(missing_ok=True)
 
 
-def _spec(arguments: argparse.Namespace) -> Spec:
-    profile = slowed(read_profile(arguments.profile), arguments.time_factor)
+def _spec(arguments: argparse.Namespace) -> FleetSpec:
+    settings = slowed(read_instance_settings(arguments.profile), arguments.time_factor)
     roles = ["both"] * arguments.instances
     if arguments.roles:
         roles = arguments.roles.split(",")
         if unknown := set(roles) - {"both", "prefill", "decode"}:
-            raise SettingsError(f"--roles: there is no role {unknown.pop()!r}")
+            raise SpecError(f"--roles: there is no role {unknown.pop()!r}")
     if not roles:
-        raise SettingsError("--instances must be at least 1")
+        raise SpecError("--instances must be at least 1")
     connector = load_connector(arguments.connector)
-    return Spec(profile, arguments.connector, connector, roles, arguments.kv_events)
+    return FleetSpec(
+        settings, arguments.connector, connector, roles, arguments.kv_events
+    )
 
 
 def _new_folder() -> Path:

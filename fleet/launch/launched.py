@@ -15,13 +15,15 @@ from pathlib import Path
 import msgspec
 
 from fleet.instances import Instance
-from fleet.launch import settings
-from fleet.launch.ports import Ports, reserve
-from fleet.launch.profile import FleetProfile
-from fleet.launch.settings import SettingsError, Spec
-from lab.serving.null_model import write_model, write_null_model
+from fleet.launch.instance_settings import InstanceSettings
+from fleet.launch.spec import FleetSpec, Member, SpecError, members, own_connector, told
+from lab.serving.null_model import Checkpoint
+from lab.serving.ports import reserve
 from lab.serving.server import Server, ServerError, tail
+from lab.serving.server_spec import Engine, resolve
 from lab.serving.tree import build_tree, installed_package
+
+FORWARD_TOTALS = "forward_totals"
 
 
 @dataclass(frozen=True)
@@ -35,24 +37,24 @@ class LaunchedInstance:
     @property
     def forward_totals(self) -> Path:
         """Where the null model counts: lab/serving/vllm_plugin says what."""
-        return self.folder / "forward_totals"
+        return self.folder / FORWARD_TOTALS
 
 
 @dataclass(frozen=True)
 class Workshop:
-    """What launches share: patched trees, compiled bytecode and the model.
+    """What launches share: patched trees and the model.
 
     `folder` must be one of its own; leaving the context removes it.
     """
 
     folder: Path
 
-    def tree(self, spec: Spec) -> tuple[Path, dict[str, str]]:
+    def tree(self, spec: FleetSpec) -> tuple[Path, dict[str, str]]:
         """The private vLLM of the connector, and the hashes of its patches.
 
         Raises what lab.serving.tree.build_tree raises.
         """
-        tree, hashes = self.folder / spec.connector_name, {}
+        tree = self.folder / spec.connector_name
         noted = tree.with_suffix(".patches.json")
         if noted.exists():
             return tree, msgspec.json.decode(noted.read_bytes())
@@ -62,21 +64,8 @@ class Workshop:
         noted.write_bytes(msgspec.json.encode(hashes))
         return tree, hashes
 
-    def model(self, profile: FleetProfile) -> tuple[Path, int]:
-        """The checkpoint's folder and its vocabulary size."""
-        folder = self.folder / "model"
-        if profile.forward is None:
-            return write_model(folder, _Real(profile.model))
-        cost = msgspec.to_builtins(profile.forward)
-        return write_null_model(folder, profile.max_model_len, cost)
-
-    @property
-    def bytecode(self) -> dict[str, str]:
-        """vLLM's and torch's imports are compiled once for all: half of a start."""
-        return {
-            "PYTHONDONTWRITEBYTECODE": "",
-            "PYTHONPYCACHEPREFIX": str(self.folder / "bytecode"),
-        }
+    def checkpoint(self, settings: InstanceSettings) -> Checkpoint:
+        return settings.checkpoint(self.folder / "model")
 
     def __enter__(self) -> Workshop:
         # Left by one that was killed.
@@ -88,28 +77,20 @@ class Workshop:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class _Real:
-    """What lab.serving.null_model.write_model asks of a profile."""
-
-    model: str | None
-    null_model: bool = False
-
-
 @contextmanager
 def launched(
-    spec: Spec, workshop: Workshop, folder: Path, base_port: int | None = None
+    spec: FleetSpec, workshop: Workshop, folder: Path, base_port: int | None = None
 ) -> Iterator[list[LaunchedInstance]]:
     """The instances that have begun to start, each with a folder below `folder`.
 
-    Leaving the context stops them all. Raises SettingsError, PortsError.
+    Leaving the context stops them all. Raises SpecError, PortsError.
     """
     sockets = Path(tempfile.mkdtemp(prefix="kvtax-events-"))
     started: list[LaunchedInstance] = []
     try:
         ports = reserve(len(spec.roles), base_port)
-        for index, own in enumerate(ports):
-            started.append(_start(spec, workshop, folder, sockets, index, own))
+        for member in members(spec, ports, sockets):
+            started.append(_start(spec, workshop, folder, member))
         yield started
     finally:
         stop(started)
@@ -117,34 +98,24 @@ def launched(
 
 
 def _start(
-    spec: Spec,
-    workshop: Workshop,
-    folder: Path,
-    sockets: Path,
-    index: int,
-    ports: Ports,
+    spec: FleetSpec, workshop: Workshop, folder: Path, member: Member
 ) -> LaunchedInstance:
-    made = settings.instance(spec, index, ports, sockets)
-    own = folder / made.name
+    own = folder / member.instance.name
     try:
         own.mkdir(parents=True)
     except FileExistsError:
-        raise SettingsError(
-            f"{own} is an earlier fleet's: take another folder"
-        ) from None
-    env = workshop.bytecode | {"KVTAX_FORWARD_TOTALS": str(own / "forward_totals")}
+        raise SpecError(f"{own} is an earlier fleet's: take another folder") from None
     tree, patches = workshop.tree(spec)
-    server = Server(
+    engine = Engine(
         tree,
-        settings.own_profile(spec, index, made, ports, env),
-        settings.own_connector(spec, made),
-        workshop.model(spec.profile)[0],
-        own,
-        {"config": spec.connector_name, "repeat": 0, "patches": patches},
-        own / "server.log",
-        [ports.http, ports.nixl, ports.bootstrap],
+        spec.settings,
+        own_connector(spec, member.instance.role),
+        workshop.checkpoint(spec.settings).folder,
     )
-    return LaunchedInstance(made, server, own)
+    label = {"config": spec.connector_name, "repeat": 0, "patches": patches}
+    server = told(resolve(engine, own, label, member.ports), spec, member)
+    counting = server.told(KVTAX_FORWARD_TOTALS=str(own / FORWARD_TOTALS))
+    return LaunchedInstance(member.instance, Server(counting), own)
 
 
 def wait_ready(fleet: list[LaunchedInstance]) -> float:

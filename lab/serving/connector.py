@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -11,12 +11,16 @@ from lab.config import read_toml
 from lab.paths import CONFIGS
 from lab.records.roles import Role
 
+Transfer = Literal["mooncake", "nixl", "direct_read"]
+
 
 class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """One measured configuration: configs/connectors/<name>.toml.
 
-    `env` is added to the server's environment. With `reads_per_s` a peer reads
-    prefixes from the server as often, throughout (microbench.direct_read_peer).
+    `package` is the Python package of its transfer engine, which must be installed.
+    `transfer` is how a router moves KV between instances that have the connector; None
+    if it cannot. `env` is added to the server's environment. With `reads_per_s` a peer
+    reads prefixes from the server that often, throughout (microbench.direct_read_peer).
     `report` is what the config is to a report.
     """
 
@@ -24,6 +28,8 @@ class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     patches: list[str]
     patch_parameters: dict[str, int | float | str] = {}
     kv_transfer_config: dict[str, Any] | None = None
+    package: str | None = None
+    transfer: Transfer | None = None
     env: dict[str, str] = {}
     reads_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     report: Role = Role()

@@ -14,13 +14,13 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from lab.serving.null_model import write_model
-from lab.serving.server import environment, free_ports, tail
+from lab.serving.environment import engine_environment, record_steps
+from lab.serving.null_model import write_null_model
+from lab.serving.ports import reserve
+from lab.serving.server import tail
+from lab.serving.settings import CPU_ENGINE, Forward
 from lab.serving.supervise import Supervised
 from lab.serving.tree import build_tree, installed_package
-from microbench.profile import load_profile
 
 READY_DEADLINE_S = 180.0
 
@@ -86,15 +86,15 @@ class EngineProcess(WorkerProcess):
     ) -> None:
         records, tree = folder / "records", folder / "tree"
         records.mkdir(parents=True)
-        profile = msgspec.structs.replace(load_profile("cpu"), forward_us=forward_us)
-        model, _ = write_model(folder / "model", profile)
+        forward = Forward(forward_us)
+        model = write_null_model(folder / "model", CPU_ENGINE.max_model_len, forward)
         self.patch_hashes = build_tree(tree, installed_package("vllm"), patches, {})
-        full = environment(tree, profile, records, {}, free_ports(2)) | (env or {})
+        full = engine_environment(tree, CPU_ENGINE, reserve(1)[0]) | (env or {})
         # One thread: less that differs between processes.
         full |= {"OMP_NUM_THREADS": "1"}
-        if not recording:
-            del full["KVTAX_STEP_RECORDS_DIR"]
-        super().__init__(folder, worker, str(model), *arguments, env=full)
+        if recording:
+            full |= record_steps(records, {})
+        super().__init__(folder, worker, str(model.folder), *arguments, env=full)
 
 
 def serve(subject: Any, socket: str, *functions: Callable) -> None:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from lab.config import ConfigError
 from lab.paths import CONFIGS
-from microbench.profile import Profile
+from lab.serving.settings import CPU_ENGINE, Forward
 
 # One attention layer, so that KV blocks exist; what it computes is never asked for.
 NULL_MODEL = {
@@ -26,41 +29,47 @@ NULL_MODEL = {
 }
 
 
-def write_model(folder: Path, profile: Profile) -> tuple[Path, int]:
-    """The model's folder and vocabulary size, made in `folder` where need be.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's folder, and how many token ids it knows."""
 
-    The null model where the profile says so; else the weights the user named, or the
-    shape configs/models/<profile.model>.json, to be loaded with dummy weights.
-    Raises ConfigError if a named model has no config.json.
-    """
-    if profile.null_model:
-        cost = {"forward_us": profile.forward_us}
-        return write_null_model(folder, profile.max_model_len, cost)
-    shape = CONFIGS / "models" / f"{profile.model}.json"
-    given = Path(str(profile.model))
-    file = shape if shape.exists() else given / "config.json"
-    if not file.exists():
-        raise ConfigError(f"model {profile.model!r}: there is no {file}")
-    config = json.loads(file.read_text())
-    if file != shape:
-        return given.resolve(), config["vocab_size"]
-    return _write(folder, config)
+    folder: Path
+    vocab_size: int
 
 
-def write_null_model(
-    folder: Path, max_model_len: int, cost: dict[str, float]
-) -> tuple[Path, int]:
-    """The null model's folder and vocabulary size.
-
-    `cost`: the simulated time of a forward, see
-    lab/serving/vllm_plugin/kvtax_null_model/model.py.
-    """
-    simulated = {f"null_{name}": value for name, value in cost.items()}
+def write_null_model(folder: Path, max_model_len: int, forward: Forward) -> Checkpoint:
+    """The null model, made in `folder`; vllm_plugin/ reads what a forward takes."""
+    simulated = {
+        f"null_{name}": value
+        for name, value in msgspec.structs.asdict(forward).items()
+        if value or name == "forward_us"
+    }
     length = {"max_position_embeddings": max_model_len}
     return _write(folder, NULL_MODEL | length | simulated)
 
 
-def _write(folder: Path, config: dict) -> tuple[Path, int]:
+def null_checkpoint(folder: Path) -> Path:
+    """The null model's folder, for CPU_ENGINE, with a forward that takes no time."""
+    return write_null_model(folder, CPU_ENGINE.max_model_len, Forward(0)).folder
+
+
+def real_model(folder: Path, name: str | None) -> Checkpoint:
+    """The checkpoint folder `name`, or a shape of configs/models/ made in `folder`.
+
+    A shape is loaded with dummy weights. Raises ConfigError if there is no such model.
+    """
+    shape = CONFIGS / "models" / f"{name}.json"
+    given = Path(str(name))
+    file = shape if shape.exists() else given / "config.json"
+    if not file.exists():
+        raise ConfigError(f"model {name!r}: there is no {file}")
+    config = json.loads(file.read_text())
+    if file != shape:
+        return Checkpoint(given.resolve(), config["vocab_size"])
+    return _write(folder, config)
+
+
+def _write(folder: Path, config: dict) -> Checkpoint:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    return folder, config["vocab_size"]
+    return Checkpoint(folder, config["vocab_size"])

@@ -15,21 +15,18 @@ from pathlib import Path
 import blockpatch
 from lab.serving import transfer_check
 from lab.serving.connector import Connector
-from lab.serving.server import ServerError, cpu_preload, tail
+from lab.serving.environment import MissingLibraries, cpu_preload
+from lab.serving.machine_lock import supervisors
+from lab.serving.server import tail
+from lab.serving.settings import EngineSettings
 from lab.serving.supervise import Supervised, descendants
 from lab.serving.transfer_check import FIRST_HONEST_VERSION
-from microbench.profile import Profile
 
 MIN_MEMORY_GIB = 5.0
 # Each server beside the first: 1.9 GiB at their peak where that was measured.
 FURTHER_SERVER_GIB = 2.5
 MIN_DISK_GIB = 2.0
 SURVIVOR_DEADLINE_S = 60.0
-CONNECTOR_PACKAGES = {
-    "MooncakeConnector": "mooncake",
-    "DirectReadConnector": "mooncake",
-    "NixlConnector": "nixl",
-}
 
 
 class PreflightError(Exception):
@@ -40,24 +37,24 @@ class PreflightError(Exception):
 CONFIG_ERRORS = (PreflightError, blockpatch.BlockPatchError, ModuleNotFoundError)
 
 
-def check_machine(profile: Profile, servers: int = 1) -> None:
+def check_machine(settings: EngineSettings, servers: int = 1) -> None:
     """Raises PreflightError if `servers` at once could not be measured here."""
-    check_resources(profile, servers)
+    check_resources(settings, servers)
     _await_survivors()
 
 
-def check_resources(profile: Profile, servers: int) -> None:
-    """Raises PreflightError if `servers` of `profile` at once could not run here."""
+def check_resources(settings: EngineSettings, servers: int) -> None:
+    """Raises PreflightError if `servers` at once could not run here."""
     if importlib.util.find_spec("vllm") is None:
-        raise PreflightError(f"vllm is not installed: run setup.sh {profile.flavour}")
-    if profile.flavour == "cpu":
+        raise PreflightError(f"vllm is not installed: run setup.sh {settings.flavour}")
+    if settings.flavour == "cpu":
         try:
             cpu_preload()
-        except ServerError as error:
+        except MissingLibraries as error:
             raise PreflightError(str(error)) from None
     elif shutil.which("nvidia-smi") is None:
         raise PreflightError(
-            f"profile {profile.name} needs a GPU and there is no nvidia-smi here; "
+            f"profile {settings.name} needs a GPU and there is no nvidia-smi here; "
             "--profile cpu runs without one"
         )
     needed_gib = MIN_MEMORY_GIB + (servers - 1) * FURTHER_SERVER_GIB
@@ -81,13 +78,13 @@ def _available_gib() -> float:
     raise PreflightError("/proc/meminfo does not say what memory is available")
 
 
-def check_import(base: Path, profile: Profile) -> None:
+def check_import(base: Path, settings: EngineSettings) -> None:
     """Import vLLM from the private tree; also leaves its bytecode there.
 
     Raises PreflightError with vLLM's own message if that fails.
     """
     env = os.environ | {"PYTHONPATH": str(base)}
-    if profile.flavour == "cpu":
+    if settings.flavour == "cpu":
         env["LD_PRELOAD"] = os.pathsep.join(cpu_preload())
     script = (
         "import vllm.entrypoints.openai.api_server as server; print(server.__file__)"
@@ -105,9 +102,7 @@ def check_import(base: Path, profile: Profile) -> None:
 
 def check_connector(connector: Connector) -> None:
     """Raises PreflightError if the connector's transfer engine is not usable."""
-    if connector.kv_transfer_config is None:
-        return
-    package = CONNECTOR_PACKAGES.get(connector.kv_transfer_config["kv_connector"])
+    package = connector.package
     if package and importlib.util.find_spec(package) is None:
         raise PreflightError(f"package {package} is not installed: run setup.sh")
     if package == "mooncake":
@@ -158,15 +153,4 @@ def _await_survivors() -> None:
 
 
 def _other_supervisors() -> list[int]:
-    ours = set(descendants(os.getpid()))
-    found = []
-    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            arguments = cmdline.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"lab.serving.supervise" in arguments and (
-            (pid := int(cmdline.parent.name)) not in ours
-        ):
-            found.append(pid)
-    return found
+    return sorted(supervisors() - set(descendants(os.getpid())))

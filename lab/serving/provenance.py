@@ -25,9 +25,14 @@ PACKAGES = (
     "aiohttp",
 )
 
+GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
 
-def collect(patch_hashes: dict[str, str]) -> dict:
-    """The provenance record of run.json (see docs/records.md)."""
+
+def collect(patch_hashes: dict[str, str], command: str) -> dict:
+    """The provenance record of run.json (see docs/records.md).
+
+    `command` is what was run, less its arguments.
+    """
     versions = {name: _version(name) for name in PACKAGES}
     commit = _git("rev-parse", "HEAD")
     return {
@@ -38,12 +43,17 @@ def collect(patch_hashes: dict[str, str]) -> dict:
         "host": platform.node(),
         "cpu_model": _cpu_model(),
         "cpu_count": os.cpu_count(),
+        "cpu_affinity": sorted(os.sched_getaffinity(0)),
+        "cpu_governor": _first_line(GOVERNOR),
+        "load_average": list(os.getloadavg()),
+        "hash_seed": os.environ.get("PYTHONHASHSEED"),
+        "cgroup_limits": _cgroup_limits(),
         "gpu_model": _gpu_model(),
         "kernel": platform.release(),
         "date_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git_commit": commit,
         "git_dirty": bool(_git("status", "--porcelain")) if commit else None,
-        "command_line": " ".join(["python -m microbench.sweep", *sys.argv[1:]]),
+        "command_line": " ".join([command, *sys.argv[1:]]),
     }
 
 
@@ -76,3 +86,19 @@ def _cpu_model() -> str | None:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return None
+
+
+def _cgroup_limits() -> dict[str, str]:
+    """What the control group of this process may use, where it says so."""
+    names = ("cpu.max", "cpuset.cpus.effective", "memory.max")
+    group = _first_line("/proc/self/cgroup") or ""
+    folder = "/sys/fs/cgroup" + group.rpartition(":")[2].rstrip("/")
+    found = {name: _first_line(f"{folder}/{name}") for name in names}
+    return {name: value for name, value in found.items() if value}
+
+
+def _first_line(path: str) -> str | None:
+    try:
+        return Path(path).read_text().partition("\n")[0]
+    except OSError:
+        return None

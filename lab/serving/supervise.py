@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from lab.paths import REPOSITORY
+from lab.serving.machine_lock import announce_supervisor
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -48,6 +49,8 @@ class Supervised:
         with log.open("ab") as output:
             supervisor = [sys.executable, "-m", "lab.serving.supervise"]
             scratch = {"TMPDIR": self._scratch, "VLLM_RPC_BASE_PATH": self._scratch}
+            # Where it is set, each process would compile vLLM's 4,000 modules anew.
+            env = {k: v for k, v in env.items() if k != "PYTHONDONTWRITEBYTECODE"}
             self._process = subprocess.Popen(
                 [*supervisor, self._scratch, *command],
                 env=env | scratch,
@@ -168,6 +171,7 @@ def _stop_tree(process: subprocess.Popen) -> None:
 def main() -> int:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     scratch, *command = sys.argv[1:]
+    announcement = announce_supervisor()
     # One that comes before the command can be stopped waits until it can.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     process = subprocess.Popen(
@@ -184,6 +188,7 @@ def main() -> int:
             signal.signal(number, signal.SIG_IGN)
         _stop_tree(process)
         shutil.rmtree(scratch, ignore_errors=True)
+        announcement.close()
     return process.wait()
 
 

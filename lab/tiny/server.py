@@ -18,10 +18,11 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from lab.serving.connector import Connector
-from lab.serving.server import SERVED_MODEL, Server
+from lab.serving.server import Server
+from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
+from lab.serving.settings import CPU_ENGINE, EngineSettings
 from lab.serving.supervise import signal_all
 from lab.tiny.checkpoint import MAX_TOKENS
-from microbench.profile import load_profile
 
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 1024
@@ -64,6 +65,22 @@ class Counters:
         return Counters(**{name: mine[name] - theirs[name] for name in mine})
 
 
+def tiny_settings(
+    max_model_len: int, max_num_seqs: int, num_blocks: int = NUM_BLOCKS
+) -> EngineSettings:
+    """A float32 engine for the tiny checkpoint, on one core."""
+    return msgspec.structs.replace(
+        CPU_ENGINE,
+        num_blocks=num_blocks,
+        block_size=BLOCK_TOKENS,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_model_len,
+        max_num_seqs=max_num_seqs,
+        server_args=[*CPU_ENGINE.server_args, "--dtype", "float32"],
+        server_env=CPU_ENGINE.server_env | {"OMP_NUM_THREADS": "1"},
+    )
+
+
 class TinyServer(Server):
     """Starts when made; leaving its context stops it."""
 
@@ -77,22 +94,11 @@ class TinyServer(Server):
         max_num_seqs: int,
     ) -> None:
         folder.mkdir()
-        base = load_profile("cpu-smoke")
-        profile = msgspec.structs.replace(
-            base,
-            null_model=False,
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_TOKENS,
-            max_model_len=MAX_TOKENS,
-            max_num_batched_tokens=MAX_TOKENS,
-            max_num_seqs=max_num_seqs,
-            server_args=[*base.server_args, "--dtype", "float32"],
-            server_env=base.server_env | {"OMP_NUM_THREADS": "1"} | env,
-        )
         connector = Connector("", [], kv_transfer_config=kv_transfer_config)
-        log = folder / "log"
-        super().__init__(tree, profile, connector, checkpoint, folder, {}, log)
-        self.bootstrap_url = f"http://127.0.0.1:{self.bootstrap_port}"
+        settings = tiny_settings(MAX_TOKENS, max_num_seqs)
+        engine = Engine(tree, settings, connector, checkpoint)
+        super().__init__(resolve(engine, folder, {}).told(**env))
+        self.bootstrap_url = f"http://127.0.0.1:{self.ports.bootstrap}"
 
     async def complete(
         self,

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import shutil
 
-import msgspec
 import pytest
 from patched_tree import run_script
 
 from connectors.direct_read.fingerprint import difference
-from lab.serving.null_model import write_model
-from lab.serving.server import environment, free_ports
-from microbench.profile import load_profile
+from lab.serving.environment import engine_environment
+from lab.serving.null_model import null_checkpoint
+from lab.serving.ports import reserve
+from lab.serving.settings import CPU_ENGINE
 
 
 def test_what_differs_is_named_with_both_values():
@@ -32,11 +32,9 @@ def test_a_different_seed_is_told_with_what_to_set():
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("fingerprint")
-    profile = msgspec.structs.replace(load_profile("cpu-smoke"), forward_us=0)
-    model, _ = write_model(folder / "model", profile)
+    model = null_checkpoint(folder / "model")
     other_path = shutil.copytree(model, folder / "elsewhere" / "model")
-    env = environment(folder / "tree", profile, folder, {}, free_ports(2))
-    del env["KVTAX_STEP_RECORDS_DIR"]
+    env = engine_environment(folder / "tree", CPU_ENGINE, reserve(1)[0])
     arguments = str(model), str(other_path)
     found = run_script(folder, "fingerprint_script.py", [], *arguments, env=env)
     return found | {"path": str(model)}

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from patched_tree import run_script
 
-from lab.serving.null_model import write_model
-from lab.serving.server import environment, free_ports
-from microbench.profile import load_profile
+from lab.serving.environment import engine_environment
+from lab.serving.null_model import null_checkpoint
+from lab.serving.ports import reserve
+from lab.serving.settings import CPU_ENGINE
 
 pytestmark = pytest.mark.long
 
@@ -19,10 +19,8 @@ PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
 
 
 def run(folder: Path, *arguments: str) -> dict:
-    profile = msgspec.structs.replace(load_profile("cpu-smoke"), forward_us=0)
-    model, _ = write_model(folder / "model", profile)
-    env = environment(folder / "tree", profile, folder, {}, free_ports(2))
-    del env["KVTAX_STEP_RECORDS_DIR"]
+    model = null_checkpoint(folder / "model")
+    env = engine_environment(folder / "tree", CPU_ENGINE, reserve(1)[0])
     return run_script(
         folder, "hooks_script.py", PATCHES, str(model), *arguments, env=env
     )

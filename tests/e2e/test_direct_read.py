@@ -36,7 +36,7 @@ from costs.direct_read.gates import (
     TRUST_ALL,
     VALIDATE,
 )
-from lab.serving.server import free_ports
+from lab.serving.ports import reserve
 from lab.tiny.checkpoint import prompt
 from lab.tiny.server import BLOCK_TOKENS, SETTLE_DEADLINE_S, aborted
 from lab.tiny.servers import Reference, TinyServers, ready
@@ -376,7 +376,7 @@ def test_a_peer_that_is_not_there(bench):
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            (closed_port,) = free_ports(1)
+            closed_port = reserve(1)[0].http
             peers = [
                 named(closed_port),
                 named(silent.getsockname()[1]),

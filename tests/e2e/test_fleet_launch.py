@@ -20,9 +20,10 @@ import pytest
 import zmq
 
 from fleet.instances import Instance, read_instances, write_instances
-from fleet.launch.profile import read_profile
+from fleet.launch.instance_settings import read_instance_settings
 from lab.paths import CONFIGS, REPOSITORY
-from lab.serving.server import READY_DEADLINE_S, SERVED_MODEL
+from lab.serving.server import READY_DEADLINE_S
+from lab.serving.server_spec import SERVED_MODEL
 from lab.serving.supervise import descendants
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -101,7 +102,7 @@ def test_an_instances_file_that_is_wrong_about_them_is_told_how(instances, tmp_p
 def test_a_prompt_takes_the_simulated_time_and_the_next_finds_it_cached(
     launched, instances
 ):
-    forward = read_profile(PROFILE).forward
+    forward = read_instance_settings(PROFILE).forward
     tokens = 2_000
     prompt = [token % 1000 for token in range(tokens)]
     _, folder = launched

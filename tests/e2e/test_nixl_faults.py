@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lab.serving.server import free_ports
+from lab.serving.ports import reserve
 from lab.tiny.checkpoint import prompt
 from lab.tiny.server import (
     BLOCK_TOKENS,
@@ -181,7 +181,7 @@ def test_prefill_side_killed_while_it_is_read(bench):
 def test_prefill_side_that_was_never_met_is_gone(bench):
     async def scenario() -> None:
         asked = prompt(85_000, TOKENS)
-        (closed_port,) = free_ports(1)
+        closed_port = reserve(1)[0].http
         params = {
             "do_remote_prefill": True,
             "remote_engine_id": "gone",

@@ -19,13 +19,14 @@ import msgspec
 import pytest
 
 from fleet.instances import write_instances
+from fleet.launch.instance_settings import read_instance_settings
 from fleet.launch.launched import LaunchedInstance, Workshop, launched, wait_ready
-from fleet.launch.ports import reserve
-from fleet.launch.profile import read_profile
-from fleet.launch.settings import Spec
+from fleet.launch.spec import FleetSpec
 from lab.paths import CONFIGS
 from lab.serving.connector import load_connector
-from lab.serving.server import SERVED_MODEL, http_ok
+from lab.serving.ports import reserve
+from lab.serving.server import http_ok
+from lab.serving.server_spec import SERVED_MODEL
 from lab.serving.supervise import Supervised
 from lab.tiny.checkpoint import MAX_TOKENS, prompt
 from lab.tiny.server import ANSWER_TOKENS, BLOCK_TOKENS, NUM_BLOCKS, Tokens
@@ -47,8 +48,8 @@ def elastic(lab: TinyServers, request: pytest.FixtureRequest) -> Iterator[Elasti
     connector = request.param
     folder = lab.folder / connector
     folder.mkdir()
-    simulated = read_profile(CONFIGS / "fleet" / "h20-30b-a3b.toml")
-    profile = msgspec.structs.replace(
+    simulated = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
+    settings = msgspec.structs.replace(
         simulated,
         forward=None,
         model=str(lab.checkpoint),
@@ -58,7 +59,7 @@ def elastic(lab: TinyServers, request: pytest.FixtureRequest) -> Iterator[Elasti
         max_num_batched_tokens=MAX_TOKENS,
         server_args=["--enforce-eager", "--dtype", "float32"],
     )
-    spec = Spec(profile, connector, load_connector(connector), ["both", "both"])
+    spec = FleetSpec(settings, connector, load_connector(connector), ["both", "both"])
     with (
         Workshop(folder / "workshop") as workshop,
         launched(spec, workshop, folder) as fleet,

@@ -16,7 +16,7 @@ from functools import partial
 
 import pytest
 
-from lab.serving.server import free_ports
+from lab.serving.ports import reserve
 from lab.tiny.checkpoint import prompt
 from lab.tiny.server import (
     BLOCK_TOKENS,
@@ -146,7 +146,7 @@ def test_bootstrap_server_gone(bench):
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             known = await pull_params(bench.p, "")
-            (closed_port,) = free_ports(1)
+            closed_port = reserve(1)[0].http
             gone = [
                 {"remote_bootstrap_addr": f"http://127.0.0.1:{closed_port}"},
                 {"remote_bootstrap_addr": address(silent)},
@@ -232,7 +232,7 @@ def test_without_the_fix_an_abort_before_scheduling_is_the_end_of_the_engine(ben
 
 def test_by_default_a_failed_pull_fails_its_request_alone(bench):
     async def scenario() -> None:
-        (closed_port,) = free_ports(1)
+        closed_port = reserve(1)[0].http
         params = {
             "do_remote_prefill": True,
             "transfer_id": "none",

@@ -6,15 +6,14 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from connectors.direct_read.reader import Read
-from lab.serving import server
+from lab.records.trial import ReadCounts
 from lab.serving.connector import load_connector
-from microbench.direct_read_peer import reads, wait_for_address
-from microbench.profile import load_profile
+from lab.serving.ports import reserve
+from microbench.direct_read_peer import reads
 from microbench.trial import TrialError, _count_reads, _peer
 
 SERVING = load_connector("direct_read_serving")
@@ -50,12 +49,6 @@ def test_the_peer_reads_the_newest_prompt_that_is_there():
     assert instance.asked[-2:] == [3, 3]
 
 
-def test_the_peer_asks_where_the_server_says(tmp_path: Path):
-    log = tmp_path / "server.log"
-    log.write_text("INFO Direct read: peers can ask at 127.0.0.1:40123\nINFO x\n")
-    assert wait_for_address(log) == ("127.0.0.1", 40123)
-
-
 def write_reads(folder: Path, valid: int, torn: bool = False) -> None:
     lines = [{"schema": "kvtax.reads/1"}]
     lines += [{"t_ns": 10**9 * n, "offered": 4, "valid": valid} for n in range(3)]
@@ -72,34 +65,14 @@ def test_a_trial_whose_peer_read_nothing_fails(tmp_path: Path):
 
 def test_what_the_peer_read_is_counted_up_to_a_torn_line(tmp_path: Path):
     write_reads(tmp_path, valid=3, torn=True)
-    counts = {"reads": 3, "blocks_offered": 12, "blocks_valid": 9, "seconds": 2.0}
+    counts = ReadCounts(reads=3, blocks_offered=12, blocks_valid=9, seconds=2.0)
     assert _count_reads(tmp_path) == counts
 
 
 @pytest.mark.slow
 def test_a_trial_whose_peer_cannot_start_fails_with_its_last_words(tmp_path: Path):
-    profile = load_profile("cpu-smoke")
     with (
         pytest.raises(TrialError, match=r"(?s)did not start.*plan\.json"),
-        _peer(tmp_path, SERVING, profile),
+        _peer(tmp_path, SERVING, 16, reserve(1)[0]),
     ):
         pytest.fail("it has no plan")
-
-
-def test_a_connectors_environment_reaches_its_server(tmp_path: Path, monkeypatch):
-    started = []
-    monkeypatch.setattr(
-        server,
-        "Supervised",
-        lambda _command, env, _log: started.append(env) or SimpleNamespace(),
-    )
-    profile = load_profile("cpu-smoke")
-    for name in ("noop", "direct_read_serving"):
-        connector = load_connector(name)
-        log = tmp_path / "log"
-        server.Server(tmp_path, profile, connector, tmp_path, tmp_path, {}, log)
-    plain, serving = started
-    assert "DIRECT_READ_SECRET" not in plain
-    assert serving["DIRECT_READ_SECRET"] == SERVING.env["DIRECT_READ_SECRET"]
-    # All configs make the same hashes.
-    assert plain["PYTHONHASHSEED"] == serving["PYTHONHASHSEED"] == server.HASH_SEED

@@ -13,6 +13,7 @@ import pytest
 from lab.config import ConfigError
 from lab.paths import CONFIGS, REPOSITORY
 from lab.serving.connector import load_connector
+from lab.serving.machine_lock import machine_lock
 from lab.serving.tree import build_tree, installed_package, link_package
 from microbench import sweep
 from microbench.profile import load_profile
@@ -111,7 +112,7 @@ def test_a_misspelt_field_is_refused_by_name(tmp_path, monkeypatch):
     text = (CONFIGS / "connectors" / "noop.toml").read_text()
     file = tmp_path / "connectors" / "noop.toml"
     file.write_text(text.replace("summary", "sumary"))
-    monkeypatch.setattr("microbench.profile.CONFIGS", tmp_path)
+    monkeypatch.setattr("lab.serving.connector.CONFIGS", tmp_path)
     with pytest.raises(ConfigError, match=r"noop\.toml.*sumary"):
         load_connector("noop")
 
@@ -136,13 +137,10 @@ def test_a_wrong_command_line_is_refused_before_anything_starts(
 
 
 def test_a_second_sweep_on_the_same_machine_is_refused(tmp_path):
-    lock = sweep._lock_machine()
-    try:
+    with machine_lock():
         done = run("--out", str(tmp_path / "run"))
-    finally:
-        lock.close()
     assert done.returncode == 1
-    assert "another sweep is running" in done.stderr
+    assert "another sweep or experiment is running" in done.stderr
 
 
 def test_the_tree_shares_its_data_with_the_installed_package(trees):

@@ -8,11 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from lab.serving.null_model import write_model
-from microbench.profile import load_profile
+from lab.serving.null_model import null_checkpoint
 
 WORST_FIRST = ("failed", "skipped", "passed")
 
@@ -46,9 +44,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A null model that costs no time."""
-    profile = msgspec.structs.replace(load_profile("cpu-smoke"), forward_us=0)
-    path, _ = write_model(tmp_path_factory.mktemp("model") / "null", profile)
-    return path
+    return null_checkpoint(tmp_path_factory.mktemp("model") / "null")
 
 
 @pytest.fixture

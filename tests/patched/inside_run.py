@@ -11,12 +11,12 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-import msgspec
-
-from lab.serving.server import environment, free_ports, tail
+from lab.serving.environment import engine_environment
+from lab.serving.ports import reserve
+from lab.serving.server import tail
+from lab.serving.settings import CPU_ENGINE
 from lab.serving.supervise import Supervised
 from lab.serving.tree import build_tree, installed_package
-from microbench.profile import load_profile
 
 HERE = Path(__file__).parent
 POLL_S = 0.05
@@ -37,9 +37,7 @@ class InsideRun:
         folder = Path(self._folder.name)
         self._log, self._results = folder / "log", folder / "results.jsonl"
         build_tree(folder / "tree", vllm, list(patches), {})
-        profile = msgspec.structs.replace(load_profile("cpu-smoke"), forward_us=0)
-        env = environment(folder / "tree", profile, folder, {}, free_ports(2))
-        del env["KVTAX_STEP_RECORDS_DIR"]
+        env = engine_environment(folder / "tree", CPU_ENGINE, reserve(1)[0])
         env["PYTHONPATH"] += f"{os.pathsep}{HERE}"
         env["INSIDE_RESULTS"] = str(self._results)
         plugins = ["--noconftest", "-p", "inside", "-p", "no:cacheprovider"]

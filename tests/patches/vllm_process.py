@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
-
-from lab.serving.null_model import write_model
-from lab.serving.server import environment, free_ports, tail
+from lab.serving.environment import engine_environment, record_steps
+from lab.serving.null_model import null_checkpoint
+from lab.serving.ports import reserve
+from lab.serving.server import tail
+from lab.serving.settings import CPU_ENGINE
 from lab.serving.supervise import Supervised
 from lab.serving.tree import build_tree, installed_package
-from microbench.profile import load_profile
 
 DEADLINE_S = 240
 
@@ -41,14 +41,11 @@ class ScriptProcess:
         self.records.mkdir()
         self.log = folder / "log"
         self._result = folder / "result.json"
-        profile = msgspec.structs.replace(load_profile("cpu-smoke"), forward_us=0)
-        model, _ = write_model(folder / "model", profile)
+        model = null_checkpoint(folder / "model")
         build_tree(folder / "tree", base or installed_package("vllm"), patches, {})
-        env = environment(
-            folder / "tree", profile, self.records, {"test": 1}, free_ports(2)
-        )
-        if not recording:
-            del env["KVTAX_STEP_RECORDS_DIR"]
+        env = engine_environment(folder / "tree", CPU_ENGINE, reserve(1)[0])
+        if recording:
+            env |= record_steps(self.records, {"test": 1})
         path = Path(__file__).with_name(script)
         command = [sys.executable, str(path), str(model), str(self._result), *arguments]
         self.process = Supervised(command, env, self.log)

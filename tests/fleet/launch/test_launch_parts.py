@@ -23,16 +23,21 @@ from fleet.instances import (
     write_instances,
 )
 from fleet.launch import __main__ as launch
-from fleet.launch import settings
-from fleet.launch.ports import PortsError, reserve
-from fleet.launch.profile import FleetProfile, Forward, read_profile, slowed
-from fleet.launch.settings import SettingsError, Spec
+from fleet.launch.instance_settings import (
+    InstanceSettings,
+    read_instance_settings,
+    slowed,
+)
+from fleet.launch.spec import FleetSpec, Member, SpecError, members, own_connector
+from fleet.launch.spec import told as told_besides
 from lab.config import ConfigError
 from lab.paths import CONFIGS, REPOSITORY
 from lab.serving import preflight
 from lab.serving.connector import load_connector
+from lab.serving.ports import PortsError, reserve
 from lab.serving.preflight import PreflightError
-from lab.serving.server import command
+from lab.serving.server_spec import Engine, ServerSpec, resolve
+from lab.serving.settings import Forward
 
 PROFILES = sorted((CONFIGS / "fleet").glob("*.toml"))
 CONNECTORS = [
@@ -45,35 +50,36 @@ CONNECTORS = [
 ]
 
 
-def profile() -> FleetProfile:
-    return read_profile(CONFIGS / "fleet" / "h20-30b-a3b.toml")
+def settings() -> InstanceSettings:
+    return read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
 
 
-def spec(connector: str, roles: list[str], kv_events: bool = False) -> Spec:
-    return Spec(profile(), connector, load_connector(connector), roles, kv_events)
+def spec(connector: str, roles: list[str], kv_events: bool = False) -> FleetSpec:
+    return FleetSpec(settings(), connector, load_connector(connector), roles, kv_events)
 
 
-def told(spec: Spec, folder: Path) -> list[list[str]]:
-    """The command line of each instance."""
-    lines = []
-    for index, ports in enumerate(reserve(len(spec.roles))):
-        made = settings.instance(spec, index, ports, folder)
-        own = settings.own_profile(spec, index, made, ports, {})
-        connector = settings.own_connector(spec, made)
-        lines.append(command(own, connector, folder, ports.http))
-    return lines
+def launched_as(spec: FleetSpec, folder: Path) -> list[Member]:
+    return members(spec, reserve(len(spec.roles)), folder)
+
+
+def told(spec: FleetSpec, folder: Path) -> list[ServerSpec]:
+    """What each instance is told."""
+    servers = []
+    for member in launched_as(spec, folder):
+        connector = own_connector(spec, member.instance.role)
+        engine = Engine(folder, spec.settings, connector, folder)
+        server = resolve(engine, folder, {}, member.ports)
+        servers.append(told_besides(server, spec, member))
+    return servers
+
+
+def transfer_config(server: ServerSpec) -> dict:
+    return json.loads(server.argv[server.argv.index("--kv-transfer-config") + 1])
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_every_committed_profile_is_read(path):
-    assert read_profile(path).name == path.stem
-
-
-@given(st.integers(1, 8))
-def test_no_two_instances_share_a_port(instances):
-    ports = [dataclasses.astuple(own) for own in reserve(instances)]
-    everyone = [port for own in ports for port in own]
-    assert len(set(everyone)) == len(everyone)
+    assert read_instance_settings(path).name == path.stem
 
 
 def test_a_taken_port_is_named():
@@ -87,11 +93,11 @@ def test_a_taken_port_is_named():
 
 def test_a_fleet_needs_the_memory_of_all_its_servers(monkeypatch):
     monkeypatch.setattr(preflight, "_available_gib", lambda: 20.0)
-    preflight.check_resources(profile(), 4)
+    preflight.check_resources(settings(), 4)
     monkeypatch.setattr(preflight, "_available_gib", lambda: 6.0)
-    preflight.check_resources(profile(), 1)
+    preflight.check_resources(settings(), 1)
     with pytest.raises(PreflightError, match=r"6\.0 GiB .* 4 server\(s\) .* 12\.5"):
-        preflight.check_resources(profile(), 4)
+        preflight.check_resources(settings(), 4)
 
 
 def test_a_fleet_without_memory_for_it_is_refused_before_anything_starts(
@@ -109,13 +115,12 @@ def test_a_fleet_without_memory_for_it_is_refused_before_anything_starts(
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_instances_of_one_connector_differ_where_they_must(connector, tmp_path):
     spec_of_two = spec(connector, ["both", "both"], kv_events=True)
-    ports = reserve(2)
-    made = [settings.instance(spec_of_two, i, ports[i], tmp_path) for i in (0, 1)]
+    made = [member.instance for member in launched_as(spec_of_two, tmp_path)]
     for field in ("name", "url", "bootstrap_url", "direct_read", "kv_events"):
         first, second = (getattr(one, field) for one in made)
         assert first != second or first is None, field
-    assert {one.connector for one in made} == {spec_of_two.kind}
-    assert made[0].block_tokens == spec_of_two.profile.block_size
+    assert {one.connector for one in made} == {spec_of_two.connector.transfer}
+    assert made[0].block_tokens == spec_of_two.settings.block_size
 
 
 @pytest.mark.parametrize(
@@ -123,75 +128,69 @@ def test_instances_of_one_connector_differ_where_they_must(connector, tmp_path):
     [("both", "kv_both"), ("prefill", "kv_producer"), ("decode", "kv_consumer")],
 )
 def test_the_role_is_what_the_connector_is_told(role, kv_role, tmp_path):
-    (line,) = told(spec("mooncake_both", [role]), tmp_path)
-    transfer = json.loads(line[line.index("--kv-transfer-config") + 1])
+    (server,) = told(spec("mooncake_both", [role]), tmp_path)
+    transfer = transfer_config(server)
     assert transfer["kv_role"] == kv_role
     assert transfer["kv_buffer_device"] == "cpu"
 
 
-def test_direct_read_keeps_what_its_config_says_beside_its_address(tmp_path):
-    (line,) = told(spec("direct_read_idle", ["both"]), tmp_path)
-    transfer = json.loads(line[line.index("--kv-transfer-config") + 1])
-    extra = transfer["kv_connector_extra_config"]
+def test_direct_read_keeps_what_its_config_says_and_listens_where_it_is_named(tmp_path):
+    of_one = spec("direct_read_idle", ["both"])
+    (server,) = told(of_one, tmp_path)
+    extra = transfer_config(server)["kv_connector_extra_config"]
     assert extra["mooncake_protocol"] == "tcp"
-    assert {"host", "port"} <= set(extra)
+    (member,) = launched_as(of_one, tmp_path)
+    assert member.instance.direct_read.port == member.ports.direct_read
+    assert server.env["DIRECT_READ_PORT"] == str(server.ports.direct_read)
 
 
 def test_a_decode_instance_has_no_bootstrap_server(tmp_path):
     of_three = spec("mooncake_both", ["both", "prefill", "decode"])
-    ports = reserve(3)
-    made = [settings.instance(of_three, i, ports[i], tmp_path) for i in range(3)]
+    made = [member.instance for member in launched_as(of_three, tmp_path)]
     assert [one.bootstrap_url is None for one in made] == [False, False, True]
 
 
 @pytest.mark.parametrize("connector", ["plain", "noop", "direct_read_idle"])
 def test_roles_need_a_connector_that_moves_kv(connector, tmp_path):
-    with pytest.raises(SettingsError, match="moves KV"):
+    with pytest.raises(SpecError, match="moves KV"):
         told(spec(connector, ["prefill"]), tmp_path)
 
 
 def test_events_are_published_only_where_asked_for(tmp_path):
     (quiet,) = told(spec("plain", ["both"]), tmp_path)
     (loud,) = told(spec("plain", ["both"], kv_events=True), tmp_path)
-    assert "--kv-events-config" not in quiet
-    events = json.loads(loud[loud.index("--kv-events-config") + 1])
+    assert "--kv-events-config" not in quiet.argv
+    events = json.loads(loud.argv[loud.argv.index("--kv-events-config") + 1])
     assert events["enable_kv_cache_events"] is True
 
 
 def test_cached_tokens_are_always_asked_of_vllm(tmp_path):
-    for line in told(spec("plain", ["both", "both"]), tmp_path):
-        assert "--enable-prompt-tokens-details" in line
+    for server in told(spec("plain", ["both", "both"]), tmp_path):
+        assert "--enable-prompt-tokens-details" in server.argv
 
 
 def test_each_instance_has_a_gpu_of_its_own_where_there_are_gpus(tmp_path):
     on_gpus = dataclasses.replace(
         spec("plain", ["both", "both"]),
-        profile=msgspec.structs.replace(profile(), flavour="gpu"),
+        settings=msgspec.structs.replace(settings(), flavour="gpu"),
     )
-    ports = reserve(2)
-    made = [settings.instance(on_gpus, i, ports[i], tmp_path) for i in (0, 1)]
-    devices = [
-        settings.own_profile(on_gpus, i, made[i], ports[i], {}).server_env[
-            "CUDA_VISIBLE_DEVICES"
-        ]
-        for i in (0, 1)
-    ]
+    devices = [server.env["CUDA_VISIBLE_DEVICES"] for server in told(on_gpus, tmp_path)]
     assert devices == ["0", "1"]
 
 
 @given(st.floats(0.1, 10))
 def test_a_slower_profile_is_slower_in_every_part(factor):
-    before, after = profile().forward, slowed(profile(), factor).forward
+    before, after = settings().forward, slowed(settings(), factor).forward
     for name, value in msgspec.structs.asdict(before).items():
         assert getattr(after, name) == pytest.approx(value * factor)
 
 
 def test_only_a_simulated_forward_can_be_slowed():
-    real = msgspec.structs.replace(profile(), forward=None, model="some/path")
+    real = msgspec.structs.replace(settings(), forward=None, model="some/path")
     with pytest.raises(ConfigError, match="null model"):
         slowed(real, 2)
     with pytest.raises(ConfigError, match="above 0"):
-        slowed(profile(), 0)
+        slowed(settings(), 0)
 
 
 @pytest.mark.parametrize("extra", ["", 'model = "x"\n[forward]\nforward_us = 1\n'])
@@ -202,13 +201,12 @@ def test_a_profile_serves_either_the_null_model_or_a_real_one(extra, tmp_path):
         "max_model_len = 1\nmax_num_batched_tokens = 1\nmax_num_seqs = 1\n" + extra
     )
     with pytest.raises(ConfigError, match=r"p\.toml.*one of"):
-        read_profile(path)
+        read_instance_settings(path)
 
 
 def test_an_instances_file_is_read_as_it_was_written(tmp_path):
     spec_of_two = spec("direct_read_idle", ["both", "both"], kv_events=True)
-    ports = reserve(2)
-    made = [settings.instance(spec_of_two, i, ports[i], tmp_path) for i in (0, 1)]
+    made = [member.instance for member in launched_as(spec_of_two, tmp_path)]
     write_instances(tmp_path / "instances.json", made)
     assert read_instances(tmp_path / "instances.json") == made
 

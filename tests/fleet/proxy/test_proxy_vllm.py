@@ -16,10 +16,11 @@ from proxy_lab import post, proxy, until
 
 from fleet.instances import Instance
 from lab.serving.connector import Connector
-from lab.serving.null_model import write_model
-from lab.serving.server import SERVED_MODEL, Server
+from lab.serving.null_model import null_checkpoint
+from lab.serving.server import Server
+from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
+from lab.serving.settings import CPU_ENGINE
 from lab.serving.tree import build_tree, installed_package
-from microbench.profile import load_profile
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 BLOCK, BLOCKS = 16, 120
@@ -33,27 +34,23 @@ def instance(tmp_path: Path) -> Iterator[Instance]:
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
     events |= {"endpoint": endpoint, "replay_endpoint": replay}
-    base = load_profile("cpu-smoke")
-    profile = msgspec.structs.replace(
-        base,
-        forward_us=0,
+    settings = msgspec.structs.replace(
+        CPU_ENGINE,
         num_blocks=BLOCKS,
         block_size=BLOCK,
         max_model_len=1024,
         max_num_batched_tokens=1024,
         server_args=[
-            *base.server_args,
+            *CPU_ENGINE.server_args,
             "--enable-prompt-tokens-details",
             "--kv-events-config",
             json.dumps(events),
         ],
     )
     build_tree(tmp_path / "tree", installed_package("vllm"), [], {})
-    model, _ = write_model(tmp_path / "model", profile)
-    log = tmp_path / "log"
-    with Server(
-        tmp_path / "tree", profile, Connector("", []), model, tmp_path, {}, log
-    ) as server:
+    model = null_checkpoint(tmp_path / "model")
+    engine = Engine(tmp_path / "tree", settings, Connector("", []), model)
+    with Server(resolve(engine, tmp_path, {})) as server:
         server.wait_ready()
         yield Instance("a", server.url, kv_events=endpoint, kv_events_replay=replay)
 

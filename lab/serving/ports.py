@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports for the instances of a fleet, staggered so that no two ever meet.
+"""Ports for servers, staggered so that no two servers ever meet.
 
 They lie below the range that the kernel hands out to clients, where a port that is
-free now may be somebody's outgoing connection when the instance gets to it.
+free now may be somebody's outgoing connection when the server gets to it.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 FIRST, LAST = 10_000, 32_000
-PORTS_AN_INSTANCE = 16
+PORTS_PER_SERVER = 16
 TRIES = 200
 
 
@@ -22,7 +24,12 @@ class PortsError(Exception):
 
 @dataclass(frozen=True)
 class Ports:
-    """`vllm_internal` is where vLLM begins to look for the ports it chooses itself."""
+    """The ports of one server.
+
+    `bootstrap` is Mooncake's, `nixl` and `direct_read` are side channels of those
+    connectors; `vllm_internal` is where vLLM begins to look for the ports it chooses
+    itself.
+    """
 
     http: int
     bootstrap: int
@@ -31,25 +38,25 @@ class Ports:
     vllm_internal: int
 
 
-def reserve(instances: int, base: int | None = None) -> list[Ports]:
-    """Ports that were free a moment ago, from `base` on if given.
+def reserve(servers: int, base: int | None = None) -> list[Ports]:
+    """Ports for so many servers, free a moment ago, from `base` on if given.
 
     Raises PortsError.
     """
-    span = instances * PORTS_AN_INSTANCE
+    span = servers * PORTS_PER_SERVER
     if base is not None:
         if (taken := _first_taken(base, span)) is not None:
             raise PortsError(f"port {taken} is taken: choose another --base-port")
-        return _staggered(base, instances)
+        return _staggered(base, servers)
     for _ in range(TRIES):
         base = random.randrange(FIRST, LAST - span)
         if _first_taken(base, span) is None:
-            return _staggered(base, instances)
+            return _staggered(base, servers)
     raise PortsError(f"no {span} free ports in a row between {FIRST} and {LAST}")
 
 
-def _staggered(base: int, instances: int) -> list[Ports]:
-    starts = range(base, base + instances * PORTS_AN_INSTANCE, PORTS_AN_INSTANCE)
+def _staggered(base: int, servers: int) -> list[Ports]:
+    starts = range(base, base + servers * PORTS_PER_SERVER, PORTS_PER_SERVER)
     return [Ports(*range(start, start + 5)) for start in starts]
 
 
@@ -62,4 +69,21 @@ def _first_taken(base: int, span: int) -> int | None:
                 probe.bind(("", port))
             except (OSError, OverflowError):
                 return port
+    return None
+
+
+def listener_pid(port: int) -> int | None:
+    """The process that listens on a TCP port of this host, as /proc tells."""
+    wanted = f":{port:04X}"
+    inodes = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[1].endswith(wanted) and fields[3] == "0A":  # LISTEN
+            inodes.add(f"socket:[{fields[9]}]")
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(link) in inodes:
+                return int(link.parts[2])
+        except OSError:
+            continue
     return None

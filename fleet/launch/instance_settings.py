@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TOML files under configs/fleet/: what every instance of a fleet is like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from lab.config import ConfigError, read_toml
+from lab.serving.null_model import Checkpoint, real_model, write_null_model
+from lab.serving.settings import EngineSettings, Forward
+
+
+class InstanceSettings(
+    EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=True
+):
+    """What all instances of a fleet have in common: configs/fleet/<name>.toml.
+
+    With `forward` the null model is served, whose forward takes that long; else
+    `model`, a checkpoint folder or a name in configs/models/.
+    """
+
+    summary: str
+    forward: Forward | None = None
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.forward is None) == (self.model is None):
+            raise ValueError("give one of `forward` (null model) and `model`")
+
+    def checkpoint(self, folder: Path) -> Checkpoint:
+        """The model to be served, made in `folder` if it is not there already.
+
+        Raises ConfigError if there is no such model.
+        """
+        if self.forward is not None:
+            return write_null_model(folder, self.max_model_len, self.forward)
+        return real_model(folder, self.model)
+
+
+def slowed(settings: InstanceSettings, factor: float) -> InstanceSettings:
+    """The settings with a simulated forward that takes `factor` times as long.
+
+    Raises ConfigError where nothing is simulated.
+    """
+    if factor == 1:
+        return settings
+    if settings.forward is None or factor <= 0:
+        raise ConfigError(
+            f"a time factor of {factor}: it must be above 0, and only the null model's "
+            "forward can be made longer or shorter"
+        )
+    times = msgspec.structs.asdict(settings.forward)
+    scaled = Forward(**{name: time_us * factor for name, time_us in times.items()})
+    return msgspec.structs.replace(settings, forward=scaled)
+
+
+def read_instance_settings(path: Path) -> InstanceSettings:
+    """Raises ConfigError."""
+    return msgspec.structs.replace(read_toml(path, InstanceSettings), name=path.stem)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet to be launched, and what each of its instances is told beside the others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from fleet.instances import Address, Instance, Role
+from fleet.launch.instance_settings import InstanceSettings
+from lab.serving.connector import Connector
+from lab.serving.ports import Ports
+from lab.serving.server_spec import ServerSpec
+
+KV_ROLES: dict[Role, str] = {
+    "both": "kv_both",
+    "prefill": "kv_producer",
+    "decode": "kv_consumer",
+}
+# Those with which one instance may prefill and another decode.
+HANDED_OVER = ("mooncake", "nixl")
+
+
+class SpecError(Exception):
+    """A fleet was asked for that cannot work; the message says why."""
+
+
+@dataclass(frozen=True)
+class FleetSpec:
+    """A fleet to be launched on this machine: an instance for each of `roles`."""
+
+    settings: InstanceSettings
+    connector_name: str
+    connector: Connector
+    roles: list[Role] = field(default_factory=lambda: ["both"])
+    kv_events: bool = False
+
+
+@dataclass(frozen=True)
+class Member:
+    """One instance of a fleet to be launched: its place in it, and its ports."""
+
+    index: int
+    instance: Instance
+    ports: Ports
+
+
+def members(spec: FleetSpec, ports: list[Ports], sockets: Path) -> list[Member]:
+    """A member for each role; ZMQ's sockets are in the folder `sockets`.
+
+    Raises SpecError if the connector cannot play one of the roles.
+    """
+    return [
+        Member(index, _instance(spec, index, own, sockets), own)
+        for index, own in enumerate(ports)
+    ]
+
+
+def _instance(spec: FleetSpec, index: int, ports: Ports, sockets: Path) -> Instance:
+    """The instance as its clients see it."""
+    transfer = spec.connector.transfer
+    role = spec.roles[index]
+    if role != "both" and transfer not in HANDED_OVER:
+        raise SpecError(
+            f"role {role} needs a connector that moves KV, and {spec.connector_name} "
+            f"has no `transfer` of {' or '.join(HANDED_OVER)} in its TOML"
+        )
+    bootstrap = f"http://127.0.0.1:{ports.bootstrap}"
+    # Only who sends KV has a bootstrap server.
+    bootstraps = transfer == "mooncake" and role != "decode"
+    side = Address("127.0.0.1", ports.direct_read)
+    events = f"ipc://{sockets}/{index}"
+    return Instance(
+        name=f"i{index}",
+        url=f"http://127.0.0.1:{ports.http}",
+        role=role,
+        connector=transfer,
+        bootstrap_url=bootstrap if bootstraps else None,
+        direct_read=side if transfer == "direct_read" else None,
+        kv_events=events if spec.kv_events else None,
+        kv_events_replay=f"{events}.replay" if spec.kv_events else None,
+        block_tokens=spec.settings.block_size,
+    )
+
+
+def own_connector(spec: FleetSpec, role: Role) -> Connector:
+    """The connector as an instance of this role has it."""
+    shared = spec.connector.kv_transfer_config
+    if shared is None:
+        return spec.connector
+    own = shared | {"kv_role": KV_ROLES[role]}
+    return msgspec.structs.replace(spec.connector, kv_transfer_config=own)
+
+
+def told(server: ServerSpec, spec: FleetSpec, member: Member) -> ServerSpec:
+    """`server` with what it is told as a member of the fleet."""
+    made = member.instance
+    arguments = ["--enable-prompt-tokens-details"]
+    if made.kv_events:
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": made.kv_events,
+            "replay_endpoint": made.kv_events_replay,
+        }
+        arguments += ["--kv-events-config", json.dumps(events)]
+    on_gpus = spec.settings.flavour == "gpu"
+    # A GPU of its own.
+    env = {"CUDA_VISIBLE_DEVICES": str(member.index)} if on_gpus else {}
+    return server.told(*arguments, **env)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment of a process with vLLM: what it inherits, and what it is given."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from lab.paths import REPOSITORY
+from lab.serving.ports import Ports
+from lab.serving.settings import EngineSettings
+
+NULL_MODEL_PLUGIN = Path(__file__).with_name("vllm_plugin")
+# The same block hashes in all servers, and sets in the same order.
+HASH_SEED = "0"
+
+
+class MissingLibraries(Exception):
+    """vLLM cannot start on this machine; the message says what to install."""
+
+
+def engine_environment(
+    tree: Path, settings: EngineSettings, ports: Ports
+) -> dict[str, str]:
+    """The whole environment of a process that runs the vLLM in `tree`.
+
+    From weak to strong: what we were started with less what steers a recording, what
+    any engine of ours needs, the ports, and `settings.server_env`. Records are off:
+    `record_steps` turns them on.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("KVTAX_")
+    }
+    needed = {
+        "PYTHONPATH": os.pathsep.join(map(str, (tree, NULL_MODEL_PLUGIN, REPOSITORY))),
+        "PYTHONHASHSEED": HASH_SEED,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    if settings.flavour == "cpu":
+        needed["LD_PRELOAD"] = os.pathsep.join(cpu_preload())
+    own_ports = {
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.nixl),
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.bootstrap),
+        "DIRECT_READ_PORT": str(ports.direct_read),
+        "VLLM_PORT": str(ports.vllm_internal),
+    }
+    return inherited | needed | own_ports | settings.server_env
+
+
+def record_steps(folder: Path, label: dict) -> dict[str, str]:
+    """What makes a patched vLLM write its step records to `folder`.
+
+    `label` goes into the header of each file.
+    """
+    return {
+        "KVTAX_STEP_RECORDS_DIR": str(folder),
+        "KVTAX_STEP_RECORDS_LABEL": json.dumps(label),
+    }
+
+
+def cpu_preload() -> list[str]:
+    """The two libraries without which vLLM's CPU worker refuses to start.
+
+    Raises MissingLibraries.
+    """
+    cache = subprocess.run(
+        ["ldconfig", "-p"], capture_output=True, text=True, check=True
+    ).stdout
+    tcmalloc = [
+        line.split()[-1] for line in cache.splitlines() if "libtcmalloc_m" in line
+    ]
+    exact = [path for path in tcmalloc if path.endswith("libtcmalloc_minimal.so.4")]
+    openmp = Path(sys.prefix, "lib", "libiomp5.so")
+    if not exact or not openmp.exists():
+        raise MissingLibraries(
+            "libtcmalloc_minimal.so.4 or the environment's libiomp5.so is missing: "
+            "run setup.sh"
+        )
+    return [exact[0], str(openmp)]

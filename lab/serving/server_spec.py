@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what is to be served to the command, environment, ports and log of a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.serving.connector import Connector
+from lab.serving.environment import engine_environment, record_steps
+from lab.serving.ports import Ports, reserve
+from lab.serving.settings import EngineSettings
+
+SERVED_MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is served: the vLLM in `tree`, with a connector, and a checkpoint folder."""
+
+    tree: Path
+    settings: EngineSettings
+    connector: Connector
+    model: Path
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server, resolved: nothing else decides what it does."""
+
+    argv: list[str]
+    env: dict[str, str]
+    ports: Ports
+    log: Path
+
+    def told(self, *arguments: str, **env: str) -> ServerSpec:
+        """The same server with more arguments and environment."""
+        return dataclasses.replace(
+            self, argv=[*self.argv, *arguments], env=self.env | env
+        )
+
+
+def resolve(
+    engine: Engine, folder: Path, label: dict, ports: Ports | None = None
+) -> ServerSpec:
+    """A server that keeps its log and its step records in `folder`.
+
+    `label` goes into the header of each file of records; `ports` are any free ones
+    unless given. Raises MissingLibraries.
+    """
+    ports = ports or reserve(1)[0]
+    env = engine_environment(engine.tree, engine.settings, ports)
+    return ServerSpec(
+        argv=_command(engine, ports.http),
+        env=env | engine.connector.env | record_steps(folder, label),
+        ports=ports,
+        log=folder / "server.log",
+    )
+
+
+def _command(engine: Engine, port: int) -> list[str]:
+    settings = engine.settings
+    arguments = {
+        "--model": engine.model,
+        "--served-model-name": SERVED_MODEL,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--block-size": settings.block_size,
+        "--num-gpu-blocks-override": settings.num_blocks,
+        "--max-model-len": settings.max_model_len,
+        "--max-num-batched-tokens": settings.max_num_batched_tokens,
+        "--max-num-seqs": settings.max_num_seqs,
+    }
+    if engine.connector.kv_transfer_config is not None:
+        arguments["--kv-transfer-config"] = json.dumps(
+            settings.kv_transfer_config | engine.connector.kv_transfer_config
+        )
+    if not any(engine.model.glob("*.safetensors")):
+        arguments["--load-format"] = "dummy"
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        # Prompts are token ids, so no tokenizer is needed, nor any of its time.
+        "--skip-tokenizer-init",
+        *(str(part) for pair in arguments.items() for part in pair),
+        *settings.server_args,
+    ]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server's spec says all of what it is told, and nothing that it must not inherit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lab.serving.connector import Connector, load_connector
+from lab.serving.environment import HASH_SEED
+from lab.serving.ports import PortsError, reserve
+from lab.serving.server_spec import Engine, ServerSpec, resolve
+from lab.serving.settings import CPU_ENGINE
+
+
+def spec(folder: Path, connector: Connector | None = None) -> ServerSpec:
+    connector = connector or Connector("", [])
+    return resolve(Engine(folder / "tree", CPU_ENGINE, connector, folder), folder, {})
+
+
+def test_a_connectors_environment_reaches_its_server(tmp_path):
+    plain = spec(tmp_path, load_connector("noop"))
+    serving_connector = load_connector("direct_read_serving")
+    serving = spec(tmp_path, serving_connector)
+    assert "DIRECT_READ_SECRET" not in plain.env
+    secret = serving_connector.env["DIRECT_READ_SECRET"]
+    assert serving.env["DIRECT_READ_SECRET"] == secret
+    # All configs make the same hashes.
+    assert plain.env["PYTHONHASHSEED"] == serving.env["PYTHONHASHSEED"] == HASH_SEED
+
+
+def test_the_recording_of_an_outer_process_is_not_inherited(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", "/elsewhere")
+    monkeypatch.setenv("KVTAX_FORWARD_TOTALS", "/elsewhere/totals")
+    env = spec(tmp_path).env
+    assert env["KVTAX_STEP_RECORDS_DIR"] == str(tmp_path)
+    assert "KVTAX_FORWARD_TOTALS" not in env
+
+
+def test_each_side_channel_is_told_the_port_that_the_spec_names(tmp_path):
+    made = spec(tmp_path)
+    told = {name: made.env[name] for name in made.env if name.endswith("_PORT")}
+    assert told["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(made.ports.nixl)
+    assert told["VLLM_MOONCAKE_BOOTSTRAP_PORT"] == str(made.ports.bootstrap)
+    assert told["DIRECT_READ_PORT"] == str(made.ports.direct_read)
+
+
+def test_what_one_server_is_told_besides_changes_no_other(tmp_path):
+    made = spec(tmp_path)
+    before = dataclasses.replace(made, argv=[*made.argv], env=dict(made.env))
+    more = made.told("--more", MORE="1")
+    assert made == before
+    assert more.argv == [*made.argv, "--more"]
+    assert more.env == made.env | {"MORE": "1"}
+
+
+@given(st.integers(1, 8))
+def test_no_two_servers_share_a_port(servers):
+    ports = [dataclasses.astuple(own) for own in reserve(servers)]
+    everyone = [port for own in ports for port in own]
+    assert len(set(everyone)) == len(everyone)
+
+
+def test_ports_that_are_not_there_are_refused():
+    with pytest.raises(PortsError, match="port 65536 is taken"):
+        reserve(1, 65_530)
