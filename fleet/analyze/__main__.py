@@ -19,6 +19,7 @@ from fleet.analyze.figures import draw_all
 from fleet.analyze.hardware import HardwareError
 from fleet.analyze.records import read_run
 from fleet.analyze.report import write_report
+from lab.config import ConfigError
 from lab.records import RecordsError
 from lab.records.documents import write_document, write_whole
 
@@ -26,7 +27,7 @@ from lab.records.documents import write_document, write_whole
 def report(run_dir: Path, out: Path, model: str, bandwidth_gbit_s: float) -> bool:
     """Write all outputs for `run_dir` into `out`; whether all of it can be compared.
 
-    Raises RecordsError and HardwareError.
+    Raises RecordsError, HardwareError and ConfigError.
     """
     analysis = analyse(read_run(run_dir), model, bandwidth_gbit_s)
     out.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     out = chosen.out or chosen.run_dir
     try:
         sound = report(chosen.run_dir, out, chosen.model, chosen.bandwidth_gbit_s)
-    except (RecordsError, HardwareError) as error:
+    except (RecordsError, HardwareError, ConfigError) as error:
         print(f"fleet.analyze: {error}", file=sys.stderr)
         return 2
     print(f"wrote {out / 'report.md'}, {out / 'analysis.json'}, {out / 'figures'}/")

@@ -25,7 +25,7 @@ from fleet.analyze.offline import disagreements
 from fleet.analyze.outcomes import outcomes
 from fleet.analyze.records import ArmRun
 from fleet.analyze.sessions import SessionDraws
-from fleet.analyze.substrate import substrate
+from fleet.analyze.substrate import layer_of, substrate
 from fleet.analyze.warn import (
     Warning,
     arm_warnings,
@@ -78,7 +78,10 @@ def names(run: ArmRun) -> list[str]:
 
 
 def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis:
-    """Of every arm and repeat of one run. Raises RecordsError and HardwareError."""
+    """Every arm and repeat of one run.
+
+    Raises RecordsError, HardwareError and ConfigError.
+    """
     link = Link(Model.read(model).kv_bytes_per_token, bandwidth_gbit_s)
     # What a run that failed measured is not what its arm does: it is counted, no more.
     finished = [run for run in runs if run.info.status == "ok"]
@@ -117,7 +120,11 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
         "comparisons": compared,
         "migration": _migration(finished, requests, model, link),
         "substrate": substrate(
-            requests, arms, {c["arm"] for c in compared if c["refused"]}, draws
+            requests,
+            arms,
+            {arm: layer_of(own[0].info) for arm, own in by_arm(runs).items()},
+            {c["arm"] for c in compared if c["refused"]},
+            draws,
         ),
         "warnings": [
             msgspec.to_builtins(one) for one in warnings + noise_warnings(compared)

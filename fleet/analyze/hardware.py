@@ -12,7 +12,9 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+from lab.paths import CONFIGS
+
+MODELS = CONFIGS / "models"
 GPUS = Path(__file__).with_name("gpus.toml")
 DTYPE_BYTES = 2
 
@@ -41,7 +43,10 @@ class Model:
 
     @classmethod
     def read(cls, name: str) -> Model:
-        """`name` in configs/models/, or a path to a config.json. HardwareError."""
+        """`name` in configs/models/, or the path of a config.json.
+
+        Raises HardwareError.
+        """
         path = MODELS / f"{name}.json"
         path = path if path.exists() else Path(name)
         try:
@@ -125,6 +130,7 @@ class Gpu:
 
 
 def read_gpu(name: str) -> Gpu:
+    """A GPU of gpus.toml. Raises HardwareError."""
     known = tomllib.loads(GPUS.read_text())
     if name not in known:
         raise HardwareError(f"GPU {name!r}: {GPUS.name} has {', '.join(known)}")

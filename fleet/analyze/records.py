@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from lab.records import RecordsError
+from lab.records.roles import Role
 
 ARM_SCHEMA = "kvtax.arm/1"
 REPLAY_SCHEMA = "kvtax.replay/1"
@@ -48,7 +49,8 @@ class ArmFile(msgspec.Struct):
     """arm.json: what ran. What analysis does not use is not named here.
 
     `baseline` and `same_as` are arms: what this one is compared with, and the one that
-    it repeats (an A/A pair).
+    it repeats (an A/A pair). `report` is the connector's; runs made before it was noted
+    have none.
     """
 
     schema: str
@@ -57,6 +59,7 @@ class ArmFile(msgspec.Struct):
     experiment: str | None = None
     policy: str | None = None
     connector: str | None = None
+    report: Role | None = None
     concurrency: int | None = None
     baseline: str | None = None
     same_as: str | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fleet.analyze.substrate import LAYERS
 from lab.stats.markdown import DASH, Document, interval, number, table
 
 
@@ -214,16 +213,17 @@ def migration_table(document: Document) -> str:
 def substrate_table(document: Document) -> str:
     if not document["substrate"]:
         return "No two connectors under one policy in this run."
-    seen = {s["layer"] for chain in document["substrate"] for s in chain["steps"]}
-    layers = [name for name in LAYERS if name in seen]
+    steps = [step for chain in document["substrate"] for step in chain["steps"]]
+    places = {step["layer"]: step["place"] for step in steps}
+    layers = sorted(places, key=places.__getitem__)
     rows = [
         [
             f"{chain['metric'].split('_')[0].upper()} {chain['quantile']}",
             f"{chain['policy']}@{chain['concurrency']}",
-            *(_step(steps.get(layer)) for layer in layers),
+            *(_step(by_layer.get(layer)) for layer in layers),
         ]
         for chain in document["substrate"]
-        for steps in [{step["layer"]: step for step in chain["steps"]}]
+        for by_layer in [{step["layer"]: step for step in chain["steps"]}]
     ]
     note = (
         "ms; the first is a level, the others what is added to the one before, with "

@@ -1,61 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each layer below the policy adds: no-op, NIXL, Mooncake, Mooncake fixed.
+"""What each layer below the policy adds: arms that differ in their connector alone.
 
-Arms that differ in their connector alone, in that order; each is compared with the one
-before it, on the same requests and with sessions drawn alike. NIXL and Mooncake exclude
-each other, so the chain is a way to read the levels, not a sum of parts: Mooncake's
-step is against NIXL.
+A connector's config says where it stands (`layer` of its `[report]` table), and each is
+compared with the one before it, on the same requests and with sessions drawn alike.
+Connectors may exclude each other, as NIXL and Mooncake do: then a step from one to the
+other is a difference of two levels, not the cost of a part.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 
 from fleet.analyze.comparison import METRICS, levels_of, same_requests
+from fleet.analyze.records import ArmFile
 from fleet.analyze.sessions import SessionDraws
+from lab.records.roles import role_in_toml
 from lab.stats.interval import stated
 
-# In the order of the chain: the connectors (names of configs/connectors) of each.
-LAYERS = {
-    "plain": (None, "plain"),
-    "noop": ("noop",),
-    "nixl": ("nixl", "nixl_both"),
-    "mooncake": ("mooncake", "mooncake_both"),
-    "mooncake, hash walk": ("mooncake_both_hash_sync",),
-    "mooncake fixed": ("mooncake_both_fixed",),
-}
 QUANTILES = ("p50", "p90")
 
 
-def layer(connector: str | None) -> str | None:
-    """Which of LAYERS a connector is; None: none of them."""
-    return next((name for name, of in LAYERS.items() if connector in of), None)
+class Layer(NamedTuple):
+    """Where an arm's connector stands, and what it is called there."""
+
+    place: int
+    name: str
+
+
+def layer_of(info: ArmFile) -> Layer | None:
+    """None for a connector that has no place in the chain. Raises ConfigError."""
+    if info.connector is None:
+        return None
+    role = info.report or role_in_toml(info.connector)
+    if role.layer is None:
+        return None
+    return Layer(role.layer, role.label or info.connector)
 
 
 def substrate(
     requests: pl.DataFrame,
     arms: dict[str, dict[str, Any]],
+    layers: dict[str, Layer | None],
     refused: set[str],
     draws: SessionDraws,
 ) -> list[dict[str, Any]]:
-    """Chains of arms of one policy and concurrency, one a metric and quantile.
+    """Chains of arms of one policy and concurrency, one per metric and quantile.
 
-    `arms` are the document's; those that must not be compared (`refused`) and those
-    without a request are in no chain. A chain: {policy, concurrency, metric, quantile,
-    steps}; a step: {arm, layer, level, added (to the one before; None for the first)}.
-    Fewer than two layers are no chain.
+    `arms` are the document's, `layers` theirs. Arms that must not be compared
+    (`refused`) and those without a request are in no chain. A chain: {policy,
+    concurrency, metric, quantile, steps}; a step: {arm, place, layer, level, added (to
+    the one before; None for the first)}. Fewer than two layers are no chain.
     """
-    groups: dict[tuple, dict[str, str]] = {}
+    groups: dict[tuple, dict[Layer, str]] = {}
     for arm, entry in arms.items():
         usable = arm not in refused and entry["latency"]
-        if usable and (found := layer(entry["connector"])):
+        if usable and (found := layers[arm]):
             key = entry["policy"], entry["concurrency"]
             groups.setdefault(key, {}).setdefault(found, arm)
     chains = []
     for (policy, concurrency), by_layer in groups.items():
-        ordered = [(name, by_layer[name]) for name in LAYERS if name in by_layer]
+        ordered = sorted(by_layer.items())
         if len(ordered) < 2:
             continue
         in_chain = pl.col("arm").is_in([arm for _, arm in ordered])
@@ -75,17 +81,11 @@ def substrate(
     return chains
 
 
-def _steps(ordered: list[tuple[str, str]], levels: list) -> list[dict[str, Any]]:
+def _steps(ordered: list[tuple[Layer, str]], levels: list) -> list[dict[str, Any]]:
     steps, before = [], None
-    for (name, arm), level in zip(ordered, levels, strict=True):
+    for (layer, arm), level in zip(ordered, levels, strict=True):
         added = level.minus(before) if level and before else None
-        steps.append(
-            {
-                "arm": arm,
-                "layer": name,
-                "level": stated(level, 4),
-                "added": stated(added, 4),
-            }
-        )
+        step = {"arm": arm, "place": layer.place, "layer": layer.name}
+        steps.append(step | {"level": stated(level, 4), "added": stated(added, 4)})
         before = level
     return steps

@@ -11,6 +11,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from lab.config import read_toml
+from lab.paths import CONFIGS
+
 RoleName = Literal["baseline", "twin", "floor", "hypothesis"]
 
 
@@ -52,7 +55,23 @@ class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     before_after: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Place in the figure and the table before and after the fixes, lowest first;
     null: not in them."""
+    layer: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Place in the fleet's report of what each connector adds to the one before,
+    lowest first; null: not in it."""
     aims: list[AimOfConfig] = []
     """What the config is meant to cost."""
     reference: ReferenceFigures | None = None
     """Shown beside what a run measured."""
+
+
+class _ConfigFile(msgspec.Struct):
+    report: Role = Role()
+
+
+def role_in_toml(name: str) -> Role:
+    """What configs/connectors/<name>.toml says, for runs that did not note it.
+
+    A config that is no longer there has no role. Raises ConfigError.
+    """
+    path = CONFIGS / "connectors" / f"{name}.toml"
+    return read_toml(path, _ConfigFile).report if path.is_file() else Role()

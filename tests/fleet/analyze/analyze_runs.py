@@ -32,7 +32,7 @@ class Truth:
     arm: str
     policy: str = "linear"
     parameters: dict[str, Any] = field(default_factory=dict)
-    connector: str | None = None
+    connector: str = "plain"
     slower: float = 1.0
     repeats: int = 2
     fails: int = 0

@@ -165,7 +165,7 @@ def test_substrate_adds_what_each_connector_adds(document: dict[str, Any]) -> No
         if (one["metric"], one["quantile"]) == ("tpot_ms", "p50")
     )
     plain, noop, mooncake = chain["steps"]
-    assert [s["layer"] for s in chain["steps"]] == ["plain", "noop", "mooncake"]
+    assert [s["layer"] for s in chain["steps"]] == ["plain", "noop", "mooncake_both"]
     base = plain["level"]["value"]
     assert noop["added"]["value"] / base == pytest.approx(0.02, abs=0.02)
     low, high = mooncake["added"]["ci95"]
