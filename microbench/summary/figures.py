@@ -10,17 +10,12 @@ import numpy as np
 import polars as pl
 from matplotlib import pyplot as plt
 
-from lab.records.phases import Phase
 from lab.stats.colours import COLOURS, LINES
 from microbench.analysis.analysis import Analysis
-from microbench.analysis.levels import thin
+from microbench.summary.curves import binned_curves
 
 matplotlib.use("Agg")
 
-BINS = 30
-MIN_STEPS_PER_BIN = 20
-MAX_STEPS = 300_000
-BAND = {"p25_us": 0.25, "p50_us": 0.5, "p75_us": 0.75}
 PARTS = (
     "schedule_without_build_meta",
     "build_meta",
@@ -54,7 +49,7 @@ def draw_all(analysis: Analysis, folder: Path) -> list[str]:
     )
     written = []
     for name, (time, label) in CURVES.items():
-        curves = binned_curves(analysis, time)
+        curves = binned_curves(analysis.measured, time)
         if name == BEFORE_AFTER:
             shown = analysis.roles.before_after
             curves = curves.filter(pl.col("config").is_in(shown))
@@ -70,61 +65,8 @@ def draw_all(analysis: Analysis, folder: Path) -> list[str]:
     return written
 
 
-def binned_curves(analysis: Analysis, time: str) -> pl.DataFrame:
-    """p25, p50, p75 of `time` in the growth phase by |cache| bin and config.
-
-    Batch held: each step less the offset of its batch size (the median of what the
-    schedule slope leaves over), plus the mean offset of the growth phase.
-    """
-    growths = {
-        name: thin(
-            one.steps.filter(pl.col("phase") == Phase.GROWTH), MAX_STEPS
-        ).drop_nulls(time)
-        for name, one in analysis.measured.items()
-    }
-    top = max((g["cache_blocks"].max() or 0 for g in growths.values()), default=0)
-    width = max(top, 1) / BINS
-    rows = []
-    for name, growth in growths.items():
-        slope = analysis.measured[name].slopes["schedule"]
-        held = _batch_held(growth, time, slope.value if slope else 0.0)
-        bins = (
-            held.group_by(
-                (pl.col("cache_blocks") // width).clip(0, BINS - 1).alias("bin")
-            )
-            .agg(
-                pl.len().alias("steps"),
-                *(
-                    pl.col("us").quantile(q, "linear").round(3).alias(column)
-                    for column, q in BAND.items()
-                ),
-            )
-            .filter(pl.col("steps") >= MIN_STEPS_PER_BIN)
-            .sort("bin")
-        )
-        rows.append(
-            bins.select(
-                pl.lit(name).alias("config"),
-                ((pl.col("bin") + 0.5) * width).round(1).alias("cache_blocks"),
-                "steps",
-                *BAND,
-            )
-        )
-    return pl.concat(rows) if rows else pl.DataFrame()
-
-
-def _batch_held(growth: pl.DataFrame, time: str, slope: float) -> pl.DataFrame:
-    """Columns cache_blocks and us: `time` with the effect of the batch size removed."""
-    grown = slope * pl.col("cache_blocks") / 1_000
-    offset = (pl.col(time) - grown).median().over("batch")
-    return growth.with_columns(offset.alias("offset")).select(
-        "cache_blocks",
-        (pl.col(time) - pl.col("offset") + pl.col("offset").mean()).alias("us"),
-    )
-
-
 def draw_curves(curves: pl.DataFrame, label: str, path: Path) -> None:
-    """One line a config with its middle-half band, named at its right end."""
+    """One line per config with its middle-half band, named at its right end."""
     figure, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
     ends = []
     names = curves["config"].unique(maintain_order=True).to_list()
@@ -142,7 +84,7 @@ def draw_curves(curves: pl.DataFrame, label: str, path: Path) -> None:
     axes.set_xlim(0, max(x for _, x, _, _ in ends))
     axes.grid(axis="y", alpha=0.3)
     axes.set_title(
-        "decode-only steps of the growth phase, batch size held; band: p25 to p75",
+        "decode-only steps of growth, repeat and batch size held; band: p25 to p75",
         fontsize=10,
         loc="left",
     )
@@ -186,7 +128,7 @@ def _label_ends(axes: plt.Axes, ends: list[tuple[float, float, str, str]]) -> No
 
 
 def attribution_table(analysis: Analysis) -> pl.DataFrame:
-    """The parts of a step at the stated |cache|, one row a config, in us."""
+    """The parts of a step at the stated |cache|, one row per config, in us."""
     rows = [
         {"config": name} | entry["attribution_us"]
         for name, entry in analysis.document["configs"].items()
@@ -196,7 +138,7 @@ def attribution_table(analysis: Analysis) -> pl.DataFrame:
 
 
 def draw_attribution(parts: pl.DataFrame, path: Path) -> None:
-    """Stacked bars, the whole step's time written at the end."""
+    """Stacked bars, with the whole step's time written at the end."""
     figure, axes = plt.subplots(
         figsize=(9.5, 1.9 + 0.42 * parts.height), layout="constrained"
     )
