@@ -42,7 +42,7 @@ overhead: setup ## what the instrumentation itself costs an engine step
 	$(python) -m costs.hooks
 
 step-cost: setup ## Mooncake's get_finished in a step, before and after the short-circuit
-	$(python) -m costs.get_finished.step_cost
+	$(python) -m costs.get_finished
 
 direct-read-cost: setup ## what being read costs an engine step, and what a reader gets (10 minutes)
 	$(python) -m costs.direct_read.cost

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process with an engine core and a connector, its get_finished timed in each step.
 
-Run by costs.get_finished.step_cost with a private tree first on PYTHONPATH.
+Run by costs.get_finished with a private tree first on PYTHONPATH.
 """
 
 from __future__ import annotations

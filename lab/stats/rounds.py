@@ -18,7 +18,7 @@ from lab.stats.estimate import SEED, Estimate
 
 Floats = NDArray[np.float64]
 
-REPLICATES = 2_000
+REPLICATES = 1_000
 
 
 def over_rounds(

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a cost's result is kept: Markdown, and beside it JSON with the provenance."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from lab.records.documents import write_document, write_whole
+from lab.serving import provenance
+
+
+def facts_of(command: str, patch_hashes: dict[str, str]) -> dict[str, Any]:
+    """Provenance of a result that `python -m <command>` makes with its arguments."""
+    line = " ".join([f"python -m {command}", *sys.argv[1:]])
+    return provenance.collect(patch_hashes) | {"command_line": line}
+
+
+def facts_list(facts: dict[str, Any]) -> str:
+    """The provenance as a Markdown list."""
+    named = ("command_line", "date_utc", "vllm_version", "python_version", "cpu_model")
+    named += ("cpu_count", "kernel", "git_commit", "git_dirty")
+    lines = [f"- {key}: {facts[key]}" for key in named if facts.get(key) is not None]
+    for title in ("patch_hashes", "package_versions"):
+        listed = ", ".join(f"{k} {str(v)[:16]}" for k, v in facts[title].items())
+        lines.append(f"- {title}: {listed}")
+    return "\n".join(lines)
+
+
+def write_result(out: Path, document: dict[str, Any], text: str = "") -> None:
+    """`document` into `out` as JSON, or beside the Markdown `text` that is in `out`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if text:
+        write_whole(out, text.encode())
+    write_document(out.with_suffix(".json"), document)
