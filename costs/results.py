@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lab.records.documents import write_document, write_whole
 from lab.serving import provenance
 
@@ -34,3 +37,11 @@ def write_result(out: Path, document: dict[str, Any], text: str = "") -> None:
     if text:
         write_whole(out, text.encode())
     write_document(out.with_suffix(".json"), document)
+
+
+def quantiles(values: NDArray[np.float64]) -> dict[str, float]:
+    """p50, p99 and the maximum of `values`; zeros if there are none."""
+    return {
+        name: float(np.quantile(values, q)) if len(values) else 0.0
+        for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
+    }

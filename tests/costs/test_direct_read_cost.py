@@ -10,15 +10,15 @@ import sys
 import numpy as np
 import pytest
 
-from costs.direct_read.report import aims_table, cost_of_one_ms, document
-from costs.direct_read.rows import (
+from costs.direct_read.cost.report import cost_of_one_ms, document, judged
+from costs.direct_read.cost.rows import (
     AGAIN,
     IDLE,
     IDLE_AGAIN,
     NOOP,
     Calls,
     Chunk,
-    Load,
+    Reads,
     Row,
     control,
     rows_of,
@@ -36,9 +36,9 @@ def chunk(rng: np.random.Generator, us: float) -> Chunk:
     return Chunk(step_us, seconds, {"engine": seconds, "side channel": 0.01}, 20_500)
 
 
-def load() -> Load:
+def load() -> Reads:
     part = np.full(10, 1_000.0)
-    return Load(640, 608, 1.0, 0.1, part, part, part)
+    return Reads(640, 608, 1.0, 0.1, part, part, part)
 
 
 def samples(idle: float = 1.0, again: float = 1.0, reads: float = 1.0) -> dict:
@@ -75,7 +75,7 @@ def test_ratios_are_those_within_a_round_however_the_machine_drifts():
 
 def words(found: list[Row]) -> list[str]:
     """Of the aims: idle's first."""
-    return [line.split("|")[-2].strip() for line in aims_table(found).splitlines()[2:]]
+    return [line.split("|")[-2].strip() for line in judged(found).splitlines()[2:]]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_the_text_has_each_size_with_its_own_rows():
     small, large = (rows_of(samples(reads=r)) for r in (1.01, 1.04))
     calls = [Calls(blocks, {NOOP: 0.25}) for blocks in (20_000, 200_000)]
     _, first, rest = document([*small, *large], calls, FACTS).split("\n## ", 2)
-    assert first.startswith("20,000 blocks") and aims_table(small) in first
-    assert rest.startswith("200,000 blocks") and aims_table(large) in rest
+    assert first.startswith("20,000 blocks") and judged(small) in first
+    assert rest.startswith("200,000 blocks") and judged(large) in rest
 
 
 @pytest.mark.slow

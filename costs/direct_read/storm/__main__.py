@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from costs.direct_read.engines import Reader, direct_read_tree
 from costs.direct_read.gates import OFFER_IN_FLIGHT, TRUST_ALL
-from costs.direct_read.pool import (
+from costs.direct_read.storm.pool import (
     Pool,
     Prompt,
     ask,
@@ -36,7 +36,7 @@ from costs.direct_read.pool import (
     new_session,
     random_tokens,
 )
-from costs.direct_read.storm_report import AS_IT_IS, Counts, add_run
+from costs.direct_read.storm.report import AS_IT_IS, Counts, add_run
 from lab.serving.preflight import require_honest_transfers
 from lab.serving.supervise import exit_on_signals
 from lab.tiny.servers import TinyServers, ready
@@ -57,8 +57,8 @@ ENOUGH_WRONG = 20
 CONTROL_S = 180.0
 
 
-class Load:
-    """Asks B for prompts that A has, computes or has had."""
+class Storm:
+    """Asks B for prompts that A has, is computing, or has had."""
 
     def __init__(self, a: Reader, b: Reader, pool: Pool, seed: int) -> None:
         self._counts: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class Load:
     async def run(self, requests: int, seconds: float, enough_wrong: int) -> Counts:
         """What came of it; ends at so many requests, after so long, or wrong answers.
 
-        Names as in direct_read_storm_report.ROWS.
+        Names as in report.ROWS.
         """
         counts = self._counts
         before = await self._counters()
@@ -203,7 +203,7 @@ async def storm(
         async with new_session() as session:
             await reset_prefix_cache(session, b)
         with without(server, switch):
-            found[name] = await Load(a, b, pool, seed).run(*ends)
+            found[name] = await Storm(a, b, pool, seed).run(*ends)
         print(f"{name}: {found[name]}", flush=True)
     return found
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that reads or looks up at a rate, told over a socket when and whom.
+"""A process that reads from an instance, or looks up, at the rate it is told.
 
-Run by costs.direct_read.cost. The errors of a read end it.
+Run by costs.direct_read.cost, over a socket. An error of a read ends the process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mooncake.engine import TransferEngine
 
 from connectors.direct_read.client import Client
 from connectors.direct_read.reader import Read, Reader, new_engine
-from costs.direct_read.rows import Load
+from costs.direct_read.cost.rows import Reads
 from lab.serving.engine_process import serve
 
 
 class Loader:
-    """Puts one load at a time on instances, all with the same secret."""
+    """Puts one load at a time on instances; all of them share the secret."""
 
     def __init__(self, engine: TransferEngine, secret: str, max_blocks: int) -> None:
         self._engine, self._secret, self._max_blocks = engine, secret, max_blocks
@@ -50,7 +50,7 @@ class Loader:
         return client
 
     def start(self, turn: Callable[[], Read], per_s: float) -> None:
-        """A turn at a time, the first one here and now."""
+        """Take one turn now, then turns in a thread, `per_s` of them at most."""
         turn()
         self._reads = []
         self._stopping.clear()
@@ -58,11 +58,11 @@ class Loader:
         self._thread = threading.Thread(target=self._run, args=(turn, per_s))
         self._thread.start()
 
-    def stop(self) -> Load:
+    def stop(self) -> Reads:
         self._stopping.set()
         self._thread.join()
         reads = self._reads
-        return Load(
+        return Reads(
             sum(read.offered for read in reads),
             sum(read.valid for read in reads),
             time.perf_counter() - self._began_s,
@@ -111,7 +111,7 @@ def begin_lookups(
     loader.start(look_up, float("inf"))
 
 
-def end(loader: Loader) -> Load:
+def end(loader: Loader) -> Reads:
     return loader.stop()
 
 

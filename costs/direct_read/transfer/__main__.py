@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a direct read takes the instance that reads, and beside the bare engine.
+"""How long a direct read takes the instance that reads, against the bare engine.
 
-The peer has a block pool, a ledger and a side channel, and no engine that runs; blocks
-of 32 and 256 KiB, in one run or scattered. In each round, in random order, the same
-blocks are read by the connector's own reads, by one batch_transfer_sync_read with an
-entry a run, and by one with an entry a block: the same bytes over the same session.
-Then the whole read is timed: look up, read, validate. TCP on the loopback interface, so
-memory is copied by both processes' threads. Throughputs are medians over the rounds,
-ratios medians of ratios within a round with 95 % bootstrap intervals. Prints Markdown.
+The peer has a block pool, a ledger and a side channel, and no engine that runs. Its
+blocks have 32 or 256 KiB and lie in one run or scattered. In each round, in random
+order, the same blocks are read over the same session by:
+
+- the connector's own reads;
+- one batch_transfer_sync_read with an entry per run;
+- one batch_transfer_sync_read with an entry per block.
+
+Then the whole read is timed: look up, read, validate. It is TCP on the loopback
+interface, so both processes' threads copy memory. Throughputs are medians over the
+rounds; ratios are medians of ratios within a round, with 95 % bootstrap intervals.
+Prints Markdown.
 """
 
 from __future__ import annotations
@@ -20,48 +25,33 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from connectors.direct_read.protocol import Offer
 from connectors.direct_read.reader import Read, Reader, new_engine
 from connectors.direct_read.reads import contiguous_runs
-from costs.direct_read.report import provenance_list
-from costs.direct_read.rows import Ratio, quantiles, ratio
-from lab.serving import provenance
+from costs.direct_read.transfer.report import (
+    CONNECTOR,
+    RUNS,
+    SINGLE,
+    Case,
+    Row,
+    document,
+)
+from costs.results import facts_of, quantiles, write_result
 from lab.serving.connector import load_connector
 from lab.serving.engine_process import EngineProcess
 from lab.serving.supervise import exit_on_signals
-from lab.stats.markdown import number, table
+from lab.stats.interval import Interval
+from lab.stats.rounds import ratio
+from lab.stats.stats import SEED
 
-SEED = 20_240_731
 BLOCK_BYTES = (32 << 10, 256 << 10)
 BLOCKS = (16, 64, 256)
 MIN_ROUNDS = 8
 WARM_UP_ROUNDS = 3
 PATCHES = ["block_pool_delta_listener"]
-AIM = 0.9
-CONNECTOR, RUNS, SINGLE = "connector", "bare, an entry a run", "bare, an entry a block"
-
-
-class Case(NamedTuple):
-    block_bytes: int
-    layout: str
-    blocks: int
-
-
-class Row(msgspec.Struct):
-    """One case. Throughputs in GB/s, ratios of the connector's to a bare one's."""
-
-    case: Case
-    rounds: int
-    runs: int
-    gb_per_s: dict[str, float]
-    to_bare: dict[str, Ratio]
-    valid_share: float
-    read_ms: dict[str, dict[str, float]]
 
 
 def bare_read(reader: Reader, offer: Offer, merged: bool) -> None:
@@ -105,7 +95,7 @@ def measure(rounds: int) -> tuple[list[Row], dict[str, str]]:
             tempfile.TemporaryDirectory() as folder,
             EngineProcess(
                 Path(folder),
-                "costs.direct_read.transfer_peer",
+                "costs.direct_read.transfer.peer",
                 PATCHES,
                 str(block_bytes),
                 env=env,
@@ -150,61 +140,16 @@ def measure_case(
         gb_per_s={
             name: num_bytes / float(np.median(s)) / 1e9 for name, s in taken.items()
         },
-        to_bare={name: ratio(taken[name], taken[CONNECTOR]) for name in (RUNS, SINGLE)},
+        to_bare={
+            name: Interval.of(ratio(taken[name], taken[CONNECTOR]))
+            for name in (RUNS, SINGLE)
+        },
         valid_share=sum(r.valid for r in reads) / (len(reads) * case.blocks),
         read_ms={
             name: quantiles(ms[WARM_UP_ROUNDS:])
             for name, ms in (parts | {"whole": sum(parts.values())}).items()
         },
     )
-
-
-def verdict(found: Ratio) -> str:
-    low, high = found.ci95
-    if low >= AIM:
-        return "met"
-    return "missed" if high < AIM else "undecided"
-
-
-def document(rows: list[Row], facts: dict[str, Any]) -> str:
-    """The whole text."""
-    labels = [
-        [f"{row.case.block_bytes >> 10} KiB", row.case.layout, str(row.case.blocks)]
-        for row in rows
-    ]
-    throughput = [
-        label
-        + [str(row.runs), *(number(gb, 2) for gb in row.gb_per_s.values())]
-        + [f"{found}, {verdict(found)}" for found in row.to_bare.values()]
-        for label, row in zip(labels, rows, strict=True)
-    ]
-    latency = [
-        label
-        + [
-            number(ms, 2)
-            for part in row.read_ms.values()
-            for ms in (part["p50"], part["p99"])
-        ]
-        + [f"{100 * row.valid_share:.1f}"]
-        for label, row in zip(labels, rows, strict=True)
-    ]
-    head = ["block", "layout", "blocks"]
-    ratios = [f"connector to {name} (aim {AIM})" for name in (RUNS, SINGLE)]
-    quantile_head = [
-        f"{part} ms {q}"
-        for part in ("lookup", "read", "validate", "whole")
-        for q in ("p50", "p99")
-    ]
-    parts = [
-        "# What a direct read takes the instance that reads",
-        f"{rows[0].rounds} rounds of each; GB/s.",
-        table([*head, "runs", *VARIANTS, *ratios], throughput),
-        "The whole read, as the connector does it:",
-        table([*head, *quantile_head, "% valid"], latency),
-        "## How this was made",
-        provenance_list(facts),
-    ]
-    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
@@ -226,15 +171,9 @@ def main() -> None:
         rows, patch_hashes = measure(arguments.rounds)
     except RuntimeError as error:
         sys.exit(str(error))
-    facts = provenance.collect(patch_hashes)
-    facts["command_line"] = " ".join(
-        ["python -m costs.direct_read.transfer", *sys.argv[1:]]
-    )
+    facts = facts_of("costs.direct_read.transfer", patch_hashes)
     text = document(rows, facts)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text)
-    encoded = msgspec.json.format(msgspec.json.encode(facts | {"rows": rows}), indent=1)
-    arguments.out.with_suffix(".json").write_bytes(encoded + b"\n")
+    write_result(arguments.out, facts | {"rows": rows}, text)
     print(text)
 
 

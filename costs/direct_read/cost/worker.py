@@ -14,25 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from costs.direct_read.rows import Chunk
+from connectors.direct_read.server import THREAD_NAME
+from costs.direct_read.cost.rows import Chunk
 from lab.serving.connector import load_connector
 from lab.serving.engine_process import serve, thread_cpu_s, thread_ids
 from lab.serving.null_engine import BLOCK_SIZE, MAX_MODEL_LEN, NullEngine
 
 WARM_UP_STEPS = 50
-# For the batch that decodes, and for what a use of the prompts leaves behind: a block a
-# prompt that is not full, so not cached, and that comes to be used again last.
+# For the batch that decodes, and for what a use of the prompts leaves behind: one block
+# per prompt that is not full, so not cached, and is reused last.
 SPARE_BLOCKS = 16_384
-# What peers read: so many prompts of so many blocks, used before each round, so that
-# the blocks that the batch evicts are others.
+# What peers read: this many prompts of this many blocks. They are used before each
+# round, so the batch evicts other blocks.
 PROMPTS, PROMPT_BLOCKS = 64, 64
-SIDE_CHANNEL = "direct_read_server"
 VOCABULARY = 1_000
 CALLS = 20_000
 
 
 class CachingEngine(NullEngine):
-    """An engine with room for `blocks` cached ones; `port` is its side channel's."""
+    """An engine with room for `blocks` cached blocks, its side channel at `port`."""
 
     def __init__(self, model: Path, connector: str, blocks: int, port: int) -> None:
         transfer = dict(load_connector(connector).kv_transfer_config or {})
@@ -60,7 +60,7 @@ class CachingEngine(NullEngine):
         self.run_to_end()
 
     def use_prompts(self) -> list[list[bytes]]:
-        """Their block hashes; they are cached afterwards, and evicted last."""
+        """Cache the prompts, so that they are evicted last; their block hashes."""
         ids = [self.add(prompt, 1) for prompt in self._prompts]
         requests = self.core.scheduler.requests
         hashes = [list(requests[request_id].block_hashes) for request_id in ids]
@@ -94,9 +94,9 @@ def time_chunk(engine: CachingEngine, batch: int, steps: int) -> Chunk:
 
 
 def cpu_s() -> dict[str, float]:
-    """CPU seconds of the engine's thread, the side channel's and those of Mooncake.
+    """CPU seconds by kind: the engine's thread, the side channel's, the transport's.
 
-    The last are all that Python does not know of.
+    Threads that Python does not know are Mooncake's: the transport's.
     """
     python = {thread.native_id: thread.name for thread in threading.enumerate()}
     spent = {"engine": 0.0, "side channel": 0.0, "transport": 0.0}
@@ -104,7 +104,7 @@ def cpu_s() -> dict[str, float]:
         name = python.get(native_id)
         if native_id == threading.main_thread().native_id:
             kind = "engine"
-        elif name == SIDE_CHANNEL:
+        elif name == THREAD_NAME:
             kind = "side channel"
         elif name is None:
             kind = "transport"
@@ -115,7 +115,7 @@ def cpu_s() -> dict[str, float]:
 
 
 def time_calls(engine: CachingEngine, batch: int) -> float:
-    """us of the connector's calls of one decode-only step, in a tight loop."""
+    """us per decode-only step of the connector's calls, in a tight loop."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     ids = engine.decode_batch(batch, WARM_UP_STEPS)
