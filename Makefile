@@ -52,13 +52,13 @@ listener-cost: setup ## what listening to the block pool costs, a block and a ta
 	$(python) -m costs.listener
 
 sending-lag: setup ## how late our load generators send, at 10 to 1,000 requests a second
-	$(python) -m costs.senders.bench --only fleet.replay --only microbench.driver
+	$(python) -m costs.senders --only fleet.replay --only microbench.driver
 
 transfer-check: setup ## does Mooncake report a write over TCP before the bytes arrive?
 	$(python) -m lab.serving.transfer_check
 
 bench-report: setup ## time and memory of analysing 10 million records
-	$(python) -m costs.report.bench
+	$(python) -m costs.report
 
 # The releases that the patches are tested on, with upstream's own tests.
 vllm-releases: setup third_party/vllm-0.18.1 third_party/vllm-0.22.1 third_party/vllm-0.33.0 ## sources of vLLM's releases

@@ -28,7 +28,7 @@ main(parser.parse_args())
 """
 
 
-class Load(NamedTuple):
+class Shape(NamedTuple):
     """Requests of one shape at a constant rate."""
 
     rate_rps: float
@@ -37,13 +37,13 @@ class Load(NamedTuple):
 
 
 class Generator(NamedTuple):
-    """How to start one: `command(load, url, folder)`, which may use the folder.
+    """How to start one: `command(shape, url, folder)`, which may use the folder.
 
-    `cpu_ms` reads its CPU time a request from the folder, where it says.
+    `cpu_ms` reads its CPU time per request from the folder, if it says.
     """
 
     name: str
-    command: Callable[[Load, str, Path], list[str]]
+    command: Callable[[Shape, str, Path], list[str]]
     end_line: str | None = None  # of the file whose last line has the CPU time
     cpu_field: str = ""
 
@@ -54,33 +54,33 @@ class Generator(NamedTuple):
         return msgspec.json.decode(last)[self.cpu_field] / requests * 1e3
 
 
-def _replay(load: Load, url: str, folder: Path) -> list[str]:
-    blocks = -(-load.prompt_tokens // BLOCK_TOKENS)
+def _replay(shape: Shape, url: str, folder: Path) -> list[str]:
+    blocks = -(-shape.prompt_tokens // BLOCK_TOKENS)
     requests = (
         Request(
-            arrival_s=number / load.rate_rps,
+            arrival_s=number / shape.rate_rps,
             session=str(number),
             turn=0,
-            input_tokens=load.prompt_tokens,
+            input_tokens=shape.prompt_tokens,
             output_tokens=OUTPUT_TOKENS,
             hashes=list(range(number * blocks, (number + 1) * blocks)),
             block_tokens=BLOCK_TOKENS,
         )
-        for number in range(load.requests)
+        for number in range(shape.requests)
     )
-    own.write(folder / "trace.jsonl", {"requests": load.requests}, requests)
+    own.write(folder / "trace.jsonl", {"requests": shape.requests}, requests)
     command = [sys.executable, "-m", "fleet.replay", "--url", url]
     files = ["--trace", f"{folder}/trace.jsonl", "--out", f"{folder}/replay.jsonl"]
     return [*command, *files, "--lag-budget-ms", "1e6"]
 
 
-def _driver(load: Load, url: str, folder: Path) -> list[str]:
+def _driver(shape: Shape, url: str, folder: Path) -> list[str]:
     plan = Plan(
         model="null",
         vocab_size=VOCAB_SIZE,
-        prompt_tokens=load.prompt_tokens,
+        prompt_tokens=shape.prompt_tokens,
         output_tokens=OUTPUT_TOKENS,
-        phases=[Phase("lag", load.requests, load.rate_rps)],
+        phases=[Phase("lag", shape.requests, shape.rate_rps)],
         lag_budget_ms=1e6,
     )
     (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
@@ -88,32 +88,32 @@ def _driver(load: Load, url: str, folder: Path) -> list[str]:
     return [*command, "--plan", f"{folder}/plan.json", "--out", f"{folder}/out.jsonl"]
 
 
-def _vllm_bench(load: Load, url: str, folder: Path) -> list[str]:
+def _vllm_bench(shape: Shape, url: str, folder: Path) -> list[str]:
     command = [sys.executable, "-c", _VLLM_BENCH, "--backend", "openai"]
     command += ["--base-url", url, "--endpoint", "/v1/completions", "--model", "null"]
     command += ["--tokenizer", str(_tokenizer(folder)), "--dataset-name", "random"]
-    command += ["--random-input-len", str(load.prompt_tokens)]
+    command += ["--random-input-len", str(shape.prompt_tokens)]
     command += ["--random-output-len", str(OUTPUT_TOKENS), "--disable-tqdm"]
-    command += ["--num-prompts", str(load.requests), "--ready-check-timeout-sec", "0"]
+    command += ["--num-prompts", str(shape.requests), "--ready-check-timeout-sec", "0"]
     # Gaps of a gamma distribution; with this shape they are constant.
-    return [*command, "--request-rate", str(load.rate_rps), "--burstiness", "1e9"]
+    return [*command, "--request-rate", str(shape.rate_rps), "--burstiness", "1e9"]
 
 
-def _aiperf(executable: str) -> Callable[[Load, str, Path], list[str]]:
-    def command(load: Load, url: str, folder: Path) -> list[str]:
+def _aiperf(executable: str) -> Callable[[Shape, str, Path], list[str]]:
+    def command(shape: Shape, url: str, folder: Path) -> list[str]:
         command = [executable, "profile", "-m", "null", "--url", url, "--streaming"]
         command += ["--endpoint-type", "completions"]
         command += ["--tokenizer", str(_tokenizer(folder))]
-        command += ["--isl", str(load.prompt_tokens), "--osl", str(OUTPUT_TOKENS)]
-        command += ["--request-rate", str(load.rate_rps), "--ui", "none"]
+        command += ["--isl", str(shape.prompt_tokens), "--osl", str(OUTPUT_TOKENS)]
+        command += ["--request-rate", str(shape.rate_rps), "--ui", "none"]
         command += ["--arrival-pattern", "constant", "--artifact-dir", str(folder)]
-        return [*command, "--request-count", str(load.requests)]
+        return [*command, "--request-count", str(shape.requests)]
 
     return command
 
 
 def _tokenizer(folder: Path) -> Path:
-    """A tokenizer of made-up words: peers make their prompts with one."""
+    """A tokenizer of made-up words: the others make their prompts with one."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

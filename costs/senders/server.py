@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server that load generators are measured with: answers at once, and notes when
-each request arrived. `GET /arrivals` gives these times (CLOCK_MONOTONIC ns) and
-forgets them. Starts and ends like lab.load.trivial_server.
+"""The server that load generators send to: answers at once, notes each arrival.
+
+`GET /arrivals` gives the arrival times (CLOCK_MONOTONIC ns) and forgets them. Starts
+and ends like lab.load.trivial_server.
 """
 
 from __future__ import annotations

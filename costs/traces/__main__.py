@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long fleet.trace takes over two million requests, and how much memory.
 
-    python -m costs.traces.bench [--sessions N] [--block-tokens N]
-
-Makes a trace up in a temporary folder (1.2 GB; deleted at the end), describes it, cuts
-a sample out of it and makes prompts. Each command is a process of its own; its time,
-CPU time and peak resident memory come from the kernel. Prints Markdown.
+Makes up a trace in a temporary folder (1.2 GB; deleted at the end), describes it, takes
+a sample of it and makes prompts. Each command is a process of its own; its time, CPU
+time and peak resident memory come from the kernel. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ PROMPTS = 300
 
 
 def command(name: str, *arguments: str) -> str:
-    """Run it; returns its row of the table."""
+    """Run `fleet.trace *arguments`; its row of the table."""
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "fleet.trace", *arguments], stdout=subprocess.DEVNULL
@@ -52,7 +50,7 @@ def command(name: str, *arguments: str) -> str:
 
 
 def prompts(block_tokens: int) -> str:
-    """Time prompts of some block size; returns the row of the table."""
+    """Time prompts of this block size; their row of the table."""
     blocks = PROMPT_TOKENS // block_tokens
     took_us = []
     for turn in range(PROMPTS):
@@ -66,8 +64,11 @@ def prompts(block_tokens: int) -> str:
 
 
 def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        "python -m costs.traces",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--sessions", type=int, default=SESSIONS)
     parser.add_argument("--block-tokens", type=int, default=512)
     arguments = parser.parse_args()

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 OURS = ("fleet.replay", "microbench.driver")
-COMMAND = [sys.executable, "-m", "costs.senders.bench", "--repeats", "1"]
+COMMAND = [sys.executable, "-m", "costs.senders", "--repeats", "1"]
 COMMAND += [option for name in OURS for option in ("--only", name)]
 
 
@@ -60,7 +60,7 @@ def test_no_server_outlives_the_measurement(signum):
     own = f" -m {OURS[0]} "
     wait_until(lambda: any(own in line for line in children(run.pid).values()))
     started = children(run.pid)
-    assert any("bench_server" in line for line in started.values())
+    assert any("costs.senders.server" in line for line in started.values())
     run.send_signal(signum)
     run.wait()
     assert run.returncode == (-signum if signum == signal.SIGKILL else 128 + signum)

@@ -1,3 +1,3 @@
-module kvtax/bench_proxy
+module kvtax/proxy_load
 
 go 1.22

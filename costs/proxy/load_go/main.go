@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Both ends of the proxy bench, faster than any proxy between them.
+// Both ends of the measurement of a proxy, faster than any proxy between them.
 //
-//	bench_proxy serve
+//	proxy_load serve
 //	    answers completions as a stream of four tokens, whatever was asked; prints
 //	    its URL and ends when stdin is closed
-//	bench_proxy load -url URL -form ids|text|chat -tokens N -rate R -seconds S
+//	proxy_load load -url URL -form ids|text|chat -tokens N -rate R -seconds S
 //	    open loop: a request each 1/R s; prints each one's time from its intended
-//	    start to the first byte of its answer's body, in us, one a line
-//	bench_proxy load -url URL ... -workers W -seconds S
+//	    start to the first byte of its answer's body, in us, one per line
+//	proxy_load load -url URL ... -workers W -seconds S
 //	    closed loop: W at once; prints how many were answered in full, and the seconds
 //
 // A request that fails ends it with status 1 and says why.

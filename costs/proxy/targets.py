@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured and what measures it: each a process on a core of its own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lab.paths import REPOSITORY
+from lab.serving.server import free_ports
+
+SOURCES = Path(__file__).parent / "load_go"
+RATE_RPS = 100
+WORKERS = 32
+# By name: form of the prompt, and its tokens.
+BODIES = {
+    "small": ("ids", 16),
+    "33k ids": ("ids", 33_000),
+    "33k text": ("text", 33_000),
+    "33k chat": ("chat", 33_000),
+}
+ROUTER_CORE, LOAD_CORE = "0", "1"
+START_S = 60.0
+
+
+def build_load_program(folder: Path) -> Path:
+    """The load generator and server in load_go/. Raises RuntimeError without Go."""
+    if shutil.which("go") is None:
+        raise RuntimeError("Go is needed: https://go.dev/dl")
+    program = folder / "proxy_load"
+    subprocess.run(["go", "build", "-o", program, "."], cwd=SOURCES, check=True)
+    return program
+
+
+@contextmanager
+def process(core: str, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process on one core, which ends with the block or with this process."""
+    pinned = ["taskset", "-c", core, *command]
+    with subprocess.Popen(
+        pinned,
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as one:
+        try:
+            yield one
+        finally:
+            one.terminate()
+            try:
+                one.wait(10)
+            except subprocess.TimeoutExpired:
+                one.kill()
+
+
+@contextmanager
+def kvtax_proxy(server: str, log: Path) -> Iterator[str]:
+    """The URL of fleet.proxy in front of `server`."""
+    command = [sys.executable, "-m", "fleet.proxy", "--url", f"a={server}"]
+    command += ["--policy", "linear", "--log", str(log)]
+    with process(ROUTER_CORE, *command) as one:
+        yield one.stdout.readline().strip()
+
+
+@contextmanager
+def vllm_router(server: str, command: str) -> Iterator[str]:
+    """The URL of vllm-router, cache-aware. Raises RuntimeError if it does not start."""
+    port, metrics_port = free_ports(2)
+    options = ["--worker-urls", server, "--policy", "cache_aware"]
+    options += ["--host", "127.0.0.1", "--port", str(port)]
+    options += ["--prometheus-port", str(metrics_port), "--log-level", "error"]
+    url = f"http://127.0.0.1:{port}"
+    with process(ROUTER_CORE, command, *options) as one:
+        deadline = time.monotonic() + START_S
+        while not _answers(f"{url}/health"):
+            if one.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command} did not start")
+            time.sleep(0.2)
+        yield url
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1):
+            return True
+    except OSError:
+        return False
+
+
+class LoadGenerator:
+    """Runs `program load` on a core of its own."""
+
+    def __init__(self, program: Path) -> None:
+        self._program = str(program)
+
+    def times_ms(self, url: str, body: str, seconds: float) -> list[float]:
+        """Time to the first byte of each request's answer, at RATE_RPS."""
+        out = self._run(url, body, "-rate", str(RATE_RPS), "-seconds", str(seconds))
+        return [int(us) / 1000 for us in out.split()]
+
+    def per_s(self, url: str, body: str, seconds: float) -> float:
+        """Answers per second to WORKERS clients that wait for each of theirs."""
+        out = self._run(url, body, "-workers", str(WORKERS), "-seconds", str(seconds))
+        done, took = out.split()
+        return int(done) / float(took)
+
+    def _run(self, url: str, body: str, *options: str) -> str:
+        form, tokens = BODIES[body]
+        command = ["taskset", "-c", LOAD_CORE, self._program, "load", "-url", url]
+        command += ["-form", form, "-tokens", str(tokens), *options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{url}, {body}: {done.stderr.strip()}")
+        return done.stdout
