@@ -39,7 +39,7 @@ from costs.get_finished.report import (
 from costs.results import facts_of, write_result
 from lab.serving.engine_process import EngineProcess
 from lab.serving.supervise import exit_on_signals
-from lab.stats.stats import SEED
+from lab.stats.estimate import SEED
 
 MIN_ROUNDS, MIN_STEPS = 4, 40
 HELD_SENDS = 16

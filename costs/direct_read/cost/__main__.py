@@ -49,7 +49,7 @@ from lab.serving.connector import load_connector
 from lab.serving.engine_process import EngineProcess, WorkerProcess
 from lab.serving.ports import reserve
 from lab.serving.supervise import exit_on_signals
-from lab.stats.stats import SEED
+from lab.stats.estimate import SEED
 
 BATCH = 8
 SIZES = (20_000, 50_000, 200_000)

@@ -43,9 +43,9 @@ from costs.results import facts_of, quantiles, write_result
 from lab.serving.connector import load_connector
 from lab.serving.engine_process import EngineProcess
 from lab.serving.supervise import exit_on_signals
+from lab.stats.estimate import SEED
 from lab.stats.interval import Interval
 from lab.stats.rounds import ratio
-from lab.stats.stats import SEED
 
 BLOCK_BYTES = (32 << 10, 256 << 10)
 BLOCKS = (16, 64, 256)
