@@ -5,13 +5,14 @@ import argparse
 import ast
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import engine
 from .errors import BlockPatchError, ManifestError, TargetError
-from .manifest import Patch, load_patches, load_sets, resolve_parameters
+from .manifest import Patch, load_patches, load_sets
+from .parameters import resolve_parameters
 from .plan import Plan
 from .target import Tree, find_package, locate
 
@@ -189,8 +190,10 @@ def _put(patches: list[Patch], args: argparse.Namespace) -> None:
             print(plan.diff(), end="")
             continue
         _report(tree, plan, args.action)
+        in_tree = _applied(engine.status(tree)) if args.action == "check" else ()
         for patch in mine if args.action == "check" else ():
             _report_tested(patch, tree)
+            _report_relations(patch, {*in_tree, *(other.name for other in mine)})
 
 
 def _report(tree: Tree, plan: Plan, action: str) -> None:
@@ -211,6 +214,16 @@ def _report_tested(patch: Patch, tree: Tree) -> None:
         print(f"  {patch.name}: fits, but is not tested on this release ({tested} are)")
 
 
+def _report_relations(patch: Patch, present: set[str]) -> None:
+    for kind, other, why in patch.relations:
+        there = "there" if other in present else "not there"
+        print(f"    {kind} {other} ({there}): {why}")
+
+
+def _applied(found: Mapping[str, engine.PatchStatus]) -> set[str]:
+    return {name for name, state in found.items() if state.state != "not applied"}
+
+
 def _revert(names: list[str], known: dict[str, Patch], args) -> None:
     everywhere = not known.keys() >= set(names)
     packages = {
@@ -226,13 +239,16 @@ def _status(known: dict[str, Patch], args: argparse.Namespace) -> None:
     for tree in _trees({patch.package for patch in known.values()}, args.target):
         print(_title(tree))
         mine = [patch for patch in known.values() if patch.package == tree.package]
-        for name, found in engine.status(tree, mine).items():
+        all_found = engine.status(tree, mine)
+        for name, found in all_found.items():
             if args.patch and name not in args.patch:
                 continue
             values = "".join(f", {k}={v!r}" for k, v in found.parameters.items())
             where = f" ({', '.join(found.files)}{values})" if found.files else ""
             unknown = "" if found.sha256 else ", no manifest here"
             print(f"  {name}: {found.state}{unknown}{where}")
+            if name in known and found.files:
+                _report_relations(known[name], _applied(all_found))
 
 
 def _list(known: dict[str, Patch], sets: dict[str, list[str]]) -> None:
@@ -240,5 +256,7 @@ def _list(known: dict[str, Patch], sets: dict[str, list[str]]) -> None:
         values = "".join(f", {k}={v!r}" for k, v in patch.parameters.items())
         print(f"{patch.name} ({patch.package}{values}): {patch.summary}")
         print(f"  tested with {', '.join(patch.tested)}; sha256 {patch.sha256[:16]}")
+        for kind, other, why in patch.relations:
+            print(f"  {kind} {other}: {why}")
     for name, members in sets.items():
         print(f"set {name}: {', '.join(members)}")

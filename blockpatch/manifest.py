@@ -13,16 +13,18 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from .anchors import parse_anchor, parse_quietly
 from .blocks import MARK, code_lines
-from .errors import ManifestError, ParameterError
+from .errors import ManifestError
+from .parameters import fill
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _PATH = re.compile(r"[A-Za-z0-9_./-]+\.py")
-_PLACEHOLDER = re.compile(r"@([A-Za-z_]\w*)@")
-_MANIFEST_KEYS = {"name", "package", "summary", "tested", "parameters", "file", "block"}
+_REQUIRED_KEYS = {"name", "package", "summary", "tested"}
+_RELATIONS = ("alters", "uses", "conflicts")
+_MANIFEST_KEYS = {*_REQUIRED_KEYS, *_RELATIONS, "parameters", "file", "block"}
 _AROUND_KEYS = {"id", "where", "before", "after"}
 _BLOCK_KEYS = {"id", "file", "scope", "anchor", "where", "code"}
 
@@ -55,6 +57,19 @@ class BlockSpec:
         return self.since is not None or self.before_version is not None
 
 
+class Relation(NamedTuple):
+    """What a manifest says about another patch.
+
+    ``kind``: ``alters`` (with this patch applied, ``other`` does something else or
+    more), ``uses`` (this patch can do more where ``other`` is applied), ``conflicts``
+    (the two are refused in one tree). ``why`` says it for a reader.
+    """
+
+    kind: str
+    other: str
+    why: str
+
+
 @dataclass(frozen=True)
 class Patch:
     """A checked patch folder. ``files`` maps added paths to their content."""
@@ -63,6 +78,7 @@ class Patch:
     package: str
     summary: str
     tested: tuple[str, ...]
+    relations: tuple[Relation, ...]
     parameters: Mapping[str, Any]
     files: Mapping[str, bytes]
     blocks: tuple[BlockSpec, ...]
@@ -92,7 +108,11 @@ def release(version: str) -> tuple[int, ...]:
 def load_patches(folder: Path | str) -> dict[str, Patch]:
     """All patches under ``folder``, by name. Raises ManifestError."""
     manifests = sorted(Path(folder).glob("*/patch.toml"))
-    return {path.parent.name: load_patch(path.parent) for path in manifests}
+    patches = {path.parent.name: load_patch(path.parent) for path in manifests}
+    for patch in patches.values():
+        for relation in patch.relations:
+            _check_relation(patch, relation, patches)
+    return patches
 
 
 def load_sets(folder: Path | str) -> dict[str, list[str]]:
@@ -122,7 +142,7 @@ def _read_toml(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _build(path: Path, raw: bytes, data: dict[str, Any]) -> Patch:
-    _check_keys(data, {"name", "package", "summary", "tested"}, _MANIFEST_KEYS)
+    _check_keys(data, _REQUIRED_KEYS, _MANIFEST_KEYS)
     name = _name(data["name"])
     if name != path.parent.name:
         raise ManifestError(f"name {name!r} must equal its folder {path.parent.name!r}")
@@ -149,6 +169,7 @@ def _build(path: Path, raw: bytes, data: dict[str, Any]) -> Patch:
         package=_name(data["package"]),
         summary=str(data["summary"]),
         tested=tuple(tested),
+        relations=tuple(r for kind in _RELATIONS for r in _relations(data, kind)),
         parameters=parameters,
         files=files,
         blocks=blocks,
@@ -168,6 +189,34 @@ def _tables(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
         raise ManifestError(f"{key} must be a list of tables: [[{key}]]")
     return entries
+
+
+def _relations(data: dict[str, Any], kind: str) -> list[Relation]:
+    table = data.get(kind, {})
+    if not isinstance(table, dict) or not all(
+        isinstance(why, str) and why for why in table.values()
+    ):
+        raise ManifestError(f"{kind} must be a table of patch names and reasons")
+    return [Relation(kind, other, why) for other, why in table.items()]
+
+
+def _check_relation(
+    patch: Patch, relation: Relation, patches: Mapping[str, Patch]
+) -> None:
+    """The other patch is there, and a conflict is known to both.
+
+    So either manifest alone is enough to refuse the two together.
+    """
+    place = f"{patch.name}/patch.toml: {relation.kind}.{relation.other}"
+    other = patches.get(relation.other)
+    if other is None or other is patch:
+        raise ManifestError(f"{place} does not name another patch of this folder")
+    back = {known.other for known in other.relations if known.kind == "conflicts"}
+    if relation.kind == "conflicts" and patch.name not in back:
+        raise ManifestError(
+            f"{place}: a conflict stands in both manifests, and "
+            f"{other.name}/patch.toml does not have it"
+        )
 
 
 def _name(value: object) -> str:
@@ -288,45 +337,3 @@ def _check_variants(blocks: Iterable[BlockSpec]) -> None:
                     "give them ranges (since, before_version) that do not meet"
                 )
         seen[block.id].append(block)
-
-
-def fill(code: str, values: Mapping[str, Any]) -> str:
-    """Put ``repr`` of the values where the code says ``@NAME@``."""
-
-    def value(match: re.Match) -> str:
-        if match[1] not in values:
-            raise ManifestError(f"{match[0]} is not among the [parameters]")
-        return repr(values[match[1]])
-
-    return _PLACEHOLDER.sub(value, code)
-
-
-def resolve_parameters(
-    patches: Iterable[Patch], given: Mapping[str, Any] | None
-) -> dict[str, dict[str, Any]]:
-    """Values by patch name: defaults, with ``given`` over every patch that has them.
-
-    Raises ParameterError for a name no patch declares, or a value that is not a plain
-    Python literal.
-    """
-    patches = list(patches)
-    given = dict(given or {})
-    known = {name for patch in patches for name in patch.parameters}
-    for name, value in given.items():
-        if name not in known:
-            raise ParameterError(
-                f"parameter {name!r} is not known to these patches; "
-                f"known are {sorted(known) or 'none'}"
-            )
-        try:
-            literal = ast.literal_eval(repr(value)) == value
-        except (SyntaxError, ValueError):
-            literal = False
-        if not literal:
-            raise ParameterError(f"parameter {name}: {value!r} is not a plain literal")
-    return {
-        patch.name: {
-            name: given.get(name, default) for name, default in patch.parameters.items()
-        }
-        for patch in patches
-    }

@@ -33,7 +33,8 @@ from .errors import (
     DamagedError,
     TargetError,
 )
-from .manifest import BlockSpec, Patch, fill, resolve_parameters
+from .manifest import BlockSpec, Patch
+from .parameters import fill, resolve_parameters
 from .target import Tree
 
 Survey = dict[str, Parsed | Added]
@@ -97,6 +98,8 @@ def plan_apply(
 ) -> Plan:
     """The plan that makes ``patches`` applied. Raises BlockPatchError on any misfit."""
     patches = list(patches)
+    found = survey(tree) if found is None else found
+    _refuse_conflicts(patches, found)
     values = resolve_parameters(patches, parameters)
     blocks: dict[str, list[Wanted]] = {}
     added: dict[str, dict[str, bytes]] = {}
@@ -111,7 +114,20 @@ def plan_apply(
 
 def plan_revert(tree: Tree, names: Iterable[str]) -> Plan:
     """The plan that takes the named patches out; it needs no manifest."""
-    return _plan(tree, set(names), {}, {}, None)
+    return _plan(tree, set(names), {}, {}, survey(tree))
+
+
+def _refuse_conflicts(patches: Iterable[Patch], found: Survey) -> None:
+    together = {patch.name for patch in patches}.union(
+        *map(_patches_in, found.values())
+    )
+    for patch in patches:
+        for kind, other, why in patch.relations:
+            if kind == "conflicts" and other in together:
+                raise ConflictError(
+                    f"patches {patch.name} and {other} cannot be in one tree: {why}; "
+                    "leave out or revert one of them"
+                )
 
 
 def active_blocks(tree: Tree, patch: Patch) -> list[BlockSpec]:
@@ -139,9 +155,8 @@ def _plan(
     names: set[str],
     blocks: Mapping[str, list[Wanted]],
     added: Mapping[str, dict[str, bytes]],
-    found: Survey | None,
+    found: Survey,
 ) -> Plan:
-    found = survey(tree) if found is None else found
     paths = {path for path, file in found.items() if names & _patches_in(file)}
     files = []
     for path in sorted(paths | blocks.keys() | added.keys()):

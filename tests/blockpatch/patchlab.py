@@ -79,17 +79,22 @@ def make_tree(parent: Path, files: dict[str, bytes] = FILES, name="demo") -> Tre
 
 
 def make_patch(folder: Path, name: str, blocks=(), files=None, /, **fields) -> Patch:
-    """Write patch ``name`` below ``folder`` and load it; a block is a dict."""
+    """Write patch ``name`` below ``folder`` and load it; a block or table is a dict."""
     fields = {
         "name": name,
         "package": "demo",
         "summary": "a test patch",
         "tested": ["0.18.1"],
     } | fields
-    parameters = fields.pop("parameters", {})
-    lines = [f"{key} = {json.dumps(value)}" for key, value in fields.items()]
-    lines += ["[parameters]"]
-    lines += [f"{key} = {json.dumps(value)}" for key, value in parameters.items()]
+    tables = {key: value for key, value in fields.items() if isinstance(value, dict)}
+    lines = [
+        f"{key} = {json.dumps(value)}"
+        for key, value in fields.items()
+        if key not in tables
+    ]
+    for name_of_table, table in tables.items():
+        lines += [f"[{name_of_table}]"]
+        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
     place = folder / name
     place.mkdir(parents=True, exist_ok=True)
     for number, (path, content) in enumerate((files or {}).items()):
