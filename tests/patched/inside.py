@@ -52,3 +52,11 @@ def ledger_module():
     from connectors.direct_read import ledger
 
     return ledger
+
+
+@pytest.fixture(scope="session")
+def mooncake_engine(model: Path):
+    """The engine of which mooncake_world makes its Worlds."""
+    from mooncake_world import MooncakeEngine
+
+    return MooncakeEngine(model)

@@ -1,88 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aborts and failures of Mooncake transfers with the real scheduler and connector."""
+"""kv_transfer_abort_race: aborted and failed Mooncake transfers on a real engine."""
 
 from __future__ import annotations
 
 import pytest
-from vllm_process import ScriptProcess
+from abort_lab import PACKAGE, RACE, SHORT_CIRCUIT, Storm, code, goes_wrong, run, storms
+from abort_tables import NOTICES, RIGHT_UPSTREAM, SCENARIOS, WRONG_UPSTREAM
+from variants import CONNECTOR, STATS, block_ids, load, patch, patched_source
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def found(installed_vllm, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("abort_race") / "engine"
-    patches = ["mooncake_cpu_layout"]
-    with ScriptProcess(
-        folder, "abort_race_script.py", patches, recording=False
-    ) as process:
-        return process.result()
+PATCHES = ["mooncake_cpu_layout"]
 
 
-def test_upstream_engine_dies_of_an_abort_before_the_request_is_scheduled(found):
-    (death,) = found["wrong_upstream"]["aborted_before_scheduled"]
+def test_upstreams_engine_dies_of_an_abort_before_the_request_is_scheduled(
+    mooncake_engine,
+):
+    (death,) = run(mooncake_engine, code(), "aborted_before_scheduled")
     assert "_update_from_kv_xfer_finished" in death
     assert "assert req_id in self.requests" in death
 
 
-def test_every_request_ends_and_every_block_comes_back_with_the_race_patch(found):
-    assert len(found["race"]) == 15
-    assert [problems for problems in found["race"].values() if problems] == []
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_request_ends_and_every_block_comes_back(mooncake_engine, scenario):
+    assert run(mooncake_engine, code(RACE), scenario) == []
 
 
-def test_the_scenarios_go_wrong_without_the_race_patch(found):
-    """Apart from those that upstream does right, which the patch must not spoil."""
-    assert len(found["wrong_upstream"]) == 12
-    assert [name for name, wrong in found["wrong_upstream"].items() if not wrong] == []
-    assert not any(found["right_upstream"].values())
+@pytest.mark.parametrize("scenario", WRONG_UPSTREAM)
+def test_the_scenario_goes_wrong_without_the_patch(mooncake_engine, scenario):
+    assert goes_wrong(mooncake_engine, code(), scenario)
+
+
+@pytest.mark.parametrize("scenario", RIGHT_UPSTREAM)
+def test_what_upstream_does_right_is_right_without_the_patch(mooncake_engine, scenario):
+    assert run(mooncake_engine, code(), scenario) == []
+
+
+@pytest.mark.parametrize("block", NOTICES)
+def test_each_block_of_the_patch_is_needed(mooncake_engine, block):
+    assert goes_wrong(mooncake_engine, code(RACE, without=block), NOTICES[block])
+
+
+def test_no_block_of_the_patch_has_been_left_out_of_these_tests():
+    assert set(NOTICES) == set(block_ids(RACE, PACKAGE, CONNECTOR))
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_engine_survives_a_storm_of_aborts_with_nothing_left_behind(found, policy):
+def test_the_engine_survives_a_storm_of_aborts_with_nothing_left_behind(
+    mooncake_engine, policy
+):
     """With both patches of the connector, as an operator runs it."""
-    storm = found["storm"][policy]
+    storm = storms(mooncake_engine, code(RACE, SHORT_CIRCUIT), policy)
     assert storm["problems"] == []
     other_end = {"recompute": "recomputed", "fail": "failed"}[policy]
     assert storm["counts"].keys() == {"aborted", "pulled", other_end}
     assert min(storm["counts"].values()) > 3
 
 
-def test_the_storm_is_one_that_upstream_does_not_survive(found):
-    assert found["storm_upstream"]
+def test_the_storm_is_one_that_upstream_does_not_survive(mooncake_engine):
+    assert goes_wrong(mooncake_engine, code(), Storm(0))
 
 
-def test_each_block_of_the_race_patch_is_needed(found):
-    unnoticed = [
-        name for name, problems in found["race_without"].items() if not problems
-    ]
-    assert len(found["race_without"]) == 21
-    assert unnoticed == []
-
-
-def test_metrics_count_nothing_of_a_request_that_failed_before_it_was_scheduled(found):
-    """Upstream counts a negative number of tokens, which ends the API server."""
-    assert found["counted"]["upstream"]["local_cache_hit"] == 31
-    counts = found["counted"]["race"]
-    assert (counts["computed"], counts["local_cache_hit"], counts["total"]) == (
-        68,
-        32,
-        100,
-    )
-
-
-def test_defence_alone_keeps_the_engine_alive(found):
-    assert found["defence"] == []
-
-
-def test_defence_drops_and_logs_what_nobody_waits_for_and_nothing_else(found):
-    assert found["defence_reports"] == {
-        "logged": ["no one", "nobody", "running", "waiting"],
-        "freed": True,
-        "received": True,
-        "kept": True,
-    }
-
-
-def test_each_block_of_the_defence_is_needed(found):
-    assert all(found["defence_without"].values())
-    assert len(found["defence_without"]) == 2
+@pytest.mark.parametrize("patched", ["upstream", "patched"])
+def test_a_request_that_failed_before_it_was_scheduled_counts_no_tokens(
+    tmp_path, patched
+):
+    """Upstream counts a negative number of them, which ends the API server."""
+    patches = [patch(RACE)] if patched == "patched" else []
+    counts = load(patched_source(PACKAGE, STATS, patches, tmp_path)).PromptTokenStats()
+    # One request that failed, and one that was computed.
+    for cached, prompt_len in ((-1, 500), (32, 100)):
+        counts.update_from_output(cached, 0, prompt_len)
+    if patched == "upstream":
+        assert counts.local_cache_hit == 31
+    else:
+        found = (counts.computed, counts.local_cache_hit, counts.total)
+        assert found == (68, 32, 100)

@@ -11,6 +11,8 @@ import __future__
 
 import ast
 import dataclasses
+import functools
+import gc
 import importlib.util
 import shutil
 import sys
@@ -27,6 +29,20 @@ SCHEDULER = "v1/core/sched/scheduler.py"
 STATS = "v1/metrics/stats.py"
 
 _numbers = count()
+
+
+def without_garbage_collection(function):
+    """Garbage may format a traceback, and Python 3.11 cannot parse while it parses."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments):
+        gc.disable()
+        try:
+            return function(*arguments)
+        finally:
+            gc.enable()
+
+    return wrapped
 
 
 def patch(name: str, without: str | None = None) -> blockpatch.Patch:
@@ -54,6 +70,7 @@ def block_ids(name: str, package: Path, file: str) -> list[str]:
     return [b.id for b in blocks if b.file == file and b.active(version)]
 
 
+@without_garbage_collection
 def patched_source(
     package: Path, file: str, patches: list[blockpatch.Patch], place: Path
 ) -> Path:
@@ -79,6 +96,7 @@ def patched_source(
     return tree / file
 
 
+@without_garbage_collection
 def load(source: Path) -> ModuleType:
     """The file as a new module of vLLM's; its classes are equal to no other's."""
     name = f"vllm.variant_{next(_numbers)}_{source.stem}"
@@ -89,6 +107,7 @@ def load(source: Path) -> ModuleType:
     return module
 
 
+@without_garbage_collection
 def graft(module: ModuleType, name: str, source: Path, functions: Collection[str]):
     """Give a class of `module` these methods of the same class in another file."""
     (found,) = (

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which functions of abort_scenarios.py the abort-race patch is tested with.
+
+Known by name here, so that they can be listed without vLLM.
+"""
+
+# What upstream does right: the fix must not spoil it.
+RIGHT_UPSTREAM = [
+    "aborted_while_waiting",
+    "aborted_while_sending",
+    "nothing_fails",
+]
+WRONG_UPSTREAM = [
+    "aborted_before_scheduled",
+    "pull_failed_and_is_recomputed",
+    "pull_failed_and_fails_the_request",
+    "pull_failed_after_abort",
+    "prefiller_late",
+    "prefiller_late_and_the_request_fails",
+    "prefiller_not_found",
+    "prefills_aborted_together",
+    "prefill_aborted_before_scheduled_while_decoder_waits",
+    "decoders_ask_after_the_abort",
+    "asked_for_after_it_expired",
+    "fewer_blocks_than_wanted",
+]
+SCENARIOS = RIGHT_UPSTREAM + WRONG_UPSTREAM
+# Under the policy that fails a request; all others recompute its prompt.
+FAILING = ["pull_failed_and_fails_the_request", "prefiller_late_and_the_request_fails"]
+# By block of the patch, the scenario that goes wrong without it.
+NOTICES = {
+    "forget_unknown": "prefills_aborted_together",
+    "wake_waiting": "prefills_aborted_together",
+    "aborted_sends": "prefills_aborted_together",
+    "forget_aborted": "prefills_aborted_together",
+    "refuse_aborted": "decoders_ask_after_the_abort",
+    "refuse_expired": "asked_for_after_it_expired",
+    "empty_pull": "aborted_before_scheduled",
+    "import_queue": "nothing_fails",
+    "import_uuid": "nothing_fails",
+    "invalid_block_ids": "nothing_fails",
+    "connector_load_errors": "pull_failed_and_is_recomputed",
+    "worker_load_errors": "nothing_fails",
+    "failed": "pull_failed_and_is_recomputed",
+    "recv": "pull_failed_and_is_recomputed",
+    "error_response": "pull_failed_and_is_recomputed",
+    "unreported": "pull_failed_and_is_recomputed",
+    "broken_connection": "pull_failed_and_is_recomputed",
+    "pulled_once": "fewer_blocks_than_wanted",
+    "err_reqs": "fewer_blocks_than_wanted",
+    "no_bootstrap": "prefiller_not_found",
+    "more_to_come": "fewer_blocks_than_wanted",
+}
