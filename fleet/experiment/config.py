@@ -11,6 +11,7 @@ import msgspec
 from fleet.instances import Role
 from fleet.policies import PolicyError, parameters_of
 from lab.config import ConfigError
+from lab.serving.connector import DEFAULT_CONNECTOR
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -43,7 +44,7 @@ class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     policy: str
     parameters: dict[str, Any] = {}
-    connector: str = "plain"
+    connector: str = DEFAULT_CONNECTOR
     roles: list[Role] = []
     cache_state: Literal["mirror", "exact"] = "mirror"
 
@@ -117,7 +118,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 def _refuse_launch_settings(name: str, arm: Arm) -> None:
     """Raises ValueError if the arm has settings of instances launched here."""
     for field, is_set in (
-        ("connector", arm.connector != "plain"),
+        ("connector", arm.connector != DEFAULT_CONNECTOR),
         ("roles", bool(arm.roles)),
     ):
         if is_set:

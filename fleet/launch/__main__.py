@@ -28,7 +28,7 @@ from fleet.launch.spec import FleetSpec, SpecError
 from lab.config import ConfigError
 from lab.paths import CONFIGS, REPOSITORY
 from lab.serving import preflight
-from lab.serving.connector import load_connector
+from lab.serving.connector import DEFAULT_CONNECTOR, load_connector
 from lab.serving.ports import PortsError
 from lab.serving.server import ServerError
 from lab.serving.supervise import exit_on_signals
@@ -63,7 +63,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--profile", type=Path, default=PROFILE, help="a file of configs/fleet/"
     )
-    parser.add_argument("--connector", default="plain", help="of configs/connectors/")
+    parser.add_argument(
+        "--connector", default=DEFAULT_CONNECTOR, help="of configs/connectors/"
+    )
     parser.add_argument(
         "--kv-events", action="store_true", help="publish KV cache events over ZMQ"
     )

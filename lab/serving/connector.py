@@ -12,6 +12,8 @@ from lab.paths import CONFIGS
 from lab.records.roles import Role
 
 Transfer = Literal["mooncake", "nixl", "direct_read"]
+# What is launched where nobody names a config: vLLM without a connector.
+DEFAULT_CONNECTOR = "plain"
 
 
 class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

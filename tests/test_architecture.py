@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrows between rooms, as docs/architecture.md draws them, hold in the code."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lab.paths import REPOSITORY
+
+# What a room may import besides itself. The rule of the innermost room counts.
+ANALYSIS = {"lab.config", "lab.paths", "lab.records", "lab.stats"}
+ROOMS: dict[str, set[str]] = {
+    "blockpatch": set(),
+    "connectors": set(),
+    "patches": set(),
+    "lab": {"blockpatch"},
+    "lab.records": {"lab.paths"},
+    "lab.stats": {"lab.records"},
+    "lab.load": {"lab.records"},
+    "lab.serving": {"blockpatch", "lab.config", "lab.paths", "lab.records"},
+    "lab.tiny": {"lab.serving"},
+    "microbench": {"lab", "blockpatch", "connectors"},
+    "microbench.analysis": ANALYSIS,
+    "microbench.summary": ANALYSIS | {"microbench.analysis"},
+    "fleet": {"lab", "blockpatch"},
+    "fleet.policies": {"lab.records"},
+    "fleet.analyze": ANALYSIS | {"fleet.policies"},
+    "costs": {"lab", "blockpatch", "connectors", "microbench", "fleet"},
+    "upstream": {"lab", "blockpatch"},
+    "kvindex": {"lab.paths", "lab.stats"},
+}
+
+
+def sources(root: Path) -> list[Path]:
+    """Every Python file of the rooms below `root`, ignored ones left out."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    return sorted(path for name in listed if (path := root / name).is_file())
+
+
+def module_of(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def within(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of each import of ours, in functions too."""
+    package = path.relative_to(root).parent.parts
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *filter(None, [node.module])])
+            for alias in node.names:
+                file = root.joinpath(*base.split("."), alias.name)
+                is_module = file.with_suffix(".py").exists() or file.is_dir()
+                yield node.lineno, f"{base}.{alias.name}" if is_module else base
+
+
+def wrong_arrows(root: Path) -> list[str]:
+    """`file:line: room imports module` for each import that no rule allows."""
+    top_rooms = {room.partition(".")[0] for room in ROOMS} | {"tests"}
+    wrong = []
+    for path in sources(root):
+        module = module_of(path, root)
+        rooms = [room for room in ROOMS if within(module, room)]
+        if not rooms:
+            continue
+        room = max(rooms, key=len)
+        for line, imported in imports(path, root):
+            ours = imported.partition(".")[0] in top_rooms
+            allowed = {room} | ROOMS[room]
+            if ours and not any(within(imported, one) for one in allowed):
+                where = path.relative_to(root)
+                wrong.append(f"{where}:{line}: {room} imports {imported}")
+    return wrong
+
+
+def test_every_import_follows_an_arrow():
+    assert not wrong_arrows(REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("lab/serving/x.py", "from microbench.profile import Profile"),
+        ("lab/stats/x.py", "import lab.serving.server"),
+        ("fleet/proxy/x.py", "def f():\n    from microbench import sweep"),
+        ("microbench/x.py", "from fleet.policies import Ask"),
+        ("microbench/analysis/x.py", "from ..trial import run_trial"),
+        ("fleet/analyze/x.py", "from fleet.experiment import plan"),
+        ("fleet/x.py", "import costs.hooks"),
+        ("costs/x.py", "from tests.standin import Cache"),
+        ("blockpatch/x.py", "from lab import paths"),
+        ("connectors/x.py", "from lab.paths import REPOSITORY"),
+    ],
+)
+def test_a_wrong_arrow_is_named_with_its_line(file, line, tmp_path):
+    for name in ("lab", "microbench", "fleet", "costs", "tests"):
+        (tmp_path / name).mkdir()
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(f"import os\n{line}\n")
+    number = 1 + line.count("\n") + 1
+    (found,) = wrong_arrows(tmp_path)
+    assert found.startswith(f"{file}:{number}: ")
