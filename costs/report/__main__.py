@@ -18,8 +18,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import polars as pl
+
+from lab.records.documents import write_document
+from lab.records.line_file import LineFile
+from lab.records.phases import Phase
+from lab.records.requests import DriverEnd, PhaseStart, RequestsHeader
+from lab.records.run import PlannedTrial, RunRecord
+from lab.records.steps import EngineHeader, WorkerHeader
+from lab.records.trial import TrialRecord
 
 BATCH_RECORDS = 1_000_000
 MOST_S = 10.0
@@ -49,12 +58,12 @@ def write_files(trial: Path, count: int) -> None:
     """Engine and worker records of `count` steps, |cache| growing to 17,500."""
     rng = np.random.default_rng(0)
     headers = {
-        "engine_step.jsonl": {"schema": "kvtax.engine_step/1", "pid": 1},
-        "worker_step.r0.jsonl": {"schema": "kvtax.worker_step/1", "rank": 0},
+        "engine_step.jsonl": EngineHeader(pid=1),
+        "worker_step.r0.jsonl": WorkerHeader(rank=0),
     }
     for name, header in headers.items():
         with (trial / name).open("wb") as file:
-            file.write(json.dumps(header).encode() + b"\n")
+            file.write(msgspec.json.encode(header) + b"\n")
             for first in range(0, count, BATCH_RECORDS):
                 ids = np.arange(first, min(first + BATCH_RECORDS, count))
                 columns = (engine if "engine" in name else worker)(rng, ids, count)
@@ -102,17 +111,16 @@ def write_run(folder: Path, count: int) -> None:
     """A run of one trial, all of it growth."""
     trial = folder / "plain" / "r0"
     trial.mkdir(parents=True)
-    run = {"schema": "kvtax.run/1", "plan": [{"config": "plain", "repeat": 0}]}
-    (folder / "run.json").write_text(json.dumps(run))
-    facts = {"schema": "kvtax.trial/1", "status": "ok"}
-    (trial / "trial.json").write_text(json.dumps(facts))
-    lines = [
-        {"schema": "kvtax.requests/1", "plan": {}, "scheduled": 0},
-        {"type": "phase", "name": "growth", "start_ns": 0},
-        {"type": "end", "scheduled": 0, "ok": 0, "failed": 0, "cancelled": 0},
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (trial / "requests.jsonl").write_text(text)
+    write_document(folder / "run.json", RunRecord(plan=[PlannedTrial("plain", 0)]))
+    write_document(
+        trial / "trial.json",
+        TrialRecord(
+            config="plain", repeat=0, status="ok", num_blocks=17_500, block_size=16
+        ),
+    )
+    with LineFile(trial / "requests.jsonl", RequestsHeader(scheduled=0)) as file:
+        file.append(PhaseStart(Phase.GROWTH.label, 0))
+        file.append(DriverEnd(scheduled=0, ok=0, failed=0, cancelled=0))
     write_files(trial, count)
 
 

@@ -77,9 +77,9 @@ async def _replay(replay: Replay, progress: bool) -> int:
     if (signum := replay.stop.received) is not None:
         print(f"replay: stopped by {signum.name}", file=sys.stderr)
         return BY_SIGNAL + signum
-    if end["failed"] or end["cancelled"]:
+    if end.failed or end.cancelled:
         return FAILED
-    return 0 if end["valid"] else LATE
+    return 0 if end.valid else LATE
 
 
 def _parser() -> _Parser:

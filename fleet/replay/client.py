@@ -8,9 +8,9 @@ from urllib.parse import quote
 
 import aiohttp
 
-from fleet.replay.records import Record
 from lab.load.client import Client
 from lab.load.sse import Usage
+from lab.records.replay import ReplayedRequest
 
 # Session names go into headers, where only printable ASCII may be.
 _SAFE = " /:;,.@+=~#!$&'()*|?[]"
@@ -21,7 +21,7 @@ class ReplayClient(Client):
 
     stopped = "replay stopped"
 
-    async def send(self, record: Record, body: bytes) -> None:
+    async def send(self, record: ReplayedRequest, body: bytes) -> None:
         """Fill in the record to its end, whatever happens."""
         headers = {
             "X-Session-Id": quote(record.session, safe=_SAFE),
@@ -29,12 +29,14 @@ class ReplayClient(Client):
         }
         await self.request(record, body, headers | authorization())
 
-    def take_head(self, record: Record, response: aiohttp.ClientResponse) -> None:
+    def take_head(
+        self, record: ReplayedRequest, response: aiohttp.ClientResponse
+    ) -> None:
         super().take_head(record, response)
         record.instance = response.headers.get("X-Kvtax-Instance")
         record.prefill_instance = response.headers.get("X-Kvtax-Prefill")
 
-    def take_usage(self, record: Record, usage: Usage) -> None:
+    def take_usage(self, record: ReplayedRequest, usage: Usage) -> None:
         record.usage_prompt_tokens = usage.prompt_tokens
         record.usage_completion_tokens = usage.completion_tokens
         record.cached_tokens = usage.cached_tokens

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from typing import Any
 
 from fleet.replay.run import Replay
+from lab.records.replay import ReplayEnd
 
 
 async def print_forever(replay: Replay) -> None:
@@ -28,22 +28,19 @@ async def print_forever(replay: Replay) -> None:
         )
 
 
-def summary(end: dict[str, Any]) -> str:
+def summary(end: ReplayEnd) -> str:
     """What came of it, from the end line."""
-    counts = ", ".join(f"{end[status]} {status}" for status in _STATUSES)
-    lines = [f"replay: {counts} of {end['scheduled']}; {_lag(end['lag_ms'])}"]
-    if (steady := end["steady"]) is None:
+    counts = f"{end.ok} ok, {end.failed} failed, {end.cancelled} cancelled"
+    lines = [f"replay: {counts} of {end.scheduled}; {_lag(end.lag_ms)}"]
+    if end.steady is None:
         lines.append("replay: no steady window")
     else:
-        length_s = (steady["end_ns"] - steady["start_ns"]) / 1e9
+        length_s = (end.steady.end_ns - end.steady.start_ns) / 1e9
         lines.append(f"replay: load steady for {length_s:.1f} s")
-    if not end["valid"] and end["lag_ms"] is not None:
-        budget = f"budget for p99 {end['lag_budget_ms']:g} ms"
+    if not end.valid and end.lag_ms is not None:
+        budget = f"budget for p99 {end.lag_budget_ms:g} ms"
         lines.append(f"replay: RUN NOT VALID: requests were sent late, {budget}")
     return "\n".join(lines)
-
-
-_STATUSES = ("ok", "failed", "cancelled")
 
 
 def _lag(lag_ms: dict[str, float] | None) -> str:

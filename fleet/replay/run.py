@@ -17,13 +17,15 @@ from fleet.replay.bodies import AHEAD_NS, Bodies, ready
 from fleet.replay.client import ReplayClient
 from fleet.replay.options import Options
 from fleet.replay.preflight import check_lengths, check_vocabulary, find_model
-from fleet.replay.records import Record, Records
+from fleet.replay.records import new_ledger, record_of
 from fleet.replay.sessions import Session
 from fleet.replay.window import steady_window
 from lab.load.alarm import Alarm
 from lab.load.client import open_session
+from lab.load.ledger import Ledger
 from lab.load.open_files import allow_open_files
 from lab.load.stop import Stop
+from lab.records.replay import ReplayedRequest, ReplayEnd, Steady
 
 # From the decision to start to the first request.
 LEAD_NS = 50_000_000
@@ -43,7 +45,7 @@ class Replay:
     cancelled: they would continue a conversation that did not take place.
     """
 
-    records: Records
+    records: Ledger
     _alarm: Alarm
     _bodies: Bodies
     _client: ReplayClient
@@ -56,7 +58,7 @@ class Replay:
         self.stop = Stop()
         self.in_flight = 0
 
-    async def execute(self, **header: Any) -> dict[str, Any]:
+    async def execute(self, **header: Any) -> ReplayEnd:
         """Run to the end, or to SIGINT or SIGTERM; return the end line.
 
         Raises ReplayError if it cannot begin, FileExistsError if `out` exists, OSError
@@ -74,11 +76,11 @@ class Replay:
             with (
                 Bodies(model.id, self.options.vocab_size) as self._bodies,
                 Alarm() as self._alarm,
-                Records(self.out, self.options, **header) as self.records,
+                new_ledger(self.out, self.options, **header) as self.records,
             ):
                 return await self._recorded()
 
-    async def _recorded(self) -> dict[str, Any]:
+    async def _recorded(self) -> ReplayEnd:
         """Play everything and close the records, however the playing ends."""
         work = asyncio.create_task(self._play_all())
         self.stop.cancels(work)
@@ -96,8 +98,13 @@ class Replay:
             await flushing
         spans = [(session.begin_ns, session.end_ns) for session in self.sessions]
         warmup_ns = int(self.options.warmup_s * 1e9)
-        complete = self.stop.received is None
-        return self.records.end(steady_window(spans, warmup_ns) if complete else None)
+        stopped = self.stop.received is not None
+        window = None if stopped else steady_window(spans, warmup_ns)
+        return self.records.end(
+            ReplayEnd,
+            steady=window and Steady(*window),
+            replay_cpu_s=self.records.cpu_s,
+        )
 
     async def _play_all(self) -> None:
         # The trace stays: a full collection need not walk it while we send.
@@ -168,7 +175,7 @@ class Replay:
     async def _play(self, session: Session, body: Future[bytes], due_ns: int) -> int:
         """Send the turns of a session, each when it is due; when the last had ended."""
         for turn, following in pairwise([*session.turns, None]):
-            record = Record.of(turn, intended_ns=due_ns)
+            record = record_of(turn, intended_ns=due_ns)
             await self._alarm.sleep_until(due_ns)
             payload = await ready(body)
             think_ns = following and self._scaled_ns(following.think_s)
@@ -189,7 +196,9 @@ class Replay:
                 (body,) = self._bodies.prepare([following])
         return record.end_ns
 
-    async def _send(self, session: Session, record: Record, body: bytes) -> None:
+    async def _send(
+        self, session: Session, record: ReplayedRequest, body: bytes
+    ) -> None:
         if session.begin_ns is None:
             session.begin_ns = record.intended_ns
         self.in_flight += 1
@@ -203,7 +212,7 @@ class Replay:
 
     def _cancel_rest(self, session: Session, reason: str) -> None:
         for request in session.unrecorded:
-            self.records.add(Record.of(request, status="cancelled", error=reason))
+            self.records.add(record_of(request, status="cancelled", error=reason))
         session.recorded = len(session.turns)
 
     def _scaled_ns(self, seconds: float) -> int:

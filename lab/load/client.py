@@ -9,9 +9,10 @@ from time import perf_counter_ns
 import aiohttp
 from aiohttp.payload import BytesPayload
 
-from lab.load.ledger import Outcome, Record
 from lab.load.plan import Plan
 from lab.load.sse import CompletionStream, StreamError, Usage
+from lab.records.outcome import Outcome
+from lab.records.requests import RequestRecord
 
 # Below the 5 s after which vLLM closes an idle connection: a request that meets the
 # close half-way would fail for no fault of the server.
@@ -114,6 +115,6 @@ class PlanClient(Client):
         super().__init__(session, url, plan.request_timeout_s)
         self._plan = plan
 
-    def take_usage(self, record: Record, usage: Usage) -> None:
+    def take_usage(self, record: RequestRecord, usage: Usage) -> None:
         record.output_tokens = usage.completion_tokens
         usage.check(self._plan.prompt_tokens, self._plan.output_tokens)

@@ -1,38 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a run (kvtax.requests/1): one JSON line each."""
+"""The request records of a run as they are made, and the account that ends them."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
-from lab.load.lines import LineFile
-from lab.load.plan import Plan
+from lab.records.line_file import LineFile
+from lab.records.outcome import Account, Outcome
+from lab.records.replay import ReplayHeader
+from lab.records.requests import RequestsHeader
 
+End = TypeVar("End", bound=Account)
 
-class Outcome(msgspec.Struct, kw_only=True):
-    """How a request went. Times are CLOCK_MONOTONIC ns, None if never reached."""
-
-    status: Literal["ok", "failed", "cancelled"] | None = None
-    error: str | None = None
-    http_status: int | None = None
-    intended_ns: int | None = None
-    sent_ns: int | None = None
-    first_token_ns: int | None = None
-    end_ns: int | None = None
-
-
-class Record(Outcome, tag_field="type", tag="request"):
-    """One scheduled request."""
-
-    id: int
-    phase: str
-    prompt_tokens: int
-    output_tokens: int | None = None
+RECENT = 1000
 
 
 class Ledger(LineFile):
@@ -41,50 +25,47 @@ class Ledger(LineFile):
     `flush_forever` and `end` raise OSError if the records cannot be written.
     """
 
-    def __init__(self, path: Path, plan: Plan) -> None:
-        super().__init__(path)
+    def __init__(
+        self, path: Path, header: RequestsHeader | ReplayHeader, lag_budget_ms: float
+    ) -> None:
+        super().__init__(path, header)
         self.counts = {"ok": 0, "failed": 0, "cancelled": 0}
-        self.cpu_start_s = time.process_time()
-        self._plan = plan
+        self._scheduled = header.scheduled
+        self._lag_budget_ms = lag_budget_ms
         self._lag_ms: list[float] = []
-        self.append(
-            {
-                "schema": "kvtax.requests/1",
-                "clock": "CLOCK_MONOTONIC",
-                "plan": plan,
-                "scheduled": plan.scheduled,
-            }
-        )
-        self.flush()
+        self._cpu_start_s = time.process_time()
 
-    def phase(self, name: str, start_ns: int, reset_ns: int | None) -> None:
-        """Record the start of a phase."""
-        reset = {} if reset_ns is None else {"reset_ns": reset_ns}
-        self.append({"type": "phase", "name": name, "start_ns": start_ns, **reset})
+    def begin(self) -> None:
+        """Count CPU time from now on: what came before was preparation."""
+        self._cpu_start_s = time.process_time()
 
-    def add(self, record: Record) -> None:
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of this process since it began, in all its threads."""
+        return round(time.process_time() - self._cpu_start_s, 6)
+
+    def add(self, record: Outcome) -> None:
         """Record how a request ended. Call it once for each."""
         self.counts[record.status] += 1
         if record.sent_ns is not None:
             self._lag_ms.append((record.sent_ns - record.intended_ns) / 1e6)
         self.append(record)
 
-    def end(self) -> dict[str, Any]:
-        """Write and return the last line. Without a sent request no run is valid.
+    def recent_lag_ms(self) -> dict[str, float] | None:
+        """The lag of the last sends."""
+        return lag_summary(self._lag_ms[-RECENT:])
 
-        `driver_cpu_s` is the CPU time of the driver from `cpu_start_s` on.
-        """
+    def end(self, kind: type[End], **more: Any) -> End:
+        """Write and return the last line. Without a sent request no run is valid."""
         lag_ms = lag_summary(self._lag_ms)
-        budget_ms = self._plan.lag_budget_ms
-        line = {
-            "type": "end",
-            "scheduled": self._plan.scheduled,
+        line = kind(
+            scheduled=self._scheduled,
             **self.counts,
-            "lag_ms": lag_ms,
-            "lag_budget_ms": budget_ms,
-            "valid": lag_ms is not None and lag_ms["p99"] <= budget_ms,
-            "driver_cpu_s": round(time.process_time() - self.cpu_start_s, 6),
-        }
+            lag_ms=lag_ms,
+            lag_budget_ms=self._lag_budget_ms,
+            valid=lag_ms is not None and lag_ms["p99"] <= self._lag_budget_ms,
+            **more,
+        )
         self.append(line)
         self.flush().result()
         return line

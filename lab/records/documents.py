@@ -15,6 +15,8 @@ def read_document(path: Path, kind: type[Kind]) -> Kind:
     """The `kind` in `path`; RecordsError if missing, bad or of another schema."""
     try:
         return decode(path, path.read_bytes(), kind)
+    except FileNotFoundError:
+        raise RecordsError(f"{path}: missing") from None
     except OSError as error:
         raise RecordsError(f"{path}: {error.strerror}") from None
     except msgspec.DecodeError as error:

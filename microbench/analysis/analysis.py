@@ -8,8 +8,10 @@ from typing import Any
 
 import polars as pl
 
+from lab.records.per_config import PER_CONFIG_SCHEMA
 from lab.records.phases import Phase
-from lab.records.records import PER_CONFIG_SCHEMA
+from lab.records.run import RunRecord
+from lab.records.trial import ReadCounts
 from lab.stats.estimate import SEED, Estimate
 from lab.stats.interval import stated
 from lab.stats.slope import Cells, make_cells, slope_us_per_1k_blocks
@@ -61,16 +63,14 @@ class Analysis:
     window: Window | None
 
 
-def analyse(
-    run: dict[str, Any], trials: list[LoadedTrial], commit: str | None
-) -> Analysis:
+def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> Analysis:
     """Everything per_config.json states about a run."""
     by_config: dict[str, list[LoadedTrial]] = {}
     for trial in trials:
         by_config.setdefault(trial.config, []).append(trial)
     measured = {
         # Seeds apart, so that the draws of two configs are independent.
-        name: measure(name, group, SEED + 10 * index, run.get("profile") or {})
+        name: measure(name, group, SEED + 10 * index, run.profile)
         for index, (name, group) in enumerate(by_config.items())
         if any(trial.steps is not None and trial.steps.height for trial in group)
     }
@@ -91,8 +91,8 @@ def analyse(
     compare_with_floor(configs, measured, roles.floor)
     document = {
         "schema": PER_CONFIG_SCHEMA,
-        "provenance": dict(run.get("provenance") or {}) | {"report_git_commit": commit},
-        "profile": run.get("profile") or {},
+        "provenance": run.provenance | {"report_git_commit": commit},
+        "profile": run.profile,
         "window": None
         if window is None
         else {
@@ -218,10 +218,13 @@ def record_counts(trials: list[LoadedTrial]) -> dict[str, int]:
 
 def read_counts(trials: list[LoadedTrial]) -> dict[str, float] | None:
     """What peers read from the servers; None where none was to."""
-    found = [reads for t in trials if (reads := t.facts.get("reads"))]
+    found = [t.facts.reads for t in trials if t.facts and t.facts.reads]
     if not found:
         return None
-    return {name: sum(reads[name] for reads in found) for name in found[0]}
+    return {
+        name: sum(getattr(reads, name) for reads in found)
+        for name in ReadCounts.__struct_fields__
+    }
 
 
 def noise_floor(measured: dict[str, Measured], roles: Roles) -> dict[str, Any]:
@@ -264,11 +267,11 @@ def compare_with_baseline(
     measured: dict[str, Measured],
     baseline: str | None,
     noise: dict[str, Any],
-    run: dict[str, Any],
+    run: RunRecord,
 ) -> None:
     """Add `vs_plain` and `tpot_addition` to each measured config."""
     base = measured.get(baseline) if baseline else None
-    own_forward_ms = float((run.get("profile") or {}).get("forward_us") or 0.0) / 1e3
+    own_forward_ms = float(run.profile.get("forward_us") or 0.0) / 1e3
     for name, one in measured.items():
         entry = configs[name]
         entry["vs_plain"] = entry["tpot_addition"] = None
@@ -308,5 +311,5 @@ def compare_with_floor(
 
 
 def _block_size(trials: list[LoadedTrial]) -> int:
-    sizes = [t.facts["block_size"] for t in trials if t.facts.get("block_size")]
+    sizes = [t.facts.block_size for t in trials if t.facts]
     return int(sizes[0]) if sizes else 16

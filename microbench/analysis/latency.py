@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lab.records.phases import Phase
-from lab.records.records import Request
+from lab.records.requests import RequestRecord
 from microbench.analysis.steps import LoadedTrial
 
 FORWARD_MS = (7.0, 25.0)
@@ -45,7 +45,7 @@ def _ms(start_ns: int | None, end_ns: int | None) -> float | None:
     return None if start_ns is None or end_ns is None else (end_ns - start_ns) / 1e6
 
 
-def _tpot_ms(request: Request) -> float | None:
+def _tpot_ms(request: RequestRecord) -> float | None:
     decode = _ms(request.first_token_ns, request.end_ns)
     tokens = (request.output_tokens or 0) - 1
     return decode / tokens if decode is not None and tokens > 0 else None

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from lab.config import read_toml
 from lab.paths import CONFIGS
-from lab.records import RecordsError
 from lab.records.roles import Role, RoleName
+from lab.records.run import RunRecord
 
 
 @dataclass(frozen=True)
@@ -64,18 +63,14 @@ class _Toml(msgspec.Struct):
     report: Role | None = None
 
 
-def roles_of(run: dict[str, Any], names: Iterable[str]) -> Roles:
-    """The roles of the configs `names` of `run`, the content of a run.json.
+def roles_of(run: RunRecord, names: Iterable[str]) -> Roles:
+    """The roles of the configs `names` of `run`.
 
-    Raises RecordsError and, for a run without roles, ConfigError.
+    Raises ConfigError for a run without roles, if a config's file cannot be read.
     """
-    if "configs" not in run:
+    if run.configs is None:
         return Roles({name: _from_toml(name) for name in names})
-    try:
-        told = msgspec.convert(run["configs"], dict[str, Role])
-    except msgspec.ValidationError as error:
-        raise RecordsError(f"run.json: configs: {error}") from None
-    return Roles({name: told.get(name, Role()) for name in names})
+    return Roles({name: run.configs.get(name, Role()) for name in names})
 
 
 def _from_toml(name: str) -> Role:

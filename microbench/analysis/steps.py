@@ -19,30 +19,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 
 from lab.records import RecordsError
+from lab.records.documents import read_document
 from lab.records.phases import Phase
-from lab.records.records import (
-    ENGINE_FIELDS,
-    ENGINE_SCHEMA,
-    RUN_SCHEMA,
-    TRIAL_SCHEMA,
-    WORKER_FIELDS,
-    WORKER_SCHEMA,
-    WORKER_TIMES,
-    PhaseStart,
-    Requests,
-    StepFile,
-    read_json,
-    read_requests,
-    read_steps,
-)
+from lab.records.requests import PhaseStart, Requests, read_requests
+from lab.records.run import RunRecord
+from lab.records.step_table import StepFile, read_steps
+from lab.records.steps import WORKER_TIMES, EngineHeader, WorkerHeader
+from lab.records.trial import TrialRecord
 
 ENGINE_TIMES = ("schedule_us", "build_meta_us", "step_us", "update_us")
+COUNTS = ("scheduled", "prefill_tokens", "decode_tokens", "cache_size")
 STEP_TIMES = ENGINE_TIMES + WORKER_TIMES
 CONNECTOR_TIMES = tuple(name for name in WORKER_TIMES if name != "execute_model_us")
 
@@ -54,7 +45,7 @@ class LoadedTrial:
     config: str
     repeat: int
     error: str | None
-    facts: dict[str, Any]  # trial.json, {} if it was never written
+    facts: TrialRecord | None  # None if it was never written
     steps: pl.DataFrame | None = None
     requests: Requests | None = None
     engine_steps: int = 0
@@ -63,7 +54,7 @@ class LoadedTrial:
     torn_lines: int = 0
 
 
-def load_run(run_dir: Path) -> tuple[dict[str, Any], list[LoadedTrial]]:
+def load_run(run_dir: Path) -> tuple[RunRecord, list[LoadedTrial]]:
     """run.json and the trials of its plan, in the plan's order.
 
     Raises RecordsError if the directory is no run, or a trial that says it is ok
@@ -74,23 +65,20 @@ def load_run(run_dir: Path) -> tuple[dict[str, Any], list[LoadedTrial]]:
     path = run_dir / "run.json"
     if not path.is_file():
         raise RecordsError(f"{path}: missing; a run directory has one, give its path")
-    run = read_json(path, RUN_SCHEMA)
-    plan = run.get("plan") or []
-    if not plan:
+    run = read_document(path, RunRecord)
+    if not run.plan:
         raise RecordsError(f"{path}: the plan is empty; nothing was run")
-    return run, [
-        load_trial(run_dir, item["config"], int(item["repeat"])) for item in plan
-    ]
+    return run, [load_trial(run_dir, trial.config, trial.repeat) for trial in run.plan]
 
 
 def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
     """The trial in RUN_DIR/<config>/r<repeat>, failed ones included."""
     folder = run_dir / config / f"r{repeat}"
     if not (folder / "trial.json").is_file():
-        return LoadedTrial(config, repeat, "never finished: no trial.json", {})
-    facts = read_json(folder / "trial.json", TRIAL_SCHEMA)
-    if facts.get("status") != "ok":
-        error = facts.get("error") or f"status {facts.get('status')!r}"
+        return LoadedTrial(config, repeat, "never finished: no trial.json", None)
+    facts = read_document(folder / "trial.json", TrialRecord)
+    if facts.status != "ok":
+        error = facts.error or f"status {facts.status!r}"
         requests = _requests_if_readable(folder / "requests.jsonl")
         return LoadedTrial(config, repeat, error, facts, requests=requests)
     requests = read_requests(folder / "requests.jsonl")
@@ -188,7 +176,8 @@ def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
             *ENGINE_TIMES,
         )
 
-    engine = read_steps(path, ENGINE_SCHEMA, ENGINE_FIELDS, shape)
+    columns = ("step_id", "t_ns", *COUNTS, *ENGINE_TIMES)
+    engine = read_steps(path, EngineHeader, columns, shape)
     if engine.records == 0:
         raise RecordsError(f"{path}: no engine steps")
     steps = engine.frame.height
@@ -209,7 +198,7 @@ def read_worker_steps(folder: Path) -> StepFile:
         )
     ranks = []
     for path in files:
-        rank = read_steps(path, WORKER_SCHEMA, WORKER_FIELDS, lambda frame: frame)
+        rank = read_steps(path, WorkerHeader, ("step_id", *WORKER_TIMES))
         ranks.append(replace(rank, frame=_in_step_order(path, rank.frame)))
     if len(ranks) == 1:
         return ranks[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from lab.records.run import RunRecord
 from microbench.analysis.levels import MAX_STEPS, thin
 from microbench.analysis.roles import Roles
 from microbench.analysis.verdict import MARGIN_US_PER_1K_BLOCKS
@@ -83,11 +84,10 @@ def interrupted_share(steps: pl.DataFrame) -> float:
     return float(share or 0.0)
 
 
-def run_warnings(run: dict[str, Any], roles: Roles, noise: dict[str, Any]) -> list[str]:
+def run_warnings(run: RunRecord, roles: Roles, noise: dict[str, Any]) -> list[str]:
     """Reasons to doubt the run as a whole."""
     found = []
-    provenance = run.get("provenance") or {}
-    if provenance.get("git_dirty"):
+    if run.provenance.get("git_dirty"):
         found.append("the run was made from a tree with uncommitted changes")
     if noise["pair"] is None:
         found.append("no A/A pair: differences have no noise floor")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lab.load.plan import Plan, PlanError, read_plan
+from lab.records.requests import DriverEnd
 from microbench.driver.progress import print_forever
 from microbench.driver.run import Run
 
@@ -67,22 +68,22 @@ async def _drive(arguments: argparse.Namespace, plan: Plan) -> int:
     return _verdict(run, end)
 
 
-def _verdict(run: Run, end: dict) -> int:
+def _verdict(run: Run, end: DriverEnd) -> int:
     """Say on stderr what is wrong with the run; the exit status for the worst of it."""
     if (signum := run.stop.received) is not None:
-        done = f"{end['ok']} ok, {end['failed']} failed, {end['cancelled']} cancelled"
+        done = f"{end.ok} ok, {end.failed} failed, {end.cancelled} cancelled"
         return _say(BY_SIGNAL + signum, f"stopped by {signum.name}: {done}")
     status = 0
-    if not end["valid"] and end["lag_ms"] is not None:
+    if not end.valid and end.lag_ms is not None:
         status = _say(
             LATE,
-            f"RUN NOT VALID: requests were sent late, lag {end['lag_ms']} ms, "
-            f"budget for p99 {end['lag_budget_ms']:g} ms",
+            f"RUN NOT VALID: requests were sent late, lag {end.lag_ms} ms, "
+            f"budget for p99 {end.lag_budget_ms:g} ms",
         )
     if run.reset_error is not None:
         status = _say(NOT_RESET, run.reset_error)
-    if end["failed"]:
-        status = _say(FAILED, f"{end['failed']} of {end['scheduled']} requests failed")
+    if end.failed:
+        status = _say(FAILED, f"{end.failed} of {end.scheduled} requests failed")
     return status
 
 

@@ -6,21 +6,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
 
 from lab.load.alarm import Alarm
 from lab.load.arrivals import Timetable, timetables
 from lab.load.client import Client, PlanClient, open_session
-from lab.load.ledger import Ledger, Record
+from lab.load.ledger import Ledger
 from lab.load.open_files import allow_open_files
 from lab.load.plan import Plan
 from lab.load.prompts import bodies
 from lab.load.stop import Stop
+from lab.records.requests import DriverEnd, PhaseStart, RequestRecord, RequestsHeader
 from microbench.driver.reset import ResetError, reset_prefix_cache
 
 # From the decision to start to the first request of a phase.
@@ -48,14 +47,15 @@ class Run:
         self._records = list(_records(plan))
         self._bodies: list[bytes] = []
 
-    async def execute(self) -> dict[str, Any]:
+    async def execute(self) -> DriverEnd:
         """Run to the end, or to SIGINT or SIGTERM; return the end line.
 
         Raises FileExistsError if `out` exists, OSError if it cannot be written.
         """
         work = asyncio.create_task(self._build_and_send())
         self.stop.cancels(work)
-        with Ledger(self.out, self.plan) as self.ledger:
+        header = RequestsHeader(plan=self.plan, scheduled=self.plan.scheduled)
+        with Ledger(self.out, header, self.plan.lag_budget_ms) as self.ledger:
             flushing = asyncio.create_task(self.ledger.flush_forever())
             flushing.add_done_callback(lambda _: work.cancel())
             try:
@@ -68,7 +68,7 @@ class Run:
             with contextlib.suppress(asyncio.CancelledError):
                 await flushing
             self._cancel_unsent()
-            return self.ledger.end()
+            return self.ledger.end(DriverEnd, driver_cpu_s=self.ledger.cpu_s)
 
     def _cancel_unsent(self) -> None:
         for record in self._records:
@@ -85,7 +85,7 @@ class Run:
         # Bodies and records stay: a full collection need not walk them while we send.
         gc.freeze()
         allow_open_files()
-        self.ledger.cpu_start_s = time.process_time()
+        self.ledger.begin()
         ids = count()
         async with open_session() as session:
             client = PlanClient(session, self.url, self.plan)
@@ -107,7 +107,7 @@ class Run:
         with Alarm() as alarm:
             async with asyncio.TaskGroup() as group:
                 for phase, due_ns, length_ns in stretch:
-                    self.ledger.phase(phase.name, start_ns, reset_ns)
+                    self.ledger.append(PhaseStart(phase.name, start_ns, reset_ns))
                     for due in due_ns:
                         record = self._records[id_ := next(ids)]
                         record.intended_ns = start_ns + due
@@ -117,7 +117,9 @@ class Run:
                     start_ns += length_ns
                     reset_ns = None
 
-    async def _request(self, client: Client, record: Record, body: bytes) -> None:
+    async def _request(
+        self, client: Client, record: RequestRecord, body: bytes
+    ) -> None:
         self.in_flight += 1
         try:
             await client.request(record, body)
@@ -126,11 +128,13 @@ class Run:
             self.ledger.add(record)
 
 
-def _records(plan: Plan) -> Iterator[Record]:
+def _records(plan: Plan) -> Iterator[RequestRecord]:
     ids = count()
     for phase in plan.phases:
         for _ in range(phase.requests):
-            yield Record(next(ids), phase.name, plan.prompt_tokens)
+            yield RequestRecord(
+                id=next(ids), phase=phase.name, prompt_tokens=plan.prompt_tokens
+            )
 
 
 def _stretches(tables: list[Timetable]) -> list[list[Timetable]]:

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import threading
 from itertools import pairwise
 from time import perf_counter_ns
 
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 
 from lab.load.alarm import Alarm
 from lab.load.arrivals import timetables
-from lab.load.lines import FLUSH_EVERY_S, LineFile
 from lab.load.plan import Plan, PlanError, read_plan
 from lab.load.prompts import bodies
 from lab.load.sse import CompletionStream, StreamError
@@ -156,26 +153,6 @@ def test_an_in_band_error_is_not_hidden_by_what_follows():
     lines = [TOKEN, dead, TOKEN, USAGE, b"data: [DONE]"]
     result, _, _ = outcome([line + b"\n\n" for line in lines])
     assert result == 'in-band error: {"message":"dead"}'
-
-
-def test_no_line_is_lost_when_flushing_ends_before_the_disk_comes_to_it(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    busy = threading.Event()
-
-    async def flush_and_stop() -> None:
-        with LineFile(path) as file:
-            file._writer.submit(busy.wait)
-            file.append({"n": 1})
-            flushing = asyncio.create_task(file.flush_forever())
-            await asyncio.sleep(1.5 * FLUSH_EVERY_S)
-            flushing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await flushing
-            file.append({"n": 2})
-            busy.set()
-
-    asyncio.run(flush_and_stop())
-    assert path.read_text() == '{"n":1}\n{"n":2}\n'
 
 
 def test_an_alarm_wakes_every_waiter_in_order_and_never_early():

@@ -43,7 +43,7 @@ def test_another_schema_is_refused_and_both_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(None, "No such file"), ("{", "truncated"), ("[]", "array"), ("{}", "None")],
+    [(None, "missing"), ("{", "truncated"), ("[]", "array"), ("{}", "None")],
 )
 def test_what_is_no_document_is_named(
     tmp_path: Path, content: str | None, why: str

@@ -3,15 +3,26 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import polars as pl
 
+from lab.records.documents import write_document
+from lab.records.line_file import LineFile
 from lab.records.phases import Phase
+from lab.records.requests import (
+    DriverEnd,
+    PhaseStart,
+    RequestRecord,
+    RequestsHeader,
+)
+from lab.records.run import PlannedTrial, RunRecord
+from lab.records.steps import EngineHeader, WorkerHeader
+from lab.records.trial import ReadCounts, TrialRecord
 
 STEP_NS = 300_000
 FIRST_NS = 10**14
@@ -28,7 +39,7 @@ class Truth:
     get_finished: float | None = None
     repeat_offsets: tuple[float, ...] = (0.0,)
     fails: str | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    reads: ReadCounts | None = None
 
 
 def ar1(rng: np.random.Generator, n: int, rho: float, sd: float) -> np.ndarray:
@@ -105,50 +116,53 @@ def trial_steps(
     return pl.DataFrame(engine), pl.DataFrame(worker)
 
 
-def write_records(path: Path, header: dict[str, Any], records: pl.DataFrame) -> None:
+def write_records(path: Path, header: msgspec.Struct, records: pl.DataFrame) -> None:
     """A JSON lines file with its header line."""
     with path.open("wb") as file:
-        file.write(json.dumps(header).encode() + b"\n")
+        file.write(msgspec.json.encode(header) + b"\n")
         records.write_ndjson(file)
 
 
-def request_lines(steps: int, tpot_ms: float) -> list[dict[str, Any]]:
-    """The driver's records of a trial of `steps` steps."""
+def write_requests(path: Path, steps: int, tpot_ms: float) -> None:
+    """The driver's records of a trial of `steps` steps: 10 requests per phase."""
     growth, plateau = int(steps * 0.6), int(steps * 0.25)
-    reset_ns = FIRST_NS + (growth + plateau) * STEP_NS
-    phases = {
+    starts_ns = {
         Phase.GROWTH: FIRST_NS,
         Phase.PLATEAU: FIRST_NS + growth * STEP_NS,
-        Phase.AFTER_RESET: reset_ns,
+        Phase.AFTER_RESET: FIRST_NS + (growth + plateau) * STEP_NS,
     }
-    lines: list[dict[str, Any]] = []
-    for phase, start in phases.items():
-        began = {"type": "phase", "name": phase.label, "start_ns": start}
-        reset = {"reset_ns": start} if phase is Phase.AFTER_RESET else {}
-        lines.append(began | reset)
-        for index in range(10):
-            sent = start + index * 1_000_000
-            first = sent + 5_000_000
-            lines.append(
-                {
-                    "type": "request",
-                    "id": len(lines),
-                    "phase": phase.label,
-                    "status": "ok",
-                    "error": None,
-                    "http_status": 200,
-                    "prompt_tokens": 4096,
-                    "output_tokens": 101,
-                    "intended_ns": sent - 100_000,
-                    "sent_ns": sent,
-                    "first_token_ns": first,
-                    "end_ns": first + int(100 * tpot_ms * 1e6),
-                }
+    with LineFile(path, RequestsHeader(plan={}, scheduled=30)) as file:
+        for phase, start_ns in starts_ns.items():
+            reset_ns = start_ns if phase is Phase.AFTER_RESET else None
+            file.append(PhaseStart(phase.label, start_ns, reset_ns))
+            for index in range(10):
+                sent_ns = start_ns + index * 1_000_000
+                first_ns = sent_ns + 5_000_000
+                file.append(
+                    RequestRecord(
+                        id=10 * phase + index,
+                        phase=phase.label,
+                        status="ok",
+                        http_status=200,
+                        prompt_tokens=4096,
+                        output_tokens=101,
+                        intended_ns=sent_ns - 100_000,
+                        sent_ns=sent_ns,
+                        first_token_ns=first_ns,
+                        end_ns=first_ns + int(100 * tpot_ms * 1e6),
+                    )
+                )
+        file.append(
+            DriverEnd(
+                scheduled=30,
+                ok=30,
+                failed=0,
+                cancelled=0,
+                lag_ms={"p50": 0.1, "p99": 0.5, "max": 0.9},
+                lag_budget_ms=2.0,
+                valid=True,
             )
-    counts = {"scheduled": 30, "ok": 30, "failed": 0, "cancelled": 0}
-    lag = {"p50": 0.1, "p99": 0.5, "max": 0.9}
-    end = {"lag_ms": lag, "lag_budget_ms": 2.0, "valid": True}
-    return [*lines, {"type": "end"} | counts | end]
+        )
 
 
 def write_run(
@@ -161,18 +175,16 @@ def write_run(
 ) -> Path:
     """A whole run directory; `changes` go into run.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    plan = [{"config": t.name, "repeat": r} for r in range(repeats) for t in truths]
-    run = {
-        "schema": "kvtax.run/1",
+    told = {
         "profile": {"name": "synthetic", "null_model": True, "forward_us": 0},
         "provenance": {
             "vllm_version": "0.18.1",
             "cpu_model": "made up",
             "command_line": "none: synthetic",
         },
-        "plan": plan,
+        "plan": [PlannedTrial(t.name, r) for r in range(repeats) for t in truths],
     }
-    (folder / "run.json").write_text(json.dumps(run | changes))
+    write_document(folder / "run.json", RunRecord(**told | changes))
     for number, truth in enumerate(truths):
         for repeat in range(repeats):
             seed = 1_000 * number + repeat
@@ -186,30 +198,21 @@ def write_trial(
     """One trial directory."""
     trial = folder / truth.name / f"r{repeat}"
     trial.mkdir(parents=True)
-    facts = {
-        "schema": "kvtax.trial/1",
-        "config": truth.name,
-        "repeat": repeat,
-        "status": "failed" if truth.fails else "ok",
-        "error": truth.fails,
-        "num_blocks": blocks,
-        "block_size": 16,
-    }
-    (trial / "trial.json").write_text(json.dumps(facts | truth.facts))
+    record = TrialRecord(
+        config=truth.name,
+        repeat=repeat,
+        status="failed" if truth.fails else "ok",
+        error=truth.fails,
+        num_blocks=blocks,
+        block_size=16,
+        reads=truth.reads,
+    )
+    write_document(trial / "trial.json", record)
     if truth.fails:
         return trial
     engine, worker = trial_steps(truth, repeat, seed, steps, blocks)
-    common = {"clock": "CLOCK_MONOTONIC", "vllm_version": "0.18.1", "pid": 1}
-    write_records(
-        trial / "engine_step.jsonl", {"schema": "kvtax.engine_step/1"} | common, engine
-    )
-    write_records(
-        trial / "worker_step.r0.jsonl",
-        {"schema": "kvtax.worker_step/1", "rank": 0} | common,
-        worker,
-    )
-    header = {"schema": "kvtax.requests/1", "plan": {}, "scheduled": 30}
-    lines = [header, *request_lines(steps, float(engine["step_us"].median()) / 1e3)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (trial / "requests.jsonl").write_text(text)
+    write_records(trial / "engine_step.jsonl", EngineHeader(pid=1), engine)
+    write_records(trial / "worker_step.r0.jsonl", WorkerHeader(pid=1), worker)
+    tpot_ms = float(engine["step_us"].median()) / 1e3
+    write_requests(trial / "requests.jsonl", steps, tpot_ms)
     return trial

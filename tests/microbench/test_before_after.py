@@ -9,6 +9,8 @@ import json
 import pytest
 from synthetic import Truth, write_run
 
+from lab.records.run import RunRecord
+from lab.records.trial import ReadCounts
 from lab.stats.markdown import TIMES
 from microbench import report
 from microbench.analysis.roles import roles_of
@@ -24,7 +26,7 @@ TRUTHS = [
 
 
 def before_and_after(document) -> str:
-    return fixes.before_and_after(document, roles_of({}, document["configs"]))
+    return fixes.before_and_after(document, roles_of(RunRecord(), document["configs"]))
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +85,10 @@ def test_a_run_without_an_aim_has_no_such_section(document):
 
 
 def test_what_a_peer_read_meanwhile_is_stated_beside_what_it_cost(tmp_path):
-    reads = {"reads": 40, "blocks_offered": 8000, "blocks_valid": 7900, "seconds": 4.0}
+    reads = ReadCounts(reads=40, blocks_offered=8000, blocks_valid=7900, seconds=4.0)
     truths = [
         Truth("noop", build_meta=0.8),
-        Truth("direct_read_serving", build_meta=0.8, facts={"reads": reads}),
+        Truth("direct_read_serving", build_meta=0.8, reads=reads),
     ]
     assert report.main([str(write_run(tmp_path, truths, steps=900))]) == 0
     text = before_and_after(json.loads((tmp_path / "per_config.json").read_text()))

@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 from synthetic import Truth, trial_steps, write_run
 
+from lab.records.run import RunRecord
 from microbench import report
 from microbench.analysis.analysis import analyse
 from microbench.analysis.levels import Window
@@ -172,11 +173,11 @@ def slowed(trial: LoadedTrial, start: float, stop: float, factor: float) -> Load
         pl.when(place.is_between(start, stop)).then(pl.col(t) * factor).otherwise(t)
         for t in times
     )
-    return LoadedTrial(trial.config, trial.repeat, None, {}, steps.rename({}))
+    return LoadedTrial(trial.config, trial.repeat, None, None, steps.rename({}))
 
 
 def verdict_of(trials: list[LoadedTrial]) -> str:
-    document = analyse({}, trials, None).document
+    document = analyse(RunRecord(), trials, None).document
     return document["configs"]["plain"]["verdict"]
 
 
@@ -210,7 +211,7 @@ def test_a_machine_that_slows_down_for_good_drifts_and_does_not_grow():
 def test_a_fall_of_less_than_half_the_prediction_does_not_confirm_growth():
     truth = Truth("plain", slope=3.0, drift=6.0)
     trials = [trial_of(truth, repeat, repeat) for repeat in range(2)]
-    entry = analyse({}, trials, None).document["configs"]["plain"]
+    entry = analyse(RunRecord(), trials, None).document["configs"]["plain"]
     low, _ = entry["reset_check"]["schedule"]["drop_ci95_us"]
     assert low > 0, "no fall at all: a weak test"
     assert entry["verdict"] == "drifts"
@@ -237,9 +238,9 @@ def test_doubts_are_told(tmp_path: Path):
         file.write(b'{"step_id":900,"t_')
     path = folder / "noop" / "r1" / "requests.jsonl"
     text = path.read_text()
-    text = text.replace('"status": "ok"', '"status": "failed"', 2)
-    text = text.replace('"ok": 30, "failed": 0', '"ok": 28, "failed": 2')
-    path.write_text(text.replace('"valid": true', '"valid": false'))
+    text = text.replace('"status":"ok"', '"status":"failed"', 2)
+    text = text.replace('"ok":30,"failed":0', '"ok":28,"failed":2')
+    path.write_text(text.replace('"valid":true', '"valid":false'))
     assert report.main([str(folder)]) == 0
     summary = (folder / "SUMMARY.md").read_text()
     for doubt in ("1 torn last", "2 of 60 requests failed", "sent late", "No A/A pair"):
@@ -252,7 +253,7 @@ def test_a_failed_repeat_is_named_and_the_others_are_used(tmp_path: Path):
     facts = json.loads(path.read_text()) | {"status": "failed", "error": "no port"}
     path.write_text(json.dumps(facts))
     _, trials = load_run(folder)
-    entry = analyse({}, trials, None).document["configs"]["plain"]
+    entry = analyse(RunRecord(), trials, None).document["configs"]["plain"]
     assert entry["n_repeats"] == 1 and entry["error"] == "r1: no port"
     assert entry["verdict"] != "failed"
 

@@ -13,6 +13,7 @@ import pytest
 from synthetic import Truth, write_run
 
 from lab.paths import CONFIGS
+from lab.records.run import RunRecord
 from lab.serving.connector import load_connector
 from microbench import report
 from microbench.analysis.roles import roles_of
@@ -39,8 +40,8 @@ def test_a_run_carries_the_roles_that_its_configs_had():
     written = {
         name: msgspec.to_builtins(load_connector(name).report) for name in CONNECTORS
     }
-    told = roles_of({"configs": written}, CONNECTORS)
-    assert told == roles_of({}, CONNECTORS)
+    told = roles_of(msgspec.convert({"configs": written}, RunRecord), CONNECTORS)
+    assert told == roles_of(RunRecord(), CONNECTORS)
     assert (told.baseline, told.twin, told.floor) == ("plain", "plain_aa", "noop")
 
 
@@ -84,4 +85,5 @@ def test_an_unknown_role_in_run_json_is_a_clear_message(
     configs = {"plain": {"role": "referee"}}
     folder = write_run(tmp_path, TRUTHS[:1], repeats=1, steps=300, configs=configs)
     assert report.main([str(folder)]) == 1
-    assert "run.json: configs:" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "run.json: " in message and "'referee' - at `$.configs" in message

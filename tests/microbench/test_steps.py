@@ -8,11 +8,10 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from synthetic import FIRST_NS, STEP_NS, Truth, write_run
 
-from lab.records import RecordsError, records
+from lab.records import RecordsError
+from lab.records.requests import PhaseStart
 from microbench.analysis.steps import (
     load_run,
     load_trial,
@@ -39,73 +38,8 @@ def engine_record(step_id: int, **changes) -> dict:
     return record | changes
 
 
-def write_lines(path: Path, lines: list[dict], tail: bytes = b"") -> Path:
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    path.write_bytes(text.encode() + tail)
-    return path
-
-
-def read(path: Path) -> tuple[pl.DataFrame, int]:
-    file = records.read_steps(
-        path, records.ENGINE_SCHEMA, records.ENGINE_FIELDS, lambda frame: frame
-    )
-    assert file.records == file.frame.height
-    return file.frame, file.torn_lines
-
-
-@pytest.fixture(scope="module")
-def cut_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cut")
-
-
-@given(cut=st.integers(0, 2_000), chunk=st.integers(1, 700))
-@settings(max_examples=60, deadline=None)
-def test_a_file_cut_at_any_byte_loses_only_its_torn_last_line(
-    cut_folder: Path, cut: int, chunk: int
-):
-    lines = [HEADER] + [engine_record(step) for step in range(9)]
-    path = write_lines(cut_folder / "engine_step.jsonl", lines)
-    whole = path.read_bytes()
-    header = whole.index(b"\n") + 1
-    kept = whole[: max(header, min(cut, len(whole)))]
-    path.write_bytes(kept)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "CHUNK_BYTES", chunk)
-        frame, torn = read(path)
-    complete = kept[header:].count(b"\n")
-    assert frame["step_id"].to_list() == list(range(complete))
-    assert torn == int(not kept.endswith(b"\n"))
-
-
-@pytest.fixture(params=[1, 100, 8 << 20])
-def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Chunks of one line, of some lines, and of the whole file."""
-    monkeypatch.setattr(records, "CHUNK_BYTES", request.param)
-    return request.param
-
-
-@pytest.mark.usefixtures("chunk_bytes")
-@pytest.mark.parametrize("junk", [b'{"step_id":9,"sche\n', b"\0\0\0\0\n"])
-def test_an_undecodable_last_line_is_dropped_and_counted(tmp_path: Path, junk: bytes):
-    path = write_lines(tmp_path / "e", [HEADER, engine_record(0)], junk)
-    frame, torn = read(path)
-    assert (frame.height, torn) == (1, 1)
-
-
-@pytest.mark.usefixtures("chunk_bytes")
-@pytest.mark.parametrize(
-    "junk", [b'{"step_id":9,"sche\n', b'{"step_id":1,"step_us":"x"}\n', b'{"a":1}\n']
-)
-def test_a_bad_line_in_the_middle_is_an_error_with_file_and_line(
-    tmp_path: Path, junk: bytes
-):
-    path = write_lines(
-        tmp_path / "e", [HEADER, engine_record(0), engine_record(1)], junk
-    )
-    with path.open("ab") as file:
-        file.write(json.dumps(engine_record(2)).encode() + b"\n")
-    with pytest.raises(RecordsError, match=r"e:4: "):
-        read(path)
+def write_lines(path: Path, lines: list[dict]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_only_decode_only_steps_of_a_phase_are_kept(tmp_path: Path):
@@ -131,8 +65,8 @@ def test_after_reset_begins_at_the_reset_and_not_at_the_phase_record(tmp_path: P
     lines = [HEADER] + [engine_record(step) for step in range(10)]
     write_lines(tmp_path / "engine_step.jsonl", lines)
     phases = [
-        records.PhaseStart("growth", FIRST_NS),
-        records.PhaseStart("after_reset", FIRST_NS, reset_ns=FIRST_NS + 6 * STEP_NS),
+        PhaseStart("growth", FIRST_NS),
+        PhaseStart("after_reset", FIRST_NS, reset_ns=FIRST_NS + 6 * STEP_NS),
     ]
     engine = read_engine_steps(tmp_path, phases).frame
     assert engine["phase"].to_list() == [0] * 6 + [2] * 4
@@ -176,7 +110,7 @@ def test_a_step_id_twice_is_an_error(tmp_path: Path):
     lines = [HEADER, engine_record(0), engine_record(1), engine_record(1)]
     write_lines(tmp_path / "engine_step.jsonl", lines)
     with pytest.raises(RecordsError, match="step_id 1 twice"):
-        read_engine_steps(tmp_path, [records.PhaseStart("growth", FIRST_NS)])
+        read_engine_steps(tmp_path, [PhaseStart("growth", FIRST_NS)])
 
 
 def test_a_driver_that_was_killed_fails_the_trial(tmp_path: Path):

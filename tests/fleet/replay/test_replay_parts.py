@@ -13,7 +13,7 @@ from fleet.replay.__main__ import main
 from fleet.replay.client import authorization
 from fleet.replay.options import ReplayError
 from fleet.replay.preflight import Model, check_lengths
-from fleet.replay.records import Record, asked_output_tokens
+from fleet.replay.records import asked_output_tokens, record_of
 from fleet.replay.sessions import group
 from fleet.replay.window import steady_window
 from lab.load.sse import StreamError, Usage
@@ -101,7 +101,7 @@ def test_a_request_longer_than_the_context_is_named():
 def test_no_output_is_one_token_asked_for():
     (request,) = trace(1, 1, output_tokens=0)
     assert asked_output_tokens(request) == 1
-    assert Record.of(request).output_tokens == 1
+    assert record_of(request).output_tokens == 1
 
 
 def test_a_key_is_sent_only_if_there_is_one(monkeypatch):

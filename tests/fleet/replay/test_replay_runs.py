@@ -208,13 +208,13 @@ ReplayClient.send = slow
 
 def test_a_full_disk_stops_the_replay(server, tmp_path):
     full = """
-from fleet.replay.records import Records
-write = Records._write
+from lab.load.ledger import Ledger
+write = Ledger._write
 def full(self, lines):
     if b'"request"' in lines:
         raise OSError(28, "No space left on device")
     write(self, lines)
-Records._write = full
+Ledger._write = full
 """
     code, stderr, _ = patched(server, tmp_path, full, trace(1000, 1, gap_s=0.05))
     assert code == 2

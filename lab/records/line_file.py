@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A JSON lines file that is appended to and flushed while a run goes on.
+"""A file of JSON lines that grows while a run goes on.
 
-A killed writer loses what it had not flushed yet and may leave a torn last line.
+A writer that is killed loses what it had not flushed yet, and may leave a torn last
+line.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ class LineFile:
     """Writes `path`, which must not exist yet (FileExistsError).
 
     A thread of its own does the writing, so that a slow disk delays no request.
-    `flush_forever` and the result of `flush` raise OSError if that fails.
+    `flush_forever` and the result of `flush` raise OSError if that fails. Nothing is
+    written from then on: it would follow a torn line.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, header: msgspec.Struct) -> None:
         self._lines: list[bytes] = []
         self._encode = msgspec.json.Encoder().encode
-        self._file = path.open("xb")
+        self._file = path.open("xb", buffering=0)
+        self._failure: OSError | None = None
         self._writer = ThreadPoolExecutor(1, "lines")
+        self.append(header)
+        self.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -47,8 +52,14 @@ class LineFile:
         return self._writer.submit(self._write, b"".join(lines))
 
     def _write(self, lines: bytes) -> None:
-        self._file.write(lines)
-        self._file.flush()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            while lines:
+                lines = lines[self._file.write(lines) :]
+        except OSError as error:
+            self._failure = error
+            raise
 
     async def flush_forever(self) -> None:
         """Flush at the promised interval until cancelled."""

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""replay.jsonl: what became of every request of a replayed trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lab.records.outcome import Account, Outcome
+
+
+class ReplayHeader(
+    msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.replay/1"
+):
+    """Header; written by the replayer before the first request."""
+
+    clock: str = "CLOCK_MONOTONIC"
+    """The clock of all `_ns`."""
+    load: str | None = None
+    """Open or closed loop, in words."""
+    options: Any = None
+    """The options as resolved: `fleet/replay/options.py`."""
+    model: str | None = None
+    """The model that is asked for."""
+    max_model_len: int | None = None
+    """The longest request that the server takes; null if it does not say."""
+    scheduled: int = 0
+    """Requests of the trace."""
+    sessions: int = 0
+    """Sessions of the trace."""
+    trace_sha256: str | None = None
+    """Of the trace's file."""
+
+
+class ReplayedRequest(Outcome, kw_only=True, tag_field="type", tag="request"):
+    """What became of one request of the trace; one line each, as they ended."""
+
+    id: str
+    """`<session>/<turn>`, unique; sent as `X-Request-Id`, percent-quoted where a
+    header needs it."""
+    session: str
+    """As the trace has it."""
+    turn: int
+    """Counts from 0 in its session."""
+    arrival_s: float | None = None
+    """As the trace has it. First turns are due by it, or when a slot gets free; later
+    ones `think_s` after `end_ns` of the turn before."""
+    input_tokens: int | None = None
+    """Prompt tokens asked for."""
+    output_tokens: int | None = None
+    """Generated tokens asked for, at least 1."""
+    instance: str | None = None
+    """The answer's `X-Kvtax-Instance`."""
+    prefill_instance: str | None = None
+    """The answer's `X-Kvtax-Prefill`."""
+    usage_prompt_tokens: int | None = None
+    """The server's count; if it is not what was asked for, the request is `failed`."""
+    usage_completion_tokens: int | None = None
+    """The server's count; likewise."""
+    cached_tokens: int | None = None
+    """Prompt tokens that were not computed; null if the server does not say."""
+
+
+class Steady(msgspec.Struct):
+    """The time in which the load neither rose nor ran out."""
+
+    start_ns: int
+    """Requests due from here on belong to it."""
+    end_ns: int
+    """Requests due from here on do not."""
+
+
+class ReplayEnd(Account, tag_field="type", tag="end"):
+    """The replayer's account; the last line, absent if the replayer was killed."""
+
+    steady: Steady | None = None
+    """The steady window; null if a signal stopped the replay, or nothing is left."""
+    replay_cpu_s: float | None = None
+    """CPU time of the replayer."""

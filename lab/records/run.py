@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""run.json: what was planned, on what machine, with what versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lab.records.roles import Role
+
+
+class PlannedTrial(msgspec.Struct):
+    """One trial of the plan."""
+
+    config: str
+    """Name of the connector config."""
+    repeat: int
+    """Counts from 0."""
+
+
+class RunRecord(msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.run/1"):
+    """What a sweep is going to do; written before its first trial."""
+
+    profile: dict[str, Any] = {}
+    """The profile as resolved: `name`, `null_model` (bool), `forward_us` (sleep of the
+    null model's forward), `configs`, `repeats`, `num_blocks`, `block_size`, `load` and
+    the rest of its file."""
+    provenance: dict[str, Any] = {}
+    """Where and with what the run was made: `vllm_version`, `python_version`,
+    `package_versions` by name, `patch_hashes` (SHA-256 by patch), `host`, `cpu_model`,
+    `cpu_count`, `gpu_model`, `kernel`, `date_utc`, `git_commit`, `git_dirty`,
+    `command_line`."""
+    configs: dict[str, Role] | None = None
+    """By config, the `[report]` table of its TOML: what the config is to the report
+    (`lab/records/roles.py`). A run from before this field is read with the TOML files
+    of today."""
+    plan: list[PlannedTrial] = []
+    """The trials in the order in which they run. A planned trial without a `trial.json`
+    counts as failed."""

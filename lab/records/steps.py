@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""engine_step.jsonl and worker_step.r<rank>.jsonl: one record per step.
+
+The step_timing patches write them inside vLLM. A time that was not taken is absent,
+never zero; the counts are always there when their patch is applied.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lab.records.lines import read_lines
+
+
+class _Header(msgspec.Struct, kw_only=True):
+    clock: str | None = None
+    """The clock of `t_ns`: CLOCK_MONOTONIC."""
+    units: dict[str, str] = {}
+    """Unit by pattern of a field's name."""
+    vllm_version: str | None = None
+    """The version of vLLM that is measured."""
+    pid: int | None = None
+    """The process that writes the file."""
+    label: dict[str, Any] = {}
+    """`config`, `repeat` and `patches` of the trial."""
+
+
+class EngineHeader(_Header, tag_field="schema", tag="kvtax.engine_step/1"):
+    """Header; written by the engine core. Two such files in a trial are an error."""
+
+
+class WorkerHeader(_Header, tag_field="schema", tag="kvtax.worker_step/1"):
+    """Header; written by a worker."""
+
+    rank: int = 0
+    """The worker's rank."""
+
+
+class EngineStep(msgspec.Struct, omit_defaults=True):
+    """One step of the engine core."""
+
+    step_id: int
+    """Given in `schedule()`, carried by the scheduler output; unique in a trial."""
+    t_ns: int
+    """When the step began; decides its phase."""
+    schedule_us: float | None = None
+    """Time in `Scheduler.schedule()`, `build_connector_meta` included."""
+    build_meta_us: float | None = None
+    """Time in the connector's `build_connector_meta`; absent without a connector."""
+    step_us: float | None = None
+    """From the start of `schedule()` to the end of `update_from_output()` of the same
+    step; under async scheduling steps overlap."""
+    running: int | None = None
+    """Requests in the running queue."""
+    waiting: int | None = None
+    """Requests in the waiting queue."""
+    scheduled: int | None = None
+    """Requests scheduled in this step: the batch size."""
+    prefill_tokens: int | None = None
+    """Prompt tokens scheduled."""
+    decode_tokens: int | None = None
+    """Tokens scheduled that are not of a prompt."""
+    cache_size: int | None = None
+    """\\|cache\\|: cached block hashes at the end of `schedule()`,
+    `len(block_pool.cached_block_hash_to_block)`. This and what follows needs the patch
+    `step_timing_v2`, and a report needs it."""
+    free_blocks: int | None = None
+    """Blocks in the free queue."""
+    preemptions: int | None = None
+    """Requests preempted."""
+    update_us: float | None = None
+    """Time in `update_from_output()`."""
+
+    def found_blocks(self, block_tokens: int) -> int | None:
+        """Cached blocks that the step did not bring itself; None if not recorded.
+
+        Positive only if something was cached before the step.
+        """
+        if self.cache_size is None or self.prefill_tokens is None:
+            return None
+        return self.cache_size - self.prefill_tokens // block_tokens
+
+
+class WorkerStep(msgspec.Struct, omit_defaults=True):
+    """One step of a worker. It joins the engine's record with the same `step_id` in a
+    trial; of several ranks the slowest counts, method by method."""
+
+    step_id: int
+    """As in the engine's record."""
+    t_ns: int
+    """When the worker began the step."""
+    execute_model_us: float | None = None
+    """Time in `execute_model`, the connector's methods included."""
+    bind_us: float | None = None
+    """Time in the connector's `bind_connector_metadata`. This and what follows is
+    absent without a connector."""
+    start_load_kv_us: float | None = None
+    """Time in `start_load_kv`."""
+    wait_for_save_us: float | None = None
+    """Time in `wait_for_save`; absent in a step that schedules nothing too."""
+    get_finished_us: float | None = None
+    """Time in `get_finished`, from vLLM 0.30 on in `get_transfer_results`."""
+
+
+WORKER_TIMES = tuple(
+    name for name in WorkerStep.__struct_fields__ if name.endswith("_us")
+)
+
+
+def first_step(path: Path) -> EngineStep | None:
+    """The engine's first step; None if it made none. Raises RecordsError."""
+    records = read_lines(path, EngineHeader, EngineStep, limit=1).records
+    return records[0] if records else None
