@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lab.paths import REPOSITORY
-from lab.serving.server import free_ports
+from lab.serving.ports import reserve
 
 SOURCES = Path(__file__).parent / "load_go"
 RATE_RPS = 100
@@ -72,11 +72,11 @@ def kvtax_proxy(server: str, log: Path) -> Iterator[str]:
 @contextmanager
 def vllm_router(server: str, command: str) -> Iterator[str]:
     """The URL of vllm-router, cache-aware. Raises RuntimeError if it does not start."""
-    port, metrics_port = free_ports(2)
+    router, metrics = reserve(2)
     options = ["--worker-urls", server, "--policy", "cache_aware"]
-    options += ["--host", "127.0.0.1", "--port", str(port)]
-    options += ["--prometheus-port", str(metrics_port), "--log-level", "error"]
-    url = f"http://127.0.0.1:{port}"
+    options += ["--host", "127.0.0.1", "--port", str(router.http)]
+    options += ["--prometheus-port", str(metrics.http), "--log-level", "error"]
+    url = f"http://127.0.0.1:{router.http}"
     with process(ROUTER_CORE, command, *options) as one:
         deadline = time.monotonic() + START_S
         while not _answers(f"{url}/health"):
