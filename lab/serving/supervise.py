@@ -65,6 +65,10 @@ class Supervised:
         """Exit status of the command, None while it runs."""
         return self._process.poll()
 
+    @property
+    def supervisor_pid(self) -> int:
+        return self._process.pid
+
     def wait(self, timeout_s: float | None = None) -> int:
         return self._process.wait(timeout_s)
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One measurement at a time on a machine, and no server that nobody knows of."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lab.paths import REPOSITORY
+from lab.serving.machine_lock import MachineBusy, machine_lock, supervisors
+from lab.serving.supervise import Supervised
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+HOLD = (
+    "from lab.serving.machine_lock import *\nwith machine_lock():\n    print(flush=1)\n"
+)
+DEADLINE_S = 30.0
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_second_measurement_is_refused_and_the_next_one_is_not():
+    with machine_lock(), pytest.raises(MachineBusy, match="wait for its end"):
+        machine_lock().__enter__()
+    with machine_lock():
+        pass
+
+
+def test_a_killed_measurement_holds_the_machine_no_longer():
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout.readline()
+    with pytest.raises(MachineBusy):
+        machine_lock().__enter__()
+    holder.kill()
+    holder.communicate()
+    with machine_lock():
+        pass
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_supervisor_is_known_until_it_ends_however_it_does(end, tmp_path):
+    for end in (signal.SIGTERM, signal.SIGKILL):
+        with Supervised(SLEEP, dict(os.environ), tmp_path / "log") as running:
+            until(lambda: running.supervisor_pid in supervisors())
+            os.kill(running.supervisor_pid, end)
+            until(lambda: running.supervisor_pid not in supervisors())
+
+
+def test_what_is_started_keeps_its_bytecode(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    says = "import sys; print(sys.dont_write_bytecode)"
+    command = [sys.executable, "-c", says]
+    with Supervised(command, dict(os.environ), tmp_path / "log") as running:
+        assert running.wait(DEADLINE_S) == 0
+    assert (tmp_path / "log").read_text() == "False\n"
