@@ -27,7 +27,7 @@ from fleet.analyze.records import ArmRun
 from fleet.analyze.sessions import SessionDraws
 from fleet.analyze.substrate import layer_of, substrate
 from fleet.analyze.warn import (
-    Warning,
+    ArmWarning,
     arm_warnings,
     cache_warnings,
     noise_warnings,
@@ -171,7 +171,7 @@ def _migration(
 
 
 def _repeat(
-    run: ArmRun, requests: pl.DataFrame, warnings: list[Warning]
+    run: ArmRun, requests: pl.DataFrame, warnings: list[ArmWarning]
 ) -> dict[str, Any]:
     cache, window_ns = apc(run, requests), steady_window_ns(run.end)
     warnings += arm_warnings(run, requests)

@@ -54,8 +54,10 @@ def levels_of(
 def _percent(ours: Estimate | None, theirs: Estimate | None) -> Estimate | None:
     if ours is None or theirs is None or theirs.value <= 0:
         return None
-    # Drawn with the same sessions: the replicates belong together.
-    with np.errstate(divide="ignore", invalid="ignore"):
+    draws = np.full(len(theirs.draws), np.nan)
+    # A share of a baseline that is 0 in some replicates has no interval.
+    if theirs.draws.min() > 0:
+        # Drawn with the same sessions: the replicates belong together.
         draws = 100 * (ours.draws / theirs.draws - 1)
     return Estimate(100 * (ours.value / theirs.value - 1), draws)
 

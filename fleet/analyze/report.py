@@ -244,8 +244,12 @@ def _difference(compared: Document, metric: str, quantile: str) -> str:
 
 
 def warnings(document: Document) -> str:
-    """By kind and message, so that one cause in many runs reads as one."""
+    """By kind and message, so that one cause in many runs reads as one.
+
+    Each kind ends with what to do about it.
+    """
     kinds: dict[str, dict[str, list[str]]] = {}
+    remedies = {one["kind"]: one["remedy"] for one in document["warnings"]}
     for one in document["warnings"]:
         where = "" if one["arm"] is None else f"`{one['arm']}`"
         where += "" if one["repeat"] is None else f" r{one['repeat']}"
@@ -259,6 +263,7 @@ def warnings(document: Document) -> str:
             lines.append(f"  - {named}: {message}" if named else f"  - {message}")
         if more := len(messages) - len(shown):
             lines.append(f"  - and {more} more in analysis.json")
+        lines.append(f"  - **What to do:** {remedies[kind]}")
     return "\n".join(lines) or "None."
 
 

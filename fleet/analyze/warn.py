@@ -1,41 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fleet run should make its reader suspicious of: a kind and a sentence each."""
+"""Reasons to doubt a fleet run: what was seen, and what to do about it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
 import polars as pl
 
 from fleet.analyze.records import ArmRun
+from lab.records.warning import RunWarning
 
 FEW_SESSIONS = 20
 TOP_SESSIONS = 5
 TOP_SHARE = 0.5
 DRAIN_SHARE = 0.2
 FAILED_SHARE = 0.01
-# Lookups beyond one a request, as a share of the prompt tokens.
+# Lookups beyond one per request, as a share of the prompt tokens.
 MISMATCH_LOOKUPS = 0.01
-# A token count that differs in more than this share of the requests is no rounding.
+# Rounding explains no token counts that differ in more than this share of the requests.
 MISMATCH_SHARE = 0.001
 
+Kind = Literal[
+    "arm_failed",
+    "not_fresh",
+    "machine_saturated",
+    "torn_lines",
+    "no_requests",
+    "replay_unfinished",
+    "lag",
+    "failures",
+    "duplicates",
+    "drain",
+    "no_window",
+    "few_sessions",
+    "top_sessions",
+    "tokens_disagree",
+    "apc_disagrees",
+    "no_counters",
+    "record_incomplete",
+    "uncommitted",
+    "aa_differs",
+]
+_AGAIN = "remove the run's folder and start the experiment with `--out` and `--resume`"
+REMEDIES: dict[Kind, str] = {
+    "arm_failed": f"Read the error and the logs in the run's folder, then {_AGAIN}.",
+    "not_fresh": "Start all instances anew before each arm, and let nobody else use "
+    "them; an experiment does both.",
+    "machine_saturated": "Raise `time_factor`, lower `concurrency`, or use a machine "
+    "with more cores.",
+    "torn_lines": f"Find out what killed the writer, then {_AGAIN}.",
+    "no_requests": f"Read replay.log, then {_AGAIN}.",
+    "replay_unfinished": f"Read replay.log, then {_AGAIN}.",
+    "lag": "Stop what else runs on this machine, or lower the load; raise "
+    "`lag_budget_ms` only if the latencies are far above it.",
+    "failures": "Look up the reasons under Outcomes and in the instances' logs: the "
+    "latencies leave these requests out.",
+    "duplicates": "Replay into a new file, with one replayer.",
+    "drain": "Replay more sessions, or shorten the longest with `max_turns`.",
+    "no_window": "Replay more sessions than are in flight at a time.",
+    "few_sessions": "Replay more sessions (`sessions` or `copies` of [workload]).",
+    "top_sessions": "Replay more sessions, or shorten the longest with `max_turns`: "
+    "these few decide the result.",
+    "tokens_disagree": "Use servers that obey `ignore_eos`, `min_tokens` and "
+    "`max_tokens`, and that take token ids as they are.",
+    "apc_disagrees": "Go by the usage, and make sure that nobody else used the "
+    "instances.",
+    "no_counters": "Check that the instance serves /metrics and was not restarted "
+    "during the run.",
+    "record_incomplete": "Analyse with the version that made the run. If it is this "
+    "one, the policy uses something that decisions.jsonl does not hold.",
+    "uncommitted": "Commit, then run again: nobody can tell what this run measured.",
+    "aa_differs": "Take other differences of this size for noise, or add repeats.",
+}
 
-class Warning(msgspec.Struct, frozen=True):
+
+class ArmWarning(RunWarning, frozen=True):
     """`arm` and `repeat` are None where it is about more than one."""
 
-    kind: str
-    message: str
     arm: str | None = None
     repeat: int | None = None
 
+    @classmethod
+    def of(
+        cls,
+        kind: Kind,
+        message: str,
+        arm: str | None = None,
+        repeat: int | None = None,
+    ) -> ArmWarning:
+        return cls(kind, message, REMEDIES[kind], arm, repeat)
 
-def arm_warnings(run: ArmRun, requests: pl.DataFrame) -> list[Warning]:
+
+def arm_warnings(run: ArmRun, requests: pl.DataFrame) -> list[ArmWarning]:
     """Reasons to doubt one arm in one repeat; `requests` are its own."""
     info, found = run.info, []
 
-    def warn(kind: str, message: str) -> None:
-        found.append(Warning(kind, message, info.arm, info.repeat))
+    def warn(kind: Kind, message: str) -> None:
+        found.append(ArmWarning.of(kind, message, info.arm, info.repeat))
 
     if info.status != "ok":
         warn("arm_failed", f"it did not finish: {info.error or info.status}")
@@ -59,11 +120,11 @@ def arm_warnings(run: ArmRun, requests: pl.DataFrame) -> list[Warning]:
     return found
 
 
-def _of_requests(arm: str, repeat: int, requests: pl.DataFrame) -> list[Warning]:
+def _of_requests(arm: str, repeat: int, requests: pl.DataFrame) -> list[ArmWarning]:
     found, n = [], requests.height
 
-    def warn(kind: str, message: str) -> None:
-        found.append(Warning(kind, message, arm, repeat))
+    def warn(kind: Kind, message: str) -> None:
+        found.append(ArmWarning.of(kind, message, arm, repeat))
 
     bad = requests.filter(pl.col("status") != "ok").height
     if bad > FAILED_SHARE * n:
@@ -89,7 +150,7 @@ def _of_requests(arm: str, repeat: int, requests: pl.DataFrame) -> list[Warning]
     return found
 
 
-def _tokens(arm: str, repeat: int, ok: pl.DataFrame) -> list[Warning]:
+def _tokens(arm: str, repeat: int, ok: pl.DataFrame) -> list[ArmWarning]:
     found = []
     for asked, told, what in (
         ("input_tokens", "usage_prompt_tokens", "prompt"),
@@ -102,11 +163,11 @@ def _tokens(arm: str, repeat: int, ok: pl.DataFrame) -> list[Warning]:
                 f"{apart} of {known.height} requests have other {what} tokens in the "
                 "server's usage than were asked for"
             )
-            found.append(Warning("tokens_disagree", message, arm, repeat))
+            found.append(ArmWarning.of("tokens_disagree", message, arm, repeat))
     return found
 
 
-def cache_warnings(arm: str, repeat: int, cache: dict[str, Any]) -> list[Warning]:
+def cache_warnings(arm: str, repeat: int, cache: dict[str, Any]) -> list[ArmWarning]:
     """Counters that disagree with the requests' usage, and counters that went back."""
     found = []
     for name, entry in cache["instances"].items():
@@ -121,14 +182,14 @@ def cache_warnings(arm: str, repeat: int, cache: dict[str, Any]) -> list[Warning
                     ": it looked requests up more than once, as it does while they "
                     "wait for KV blocks; go by the usage"
                 )
-            found.append(Warning("apc_disagrees", message, arm, repeat))
+            found.append(ArmWarning.of("apc_disagrees", message, arm, repeat))
         if entry["queries"] is None:
             message = f"{name}'s counters are missing or went back"
-            found.append(Warning("no_counters", message, arm, repeat))
+            found.append(ArmWarning.of("no_counters", message, arm, repeat))
     return found
 
 
-def offline_warnings(arm: str, offline: dict[str, Any] | None) -> list[Warning]:
+def offline_warnings(arm: str, offline: dict[str, Any] | None) -> list[ArmWarning]:
     """The policy that ran, replayed on its own record, must agree with itself."""
     for name, entry in (offline or {}).items():
         if (
@@ -137,7 +198,7 @@ def offline_warnings(arm: str, offline: dict[str, Any] | None) -> list[Warning]:
             and (entry["other_instance"] or entry["other_prefill"])
         ):
             return [
-                Warning(
+                ArmWarning.of(
                     "record_incomplete",
                     f"`{name}` decides {entry['other_instance']:.2%} of its own "
                     "recorded snapshots otherwise",
@@ -147,15 +208,15 @@ def offline_warnings(arm: str, offline: dict[str, Any] | None) -> list[Warning]:
     return []
 
 
-def run_warnings(runs: list[ArmRun]) -> list[Warning]:
+def run_warnings(runs: list[ArmRun]) -> list[ArmWarning]:
     """Reasons to doubt all arms alike."""
     if any(run.info.versions.get("git_dirty") for run in runs):
         message = "the run was made from a tree with uncommitted changes"
-        return [Warning("uncommitted", message)]
+        return [ArmWarning.of("uncommitted", message)]
     return []
 
 
-def noise_warnings(compared: list[dict[str, Any]]) -> list[Warning]:
+def noise_warnings(compared: list[dict[str, Any]]) -> list[ArmWarning]:
     """An A/A pair that differs beyond its own interval: what else does is doubtful."""
     found = []
     for pair in compared:
@@ -173,5 +234,5 @@ def noise_warnings(compared: list[dict[str, Any]]) -> list[Warning]:
                 f"the same as `{pair['baseline']}`, but differs in {len(apart)} of "
                 f"{len(known)} (1 in 20 does by chance): {', '.join(apart)}"
             )
-            found.append(Warning("aa_differs", message, pair["arm"]))
+            found.append(ArmWarning.of("aa_differs", message, pair["arm"]))
     return found

@@ -11,12 +11,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fleet.analyze.analysis import Analysis, analyse
+from fleet.analyze.records import read_run
+from fleet.analyze.report import write_report
 from fleet.policies import POLICIES, Ask, Candidate, Snapshot, parameters_of
 
 INSTANCES = ("i0", "i1", "i2", "i3")
 FIRST_NS = 10**14
 OUTPUT = 101
 SESSIONS, TURNS = 40, 6
+MODEL = "qwen3-coder-30b-a3b"
 
 
 @dataclass(frozen=True)
@@ -232,3 +236,9 @@ def lines(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text(
         "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
     )
+
+
+def analysed(run: Path, *truths: Truth) -> tuple[Analysis, str]:
+    """A run made of `truths`, analysed, and its report; without figures."""
+    analysis = analyse(read_run(write_run(run, list(truths))), MODEL, 100.0)
+    return analysis, write_report(analysis.document, [])

@@ -11,46 +11,21 @@ import pytest
 from analyze_runs import prom
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_frames import AB, requests
 
 from fleet.analyze import interference
 from fleet.analyze.accumulation import accumulation
 from fleet.analyze.balance import hotspot, token_imbalance
 from fleet.analyze.belief import belief
 from fleet.analyze.cache import apc, counter_totals
-from fleet.analyze.comparison import same_requests
-from fleet.analyze.frames import NOTHING, requests_frame
+from fleet.analyze.frames import NOTHING
 from fleet.analyze.load import ongoing_tokens, step_function
 from fleet.analyze.migration import Link, migrations
 from fleet.analyze.outcomes import outcomes
 from fleet.analyze.records import ArmRun
-from fleet.analyze.sessions import MIN_SESSIONS, SessionDraws
-from lab.stats.interval import stated
+from fleet.analyze.sessions import SessionDraws
 
-AB = ["a", "b"]
 SECOND = 10**9
-
-
-def requests(rows: list[dict]) -> pl.DataFrame:
-    """A requests_frame of `rows`: what they leave out is a plain ok request."""
-    empty = requests_frame([])
-    plain = {
-        "status": "ok",
-        "turn": 0,
-        "session": "s",
-        "arm": "x",
-        "repeat": 0,
-        "usage_prompt_tokens": 100,
-        "usage_completion_tokens": 0,
-        "output_tokens": 0,
-    }
-    full = [
-        dict.fromkeys(empty.columns)
-        | {"id": f"r{i}", "first_token_ns": row.get("sent_ns")}
-        | plain
-        | row
-        for i, row in enumerate(rows)
-    ]
-    return pl.DataFrame(full, schema=empty.schema)
 
 
 intervals = st.lists(
@@ -295,46 +270,3 @@ def test_counters_are_summed_over_their_labels() -> None:
     totals = counter_totals(prom(5_000, 1_200))
     assert totals["vllm:prefix_cache_queries_total"] == 5_000
     assert totals["vllm:prefix_cache_hits_total"] == 1_200
-
-
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """Sessions of 5 requests that share an offset: 95 % of 150 intervals hold 10."""
-    rng = np.random.default_rng(3)
-    held = 0
-    for _ in range(150):
-        offsets = rng.normal(10, 2, 60)
-        values = (offsets[:, None] + rng.normal(0, 1, (60, 5))).ravel()
-        sessions = pl.Series([f"s{i}" for i in range(60) for _ in range(5)])
-        found = SessionDraws(sessions).quantiles(pl.Series(values), sessions)
-        low, high = found["p50"].ci95
-        held += low <= 10 <= high
-    assert 0.88 <= held / 150 <= 0.995
-
-
-def test_few_sessions_give_a_value_and_no_interval() -> None:
-    few = MIN_SESSIONS - 1
-    sessions = pl.Series([f"s{i}" for i in range(few) for _ in range(20)])
-    values = pl.Series(np.arange(few * 20.0))
-    found = SessionDraws(sessions).quantiles(values, sessions)
-    assert stated(found["p50"], 4)["ci95"] is None
-    assert stated(found["p50"], 4)["value"] == (few * 20) // 2 - 1
-
-
-def test_a_p99_of_few_requests_is_not_stated() -> None:
-    sessions = pl.Series([f"s{i}" for i in range(99)])
-    found = SessionDraws(sessions).quantiles(pl.Series(np.arange(99.0)), sessions)
-    assert found["p99"] is None
-    assert found["p90"] is not None
-
-
-def test_arms_are_compared_on_the_requests_that_all_of_them_have() -> None:
-    rows = [
-        {"id": f"r{i}", "arm": arm, "window": "steady"}
-        for arm in AB
-        for i in range(100)
-    ]
-    rows[0]["status"] = "failed"
-    rows[1]["window"] = "drain"
-    window, kept = same_requests(requests(rows))
-    assert window == "steady"
-    assert sorted(set(kept["id"])) == sorted(f"r{i}" for i in range(2, 100))

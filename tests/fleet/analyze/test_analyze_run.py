@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from analyze_runs import INSTANCES, SESSIONS, TURNS, Truth, write_run
+from analyze_runs import INSTANCES, MODEL, SESSIONS, TURNS, Truth, analysed, write_run
 
 from fleet.analyze.__main__ import main
-from fleet.analyze.analysis import Analysis, analyse
+from fleet.analyze.analysis import analyse
 from fleet.analyze.comparison import verdicts
 from fleet.analyze.records import read_run
 from fleet.analyze.report import write_report
 
-MODEL = "qwen3-coder-30b-a3b"
 REPEATS = 2
 N = SESSIONS * TURNS * REPEATS
 TRUTHS = [
@@ -49,12 +47,6 @@ def text(out: Path) -> str:
 
 def compared(document: dict[str, Any], arm: str) -> dict[str, Any]:
     return next(one for one in document["comparisons"] if one["arm"] == arm)
-
-
-def analysed(run: Path, *truths: Truth) -> tuple[Analysis, str]:
-    """A run made of `truths`, analysed, and its report; without figures."""
-    analysis = analyse(read_run(write_run(run, list(truths))), MODEL, 100.0)
-    return analysis, write_report(analysis.document, [])
 
 
 def test_every_request_is_in_the_outcomes(document: dict[str, Any]) -> None:
@@ -192,39 +184,6 @@ def test_every_instance_is_in_every_table(document: dict[str, Any]) -> None:
             assert set(repeat["apc"]["instances"]) == set(INSTANCES)
             assert set(repeat["imbalance"]["tokens"]) == set(INSTANCES)
             assert set(repeat["accumulation"]["sessions"]) == set(INSTANCES)
-
-
-@pytest.mark.parametrize(
-    ("kind", "truth"),
-    [
-        ("failures", Truth("linear", repeats=1, fails=5)),
-        ("apc_disagrees", Truth("linear", repeats=1, hidden_hits=200_000)),
-        ("not_fresh", Truth("linear", repeats=1, fresh=False)),
-        ("lag", Truth("linear", repeats=1, valid=False)),
-        ("machine_saturated", Truth("linear", repeats=1, saturated="cores busy")),
-        ("few_sessions", Truth("linear", repeats=1, sessions=10)),
-        ("tokens_disagree", Truth("linear", repeats=1, short_answers=5)),
-        ("top_sessions", Truth("linear", repeats=1, giants=5)),
-        ("arm_failed", Truth("linear", repeats=1, status="failed")),
-        ("drain", Truth("linear", repeats=1, steady_share=0.5)),
-        ("record_incomplete", Truth("linear", repeats=1, misplaced=3)),
-    ],
-)
-def test_a_doubt_is_told_and_only_that(tmp_path: Path, kind: str, truth: Truth) -> None:
-    analysis, text = analysed(tmp_path, truth)
-    assert {one["kind"] for one in analysis.document["warnings"]} == {kind}
-    assert f"**{kind.replace('_', ' ')}**" in text
-
-
-def test_lookups_that_were_counted_again_are_named_as_the_cause(
-    tmp_path: Path,
-) -> None:
-    """A request that waits for KV blocks is looked up again in every step."""
-    again = Truth("linear", repeats=1, hidden_hits=200_000, hidden_queries=250_000)
-    _, text = analysed(tmp_path / "again", again)
-    assert "looked requests up more than once" in text
-    _, text = analysed(tmp_path / "hits", replace(again, hidden_queries=0))
-    assert "looked requests up more than once" not in text
 
 
 def test_a_refused_comparison_is_said_first_and_has_no_number(tmp_path: Path) -> None:
