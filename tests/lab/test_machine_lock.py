@@ -13,14 +13,28 @@ from collections.abc import Callable
 import pytest
 
 from lab.paths import REPOSITORY
+from lab.serving import machine_lock as machine_lock_module
 from lab.serving.machine_lock import MachineBusy, machine_lock, supervisors
 from lab.serving.supervise import Supervised
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-HOLD = (
-    "from lab.serving.machine_lock import *\nwith machine_lock():\n    print(flush=1)\n"
-)
+HOLD = """\
+import sys, time
+from lab.serving import machine_lock
+machine_lock.MEASUREMENT = "\\0" + sys.argv[1]
+with machine_lock.machine_lock():
+    print("held", flush=True)
+    time.sleep(600)
+"""
 DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def own_lock(monkeypatch) -> str:
+    """Its name. The machine's own may be held by a measurement that goes on beside."""
+    name = f"kvtax-test-{os.getpid()}"
+    monkeypatch.setattr(machine_lock_module, "MEASUREMENT", f"\0{name}")
+    return name
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -30,20 +44,20 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_second_measurement_is_refused_and_the_next_one_is_not():
+def test_a_second_measurement_is_refused_and_the_next_one_is_not(own_lock):
     with machine_lock(), pytest.raises(MachineBusy, match="wait for its end"):
         machine_lock().__enter__()
     with machine_lock():
         pass
 
 
-def test_a_killed_measurement_holds_the_machine_no_longer():
+def test_a_killed_measurement_holds_the_machine_no_longer(own_lock):
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD],
+        [sys.executable, "-c", HOLD, own_lock],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
     )
-    assert holder.stdout.readline()
+    assert holder.stdout.readline() == b"held\n"
     with pytest.raises(MachineBusy):
         machine_lock().__enter__()
     holder.kill()
@@ -54,11 +68,10 @@ def test_a_killed_measurement_holds_the_machine_no_longer():
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_supervisor_is_known_until_it_ends_however_it_does(end, tmp_path):
-    for end in (signal.SIGTERM, signal.SIGKILL):
-        with Supervised(SLEEP, dict(os.environ), tmp_path / "log") as running:
-            until(lambda: running.supervisor_pid in supervisors())
-            os.kill(running.supervisor_pid, end)
-            until(lambda: running.supervisor_pid not in supervisors())
+    with Supervised(SLEEP, dict(os.environ), tmp_path / "log") as running:
+        until(lambda: running.supervisor_pid in supervisors())
+        os.kill(running.supervisor_pid, end)
+        until(lambda: running.supervisor_pid not in supervisors())
 
 
 def test_what_is_started_keeps_its_bytecode(tmp_path, monkeypatch):
