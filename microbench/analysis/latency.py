@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lab.records.per_config import ConfigEntry
 from lab.records.phases import Phase
 from lab.records.requests import RequestRecord
 from microbench.analysis.steps import LoadedTrial
@@ -86,11 +87,11 @@ def send_lag_ms(trials: list[LoadedTrial]) -> dict[str, Any] | None:
 
 
 def tpot_addition(
-    plain: dict[str, Any], config: dict[str, Any], own_forward_ms: float
+    baseline: ConfigEntry, config: ConfigEntry, own_forward_ms: float
 ) -> dict[str, Any] | None:
     """What a connector adds to TPOT at the stated |cache|, in ms and %, predicted.
 
-    From the attributed parts (us) of `plain` and `config`. With W the worker's share
+    From the attributed parts (us) of `baseline` and `config`. With W the worker's share
     of a step and S everything else, less the null model's own forward time, and a
     forward of f:
 
@@ -102,7 +103,7 @@ def tpot_addition(
     depend on the APC; the APC sets how fast |cache| is reached. Steps that also
     prefill are longer, so the % is an upper bound.
     """
-    ours, theirs = _sides_ms(config), _sides_ms(plain)
+    ours, theirs = _sides_ms(config), _sides_ms(baseline)
     if ours is None or theirs is None:
         return None
     predictions = {}
@@ -114,21 +115,23 @@ def tpot_addition(
             mode: {"ms": round(after - before, 5), "percent": _percent(before, after)}
             for mode, (before, after) in (("sync", sync), ("async", overlapped))
         }
+    phase, levels = "plateau", (baseline.tpot_plateau_ms, config.tpot_plateau_ms)
+    if not all(levels):
+        phase, levels = "all", (baseline.tpot_ms, config.tpot_ms)
     measured = None
-    for key in ("tpot_plateau_ms", "tpot_ms"):
-        if plain[key] and config[key]:
-            measured = round(config[key]["p50"] - plain[key]["p50"], 5)
-            break
+    if all(levels):
+        before, after = (level["p50"] for level in levels)
+        measured = round(after - before, 5)
     return {
         "forward_ms": predictions,
         "measured_tpot_p50_ms": measured,
-        "measured_phase": Phase.PLATEAU.label if key == "tpot_plateau_ms" else "all",
+        "measured_phase": phase,
     }
 
 
-def _sides_ms(config: dict[str, Any]) -> tuple[float, float] | None:
+def _sides_ms(config: ConfigEntry) -> tuple[float, float] | None:
     """(scheduler side, worker side) of a step in ms."""
-    parts = config["attribution_us"]
+    parts = config.attribution_us
     if parts is None:
         return None
     worker = sum(

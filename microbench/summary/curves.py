@@ -9,8 +9,8 @@ import polars as pl
 
 from lab.records.phases import Phase
 from lab.stats.slope import batch_held_us, group_of, make_cells, slope_value
-from microbench.analysis.analysis import Measured
 from microbench.analysis.levels import thin
+from microbench.analysis.measured import Measured
 
 BINS = 30
 MIN_STEPS_PER_BIN = 20
