@@ -10,11 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import msgspec
-
-from lab.config import read_toml
-from lab.paths import CONFIGS
-from lab.records.roles import Role, RoleName
+from lab.records.roles import Role, RoleName, role_in_toml
 from lab.records.run import RunRecord
 
 
@@ -57,24 +53,11 @@ class Roles:
         return self.of[name].label or f"`{name}`"
 
 
-class _Toml(msgspec.Struct):
-    """As much of a connector's TOML as a report needs."""
-
-    report: Role | None = None
-
-
 def roles_of(run: RunRecord, names: Iterable[str]) -> Roles:
     """The roles of the configs `names` of `run`.
 
     Raises ConfigError for a run without roles, if a config's file cannot be read.
     """
     if run.configs is None:
-        return Roles({name: _from_toml(name) for name in names})
+        return Roles({name: role_in_toml(name) for name in names})
     return Roles({name: run.configs.get(name, Role()) for name in names})
-
-
-def _from_toml(name: str) -> Role:
-    path = CONFIGS / "connectors" / f"{name}.toml"
-    if not path.is_file():
-        return Role()
-    return read_toml(path, _Toml).report or Role()
