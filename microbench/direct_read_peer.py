@@ -25,9 +25,9 @@ import msgspec
 from connectors.direct_read.reader import Read, Reader, new_engine
 from lab.load.plan import Plan, read_plan
 from lab.load.prompts import bodies
+from lab.records.line_file import LineFile
+from lab.records.reads import ReadRecord, ReadsHeader
 from lab.serving.supervise import exit_on_signals
-
-SCHEMA = "kvtax.reads/1"
 
 
 def prompt_hashes(plan: Plan, block_size: int) -> list[list[bytes]]:
@@ -75,12 +75,10 @@ def main() -> None:
         os.environ["DIRECT_READ_SECRET"],
         max(map(len, prompts)),
     )
-    encode = msgspec.json.Encoder().encode
-    with (folder / "reads.jsonl").open("wb", buffering=0) as file:
-        header = {"schema": SCHEMA, "clock": "CLOCK_MONOTONIC", "reads_per_s": per_s}
-        file.write(encode(header) + b"\n")
+    with LineFile(folder / "reads.jsonl", ReadsHeader(reads_per_s=per_s)) as file:
         for read in reads(reader, prompts, per_s):
-            file.write(encode(read) + b"\n")
+            file.append(ReadRecord(**msgspec.structs.asdict(read)))
+            file.flush()
 
 
 if __name__ == "__main__":

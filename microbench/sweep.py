@@ -9,7 +9,6 @@ that warms up or slows down does so for all of them alike.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +19,8 @@ from lab import run_folder
 from lab.config import ConfigError
 from lab.paths import REPOSITORY
 from lab.records import RecordsError
+from lab.records.documents import write_document
+from lab.records.run import PlanEntry, RunRecord
 from lab.run_folder import RunFolderError
 from lab.serving import preflight, provenance
 from lab.serving.connector import Connector, load_connector
@@ -196,23 +197,22 @@ def _write_run(
     """
     file = run_dir / PLAN_FILE
     hashes = {name: sha for trial in plan for name, sha in trial.patches.items()}
-    record = {
-        "schema": "kvtax.run/1",
-        "profile": msgspec.to_builtins(profile),
-        "provenance": provenance.collect(hashes, "python -m microbench.sweep"),
-        "configs": {t.config: msgspec.to_builtins(t.connector.report) for t in plan},
-        "plan": [{"config": t.config, "repeat": t.repeat} for t in plan],
-    }
+    record = RunRecord(
+        profile=msgspec.to_builtins(profile),
+        provenance=provenance.collect(hashes, "python -m microbench.sweep"),
+        configs={trial.config: trial.connector.report for trial in plan},
+        plan=[PlanEntry(trial.config, trial.repeat) for trial in plan],
+    )
     if resume:
         run_folder.check_resumable(
             run_dir,
-            json.loads(file.read_text()),
-            record,
+            msgspec.json.decode(file.read_bytes()),
+            msgspec.to_builtins(record),
             plan_keys=("profile", "plan"),
             provenance_keys=(*run_folder.SAME_MACHINE_AND_CODE, "patch_hashes"),
         )
         return
-    file.write_text(json.dumps(record, indent=1) + "\n")
+    write_document(file, record)
 
 
 def _profile(arguments: argparse.Namespace) -> Profile:

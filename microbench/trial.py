@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
 import shutil
 import sys
@@ -14,11 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import jsonlines
 import msgspec
 
 from lab.records import RecordsError
 from lab.records.documents import read_document, write_document
+from lab.records.lines import read_header, read_lines
+from lab.records.reads import ReadRecord, ReadsHeader
+from lab.records.steps import EngineHeader, first_step
 from lab.records.trial import ReadCounts, TrialRecord
 from lab.serving.connector import Connector
 from lab.serving.environment import HASH_SEED
@@ -92,7 +93,7 @@ def run_trial(
     if error is None:
         try:
             _measure(folder, planned, tree, common, measured)
-        except (ServerError, TrialError) as failure:
+        except (ServerError, TrialError, RecordsError) as failure:
             error = str(failure)
     record = TrialRecord(
         config=planned.config,
@@ -127,7 +128,10 @@ def _measure(
     common: SweepSettings,
     measured: _Measured,
 ) -> None:
-    """Raises ServerError and TrialError; `measured` then holds what there was."""
+    """Raises ServerError, TrialError and RecordsError.
+
+    `measured` then holds what there was.
+    """
     profile, connector = common.profile, planned.connector
     plan = profile.plan(SERVED_MODEL, common.model.vocab_size, seed=planned.repeat)
     (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
@@ -199,14 +203,12 @@ def _peer(
 
 def _count_reads(folder: Path) -> ReadCounts:
     """How many reads there were, and blocks. Raises TrialError if none was valid."""
-    lines = (folder / "reads.jsonl").read_bytes().splitlines(keepends=True)
-    # The last line is torn if the peer was stopped while it wrote.
-    reads = [msgspec.json.decode(line) for line in lines[1:] if line.endswith(b"\n")]
-    began = [read["t_ns"] for read in reads]
+    reads = read_lines(folder / "reads.jsonl", ReadsHeader, ReadRecord).records
+    began = [read.t_ns for read in reads]
     counts = ReadCounts(
-        reads=sum(read["offered"] > 0 for read in reads),
-        blocks_offered=sum(read["offered"] for read in reads),
-        blocks_valid=sum(read["valid"] for read in reads),
+        reads=sum(read.offered > 0 for read in reads),
+        blocks_offered=sum(read.offered for read in reads),
+        blocks_valid=sum(read.valid for read in reads),
         seconds=(max(began) - min(began)) / 1e9 if began else 0.0,
     )
     if not counts.blocks_valid:
@@ -220,10 +222,10 @@ def _count_reads(folder: Path) -> ReadCounts:
 def _profile_engine(folder: Path) -> Supervised | None:
     """Start py-spy on the engine core once its first record names the process."""
     records = folder / "engine_step.jsonl"
-    if not records.exists() or not (header := records.read_text().partition("\n")[0]):
+    if not records.exists() or not records.stat().st_size:
         return None
     command = [str(Path(sys.executable).with_name("py-spy")), "record"]
-    command += ["--pid", str(json.loads(header)["pid"])]
+    command += ["--pid", str(read_header(records, EngineHeader).pid)]
     command += ["--duration", str(PY_SPY_SECONDS), "--output", "pyspy.svg"]
     command[-1] = str(folder / "pyspy.svg")
     return Supervised(command, dict(os.environ), folder / "pyspy.log")
@@ -231,11 +233,15 @@ def _profile_engine(folder: Path) -> Supervised | None:
 
 def _check_fresh(folder: Path, profile: Profile) -> None:
     """The first engine step must find a cache that holds only its own prompt."""
-    with jsonlines.open(folder / "engine_step.jsonl") as lines:
-        _header, first = lines.read(), lines.read()
-    own_blocks = first["prefill_tokens"] // profile.block_size
-    if first["step_id"] != 0 or first["cache_size"] > own_blocks:
+    first = first_step(folder / "engine_step.jsonl")
+    found = first and first.found_blocks(profile.block_size)
+    if found is None:
         raise TrialError(
-            f"the server was not fresh: its first step (id {first['step_id']}) found "
-            f"{first['cache_size']} cached blocks and brought {own_blocks} itself"
+            "the engine did not record what its first step found cached: does the "
+            "config have the patches step_timing_v1 and step_timing_v2?"
+        )
+    if first.step_id != 0 or found > 0:
+        raise TrialError(
+            f"the server was not fresh: its first step (id {first.step_id}) found "
+            f"{found} cached blocks that it did not bring itself"
         )

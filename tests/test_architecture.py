@@ -19,7 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "connectors": set(),
     "patches": set(),
     "lab": {"blockpatch"},
-    "lab.records": {"lab.paths"},
+    "lab.records": {"lab.config", "lab.paths"},
     "lab.stats": {"lab.records"},
     "lab.load": {"lab.records"},
     "lab.serving": {"blockpatch", "lab.config", "lab.paths", "lab.records"},

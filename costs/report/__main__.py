@@ -26,7 +26,7 @@ from lab.records.documents import write_document
 from lab.records.line_file import LineFile
 from lab.records.phases import Phase
 from lab.records.requests import DriverEnd, PhaseStart, RequestsHeader
-from lab.records.run import PlannedTrial, RunRecord
+from lab.records.run import PlanEntry, RunRecord
 from lab.records.steps import EngineHeader, WorkerHeader
 from lab.records.trial import TrialRecord
 
@@ -111,7 +111,7 @@ def write_run(folder: Path, count: int) -> None:
     """A run of one trial, all of it growth."""
     trial = folder / "plain" / "r0"
     trial.mkdir(parents=True)
-    write_document(folder / "run.json", RunRecord(plan=[PlannedTrial("plain", 0)]))
+    write_document(folder / "run.json", RunRecord(plan=[PlanEntry("plain", 0)]))
     write_document(
         trial / "trial.json",
         TrialRecord(

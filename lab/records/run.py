@@ -10,7 +10,7 @@ import msgspec
 from lab.records.roles import Role
 
 
-class PlannedTrial(msgspec.Struct):
+class PlanEntry(msgspec.Struct):
     """One trial of the plan."""
 
     config: str
@@ -35,6 +35,6 @@ class RunRecord(msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.run
     """By config, the `[report]` table of its TOML: what the config is to the report
     (`lab/records/roles.py`). A run from before this field is read with the TOML files
     of today."""
-    plan: list[PlannedTrial] = []
+    plan: list[PlanEntry] = []
     """The trials in the order in which they run. A planned trial without a `trial.json`
     counts as failed."""

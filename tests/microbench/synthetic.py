@@ -20,7 +20,7 @@ from lab.records.requests import (
     RequestRecord,
     RequestsHeader,
 )
-from lab.records.run import PlannedTrial, RunRecord
+from lab.records.run import PlanEntry, RunRecord
 from lab.records.steps import EngineHeader, WorkerHeader
 from lab.records.trial import ReadCounts, TrialRecord
 
@@ -182,7 +182,7 @@ def write_run(
             "cpu_model": "made up",
             "command_line": "none: synthetic",
         },
-        "plan": [PlannedTrial(t.name, r) for r in range(repeats) for t in truths],
+        "plan": [PlanEntry(t.name, r) for r in range(repeats) for t in truths],
     }
     write_document(folder / "run.json", RunRecord(**told | changes))
     for number, truth in enumerate(truths):
