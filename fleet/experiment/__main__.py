@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.experiment.arm import Bench, make_run
+from fleet.experiment.arm import ExperimentContext, make_run
 from fleet.experiment.config import Experiment, read_experiment
 from fleet.experiment.fleets import instance_settings, spec
 from fleet.experiment.plan import Run, plan
@@ -83,11 +83,11 @@ def run_experiment(experiment: Experiment, out: Path, resume: bool) -> None:
         runs = plan(experiment)
         records = _prepare(experiment, runs, out, resume)
         workshop = stack.enter_context(Workshop(out / "workshop"))
-        bench = Bench(experiment, out / TRACE, workshop)
+        context = ExperimentContext(experiment, out / TRACE, workshop)
         for number, (run, record) in enumerate(zip(runs, records, strict=True), 1):
             folder = out / run.folder
             if not (resume and _finished(folder)):
-                make_run(folder, record, run, bench)
+                make_run(folder, record, run, context)
             print(f"{number}/{len(runs)}  {_line(folder)}", flush=True)
 
 
@@ -116,7 +116,7 @@ def _prepare(
 
 
 def check_slots(experiment: Experiment, sessions: int) -> None:
-    """Raises ExperimentError if fewer requests are in flight than `concurrency`."""
+    """Raises ExperimentError if `sessions` cannot fill the closed loop's slots."""
     most = max(experiment.concurrency)
     slots = most * experiment.instances
     if not experiment.open_loop and sessions < slots:
@@ -142,7 +142,7 @@ def _arguments() -> argparse.Namespace:
 def _record(
     experiment: Experiment, run: Run, facts: TraceFacts, versions: dict
 ) -> ArmRecord:
-    simulated = experiment.profile is not None
+    launched = spec(experiment, run.arm) if experiment.profile is not None else None
     return ArmRecord(
         experiment=experiment.name,
         arm=run.label,
@@ -150,6 +150,7 @@ def _record(
         policy=run.arm.policy,
         parameters=run.arm.parameters,
         connector=run.arm.connector,
+        report=launched and launched.connector.report,
         cache_state=run.arm.cache_state,
         concurrency=run.concurrency,
         baseline=run.baseline,
@@ -158,11 +159,7 @@ def _record(
         time_scale=experiment.time_scale,
         time_factor=experiment.time_factor,
         trace=facts,
-        profile=(
-            msgspec.to_builtins(spec(experiment, run.arm).settings)
-            if simulated
-            else None
-        ),
+        profile=launched and msgspec.to_builtins(launched.settings),
         versions=versions,
     )
 

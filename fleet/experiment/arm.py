@@ -36,8 +36,8 @@ from lab.serving.server import ServerError, http_ok, tail
 from lab.serving.supervise import Supervised, descendants
 
 PROXY_DEADLINE_S = 30.0
-# Of fleet.replay: all went well, a request failed, requests were sent late. What that
-# means for a comparison is compare.py's to say.
+# fleet.replay's: all went well, a request failed, requests were sent late. What that
+# means for a comparison is for fleet.analyze.refusals to say.
 REPLAYED = (0, 2, 3)
 
 
@@ -57,7 +57,7 @@ RUN_ERRORS = (
 
 
 @dataclass(frozen=True)
-class Bench:
+class ExperimentContext:
     """What all runs of an experiment have in common."""
 
     experiment: Experiment
@@ -65,7 +65,9 @@ class Bench:
     workshop: Workshop
 
 
-def make_run(folder: Path, record: ArmRecord, run: Run, bench: Bench) -> None:
+def make_run(
+    folder: Path, record: ArmRecord, run: Run, context: ExperimentContext
+) -> None:
     """Fill `folder` with one run's files; what goes wrong is in its arm.json.
 
     Files of an earlier attempt are removed first.
@@ -75,16 +77,16 @@ def make_run(folder: Path, record: ArmRecord, run: Run, bench: Bench) -> None:
     folder.mkdir(parents=True)
     now = datetime.datetime.now(datetime.UTC)
     record.started_utc = now.isoformat(timespec="seconds")
-    record.freshness = _before(record, bench.experiment)
+    record.freshness = _before(record, context.experiment)
     began = time.monotonic()
     try:
         with fresh_fleet(
-            bench.experiment, run.arm, bench.workshop, folder / "instances"
+            context.experiment, run.arm, context.workshop, folder / "instances"
         ) as fleet:
             record.instances = msgspec.to_builtins(fleet.instances)
             record.ready_s, record.patches = fleet.ready_s, fleet.patches
             _look(folder, record, fleet)
-            cpu = _replay(folder, record, run, bench, fleet)
+            cpu = _replay(folder, record, run, context, fleet)
             record.peak_rss_mib = {
                 each.instance.name: each.server.peak_rss_mib()
                 for each in fleet.launched
@@ -148,7 +150,7 @@ def _metrics(folder: Path, fleet: Fleet, moment: str) -> dict[str, str]:
 
 
 def _replay(
-    folder: Path, record: ArmRecord, run: Run, bench: Bench, fleet: Fleet
+    folder: Path, record: ArmRecord, run: Run, context: ExperimentContext, fleet: Fleet
 ) -> CpuSampler:
     """Raises RunError if the proxy or the replayer did not do its part."""
     write_instances(folder / "instances.json", fleet.instances)
@@ -169,7 +171,7 @@ def _replay(
         cpu = stack.enter_context(CpuSampler())
         began = time.monotonic()
         with Supervised(
-            _replayer(folder, run, bench, fleet, url), env, replay_log
+            _replayer(folder, run, context, fleet, url), env, replay_log
         ) as replay:
             while (status := replay.poll()) is None:
                 fleet.check_alive()
@@ -215,10 +217,10 @@ def _proxy(folder: Path, run: Run, fleet: Fleet, port: int) -> list[str]:
 
 
 def _replayer(
-    folder: Path, run: Run, bench: Bench, fleet: Fleet, url: str
+    folder: Path, run: Run, context: ExperimentContext, fleet: Fleet, url: str
 ) -> list[str]:
-    experiment = bench.experiment
-    command = _module("fleet.replay", "--url", url, "--trace", bench.trace)
+    experiment = context.experiment
+    command = _module("fleet.replay", "--url", url, "--trace", context.trace)
     command += ["--out", str(folder / "replay.jsonl")]
     command += ["--vocab-size", str(fleet.vocab_size)]
     command += ["--time-scale", str(experiment.time_scale)]

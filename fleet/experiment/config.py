@@ -62,7 +62,7 @@ class Given(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`concurrency` are requests in flight an instance, each measured with all arms.
+    """`concurrency`: requests in flight per instance; each is measured with all arms.
 
     `profile` is a name in configs/fleet/; `time_factor` multiplies its simulated
     forward: 0.5 is a GPU twice as fast.

@@ -12,6 +12,7 @@ from fleet.experiment.freshness import Freshness
 from fleet.experiment.machine import MachineLoad
 from fleet.experiment.workload import TraceFacts
 from lab.records.documents import write_document
+from lab.records.roles import Role
 
 SCHEMA = "kvtax.arm/1"
 
@@ -36,6 +37,7 @@ class ArmRecord(msgspec.Struct):
     profile: dict[str, Any] | None
     versions: dict[str, Any]
     schema: str = SCHEMA
+    report: Role | None = None
     instances: list[dict[str, Any]] = []
     patches: dict[str, str] = {}
     freshness: Freshness | None = None
