@@ -23,13 +23,15 @@ from fleet.experiment.arm import ExperimentContext, make_run
 from fleet.experiment.config import Experiment, read_experiment
 from fleet.experiment.fleets import instance_settings, spec
 from fleet.experiment.plan import Run, plan
-from fleet.experiment.record import ArmRecord
-from fleet.experiment.workload import TraceFacts, make_workload
+from fleet.experiment.workload import make_workload
 from fleet.launch.launched import Workshop
 from fleet.trace import TraceError
 from lab import run_folder
 from lab.config import ConfigError
 from lab.paths import REPOSITORY
+from lab.records import RecordsError
+from lab.records.arm import ArmRecord, PlannedArm, TraceFacts
+from lab.records.documents import read_document, write_document
 from lab.run_folder import RunFolderError
 from lab.serving import preflight, provenance
 from lab.serving.machine_lock import MachineBusy, machine_lock
@@ -81,20 +83,20 @@ def run_experiment(experiment: Experiment, out: Path, resume: bool) -> None:
             settings = instance_settings(experiment)
             preflight.check_machine(settings, experiment.instances)
         runs = plan(experiment)
-        records = _prepare(experiment, runs, out, resume)
+        arms = _prepare(experiment, runs, out, resume)
         workshop = stack.enter_context(Workshop(out / "workshop"))
         context = ExperimentContext(experiment, out / TRACE, workshop)
-        for number, (run, record) in enumerate(zip(runs, records, strict=True), 1):
+        for number, (run, arm) in enumerate(zip(runs, arms, strict=True), 1):
             folder = out / run.folder
             if not (resume and _finished(folder)):
-                make_run(folder, record, run, context)
+                make_run(folder, arm, run, context)
             print(f"{number}/{len(runs)}  {_line(folder)}", flush=True)
 
 
 def _prepare(
     experiment: Experiment, runs: list[Run], out: Path, resume: bool
-) -> list[ArmRecord]:
-    """Put trace and plan into `out`; a record for each of `runs`, yet to be filled.
+) -> list[PlannedArm]:
+    """Put trace and plan into `out`; what arm.json will say of each of `runs`.
 
     Raises START_ERRORS, and leaves `out` as it was.
     """
@@ -109,10 +111,10 @@ def _prepare(
         )
         check_slots(experiment, facts.sessions)
         versions = provenance.collect({}, "python -m fleet.experiment")
-        records = [_record(experiment, run, facts, versions) for run in runs]
+        arms = [_planned(experiment, run, facts, versions) for run in runs]
         _keep_plan(out, experiment, facts, versions, resume)
         shutil.move(made, out / TRACE)
-    return records
+    return arms
 
 
 def check_slots(experiment: Experiment, sessions: int) -> None:
@@ -139,11 +141,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _record(
+def _planned(
     experiment: Experiment, run: Run, facts: TraceFacts, versions: dict
-) -> ArmRecord:
+) -> PlannedArm:
     launched = spec(experiment, run.arm) if experiment.profile is not None else None
-    return ArmRecord(
+    return PlannedArm(
         experiment=experiment.name,
         arm=run.label,
         repeat=run.repeat,
@@ -189,20 +191,19 @@ def _keep_plan(
         )
         return
     out.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(now, indent=1) + "\n")
+    write_document(file, now)
 
 
 def _finished(folder: Path) -> bool:
     """Whether an earlier attempt made this run, and it went well."""
     try:
-        record = msgspec.json.decode((folder / "arm.json").read_bytes())
-    except (FileNotFoundError, msgspec.DecodeError):
+        return read_document(folder / "arm.json", ArmRecord).status == "ok"
+    except RecordsError:
         return False
-    return record["status"] == "ok"
 
 
 def _line(folder: Path) -> str:
-    record = msgspec.json.decode((folder / "arm.json").read_bytes(), type=ArmRecord)
+    record = read_document(folder / "arm.json", ArmRecord)
     line = f"{record.arm:24} r{record.repeat}  {record.status}"
     if record.replay_s is not None:
         line += f"  ready {record.ready_s:.0f} s, replay {record.replay_s:.0f} s"

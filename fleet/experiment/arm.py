@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -17,19 +17,21 @@ import msgspec
 from fleet.experiment.config import Experiment
 from fleet.experiment.fleets import Fleet, fresh_fleet
 from fleet.experiment.freshness import (
-    Freshness,
     counted,
     first_step_cached_blocks,
     gpu_used_mib,
     judge,
 )
-from fleet.experiment.machine import CpuSampler, MachineLoad, engine_lag, machine_load
+from fleet.experiment.machine import CpuSampler, engine_lag, machine_load
 from fleet.experiment.plan import Run
-from fleet.experiment.record import ArmRecord, write_record
 from fleet.instances import InstancesError, write_instances
 from fleet.launch.check import CheckError, http_text
 from fleet.launch.launched import Workshop
 from fleet.launch.spec import SpecError
+from lab.records import RecordsError
+from lab.records.arm import ArmRecord, Freshness, MachineLoad, PlannedArm
+from lab.records.documents import write_document
+from lab.records.instances import Instance
 from lab.serving import preflight
 from lab.serving.ports import PortsError, reserve
 from lab.serving.server import ServerError, http_ok, tail
@@ -47,6 +49,7 @@ class RunError(Exception):
 
 RUN_ERRORS = (
     RunError,
+    RecordsError,
     CheckError,
     InstancesError,
     PortsError,
@@ -65,8 +68,21 @@ class ExperimentContext:
     workshop: Workshop
 
 
+@dataclass
+class _Found:
+    """What a run found out, as far as it came."""
+
+    freshness: Freshness
+    instances: list[Instance] = field(default_factory=list)
+    patches: dict[str, str] = field(default_factory=dict)
+    machine: MachineLoad | None = None
+    ready_s: float | None = None
+    replay_s: float | None = None
+    peak_rss_mib: dict[str, float] = field(default_factory=dict)
+
+
 def make_run(
-    folder: Path, record: ArmRecord, run: Run, context: ExperimentContext
+    folder: Path, planned: PlannedArm, run: Run, context: ExperimentContext
 ) -> None:
     """Fill `folder` with one run's files; what goes wrong is in its arm.json.
 
@@ -76,42 +92,49 @@ def make_run(
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     now = datetime.datetime.now(datetime.UTC)
-    record.started_utc = now.isoformat(timespec="seconds")
-    record.freshness = _before(record, context.experiment)
+    found = _Found(_before(planned, context.experiment))
+    error = None
     began = time.monotonic()
     try:
         with fresh_fleet(
             context.experiment, run.arm, context.workshop, folder / "instances"
         ) as fleet:
-            record.instances = msgspec.to_builtins(fleet.instances)
-            record.ready_s, record.patches = fleet.ready_s, fleet.patches
-            _look(folder, record, fleet)
-            cpu = _replay(folder, record, run, context, fleet)
-            record.peak_rss_mib = {
+            found.instances, found.patches = fleet.instances, fleet.patches
+            found.ready_s = fleet.ready_s
+            _look(folder, found.freshness, fleet)
+            cpu = _replay(folder, found, run, context, fleet)
+            found.peak_rss_mib = {
                 each.instance.name: each.server.peak_rss_mib()
                 for each in fleet.launched
             }
-        _look_back(record, fleet, cpu)
-    except RUN_ERRORS as error:
-        record.status, record.error = "failed", str(error)
-    record.wall_s = time.monotonic() - began
-    write_record(folder, record)
+        found.machine = _machine(cpu, fleet)
+        _look_back(found.freshness, fleet)
+    except RUN_ERRORS as failure:
+        error = str(failure)
+    record = ArmRecord(
+        **msgspec.structs.asdict(planned),
+        **vars(found),
+        status="ok" if error is None else "failed",
+        error=error,
+        started_utc=now.isoformat(timespec="seconds"),
+        wall_s=time.monotonic() - began,
+    )
+    write_document(folder / "arm.json", record)
 
 
-def _before(record: ArmRecord, experiment: Experiment) -> Freshness:
+def _before(planned: PlannedArm, experiment: Experiment) -> Freshness:
     """What can be seen before anything is started."""
     evidence = Freshness()
     if experiment.given is None:
         # Whatever was orphaned below us has become our child (lab.serving.supervise).
         evidence.survivors = descendants(os.getpid())
-    if record.profile is not None and record.profile["flavour"] == "gpu":
+    if planned.profile is not None and planned.profile["flavour"] == "gpu":
         evidence.gpu_used_mib = gpu_used_mib(experiment.instances)
     return evidence
 
 
-def _look(folder: Path, record: ArmRecord, fleet: Fleet) -> None:
+def _look(folder: Path, evidence: Freshness, fleet: Fleet) -> None:
     """Raises RunError if a cache is not cold: what follows would mean nothing."""
-    evidence = record.freshness
     for name, text in _metrics(folder, fleet, "before").items():
         evidence.instances[name] = counted(text)
     judge(evidence)
@@ -119,19 +142,17 @@ def _look(folder: Path, record: ArmRecord, fleet: Fleet) -> None:
         raise RunError(f"the instances are not fresh: {evidence.why}")
 
 
-def _look_back(record: ArmRecord, fleet: Fleet, cpu: CpuSampler) -> None:
+def _look_back(evidence: Freshness, fleet: Fleet) -> None:
     """What the engines' records say once they have ended.
 
     Raises RunError if the first step of one found something cached.
     """
-    record.machine = _machine(cpu, fleet)
     found = {
         each.instance.name: first_step_cached_blocks(
             each.folder / "engine_step.jsonl", each.instance.block_tokens
         )
         for each in fleet.launched
     }
-    evidence = record.freshness
     evidence.first_step_cached_blocks = {
         name: blocks for name, blocks in found.items() if blocks is not None
     }
@@ -150,7 +171,7 @@ def _metrics(folder: Path, fleet: Fleet, moment: str) -> dict[str, str]:
 
 
 def _replay(
-    folder: Path, record: ArmRecord, run: Run, context: ExperimentContext, fleet: Fleet
+    folder: Path, found: _Found, run: Run, context: ExperimentContext, fleet: Fleet
 ) -> CpuSampler:
     """Raises RunError if the proxy or the replayer did not do its part."""
     write_instances(folder / "instances.json", fleet.instances)
@@ -178,7 +199,7 @@ def _replay(
                 if proxy.poll() is not None:
                     raise RunError(f"the proxy ended under load\n{tail(proxy_log)}")
                 time.sleep(0.2)
-        record.replay_s = time.monotonic() - began
+        found.replay_s = time.monotonic() - began
         (folder / "breakdown.json").write_text(http_text(f"{url}/breakdown"))
     _metrics(folder, fleet, "after")
     if status not in REPLAYED:

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from fleet.instances import Role
 from fleet.policies import PolicyError, parameters_of
 from lab.config import ConfigError
+from lab.records.instances import Role
 from lab.serving.connector import DEFAULT_CONNECTOR
 
 Count = Annotated[int, msgspec.Meta(ge=1)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleet.experiment.config import Arm, Experiment, Given
-from fleet.instances import Instance, read_instances
+from fleet.instances import read_instances
 from fleet.launch.check import CheckError, check_instances
 from fleet.launch.instance_settings import (
     InstanceSettings,
@@ -30,6 +30,7 @@ from fleet.launch.launched import (
 from fleet.launch.spec import FleetSpec
 from fleet.standin.process import standin
 from lab.paths import CONFIGS
+from lab.records.instances import Instance
 from lab.serving import preflight
 from lab.serving.connector import load_connector
 from lab.serving.server import READY_DEADLINE_S

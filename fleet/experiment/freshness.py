@@ -12,8 +12,10 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+
+from lab.records.arm import Freshness
+from lab.records.steps import first_step
 
 # All zero in a vLLM that has served nothing.
 COUNTERS = (
@@ -26,23 +28,6 @@ COUNTERS = (
 GAUGES = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc")
 # What drivers and displays hold on an idle GPU.
 IDLE_GPU_MIB = 1024
-
-
-class Freshness(msgspec.Struct):
-    """`instances`: what each counted before the first request, by metric.
-
-    `first_step_cached_blocks`: |cache| in its first engine step beyond the step's own
-    blocks. `gpu_used_mib`: memory in use before the start, on each GPU that is started
-    on; null, on none. `survivors`: processes of earlier runs that were there before the
-    start; null where instances are not started here.
-    """
-
-    instances: dict[str, dict[str, float]] = {}
-    first_step_cached_blocks: dict[str, int] = {}
-    gpu_used_mib: list[int] | None = None
-    survivors: list[int] | None = None
-    fresh: bool = False
-    why: str | None = "not looked at"
 
 
 def judge(evidence: Freshness) -> None:
@@ -85,16 +70,9 @@ def counted(metrics: str) -> dict[str, float]:
 
 
 def first_step_cached_blocks(records: Path, block_tokens: int) -> int | None:
-    """None if the engine made no step, or no records (a file of microbench's)."""
-    if not records.exists():
-        return None
-    lines = records.read_bytes().splitlines()
-    if len(lines) < 2:
-        return None
-    first = msgspec.json.decode(lines[1])
-    if "cache_size" not in first:
-        return None
-    return first["cache_size"] - first["prefill_tokens"] // block_tokens
+    """None if the engine made no step or no records. Raises RecordsError."""
+    first = first_step(records) if records.exists() else None
+    return first and first.found_blocks(block_tokens)
 
 
 def gpu_used_mib(gpus: int) -> list[int] | None:

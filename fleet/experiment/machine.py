@@ -15,9 +15,12 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
+import polars as pl
 
+from lab.records.arm import EngineLag, MachineLoad
+from lab.records.step_table import read_steps
+from lab.records.steps import EngineHeader
 from lab.serving.supervise import descendants
 
 BUSY_LIMIT = 0.9
@@ -26,35 +29,6 @@ BUSY_LIMIT = 0.9
 LATE_LIMIT = 0.05
 EXCESS_LIMIT = 0.5
 SAMPLE_S = 1.0
-
-
-class EngineLag(msgspec.Struct, frozen=True):
-    """Sums over the steps of one instance that ran a forward."""
-
-    steps: int
-    step_s: float
-    simulated_s: float
-    slept_s: float
-
-
-class MachineLoad(msgspec.Struct, frozen=True):
-    """`busy` are shares of all cores, `busy_own` that of this experiment's processes;
-    `waiting` is the share of time in which some runnable thread waited for a core, as
-    the kernel's pressure stall information has it, None where the kernel has none.
-    `engine_late` and `engine_excess`: by what share of the simulated forward all
-    engines together slept longer, and their steps took longer. `saturated` says why
-    the run is not valid.
-    """
-
-    cores: int
-    busy_mean: float
-    busy_p99: float
-    busy_own: float
-    waiting: float | None
-    engines: dict[str, EngineLag]
-    engine_late: float | None
-    engine_excess: float | None
-    saturated: str | None
 
 
 class CpuSampler:
@@ -147,23 +121,23 @@ def machine_load(
 def engine_lag(records: Path, totals: Path) -> EngineLag | None:
     """Of one instance, from its engine_step.jsonl and the null model's totals.
 
-    None where the instance is not one that simulates.
+    None where the instance is not one that simulates. Raises RecordsError.
     """
     if not (records.exists() and totals.exists()):
         return None
-    decoder = msgspec.json.Decoder(_Step)
-    lines = records.read_bytes().splitlines(keepends=True)[1:]
-    steps = [decoder.decode(line) for line in lines if line.endswith(b"\n")]
-    ran = [step.step_us for step in steps if step.scheduled and step.step_us]
+    steps = read_steps(records, EngineHeader, ("step_id", "scheduled", "step_us"))
+    ran_us = steps.frame.filter(pl.col("scheduled") > 0, pl.col("step_us") > 0)[
+        "step_us"
+    ]
     forwards, simulated_ns, slept_ns = np.fromfile(totals, np.int64).tolist()
-    if not forwards or not ran:
+    if not forwards or ran_us.is_empty():
         return None
-    return EngineLag(len(ran), sum(ran) / 1e6, simulated_ns / 1e9, slept_ns / 1e9)
-
-
-class _Step(msgspec.Struct):
-    scheduled: int = 0
-    step_us: float | None = None
+    return EngineLag(
+        steps=len(ran_us),
+        step_s=ran_us.cast(pl.Float64).sum() / 1e6,
+        simulated_s=simulated_ns / 1e9,
+        slept_s=slept_ns / 1e9,
+    )
 
 
 def _cpu_ticks() -> tuple[int, int]:

@@ -15,22 +15,11 @@ from fleet.experiment.config import Workload
 from fleet.trace import Request, TraceError, read_trace
 from fleet.trace.own import write
 from fleet.trace.sessions import FIRST_SHARED_ID
+from lab.records.arm import TraceFacts
 
 # From one copy's ids to the next one's. Traces count theirs up from 0, in sessions of
 # 2^32 at most, and those from FIRST_SHARED_ID on are the same in all sessions.
 ID_STRIDE = 2**53
-
-
-class TraceFacts(msgspec.Struct, frozen=True):
-    """What arm.json says of the load: counts of the trace that was replayed."""
-
-    file: str
-    sha256: str
-    source: str
-    sessions: int
-    requests: int
-    input_tokens: int
-    output_tokens: int
 
 
 def make_workload(

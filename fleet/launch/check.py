@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from fleet.instances import Instance
+from lab.records.instances import Instance
 
 TIMEOUT_S = 10.0
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.instances import Instance
 from fleet.launch.instance_settings import InstanceSettings
 from fleet.launch.spec import FleetSpec, Member, SpecError, members, own_connector, told
+from lab.records.instances import Instance
 from lab.serving.null_model import Checkpoint
 from lab.serving.ports import reserve
 from lab.serving.server import Server, ServerError, tail

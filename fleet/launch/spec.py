@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.instances import Address, Instance, Role
 from fleet.launch.instance_settings import InstanceSettings
+from lab.records.instances import Address, Instance, Role
 from lab.serving.connector import Connector
 from lab.serving.ports import Ports
 from lab.serving.server_spec import ServerSpec

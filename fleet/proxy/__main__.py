@@ -17,9 +17,10 @@ from pathlib import Path
 
 import uvloop
 
-from fleet.instances import Instance, InstancesError, read_instances
+from fleet.instances import InstancesError, read_instances
 from fleet.policies import POLICIES, PolicyError
 from lab.load.open_files import allow_open_files
+from lab.records.instances import Instance
 
 from .app import serving
 from .settings import Settings, SettingsError

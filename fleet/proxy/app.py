@@ -14,8 +14,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from fleet.instances import Instance
 from fleet.policies import parameters_of
+from lab.records.instances import Instance
 
 from .decision_log import DecisionLog
 from .exact import Exact

@@ -11,8 +11,8 @@ from itertools import count
 import aiohttp
 from aiohttp import web
 
-from fleet.instances import Instance
 from fleet.policies import NoInstance
+from lab.records.instances import Instance
 
 from .decision_log import DecisionLog, EndLine
 from .exchange import Exchange

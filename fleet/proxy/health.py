@@ -10,7 +10,7 @@ from time import monotonic
 
 import aiohttp
 
-from fleet.instances import Instance
+from lab.records.instances import Instance
 
 from .upstream import out_of_files
 

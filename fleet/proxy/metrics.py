@@ -13,7 +13,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from fleet.instances import Instance
+from lab.records.instances import Instance
 
 from .exact import Exact
 from .handler import Handler

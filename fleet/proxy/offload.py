@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from fleet.instances import Instance
+from lab.records.instances import Instance
 
 from .exchange import Exchange
 from .health import Health

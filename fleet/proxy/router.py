@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from fleet.instances import Instance
 from fleet.policies import POLICIES, Ask, Candidate, Decision, NoInstance, Snapshot
+from lab.records.instances import Instance
 
 from .body import PIECE_BYTES, Body
 from .decision_log import DecisionLog, EndLine

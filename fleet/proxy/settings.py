@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fleet.instances import Instance
+from lab.records.instances import Instance
 
 
 class Settings(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
-from fleet.instances import Instance
+from lab.records.instances import Instance
 
 # Below the 5 s after which vLLM closes an idle connection: a request that meets the
 # close half-way would fail for no fault of the instance.

@@ -33,7 +33,7 @@ class ReplayHeader(
     """Of the trace's file."""
 
 
-class ReplayedRequest(Outcome, kw_only=True, tag_field="type", tag="request"):
+class ReplayedRequest(Outcome, tag_field="type", tag="request"):
     """What became of one request of the trace; one line each, as they ended."""
 
     id: str
@@ -71,7 +71,7 @@ class Steady(msgspec.Struct):
     """Requests due from here on do not."""
 
 
-class ReplayEnd(Account, tag_field="type", tag="end"):
+class ReplayEnd(Account, kw_only=True, tag_field="type", tag="end"):
     """The replayer's account; the last line, absent if the replayer was killed."""
 
     steady: Steady | None = None

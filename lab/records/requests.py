@@ -51,7 +51,7 @@ class RequestRecord(Outcome, tag_field="type", tag="request"):
     """Generated tokens, by the server's usage."""
 
 
-class DriverEnd(Account, tag_field="type", tag="end"):
+class DriverEnd(Account, kw_only=True, tag_field="type", tag="end"):
     """The driver's account; the last line, absent if the driver was killed."""
 
     driver_cpu_s: float | None = None

@@ -64,7 +64,7 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     decode_tokens: int | None = None
     """Tokens scheduled that are not of a prompt."""
     cache_size: int | None = None
-    """\\|cache\\|: cached block hashes at the end of `schedule()`,
+    """|cache|: cached block hashes at the end of `schedule()`,
     `len(block_pool.cached_block_hash_to_block)`. This and what follows needs the patch
     `step_timing_v2`, and a report needs it."""
     free_blocks: int | None = None

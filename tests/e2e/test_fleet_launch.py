@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import zmq
 
-from fleet.instances import Instance, read_instances, write_instances
+from fleet.instances import read_instances, write_instances
 from fleet.launch.instance_settings import read_instance_settings
 from lab.paths import CONFIGS, REPOSITORY
+from lab.records.instances import Instance
 from lab.serving.server import READY_DEADLINE_S
 from lab.serving.server_spec import SERVED_MODEL
 from lab.serving.supervise import descendants

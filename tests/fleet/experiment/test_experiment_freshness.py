@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from small_experiment import experiment
 
-from fleet.experiment.__main__ import _record
+from fleet.experiment.__main__ import _planned
 from fleet.experiment.arm import _before
 from fleet.experiment.config import (
     Given,
 )
-from fleet.experiment.freshness import COUNTERS, Freshness, counted, judge
+from fleet.experiment.freshness import COUNTERS, counted, judge
 from fleet.experiment.plan import plan
-from fleet.experiment.workload import TraceFacts
 from lab.paths import CONFIGS
+from lab.records.arm import Freshness, TraceFacts
 
 
 def metrics(**values: float) -> str:
@@ -77,7 +77,7 @@ def before(**source) -> Freshness:
     """What is seen before a run of two instances of this `source`."""
     two = experiment(**({"standin": None, "instances": 2} | source))
     facts = TraceFacts("t", "", "t", 1, 1, 1, 1)
-    return _before(_record(two, plan(two)[0], facts, {}), two)
+    return _before(_planned(two, plan(two)[0], facts, {}), two)
 
 
 @pytest.fixture

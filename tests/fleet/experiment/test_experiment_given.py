@@ -16,7 +16,8 @@ from fleet.experiment.config import (
     Given,
 )
 from fleet.experiment.fleets import fresh_fleet
-from fleet.instances import Instance, InstancesError, write_instances
+from fleet.instances import InstancesError, write_instances
+from lab.records.instances import Instance
 
 
 def restarted(*command: str, instances: int = 1, file: Path = Path("none")) -> None:

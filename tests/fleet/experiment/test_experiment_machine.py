@@ -14,9 +14,9 @@ from fleet.experiment.machine import (
     EXCESS_LIMIT,
     LATE_LIMIT,
     CpuSampler,
-    EngineLag,
     machine_load,
 )
+from lab.records.arm import EngineLag
 
 
 def sampled(busy: float) -> CpuSampler:

@@ -17,9 +17,10 @@ import pytest
 from fleet.analyze.records import read_run
 from fleet.experiment.config import read_experiment
 from fleet.experiment.plan import plan
-from fleet.instances import Instance, write_instances
+from fleet.instances import write_instances
 from fleet.standin.process import standin
 from lab.paths import CONFIGS, REPOSITORY
+from lab.records.instances import Instance
 from lab.serving.supervise import descendants
 
 pytestmark = pytest.mark.slow

@@ -16,12 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.instances import (
-    Instance,
-    InstancesError,
-    read_instances,
-    write_instances,
-)
+from fleet.instances import InstancesError, read_instances, write_instances
 from fleet.launch import __main__ as launch
 from fleet.launch.instance_settings import (
     InstanceSettings,
@@ -32,6 +27,7 @@ from fleet.launch.spec import FleetSpec, Member, SpecError, members, own_connect
 from fleet.launch.spec import told as told_besides
 from lab.config import ConfigError
 from lab.paths import CONFIGS, REPOSITORY
+from lab.records.instances import Instance
 from lab.serving import preflight
 from lab.serving.connector import load_connector
 from lab.serving.ports import PortsError, reserve

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from fleet.instances import Instance, write_instances
+from fleet.instances import write_instances
 from fleet.standin.process import Standin
 from lab.paths import REPOSITORY
+from lab.records.instances import Instance
 
 DEADLINE_S = 20.0
 # 5 ms a token: an answer of 400 tokens takes two seconds.

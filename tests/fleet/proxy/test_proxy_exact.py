@@ -12,9 +12,9 @@ import pytest
 from proxy_lab import Proxy, ask, post, proxy, until
 from publisher import BLOCK, Publisher, cached, subscribed
 
-from fleet.instances import Instance
 from fleet.proxy.exact import AllBlocksCleared, BlockStored, Exact
 from fleet.standin.process import standin
+from lab.records.instances import Instance
 
 
 @pytest.mark.slow

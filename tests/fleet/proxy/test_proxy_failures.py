@@ -26,8 +26,8 @@ from proxy_lab import (
     until,
 )
 
-from fleet.instances import Instance
 from fleet.standin.process import Standin, standin
+from lab.records.instances import Instance
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ import msgspec
 import pytest
 from proxy_lab import DONE, Proxy, ask, connect, post, proxy, until
 
-from fleet.instances import Instance
 from fleet.standin.process import Standin, standin
+from lab.records.instances import Instance
 
 pytestmark = pytest.mark.slow
 # A prompt of HEAVY tokens takes 0.2 s to prefill.

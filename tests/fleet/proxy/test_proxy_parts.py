@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.instances import Address, Instance
 from fleet.proxy.decision_log import EndLine
 from fleet.proxy.exact import AllBlocksCleared, BlockRemoved, BlockStored, Exact
 from fleet.proxy.loads import FleetLoad, InstanceLoad
@@ -22,6 +21,7 @@ from fleet.proxy.prefix_index import PrefixIndex
 from fleet.proxy.relay import _stream
 from fleet.proxy.settings import Settings, SettingsError, check
 from fleet.proxy.upstream import ERROR_EVENT
+from lab.records.instances import Address, Instance
 
 keys = st.integers(0, 6)
 

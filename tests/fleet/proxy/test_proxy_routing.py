@@ -18,11 +18,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from proxy_lab import ask, post, proxy
 
-from fleet.instances import Address, Instance
 from fleet.policies import POLICIES
 from fleet.policies.replay import main as replay
 from fleet.proxy.__main__ import main
 from fleet.standin.process import Standin, standin
+from lab.records.instances import Address, Instance
 
 pytestmark = pytest.mark.slow
 WORDS = "the quick brown fox jumps over the lazy dog\n" * 400

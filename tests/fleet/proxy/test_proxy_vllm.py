@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from proxy_lab import post, proxy, until
 
-from fleet.instances import Instance
+from lab.records.instances import Instance
 from lab.serving.connector import Connector
 from lab.serving.null_model import null_checkpoint
 from lab.serving.server import Server

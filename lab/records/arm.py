@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""arm.json: what one run of an experiment was, and why it may be trusted."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from lab.records.instances import Instance
+from lab.records.roles import Role
+
+
+class TraceFacts(msgspec.Struct, frozen=True):
+    """The trace that was replayed, and its counts."""
+
+    file: str
+    """Its name in the experiment's folder."""
+    sha256: str
+    """Of the file: equal traces are equal files."""
+    source: str
+    """The trace that it was cut out of."""
+    sessions: int
+    """Sessions, sub-agents among them."""
+    requests: int
+    """Requests of all sessions."""
+    input_tokens: int
+    """Prompt tokens of all requests."""
+    output_tokens: int
+    """Generated tokens that all requests ask for."""
+
+
+class Freshness(msgspec.Struct):
+    """Whether the caches were cold."""
+
+    instances: dict[str, dict[str, float]] = {}
+    """By instance, what it had counted before the first request, by metric."""
+    first_step_cached_blocks: dict[str, int] = {}
+    """By instance, |cache| in its first engine step beyond the step's own blocks."""
+    gpu_used_mib: list[int] | None = None
+    """Memory in use before the start on each GPU that instances were started on; null:
+    on none."""
+    survivors: list[int] | None = None
+    """Processes of earlier runs that were there before the start; null where instances
+    are not started here."""
+    fresh: bool = False
+    """Whether all of it shows that the caches were cold."""
+    why: str | None = "not looked at"
+    """Why not."""
+
+
+class EngineLag(msgspec.Struct, frozen=True):
+    """Sums over the steps of one instance that ran a forward."""
+
+    steps: int
+    """How many there were."""
+    step_s: float
+    """Their time in all."""
+    simulated_s: float
+    """How long their forwards were to take."""
+    slept_s: float
+    """How long their forwards took."""
+
+
+class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the machine could keep up with what it simulates."""
+
+    cores: int | None = None
+    """Cores of the machine."""
+    busy_mean: float | None = None
+    """Share of all cores that was busy."""
+    busy_p99: float | None = None
+    """The same, p99 of samples of a second."""
+    busy_own: float | None = None
+    """Share of all cores that this experiment's processes took."""
+    waiting: float | None = None
+    """Share of the time in which a runnable thread waited for a core, as the kernel's
+    pressure stall information has it; null where the kernel has none."""
+    engines: dict[str, EngineLag] = {}
+    """By instance."""
+    engine_late: float | None = None
+    """By what share of the simulated forward the engines slept longer."""
+    engine_excess: float | None = None
+    """By what share of the simulated forward the engines' steps took longer."""
+    saturated: str | None = None
+    """Why the run is not valid; null if the machine kept up."""
+
+
+class PlannedArm(msgspec.Struct, kw_only=True):
+    """One run of an experiment, as planned."""
+
+    experiment: str | None = None
+    """Name of the experiment."""
+    arm: str
+    """Name and concurrency: `linear@8`."""
+    repeat: int
+    """Counts from 0."""
+    policy: str | None = None
+    """As in the experiment's file."""
+    parameters: dict[str, Any] = {}
+    """Of the policy, as in the experiment's file."""
+    connector: str | None = None
+    """Connector config of the instances; null if they were not started here."""
+    report: Role | None = None
+    """The `[report]` table of the connector's config; null for instances that were not
+    started here."""
+    cache_state: str | None = None
+    """`mirror` or `exact`: how the proxy knows what is cached."""
+    concurrency: int | None = None
+    """Requests in flight per instance; with `open_loop` only a label."""
+    baseline: str | None = None
+    """The arm that this one is compared with."""
+    same_as: str | None = None
+    """The arm that this one repeats (A/A): the baseline, else the first in the file."""
+    open_loop: bool | None = None
+    """Whether sessions begin when the trace says."""
+    time_scale: float | None = None
+    """Factor on arrival and think times."""
+    time_factor: float | None = None
+    """Factor on the simulated forward."""
+    trace: TraceFacts | None = None
+    """What was replayed."""
+    profile: dict[str, Any] | None = None
+    """Settings of the instances, `forward` times `time_factor` among them; null for
+    instances that were not started here."""
+    versions: dict[str, Any] = {}
+    """As `provenance` in `run.json`."""
+
+
+class ArmRecord(PlannedArm, kw_only=True, tag_field="schema", tag="kvtax.arm/1"):
+    """One run of an experiment, as it went; written when it has ended."""
+
+    status: Literal["ok", "failed"]
+    """Whether the run came to its end."""
+    error: str | None = None
+    """Why it did not."""
+    instances: list[Instance] = []
+    """The instances that it ran on."""
+    patches: dict[str, str] = {}
+    """SHA-256 by name of the patches in the instances' vLLM."""
+    freshness: Freshness | None = None
+    """Whether the caches were cold."""
+    machine: MachineLoad | None = None
+    """Whether the machine kept up."""
+    started_utc: str | None = None
+    """When the run started."""
+    ready_s: float | None = None
+    """Until all instances answered."""
+    replay_s: float | None = None
+    """The replay."""
+    wall_s: float | None = None
+    """From the start of the run to its end."""
+    peak_rss_mib: dict[str, float] = {}
+    """By instance, peak resident memory."""

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""instances.json: the instances of a fleet, in a fixed order.
+
+The launcher writes it, the proxy reads it, and a user may write one for servers that
+run already: unknown fields are refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+Role = Literal["both", "prefill", "decode"]
+ConnectorKind = Literal["noop", "mooncake", "nixl", "direct_read"]
+
+
+class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where something listens."""
+
+    host: str
+    """Name or IP address."""
+    port: int
+    """TCP port."""
+
+
+class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One vLLM server, as the proxy needs to know it."""
+
+    name: str
+    """Unlike that of all others."""
+    url: str
+    """Root of its HTTP API; unlike that of all others."""
+    role: Role = "both"
+    """What the instance is for."""
+    connector: ConnectorKind | None = None
+    """The kind of transfer that the instance can take part in; null: plain vLLM."""
+    bootstrap_url: str | None = None
+    """Mooncake's bootstrap server; null where there is none."""
+    direct_read: Address | None = None
+    """Side channel of `direct_read`; null where there is none."""
+    kv_events: str | None = None
+    """ZMQ endpoint of the KV events; null where there is none."""
+    kv_events_replay: str | None = None
+    """ZMQ endpoint that repeats missed KV events; null where there is none."""
+    block_tokens: int = 16
+    """Tokens per KV cache block."""
+
+
+class InstancesFile(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag_field="schema",
+    tag="kvtax.instances/1",
+):
+    """The instances of a fleet."""
+
+    instances: list[Instance]
+    """At least one."""
+
+    def __post_init__(self) -> None:
+        if not self.instances:
+            raise ValueError("`instances` is empty")
+        for field in ("name", "url"):
+            values = Counter(getattr(instance, field) for instance in self.instances)
+            if twice := [value for value, count in values.items() if count > 1]:
+                raise ValueError(f"two instances have the {field} {twice[0]!r}")
+        for instance in self.instances:
+            if urlsplit(instance.url).scheme not in ("http", "https"):
+                raise ValueError(f"{instance.name}: {instance.url!r} is no http URL")
+            if instance.block_tokens < 1:
+                raise ValueError(f"{instance.name}: `block_tokens` is not above 0")
