@@ -59,14 +59,17 @@ async def serving(
         async with session:
             proxy = _Proxy(instances, settings, parameters, session, decisions)
             runner = web.AppRunner(
-                proxy.app(), access_log=None, handler_cancellation=True
+                proxy.app(),
+                access_log=None,
+                handler_cancellation=True,
+                shutdown_timeout=1,
             )
             await runner.setup()
             background = [asyncio.create_task(one) for one in proxy.background()]
             for task in background:
                 task.add_done_callback(_report_failure)
             try:
-                site = web.TCPSite(runner, host, port, backlog=4096, shutdown_timeout=1)
+                site = web.TCPSite(runner, host, port, backlog=4096)
                 await site.start()
                 yield runner.addresses[0][1]
             finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instances get requests: out after failures, back when /health says so."""
+"""Which instances get requests: out after failures, back when /health answers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from .upstream import out_of_files
 
 POLL_EVERY_S = 1.0
 POLL_TIMEOUT_S = 2.0
-# In a row, requests and polls together. One refused connection is enough.
+# Failures in a row, of requests and polls together. One refused connection is enough.
 MAX_FAILURES = 3
-# How long it stays out at least: 1 s, and twice as long each time that it is ejected
-# again before it has answered a request. /health may be all that it still answers.
+# How long an ejected instance stays out at least. The time doubles each time that it is
+# ejected again before it has answered a request: /health may be all it still answers.
+MIN_OUT_S = 1.0
 MAX_OUT_S = 32.0
 log = logging.getLogger(__name__)
 
 
 class Health:
-    """All are taken to be healthy until something says otherwise.
+    """Every instance counts as healthy until something says otherwise.
 
-    `on_change(instance, healthy)` is told of every ejection and return.
+    `on_change(instance, healthy)` is called at every ejection and return.
     """
 
     def __init__(
@@ -35,19 +36,19 @@ class Health:
     ) -> None:
         self._instances = instances
         self._failures = {one.name: 0 for one in instances}
-        self._out_s = {one.name: 1.0 for one in instances}
+        self._out_s = {one.name: MIN_OUT_S for one in instances}
         self._back_at_s = {one.name: 0.0 for one in instances}
         self._on_change = on_change
         self.ejected: set[str] = set()
         self.ejections = 0
 
     def succeeded(self, name: str) -> None:
-        """A request has been answered by it."""
+        """The instance has answered a request."""
         self._failures[name] = 0
-        self._out_s[name] = 1.0
+        self._out_s[name] = MIN_OUT_S
 
     def failed(self, name: str, why: str, refused: bool = False) -> None:
-        """A request or a poll has failed there."""
+        """A request to the instance, or a poll of it, has failed."""
         self._failures[name] += 1
         if name in self.ejected:
             return

@@ -67,12 +67,15 @@ def main() -> int:
 
 
 async def _serve(arguments: argparse.Namespace, instance: Instance) -> None:
-    runner = web.AppRunner(instance.app(), access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(
+        instance.app(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=0,
+    )
     await runner.setup()
     try:
-        site = web.TCPSite(
-            runner, arguments.host, arguments.port, backlog=4096, shutdown_timeout=0
-        )
+        site = web.TCPSite(runner, arguments.host, arguments.port, backlog=4096)
         await site.start()
         host, port = runner.addresses[0][:2]
         instance.transfers.host, instance.transfers.port = host, port

@@ -14,7 +14,6 @@ import pytest
 from proxy_lab import (
     DONE,
     SLOW,
-    Proxy,
     ask,
     connect,
     first_event,
@@ -79,35 +78,6 @@ def test_a_hung_instance_is_given_up_ejected_and_taken_back(
         assert on.end("mid")["status"] == on.end("first")["status"] == "failed"
         on.idle()
         on.accounted(6)
-
-
-def test_an_instance_that_answers_health_only_is_out_for_longer_each_time(
-    two: list[Standin], tmp_path: Path
-) -> None:
-    with proxy(tmp_path, named(two)) as on:
-        two[0].set_faults("http500")
-        for _ in range(3):
-            sent_until_ejected(on)
-            since = time.monotonic()
-            until(lambda: on.ejected() == [], "a is not back")
-        assert time.monotonic() - since > 3  # 1 s and 2 s before it
-        two[0].set_faults()
-        served = {post(on.url, ask()).headers["X-Kvtax-Instance"] for _ in range(2)}
-        assert served == {"a", "b"}
-        # It has answered: no more than a second again.
-        two[0].set_faults("http500")
-        sent_until_ejected(on)
-        since = time.monotonic()
-        until(lambda: on.ejected() == [], "a is not back")
-        assert time.monotonic() - since < 3
-
-
-def sent_until_ejected(on: Proxy) -> None:
-    def sent() -> bool:
-        post(on.url, ask(max_tokens=1))
-        return on.ejected() == ["a"]
-
-    until(sent, "a is not ejected")
 
 
 def test_without_open_files_left_no_instance_is_to_blame(
