@@ -175,7 +175,7 @@ def _title(tree: Tree) -> str:
 def _put(patches: list[Patch], args: argparse.Namespace) -> None:
     """Apply, check or diff. Every tree is checked before the first is changed."""
     values = dict(args.set)
-    resolve_parameters(patches, values)
+    resolve_parameters({patch.name: patch.parameters for patch in patches}, values)
     jobs = []
     for package in dict.fromkeys(patch.package for patch in patches):
         mine = [patch for patch in patches if patch.package == package]

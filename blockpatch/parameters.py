@@ -3,13 +3,10 @@
 
 import ast
 import re
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from .errors import ManifestError, ParameterError
-
-if TYPE_CHECKING:
-    from .manifest import Patch
 
 _PLACEHOLDER = re.compile(r"@([A-Za-z_]\w*)@")
 
@@ -26,16 +23,15 @@ def fill(code: str, values: Mapping[str, Any]) -> str:
 
 
 def resolve_parameters(
-    patches: Iterable["Patch"], given: Mapping[str, Any] | None
+    declared: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any] | None
 ) -> dict[str, dict[str, Any]]:
-    """Values by patch name: defaults, with ``given`` over every patch that has them.
+    """Values by patch name: what each has ``declared``, with ``given`` over it.
 
     Raises ParameterError for a name no patch declares, or a value that is not a plain
     Python literal.
     """
-    patches = list(patches)
     given = dict(given or {})
-    known = {name for patch in patches for name in patch.parameters}
+    known = {name for defaults in declared.values() for name in defaults}
     for name, value in given.items():
         if name not in known:
             raise ParameterError(
@@ -49,8 +45,6 @@ def resolve_parameters(
         if not literal:
             raise ParameterError(f"parameter {name}: {value!r} is not a plain literal")
     return {
-        patch.name: {
-            name: given.get(name, default) for name, default in patch.parameters.items()
-        }
-        for patch in patches
+        patch: {name: given.get(name, default) for name, default in defaults.items()}
+        for patch, defaults in declared.items()
     }

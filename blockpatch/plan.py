@@ -100,7 +100,8 @@ def plan_apply(
     patches = list(patches)
     found = survey(tree) if found is None else found
     _refuse_conflicts(patches, found)
-    values = resolve_parameters(patches, parameters)
+    declared = {patch.name: patch.parameters for patch in patches}
+    values = resolve_parameters(declared, parameters)
     blocks: dict[str, list[Wanted]] = {}
     added: dict[str, dict[str, bytes]] = {}
     for patch in patches:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import ast
 import subprocess
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from lab.paths import REPOSITORY
+from lab.paths import CONFIGS, REPOSITORY
 
 # What a room may import besides itself. The rule of the innermost room counts.
 ANALYSIS = {"lab.config", "lab.paths", "lab.records", "lab.stats"}
@@ -34,6 +35,8 @@ ROOMS: dict[str, set[str]] = {
     "upstream": {"lab", "blockpatch"},
     "kvindex": {"lab.paths", "lab.stats"},
 }
+# What is launched where nobody names a config, and a word of a file format.
+NAMED_FOR_A_REASON = ("lab/serving/connector.py", "fleet/instances.py")
 
 
 def sources(root: Path) -> list[Path]:
@@ -120,3 +123,29 @@ def test_a_wrong_arrow_is_named_with_its_line(file, line, tmp_path):
     number = 1 + line.count("\n") + 1
     (found,) = wrong_arrows(tmp_path)
     assert found.startswith(f"{file}:{number}: ")
+
+
+def test_no_two_files_need_each_other():
+    modules = {module_of(path, REPOSITORY): path for path in sources(REPOSITORY)}
+    needs = {
+        module: {name for _, name in imports(path, REPOSITORY) if name in modules}
+        for module, path in modules.items()
+    }
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
+
+
+def test_no_code_knows_a_config_by_name():
+    """What a config is to a report or to a router stands in its TOML."""
+    names = {file.stem for file in (CONFIGS / "connectors").glob("*.toml")}
+    known = []
+    for path in sources(REPOSITORY):
+        where = path.relative_to(REPOSITORY)
+        if where.parts[0] not in ("lab", "microbench", "fleet"):
+            continue
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Constant) and node.value in names:
+                known.append(f"{where}:{node.lineno}: {node.value!r}")
+    assert [one for one in known if not one.startswith(NAMED_FOR_A_REASON)] == []
