@@ -33,7 +33,7 @@ def report(run_dir: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     figures = draw_all(analysis, out / "figures")
     write_document(out / "per_config.json", analysis.document)
-    summary = write_summary(analysis.document, analysis.roles, figures)
+    summary = write_summary(analysis, figures)
     write_whole(out / "SUMMARY.md", summary.encode())
 
 

@@ -15,3 +15,6 @@ class RunWarning(msgspec.Struct, frozen=True):
     """What was seen, with its figures."""
     remedy: str
     """What to do about it, as a sentence in the imperative."""
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.remedy}"

@@ -10,6 +10,7 @@ import msgspec
 
 from lab.records.per_config import PerConfig, WindowRecord
 from lab.records.run import RunRecord
+from lab.records.warning import RunWarning
 from lab.stats.estimate import SEED
 from microbench.analysis.compare import (
     compare_with_baseline,
@@ -22,15 +23,19 @@ from microbench.analysis.levels import Level, Window, choose_window
 from microbench.analysis.measured import Measured, measure
 from microbench.analysis.roles import Roles, roles_of
 from microbench.analysis.steps import LoadedTrial
-from microbench.analysis.warn import run_warnings
+from microbench.analysis.warn import config_warnings, run_warnings
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The document, what its configs are to it, and the steps for the figures."""
+    """The document, and what the summary and the figures need beside it.
+
+    `doubts` are the document's warnings by config, those of the run under None.
+    """
 
     document: dict[str, Any]
     roles: Roles
+    doubts: dict[str | None, list[RunWarning]]
     measured: dict[str, Measured]
 
 
@@ -50,15 +55,21 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
     forward_ms = float(run.profile.get("forward_us") or 0.0) / 1e3
     compare_with_baseline(entries, measured, roles.baseline, noise, forward_ms)
     compare_with_floor(entries, measured, roles.floor)
+    doubts: dict[str | None, list[RunWarning]] = {
+        None: warnings + run_warnings(run, roles, noise)
+    }
+    for name, one in measured.items():
+        doubts[name] = config_warnings(entries[name], one.steps)
+        entries[name].warnings = [str(doubt) for doubt in doubts[name]]
     document = PerConfig(
         provenance=run.provenance | {"report_git_commit": commit},
         profile=run.profile,
         window=window and _window_record(window, trials),
         noise_floor=noise,
-        warnings=warnings + run_warnings(run, roles, noise),
+        warnings=[str(doubt) for doubt in doubts[None]],
         configs=entries,
     )
-    return Analysis(msgspec.to_builtins(document), roles, measured)
+    return Analysis(msgspec.to_builtins(document), roles, doubts, measured)
 
 
 def measure_all(
@@ -73,7 +84,9 @@ def measure_all(
     return {one.name: one for one in found if one is not None}
 
 
-def place_levels(measured: dict[str, Measured]) -> tuple[Window | None, list[str]]:
+def place_levels(
+    measured: dict[str, Measured],
+) -> tuple[Window | None, list[RunWarning]]:
     """Give each config its level in the window that suits all; and what to warn of."""
     window, warnings = choose_window({n: m.steps for n, m in measured.items()})
     for one in measured.values():

@@ -22,7 +22,6 @@ from microbench.analysis.verdict import (
     overall_verdict,
     reset_check,
 )
-from microbench.analysis.warn import config_warnings
 
 METHODS = (
     "build_meta_us",
@@ -57,7 +56,7 @@ def config_entry(
             **told,
         )
     errors = [f"r{t.repeat}: {t.error}" for t in trials if t.error]
-    entry = ConfigEntry(
+    return ConfigEntry(
         n_decode_steps=one.steps.height,
         n_repeats=sum(t.error is None for t in trials),
         cache_blocks=cache_reach(one.steps),
@@ -66,8 +65,6 @@ def config_entry(
         **growth(one, noise),
         **told,
     )
-    entry.warnings = config_warnings(entry, one.steps)
-    return entry
 
 
 def cache_reach(steps: pl.DataFrame) -> dict[str, int]:

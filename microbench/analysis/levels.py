@@ -15,9 +15,11 @@ import numpy as np
 import polars as pl
 
 from lab.records.phases import Phase
+from lab.records.warning import RunWarning
 from lab.stats.blocks import add_blocks, repeat_of_block
 from lab.stats.estimate import Estimate, Floats, Ints
 from lab.stats.quantiles import median_estimate, mix_weights, weighted_quantiles
+from microbench.analysis.remedies import doubt
 from microbench.analysis.steps import STEP_TIMES
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -147,16 +149,22 @@ def reach_blocks(steps: pl.DataFrame) -> int:
     return 0 if top is None else int(top)
 
 
-def choose_window(steps_of: dict[str, pl.DataFrame]) -> tuple[Window | None, list[str]]:
+def choose_window(
+    steps_of: dict[str, pl.DataFrame],
+) -> tuple[Window | None, list[RunWarning]]:
     """The window for all configs, and what to warn of; None if there is none."""
     reach = {name: reach_blocks(steps) for name, steps in steps_of.items()}
     usual = float(np.median(list(reach.values()))) if reach else 0
     if usual <= 0:
-        return None, ["no config has decode-only steps with blocks in the cache"]
+        message = "no config has decode-only steps with blocks in the cache"
+        return None, [doubt("empty_cache", message)]
     short = [name for name, top in reach.items() if top < MIN_REACH * usual]
     warnings = [
-        f"{name}: reached {reach[name]} cached blocks, less than half of the usual "
-        f"{usual:.0f}; left out of the comparison at a stated |cache|"
+        doubt(
+            "short_reach",
+            f"{name}: reached {reach[name]} cached blocks, less than half of the usual "
+            f"{usual:.0f}; left out of the comparison at a stated |cache|",
+        )
         for name in short
     ]
     compared = [name for name in reach if name not in short]
@@ -164,18 +172,19 @@ def choose_window(steps_of: dict[str, pl.DataFrame]) -> tuple[Window | None, lis
     tables = [bare.select(steps_of[name]) for name in compared]
     mix = common_mix([table["batch"].to_numpy() for table in tables])
     if not mix:
-        warnings.append(
+        message = (
             f"no batch size has {MIN_STEPS_PER_BATCH} steps in every config near "
             f"{bare.at_cache_blocks} cached blocks: no levels"
         )
-        return None, warnings
+        return None, [*warnings, doubt("batch_sizes_apart", message)]
     for name, table in zip(compared, tables, strict=True):
         share = float(np.isin(table["batch"].to_numpy(), list(mix)).mean())
         if share < 0.5:
-            warnings.append(
+            message = (
                 f"{name}: only {share:.0%} of its steps near the stated |cache| have "
                 "a batch size that all configs share"
             )
+            warnings.append(doubt("batch_sizes_apart", message))
     return Window(bare.at_cache_blocks, mix), warnings
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run should make its reader suspicious of, one sentence each."""
+"""What a run should make its reader suspicious of, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import polars as pl
 
 from lab.records.per_config import ConfigEntry, NoiseFloor
 from lab.records.run import RunRecord
+from lab.records.warning import RunWarning
 from microbench.analysis.levels import MAX_STEPS, thin
+from microbench.analysis.remedies import doubt
 from microbench.analysis.roles import Roles
 from microbench.analysis.verdict import MARGIN_US_PER_1K_BLOCKS
 
@@ -18,54 +20,88 @@ SLOW_SHARE = 0.01
 MISSING_SHARE = 0.01
 
 
-def config_warnings(entry: ConfigEntry, steps: pl.DataFrame) -> list[str]:
+def config_warnings(entry: ConfigEntry, steps: pl.DataFrame) -> list[RunWarning]:
     """Reasons to doubt the numbers of one config."""
     found = []
     if entry.error:
-        found.append(f"some trials failed and are left out: {entry.error}")
+        message = f"some trials failed and are left out: {entry.error}"
+        found.append(doubt("trials_failed", message))
     if entry.n_repeats == 1:
-        found.append(
+        message = (
             "one repeat: a neighbour that slows the machine between growth and reset "
             "cannot be told from growth"
         )
+        found.append(doubt("one_repeat", message))
+    return [
+        *found,
+        *_of_estimates(entry),
+        *_of_records(entry),
+        *_of_requests(entry),
+        *_of_speed(steps),
+    ]
+
+
+def _of_estimates(entry: ConfigEntry) -> list[RunWarning]:
+    found = []
     if entry.n_window_steps < FEW_STEPS:
-        found.append(
+        message = (
             f"{entry.n_window_steps} decode-only steps at the stated |cache| "
             f"(fewer than {FEW_STEPS})"
         )
+        found.append(doubt("few_steps", message))
     for metric, slope in entry.slope_us_per_1k_blocks.items():
         if slope is None:
-            found.append(f"too few decode-only steps in growth for a {metric} slope")
+            message = f"too few decode-only steps in growth for a {metric} slope"
+            found.append(doubt("no_slope", message))
             continue
         half = (slope["ci95"][1] - slope["ci95"][0]) / 2
         if half > MARGIN_US_PER_1K_BLOCKS and half > 0.1 * abs(slope["value"]):
-            found.append(f"wide interval: the {metric} slope is known to +-{half:.1f}")
+            message = f"wide interval: the {metric} slope is known to +-{half:.1f}"
+            found.append(doubt("wide_interval", message))
     if entry.reset_check is None:
-        found.append("no comparable steps around a prefix-cache reset")
-    records, requests = entry.records, entry.requests
-    missing = records["engine_without_worker"]
-    if missing > MISSING_SHARE * records["engine_steps"]:
-        steps_read = records["engine_steps"]
-        found.append(f"{missing} of {steps_read} steps lack worker records")
-    if records["torn_lines"]:
-        found.append(f"{records['torn_lines']} torn last lines were dropped")
+        message = "no comparable steps around a prefix-cache reset"
+        found.append(doubt("no_reset_check", message))
+    return found
+
+
+def _of_records(entry: ConfigEntry) -> list[RunWarning]:
+    found, records = [], entry.records
+    missing, steps = records["engine_without_worker"], records["engine_steps"]
+    if missing > MISSING_SHARE * steps:
+        message = f"{missing} of {steps} steps lack worker records"
+        found.append(doubt("no_worker_records", message))
+    if torn := records["torn_lines"]:
+        found.append(doubt("torn_lines", f"{torn} torn last lines were dropped"))
+    return found
+
+
+def _of_requests(entry: ConfigEntry) -> list[RunWarning]:
+    found, requests = [], entry.requests
+    scheduled = requests["scheduled"]
     for what in ("failed", "cancelled"):
         if requests[what]:
-            found.append(f"{requests[what]} of {requests['scheduled']} requests {what}")
-    if requests["scheduled"] != sum(requests[k] for k in ("ok", "failed", "cancelled")):
-        found.append("requests do not reconcile")
+            message = f"{requests[what]} of {scheduled} requests {what}"
+            found.append(doubt("requests_lost", message))
+    if scheduled != sum(requests[k] for k in ("ok", "failed", "cancelled")):
+        found.append(doubt("not_reconciled", "requests do not reconcile"))
     lag = entry.lag_ms
     if lag and not lag["valid"]:
-        found.append(
+        message = (
             f"the driver sent late: lag p99 {lag['p99']} ms, budget {lag['budget']} ms"
         )
-    share = interrupted_share(thin(steps, MAX_STEPS))
-    if share > SLOW_SHARE:
-        found.append(
-            f"{share:.1%} of the steps took over {SLOW_TIMES} times the median of "
-            "their batch size: the cores were shared or stolen"
-        )
+        found.append(doubt("sent_late", message))
     return found
+
+
+def _of_speed(steps: pl.DataFrame) -> list[RunWarning]:
+    share = interrupted_share(thin(steps, MAX_STEPS))
+    if share <= SLOW_SHARE:
+        return []
+    message = (
+        f"{share:.1%} of the steps took over {SLOW_TIMES} times the median of their "
+        "batch size: the cores were shared or stolen"
+    )
+    return [doubt("interrupted", message)]
 
 
 def interrupted_share(steps: pl.DataFrame) -> float:
@@ -83,20 +119,24 @@ def interrupted_share(steps: pl.DataFrame) -> float:
     return float(share or 0.0)
 
 
-def run_warnings(run: RunRecord, roles: Roles, noise: NoiseFloor) -> list[str]:
+def run_warnings(run: RunRecord, roles: Roles, noise: NoiseFloor) -> list[RunWarning]:
     """Reasons to doubt the run as a whole."""
     found = []
     if run.provenance.get("git_dirty"):
-        found.append("the run was made from a tree with uncommitted changes")
+        message = "the run was made from a tree with uncommitted changes"
+        found.append(doubt("uncommitted", message))
     if noise.pair is None:
-        found.append("no A/A pair: differences have no noise floor")
+        message = "no A/A pair: differences have no noise floor"
+        found.append(doubt("no_aa_pair", message))
     for role in ("baseline", "twin", "floor"):
         if len(names := roles.named(role)) > 1:
-            found.append(f"{', '.join(names)} have the role {role}: the first counts")
+            message = f"{', '.join(names)} have the role {role}: the first counts"
+            found.append(doubt("role_twice", message))
     for metric, slope in (noise.slope_us_per_1k_blocks or {}).items():
         if slope["floor"] > MARGIN_US_PER_1K_BLOCKS:
-            found.append(
+            message = (
                 f"the A/A pair differs by up to {slope['floor']:.1f} us per 1,000 "
                 f"blocks in {metric}: smaller slopes are noise"
             )
+            found.append(doubt("noisy_aa_pair", message))
     return found

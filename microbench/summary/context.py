@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from lab.records.warning import RunWarning
 from lab.stats.markdown import DASH, Document, interval, number, spread, table
 from microbench.analysis.roles import Roles
 from microbench.summary.figures import CURVES
@@ -107,11 +110,24 @@ def provenance(document: Document) -> str:
     return "\n".join(lines) + "\n\n" + table(head, rows)
 
 
-def warnings(document: Document) -> str:
-    """What the run suspects of itself."""
-    lines = [f"- {text}" for text in document["warnings"]]
-    for name, entry in document["configs"].items():
-        lines += [f"- `{name}`: {text}" for text in entry["warnings"]]
-        if entry["verdict"] == "failed":
-            lines.append(f"- `{name}` failed: {entry['error']}")
+def warnings(doubts: Mapping[str | None, list[RunWarning]], configs: Document) -> str:
+    """What the run suspects of itself, by kind, each with what to do about it.
+
+    `doubts` are by config, those of the run under None.
+    """
+    kinds: dict[str, list[str]] = {}
+    remedies = {}
+    for name, found in doubts.items():
+        for doubt in found:
+            where = f"`{name}`: " if name else ""
+            kinds.setdefault(doubt.kind, []).append(f"  - {where}{doubt.message}")
+            remedies[doubt.kind] = doubt.remedy
+    lines = [
+        f"- `{name}` failed: {entry['error']}"
+        for name, entry in configs.items()
+        if entry["verdict"] == "failed"
+    ]
+    for kind, messages in kinds.items():
+        lines += [f"- **{kind.replace('_', ' ')}**", *messages]
+        lines.append(f"  - **What to do:** {remedies[kind]}")
     return "\n".join(lines) or "None."

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from lab.stats.markdown import DASH, TIMES, Document, interval, number, spread, table
+from microbench.analysis.analysis import Analysis
 from microbench.analysis.roles import Roles
 from microbench.analysis.verdict import (
     CONFIRMING_SHARE,
@@ -22,8 +23,9 @@ from microbench.summary.figures import PARTS
 from microbench.summary.fixes import before_and_after
 
 
-def write_summary(document: Document, roles: Roles, figures: list[str]) -> str:
+def write_summary(analysis: Analysis, figures: list[str]) -> str:
     """The whole text; `figures` are the names in figures/ that were drawn."""
+    document, roles = analysis.document, analysis.roles
     sections = [
         "# What a KV connector costs per engine step",
         answer(document),
@@ -46,7 +48,7 @@ def write_summary(document: Document, roles: Roles, figures: list[str]) -> str:
         "## How this was made",
         provenance(document),
         "## Warnings",
-        warnings(document),
+        warnings(analysis.doubts, document["configs"]),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import polars as pl
@@ -16,6 +16,7 @@ from lab.records.run import RunRecord
 from microbench import report
 from microbench.analysis.analysis import analyse
 from microbench.analysis.levels import Window
+from microbench.analysis.remedies import REMEDIES, Kind
 from microbench.analysis.steps import LoadedTrial, load_run
 
 HASH = "mooncake_both_hash_sync"
@@ -245,6 +246,17 @@ def test_doubts_are_told(tmp_path: Path):
     summary = (folder / "SUMMARY.md").read_text()
     for doubt in ("1 torn last", "2 of 60 requests failed", "sent late", "No A/A pair"):
         assert doubt in summary, doubt
+    document = json.loads((folder / "per_config.json").read_text())
+    told = [*document["warnings"], *document["configs"]["noop"]["warnings"]]
+    assert len(told) >= 4
+    for warning in told:
+        assert warning.endswith(tuple(REMEDIES.values())), warning
+
+
+def test_every_doubt_ends_with_what_to_do_about_it():
+    assert set(REMEDIES) == set(get_args(Kind))
+    for remedy in REMEDIES.values():
+        assert remedy[0].isupper() and remedy.endswith(".")
 
 
 def test_a_failed_repeat_is_named_and_the_others_are_used(tmp_path: Path):
