@@ -38,7 +38,7 @@ lint: setup ## ruff, as the tests expect it
 sweep: ## the main job: the same as bash run_all.sh
 	bash run_all.sh
 
-overhead: setup ## what the instrumentation itself costs an engine step
+overhead: setup ## what the step records themselves cost an engine step
 	$(python) -m costs.hooks
 
 step-cost: setup ## Mooncake's get_finished in a step, before and after the short-circuit
@@ -48,11 +48,17 @@ direct-read-cost: setup ## what being read costs an engine step, and what a read
 	$(python) -m costs.direct_read.cost
 	$(python) -m costs.direct_read.transfer
 
-listener-cost: setup ## what listening to the block pool costs, a block and a take
+listener-cost: setup ## what listening to the block pool costs, per block and per take
 	$(python) -m costs.listener
 
-sending-lag: setup ## how late our load generators send, at 10 to 1,000 requests a second
+sending-lag: setup ## how late our load generators send, at 10 to 1,000 requests per second
 	$(python) -m costs.senders --only fleet.replay --only microbench.driver
+
+proxy-cost: setup ## what the proxy adds to TTFT, and how much a core carries (needs Go)
+	$(python) -m costs.proxy
+
+trace-cost: setup ## time and memory of traces of two million requests
+	$(python) -m costs.traces
 
 transfer-check: setup ## does Mooncake report a write over TCP before the bytes arrive?
 	$(python) -m lab.serving.transfer_check
@@ -104,5 +110,5 @@ clean: ## remove runs, fetched sources and the environment
 
 .PHONY: help setup test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
-	direct-read-cost listener-cost sending-lag transfer-check bench-report vllm-releases upstream-check \
+	direct-read-cost listener-cost sending-lag proxy-cost trace-cost transfer-check bench-report vllm-releases upstream-check \
 	upstream-series kvindex-test kvindex-bench kvindex-figures lock clean

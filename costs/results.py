@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab.records.documents import write_document, write_whole
-from lab.serving import provenance
-
-
-def facts_of(command: str, patch_hashes: dict[str, str]) -> dict[str, Any]:
-    """Provenance of a result that `python -m <command>` makes with its arguments."""
-    line = " ".join([f"python -m {command}", *sys.argv[1:]])
-    return provenance.collect(patch_hashes) | {"command_line": line}
 
 
 def facts_list(facts: dict[str, Any]) -> str:

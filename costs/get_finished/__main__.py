@@ -36,7 +36,8 @@ from costs.get_finished.report import (
     report,
     rows,
 )
-from costs.results import facts_of, write_result
+from costs.results import write_result
+from lab.serving import provenance
 from lab.serving.engine_process import EngineProcess
 from lab.serving.supervise import exit_on_signals
 from lab.stats.estimate import SEED
@@ -123,7 +124,7 @@ def main() -> None:
     except RuntimeError as error:
         sys.exit(str(error))
     found = rows(samples)
-    facts = facts_of("costs.get_finished", patch_hashes)
+    facts = provenance.collect(patch_hashes, "python -m costs.get_finished")
     write_result(arguments.out, facts | {"results": found})
     print(report(found))
 

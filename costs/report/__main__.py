@@ -1,141 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long 10 million engine and 10 million worker records take, and how much memory.
+"""How long the analysis of 10 million steps takes, and how much memory.
 
-    python -m costs.report.bench [--records N]
-
-Writes both files of one trial (4.1 GB at 10 million) to a temporary folder, which is
-deleted, then loads, joins, filters, and computes levels, slopes and verdict in a fresh
-process. Fails if it takes 10 s or 2 GB of peak resident memory, the promise at 10
-million records on 2 cores.
+A run of one trial is written to a temporary folder, with an engine and a worker record
+per step (4.1 GB at 10 million). A fresh process then does what `python -m
+microbench.report` does before it draws: it loads, joins, filters, and computes levels,
+slopes and the verdict. Prints JSON. Exits with 1 if that takes 10 s or 2 GB of peak
+resident memory: our promise for 10 million steps on 2 cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
-import numpy as np
-import polars as pl
 
-from lab.records.documents import write_document
-from lab.records.line_file import LineFile
-from lab.records.phases import Phase
-from lab.records.requests import DriverEnd, PhaseStart, RequestsHeader
-from lab.records.run import PlanEntry, RunRecord
-from lab.records.steps import EngineHeader, WorkerHeader
-from lab.records.trial import TrialRecord
+from costs.report.analyse import Taken
+from costs.report.made_up_run import write_run
 
-BATCH_RECORDS = 1_000_000
 MOST_S = 10.0
 MOST_MB = 2_000.0
 
-ANALYSIS = """
-import json, os, resource, sys, time
-from pathlib import Path
-started = time.perf_counter()
-from microbench.analysis.analysis import analyse
-from microbench.analysis.steps import load_run
-run, trials = load_run(Path(sys.argv[1]))
-loaded = time.perf_counter()
-entry = analyse(run, trials, None).document["configs"]["plain"]
-done = time.perf_counter()
-usage = resource.getrusage(resource.RUSAGE_SELF)
-print(json.dumps({
-    "load_s": loaded - started, "analyse_s": done - loaded, "all_s": done - started,
-    "cpu_s": usage.ru_utime + usage.ru_stime, "peak_rss_mb": usage.ru_maxrss / 1e3,
-    "decode_only_steps": entry["n_decode_steps"],
-    "slope": entry["slope_us_per_1k_blocks"]["schedule"],
-}))
-"""
-
-
-def write_files(trial: Path, count: int) -> None:
-    """Engine and worker records of `count` steps, |cache| growing to 17,500."""
-    rng = np.random.default_rng(0)
-    headers = {
-        "engine_step.jsonl": EngineHeader(pid=1),
-        "worker_step.r0.jsonl": WorkerHeader(rank=0),
-    }
-    for name, header in headers.items():
-        with (trial / name).open("wb") as file:
-            file.write(msgspec.json.encode(header) + b"\n")
-            for first in range(0, count, BATCH_RECORDS):
-                ids = np.arange(first, min(first + BATCH_RECORDS, count))
-                columns = (engine if "engine" in name else worker)(rng, ids, count)
-                pl.DataFrame(columns).write_ndjson(file)
-
-
-def engine(rng: np.random.Generator, ids: np.ndarray, count: int) -> dict:
-    """Columns of engine records as the patches write them, one in ten a prefill."""
-    n = len(ids)
-    batch = rng.integers(1, 9, n)
-    noise = rng.exponential(8, n)
-    return {
-        "step_id": ids,
-        "t_ns": 10**14 + ids * 300_000,
-        "schedule_us": (46 + 2 * batch + noise).round(3),
-        "build_meta_us": (1.2 + rng.exponential(0.1, n)).round(3),
-        "step_us": (252 + noise + rng.exponential(40, n)).round(3),
-        "running": batch,
-        "waiting": np.zeros(n, int),
-        "scheduled": batch,
-        "prefill_tokens": np.where(rng.random(n) < 0.1, 512, 0),
-        "decode_tokens": batch,
-        "cache_size": ids * 17_500 // count,
-        "free_blocks": np.full(n, 1_000),
-        "preemptions": np.zeros(n, int),
-        "update_us": (33 + rng.exponential(4, n)).round(3),
-    }
-
-
-def worker(rng: np.random.Generator, ids: np.ndarray, count: int) -> dict:
-    """Columns of worker records with all connector methods."""
-    n = len(ids)
-    return {
-        "step_id": ids,
-        "t_ns": 10**14 + ids * 300_000,
-        "execute_model_us": (180 + rng.exponential(8, n)).round(3),
-        "bind_us": (0.3 + rng.exponential(0.1, n)).round(3),
-        "start_load_kv_us": (0.6 + rng.exponential(0.1, n)).round(3),
-        "wait_for_save_us": (0.2 + rng.exponential(0.1, n)).round(3),
-        "get_finished_us": (70 + rng.exponential(8, n)).round(3),
-    }
-
-
-def write_run(folder: Path, count: int) -> None:
-    """A run of one trial, all of it growth."""
-    trial = folder / "plain" / "r0"
-    trial.mkdir(parents=True)
-    write_document(folder / "run.json", RunRecord(plan=[PlanEntry("plain", 0)]))
-    write_document(
-        trial / "trial.json",
-        TrialRecord(
-            config="plain", repeat=0, status="ok", num_blocks=17_500, block_size=16
-        ),
-    )
-    with LineFile(trial / "requests.jsonl", RequestsHeader(scheduled=0)) as file:
-        file.append(PhaseStart(Phase.GROWTH.label, 0))
-        file.append(DriverEnd(scheduled=0, ok=0, failed=0, cancelled=0))
-    write_files(trial, count)
-
 
 def main() -> int:
-    """Exit status 1 if the promise is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--records", type=int, default=10_000_000)
+    parser = argparse.ArgumentParser(
+        "python -m costs.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--records", type=int, default=10_000_000, help="of each kind")
     count = parser.parse_args().records
-    with tempfile.TemporaryDirectory(prefix="bench_report.") as folder:
+    with tempfile.TemporaryDirectory(prefix="costs_report.") as folder:
         write_run(Path(folder), count)
-        command = [sys.executable, "-c", ANALYSIS, folder]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-    figures = json.loads(done.stdout)
-    print(json.dumps(figures, indent=1))
-    return int(figures["all_s"] >= MOST_S or figures["peak_rss_mb"] >= MOST_MB)
+        command = [sys.executable, "-m", "costs.report.analyse", folder]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    taken = msgspec.json.decode(done.stdout, type=Taken)
+    print(msgspec.json.format(msgspec.json.encode(taken)).decode())
+    return int(taken.all_s >= MOST_S or taken.peak_rss_mb >= MOST_MB)
 
 
 if __name__ == "__main__":

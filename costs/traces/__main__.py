@@ -24,6 +24,7 @@ from lab.serving.supervise import exit_on_signals
 
 # Two million requests of 20 turns each; the unlucky draw is 1 % below.
 SESSIONS = 101_500
+SAMPLED_REQUESTS = 20_000
 PROMPT_TOKENS = 33_600
 PROMPTS = 300
 
@@ -82,8 +83,9 @@ def main() -> None:
         print(command("stats", "stats", trace), flush=True)
         lru = ("--cache-blocks", "100000")
         print(command("stats, LRU cache of 100,000 blocks", "stats", trace, *lru))
-        wanted = ("--target-requests", "20000", "--seed", "0", "--out", cut)
-        print(command("sample of 20,000 requests", "sample", trace, *wanted))
+        sampled = min(SAMPLED_REQUESTS, 10 * arguments.sessions)
+        wanted = ("--target-requests", str(sampled), "--seed", "0", "--out", cut)
+        print(command(f"sample of {sampled:,} requests", "sample", trace, *wanted))
         with open(trace, "rb") as file:
             print(f"\n{Path(trace).stat().st_size / 1e9:.2f} GB; {file.readline()!r}")
     print(f"\nPrompts of {PROMPT_TOKENS:,} tokens, n = {PROMPTS}:\n")

@@ -44,7 +44,8 @@ from costs.direct_read.cost.rows import (
     control,
     rows_of,
 )
-from costs.results import facts_of, write_result
+from costs.results import write_result
+from lab.serving import provenance
 from lab.serving.connector import load_connector
 from lab.serving.engine_process import EngineProcess, WorkerProcess
 from lab.serving.ports import reserve
@@ -199,7 +200,7 @@ def main() -> None:
         )
     except RuntimeError as error:
         sys.exit(str(error))
-    facts = facts_of("costs.direct_read.cost", patch_hashes)
+    facts = provenance.collect(patch_hashes, "python -m costs.direct_read.cost")
     facts["forward_us"] = arguments.forward_us
     text = document(rows, calls, facts)
     write_result(arguments.out, facts | {"rows": rows, "calls": calls}, text)

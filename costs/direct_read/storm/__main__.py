@@ -3,12 +3,11 @@
 
 Every token that B answers with is compared with a plain instance's. After the run
 proper the same load goes on without in-flight exclusion, and then without validation:
-those must give wrong tokens, or the storm would prove nothing.
+those two must give wrong tokens, or the storm would prove nothing.
 
-    python -m costs.direct_read.storm --requests 10000 --out runs/storm.json
-
-adds a run to those in the file and writes its sum beside it, in Markdown. It exits with
-1 if a token was wrong, or if a control had none.
+The run is added to those in --out, a JSON file, and the sum of all runs is written
+beside it in Markdown. Exits with 1 if a token was wrong, or if a control had no wrong
+token.
 """
 
 from __future__ import annotations
@@ -209,7 +208,11 @@ async def storm(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m costs.direct_read.storm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--requests", type=int, default=10_000, help="at B")
     parser.add_argument("--minutes", type=float, default=30.0, help="at most")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and moments")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -42,9 +41,8 @@ Counts = dict[str, float]
 
 def provenance() -> dict:
     patches = blockpatch.load_patches(PATCH_FOLDER)
-    found = collect({name: blockpatch.patch_hash(patches[name]) for name in PATCHES})
-    command = ["python -m costs.direct_read.storm", *sys.argv[1:]]
-    return found | {"command_line": " ".join(command)}
+    hashes = {name: blockpatch.patch_hash(patches[name]) for name in PATCHES}
+    return collect(hashes, "python -m costs.direct_read.storm")
 
 
 def add_run(out: Path, seed: int, pool: Counts, phases: dict[str, Counts]) -> None:

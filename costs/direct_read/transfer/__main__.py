@@ -39,7 +39,8 @@ from costs.direct_read.transfer.report import (
     Row,
     document,
 )
-from costs.results import facts_of, quantiles, write_result
+from costs.results import quantiles, write_result
+from lab.serving import provenance
 from lab.serving.connector import load_connector
 from lab.serving.engine_process import EngineProcess
 from lab.serving.supervise import exit_on_signals
@@ -171,7 +172,7 @@ def main() -> None:
         rows, patch_hashes = measure(arguments.rounds)
     except RuntimeError as error:
         sys.exit(str(error))
-    facts = facts_of("costs.direct_read.transfer", patch_hashes)
+    facts = provenance.collect(patch_hashes, "python -m costs.direct_read.transfer")
     text = document(rows, facts)
     write_result(arguments.out, facts | {"rows": rows}, text)
     print(text)
