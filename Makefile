@@ -18,7 +18,10 @@ test-fast: setup ## without vLLM (a minute)
 	$(python) -m pytest -m "not slow and not e2e and not long"
 
 direct-read-test: setup ## direct read: the storm, a million hostile frames, two real servers (10 minutes)
-	$(python) -m pytest -m "" tests/connectors tests/patched tests/e2e/test_direct_read.py \
+	$(python) -m pytest -m "" tests/connectors tests/patched/test_ledger_*.py \
+	    tests/patched/test_hooks.py tests/patched/test_admission.py \
+	    tests/patched/test_fingerprint.py tests/patched/test_storm.py \
+	    tests/e2e/direct_read \
 	    tests/costs/test_direct_read_cost.py
 
 direct-read-storm: setup ## direct read: 10,000 requests on two real engines, and what must fail (10 minutes)

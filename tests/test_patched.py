@@ -60,7 +60,7 @@ def run(folder: Path, module: str) -> dict[str, str]:
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-rA", "-m", "not long", "."],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"},
         text=True,
         capture_output=True,
         timeout=300,

@@ -83,26 +83,31 @@ class DirectReadConnector(KVConnectorBase_V1):
         assert self._scheduler is not None
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(
-        self, scheduler_output: "SchedulerOutput"
-    ) -> KVConnectorMetadata:
-        assert self._scheduler is not None
-        return self._scheduler.build_connector_meta(
-            scheduler_output.num_scheduled_tokens
-        )
-
-    def take_events(self) -> Iterable["KVCacheEvent"]:
-        # There are none, but this is called at the end of each update_from_output.
-        assert self._scheduler is not None
-        self._scheduler.finish_step()
-        return ()
-
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         self._scheduler.request_finished(request)
         return False, None
+
+    # A step begins at the end of its schedule() and ends with its update_from_output().
+
+    def build_connector_meta(
+        self, scheduler_output: "SchedulerOutput"
+    ) -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.begin_step(scheduler_output.num_scheduled_tokens)
+
+    def take_events(self) -> Iterable["KVCacheEvent"]:
+        """Ends the step. It has no events.
+
+        vLLM has no hook for the end of a step. This is the only method of a connector
+        that 0.18.1 calls in every update_from_output: update_connector_output is left
+        out where the worker has nothing to report.
+        """
+        assert self._scheduler is not None
+        self._scheduler.finish_step()
+        return ()
 
     # Worker side.
 

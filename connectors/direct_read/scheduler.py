@@ -171,8 +171,8 @@ class DirectReadScheduler:
         assert self._admission is not None
         self._admission.pulls(request)
 
-    def build_connector_meta(self, running: Iterable[str]) -> DirectReadMetadata:
-        """`running` are the requests of the step that was just scheduled."""
+    def begin_step(self, running: Iterable[str]) -> DirectReadMetadata:
+        """A step with the requests `running` is scheduled; what its workers have to do."""
         if self._admission is not None:
             self._admission.end_schedule(running)
         if self._ledger is not None:

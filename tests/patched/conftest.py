@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tests of this folder run inside a patched vLLM; pytest shows them as its own.
 
-A module says in PATCHES which patches its vLLM has. Out here it is read, never
-imported. All selected tests of a patch set run in one pytest on a private patched tree
-(inside.py is its plugin), which their first test starts; each waits for the outcome of
-its namesake. What cannot be read off the syntax tree is refused: no test goes unseen.
+A module says in PATCHES which patches its vLLM has, and in RELEASE which release it is
+if not the installed one. Out here the module is read, never imported. All selected
+tests of the same vLLM run in one pytest on a private patched tree (inside.py is its
+plugin). The first of them starts it; each waits for the outcome of its namesake.
+
+What cannot be read off the syntax tree is refused: no test goes unseen.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from inside_run import InsideRun
+from releases import INSTALLED, package_of
 
 RUNS = pytest.StashKey[dict[tuple[str, ...], InsideRun]]()
 
@@ -33,7 +36,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 class PatchedModule(pytest.File):
     def collect(self) -> Iterator[PatchedTest]:
         module = ast.parse(self.path.read_bytes())
-        self.patches = tuple(self._value(ast.Name("PATCHES"), module))
+        self.vllm = (
+            self._value(ast.Name("RELEASE"), module, INSTALLED),
+            *self._value(ast.Name("PATCHES"), module),
+        )
         for node in module.body:
             if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
                 raise self.CollectError(f"{node.name}: only functions are tests here")
@@ -60,7 +66,7 @@ class PatchedModule(pytest.File):
             test.line = node.lineno - 1
             yield test
 
-    def _value(self, node: ast.expr, module: ast.Module):
+    def _value(self, node: ast.expr, module: ast.Module, default=None):
         """A literal; a name stands for one, here or in a module beside this one."""
         try:
             if not isinstance(node, ast.Name):
@@ -73,6 +79,8 @@ class PatchedModule(pytest.File):
                         return getattr(importlib.import_module(found.module), node.id)
         except ValueError:
             pass
+        if default is not None:
+            return default
         raise self.CollectError(f"{self.path}: no literal {ast.unparse(node)}")
 
 
@@ -81,30 +89,27 @@ class PatchedTest(pytest.Item):
 
     def runtest(self) -> None:
         runs = self.session.stash.setdefault(RUNS, {})
-        patches = self.parent.patches
-        if patches not in runs:
+        vllm = self.parent.vllm
+        if vllm not in runs:
             for other in runs.values():
                 other.wait()
-            runs[patches] = self._start(patches)
-        found = runs[patches].outcome(self.nodeid)
+            runs[vllm] = self._start(*vllm)
+        found = runs[vllm].outcome(self.nodeid)
         if found["outcome"] == "skipped":
             pytest.skip(found["text"])
         if found["outcome"] == "failed":
             raise FailedInsideError(found["text"])
 
-    def _start(self, patches: tuple[str, ...]) -> InsideRun:
+    def _start(self, release: str, *patches: str) -> InsideRun:
         tests = [item for item in self.session.items if isinstance(item, PatchedTest)]
-        selected = [test for test in tests if test.parent.patches == patches]
+        selected = [test for test in tests if test.parent.vllm == (release, *patches)]
         config = self.session.config
-        options = ["-c", str(config.inipath), "--rootdir", str(config.rootpath)]
-        try:
-            return InsideRun(
-                patches,
-                [f"{test.path}::{test.name}" for test in selected],
-                [*options, "-m", ""],  # what is long has been left out already
-            )
-        except ModuleNotFoundError as error:
-            pytest.skip(str(error))
+        return InsideRun(
+            package_of(release),
+            patches,
+            [f"{test.path}::{test.name}" for test in selected],
+            ["-c", str(config.inipath), "--rootdir", str(config.rootpath)],
+        )
 
     def repr_failure(self, excinfo):
         if isinstance(excinfo.value, FailedInsideError):

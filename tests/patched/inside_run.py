@@ -16,31 +16,30 @@ from lab.serving.ports import reserve
 from lab.serving.server import tail
 from lab.serving.settings import CPU_ENGINE
 from lab.serving.supervise import Supervised
-from lab.serving.tree import build_tree, installed_package
+from lab.serving.tree import build_tree
 
 HERE = Path(__file__).parent
 POLL_S = 0.05
 
 
 class InsideRun:
-    """Runs `tests` (each PATH::NAME) on a private tree of the installed vLLM.
+    """Runs `tests` (each PATH::NAME) on a private tree of the package `vllm`.
 
-    `options` are pytest's. Raises ModuleNotFoundError if vLLM is not installed.
+    `options` are pytest's; what is long has been left out of the tests already.
     """
 
     def __init__(
-        self, patches: Collection[str], tests: list[str], options: list[str]
+        self, vllm: Path, patches: Collection[str], tests: list[str], options: list[str]
     ) -> None:
-        vllm = installed_package("vllm")
         self._outcomes: dict[str, dict] = {}
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         self._log, self._results = folder / "log", folder / "results.jsonl"
         build_tree(folder / "tree", vllm, list(patches), {})
         env = engine_environment(folder / "tree", CPU_ENGINE, reserve(1)[0])
-        env["PYTHONPATH"] += f"{os.pathsep}{HERE}"
+        env["PYTHONPATH"] += os.pathsep + os.pathsep.join(map(str, (HERE, HERE.parent)))
         env["INSIDE_RESULTS"] = str(self._results)
-        plugins = ["--noconftest", "-p", "inside", "-p", "no:cacheprovider"]
+        plugins = ["--noconftest", "-p", "inside", "-p", "no:cacheprovider", "-m", ""]
         command = [sys.executable, "-m", "pytest", *plugins, *options, *tests]
         self._process = Supervised(command, env, self._log)
 

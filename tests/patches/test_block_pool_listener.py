@@ -1,82 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listeners of vLLM's real block pool know exactly what it holds."""
+"""What enters or leaves the prefix cache does so only where the patch listens."""
 
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
-from listener_mutants import MUTANTS, PATCH
-from vllm_process import ScriptProcess
+from releases import package_of
 
-from lab.paths import REPOSITORY
-from lab.serving.tree import installed_package
+import blockpatch
+from lab.paths import PATCHES
 
 pytestmark = pytest.mark.slow
 
-INSTALLED = "0.18.1"
-# Those whose Python files run with the installed one's dependencies.
-RUNNABLE = [INSTALLED, "0.22.1"]
-
-
-def package_of(release: str) -> Path:
-    if release == INSTALLED:
-        return installed_package("vllm")
-    package = REPOSITORY / "third_party" / f"vllm-{release}" / "vllm"
-    if not package.is_dir():
-        pytest.skip(f"no {package.relative_to(REPOSITORY)}: run make vllm-releases")
-    return package
-
-
-def run(folder: Path, release: str, *arguments: str) -> dict:
-    base, patches = package_of(release), [PATCH.name]
-    script = "listener_script.py"
-    with ScriptProcess(folder, script, patches, *arguments, base=base) as process:
-        return process.result()
-
-
-@pytest.fixture(scope="module")
-def installed(installed_vllm, tmp_path_factory) -> dict:
-    return run(tmp_path_factory.mktemp("listener") / INSTALLED, INSTALLED, "mutants")
-
-
-@pytest.fixture(scope="module", params=RUNNABLE)
-def found(request, installed, tmp_path_factory) -> dict:
-    if request.param == INSTALLED:
-        return installed
-    return run(tmp_path_factory.mktemp("listener") / request.param, request.param)
-
-
-def test_listeners_and_trackers_know_what_the_pool_holds(found):
-    """listener_cases.py one by one, and listener_machine.py in any order."""
-    assert not found["failed"], "\n".join(found["failed"].values())
-
-
-def test_machine_came_upon_what_makes_the_pool_change(found):
-    counts = found["counts"]
-    assert counts["operations"] > 5_000
-    assert counts["takes"] > 1_000
-    assert counts["evictions"] > 1_000
-    for event in (
-        "duplicates",
-        "hits",
-        "preemptions",
-        "resets",
-        "refused resets",
-        "late joins",
-        "pops of nothing",
-        "overflows",
-        "wrong by walk",  # what the walk cannot see, and the tracker did
-    ):
-        assert counts[event] > 0, event
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_machine_or_cases_fail_when_one_thing_is_wrong(installed, mutant):
-    assert installed["killed_by"][mutant]
-
-
+PATCH = blockpatch.load_patch(PATCHES / "block_pool_delta_listener")
 MUTATING = {"pop", "popitem", "clear", "update", "setdefault"}
 
 

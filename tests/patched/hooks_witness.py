@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connector with direct read's ledger, and nothing else of direct read.
 
-Loaded by hooks_script.py, into the engine of the same process.
+Loaded into the engine of the same process, by hooks_lab.py.
 """
 
 from connectors.direct_read.ledger import BlockLedger

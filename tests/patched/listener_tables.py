@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What could be wrong with block_pool_delta_listener: one edit of its code each.
+"""What block_pool_delta_listener is tested with, known by name without vLLM.
 
-Every block of the patch is left out once, and each of the others is a text of the
-patched files replaced. No vllm needed to know their names.
+CASES are the functions of listener_cases.py. MUTANTS are what could be wrong with the
+patch: every block is left out once, and each of the others replaces a text of the
+patched files.
 """
 
 from __future__ import annotations
@@ -158,3 +159,18 @@ MUTANTS: dict[str, Mutant] = {
     name: Mutant(file, partial(replace, old, new))
     for name, (file, old, new) in REPLACED.items()
 }
+
+CASES = [
+    "each_block_is_told_once_when_cached_and_once_when_evicted",
+    "all_subscribers_hear_the_same_in_the_same_order",
+    "a_late_listener_first_receives_everything_already_cached",
+    "listeners_of_one_pool_hear_nothing_of_another",
+    "without_prefix_caching_no_block_is_told",
+    "a_reset_is_told_and_subscribers_outlive_it",
+    "a_refused_reset_is_not_told",
+    "nothing_changed_is_none_and_a_change_is_taken_once",
+    "what_comes_and_goes_between_takes_is_not_shipped_as_cached",
+    "a_key_cached_again_in_another_block_is_what_only_the_walk_misses",
+    "of_two_blocks_with_a_key_an_evicted_one_is_what_only_the_walk_misses",
+    "a_tracker_that_is_never_taken_holds_three_pools_of_keys_at_most",
+]

@@ -2,7 +2,7 @@
 """A connector with direct read's admission whose pulls move nothing, take a few steps,
 and sometimes fail.
 
-Loaded by admission_script.py, into the engine of the same process.
+Loaded into the engine of the same process, by test_admission.py.
 """
 
 import random

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a listener of the real block pool is told, and what a tracker makes of it.
 
-Each case takes a listener_variant.Variant and asserts; listener_script.py runs them.
+Each case takes a listener_variant.Variant and asserts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def all_subscribers_hear_the_same_in_the_same_order(variant: Variant):
     assert replicas[0].heard == replicas[1].heard == replicas[2].heard
 
 
-def who_joins_late_is_told_first_what_is_cached(variant: Variant):
+def a_late_listener_first_receives_everything_already_cached(variant: Variant):
     pool = variant.pool(NUM_BLOCKS)
     blocks = cache(pool, b"a", b"b", b"a", b"a")
     pool.evict_blocks({blocks[1].block_id})
@@ -217,19 +217,3 @@ def a_tracker_that_is_never_taken_holds_three_pools_of_keys_at_most(variant: Var
         most = max(most, len(tracker._changed))
     assert 2 * NUM_BLOCKS < most < 3 * NUM_BLOCKS
     assert reader.read() == first_blocks(pool) != {}
-
-
-CASES = [
-    each_block_is_told_once_when_cached_and_once_when_evicted,
-    all_subscribers_hear_the_same_in_the_same_order,
-    who_joins_late_is_told_first_what_is_cached,
-    listeners_of_one_pool_hear_nothing_of_another,
-    without_prefix_caching_no_block_is_told,
-    a_reset_is_told_and_subscribers_outlive_it,
-    a_refused_reset_is_not_told,
-    nothing_changed_is_none_and_a_change_is_taken_once,
-    what_comes_and_goes_between_takes_is_not_shipped_as_cached,
-    a_key_cached_again_in_another_block_is_what_only_the_walk_misses,
-    of_two_blocks_with_a_key_an_evicted_one_is_what_only_the_walk_misses,
-    a_tracker_that_is_never_taken_holds_three_pools_of_keys_at_most,
-]

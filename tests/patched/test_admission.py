@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real scheduler with too few blocks for the requests that pull: does it go on?
+"""However many requests pull, and however few blocks there are, all of them end."""
 
-`admission_script.py RESULT MODEL [[admission, seed], ..]` is started by
-test_admission.py on a tree with direct_read_hooks.
-"""
+from __future__ import annotations
 
-import json
 import random
-import sys
-from pathlib import Path
 
+import pytest
 from admission_witness import BLOCK_SIZE, MAX_STEPS, AdmissionWitness
+from vllm.distributed.kv_transfer import kv_transfer_state
 
 from lab.serving.null_engine import NullEngine
 
+PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
+CONTROLS = ["admits all", "lets none pass", "reserves nothing"]
 WITNESS = {
     "kv_connector": "AdmissionWitness",
     "kv_connector_module_path": "admission_witness",
@@ -52,17 +51,31 @@ def run(engine: NullEngine, chance: random.Random) -> bool:
     return True
 
 
-def main() -> None:
-    result, model, runs = sys.argv[1:]
-    engine = NullEngine(Path(model), WITNESS, NUM_BLOCKS)
-    found = []
-    for admission, seed in json.loads(runs):
-        AdmissionWitness.begin(admission, seed)
-        ended = run(engine, random.Random(seed))
-        assert engine.core.scheduler.reset_prefix_cache()
-        found.append({"ended": ended} | AdmissionWitness.counted())
-    Path(result).write_text(json.dumps(found))
+@pytest.fixture(scope="module")
+def engine(model):
+    kv_transfer_state._KV_CONNECTOR_AGENT = None  # an earlier engine's
+    return NullEngine(model, WITNESS, NUM_BLOCKS)
 
 
-if __name__ == "__main__":
-    main()
+def outcome(engine: NullEngine, admission: str, seed: int) -> dict:
+    AdmissionWitness.begin(admission, seed)
+    ended = run(engine, random.Random(seed))
+    assert engine.core.scheduler.reset_prefix_cache()
+    return {"ended": ended} | AdmissionWitness.counted()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_no_request_waits_for_ever(engine, seed):
+    found = outcome(engine, "as it is", seed)
+    assert found["ended"], found
+    assert found["pulls"] > 100, found
+    assert found["held_back"] > 100, found
+    assert found["left_waiting"] == 0, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("control", CONTROLS)
+def test_without_a_rule_the_engine_stands_still(engine, control):
+    found = outcome(engine, control, 1)
+    assert not found["ended"], found

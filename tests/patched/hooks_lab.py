@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine with direct read's ledger: what is offered at each moment of a step.
 
-`hooks_script.py RESULT MODEL alone|in_multi sync|async LEDGER` is started by
-test_hooks.py on a tree with block_pool_delta_listener and direct_read_hooks. Which
-blocks are written is known here from outside the connector: those that a step's
+Which blocks are written is known here from outside the connector: those that a step's
 schedule() cached, when that step's output is there; those that update_from_output
 caches, at once.
 """
 
-import json
+from __future__ import annotations
+
 import random
-import sys
 from collections import Counter
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from hooks_witness import LEDGERS, HooksWitness
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -31,7 +32,7 @@ WITNESS = {
 }
 CONFIGS = {
     "alone": WITNESS,
-    "in_multi": {
+    "in_multi_with_two_steps_in_flight": {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [NOOP, WITNESS]},
@@ -58,6 +59,16 @@ class Watch:
         self._schedule, scheduler.schedule = scheduler.schedule, self._watched_schedule
         self._update = scheduler.update_from_output
         scheduler.update_from_output = self._watched_update
+
+    def steps(self) -> tuple[int, int, int]:
+        """Begun and ended as the ledger was told, and updated as was seen here."""
+        return self._ledger._steps_begun, self._ledger._steps_done, self._updated
+
+    def offered_of_cached(self) -> tuple[int, int]:
+        """Blocks that the ledger offers now, and blocks that are cached."""
+        keys = [block.block_hash for block in self._pool.blocks if block.block_hash]
+        offers = [self._ledger.lookup([get_block_hash(key)]) for key in keys]
+        return sum(len(offer.block_ids) for offer in offers), len(keys)
 
     def _watched_schedule(self):
         self._check("before schedule")
@@ -129,12 +140,16 @@ class Overlapping(UniProcExecutor):
         return Late(output) if non_block else output
 
 
-def main() -> None:
-    result, model, how, scheduling, ledger_name = sys.argv[1:]
-    HooksWitness.ledger_class = LEDGERS[ledger_name]
-    if scheduling == "async":
-        null_engine.Executor = SimpleNamespace(get_class=lambda _: Overlapping)
-    engine = NullEngine(Path(model), CONFIGS[how], NUM_BLOCKS)
+@cache
+def run(model: Path, how: str, ledger: str = "as it is") -> Watch:
+    """What was seen in an engine that has done all its requests and is idle."""
+    HooksWitness.ledger_class = LEDGERS[ledger]
+    kv_transfer_state._KV_CONNECTOR_AGENT = None  # an earlier engine's
+    with pytest.MonkeyPatch.context() as patch:
+        if how != "alone":
+            executor = SimpleNamespace(get_class=lambda _: Overlapping)
+            patch.setattr(null_engine, "Executor", executor)
+        engine = NullEngine(model, CONFIGS[how], NUM_BLOCKS)
     watch = Watch(engine)
     chance = random.Random(5)
     prompts = [[n + 1] * chance.randrange(1, 200) for n in range(30)]
@@ -145,19 +160,4 @@ def main() -> None:
                 engine.core.step_fn()
     while engine.core.scheduler.has_requests() or engine.core.batch_queue:
         engine.core.step_fn()
-    # All that is cached can be read now, although nothing goes on.
-    pool, ledger = HooksWitness.pool, HooksWitness.ledger
-    cached = [get_block_hash(b.block_hash) for b in pool.blocks if b.block_hash]
-    offered = sum(len(ledger.lookup([block_hash]).block_ids) for block_hash in cached)
-    found = {
-        "counts": watch.counts,
-        "problems": watch.problems[:20],
-        "cached": len(cached),
-        "offered": offered,
-        "steps": [ledger._steps_begun, ledger._steps_done, watch._updated],
-    }
-    Path(result).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return watch
