@@ -3,8 +3,8 @@
 
     python -m microbench.report RUN_DIR [--out DIR]
 
-Reads files only; what they hold is told in docs/records.md, what is computed from
-them in lab.stats and in the modules of microbench.analysis.
+Reads files only. docs/records.md says what they hold, docs/method.md what is computed
+from them.
 """
 
 from __future__ import annotations

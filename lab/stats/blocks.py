@@ -14,7 +14,7 @@ import polars as pl
 
 from lab.stats.estimate import Floats, Ints
 
-# 40 blocks: an interval from fewer is too narrow, and the pairs go with the square.
+# An interval from fewer blocks is too narrow; the pairs grow with the square.
 BLOCKS = 40
 MIN_STEPS_PER_BLOCK = 20
 

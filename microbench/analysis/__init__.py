@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""From the files of a run to per_config.json: it reads files and starts nothing."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The overhead at the machine's usual speed.
 
-A shared machine is faster or slower for seconds on end, which tilts a slope as growth
-would. The null model shows it: what its step takes beside the sleep and the connector's
-calls is the model runner's own Python, run by the same thread in the same step, and
-has nothing to do with |cache|. Dividing by it, block of steps by block, takes the
-machine out (a ratio estimator). A real model's execution is not such a clock.
+A shared machine is faster or slower for seconds at a time, which tilts a slope as
+growth would. The null model shows how fast the machine is: apart from the sleep and the
+connector's calls, its step is the model runner's own Python, run by the same thread
+in the same step, whatever |cache| is. Each block of steps is divided by how slow that
+Python was in it, which takes the machine out (a ratio estimator). The execution of a
+real model is not such a clock.
 """
 
 from __future__ import annotations

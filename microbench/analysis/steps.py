@@ -5,7 +5,7 @@ A step is decode-only when it scheduled requests, no prefill tokens and some dec
 tokens. It belongs to the phase in which it began; steps before the growth phase
 (the dummy runs of an engine start) belong to none and are left out.
 
-The table has one row a step: repeat, step_id, phase (a number of lab.records.phases),
+The table has one row per step: repeat, step_id, phase (a number of lab.records.phases),
 batch (requests scheduled), cache_blocks (|cache| at the end of schedule()), and the
 times in us: schedule_us, build_meta_us, step_us, update_us, the worker's five and
 overhead_us. A time that was not measured is null.

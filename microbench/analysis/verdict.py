@@ -6,8 +6,8 @@ model left out) and `step_us` each, with the slope's 95 % interval:
 
 - grows: the interval lies above max(MARGIN, what two runs of the same config differ
   by), and the reset check confirms it: after the prefix-cache reset the cost fell by
-  at least half of what slope x |cache| predicts, and surely fell at all. What falls
-  when the cache empties was |cache|.
+  at least half of what slope x |cache| predicts, and the interval of the fall lies
+  above 0. A cost that falls when the cache empties came from |cache|.
 - drifts: the slope is as large, but the cost did not fall. Something else went up.
 - flat: the upper end of the interval lies inside +-MARGIN, so growth by more than
   MARGIN is excluded (a test of non-inferiority; the lower end does not matter, as
@@ -18,7 +18,7 @@ model left out) and `step_us` each, with the slope's 95 % interval:
 The config's verdict comes from schedule and overhead: grows if either grows; else
 drifts if either drifts; else flat if both are flat; else inconclusive. A whole step
 also holds the model, whose noise can pass for growth and even for the fall at the
-reset, so its verdict is stated and decides nothing. What grows outside of scheduler and
+reset, so its verdict is stated but decides nothing. What grows outside of scheduler and
 connector calls shows in the step's slope alone.
 """
 

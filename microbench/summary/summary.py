@@ -92,7 +92,7 @@ def answer(document: Document) -> str:
 
 
 def config_table(document: Document) -> str:
-    """One row a config."""
+    """One row per config."""
     rows = []
     for name, entry in document["configs"].items():
         blocks, slopes = entry["cache_blocks"], entry["slope_us_per_1k_blocks"]
@@ -214,12 +214,12 @@ def reconciliation(document: Document, baseline: str | None) -> str:
     cpu = document["profile"].get("null_model")
     notes = [
         f"Predicted from the parts of a step against `{baseline}` at the stated "
-        "|cache|. "
-        "Sync: the addition counts in full. Async: a token takes the longer of "
-        "scheduler side and worker side plus forward, so scheduler-side cost hides "
-        "until it passes the forward. The first forward time is the run's own; compare "
-        "the measured difference of TPOT p50 (plateau phase where there is one) with "
-        f"its {'sync column' if cpu else 'column of the scheduling that was on'}. "
+        "|cache|. Sync: the addition counts in full. Async: a token takes the longer "
+        "of scheduler side and worker side plus forward, so cost on the scheduler side "
+        "hides until it exceeds the forward. The first forward time is the run's own. "
+        "Compare the measured difference of TPOT p50 (of the plateau phase where there "
+        f"is one) with its {'sync column' if cpu else 'column of the scheduling used'}."
+        " "
         "Steps that also prefill are longer, so the percentages are upper bounds."
     ]
     fill = (document["window"] or {}).get("requests_to_fill")
@@ -254,7 +254,7 @@ def noise_floor(document: Document) -> str:
     text += f"\n\n`{baseline}` and `{twin}` are the same thing run twice. "
     if within:
         return text + f"Within noise of `{baseline}` in p50: {', '.join(within)}."
-    return text + f"Every other config differs from `{baseline}` by more in p50."
+    return text + f"In p50, every other config differs from `{baseline}` by more."
 
 
 def reset_table(document: Document) -> str:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Growth with |cache| is told from a machine that is slow for a while, or for good."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from synthetic import Truth, trial_steps
+
+from lab.records.run import RunRecord
+from microbench.analysis.analysis import analyse
+from microbench.analysis.levels import Window
+from microbench.analysis.steps import LoadedTrial
+
+
+def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> LoadedTrial:
+    """A loaded trial without the detour over files, worker times left out."""
+    engine, _ = trial_steps(truth, repeat, seed, steps, 16_000)
+    count = engine.height
+    phase = np.searchsorted([0.6, 0.85], np.arange(count) / count, side="right")
+    table = engine.select(
+        pl.lit(repeat).alias("repeat"),
+        "step_id",
+        pl.Series("phase", phase),
+        pl.col("scheduled").alias("batch"),
+        pl.col("cache_size").alias("cache_blocks"),
+        "schedule_us",
+        "step_us",
+        "update_us",
+        (pl.col("schedule_us") + pl.col("update_us")).alias("overhead_us"),
+        *(
+            pl.lit(None, dtype=pl.Float64).alias(f"{name}_us")
+            for name in ("build_meta", "execute_model", "bind", "start_load_kv")
+        ),
+        *(
+            pl.lit(None, dtype=pl.Float64).alias(f"{name}_us")
+            for name in ("wait_for_save", "get_finished")
+        ),
+    )
+    return LoadedTrial(truth.name, repeat, None, None, table)
+
+
+def slowed(trial: LoadedTrial, start: float, stop: float, factor: float) -> LoadedTrial:
+    """The trial on a machine that is `factor` slower for a part of the time."""
+    assert trial.steps is not None
+    count = trial.steps.height
+    place = pl.int_range(count) / count
+    times = ("schedule_us", "overhead_us", "step_us")
+    steps = trial.steps.with_columns(
+        pl.when(place.is_between(start, stop)).then(pl.col(t) * factor).otherwise(t)
+        for t in times
+    )
+    return LoadedTrial(trial.config, trial.repeat, None, None, steps)
+
+
+def verdict_of(trials: list[LoadedTrial]) -> str:
+    document = analyse(RunRecord(), trials, None).document
+    return document["configs"]["plain"]["verdict"]
+
+
+def test_a_flat_cost_is_never_called_growing_on_a_noisy_machine():
+    rng = np.random.default_rng(0)
+    for seed in range(8):
+        trials = [trial_of(Truth("plain"), r, 100 * seed + r) for r in range(3)]
+        # One neighbour, who slows a random part of each lifetime.
+        noisy = []
+        for trial in trials:
+            start = rng.uniform(0, 0.9)
+            stop = start + rng.uniform(0.05, 0.5)
+            noisy.append(slowed(trial, start, stop, rng.uniform(1.1, 1.8)))
+        assert verdict_of(noisy) != "grows", seed
+
+
+def test_a_neighbour_that_looks_like_growth_in_one_repeat_does_not_convince():
+    trials = [trial_of(Truth("plain"), repeat, repeat) for repeat in range(3)]
+    # Slow from the middle of the growth until the reset, then gone.
+    trials[1] = slowed(trials[1], 0.3, 0.85, 2.0)
+    assert verdict_of(trials) != "grows"
+
+
+def test_a_machine_that_slows_down_for_good_drifts_and_does_not_grow():
+    trials = [
+        trial_of(Truth("plain", drift=10.0), repeat, repeat) for repeat in range(2)
+    ]
+    assert verdict_of(trials) == "drifts"
+
+
+def test_a_fall_of_less_than_half_the_prediction_does_not_confirm_growth():
+    truth = Truth("plain", slope=3.0, drift=6.0)
+    trials = [trial_of(truth, repeat, repeat) for repeat in range(2)]
+    entry = analyse(RunRecord(), trials, None).document["configs"]["plain"]
+    low, _ = entry["reset_check"]["schedule"]["drop_ci95_us"]
+    assert low > 0, "no fall at all: a weak test"
+    assert entry["verdict"] == "drifts"
+
+
+def test_steps_after_the_reset_do_not_count_towards_a_level():
+    steps = pl.DataFrame({"cache_blocks": [100, 100, 90, 101], "phase": [0, 2, 1, 1]})
+    kept = Window(100, {}).select(steps)
+    assert kept.rows() == [(100, 0), (101, 1)]
+
+
+def test_growth_just_above_the_margin_is_still_found():
+    trials = [
+        trial_of(Truth("plain", slope=4.0), repeat, repeat) for repeat in range(2)
+    ]
+    assert verdict_of(trials) == "grows"
