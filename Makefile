@@ -8,14 +8,14 @@ help: ## list the targets
 setup: ## install what is missing: system libraries, uv, the locked .venv
 	@bash setup.sh
 
-test: setup vllm-releases ## all but the long ones, real vLLM servers included (some 20 minutes)
-	$(python) -m pytest
+test: setup vllm-releases ## all but the long ones, real vLLM servers included (10 minutes)
+	$(python) -m tests
 
 test-all: setup vllm-releases ## the long ones, too
 	$(python) -m pytest -m ""
 
 test-fast: setup ## without vLLM (a minute)
-	$(python) -m pytest -m "not slow and not e2e and not long"
+	$(python) -m tests -m "not slow and not e2e and not long"
 
 direct-read-test: setup ## direct read: the storm, a million hostile frames, two real servers (10 minutes)
 	$(python) -m pytest -m "" tests/connectors tests/patched/test_ledger_*.py \
