@@ -172,7 +172,7 @@ class DirectReadScheduler:
         self._admission.pulls(request)
 
     def begin_step(self, running: Iterable[str]) -> DirectReadMetadata:
-        """A step with the requests `running` is scheduled; what its workers have to do."""
+        """A step with the requests `running` is scheduled; returns what workers do."""
         if self._admission is not None:
             self._admission.end_schedule(running)
         if self._ledger is not None:
