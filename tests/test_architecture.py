@@ -35,6 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "upstream": {"lab", "blockpatch"},
     "kvindex": {"lab.paths", "lab.stats"},
 }
+MAX_LINES = 350
 # What is launched where nobody names a config, and a word of a file format.
 NAMED_FOR_A_REASON = ("lab/serving/connector.py", "fleet/instances.py")
 
@@ -135,6 +136,14 @@ def test_no_two_files_need_each_other():
         TopologicalSorter(needs).prepare()
     except CycleError as error:
         pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
+
+
+def test_no_python_file_is_longer_than_one_idea():
+    lines = {
+        str(path.relative_to(REPOSITORY)): len(path.read_bytes().splitlines())
+        for path in sources(REPOSITORY)
+    }
+    assert not {name: n for name, n in lines.items() if n > MAX_LINES}
 
 
 def test_no_code_knows_a_config_by_name():
