@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
 }
 MAX_LINES = 350
 # What is launched where nobody names a config, and a word of a file format.
-NAMED_FOR_A_REASON = ("lab/serving/connector.py", "fleet/instances.py")
+NAMED_FOR_A_REASON = ("lab/serving/connector.py", "lab/records/instances.py")
 
 
 def sources(root: Path) -> list[Path]:
