@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of it for one run: analysis.json, which the report is written from."""
+"""The whole analysis of one run: analysis.json, from which the report is written."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
     Raises RecordsError, HardwareError and ConfigError.
     """
     link = Link(Model.read(model).kv_bytes_per_token, bandwidth_gbit_s)
-    # What a run that failed measured is not what its arm does: it is counted, no more.
+    # A run that failed does not show what its arm does: it is counted, and no more.
     finished = [run for run in runs if run.info.status == "ok"]
     everything, requests = requests_frame(runs), requests_frame(finished)
     draws = SessionDraws(requests["session"])
@@ -141,7 +141,7 @@ def by_arm(runs: list[ArmRun]) -> dict[str, list[ArmRun]]:
 
 
 def _made(run: ArmRun) -> dict[str, Any]:
-    """What arm.json says of how the run came to be."""
+    """How the run was made, as arm.json says."""
     info = run.info
     return {
         "versions": info.versions,

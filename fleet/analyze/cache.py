@@ -7,8 +7,8 @@ tokens / prompt tokens of the requests that the instance served. They must agree
 tokens. vLLM looks a request up again in every step in which it waits for KV blocks, and
 counts it again (seen in 0.18.1): under memory pressure the counters say too much.
 
-An arm that computes prompts elsewhere cannot be checked so: the instance that computes
-serves requests that no client sees.
+An arm that computes prompts elsewhere cannot be checked this way: the instance that
+computes serves requests that no client sees.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def apc(run: ArmRun, requests: pl.DataFrame) -> dict[str, Any]:
     """{instances: {name: entry}, overall: entry} of one arm and repeat.
 
     `requests` are that arm's. entry: queries, hits, external_hits, apc; prompt_tokens,
-    cached_tokens, apc_usage (None where no request tells); agrees (None where it cannot
-    be told). A counter that went down (the instance was restarted) gives apc None.
+    cached_tokens, apc_usage (None where no request tells); agrees (None where that
+    cannot be told). A counter that went down (the instance was restarted) gives apc
+    None.
     """
     offloads = requests["prefill_instance"].is_not_null().any()
     instances = {}

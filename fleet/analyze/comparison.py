@@ -4,7 +4,7 @@
 Differences are of quantiles over the same requests, in percent of the baseline's, with
 sessions drawn alike in both arms. Whether two arms may be compared at all is for
 fleet.analyze.refusals to say. The arms of an A/A pair are the same thing run twice:
-what they differ by is noise, and a difference within its reach means nothing.
+they differ by noise alone, and a difference within its reach means nothing.
 """
 
 from __future__ import annotations

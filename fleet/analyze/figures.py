@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run, each a PNG with the numbers it draws in a CSV beside it."""
+"""The figures of a run: each is a PNG, with the numbers it draws in a CSV beside it."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _panels(points: pl.DataFrame) -> tuple[plt.Figure, list[plt.Axes], list[str]
 
 
 def draw_latency(points: pl.DataFrame, path: Path) -> None:
-    """A panel a metric, a row an arm: quantiles with their 95 % intervals."""
+    """One panel per metric, one row per arm: quantiles with their 95 % intervals."""
     figure, axes, _ = _panels(points)
     for panel in axes:
         panel.set_xscale("log")
@@ -144,7 +144,7 @@ def interference_bins(analysis: Analysis) -> pl.DataFrame:
 
 
 def draw_interference(bins: pl.DataFrame, path: Path) -> None:
-    """One line an arm: median TPOT by concurrent prefill, with its middle half."""
+    """One line per arm: median TPOT by concurrent prefill, with its middle half."""
     figure, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
     for index, arm in enumerate(bins["arm"].unique(maintain_order=True)):
         own = bins.filter(pl.col("arm") == arm)
@@ -176,7 +176,7 @@ def session_curves(analysis: Analysis) -> pl.DataFrame:
 
 
 def draw_sessions(curves: pl.DataFrame, path: Path) -> None:
-    """A panel an arm, a line an instance."""
+    """One panel per arm, one line per instance."""
     arms = curves["arm"].unique(maintain_order=True).to_list()
     columns = min(len(arms), 3)
     rows = -(-len(arms) // columns)

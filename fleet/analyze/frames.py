@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One row per request: what the client saw, joined with what the proxy decided.
 
-Latencies in ms. TTFT and E2E count from the intended send, so that a late replayer
-does not flatter the servers, and as *_sent from the actual send; TPOT = (end - first
-token) / (generated tokens - 1). Only requests that ended ok have any.
+Latencies in ms. TTFT and E2E count from the intended send, so that a replayer that is
+late does not flatter the servers; as *_sent they count from the actual send. TPOT =
+(end - first token) / (generated tokens - 1). Only requests that ended ok have any.
 
 New tokens = prompt - cached, from the server's usage. Where the prompt was computed
 elsewhere, the serving instance counts what it was sent as cached; then it is what the
@@ -100,7 +100,7 @@ def _one(run: ArmRun) -> pl.DataFrame:
 
 def _decided(line: DecisionLine) -> dict[str, Any]:
     return {
-        # The replayer quotes what may not be in a header.
+        # The replayer quotes characters that a header may not hold.
         "id": unquote(line.id),
         "decided_instance": line.instance,
         "read_from": line.read_from,
@@ -150,7 +150,7 @@ def _latency() -> list[pl.Expr]:
 
 
 def _cached_tokens() -> pl.Expr:
-    """vLLM leaves the count out of the usage where it is 0; other servers always do."""
+    """vLLM leaves the count out of its usage where it is 0; some servers never tell."""
     cached = pl.col("cached_tokens")
     tells = cached.is_not_null().any() & pl.col("usage_prompt_tokens").is_not_null()
     return pl.when(tells).then(cached.fill_null(0)).otherwise(cached)

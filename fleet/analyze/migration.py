@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Would moving sessions help? The run's requests on sticky sessions that move at times.
+"""Would moving sessions help? The run's requests, on sticky sessions that may move.
 
 Every session starts at the instance with the fewest tokens under way (ties: fewest
 served, then the first) and stays, except that before every k-th turn it goes where the
 fewest are under way, if that is fewer than where it is. Its context moves with it:
-context tokens x KV bytes a token / bandwidth. Requests keep the send and end times that
-they had in the run, so this says how even the load would get and what it would cost to
-move, not what the latencies would become.
+context tokens x KV bytes per token / bandwidth. Requests keep the send and end times
+that they had in the run, so this says how even the load would get and what it would
+cost to move, not what the latencies would become.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often would another policy have decided otherwise, on what the proxy saw?
+"""How often would another policy have decided otherwise, given what the proxy saw?
 
 Every recorded snapshot is given to every policy again (fleet.policies.replay). That
 says how far apart two policies are, decision by decision; not what would have followed,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """May two arms be compared? Only if nothing but what they are about differs.
 
-The study that this bench follows first reported -44 % E2E: its baseline had found warm
+The reference study first reported -44 % E2E, because its baseline had found warm
 caches. So an arm must have begun cold, both must have served the same tokens with the
 same failures, sent in time, on a machine that kept up; else there is no number, but the
 reasons why.

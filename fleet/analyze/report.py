@@ -73,7 +73,7 @@ def write_report(document: Document, figures: list[str]) -> str:
 
 
 def answers(document: Document) -> str:
-    """A sentence a comparison, refusals first, then the noise floor."""
+    """One sentence per comparison, refusals first, then the noise floor."""
     lines = []
     for c in document["comparisons"]:
         if c["refused"]:
@@ -164,7 +164,7 @@ def outcome_table(document: Document) -> str:
 
 
 def latency_tables(document: Document) -> str:
-    """The steady window in the open; classes and all requests folded away."""
+    """The steady window in full; its classes, and all requests, folded away."""
     names = {"steady": "steady window", "all": "all requests"}
     parts = []
     for window, text in names.items():

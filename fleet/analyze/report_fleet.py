@@ -204,7 +204,7 @@ def migration_table(document: Document) -> str:
     head += ["transfer ms in all", "longest, ms"]
     note = (
         f"The requests of `{migration['of']}` on sticky sessions, with the times they "
-        f"had; {migration['kv_bytes_per_token']:,} bytes of KV a token "
+        f"had; {migration['kv_bytes_per_token']:,} bytes of KV per token "
         f"({migration['model']}) over {migration['bandwidth_gbit_s']:g} Gbit/s."
     )
     return table(head, rows) + "\n\n" + note

@@ -9,9 +9,9 @@ Waterman and Patterson 2009), with the model's FLOP and bytes counted from its c
 - FLOP of a token through the weights: 2 x the weights that it meets (of a mixture of
   experts, the experts per token), the output projection for sampled tokens only.
 - FLOP of attention: 4 x layers x heads x head size for each pair of a query and a key
-  that it sees (QK^T and PV, 2 FLOP each multiply-add).
-- Bytes: weights read once a step (of the experts, those that n tokens meet at least
-  once if they choose evenly: E (1 - (1 - k/E)^n)), the KV of the context read once a
+  that it sees (QK^T and PV, 2 FLOP per multiply-add).
+- Bytes: weights read once per step (of the experts, those that n tokens meet at least
+  once if they choose evenly: E (1 - (1 - k/E)^n)), the KV of the context read once per
   request, the KV of new tokens written.
 
 No GPU reaches its roofline; that it is a bound is what makes it useful as a floor.
@@ -120,7 +120,7 @@ def tables(model: Model, gpu: Gpu) -> str:
             f"{gpu.name}: {gpu.peak_tflops:g} TFLOP/s dense BF16, "
             f"{gpu.bandwidth_tb_s:g} TB/s ({gpu.source}). Model: "
             f"{model.active / 1e9:.2f} billion weights met by a token, "
-            f"{model.kv_bytes_per_token / 1e3:,.1f} kB of KV a token. Lower bounds.",
+            f"{model.kv_bytes_per_token / 1e3:,.1f} kB of KV per token. Lower bounds.",
             table(head, prefill),
             table(
                 ["context tokens", "batch", "step ms", "tokens/s", "bound by"], decode

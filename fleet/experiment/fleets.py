@@ -40,7 +40,7 @@ STANDIN_VOCABULARY = 32_000
 
 
 def _alive() -> None:
-    """Nothing here tells."""
+    """Instances that were not started here cannot be watched."""
 
 
 @dataclass(frozen=True)

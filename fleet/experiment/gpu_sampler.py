@@ -3,9 +3,9 @@
 
     python -m fleet.experiment.gpu_sampler --out gpu.csv [--interval-ms 500]
 
-A row a GPU and sample, stamped with CLOCK_MONOTONIC so that it joins the requests:
+One row per GPU and sample, stamped with CLOCK_MONOTONIC so that it joins the requests:
 monotonic_ns, gpu, utilization_percent, memory_used_mib, power_w, sm_clock_mhz; a field
-that the GPU does not tell is empty. Runs until SIGTERM, SIGINT or its parent's end.
+that the GPU does not report is empty. Runs until SIGTERM, SIGINT or its parent's end.
 
 Without nvidia-smi it writes nothing, says so, and exits 0: a machine without a GPU is
 no error. Exit status 1 if nvidia-smi is there but ends by itself.

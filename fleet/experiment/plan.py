@@ -12,7 +12,7 @@ from fleet.experiment.config import Arm, Experiment
 class Run:
     """One arm at one concurrency in one repeat: a lifetime of the whole fleet.
 
-    `concurrency` is in requests an instance. `baseline` and `same_as` are labels of
+    `concurrency` is in requests per instance. `baseline` and `same_as` are labels of
     other runs at this concurrency: what this is compared with, and the arm that is the
     very same (an A/A pair): the baseline, else the first one in the file.
     """

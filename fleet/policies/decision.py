@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy is given and what it says: plain values, no clock, no I/O.
+"""What a policy is given and what it decides: plain values, no clock, no I/O.
 
 A policy is a function (ask, snapshot, parameters) -> Decision. Equal arguments give
 equal decisions, so a recorded snapshot can be decided again by any policy.
@@ -23,9 +23,10 @@ class Ask(msgspec.Struct, frozen=True):
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """An instance as a policy sees it.
 
-    `ongoing_tokens` are prompt tokens and events passed on of the `requests` in flight;
-    `pending_prefill_tokens` the uncached prompt tokens of those without a first token;
-    `cached_tokens` is how much of this prompt's beginning the instance has.
+    `requests` are in flight there. `ongoing_tokens`: their prompt tokens, and the
+    events passed on. `pending_prefill_tokens`: the uncached prompt tokens of those
+    without a first token. `cached_tokens`: how much of this prompt's beginning the
+    instance has.
     """
 
     name: str
@@ -39,8 +40,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 class Snapshot(msgspec.Struct, frozen=True):
     """The healthy instances in a fixed order, and what a policy may remember.
 
-    `pinned` is where the session's last request went, `arrivals` the requests before
-    this one, `offloads` the prefills under way on another instance than the decode's.
+    `pinned`: the instance of the session's last request. `arrivals`: requests before
+    this one. `offloads`: prefills under way for a decode on another instance.
     """
 
     candidates: list[Candidate]
@@ -52,10 +53,10 @@ class Snapshot(msgspec.Struct, frozen=True):
 class Decision(msgspec.Struct, frozen=True):
     """Where a request goes.
 
-    `prefill`: prefill there first, the KV moves to `instance`. `read_from`: the peer
-    that `instance` may read the prefix from. `scores`: every candidate's that could
-    have been `instance`, lower is better. `kind`: WARM, MEDIUM or HEAVY, where the
-    policy tells them apart.
+    `prefill`: prefill there first; the KV then moves to `instance`. `read_from`: the
+    peer that `instance` may read the prefix from. `scores`: of every candidate that
+    could have been `instance`; lower is better. `kind`: WARM, MEDIUM or HEAVY, where
+    the policy tells them apart.
     """
 
     instance: str

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear: sessions stay where they are; a session without a place goes where load is
-low and its prefix is cached.
+"""linear: a session stays on its instance; a new one goes where load is low and its
+prefix is cached.
 
 score = ongoing tokens - alpha * cached tokens. A session's instance is kept unless its
 ongoing tokens are above `overload` times the mean; then the lowest score decides. As an

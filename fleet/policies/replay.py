@@ -2,9 +2,9 @@
 """Decide recorded snapshots again: `python -m fleet.policies.replay decisions.jsonl`.
 
 With `--policy` (and `--parameters`) another policy decides the very same snapshots, and
-the output says how often it differs. What its own decisions would have led to, later
-snapshots do not know: this compares decisions, not outcomes. Without, the recorded
-policy decides again, which must give the identical decisions.
+the output says how often it differs. This compares decisions, not outcomes: the later
+snapshots follow from the recorded decisions. Without `--policy` the recorded policy
+decides again, which must give the same decisions.
 
 Exit status: 0, 1 if the recorded policy decides otherwise than recorded, 2 bad input.
 """

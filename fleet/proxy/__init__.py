@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache-aware reverse proxy before many vLLM instances: `python -m fleet.proxy`."""
+"""A cache-aware reverse proxy for many vLLM instances: `python -m fleet.proxy`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fleet.proxy`: a cache-aware reverse proxy before vLLM instances.
+"""`python -m fleet.proxy`: a cache-aware reverse proxy in front of vLLM instances.
 
 Prints its URL as the first line of its output and serves until SIGINT or SIGTERM.
 Exit status: 0 stopped, 2 bad arguments or files, 1 anything else.
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--host", default="127.0.0.1")
     made.add_argument("--port", type=int, default=0, help="0: any free one")
     for field, what in {
-        "mirror_tokens": "tokens that the mirror takes an instance to hold",
+        "mirror_tokens": "tokens that the mirror assumes an instance to hold",
         "max_body_bytes": "a longer body is answered with 413",
         "silence_timeout_s": "how long an instance may send nothing",
         "prefill_timeout_s": "for an offloaded prefill",
@@ -86,8 +86,8 @@ async def serve(options: argparse.Namespace) -> None:
 def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = parser().parse_args()
-    allow_open_files()  # two sockets a request
-    # Requests leave little for the collector to find, and it would look everywhere.
+    allow_open_files()  # two sockets per request
+    # A request leaves the collector little to find, and a collection walks everything.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     try:

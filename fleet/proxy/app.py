@@ -44,7 +44,7 @@ async def serving(
     host: str,
     port: int,
 ) -> AsyncIterator[int]:
-    """Serve inside the context; gives the port.
+    """Serve inside the context, which gives the port.
 
     Raises SettingsError, PolicyError, FileExistsError, or OSError if it cannot listen.
     """
@@ -165,7 +165,7 @@ class _Proxy:
         }
 
     def _on_health(self, name: str, healthy: bool) -> None:
-        """An instance that was away may have been started anew: nothing is cached."""
+        """An instance that was away may have been restarted, with an empty cache."""
         if not healthy:
             self._mirror.clear(self._place[name])
         elif name in self._subscribers:

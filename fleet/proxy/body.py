@@ -33,7 +33,7 @@ class BodyError(Exception):
 
 
 class Body:
-    """`raw` is what to send on: the client's bytes, without what it may not say."""
+    """`raw` is what to send on: the client's bytes, without fields it must not set."""
 
     def __init__(self, raw: bytes, chat: bool = False) -> None:
         """`chat`: the prompt is `messages`. Raises BodyError."""
@@ -62,7 +62,7 @@ class Body:
         return one and self.form != "other" and not self.text("use_beam_search")
 
     def tokens_in(self, pieces: int) -> int:
-        """Tokens in so many leading pieces of the prompt, but never all of them.
+        """Tokens in the first `pieces` pieces of the prompt, but never all of them.
 
         vLLM computes at least the last one, whatever it has cached.
         """
@@ -76,8 +76,8 @@ class Body:
     def keys(self) -> list[int]:
         """The keys of the prompt's whole pieces.
 
-        What else decides what is cached goes into the first: the model, tools (which
-        chat templates put before the messages), and the salt.
+        The first key also holds what else decides what is cached: the model, the tools
+        (which chat templates put before the messages), and the salt.
         """
         prompt = self.prompt
         key = hash((self.text("model"), self.text("tools"), self.text("cache_salt")))
@@ -104,8 +104,8 @@ class Body:
     def _strip(self) -> bool:
         """Take out kv_transfer_params; says whether there was anything to take.
 
-        Who sets them makes an instance connect wherever they say. vLLM also takes them
-        from `vllm_xargs`.
+        A client that could set them could make an instance connect anywhere. vLLM also
+        takes them from `vllm_xargs`.
         """
         found = self._fields.pop(_TRANSFER, None) is not None
         extra = self._fields.get("vllm_xargs")

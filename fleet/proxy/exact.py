@@ -49,8 +49,11 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class _Block(msgspec.Struct, gc=False):
-    """`count` blocks of an instance have this key. Out of the garbage collector's way:
-    there are as many as a fleet has blocks."""
+    """`count` blocks of an instance have this key.
+
+    The garbage collector need not walk them (`gc=False`): there are as many as the
+    fleet has blocks.
+    """
 
     key: int
     size: int
@@ -60,8 +63,8 @@ class _Block(msgspec.Struct, gc=False):
 class Exact:
     """`instances` is their number; one is named by its place, from 0.
 
-    `skipped` counts blocks that have no key: their parent is not known, after a gap
-    say, or more than tokens decides what they hold (a salt, an image).
+    `skipped` counts blocks that got no key: their parent is unknown, as after a gap, or
+    something besides tokens decides what they hold (a salt, an image).
     """
 
     def __init__(self, instances: int) -> None:

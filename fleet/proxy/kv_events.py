@@ -2,9 +2,10 @@
 """One instance's KV events, received over ZMQ in the order they were made.
 
 vLLM publishes batches with a sequence number from 0 and, if told so, keeps the last
-ones for a replay (vllm/distributed/kv_events.py, ZmqEventPublisher). We start with a
-replay of all, and ask again after a gap. Where that does not help, the state is
-emptied and called incomplete, until the instance starts anew or resets its cache.
+ones for a replay (vllm/distributed/kv_events.py, ZmqEventPublisher). A subscriber
+starts with a replay of everything that is kept, and asks again after a gap. Where that
+does not help, the state is emptied and counts as incomplete until the instance restarts
+or resets its cache.
 """
 
 from __future__ import annotations

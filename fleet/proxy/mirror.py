@@ -14,7 +14,7 @@ from .prefix_index import PrefixIndex
 
 
 class Mirror:
-    """`capacity_tokens` is what an instance is taken to hold."""
+    """`capacity_tokens`: how many tokens an instance is assumed to hold."""
 
     def __init__(self, instances: int, capacity_tokens: int) -> None:
         self._capacity = capacity_tokens

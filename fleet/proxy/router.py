@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a request to a decision: the snapshot, the policy, what is remembered of it."""
+"""From a request to a decision: take a snapshot, ask the policy, remember the pin."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Router:
-    """Sends nothing; `exact` None means that only the mirror is there.
+    """Decides, and sends nothing. `exact` is None where there is only the mirror.
 
-    `difference_tokens` and `differences` sum up by how much mirror and exact state
-    disagree about a prompt at the instance that got it.
+    `difference_tokens` sums up by how much the mirror and the exact state disagree
+    about a prompt at the instance that got it; `differences` counts those prompts.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Router:
         return [tokens[depth] for depth in depths]
 
     def _exactly(self, body: Body) -> list[int] | None:
-        """None where there is no exact state: text has no ids, a salt hides them."""
+        """None where the exact state cannot tell: for text, and with a cache salt."""
         if self._exact is None or body.form != "ids" or body.text("cache_salt"):
             return None
         model = body.text("model").strip(b'"').decode(errors="replace")

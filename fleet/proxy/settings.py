@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy is told, and whether the instances can do it."""
+"""The proxy's settings, and whether the instances can do what they ask for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lab.records.instances import Instance
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`mirror_tokens` is what the mirror takes an instance to hold.
+    """`mirror_tokens`: how many tokens the mirror assumes an instance to hold.
 
     `silence_timeout_s`: how long an instance may send nothing, before its first byte
     and after. `prefill_timeout_s`: for an offloaded prefill. `handover_timeout_s`: from

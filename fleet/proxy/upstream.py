@@ -23,7 +23,7 @@ KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 ERROR_EVENT = b'data: {"error"'
 _DATA, _DONE = b"data: ", b"data: [DONE]"
-# They belong to a connection, not to what it carries (RFC 9110, 7.6.1).
+# These headers belong to a connection, not to what it carries (RFC 9110, 7.6.1).
 _HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -36,7 +36,7 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-# Made anew for each hop; a compressed stream could not be counted.
+# These are made anew for each hop. A compressed stream could not be counted.
 _NOT_SENT_ON = _HOP_BY_HOP | {"host", "content-length", "expect", "accept-encoding"}
 _NOT_SENT_BACK = _HOP_BY_HOP | {"content-length", "date", "server"}
 
@@ -57,7 +57,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class Failure(Exception):
-    """No answer: `status` is what to say to the client, `instance` who failed."""
+    """No answer: `status` goes to the client; `instance` failed, None if none did."""
 
     def __init__(self, status: int, instance: str | None, what: str) -> None:
         super().__init__(what)
@@ -172,7 +172,7 @@ async def _begun(response: aiohttp.ClientResponse, name: str) -> Answer:
 
 
 async def _up_to_token(content: aiohttp.StreamReader) -> bytes:
-    """The first chunk; with the next one if it only says who speaks."""
+    """The first chunk, with the following ones while it only names a role."""
     first = await content.readany()
     while first and not _after_roles(first):
         more = await content.readany()
@@ -217,7 +217,7 @@ def _is_end(begun: bytes) -> bool:
 
 
 def _parsed(event: bytes) -> _Event:
-    """An event without anything if it cannot be read: that is the client's to do."""
+    """An empty event where it cannot be read: reading it is for the client to do."""
     try:
         return _decode_event(event.removeprefix(_DATA))
     except msgspec.DecodeError:

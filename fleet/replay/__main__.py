@@ -134,7 +134,7 @@ def _parser() -> _Parser:
         default=default.warmup_s,
         help="the steady window begins no sooner (default 0)",
     )
-    add("--progress", action="store_true", help="a line a second on stderr")
+    add("--progress", action="store_true", help="one line per second on stderr")
     return parser
 
 

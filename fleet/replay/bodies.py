@@ -17,12 +17,13 @@ from fleet.trace import Request
 from fleet.trace.prompts import prompt
 from lab.load.prompts import completion_body
 
-# How long before it is due a body is made. What is due later is not in memory.
+# How long before its time a body is made. Bodies that are due later take no memory yet.
 AHEAD_NS = 1_000_000_000
-# How long the thread may keep the sending one from running, which gives way at every
-# call into the kernel: a request would wait several times. Python's default is 5 ms.
+# How long this thread may hold the interpreter while the sending thread waits for it.
+# The sending thread gives it up at every system call, so that one request would wait
+# several times. Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.00005
-# Nothing interrupts one call: so many token ids are written in some 50 us.
+# Nothing interrupts a call of the encoder: this many token ids take it some 50 us.
 PIECE_TOKENS = 2048
 
 
@@ -42,7 +43,7 @@ class Bodies:
         self._thread.shutdown(cancel_futures=True)
 
     def prepare(self, requests: list[Request]) -> list[Future[bytes]]:
-        """Begin to make their bodies, with one waking of the thread for all of them."""
+        """Begin to make their bodies. The thread wakes once for all of them."""
         made: list[Future[bytes]] = [Future() for _ in requests]
         self._thread.submit(self._make, requests, made)
         return made
@@ -51,7 +52,7 @@ class Bodies:
         for request, body in zip(requests, made, strict=True):
             try:
                 body.set_result(self._body(request))
-            except Exception as error:  # for whoever waits for it
+            except Exception as error:  # raised again where the body is awaited
                 body.set_exception(error)
 
     def _body(self, request: Request) -> bytes:
@@ -60,12 +61,12 @@ class Bodies:
 
 
 def _in_pieces(tokens: np.ndarray) -> msgspec.Raw:
-    """The JSON array of these, written piece by piece."""
+    """The JSON array of `tokens`, written piece by piece."""
     pieces = range(0, len(tokens), PIECE_TOKENS)
     texts = [encode(tokens[at : at + PIECE_TOKENS].tolist())[1:-1] for at in pieces]
     return msgspec.Raw(b"[" + b",".join(texts) + b"]")
 
 
 async def ready(body: Future[bytes]) -> bytes:
-    """The body, at once if it is made."""
+    """The body; it is waited for if it is not made yet."""
     return body.result() if body.done() else await asyncio.wrap_future(body)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replayed request over HTTP, and what its answer says besides tokens."""
+"""Sends a replayed request over HTTP, and reads what its answer says besides tokens."""
 
 from __future__ import annotations
 

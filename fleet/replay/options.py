@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay is told; the header of its records repeats it."""
+"""The options of a replay; the header of its records repeats them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ReplayError(Exception):
 
 
 class Options(msgspec.Struct, frozen=True):
-    """`max_inflight_sessions` of None: sessions begin when the trace says."""
+    """Where `max_inflight_sessions` is None, sessions begin when the trace says."""
 
     url: str
     trace: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the console says of a replay, its own lag included."""
+"""Progress and summary of a replay on the console, with its own send lag."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lab.records.replay import ReplayEnd
 
 
 async def print_forever(replay: Replay) -> None:
-    """A line a second on stderr until cancelled."""
+    """Print one line per second on stderr until cancelled."""
     start_s = time.monotonic()
     while True:
         await asyncio.sleep(1.0)
@@ -29,7 +29,7 @@ async def print_forever(replay: Replay) -> None:
 
 
 def summary(end: ReplayEnd) -> str:
-    """What came of it, from the end line."""
+    """How the replay ended, from its end line."""
     counts = f"{end.ok} ok, {end.failed} failed, {end.cancelled} cancelled"
     lines = [f"replay: {counts} of {end.scheduled}; {_lag(end.lag_ms)}"]
     if end.steady is None:

@@ -31,8 +31,8 @@ from lab.records.replay import ReplayedRequest, ReplayEnd, Steady
 LEAD_NS = 50_000_000
 # Sessions that arrive within this are prepared in one go.
 BATCH_NS = 20_000_000
-# How much less than AHEAD_NS ahead. At a constant rate, bodies would else be made just
-# when others are to be sent.
+# Bodies are made this much less than AHEAD_NS ahead. Else, at a constant rate, bodies
+# would be made at the very moments when others are due.
 OFFBEAT_NS = 5_000_000
 
 Next = tuple[Session, Future[bytes]]  # and the body of its first turn
@@ -167,13 +167,13 @@ class Replay:
         return list(zip(sessions, bodies, strict=True))
 
     async def _start(self, bodies: list[Future[bytes]]) -> int:
-        """When the replay starts: once these can be sent."""
+        """When the replay starts: shortly after these bodies are ready."""
         for body in bodies:
             await ready(body)
         return perf_counter_ns() + LEAD_NS
 
     async def _play(self, session: Session, body: Future[bytes], due_ns: int) -> int:
-        """Send the turns of a session, each when it is due; when the last had ended."""
+        """Send the turns of a session, each when it is due. Returns the last end_ns."""
         for turn, following in pairwise([*session.turns, None]):
             record = record_of(turn, intended_ns=due_ns)
             await self._alarm.sleep_until(due_ns)

@@ -16,7 +16,7 @@ from typing import NoReturn
 import msgspec
 from aiohttp import web
 
-from fleet.standin.app import Instance
+from fleet.standin.app import StandinInstance
 from fleet.standin.engine import Shape
 from fleet.standin.faults import FAULTS, Faults, UnknownFault
 
@@ -43,7 +43,9 @@ def main() -> int:
     parser.add_argument("--faults", default="", help="cycle of faults, by comma")
     parser.add_argument("--fault-after", type=int, default=1, metavar="TOKENS")
     parser.add_argument(
-        "--until-stdin-closes", action="store_true", help="end with whoever started it"
+        "--until-stdin-closes",
+        action="store_true",
+        help="end with the process that started it",
     )
     for field in msgspec.structs.fields(Shape):
         option = f"--{field.name.replace('_', '-')}"
@@ -59,14 +61,14 @@ def main() -> int:
     except UnknownFault as error:
         parser.error(str(error))
     try:
-        asyncio.run(_serve(arguments, Instance(arguments.model, shape, faults)))
+        asyncio.run(_serve(arguments, StandinInstance(arguments.model, shape, faults)))
     except OSError as error:
         print(f"standin: port {arguments.port}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _serve(arguments: argparse.Namespace, instance: Instance) -> None:
+async def _serve(arguments: argparse.Namespace, instance: StandinInstance) -> None:
     runner = web.AppRunner(
         instance.app(),
         access_log=None,

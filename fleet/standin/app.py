@@ -23,7 +23,7 @@ from fleet.standin.transfer import Transfers
 MAX_BODY_BYTES = 64 * 2**20
 
 
-class Instance:
+class StandinInstance:
     """One stand-in: an engine behind vLLM's routes."""
 
     def __init__(self, model: str, shape: Shape, faults: Faults) -> None:

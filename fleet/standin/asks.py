@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 # Text has no tokenizer here: this many bytes of UTF-8 are one token.
-BYTES_A_TOKEN = 4
+BYTES_PER_TOKEN = 4
 
 
 class BadAsk(ValueError):
@@ -99,4 +99,4 @@ def _render(messages: list[dict[str, Any]] | None) -> str:
 
 def _text_tokens(text: str) -> np.ndarray:
     data = text.encode()
-    return np.frombuffer(data + bytes(-len(data) % BYTES_A_TOKEN), np.int32)
+    return np.frombuffer(data + bytes(-len(data) % BYTES_PER_TOKEN), np.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with a request on purpose, and which request it happens to.
+"""What goes wrong with a request on demand, and with which request.
 
 A fault is chosen by the request's `X-Standin-Fault` header, else by the cycle given
 with `--faults` or `POST /faults?cycle=none,http500`: request i gets the i-th of it, and

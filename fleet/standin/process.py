@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in as a process that ends with the block, or with whoever runs it."""
+"""A stand-in as a process that ends with its `with` block, or with its parent."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from lab.paths import REPOSITORY
 
 
 class Standin(NamedTuple):

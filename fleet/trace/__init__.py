@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request traces of LLM services: read, described, sampled, made up, made prompts."""
+"""Request traces of LLM services: read, describe, sample, make up, make prompts."""
 
 from fleet.trace.readers import FORMATS, read_trace
 from fleet.trace.request import Request, TraceError

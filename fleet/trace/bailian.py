@@ -5,9 +5,9 @@ A session is a chain of `parent_chat_id`, named by the chat it began with. A sec
 answer to the same chat begins a session of its own, whose parent is the first's; so
 does a chat whose parent the file does not have. `turn` is counted anew for that reason.
 
-The trace does not tell how long an answer took: a think time is the time since the turn
-before was sent, which contains it. Ids need not extend those of the turn before: chat
-templates drop thinking tokens, and the last block's padding gets filled.
+The trace does not record how long an answer took: a think time is the time since the
+turn before was sent, which contains it. Ids need not extend those of the turn before:
+chat templates drop thinking tokens, and the last block's padding gets filled.
 
 Schema: github.com/alibaba-edu/qwen-bailian-usagetraces-anon.
 """
@@ -50,7 +50,7 @@ class _Chat(NamedTuple):
 def read(
     lines: Lines, rows: Iterator[bytes], block_tokens: int = BLOCK_TOKENS
 ) -> Iterator[Request]:
-    """The requests of a trace. Memory: some 300 bytes a request, for its children.
+    """The requests of a trace. Memory: some 300 bytes per request, for its children.
 
     Raises:
         TraceError: a line is not what it should be.

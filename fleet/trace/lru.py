@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefix cache of limited size that evicts the least recently used block.
 
-Of one prompt the last block goes first, as in vLLM: what is cached of a prompt is
-always its head. So blocks last used by one prompt are a *run*, a part of that prompt
+The last block of a prompt goes first, as in vLLM: what is cached of a prompt is always
+its head. So blocks last used by one prompt are a *run*, a part of that prompt
 without gaps: later prompts take its head away, eviction its tail. Bookkeeping by run is
 exact and costs a fraction of bookkeeping by block.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 
 class LruCache:
-    """Exact LRU over blocks; memory: 8 bytes a block and 500 a run."""
+    """Exact LRU over blocks; memory: 8 bytes per block and 500 per run."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks

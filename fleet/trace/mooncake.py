@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read Mooncake's FAST'25 traces: a line is a request, nothing tells of sessions.
+"""Read Mooncake's FAST'25 traces: a line is a request, and sessions are not recorded.
 
 Every request is a session of one turn. Schema: github.com/kvcache-ai/Mooncake,
 FAST25-release/traces.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own trace format, kvtax.trace/1: a header line, then a request a line."""
+"""Our own trace format, kvtax.trace/1: a header line, then one request per line."""
 
 from __future__ import annotations
 

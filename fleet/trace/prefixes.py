@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prefixes were there before: keys of prefixes, and a table of who had them.
+"""Which prefixes were seen before: keys of prefixes, and a table of their owners.
 
 A block counts as seen only if all that precede it were seen with it: that is what a
 prefix cache can use. So blocks are told apart by a key of the whole prefix that they
 end, and traces whose ids name the content of one block alone are counted right as well.
 
-Keys are 64-bit hashes: among a hundred million, two are equal once in 3,700 traces.
+Keys are 64-bit hashes: of 3,700 traces with a hundred million prefixes, one has two
+equal keys by chance.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def prefix_keys(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 class OwnerTable:
-    """Keys and who came with each of them first.
+    """Keys, and the first owner of each.
 
-    An open-addressing hash table in two arrays: 12 bytes a slot, at most three quarters
-    of the slots taken.
+    An open-addressing hash table in two arrays: 12 bytes per slot, at most three
+    quarters of the slots taken.
     """
 
     def __init__(self) -> None:

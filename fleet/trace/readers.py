@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a trace in any known format: which one it is, its first line tells."""
+"""Read a trace in any known format; its first line says which."""
 
 from __future__ import annotations
 

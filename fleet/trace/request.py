@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request of a trace: who asks when for which blocks; and what makes it wrong."""
+"""A request of a trace, and what makes one wrong."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks of a trace were there before, if nothing is ever forgotten."""
+"""How many blocks of a trace were seen before, if nothing is ever forgotten."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Reuse:
 
     `intra_session` are those that an earlier turn of the same session had,
     `cross_session` those that only other sessions had; together they are what a cache
-    that forgets nothing hits. Memory: 16 to 32 bytes a distinct prefix, 12 to 24 a
+    that forgets nothing hits. Memory: 16 to 32 bytes per distinct prefix, 12 to 24 per
     request.
     """
 

@@ -38,8 +38,8 @@ def sample(
 ) -> dict[str, Any]:
     """Write a sample of a trace to `out` in our own format; returns its header.
 
-    `read` reads the trace from its beginning; `options`, how, goes into the header.
-    Memory: 16 bytes a request.
+    `read` reads the trace from its beginning; `options` say how, for the header.
+    Memory: 16 bytes per request.
 
     Raises:
         TraceError: the trace has fewer requests, is not what it should be or changes in

@@ -61,8 +61,8 @@ def describe(
 ) -> Stats:
     """Read a trace once and describe it.
 
-    Memory: 50 to 80 bytes a request, 16 to 32 bytes a distinct block; and what the LRU
-    cache takes.
+    Memory: 50 to 80 bytes per request, 16 to 32 bytes per distinct block, and what the
+    LRU cache takes.
 
     Raises:
         TraceError: the trace is empty, or not what it should be.

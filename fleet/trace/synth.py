@@ -33,14 +33,16 @@ class Shape(msgspec.Struct, frozen=True):
     sessions: Annotated[int, Meta(ge=1, description="how many")]
     seed: Annotated[int, Meta(ge=0, description="equal seeds give equal traces")] = 0
     block_tokens: Annotated[int, Meta(ge=1, description="block size")] = 64
-    turns: Annotated[float, Meta(ge=1, description="turns a session, mean")] = 20.0
+    turns: Annotated[float, Meta(ge=1, description="turns per session, mean")] = 20.0
     system_tokens: Annotated[int, Meta(ge=0, description="system prompt")] = 12_000
     system_share: Annotated[
         float, Meta(ge=0, le=1, description="share of sessions with the same one")
     ] = 0.8
     task_tokens: Annotated[float, Meta(ge=1, description="task, mean")] = 4_000.0
-    tool_tokens: Annotated[float, Meta(ge=1, description="added a turn, mean")] = 600.0
-    output_tokens: Annotated[float, Meta(ge=1, description="an answer, mean")] = 445.0
+    tool_tokens: Annotated[float, Meta(ge=1, description="added per turn, mean")] = (
+        600.0
+    )
+    output_tokens: Annotated[float, Meta(ge=1, description="per answer, mean")] = 445.0
     max_input_tokens: Annotated[
         int, Meta(ge=1, description="a session ends before a longer prompt")
     ] = 131_072
@@ -68,7 +70,7 @@ class _Turns(NamedTuple):
 def synth(shape: Shape, out: str | PathLike[str]) -> dict[str, Any]:
     """Write a trace to `out` in our own format; returns its header.
 
-    Memory: 100 bytes a request, and the prompts of the sessions under way.
+    Memory: 100 bytes per request, and the prompts of the sessions under way.
 
     Raises:
         TraceError: such sessions cannot have such a reuse, or `out` cannot be written.
