@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests may have blocks now, so that pulls never bring the engine to a stop.
 
-A request that pulls has blocks before it runs, and cannot be preempted. vLLM 0.18.1
-gives it blocks for what it pulls only, and stops looking at waiting requests at the
-first that does not fit. So an engine can stand still for good, with nothing running:
-when all blocks belong to requests that wait for more, or to requests behind one that
-has none. Later releases guard against it; on 0.18.1 the connector must:
+A request that pulls gets its blocks before it runs, and cannot be preempted. vLLM
+0.18.1 gives it only the blocks for what it pulls, and looks at waiting requests only
+up to the first that does not fit. So an engine can stop for good, with nothing
+running, when all blocks belong to requests that wait for more blocks, or to requests
+queued behind one that has none. Later releases prevent this; on 0.18.1 the connector
+must, by two rules:
 
-- Requests that pull are so few that all of them fit entirely.
-- A request without blocks that does not fit lets them pass, and no other one after it.
+- Only so many requests pull at a time that all of them fit, with the rest of their
+  blocks.
+- A request without blocks that does not fit lets those that have blocks pass, and no
+  other request after it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """Told of all that happens to requests; the scheduler's thread only."""
+    """Is told everything that happens to requests, in the scheduler's thread only."""
 
     def __init__(self, block_pool: BlockPool, block_size: int) -> None:
         self._pool = block_pool
@@ -47,11 +50,11 @@ class Admission:
         return not self._held_back
 
     def pulls(self, request: Request) -> None:
-        """It has blocks now."""
+        """The request has blocks now."""
         self._waiting[request.request_id] = self._needed_blocks(request)
 
     def end_schedule(self, running: Iterable[str]) -> None:
-        """These run in the step that was just scheduled."""
+        """The requests `running` are part of the step that was just scheduled."""
         self._held_back = False
         if self._waiting:
             for request_id in running:

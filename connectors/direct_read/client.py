@@ -2,9 +2,9 @@
 """Asks a peer's side channel what it is, what it has, and what was still valid.
 
 A client is one connection, and the connection stands for the peer's process: addresses
-and offers that came over it are of that process, and it ends with it. So a client never
-connects again by itself. After an error all that it told is void: say hello again, and
-use the addresses of that hello.
+and offers that came over it belong to that process, and the connection ends with it. So
+a client never reconnects by itself. After an error everything it was told is void: say
+hello again, and use the addresses of that hello.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Connection:
         return self._receive_exactly(length)
 
     def is_quiet(self) -> bool:
-        """Whether nothing has come: neither its end nor what nobody asked for."""
+        """Whether nothing arrived: no end of the connection, no unasked reply."""
         try:
             self._sock.settimeout(0)
             self._sock.recv(1, socket.MSG_PEEK)
@@ -102,10 +102,10 @@ class _Connection:
 class Client:
     """One connection to a peer's side channel, for any number of threads.
 
-    Each call returns or raises DirectReadError within `timeout_s`, name resolution
-    apart, waiting for other threads' calls included. Any error ends the connection;
-    only hello makes a new one. `peer` is what hello was answered with, and None where
-    there is no connection.
+    Each call returns or raises DirectReadError within `timeout_s`, including the wait
+    for other threads' calls, but not name resolution. Any error ends the connection;
+    only hello makes a new one. `peer` is the answer to hello, or None without a
+    connection.
 
     Raises ValueError if the secret is too short.
     """
@@ -121,7 +121,7 @@ class Client:
         self.peer: Peer | None = None
 
     def hello(self) -> Peer:
-        """Connect, anew if need be, and ask what the peer is."""
+        """Connect, again if necessary, and ask what the peer is."""
         self.peer = self._ask(Hello(), Peer)
         return self.peer
 
@@ -133,7 +133,7 @@ class Client:
         return self._connection is not None and self._connection.is_quiet()
 
     def lookup(self, hashes: list[bytes]) -> Offer:
-        """Ask for the blocks of these hashes; only the first MAX_HASHES are."""
+        """Ask for the blocks of these hashes; only the first MAX_HASHES are sent."""
         offer = self._ask(Lookup(hashes[:MAX_HASHES]), Offer)
         if len(offer.block_ids) > len(hashes):
             self.close()
@@ -143,7 +143,7 @@ class Client:
     def validate(self, token: int) -> int:
         """Ask how many leading blocks of an offer are still valid.
 
-        Only what had arrived before this call is covered by the answer.
+        The answer covers only bytes that had arrived before this call.
         """
         return self._ask(Validate(token), Validated).num_blocks
 

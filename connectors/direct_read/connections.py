@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to peers, kept for the next who has something to ask the same peer.
+"""Connections to peers, kept for the next request to the same peer.
 
-A new connection wakes the peer's side channel four times besides what it is asked, and
-each time takes the GIL from its engine. One that is there wakes it only for that.
+A new connection wakes the peer's side channel four times more than the request itself,
+and each time takes the GIL from the peer's engine. A kept connection wakes it only for
+the request.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from connectors.direct_read.client import Client
 
-# Addresses come with requests: what is kept of them has an end.
+# Addresses come with requests, so the number that is kept must have a limit.
 MAX_KEPT = 64
 # Less than the server lets a quiet one be (server.IDLE_S): it should not end while
 # somebody begins to use it.
@@ -30,7 +31,7 @@ class _Kept(NamedTuple):
 
 
 class Connections:
-    """For any number of threads; who asks has a connection alone while it asks."""
+    """For any number of threads; each has a connection for itself while it asks."""
 
     def __init__(self, secret: bytes, timeout_s: float = 2.0) -> None:
         self._secret = secret
@@ -43,7 +44,7 @@ class Connections:
     def to(self, address: Address) -> Iterator[Client]:
         """A client that has said hello, to the process that is there now.
 
-        Raises DirectReadError. What fails inside the block ends the connection.
+        Raises DirectReadError. An error inside the block ends the connection.
         """
         client = self._take(address)
         try:
@@ -56,7 +57,7 @@ class Connections:
         self._keep(_Kept(address, client, time.monotonic()))
 
     def close(self) -> None:
-        """End those that nobody uses; those in use end after it."""
+        """End unused connections now, and those in use after their use."""
         self._max_kept = 0
         self._end_surplus()
 
@@ -74,7 +75,7 @@ class Connections:
         self._end_surplus()
 
     def _end_surplus(self) -> None:
-        """Those that are too many, or that nobody has used for too long."""
+        """End connections above the limit, and those unused for too long."""
         expired_s = time.monotonic() - KEPT_S
         with self._lock:
             too_many = len(self._kept) - self._max_kept

@@ -152,7 +152,7 @@ class DirectReadConnector(KVConnectorBase_V1):
     # Statistics.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        # The scheduler's come by way of the worker.
+        # The scheduler's counts come by way of the worker.
         return self._worker.take_stats() if self._worker is not None else None
 
     @classmethod
@@ -170,7 +170,7 @@ class DirectReadConnector(KVConnectorBase_V1):
         )
 
 
-# What one side needs is not imported for the other, nor where only stats are shown.
+# Each side imports only what it needs itself; a process that shows stats, neither.
 
 
 def _new_scheduler(*configs) -> "DirectReadScheduler":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What two instances must have in common to read each other's KV cache.
 
-Equal block hashes mean equal tokens, LoRA name and cache salt; that the bytes behind
-them mean the same, and lie in memory the same way, is what a fingerprint is for.
-Weights are not looked at: that they are equal is taken from the name they are served
-under, and that they stay so is not seen.
+Equal block hashes mean equal tokens, LoRA name and cache salt. A fingerprint makes sure
+that the bytes behind them mean the same, and have the same layout in memory. It does
+not look at weights: it takes models with the same served name to have the same weights,
+and does not see when they change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# In a model's config, where it was found: not the same on all hosts.
+# Where a model's config was found: this differs between hosts.
 PLACES = {"_name_or_path", "_commit_hash"}
 
 
@@ -25,7 +25,7 @@ def of(
 ) -> dict[str, str]:
     """An instance's fingerprint: name and value of each thing that must be equal.
 
-    `kv_cache_spec_summary` is what only the KV cache itself tells: number of groups,
+    `kv_cache_spec_summary` is what only the KV cache itself can tell: number of groups,
     their spec, layout. Call it once the scheduler has initialised NONE_HASH.
     """
     import vllm
@@ -36,7 +36,7 @@ def of(
     parallel = vllm_config.parallel_config
     values = {
         "vllm": vllm.__version__,
-        # Not the path, which may differ, and is nobody's business.
+        # Not the path, which may differ and should not be given away.
         "served_model_name": model.served_model_name,
         "revision": model.revision,
         # With hf_overrides in it: RoPE scaling, say, changes every key.
@@ -50,7 +50,7 @@ def of(
         "cache_dtype": cache.cache_dtype,
         "block_size": cache.block_size,
         "prefix_caching_hash_algo": cache.prefix_caching_hash_algo,
-        # A digest, as who has NONE_HASH can make hashes of guessed prompts.
+        # A digest: with NONE_HASH itself one could make the hashes of guessed prompts.
         "NONE_HASH": _digest(kv_cache_utils.NONE_HASH),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
@@ -70,7 +70,9 @@ def difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
         if ours.get(name) != theirs.get(name)
     ]
     if any(text.startswith("NONE_HASH") for text in differing):
-        differing.append("NONE_HASH comes of PYTHONHASHSEED: set it to the same value")
+        differing.append(
+            "NONE_HASH comes from PYTHONHASHSEED: set it to the same value"
+        )
     return "; ".join(differing) or None
 
 

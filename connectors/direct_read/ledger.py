@@ -2,8 +2,8 @@
 """Which of an instance's cached blocks another one may read, and which reads count.
 
 Nothing is pinned, copied or locked. The engine thread notes each block that is cached
-and counts its steps; another thread looks up and validates, and only ever reads what
-the engine writes. Two things make that safe:
+and counts its steps. Another thread looks up and validates; it only reads what the
+engine thread writes. Two things make that safe:
 
 - A block is found under its hash before its KV is written: vLLM caches it in
   schedule(), before the forward pass. So it is offered only once the step it was
@@ -41,11 +41,11 @@ logger = init_logger("vllm.direct_read")
 
 # A reader gives up after Mooncake's own 30 s.
 TOKEN_LIFETIME_S = 60.0
-# Past these the oldest offers are forgotten, as those whose reader never came back.
+# Above these limits the oldest offers are forgotten: their readers never came back.
 # Together they bound the memory that offers take: 90 MB if all blocks were evicted.
 MAX_TOKENS = 1_024
 MAX_HELD_BLOCKS = 1 << 20
-# For so many a lookup holds the GIL (some 0.1 ms) before the engine can have it.
+# A lookup holds the GIL for so many blocks (some 0.1 ms) before it gives it up.
 BLOCKS_IN_A_ROW = 256
 # More steps than any engine does.
 NEVER = 1 << 62
@@ -63,7 +63,7 @@ class Counters:
     blocks_valid: int = 0
     # Offered, and evicted before the reader was done.
     blocks_evicted: int = 0
-    # Offers forgotten unvalidated, and validations of what is no offer any more.
+    # Offers forgotten before validation, and validations of unknown offers.
     tokens_expired: int = 0
     tokens_unknown: int = 0
 
@@ -95,7 +95,7 @@ class BlockLedger(BlockPoolListener):
         self._pool = block_pool
         self._readers = readers
         # By block id: the block's hash and the step it was cached in, in one object,
-        # so that who reads it sees both or neither.
+        # so that a reader sees both or neither.
         self._cached: list[tuple[BlockHashWithGroupId, int] | None] = [
             None
         ] * block_pool.num_gpu_blocks
@@ -104,7 +104,7 @@ class BlockLedger(BlockPoolListener):
         self._held: dict[int, _Held] = {}
         self._num_held_blocks = 0
         block_pool.add_listener(self)
-        # A late listener is told the map's keys: equal to its blocks', not identical.
+        # A late listener receives the map's keys: equal to its blocks', not identical.
         for block in block_pool.blocks:
             if block.block_hash is not None:
                 self.on_block_cached(block.block_hash, block.block_id)
@@ -129,7 +129,7 @@ class BlockLedger(BlockPoolListener):
 
     def finish_step(self) -> None:
         if self._steps_done == self._steps_begun:
-            # From here on it is not known which step has ended.
+            # From here on nobody knows which step has ended.
             self._steps_done = -NEVER
             logger.error("A step ended that never began: no block is offered any more")
         self._steps_done += 1
@@ -149,7 +149,7 @@ class BlockLedger(BlockPoolListener):
             return Offer(0, [], stopped)
         self.counters.blocks_offered += len(blocks)
         self._make_room(len(blocks))
-        # Not a counter: a token of an earlier life of this instance is no token.
+        # Not a counter: a token from before a restart must not be valid.
         token = secrets.randbits(62) + 1
         deadline_s = time.monotonic() + TOKEN_LIFETIME_S
         self._held[token] = _Held(blocks, keys, deadline_s, self._readers)
@@ -159,8 +159,8 @@ class BlockLedger(BlockPoolListener):
     def validate(self, token: int) -> int:
         """Number of the offer's leading blocks that are still what was offered.
 
-        Call it when their bytes have arrived. An unknown token, as one that is
-        forgotten after its readers or its deadline, has no valid blocks.
+        Call it when their bytes have arrived. An unknown token has no valid blocks;
+        a token is forgotten after its last reader or its deadline.
         """
         self._make_room(0)
         held = self._held.get(token)
@@ -213,7 +213,7 @@ class BlockLedger(BlockPoolListener):
         return blocks, keys, ""
 
     def _make_room(self, num_blocks: int) -> None:
-        """Forget offers past their deadline, and the oldest where they are too many."""
+        """Forget offers past their deadline, and the oldest above the limits."""
         while self._held:
             # In the order they were made.
             token, oldest = next(iter(self._held.items()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks peers what they have of a prompt, in threads: the engine never waits."""
+"""Asks peers what they have of a prompt, in threads, so the engine never waits."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,18 +16,18 @@ from connectors.direct_read.protocol import DirectReadError, Offer, Peer
 logger = init_logger("vllm.direct_read")
 
 NUM_THREADS = 8
-# For so long a peer that did not answer is not asked again: each request that named
-# it would wait for a timeout.
+# How long a peer that did not answer is not asked again: otherwise each request that
+# names it would wait for a timeout.
 LEFT_ALONE_S = 5.0
 # An offer is not used after this, so that its read ends while it can be validated.
 OFFER_LIFETIME_S = TOKEN_LIFETIME_S / 4
-# Addresses come with requests: what is remembered of them has an end.
+# Addresses come with requests, so the number that is remembered must have a limit.
 MAX_REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a peer offers, and where it is to be read. `failed` if it has no say."""
+    """What a peer offers, and where to read it. `failed` if it did not answer."""
 
     offer: Offer
     peer: Peer | None
@@ -85,7 +85,7 @@ class Lookups:
             return Found(client.lookup(hashes), client.peer, deadline_s)
 
     def _tell(self, address: Address, what: str) -> None:
-        """Once for each peer and message."""
+        """Log a message once per peer."""
         if (address, what) not in self._told:
             if len(self._told) >= MAX_REMEMBERED:
                 self._told.clear()

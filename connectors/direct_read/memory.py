@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def regions_of(
     kv_caches: dict[str, torch.Tensor], num_blocks: int
 ) -> list[tuple[int, int]]:
-    """Address of block 0 and bytes a block, for each tensor with one part of all.
+    """Address of block 0 and bytes per block, for each tensor that has part of all.
 
-    Block i of a region is at the address plus i times the bytes. Some layouts have
-    keys and values in two halves, each of which is a region. Raises ValueError if
-    blocks do not lie one after the other.
+    Block i of a region is at the address plus i times the bytes per block. Some
+    layouts have keys and values in two halves; each half is a region. Raises
+    ValueError if blocks do not lie one after the other.
     """
     regions: dict[int, int] = {}
     for name, cache in kv_caches.items():
@@ -66,11 +66,11 @@ def layout_of(
 
 
 def device_fence(device: torch.device) -> Callable[[], object]:
-    """What returns once the device has done all that it was given before this call.
+    """A function that returns once the device has done all work queued by now.
 
-    With async scheduling a step that is in flight may still write to blocks whose
-    request has ended since. vLLM gives them to the next one: what a forward pass writes
-    there comes later by itself, what the network writes does not.
+    With async scheduling a step in flight may still write to the blocks of a request
+    that has ended, and vLLM gives these blocks to the next request. What a forward pass
+    writes there comes later by itself; what the network writes does not.
     """
     if device.type == "cpu":
         return lambda: None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What direct reads did, counted: in the log, and as vllm:direct_read_* counters."""
+"""Counts of direct reads, in the log and as vllm:direct_read_* counters."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from connectors.direct_read import ledger
     from connectors.direct_read.lookups import Found
 
-# Those of the instance that reads, then those of the instance that is read.
+# First the counts of the instance that reads, then of the instance that is read.
 COUNTERS = {
     "lookups": "requests for which a peer was asked",
     "lookup_failures": "requests whose peer did not answer or does not match",
@@ -81,7 +81,7 @@ class SchedulerCounts:
         self._served_in_flight = 0
 
     def serves(self, served: "ledger.Counters") -> None:
-        """Count from now on what this instance's ledger was asked, too."""
+        """From now on, also count what this instance's ledger is asked."""
         self._served = served
 
     def answered(self, found: "Found") -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What direct read's side channel says, and how both ends know who said it.
+"""The messages of direct read's side channel, and how both ends know who sent them.
 
 A frame is its length in four bytes, big-endian, and then its content. The first frame
 each way is a greeting: MAGIC and a fresh nonce. Each further one is sealed by a Seal:
 HMAC-SHA256 over both nonces, the direction, the frame's number and the payload, and
 then the payload, a message in msgpack. Requests and replies have the same numbers, so
-a reply is that of its request. As the nonces are new with each connection, a frame is
-worth nothing on another one, however soon: that takes no clocks and no list of nonces
-seen. A greeting proves nothing, the first sealed frame does.
+a reply belongs to its request. The nonces are new for each connection, so a frame is
+worth nothing on another connection. This needs neither clocks nor a list of used
+nonces. A greeting proves nothing; the first sealed frame does.
 
 The payload is authentic, not secret, and a block hash lets its bearer read the block:
 hashes are in no log, no error and no repr.
@@ -31,7 +31,7 @@ LENGTH = struct.Struct(">I")
 NUMBER = struct.Struct(">Q")
 
 MAX_FRAME_BYTES = 1 << 20
-# Until a client has proven itself it says only hello.
+# Before a client has proven itself, it only says hello.
 MAX_FIRST_FRAME_BYTES = 1 << 10
 MAX_HASHES = 4_096
 MAX_HASH_BYTES = 64
@@ -46,7 +46,7 @@ class DirectReadError(Exception):
 
 
 class ProtocolError(Exception):
-    """A frame that is not authentic, or says what cannot be said."""
+    """A frame that is not authentic, or whose message does not exist."""
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
@@ -97,10 +97,10 @@ class Peer(Message, tag="peer"):
 class Offer(Message, tag="offer"):
     """The blocks of a lookup's leading run that can be read now.
 
-    Their bytes count only as far as validating the token says afterwards. Why the run
-    ended is in `stopped`: "" if all are there, "absent", or "in_flight", which is
-    cached in a step that has not ended. An offer of no blocks has token 0, which is
-    never valid.
+    Validating the token says afterwards how many of them count. `stopped` says why the
+    run ended: "" if all blocks are there, "absent", or "in_flight" for a block cached
+    in a step that has not ended. An offer of no blocks has token 0, which is never
+    valid.
     """
 
     token: UInt
@@ -123,7 +123,7 @@ _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 def check_secret(secret: bytes) -> bytes:
-    """Raises ValueError if it is too short to keep anybody out."""
+    """Raises ValueError if the secret is too short."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(f"the secret must have at least {MIN_SECRET_BYTES} bytes")
     return secret
@@ -140,7 +140,7 @@ def new_nonce() -> bytes:
 
 
 def nonce_of(greeting: bytes) -> bytes:
-    """Raises ProtocolError if it is no greeting."""
+    """The nonce of a greeting. Raises ProtocolError if the frame is none."""
     if len(greeting) != GREETING_BYTES or not greeting.startswith(MAGIC):
         raise ProtocolError("no greeting of direct read")
     return greeting[len(MAGIC) :]
@@ -149,9 +149,10 @@ def nonce_of(greeting: bytes) -> bytes:
 class Seal:
     """One end's view of a connection: seals what it sends, opens what it receives.
 
-    An opened frame was sealed by who has the secret, for this connection, this
-    direction and this place in it. One that is not leaves everything as it was, so
-    that the next one may be. Use one for each connection, from one thread at a time.
+    An opened frame was sealed by an end that holds the secret, for this connection,
+    this direction and this place in it. A frame that was not changes nothing, so the
+    next one may still be opened. Use one Seal per connection, from one thread at a
+    time.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class Seal:
     def open(self, content: bytes) -> Any:
         """The message in a frame's content.
 
-        Raises ProtocolError if it is not authentic, or is no message of its kind.
+        Raises ProtocolError if it is not authentic, or is not the expected message.
         """
         if not MAC_BYTES < len(content) <= MAX_FRAME_BYTES:
             raise ProtocolError("a frame of the wrong length")

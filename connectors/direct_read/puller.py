@@ -23,16 +23,16 @@ from connectors.direct_read.reads import (
 # vLLM shows what its own loggers say.
 logger = logging.getLogger("vllm.direct_read")
 
-# Each waits for one peer, if that has stopped for up to a timeout of the transport.
+# Each waits for one peer; if that has stopped, up to a timeout of the transport.
 NUM_THREADS = 8
 
 
 @dataclass
 class Pull:
-    """Blocks of a request that are to be read from a peer.
+    """Blocks that a request needs from a peer.
 
     Args:
-        token: The peer's, of the offer that the blocks are part of.
+        token: The peer's token of the offer that the blocks belong to.
         skipped: How many of the offer's blocks come before them.
         workers: Where to read from, by tensor parallel rank.
         peer_block_ids: The peer's blocks.
@@ -59,7 +59,7 @@ class Pulled:
 
 
 class Puller:
-    """Reads into the memory at `ours`, as the worker of this rank.
+    """Reads into the memory at `ours`, for the worker of this rank.
 
     Its methods are for one thread.
     """
@@ -72,13 +72,13 @@ class Puller:
         self._rank = rank
         self._connections = Connections(secret)
         self._executor = ThreadPoolExecutor(NUM_THREADS, "direct-read-pull")
-        # Requests whose pull goes on, and those of them that nobody waits for.
+        # Requests whose pull is under way, and those of them that nobody waits for.
         self._pulling: set[str] = set()
         self._unwanted: set[str] = set()
         self._pulled: deque[Pulled] = deque()
 
     def begin(self, pull: Pull, fence: Callable[[], object] = lambda: None) -> None:
-        """Nothing is read before the fence returns, which a thread waits for."""
+        """Begin a pull, in a thread that first waits for the fence to return."""
         self._pulling.add(pull.request_id)
         self._executor.submit(self._pull, pull, fence)
 
@@ -87,7 +87,7 @@ class Puller:
         return bool(self._pulling)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """No further reads begin for them. Their pulls are reported all the same."""
+        """Begin no further reads for these requests. Their pulls are still reported."""
         self._unwanted.update(self._pulling.intersection(request_ids))
 
     def take_pulled(self) -> list[Pulled]:
@@ -150,7 +150,7 @@ class Puller:
         )
 
     def _num_valid(self, pull: Pull, arrived: int) -> int:
-        """How many of them were what they should be all the time they were read."""
+        """How many of them stayed valid for as long as they were read."""
         # Another process may be there now: it does not know the token.
         with self._connections.to((pull.host, pull.port)) as client:
             valid = client.validate(pull.token) - pull.skipped

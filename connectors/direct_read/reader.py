@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads prefixes from a peer as connectors/direct_read does, without an engine.
 
-Look up, read into memory of its own, validate: the connector's own connections and
-reads, one for its scheduler and one for its worker. What is missing is
-the engine of the instance that reads, so that the cost of being read can be measured
-alone.
+Look up, read into memory of its own, validate, with the connector's own code: one
+connection as its scheduler has and one as its worker has. Only the engine of the
+reading instance is missing, so that the cost of being read can be measured alone.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from connectors.direct_read.connections import Connections
 from connectors.direct_read.protocol import Offer
 from connectors.direct_read.reads import Region, read_blocks
 
-# Longer than an instance would wait: how long it takes is what is measured.
+# Longer than an instance would wait, because the time itself is measured.
 TIMEOUT_S = 20.0
 
 
 class Read(msgspec.Struct):
-    """One read: blocks offered, and of them valid; us of each of its parts.
+    """One read: blocks offered, how many of them were valid, and µs of each part.
 
-    Times are 0 for parts that there were none of, as nothing was offered.
+    The time of a part is 0 if nothing was offered and the part did not happen.
     """
 
     t_ns: int

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads blocks out of a peer's memory, and returns only once nothing is in flight.
 
-An error of one read does not mean that the others have stopped: what Mooncake has
-accepted may be written into our memory long after. So each read is a batch of its
-own, the only kind whose end `transfer_check_status` tells, and each is followed to
-its end, whatever happened to the others. That is also why few are under way at a
+An error of one read does not mean that the others have stopped: Mooncake may write what
+it has accepted into our memory much later. So each read is a batch of its own, because
+`transfer_check_status` tells the end of such a batch only, and each is followed to its
+end, whatever happened to the others. For the same reason only few are under way at a
 time: a peer that has stopped then keeps our blocks for one timeout, not for many.
 """
 
@@ -15,10 +15,11 @@ from itertools import takewhile
 from typing import Protocol
 
 MAX_IN_FLIGHT = 4
-# How long to wait for the next end: a share of what has been waited already.
+# How long to wait before the next look: a share of the time waited so far.
 PAUSE_SHARE = 1 / 8
 MAX_PAUSE_S = 1e-3
-# What transfer_check_status returns at the end. All else, timeouts too, is not it.
+# What transfer_check_status returns at the end. Anything else, also a timeout, is not
+# the end.
 DONE, FAILED = 1, -1
 # What batch_transfer_async_read returns in place of a batch: 0, or -1 as unsigned.
 NOT_BEGUN = (0, -1, 2**64 - 1)
@@ -29,7 +30,7 @@ class LostTrackError(Exception):
 
 
 class TransferEngine(Protocol):
-    """Of mooncake.engine.TransferEngine, what is used here."""
+    """The part of mooncake.engine.TransferEngine that is used here."""
 
     def batch_transfer_async_read(
         self,
@@ -94,7 +95,7 @@ def read_blocks(
     if the engine cannot be asked how a read ended.
     """
     runs = contiguous_runs(block_ids, peer_block_ids, len(regions))
-    # By run, so that what has arrived before a failure is of use.
+    # Run by run, so that blocks that arrived before a failure can be used.
     waiting: Iterator[tuple[Run, Region]] = (
         (run, region) for run in runs for region in regions
     )
@@ -135,7 +136,7 @@ def _begin(
             [run.count * region.block_bytes],
         )
     except Exception:
-        # Nothing was begun, but what was before must still be followed to its end.
+        # This read did not begin, but earlier ones must still be followed to their end.
         return False
     if batch_id in NOT_BEGUN:
         return False
@@ -144,7 +145,7 @@ def _begin(
 
 
 def _poll(engine: TransferEngine, in_flight: dict[int, Run]) -> list[int]:
-    """How those ended that have, which are in flight no more."""
+    """The reads that have ended, with how; they are not in flight any more."""
     ended = []
     for batch_id, run in list(in_flight.items()):
         try:

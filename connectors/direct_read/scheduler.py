@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side: finds out what peers have, and tells them what is here."""
+"""The scheduler side: asks peers what they have, and answers what is here."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -55,8 +55,8 @@ class DirectReadScheduler:
         self._ledger: BlockLedger | None = None
         self._server: Server | None = None
         self._lookups: Lookups | None = None
-        # By request: until its pull begins. Then, or if there is none, None, so that
-        # each request gets one: after a failure or a preemption it is computed here.
+        # By request, until its pull begins. Then None, as for a request without a pull:
+        # each pulls once, and after a failure or a preemption it is computed here.
         self._asked: dict[str, Asked | None] = {}
         self._pulls: list[Pull] = []
         self._counts = SchedulerCounts()
@@ -69,7 +69,7 @@ class DirectReadScheduler:
             self._ledger = BlockLedger(block_pool, readers)
 
     def set_workers(self, workers: dict[int, DirectReadHandshake]) -> None:
-        """By TP rank. Raises RuntimeError if this vLLM lacks what is needed."""
+        """Takes the workers by TP rank. Raises RuntimeError if vLLM lacks a patch."""
         if self._admission is None and self._ledger is None:
             raise RuntimeError(
                 "DirectReadConnector: the scheduler did not hand over its block pool, "
@@ -82,7 +82,7 @@ class DirectReadScheduler:
                     "MultiConnector only one connector can have handshake metadata"
                 )
         ranked = [worker for _, worker in sorted(workers.items())]
-        # The engine does this later on, to the same end as there is a seed.
+        # The engine does this later; with a seed set, the result is the same.
         hash_algo = self._vllm_config.cache_config.prefix_caching_hash_algo
         init_none_hash(get_hash_fn_by_name(hash_algo))
         ours = fingerprint.of(
@@ -107,7 +107,7 @@ class DirectReadScheduler:
         if self._admission is None:
             return 0, False
         num_blocks = self._num_offered(request, num_computed_tokens)
-        # All requests without blocks come by here, those without a peer too.
+        # vLLM asks this for every request without blocks, also for one without a peer.
         if num_blocks is None or not self._admission.admits(request, num_blocks > 0):
             return None, False
         return num_blocks * self._block_size, num_blocks > 0
@@ -127,10 +127,10 @@ class DirectReadScheduler:
             return None
         found = asked.answer.result()
         if found.is_stale():
-            # The request has waited long for blocks to be free.
+            # The request has waited too long for free blocks: ask again.
             del self._asked[request.request_id]
             return None
-        # By now there may be more of it here, or less.
+        # Meanwhile more or fewer of its blocks may be cached here.
         skipped = first_block - asked.first_block
         num_blocks = len(found.offer.block_ids) - skipped
         if skipped < 0 or num_blocks <= 0:
@@ -149,7 +149,7 @@ class DirectReadScheduler:
         found = asked.answer.result()
         self._counts.answered(found)
         if num_external_tokens == 0:
-            # In a MultiConnector, another one has them.
+            # In a MultiConnector, another connector loads the blocks.
             return
         assert found.peer is not None
         num_blocks = num_external_tokens // self._block_size
@@ -206,14 +206,14 @@ class DirectReadScheduler:
         end_block = (request.num_tokens - 1) // self._block_size
         end_block = min(end_block, first_block + MAX_HASHES)
         hashes = request.block_hashes[first_block:end_block]
-        # Prompt log probabilities, say, take a forward pass over all of it.
+        # Prompt log probabilities, for example, need a forward pass over all of it.
         if address is None or not hashes or request.skip_reading_prefix_cache:
             return None
         return Asked(address, first_block, self._lookups.ask(address, hashes))
 
 
 def _address(params: Any) -> Address | None:
-    """The router's words; None if they make no sense."""
+    """The address in a request's parameters; None if it is not one."""
     try:
         host, port = params["host"], params["port"]
     except (TypeError, KeyError):

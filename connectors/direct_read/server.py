@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An instance's side channel: says what it is, looks up and validates, in a thread.
 
-Who does not have the secret gets a nonce and then silence: a frame that is not
-authentic is dropped, one that is too long ends its connection. What a stranger can
-take up is bounded: a quarter of MAX_CONNECTIONS when others want them, for UNPROVEN_S,
-and a few kilobytes of memory each. Clients keep their connections: one that has been
-quiet for SPARED_S makes room where there is none, and after IDLE_S it ends.
+A client without the secret gets a nonce and then silence: a frame that is not authentic
+is dropped, and one that is too long ends its connection. The resources of strangers are
+bounded: at most a quarter of MAX_CONNECTIONS when others want them, for UNPROVEN_S, and
+a few kilobytes of memory each. Clients keep their connections. A connection that has
+been quiet for SPARED_S may be ended to make room; after IDLE_S it ends in any case.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ if TYPE_CHECKING:
 # vLLM shows what its own loggers say.
 logger = logging.getLogger("vllm.direct_read")
 
-# Of the thread that answers, for whoever measures what it costs.
+# The name of the thread that answers, for those who measure what it costs.
 THREAD_NAME = "direct_read_server"
 MAX_CONNECTIONS = 256
 UNPROVEN_S = 10.0
 SPARED_S = 1.0
 IDLE_S = 60.0
-# Small, as the frames in it are checked in one go, which holds the GIL.
+# Small, because the frames in it are checked in one go, and that holds the GIL.
 RECEIVE_BYTES = 1 << 14
 TICK_S = 1.0
 
 
 class _Connection:
-    """One client: what has come in and is to go out, and whether it is one of ours."""
+    """One client: its input and output, and whether it has proven to be one of ours."""
 
     def __init__(self, sock: socket.socket, secret: bytes) -> None:
         self.sock = sock
-        # When it was accepted, or since then proved whose it is.
+        # When it was accepted, or later proved that it holds the secret.
         self.active_s = time.monotonic()
         self.proven = False
         self.received = bytearray()
@@ -104,14 +104,14 @@ class _Connection:
 
 
 class Server:
-    """Answers clients who have the secret, until it is closed.
+    """Answers clients that hold the secret, until it is closed.
 
     Args:
-        ledger: What is asked, always in the server's thread.
-        peer: What hello is answered with.
+        ledger: Answers lookups and validations, always in the server's thread.
+        peer: The answer to hello.
         secret: At least protocol.MIN_SECRET_BYTES bytes, the same at the clients.
-        host: Where to listen. Whoever can connect can try.
-        port: 0 for any; `port` tells which.
+        host: Where to listen. Whoever can connect can try to guess the secret.
+        port: 0 for any free one; the attribute `port` says which.
 
     Raises OSError that says where if it cannot listen there, ValueError if the secret
     is too short.
@@ -182,11 +182,11 @@ class Server:
         self._serve(connection)
 
     def _make_room(self) -> bool:
-        """End one that has proven nothing, or one that has been quiet, if there is."""
+        """End an unproven connection, or one that has been quiet, if there is one."""
         spared_s = time.monotonic() - SPARED_S
         unproven = [c for c in self._connections if not c.proven]
         quiet = [c for c in self._connections if c.proven and c.active_s < spared_s]
-        # Strangers keep few places, but enough for who comes and has yet to prove it.
+        # Strangers keep few places, but enough for clients that have just connected.
         crowded = len(unproven) > MAX_CONNECTIONS // 4
         going = unproven if crowded or not quiet else quiet
         if going:
@@ -194,10 +194,10 @@ class Server:
         return bool(going)
 
     def _serve(self, connection: _Connection) -> None:
-        """Send, take in and answer what can be without waiting."""
+        """Send, receive and answer as far as possible without waiting."""
         try:
             self._send(connection)
-            # Who does not read its replies is not served on.
+            # A client that does not read its replies is not served any further.
             if not connection.to_send:
                 self._receive(connection)
                 self._answer(connection)

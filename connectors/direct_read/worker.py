@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side: has its KV cache read, and peers' blocks read into it."""
+"""The worker side: lets peers read its KV cache, and reads peers' blocks into it."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DirectReadWorker:
-    """Raises RuntimeError if Mooncake cannot do what is asked of it."""
+    """Raises RuntimeError if Mooncake cannot do what the config asks for."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"):
         self._settings = Settings.of(vllm_config, kv_cache_config)
@@ -74,7 +74,7 @@ class DirectReadWorker:
             self._counts.update(metadata.counts)
 
     def get_finished(self, finished_req_ids: set[str]) -> set[str] | None:
-        """The requests whose pulls have ended, and whose blocks nothing writes to."""
+        """Requests whose pulls have ended; nothing writes to their blocks any more."""
         puller = self._puller
         if puller is None or not puller.is_busy():
             return None
@@ -87,7 +87,7 @@ class DirectReadWorker:
         return {one.request_id for one in pulled} or None
 
     def take_failed_block_ids(self) -> set[int]:
-        """Of the requests that get_finished has returned since the last call."""
+        """Failed blocks of requests that get_finished returned since the last call."""
         if not self._failed_block_ids:
             return set()
         failed, self._failed_block_ids = self._failed_block_ids, set()
