@@ -3,18 +3,18 @@
 python := .venv/bin/python
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: ## install what is missing: system libraries, uv, the locked .venv
 	@bash setup.sh
 
-test: setup vllm-releases ## all but the long ones, real vLLM servers included (10 minutes)
+test: setup vllm-releases ## all tests but the long ones, with real vLLM servers (10 minutes)
 	$(python) -m tests
 
-test-all: setup vllm-releases ## the long ones, too
+test-all: setup vllm-releases ## all tests, the long ones too
 	$(python) -m pytest -m ""
 
-test-fast: setup ## without vLLM (a minute)
+test-fast: setup ## the tests that need no vLLM (a minute)
 	$(python) -m tests -m "not slow and not e2e and not long"
 
 direct-read-test: setup ## direct read: the storm, a million hostile frames, two real servers (10 minutes)
@@ -24,21 +24,21 @@ direct-read-test: setup ## direct read: the storm, a million hostile frames, two
 	    tests/e2e/direct_read \
 	    tests/costs/test_direct_read_cost.py
 
-direct-read-storm: setup ## direct read: 10,000 requests on two real engines, and what must fail (10 minutes)
+direct-read-storm: setup ## direct read: 10,000 requests on two real engines, with controls that must fail (10 minutes)
 	$(python) -m costs.direct_read.storm --requests 10000 --out runs/direct_read_storm.json
 
-fleet-test: setup ## the fleet, real vLLM instances included (6 minutes)
+fleet-test: setup ## the fleet's tests, with real vLLM instances (6 minutes)
 	$(python) -m pytest -m "" tests/fleet tests/e2e/test_fleet_launch.py \
 	    tests/e2e/test_offloads.py
 
-fleet-experiment: setup ## routing policies on coding sessions, four instances (55 minutes)
+fleet-experiment: setup ## compare routing policies on coding sessions, on four instances (55 minutes)
 	$(python) -m fleet.experiment configs/experiments/policies.toml
 
-lint: setup ## ruff, as the tests expect it
+lint: setup ## ruff: check and format
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 
-sweep: ## the main job: the same as bash run_all.sh
+sweep: ## the main job, the same as bash run_all.sh
 	bash run_all.sh
 
 overhead: setup ## what the step records themselves cost an engine step
@@ -69,27 +69,27 @@ transfer-check: setup ## does Mooncake report a write over TCP before the bytes 
 bench-report: setup ## time and memory of analysing 10 million records
 	$(python) -m costs.report
 
-# The releases that the patches are tested on, with upstream's own tests.
-vllm-releases: setup third_party/vllm-0.18.1 third_party/vllm-0.22.1 third_party/vllm-0.33.0 ## sources of vLLM's releases
+# Sources of the releases that the patches are tested on, with upstream's own tests.
+vllm-releases: setup third_party/vllm-0.18.1 third_party/vllm-0.22.1 third_party/vllm-0.33.0 ## fetch the sources of vLLM's releases
 
 third_party/vllm-%:
 	bash fetch_vllm.sh $* $@
 
-upstream-check: vllm-releases ## the series for upstream: applies, and upstream's tests stay as they were
+upstream-check: vllm-releases ## check the series for upstream: it applies, and upstream's tests end as before
 	$(python) -m upstream.check
 
-upstream-series: vllm-releases ## make the series for upstream anew from patches/
+upstream-series: vllm-releases ## make the series for upstream again from patches/
 	$(python) -m upstream.series
 
-# The prefix index: Go alone, no Python.
-kvindex-test: ## the prefix index, its adapter and the patches on llm-d-kv-cache (needs Go and git)
+# The prefix index needs Go and no Python.
+kvindex-test: ## test the prefix index, its adapter and the patches on llm-d-kv-cache (needs Go and git)
 	cd kvindex && go vet ./... && go test -race ./...
 	cd kvindex && go test -run '^$$' -fuzz FuzzIndex -fuzztime 30s .
 	cd kvindex/llmd && go vet ./... && go test -race ./...
 	cd kvindex/cmd/kvbench && CGO_ENABLED=0 go vet ./... && CGO_ENABLED=0 go test ./...
 	bash patches/llm-d-kv-cache/check.sh
 
-kvindex-bench: ## the prefix index beside upstream and other designs (20 minutes; needs Go and git)
+kvindex-bench: ## compare the prefix index with upstream's and other designs (20 minutes; needs Go and git)
 	bash kvindex/cmd/kvbench/build_variants.sh kvindex/bin
 	cd kvindex && bin/kvbench run -bin bin -traces ../traces -out results.json -rounds 3
 	cd kvindex && bin/kvbench report -in results.json -readme README.md -md RESULTS.md
@@ -98,7 +98,7 @@ kvindex-figures: setup ## draw kvindex/figures from kvindex/results.json
 	$(python) -m kvindex.figures
 
 lock: export PATH := $(CURDIR)/.uv/bin:$(PATH)
-lock: setup ## resolve pyproject.toml anew into locks/
+lock: setup ## resolve pyproject.toml into locks/ again
 	@for flavour in cpu gpu; do \
 	    uv pip compile -q pyproject.toml --extra $$flavour --group dev --universal \
 	        --generate-hashes --no-annotate --no-header -o locks/$$flavour.txt; done

@@ -9,8 +9,8 @@ version=$1 folder=$2
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 echo "fetching the source of vLLM $version"
-# A source release is asked for its metadata even when it is only fetched, and vLLM
-# answers only with its build tools there and no device to build for.
+# pip asks a source release for its metadata even when it only fetches it. vLLM's answers
+# only if its build tools are installed and it is told to build for no device.
 VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$version \
     SETUPTOOLS_SCM_PRETEND_VERSION=$version \
     .venv/bin/python -m pip download -q --no-deps --no-binary :all: \

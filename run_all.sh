@@ -3,12 +3,12 @@
 #   bash run_all.sh [--profile NAME] [--only CONFIG] [--repeats N] [--model PATH]
 #                   [--out DIR [--resume]] [--py-spy]
 # NAME is a file of configs/profiles/: cpu (the default), cpu-smoke, gpu, ...
-# The run goes to runs/, its result to SUMMARY.md, per_config.json and figures/ here;
-# with --out DIR all of it goes to DIR alone.
+# The run goes to runs/, and its result to SUMMARY.md, per_config.json and figures/ here.
+# With --out DIR, everything goes to DIR alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# Without an environment, too.
+# Works before anything is installed.
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     sed -n '2,/^[^#]/s/^# \?//p' run_all.sh
     exit

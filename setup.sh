@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the checkout runnable: system libraries, uv, and the locked .venv.
-# Called by run_all.sh and the Makefile; does nothing when all is in place.
+# Makes the checkout runnable: installs system libraries, uv and the locked .venv.
+# run_all.sh and the Makefile call it. It does nothing when everything is in place.
 #   setup.sh [cpu|gpu]     which lock to install (default cpu)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -14,13 +14,13 @@ fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 [[ -f $lock ]] || fail "no such flavour '$flavour' (want cpu or gpu)"
 [[ $(uname -sm) == "Linux x86_64" ]] || fail "vLLM's wheels need Linux on x86_64, this is $(uname -sm)"
 
-# Library file -> Debian/Ubuntu packages that may carry it (newer releases add t64).
+# Library file -> the Debian/Ubuntu package that has it (newer releases add t64).
 declare -A libraries=(
     [libibverbs.so.1]="libibverbs1"
     [libnuma.so.1]="libnuma1"
     [libcurl.so.4]="libcurl4 libcurl4t64"
 )
-# The CPU worker refuses to start without tcmalloc preloaded; a GPU machine needs none.
+# The CPU worker starts only with tcmalloc preloaded; a GPU machine does not need it.
 [[ $flavour == cpu ]] && libraries[libtcmalloc_minimal.so.4]="libtcmalloc-minimal4 libtcmalloc-minimal4t64"
 
 missing_libraries() {
@@ -37,7 +37,7 @@ as_root() {
 
 install_packages() {
     command -v apt-get >/dev/null && { [[ $EUID == 0 ]] || sudo -n true 2>/dev/null; } ||
-        fail "may not install packages here; please install (or an equal): $*"
+        fail "cannot install packages here; please install these or their equals: $*"
     as_root apt-get update -qq
     local names name
     for names in "$@"; do
@@ -79,8 +79,8 @@ find_uv() {
     echo "$PWD/.uv/bin/uv"
 }
 
-# The bytecode is kept: without it each start of a server compiles vLLM and torch
-# anew, which is half of its time. A .venv from before that gets its bytecode here.
+# The bytecode is kept. Without it, each server compiles vLLM and torch again, which
+# takes half of its start. An older .venv, without bytecode, gets it here.
 install_environment() {
     local stamp=.venv/.installed_lock
     cmp -s <(installed) "$stamp" && return
