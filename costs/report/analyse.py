@@ -31,7 +31,7 @@ def main() -> None:
 
     run, trials = load_run(Path(sys.argv[1]))
     loaded_s = time.perf_counter()
-    entry = analyse(run, trials, None).document["configs"]["plain"]
+    entry = analyse(run, trials, None).document.configs["plain"]
     done_s = time.perf_counter()
     usage = resource.getrusage(resource.RUSAGE_SELF)
     taken = Taken(
@@ -40,8 +40,8 @@ def main() -> None:
         all_s=done_s - began_s,
         cpu_s=usage.ru_utime + usage.ru_stime,
         peak_rss_mb=usage.ru_maxrss / 1e3,
-        decode_only_steps=entry["n_decode_steps"],
-        slope=entry["slope_us_per_1k_blocks"]["schedule"],
+        decode_only_steps=entry.n_decode_steps,
+        slope=entry.slope_us_per_1k_blocks["schedule"],
     )
     print(msgspec.json.encode(taken).decode())
 

@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from lab.records.trial import ReadCounts
+
 Verdict = Literal["grows", "drifts", "flat", "inconclusive", "failed"]
 Stated = dict[str, Any]
-Quantiles = dict[str, float]
+Quantiles = dict[str, int | float]
 
 
 class WindowRecord(msgspec.Struct):
@@ -110,7 +112,7 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     records: dict[str, int]
     """`engine_steps` and `worker_steps` that were read, `engine_without_worker`
     (decode-only steps without a worker record), `torn_lines`."""
-    reads: dict[str, float] | None = None
+    reads: ReadCounts | None = None
     """That of trial.json, summed over the repeats; null where no peer was to read."""
     reset_check: dict[str, Any] | None = None
     """Before and after the reset, by time: `before_us`, `after_us`, `drop_us`,
@@ -135,6 +137,10 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     beside it `measured_tpot_p50_ms` and `measured_phase`."""
     vs_noop: dict[str, Stated | None] | None = None
     """Ratio of p50 to that of the floor, by time."""
+
+    def level_us(self, metric: str) -> Quantiles | None:
+        """The quantiles of `schedule`, `overhead` or `step`."""
+        return getattr(self, f"{metric}_us")
 
 
 class PerConfig(

@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from lab.records.per_config import PerConfig, WindowRecord
 from lab.records.run import RunRecord
 from lab.records.warning import RunWarning
@@ -33,7 +31,7 @@ class Analysis:
     `doubts` are the document's warnings by config, those of the run under None.
     """
 
-    document: dict[str, Any]
+    document: PerConfig
     roles: Roles
     doubts: dict[str | None, list[RunWarning]]
     measured: dict[str, Measured]
@@ -69,7 +67,7 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
         warnings=[str(doubt) for doubt in doubts[None]],
         configs=entries,
     )
-    return Analysis(msgspec.to_builtins(document), roles, doubts, measured)
+    return Analysis(document, roles, doubts, measured)
 
 
 def measure_all(

@@ -118,12 +118,14 @@ def record_counts(trials: list[LoadedTrial]) -> dict[str, int]:
     return {name: sum(getattr(t, name) for t in trials) for name in names}
 
 
-def read_counts(trials: list[LoadedTrial]) -> dict[str, float] | None:
+def read_counts(trials: list[LoadedTrial]) -> ReadCounts | None:
     """What peers read from the servers; None where no peer was to read."""
     found = [t.facts.reads for t in trials if t.facts and t.facts.reads]
     if not found:
         return None
-    return {
-        name: sum(getattr(reads, name) for reads in found)
-        for name in ReadCounts.__struct_fields__
-    }
+    return ReadCounts(
+        **{
+            name: sum(getattr(reads, name) for reads in found)
+            for name in ReadCounts.__struct_fields__
+        }
+    )

@@ -24,8 +24,8 @@ Kind = Literal[
     "short_reach",
     "batch_sizes_apart",
     "uncommitted",
-    "no_aa_pair",
-    "noisy_aa_pair",
+    "no_noise_floor",
+    "high_noise_floor",
     "role_twice",
 ]
 _QUIETER = "stop what else runs on the machine, or use one whose cores are not shared"
@@ -51,9 +51,9 @@ REMEDIES: dict[Kind, str] = {
     "batch_sizes_apart": "Compare its levels with care; a lower rate (`rate_rps`) lets "
     "a slow config keep up with the others.",
     "uncommitted": "Commit and run again: nobody can tell what this run measured.",
-    "no_aa_pair": "Run the config with the role `baseline` and the one with the role "
-    "`twin` too.",
-    "noisy_aa_pair": f"Add repeats, or {_QUIETER}.",
+    "no_noise_floor": "Run the config with the role `baseline` and the one with the "
+    "role `twin` too.",
+    "high_noise_floor": f"Add repeats, or {_QUIETER}.",
     "role_twice": "Leave the role to one config of the run.",
 }
 

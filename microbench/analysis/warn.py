@@ -127,7 +127,7 @@ def run_warnings(run: RunRecord, roles: Roles, noise: NoiseFloor) -> list[RunWar
         found.append(doubt("uncommitted", message))
     if noise.pair is None:
         message = "no A/A pair: differences have no noise floor"
-        found.append(doubt("no_aa_pair", message))
+        found.append(doubt("no_noise_floor", message))
     for role in ("baseline", "twin", "floor"):
         if len(names := roles.named(role)) > 1:
             message = f"{', '.join(names)} have the role {role}: the first counts"
@@ -138,5 +138,5 @@ def run_warnings(run: RunRecord, roles: Roles, noise: NoiseFloor) -> list[RunWar
                 f"the A/A pair differs by up to {slope['floor']:.1f} us per 1,000 "
                 f"blocks in {metric}: smaller slopes are noise"
             )
-            found.append(doubt("noisy_aa_pair", message))
+            found.append(doubt("high_noise_floor", message))
     return found

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lab.records.per_config import ConfigEntry, PerConfig
 from lab.records.warning import RunWarning
-from lab.stats.markdown import DASH, Document, interval, number, spread, table
+from lab.stats.markdown import DASH, interval, number, spread, table
 from microbench.analysis.roles import Roles
 from microbench.summary.figures import CURVES
 
 
-def model_note(document: Document) -> str:
+def model_note(document: PerConfig) -> str:
     """What kind of model the run used, so that nobody takes it for another."""
-    profile = document["profile"]
+    profile = document.profile
     if not profile.get("null_model"):
         return f"Profile `{profile.get('name')}`, a real model."
     forward = float(profile.get("forward_us") or 0)
@@ -25,7 +26,7 @@ def model_note(document: Document) -> str:
     )
 
 
-def reference(document: Document, roles: Roles) -> str:
+def reference(document: PerConfig, roles: Roles) -> str:
     """The reference study's numbers beside this run's; never mixed."""
     rows = []
     for name, role in roles.of.items():
@@ -40,14 +41,14 @@ def reference(document: Document, roles: Roles) -> str:
                     number(told.build_meta_p50_us, 0),
                     "/".join(number(us, 0) for us in finished) if finished else DASH,
                 ],
-                [f"`{name}`, this run", *_ours(document["configs"][name])],
+                [f"`{name}`, this run", *_ours(document.configs[name])],
             ]
     if not rows:
         return ""
     head = ["", "schedule slope µs/1k", "schedule p50 µs", "build_meta p50 µs"]
-    cpu = document["provenance"].get("cpu_model") or "an unnamed CPU"
-    at = (document["window"] or {}).get("at_cache_blocks")
-    null = document["profile"].get("null_model")
+    cpu = document.provenance.get("cpu_model") or "an unnamed CPU"
+    at = document.window and document.window.at_cache_blocks
+    null = document.profile.get("null_model")
     note = (
         "Reference: H20 96 GB, a real 30B model, levels at 16,600 cached blocks. This "
         f"run: {cpu}, {'null model, no GPU' if null else 'a real model'}, levels at "
@@ -58,15 +59,15 @@ def reference(document: Document, roles: Roles) -> str:
     return f"## Beside the reference study\n\n{text}\n\n{note}"
 
 
-def _ours(entry: Document) -> list[str]:
+def _ours(entry: ConfigEntry) -> list[str]:
     """This run's cells of a row of `reference`."""
-    if entry["verdict"] == "failed":
+    if entry.verdict == "failed":
         return [DASH] * 4
     return [
-        interval(entry["slope_us_per_1k_blocks"]["schedule"]),
-        number((entry["schedule_us"] or {}).get("p50")),
-        number((entry["build_meta_us"] or {}).get("p50")),
-        spread(entry["get_finished_us"]),
+        interval(entry.slope_us_per_1k_blocks["schedule"]),
+        number((entry.schedule_us or {}).get("p50")),
+        number((entry.build_meta_us or {}).get("p50")),
+        spread(entry.get_finished_us),
     ]
 
 
@@ -81,9 +82,9 @@ def figure_list(figures: list[str]) -> str:
     )
 
 
-def provenance(document: Document) -> str:
+def provenance(document: PerConfig) -> str:
     """Command, versions, machine, patches, and the account of requests."""
-    facts = document["provenance"]
+    facts = document.provenance
     lines = [f"- run: `{facts.get('command_line')}`"]
     lines.append("- report: `python -m microbench.report RUN_DIR`")
     named = ("date_utc", "vllm_version", "python_version", "cpu_model", "cpu_count")
@@ -95,14 +96,14 @@ def provenance(document: Document) -> str:
             listed = ", ".join(f"{k} {str(v)[:16]}" for k, v in facts[title].items())
             lines.append(f"- {title}: {listed}")
     rows = []
-    for name, entry in document["configs"].items():
-        counts, records, lag = entry["requests"], entry["records"], entry["lag_ms"]
+    for name, entry in document.configs.items():
+        counts, records, lag = entry.requests, entry.records, entry.lag_ms
         rows.append(
-            [f"`{name}`", str(entry["n_repeats"])]
+            [f"`{name}`", str(entry.n_repeats)]
             + [str(counts[k]) for k in ("scheduled", "ok", "failed", "cancelled")]
             + [f"{records['engine_steps']:,}", str(records["engine_without_worker"])]
             + [str(records["torn_lines"]), number((lag or {}).get("p99"), 2)]
-            + [spread(entry["ttft_ms"]), spread(entry["tpot_ms"], 3)]
+            + [spread(entry.ttft_ms), spread(entry.tpot_ms, 3)]
         )
     head = ["config", "repeats", "scheduled", "ok", "failed", "cancelled"]
     head += ["engine steps", "without worker record", "torn lines", "send lag p99 ms"]
@@ -110,7 +111,9 @@ def provenance(document: Document) -> str:
     return "\n".join(lines) + "\n\n" + table(head, rows)
 
 
-def warnings(doubts: Mapping[str | None, list[RunWarning]], configs: Document) -> str:
+def warnings(
+    doubts: Mapping[str | None, list[RunWarning]], configs: Mapping[str, ConfigEntry]
+) -> str:
     """What the run suspects of itself, by kind, each with what to do about it.
 
     `doubts` are by config, those of the run under None.
@@ -123,9 +126,9 @@ def warnings(doubts: Mapping[str | None, list[RunWarning]], configs: Document) -
             kinds.setdefault(doubt.kind, []).append(f"  - {where}{doubt.message}")
             remedies[doubt.kind] = doubt.remedy
     lines = [
-        f"- `{name}` failed: {entry['error']}"
+        f"- `{name}` failed: {entry.error}"
         for name, entry in configs.items()
-        if entry["verdict"] == "failed"
+        if entry.verdict == "failed"
     ]
     for kind, messages in kinds.items():
         lines += [f"- **{kind.replace('_', ' ')}**", *messages]

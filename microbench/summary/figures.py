@@ -130,9 +130,9 @@ def _label_ends(axes: plt.Axes, ends: list[tuple[float, float, str, str]]) -> No
 def attribution_table(analysis: Analysis) -> pl.DataFrame:
     """The parts of a step at the stated |cache|, one row per config, in us."""
     rows = [
-        {"config": name} | entry["attribution_us"]
-        for name, entry in analysis.document["configs"].items()
-        if entry["attribution_us"]
+        {"config": name} | entry.attribution_us
+        for name, entry in analysis.document.configs.items()
+        if entry.attribution_us
     ]
     return pl.DataFrame(rows, infer_schema_length=None)
 

@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
+from lab.records.per_config import ConfigEntry, PerConfig, Stated
 from lab.records.roles import AimOfConfig
 from lab.stats.aims import Aim, aims_table
 from lab.stats.interval import Interval
-from lab.stats.markdown import DASH, TIMES, Document, interval, number, spread, table
+from lab.stats.markdown import DASH, TIMES, interval, number, spread, table
 from microbench.analysis.roles import Roles
 
 
-def before_and_after(document: Document, roles: Roles) -> str:
+def before_and_after(document: PerConfig, roles: Roles) -> str:
     """A section: from the floor to all fixes, and whether the aims are met.
 
     Empty unless the run has the floor and a config with an aim.
     """
-    configs, floor = document["configs"], roles.floor
-    present = [n for n in roles.before_after if configs[n]["verdict"] != "failed"]
+    configs, floor = document.configs, roles.floor
+    present = [n for n in roles.before_after if configs[n].verdict != "failed"]
     if floor not in present or not any(roles.of[name].aims for name in present):
         return ""
     rows = [_row(name, configs[name]) for name in present]
@@ -33,40 +36,43 @@ def before_and_after(document: Document, roles: Roles) -> str:
     return "\n\n".join(parts)
 
 
-def _row(name: str, entry: Document) -> list[str]:
-    against = entry["vs_noop"] or {}
+def _row(name: str, entry: ConfigEntry) -> list[str]:
+    against = entry.vs_noop or {}
     cells = [f"`{name}`"]
     for metric in ("schedule", "overhead", "step"):
-        level = entry[f"{metric}_us"] or {}
+        level = entry.level_us(metric) or {}
         cells += [number(level.get("p50")), _ratio(against.get(metric))]
         if metric == "schedule":
-            cells.append(interval(entry["slope_us_per_1k_blocks"]["schedule"]))
-            cells.append(number((entry["build_meta_us"] or {}).get("p50")))
-            cells.append(spread(entry["get_finished_us"]))
-    return [*cells, number((entry["tpot_ms"] or {}).get("p50"), 3)]
+            cells.append(interval(entry.slope_us_per_1k_blocks["schedule"]))
+            cells.append(number((entry.build_meta_us or {}).get("p50")))
+            cells.append(spread(entry.get_finished_us))
+    return [*cells, number((entry.tpot_ms or {}).get("p50"), 3)]
 
 
-def _ratio(ratio: Document | None) -> str:
+def _ratio(ratio: Stated | None) -> str:
     if ratio is None:
         return DASH
     low, high = ratio["ci95"]
     return f"{ratio['value']:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def _reads(name: str, entry: Document) -> list[str]:
+def _reads(name: str, entry: ConfigEntry) -> list[str]:
     """What peers read in the meantime, if they did: one sentence."""
-    reads = entry["reads"]
+    reads = entry.reads
     if reads is None:
         return []
-    per_s, blocks = reads["reads"] / reads["seconds"], reads["blocks_offered"]
+    blocks = reads.blocks_offered
     return [
-        f"From `{name}` a peer read {reads['reads']:,} prefixes of "
-        f"{blocks / reads['reads']:.0f} blocks, {per_s:.1f} per second; "
-        f"{reads['blocks_valid'] / blocks:.2%} of the blocks were valid afterwards."
+        f"From `{name}` a peer read {reads.reads:,} prefixes of "
+        f"{blocks / reads.reads:.0f} blocks, {reads.reads / reads.seconds:.1f} per "
+        f"second; {reads.blocks_valid / blocks:.2%} of the blocks were still valid "
+        "when they had arrived."
     ]
 
 
-def _aims(present: list[str], configs: dict[str, Document], roles: Roles) -> list[str]:
+def _aims(
+    present: list[str], configs: Mapping[str, ConfigEntry], roles: Roles
+) -> list[str]:
     """A table of all aims that were measured, and a line on those that were not."""
     found, missing = [], []
     for name in present:
@@ -83,14 +89,14 @@ def _aims(present: list[str], configs: dict[str, Document], roles: Roles) -> lis
 
 
 def _aim(
-    name: str, entry: Document, told: AimOfConfig, floor: str | None
-) -> tuple[Aim, Document | None]:
+    name: str, entry: ConfigEntry, told: AimOfConfig, floor: str | None
+) -> tuple[Aim, Stated | None]:
     """An aim in words, and what was measured of it."""
     time = f"`{told.metric}_us` of `{name}`"
     if told.quantity == "times_floor":
         what, unit = f"p50 of {time}", f"{TIMES} that of `{floor}`"
-        measured = (entry["vs_noop"] or {}).get(told.metric)
+        measured = (entry.vs_noop or {}).get(told.metric)
     else:
         what, unit = f"slope of {time}", "µs per 1,000 blocks"
-        measured = entry["slope_us_per_1k_blocks"][told.metric]
+        measured = entry.slope_us_per_1k_blocks[told.metric]
     return Aim(what=what, at_most=told.at_most, unit=unit, whose=told.whose), measured

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from lab.stats.markdown import DASH, TIMES, Document, interval, number, spread, table
+from lab.records.per_config import ConfigEntry, PerConfig
+from lab.stats.markdown import DASH, TIMES, interval, number, spread, table
 from microbench.analysis.analysis import Analysis
 from microbench.analysis.roles import Roles
 from microbench.analysis.verdict import (
@@ -48,29 +49,29 @@ def write_summary(analysis: Analysis, figures: list[str]) -> str:
         "## How this was made",
         provenance(document),
         "## Warnings",
-        warnings(analysis.doubts, document["configs"]),
+        warnings(analysis.doubts, document.configs),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _split(entry: Document) -> str:
+def _split(entry: ConfigEntry) -> str:
     """What the verdict is made of, where the two times behind it disagree."""
-    of = entry["verdict_of"]
+    of = entry.verdict_of
     if of["schedule"] == of["overhead"]:
         return ""
     return f" (`schedule` {of['schedule']}, `overhead` {of['overhead']})"
 
 
-def answer(document: Document) -> str:
+def answer(document: PerConfig) -> str:
     """One paragraph: which configs grow and by how much, which do not."""
-    configs = document["configs"]
+    configs = document.configs
     by_verdict: dict[str, list[str]] = {}
     for name, entry in configs.items():
-        by_verdict.setdefault(entry["verdict"], []).append(name)
+        by_verdict.setdefault(entry.verdict, []).append(name)
     parts = []
     for name in by_verdict.get("grows", []):
         entry = configs[name]
-        slope, level = entry["slope_us_per_1k_blocks"]["schedule"], entry["schedule_us"]
+        slope, level = entry.slope_us_per_1k_blocks["schedule"], entry.schedule_us
         text = f"`{name}` **grows with |cache|**: "
         text += f"`schedule()` {interval(slope)} µs per 1,000 cached blocks"
         if level:
@@ -91,26 +92,26 @@ def answer(document: Document) -> str:
     return " ".join(parts)
 
 
-def config_table(document: Document) -> str:
+def config_table(document: PerConfig) -> str:
     """One row per config."""
     rows = []
-    for name, entry in document["configs"].items():
-        blocks, slopes = entry["cache_blocks"], entry["slope_us_per_1k_blocks"]
-        step, overhead = entry["step_us"] or {}, entry["overhead_us"] or {}
+    for name, entry in document.configs.items():
+        blocks, slopes = entry.cache_blocks, entry.slope_us_per_1k_blocks
+        step, overhead = entry.step_us or {}, entry.overhead_us or {}
         rows.append(
             [
                 f"`{name}`",
-                f"{entry['n_decode_steps']:,}",
+                f"{entry.n_decode_steps:,}",
                 f"{blocks['min']:,}{DASH}{blocks['max']:,}" if blocks else DASH,
-                spread(entry["schedule_us"]),
+                spread(entry.schedule_us),
                 interval(slopes["schedule"]),
                 f"{number(overhead.get('p50'))}/{number(overhead.get('p90'))}",
                 interval(slopes["overhead"]),
                 f"{number(step.get('p50'))}/{number(step.get('p90'))}",
                 interval(slopes["step"]),
-                spread(entry["build_meta_us"]),
-                spread(entry["get_finished_us"]),
-                f"**{entry['verdict']}**{_split(entry)}",
+                spread(entry.build_meta_us),
+                spread(entry.get_finished_us),
+                f"**{entry.verdict}**{_split(entry)}",
             ]
         )
     head = ["config", "decode-only steps", "\\|cache\\| blocks"]
@@ -118,12 +119,12 @@ def config_table(document: Document) -> str:
     head += ["overhead µs p50/p90", "overhead slope µs/1k"]
     head += ["step µs p50/p90", "step slope µs/1k"]
     head += ["build_meta µs", "get_finished µs", "verdict"]
-    window = document["window"]
+    window = document.window
     note = "No level could be stated: see the warnings."
     if window:
-        mix = ", ".join(f"{b}: {s:.0%}" for b, s in window["batch_mix"].items())
+        mix = ", ".join(f"{b}: {s:.0%}" for b, s in window.batch_mix.items())
         note = (
-            f"Times are at {window['at_cache_blocks']:,} cached blocks (±5 %), the "
+            f"Times are at {window.at_cache_blocks:,} cached blocks (±5 %), the "
             "highest |cache| that all configs reached, with every config weighted to "
             f"the same mix of batch sizes ({mix}). Slopes are medians of slopes within "
             "one repeat and one batch size, in the growth phase, with 95 % block-"
@@ -135,18 +136,18 @@ def config_table(document: Document) -> str:
     return table(head, rows) + "\n\n" + note
 
 
-def hypothesis(document: Document, roles: Roles, name: str) -> str:
+def hypothesis(document: PerConfig, roles: Roles, name: str) -> str:
     """A section with the verdict on: the cost of config `name` is linear in |cache|."""
     title = f"## {roles.label(name)}: is its cost linear in |cache|?\n\n"
-    return title + _hypothesis(name, document["configs"][name])
+    return title + _hypothesis(name, document.configs[name])
 
 
-def _hypothesis(name: str, entry: Document) -> str:
-    if entry["verdict"] == "failed":
-        return f"Not tested: `{name}` failed ({entry['error']})."
-    line = entry["linearity"]
-    slope = interval(entry["slope_us_per_1k_blocks"]["schedule"])
-    verdict = entry["verdict_of"]["schedule"]
+def _hypothesis(name: str, entry: ConfigEntry) -> str:
+    if entry.verdict == "failed":
+        return f"Not tested: `{name}` failed ({entry.error})."
+    line = entry.linearity
+    slope = interval(entry.slope_us_per_1k_blocks["schedule"])
+    verdict = entry.verdict_of["schedule"]
     if verdict != "grows" or line is None:
         return (
             "**Not supported by this run**: the `schedule()` slope of "
@@ -168,11 +169,11 @@ def _hypothesis(name: str, entry: Document) -> str:
     )
 
 
-def attribution(document: Document) -> str:
+def attribution(document: PerConfig) -> str:
     """Parts of a step at the stated |cache|, which sum to the step."""
     rows = []
-    for name, entry in document["configs"].items():
-        parts = entry["attribution_us"]
+    for name, entry in document.configs.items():
+        parts = entry.attribution_us
         if parts:
             cells = [number(parts[part]) for part in (*PARTS, "step")]
             rows.append([f"`{name}`", *cells])
@@ -186,11 +187,11 @@ def attribution(document: Document) -> str:
     return table(["config", *PARTS, "step"], rows) + "\n\n" + note
 
 
-def reconciliation(document: Document, baseline: str | None) -> str:
+def reconciliation(document: PerConfig, baseline: str | None) -> str:
     """Predicted additions to TPOT for some forward times, and the measured one."""
     rows = []
-    for name, entry in document["configs"].items():
-        added = entry.get("tpot_addition")
+    for name, entry in document.configs.items():
+        added = entry.tpot_addition
         if not added:
             continue
         row = [f"`{name}`"]
@@ -211,7 +212,7 @@ def reconciliation(document: Document, baseline: str | None) -> str:
         head += [f"forward {forward} ms, sync", f"{forward} ms, async"]
     head.append("measured TPOT p50")
     # vLLM's CPU platform turns async scheduling off.
-    cpu = document["profile"].get("null_model")
+    cpu = document.profile.get("null_model")
     notes = [
         f"Predicted from the parts of a step against `{baseline}` at the stated "
         "|cache|. Sync: the addition counts in full. Async: a token takes the longer "
@@ -222,7 +223,7 @@ def reconciliation(document: Document, baseline: str | None) -> str:
         " "
         "Steps that also prefill are longer, so the percentages are upper bounds."
     ]
-    fill = (document["window"] or {}).get("requests_to_fill")
+    fill = document.window and document.window.requests_to_fill
     if fill:
         said = ", ".join(f"{number(n)} at APC {float(a):.0%}" for a, n in fill.items())
         notes.append(
@@ -232,23 +233,23 @@ def reconciliation(document: Document, baseline: str | None) -> str:
     return table(head, [row for _, row in rows]) + "\n\n" + "\n\n".join(notes)
 
 
-def noise_floor(document: Document) -> str:
+def noise_floor(document: PerConfig) -> str:
     """The A/A pair, and which configs do not differ from the baseline."""
-    noise = document["noise_floor"]
-    if noise["pair"] is None:
+    noise = document.noise_floor
+    if noise.pair is None:
         return "No A/A pair in this run: no noise floor."
-    baseline, twin = noise["pair"]
+    baseline, twin = noise.pair
     rows = []
     for metric in METRICS:
-        slope = (noise["slope_us_per_1k_blocks"] or {}).get(metric)
-        level = (noise["p50_us"] or {}).get(metric)
+        slope = (noise.slope_us_per_1k_blocks or {}).get(metric)
+        level = (noise.p50_us or {}).get(metric)
         rows.append([metric, interval(slope, 2), interval(level, 2)])
     text = table(["A/A difference", "slope µs/1k", "p50 µs"], rows)
     within = [
         f"`{name}` ({metric})"
-        for name, entry in document["configs"].items()
-        if entry.get("vs_plain")
-        for metric, difference in entry["vs_plain"].items()
+        for name, entry in document.configs.items()
+        if entry.vs_plain
+        for metric, difference in entry.vs_plain.items()
         if difference["within_noise"]
     ]
     text += f"\n\n`{baseline}` and `{twin}` are the same thing run twice. "
@@ -257,11 +258,11 @@ def noise_floor(document: Document) -> str:
     return text + f"In p50, every other config differs from `{baseline}` by more."
 
 
-def reset_table(document: Document) -> str:
+def reset_table(document: PerConfig) -> str:
     """Cost before and after the prefix-cache reset."""
     rows = []
-    for name, entry in document["configs"].items():
-        check = entry["reset_check"]
+    for name, entry in document.configs.items():
+        check = entry.reset_check
         if check is None:
             continue
         for metric in METRICS:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import copy
 import json
 
+import msgspec
 import pytest
 from synthetic import Truth, write_run
 
+from lab.records.per_config import PerConfig
 from lab.records.run import RunRecord
 from lab.records.trial import ReadCounts
 from lab.stats.markdown import TIMES
@@ -26,7 +28,8 @@ TRUTHS = [
 
 
 def before_and_after(document) -> str:
-    return fixes.before_and_after(document, roles_of(RunRecord(), document["configs"]))
+    told = msgspec.convert(document, PerConfig)
+    return fixes.before_and_after(told, roles_of(RunRecord(), told.configs))
 
 
 @pytest.fixture(scope="module")

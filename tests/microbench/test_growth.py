@@ -55,7 +55,7 @@ def slowed(trial: LoadedTrial, start: float, stop: float, factor: float) -> Load
 
 def verdict_of(trials: list[LoadedTrial]) -> str:
     document = analyse(RunRecord(), trials, None).document
-    return document["configs"]["plain"]["verdict"]
+    return document.configs["plain"].verdict
 
 
 def test_a_flat_cost_is_never_called_growing_on_a_noisy_machine():
@@ -88,10 +88,10 @@ def test_a_machine_that_slows_down_for_good_drifts_and_does_not_grow():
 def test_a_fall_of_less_than_half_the_prediction_does_not_confirm_growth():
     truth = Truth("plain", slope=3.0, drift=6.0)
     trials = [trial_of(truth, repeat, repeat) for repeat in range(2)]
-    entry = analyse(RunRecord(), trials, None).document["configs"]["plain"]
-    low, _ = entry["reset_check"]["schedule"]["drop_ci95_us"]
+    entry = analyse(RunRecord(), trials, None).document.configs["plain"]
+    low, _ = entry.reset_check["schedule"]["drop_ci95_us"]
     assert low > 0, "no fall at all: a weak test"
-    assert entry["verdict"] == "drifts"
+    assert entry.verdict == "drifts"
 
 
 def test_steps_after_the_reset_do_not_count_towards_a_level():

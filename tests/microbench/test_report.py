@@ -169,6 +169,6 @@ def test_a_failed_repeat_is_named_and_the_others_are_used(tmp_path: Path):
     facts = json.loads(path.read_text()) | {"status": "failed", "error": "no port"}
     path.write_text(json.dumps(facts))
     _, trials = load_run(folder)
-    entry = analyse(RunRecord(), trials, None).document["configs"]["plain"]
-    assert entry["n_repeats"] == 1 and entry["error"] == "r1: no port"
-    assert entry["verdict"] != "failed"
+    entry = analyse(RunRecord(), trials, None).document.configs["plain"]
+    assert entry.n_repeats == 1 and entry.error == "r1: no port"
+    assert entry.verdict != "failed"
