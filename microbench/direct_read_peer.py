@@ -78,7 +78,7 @@ def main() -> None:
     with LineFile(folder / "reads.jsonl", ReadsHeader(reads_per_s=per_s)) as file:
         for read in reads(reader, prompts, per_s):
             file.append(ReadRecord(**msgspec.structs.asdict(read)))
-            file.flush()
+            file.flush().result()
 
 
 if __name__ == "__main__":

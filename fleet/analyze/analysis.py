@@ -145,7 +145,7 @@ def _made(run: ArmRun) -> dict[str, Any]:
     info = run.info
     return {
         "versions": info.versions,
-        "trace": info.trace,
+        "trace": msgspec.to_builtins(info.trace) if info.trace else {},
         "instances": len(info.instances),
         "open_loop": info.open_loop,
         "time_scale": info.time_scale,

@@ -20,8 +20,11 @@ from urllib.parse import unquote
 import msgspec
 import polars as pl
 
-from fleet.analyze.records import ArmFile, ArmRun, DecisionLine, ReplayEnd
+from fleet.analyze.records import ArmRun
 from fleet.policies.size_class import HEAVY_ABOVE_TOKENS, WARM_BELOW_TOKENS
+from lab.records.arm import ArmRecord
+from lab.records.decisions import DecisionRecord
+from lab.records.replay import ReplayEnd
 
 LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms", "ttft_sent_ms", "e2e_sent_ms")
 
@@ -44,9 +47,10 @@ REQUEST_COLUMNS: dict[str, Any] = {
     "usage_prompt_tokens": pl.Int64,
     "usage_completion_tokens": pl.Int64,
     "cached_tokens": pl.Int64,
-    "window": pl.String,
 }
-NOTHING = ArmRun(Path(), ArmFile("", "", 0), [], None, [], [], {}, 0)
+NOTHING = ArmRun(
+    Path(), ArmRecord(arm="", repeat=0, status="failed"), [], None, [], [], {}, 0
+)
 DECISION_COLUMNS: dict[str, Any] = {
     "id": pl.String,
     "decided_instance": pl.String,
@@ -90,7 +94,7 @@ def _one(run: ArmRun) -> pl.DataFrame:
             # Not the decision's: an offload that failed fell back.
             pl.coalesce("prefill_instance", "used_prefill").alias("prefill_instance"),
             pl.coalesce("instance", "decided_instance").alias("instance"),
-            pl.coalesce("window", _window(steady_window_ns(run.end))).alias("window"),
+            _window(steady_window_ns(run.end)).alias("window"),
         )
         .with_columns(_cached_tokens())
         .with_columns(*_latency(), _new_tokens())
@@ -98,7 +102,7 @@ def _one(run: ArmRun) -> pl.DataFrame:
     )
 
 
-def _decided(line: DecisionLine) -> dict[str, Any]:
+def _decided(line: DecisionRecord) -> dict[str, Any]:
     return {
         # The replayer quotes characters that a header may not hold.
         "id": unquote(line.id),
@@ -106,15 +110,23 @@ def _decided(line: DecisionLine) -> dict[str, Any]:
         "read_from": line.read_from,
         "decided_class": line.kind,
         "asked_tokens": line.prompt_tokens,
-        "believed_cached": line.believed_cached(line.instance),
-        "believed_cached_at_prefill": line.believed_cached(line.prefill_instance),
+        "believed_cached": _believed_cached(line, line.instance),
+        "believed_cached_at_prefill": _believed_cached(line, line.prefill_instance),
     }
+
+
+def _believed_cached(line: DecisionRecord, instance: str | None) -> int | None:
+    """Tokens of the prompt that the proxy took to be cached at `instance`."""
+    for candidate in line.snapshot.candidates:
+        if candidate.name == instance:
+            return candidate.cached_tokens
+    return None
 
 
 def steady_window_ns(end: ReplayEnd | None) -> tuple[int, int] | None:
     """From start to before end of the steady window; None without one."""
     window = end and end.steady
-    return (window["start_ns"], window["end_ns"]) if window else None
+    return (window.start_ns, window.end_ns) if window else None
 
 
 def _window(window_ns: tuple[int, int] | None) -> pl.Expr:

@@ -28,14 +28,13 @@ def disagreements(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        header, lines = read_decisions(path)
-        recorded = list(lines)
+        header, recorded = read_decisions(path)
         found: dict[str, Any] = {}
         for policy in POLICIES if recorded else ():
             ran = policy == header.policy
             parameters = parameters_of(policy, header.parameters if ran else {})
             try:
-                n, differ = differences(iter(recorded), policy, parameters)
+                n, differ = differences(recorded, policy, parameters)
             except NoInstance:
                 found[policy] = None
                 continue

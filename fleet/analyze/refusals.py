@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fleet.analyze.records import ArmRun, RequestLine
+from fleet.analyze.records import ArmRun
+from lab.records.replay import ReplayedRequest
 
 # Must be the same in both; where the sha256 of the trace is, so are the requests.
 CONDITIONS = ("concurrency", "open_loop", "time_scale", "time_factor")
@@ -33,7 +34,7 @@ def refusals(runs: list[ArmRun], arm: str, baseline: str) -> list[str]:
         values = {getattr(run.info, name) for run in ours + theirs}
         if len(values) > 1:
             reasons.append(f"{name} differs: {_listed(values)}")
-    traces = {run.info.trace.get("sha256") for run in ours + theirs}
+    traces = {run.info.trace and run.info.trace.sha256 for run in ours + theirs}
     if len(traces) > 1:
         reasons.append("they replayed different traces")
     # Totals are worth a look only if the runs were whole.
@@ -66,7 +67,7 @@ def _doubts(run: ArmRun) -> Iterator[str]:
         yield f"requests were sent late: lag p99 {lag_ms} ms"
 
 
-def found_warm(requests: list[RequestLine]) -> str | None:
+def found_warm(requests: list[ReplayedRequest]) -> str | None:
     """What an instance found cached before anything could have been; None if nothing.
 
     Until the first token of the run, no request has left anything in a cache. So of

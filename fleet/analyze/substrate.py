@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from fleet.analyze.comparison import METRICS, levels_of, same_requests
-from fleet.analyze.records import ArmFile
 from fleet.analyze.sessions import SessionDraws
+from lab.records.arm import ArmRecord
 from lab.records.roles import role_in_toml
 from lab.stats.interval import stated
 
@@ -29,7 +29,7 @@ class Layer(NamedTuple):
     name: str
 
 
-def layer_of(info: ArmFile) -> Layer | None:
+def layer_of(info: ArmRecord) -> Layer | None:
     """None for a connector that has no place in the chain. Raises ConfigError."""
     if info.connector is None:
         return None

@@ -2,15 +2,18 @@
 """What a policy is given and what it decides: plain values, no clock, no I/O.
 
 A policy is a function (ask, snapshot, parameters) -> Decision. Equal arguments give
-equal decisions, so a recorded snapshot can be decided again by any policy.
+equal decisions, so a recorded snapshot can be decided again by any policy. What is
+recorded of it, Snapshot and Candidate, is in lab/records/decisions.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
+
+from lab.records.decisions import Candidate, Snapshot
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -18,36 +21,6 @@ class Ask(msgspec.Struct, frozen=True):
 
     session: str | None
     prompt_tokens: int
-
-
-class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """An instance as a policy sees it.
-
-    `requests` are in flight there. `ongoing_tokens`: their prompt tokens, and the
-    events passed on. `pending_prefill_tokens`: the uncached prompt tokens of those
-    without a first token. `cached_tokens`: how much of this prompt's beginning the
-    instance has.
-    """
-
-    name: str
-    role: Literal["both", "prefill", "decode"]
-    requests: int
-    ongoing_tokens: int
-    pending_prefill_tokens: int
-    cached_tokens: int
-
-
-class Snapshot(msgspec.Struct, frozen=True):
-    """The healthy instances in a fixed order, and what a policy may remember.
-
-    `pinned`: the instance of the session's last request. `arrivals`: requests before
-    this one. `offloads`: prefills under way for a decode on another instance.
-    """
-
-    candidates: list[Candidate]
-    pinned: str | None
-    arrivals: int
-    offloads: int
 
 
 class Decision(msgspec.Struct, frozen=True):

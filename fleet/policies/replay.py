@@ -13,96 +13,53 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from . import POLICIES, Ask, Decision, PolicyError, Snapshot, parameters_of
+from lab.records import RecordsError
+from lab.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
+from lab.records.lines import read_lines
 
-SCHEMA = "kvtax.decisions/1"
-
-
-class Header(msgspec.Struct):
-    """First line of a decisions file, as far as it matters here."""
-
-    schema: str
-    policy: str
-    parameters: dict[str, Any]
+from . import POLICIES, Ask, Decision, PolicyError, parameters_of
 
 
-class Recorded(msgspec.Struct, rename={"kind": "class", "prefill": "prefill_instance"}):
-    """A decision line: what the policy was given, and what it said."""
-
-    session: str | None
-    prompt_tokens: int
-    instance: str
-    prefill: str | None
-    read_from: str | None
-    reason: str
-    kind: str | None
-    scores: dict[str, float]
-    snapshot: Snapshot
-
-    @property
-    def ask(self) -> Ask:
-        return Ask(self.session, self.prompt_tokens)
-
-    @property
-    def decision(self) -> Decision:
-        return Decision(
-            self.instance,
-            self.prefill,
-            self.read_from,
-            self.scores,
-            self.reason,
-            self.kind,
-        )
-
-
-def read_decisions(path: Path) -> tuple[Header, Iterator[Recorded]]:
-    """The header, and the decisions in order. Raises PolicyError.
+def read_decisions(path: Path) -> tuple[DecisionsHeader, list[DecisionRecord]]:
+    """The header, and the decisions in order. Raises RecordsError.
 
     A torn last line, which a killed proxy leaves, is passed over.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise PolicyError(f"{path}: {error.strerror}") from None
-    try:
-        header = msgspec.json.decode(lines[0], type=Header)
-    except msgspec.DecodeError as error:
-        raise PolicyError(f"{path}:1: no header of {SCHEMA}: {error}") from None
-    if header.schema != SCHEMA:
-        raise PolicyError(f"{path}:1: schema is {header.schema!r}, not {SCHEMA}")
-    return header, _decisions(path, lines[1:-1])
+    lines = read_lines(path, DecisionsHeader, DecisionRecord | DecisionEnd)
+    if lines.header is None:
+        raise RecordsError(f"{path}:1: no header line")
+    return lines.header, [
+        line for line in lines.records if isinstance(line, DecisionRecord)
+    ]
 
 
-def _decisions(path: Path, lines: list[bytes]) -> Iterator[Recorded]:
-    decode = msgspec.json.Decoder(Recorded).decode
-    for number, line in enumerate(lines, 2):
-        if not line.startswith(b'{"type":"decision"'):
-            continue
-        try:
-            yield decode(line)
-        except msgspec.DecodeError as error:
-            raise PolicyError(f"{path}:{number}: {error}") from None
+def _decision(recorded: DecisionRecord) -> Decision:
+    return Decision(
+        recorded.instance,
+        recorded.prefill_instance,
+        recorded.read_from,
+        recorded.scores,
+        recorded.reason,
+        recorded.kind,
+    )
 
 
 def differences(
-    recorded: Iterator[Recorded], policy: str, parameters: msgspec.Struct
+    recorded: list[DecisionRecord], policy: str, parameters: msgspec.Struct
 ) -> tuple[int, dict[str, int]]:
     """How many decisions there are, and how many differ in each field."""
     decide = POLICIES[policy]
     differ = dict.fromkeys(Decision.__struct_fields__, 0)
-    total = 0
     for one in recorded:
-        total += 1
-        again = decide(one.ask, one.snapshot, parameters)
+        before = _decision(one)
+        again = decide(Ask(one.session, one.prompt_tokens), one.snapshot, parameters)
         for field in differ:
-            differ[field] += getattr(again, field) != getattr(one.decision, field)
-    return total, differ
+            differ[field] += getattr(again, field) != getattr(before, field)
+    return len(recorded), differ
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         same = policy == header.policy and not given
         parameters = parameters_of(policy, header.parameters if same else given)
         total, differ = differences(recorded, policy, parameters)
-    except PolicyError as error:
+    except (PolicyError, RecordsError) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{total} decisions by {header.policy}, again by {policy} {parameters}")

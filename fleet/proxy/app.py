@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from fleet.policies import parameters_of
+from lab.records.decisions import DecisionsHeader
 from lab.records.instances import Instance
 
 from .decision_log import DecisionLog
@@ -53,7 +54,9 @@ async def serving(
     settings = msgspec.structs.replace(
         settings, parameters=msgspec.structs.asdict(parameters)
     )
-    header = {**msgspec.structs.asdict(settings), "instances": instances}
+    header = DecisionsHeader(
+        **msgspec.structs.asdict(settings), instances=list(instances)
+    )
     session = open_session(settings.silence_timeout_s)
     with DecisionLog(log_path, header) as decisions:
         async with session:

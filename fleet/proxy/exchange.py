@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from lab.records.decisions import DecisionEnd
+
 from .body import Body, BodyError
-from .decision_log import EndLine
 from .loads import Flight
 from .router import Route
 from .upstream import Failure, sent_on
@@ -30,7 +31,7 @@ class Exchange:
     def __init__(self, request: web.Request, number: int) -> None:
         self.request = request
         self.headers = sent_on(request.headers)
-        self.end = EndLine(
+        self.end = DecisionEnd(
             id=request.headers.get("X-Request-Id") or f"kvtax/{number}",
             number=number,
             session=request.headers.get("X-Session-Id"),

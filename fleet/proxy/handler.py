@@ -12,9 +12,10 @@ import aiohttp
 from aiohttp import web
 
 from fleet.policies import NoInstance
+from lab.records.decisions import DecisionEnd
 from lab.records.instances import Instance
 
-from .decision_log import DecisionLog, EndLine
+from .decision_log import DecisionLog
 from .exchange import Exchange
 from .health import Health
 from .loads import FleetLoad
@@ -92,7 +93,7 @@ class Handler:
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=STOP_GRACE_S)
 
-    def _refused(self, end: EndLine, failure: Failure) -> web.Response:
+    def _refused(self, end: DecisionEnd, failure: Failure) -> web.Response:
         refused = failure.status < 500 or failure.instance is None
         end.status = "refused" if refused else "failed"
         end.error, end.http_status = str(failure), failure.status

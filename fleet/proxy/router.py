@@ -11,10 +11,11 @@ from typing import Literal
 import msgspec
 
 from fleet.policies import POLICIES, Ask, Candidate, Decision, NoInstance, Snapshot
+from lab.records.decisions import DecisionEnd
 from lab.records.instances import Instance
 
 from .body import PIECE_BYTES, Body
-from .decision_log import DecisionLog, EndLine
+from .decision_log import DecisionLog
 from .exact import Exact
 from .loads import FleetLoad
 from .mirror import Mirror
@@ -64,7 +65,7 @@ class Router:
 
     def route(
         self,
-        end: EndLine,
+        end: DecisionEnd,
         body: Body,
         attempt: int,
         without: Collection[str],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,18 +22,16 @@ class LineFile:
     """Writes `path`, which must not exist yet (FileExistsError).
 
     A thread of its own does the writing, so that a slow disk delays no request.
-    `flush_forever` and the result of `flush` raise OSError if that fails. Nothing is
-    written from then on: it would follow a torn line.
+    `flush_forever` and the result of `flush` raise OSError if that fails. The lines of
+    that flush are lost then, and the file ends with the last line before them.
     """
 
     def __init__(self, path: Path, header: msgspec.Struct) -> None:
         self._lines: list[bytes] = []
         self._encode = msgspec.json.Encoder().encode
         self._file = path.open("xb", buffering=0)
-        self._failure: OSError | None = None
+        _write_all(self._file, self._encode(header) + b"\n")
         self._writer = ThreadPoolExecutor(1, "lines")
-        self.append(header)
-        self.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -52,13 +51,13 @@ class LineFile:
         return self._writer.submit(self._write, b"".join(lines))
 
     def _write(self, lines: bytes) -> None:
-        if self._failure is not None:
-            raise self._failure
+        before = self._file.tell()
         try:
-            while lines:
-                lines = lines[self._file.write(lines) :]
-        except OSError as error:
-            self._failure = error
+            _write_all(self._file, lines)
+        except OSError:
+            # What is written later must not follow a torn line.
+            self._file.seek(before)
+            self._file.truncate()
             raise
 
     async def flush_forever(self) -> None:
@@ -67,3 +66,9 @@ class LineFile:
             await asyncio.sleep(FLUSH_EVERY_S)
             # Cancelled before the thread has come to it, a write would never happen.
             await asyncio.shield(asyncio.wrap_future(self.flush()))
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    """A full disk takes a part of the data before it says that it is full."""
+    while data:
+        data = data[file.write(data) :]

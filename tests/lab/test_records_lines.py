@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import threading
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -130,38 +132,36 @@ def test_no_line_is_lost_when_flushing_ends_before_the_disk_comes_to_it(
     assert path.read_bytes().splitlines()[1:] == [b'{"n":1}', b'{"n":2}']
 
 
-class FullDisk:
-    """A file on a disk that takes `room` more bytes, and later some again."""
+class FullDisk(FileIO):
+    """A file on a disk that has no room for one line, and then has again."""
 
-    def __init__(self, file, room: int) -> None:
-        self._file = file
-        self._room = room
+    room = 1 << 20
 
     def write(self, data: bytes) -> int:
-        if self._room == 0:
-            self._room = 1 << 20
+        if self.room == 0:
+            self.room = 1 << 20
             raise OSError(28, "No space left on device")
-        taken = self._file.write(data[: self._room])
-        self._room -= taken
+        taken = super().write(data[: self.room])
+        self.room -= taken
         return taken
 
-    def close(self) -> None:
-        self._file.close()
 
-
-def test_nothing_follows_a_line_that_was_torn_by_a_full_disk(path: Path) -> None:
-    path.unlink()
+def test_a_full_disk_costs_the_lines_of_a_flush_and_tears_none(tmp_path: Path) -> None:
+    path = tmp_path / "reads.jsonl"
     with LineFile(path, HEADER) as file:
-        file.flush().result()
-        file._file = FullDisk(file._file, room=30)
+        file._file.close()
+        file._file = FullDisk(path, "r+")
+        file._file.seek(0, io.SEEK_END)
         file.append(READS[0])
-        with pytest.raises(OSError, match="No space left"):
-            file.flush().result()
+        file.flush().result()
+        file._file.room = 30
         file.append(READS[1])
         with pytest.raises(OSError, match="No space left"):
             file.flush().result()
+        file.append(READS[2])
+        file.flush().result()
     lines = read_lines(path, ReadsHeader, ReadRecord)
-    assert (lines.records, lines.torn_lines) == ([], 1)
+    assert (lines.records, lines.torn_lines) == ([READS[0], READS[2]], 0)
 
 
 def test_what_an_older_writer_left_out_has_a_default(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,11 @@ from fleet.analyze.analysis import Analysis, analyse
 from fleet.analyze.records import read_run
 from fleet.analyze.report import write_report
 from fleet.policies import POLICIES, Ask, Candidate, Snapshot, parameters_of
+from lab.records.arm import ArmRecord, Freshness, MachineLoad
+from lab.records.decisions import DecisionRecord, DecisionsHeader
+from lab.records.documents import write_document
+from lab.records.instances import Instance
+from lab.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader, Steady
 
 INSTANCES = ("i0", "i1", "i2", "i3")
 FIRST_NS = 10**14
@@ -106,49 +110,50 @@ def write_arm(folder: Path, truth: Truth, repeat: int, seed: int) -> None:
             tpot_ns = int(10 * speed * noise * truth.slower * 1e6)
             end_ns = at_ns + ttft_ns + tpot_ns * (OUTPUT - 1)
             failed = turn == 0 and index < truth.fails
-            request = {
-                "type": "request",
-                "id": f"{session}/{turn}",
-                "session": session,
-                "turn": turn,
-                "arrival_s": index * 0.2,
-                "input_tokens": prompt,
-                "output_tokens": OUTPUT,
-                "intended_ns": at_ns,
-                "sent_ns": at_ns + 1_000_000,
-                "first_token_ns": None if failed else at_ns + ttft_ns,
-                "end_ns": end_ns,
-                "status": "failed" if failed else "ok",
-                "error": "HTTP 500" if failed else None,
-                "http_status": 500 if failed else 200,
-                "instance": decision.instance,
-                "prefill_instance": None,
-                "usage_prompt_tokens": None if failed else prompt,
-                "usage_completion_tokens": None
-                if failed
-                else OUTPUT - (turn == 1 and index < truth.short_answers),
-                "cached_tokens": None if failed else cached,
-            }
+            request = ReplayedRequest(
+                id=f"{session}/{turn}",
+                session=session,
+                turn=turn,
+                arrival_s=index * 0.2,
+                input_tokens=prompt,
+                output_tokens=OUTPUT,
+                intended_ns=at_ns,
+                sent_ns=at_ns + 1_000_000,
+                end_ns=end_ns,
+                status="failed" if failed else "ok",
+                error="HTTP 500" if failed else None,
+                http_status=500 if failed else 200,
+                instance=decision.instance,
+            )
+            if not failed:
+                short = turn == 1 and index < truth.short_answers
+                request.first_token_ns = at_ns + ttft_ns
+                request.usage_prompt_tokens = prompt
+                request.usage_completion_tokens = OUTPUT - short
+                request.cached_tokens = cached
             requests.append(request)
             misplaced = turn == 2 and index < truth.misplaced
             other = INSTANCES[INSTANCES.index(decision.instance) - 1]
             decisions.append(
-                {
-                    "type": "decision",
-                    "id": request["id"],
-                    "session": session,
-                    "at_ns": at_ns + 1_100_000,
-                    "policy": truth.policy,
-                    "instance": other if misplaced else decision.instance,
-                    "prefill_instance": decision.prefill,
-                    "read_from": decision.read_from,
-                    "reason": decision.reason,
-                    "class": decision.kind,
-                    "prompt_tokens": prompt,
-                    "scores": decision.scores,
-                    "snapshot": msgspec.to_builtins(snapshot),
-                    "decision_us": 10.0,
-                }
+                DecisionRecord(
+                    id=request.id,
+                    number=len(decisions),
+                    attempt=0,
+                    session=session,
+                    at_ns=at_ns + 1_100_000,
+                    policy=truth.policy,
+                    instance=other if misplaced else decision.instance,
+                    prefill_instance=decision.prefill,
+                    read_from=decision.read_from,
+                    reason=decision.reason,
+                    kind=decision.kind,
+                    prompt_tokens=prompt,
+                    form="ids",
+                    cache="mirror",
+                    scores=decision.scores,
+                    snapshot=snapshot,
+                    decision_us=10.0,
+                )
             )
             if not failed:
                 counted[decision.instance][0] += prompt
@@ -162,52 +167,45 @@ def _write(
     folder: Path,
     truth: Truth,
     repeat: int,
-    requests: list[dict],
-    decisions: list[dict],
+    requests: list[ReplayedRequest],
+    decisions: list[DecisionRecord],
     counted: dict[str, list[int]],
 ) -> None:
-    times = sorted(request["intended_ns"] for request in requests)
-    bad = sum(request["status"] != "ok" for request in requests)
-    end = {
-        "type": "end",
-        "scheduled": len(requests),
-        "ok": len(requests) - bad,
-        "failed": bad,
-        "cancelled": 0,
-        "lag_ms": {"p50": 0.2, "p90": 0.5, "p99": 1.0, "max": 2.0},
-        "lag_budget_ms": 0.5 if not truth.valid else 10.0,
-        "valid": truth.valid,
-        "steady": {
-            "start_ns": times[len(times) // 10],
-            "end_ns": times[int(len(times) * truth.steady_share)],
-        },
-    }
-    lines(folder / "replay.jsonl", [{"schema": "kvtax.replay/1"}, *requests, end])
-    header = {
-        "schema": "kvtax.decisions/1",
-        "policy": truth.policy,
-        "parameters": truth.parameters,
-    }
-    lines(folder / "decisions.jsonl", [header, *decisions])
-    arm = {
-        "schema": "kvtax.arm/1",
-        "experiment": "synthetic",
-        "arm": truth.arm,
-        "repeat": repeat,
-        "policy": truth.policy,
-        "connector": truth.connector,
-        "concurrency": truth.concurrency,
-        "instances": [
-            {"name": n, "url": "http://x", "role": "both"} for n in INSTANCES
-        ],
-        "baseline": truth.baseline,
-        "same_as": truth.same_as,
-        "freshness": {"fresh": truth.fresh, "why": None if truth.fresh else "warm"},
-        "machine": {"saturated": truth.saturated},
-        "status": truth.status,
-        "error": None if truth.status == "ok" else "an instance ended",
-    }
-    (folder / "arm.json").write_text(json.dumps(arm))
+    times_ns = sorted(request.intended_ns for request in requests)
+    bad = sum(request.status != "ok" for request in requests)
+    end = ReplayEnd(
+        scheduled=len(requests),
+        ok=len(requests) - bad,
+        failed=bad,
+        cancelled=0,
+        lag_ms={"p50": 0.2, "p90": 0.5, "p99": 1.0, "max": 2.0},
+        lag_budget_ms=0.5 if not truth.valid else 10.0,
+        valid=truth.valid,
+        steady=Steady(
+            start_ns=times_ns[len(times_ns) // 10],
+            end_ns=times_ns[int(len(times_ns) * truth.steady_share)],
+        ),
+    )
+    header = ReplayHeader(scheduled=len(requests), sessions=truth.sessions)
+    lines(folder / "replay.jsonl", [header, *requests, end])
+    told = DecisionsHeader(policy=truth.policy, parameters=truth.parameters)
+    lines(folder / "decisions.jsonl", [told, *decisions])
+    arm = ArmRecord(
+        experiment="synthetic",
+        arm=truth.arm,
+        repeat=repeat,
+        policy=truth.policy,
+        connector=truth.connector,
+        concurrency=truth.concurrency,
+        instances=[Instance(name, f"http://{name}") for name in INSTANCES],
+        baseline=truth.baseline,
+        same_as=truth.same_as,
+        freshness=Freshness(fresh=truth.fresh, why=None if truth.fresh else "warm"),
+        machine=MachineLoad(saturated=truth.saturated),
+        status=truth.status,
+        error=None if truth.status == "ok" else "an instance ended",
+    )
+    write_document(folder / "arm.json", arm)
     for name, (queries, hits) in counted.items():
         for when, sign in (("before", 0), ("after", 1)):
             text = prom(
@@ -232,10 +230,8 @@ def prom(queries: int, hits: int) -> str:
     return "\n".join(rows) + "\n"
 
 
-def lines(path: Path, records: list[dict[str, Any]]) -> None:
-    path.write_text(
-        "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-    )
+def lines(path: Path, records: list[Any]) -> None:
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in records))
 
 
 def analysed(run: Path, *truths: Truth) -> tuple[Analysis, str]:

@@ -15,6 +15,7 @@ from fleet.analyze.frames import LATENCIES, NOTHING, requests_frame, size_class
 from fleet.analyze.records import read_run
 from fleet.replay.client import _SAFE
 from lab.records import RecordsError
+from lab.records.decisions import DecisionEnd
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_ids_that_the_replayer_must_quote_find_their_decisions(arm: Path) -> Non
 def test_windows_follow_the_intended_send(arm: Path) -> None:
     (run,) = read_run(arm)
     frame = requests_frame([run])
-    start, end = run.end.steady["start_ns"], run.end.steady["end_ns"]
+    start, end = run.end.steady.start_ns, run.end.steady.end_ns
     for window, intended in frame.select("window", "intended_ns").iter_rows():
         expected = "warmup" if intended < start else "steady"
         assert window == (expected if intended < end else "drain")
@@ -149,8 +150,8 @@ def test_an_offload_that_fell_back_is_none(arm: Path) -> None:
     rows = [json.loads(line) for line in (arm / "decisions.jsonl").open()]
     first = rows[1]
     first["prefill_instance"] = "i3"
-    end = {"type": "end", "id": first["id"], "prefill_instance": None}
-    lines(arm / "decisions.jsonl", [*rows, end | {"fallback": "prefill timed out"}])
+    end = DecisionEnd(first["id"], first["number"], None, fallback="prefill timed out")
+    lines(arm / "decisions.jsonl", [*rows, end])
     (run,) = read_run(arm)
     row = requests_frame([run]).filter(id=first["id"]).to_dicts()[0]
     assert row["prefill_instance"] is None

@@ -10,7 +10,8 @@ import pytest
 
 from fleet.policies import POLICIES, Ask, Candidate, Snapshot, parameters_of
 from fleet.policies.replay import main
-from fleet.proxy.decision_log import DecisionLog, EndLine
+from fleet.proxy.decision_log import DecisionLog
+from lab.records.decisions import DecisionEnd, DecisionsHeader
 
 
 def snapshot(number: int) -> Snapshot:
@@ -37,12 +38,14 @@ def record(tmp_path: Path):
     def written(policy: str, given: dict[str, float]) -> Path:
         path = tmp_path / "decisions.jsonl"
         parameters = parameters_of(policy, given)
-        header = {"policy": policy, "parameters": parameters}
+        header = DecisionsHeader(
+            policy=policy, parameters=msgspec.structs.asdict(parameters)
+        )
         with DecisionLog(path, header) as log:
             for number in range(200):
                 ask = Ask("s", 500 + number * 211)
                 decision = POLICIES[policy](ask, snapshot(number), parameters)
-                end = EndLine(str(number), number, "s", status="ok")
+                end = DecisionEnd(str(number), number, "s", status="ok")
                 log.decided(
                     end, 0, ask, snapshot(number), decision, "ids", "mirror", 1.0
                 )
@@ -94,7 +97,7 @@ def test_a_torn_last_line_is_passed_over(record, capsys) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "No such file"),
+        (None, "missing"),
         ("", "no header"),
         ('{"schema":"kvtax.replay/1","policy":"x","parameters":{}}\n', "schema is"),
         (

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.proxy.decision_log import EndLine
 from fleet.proxy.exact import AllBlocksCleared, BlockRemoved, BlockStored, Exact
 from fleet.proxy.loads import FleetLoad, InstanceLoad
 from fleet.proxy.mirror import Mirror
@@ -21,6 +20,7 @@ from fleet.proxy.prefix_index import PrefixIndex
 from fleet.proxy.relay import _stream
 from fleet.proxy.settings import Settings, SettingsError, check
 from fleet.proxy.upstream import ERROR_EVENT
+from lab.records.decisions import DecisionEnd
 from lab.records.instances import Address, Instance
 
 keys = st.integers(0, 6)
@@ -288,7 +288,7 @@ def test_an_error_event_is_one_however_tcp_cuts_it(cut: int) -> None:
     token = b'data: {"choices": [{"text": "a"}]}\n\n'
     event = b'data: {"error": {"message": "engine died"}}\n\n'
     pieces = [token + event[:cut], event[cut:] + b"data: [DONE]\n\n"]
-    end = EndLine("r", 0, None, instance="a")
+    end = DecisionEnd("r", 0, None, instance="a")
     with FleetLoad(["a"]).flight("a", 1) as flight:
         exchange = SimpleNamespace(end=end, flight=flight)
         asyncio.run(_stream(Client(), Cut(pieces), exchange))

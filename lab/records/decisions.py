@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""decisions.jsonl: what the proxy decided for whom, on what grounds, and how it ended.
+
+Every request to a completion endpoint has exactly one `end` line. One that got to a
+decision has a `decision` line before it, two if the first instance could not be
+reached. A killed proxy leaves decisions without ends. Times are CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from lab.records.instances import Instance, Role
+
+
+class DecisionsHeader(
+    msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.decisions/1"
+):
+    """Header; the settings of the proxy as resolved."""
+
+    clock: str = "CLOCK_MONOTONIC"
+    """The clock of all `_ns`."""
+    policy: str
+    """Name of the policy."""
+    parameters: dict[str, Any] = {}
+    """Of the policy, as resolved."""
+    cache: Literal["mirror", "exact"] | None = None
+    """How the proxy knows what is cached: from its own decisions, or KV events."""
+    mirror_tokens: int | None = None
+    """What the mirror takes an instance to hold."""
+    max_body_bytes: int | None = None
+    """The largest request body that is taken."""
+    silence_timeout_s: float | None = None
+    """How long an instance may send nothing."""
+    prefill_timeout_s: float | None = None
+    """How long an offloaded prefill may take."""
+    handover_timeout_s: float | None = None
+    """From the end of an offloaded prefill to the first byte of the answer."""
+    instances: list[Instance] = []
+    """The instances, in their order."""
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """An instance as a policy sees it."""
+
+    name: str
+    """Of the instance."""
+    role: Role
+    """Of the instance."""
+    requests: int
+    """In flight."""
+    ongoing_tokens: int
+    """Prompt tokens of the requests in flight, and the events passed on."""
+    pending_prefill_tokens: int
+    """Uncached prompt tokens of the requests in flight without a first token."""
+    cached_tokens: int
+    """How much of this prompt's beginning the instance has."""
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The healthy instances in a fixed order, and what a policy may remember."""
+
+    candidates: list[Candidate]
+    """The healthy instances."""
+    pinned: str | None
+    """The instance of the session's last request."""
+    arrivals: int
+    """Requests before this one."""
+    offloads: int
+    """Prefills under way for a decode on another instance."""
+
+
+class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decision"):
+    """One decision, and all that it was made of."""
+
+    id: str
+    """`X-Request-Id`."""
+    number: int
+    """The proxy's own count. It joins lines even if clients repeat an id."""
+    attempt: int
+    """0, or 1 after a refused connection: the last one counts."""
+    session: str | None
+    """`X-Session-Id`."""
+    at_ns: int
+    """When it was decided."""
+    policy: str
+    """The policy that decided."""
+    instance: str
+    """Where the request goes."""
+    prefill_instance: str | None
+    """Where it is prefilled first; null: where it goes."""
+    read_from: str | None
+    """The peer that `instance` may read the prefix from."""
+    reason: str
+    """In words."""
+    kind: str | None = msgspec.field(name="class")
+    """`WARM`, `MEDIUM` or `HEAVY`, where the policy tells them apart."""
+    prompt_tokens: int
+    """Exact for the form `ids`, else an estimate."""
+    form: str
+    """Form of the prompt: `ids`, `text`, `chat` or `other`."""
+    cache: Literal["mirror", "exact"]
+    """Whose `cached_tokens` the snapshot has."""
+    scores: dict[str, float]
+    """Of every candidate that could have been `instance`; lower is better."""
+    snapshot: Snapshot
+    """Exactly what the policy was given."""
+    decision_us: float
+    """Time for look-up, snapshot and policy."""
+
+
+class DecisionEnd(msgspec.Struct, tag_field="type", tag="end"):
+    """How a request ended at the proxy."""
+
+    id: str
+    """As in the decision."""
+    number: int
+    """As in the decision."""
+    session: str | None
+    """As in the decision."""
+    status: (
+        Literal["ok", "failed", "refused", "client_gone", "proxy_stopped"] | None
+    ) = None
+    """How it ended; no line is written before it has. `refused`: a bad request, no
+    instance, or the proxy itself failed (500)."""
+    error: str | None = None
+    """Why it is not ok."""
+    http_status: int | None = None
+    """Of the answer."""
+    instance: str | None = None
+    """Where the request went."""
+    prefill_instance: str | None = None
+    """Whose KV was really used."""
+    fallback: str | None = None
+    """Why that is not the decision's."""
+    generated_tokens: int = 0
+    """Events (`data:`, but for `[DONE]`) that were passed on: fewer than the tokens
+    where a server puts several into one (`--stream-interval`)."""
+    first_byte_ns: int | None = None
+    """First byte passed on; null if there was none."""
+    end_ns: int | None = None
+    """When the request ended."""
