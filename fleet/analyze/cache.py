@@ -16,24 +16,15 @@ from __future__ import annotations
 from typing import Any
 
 import polars as pl
-from prometheus_client.parser import text_string_to_metric_families
 
 from fleet.analyze.records import ArmRun
+from lab.records.exposition import sample_totals
 
 QUERIES = "vllm:prefix_cache_queries_total"
 HITS = "vllm:prefix_cache_hits_total"
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 # Counters and usage may differ by this share of the queried tokens.
 DISAGREEMENT = 0.01
-
-
-def counter_totals(text: str) -> dict[str, float]:
-    """Sum over the labels of every sample in a /metrics text, by sample name."""
-    totals: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-    return totals
 
 
 def apc(run: ArmRun, requests: pl.DataFrame) -> dict[str, Any]:
@@ -47,7 +38,7 @@ def apc(run: ArmRun, requests: pl.DataFrame) -> dict[str, Any]:
     offloads = requests["prefill_instance"].is_not_null().any()
     instances = {}
     for name, texts in run.counters.items():
-        before, after = (counter_totals(text) for text in texts)
+        before, after = (sample_totals(text) for text in texts)
         own = requests.filter(pl.col("instance") == name)
         instances[name] = _entry(_delta(before, after), own, checkable=not offloads)
     sums = {

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from fleet.analyze.frames import TITLES
 from fleet.analyze.records import ArmRun
 from fleet.analyze.refusals import refusals
 from fleet.analyze.sessions import SessionDraws
@@ -22,7 +23,6 @@ from lab.stats.interval import stated
 
 # Fewer steady requests in common than this are too few to leave the others out.
 MIN_COMMON = 50
-METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
 
 
 def percent_differences(
@@ -33,7 +33,7 @@ def percent_differences(
     `requests` ended ok (same_requests).
     """
     found: dict[str, Any] = {}
-    for metric in METRICS:
+    for metric in TITLES:
         ours = levels_of(requests, arm, metric, draws)
         theirs = levels_of(requests, baseline, metric, draws)
         found[metric] = {

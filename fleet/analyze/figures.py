@@ -14,12 +14,12 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from fleet.analyze import accumulation, interference
 from fleet.analyze.analysis import Analysis, names
+from fleet.analyze.frames import TITLES
 from fleet.analyze.latency import best_window
 from lab.stats.colours import COLOURS, LINES
 
 matplotlib.use("Agg")
 
-TITLES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
 MARKS = {"p50": "o", "p90": "s", "p99": "^"}
 Document = dict[str, Any]
 

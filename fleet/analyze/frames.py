@@ -26,7 +26,9 @@ from lab.records.arm import ArmRecord
 from lab.records.decisions import DecisionRecord
 from lab.records.replay import ReplayEnd
 
-LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms", "ttft_sent_ms", "e2e_sent_ms")
+# What arms are compared by, and what a reader calls it.
+TITLES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
+LATENCIES = (*TITLES, "ttft_sent_ms", "e2e_sent_ms")
 
 REQUEST_COLUMNS: dict[str, Any] = {
     "id": pl.String,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from fleet.analyze.frames import LATENCIES, TITLES
 from fleet.analyze.report_fleet import (
     accumulation_table,
     balance_table,
@@ -14,13 +15,11 @@ from fleet.analyze.report_fleet import (
     policies_table,
     substrate_table,
 )
-from fleet.analyze.sessions import MIN_REQUESTS, REPLICATES
+from fleet.analyze.sessions import MIN_REQUESTS, QUANTILES, REPLICATES
 from fleet.policies.size_class import CLASSES, LIMITS
 from lab.stats.markdown import DASH, Document, number, table
 
-QUANTILES = ("p50", "p90", "p99")
 SHOWN_WARNINGS = 6
-TITLES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
 FIGURES = {
     "comparison": "Differences against the baseline, with the A/A pair's reach in grey",
     "latency": "Latencies of each arm",
@@ -193,13 +192,12 @@ def latency_tables(document: Document) -> str:
 
 def _latency_rows(document: Document, window: str, kind: str) -> list[list[str]]:
     rows = []
-    names = ("ttft_ms", "tpot_ms", "e2e_ms", "ttft_sent_ms", "e2e_sent_ms")
     for arm, entry in document["arms"].items():
         own = entry["latency"].get(window, {}).get(kind)
         if own is None:
             continue
         for quantile in QUANTILES:
-            levels = [own[name][quantile] for name in names]
+            levels = [own[name][quantile] for name in LATENCIES]
             if any(levels):
                 first = quantile == "p50"
                 rows.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fleet.analyze.frames import TITLES
 from lab.stats.markdown import DASH, Document, interval, number, table
 
 
@@ -218,7 +219,7 @@ def substrate_table(document: Document) -> str:
     layers = sorted(places, key=places.__getitem__)
     rows = [
         [
-            f"{chain['metric'].split('_')[0].upper()} {chain['quantile']}",
+            f"{TITLES[chain['metric']]} {chain['quantile']}",
             f"{chain['policy']}@{chain['concurrency']}",
             *(_step(by_layer.get(layer)) for layer in layers),
         ]

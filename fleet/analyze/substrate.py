@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from fleet.analyze.comparison import METRICS, levels_of, same_requests
+from fleet.analyze.comparison import levels_of, same_requests
+from fleet.analyze.frames import TITLES
 from fleet.analyze.sessions import SessionDraws
 from lab.records.arm import ArmRecord
 from lab.records.roles import role_in_toml
@@ -66,7 +67,7 @@ def substrate(
             continue
         in_chain = pl.col("arm").is_in([arm for _, arm in ordered])
         _, kept = same_requests(requests.filter(in_chain))
-        for metric in METRICS:
+        for metric in TITLES:
             levels = [levels_of(kept, arm, metric, draws) for _, arm in ordered]
             chains += [
                 {

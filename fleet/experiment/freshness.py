@@ -12,9 +12,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from lab.records.arm import Freshness
+from lab.records.exposition import sample_totals
 from lab.records.steps import first_step
 
 # All zero in a vLLM that has served nothing.
@@ -61,12 +60,8 @@ def judge(evidence: Freshness) -> None:
 
 def counted(metrics: str) -> dict[str, float]:
     """The counters and gauges above in the text of an instance's /metrics, summed."""
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            if sample.name in COUNTERS or sample.name in GAUGES:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
+    totals = sample_totals(metrics)
+    return {name: totals[name] for name in (*COUNTERS, *GAUGES) if name in totals}
 
 
 def first_step_cached_blocks(records: Path, block_tokens: int) -> int | None:

@@ -19,6 +19,7 @@ from lab.records.decisions import DecisionRecord, DecisionsHeader
 from lab.records.documents import write_document
 from lab.records.instances import Instance
 from lab.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader, Steady
+from lab.records.roles import Role
 
 INSTANCES = ("i0", "i1", "i2", "i3")
 FIRST_NS = 10**14
@@ -29,7 +30,8 @@ MODEL = "qwen3-coder-30b-a3b"
 
 @dataclass(frozen=True)
 class Truth:
-    """One arm. `slower` multiplies TTFT and TPOT of every request of the baseline's.
+    """One arm. `report` is what its arm.json says of the connector; None, as in older
+    runs: nothing. `slower` multiplies TTFT and TPOT of every request of the baseline's.
 
     `hidden_hits`, `hidden_queries`: what an instance counts and no request is told;
     `wrong_belief`: tokens that the proxy takes to be cached and are not;
@@ -41,6 +43,7 @@ class Truth:
     policy: str = "linear"
     parameters: dict[str, Any] = field(default_factory=dict)
     connector: str = "plain"
+    report: Role | None = None
     slower: float = 1.0
     repeats: int = 2
     fails: int = 0
@@ -196,6 +199,7 @@ def _write(
         repeat=repeat,
         policy=truth.policy,
         connector=truth.connector,
+        report=truth.report,
         concurrency=truth.concurrency,
         instances=[Instance(name, f"http://{name}") for name in INSTANCES],
         baseline=truth.baseline,

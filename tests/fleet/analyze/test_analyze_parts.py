@@ -17,13 +17,14 @@ from fleet.analyze import interference
 from fleet.analyze.accumulation import accumulation
 from fleet.analyze.balance import hotspot, token_imbalance
 from fleet.analyze.belief import belief
-from fleet.analyze.cache import apc, counter_totals
+from fleet.analyze.cache import apc
 from fleet.analyze.frames import NOTHING
 from fleet.analyze.load import ongoing_tokens, step_function
 from fleet.analyze.migration import Link, migrations
 from fleet.analyze.outcomes import outcomes
 from fleet.analyze.records import ArmRun
 from fleet.analyze.sessions import SessionDraws
+from lab.records.exposition import sample_totals
 
 SECOND = 10**9
 
@@ -267,6 +268,6 @@ def test_failure_modes_are_listed_most_frequent_first() -> None:
 
 
 def test_counters_are_summed_over_their_labels() -> None:
-    totals = counter_totals(prom(5_000, 1_200))
+    totals = sample_totals(prom(5_000, 1_200))
     assert totals["vllm:prefix_cache_queries_total"] == 5_000
     assert totals["vllm:prefix_cache_hits_total"] == 1_200

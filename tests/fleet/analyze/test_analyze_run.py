@@ -15,6 +15,7 @@ from fleet.analyze.analysis import analyse
 from fleet.analyze.comparison import verdicts
 from fleet.analyze.records import read_run
 from fleet.analyze.report import write_report
+from lab.records.roles import Role
 
 REPEATS = 2
 N = SESSIONS * TURNS * REPEATS
@@ -162,6 +163,20 @@ def test_substrate_adds_what_each_connector_adds(document: dict[str, Any]) -> No
     assert noop["added"]["value"] / base == pytest.approx(0.02, abs=0.02)
     low, high = mooncake["added"]["ci95"]
     assert low < 0.13 * base < high
+
+
+def test_a_connector_that_only_the_run_knows_has_its_place(tmp_path: Path) -> None:
+    """The run says where its connectors stand, whatever configs there are now."""
+    mine = Role(layer=1, label="my connector")
+    truths = [
+        Truth("linear", repeats=1, report=Role(layer=7)),
+        Truth("mine", connector="mine", repeats=1, report=mine),
+        Truth("unplaced", connector="unplaced", repeats=1),
+    ]
+    analysis, text = analysed(tmp_path, *truths)
+    layers = [step["layer"] for step in analysis.document["substrate"][0]["steps"]]
+    assert layers == ["my connector", "plain"]
+    assert "| my connector | plain |" in text
 
 
 def test_figures_have_their_data_beside_them(out: Path, text: str) -> None:

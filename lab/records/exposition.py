@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An instance's /metrics in Prometheus' text format, as metrics/*.prom keep it."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def sample_totals(text: str) -> dict[str, float]:
+    """The sum over its labels of every sample in `text`, by the sample's name."""
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
