@@ -11,6 +11,23 @@ from lab.stats.markdown import DASH, interval, number, spread, table
 from microbench.analysis.roles import Roles
 from microbench.summary.figures import CURVES
 
+FACTS = (
+    "date_utc",
+    "vllm_version",
+    "python_version",
+    "cpu_model",
+    "cpu_count",
+    "cpu_affinity",
+    "cpu_governor",
+    "gpu_model",
+    "load_average",
+    "hash_seed",
+    "kernel",
+    "git_commit",
+    "git_dirty",
+    "report_git_commit",
+)
+
 
 def model_note(document: PerConfig) -> str:
     """What kind of model the run used, so that nobody takes it for another."""
@@ -87,11 +104,10 @@ def provenance(document: PerConfig) -> str:
     facts = document.provenance
     lines = [f"- run: `{facts.get('command_line')}`"]
     lines.append("- report: `python -m microbench.report RUN_DIR`")
-    named = ("date_utc", "vllm_version", "python_version", "cpu_model", "cpu_count")
-    for key in (*named, "kernel", "git_commit", "git_dirty", "report_git_commit"):
+    for key in FACTS:
         if facts.get(key) is not None:
             lines.append(f"- {key}: {facts[key]}")
-    for title in ("patch_hashes", "package_versions"):
+    for title in ("cgroup_limits", "patch_hashes", "package_versions"):
         if facts.get(title):
             listed = ", ".join(f"{k} {str(v)[:16]}" for k, v in facts[title].items())
             lines.append(f"- {title}: {listed}")

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of SUMMARY.md about growth: which configs grow with |cache|, and how."""
+
+from __future__ import annotations
+
+from lab.records.per_config import ConfigEntry, PerConfig
+from lab.stats.markdown import DASH, TIMES, interval, number, spread, table
+from microbench.analysis.roles import Roles
+from microbench.analysis.verdict import (
+    CONFIRMING_SHARE,
+    LINEAR_R2,
+    MARGIN_US_PER_1K_BLOCKS,
+    METRICS,
+)
+
+
+def answer(document: PerConfig) -> str:
+    """One paragraph: which configs grow and by how much, which do not."""
+    configs = document.configs
+    by_verdict: dict[str, list[str]] = {}
+    for name, entry in configs.items():
+        by_verdict.setdefault(entry.verdict, []).append(name)
+    parts = []
+    for name in by_verdict.get("grows", []):
+        entry = configs[name]
+        slope, level = entry.slope_us_per_1k_blocks["schedule"], entry.schedule_us
+        text = f"`{name}` **grows with |cache|**: "
+        text += f"`schedule()` {interval(slope)} µs per 1,000 cached blocks"
+        if level:
+            text += f", p50 {number(level['p50'])} µs at {level['at_cache_blocks']:,}"
+        parts.append(text + ", and the cost falls when the prefix cache is reset.")
+    said = {
+        "flat": "do not grow with |cache| (the 95 % interval excludes more than "
+        f"{MARGIN_US_PER_1K_BLOCKS:g} µs per 1,000 blocks)",
+        "drifts": "drift: the cost rises but does not fall at the reset, so it is "
+        "something other than |cache|",
+        "inconclusive": "stay undecided in this run",
+        "failed": "failed and have no numbers",
+    }
+    for verdict, text in said.items():
+        if names := by_verdict.get(verdict):
+            listed = ", ".join(f"`{name}`{_split(configs[name])}" for name in names)
+            parts.append(f"{listed} {text}.")
+    return " ".join(parts)
+
+
+def config_table(document: PerConfig) -> str:
+    """One row per config."""
+    rows = []
+    for name, entry in document.configs.items():
+        blocks, slopes = entry.cache_blocks, entry.slope_us_per_1k_blocks
+        step, overhead = entry.step_us or {}, entry.overhead_us or {}
+        rows.append(
+            [
+                f"`{name}`",
+                f"{entry.n_decode_steps:,}",
+                f"{blocks['min']:,}{DASH}{blocks['max']:,}" if blocks else DASH,
+                spread(entry.schedule_us),
+                interval(slopes["schedule"]),
+                f"{number(overhead.get('p50'))}/{number(overhead.get('p90'))}",
+                interval(slopes["overhead"]),
+                f"{number(step.get('p50'))}/{number(step.get('p90'))}",
+                interval(slopes["step"]),
+                spread(entry.build_meta_us),
+                spread(entry.get_finished_us),
+                f"**{entry.verdict}**{_split(entry)}",
+            ]
+        )
+    head = ["config", "decode-only steps", "\\|cache\\| blocks"]
+    head += ["schedule µs p50/p90/p99", "schedule slope µs/1k"]
+    head += ["overhead µs p50/p90", "overhead slope µs/1k"]
+    head += ["step µs p50/p90", "step slope µs/1k"]
+    head += ["build_meta µs", "get_finished µs", "verdict"]
+    window = document.window
+    note = "No level could be stated: see the warnings."
+    if window:
+        mix = ", ".join(f"{b}: {s:.0%}" for b, s in window.batch_mix.items())
+        note = (
+            f"Times are at {window.at_cache_blocks:,} cached blocks (±5 %), the "
+            "highest |cache| that all configs reached, with every config weighted to "
+            f"the same mix of batch sizes ({mix}). Slopes are medians of slopes within "
+            "one repeat and one batch size, in the growth phase, with 95 % block-"
+            "bootstrap intervals. `schedule` contains `build_meta`; `overhead` is "
+            "schedule, update and the connector's calls in the worker, its slope at "
+            "the machine's usual speed (docs/method.md); `step` contains "
+            "everything, the model too. A dash: not measured or not there."
+        )
+    return table(head, rows) + "\n\n" + note
+
+
+def _split(entry: ConfigEntry) -> str:
+    """What the verdict is made of, where the two times behind it disagree."""
+    of = entry.verdict_of
+    if of["schedule"] == of["overhead"]:
+        return ""
+    return f" (`schedule` {of['schedule']}, `overhead` {of['overhead']})"
+
+
+def hypothesis(document: PerConfig, roles: Roles, name: str) -> str:
+    """A section with the verdict on: the cost of config `name` is linear in |cache|."""
+    title = f"## {roles.label(name)}: is its cost linear in |cache|?\n\n"
+    return title + _hypothesis(name, document.configs[name])
+
+
+def _hypothesis(name: str, entry: ConfigEntry) -> str:
+    if entry.verdict == "failed":
+        return f"Not tested: `{name}` failed ({entry.error})."
+    line = entry.linearity
+    slope = interval(entry.slope_us_per_1k_blocks["schedule"])
+    verdict = entry.verdict_of["schedule"]
+    if verdict != "grows" or line is None:
+        return (
+            "**Not supported by this run**: the `schedule()` slope of "
+            f"`{name}` is {slope} µs per 1,000 blocks, verdict {verdict}."
+        )
+    lower, upper = line["slope_lower_half"], line["slope_upper_half"]
+    shape = "steeper" if upper["value"] > lower["value"] else "flatter"
+    said = {
+        "yes": "**Supported**: growth is a straight line.",
+        "no": f"**Grows, but not in a straight line**: it gets {shape}.",
+        "undecided": "**Grows; whether in a straight line is undecided** in this run.",
+    }[line["linear"]]
+    return (
+        f"{said} `schedule()` of `{name}`: {slope} µs per 1,000 blocks; "
+        f"{interval(lower)} in the lower half of |cache|, {interval(upper)} in the "
+        "upper (alike if they differ by less than a third); a line explains "
+        f"{line['r2']:.1%} of the variance of the binned medians (enough: "
+        f"{LINEAR_R2:.0%})."
+    )
+
+
+def reset_table(document: PerConfig) -> str:
+    """Cost before and after the prefix-cache reset."""
+    rows = []
+    for name, entry in document.configs.items():
+        check = entry.reset_check
+        if check is None:
+            continue
+        for metric in METRICS:
+            part = check[metric]
+            rows.append(
+                [
+                    f"`{name}`",
+                    metric,
+                    *(number(part[k]) for k in ("before_us", "after_us", "drop_us")),
+                    number(part["expected_drop_us"]),
+                    "yes" if part["fell"] else "no",
+                ]
+            )
+    if not rows:
+        return "No config has comparable steps on both sides of a reset."
+    head = ["config", "time", "before µs", "after µs", "fall µs"]
+    head += [f"slope {TIMES} \\|cache\\| µs", "fell"]
+    note = (
+        "Medians at full cache and just after the prefix-cache reset, batch sizes "
+        f"held. *Fell*: by at least {CONFIRMING_SHARE:.0%} of slope {TIMES} |cache|, "
+        "with the 95 % interval of the fall above zero."
+    )
+    return table(head, rows) + "\n\n" + note
