@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of SUMMARY.md about what a config adds: to a step, to TPOT, beyond noise."""
+"""The parts of SUMMARY.md about what a config adds to a step and to TPOT; the noise."""
 
 from __future__ import annotations
 
