@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -21,14 +22,15 @@ from lab.serving.engine_process import serve
 from lab.serving.null_engine import PROMPT_TOKENS, NullEngine
 from lab.serving.settings import CPU_ENGINE
 
+HELD_DEADLINE_S = 10.0
+
 
 class TimedEngine(NullEngine):
-    """`get_finished_us` gets one value a step."""
+    """An engine whose `get_finished_us` gets one value per step."""
 
     def __init__(self, model: Path, connector: str) -> None:
-        kv_transfer = CPU_ENGINE.kv_transfer_config
-        kv_transfer |= load_connector(connector).kv_transfer_config
-        super().__init__(model, kv_transfer)
+        of_connector = load_connector(connector).kv_transfer_config
+        super().__init__(model, CPU_ENGINE.kv_transfer_config | of_connector)
         self.get_finished_us: list[float] = []
         group, clock = get_kv_transfer_group(), time.perf_counter_ns
         get_finished, note = group.get_finished, self.get_finished_us.append
@@ -44,7 +46,7 @@ class TimedEngine(NullEngine):
 
 @contextlib.contextmanager
 def busy_thread(wanted: bool) -> Iterator[None]:
-    """A thread in pure Python that never waits, as detokenisers and loggers may be."""
+    """If `wanted`, a Python thread that never waits, as a detokeniser may be."""
     stopping = threading.Event()
 
     def spin() -> None:
@@ -80,13 +82,24 @@ def time_parts(
 
 
 def hold_sends(engine: TimedEngine, count: int) -> int:
-    """Prefills whose blocks nobody pulls; how many the worker then holds."""
+    """Prefill `count` prompts whose blocks nobody pulls; how many the worker holds."""
     for number in range(count):
         params = {"do_remote_decode": True, "transfer_id": f"held-{number}"}
         engine.add([number % 1_000 + 1] * PROMPT_TOKENS, 1, params)
     engine.run_to_end()
     worker = getattr(get_kv_transfer_group(), "connector_worker", None)
-    return len(worker.reqs_need_send) if worker else 0
+    if worker is None:
+        return 0
+    # The worker's event loop takes them up some time after the step.
+    deadline_s = time.monotonic() + HELD_DEADLINE_S
+    while num_held(worker) < count and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return num_held(worker)
+
+
+def num_held(worker: Any) -> int:
+    """Sends whose blocks are known to Mooncake's `worker` and wait to be pulled."""
+    return sum(send.ready.is_set() for send in list(worker.reqs_need_send.values()))
 
 
 def main() -> None:
