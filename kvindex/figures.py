@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run of kvbench, each a PNG with the numbers it draws in a CSV.
-
-Run as `python -m kvindex.figures` in the root of the repository.
-"""
+"""Draw the figures of a kvbench run: a PNG each, with its numbers in a CSV."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def main() -> None:
 
 
 def bursts(trials: list[dict]) -> pl.DataFrame:
-    """Median over rounds of p50 and p99 (µs) by index and shape, on the most cores."""
+    """Median over the rounds of p50 and p99 (µs), by index and shape, on all cores."""
     cores = max(trial["gomaxprocs"] for trial in trials)
     rows = [
         {
@@ -58,7 +55,7 @@ def bursts(trials: list[dict]) -> pl.DataFrame:
 
 
 def usable(trials: list[dict]) -> pl.DataFrame:
-    """Share of the blocks of a trace that an index of a capacity found in place."""
+    """Share of a trace's blocks that were where the index said, by its capacity."""
     rows = [
         {
             "trace": trial["replay"]["trace"],
@@ -73,7 +70,7 @@ def usable(trials: list[dict]) -> pl.DataFrame:
 
 
 def draw_bursts(table: pl.DataFrame, path: Path) -> None:
-    """A line from p50 to p99 for each index, a panel for each shape."""
+    """A line from p50 to p99 per index, a panel per shape."""
     shapes = table.select("readers", "blocks").unique(maintain_order=True).rows()
     order = table.filter(readers=shapes[0][0], blocks=shapes[0][1])["index"].to_list()
     figure, panels = plt.subplots(
@@ -101,7 +98,7 @@ def draw_bursts(table: pl.DataFrame, path: Path) -> None:
 
 
 def draw_usable(table: pl.DataFrame, path: Path) -> None:
-    """Usable share against capacity, a panel for each trace."""
+    """Usable share against capacity, a panel per trace."""
     traces = table["trace"].unique().sort().to_list()
     indexes = table["index"].unique().sort().to_list()
     figure, panels = plt.subplots(

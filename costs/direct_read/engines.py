@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances that read each other's memory, and the moments to disturb them at."""
+"""Servers that read each other's memory, held at the moments that a caller picks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,15 @@ from lab.serving.connector import Connector
 from lab.serving.server import Server
 from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
 from lab.serving.tree import build_tree, installed_package
-from lab.tiny.checkpoint import MAX_TOKENS, prompt
+from lab.tiny.checkpoint import MAX_TOKENS
 from lab.tiny.server import (
     BLOCK_TOKENS,
     NUM_BLOCKS,
     SETTLE_DEADLINE_S,
-    Answer,
     TinyServer,
-    Tokens,
     tiny_settings,
 )
-from lab.tiny.servers import Reference, TinyServers
+from lab.tiny.servers import TinyServers
 
 PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
 SECRET = "a secret that only the tests know"
@@ -44,12 +41,13 @@ KV_TRANSFER_CONFIG = {
 }
 
 
-class Reader(TinyServer):
-    """An instance with the gated connector; starts when made.
+class GatedServer(TinyServer):
+    """A server with the gated connector (gated.py); starts when made.
 
-    `num_blocks` is the size of its KV cache, and decides how long prompts can be.
-    `name_of_model` is what the fingerprint has; clients can always ask for "model".
-    `multi` has the connector in a MultiConnector, beside one that does nothing.
+    Args:
+        num_blocks: Size of its KV cache, which limits the length of prompts.
+        name_of_model: What the fingerprint holds; clients can always ask for "model".
+        multi: Put the connector into a MultiConnector, beside one that does nothing.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class Reader(TinyServer):
         (self.gates / name).unlink(missing_ok=True)
 
     async def reaches(self, name: str) -> None:
-        """Returns once somebody waits at the gate."""
+        """Return once a request waits at the gate."""
         reached = self.gates / f"{name}.reached"
         deadline_s = time.monotonic() + SETTLE_DEADLINE_S
         while not reached.exists():
@@ -104,7 +102,7 @@ class Reader(TinyServer):
 
     @asynccontextmanager
     async def held_at(self, name: str, request: Awaitable) -> AsyncIterator:
-        """The request under way, and this instance at the gate."""
+        """Run the request until this server waits at the gate; on leaving, open it."""
         self.close_gate(name)
         task = asyncio.ensure_future(request)
         try:
@@ -118,7 +116,7 @@ class Reader(TinyServer):
         return int(await self.metric(f"vllm:direct_read_{name}_total"))
 
     async def has_used(self, share: float) -> None:
-        """Returns once so much of the KV cache is in use."""
+        """Return once that share of the KV cache is in use."""
         deadline_s = time.monotonic() + SETTLE_DEADLINE_S
         while (used := await self.metric("vllm:kv_cache_usage_perc")) < share - 1e-6:
             assert time.monotonic() < deadline_s, f"{used} used, not {share}"
@@ -161,73 +159,3 @@ def direct_read_tree(lab: TinyServers) -> Path:
     tree = lab.folder / "direct_read"
     build_tree(tree, installed_package("vllm"), PATCHES, {})
     return tree
-
-
-@dataclass(frozen=True)
-class ReadBench:
-    """`b` reads from `a`; `foreign` has other weights under another name.
-
-    `a` has its connector in a MultiConnector, and a small cache; `b` has the same
-    checkpoint at another path.
-    """
-
-    a: Reader
-    b: Reader
-    foreign: Reader
-    reference: Reference
-
-    async def prepare(self, asked: Tokens) -> None:
-        """Have A cache it, and the reference know what follows."""
-        await asyncio.gather(self.reference.tokens([asked]), self.a.complete(asked, 1))
-
-    def ask(self, asked: Tokens, peer: dict[str, Any] | None = None) -> Awaitable:
-        return self.b.complete(asked, kv_transfer_params=peer or self.a.peer)
-
-    async def right(self, answer: Awaitable[Answer], asked: Tokens) -> None:
-        (expected,) = await self.reference.tokens([asked])
-        assert (await answer).tokens == expected
-
-    async def wrong(self, answer: Awaitable[Answer], asked: Tokens) -> None:
-        """For negative controls."""
-        (expected,) = await self.reference.tokens([asked])
-        assert (await answer).tokens != expected
-
-    @asynccontextmanager
-    async def pulled(self, blocks: int) -> AsyncIterator[None]:
-        """B has pulled so many blocks, as vLLM counts and as the connector does."""
-        before = await self.counted()
-        yield
-        await self.b.settle()
-        since = [
-            now - then for now, then in zip(await self.counted(), before, strict=True)
-        ]
-        assert since == [blocks * BLOCK_TOKENS, blocks], f"{since} of {blocks} blocks"
-
-    async def counted(self) -> tuple[int, int]:
-        """Tokens that B has pulled, and blocks."""
-        pulled_tokens = (await self.b.counters()).pulled_tokens
-        return pulled_tokens, await self.b.count("blocks_pulled")
-
-    async def well(self, seed: int) -> None:
-        """B holds nothing, and reads from A: the first time unless A has failed it.
-
-        Then it leaves A alone for a while, and so may Mooncake.
-        """
-        await self.b.settle()
-        deadline_s = time.monotonic() + SETTLE_DEADLINE_S
-        pulled = 0
-        while not pulled:
-            assert time.monotonic() < deadline_s
-            seed += 1
-            asked = prompt(seed, 500)
-            await self.prepare(asked)
-            before, _ = await self.counted()
-            await self.right(self.ask(asked), asked)
-            await self.b.settle()
-            pulled = (await self.counted())[0] - before
-        assert pulled == full_blocks(asked) * BLOCK_TOKENS
-
-
-def full_blocks(asked: Tokens) -> int:
-    """How many blocks of it can be pulled: the last token is computed."""
-    return (len(asked) - 1) // BLOCK_TOKENS

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DirectReadConnector with gates: tests hold a server at a moment of their choice.
+"""DirectReadConnector with gates: a test can hold a server at a chosen moment.
 
-Where a gate is, there is a file of its name in the folder GATES_VARIABLE names: what
-comes to it writes `<name>.reached` and waits until the file is gone. Files of other
-names switch a safety measure off, for tests that must then go wrong.
-
-Nothing else differs: the transfer engine, the memory and the side channel are real.
+A gate is closed while a file of its name is in the folder that GATES_VARIABLE names.
+Code that comes to a closed gate writes `<name>.reached` and waits until the file is
+gone. Files with the names of switches turn a safety measure off; what then follows must
+go wrong. Nothing else differs: the transfer engine, the memory and the side channel are
+real.
 """
 
 import copy
@@ -43,7 +43,7 @@ def wait_at(name: str) -> None:
 class GatedDirectReadConnector(DirectReadConnector):
     def start_load_kv(self, forward_context, **kwargs) -> None:
         super().start_load_kv(forward_context, **kwargs)
-        # Steps without a forward pass are not meant.
+        # Only steps with a forward pass.
         if forward_context is not None and forward_context.attn_metadata:
             wait_at(STEP)
 

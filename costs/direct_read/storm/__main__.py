@@ -25,7 +25,7 @@ from pathlib import Path
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from costs.direct_read.engines import Reader, direct_read_tree
+from costs.direct_read.engines import GatedServer, direct_read_tree
 from costs.direct_read.gates import OFFER_IN_FLIGHT, TRUST_ALL
 from costs.direct_read.storm.pool import (
     Pool,
@@ -40,7 +40,7 @@ from lab.serving.preflight import require_honest_transfers
 from lab.serving.supervise import exit_on_signals
 from lab.tiny.servers import TinyServers, ready
 
-# All prompts of the pool are some 25 times what A can cache, and 12 times B.
+# All prompts of the pool together are some 25 times what A can cache, and 12 times B.
 POOL_PROMPTS = 240
 A_BLOCKS = 400
 B_BLOCKS = 320
@@ -48,7 +48,7 @@ AT_ONCE = 12
 # Beside them A prefills prompts of its own all the time.
 CHURNS = 2
 CHURN_TOKENS = 1200
-# How long after A is asked for a prompt B is: A's steps take about as long.
+# B is asked at most this long after A: A's steps take about as long.
 RACE_S = 0.06
 RECENT = 8
 RESET_EVERY_S = 10.0
@@ -59,7 +59,7 @@ CONTROL_S = 180.0
 class Storm:
     """Asks B for prompts that A has, is computing, or has had."""
 
-    def __init__(self, a: Reader, b: Reader, pool: Pool, seed: int) -> None:
+    def __init__(self, a: GatedServer, b: GatedServer, pool: Pool, seed: int) -> None:
         self._counts: Counter[str] = Counter()
         self._a = a
         self._b = b
@@ -68,7 +68,7 @@ class Storm:
         self._recent: list[Prompt] = []
 
     async def run(self, requests: int, seconds: float, enough_wrong: int) -> Counts:
-        """What came of it; ends at so many requests, after so long, or wrong answers.
+        """Run until one limit is reached; what was counted.
 
         Names as in report.ROWS.
         """
@@ -129,7 +129,7 @@ class Storm:
 
     @asynccontextmanager
     async def _churning(self, session: aiohttp.ClientSession):
-        """A prefills what nobody reads, and loses its prefix cache now and then."""
+        """Meanwhile A prefills what nobody reads, and its cache is reset at times."""
 
         async def churn() -> None:
             while True:
@@ -150,10 +150,10 @@ class Storm:
                 task.cancel()
 
     async def _counters(self) -> Counter[str]:
-        """What B's and A's connectors counted, without the prefix of the names."""
+        """What the connectors of A and B counted, by name without its prefix."""
         counted: Counter[str] = Counter()
         for server in (self._b, self._a):
-            # A step, so that what was counted last is shown.
+            # One more step shows what was counted last.
             await server.settle()
             async with (
                 new_session() as session,
@@ -168,15 +168,17 @@ class Storm:
         return counted
 
 
-async def reset_prefix_cache(session: aiohttp.ClientSession, server: Reader) -> None:
+async def reset_prefix_cache(
+    session: aiohttp.ClientSession, server: GatedServer
+) -> None:
     url = f"{server.url}/reset_prefix_cache"
     async with session.post(url, params={"reset_running_requests": "true"}) as done:
         done.raise_for_status()
 
 
 @contextmanager
-def without(server: Reader | None, switch: str):
-    """A safety measure off, at the server that has it."""
+def without(server: GatedServer | None, switch: str):
+    """With a safety measure off, at the server that has it."""
     if server is None:
         yield
         return
@@ -188,9 +190,9 @@ def without(server: Reader | None, switch: str):
 
 
 async def storm(
-    a: Reader, b: Reader, pool: Pool, seed: int, requests: int, seconds: float
+    a: GatedServer, b: GatedServer, pool: Pool, seed: int, requests: int, seconds: float
 ) -> dict[str, Counts]:
-    """The run proper, and then the controls. B begins each with an empty cache."""
+    """The run proper, then the controls; B begins each with an empty cache."""
     phases = {
         AS_IT_IS: (None, "", requests, seconds, requests),
         "without exclusion": (a, OFFER_IN_FLIGHT, requests, CONTROL_S, ENOUGH_WRONG),
@@ -228,8 +230,8 @@ def main() -> int:
         print(f"{pool.seen} of {len(pool.prompts)} see one wrong block", flush=True)
         tree = direct_read_tree(lab)
         with ready(
-            Reader(lab, tree, "a", num_blocks=A_BLOCKS),
-            Reader(lab, tree, "b", num_blocks=B_BLOCKS),
+            GatedServer(lab, tree, "a", num_blocks=A_BLOCKS),
+            GatedServer(lab, tree, "b", num_blocks=B_BLOCKS),
         ) as (a, b):
             ends = arguments.requests, arguments.minutes * 60
             phases = asyncio.run(storm(a, b, pool, arguments.seed, *ends))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts for a storm, and the oracle: the tokens that a plain instance answers with.
+"""Prompts for a storm, and the oracle: the tokens that a plain server answers with.
 
-Only prompts whose every token is well ahead of the next best one are taken, so that
-another order of float32 additions, in a batch of another size, changes no answer. How
-much the oracle sees is measured too: how often one wrong block of a prompt changes
-its answer.
+A prompt is taken only if each token of its answer is well ahead of the next best one.
+Then the rounding of float32, which differs with the size of the batch, changes no
+answer. How much the oracle notices is measured too: how often one wrong block of a
+prompt changes its answer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lab.tiny.checkpoint import VOCAB_SIZE
 from lab.tiny.server import BLOCK_TOKENS, Tokens
 
 ANSWER_TOKENS = 6
-# Prompts begin with one of so many beginnings, of so many blocks.
+# Prompts begin with one of this many beginnings, of this many blocks (least, most).
 NUM_BEGINNINGS = 60
 BEGINNING_BLOCKS = (2, 12)
-# And go on with so many tokens of their own.
+# And go on with tokens of their own (least, most).
 OWN_TOKENS = (20, 400)
-# Between the log probabilities of the best two tokens; rounding moves them by 1e-5.
+# Between the log probabilities of the best two tokens. Rounding moves them by 1e-5.
 MIN_LEAD = 0.02
 AT_ONCE = 16
 REQUEST_TIMEOUT_S = 120.0
@@ -40,7 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Pool:
-    """`seen` of all prompts had another answer with one of their blocks replaced."""
+    """`seen` prompts got another answer when one of their blocks was replaced."""
 
     prompts: list[Prompt]
     seen: int
@@ -53,7 +53,7 @@ async def ask(
     max_tokens: int = ANSWER_TOKENS,
     **body: object,
 ) -> dict:
-    """The choice of a greedy completion. Raises RuntimeError if there is none."""
+    """The one choice of a greedy completion. Raises RuntimeError if it failed."""
     body |= {
         "model": SERVED_MODEL,
         "prompt": tokens,
@@ -79,7 +79,7 @@ def new_session() -> aiohttp.ClientSession:
 
 
 async def new_pool(plain: Server, size: int, seed: int) -> Pool:
-    """`size` prompts and their answers, as `plain` gives them."""
+    """`size` prompts, with the answers that `plain` gives."""
     chance = random.Random(seed)
     beginnings = [
         random_tokens(chance, BLOCK_TOKENS * chance.randint(*BEGINNING_BLOCKS))
@@ -121,7 +121,7 @@ def random_tokens(chance: random.Random, count: int) -> Tokens:
 
 
 def with_another_block(chance: random.Random, tokens: Tokens) -> Tokens:
-    """With other tokens in one full block of those that can be pulled."""
+    """`tokens` with one of the full blocks that can be pulled replaced."""
     start = BLOCK_TOKENS * chance.randrange((len(tokens) - 1) // BLOCK_TOKENS)
     block = random_tokens(chance, BLOCK_TOKENS)
     return tokens[:start] + block + tokens[start + BLOCK_TOKENS :]
@@ -130,7 +130,7 @@ def with_another_block(chance: random.Random, tokens: Tokens) -> Tokens:
 async def _clear_answer(
     session: aiohttp.ClientSession, plain: Server, tokens: Tokens
 ) -> Tokens | None:
-    """None if a token of it was a close run thing."""
+    """The answer, or None if one of its tokens was hardly ahead of another."""
     choice = await ask(
         session, plain, tokens, logprobs=2, return_tokens_as_token_ids=True
     )

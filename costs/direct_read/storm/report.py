@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A storm's runs in a JSON file, and their sum in Markdown beside it."""
+"""The runs of the storm in a JSON file, and their sum in Markdown beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lab.serving.provenance import collect
 from lab.stats.markdown import table
 
 AS_IT_IS = "as it is"
-# What is shown, by the name of the count; the connector's own are in metrics.py.
+# The rows, by the name of the count; the connector's own counts are in its metrics.py.
 ROWS = {
     "requests": "requests at B",
     "wrong_requests": "**answers with a wrong token**",

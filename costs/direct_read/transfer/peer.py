@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An instance that can be read and has no engine: block pool, ledger, side channel.
+"""A peer that can be read and has no engine: block pool, ledger, side channel.
 
-Run by costs.direct_read.transfer with a private tree first on PYTHONPATH. It has
-one prompt whose blocks lie one after the other, and one whose blocks are scattered.
+Run by costs.direct_read.transfer with a private tree first on PYTHONPATH. The blocks of
+one of its prompts lie one after the other; those of the other prompt are scattered.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HASH_BYTES = 32
 SCATTERED_AMONG = 4 * PROMPT_BLOCKS
 
 
-class TinyServer:
-    """Its hashes of the two prompts are in `prompts`, its server is at `port`."""
+class PeerWithoutEngine:
+    """`prompts` has the block hashes of both prompts; the side channel is at `port`."""
 
     def __init__(self, block_bytes: int) -> None:
         # One block is vLLM's null block.
@@ -55,7 +55,7 @@ class TinyServer:
 
 
 def cache(pool: BlockPool) -> list[bytes]:
-    """Hashes of a prompt that is cached now."""
+    """Cache a prompt; the hashes of its blocks."""
     hashes = [os.urandom(HASH_BYTES) for _ in range(PROMPT_BLOCKS)]
     blocks = pool.get_new_blocks(PROMPT_BLOCKS)
     request = SimpleNamespace(block_hashes=hashes)
@@ -63,13 +63,13 @@ def cache(pool: BlockPool) -> list[bytes]:
     return hashes
 
 
-def describe(instance: TinyServer) -> tuple[int, dict[str, list[bytes]]]:
+def describe(instance: PeerWithoutEngine) -> tuple[int, dict[str, list[bytes]]]:
     return instance.port, instance.prompts
 
 
 def main() -> None:
     _model, block_bytes, socket = sys.argv[1:]
-    serve(TinyServer(int(block_bytes)), socket, describe)
+    serve(PeerWithoutEngine(int(block_bytes)), socket, describe)
 
 
 if __name__ == "__main__":

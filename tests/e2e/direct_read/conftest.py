@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from costs.direct_read.engines import ReadBench, Reader, direct_read_tree
+from costs.direct_read.engines import GatedServer, direct_read_tree
 from lab.tiny.servers import Reference, TinyServers, ready
 
+from .bench import ReadBench
 from .scenarios import SMALL_BLOCKS
 
 
@@ -17,9 +18,9 @@ def bench(lab: TinyServers, reference: Reference) -> Iterator[ReadBench]:
     tree = direct_read_tree(lab)
     elsewhere = shutil.copytree(lab.checkpoint, lab.folder / "elsewhere")
     with ready(
-        Reader(lab, tree, "read_a", num_blocks=SMALL_BLOCKS, multi=True),
-        Reader(lab, tree, "read_b", checkpoint=elsewhere),
-        Reader(
+        GatedServer(lab, tree, "read_a", num_blocks=SMALL_BLOCKS, multi=True),
+        GatedServer(lab, tree, "read_b", checkpoint=elsewhere),
+        GatedServer(
             lab,
             tree,
             "read_foreign",

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 
-from costs.direct_read.engines import ReadBench
 from costs.direct_read.gates import LOOKUP, MID_READ, READ, VALIDATE
 from lab.tiny.checkpoint import prompt
+
+from .bench import ReadBench
 
 # Blocks of A: two prompts of LONG_TOKENS are more than it can cache.
 SMALL_BLOCKS = 300

@@ -11,7 +11,6 @@ import asyncio
 
 import pytest
 
-from costs.direct_read.engines import full_blocks
 from costs.direct_read.gates import (
     LOOKUP,
     OFFER_IN_FLIGHT,
@@ -22,6 +21,7 @@ from costs.direct_read.gates import (
 )
 from lab.tiny.checkpoint import prompt
 
+from .bench import full_blocks
 from .scenarios import MOMENTS, evict_all, run
 
 pytestmark = pytest.mark.long

@@ -8,13 +8,14 @@ import socket
 
 import pytest
 
-from costs.direct_read.engines import full_blocks, named
+from costs.direct_read.engines import named
 from costs.direct_read.gates import (
     VALIDATE,
 )
 from lab.tiny.checkpoint import prompt
 from lab.tiny.server import BLOCK_TOKENS, SETTLE_DEADLINE_S
 
+from .bench import full_blocks
 from .scenarios import LONG_TOKENS, SMALL_BLOCKS, run
 
 pytestmark = pytest.mark.long

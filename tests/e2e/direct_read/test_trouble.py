@@ -15,7 +15,7 @@ import pytest
 from connectors.direct_read.client import Client
 from connectors.direct_read.protocol import Offer, Peer
 from connectors.direct_read.server import Server
-from costs.direct_read.engines import PROGRESS_TIMEOUT_S, SECRET, full_blocks, named
+from costs.direct_read.engines import PROGRESS_TIMEOUT_S, SECRET, named
 from costs.direct_read.gates import (
     LOOKUP,
     MID_READ,
@@ -24,6 +24,7 @@ from lab.serving.ports import reserve
 from lab.tiny.checkpoint import prompt
 from lab.tiny.server import aborted
 
+from .bench import full_blocks
 from .scenarios import MOMENTS, run
 
 pytestmark = pytest.mark.long
