@@ -12,24 +12,7 @@ from pathlib import Path
 import msgspec
 
 from lab.records import RecordsError
-
-
-class Cache(msgspec.Struct):
-    """One instance's, as fleet/proxy/metrics.py says; None where not known."""
-
-    mirror_minus_exact_tokens: int | None = None
-    mean_difference_tokens: float | None = None
-    compared_prompts: int = 0
-    complete: bool | None = None
-    gaps: int = 0
-
-
-class Instance(msgspec.Struct):
-    cache: Cache
-
-
-class Breakdown(msgspec.Struct):
-    instances: dict[str, Instance]
+from lab.records.breakdown import Breakdown
 
 
 def mirror_against_exact(folder: Path) -> dict[str, float | int | bool] | None:
@@ -48,14 +31,15 @@ def mirror_against_exact(folder: Path) -> dict[str, float | int | bool] | None:
     except msgspec.DecodeError as error:
         raise RecordsError(f"{path}: {error}") from None
     caches = [one.cache for one in found.instances.values()]
-    prompts = sum(cache.compared_prompts for cache in caches)
+    prompts = sum(cache.compared_prompts or 0 for cache in caches)
     if prompts == 0:
         return None
-    apart = sum((c.mean_difference_tokens or 0) * c.compared_prompts for c in caches)
+    compared = [cache for cache in caches if cache.compared_prompts]
+    apart = sum(c.mean_difference_tokens * c.compared_prompts for c in compared)
     return {
         "prompts": prompts,
         "mean_difference_tokens": round(apart / prompts, 2),
         "held_difference_tokens": sum(c.mirror_minus_exact_tokens or 0 for c in caches),
-        "gaps": sum(cache.gaps for cache in caches),
+        "gaps": sum(cache.gaps or 0 for cache in caches),
         "complete": all(cache.complete for cache in caches),
     }

@@ -7,12 +7,18 @@ They are read from the live state when somebody asks; no request pays for them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from lab.records.breakdown import (
+    Breakdown,
+    CachedTokens,
+    DecisionTimes,
+    InstanceBreakdown,
+)
 from lab.records.instances import Instance
 
 from .exact import Exact
@@ -22,6 +28,17 @@ from .kv_events import Subscriber
 from .loads import FleetLoad
 from .mirror import Mirror
 from .router import Router
+
+INSTANCE_GAUGES = ("healthy", "requests", "ongoing_tokens", "pending_prefill_tokens")
+CACHE_GAUGES = (
+    "mirror_tokens",
+    "exact_tokens",
+    "mirror_minus_exact_tokens",
+    "mean_difference_tokens",
+    "complete",
+    "gaps",
+    "skipped_blocks",
+)
 
 
 class Metrics:
@@ -49,64 +66,57 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def breakdown(self) -> dict[str, Any]:
-        """Per instance: in flight, ended, cached by each account; decision times."""
-        return {
-            "instances": {
+    def breakdown(self) -> Breakdown:
+        return Breakdown(
+            instances={
                 one.name: self._of(place, one.name)
                 for place, one in enumerate(self._instances)
             },
-            "offloads": self._loads.offloads,
-            "decision_us": self._decision_us(),
-        }
+            offloads=self._loads.offloads,
+            decision_us=self._decision_us(),
+        )
 
     def prometheus(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def _of(self, place: int, name: str) -> dict[str, Any]:
+    def _of(self, place: int, name: str) -> InstanceBreakdown:
         load = self._loads[name]
         ended = self._handler.ended
-        return {
-            "healthy": name not in self._health.ejected,
-            "requests": load.requests,
-            "ongoing_tokens": load.ongoing_tokens,
-            "pending_prefill_tokens": load.pending_prefill_tokens,
-            "ended": {status: n for (who, status), n in ended.items() if who == name},
-            "cache": self._cache(place, name),
-        }
+        return InstanceBreakdown(
+            healthy=name not in self._health.ejected,
+            requests=load.requests,
+            ongoing_tokens=load.ongoing_tokens,
+            pending_prefill_tokens=load.pending_prefill_tokens,
+            ended={status: n for (one, status), n in ended.items() if one == name},
+            cache=self._cached(place, name),
+        )
 
-    def _cache(self, place: int, name: str) -> dict[str, Any]:
-        """Tokens cached at an instance, by the mirror and by its KV events.
-
-        `exact_tokens` is None where there are no KV events. `mean_difference_tokens`:
-        by how much the two disagreed about a prompt that went there, on average.
-        """
+    def _cached(self, place: int, name: str) -> CachedTokens:
         mirror = round(self._mirror.tokens[place])
         if self._exact is None:
-            return {"mirror_tokens": mirror, "exact_tokens": None}
+            return CachedTokens(mirror)
         subscriber = self._subscribers[name]
         exact = self._exact.tokens[place]
         compared = self._router.differences[place]
         total = self._router.difference_tokens[place]
-        return {
-            "mirror_tokens": mirror,
-            "exact_tokens": exact,
-            "mirror_minus_exact_tokens": mirror - exact,
-            "mean_difference_tokens": total / compared if compared else None,
-            "compared_prompts": compared,
-            "complete": subscriber.complete,
-            "gaps": subscriber.gaps,
-            "skipped_blocks": self._exact.skipped[place],
-        }
+        return CachedTokens(
+            mirror_tokens=mirror,
+            exact_tokens=exact,
+            mirror_minus_exact_tokens=mirror - exact,
+            mean_difference_tokens=total / compared if compared else None,
+            compared_prompts=compared,
+            complete=subscriber.complete,
+            gaps=subscriber.gaps,
+            skipped_blocks=self._exact.skipped[place],
+        )
 
-    def _decision_us(self) -> dict[str, float] | None:
-        """Of the last 10,000 decisions: look-up, snapshot and policy together."""
+    def _decision_us(self) -> DecisionTimes | None:
         times = self._router.decision_us
         if not times:
             return None
         p50, p99 = np.percentile(times, [50, 99]).round(1).tolist()
-        return {"n": len(times), "p50": p50, "p99": p99}
+        return DecisionTimes(len(times), p50, p99)
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """For prometheus_client."""
@@ -134,28 +144,16 @@ class Metrics:
 
     def _gauges(self) -> Iterator[GaugeMetricFamily]:
         views = [self._of(p, one.name) for p, one in enumerate(self._instances)]
-        for field in (
-            "healthy",
-            "requests",
-            "ongoing_tokens",
-            "pending_prefill_tokens",
-        ):
-            yield self._gauge(field, [view[field] for view in views])
-        caches = [view["cache"] for view in views]
-        for field in (
-            "mirror_tokens",
-            "exact_tokens",
-            "mirror_minus_exact_tokens",
-            "mean_difference_tokens",
-            "complete",
-            "gaps",
-            "skipped_blocks",
-        ):
-            yield self._gauge(f"cache_{field}", [c.get(field) for c in caches])
-        for name, value in (self._decision_us() or {}).items():
-            yield GaugeMetricFamily(
-                f"kvtax_proxy_decision_us_{name}", "Decision time", value=value
-            )
+        for field in INSTANCE_GAUGES:
+            yield self._gauge(field, [getattr(view, field) for view in views])
+        for field in CACHE_GAUGES:
+            values = [getattr(view.cache, field) for view in views]
+            yield self._gauge(f"cache_{field}", values)
+        if times := self._decision_us():
+            for name, value in msgspec.structs.asdict(times).items():
+                yield GaugeMetricFamily(
+                    f"kvtax_proxy_decision_us_{name}", "Decision time", value=value
+                )
 
     def _gauge(self, field: str, values: list[float | None]) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(

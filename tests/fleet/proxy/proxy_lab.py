@@ -136,7 +136,7 @@ class Proxy(NamedTuple):
         until(nothing, f"still in flight: {self.get('/breakdown').body}")
 
     def accounted(self, requests: int) -> None:
-        """Asserts one end line a request, and an end line for each decision."""
+        """Asserts one end line per request, and an end line for each decision."""
         until(lambda: len(self.lines("end")) >= requests, "end lines are missing")
         numbers = [end["number"] for end in self.lines("end")]
         assert sorted(numbers) == list(range(requests))

@@ -38,7 +38,7 @@ def test_a_client_that_goes_away_aborts_the_request_at_the_instance(
             lambda: two[0].metrics()["vllm:num_requests_running"] == 0,
             "the instance still works on it",
         )
-        # And one who does not wait for the first byte.
+        # And a client that does not wait for the first byte.
         two[1].set_faults("hang")
         with connect(on.url, ask(), X_Request_Id="sooner"):
             until(lambda: on.instances()["b"]["requests"] == 1, "not sent on")

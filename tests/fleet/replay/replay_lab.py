@@ -78,7 +78,7 @@ class Lines:
 
 
 def assert_accounted_for(lines: Lines, requests: list[Request]) -> None:
-    """One terminal record a request, in order, and never a turn after a bad one."""
+    """One terminal record per request, in order, and never a turn after a bad one."""
     ids = [record["id"] for record in lines.records]
     assert sorted(ids) == sorted(f"{r.session}/{r.turn}" for r in requests)
     assert lines.end["scheduled"] == lines.header["scheduled"] == len(requests)

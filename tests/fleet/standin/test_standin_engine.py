@@ -71,7 +71,7 @@ async def _gaps_ms(engine: Engine, sequence: Sequence) -> list[float]:
 
 
 def test_a_prefill_takes_its_time_and_slows_down_the_decodes_beside_it():
-    # 100 tokens a step at 0.2 ms: a chunk takes 20 ms, a decode step alone 1 ms.
+    # 100 tokens per step at 0.2 ms: a chunk takes 20 ms, a decode step alone 1 ms.
     shape = Shape(step_us=1000, prefill_us_per_token=200, max_batched_tokens=100)
 
     async def work(engine: Engine):
