@@ -66,7 +66,7 @@ trace-cost: setup ## time and memory of traces of two million requests
 transfer-check: setup ## does Mooncake report a write over TCP before the bytes arrive?
 	$(python) -m lab.serving.transfer_check
 
-bench-report: setup ## time and memory of analysing 10 million records
+bench-report: setup ## time and memory of analysing 10 million steps
 	$(python) -m costs.report
 
 # Sources of the releases that the patches are tested on, with upstream's own tests.
@@ -113,5 +113,6 @@ clean: ## remove runs, fetched sources and the environment
 
 .PHONY: help setup test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
-	direct-read-cost listener-cost sending-lag proxy-cost trace-cost transfer-check bench-report vllm-releases upstream-check \
+	direct-read-cost listener-cost sending-lag proxy-cost trace-cost \
+	transfer-check bench-report vllm-releases upstream-check \
 	upstream-series kvindex-test kvindex-bench kvindex-figures lock clean
