@@ -9,7 +9,6 @@ number after a signal.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from lab.paths import REPOSITORY
 from lab.records import RecordsError
 from lab.records.arm import ArmRecord, PlannedArm, TraceFacts
 from lab.records.documents import read_document, write_document
+from lab.records.experiment import ExperimentRecord
 from lab.run_folder import RunFolderError
 from lab.serving import preflight, provenance
 from lab.serving.machine_lock import MachineBusy, machine_lock
@@ -174,18 +174,17 @@ def _keep_plan(
     Raises RunFolderError.
     """
     file = out / PLAN_FILE
-    now = {
-        "schema": "kvtax.experiment/1",
-        "experiment": msgspec.to_builtins(experiment),
-        "trace": msgspec.to_builtins(facts),
-        "plan": [run.folder for run in plan(experiment)],
-        "versions": versions,
-    }
+    now = ExperimentRecord(
+        experiment=msgspec.to_builtins(experiment),
+        trace=facts,
+        plan=[run.folder for run in plan(experiment)],
+        versions=versions,
+    )
     if resume:
         run_folder.check_resumable(
             out,
-            json.loads(file.read_text()),
-            now,
+            msgspec.json.decode(file.read_bytes()),
+            msgspec.to_builtins(now),
             plan_keys=("experiment", "trace", "plan"),
             provenance="versions",
         )

