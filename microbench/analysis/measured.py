@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import polars as pl
@@ -19,20 +19,28 @@ from microbench.analysis.verdict import METRICS
 
 @dataclass
 class Measured:
-    """The steps of a config's trials that went well; `level` follows once all configs
-    are known, None if this one has no steps at the stated |cache|."""
+    """The steps of a config's trials that went well, and what follows from them.
+
+    `level` is set once all configs are known: None if this one has no steps at the
+    stated |cache|. `medians` are those that p50 was asked for.
+    """
 
     name: str
-    trials: list[LoadedTrial]
     steps: pl.DataFrame
     cells: Cells
     slopes: dict[str, Estimate | None]
     seed: int
     level: Level | None = None
+    medians: dict[str, Estimate | None] = field(default_factory=dict)
 
     def p50(self, time: str) -> Estimate | None:
         """The median of `time` at the stated |cache|, with its bootstrap."""
-        return None if self.level is None else self.level.median(time, self.seed + 2)
+        if self.level is None:
+            return None
+        # Every comparison asks for it again, and a bootstrap takes its time.
+        if time not in self.medians:
+            self.medians[time] = self.level.median(time, self.seed + 2)
+        return self.medians[time]
 
 
 def measure(
@@ -52,4 +60,4 @@ def measure(
         metric: slope_us_per_1k_blocks(cells, time, seed)
         for metric, time in METRICS.items()
     }
-    return Measured(name, trials, steps, cells, slopes, seed)
+    return Measured(name, steps, cells, slopes, seed)

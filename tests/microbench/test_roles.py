@@ -30,7 +30,7 @@ TRUTHS = [
 
 def reported(folder: Path, truths: list[Truth], **run: Any) -> tuple[Any, str]:
     """per_config.json and SUMMARY.md of a made-up run."""
-    write_run(folder, truths, steps=1_500, **run)
+    write_run(folder, truths, repeats=1, steps=1_500, **run)
     assert report.main([str(folder)]) == 0
     document = json.loads((folder / "per_config.json").read_text())
     return document, (folder / "SUMMARY.md").read_text()
