@@ -6,7 +6,7 @@ POLICIES maps a name to its function, PARAMETERS to the type of its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Snapshot",
+    "named_values",
     "parameters_of",
 ]
 
@@ -48,9 +49,9 @@ class PolicyError(Exception):
 
 
 def parameters_of(policy: str, given: Mapping[str, Any]) -> msgspec.Struct:
-    """The policy's parameters, defaults for what is not given. Raises PolicyError.
+    """The policy's parameters, with defaults for those not given. Raises PolicyError.
 
-    Values may be of their type, or text that says one, as on a command line.
+    Values may have their own type, or be text, as on a command line.
     """
     if policy not in PARAMETERS:
         known = ", ".join(POLICIES)
@@ -61,3 +62,8 @@ def parameters_of(policy: str, given: Mapping[str, Any]) -> msgspec.Struct:
     except msgspec.ValidationError as error:
         known = ", ".join(kind.__struct_fields__) or "none"
         raise PolicyError(f"policy {policy}: {error}; parameters: {known}") from None
+
+
+def named_values(texts: Iterable[str]) -> dict[str, str]:
+    """The NAME=VALUE texts of a command line's `--parameters`, by name."""
+    return dict(text.partition("=")[::2] for text in texts)

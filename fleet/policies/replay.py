@@ -21,7 +21,7 @@ from lab.records import RecordsError
 from lab.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
 from lab.records.lines import read_lines
 
-from . import POLICIES, Ask, Decision, PolicyError, parameters_of
+from . import POLICIES, Ask, Decision, PolicyError, named_values, parameters_of
 
 
 def read_decisions(path: Path) -> tuple[DecisionsHeader, list[DecisionRecord]]:
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         header, recorded = read_decisions(options.decisions)
         policy = options.policy or header.policy
-        given = dict(text.partition("=")[::2] for text in options.parameters)
+        given = named_values(options.parameters)
         same = policy == header.policy and not given
         parameters = parameters_of(policy, header.parameters if same else given)
         total, differ = differences(recorded, policy, parameters)

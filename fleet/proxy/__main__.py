@@ -18,7 +18,7 @@ from pathlib import Path
 import uvloop
 
 from fleet.instances import InstancesError, read_instances
-from fleet.policies import POLICIES, PolicyError
+from fleet.policies import POLICIES, PolicyError, named_values
 from lab.load.open_files import allow_open_files
 from lab.records.instances import Instance
 
@@ -70,7 +70,7 @@ def instances_of(options: argparse.Namespace) -> list[Instance]:
 
 async def serve(options: argparse.Namespace) -> None:
     instances = instances_of(options)
-    parameters = dict(text.partition("=")[::2] for text in options.parameters)
+    parameters = named_values(options.parameters)
     known = {n: v for n, v in vars(options).items() if n in Settings.__struct_fields__}
     settings = Settings(**{**known, "parameters": parameters})
     stop = asyncio.Event()
