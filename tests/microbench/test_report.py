@@ -53,8 +53,8 @@ def test_verdicts_tell_growth_from_drift_and_from_failure(configs: dict[str, Any
     assert "the server died" in configs["broken"]["error"]
 
 
-def test_every_config_has_the_same_fields(configs: dict[str, Any]):
-    fields = {name: set(entry) for name, entry in configs.items()}
+def test_every_config_has_the_same_fields_in_the_same_order(configs: dict[str, Any]):
+    fields = {name: list(entry) for name, entry in configs.items()}
     assert all(names == fields["plain"] for names in fields.values()), fields
 
 
