@@ -47,7 +47,9 @@ def test_every_field_of_a_record_has_a_description(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(STRUCTS.keys() - COMMON))
 def test_every_record_has_a_table(name: str) -> None:
-    assert f"<!-- fields of {name} -->" in PAGE.read_text()
+    mark = f"<!-- fields of {name} -->"
+    told = f"{PAGE}: add {mark} and <!-- end -->, then run python -m lab.records.tables"
+    assert mark in PAGE.read_text(), told
 
 
 def test_the_tables_are_those_of_the_structs() -> None:
