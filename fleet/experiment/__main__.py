@@ -111,7 +111,7 @@ def _prepare(
         )
         check_slots(experiment, facts.sessions)
         versions = provenance.collect({}, "python -m fleet.experiment")
-        arms = [_planned(experiment, run, facts, versions) for run in runs]
+        arms = [planned_arm(experiment, run, facts, versions) for run in runs]
         _keep_plan(out, experiment, facts, versions, resume)
         shutil.move(made, out / TRACE)
     return arms
@@ -141,7 +141,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _planned(
+def planned_arm(
     experiment: Experiment, run: Run, facts: TraceFacts, versions: dict
 ) -> PlannedArm:
     launched = spec(experiment, run.arm) if experiment.profile is not None else None

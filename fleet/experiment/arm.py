@@ -92,7 +92,7 @@ def make_run(
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     now = datetime.datetime.now(datetime.UTC)
-    found = _Found(_before(planned, context.experiment))
+    found = _Found(evidence_before_start(planned, context.experiment))
     error = None
     began = time.monotonic()
     try:
@@ -101,14 +101,14 @@ def make_run(
         ) as fleet:
             found.instances, found.patches = fleet.instances, fleet.patches
             found.ready_s = fleet.ready_s
-            _look(folder, found.freshness, fleet)
+            _require_cold(folder, found.freshness, fleet)
             cpu = _replay(folder, found, run, context, fleet)
             found.peak_rss_mib = {
                 each.instance.name: each.server.peak_rss_mib()
                 for each in fleet.launched
             }
         found.machine = _machine(cpu, fleet)
-        _look_back(found.freshness, fleet)
+        _require_cold_in_records(found.freshness, fleet)
     except RUN_ERRORS as failure:
         error = str(failure)
     record = ArmRecord(
@@ -122,30 +122,30 @@ def make_run(
     write_document(folder / "arm.json", record)
 
 
-def _before(planned: PlannedArm, experiment: Experiment) -> Freshness:
+def evidence_before_start(planned: PlannedArm, experiment: Experiment) -> Freshness:
     """What can be seen before anything is started."""
     evidence = Freshness()
     if experiment.given is None:
-        # Whatever was orphaned below us has become our child (lab.serving.supervise).
+        # Orphaned descendants become children of this process (lab.serving.supervise).
         evidence.survivors = descendants(os.getpid())
     if planned.profile is not None and planned.profile["flavour"] == "gpu":
         evidence.gpu_used_mib = gpu_used_mib(experiment.instances)
     return evidence
 
 
-def _look(folder: Path, evidence: Freshness, fleet: Fleet) -> None:
-    """Raises RunError if a cache is not cold: what follows would mean nothing."""
-    for name, text in _metrics(folder, fleet, "before").items():
+def _require_cold(folder: Path, evidence: Freshness, fleet: Fleet) -> None:
+    """Raises RunError if a cache is not cold: the run would mean nothing."""
+    for name, text in _keep_metrics(folder, fleet, "before").items():
         evidence.instances[name] = counted(text)
     judge(evidence)
     if not evidence.fresh:
         raise RunError(f"the instances are not fresh: {evidence.why}")
 
 
-def _look_back(evidence: Freshness, fleet: Fleet) -> None:
-    """What the engines' records say once they have ended.
+def _require_cold_in_records(evidence: Freshness, fleet: Fleet) -> None:
+    """Raises RunError if an engine's first step found something cached.
 
-    Raises RunError if the first step of one found something cached.
+    The engines must have ended, so that their records are complete.
     """
     found = {
         each.instance.name: first_step_cached_blocks(
@@ -161,8 +161,8 @@ def _look_back(evidence: Freshness, fleet: Fleet) -> None:
         raise RunError(f"the instances were not fresh: {evidence.why}")
 
 
-def _metrics(folder: Path, fleet: Fleet, moment: str) -> dict[str, str]:
-    """/metrics of every instance, kept in `folder` too."""
+def _keep_metrics(folder: Path, fleet: Fleet, moment: str) -> dict[str, str]:
+    """The text of /metrics of every instance, which `folder` keeps too."""
     texts = {each.name: http_text(f"{each.url}/metrics") for each in fleet.instances}
     (folder / "metrics").mkdir(exist_ok=True)
     for name, text in texts.items():
@@ -201,7 +201,7 @@ def _replay(
                 time.sleep(0.2)
         found.replay_s = time.monotonic() - began
         (folder / "breakdown.json").write_text(http_text(f"{url}/breakdown"))
-    _metrics(folder, fleet, "after")
+    _keep_metrics(folder, fleet, "after")
     if status not in REPLAYED:
         raise RunError(f"the replayer ended with status {status}\n{tail(replay_log)}")
     return cpu

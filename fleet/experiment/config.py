@@ -22,7 +22,7 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     `sessions` whole ones are drawn with the experiment's seed (None: all), of each of
     them the first `max_turns` turns, with answers of at most `max_output_tokens` and
-    at most `max_think_s` between a turn and the next. `copies` of each session have
+    at most `max_think_s` between a turn and the next. The `copies` of a session have
     blocks of their own, but one time of arrival: in an open loop all of them arrive at
     the same instant.
     """
@@ -52,8 +52,8 @@ class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class Given(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Instances that somebody else started: `file` names them (fleet/instances.py).
 
-    `restart` is run before every arm, and must leave them freshly started or starting.
-    Both together, until all answer, have 360 s.
+    `restart` is run before every arm, and must leave them started anew, or starting.
+    From its start until all of them answer it may take 360 s.
     """
 
     file: str
@@ -68,7 +68,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     forward: 0.5 is a GPU twice as fast.
     `time_scale` multiplies the trace's think times, and with `open_loop` its arrival
     times: then sessions begin when the trace says, however many are in flight.
-    `standin` takes instances that are no vLLM, with these options of fleet/standin: for
+    `standin` takes stand-ins instead of vLLM, with these options of fleet/standin, for
     tests of the experiment itself.
     """
 

@@ -45,7 +45,7 @@ def _alive() -> None:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What a run sends to.
+    """The instances that a run sends its requests to.
 
     `launched` are the vLLM instances of this machine. `cache_tokens`: what each can
     cache, None if not known. `check_alive` raises ServerError if one has ended.

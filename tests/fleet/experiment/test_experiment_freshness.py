@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from small_experiment import experiment
 
-from fleet.experiment.__main__ import _planned
-from fleet.experiment.arm import _before
-from fleet.experiment.config import (
-    Given,
-)
+from fleet.experiment.__main__ import planned_arm
+from fleet.experiment.arm import evidence_before_start
+from fleet.experiment.config import Given
 from fleet.experiment.freshness import COUNTERS, counted, judge
 from fleet.experiment.plan import plan
 from lab.paths import CONFIGS
@@ -77,7 +75,7 @@ def before(**source) -> Freshness:
     """What is seen before a run of two instances of this `source`."""
     two = experiment(**({"standin": None, "instances": 2} | source))
     facts = TraceFacts("t", "", "t", 1, 1, 1, 1)
-    return _before(_planned(two, plan(two)[0], facts, {}), two)
+    return evidence_before_start(planned_arm(two, plan(two)[0], facts, {}), two)
 
 
 @pytest.fixture
