@@ -90,7 +90,7 @@ def test_all_arms_serve_the_same_requests_each_exactly_once(killed_and_resumed):
     out, *_ = killed_and_resumed
     for one in read_run(out):
         ids = [request.id for request in one.requests]
-        assert len(ids) == len(set(ids)) == one.info.trace["requests"]
+        assert len(ids) == len(set(ids)) == one.info.trace.requests
         assert {request.status for request in one.requests} == {"ok"}
         assert {decision.id for decision in one.decisions} == set(ids)
         assert one.info.freshness.fresh
@@ -102,7 +102,7 @@ def test_what_the_proxy_says_after_the_last_request_is_kept(killed_and_resumed):
     for one in read_run(out):
         said = json.loads((one.folder / "breakdown.json").read_text())
         ended = [instance["ended"]["ok"] for instance in said["instances"].values()]
-        assert sum(ended) == one.info.trace["requests"]
+        assert sum(ended) == one.info.trace.requests
 
 
 def test_the_report_compares_or_says_why_not(killed_and_resumed):
