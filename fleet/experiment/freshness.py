@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proof that an arm began with cold caches: a warm baseline makes any policy look good.
 
-Before the first request an instance must have counted no request and no lookup in its
-prefix cache, and hold no block; nothing of an earlier run may still be running. After
-the run its first engine step must have found no cached block but those it brought
-itself.
+Before the first request, no instance may have counted a request or a lookup in its
+prefix cache, or hold a block, and no process of an earlier run may still be there.
+After the run, the record of an instance's first engine step must show no cached blocks
+besides the step's own.
 """
 
 from __future__ import annotations

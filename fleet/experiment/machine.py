@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Could this machine keep up with what it simulates? If not, the run says nothing.
 
-The signs: how busy the cores were; how late the engines woke from the sleep that is
-their forward, which a machine with a core to spare does within a fraction of a
-millisecond; and how much longer their steps took than that forward. What a step takes
-beside it is the engine's and the connector's own work, which is there on a GPU too, but
-a machine that runs four engines, the proxy and the load at once may inflate it.
+There are three signs:
+- how busy the cores were;
+- how late the engines woke from the sleep that stands for their forward: a machine with
+  a core to spare wakes them within a fraction of a millisecond;
+- how much longer their steps took than that forward. The rest of a step is the engine's
+  and the connector's own work. That work is there on a GPU too, but a machine that runs
+  four engines, the proxy and the load at once may inflate it.
 """
 
 from __future__ import annotations

@@ -36,30 +36,30 @@ class Freshness(msgspec.Struct):
     instances: dict[str, dict[str, float]] = {}
     """By instance, what it had counted before the first request, by metric."""
     first_step_cached_blocks: dict[str, int] = {}
-    """By instance, |cache| in its first engine step beyond the step's own blocks."""
+    """By instance, cached blocks in its first engine step besides the step's own."""
     gpu_used_mib: list[int] | None = None
-    """Memory in use before the start on each GPU that instances were started on; null:
-    on none."""
+    """Memory in use before the start, on each GPU that instances were started on; null
+    without a GPU."""
     survivors: list[int] | None = None
     """Processes of earlier runs that were there before the start; null where instances
     are not started here."""
     fresh: bool = False
-    """Whether all of it shows that the caches were cold."""
+    """Whether all of this shows that the caches were cold."""
     why: str | None = "not looked at"
-    """Why not."""
+    """Why not; null if they were."""
 
 
 class EngineLag(msgspec.Struct, frozen=True):
     """Sums over the steps of one instance that ran a forward."""
 
     steps: int
-    """How many there were."""
+    """Number of those steps."""
     step_s: float
-    """Their time in all."""
+    """Their total time."""
     simulated_s: float
-    """How long their forwards were to take."""
+    """Total time that their forwards were meant to take."""
     slept_s: float
-    """How long their forwards took."""
+    """Total time that their forwards took."""
 
 
 class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,18 +70,18 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
     busy_mean: float | None = None
     """Share of all cores that was busy."""
     busy_p99: float | None = None
-    """The same, p99 of samples of a second."""
+    """The 99th percentile of that share, sampled every second."""
     busy_own: float | None = None
     """Share of all cores that this experiment's processes took."""
     waiting: float | None = None
     """Share of the time in which a runnable thread waited for a core, as the kernel's
     pressure stall information has it; null where the kernel has none."""
     engines: dict[str, EngineLag] = {}
-    """By instance."""
+    """What their steps took, by instance."""
     engine_late: float | None = None
-    """By what share of the simulated forward the engines slept longer."""
+    """How much longer the forwards took than simulated, as a share of the simulated."""
     engine_excess: float | None = None
-    """By what share of the simulated forward the engines' steps took longer."""
+    """How much longer the steps took than the simulated forward, as a share of it."""
     saturated: str | None = None
     """Why the run is not valid; null if the machine kept up."""
 
@@ -147,8 +147,8 @@ class ArmRecord(PlannedArm, kw_only=True, tag_field="schema", tag="kvtax.arm/1")
     ready_s: float | None = None
     """Until all instances answered."""
     replay_s: float | None = None
-    """The replay."""
+    """From the start of the replay to its end."""
     wall_s: float | None = None
     """From the start of the run to its end."""
     peak_rss_mib: dict[str, float] = {}
-    """By instance, peak resident memory."""
+    """Peak resident memory, by instance."""

@@ -29,7 +29,7 @@ class DecisionsHeader(
     cache: Literal["mirror", "exact"] | None = None
     """How the proxy knows what is cached: from its own decisions, or KV events."""
     mirror_tokens: int | None = None
-    """What the mirror takes an instance to hold."""
+    """How many tokens the mirror assumes that an instance can cache."""
     max_body_bytes: int | None = None
     """The largest request body that is taken."""
     silence_timeout_s: float | None = None
@@ -46,11 +46,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """An instance as a policy sees it."""
 
     name: str
-    """Of the instance."""
+    """Name of the instance."""
     role: Role
-    """Of the instance."""
+    """What the instance is for."""
     requests: int
-    """In flight."""
+    """Requests in flight."""
     ongoing_tokens: int
     """Prompt tokens of the requests in flight, and the events passed on."""
     pending_prefill_tokens: int
@@ -94,7 +94,7 @@ class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decisi
     read_from: str | None
     """The peer that `instance` may read the prefix from."""
     reason: str
-    """In words."""
+    """Why, in words."""
     kind: str | None = msgspec.field(name="class")
     """`WARM`, `MEDIUM` or `HEAVY`, where the policy tells them apart."""
     prompt_tokens: int
@@ -104,7 +104,7 @@ class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decisi
     cache: Literal["mirror", "exact"]
     """Whose `cached_tokens` the snapshot has."""
     scores: dict[str, float]
-    """Of every candidate that could have been `instance`; lower is better."""
+    """Score of every candidate that could have been `instance`; lower is better."""
     snapshot: Snapshot
     """Exactly what the policy was given."""
     decision_us: float

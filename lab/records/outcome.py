@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver and the replayer record alike: how a request went, and all of them.
+"""What the driver and the replayer both record: how each request went, and the totals.
 
 Times are CLOCK_MONOTONIC.
 """
@@ -42,7 +42,8 @@ class Account(msgspec.Struct, kw_only=True):
     cancelled: int
     """Requests that were given up or never sent."""
     lag_ms: dict[str, float] | None = None
-    """`p50`, `p90`, `p99`, `max` of actual less intended send; null if nothing was."""
+    """`p50`, `p90`, `p99`, `max` of actual less intended send; null if nothing was
+    sent."""
     lag_budget_ms: float | None = None
     """What p99 of the lag may be."""
     valid: bool | None = None

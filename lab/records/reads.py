@@ -18,7 +18,7 @@ class ReadsHeader(
 
 
 class ReadRecord(msgspec.Struct, kw_only=True):
-    """One turn. In one that found nothing, all but `lookup_us` is 0."""
+    """One turn of the peer; 0 in all but `t_ns` and `lookup_us` if it found nothing."""
 
     t_ns: int
     """When the turn began."""

@@ -44,8 +44,8 @@ class ReplayedRequest(Outcome, tag_field="type", tag="request"):
     turn: int
     """Counts from 0 in its session."""
     arrival_s: float | None = None
-    """As the trace has it. First turns are due by it, or when a slot gets free; later
-    ones `think_s` after `end_ns` of the turn before."""
+    """Arrival in the trace. A session's first turn is due then, in a closed loop when a
+    slot is free; a later turn is due `think_s` after `end_ns` of the turn before."""
     input_tokens: int | None = None
     """Prompt tokens asked for."""
     output_tokens: int | None = None
@@ -57,7 +57,7 @@ class ReplayedRequest(Outcome, tag_field="type", tag="request"):
     usage_prompt_tokens: int | None = None
     """The server's count; if it is not what was asked for, the request is `failed`."""
     usage_completion_tokens: int | None = None
-    """The server's count; likewise."""
+    """The server's count; if it is not what was asked for, the request is `failed`."""
     cached_tokens: int | None = None
     """Prompt tokens that were not computed; null if the server does not say."""
 

@@ -19,7 +19,7 @@ class _Header(msgspec.Struct, kw_only=True):
     clock: str | None = None
     """The clock of `t_ns`: CLOCK_MONOTONIC."""
     units: dict[str, str] = {}
-    """Unit by pattern of a field's name."""
+    """Unit of the fields whose name matches a pattern."""
     vllm_version: str | None = None
     """The version of vLLM that is measured."""
     pid: int | None = None
@@ -62,11 +62,11 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     prefill_tokens: int | None = None
     """Prompt tokens scheduled."""
     decode_tokens: int | None = None
-    """Tokens scheduled that are not of a prompt."""
+    """Tokens scheduled that do not belong to a prompt."""
     cache_size: int | None = None
     """|cache|: cached block hashes at the end of `schedule()`,
-    `len(block_pool.cached_block_hash_to_block)`. This and what follows needs the patch
-    `step_timing_v2`, and a report needs it."""
+    `len(block_pool.cached_block_hash_to_block)`. This field and those below need the
+    patch `step_timing_v2`, and a report needs them."""
     free_blocks: int | None = None
     """Blocks in the free queue."""
     preemptions: int | None = None
@@ -95,12 +95,12 @@ class WorkerStep(msgspec.Struct, omit_defaults=True):
     execute_model_us: float | None = None
     """Time in `execute_model`, the connector's methods included."""
     bind_us: float | None = None
-    """Time in the connector's `bind_connector_metadata`. This and what follows is
-    absent without a connector."""
+    """Time in the connector's `bind_connector_metadata`. This field and those
+    below are absent without a connector."""
     start_load_kv_us: float | None = None
     """Time in `start_load_kv`."""
     wait_for_save_us: float | None = None
-    """Time in `wait_for_save`; absent in a step that schedules nothing too."""
+    """Time in `wait_for_save`; also absent in a step that schedules nothing."""
     get_finished_us: float | None = None
     """Time in `get_finished`, from vLLM 0.30 on in `get_transfer_results`."""
 
