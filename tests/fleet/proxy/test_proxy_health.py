@@ -28,9 +28,12 @@ class HealthOnly:
 
     def app(self) -> web.Application:
         app = web.Application()
-        app.router.add_get("/health", lambda _: web.Response())
+        app.router.add_get("/health", self._health)
         app.router.add_post("/v1/completions", self._complete)
         return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
 
     async def _complete(self, _: web.Request) -> web.Response:
         return web.json_response({}, status=200 if self.serves else 500)
