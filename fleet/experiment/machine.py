@@ -128,9 +128,8 @@ def engine_lag(records: Path, totals: Path) -> EngineLag | None:
     if not (records.exists() and totals.exists()):
         return None
     steps = read_steps(records, EngineHeader, ("step_id", "scheduled", "step_us"))
-    ran_us = steps.frame.filter(pl.col("scheduled") > 0, pl.col("step_us") > 0)[
-        "step_us"
-    ]
+    ran = steps.frame.filter(pl.col("scheduled") > 0, pl.col("step_us") > 0)
+    ran_us = ran["step_us"]
     forwards, simulated_ns, slept_ns = np.fromfile(totals, np.int64).tolist()
     if not forwards or ran_us.is_empty():
         return None

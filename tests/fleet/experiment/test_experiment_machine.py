@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from fleet.experiment.machine import (
@@ -14,9 +15,12 @@ from fleet.experiment.machine import (
     EXCESS_LIMIT,
     LATE_LIMIT,
     CpuSampler,
+    engine_lag,
     machine_load,
 )
 from lab.records.arm import EngineLag
+from lab.records.line_file import LineFile
+from lab.records.steps import EngineHeader, EngineStep
 
 
 def sampled(busy: float) -> CpuSampler:
@@ -61,3 +65,24 @@ def test_a_core_that_a_child_keeps_busy_is_seen_and_is_our_own():
         took_s = time.monotonic() - began
     assert 0 < sampler.busy()[0] <= 1
     assert sampler.busy_own(cores=1) >= 0.9 * 0.5 / took_s
+
+
+def test_the_lag_of_an_engine_is_over_its_steps_that_ran_a_forward(tmp_path):
+    records, totals = tmp_path / "engine_step.jsonl", tmp_path / "totals"
+    with LineFile(records, EngineHeader()) as file:
+        for step_id, (scheduled, step_us) in enumerate([(2, 6e3), (0, 50.0), (1, 5e3)]):
+            step = EngineStep(step_id, step_id, scheduled=scheduled, step_us=step_us)
+            file.append(step)
+        # Scheduled when the engine was stopped, and never updated.
+        file.append(EngineStep(3, 3, scheduled=1))
+    assert engine_lag(records, totals) is None
+    np.array([2, 10_000_000, 10_400_000], np.int64).tofile(totals)
+    assert engine_lag(records, totals) == EngineLag(2, 0.011, 0.01, 0.0104)
+
+
+def test_an_engine_that_ran_no_forward_has_no_lag(tmp_path):
+    records, totals = tmp_path / "engine_step.jsonl", tmp_path / "totals"
+    with LineFile(records, EngineHeader()) as file:
+        file.append(EngineStep(0, 0, scheduled=0, step_us=50.0))
+    np.zeros(3, np.int64).tofile(totals)
+    assert engine_lag(records, totals) is None
