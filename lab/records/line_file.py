@@ -21,7 +21,8 @@ FLUSH_EVERY_S = 0.25
 class LineFile:
     """Writes `path`, which must not exist yet (FileExistsError).
 
-    A thread of its own does the writing, so that a slow disk delays no request.
+    The header is written at once (OSError), the lines by a thread of their own, so that
+    a slow disk delays no request.
     `flush_forever` and the result of `flush` raise OSError if that fails. The lines of
     that flush are lost then, and the file ends with the last line before them.
     """
