@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -19,11 +20,13 @@ from fleet.analyze.balance import hotspot, token_imbalance
 from fleet.analyze.belief import belief
 from fleet.analyze.cache import apc
 from fleet.analyze.frames import NOTHING
+from fleet.analyze.gpu import gpu_use
 from fleet.analyze.load import ongoing_tokens, step_function
 from fleet.analyze.migration import Link, migrations
 from fleet.analyze.outcomes import outcomes
 from fleet.analyze.records import ArmRun
 from fleet.analyze.sessions import SessionDraws
+from fleet.experiment.gpu_sampler import HEADER, row
 from lab.records.exposition import sample_totals
 
 SECOND = 10**9
@@ -271,3 +274,20 @@ def test_counters_are_summed_over_their_labels() -> None:
     totals = sample_totals(prom(5_000, 1_200))
     assert totals["vllm:prefix_cache_queries_total"] == 5_000
     assert totals["vllm:prefix_cache_hits_total"] == 1_200
+
+
+def test_gpu_use_is_taken_while_requests_were_under_way(tmp_path: Path) -> None:
+    rows = [
+        row(at, f"0, {busy}, {memory}, 100, 1500")
+        for at, busy, memory in ((5, 100, 90), (15, 40, 10), (25, 60, 30), (99, 0, 0))
+    ]
+    (tmp_path / "gpu.csv").write_text("\n".join([HEADER, *rows]) + "\n")
+    requests = pl.DataFrame({"sent_ns": [10, 20], "end_ns": [18, 30]})
+    assert gpu_use(tmp_path, requests) == {
+        "0": {
+            "samples": 2,
+            "utilization_percent": 50.0,
+            "memory_used_mib_max": 30.0,
+            "power_w": 100.0,
+        }
+    }
