@@ -45,7 +45,7 @@ class TransferEngine(Protocol):
 
 @dataclass(frozen=True)
 class Region:
-    """One tensor, ours and the peer's: addresses of block 0, and bytes a block."""
+    """One tensor, ours and the peer's: addresses of block 0, bytes per block."""
 
     address: int
     peer_address: int

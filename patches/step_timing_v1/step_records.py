@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """
-Per-step timing records: one JSONL file a process, one line an engine step.
+Per-step timing records: one JSONL file per process, one line per engine step.
 
-Off unless KVTAX_STEP_RECORDS_DIR names a directory. ENGINE_STEPS and WORKER_STEPS
-are then the process's recorders, and None otherwise, so that a hook costs one
-None check when off. Times are CLOCK_MONOTONIC, comparable between processes.
+With KVTAX_STEP_RECORDS_DIR set to a directory, ENGINE_STEPS and WORKER_STEPS are
+this process's recorders. Otherwise they are None, so that a hook costs one check
+for None. Times are CLOCK_MONOTONIC, comparable between processes.
 """
 
 import json
@@ -220,7 +220,7 @@ class EngineStepRecorder:
 class WorkerStepRecorder:
     """Called by one worker, in the thread that executes its model.
 
-    Hooks add to the public fields in place; a method may run twice a step. Times
+    Hooks add to the public fields in place; a method may run twice per step. Times
     that are 0 were not taken.
     """
 

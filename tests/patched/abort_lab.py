@@ -24,13 +24,13 @@ RACE, DEFENCE = "kv_transfer_abort_race", "kv_transfer_abort_defence"
 SHORT_CIRCUIT = "mooncake_get_finished_short_circuit"
 STORM_PAIRS, STORM_SEEDS = 40, 2
 STORM_TIMEOUT_S = 1
-# Enough to see code go wrong that is expected to.
+# Long enough to see that code goes wrong where that is expected.
 LITTLE_PATIENCE_S = 1.0
 
 
 @functools.cache
 def code(*names: str, without: str | None = None) -> Code:
-    """vLLM's modules with these patches, the last of them without one block."""
+    """vLLM's modules with these patches; `without` leaves out a block of the last."""
     patches = [patch(name) for name in names]
     if without is not None:
         patches[-1] = patch(names[-1], without=without)
@@ -66,7 +66,7 @@ def goes_wrong(engine: MooncakeEngine, code: Code, scenario) -> bool:
 
 
 class Storm:
-    """Pairs that come, meet and are aborted at random, each of them at any stage."""
+    """Pairs that arrive, meet and are aborted at random, each at any stage."""
 
     def __init__(self, seed: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -86,12 +86,12 @@ class Storm:
             if add == world.decode:
                 self._decodes.append(request)
             if chooser.random() < 0.4:
-                # At once is before it is scheduled.
+                # A delay of 0 aborts the request before it is scheduled.
                 delay = chooser.choice((0, 0, 1, 2, 3, 5, 8, 13, 40))
                 due[now + delay].append(partial(abort, request))
 
         for pair in range(STORM_PAIRS):
-            # Not 1, which vLLM computes though it was pulled.
+            # Not 1: vLLM computes that token although it was pulled.
             tokens = chooser.choice((2, 15, 16, 17, 33, chooser.randint(2, 100)))
             for add in (world.prefill, world.decode):
                 arrival = partial(arrive, add, f"t{pair}", tokens)

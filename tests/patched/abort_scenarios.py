@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with a Mooncake transfer, one way at a time, on a World.
+"""What can go wrong with a Mooncake transfer, one scenario each, on a World.
 
-Each scenario returns what went wrong with the engine, in words; nothing is what the
-abort-race patch promises: alive, every request ended, every block back.
+A scenario returns the problems of the engine afterwards, in words. The abort-race patch
+promises that there are none: the engine is alive, every request ended, every block is
+back.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def recomputed(world: World, request: str) -> bool:
 
 
 def pulled(world: World, request: str) -> bool:
-    """With its last token computed again, as vLLM does on a full hit."""
+    """Pulled, with the last token computed again, as vLLM does on a full hit."""
     fate = world.fates[request]
     return (
         fate.complete
@@ -69,7 +70,7 @@ def aborted_while_waiting(world: World) -> Problems:
 
 
 def aborted_while_sending(world: World) -> Problems:
-    """Bytes are under way to blocks that must not be given to others meanwhile."""
+    """While bytes are under way to blocks, the blocks must not go to other requests."""
     send, sending, problems = world.worker._send_blocks, [], []
 
     def slow_send(*arguments):
@@ -89,7 +90,7 @@ def aborted_while_sending(world: World) -> Problems:
 
 
 def pull_failed(world: World, outcome: Callable, abort: bool = False) -> Problems:
-    """All ways in which a pull fails, at once, and good ones between them."""
+    """All ways in which a pull fails, at the same time, and good pulls among them."""
     with fake_prefiller(world) as prefiller:
         bad = [
             world.decode(f"{kind}-{number}", engine_id="mixed")
@@ -137,7 +138,7 @@ def fake_prefiller(world: World) -> Iterator[FakePrefiller]:
 
 
 def prefiller_late(world: World) -> Problems:
-    """It may still write, so the blocks are kept until it has answered."""
+    """A late prefiller may still write: the blocks are kept until it has answered."""
     envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = 1 - 60  # the decoder's is 60 s longer
     with fake_prefiller(world) as prefiller:
         late = [world.decode(f"ok-{number}", engine_id="mixed") for number in range(2)]
@@ -162,7 +163,7 @@ def prefiller_late_and_the_request_fails(world: World) -> Problems:
 
 
 def prefiller_not_found(world: World) -> Problems:
-    """Nobody at the bootstrap address, or another engine than the one asked for."""
+    """Nothing listens at the bootstrap address, or it does not know the engine."""
     lost = [
         world.decode("t", engine_id="gone"),
         world.decode("u", engine_id="gone", bootstrap="http://127.0.0.1:9"),
@@ -186,7 +187,7 @@ def nothing_fails(world: World) -> Problems:
 
 
 def prefills_aborted_together(world: World) -> Problems:
-    """Some never scheduled; all that wait for one of them hear of it at once."""
+    """Some were never scheduled; every decoder that waits for one is told at once."""
     numbers = range(8)
     scheduled = [world.prefill(f"s{n}", output_tokens=400) for n in numbers]
     waiting = [world.decode(f"s{n}") for n in numbers]
@@ -237,7 +238,7 @@ def decoders_ask_after_the_abort(world: World) -> Problems:
 
 
 def asked_for_after_it_expired(world: World) -> Problems:
-    """As after a stop of the prefiller: the decoder may have given its blocks away."""
+    """As if the prefiller was stopped: the decoder may have given its blocks away."""
     worker, answers = world.worker, []
     module = sys.modules[type(worker).__module__]
     world.prefill("t")
@@ -265,7 +266,7 @@ def asked_for_after_it_expired(world: World) -> Problems:
 
 
 def fewer_blocks_than_wanted(world: World) -> Problems:
-    """One request's refusal is not the end of the others' transfer."""
+    """Refusing one request does not end the transfer of the others."""
     world.prefill("short", tokens=20)
     world.prefill("enough")
     world.until(lambda: all(fate.complete for fate in world.fates.values()))

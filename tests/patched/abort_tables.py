@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which functions of abort_scenarios.py the abort-race patch is tested with.
+"""The functions of abort_scenarios.py that the abort-race patch is tested with.
 
-Known by name here, so that they can be listed without vLLM.
+They are listed by name, so that this module can be imported without vLLM.
 """
 
-# What upstream does right: the fix must not spoil it.
+# Upstream does these right; the fix must not break them.
 RIGHT_UPSTREAM = [
     "aborted_while_waiting",
     "aborted_while_sending",
@@ -25,9 +25,9 @@ WRONG_UPSTREAM = [
     "fewer_blocks_than_wanted",
 ]
 SCENARIOS = RIGHT_UPSTREAM + WRONG_UPSTREAM
-# Under the policy that fails a request; all others recompute its prompt.
+# Run with the policy that fails a request; all others recompute the prompt.
 FAILING = ["pull_failed_and_fails_the_request", "prefiller_late_and_the_request_fails"]
-# By block of the patch, the scenario that goes wrong without it.
+# For each block of the patch, a scenario that goes wrong without it.
 NOTICES = {
     "forget_unknown": "prefills_aborted_together",
     "wake_waiting": "prefills_aborted_together",

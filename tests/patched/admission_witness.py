@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector with direct read's admission whose pulls move nothing, take a few steps,
+"""A connector with direct read's admission. Its pulls move no bytes, take a few steps
 and sometimes fail.
 
 Loaded into the engine of the same process, by test_admission.py.
@@ -29,7 +29,7 @@ class LetsNonePass(Admission):
 
 
 class ReservesNothing(Admission):
-    """Does not see to it that requests that pull have room for the rest of them."""
+    """Does not reserve room for the rest of the requests that pull."""
 
     def admits(self, request, pulls):
         return super().admits(request, False)
@@ -44,17 +44,17 @@ ADMISSIONS = {
 
 
 class AdmissionWitness(NoopConnector):
-    """What the scheduler's and the worker's share is of the class."""
+    """State is on the class, because scheduler and worker each make an instance."""
 
     pool: ClassVar = None
     admission: ClassVar[Admission]
     chance: ClassVar[random.Random]
     counts: ClassVar[Counter[str]]
-    # By request: for how many more steps its peer does not answer.
+    # By request, all three. Steps for which its peer still does not answer.
     unanswered: ClassVar[dict[str, int]]
-    # How many tokens it has of the prompt.
+    # Tokens of the prompt that the peer has.
     offered: ClassVar[dict[str, int]]
-    # For how many more it loads, and which blocks.
+    # Steps for which it still loads, and the blocks.
     loading: ClassVar[dict[str, tuple[int, list[int]]]]
     failed: ClassVar[set[int]]
 

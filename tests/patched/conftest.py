@@ -47,7 +47,7 @@ class PatchedModule(pytest.File):
                 yield from self._tests(node, module)
 
     def _tests(self, node: ast.FunctionDef, module: ast.Module):
-        """One for each combination of parameters, whose ids must be plain."""
+        """One test per combination of parameters; ids are the values as text."""
         marks, ids = ["slow"], []
         for decorator in reversed(node.decorator_list):
             match ast.unparse(decorator).removeprefix("pytest.mark.").split("(")[0]:
@@ -67,7 +67,7 @@ class PatchedModule(pytest.File):
             yield test
 
     def _value(self, node: ast.expr, module: ast.Module, default=None):
-        """A literal; a name stands for one, here or in a module beside this one."""
+        """The value of a literal, or of a name set here or imported from beside."""
         try:
             if not isinstance(node, ast.Name):
                 return ast.literal_eval(node)
@@ -121,4 +121,4 @@ class PatchedTest(pytest.Item):
 
 
 class FailedInsideError(Exception):
-    """What the test inside said when it failed."""
+    """Carries the report of the test that failed inside."""

@@ -9,7 +9,7 @@ from types import ModuleType
 import msgspec
 import zmq
 
-# Of responses to one pull, before those that say something.
+# How many empty responses to a pull come before those with content.
 CONTINUED = 20
 
 
@@ -17,8 +17,8 @@ class FakePrefiller:
     """Answers on a thread once `release()` was called; `kinds` are its engine ids.
 
     "mixed" reports each request as the first word of its transfer id says: ok, err, or
-    missing for not at all; in many responses, one upon the other. "error" is the whole
-    pull's failure, "garbage" no message, and "leaver" goes away instead.
+    missing for not at all, in many responses in a row. "error" fails the whole pull,
+    "garbage" answers with no valid message, and "leaver" closes instead of answering.
     """
 
     kinds = ("mixed", "error", "garbage", "leaver")

@@ -26,9 +26,9 @@ STEPS = 700
 class Witness:
     """Watches the block pool and compares the worker's map with it after each step.
 
-    `unseen` are the keys whose block, as the worker knows it, lost the key while the
-    key itself stayed in the pool from sync to sync, or came back in between: what a
-    walk of the keys cannot see.
+    `unseen` are the keys that a walk must get wrong: the block that the worker knows
+    lost the key, but the key itself stayed in the pool, or left and came back between
+    two steps.
     """
 
     def __init__(self, engine: NullEngine, source: str):
@@ -168,7 +168,7 @@ def random_workload(engine: NullEngine, witness: Witness, seed: int) -> None:
 
 
 def cached_again(engine: NullEngine, witness: Witness, forget: str) -> dict:
-    """A prompt's blocks leave the pool, and return elsewhere before the next sync.
+    """A prompt's keys leave the pool, and return in other blocks before the next step.
 
     They leave because they are "evicted", or by a "reset" of the cache.
     """
@@ -193,7 +193,7 @@ def cached_again(engine: NullEngine, witness: Witness, forget: str) -> dict:
 
 
 def duplicate_evicted(engine: NullEngine, witness: Witness) -> dict:
-    """Of two blocks with the same hash the one that the worker knows is evicted."""
+    """Two blocks have the same hash, and the one that the worker knows is evicted."""
     start_over(engine, witness)
     prompt = [700 + n for n in range(2 * BLOCK_SIZE)]
     engine.add(prompt, 30)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine with direct read's ledger: what is offered at each moment of a step.
 
-Which blocks are written is known here from outside the connector: those that a step's
-schedule() cached, when that step's output is there; those that update_from_output
-caches, at once.
+This module knows which blocks are written without asking the connector. Blocks cached
+by a step's schedule() are written when the output of that step is there. Blocks cached
+by update_from_output are written already.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Watch:
         scheduler.update_from_output = self._watched_update
 
     def steps(self) -> tuple[int, int, int]:
-        """Begun and ended as the ledger was told, and updated as was seen here."""
+        """Steps begun and ended as the ledger counts them, and updates counted here."""
         return self._ledger._steps_begun, self._ledger._steps_done, self._updated
 
     def offered_of_cached(self) -> tuple[int, int]:
@@ -113,7 +113,7 @@ class Watch:
 
 
 class Late:
-    """A model output that is never there before it is waited for, as on a busy GPU."""
+    """A model output that is not ready before somebody waits, as on a busy GPU."""
 
     def __init__(self, output: Future) -> None:
         self.result = output.result
@@ -125,8 +125,8 @@ class Late:
 class Overlapping(UniProcExecutor):
     """Has the engine schedule a step while another one is in flight.
 
-    vLLM does not on a CPU, whose model runner cannot; the scheduler and the engine's
-    loop can. So it is switched on for those alone, once the runner is there.
+    vLLM does not do so on a CPU: the CPU's model runner cannot. The scheduler and the
+    engine's loop can, so it is switched on for these alone, after the runner is made.
     """
 
     max_concurrent_batches = 2
@@ -142,7 +142,7 @@ class Overlapping(UniProcExecutor):
 
 @cache
 def run(model: Path, how: str, ledger: str = "as it is") -> Watch:
-    """What was seen in an engine that has done all its requests and is idle."""
+    """The watch over an engine that has done all its requests and is idle."""
     HooksWitness.ledger_class = LEDGERS[ledger]
     kv_transfer_state._KV_CONNECTOR_AGENT = None  # an earlier engine's
     with pytest.MonkeyPatch.context() as patch:

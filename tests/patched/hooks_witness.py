@@ -9,7 +9,7 @@ from connectors.noop import NoopConnector
 
 
 class EarlyLedger(BlockLedger):
-    """Takes a block to be written a step before it is."""
+    """Thinks that a block is written one step before it is."""
 
     def on_block_cached(self, key, block_id):
         self._cached[block_id] = (key, self._steps_begun)

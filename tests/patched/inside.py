@@ -36,7 +36,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """Workers are left as they are, and threads of theirs may wait for ever."""
+    """End at once: workers are not shut down, and their threads may wait for ever."""
     sys.stdout.flush()
     os._exit(0)
 
@@ -56,7 +56,7 @@ def ledger_module():
 
 @pytest.fixture(scope="session")
 def mooncake_engine(model: Path):
-    """The engine of which mooncake_world makes its Worlds."""
+    """The engine that all Worlds of mooncake_world share."""
     from mooncake_world import MooncakeEngine
 
     return MooncakeEngine(model)

@@ -44,9 +44,9 @@ class InsideRun:
         self._process = Supervised(command, env, self._log)
 
     def outcome(self, test: str) -> dict[str, str]:
-        """Of the test with that node id, once it has ended: passed, failed or skipped.
+        """Waits until that test (a node id) has ended; its outcome and report.
 
-        A test that the run did not come to has failed, and the log's end says why.
+        If the run ended before the test did, it has failed, with the end of the log.
         """
         while test not in self._outcomes:
             ended = self._process.poll() is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A BlockLedger on vLLM's real block pool, for the tests of it."""
+"""Makes BlockLedgers on vLLM's real block pool, for their tests."""
 
 from __future__ import annotations
 

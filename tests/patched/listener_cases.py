@@ -161,7 +161,7 @@ def what_comes_and_goes_between_takes_is_not_shipped_as_cached(variant: Variant)
     pool.evict_blocks({block.block_id})
     changes = tracker.take()
     assert (changes.cleared, changes.cached, changes.evicted) == (False, {}, [key])
-    changes.apply_to({})  # who never knew the key is not disturbed
+    changes.apply_to({})  # a map that never had the key stays as it is
 
 
 def a_key_cached_again_in_another_block_is_what_only_the_walk_misses(variant: Variant):
@@ -209,7 +209,7 @@ def a_tracker_that_is_never_taken_holds_three_pools_of_keys_at_most(variant: Var
         pool.free_blocks([block])
         most = max(most, len(tracker._changed))
     assert NUM_BLOCKS < most <= 2 * NUM_BLOCKS + 1
-    # The worst: the bound is looked at when a block is evicted, and the cache is empty.
+    # The worst case: the bound is checked only at an eviction, and the cache is empty.
     for number in range(50):
         pool.evict_blocks(set(range(1, NUM_BLOCKS)))
         keys = (b"%d %d" % (number, n) for n in range(NUM_BLOCKS - 1))

@@ -28,7 +28,7 @@ QUICK = settings(
 
 
 def run_machine(variant: Variant, effort: settings) -> Counter[str]:
-    """What the machine came upon. Raises what it found wrong."""
+    """Counts of the events in the run. Raises what the machine found wrong."""
 
     class Machine(PoolMachine):
         pass
@@ -39,7 +39,7 @@ def run_machine(variant: Variant, effort: settings) -> Counter[str]:
 
 
 def check_explored(counts: Counter[str]) -> None:
-    """The machine did what makes the pool change."""
+    """The run had enough of every event that changes the pool."""
     assert counts["operations"] > 5_000
     assert counts["takes"] > 1_000
     assert counts["evictions"] > 1_000

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any sequence of what a scheduler does to vLLM's KVCacheManager, listened to.
+"""Listeners beside any sequence of what a scheduler does to vLLM's KVCacheManager.
 
-After every operation the replicas that were only told of changes equal the pool; after
-every take the walk, the tracker and the pool say the same of every key.
+After every operation, replicas made from the calls alone equal the pool. After every
+take, the walk, the tracker and the pool agree about every key.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-# Too few for what runs, so that eviction and preemption never stop.
+# Too few for the running requests, so that eviction and preemption never stop.
 NUM_BLOCKS = 12
 MAX_RUNNING = 4
 MAX_SUBSCRIBERS = 3
@@ -82,7 +82,7 @@ class Subscriber:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`variant` is what is tested; `counts` add up what all runs came upon."""
+    """`variant` is the code under test; `counts` add up the events of all runs."""
 
     variant: Variant
     counts: Counter[str]
@@ -227,7 +227,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.subscribers) > 1)
     @rule(which=WHICH)
     def take(self, which: int) -> None:
-        """By all but the first, who waits for the end: more changes than it buffers."""
+        """By all but the first, which takes only at the end: its changes overflow."""
         subscriber = self.subscribers[1 + which % (len(self.subscribers) - 1)]
         subscriber.take(self.pool, self.counts)
 

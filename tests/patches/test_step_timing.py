@@ -246,7 +246,7 @@ def test_no_record_file_can_be_made_and_the_engine_serves(processes, found, case
     outcome = found["unwritable"][case]
     assert outcome["steps"] % 30 == 0
     errors = outcome["errors"]
-    assert len(errors) == 2, errors  # one each of engine and worker, not one a step
+    assert len(errors) == 2, errors  # one of engine and one of worker, not one per step
     assert all("no step records from here on" in error for error in errors)
 
 
