@@ -32,19 +32,24 @@ _numbers = count()
 
 
 def without_garbage_collection(function):
-    """Garbage may format a traceback, and Python 3.11 cannot parse while it parses."""
+    """For functions that parse: Python 3.11 cannot parse while it parses.
+
+    Collected garbage, such as a task whose exception nobody retrieved, may format a
+    traceback, which parses; the outer parse then ends with a SystemError.
+    """
 
     @functools.wraps(function)
-    def wrapped(*arguments):
+    def wrapped(*arguments, **options):
         gc.disable()
         try:
-            return function(*arguments)
+            return function(*arguments, **options)
         finally:
             gc.enable()
 
     return wrapped
 
 
+@without_garbage_collection
 def patch(name: str, without: str | None = None) -> blockpatch.Patch:
     """A patch of ours, with one of its blocks left out if it is named."""
     loaded = blockpatch.load_patch(PATCHES / name)
@@ -63,6 +68,7 @@ def edited(patch: blockpatch.Patch, block: str, old: str, new: str) -> blockpatc
     return dataclasses.replace(patch, blocks=tuple(blocks))
 
 
+@without_garbage_collection
 def block_ids(name: str, package: Path, file: str) -> list[str]:
     """The blocks of a patch that are for one file of the release of `package`."""
     version = blockpatch.Tree(package).version
