@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An experiment of three arms on stand-ins, to change one thing of."""
+"""A small experiment on stand-ins, for tests that change one thing in it."""
 
 from __future__ import annotations
 

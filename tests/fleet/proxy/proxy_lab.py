@@ -44,7 +44,7 @@ class Answer(NamedTuple):
 
 
 def until(true: Callable[[], Any], what: str) -> Any:
-    """What `true` gives as soon as it gives something; AssertionError at the end."""
+    """What `true` returns once it is true; AssertionError after DEADLINE_S."""
     deadline = time.monotonic() + DEADLINE_S
     while not (found := true()):
         assert time.monotonic() < deadline, what

@@ -30,7 +30,7 @@ class Publisher:
         self.endpoint = f"ipc://{folder}/events"
         self.replay_endpoint = f"ipc://{folder}/replay"
         self._kept = kept
-        self._hole = hole  # a replay leaves out every so-manieth batch, once
+        self._hole = hole  # the first replay leaves out every `hole`-th batch
         self._batches: list[tuple[int, bytes]] = []
         self._numbers = count()
         context = zmq.asyncio.Context.instance()

@@ -187,9 +187,9 @@ def test_an_offload_that_does_not_work_out_falls_back(
 def test_a_pull_that_ends_without_a_token_falls_back(
     two: list[Standin], tmp_path: Path, connector: str, form: str
 ) -> None:
-    """vLLM ends the stream so, under status 200, if the KV could not be loaded.
+    """vLLM ends the stream this way, under status 200, if it could not load the KV.
 
-    A chat has then already said whose turn it is, which is no token.
+    A chat has then already named its role, which is no token.
     """
     chat, path = form.startswith("chat"), f"/v1/{form}"
     asked = heavy_chat if chat else ask

@@ -30,7 +30,7 @@ def trace(
     input_tokens: int = 40,
     output_tokens: int = 3,
 ) -> list[Request]:
-    """Sessions that grow by `input_tokens` a turn and share no block."""
+    """Sessions that grow by `input_tokens` per turn and share no block."""
     requests = []
     for session in range(sessions):
         for turn in range(turns):
