@@ -15,15 +15,15 @@ PEER_BASES = [0, 100]
 BASES = [50, 500]
 MEMORY_BYTES = 1000
 PENDING, TIMED_OUT = 0, -2
-# Polls of a read that ends when the engine is released, not before.
+# The polls of a read that does not end before the engine is released.
 STUCK = 1 << 40
 
 
 @dataclass
 class Fate:
-    """What becomes of a read: it ends with the `polls`-th look at it.
+    """What happens to a read: it ends with the `polls`-th look at it.
 
-    `begins` is what is returned in its place if it cannot even begin, or raised.
+    A read that cannot begin returns or raises `begins` instead.
     """
 
     status: int = DONE
@@ -43,7 +43,7 @@ class Batch:
 class FakeEngine:
     """Copies a byte more with each look, the last ones as the read ends.
 
-    As Mooncake does, it tells of an end once, and then gives the id to the next.
+    Like Mooncake, it reports an end once, and then gives the id to the next read.
     """
 
     def __init__(self, fates: list[Fate]) -> None:
@@ -55,7 +55,7 @@ class FakeEngine:
         self.failure_told = False
         self.begun_after_failure = 0
         self.most_in_flight = 0
-        # Reads whose fate is to wait for this do not end before.
+        # Reads whose fate is STUCK do not end before this is set.
         self.released = threading.Event()
 
     def batch_transfer_async_read(self, session, buffers, peer_addresses, lengths):
@@ -88,7 +88,7 @@ class FakeEngine:
         if fate.status == DONE:
             self._copy(batch, batch.length)
         else:
-            # Some of it has come all the same.
+            # Some of its bytes have arrived all the same.
             self._copy(batch, batch.length // 2)
             self.failure_told = True
         return fate.status

@@ -32,7 +32,7 @@ DEADLINE_S = 10.0
 
 
 class FakeLedger:
-    """Says that so many blocks are valid, or fails."""
+    """Says that `valid` blocks are valid."""
 
     def __init__(self, valid: int) -> None:
         self.valid = valid
@@ -169,7 +169,7 @@ def test_an_unwanted_pull_is_reported_when_quiet_and_not_before():
         engine.released.set()
         ((name, _),) = reported(puller)
         assert name == "a"
-        # The one that may have been about to begin.
+        # One read may have been about to begin.
         assert len(engine.batches) <= begun + 1
         engine.assert_quiet()
 

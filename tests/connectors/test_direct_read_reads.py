@@ -93,7 +93,7 @@ def test_what_has_been_stopped_begins_no_more_and_goes_quiet():
     engine.assert_quiet()
 
 
-# Readers that must not pass.
+# Readers that break the rule.
 
 
 def returns_at_the_first_failure(engine, session, regions, ids, peer_ids, stopped):
@@ -123,7 +123,7 @@ def takes_a_timeout_for_the_end(engine, session, regions, ids, peer_ids, stopped
 
 
 def looks_at_the_last_one_only(engine, session, regions, ids, peer_ids, stopped):
-    """As transfer_check_status does with a batch of many, with its first."""
+    """As transfer_check_status does, for the first read of a batch of many."""
     runs = contiguous_runs(ids, peer_ids, len(regions))
     batches = begun(engine, session, regions, runs)
     while (status := engine.transfer_check_status(batches[-1])) not in (DONE, FAILED):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct read's side channel answers those who have the secret, and nobody else."""
+"""Direct read's side channel answers clients that hold the secret, and nobody else."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_frame_counts_once_on_its_connection(serves, ledger):
 
 
 def test_a_frame_of_an_earlier_connection_counts_nowhere(serves, ledger):
-    """However short a while ago it was: nonces, not clocks, make it stale."""
+    """However recent the connection: nonces, not clocks, make the frame stale."""
     with Wire(serves.port) as wire:
         recorded = [wire.seal.seal(Hello()), wire.seal.seal(Lookup(HASHES))]
         for content in recorded:
@@ -168,7 +168,7 @@ def test_frames_count_in_order_only():
 
 
 def test_a_reply_is_that_of_its_request():
-    """Not an earlier one held back, which may say that more was valid."""
+    """An earlier reply that was held back may say that more was valid."""
     client, server = seals()
     replies = []
     for token in range(2):
@@ -267,7 +267,7 @@ def test_a_stranger_hears_a_greeting_and_no_more(serves):
 
 
 def test_messages_are_what_they_were():
-    """The wire format: another version of it must have another MAGIC."""
+    """The wire format; a new version of it must have a new MAGIC."""
     assert MAGIC == b"kv-direct-read/1"
     client, _ = seals()
     content = client.seal(Lookup([b"h"]))

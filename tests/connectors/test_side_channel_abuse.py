@@ -172,7 +172,7 @@ def test_a_client_stands_for_one_process_of_the_peer(ledger):
 
 
 def test_a_client_waits_no_longer_than_it_was_told():
-    """For a peer that takes connections and is stopped."""
+    """Not even for a peer that accepts connections and is stopped."""
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         client = Client("127.0.0.1", stopped.getsockname()[1], SECRET, 0.3)
         began_s = time.monotonic()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to peers are kept, and each stands for the process that is there now."""
+"""Connections to peers are kept, and each stands for one process of the peer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever comes in on the side channel, those who have the secret are served."""
+"""Whatever arrives on the side channel, clients that hold the secret are served."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HASHES = [bytes([n]) * 32 for n in range(4)]
 
 
 def mutated(chance: random.Random, data: bytes) -> bytes:
-    """The bytes with something else in them; never the same."""
+    """The bytes with a change somewhere; never the same bytes."""
     changed = bytearray(data)
     while changed == data:
         kind = chance.randrange(5)
@@ -52,7 +52,7 @@ def mutated(chance: random.Random, data: bytes) -> bytes:
 
 
 class Fuzzer:
-    """Sends a server what it cannot want, and knows how many frames it should drop."""
+    """Sends a server invalid frames, and knows how many of them it should drop."""
 
     def __init__(self, port: int, seed: int) -> None:
         self._port = port
@@ -83,7 +83,7 @@ class Fuzzer:
                 payload = mutated(chance, payload)
             mac = seal._mac(seal._sends, seal._num_sent, payload)
             if kind == "authentic" and payload:
-                # Mutated by one who has the secret: what decoding sees.
+                # Mutated by a client that holds the secret, so that decoding sees it.
                 seal._num_sent += 1
                 yield mac + payload
             else:
@@ -154,7 +154,7 @@ def fuzz(num_frames: int) -> Counter[str]:
         assert server._thread.is_alive()
         with closing(Client("127.0.0.1", server.port, SECRET)) as client:
             assert client.hello() == PEER
-        # Random and mutated ones have all been seen, and dropped.
+        # The server has seen and dropped all random and mutated frames.
         assert server.num_dropped >= fuzzer.sent["random"] + fuzzer.sent["mutated"]
         dropped = server.num_dropped
     return fuzzer.sent + Counter(served=served, dropped=dropped)

@@ -103,7 +103,7 @@ class Wire:
         return self.seal.open(self.receive())
 
     def is_silent(self, for_s: float = 0.2) -> bool:
-        """Whether nothing comes, not even the end."""
+        """Whether nothing arrives, not even the end of the connection."""
         self.sock.settimeout(for_s)
         try:
             self.sock.recv(1)
@@ -151,7 +151,7 @@ def seals(client: bytes = SECRET, server: bytes = SECRET) -> tuple[Seal, Seal]:
 
 
 def seal_payload(seal: Seal, payload: bytes) -> bytes:
-    """Authentic, whatever it says; its reply has not been counted."""
+    """An authentic frame with any payload; its reply has not been counted."""
     mac = seal._mac(seal._sends, seal._num_sent, payload)
     seal._num_sent += 1
     return mac + payload

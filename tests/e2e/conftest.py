@@ -15,8 +15,8 @@ def lab(tmp_path_factory) -> TinyServers:
 
 @pytest.fixture(scope="package")
 def reference(lab) -> Reference:
-    """Stays to the end: test_main_job, which wants the machine for itself, runs before
-    whoever asks for it.
+    """Lives to the end of this folder. test_main_job wants the machine for itself, so
+    it runs before the first test that asks for this.
     """
     with ready(lab.instance()) as (single,):
         yield Reference(single)

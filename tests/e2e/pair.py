@@ -27,12 +27,12 @@ async def route(connector: str, p: TinyServer, d: TinyServer, prompt: Tokens) ->
 
 
 def send_params(transfer_id: str) -> dict[str, Any]:
-    """What tells a Mooncake P to hold the prompt's KV until it is pulled."""
+    """Parameters that make a Mooncake P hold the prompt's KV until it is pulled."""
     return {"do_remote_decode": True, "transfer_id": transfer_id}
 
 
 async def pull_params(p: TinyServer, transfer_id: str) -> dict[str, Any]:
-    """What tells a Mooncake D to pull from `p`, as its bootstrap server has it."""
+    """Parameters that make a Mooncake D pull from `p`, from its bootstrap server."""
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"{p.bootstrap_url}/query") as answer,

@@ -128,7 +128,7 @@ def test_an_offloaded_answer_is_a_single_instances(
             assert answered == expected
             assert prefilled is not None
             pulled = await pulled_tokens(elastic) - before
-            # Both leave it to D to compute what is not a whole block.
+            # In both cases D computes what is not a whole block.
             assert pulled >= len(tokens) - BLOCK_TOKENS
 
     asyncio.run(scenario())

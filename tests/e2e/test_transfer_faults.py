@@ -132,7 +132,7 @@ def test_abort_while_the_prefill_side_is_sending(bench):
                 halt.enter_context(bench.p.stopped())
             await aborted(pull)
             await bench.d.has(waiting=0)
-            # The rest may still come, so its blocks must not be given to another.
+            # The rest may still arrive, so its blocks must not go to another request.
             await bench.d.complete([0], 2)
             assert (await bench.d.counters()).used_blocks == LONG_TOKENS // BLOCK_TOKENS
         await bench.well(seed=64_002)
@@ -141,7 +141,7 @@ def test_abort_while_the_prefill_side_is_sending(bench):
 
 
 def test_bootstrap_server_gone(bench):
-    """Nobody listens there, who listens does not answer, it knows another engine."""
+    """Nothing listens there, or it does not answer, or it knows another engine."""
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -180,7 +180,7 @@ def test_prefill_side_stopped_past_its_timeout(bench):
             await asyncio.sleep(TIMEOUT_S + 1)
         await bench.right(pull, asked)
         await send
-        # What nobody pulled has expired; who comes late must not get what is there now.
+        # What nobody pulled has expired; a late pull must not get what is there now.
         await bench.p.settle()
         await bench.right(bench.d.complete(unsent, 16, late), unsent)
         await bench.well(seed=66_002)
@@ -189,7 +189,7 @@ def test_prefill_side_stopped_past_its_timeout(bench):
 
 
 def test_prefill_side_stopped_while_sending(bench):
-    """D keeps the blocks for as long as P may write to them, and serves on."""
+    """D keeps the blocks as long as P may write to them, and goes on serving."""
 
     async def scenario() -> None:
         await route("mooncake", bench.foreign, bench.d, prompt(70_000, 500))
@@ -247,7 +247,7 @@ def test_by_default_a_failed_pull_fails_its_request_alone(bench):
 
 
 def test_prefill_side_killed_while_sending(bench):
-    """D need not wait for its timeout to know that nothing more will come."""
+    """D knows that nothing more will arrive before its timeout is over."""
 
     async def scenario() -> None:
         asked = prompt(72_000, 4000)
@@ -263,7 +263,7 @@ def test_prefill_side_killed_while_sending(bench):
 
 
 def test_the_defence_in_the_scheduler_was_not_needed(bench):
-    """What a connector reports must be right in the first place."""
+    """The connector itself must report nothing wrong."""
     for instance in (bench.p, bench.d, bench.foreign):
         assert "No request waits for the KV transfer" not in instance.log.read_text()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is pulled is the KV: a pair's greedy tokens are a single instance's.
+"""A pair's greedy tokens equal a single instance's, so what is pulled is the KV.
 
 Both instances of a pair are kv_both, and each case runs in both directions.
 """
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_a_single_instance_at_every_length(pair, direction):
         before_p, before_d = await p.counters(), await d.counters()
         for length in LENGTHS:
             await pair.check(p, d, [prompt(direction * 10_000 + length, length)])
-        # D computes the last token of a prompt again, for there is one to sample. A
+        # D computes the last token of a prompt again, to sample the next one from it. A
         # prompt of one token vLLM counts as cached, whatever was done.
         total = sum(LENGTHS)
         await counted(d, before_d, total - 1, computed=len(LENGTHS), cached=1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a real engine core on the null model and notes what it was asked to do.
 
-Started by test_step_timing.py on a patched tree: what the records must say is known
-here, from outside the recorder.
+Started by test_step_timing.py on a patched tree. The script knows what the records must
+say without asking the recorder.
 """
 
 import json
@@ -37,7 +37,7 @@ def full_blocks(prompt_tokens: int, output_tokens: int) -> int:
 
 
 class Account:
-    """Steps the engine, and adds up what it was given and what it gave back."""
+    """Steps the engine, and adds up its input and its output."""
 
     def __init__(self, engine: NullEngine):
         self.engine = engine

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every patch and every file in patches/ is used by something, and documented."""
+"""Every patch and every file in patches/ is used and documented."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ PATCHES = ["step_timing_v1", "step_timing_v2"]
 
 @pytest.fixture(scope="module")
 def processes(installed_vllm, tmp_path_factory):
-    """All engines at once, as most of a start is not ours: by scenario."""
+    """The engines by scenario; all start at once, because a start mostly waits."""
     place = tmp_path_factory.mktemp("engines")
     (place / "scenarios").mkdir()
     script = "engine_script.py"

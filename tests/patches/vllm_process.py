@@ -22,8 +22,7 @@ DEADLINE_S = 240
 class ScriptProcess:
     """One run of `script(model, result, *arguments)` in a folder of its own.
 
-    `records` is where step records go; without `recording` nobody asks for them.
-    `base` is the vllm folder to patch a copy of, in place of the installed one.
+    `records` is where step records go; without `recording` there are none.
     """
 
     def __init__(
@@ -33,7 +32,6 @@ class ScriptProcess:
         patches: list[str],
         *arguments: str,
         recording: bool = True,
-        base: Path | None = None,
     ) -> None:
         folder.mkdir()
         self.folder = folder
@@ -42,7 +40,7 @@ class ScriptProcess:
         self.log = folder / "log"
         self._result = folder / "result.json"
         model = null_checkpoint(folder / "model")
-        build_tree(folder / "tree", base or installed_package("vllm"), patches, {})
+        build_tree(folder / "tree", installed_package("vllm"), patches, {})
         env = engine_environment(folder / "tree", CPU_ENGINE, reserve(1)[0])
         if recording:
             env |= record_steps(self.records, {"test": 1})
@@ -51,7 +49,7 @@ class ScriptProcess:
         self.process = Supervised(command, env, self.log)
 
     def result(self) -> dict:
-        """What the script found out, once it has ended well."""
+        """The script's result file. Fails unless the script ends well."""
         try:
             status = self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:

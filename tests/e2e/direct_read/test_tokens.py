@@ -99,10 +99,10 @@ def test_many_at_once_in_both_directions(bench):
 
 
 def test_preempted_after_a_pull(bench):
-    """A pulls, and runs out of blocks with the last of the answers."""
+    """A pulls, and runs out of blocks during the last answers."""
 
     async def scenario() -> None:
-        # Each begins another block with the second token of its answer.
+        # Each needs one more block for the second token of its answer.
         length = (SMALL_BLOCKS // 3 - 1) * BLOCK_TOKENS
         three = [prompt(104_200 + i, length) for i in range(3)]
         await bench.reference.tokens(three)
@@ -113,7 +113,7 @@ def test_preempted_after_a_pull(bench):
         pulls = asyncio.gather(
             *(bench.a.complete(one, kv_transfer_params=bench.b.peer) for one in three)
         )
-        # They begin together: none is done before all have blocks and have read.
+        # Together: none is done before all of them have blocks and have read.
         async with bench.a.held_at(VALIDATE, pulls):
             await bench.a.has_used(sum(map(full_blocks, three)) / (SMALL_BLOCKS - 1))
             await asyncio.sleep(0.3)
@@ -150,7 +150,7 @@ def test_pulls_leave_room_for_each_other(bench):
 
 
 def test_a_pull_is_not_stuck_behind_what_does_not_fit(bench):
-    """The first in the queue gets no answer to its lookup, and has no room then."""
+    """The first request of the queue gets no answer to its lookup, and does not fit."""
 
     async def scenario() -> None:
         first, second = (prompt(104_400 + i, 200 * BLOCK_TOKENS) for i in range(2))

@@ -33,7 +33,7 @@ IMPOSSIBLE_HOSTS = ["", "a..b", "a" * 100, "a" * 1000, "a\nERROR forged", "\0", 
 
 
 class Everything:
-    """A ledger that has every block, and vouches for it."""
+    """A ledger that has every block, and calls every block valid."""
 
     def lookup(self, hashes: list[bytes]) -> Offer:
         return Offer(1, list(range(1, len(hashes) + 1)), "")
@@ -49,7 +49,7 @@ def test_a_peer_with_another_secret_is_nobody(bench):
             asked = prompt(111_000, 500)
             async with bench.pulled(0):
                 await bench.right(bench.ask(asked, named(server.port)), asked)
-            # Another one goes unharmed.
+            # Pulls from another peer still work.
             await bench.well(111_001)
         finally:
             server.close()
@@ -69,7 +69,7 @@ def test_a_peer_that_serves_another_model_is_refused(bench):
 
 
 def test_a_peer_that_is_not_there(bench):
-    """Nobody listens, who listens does not answer, and the router talks nonsense."""
+    """Nothing listens, the listener does not answer, or the router sends nonsense."""
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -95,7 +95,7 @@ def test_a_peer_that_is_not_there(bench):
 
 
 def test_a_peer_that_lies_about_its_memory(bench):
-    """It has the secret and our fingerprint, and its addresses lead nowhere."""
+    """It holds the secret and has our fingerprint, but its addresses lead nowhere."""
 
     async def scenario() -> None:
         theirs = await asyncio.to_thread(hello, bench.a.peer)
@@ -130,7 +130,7 @@ def test_abort(bench, gate):
             await aborted(answer)
             await bench.b.has(waiting=0)
             if gate != LOOKUP:
-                # What may still be written to must not be given to another.
+                # Blocks that may still be written must not be given to another request.
                 await bench.b.complete([0], 2)
                 held = (await bench.b.counters()).used_blocks
                 assert held == full_blocks(asked)
@@ -141,7 +141,7 @@ def test_abort(bench, gate):
 
 @pytest.mark.parametrize("gate", MOMENTS)
 def test_the_peer_is_stopped(bench, gate):
-    """B computes what it cannot have, in the time that its timeouts take."""
+    """B computes what it cannot read, no later than its timeouts allow."""
 
     async def scenario() -> None:
         asked = prompt(116_000 + MOMENTS.index(gate), 1000)
@@ -156,7 +156,7 @@ def test_the_peer_is_stopped(bench, gate):
             finally:
                 stop.__exit__(None, None, None)
             assert time.monotonic() - began_s < PROGRESS_TIMEOUT_S + 7
-        # What A sent late must have hurt nobody.
+        # What A sent late must not have changed another request's blocks.
         await bench.right(bench.b.complete(asked), asked)
         await bench.well(116_100 + 20 * MOMENTS.index(gate))
 
