@@ -10,6 +10,9 @@ from hypothesis import HealthCheck, settings
 # starts would compile its imports anew: seconds where it imports torch.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Our matrices are small. On a busy machine numpy's threads spend several times the
+# time of a product waiting for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # A stall of the machine is not a fault of what is tested.
 settings.register_profile(

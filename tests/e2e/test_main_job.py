@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -31,20 +32,62 @@ def package_digest(name: str) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """How a cpu-smoke sweep ended, and what was in its folder then."""
+
+    folder: Path
+    status: int
+    configs: dict
+    summary: str
+    trials: dict[str, Trial]
+
+
+@dataclass(frozen=True)
+class Trial:
+    status: str
+    written_ns: int
+
+
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> Path:
-    """A finished cpu-smoke sweep; the installed packages must come out untouched."""
+def hurt(tmp_path_factory) -> Sweep:
+    """The sweep whose `noop` server was killed while it measured."""
     folder = tmp_path_factory.mktemp("sweep")
+    sweep = subprocess.Popen([*RUN_ALL, "--out", folder])
+    records = folder / "noop" / "r0" / "engine_step.jsonl"
+    eventually(lambda: records.exists() and records.stat().st_size > 10_000, 240)
+    os.kill(json.loads(records.read_text().partition("\n")[0])["pid"], signal.SIGKILL)
+    return ended(folder, sweep.wait(240))
+
+
+@pytest.fixture(scope="module")
+def whole(hurt) -> Sweep:
+    """The same sweep, resumed; the installed packages must come out untouched."""
     packages = ("vllm", "nixl_cu12")
     before = [package_digest(name) for name in packages]
-    subprocess.run([*RUN_ALL, "--out", folder], check=True)
+    resumed = subprocess.run(
+        [*RUN_ALL, "--out", hurt.folder, "--resume"], check=False, timeout=240
+    )
     assert [package_digest(name) for name in packages] == before
-    return folder
+    return ended(hurt.folder, resumed.returncode)
+
+
+def ended(folder: Path, status: int) -> Sweep:
+    trials = {
+        file.parts[-3]: Trial(
+            json.loads(file.read_bytes())["status"], file.stat().st_mtime_ns
+        )
+        for file in folder.glob("*/r*/trial.json")
+    }
+    result = json.loads((folder / "per_config.json").read_text())
+    summary = (folder / "SUMMARY.md").read_text()
+    return Sweep(folder, status, result["configs"], summary, trials)
 
 
 @pytest.fixture(scope="module")
-def configs(run_dir) -> dict:
-    return json.loads((run_dir / "per_config.json").read_text())["configs"]
+def configs(whole) -> dict:
+    assert whole.status == 0
+    return whole.configs
 
 
 def test_the_hash_walk_grows_with_cache_and_falls_after_the_reset(configs):
@@ -94,21 +137,35 @@ def test_every_engine_step_has_its_worker_step(configs):
         assert records["torn_lines"] == 0
 
 
-def test_the_trees_are_gone_and_no_server_is_left(run_dir):
-    assert not (run_dir / "trees").exists()
-    assert not [pid for pid in descendants(1) if belongs_to(pid, run_dir)]
+def test_the_trees_are_gone_and_no_server_is_left(whole):
+    assert not (whole.folder / "trees").exists()
+    assert not [pid for pid in descendants(1) if belongs_to(pid, whole.folder)]
 
 
-def test_a_resumed_run_measures_nothing_twice(run_dir):
-    trials = sorted(run_dir.glob("*/r*/trial.json"))
-    before = [trial.stat().st_mtime_ns for trial in trials]
-    subprocess.run([*RUN_ALL, "--out", run_dir, "--resume"], check=True)
-    assert [trial.stat().st_mtime_ns for trial in trials] == before
+def test_a_server_that_dies_fails_its_config_and_not_the_others(hurt):
+    """Neither the one before it nor the one after."""
+    assert hurt.status == 1
+    noop = hurt.configs["noop"]
+    assert noop["verdict"] == "failed"
+    assert "server died" in noop["error"]
+    lost = noop["requests"]
+    assert lost["scheduled"] == lost["ok"] + lost["failed"] + lost["cancelled"]
+    assert "`noop` failed" in hurt.summary
+    for name in ("plain", "mooncake_both_hash_sync"):
+        requests = hurt.configs[name]["requests"]
+        assert requests["ok"] == requests["scheduled"] > 0
 
 
-def test_a_finished_run_is_not_overwritten(run_dir):
+def test_a_resumed_run_measures_what_failed_and_nothing_twice(hurt, whole):
+    failed = {name for name, trial in hurt.trials.items() if trial.status != "ok"}
+    again = {name for name in hurt.trials if hurt.trials[name] != whole.trials[name]}
+    assert again == failed
+    assert "noop" in failed and len(failed) < len(hurt.trials) == 3
+
+
+def test_a_finished_run_is_not_overwritten(whole):
     again = subprocess.run(
-        [*RUN_ALL, "--out", run_dir], stderr=subprocess.PIPE, text=True
+        [*RUN_ALL, "--out", whole.folder], stderr=subprocess.PIPE, text=True
     )
     assert again.returncode == 1
     assert "--resume" in again.stderr
@@ -144,28 +201,6 @@ def test_a_sweep_stopped_in_the_middle_leaves_no_process_and_no_port(
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind(("0.0.0.0", port))
     assert package_digest("vllm") == before
-
-
-def test_a_server_that_dies_fails_its_config_and_not_the_others(tmp_path):
-    arguments = ["--profile", "cpu-smoke", "--only", "noop", "--only", "plain"]
-    sweep = subprocess.Popen(
-        [sys.executable, "-m", "microbench.sweep", *arguments, "--out", tmp_path],
-        cwd=REPOSITORY,
-    )
-    records = tmp_path / "noop" / "r0" / "engine_step.jsonl"
-    eventually(lambda: records.exists() and records.stat().st_size > 10_000, 180)
-    os.kill(json.loads(records.read_text().partition("\n")[0])["pid"], signal.SIGKILL)
-    assert sweep.wait(180) == 1
-
-    configs = json.loads((tmp_path / "per_config.json").read_text())["configs"]
-    assert configs["noop"]["verdict"] == "failed"
-    assert "server died" in configs["noop"]["error"]
-    assert (
-        configs["plain"]["requests"]["ok"] == configs["plain"]["requests"]["scheduled"]
-    )
-    lost = configs["noop"]["requests"]
-    assert lost["scheduled"] == lost["ok"] + lost["failed"] + lost["cancelled"]
-    assert "`noop` failed" in (tmp_path / "SUMMARY.md").read_text()
 
 
 def eventually(condition, deadline_s: float) -> None:
