@@ -15,6 +15,8 @@ import pytest
 
 from lab.paths import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 INSIDE = """
 import os
 import pytest
@@ -71,7 +73,6 @@ def run(folder: Path, module: str) -> dict[str, str]:
     return {"output": ended.stdout} | {test: word for word, test in found}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_each_test_ends_as_it_did_inside(tmp_path):
     found = run(tmp_path, INSIDE)
