@@ -33,7 +33,7 @@ BEHIND = [
     "tests/microbench/test_roles.py",
     "tests/test_patched.py",
 ]
-ALONE = ["tests/e2e/test_main_job.py", "tests/lab/test_preflight.py"]
+ALONE = ["tests/e2e/test_main_job.py"]
 FINE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from lab.serving import preflight
 from lab.serving.connector import Connector, load_connector
+from lab.serving.machine_lock import supervisors
 from lab.serving.preflight import PreflightError
 from lab.serving.supervise import Supervised
 from microbench.profile import load_profile
@@ -60,8 +61,11 @@ def test_a_server_of_another_run_is_waited_for_and_then_refused(tmp_path, monkey
     # A supervisor that is not below us: as one left by a sweep killed just now.
     monkeypatch.setattr(preflight, "descendants", lambda pid: [])
     with Supervised(sleeper, dict(os.environ), tmp_path / "log") as survivor:
-        # For an instant after its start a process has no command line yet.
-        while not survivor.pids():
+        # Others on this machine do not count: they may go on for longer.
+        ours = {survivor.supervisor_pid}
+        monkeypatch.setattr(preflight, "supervisors", lambda: supervisors() & ours)
+        # It makes itself known a moment after its start.
+        while not supervisors() & ours:
             time.sleep(0.01)
         monkeypatch.setattr(preflight, "SURVIVOR_DEADLINE_S", 0.5)
         with pytest.raises(PreflightError, match="servers of another run"):
