@@ -27,6 +27,7 @@ BEHIND = [
     "tests/patched",
     "tests/patches",
     "tests/e2e",
+    "tests/fleet/analyze",
     "tests/microbench/test_before_after.py",
     "tests/microbench/test_report.py",
     "tests/microbench/test_report_refusals.py",
