@@ -24,6 +24,7 @@ from lab.paths import REPOSITORY
 from lab.serving.supervise import exit_on_signals
 
 BEHIND = [
+    "tests/blockpatch",
     "tests/patched",
     "tests/patches",
     "tests/e2e",
