@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lab.paths import REPOSITORY
 
 # What a run must not mix; that of an earlier part of it is in its provenance.
@@ -24,6 +26,8 @@ def choose(given: Path | None, name: str, plan_file: str, resume: bool) -> Path:
     `plan_file` is the file that a folder has if a run was begun in it.
     Raises RunFolderError if it holds a run that is not to be resumed, or none that is.
     """
+    if given is not None and given.exists() and not given.is_dir():
+        raise RunFolderError(f"{given} is a file: --out wants a folder")
     holds_a_run = given is not None and (given / plan_file).exists()
     if resume and not holds_a_run:
         raise RunFolderError("--resume needs --out and the folder of a run to resume")
@@ -35,6 +39,16 @@ def choose(given: Path | None, name: str, plan_file: str, resume: bool) -> Path:
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
         given = REPOSITORY / "runs" / f"{now}-{name}"
     return given.resolve()
+
+
+def read_plan(file: Path) -> dict[str, Any]:
+    """The plan document of an earlier run. Raises RunFolderError."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict)
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunFolderError(
+            f"cannot resume {file.parent}: {file.name} cannot be read: {error}"
+        ) from None
 
 
 def check_resumable(

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from lab.config import ConfigError
+from lab.paths import REPOSITORY
 from lab.records import RecordsError
 from lab.records.documents import write_document, write_whole
 from microbench.analysis.analysis import analyse
@@ -39,13 +40,13 @@ def report(run_dir: Path, out: Path) -> None:
 
 def git_commit() -> str | None:
     """The commit of this analysis code, None outside a repository with a commit."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--verify", "-q", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "rev-parse", "--verify", "-q", "HEAD"]
+    try:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
     return done.stdout.strip() or None
 
 

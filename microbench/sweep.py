@@ -206,7 +206,7 @@ def _write_run(
     if resume:
         run_folder.check_resumable(
             run_dir,
-            msgspec.json.decode(file.read_bytes()),
+            run_folder.read_plan(file),
             msgspec.to_builtins(record),
             plan_keys=("profile", "plan"),
             provenance_keys=(*run_folder.SAME_MACHINE_AND_CODE, "patch_hashes"),

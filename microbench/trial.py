@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from lab.records.trial import ReadCounts, TrialRecord
 from lab.serving.connector import Connector
 from lab.serving.environment import HASH_SEED
 from lab.serving.null_model import Checkpoint
-from lab.serving.ports import Ports
+from lab.serving.ports import Ports, PortsError
 from lab.serving.server import Server, ServerError, tail
 from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
 from lab.serving.supervise import Supervised
@@ -93,7 +94,7 @@ def run_trial(
     if error is None:
         try:
             _measure(folder, planned, tree, common, measured)
-        except (ServerError, TrialError, RecordsError) as failure:
+        except (ServerError, PortsError, TrialError, RecordsError) as failure:
             error = str(failure)
     record = TrialRecord(
         config=planned.config,
@@ -104,8 +105,8 @@ def run_trial(
         block_size=common.profile.block_size,
         status="ok" if error is None else "failed",
         error=error,
-        started_utc=now,
-        wall_s=time.monotonic() - started,
+        started_utc=now if planned.error is None else None,
+        wall_s=time.monotonic() - started if planned.error is None else None,
         **vars(measured),
     )
     write_document(folder / "trial.json", record)
@@ -128,7 +129,7 @@ def _measure(
     common: SweepSettings,
     measured: _Measured,
 ) -> None:
-    """Raises ServerError, TrialError and RecordsError.
+    """Raises ServerError, PortsError, TrialError and RecordsError.
 
     `measured` then holds what there was.
     """
@@ -155,7 +156,10 @@ def _drive(folder: Path, server: Server, py_spy: bool) -> None:
     command = [sys.executable, "-m", "microbench.driver", "--url", server.url]
     command += ["--plan", str(folder / "plan.json")]
     command += ["--out", str(folder / "requests.jsonl")]
-    with Supervised(command, dict(os.environ), folder / "driver.log") as driver:
+    with contextlib.ExitStack() as stack:
+        driver = stack.enter_context(
+            Supervised(command, dict(os.environ), folder / "driver.log")
+        )
         profiler = None
         while (status := driver.poll()) is None:
             if server.supervised.poll() is not None:
@@ -164,10 +168,11 @@ def _drive(folder: Path, server: Server, py_spy: bool) -> None:
                 )
             if py_spy and profiler is None:
                 profiler = _profile_engine(folder)
+                if profiler is not None:
+                    stack.enter_context(profiler)
             time.sleep(0.1)
         if profiler is not None:
-            profiler.wait(PY_SPY_SECONDS + 20)
-            profiler.stop()
+            _await_profile(profiler, folder)
     if status != 0:
         raise TrialError(
             DRIVER_ERRORS.get(status, f"the driver ended with status {status}")
@@ -229,6 +234,13 @@ def _profile_engine(folder: Path) -> Supervised | None:
     command += ["--duration", str(PY_SPY_SECONDS), "--output", "pyspy.svg"]
     command[-1] = str(folder / "pyspy.svg")
     return Supervised(command, dict(os.environ), folder / "pyspy.log")
+
+
+def _await_profile(profiler: Supervised, folder: Path) -> None:
+    try:
+        profiler.wait(PY_SPY_SECONDS + 20)
+    except subprocess.TimeoutExpired:
+        raise TrialError(f"py-spy did not end\n{tail(folder / 'pyspy.log')}") from None
 
 
 def _check_fresh(folder: Path, profile: Profile) -> None:

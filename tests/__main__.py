@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the suite two tests at a time: python -m tests [pytest's options].
+"""Runs the suite two tests at a time: python -m tests [pytest's options, no paths].
 
 BEHIND computes, or starts real engines, and its deadlines are long. It runs at low
 priority beside the tests that watch the clock. ALONE follows, as it wants the whole
@@ -9,6 +9,7 @@ same tests, one after the other.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,63 +38,90 @@ BEHIND = [
 ]
 ALONE = ["tests/e2e/test_main_job.py"]
 FINE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+# For a pytest that is interrupted: its fixtures stop real servers.
+STOP_GRACE_S = 60.0
 
 
 def main() -> int:
-    """1 if a test failed, or if pytest itself did; the last line sums up."""
+    """0 if there were tests and all parts went well, else 1; the last line sums up."""
+    options = sys.argv[1:]
+    if paths := [one for one in options if Path(one.partition("::")[0]).exists()]:
+        print(f"tests: {paths[0]} is a path: run it with python -m pytest")
+        return 1
     exit_on_signals()
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        statuses = run_all(folder, sys.argv[1:])
-        print_sum(folder, time.monotonic() - begun_s)
-    return int(any(status not in FINE for status in statuses))
+        statuses = run_all(folder, options)
+        count = print_sum(folder, statuses, time.monotonic() - begun_s)
+    return int(count == 0 or any(status not in FINE for status in statuses.values()))
 
 
-def run_all(folder: Path, options: list[str]) -> list[int]:
-    """Exit statuses of the three pytest; each leaves its report in `folder`."""
-    not_alone = [f"--ignore={path}" for path in ALONE]
-    front = [*not_alone, *(f"--ignore={path}" for path in BEHIND)]
+def run_all(folder: Path, options: list[str]) -> dict[str, int]:
+    """The exit status of each part, which leaves its report in `folder`."""
+    in_front = [f"--ignore={path}" for path in BEHIND + ALONE]
     output = folder / "behind.txt"
-    with output.open("w") as log:
-        command = ["nice", *pytest_command(folder / "behind.xml", options)]
-        command += [*not_alone, *BEHIND]
-        behind = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+    running: list[subprocess.Popen] = []
+
+    def start(part: str, which: list[str], **how) -> subprocess.Popen:
+        command = [sys.executable, "-m", "pytest", f"--junit-xml={folder / part}.xml"]
+        nice = ["nice"] if part == "behind" else []
+        # A group of its own: Ctrl-C comes to us, who then interrupt each part once.
+        running.append(
+            subprocess.Popen(
+                [*nice, *command, *options, *which],
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+                **how,
+            )
+        )
+        return running[-1]
+
     try:
-        statuses = [run(folder / "front.xml", options, front)]
-        statuses.append(behind.wait())
+        with output.open("wb") as log:
+            behind = start("behind", BEHIND, stdout=log, stderr=log)
+        statuses = {"front": start("front", in_front).wait()}
+        statuses["behind"] = behind.wait()
+        print(output.read_text(errors="replace"), flush=True)
+        return statuses | {"alone": start("alone", ALONE).wait()}
     finally:
-        behind.terminate()
-        behind.wait()
-        print(output.read_text(), flush=True)
-    return [*statuses, run(folder / "alone.xml", options, ALONE)]
+        stop(running)
 
 
-def run(report: Path, options: list[str], which: list[str]) -> int:
-    return subprocess.run(
-        [*pytest_command(report, options), *which], cwd=REPOSITORY, check=False
-    ).returncode
+def stop(parts: list[subprocess.Popen]) -> None:
+    """Interrupt those that still run, as Ctrl-C does: they clean up."""
+    left = [part for part in parts if part.poll() is None]
+    for part in left:
+        part.send_signal(signal.SIGINT)
+    deadline_s = time.monotonic() + STOP_GRACE_S
+    for part in left:
+        try:
+            part.wait(max(deadline_s - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            part.kill()
 
 
-def pytest_command(report: Path, options: list[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", f"--junit-xml={report}", *options]
-
-
-def print_sum(folder: Path, taken_s: float) -> None:
-    """What failed, then a line such as pytest's own."""
+def print_sum(folder: Path, statuses: dict[str, int], taken_s: float) -> int:
+    """What failed, then a line such as pytest's own; returns how many tests ran."""
     counts = Counter()
-    for report in sorted(folder.glob("*.xml")):
-        for case in ElementTree.parse(report).iter("testcase"):
-            ended = [part.tag for part in case if part.tag in OUTCOMES] or ["passed"]
+    for part, status in statuses.items():
+        if status not in (*FINE, pytest.ExitCode.TESTS_FAILED):
+            print(f"FAILED the part {part}: pytest ended with status {status}")
+        try:
+            cases = list(ElementTree.parse(folder / f"{part}.xml").iter("testcase"))
+        except (FileNotFoundError, ElementTree.ParseError):
+            continue
+        for case in cases:
+            ended = [inner.tag for inner in case if inner.tag in OUTCOMES] or ["passed"]
             counts[OUTCOMES.get(ended[0], "passed")] += 1
             if ended[0] in ("failure", "error"):
                 print(f"FAILED {case.get('classname')}::{case.get('name')}")
     text = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     duration = timedelta(seconds=round(taken_s))
-    print(f" {text} in {taken_s:.2f}s ({duration}) ".center(80, "="))
-
-
-OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+    print(f" {text or 'no tests'} in {taken_s:.2f}s ({duration}) ".center(80, "="))
+    return counts.total()
 
 
 if __name__ == "__main__":

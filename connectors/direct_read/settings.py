@@ -46,7 +46,7 @@ class Settings:
             raise ValueError(f"DirectReadConnector: {reason}")
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        port = int(extra.get("port") or os.environ.get(PORT_VARIABLE) or 0)
+        port = int(extra.get("port", os.environ.get(PORT_VARIABLE) or 0))
         if port:
             port += vllm_config.parallel_config.data_parallel_index
         return cls(

@@ -183,7 +183,7 @@ def _keep_plan(
     if resume:
         run_folder.check_resumable(
             out,
-            msgspec.json.decode(file.read_bytes()),
+            run_folder.read_plan(file),
             msgspec.to_builtins(now),
             plan_keys=("experiment", "trace", "plan"),
             provenance="versions",

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from lab.config import ConfigError, read_toml
+from lab.paths import CONFIGS
 from lab.serving.null_model import Checkpoint, real_model, write_null_model
 from lab.serving.settings import EngineSettings, Forward
 
@@ -58,4 +59,7 @@ def slowed(settings: InstanceSettings, factor: float) -> InstanceSettings:
 
 def read_instance_settings(path: Path) -> InstanceSettings:
     """Raises ConfigError."""
+    if not path.is_file():
+        known = ", ".join(sorted(map(str, (CONFIGS / "fleet").glob("*.toml"))))
+        raise ConfigError(f"no file {path}; there are: {known}")
     return msgspec.structs.replace(read_toml(path, InstanceSettings), name=path.stem)

@@ -58,6 +58,8 @@ class Workshop:
         noted = tree.with_suffix(".patches.json")
         if noted.exists():
             return tree, msgspec.json.decode(noted.read_bytes())
+        # Left by an attempt in which a patch did not fit.
+        shutil.rmtree(tree, ignore_errors=True)
         base = installed_package("vllm")
         used = spec.connector
         hashes = build_tree(tree, base, used.patches, used.patch_parameters)

@@ -35,6 +35,10 @@ class DecisionLog:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._file is not None:
+            try:
+                self._file.flush().result()
+            except OSError as error:
+                log.error("%s: lines are lost: %s", self._path, error)
             self._file.__exit__(*exc_info)
 
     def decided(

@@ -31,7 +31,12 @@ class LineFile:
         self._lines: list[bytes] = []
         self._encode = msgspec.json.Encoder().encode
         self._file = path.open("xb", buffering=0)
-        _write_all(self._file, self._encode(header) + b"\n")
+        try:
+            _write_all(self._file, self._encode(header) + b"\n")
+        except OSError:
+            self._file.close()
+            path.unlink()
+            raise
         self._writer = ThreadPoolExecutor(1, "lines")
 
     def __enter__(self) -> Self:

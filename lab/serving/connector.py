@@ -14,6 +14,12 @@ from lab.records.roles import Role
 Transfer = Literal["mooncake", "nixl", "direct_read"]
 # What is launched where nobody names a config: vLLM without a connector.
 DEFAULT_CONNECTOR = "plain"
+# `package` and `transfer` of TOMLs that were written before there were these keys.
+BEFORE_THESE_KEYS: dict[str, tuple[str, Transfer]] = {
+    "MooncakeConnector": ("mooncake", "mooncake"),
+    "NixlConnector": ("nixl", "nixl"),
+    "DirectReadConnector": ("mooncake", "direct_read"),
+}
 
 
 class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -39,4 +45,9 @@ class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 def load_connector(name: str) -> Connector:
     """Raises ConfigError."""
-    return read_toml(CONFIGS / "connectors" / f"{name}.toml", Connector)
+    found = read_toml(CONFIGS / "connectors" / f"{name}.toml", Connector)
+    known = (found.kv_transfer_config or {}).get("kv_connector")
+    if found.package is None and found.transfer is None and known in BEFORE_THESE_KEYS:
+        package, transfer = BEFORE_THESE_KEYS[known]
+        return msgspec.structs.replace(found, package=package, transfer=transfer)
+    return found

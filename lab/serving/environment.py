@@ -10,16 +10,13 @@ import sys
 from pathlib import Path
 
 from lab.paths import REPOSITORY
+from lab.serving.errors import ServerError
 from lab.serving.ports import Ports
 from lab.serving.settings import EngineSettings
 
 NULL_MODEL_PLUGIN = Path(__file__).with_name("vllm_plugin")
 # The same block hashes in all servers, and sets in the same order.
 HASH_SEED = "0"
-
-
-class MissingLibraries(Exception):
-    """vLLM cannot start on this machine; the message says what to install."""
 
 
 def engine_environment(
@@ -69,7 +66,7 @@ def record_steps(folder: Path, label: dict) -> dict[str, str]:
 def cpu_preload() -> list[str]:
     """The two libraries without which vLLM's CPU worker refuses to start.
 
-    Raises MissingLibraries.
+    Raises ServerError.
     """
     cache = subprocess.run(
         ["ldconfig", "-p"], capture_output=True, text=True, check=True
@@ -80,7 +77,7 @@ def cpu_preload() -> list[str]:
     exact = [path for path in tcmalloc if path.endswith("libtcmalloc_minimal.so.4")]
     openmp = Path(sys.prefix, "lib", "libiomp5.so")
     if not exact or not openmp.exists():
-        raise MissingLibraries(
+        raise ServerError(
             "libtcmalloc_minimal.so.4 or the environment's libiomp5.so is missing: "
             "run setup.sh"
         )

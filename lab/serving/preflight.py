@@ -15,7 +15,8 @@ from pathlib import Path
 import blockpatch
 from lab.serving import transfer_check
 from lab.serving.connector import Connector
-from lab.serving.environment import MissingLibraries, cpu_preload
+from lab.serving.environment import cpu_preload
+from lab.serving.errors import ServerError
 from lab.serving.machine_lock import supervisors
 from lab.serving.server import tail
 from lab.serving.settings import EngineSettings
@@ -50,7 +51,7 @@ def check_resources(settings: EngineSettings, servers: int) -> None:
     if settings.flavour == "cpu":
         try:
             cpu_preload()
-        except MissingLibraries as error:
+        except ServerError as error:
             raise PreflightError(str(error)) from None
     elif shutil.which("nvidia-smi") is None:
         raise PreflightError(

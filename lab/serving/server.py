@@ -8,16 +8,13 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from lab.serving.errors import ServerError
 from lab.serving.ports import listener_pid
 from lab.serving.server_spec import ServerSpec
 from lab.serving.supervise import Supervised
 
 # NIXL takes 100 to 150 s to start when eight instances start at once.
 READY_DEADLINE_S = 360.0
-
-
-class ServerError(Exception):
-    """The server did not start, or is not the one we started."""
 
 
 class Server:

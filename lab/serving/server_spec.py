@@ -49,7 +49,7 @@ def resolve(
     """A server that keeps its log and its step records in `folder`.
 
     `label` goes into the header of each file of records; `ports` are any free ones
-    unless given. Raises MissingLibraries.
+    unless given. Raises ServerError and PortsError.
     """
     ports = ports or reserve(1)[0]
     env = engine_environment(engine.tree, engine.settings, ports)

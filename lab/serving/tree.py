@@ -61,10 +61,14 @@ def build_tree(
     """Make `destination` a folder for PYTHONPATH: patched packages, vllm among them.
 
     vllm is taken from `base`, other packages from where they are installed. Returns
-    the hash of each patch. Raises blockpatch.BlockPatchError if a patch does not fit,
-    ModuleNotFoundError if its package is not installed.
+    the hash of each patch. Raises blockpatch.BlockPatchError if a patch is unknown or
+    does not fit, ModuleNotFoundError if its package is not installed.
     """
     patches = blockpatch.load_patches(PATCHES)
+    if unknown := [name for name in patch_names if name not in patches]:
+        raise blockpatch.BlockPatchError(
+            f"no patch named {unknown[0]!r}; there are: {', '.join(sorted(patches))}"
+        )
     wanted = [patches[name] for name in patch_names]
     destination.mkdir(parents=True)
     link_package(base, destination)

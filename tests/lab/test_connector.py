@@ -35,6 +35,25 @@ def brand_new(tmp_path, monkeypatch):
     return load_connector("brand_new")
 
 
+@pytest.mark.parametrize(
+    ("kv_connector", "package", "transfer"),
+    [
+        ("MooncakeConnector", "mooncake", "mooncake"),
+        ("NixlConnector", "nixl", "nixl"),
+        ("DirectReadConnector", "mooncake", "direct_read"),
+    ],
+)
+def test_a_toml_from_before_these_keys_means_what_it_did(
+    kv_connector, package, transfer, tmp_path, monkeypatch
+):
+    (tmp_path / "connectors").mkdir()
+    old = NEW.replace("BrandNewConnector", kv_connector)
+    (tmp_path / "connectors" / "old.toml").write_text(old)
+    monkeypatch.setattr("lab.serving.connector.CONFIGS", tmp_path)
+    found = load_connector("old")
+    assert (found.package, found.transfer) == (package, transfer)
+
+
 def test_the_sweep_serves_it(brand_new, tmp_path):
     preflight.check_connector(brand_new)
     engine = Engine(tmp_path, load_profile("cpu"), brand_new, tmp_path)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from lab.paths import REPOSITORY
-from lab.run_folder import RunFolderError, check_resumable, choose
+from lab.run_folder import RunFolderError, check_resumable, choose, read_plan
 
 PLAN = "run.json"
 RUN = {
@@ -33,6 +33,19 @@ def test_a_folder_with_a_run_is_left_alone_unless_that_run_is_resumed(tmp_path):
 def test_there_must_be_a_run_to_resume(given, tmp_path):
     with pytest.raises(RunFolderError, match="a run to resume"):
         choose(tmp_path if given else None, "cpu", PLAN, resume=True)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(RunFolderError, match="--out wants a folder"):
+        choose(tmp_path / "out", "cpu", PLAN, resume=False)
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_plan_is_refused_by_name(content, tmp_path):
+    (tmp_path / PLAN).write_text(content)
+    with pytest.raises(RunFolderError, match=r"cannot resume .*run\.json"):
+        read_plan(tmp_path / PLAN)
 
 
 def test_a_run_goes_on_as_what_it_was(tmp_path):

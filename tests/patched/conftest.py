@@ -94,7 +94,12 @@ class PatchedTest(pytest.Item):
             for other in runs.values():
                 other.wait()
             runs[vllm] = self._start(*vllm)
-        found = runs[vllm].outcome(self.nodeid)
+        try:
+            found = runs[vllm].outcome(self.nodeid)
+        except BaseException:
+            # Or each of the others would wait for its own time limit.
+            runs[vllm].stop()
+            raise
         if found["outcome"] == "skipped":
             pytest.skip(found["text"])
         if found["outcome"] == "failed":

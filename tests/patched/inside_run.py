@@ -61,6 +61,9 @@ class InsideRun:
     def wait(self) -> None:
         self._process.wait(None)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._process.stop()
+
+    def close(self) -> None:
+        self.stop()
         self._folder.cleanup()

@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 
 import pytest
-from abort_lab import DEFENCE, code, goes_wrong, run
+from abort_lab import DEFENCE, PACKAGE, code, goes_wrong, run
 from mooncake_world import World
+from variants import SCHEDULER, block_ids
 from vllm.v1.outputs import KVConnectorOutput
 
 PATCHES = ["mooncake_cpu_layout"]
@@ -16,6 +17,10 @@ BLOCKS = ["drop", "drop_unexpected"]
 
 def test_alone_it_keeps_the_engine_alive(mooncake_engine):
     assert run(mooncake_engine, code(DEFENCE), "aborted_before_scheduled") == []
+
+
+def test_no_block_is_left_out_below():
+    assert set(BLOCKS) == set(block_ids(DEFENCE, PACKAGE, SCHEDULER))
 
 
 @pytest.mark.parametrize("block", BLOCKS)
