@@ -60,7 +60,8 @@ def main() -> int:
 
 def run_all(folder: Path, options: list[str]) -> dict[str, int]:
     """The exit status of each part, which leaves its report in `folder`."""
-    in_front = [f"--ignore={path}" for path in BEHIND + ALONE]
+    not_alone = [f"--ignore={path}" for path in ALONE]
+    in_front = [*not_alone, *(f"--ignore={path}" for path in BEHIND)]
     output = folder / "behind.txt"
     running: list[subprocess.Popen] = []
 
@@ -81,7 +82,7 @@ def run_all(folder: Path, options: list[str]) -> dict[str, int]:
 
     try:
         with output.open("wb") as log:
-            behind = start("behind", BEHIND, stdout=log, stderr=log)
+            behind = start("behind", [*not_alone, *BEHIND], stdout=log, stderr=log)
         statuses = {"front": start("front", in_front).wait()}
         statuses["behind"] = behind.wait()
         print(output.read_text(errors="replace"), flush=True)
