@@ -152,7 +152,8 @@ def _begin_child() -> None:
 
 
 def _stop_tree(process: subprocess.Popen) -> None:
-    stopped = descendants(os.getpid())
+    # The command too if it has ended by itself: nobody sees it among the living.
+    stopped = {process.pid, *descendants(os.getpid())}
     process.terminate()
     try:
         process.wait(TERM_GRACE_S)

@@ -143,3 +143,18 @@ def test_exit_status_and_output_of_the_command_are_kept(folder):
     running = Supervised(command, dict(os.environ), folder / "log")
     assert running.wait(10) == 7
     assert (folder / "log").read_text() == "out\n"
+
+
+@pytest.mark.parametrize("ending", ["os._exit(0)", "time.sleep(600)"])
+def test_what_openmp_leaves_in_memory_goes_with_the_command(ending, tmp_path):
+    script = "import os, pathlib, time\n"
+    script += "name = f'__KMP_REGISTERED_LIB_{os.getpid()}_test'\n"
+    script += "pathlib.Path('/dev/shm', name).touch(); print(name, flush=True)\n"
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", script + ending]
+    with Supervised(command, dict(os.environ), log):
+        deadline_s = time.monotonic() + 30
+        while not (name := log.read_text().strip()):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    assert not Path("/dev/shm", name).exists()
