@@ -229,23 +229,29 @@ def substrate_steps(document: Document) -> pl.DataFrame:
 
 
 def draw_substrate(steps: pl.DataFrame, path: Path) -> None:
-    """Waterfalls of the medians: each bar from the level before to its own."""
-    medians = steps.filter(pl.col("quantile") == "p50")
-    chains = medians["chain"].unique(maintain_order=True).to_list()
+    """Waterfalls of p50 and p90: each bar from the level before to its own.
+
+    The reference study states what connectors cost at p90.
+    """
+    chains = steps["chain"].unique(maintain_order=True).to_list()
+    rows = [(chain, quantile) for chain in chains for quantile in ("p50", "p90")]
     figure, axes = plt.subplots(
-        len(chains),
+        len(rows),
         len(TITLES),
-        figsize=(11, 0.8 + 3.2 * len(chains)),
+        figsize=(11, 0.8 + 3.2 * len(rows)),
         squeeze=False,
         layout="constrained",
     )
-    for row, chain in zip(axes, chains, strict=True):
-        for panel, (metric, title) in zip(row, TITLES.items(), strict=True):
-            own = medians.filter(
-                (pl.col("metric") == metric) & (pl.col("chain") == chain)
+    for panels, (chain, quantile) in zip(axes, rows, strict=True):
+        for panel, (metric, title) in zip(panels, TITLES.items(), strict=True):
+            own = steps.filter(
+                pl.col("chain") == chain,
+                pl.col("metric") == metric,
+                pl.col("quantile") == quantile,
             ).drop_nulls("level")
             _waterfall(panel, own)
-            panel.set_title(f"{title} p50 (ms), {chain}", loc="left", fontsize=10)
+            said = f"{title} {quantile} (ms), {chain}"
+            panel.set_title(said, loc="left", fontsize=10)
     _save(figure, path)
 
 

@@ -23,11 +23,15 @@ def interval(estimate: dict[str, Any] | None, digits: int = 1) -> str:
     return f"{estimate['value']:+,.{digits}f} [{low:+,.{digits}f}, {high:+,.{digits}f}]"
 
 
-def spread(quantiles: dict[str, float] | None, digits: int = 1) -> str:
-    """`p50/p90/p99`."""
+def spread(
+    quantiles: dict[str, float] | None,
+    digits: int = 1,
+    names: tuple[str, ...] = ("p50", "p90", "p99"),
+) -> str:
+    """`p50/p90/p99`, or the quantiles of these names."""
     if quantiles is None or quantiles.get("p50") is None:
         return DASH
-    return "/".join(number(quantiles[name], digits) for name in ("p50", "p90", "p99"))
+    return "/".join(number(quantiles[name], digits) for name in names)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

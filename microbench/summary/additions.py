@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from lab.records.per_config import PerConfig
+from lab.records.per_config import ConfigEntry, PerConfig
 from lab.stats.markdown import DASH, interval, number, table
 from microbench.analysis.verdict import (
     METRICS,
@@ -44,15 +44,14 @@ def reconciliation(document: PerConfig, baseline: str | None) -> str:
                     f"{modes[mode]['ms']:+.3f} ms"
                     + ("" if percent is None else f" ({percent:+.1f} %)")
                 )
-        measured = added["measured_tpot_p50_ms"]
-        row.append(DASH if measured is None else f"{measured:+.3f} ms")
+        row.append(_measured_ms(document.configs[baseline], entry))
         rows.append((list(added["forward_ms"]), row))
     if not rows:
         return "Needs a baseline and another config in the same run."
     head = ["config"]
     for forward in rows[0][0]:
         head += [f"forward {forward} ms, sync", f"{forward} ms, async"]
-    head.append("measured TPOT p50")
+    head.append("measured TPOT ms p50/p90")
     # vLLM's CPU platform turns async scheduling off.
     cpu = document.profile.get("null_model")
     notes = [
@@ -73,6 +72,17 @@ def reconciliation(document: PerConfig, baseline: str | None) -> str:
             f"cache is that full: after {said} requests of this run's median prompt."
         )
     return table(head, [row for _, row in rows]) + "\n\n" + "\n\n".join(notes)
+
+
+def _measured_ms(baseline: ConfigEntry, entry: ConfigEntry) -> str:
+    """By how much TPOT differs from the baseline's, p50 and p90."""
+    plateau = entry.tpot_addition["measured_phase"] == "plateau"
+    before, after = (
+        one.tpot_plateau_ms if plateau else one.tpot_ms for one in (baseline, entry)
+    )
+    if before is None or after is None:
+        return DASH
+    return "/".join(f"{after[q] - before[q]:+.3f}" for q in ("p50", "p90"))
 
 
 def noise_floor(document: PerConfig) -> str:

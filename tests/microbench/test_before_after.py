@@ -99,3 +99,15 @@ def test_what_a_peer_read_meanwhile_is_stated_beside_what_it_cost(tmp_path):
     assert "read 80 prefixes of 200 blocks, 10.0 per second; 98.75%" in text
     what, bound = "p50 of `step_us` of `direct_read_serving`", f"at most 1.02 {TIMES}"
     assert f"| {what} | {bound} that of `noop` | ours |" in text
+
+
+def test_p90_stands_beside_p50_where_the_reference_study_used_p90(document):
+    entry = document["configs"]["mooncake_both"]
+    step, tpot = entry["step_us"], entry["tpot_ms"]
+    row = next(
+        line
+        for line in before_and_after(document).splitlines()
+        if line.startswith("| `mooncake_both` |")
+    )
+    assert f"| {step['p50']:,.1f}/{step['p90']:,.1f} |" in row
+    assert f"| {tpot['p50']:,.3f}/{tpot['p90']:,.3f} |" in row
