@@ -18,16 +18,22 @@ REPLICATES = 500
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its bootstrap values, (replicates,)."""
+    """A value and what else it could be, each as likely: (draws,).
+
+    Draws come from a bootstrap, or they are the quantiles of a distribution, shuffled.
+    """
 
     value: float
     draws: Floats
 
+    def interval(self, level: float) -> tuple[float, float]:
+        """Percentile interval (Efron and Tibshirani 1993, 13.3); `level` as 0.95."""
+        low, high = np.quantile(self.draws, ((1 - level) / 2, (1 + level) / 2))
+        return float(low), float(high)
+
     @property
     def ci95(self) -> tuple[float, float]:
-        """Percentile interval (Efron and Tibshirani 1993, 13.3)."""
-        low, high = np.quantile(self.draws, (0.025, 0.975))
-        return float(low), float(high)
+        return self.interval(0.95)
 
     def minus(self, other: Estimate) -> Estimate:
         """The difference of two independent estimates."""
