@@ -10,7 +10,7 @@ from lab.records.per_config import PerConfig, WindowRecord
 from lab.records.run import RunRecord
 from lab.records.warning import RunWarning
 from lab.stats.estimate import SEED
-from microbench.analysis.compare import (
+from microbench.analysis.against import (
     compare_with_baseline,
     compare_with_floor,
     noise_floor,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs against one another: the noise floor, the baseline, the floor."""
+"""Configs of one run against one another: the noise floor, the baseline, the floor."""
 
 from __future__ import annotations
 
