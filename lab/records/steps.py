@@ -15,7 +15,9 @@ import msgspec
 from lab.records.lines import read_lines
 
 
-class _Header(msgspec.Struct, kw_only=True):
+class FileHeader(msgspec.Struct, kw_only=True):
+    """What the headers of all files that the patches write have."""
+
     clock: str | None = None
     """The clock of `t_ns`: CLOCK_MONOTONIC."""
     units: dict[str, str] = {}
@@ -28,15 +30,22 @@ class _Header(msgspec.Struct, kw_only=True):
     """`config`, `repeat` and `patches` of the trial."""
 
 
-class EngineHeader(_Header, tag_field="schema", tag="kvtax.engine_step/1"):
+class EngineHeader(FileHeader, tag_field="schema", tag="kvtax.engine_step/1"):
     """Header; written by the engine core. Two such files in a trial are an error."""
 
+    methods: list[str] = []
+    """The connector's methods that are timed on this side: the keys that the records'
+    `connector_calls`, `connector_us` and `connector_self_us` may have."""
 
-class WorkerHeader(_Header, tag_field="schema", tag="kvtax.worker_step/1"):
+
+class WorkerHeader(FileHeader, tag_field="schema", tag="kvtax.worker_step/1"):
     """Header; written by a worker."""
 
     rank: int = 0
     """The worker's rank."""
+    methods: list[str] = []
+    """The connector's methods that are timed on this side: the keys that the records'
+    `connector_calls`, `connector_us` and `connector_self_us` may have."""
 
 
 class EngineStep(msgspec.Struct, omit_defaults=True):
@@ -73,6 +82,33 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     """Requests preempted."""
     update_us: float | None = None
     """Time in `update_from_output()`."""
+    schedule_cpu_us: float | None = None
+    """CPU time of the engine's thread in `schedule()`."""
+    update_cpu_us: float | None = None
+    """CPU time of the engine's thread in `update_from_output()`."""
+    thread_cpu_us: float | None = None
+    """CPU time of the engine's thread since the previous step ended; absent in the
+    first step."""
+    cpu_us: float | None = None
+    """CPU time of all threads of the engine's process since the previous step ended."""
+    run_delay_us: float | None = None
+    """Time in which the engine's thread could have run but waited for a core, since the
+    previous step ended; absent where the kernel does not tell."""
+    loop_us: float | None = None
+    """CPU time of a fixed loop, run after every 16th step and outside of all other
+    times: the machine's speed, which no connector can change."""
+    connector_calls: dict[str, int] = {}
+    """Calls of the connector's methods, by name; absent without any. What was called
+    since the previous step ended counts for the step being scheduled, what was called
+    between `schedule()` and the end of a step for the step that ends. A method of a
+    MultiConnector's child is named like `NixlConnector[0].get_finished`. Not timed, as
+    they can take no time: methods that only return a constant, and those that the
+    connector inherits from vLLM's base class."""
+    connector_us: dict[str, float] = {}
+    """Time in these calls, with the calls of timed methods that they made."""
+    connector_self_us: dict[str, float] = {}
+    """Time in these calls, without the calls of timed methods that they made. The sum
+    is the connector's time on this side."""
 
     def found_blocks(self, block_tokens: int) -> int | None:
         """Cached blocks that the step did not bring itself; None if not recorded.
@@ -86,7 +122,7 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
 
 class WorkerStep(msgspec.Struct, omit_defaults=True):
     """One step of a worker. It joins the engine's record with the same `step_id` in a
-    trial; of several ranks the slowest counts, method by method."""
+    trial; of several ranks the one counts whose `execute_model_us` is longest."""
 
     step_id: int
     """As in the engine's record."""
@@ -95,18 +131,38 @@ class WorkerStep(msgspec.Struct, omit_defaults=True):
     execute_model_us: float | None = None
     """Time in `execute_model`, the connector's methods included."""
     bind_us: float | None = None
-    """Time in the connector's `bind_connector_metadata`. This field and those
-    below are absent without a connector."""
+    """Time in the connector's `bind_connector_metadata`. This field and the next three
+    are absent without a connector."""
     start_load_kv_us: float | None = None
     """Time in `start_load_kv`."""
     wait_for_save_us: float | None = None
     """Time in `wait_for_save`; also absent in a step that schedules nothing."""
     get_finished_us: float | None = None
     """Time in `get_finished`, from vLLM 0.30 on in `get_transfer_results`."""
+    thread_cpu_us: float | None = None
+    """CPU time of the worker's thread from this step's begin to the next one's. Only of a
+    worker in another process than the engine core; else the engine's record has it."""
+    cpu_us: float | None = None
+    """CPU time of all threads of that process in the same time."""
+    connector_calls: dict[str, int] = {}
+    """Calls of the connector's methods, by name; absent without any. What was called
+    before the next step began counts for this one. A method of a MultiConnector's child is named like `NixlConnector[0].get_finished`. Not timed, as
+    they can take no time: methods that only return a constant, and those that the
+    connector inherits from vLLM's base class."""
+    connector_us: dict[str, float] = {}
+    """Time in these calls, with the calls of timed methods that they made."""
+    connector_self_us: dict[str, float] = {}
+    """Time in these calls, without the calls of timed methods that they made. The sum
+    is the connector's time on this side."""
 
 
-WORKER_TIMES = tuple(
-    name for name in WorkerStep.__struct_fields__ if name.endswith("_us")
+# Method by method, as the hooks around them take it.
+WORKER_TIMES = (
+    "execute_model_us",
+    "bind_us",
+    "start_load_kv_us",
+    "wait_for_save_us",
+    "get_finished_us",
 )
 
 

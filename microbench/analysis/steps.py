@@ -190,7 +190,7 @@ def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
 
 
 def read_worker_steps(folder: Path) -> StepFile:
-    """Worker times by step; of several ranks the slowest, method by method."""
+    """Worker times by step; of several ranks those of the slowest in that step."""
     files = sorted(folder.glob("worker_step.r*.jsonl"))
     if not files:
         raise RecordsError(
@@ -202,10 +202,10 @@ def read_worker_steps(folder: Path) -> StepFile:
         ranks.append(replace(rank, frame=_in_step_order(path, rank.frame)))
     if len(ranks) == 1:
         return ranks[0]
-    slowest = [pl.col(name).max() for name in WORKER_TIMES]
     every = pl.concat([rank.frame for rank in ranks])
+    slowest_first = every.sort("execute_model_us", descending=True, nulls_last=True)
     return StepFile(
-        frame=every.group_by("step_id").agg(slowest).sort("step_id"),
+        frame=slowest_first.unique("step_id", keep="first").sort("step_id"),
         records=sum(rank.records for rank in ranks),
         torn_lines=sum(rank.torn_lines for rank in ranks),
     )

@@ -51,6 +51,15 @@ class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
     free_blocks: int | None = None
     preemptions: int | None = None
     update_us: float | None = None
+    schedule_cpu_us: float | None = None
+    update_cpu_us: float | None = None
+    thread_cpu_us: float | None = None
+    cpu_us: float | None = None
+    run_delay_us: float | None = None
+    loop_us: float | None = None
+    connector_calls: dict[str, int] | None = None
+    connector_us: dict[str, float] | None = None
+    connector_self_us: dict[str, float] | None = None
 
 
 class WorkerStep(msgspec.Struct, omit_defaults=True, gc=False):
@@ -63,6 +72,11 @@ class WorkerStep(msgspec.Struct, omit_defaults=True, gc=False):
     start_load_kv_us: float | None = None
     wait_for_save_us: float | None = None
     get_finished_us: float | None = None
+    thread_cpu_us: float | None = None
+    cpu_us: float | None = None
+    connector_calls: dict[str, int] | None = None
+    connector_us: dict[str, float] | None = None
+    connector_self_us: dict[str, float] | None = None
 
 
 class RecordFile:

@@ -145,3 +145,4 @@ def test_the_patches_write_the_fields_that_are_documented(kind: type) -> None:
 def test_worker_times_are_the_methods_of_a_worker() -> None:
     assert WORKER_TIMES[0] == "execute_model_us"
     assert len(WORKER_TIMES) == 5
+    assert set(WORKER_TIMES) < set(WorkerStep.__struct_fields__)

@@ -18,7 +18,9 @@ from lab.records.tables import descriptions, table, with_tables
 
 PAGE = REPOSITORY / "docs" / "records.md"
 # What two files have in common stands in the tables of both.
-COMMON = {"outcome.Outcome", "outcome.Account", "arm.PlannedArm"}
+COMMON = {
+    *("outcome.Outcome", "outcome.Account", "arm.PlannedArm", "steps.FileHeader"),
+}
 
 
 def structs() -> dict[str, type[msgspec.Struct]]:

@@ -95,15 +95,23 @@ def test_steps_join_by_id_even_out_of_order_and_missing_ones_are_counted(
     assert off < 1e-3
 
 
-def test_several_ranks_give_the_slowest_of_each_method(tmp_path: Path):
+def test_of_several_ranks_the_slowest_counts_in_each_step(tmp_path: Path):
+    """Whole: its parts add up to its step, which the maxima of all ranks would not."""
     header = {"schema": "kvtax.worker_step/1"}
-    for rank, (execute, finished) in enumerate([(100.0, 9.0), (120.0, 3.0)]):
-        record = {"step_id": 0, "t_ns": 1, "execute_model_us": execute}
-        record["get_finished_us"] = finished
-        write_lines(tmp_path / f"worker_step.r{rank}.jsonl", [header, record])
-    row = read_worker_steps(tmp_path).frame.row(0, named=True)
-    assert (row["execute_model_us"], row["get_finished_us"]) == (120.0, 9.0)
-    assert row["bind_us"] is None
+    # By rank, execute_model_us and get_finished_us of two steps; None: not measured.
+    ranks = [[(100.0, 9.0), (130.0, 1.0)], [(120.0, 3.0), (110.0, 7.0)], [(None, 50.0)]]
+    for rank, times in enumerate(ranks):
+        records = []
+        for step_id, (execute, finished) in enumerate(times):
+            record = {"step_id": step_id, "t_ns": 1, "get_finished_us": finished}
+            record |= {} if execute is None else {"execute_model_us": execute}
+            records.append(record)
+        write_lines(tmp_path / f"worker_step.r{rank}.jsonl", [header, *records])
+    found = read_worker_steps(tmp_path)
+    assert found.records == 5
+    rows = found.frame.select("step_id", "execute_model_us", "get_finished_us").rows()
+    assert rows == [(0, 120.0, 3.0), (1, 130.0, 1.0)]
+    assert found.frame["bind_us"].null_count() == 2
 
 
 def test_a_step_id_twice_is_an_error(tmp_path: Path):
