@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "mirror_tokens": "tokens that the mirror assumes an instance to hold",
         "max_body_bytes": "a longer body is answered with 413",
         "silence_timeout_s": "how long an instance may send nothing",
+        "client_timeout_s": "how long a client may take nothing of its stream",
         "prefill_timeout_s": "for an offloaded prefill",
         "handover_timeout_s": "from an offloaded prefill to the first byte",
     }.items():

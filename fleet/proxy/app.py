@@ -127,6 +127,7 @@ class _Proxy:
             self._health,
             offloader,
             decisions,
+            settings.client_timeout_s,
         )
         self._metrics = Metrics(
             instances,
@@ -175,23 +176,22 @@ class _Proxy:
             self._subscribers[name].resync()
 
     async def _get_models(self, request: web.Request) -> web.Response:
-        """The first healthy instance's answer."""
-        for one in self._instances:
-            if one.name in self._health.ejected:
-                continue
-            headers = sent_on(request.headers)
-            try:
-                async with self._session.get(
-                    one.url + request.path, headers=headers
-                ) as answer:
-                    body = await answer.read()
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                return error_response(Failure(502, one.name, f"{one.name}: {error}"))
-            return web.Response(status=answer.status, body=body, content_type=JSON)
-        return error_response(Failure(503, None, "no healthy instance"))
+        """The first healthy instance's answer, the first one's if none is."""
+        ejected = self._health.ejected
+        healthy = [one for one in self._instances if one.name not in ejected]
+        one = (healthy or self._instances)[0]
+        headers = sent_on(request.headers)
+        try:
+            async with self._session.get(
+                one.url + request.path, headers=headers
+            ) as answer:
+                body = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return error_response(Failure(502, one.name, f"{one.name}: {error}"))
+        return web.Response(status=answer.status, body=body, content_type=JSON)
 
     async def _get_health(self, _: web.Request) -> web.Response:
-        """200 while there is an instance to send requests to, else 503."""
+        """200 while an instance is healthy, else 503, although requests are tried."""
         healthy = [n for n in self._place if n not in self._health.ejected]
         body = msgspec.json.encode(
             {"healthy": healthy, "ejected": sorted(self._health.ejected)}

@@ -20,7 +20,7 @@ from .exchange import Exchange
 from .health import Health
 from .loads import FleetLoad
 from .offload import GivenUp, Offloader
-from .relay import STOPPED, error_response, relay
+from .relay import STOPPED, ClientStalled, error_response, relay
 from .router import Route, Router
 from .upstream import Answer, Failure, Unreachable, ask
 
@@ -33,7 +33,8 @@ class Handler:
     """Answers completion requests.
 
     `ended` counts the requests that ended, by (instance, status); `fallbacks` the
-    offloads that were given up, by prefill instance.
+    offloads that were given up, by prefill instance; `failed_open` the decisions that
+    took ejected instances for healthy, because nobody else was left.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Handler:
         health: Health,
         offloader: Offloader,
         decisions: DecisionLog,
+        client_timeout_s: float,
     ) -> None:
         self._session = session
         self._instances = instances
@@ -53,11 +55,13 @@ class Handler:
         self._health = health
         self._offloader = offloader
         self._decisions = decisions
+        self._client_timeout_s = client_timeout_s
         self._numbers = count()
         self._tasks: set[asyncio.Task] = set()
         self.stopping = False
         self.ended: Counter[tuple[str | None, str]] = Counter()
         self.fallbacks: Counter[str] = Counter()
+        self.failed_open = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions and /v1/chat/completions."""
@@ -69,9 +73,10 @@ class Handler:
             return await self._answered(exchange)
         except Failure as failure:
             return self._refused(end, failure)
-        except (asyncio.CancelledError, ConnectionResetError):
+        except (asyncio.CancelledError, ConnectionResetError) as error:
             if not self.stopping:
-                end.status, end.error = "client_gone", None
+                stalled = isinstance(error, ClientStalled)
+                end.status, end.error = "client_gone", str(error) if stalled else None
                 raise
             end.status, end.error = "proxy_stopped", STOPPED
             return error_response(Failure(503, None, STOPPED))
@@ -101,45 +106,55 @@ class Handler:
 
     async def _answered(self, exchange: Exchange) -> web.StreamResponse:
         await exchange.read_body()
-        without = set(self._health.ejected)
+        tried: set[str] = set()
         for attempt in (0, 1):
-            route = self._route(exchange, attempt, without)
+            route = self._route(exchange, attempt, tried)
             name = route.decision.instance
             try:
                 with self._loads.flight(name, route.prompt_tokens) as exchange.flight:
                     return await self._relayed(exchange)
-            except Unreachable as error:
-                self._health.failed(error.instance, str(error), refused=True)
-                if attempt:
-                    raise
-                without.add(error.instance)
             except Failure as error:
-                if error.instance is not None:
-                    self._health.failed(error.instance, str(error))
-                raise
+                self._health.failed(error)
+                tried.add(name)
+                another = attempt == 0 and len(tried) < len(self._instances)
+                if not (another and isinstance(error, Unreachable)):
+                    raise
         raise AssertionError
 
-    def _route(self, exchange: Exchange, attempt: int, without: set[str]) -> Route:
-        """Choose an instance that is not in `without`, and note it in the exchange."""
-        end = exchange.end
+    def _route(self, exchange: Exchange, attempt: int, tried: set[str]) -> Route:
+        """Choose an instance that is not in `tried`, and note it in the exchange."""
         try:
-            route = self._router.route(end, exchange.body, attempt, without)
+            route = self._open_route(exchange, attempt, tried)
         except NoInstance as error:
             raise Failure(503, None, str(error)) from None
-        exchange.route, end.instance = route, route.decision.instance
+        exchange.route, exchange.end.instance = route, route.decision.instance
         return route
+
+    def _open_route(self, exchange: Exchange, attempt: int, tried: set[str]) -> Route:
+        """One of the healthy instances; if there is none, as if none were ejected.
+
+        An ejection is a guess, and nobody else is left. Raises NoInstance.
+        """
+        asked = exchange.end, exchange.body, attempt
+        try:
+            return self._router.route(*asked, tried | self._health.ejected)
+        except NoInstance:
+            route = self._router.route(*asked, tried)
+            self.failed_open += 1
+            return route
 
     async def _relayed(self, exchange: Exchange) -> web.StreamResponse:
         answer = await self._asked(exchange)
         try:
-            response = await relay(exchange, answer, stopping=lambda: self.stopping)
+            response = await relay(
+                exchange, answer, self._client_timeout_s, lambda: self.stopping
+            )
         finally:
             answer.close()
-        end = exchange.end
-        if end.status == "failed" and answer.status not in range(400, 500):
-            self._health.failed(end.instance, end.error)
-        elif end.status == "ok":
-            self._health.succeeded(end.instance)
+            if answer.lost is not None:
+                self._health.failed(answer.lost)
+        if exchange.end.status == "ok":
+            self._health.succeeded(exchange.end.instance)
         return response
 
     async def _asked(self, exchange: Exchange) -> Answer:

@@ -12,11 +12,12 @@ import aiohttp
 
 from lab.records.instances import Instance
 
-from .upstream import out_of_files
+from .upstream import Failure, Lost, Unreachable, unreachable
 
 POLL_EVERY_S = 1.0
 POLL_TIMEOUT_S = 2.0
-# Failures in a row, of requests and polls together. One refused connection is enough.
+# In a row, of requests and polls together; a good poll or a good answer ends the row.
+# One refused connection is enough.
 MAX_FAILURES = 3
 # How long an ejected instance stays out at least. The time doubles each time that it is
 # ejected again before it has answered a request: /health may be all it still answers.
@@ -47,18 +48,31 @@ class Health:
         self._failures[name] = 0
         self._out_s[name] = MIN_OUT_S
 
-    def failed(self, name: str, why: str, refused: bool = False) -> None:
-        """A request to the instance, or a poll of it, has failed."""
-        self._failures[name] += 1
-        if name in self.ejected:
+    def failed(self, failure: Failure) -> None:
+        """A request or a poll has failed.
+
+        It counts only if it shows that the instance may be down: an answer does not,
+        whatever its status, and no failure of the proxy's own.
+        """
+        name = failure.instance
+        if name is None or not isinstance(failure, Lost):
             return
-        if refused or self._failures[name] >= MAX_FAILURES:
-            self.ejected.add(name)
-            self.ejections += 1
-            self._back_at_s[name] = monotonic() + self._out_s[name]
-            self._out_s[name] = min(MAX_OUT_S, 2 * self._out_s[name])
-            log.warning("%s ejected: %s", name, why)
-            self._on_change(name, False)
+        self._failures[name] += 1
+        refused = isinstance(failure, Unreachable)
+        if name not in self.ejected and (
+            refused or self._failures[name] >= MAX_FAILURES
+        ):
+            self._eject(name, str(failure))
+
+    def _eject(self, name: str, why: str) -> None:
+        self.ejected.add(name)
+        self.ejections += 1
+        self._back_at_s[name] = monotonic() + self._out_s[name]
+        self._out_s[name] = min(MAX_OUT_S, 2 * self._out_s[name])
+        log.warning("%s ejected: %s", name, why)
+        if len(self.ejected) == len(self._instances):
+            log.warning("all are ejected: requests go to them as if none were")
+        self._on_change(name, False)
 
     async def poll_forever(self) -> None:
         """Asks every instance's /health until cancelled."""
@@ -77,17 +91,17 @@ class Health:
                 async with session.get(f"{one.url}/health") as response:
                     response.raise_for_status()
             except aiohttp.ClientConnectorError as error:
-                if not out_of_files(error):
-                    self.failed(one.name, f"/health: {error}", refused=True)
+                self.failed(unreachable(one.name, error))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 why = f"/health: {type(error).__name__}: {error}"
-                self.failed(one.name, why)
+                self.failed(Lost(503, one.name, why))
             else:
-                self._returned(one.name)
+                self._answered(one.name)
 
-    def _returned(self, name: str) -> None:
+    def _answered(self, name: str) -> None:
+        """The instance's /health is good."""
+        self._failures[name] = 0
         if name in self.ejected and monotonic() >= self._back_at_s[name]:
             self.ejected.remove(name)
-            self._failures[name] = 0
             log.warning("%s is back", name)
             self._on_change(name, True)

@@ -137,6 +137,11 @@ class Metrics:
         yield CounterMetricFamily(
             "kvtax_proxy_ejections", "Ejections", value=self._health.ejections
         )
+        yield CounterMetricFamily(
+            "kvtax_proxy_failed_open",
+            "Decisions that took ejected instances for healthy: nobody was left",
+            value=self._handler.failed_open,
+        )
         yield GaugeMetricFamily(
             "kvtax_proxy_offloads", "Prefills elsewhere", value=self._loads.offloads
         )

@@ -14,19 +14,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import msgspec
+from multidict import MultiMapping
 
 from lab.records.instances import Instance
 
 from .exchange import Exchange
 from .health import Health
 from .loads import FleetLoad
-from .upstream import Answer, Failure, Unreachable, ask
+from .upstream import Answer, Failure, Lost, Unreachable, ask, is_own
 
 log = logging.getLogger(__name__)
 # Sends a request with these kv_transfer_params.
@@ -127,28 +128,26 @@ class Offloader:
             log.warning("after the hand-over: %s", error)
 
     async def _prefill(
-        self, p: Instance, path: str, headers: Mapping[str, str], body: bytes
+        self, p: Instance, path: str, headers: MultiMapping[str], body: bytes
     ) -> Answer:
         limit_s = self._prefill_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 answer = await ask(self._session, p, path, headers, body)
         except TimeoutError:
-            self._failed(p, f"prefill on {p.name} took over {limit_s:g} s")
+            what = f"prefill on {p.name} took over {limit_s:g} s"
+            self._give_up(p, Lost(504, p.name, what), what)
         except Failure as error:
-            what = f"prefill on {p.name}: {error}"
-            if error.instance is None:  # not P's fault
-                raise GivenUp(what) from None
-            self._failed(p, what, isinstance(error, Unreachable))
+            self._give_up(p, error, f"prefill on {p.name}: {error}")
         answer.close()
         if answer.status != 200:
             text = answer.first[:300].decode(errors="replace")
             raise GivenUp(f"prefill on {p.name}: HTTP {answer.status}: {text}")
         return answer
 
-    def _failed(self, p: Instance, why: str, refused: bool = False) -> None:
+    def _give_up(self, p: Instance, failure: Failure, why: str) -> NoReturn:
         self._engine_ids.pop(p.name, None)
-        self._health.failed(p.name, why, refused)
+        self._health.failed(failure)
         raise GivenUp(why)
 
     async def _handed_over(self, decode: Awaitable[Answer], d: Instance) -> Answer:
@@ -189,7 +188,8 @@ class Offloader:
                     ranks = await response.read()
             return msgspec.json.decode(ranks, type=dict[str, _Rank])["0"].engine_id
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._failed(p, f"{what}: {type(error).__name__}: {error}")
+            why = f"{what}: {type(error).__name__}: {error}"
+            self._give_up(p, Lost(502, None if is_own(error) else p.name, why), why)
         except (msgspec.DecodeError, KeyError) as error:
             raise GivenUp(f"{what}: no engine id: {error}") from None
 

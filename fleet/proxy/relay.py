@@ -4,16 +4,16 @@
 The event stream is not parsed: the first chunk is the first token, events are counted
 by their `data:`, and what a stream must end with is looked for in its last bytes. A
 stream that breaks off, or ends without [DONE], ends for the client with an error event
-and without [DONE]; so does one that is cancelled because the proxy stops.
+and without [DONE]; so does one that is cancelled because the proxy stops. A client that
+takes nothing for too long is cut.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import monotonic_ns
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -25,12 +25,20 @@ _DONE = b"[DONE]"
 _TAIL = 16
 
 
+class ClientStalled(ConnectionResetError):
+    """The client has stopped reading, and its connection has been ended."""
+
+
 async def relay(
-    exchange: Exchange, answer: Answer, stopping: Callable[[], bool]
+    exchange: Exchange,
+    answer: Answer,
+    client_timeout_s: float,
+    stopping: Callable[[], bool],
 ) -> web.StreamResponse:
     """Send `answer` on and note in the exchange's end line how it went.
 
-    Raises ConnectionResetError if the client is gone, Failure if nothing has been sent.
+    Raises ConnectionResetError if the client is gone, or takes nothing for longer than
+    `client_timeout_s` (ClientStalled).
     """
     end, headers = exchange.end, answer.headers
     headers["X-Kvtax-Instance"] = end.instance
@@ -46,27 +54,55 @@ async def relay(
         return web.Response(status=answer.status, headers=headers, body=answer.first)
     response = web.StreamResponse(status=answer.status, headers=headers)
     await response.prepare(exchange.request)
+    client = _Client(response, exchange.request, client_timeout_s)
+    failure = None
     try:
-        error = await _stream(response, answer, exchange)
+        await _stream(client, answer, exchange)
+    except Failure as error:
+        end.status, failure = "failed", error
     except asyncio.CancelledError:
         if not stopping():
             raise
-        error = STOPPED
-    if error is not None:
-        end.status = "proxy_stopped" if error is STOPPED else "failed"
-        end.error = error
-        await response.write(error_event(Failure(502, end.instance, error)))
+        end.status, failure = "proxy_stopped", Failure(502, end.instance, STOPPED)
+    if failure is not None:
+        end.error = str(failure)
+        await client.write(error_event(failure))
         response.force_close()
     elif end.error is None:
         end.status = "ok"
-    await response.write_eof()
+    await client.end()
     return response
 
 
-async def _stream(
-    response: web.StreamResponse, answer: Answer, exchange: Exchange
-) -> str | None:
-    """Pass the chunks on as fast as the client takes them; what broke, if it did.
+class _Client:
+    """Takes a stream's chunks, or is cut. Its methods raise ConnectionResetError."""
+
+    def __init__(
+        self, response: web.StreamResponse, request: web.Request, timeout_s: float
+    ) -> None:
+        self._response = response
+        self._request = request
+        self._timeout_s = timeout_s
+
+    async def write(self, chunk: bytes) -> None:
+        await self._taken(self._response.write(chunk))
+
+    async def end(self, chunk: bytes = b"") -> None:
+        await self._taken(self._response.write_eof(chunk))
+
+    async def _taken(self, writing: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await writing
+        except TimeoutError:
+            if (transport := self._request.transport) is not None:
+                transport.abort()
+            what = f"the client took nothing for {self._timeout_s:g} s"
+            raise ClientStalled(what) from None
+
+
+async def _stream(client: _Client, answer: Answer, exchange: Exchange) -> None:
+    """Pass the chunks on as fast as the client takes them. Raises Failure.
 
     A last chunk that is known to be the last goes out in one write with the end.
     """
@@ -84,16 +120,12 @@ async def _stream(
         tail = joined[-_TAIL:]
         done = tail.rstrip().endswith(_DONE)
         if done and answer.at_end:
-            await response.write_eof(chunk)
-            return None
-        await response.write(chunk)
-        try:
-            chunk = await answer.chunk()
-        except TimeoutError:
-            return f"{name} went silent in the middle of its answer"
-        except (aiohttp.ClientError, OSError) as error:
-            return f"{name} broke off in the middle of its answer: {error}"
-    return None if done else f"{name} ended its answer without [DONE]"
+            await client.end(chunk)
+            return
+        await client.write(chunk)
+        chunk = await answer.chunk()
+    if not done:
+        raise Failure(502, name, f"{name} ended its answer without [DONE]")
 
 
 def error_json(error: Failure) -> bytes:

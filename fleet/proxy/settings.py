@@ -15,8 +15,9 @@ class Settings(msgspec.Struct, frozen=True):
     """`mirror_tokens`: how many tokens the mirror assumes an instance to hold.
 
     `silence_timeout_s`: how long an instance may send nothing, before its first byte
-    and after. `prefill_timeout_s`: for an offloaded prefill. `handover_timeout_s`: from
-    its end to the first byte of the instance that decodes.
+    and after. `client_timeout_s`: how long a client may take nothing of its stream.
+    `prefill_timeout_s`: for an offloaded prefill. `handover_timeout_s`: from its end to
+    the first byte of the instance that decodes.
     """
 
     policy: str
@@ -25,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True):
     mirror_tokens: int = 500_000
     max_body_bytes: int = 64 * 2**20
     silence_timeout_s: float = 300.0
+    client_timeout_s: float = 60.0
     prefill_timeout_s: float = 60.0
     handover_timeout_s: float = 30.0
 

@@ -8,12 +8,11 @@ that nobody answers 200 to what has failed.
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 import msgspec
-from multidict import CIMultiDict
+from multidict import CIMultiDict, MultiMapping
 
 from lab.records.instances import Instance
 
@@ -22,7 +21,11 @@ from lab.records.instances import Instance
 KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 ERROR_EVENT = b'data: {"error"'
-_DATA, _DONE = b"data: ", b"data: [DONE]"
+_DATA, _DONE, _EVENT_END = b"data: ", b"data: [DONE]", b"\n\n"
+# No answer waits for the end of a first event that is longer.
+MAX_FIRST_EVENT_BYTES = 1 << 16
+# What keeps the proxy from connecting, and says nothing about the instance.
+_OWN_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS}
 # These headers belong to a connection, not to what it carries (RFC 9110, 7.6.1).
 _HOP_BY_HOP = frozenset(
     {
@@ -30,6 +33,7 @@ _HOP_BY_HOP = frozenset(
         "keep-alive",
         "proxy-authenticate",
         "proxy-authorization",
+        "proxy-connection",
         "te",
         "trailer",
         "transfer-encoding",
@@ -65,15 +69,26 @@ class Failure(Exception):
         self.instance = instance
 
 
-class Unreachable(Failure):
+class Lost(Failure):
+    """The instance went silent or broke off: it may be down, whatever was asked."""
+
+
+class Unreachable(Lost):
     """No connection, so that nothing has been sent: another instance may be asked."""
 
 
 class Answer:
-    """An answer that has begun: `first` is its first chunk, or all of a short one."""
+    """An answer that has begun: `first` is its first chunk, or all of a short one.
 
-    def __init__(self, response: aiohttp.ClientResponse, first: bytes) -> None:
+    `lost` is what its instance did not send the rest for.
+    """
+
+    def __init__(
+        self, response: aiohttp.ClientResponse, first: bytes, name: str
+    ) -> None:
         self._response = response
+        self._name = name
+        self.lost: Lost | None = None
         self.first = first
         self.status = response.status
         self.streams = _streams(response)
@@ -89,8 +104,15 @@ class Answer:
         return self._response.content.at_eof()
 
     async def chunk(self) -> bytes:
-        """What came next, b"" at the end. Raises aiohttp.ClientError, TimeoutError."""
-        return await self._response.content.readany()
+        """What came next, b"" at the end. Raises Lost."""
+        try:
+            return await self._response.content.readany()
+        except TimeoutError:
+            what = "went silent in the middle of its answer"
+        except (aiohttp.ClientError, OSError) as error:
+            what = f"broke off in the middle of its answer: {error}"
+        self.lost = Lost(502, self._name, f"{self._name} {what}")
+        raise self.lost
 
     def close(self) -> None:
         """Ends the request: one whose answer is not complete is aborted."""
@@ -111,7 +133,7 @@ def open_session(silence_timeout_s: float) -> aiohttp.ClientSession:
     )
 
 
-def sent_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
+def sent_on(headers: MultiMapping[str]) -> CIMultiDict[str]:
     """The client's headers, without what concerns its connection only."""
     return _without(headers, _NOT_SENT_ON)
 
@@ -120,7 +142,7 @@ async def ask(
     session: aiohttp.ClientSession,
     instance: Instance,
     path: str,
-    headers: Mapping[str, str],
+    headers: MultiMapping[str],
     body: bytes,
 ) -> Answer:
     """Post to the instance and wait for its first byte. Raises Failure."""
@@ -130,14 +152,12 @@ async def ask(
             instance.url + path, data=body, headers=headers, allow_redirects=False
         )
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        if out_of_files(error):
-            raise Failure(503, None, f"the proxy: {error}") from error
-        raise Unreachable(503, name, f"no connection to {name}: {error}") from error
+        raise unreachable(name, error) from error
     except TimeoutError as error:
-        raise Failure(504, name, f"{name} did not answer in time") from error
+        raise Lost(504, name, f"{name} did not answer in time") from error
     except (aiohttp.ClientError, OSError) as error:
         what = f"{name} broke off before its answer: {_named(error)}"
-        raise Failure(502, name, what) from error
+        raise Lost(502, name, what) from error
     try:
         return await _begun(response, name)
     except BaseException:
@@ -145,21 +165,31 @@ async def ask(
         raise
 
 
-def out_of_files(error: OSError) -> bool:
-    """Whether no connection could be opened for no fault of the instance."""
-    return error.errno in (errno.EMFILE, errno.ENFILE)
+def unreachable(name: str, error: OSError) -> Unreachable:
+    """No connection to instance `name`, whoever is to blame."""
+    what = f"no connection to {name}: {error}"
+    return Unreachable(503, None if is_own(error) else name, what)
+
+
+def is_own(error: OSError) -> bool:
+    """Whether no connection could be opened for no fault of the instance.
+
+    The proxy is out of files, ports or memory, or cannot look up the instance's name.
+    """
+    unknown_name = isinstance(error, aiohttp.ClientConnectorDNSError)
+    return unknown_name or error.errno in _OWN_ERRNOS
 
 
 async def _begun(response: aiohttp.ClientResponse, name: str) -> Answer:
     try:
         if not _streams(response):
-            return Answer(response, await response.content.read())
+            return Answer(response, await response.content.read(), name)
         first = await _up_to_token(response.content)
     except TimeoutError as error:
-        raise Failure(504, name, f"{name} sent no first byte in time") from error
+        raise Lost(504, name, f"{name} sent no first byte in time") from error
     except (aiohttp.ClientError, OSError) as error:
         what = f"{name} broke off before its first byte: {_named(error)}"
-        raise Failure(502, name, what) from error
+        raise Lost(502, name, what) from error
     begun = _after_roles(first)
     if not begun:
         raise Failure(502, name, f"{name} ended the stream before its first byte")
@@ -168,13 +198,19 @@ async def _begun(response: aiohttp.ClientResponse, name: str) -> Answer:
         raise Failure(502, name, f"{name} answered with an error event: {event}")
     if _is_end(begun):
         raise Failure(502, name, f"{name} ended the stream without a token")
-    return Answer(response, first)
+    if _EVENT_END not in begun and response.content.at_eof():
+        raise Failure(502, name, f"{name} ended the stream in its first event")
+    return Answer(response, first, name)
 
 
 async def _up_to_token(content: aiohttp.StreamReader) -> bytes:
-    """The first chunk, with the following ones while it only names a role."""
-    first = await content.readany()
-    while first and not _after_roles(first):
+    """The first chunks, up to the end of the first event that does not name a role.
+
+    What that event is decides the status, so all of it must be here. Less of it is
+    returned if the stream ends in it, or if it is longer than MAX_FIRST_EVENT_BYTES.
+    """
+    first = b""
+    while len(first) < MAX_FIRST_EVENT_BYTES and _EVENT_END not in _after_roles(first):
         more = await content.readany()
         if not more:
             break
@@ -189,7 +225,7 @@ def _after_roles(first: bytes) -> bytes:
     follows.
     """
     while first.startswith(_DATA):
-        event, _, rest = first.partition(b"\n\n")
+        event, _, rest = first.partition(_EVENT_END)
         if not _names_role_only(event):
             break
         first = rest
@@ -228,7 +264,10 @@ def _streams(response: aiohttp.ClientResponse) -> bool:
     return response.status == 200 and response.content_type == "text/event-stream"
 
 
-def _without(headers: Mapping[str, str], names: frozenset[str]) -> CIMultiDict[str]:
+def _without(headers: MultiMapping[str], names: frozenset[str]) -> CIMultiDict[str]:
+    """The headers without `names` and without those that `Connection` names."""
+    listed = ",".join(headers.getall("Connection", ()))
+    names |= {name.strip().lower() for name in listed.split(",")}
     kept: CIMultiDict[str] = CIMultiDict()
     for name, value in headers.items():
         if name.lower() not in names:

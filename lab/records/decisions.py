@@ -34,6 +34,8 @@ class DecisionsHeader(
     """The largest request body that is taken."""
     silence_timeout_s: float | None = None
     """How long an instance may send nothing."""
+    client_timeout_s: float | None = None
+    """How long a client may take nothing of its stream."""
     prefill_timeout_s: float | None = None
     """How long an offloaded prefill may take."""
     handover_timeout_s: float | None = None

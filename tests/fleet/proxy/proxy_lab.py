@@ -75,15 +75,19 @@ def post(
         return Answer(error.code, dict(error.headers), error.read())
 
 
-def connect(url: str, body: dict[str, Any], **headers: str) -> socket.socket:
-    """A connection on which the request has been sent and nothing read."""
+def connect(
+    url: str, body: dict[str, Any], *lines: str, **headers: str
+) -> socket.socket:
+    """A connection on which the request has been sent and nothing read.
+
+    `lines` are further headers, as they are sent.
+    """
     raw = json.dumps(body).encode()
     at = urlsplit(url)
-    lines = [
-        f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items()
-    ]
+    named = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    more = "".join(f"{line}\r\n" for line in [*lines, *named])
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {at.netloc}\r\n{''.join(lines)}"
+        f"POST /v1/completions HTTP/1.1\r\nHost: {at.netloc}\r\n{more}"
         f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     )
     client = socket.create_connection((at.hostname, at.port), DEADLINE_S)

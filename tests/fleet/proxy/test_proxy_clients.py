@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from proxy_lab import (
+    DONE,
     ask,
     connect,
     first_event,
@@ -92,3 +93,25 @@ def test_a_slow_reader_holds_up_its_own_stream_and_takes_no_memory(
             assert on.instances()["a"]["requests"] == 4
         on.idle()
         on.accounted(6)
+
+
+def test_a_client_that_stops_reading_is_cut_and_its_request_aborted(
+    tmp_path: Path,
+) -> None:
+    asked, options = ask(max_tokens=100_000), ("round_robin", "--client-timeout-s", "1")
+    with standin() as one, proxy(tmp_path, named([one]), *options) as on:
+        with connect(on.url, asked, X_Request_Id="stops") as client:
+            first_event(client)
+            assert on.instances()["a"]["requests"] == 1
+            assert post(on.url, asked).body.endswith(DONE)
+            end = on.end("stops")
+            assert end["status"] == "client_gone"
+            assert end["error"] == "the client took nothing for 1 s"
+            assert end["generated_tokens"] < 100_000
+            on.idle()
+            until(
+                lambda: one.metrics()["vllm:num_requests_running"] == 0,
+                "the instance still works on it",
+            )
+        assert on.ejected() == []
+        on.accounted(2)

@@ -174,6 +174,6 @@ def test_a_refused_connection_is_tried_once_elsewhere(
         until(lambda: len(on.ejected()) == 3, "not ejected")
         answer = post(on.url, ask())
         assert (answer.status, on.get("/health").status) == (503, 503)
-        assert answer.error["message"] == "no healthy instance"
+        assert "no connection to" in answer.error["message"]
         on.idle()
         on.accounted(2)

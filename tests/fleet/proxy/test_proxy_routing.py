@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from proxy_lab import ask, post, proxy
+from proxy_lab import ask, connect, post, proxy, rest
 
 from fleet.policies import POLICIES
 from fleet.policies.replay import main as replay
@@ -166,6 +166,8 @@ def echo() -> Iterator[str]:
             answer = json.dumps(sent).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(answer)))
+            for header in (("Connection", "x-hop, Keep-Alive"), ("X-Hop", "1")):
+                self.send_header(*header)
             self.end_headers()
             self.wfile.write(answer)
 
@@ -180,6 +182,20 @@ def echo() -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def test_headers_that_concern_one_connection_are_not_sent_on(tmp_path: Path) -> None:
+    with echo() as a, proxy(tmp_path, [Instance("a", a)]) as on:
+        headers = ["Connection: close, X-Secret", "Connection: x-other,"]
+        headers += ["X-Secret: 1", "X-Other: 1", "Proxy-Connection: close", "X-End: 1"]
+        with connect(on.url, ask(), *headers) as client:
+            head, _, body = rest(client).partition(b"\r\n\r\n")
+        reached = set(json.loads(body)["headers"])
+        assert "x-end" in reached
+        assert not {"x-secret", "x-other", "proxy-connection"} & reached
+        back = {line.split(b":")[0].lower() for line in head.split(b"\r\n")}
+        assert b"x-kvtax-instance" in back
+        assert b"x-hop" not in back
 
 
 def test_a_peer_to_read_from_is_named_by_the_proxy_and_only_by_it(
