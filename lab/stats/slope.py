@@ -162,6 +162,26 @@ def slope_us_per_1k_blocks(
     return Estimate(value, np.where(np.isfinite(draws), draws, value))
 
 
+def slopes_of_repeats(
+    cells: Cells, time: str, seed: int = SEED
+) -> tuple[Floats, Floats] | None:
+    """That slope of each repeat by itself: values and their variances, (repeats,).
+
+    A variance is that of the block bootstrap within the repeat. A repeat without a
+    slope is left out; None if all are.
+    """
+    repeat = cells.repeat_of_block[cells.block]
+    slopes = [
+        slope_us_per_1k_blocks(cells.where(repeat == one), time, seed)
+        for one in np.unique(repeat)
+    ]
+    found = [slope for slope in slopes if slope is not None]
+    if not found:
+        return None
+    values = np.array([slope.value for slope in found])
+    return values, np.array([np.var(slope.draws) for slope in found])
+
+
 def slope_value(cells: Cells, time: str) -> float:
     """The slope alone, without an interval; 0 where none can be estimated."""
     pairs = _pairs(cells, time)
