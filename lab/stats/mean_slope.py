@@ -3,8 +3,8 @@
 
 A median does not move for a cost paid in every third step. A mean does, but it moves
 for a stall of the machine, too. The two are told apart by how often they come. The
-steps of a repeat are cut into blocks of 50. What 1 step in 50 pays is in most blocks (63 % if it
-comes at random, all if it is regular), so it belongs to what a block is expected to be.
+steps of a repeat are cut into blocks of 50. What 1 step in 50 pays is in most blocks
+(63 % if it comes at random, all if it is regular), so a block is expected to hold it.
 A stall hits a few blocks, and those count less: Tukey's biweight on the residuals of
 whole blocks (Beaton and Tukey 1974), never on those of steps. So a cost that misses
 half of the blocks, in fewer than 1.4 % of the steps, may pass for stalls.

@@ -66,13 +66,18 @@ def median_estimate(
     place = np.clip(np.searchsorted(edges, values, "right") - 1, 0, HISTOGRAM_BINS - 1)
     blocks = len(repeat_of_block)
     counts = resample_blocks(repeat_of_block, REPLICATES, np.random.default_rng(seed))
-    heights = np.zeros((REPLICATES, HISTOGRAM_BINS))
-    for size, share in mix.items():
-        own = batch == size
-        flat = np.bincount(
-            block[own] * HISTOGRAM_BINS + place[own], minlength=blocks * HISTOGRAM_BINS
-        )
-        drawn = counts @ flat.reshape(blocks, HISTOGRAM_BINS).astype(float)
-        heights += share * drawn / np.maximum(drawn.sum(axis=1, keepdims=True), 1)
+    # One product for all sizes: with many small ones BLAS's threads wait for each other.
+    sizes = np.array(sorted(mix))
+    own = np.isin(batch, sizes)
+    histogram = np.searchsorted(sizes, batch[own]) * HISTOGRAM_BINS + place[own]
+    flat = np.bincount(
+        block[own] * (len(sizes) * HISTOGRAM_BINS) + histogram,
+        minlength=blocks * len(sizes) * HISTOGRAM_BINS,
+    ).reshape(blocks, -1)
+    drawn = (counts @ flat.astype(float)).reshape(
+        REPLICATES, len(sizes), HISTOGRAM_BINS
+    )
+    share = np.array([mix[size] for size in sizes]) / np.maximum(drawn.sum(axis=2), 1)
+    heights = np.einsum("rsb,rs->rb", drawn, share)
     draws = weighted_medians((edges[:-1] + edges[1:]) / 2, heights)
     return Estimate(value, np.where(np.isfinite(draws), draws, value))
