@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -12,6 +13,7 @@ from lab.load.plan import Phase as PlannedPhase
 from lab.load.plan import Plan
 from lab.paths import CONFIGS
 from lab.records.phases import Phase
+from lab.serving.connector import Connector, load_connector
 from lab.serving.null_model import Checkpoint, real_model, write_null_model
 from lab.serving.settings import EngineSettings, Forward
 
@@ -34,7 +36,9 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
 
     |cache| grows to nearly `num_blocks`. With `null_model` the null model is served,
     whose forward sleeps for `forward_us`; else `model`, a checkpoint folder or a name
-    in configs/models/. Each config is measured on `repeats` servers.
+    in configs/models/. If that has no weights, only so many `layers` of it are served.
+    Each config is measured on `repeats` servers. `mooncake_protocol` replaces what the
+    configs say; "auto" is rdma where an RDMA port is up, else tcp (microbench.fitted).
     """
 
     summary: str
@@ -44,6 +48,24 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
     load: Load
     forward_us: int = 0
     model: str | None = None
+    layers: int | None = None
+    mooncake_protocol: Literal["tcp", "rdma", "auto"] | None = None
+
+    def connectors(self) -> dict[str, Connector]:
+        """The configs to be measured, by name. Raises ConfigError."""
+        return {name: self._connector(name) for name in self.configs}
+
+    def _connector(self, name: str) -> Connector:
+        connector = load_connector(name)
+        transfer = connector.kv_transfer_config or {}
+        extra = transfer.get("kv_connector_extra_config", {})
+        if self.mooncake_protocol is None or "mooncake_protocol" not in extra:
+            return connector
+        extra = extra | {"mooncake_protocol": self.mooncake_protocol}
+        return msgspec.structs.replace(
+            connector,
+            kv_transfer_config=transfer | {"kv_connector_extra_config": extra},
+        )
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         """The model to be served, made in `folder` if it is not there already.
@@ -53,7 +75,7 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
         if self.null_model:
             forward = Forward(self.forward_us)
             return write_null_model(folder, self.max_model_len, forward)
-        return real_model(folder, self.model)
+        return real_model(folder, self.model, self.layers)
 
     def plan(self, model: str, vocab_size: int, seed: int) -> Plan:
         """The driver's plan: fill the cache, hold it full, reset it, start over."""

@@ -27,10 +27,13 @@ from lab.serving.connector import Connector, load_connector
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.preflight import PreflightError
 from lab.serving.supervise import exit_on_signals
-from lab.serving.tree import build_tree, installed_package, link_package
+from lab.serving.tree import installed_package, link_package
 from microbench import report
+from microbench.check import check
+from microbench.fitted import choices, fitted
 from microbench.profile import Profile, load_profile
 from microbench.progress import Progress
+from microbench.trees import build_trees
 from microbench.trial import (
     PlannedTrial,
     SweepSettings,
@@ -83,10 +86,18 @@ def main() -> int:
     parser.add_argument(
         "--py-spy", action="store_true", help="record a profile of each engine"
     )
+    parser.add_argument(
+        "--check", action="store_true", help="say what would stop it, and stop there"
+    )
     arguments = parser.parse_args()
     exit_on_signals()
     try:
         profile = _profile(arguments)
+        if arguments.check:
+            return check(profile)
+        profile = fitted(profile)
+        for choice in choices(profile):
+            print(f"run_all: {choice}")
         run_dir = run_folder.choose(
             arguments.out, arguments.profile, PLAN_FILE, arguments.resume
         )
@@ -109,7 +120,7 @@ def sweep(
 
     Raises RunFolderError if `run_dir` holds another run.
     """
-    connectors = {name: load_connector(name) for name in profile.configs}
+    connectors = profile.connectors()
     preflight.check_machine(profile)
     run_dir.mkdir(parents=True, exist_ok=True)
     trees = run_dir / "trees"
@@ -120,7 +131,7 @@ def sweep(
         link_package(installed_package("vllm"), base)
         preflight.check_import(base, profile)
         common = SweepSettings(profile, profile.checkpoint(run_dir / "model"), py_spy)
-        patches, errors = _build_trees(trees, connectors)
+        patches, errors = build_trees(trees, connectors)
         plan = _plan(profile, connectors, patches, errors)
         _write_run(run_dir, profile, plan, resume)
         return _run_all(run_dir, plan, trees, common, resume)
@@ -167,25 +178,6 @@ def _plan(
 
 def _order(configs: list[str], repeat: int) -> list[str]:
     return configs if repeat % 2 == 0 else configs[::-1]
-
-
-def _build_trees(
-    trees: Path, connectors: dict[str, Connector]
-) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """A tree per config: the patch hashes of those that fit, the error of the rest."""
-    patches, errors = {}, {}
-    for name, connector in connectors.items():
-        try:
-            preflight.check_connector(connector)
-            patches[name] = build_tree(
-                trees / name,
-                trees / "base" / "vllm",
-                connector.patches,
-                connector.patch_parameters,
-            )
-        except preflight.CONFIG_ERRORS as error:
-            errors[name] = f"preflight: {error}"
-    return patches, errors
 
 
 def _write_run(

