@@ -37,14 +37,18 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
     |cache| grows to nearly `num_blocks`. With `null_model` the null model is served,
     whose forward sleeps for `forward_us`; else `model`, a checkpoint folder or a name
     in configs/models/. If that has no weights, only so many `layers` of it are served.
-    Each config is measured on `repeats` servers. `mooncake_protocol` replaces what the
-    configs say; "auto" is rdma where an RDMA port is up, else tcp (microbench.fitted).
+    Each config is measured on `repeats` servers, and one that is then undecided on up
+    to `most_repeats`, while all trials take less than `minutes`. `mooncake_protocol`
+    replaces what the configs say; "auto" is rdma where an RDMA port is up, else tcp
+    (microbench.fitted).
     """
 
     summary: str
     null_model: bool
     configs: list[str]
     repeats: int
+    most_repeats: int
+    minutes: float
     load: Load
     forward_us: int = 0
     model: str | None = None

@@ -19,7 +19,7 @@ from lab.paths import REPOSITORY
 from lab.records import RecordsError
 from lab.records.documents import write_document, write_whole
 from microbench.analysis.analysis import analyse
-from microbench.analysis.steps import load_run
+from microbench.analysis.trials import load_run
 from microbench.summary.figures import draw_all
 from microbench.summary.summary import write_summary
 

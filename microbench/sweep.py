@@ -3,12 +3,14 @@
 
 Each config gets a private tree with its patches, and each repeat of it a fresh
 server. Repeats run the configs forwards and backwards in turn, so that a machine
-that warms up or slows down does so for all of them alike.
+that warms up or slows down does so for all of them alike. What stays undecided after
+the first repeats is measured again, as often as the profile allows.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ from lab import run_folder
 from lab.config import ConfigError
 from lab.paths import REPOSITORY
 from lab.records import RecordsError
-from lab.records.documents import write_document
+from lab.records.documents import read_document, write_document
 from lab.records.run import PlanEntry, RunRecord
 from lab.run_folder import RunFolderError
 from lab.serving import preflight, provenance
@@ -33,6 +35,7 @@ from microbench.check import check
 from microbench.fitted import choices, fitted
 from microbench.profile import Profile, load_profile
 from microbench.progress import Progress
+from microbench.rounds import configs_of_next_round
 from microbench.trees import build_trees
 from microbench.trial import (
     PlannedTrial,
@@ -76,7 +79,9 @@ def main() -> int:
         help="measure just this config (repeatable)",
     )
     parser.add_argument(
-        "--repeats", type=int, help="servers per config (default: the profile's)"
+        "--repeats",
+        type=int,
+        help="exactly so many servers per config (default: the profile's)",
     )
     parser.add_argument("--model", help="path of real weights (gpu profile)")
     parser.add_argument("--out", type=Path, help="run folder (default: a new one)")
@@ -131,10 +136,18 @@ def sweep(
         link_package(installed_package("vllm"), base)
         preflight.check_import(base, profile)
         common = SweepSettings(profile, profile.checkpoint(run_dir / "model"), py_spy)
-        patches, errors = build_trees(trees, connectors)
-        plan = _plan(profile, connectors, patches, errors)
-        _write_run(run_dir, profile, plan, resume)
-        return _run_all(run_dir, plan, trees, common, resume)
+        ready = _first_trials(trees, connectors)
+        rounds = range(profile.repeats)
+        plan = [trial for repeat in rounds for trial in _round(ready, repeat)]
+        run = _begin_run(run_dir, profile, plan, resume)
+        records = _run_all(run_dir, plan, trees, common, resume)
+        while names := configs_of_next_round(run_dir, profile, records):
+            repeat = 1 + max(trial.repeat for trial in run.plan)
+            more = _round({name: ready[name] for name in names}, repeat)
+            run.plan += _entries(more)
+            write_document(run_dir / PLAN_FILE, run)
+            records += _run_all(run_dir, more, trees, common, resume)
+        return records
     finally:
         shutil.rmtree(trees, ignore_errors=True)
 
@@ -160,29 +173,30 @@ def _run_all(
     return records
 
 
-def _plan(
-    profile: Profile,
-    connectors: dict[str, Connector],
-    patches: dict[str, dict[str, str]],
-    errors: dict[str, str],
-) -> list[PlannedTrial]:
-    """All trials in the order in which they run."""
-    return [
-        PlannedTrial(
-            name, repeat, connectors[name], patches.get(name, {}), errors.get(name)
-        )
-        for repeat in range(profile.repeats)
-        for name in _order(profile.configs, repeat)
-    ]
+def _round(ready: dict[str, PlannedTrial], repeat: int) -> list[PlannedTrial]:
+    """A trial of each config, forwards and backwards in turn."""
+    order = list(ready) if repeat % 2 == 0 else list(ready)[::-1]
+    return [dataclasses.replace(ready[name], repeat=repeat) for name in order]
 
 
-def _order(configs: list[str], repeat: int) -> list[str]:
-    return configs if repeat % 2 == 0 else configs[::-1]
+def _entries(plan: list[PlannedTrial]) -> list[PlanEntry]:
+    return [PlanEntry(trial.config, trial.repeat) for trial in plan]
 
 
-def _write_run(
+def _first_trials(
+    trees: Path, connectors: dict[str, Connector]
+) -> dict[str, PlannedTrial]:
+    """Each config's first trial, its tree built; it says if a patch does not fit."""
+    patches, errors = build_trees(trees, connectors)
+    return {
+        name: PlannedTrial(name, 0, connector, patches.get(name, {}), errors.get(name))
+        for name, connector in connectors.items()
+    }
+
+
+def _begin_run(
     run_dir: Path, profile: Profile, plan: list[PlannedTrial], resume: bool
-) -> None:
+) -> RunRecord:
     """Write run.json, or check that it is the run that is resumed.
 
     Raises RunFolderError.
@@ -193,18 +207,19 @@ def _write_run(
         profile=msgspec.to_builtins(profile),
         provenance=provenance.collect(hashes, "python -m microbench.sweep"),
         configs={trial.config: trial.connector.report for trial in plan},
-        plan=[PlanEntry(trial.config, trial.repeat) for trial in plan],
+        plan=_entries(plan),
     )
-    if resume:
-        run_folder.check_resumable(
-            run_dir,
-            run_folder.read_plan(file),
-            msgspec.to_builtins(record),
-            plan_keys=("profile", "plan"),
-            provenance_keys=(*run_folder.SAME_MACHINE_AND_CODE, "patch_hashes"),
-        )
-        return
-    write_document(file, record)
+    if not resume:
+        write_document(file, record)
+        return record
+    run_folder.check_resumable(
+        run_dir,
+        run_folder.read_plan(file),
+        msgspec.to_builtins(record),
+        plan_keys=("profile",),
+        provenance_keys=(*run_folder.SAME_MACHINE_AND_CODE, "patch_hashes"),
+    )
+    return read_document(file, RunRecord)
 
 
 def _profile(arguments: argparse.Namespace) -> Profile:
@@ -219,7 +234,7 @@ def _profile(arguments: argparse.Namespace) -> Profile:
     if arguments.repeats is not None:
         if arguments.repeats < 1:
             raise SweepError("--repeats must be at least 1")
-        changes["repeats"] = arguments.repeats
+        changes["repeats"] = changes["most_repeats"] = arguments.repeats
     if arguments.model:
         if profile.null_model:
             raise SweepError(f"profile {arguments.profile} has no use for --model")

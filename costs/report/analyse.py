@@ -27,7 +27,7 @@ def main() -> None:
     began_s = time.perf_counter()
     # The imports are part of what a user waits for.
     from microbench.analysis.analysis import analyse
-    from microbench.analysis.steps import load_run
+    from microbench.analysis.trials import load_run
 
     run, trials = load_run(Path(sys.argv[1]))
     loaded_s = time.perf_counter()

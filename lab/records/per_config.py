@@ -2,8 +2,9 @@
 """per_config.json: the results of a run, config by config.
 
 An estimate is `{value, ci95}`; quantiles are `{p50, p90, p99}`; what was not measured
-is null. "By time" is by `schedule`, `overhead` and `step`, which have a slope, a level
-and a verdict each.
+is null. "By time" is by `schedule`, `overhead` and `step`, which have a level each; "by
+metric" is by these and by what else has a slope and a verdict. An interval holds in
+95 % of runs, over all looks that the profile allows.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class WindowRecord(msgspec.Struct):
 class NoiseFloor(msgspec.Struct):
     """How far two runs of the same thing, the baseline and its twin, are apart.
 
-    `slope_us_per_1k_blocks` and `p50_us` hold, by time, the estimate of the difference
-    and its `floor`: the far end of the interval. A smaller difference is within noise.
+    `slope_us_per_1k_blocks`, by metric, and `p50_us`, by time, hold the estimate of the
+    difference and its size, `floor`. A smaller difference is within noise.
     """
 
     pair: tuple[str, str] | None = None
     """The A/A configs; null if the run has no such pair."""
     slope_us_per_1k_blocks: dict[str, Stated] | None = None
-    """Difference of the slopes, by time."""
+    """Difference of the slopes, by metric."""
     p50_us: dict[str, Stated] | None = None
     """Difference of the medians at the stated |cache|, by time."""
 
@@ -63,8 +64,8 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     cache_blocks: dict[str, int] | None = None
     """`min` and `max` |cache| of the decode-only steps before the reset."""
     slope_us_per_1k_blocks: dict[str, Stated | None]
-    """Growth by time. With the null model that of `overhead` is at the machine's usual
-    speed (`microbench/analysis/speed.py`); the levels are not."""
+    """Growth by metric (`microbench/analysis/metrics.py`); null where it was not
+    measured. `ci95` is null where nothing tells how much server processes differ."""
     n_window_steps: int = 0
     """Steps behind the levels: at most 100,000, thinned evenly."""
     schedule_us: Quantiles | None = None
@@ -115,14 +116,14 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     reads: ReadCounts | None = None
     """That of trial.json, summed over the repeats; null where no peer was to read."""
     reset_check: dict[str, Any] | None = None
-    """Before and after the reset, by time: `before_us`, `after_us`, `drop_us`,
+    """Before and after the reset, by metric: `before_us`, `after_us`, `drop_us`,
     `drop_ci95_us`, `expected_drop_us` (slope times |cache|), `fell`; beside them
     `cache_blocks_before`, `cache_blocks_after`, `steps_before`, `steps_after`."""
     linearity: dict[str, Any] | None = None
     """Of the time in `schedule()`: `linear` (`yes`, `no`, `undecided`), `r2` of the
     binned medians, `slope_lower_half`, `slope_upper_half`."""
     verdict_of: dict[str, Verdict]
-    """The verdict on each time alone."""
+    """The verdict on each metric alone, of those that were measured."""
     verdict: Verdict = "failed"
     """The verdict on the config."""
     error: str | None = None

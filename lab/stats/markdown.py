@@ -16,11 +16,14 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def interval(estimate: dict[str, Any] | None, digits: int = 1) -> str:
-    """`value [low, high]`."""
+    """`value [low, high]`; `value [?]` where nothing tells how well it is known."""
     if estimate is None:
         return DASH
+    value = f"{estimate['value']:+,.{digits}f}"
+    if estimate["ci95"] is None:
+        return f"{value} [?]"
     low, high = estimate["ci95"]
-    return f"{estimate['value']:+,.{digits}f} [{low:+,.{digits}f}, {high:+,.{digits}f}]"
+    return f"{value} [{low:+,.{digits}f}, {high:+,.{digits}f}]"
 
 
 def spread(

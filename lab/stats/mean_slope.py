@@ -28,17 +28,20 @@ ROUNDS = 20
 
 
 def mean_slopes(
-    steps: pl.DataFrame, time: str, held: tuple[str, ...] = ("batch",)
+    steps: pl.DataFrame,
+    time: str,
+    held: tuple[str, ...] = ("batch",),
+    block_steps: int = BLOCK_STEPS,
 ) -> tuple[Floats, Floats] | None:
     """Slope of the mean `time` in us per 1,000 cached blocks: values, variances.
 
     `steps` has the columns repeat, cache_blocks, `time` (us) and `held`, grouped by
     repeat and in step order; each combination of `held` gets an offset of its own. Both
-    results are (repeats,), in order; a repeat of fewer than 500 steps, or whose |cache|
-    stands still, is left out. None if all are.
+    results are (repeats,), in order; a repeat of fewer than 10 blocks of `block_steps`,
+    or whose |cache| stands still, is left out. None if all are.
     """
     fits = [
-        _fit(one, time, held)
+        _fit(one, time, held, block_steps)
         for one in steps.partition_by("repeat", maintain_order=True)
     ]
     found = np.array([fit for fit in fits if fit is not None and np.isfinite(fit[0])])
@@ -46,11 +49,11 @@ def mean_slopes(
 
 
 def _fit(
-    steps: pl.DataFrame, time: str, held: tuple[str, ...]
+    steps: pl.DataFrame, time: str, held: tuple[str, ...], block_steps: int
 ) -> tuple[float, float] | None:
     """(slope, its variance) of one repeat."""
     steps = steps.filter(pl.col(time).is_finite())
-    blocks = steps.height // BLOCK_STEPS
+    blocks = steps.height // block_steps
     if blocks < RUNS:
         return None
     cells = (

@@ -66,7 +66,7 @@ def median_estimate(
     place = np.clip(np.searchsorted(edges, values, "right") - 1, 0, HISTOGRAM_BINS - 1)
     blocks = len(repeat_of_block)
     counts = resample_blocks(repeat_of_block, REPLICATES, np.random.default_rng(seed))
-    # One product for all sizes: with many small ones BLAS's threads wait for each other.
+    # One product for all sizes: in many small ones BLAS's threads wait for each other.
     sizes = np.array(sorted(mix))
     own = np.isin(batch, sizes)
     histogram = np.searchsorted(sizes, batch[own]) * HISTOGRAM_BINS + place[own]

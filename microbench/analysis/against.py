@@ -11,8 +11,8 @@ from lab.stats.estimate import Estimate
 from lab.stats.interval import stated
 from microbench.analysis.latency import tpot_addition
 from microbench.analysis.measured import Measured
+from microbench.analysis.metrics import LEVELS
 from microbench.analysis.roles import Roles
-from microbench.analysis.verdict import METRICS
 
 
 def noise_floor(measured: Mapping[str, Measured], roles: Roles) -> NoiseFloor:
@@ -20,20 +20,23 @@ def noise_floor(measured: Mapping[str, Measured], roles: Roles) -> NoiseFloor:
     if roles.baseline not in measured or roles.twin not in measured:
         return NoiseFloor()
     first, second = measured[roles.baseline], measured[roles.twin]
-    slopes, levels = {}, {}
-    for metric, time in METRICS.items():
-        a, b = first.slopes[metric], second.slopes[metric]
-        if a is not None and b is not None:
-            slopes[metric] = _with_floor(b.minus(a))
-        a, b = first.p50(time), second.p50(time)
-        if a is not None and b is not None:
-            levels[metric] = _with_floor(b.minus(a))
+    slopes = _apart(first.slopes, second.slopes)
+    levels = _apart(first.p50, second.p50)
     return NoiseFloor((first.name, second.name), slopes or None, levels or None)
 
 
-def _with_floor(difference: Estimate) -> Stated:
-    edges = [abs(edge) for edge in difference.ci95]
-    return (stated(difference, 3) or {}) | {"floor": round(max(edges), 3)}
+def _apart(
+    first: Mapping[str, Estimate | None], second: Mapping[str, Estimate | None]
+) -> dict[str, Stated]:
+    """By metric, the difference and how large it is."""
+    found = {}
+    for metric, a in first.items():
+        b = second.get(metric)
+        if a is not None and b is not None:
+            difference = b.minus(a)
+            floor = {"floor": round(abs(difference.value), 3)}
+            found[metric] = (stated(difference, 3) or {}) | floor
+    return found
 
 
 def compare_with_baseline(
@@ -59,8 +62,8 @@ def compare_with_baseline(
 def _differences(one: Measured, base: Measured, noise: NoiseFloor) -> dict[str, Any]:
     """Difference of p50, by metric; smaller than the noise floor is within noise."""
     found = {}
-    for metric, time in METRICS.items():
-        ours, theirs = one.p50(time), base.p50(time)
+    for metric in LEVELS:
+        ours, theirs = one.p50.get(metric), base.p50.get(metric)
         if ours is not None and theirs is not None:
             difference = ours.minus(theirs)
             low, high = difference.ci95
@@ -88,8 +91,8 @@ def compare_with_floor(
 def _ratios(one: Measured, base: Measured) -> dict[str, Any]:
     """Ratio of p50, by metric."""
     found = {}
-    for metric, time in METRICS.items():
-        ours, theirs = one.p50(time), base.p50(time)
+    for metric in LEVELS:
+        ours, theirs = one.p50.get(metric), base.p50.get(metric)
         if ours is not None and theirs is not None:
             found[metric] = stated(ours.over(theirs), 3)
     return found

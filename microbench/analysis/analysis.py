@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from lab.records.per_config import PerConfig, WindowRecord
 from lab.records.run import RunRecord
 from lab.records.warning import RunWarning
-from lab.stats.estimate import SEED
 from microbench.analysis.against import (
     compare_with_baseline,
     compare_with_floor,
@@ -18,9 +16,9 @@ from microbench.analysis.against import (
 from microbench.analysis.entry import config_entry
 from microbench.analysis.latency import requests_to_fill
 from microbench.analysis.levels import Level, Window, choose_window
-from microbench.analysis.measured import Measured, measure
+from microbench.analysis.measured import Measured, level_all, measure_all
 from microbench.analysis.roles import Roles, roles_of
-from microbench.analysis.steps import LoadedTrial
+from microbench.analysis.trials import LoadedTrial
 from microbench.analysis.warn import config_warnings, run_warnings
 
 
@@ -42,9 +40,11 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
     by_config: dict[str, list[LoadedTrial]] = {}
     for trial in trials:
         by_config.setdefault(trial.config, []).append(trial)
-    measured = measure_all(by_config, run.profile)
-    window, warnings = place_levels(measured)
     roles = roles_of(run, by_config)
+    alike = (roles.baseline, roles.twin)
+    measured = measure_all(by_config, run.profile, alike)
+    window, warnings = place_levels(measured)
+    level_all(measured, run.profile, alike)
     noise = noise_floor(measured, roles)
     entries = {
         name: config_entry(group, measured.get(name), window, noise)
@@ -68,18 +68,6 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
         configs=entries,
     )
     return Analysis(document, roles, doubts, measured)
-
-
-def measure_all(
-    by_config: dict[str, list[LoadedTrial]], profile: dict[str, Any]
-) -> dict[str, Measured]:
-    """Every config that has steps, by name."""
-    found = (
-        # Seeds apart, so that the draws of two configs are independent.
-        measure(name, group, SEED + 10 * index, profile)
-        for index, (name, group) in enumerate(by_config.items())
-    )
-    return {one.name: one for one in found if one is not None}
 
 
 def place_levels(

@@ -14,9 +14,9 @@ from lab.stats.interval import stated
 from microbench.analysis import latency
 from microbench.analysis.levels import Level, Window
 from microbench.analysis.measured import Measured
-from microbench.analysis.steps import LoadedTrial
+from microbench.analysis.metrics import LEVELS, METRICS
+from microbench.analysis.trials import LoadedTrial
 from microbench.analysis.verdict import (
-    METRICS,
     linearity,
     metric_verdict,
     overall_verdict,
@@ -83,7 +83,10 @@ def levels(level: Level | None, window: Window | None) -> dict[str, Any]:
     at = {"at_cache_blocks": window.at_cache_blocks}
     return {
         "n_window_steps": level.steps.height,
-        **{time: at | (level.quantiles(time) or {}) for time in METRICS.values()},
+        **{
+            told.time: at | (level.quantiles(told.time) or {})
+            for told in LEVELS.values()
+        },
         **{time: level.quantiles(time) for time in METHODS},
         "attribution_us": level.attribution_us(),
     }
@@ -91,21 +94,21 @@ def levels(level: Level | None, window: Window | None) -> dict[str, Any]:
 
 def growth(one: Measured, noise: NoiseFloor) -> dict[str, Any]:
     """Slopes, what became of the cost at the reset, and the verdicts from both."""
-    check = reset_check(one.steps, one.slopes, one.seed)
+    facts = one.reset.facts()
+    fallen = facts.get("cache_blocks_before", 0) - facts.get("cache_blocks_after", 0)
+    checks = {metric: reset_check(metric, one, fallen) for metric in one.metrics}
     verdicts = {
         metric: metric_verdict(
-            one.slopes[metric],
-            None if check is None else check[metric],
-            noise.slope_floor(metric),
+            one.slopes[metric], checks[metric], noise.slope_floor(metric)
         )
-        for metric in METRICS
+        for metric in one.metrics
     }
     slope = one.slopes["schedule"]
     return {
         "slope_us_per_1k_blocks": {
             metric: stated(estimate, 3) for metric, estimate in one.slopes.items()
         },
-        "reset_check": check,
+        "reset_check": checks | facts if facts else None,
         "linearity": slope and linearity(one.cells, "schedule_us", slope),
         "verdict_of": verdicts,
         "verdict": overall_verdict(verdicts),

@@ -15,7 +15,7 @@ import numpy as np
 from lab.records.per_config import ConfigEntry
 from lab.records.phases import Phase
 from lab.records.requests import RequestRecord
-from microbench.analysis.steps import LoadedTrial
+from microbench.analysis.trials import LoadedTrial
 
 FORWARD_MS = (7.0, 25.0)
 APC = (0.0, 0.5, 0.9)

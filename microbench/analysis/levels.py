@@ -16,9 +16,10 @@ import polars as pl
 
 from lab.records.phases import Phase
 from lab.records.warning import RunWarning
-from lab.stats.blocks import add_blocks, repeat_of_block
-from lab.stats.estimate import Estimate, Floats, Ints
-from lab.stats.quantiles import median_estimate, mix_weights, weighted_quantiles
+from lab.stats.estimate import Floats, Ints
+from lab.stats.processes import Repeats
+from lab.stats.quantiles import mix_weights, weighted_quantiles
+from microbench.analysis.middle import by_repeat, repeats_of
 from microbench.analysis.remedies import doubt
 from microbench.analysis.steps import STEP_TIMES
 
@@ -54,13 +55,10 @@ class Level:
 
     def __init__(self, steps: pl.DataFrame, mix: dict[int, float]) -> None:
         kept = thin(steps.filter(pl.col("batch").is_in(list(mix))), MAX_STEPS)
-        blocked = add_blocks(kept)
         self.steps: pl.DataFrame = kept
         self.mix = mix
         self.batch: Ints = kept["batch"].cast(pl.Int64).to_numpy()
         self.weights: Floats = mix_weights(self.batch, mix)
-        self.block: Ints = blocked["block"].cast(pl.Int64).to_numpy()
-        self.repeat_of_block: Ints = repeat_of_block(blocked)
 
     def quantiles(self, time: str) -> dict[str, float] | None:
         """p50, p90, p99 of `time` in us, None where it was not measured."""
@@ -72,19 +70,10 @@ class Level:
         )
         return {name: round(v, 3) for name, v in zip(QUANTILES, numbers, strict=True)}
 
-    def median(self, time: str, seed: int) -> Estimate | None:
-        """The p50 of `time` in us with its block bootstrap."""
-        values, known = self._known(time)
-        if not known.any():
-            return None
-        return median_estimate(
-            values[known],
-            self.batch[known],
-            self.mix,
-            self.block[known],
-            self.repeat_of_block,
-            seed,
-        )
+    def median_by_repeat(self, time: str, seed: int) -> Repeats | None:
+        """The p50 of `time` in us in each server process."""
+        found = by_repeat(self.steps, time, "median", self.mix, seed)
+        return repeats_of(found, float(np.mean([value for value, _ in found.values()])))
 
     def _known(self, time: str) -> tuple[Floats, Ints]:
         values = self.steps[time].cast(pl.Float64).to_numpy()

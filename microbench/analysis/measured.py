@@ -1,63 +1,179 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One config's steps, and what is estimated from them alone."""
+"""What is estimated of each config of a run.
+
+Each server process gives a value of its own. How much processes of one config differ is
+pooled over the configs (lab/stats/processes.py), and an estimate is the mean over the
+processes with an interval that holds that. The baseline and its twin are the same
+thing, and so count as one config there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from lab.records.phases import Phase
-from lab.stats.estimate import Estimate
-from lab.stats.slope import Cells, make_cells, slope_us_per_1k_blocks
+from lab.stats.estimate import SEED, Estimate
+from lab.stats.processes import (
+    Repeats,
+    Spread,
+    between_spread,
+    look_level,
+    over_processes,
+)
+from lab.stats.slope import Cells, make_cells
+from microbench.analysis.growth import Fall, Reset, falls, slope_by_repeat, steps_of
 from microbench.analysis.levels import Level
-from microbench.analysis.speed import at_usual_speed
-from microbench.analysis.steps import LoadedTrial
-from microbench.analysis.verdict import METRICS
+from microbench.analysis.metrics import LEVELS, METRICS
+from microbench.analysis.trials import LoadedTrial
+
+Found = dict[str, Repeats | None]
+Estimates = dict[str, Estimate | None]
 
 
 @dataclass
 class Measured:
     """The steps of a config's trials that went well, and what follows from them.
 
-    `level` is set once all configs are known: None if this one has no steps at the
-    stated |cache|. `medians` are those that p50 was asked for.
+    `every` are all steps, `steps` the decode-only ones, `cells` those of growth. By
+    metric: `slopes` in us per 1,000 cached blocks, `falls` at the reset, `drops` their
+    estimates, and, of the metrics with a level, `p50` at the stated |cache|. `level` is
+    None if the config has no steps there.
     """
 
     name: str
+    every: pl.DataFrame
     steps: pl.DataFrame
     cells: Cells
-    slopes: dict[str, Estimate | None]
-    seed: int
+    reset: Reset
+    slope_repeats: Found
+    falls: dict[str, Fall | None]
+    slopes: Estimates = field(default_factory=dict)
+    drops: Estimates = field(default_factory=dict)
     level: Level | None = None
-    medians: dict[str, Estimate | None] = field(default_factory=dict)
+    p50: Estimates = field(default_factory=dict)
 
-    def p50(self, time: str) -> Estimate | None:
-        """The median of `time` at the stated |cache|, with its bootstrap."""
-        if self.level is None:
-            return None
-        # Every comparison asks for it again, and a bootstrap takes its time.
-        if time not in self.medians:
-            self.medians[time] = self.level.median(time, self.seed + 2)
-        return self.medians[time]
+    @property
+    def metrics(self) -> list[str]:
+        """Those of which the config has any steps."""
+        return [
+            name
+            for name, metric in METRICS.items()
+            if steps_of(self.every, metric).height
+        ]
 
 
-def measure(
-    name: str, trials: list[LoadedTrial], seed: int, profile: dict[str, Any]
-) -> Measured | None:
-    """Cells and slopes of the growth phase; None if no trial has steps."""
-    tables = [t.steps for t in trials if t.steps is not None and t.steps.height]
-    if not tables:
-        return None
-    steps = pl.concat(tables, rechunk=False)
-    growth = steps.filter(pl.col("phase") == Phase.GROWTH)
-    if profile.get("null_model"):
-        growth = at_usual_speed(growth, float(profile.get("forward_us") or 0))
-    times = tuple(METRICS.values())
-    cells = make_cells(growth.select("repeat", "batch", "cache_blocks", *times), times)
+def measure_all(
+    by_config: Mapping[str, Sequence[LoadedTrial]],
+    profile: Mapping[str, Any],
+    alike: Sequence[str | None],
+) -> dict[str, Measured]:
+    """Every config that has steps, by name, with its growth; levels come later.
+
+    `alike` are configs that are the same thing.
+    """
+    measured = {}
+    for index, (name, trials) in enumerate(by_config.items()):
+        tables = [t.steps for t in trials if t.steps is not None and t.steps.height]
+        if tables:
+            every = pl.concat(tables, how="diagonal", rechunk=False)
+            measured[name] = _measure(name, every, SEED + 1_000 * index)
+    pool = Pool(alike, looks_of(profile))
+    slopes = pool.estimates({n: one.slope_repeats for n, one in measured.items()})
+    drops = pool.estimates({n: _drops(one) for n, one in measured.items()})
+    for name, one in measured.items():
+        one.slopes, one.drops = slopes[name], drops[name]
+    return measured
+
+
+def _measure(name: str, every: pl.DataFrame, seed: int) -> Measured:
+    decode = every.filter("decode_only")
+    growth = every.filter(pl.col("phase") == Phase.GROWTH)
+    times = tuple(metric.time for metric in LEVELS.values())
+    columns = ("repeat", "batch", "cache_blocks", *times)
+    cells = make_cells(growth.filter("decode_only").select(columns), times)
     slopes = {
-        metric: slope_us_per_1k_blocks(cells, time, seed)
-        for metric, time in METRICS.items()
+        metric: slope_by_repeat(growth, cells, told, seed)
+        for metric, told in METRICS.items()
     }
-    return Measured(name, steps, cells, slopes, seed)
+    reset = Reset(every)
+    return Measured(name, every, decode, cells, reset, slopes, falls(reset, seed + 500))
+
+
+def _drops(one: Measured) -> Found:
+    return {metric: fall and fall.drop_us for metric, fall in one.falls.items()}
+
+
+def level_all(
+    measured: Mapping[str, Measured],
+    profile: Mapping[str, Any],
+    alike: Sequence[str | None],
+) -> None:
+    """Fill in `p50` of the configs that have a level."""
+    levels = {name: one.level for name, one in measured.items() if one.level}
+    found = {
+        name: {
+            metric: level.median_by_repeat(told.time, SEED + 10 * index)
+            for metric, told in LEVELS.items()
+        }
+        for index, (name, level) in enumerate(levels.items())
+    }
+    for name, estimates in Pool(alike, looks_of(profile)).estimates(found).items():
+        measured[name].p50 = estimates
+
+
+def looks_of(profile: Mapping[str, Any]) -> int:
+    """How often a run of `profile` may look at its verdicts; 1 in runs from before."""
+    repeats = profile.get("repeats", 1)
+    return 1 + max(profile.get("most_repeats", repeats) - max(repeats, 2), 0)
+
+
+class Pool:
+    """Estimates from server processes, the spread between these pooled over configs.
+
+    Their intervals hold in 95 % of runs over all `looks`.
+    """
+
+    def __init__(self, alike: Sequence[str | None], looks: int) -> None:
+        self._alike = alike
+        self._level = look_level(looks)
+
+    def estimates(self, found: Mapping[str, Found]) -> dict[str, Estimates]:
+        """By config and metric."""
+        metrics = {metric for of in found.values() for metric in of}
+        spreads = {
+            metric: self._spread({name: of.get(metric) for name, of in found.items()})
+            for metric in metrics
+        }
+        return {
+            name: {
+                metric: repeats and self._estimate(repeats, spreads[metric], seed)
+                for seed, (metric, repeats) in enumerate(of.items(), 100 * index)
+            }
+            for index, (name, of) in enumerate(found.items())
+        }
+
+    def _spread(self, found: Found) -> Spread:
+        there = {name: repeats for name, repeats in found.items() if repeats}
+        same = [there.pop(name) for name in self._alike if name in there]
+        return between_spread([*there.values(), *([_joined(same)] if same else [])])
+
+    def _estimate(self, repeats: Repeats, spread: Spread, seed: int) -> Estimate:
+        estimate = over_processes(repeats, spread, SEED + seed)
+        low, high = estimate.ci95
+        wide_low, wide_high = estimate.interval(self._level)
+        wider = (wide_high - wide_low) / (high - low) if high > low else 1.0
+        value = estimate.value
+        return Estimate(value, value + wider * (estimate.draws - value))
+
+
+def _joined(same: Sequence[Repeats]) -> Repeats:
+    """The repeats of configs that are the same thing, as one config's."""
+    scale = float(np.mean([repeats.scale for repeats in same]))
+    values = np.concatenate([repeats.values for repeats in same])
+    variances = np.concatenate([repeats.variances for repeats in same])
+    return Repeats(values, variances, scale)

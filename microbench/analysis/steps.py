@@ -1,132 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the files of a trial to its table of decode-only engine steps.
+"""From the step files of a trial to its table of engine steps.
 
-A step is decode-only when it scheduled requests, no prefill tokens and some decode
-tokens. It belongs to the phase in which it began; steps before the growth phase
-(the dummy runs of an engine start) belong to none and are left out.
+The table has one row for each step that began in a phase; steps before the growth phase
+(the dummy runs of an engine start) belong to none and are left out. Its columns:
 
-The table has one row per step: repeat, step_id, phase (a number of lab.records.phases),
-batch (requests scheduled), cache_blocks (|cache| at the end of schedule()), and the
-times in us: schedule_us, build_meta_us, step_us, update_us, the worker's five and
-overhead_us. A time that was not measured is null.
+- repeat, step_id, t_ns, phase (a number of lab.records.phases), batch (requests
+  scheduled), cache_blocks (|cache| at the end of schedule()), tokens (scheduled);
+- decode_only: requests were scheduled, all of them decodes; prefills: prompt tokens
+  were scheduled;
+- the times in us of lab.records.steps and the sums below. A time that was not measured
+  is null.
 
-overhead_us is the part of a step that scheduler and connector make up: schedule_us
-(build_meta_us within), update_us, and the connector's calls in the worker. The model
-and the waiting for it are not in it, nor is their noise.
+The sums:
+
+- connector_us: all calls of the connector's methods, of scheduler and worker, none
+  counted twice. `scheduler.NAME_us` and `worker.NAME_us` are its parts, the time of a
+  method less that of the connector's methods which it called.
+- overhead_us: what scheduler and connector make up of a step: schedule_us
+  (build_meta_us within), update_us, and the connector's calls in the worker. The model
+  and the waiting for it are not in it, nor is their noise.
+- scheduler_cpu_us: CPU time of the engine's thread in schedule() and in
+  update_from_output().
+- threads_us: CPU time of all threads of the engine's process but the engine's own,
+  since the step before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 
 from lab.records import RecordsError
-from lab.records.documents import read_document
 from lab.records.phases import Phase
-from lab.records.requests import PhaseStart, Requests, read_requests
-from lab.records.run import RunRecord
+from lab.records.requests import PhaseStart
 from lab.records.step_table import StepFile, read_steps
 from lab.records.steps import WORKER_TIMES, EngineHeader, WorkerHeader
-from lab.records.trial import TrialRecord
 
 ENGINE_TIMES = ("schedule_us", "build_meta_us", "step_us", "update_us")
+CLOCKS = ("cpu_us", "thread_cpu_us", "schedule_cpu_us", "update_cpu_us", "loop_us")
 COUNTS = ("scheduled", "prefill_tokens", "decode_tokens", "cache_size")
 STEP_TIMES = ENGINE_TIMES + WORKER_TIMES
+# What runs from before all methods were timed know of the worker's.
 CONNECTOR_TIMES = tuple(name for name in WORKER_TIMES if name != "execute_model_us")
+SELF_TIMES = "connector_self_us"
+SIDES = ("scheduler", "worker")
 
 
-@dataclass(frozen=True)
-class LoadedTrial:
-    """One server lifetime. `error` says why it has no `steps`; else it is None."""
-
-    config: str
-    repeat: int
-    error: str | None
-    facts: TrialRecord | None  # None if it was never written
-    steps: pl.DataFrame | None = None
-    requests: Requests | None = None
-    engine_steps: int = 0
-    worker_steps: int = 0
-    engine_without_worker: int = 0
-    torn_lines: int = 0
-
-
-def load_run(run_dir: Path) -> tuple[RunRecord, list[LoadedTrial]]:
-    """run.json and the trials of its plan, in the plan's order.
-
-    Raises RecordsError if the directory is no run, or a trial that says it is ok
-    has missing, bad or outdated files.
-    """
-    if not run_dir.is_dir():
-        raise RecordsError(f"{run_dir}: no such directory")
-    path = run_dir / "run.json"
-    if not path.is_file():
-        raise RecordsError(f"{path}: missing; a run directory has one, give its path")
-    run = read_document(path, RunRecord)
-    if not run.plan:
-        raise RecordsError(f"{path}: the plan is empty; nothing was run")
-    return run, [load_trial(run_dir, trial.config, trial.repeat) for trial in run.plan]
-
-
-def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
-    """The trial in RUN_DIR/<config>/r<repeat>, failed ones included."""
-    folder = run_dir / config / f"r{repeat}"
-    if not (folder / "trial.json").is_file():
-        return LoadedTrial(config, repeat, "never finished: no trial.json", None)
-    facts = read_document(folder / "trial.json", TrialRecord)
-    if facts.status != "ok":
-        error = facts.error or f"status {facts.status!r}"
-        requests = _requests_if_readable(folder / "requests.jsonl")
-        return LoadedTrial(config, repeat, error, facts, requests=requests)
-    requests = read_requests(folder / "requests.jsonl")
-    if problem := unreconciled(requests):
-        return LoadedTrial(config, repeat, problem, facts, requests=requests)
-    engine = read_engine_steps(folder, requests.phases)
-    worker = read_worker_steps(folder)
-    torn = engine.torn_lines + worker.torn_lines + requests.torn_lines
-    counts = {"engine_steps": engine.records, "worker_steps": worker.records}
-    steps = join_worker(engine.frame, worker.frame).select(
+def step_table(repeat: int, engine: StepFile, worker: StepFile) -> pl.DataFrame:
+    """The table of a trial from its engine's and its worker's steps."""
+    joined = join_worker(engine.frame, worker.frame)
+    methods = method_columns(joined)
+    return joined.select(
         pl.lit(repeat, dtype=pl.Int16).alias("repeat"),
-        *("step_id", "phase", "batch", "cache_blocks", *STEP_TIMES),
-        overhead_us().alias("overhead_us"),
-    )
-    return LoadedTrial(
-        config=config,
-        repeat=repeat,
-        error=None,
-        facts=facts,
-        steps=steps,
-        requests=requests,
-        engine_without_worker=int(steps["execute_model_us"].null_count()),
-        torn_lines=torn,
-        **counts,
+        *("step_id", "t_ns", "phase", "batch", "cache_blocks", "tokens"),
+        *("decode_only", "prefills", *STEP_TIMES, *CLOCKS, *methods),
+        connector_us(methods).alias("connector_us"),
+        overhead_us(methods).alias("overhead_us"),
+        (pl.col("schedule_cpu_us") + pl.col("update_cpu_us")).alias("scheduler_cpu_us"),
+        (pl.col("cpu_us") - pl.col("thread_cpu_us")).alias("threads_us"),
     )
 
 
-def _requests_if_readable(path: Path) -> Requests | None:
-    """A failed trial may have left no requests file, or half a one."""
-    try:
-        return read_requests(path)
-    except RecordsError:
-        return None
+def method_columns(steps: pl.DataFrame) -> list[str]:
+    """The columns of single connector methods."""
+    return [name for name in steps.columns if name.partition(".")[0] in SIDES]
 
 
-def unreconciled(requests: Requests) -> str | None:
-    """Why `scheduled = ok + failed + cancelled` does not hold, or None if it does."""
-    if requests.end is None:
-        return "the driver was killed: requests.jsonl has no end record"
-    end = requests.end
-    told = end.ok + end.failed + end.cancelled
-    if not (requests.scheduled == end.scheduled == told == len(requests.requests)):
-        return (
-            f"requests do not reconcile: {requests.scheduled} in the header, "
-            f"{end.scheduled} scheduled, {end.ok} ok + {end.failed} failed + "
-            f"{end.cancelled} cancelled, {len(requests.requests)} records"
-        )
-    return None
+def connector_us(methods: Iterable[str]) -> pl.Expr:
+    """All of the connector; null without one."""
+    if methods:
+        return _sum(methods)
+    known = ("build_meta_us", *CONNECTOR_TIMES)
+    there = pl.any_horizontal(pl.col(name).is_not_null() for name in known)
+    return pl.when(there).then(_sum(known))
+
+
+def overhead_us(methods: Iterable[str]) -> pl.Expr:
+    """What scheduler and connector add to a step; null without a worker record."""
+    in_worker = [name for name in methods if name.startswith("worker.")]
+    connector = _sum(in_worker or CONNECTOR_TIMES)
+    measured = pl.col("execute_model_us").is_not_null()
+    parts = pl.col("schedule_us") + pl.col("update_us") + connector
+    return pl.when(measured).then(parts)
+
+
+def _sum(names: Iterable[str]) -> pl.Expr:
+    return pl.sum_horizontal(pl.col(name).fill_null(0) for name in names)
 
 
 def phase_starts_ns(phases: list[PhaseStart]) -> list[int | None]:
@@ -142,7 +105,7 @@ def phase_starts_ns(phases: list[PhaseStart]) -> list[int | None]:
 
 
 def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
-    """The decode-only steps of a trial that lie in a phase."""
+    """The steps of a trial that lie in a phase."""
     files = sorted(folder.glob("engine_step*.jsonl"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
@@ -160,23 +123,24 @@ def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
                 .then(pl.lit(index, dtype=pl.UInt8))
                 .otherwise(phase)
             )
+    prefills = pl.col("prefill_tokens") > 0
 
     def shape(chunk: pl.LazyFrame) -> pl.LazyFrame:
-        decode_only = (
-            (pl.col("prefill_tokens") == 0)
-            & (pl.col("decode_tokens") > 0)
-            & (pl.col("scheduled") > 0)
-            & pl.col("step_us").is_not_null()
-        )
-        return chunk.filter(decode_only, phase < len(Phase)).select(
-            "step_id",
+        whole = pl.col("step_us").is_not_null()
+        return chunk.filter(whole, phase < len(Phase)).select(
+            *("step_id", "t_ns"),
             phase.alias("phase"),
             pl.col("scheduled").cast(pl.Int16).alias("batch"),
             pl.col("cache_size").alias("cache_blocks"),
+            (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),
+            (~prefills & (pl.col("decode_tokens") > 0)).alias("decode_only"),
+            prefills.alias("prefills"),
             *ENGINE_TIMES,
+            *CLOCKS,
+            SELF_TIMES,
         )
 
-    columns = ("step_id", "t_ns", *COUNTS, *ENGINE_TIMES)
+    columns = ("step_id", "t_ns", *COUNTS, *ENGINE_TIMES, *CLOCKS, SELF_TIMES)
     engine = read_steps(path, EngineHeader, columns, shape)
     if engine.records == 0:
         raise RecordsError(f"{path}: no engine steps")
@@ -186,7 +150,7 @@ def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
             f"{path}: records of step_timing_v1 only, without cache_size; add the "
             "patch step_timing_v2 to the config and run again"
         )
-    return replace(engine, frame=_in_step_order(path, engine.frame))
+    return _by_method("scheduler", replace(engine, frame=_ordered(path, engine.frame)))
 
 
 def read_worker_steps(folder: Path) -> StepFile:
@@ -198,28 +162,32 @@ def read_worker_steps(folder: Path) -> StepFile:
         )
     ranks = []
     for path in files:
-        rank = read_steps(path, WorkerHeader, ("step_id", *WORKER_TIMES))
-        ranks.append(replace(rank, frame=_in_step_order(path, rank.frame)))
+        rank = read_steps(path, WorkerHeader, ("step_id", *WORKER_TIMES, SELF_TIMES))
+        ordered = replace(rank, frame=_ordered(path, rank.frame))
+        ranks.append(_by_method("worker", ordered))
     if len(ranks) == 1:
         return ranks[0]
-    every = pl.concat([rank.frame for rank in ranks])
-    slowest_first = every.sort("execute_model_us", descending=True, nulls_last=True)
+    every = pl.concat([rank.frame for rank in ranks], how="diagonal")
+    # A step waits for its slowest rank; parts of two ranks would sum to no step.
+    slowest = every.sort("step_id", "execute_model_us", nulls_last=False)
     return StepFile(
-        frame=slowest_first.unique("step_id", keep="first").sort("step_id"),
+        frame=slowest.unique("step_id", keep="last", maintain_order=True),
         records=sum(rank.records for rank in ranks),
         torn_lines=sum(rank.torn_lines for rank in ranks),
     )
 
 
-def overhead_us() -> pl.Expr:
-    """What scheduler and connector add to a step; null without a worker record."""
-    connector = pl.sum_horizontal(pl.col(name).fill_null(0) for name in CONNECTOR_TIMES)
-    measured = pl.col("execute_model_us").is_not_null()
-    parts = pl.col("schedule_us") + pl.col("update_us") + connector
-    return pl.when(measured).then(parts)
+def _by_method(side: str, file: StepFile) -> StepFile:
+    """The times of the connector's methods as columns of their own."""
+    times = file.frame[SELF_TIMES].struct
+    named = times.rename_fields([f"{side}.{name}_us" for name in times.fields])
+    frame = file.frame.drop(SELF_TIMES)
+    if times.fields:
+        frame = frame.hstack(named.struct.unnest())
+    return replace(file, frame=frame)
 
 
-def _in_step_order(path: Path, frame: pl.DataFrame) -> pl.DataFrame:
+def _ordered(path: Path, frame: pl.DataFrame) -> pl.DataFrame:
     """Sorted by step_id (async scheduling may swap neighbours), each id once."""
     steps = np.diff(frame["step_id"].to_numpy())
     if (steps <= 0).any():

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a step's cost grow with |cache|? A verdict that noise cannot easily give.
 
-For `schedule_us`, `overhead_us` (what scheduler and connector add to a step, the
-model left out) and `step_us` each, with the slope's 95 % interval:
+For each of METRICS (microbench/analysis/metrics.py), with the slope's interval:
 
 - grows: the interval lies above max(MARGIN, what two runs of the same config differ
   by), and the reset check confirms it: after the prefix-cache reset the cost fell by
@@ -11,25 +10,23 @@ model left out) and `step_us` each, with the slope's 95 % interval:
 - drifts: the slope is as large, but the cost did not fall. Something else went up.
 - flat: the upper end of the interval lies inside +-MARGIN, so growth by more than
   MARGIN is excluded (a test of non-inferiority; the lower end does not matter, as
-  costing less with a fuller cache is no cost). An upper end below -MARGIN is not flat:
-  something else must have changed.
+  costing less with a fuller cache is no cost), and two runs of the same config differ
+  by less than MARGIN. An upper end below -MARGIN is not flat: something else must have
+  changed.
 - inconclusive: anything else, a slope without a usable reset check included.
 
-The config's verdict comes from schedule and overhead: grows if either grows; else
-drifts if either drifts; else flat if both are flat; else inconclusive. A whole step
-also holds the model, whose noise can pass for growth and even for the fall at the
-reset, so its verdict is stated but decides nothing. What grows outside of scheduler and
-connector calls shows in the step's slope alone.
+The config's verdict: grows if one of the metrics that decide grows; else drifts if one
+drifts; else flat if all are flat and the whole step does not grow; else inconclusive. A
+step also holds the model, whose noise is larger, so it need not be flat.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import polars as pl
 
-from lab.records.phases import Phase
 from lab.stats.estimate import Estimate
 from lab.stats.interval import stated
 from lab.stats.slope import (
@@ -38,17 +35,13 @@ from lab.stats.slope import (
     line_fit_r2,
     slope_us_per_1k_blocks,
 )
-from microbench.analysis.levels import Level, common_mix, reach_blocks
+from microbench.analysis.measured import Measured
+from microbench.analysis.metrics import METRICS
 
 # us per 1,000 blocks: 35 us at 17,500 blocks, 0.5 % of a 7 ms forward.
 MARGIN_US_PER_1K_BLOCKS = 2.0
 # Share of the predicted fall that must be seen after the reset.
 CONFIRMING_SHARE = 0.5
-# The steps compared: |cache| above 90 % of the reach before, below 25 % of it after.
-BEFORE_SHARE = 0.9
-AFTER_SHARE = 0.25
-MIN_STEPS_PER_BATCH_RESET = 10
-METRICS = {"schedule": "schedule_us", "overhead": "overhead_us", "step": "step_us"}
 # A line explains the binned medians this well, and both halves rise alike.
 LINEAR_R2 = 0.9
 LINEAR_HALVES = (0.75, 1 / 0.75)
@@ -56,67 +49,36 @@ LINEARITY_BINS = 20
 
 
 def reset_check(
-    steps: pl.DataFrame, slopes: dict[str, Estimate | None], seed: int
+    metric: str, one: Measured, blocks_fallen: float
 ) -> dict[str, Any] | None:
-    """Cost before and after the prefix-cache reset, batch sizes held.
+    """The cost of `metric` before and after the prefix-cache reset.
 
-    One entry for each of METRICS beside what was compared. None if there are no
-    comparable steps on either side.
+    `blocks_fallen` is how much |cache| fell. None without comparable steps.
     """
-    reach = reach_blocks(steps)
-    before = steps.filter(
-        pl.col("phase") < Phase.AFTER_RESET,
-        pl.col("cache_blocks") >= BEFORE_SHARE * reach,
-    )
-    after = steps.filter(
-        pl.col("phase") == Phase.AFTER_RESET,
-        pl.col("cache_blocks") <= AFTER_SHARE * reach,
-    )
-    mix = common_mix(
-        [before["batch"].to_numpy(), after["batch"].to_numpy()],
-        MIN_STEPS_PER_BATCH_RESET,
-    )
-    if not mix or reach == 0:
+    fall, drop, slope = one.falls[metric], one.drops[metric], one.slopes[metric]
+    if fall is None or drop is None:
         return None
-    high, low = Level(before, mix), Level(after, mix)
-    blocks_before = float(high.steps["cache_blocks"].median())
-    blocks_after = float(low.steps["cache_blocks"].median())
-    checks: dict[str, Any] = {}
-    for metric, time in METRICS.items():
-        slope = slopes[metric]
-        full, empty = high.median(time, seed), low.median(time, seed + 1)
-        if full is None or empty is None:
-            return None
-        drop = full.minus(empty)
-        expected = None
-        if slope is not None:
-            expected = slope.value * (blocks_before - blocks_after) / 1_000
-        checks[metric] = {
-            "before_us": round(full.value, 3),
-            "after_us": round(empty.value, 3),
-            "drop_us": round(drop.value, 3),
-            "drop_ci95_us": [round(edge, 3) for edge in drop.ci95],
-            "expected_drop_us": None if expected is None else round(expected, 3),
-            "fell": bool(
-                expected is not None
-                and expected > 0
-                and drop.value >= CONFIRMING_SHARE * expected
-                and drop.ci95[0] > 0
-            ),
-        }
-    return checks | {
-        "cache_blocks_before": round(blocks_before),
-        "cache_blocks_after": round(blocks_after),
-        "steps_before": high.steps.height,
-        "steps_after": low.steps.height,
+    expected = None if slope is None else slope.value * blocks_fallen / 1_000
+    return {
+        "before_us": round(fall.before_us, 3),
+        "after_us": round(fall.after_us, 3),
+        "drop_us": round(drop.value, 3),
+        "drop_ci95_us": [round(edge, 3) for edge in drop.ci95],
+        "expected_drop_us": None if expected is None else round(expected, 3),
+        "fell": bool(
+            expected is not None
+            and expected > 0
+            and drop.value >= CONFIRMING_SHARE * expected
+            and drop.ci95[0] > 0
+        ),
     }
 
 
 def metric_verdict(
     slope: Estimate | None, check: dict[str, Any] | None, floor: float
 ) -> str:
-    """The verdict on one time; `check` is its part of the reset check, `floor` the
-    A/A difference in us per 1,000 blocks."""
+    """The verdict on one metric; `check` is its part of the reset check, `floor` by how
+    much the slopes of two runs of the same thing differ, in us per 1,000 blocks."""
     if slope is None:
         return "inconclusive"
     low, high = slope.ci95
@@ -124,18 +86,19 @@ def metric_verdict(
         if check is None:
             return "inconclusive"
         return "grows" if check["fell"] else "drifts"
-    if abs(high) < MARGIN_US_PER_1K_BLOCKS:
+    if max(abs(high), floor) < MARGIN_US_PER_1K_BLOCKS:
         return "flat"
     return "inconclusive"
 
 
-def overall_verdict(of: dict[str, str]) -> str:
-    """The config's verdict from those on each of METRICS."""
-    deciding = (of["schedule"], of["overhead"])
+def overall_verdict(of: Mapping[str, str]) -> str:
+    """The config's verdict from those on each of METRICS that was measured."""
+    deciding = [of[name] for name in of if METRICS[name].decides]
     for verdict in ("grows", "drifts"):
         if verdict in deciding:
             return verdict
-    return "flat" if set(deciding) == {"flat"} else "inconclusive"
+    flat = set(deciding) == {"flat"} and of.get("step") != "grows"
+    return "flat" if flat else "inconclusive"
 
 
 def linearity(cells: Cells, time: str, slope: Estimate) -> dict[str, Any] | None:

@@ -54,6 +54,8 @@ def _of_estimates(entry: ConfigEntry) -> list[RunWarning]:
             message = f"too few decode-only steps in growth for a {metric} slope"
             found.append(doubt("no_slope", message))
             continue
+        if slope["ci95"] is None:
+            continue
         half = (slope["ci95"][1] - slope["ci95"][0]) / 2
         if half > MARGIN_US_PER_1K_BLOCKS and half > 0.1 * abs(slope["value"]):
             message = f"wide interval: the {metric} slope is known to +-{half:.1f}"

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from lab.records.per_config import ConfigEntry, PerConfig
 from lab.stats.markdown import DASH, interval, number, table
-from microbench.analysis.verdict import (
-    METRICS,
-)
+from microbench.analysis.metrics import METRICS
 from microbench.summary.figures import PARTS
 
 

@@ -54,7 +54,7 @@ def _row(name: str, entry: ConfigEntry) -> list[str]:
 
 
 def _ratio(ratio: Stated | None) -> str:
-    if ratio is None:
+    if ratio is None or ratio["ci95"] is None:
         return DASH
     low, high = ratio["ci95"]
     return f"{ratio['value']:.3f} [{low:.3f}, {high:.3f}]"
@@ -82,7 +82,7 @@ def _aims(
     for name in present:
         for told in roles.of[name].aims:
             aim, measured = _aim(name, configs[name], told, roles.floor)
-            if measured is None:
+            if measured is None or measured["ci95"] is None:
                 missing.append(str(aim))
             else:
                 found.append((aim, msgspec.convert(measured, Interval)))

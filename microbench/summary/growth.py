@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from lab.records.per_config import ConfigEntry, PerConfig
 from lab.stats.markdown import DASH, TIMES, interval, number, spread, table
+from microbench.analysis.metrics import METRICS
 from microbench.analysis.roles import Roles
 from microbench.analysis.verdict import (
     CONFIRMING_SHARE,
     LINEAR_R2,
     MARGIN_US_PER_1K_BLOCKS,
-    METRICS,
 )
 
 
@@ -137,7 +137,9 @@ def reset_table(document: PerConfig) -> str:
         if check is None:
             continue
         for metric in METRICS:
-            part = check[metric]
+            part = check.get(metric)
+            if part is None:
+                continue
             rows.append(
                 [
                     f"`{name}`",

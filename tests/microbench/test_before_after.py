@@ -34,7 +34,7 @@ def before_and_after(document) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = write_run(tmp_path_factory.mktemp("run"), TRUTHS, repeats=1)
+    folder = write_run(tmp_path_factory.mktemp("run"), TRUTHS, repeats=2)
     assert report.main([str(folder)]) == 0
     return folder
 

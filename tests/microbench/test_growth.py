@@ -8,35 +8,33 @@ import polars as pl
 from synthetic import Truth, trial_steps
 
 from lab.records.run import RunRecord
+from lab.records.step_table import StepFile
 from microbench.analysis.analysis import analyse
 from microbench.analysis.levels import Window
-from microbench.analysis.steps import LoadedTrial
+from microbench.analysis.steps import CLOCKS, CONNECTOR_TIMES, step_table
+from microbench.analysis.trials import LoadedTrial
 
 
 def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> LoadedTrial:
-    """A loaded trial without the detour over files, worker times left out."""
-    engine, _ = trial_steps(truth, repeat, seed, steps, 16_000)
+    """A loaded trial without the detour over files."""
+    engine, worker = trial_steps(truth, repeat, seed, steps, 16_000)
     count = engine.height
     phase = np.searchsorted([0.6, 0.85], np.arange(count) / count, side="right")
-    table = engine.select(
-        pl.lit(repeat).alias("repeat"),
-        "step_id",
+    prefills = pl.col("prefill_tokens") > 0
+    shaped = engine.select(
+        *("step_id", "t_ns", "schedule_us", "step_us", "update_us"),
         pl.Series("phase", phase),
         pl.col("scheduled").alias("batch"),
         pl.col("cache_size").alias("cache_blocks"),
-        "schedule_us",
-        "step_us",
-        "update_us",
-        (pl.col("schedule_us") + pl.col("update_us")).alias("overhead_us"),
-        *(
-            pl.lit(None, dtype=pl.Float64).alias(f"{name}_us")
-            for name in ("build_meta", "execute_model", "bind", "start_load_kv")
-        ),
-        *(
-            pl.lit(None, dtype=pl.Float64).alias(f"{name}_us")
-            for name in ("wait_for_save", "get_finished")
-        ),
+        (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),
+        (~prefills).alias("decode_only"),
+        prefills.alias("prefills"),
+        *(pl.lit(None, pl.Float64).alias(name) for name in ("build_meta_us", *CLOCKS)),
     )
+    hooks = (pl.lit(None, pl.Float64).alias(name) for name in CONNECTOR_TIMES)
+    worker = worker.select("step_id", "execute_model_us", *hooks)
+    files = (StepFile(frame, count, 0) for frame in (shaped, worker))
+    table = step_table(repeat, *files)
     return LoadedTrial(truth.name, repeat, None, None, table)
 
 
@@ -87,7 +85,7 @@ def test_a_machine_that_slows_down_for_good_drifts_and_does_not_grow():
 
 def test_a_fall_of_less_than_half_the_prediction_does_not_confirm_growth():
     truth = Truth("plain", slope=3.0, drift=6.0)
-    trials = [trial_of(truth, repeat, repeat) for repeat in range(2)]
+    trials = [trial_of(truth, repeat, repeat) for repeat in range(3)]
     entry = analyse(RunRecord(), trials, None).document.configs["plain"]
     low, _ = entry.reset_check["schedule"]["drop_ci95_us"]
     assert low > 0, "no fall at all: a weak test"

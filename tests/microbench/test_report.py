@@ -15,7 +15,7 @@ from lab.records.run import RunRecord
 from microbench import report
 from microbench.analysis.analysis import analyse
 from microbench.analysis.remedies import REMEDIES, Kind
-from microbench.analysis.steps import load_run
+from microbench.analysis.trials import load_run
 
 HASH = "mooncake_both_hash_sync"
 TRUTHS = [
@@ -129,16 +129,15 @@ def test_the_summary_states_verdict_hypothesis_and_machine(reported: Path):
 
 
 def test_a_curve_that_bends_is_not_called_a_line(tmp_path: Path):
-    folder = write_run(tmp_path, [Truth(HASH, slope=1.0, build_meta=1.0)], repeats=1)
-    path = folder / HASH / "r0" / "engine_step.jsonl"
-    header, *lines = path.read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    for record in records:
-        extra = 80e-6 * record["cache_size"] ** 2 / 16
-        record["schedule_us"] += extra
-        record["step_us"] += extra
-    text = "\n".join([header, *map(json.dumps, records)]) + "\n"
-    path.write_text(text)
+    folder = write_run(tmp_path, [Truth(HASH, slope=1.0, build_meta=1.0)], repeats=3)
+    for path in (folder / HASH).glob("r*/engine_step.jsonl"):
+        header, *lines = path.read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        for record in records:
+            extra = 80e-6 * record["cache_size"] ** 2 / 16
+            record["schedule_us"] += extra
+            record["step_us"] += extra
+        path.write_text("\n".join([header, *map(json.dumps, records)]) + "\n")
     assert report.main([str(folder)]) == 0
     assert (
         "not in a straight line**: it gets steeper"

@@ -13,12 +13,11 @@ from synthetic import FIRST_NS, STEP_NS, Truth, write_run
 from lab.records import RecordsError
 from lab.records.requests import PhaseStart
 from microbench.analysis.steps import (
-    load_run,
-    load_trial,
     overhead_us,
     read_engine_steps,
     read_worker_steps,
 )
+from microbench.analysis.trials import load_run, load_trial
 
 HEADER = {"schema": "kvtax.engine_step/1", "clock": "CLOCK_MONOTONIC"}
 
@@ -51,7 +50,7 @@ def test_only_decode_only_steps_of_a_phase_are_kept(tmp_path: Path):
     lines[1]["prefill_tokens"] = 0
     lines[2] |= {"prefill_tokens": 0, "decode_tokens": 0, "scheduled": 0}
     write_lines(path, lines)
-    steps = load_trial(folder, "plain", 0).steps
+    steps = load_trial(folder, "plain", 0).steps.filter("decode_only")
     wanted = [
         line["step_id"]
         for line in lines[2:]
@@ -161,4 +160,4 @@ def test_overhead_is_scheduler_and_connector_without_the_model():
         }
     )
     # Without a worker record the connector's part is unknown, not zero.
-    assert steps.select(overhead_us()).to_series().to_list() == [90.0, None]
+    assert steps.select(overhead_us([])).to_series().to_list() == [90.0, None]

@@ -61,13 +61,14 @@ def test_no_slope_is_no_verdict():
     [
         ("flat", "flat", "inconclusive", "flat"),
         ("flat", "flat", "drifts", "flat"),
-        ("flat", "flat", "grows", "flat"),
+        # A step holds what nobody has timed, too.
+        ("flat", "flat", "grows", "inconclusive"),
         ("flat", "grows", "inconclusive", "grows"),
         ("flat", "drifts", "inconclusive", "drifts"),
         ("flat", "inconclusive", "flat", "inconclusive"),
     ],
 )
-def test_scheduler_and_connector_decide_and_the_noisy_step_does_not(
+def test_a_step_that_grows_is_never_flat_and_a_noisy_one_may_be(
     schedule, overhead, step, verdict
 ):
     of = {"schedule": schedule, "overhead": overhead, "step": step}

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which configs a sweep measures once more: those that its verdicts leave undecided.
+
+After its first repeats a sweep looks at its verdicts, and again after each further
+round. To look several times is to give chance several tries. The intervals are widened
+for that, by as many looks as the profile allows (microbench/analysis/measured.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from microbench.analysis.analysis import analyse
+from microbench.analysis.trials import load_run
+from microbench.profile import Profile
+from microbench.trial import TrialRecord
+
+
+def configs_of_next_round(
+    run_dir: Path, profile: Profile, records: Sequence[TrialRecord]
+) -> list[str]:
+    """Configs of `profile` that need another server, as many as its time allows.
+
+    `records` are those of all trials so far, in `run_dir`.
+    """
+    walls_s = [record.wall_s for record in records if record.wall_s]
+    repeats = 1 + max(record.repeat for record in records)
+    if repeats >= profile.most_repeats or not walls_s:
+        return []
+    left_s = 60 * profile.minutes - sum(walls_s)
+    affordable = max(int(left_s / np.mean(walls_s)), 0)
+    return undecided(run_dir)[:affordable]
+
+
+def undecided(run_dir: Path) -> list[str]:
+    """The configs of a run whose verdict is "inconclusive", in its order."""
+    run, trials = load_run(run_dir)
+    configs = analyse(run, trials, None).document.configs
+    return [name for name, one in configs.items() if one.verdict == "inconclusive"]
