@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people read of a comparison: Markdown."""
+
+from __future__ import annotations
+
+from lab.records.per_config import PerConfig, Quantiles
+from lab.stats.interval import Interval
+from lab.stats.markdown import DASH, TIMES, interval, spread, table
+from microbench.compare.changes import Change, change
+from microbench.compare.comparable import doubts
+from microbench.compare.limits import Check
+from microbench.compare.numbers import baseline_of, level_us, times_of
+
+FACTS = ("date_utc", "git_commit", "git_dirty", "vllm_version", "cpu_model", "host")
+NOTE = (
+    f"Slopes are µs per 1,000 cached blocks, levels µs. {TIMES} OLD: p50 in NEW over "
+    "p50 in OLD, each as a multiple of its run's baseline. The change of a slope is at "
+    "OLD's speed of the baseline. So a slower machine is no change. **Bold**: another "
+    "verdict, or a change beyond the 95 % intervals and the noise floors of both runs. "
+    "The interval of a level is never narrower than what two runs of one config differ "
+    "by."
+)
+
+
+def markdown(old: PerConfig, new: PerConfig, checks: list[Check]) -> str:
+    """The whole text."""
+    sections = [
+        f"# {headline(checks)}",
+        _provenance(old, new),
+        *_listed("Read this first", doubts(old, new)),
+        *_open(checks),
+        "## All limits",
+        f"<details>\n\n{_checks_table(checks)}\n\n</details>",
+        "## What changed",
+        _changes_table(old, new),
+        NOTE,
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def headline(checks: list[Check]) -> str:
+    """`Cost gate: failed. 1 of 14 limits broken, 2 undecided`."""
+    broken, undecided = (
+        sum(check.outcome == outcome for check in checks)
+        for outcome in ("broken", "undecided")
+    )
+    result = "failed" if any(check.fails for check in checks) else "passed"
+    return (
+        f"Cost gate: {result}. {broken} of {len(checks)} limits broken, "
+        f"{undecided} undecided"
+    )
+
+
+def sentence(check: Check) -> str:
+    """`noop: verdict is grows; limit: no worse than flat`."""
+    return f"{check.config}: {check.what} is {check.found}; limit: {check.bound}"
+
+
+def _provenance(old: PerConfig, new: PerConfig) -> str:
+    rows = [
+        [fact, *(str(d.provenance.get(fact, DASH)) for d in (old, new))]
+        for fact in FACTS
+    ]
+    return table(["", "OLD", "NEW"], rows)
+
+
+def _listed(title: str, lines: list[str]) -> list[str]:
+    return [f"## {title}", "\n".join(f"- {line}" for line in lines)] if lines else []
+
+
+def _open(checks: list[Check]) -> list[str]:
+    """Sections of what is broken and of what the run cannot tell."""
+    parts = []
+    for outcome in ("broken", "undecided"):
+        # What several configs have in common is said once.
+        alike: dict[tuple[str, str, str, bool], list[str]] = {}
+        for check in checks:
+            if check.outcome == outcome:
+                key = check.what, check.found, check.bound, check.fails
+                alike.setdefault(key, []).append(f"`{check.config}`")
+        lines = [
+            f"{', '.join(configs)}: {what} is {found}; limit: {bound}"
+            + (" (**fails**)" if fails and outcome == "undecided" else "")
+            for (what, found, bound, fails), configs in alike.items()
+        ]
+        parts += _listed(outcome.capitalize(), lines)
+    return parts
+
+
+def _checks_table(checks: list[Check]) -> str:
+    rows = [
+        [f"`{check.config}`", check.what, check.bound, check.found, check.outcome]
+        for check in checks
+    ]
+    return table(["config", "what", "limit", "NEW", ""], rows)
+
+
+def _changes_table(old: PerConfig, new: PerConfig) -> str:
+    rows = []
+    for name in dict.fromkeys([*old.configs, *new.configs]):
+        rows += [_row(old, new, name, time) for time in times_of([old, new])]
+    head = ["config", "time", "verdict", "slope OLD", "slope NEW", "change"]
+    head += ["p50/p90 OLD", "p50/p90 NEW", f"{TIMES} OLD"]
+    return table(head, rows)
+
+
+def _row(old: PerConfig, new: PerConfig, name: str, time: str) -> list[str]:
+    entries = [document.configs.get(name) for document in (old, new)]
+    verdicts = [entry.verdict_of.get(time) if entry else None for entry in entries]
+    slopes = [
+        entry.slope_us_per_1k_blocks.get(time) if entry else None for entry in entries
+    ]
+    levels = [level_us(entry, time) if entry else None for entry in entries]
+    found = change(old, new, name, time) if all(entries) else None
+    return [
+        f"`{name}`",
+        time,
+        _verdict(*verdicts),
+        *(interval(slope) for slope in slopes),
+        _slope_change(found),
+        *(_level(level) for level in levels),
+        _times_old(found, name == baseline_of(new)),
+    ]
+
+
+def _verdict(before: str | None, after: str | None) -> str:
+    if before == after:
+        return before or DASH
+    return f"**{before or DASH} \N{RIGHTWARDS ARROW} {after or DASH}**"
+
+
+def _level(level: Quantiles | None) -> str:
+    return spread(level, names=("p50", "p90"))
+
+
+def _slope_change(found: Change | None) -> str:
+    return _bold(found and found.slope, "+.1f", bool(found and found.slope_changed))
+
+
+def _times_old(found: Change | None, is_baseline: bool) -> str:
+    if is_baseline:
+        return "baseline"
+    return _bold(found and found.times_old, ".2f", bool(found and found.level_changed))
+
+
+def _bold(number: Interval | None, spec: str, changed: bool) -> str:
+    if number is None:
+        return DASH
+    return f"**{number:{spec}}**" if changed else f"{number:{spec}}"

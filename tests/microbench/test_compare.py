@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost gate: no false alarm where a limit holds, and nothing is kept silent."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from compared import COMMITTED, changed, section
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lab.paths import REPOSITORY
+from lab.records.per_config import PerConfig
+from microbench.compare.__main__ import main
+from microbench.compare.limits import Limits, LimitsFile, check_all
+
+
+@pytest.mark.parametrize(
+    "folder", [REPOSITORY, REPOSITORY / "docs/results/cpu-7ms-saturated"]
+)
+def test_a_run_compared_with_itself_passes_and_nothing_changed(folder):
+    command = [sys.executable, "-m", "microbench.compare", folder, folder]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "**" not in section(done.stdout, "What changed").partition("\n\nSlopes")[0]
+    assert "## Broken" not in done.stdout
+
+
+def test_the_committed_run_keeps_the_example_limits(capsys):
+    limits = REPOSITORY / "configs/limits/ci.toml"
+    assert main([str(COMMITTED), str(REPOSITORY), "--limits", str(limits)]) == 0
+    assert "## Broken" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome"),
+    [
+        ("flat", "grows", "failure"),
+        ("flat", "drifts", "failure"),
+        ("drifts", "grows", "failure"),
+        ("inconclusive", "grows", "failure"),
+        ("flat", "failed", "failure"),
+        ("failed", "failed", "failure"),
+        ("flat", "inconclusive", "skipped"),
+        ("grows", "inconclusive", "skipped"),
+        ("inconclusive", "inconclusive", "passed"),
+        ("grows", "grows", "passed"),
+        ("grows", "flat", "passed"),
+    ],
+)
+def test_a_verdict_must_not_get_worse(committed, gate, before, after, outcome):
+    new = changed(committed, "noop", verdict=after)
+    found = gate(changed(committed, "noop", verdict=before), new)
+    assert found.cases["noop", "verdict"] == outcome
+    assert found.status == (outcome == "failure")
+    title = {"failure": "Broken", "skipped": "Undecided"}.get(outcome)
+    if title:
+        assert f"verdict is {after}" in section(found.text, title)
+
+
+def test_growth_that_is_allowed_by_name_passes_and_nothing_else_does(committed, gate):
+    limits = '[configs.noop]\nverdicts = ["grows"]'
+    assert (
+        gate(committed, changed(committed, "noop", verdict="grows"), limits).status == 0
+    )
+    assert (
+        gate(committed, changed(committed, "noop", verdict="drifts"), limits).status
+        == 1
+    )
+    unsure = gate(committed, changed(committed, "noop", verdict="inconclusive"), limits)
+    assert (unsure.status, unsure.cases["noop", "verdict"]) == (0, "skipped")
+
+
+@pytest.mark.parametrize(
+    ("ci95", "outcome"),
+    [([0.0, 1.9], "passed"), ([1.0, 3.0], "skipped"), ([2.1, 3.0], "failure")],
+)
+def test_a_limit_is_broken_only_where_the_whole_interval_is_beyond_it(
+    committed, gate, ci95, outcome
+):
+    slopes = committed["configs"]["noop"]["slope_us_per_1k_blocks"]
+    slope = {"schedule": {"value": sum(ci95) / 2, "ci95": ci95}}
+    new = changed(committed, "noop", slope_us_per_1k_blocks=slopes | slope)
+    limits = "[configs.noop]\nslope_us_per_1k_blocks = { schedule = 2.0 }\n"
+    found = gate(committed, new, limits)
+    assert found.cases["noop", "slope_us_per_1k_blocks of schedule"] == outcome
+    assert found.status == (outcome == "failure")
+    strict = gate(committed, new, limits + 'undecided = "fail"')
+    assert strict.status == (outcome != "passed")
+
+
+def test_what_one_config_says_goes_before_the_default(committed, gate):
+    limits = """
+        [default]
+        p50_us = { schedule = 1.0, step = 1e9 }
+        [configs.noop]
+        p50_us = { schedule = 1e9 }
+    """
+    found = gate(committed, committed, limits)
+    assert found.cases["noop", "p50_us of schedule"] == "passed"
+    assert found.cases["noop", "p50_us of step"] == "passed"
+    assert found.cases["mooncake_both", "p50_us of schedule"] == "failure"
+
+
+def test_a_config_that_is_gone_is_seen_and_fails_where_it_has_limits(committed, gate):
+    new = copy.deepcopy(committed)
+    del new["configs"]["noop"]
+    found = gate(committed, new)
+    assert (found.status, found.cases["noop", "verdict"]) == (0, "skipped")
+    assert gate(committed, new, "[configs.noop]").status == 1
+
+
+def test_a_new_config_that_grows_is_seen(committed, gate):
+    old = copy.deepcopy(committed)
+    del old["configs"]["noop"]
+    assert gate(old, committed).cases["noop", "verdict"] == "passed"
+    grows = changed(committed, "noop", verdict="grows")
+    assert gate(old, grows).cases["noop", "verdict"] == "skipped"
+
+
+def test_a_time_that_only_one_run_has_is_shown_and_cannot_be_judged(committed, gate):
+    new = copy.deepcopy(committed)
+    for entry in new["configs"].values():
+        entry["verdict_of"]["per_second"] = "flat"
+        slope = {"value": 0.1, "ci95": [0.0, 0.2]}
+        entry["slope_us_per_1k_blocks"]["per_second"] = slope
+    limits = """
+        [default]
+        slope_us_per_1k_blocks = { per_second = 1.0 }
+        times_old = { per_second = 1.1 }
+    """
+    found = gate(committed, new, limits)
+    assert found.cases["noop", "slope_us_per_1k_blocks of per_second"] == "passed"
+    assert found.cases["noop", "times_old of per_second"] == "skipped"
+    back = gate(new, committed, limits)
+    assert back.cases["noop", "slope_us_per_1k_blocks of per_second"] == "skipped"
+    assert "| `noop` | per_second |" in found.text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda run: run["profile"]["load"].update(rate_rps=3.0), "load.rate_rps"),
+        (lambda run: run["profile"].update(null_model=False), "null_model"),
+        (lambda run: run.update(schema="kvtax.per_config/99"), "kvtax.per_config/99"),
+        (lambda run: run.pop("configs"), "configs"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused_with_the_reason(
+    committed, gate, spoil, message
+):
+    new = copy.deepcopy(committed)
+    spoil(new)
+    found = gate(committed, new)
+    assert (found.status, found.text) == (2, "")
+    assert message in found.error
+
+
+def test_more_repeats_or_fewer_configs_are_no_other_profile(committed, gate):
+    new = copy.deepcopy(committed)
+    new["profile"] |= {"repeats": 9, "configs": ["plain"], "name": "mine"}
+    assert gate(committed, new).status == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ("[defaults]", "defaults"),
+        ("[default]\nslope = 3", "slope"),
+        ("[default]\np50_us = { shedule = 3.0 }", "shedule"),
+        ("[configs.noop]\ntimes_old = { step = -1.0 }", "times_old"),
+        ('[default]\nundecided = "ignore"', "undecided"),
+        ("[default", "limits.toml"),
+    ],
+)
+def test_a_misspelt_limit_is_refused_and_not_ignored(committed, gate, limits, message):
+    found = gate(committed, committed, limits)
+    assert (found.status, found.text) == (2, "")
+    assert message in found.error
+
+
+@pytest.mark.parametrize("missing", ["nowhere.json", "."])
+def test_a_missing_file_is_bad_input_and_no_broken_limit(tmp_path, capsys, missing):
+    assert main([str(COMMITTED), str(tmp_path / missing)]) == 2
+    assert "missing" in capsys.readouterr().err
+
+
+@given(
+    slope=st.floats(-50, 50), more=st.floats(0, 50), half=st.floats(0.01, 20),
+    at_most=st.floats(-20, 20),
+)  # fmt: skip
+def test_who_costs_more_never_fares_better(slope, more, half, at_most):
+    document = msgspec.convert(json.loads(COMMITTED.read_text()), PerConfig)
+    limits = LimitsFile(Limits(slope_us_per_1k_blocks={"schedule": at_most}))
+    order = []
+    for value in (slope, slope + more):
+        stated = {"value": value, "ci95": [value - half, value + half]}
+        document.configs["noop"].slope_us_per_1k_blocks["schedule"] = stated
+        (check,) = (
+            check
+            for check in check_all(document, document, limits)
+            if check.config == "noop" and check.what.startswith("slope")
+        )
+        order.append(("kept", "undecided", "broken").index(check.outcome))
+    assert order == sorted(order)
