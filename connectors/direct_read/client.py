@@ -88,7 +88,7 @@ class _Connection:
             self._sock.settimeout(self._left_s())
             part = self._sock.recv(num_bytes - len(data))
             if not part:
-                raise ConnectionError("the connection was closed")
+                raise ConnectionError("closed by the peer: is its secret another one?")
             data += part
         return bytes(data)
 
@@ -170,8 +170,7 @@ class Client:
         except TimeoutError:
             self.close()
             raise DirectReadError(
-                f"{self}: no answer in {self._timeout_s} s: stopped, overloaded, or "
-                "its secret is another one"
+                f"{self}: no answer in {self._timeout_s} s: stopped or overloaded"
             ) from None
         # A UnicodeError is a host name that cannot be one.
         except (OSError, UnicodeError, ProtocolError) as error:

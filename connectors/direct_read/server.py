@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """An instance's side channel: says what it is, looks up and validates, in a thread.
 
-A client without the secret gets a nonce and then silence: a frame that is not authentic
-is dropped, and one that is too long ends its connection. The resources of strangers are
-bounded: at most a quarter of MAX_CONNECTIONS when others want them, for UNPROVEN_S, and
-a few kilobytes of memory each. Clients keep their connections. A connection that has
-been quiet for SPARED_S may be ended to make room; after IDLE_S it ends in any case.
+A client without the secret gets a nonce and no more. The first frame that is too long,
+not authentic or no message ends its connection, so each frame of a stranger costs him a
+connection. The resources of strangers are bounded: at most a quarter of MAX_CONNECTIONS
+when others want them, for UNPROVEN_S, and a few kilobytes of memory each. Clients keep
+their connections. A connection that has been quiet for SPARED_S may be ended to make
+room; after IDLE_S it ends in any case.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class _Connection:
         return content
 
     def request_in(self, content: bytes) -> Request | None:
-        """Raises ProtocolError if it is not authentic."""
+        """Raises ProtocolError if it is not authentic, or no message."""
         if self._seal is None:
             nonces = self._nonce, nonce_of(content)
             self._seal = Seal(self._secret, *nonces, server=True)
@@ -128,8 +129,8 @@ class Server:
         self._ledger = ledger
         self._peer = peer
         self._secret = check_secret(secret)
-        # Frames that were dropped, because they were not authentic or made no sense.
-        self.num_dropped = 0
+        # Connections that were ended because of what was sent on them.
+        self.num_refused = 0
         self._listener = _listening(host, port)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -201,7 +202,10 @@ class Server:
             if not connection.to_send:
                 self._receive(connection)
                 self._answer(connection)
-        except (OSError, ProtocolError):
+        except ProtocolError:
+            self.num_refused += 1
+            self._end(connection)
+        except OSError:
             self._end(connection)
         except Exception as error:
             # Without its text, which could hold a hash.
@@ -220,11 +224,7 @@ class Server:
             content = connection.next_content()
             if content is None:
                 return
-            try:
-                request = connection.request_in(content)
-            except ProtocolError:
-                self.num_dropped += 1
-                continue
+            request = connection.request_in(content)
             if request is not None:
                 connection.reply(self._reply_to(request))
                 self._send(connection)

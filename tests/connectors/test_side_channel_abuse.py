@@ -241,7 +241,7 @@ def test_no_hash_is_in_any_log_error_or_repr(serves, client, ledger, caplog):
             with Wire(serves.port) as wire:
                 wire.hello()
                 wire.send(seal_payload(wire.seal, payload))
-                wire.hello()
+                assert wire.is_ended()
             texts += said_of(payload)
         # The hash in place of text: no UTF-8, and Python would quote it.
         texts += said_of(b"\x81\xa4type\xd9\x20" + secret_hash)
