@@ -115,6 +115,17 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     (decode-only steps without a worker record), `torn_lines`."""
     reads: ReadCounts | None = None
     """That of trial.json, summed over the repeats; null where no peer was to read."""
+    connector: dict[str, Any] | None = None
+    """All calls of the connector over all steps of growth, on three axes:
+    `us_per_step`, `us_per_s` of the engine's time, `us_per_1k_tokens`, each with its
+    `mean` and `slope_per_1k_blocks`."""
+    methods: dict[str, Any] | None = None
+    """The same by method, as `scheduler.NAME` or `worker.NAME`: `calls_per_step`,
+    `us_per_step` (without the connector's methods that it called) and
+    `slope_per_1k_blocks`."""
+    threads: dict[str, Any] | None = None
+    """CPU time by thread of the engine's process in growth: `us_per_step` and
+    `slope_per_1k_blocks`."""
     reset_check: dict[str, Any] | None = None
     """Before and after the reset, by metric: `before_us`, `after_us`, `drop_us`,
     `drop_ci95_us`, `expected_drop_us` (slope times |cache|), `fell`; beside them

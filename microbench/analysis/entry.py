@@ -15,6 +15,7 @@ from microbench.analysis import latency
 from microbench.analysis.levels import Level, Window
 from microbench.analysis.measured import Measured
 from microbench.analysis.metrics import LEVELS, METRICS
+from microbench.analysis.parts import parts_entry
 from microbench.analysis.trials import LoadedTrial
 from microbench.analysis.verdict import (
     linearity,
@@ -63,6 +64,7 @@ def config_entry(
         error="; ".join(errors) or None,
         **levels(one.level, window),
         **growth(one, noise),
+        **parts_entry(one.growth, one.threads, one.parts),
         **told,
     )
 

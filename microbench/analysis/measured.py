@@ -29,6 +29,8 @@ from lab.stats.slope import Cells, make_cells
 from microbench.analysis.growth import Fall, Reset, falls, slope_by_repeat, steps_of
 from microbench.analysis.levels import Level
 from microbench.analysis.metrics import LEVELS, METRICS
+from microbench.analysis.parts import parts_by_repeat
+from microbench.analysis.threads import NO_THREADS
 from microbench.analysis.trials import LoadedTrial
 
 Found = dict[str, Repeats | None]
@@ -39,21 +41,27 @@ Estimates = dict[str, Estimate | None]
 class Measured:
     """The steps of a config's trials that went well, and what follows from them.
 
-    `every` are all steps, `steps` the decode-only ones, `cells` those of growth. By
-    metric: `slopes` in us per 1,000 cached blocks, `falls` at the reset, `drops` their
-    estimates, and, of the metrics with a level, `p50` at the stated |cache|. `level` is
-    None if the config has no steps there.
+    `every` are all steps, `steps` the decode-only ones, `growth` all of the growth
+    phase and `threads` the threads in it; `cells` are those of its decode-only steps.
+    By metric: `slopes` in us per 1,000 cached blocks, `falls` at the reset, `drops`
+    their estimates, and, of the metrics with a level, `p50` at the stated |cache|.
+    `parts` are slopes, too (microbench.analysis.parts). `level` is None if the config
+    has no steps there.
     """
 
     name: str
     every: pl.DataFrame
     steps: pl.DataFrame
+    growth: pl.DataFrame
+    threads: pl.DataFrame
     cells: Cells
     reset: Reset
     slope_repeats: Found
     falls: dict[str, Fall | None]
+    part_repeats: Found
     slopes: Estimates = field(default_factory=dict)
     drops: Estimates = field(default_factory=dict)
+    parts: Estimates = field(default_factory=dict)
     level: Level | None = None
     p50: Estimates = field(default_factory=dict)
 
@@ -81,18 +89,23 @@ def measure_all(
         tables = [t.steps for t in trials if t.steps is not None and t.steps.height]
         if tables:
             every = pl.concat(tables, how="diagonal", rechunk=False)
-            measured[name] = _measure(name, every, SEED + 1_000 * index)
+            known = [t.threads for t in trials if t.threads is not None]
+            threads = pl.concat([NO_THREADS, *known])
+            measured[name] = _measure(name, every, threads, SEED + 1_000 * index)
     pool = Pool(alike, looks_of(profile))
     slopes = pool.estimates({n: one.slope_repeats for n, one in measured.items()})
     drops = pool.estimates({n: _drops(one) for n, one in measured.items()})
+    parts = pool.estimates({n: one.part_repeats for n, one in measured.items()})
     for name, one in measured.items():
-        one.slopes, one.drops = slopes[name], drops[name]
+        one.slopes, one.drops, one.parts = slopes[name], drops[name], parts[name]
     return measured
 
 
-def _measure(name: str, every: pl.DataFrame, seed: int) -> Measured:
-    decode = every.filter("decode_only")
-    growth = every.filter(pl.col("phase") == Phase.GROWTH)
+def _measure(
+    name: str, every: pl.DataFrame, threads: pl.DataFrame, seed: int
+) -> Measured:
+    in_growth = pl.col("phase") == Phase.GROWTH
+    growth, threads = every.filter(in_growth), threads.filter(in_growth)
     times = tuple(metric.time for metric in LEVELS.values())
     columns = ("repeat", "batch", "cache_blocks", *times)
     cells = make_cells(growth.filter("decode_only").select(columns), times)
@@ -101,7 +114,18 @@ def _measure(name: str, every: pl.DataFrame, seed: int) -> Measured:
         for metric, told in METRICS.items()
     }
     reset = Reset(every)
-    return Measured(name, every, decode, cells, reset, slopes, falls(reset, seed + 500))
+    return Measured(
+        name=name,
+        every=every,
+        steps=every.filter("decode_only"),
+        growth=growth,
+        threads=threads,
+        cells=cells,
+        reset=reset,
+        slope_repeats=slopes,
+        falls=falls(reset, seed + 500),
+        part_repeats=parts_by_repeat(growth, threads),
+    )
 
 
 def _drops(one: Measured) -> Found:

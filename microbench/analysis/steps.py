@@ -46,7 +46,9 @@ COUNTS = ("scheduled", "prefill_tokens", "decode_tokens", "cache_size")
 STEP_TIMES = ENGINE_TIMES + WORKER_TIMES
 # What runs from before all methods were timed know of the worker's.
 CONNECTOR_TIMES = tuple(name for name in WORKER_TIMES if name != "execute_model_us")
-SELF_TIMES = "connector_self_us"
+# A record's field by method, and how its columns here end.
+BY_METHOD = {"connector_self_us": "_us", "connector_calls": "_calls"}
+CALLS = "_calls"
 SIDES = ("scheduler", "worker")
 
 
@@ -54,10 +56,11 @@ def step_table(repeat: int, engine: StepFile, worker: StepFile) -> pl.DataFrame:
     """The table of a trial from its engine's and its worker's steps."""
     joined = join_worker(engine.frame, worker.frame)
     methods = method_columns(joined)
+    calls = [name.removesuffix("_us") + CALLS for name in methods]
     return joined.select(
         pl.lit(repeat, dtype=pl.Int16).alias("repeat"),
         *("step_id", "t_ns", "phase", "batch", "cache_blocks", "tokens"),
-        *("decode_only", "prefills", *STEP_TIMES, *CLOCKS, *methods),
+        *("decode_only", "prefills", *STEP_TIMES, *CLOCKS, *methods, *calls),
         connector_us(methods).alias("connector_us"),
         overhead_us(methods).alias("overhead_us"),
         (pl.col("schedule_cpu_us") + pl.col("update_cpu_us")).alias("scheduler_cpu_us"),
@@ -66,8 +69,12 @@ def step_table(repeat: int, engine: StepFile, worker: StepFile) -> pl.DataFrame:
 
 
 def method_columns(steps: pl.DataFrame) -> list[str]:
-    """The columns of single connector methods."""
-    return [name for name in steps.columns if name.partition(".")[0] in SIDES]
+    """The columns of single connector methods' times."""
+    return [
+        name
+        for name in steps.columns
+        if name.partition(".")[0] in SIDES and name.endswith("_us")
+    ]
 
 
 def connector_us(methods: Iterable[str]) -> pl.Expr:
@@ -137,10 +144,10 @@ def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
             prefills.alias("prefills"),
             *ENGINE_TIMES,
             *CLOCKS,
-            SELF_TIMES,
+            *BY_METHOD,
         )
 
-    columns = ("step_id", "t_ns", *COUNTS, *ENGINE_TIMES, *CLOCKS, SELF_TIMES)
+    columns = ("step_id", "t_ns", *COUNTS, *ENGINE_TIMES, *CLOCKS, *BY_METHOD)
     engine = read_steps(path, EngineHeader, columns, shape)
     if engine.records == 0:
         raise RecordsError(f"{path}: no engine steps")
@@ -162,7 +169,7 @@ def read_worker_steps(folder: Path) -> StepFile:
         )
     ranks = []
     for path in files:
-        rank = read_steps(path, WorkerHeader, ("step_id", *WORKER_TIMES, SELF_TIMES))
+        rank = read_steps(path, WorkerHeader, ("step_id", *WORKER_TIMES, *BY_METHOD))
         ordered = replace(rank, frame=_ordered(path, rank.frame))
         ranks.append(_by_method("worker", ordered))
     if len(ranks) == 1:
@@ -178,12 +185,14 @@ def read_worker_steps(folder: Path) -> StepFile:
 
 
 def _by_method(side: str, file: StepFile) -> StepFile:
-    """The times of the connector's methods as columns of their own."""
-    times = file.frame[SELF_TIMES].struct
-    named = times.rename_fields([f"{side}.{name}_us" for name in times.fields])
-    frame = file.frame.drop(SELF_TIMES)
-    if times.fields:
-        frame = frame.hstack(named.struct.unnest())
+    """What is told of each of the connector's methods, as columns of their own."""
+    frame = file.frame
+    for field, ending in BY_METHOD.items():
+        told = frame[field].struct
+        names = [f"{side}.{name}{ending}" for name in told.fields]
+        frame = frame.drop(field)
+        if names:
+            frame = frame.hstack(told.rename_fields(names).struct.unnest())
     return replace(file, frame=frame)
 
 

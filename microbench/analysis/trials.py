@@ -14,13 +14,15 @@ from lab.records.requests import Requests, read_requests
 from lab.records.run import RunRecord
 from lab.records.trial import TrialRecord
 from microbench.analysis.steps import read_engine_steps, read_worker_steps, step_table
+from microbench.analysis.threads import read_threads
 
 
 @dataclass(frozen=True)
 class LoadedTrial:
     """One server lifetime. `error` says why it has no `steps`; else it is None.
 
-    `steps` is a table of microbench.analysis.steps.
+    `steps` is a table of microbench.analysis.steps, `threads` one of
+    microbench.analysis.threads.
     """
 
     config: str
@@ -28,6 +30,7 @@ class LoadedTrial:
     error: str | None
     facts: TrialRecord | None  # None if it was never written
     steps: pl.DataFrame | None = None
+    threads: pl.DataFrame | None = None
     requests: Requests | None = None
     engine_steps: int = 0
     worker_steps: int = 0
@@ -75,6 +78,7 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
         error=None,
         facts=facts,
         steps=steps,
+        threads=read_threads(folder / "threads.jsonl", steps),
         requests=requests,
         engine_steps=engine.records,
         worker_steps=worker.records,

@@ -14,6 +14,7 @@ from microbench.summary.context import (
 )
 from microbench.summary.fixes import before_and_after
 from microbench.summary.growth import answer, config_table, hypothesis, reset_table
+from microbench.summary.parts import connector_table, parts_table
 
 
 def write_summary(analysis: Analysis, figures: list[str]) -> str:
@@ -27,6 +28,9 @@ def write_summary(analysis: Analysis, figures: list[str]) -> str:
         config_table(document),
         before_and_after(document, roles),
         *(hypothesis(document, roles, name) for name in roles.named("hypothesis")),
+        "## What the connector's calls take",
+        connector_table(document),
+        parts_table(document),
         "## Where a step's time goes",
         attribution(document),
         "## What it adds to TPOT",

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU time of each thread of the engine's process, second by second."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import polars as pl
+
+from lab.records.lines import read_lines
+from lab.records.threads import ThreadsHeader, ThreadTimes
+
+SCHEMA = {
+    "repeat": pl.Int16,
+    "phase": pl.UInt8,
+    "batch": pl.Int16,
+    "cache_blocks": pl.Int32,
+    "steps": pl.Int64,
+    "thread": pl.String,
+    "us": pl.Float64,
+    "us_per_step": pl.Float64,
+}
+
+
+NO_THREADS = pl.DataFrame(schema=SCHEMA)
+
+
+def read_threads(path: Path, steps: pl.DataFrame) -> pl.DataFrame:
+    """A row for each second and thread; empty if there is no such file.
+
+    `steps` is the trial's table of steps: a second has the |cache| and the phase of its
+    last step. Seconds without a step are left out. `batch` is 0.
+    """
+    if not path.is_file() or not steps.height:
+        return NO_THREADS
+    records = read_lines(path, ThreadsHeader, ThreadTimes).records
+    names = sorted({name for record in records for name in record.threads})
+    at = dict(
+        zip(
+            steps["step_id"].to_list(),
+            steps.select("repeat", "phase", "cache_blocks").iter_rows(),
+            strict=True,
+        )
+    )
+    rows = []
+    for before, record in pairwise(records):
+        made = record.step_id - before.step_id
+        if made <= 0 or record.step_id not in at:
+            continue
+        repeat, phase, blocks = at[record.step_id]
+        for name in names:
+            us = record.threads.get(name, 0.0)
+            rows.append((repeat, phase, 0, blocks, made, name, us, us / made))
+    return pl.DataFrame(rows, schema=SCHEMA, orient="row")
