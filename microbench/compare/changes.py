@@ -21,29 +21,29 @@ SEVERITY = {"flat": 0, "drifts": 1, "grows": 2, "failed": 3}
 
 @dataclass(frozen=True)
 class Change:
-    """One time of one config. `slope` is NEW less OLD, in us per 1,000 blocks;
+    """One metric of one config. `slope` is NEW less OLD, in us per 1,000 blocks;
     `times_old` is NEW's p50 over OLD's. None: cannot be compared."""
 
     config: str
-    time: str
+    metric: str
     slope: Interval | None
     times_old: Interval | None
     slope_changed: bool
     level_changed: bool
 
 
-def change(old: PerConfig, new: PerConfig, name: str, time: str) -> Change:
-    """What became of `time` of the config `name`, which both runs measured."""
-    factor = speed(old, new, time) or 1.0
+def change(old: PerConfig, new: PerConfig, name: str, metric: str) -> Change:
+    """What became of `metric` of the config `name`, which both runs measured."""
+    factor = speed(old, new, metric) or 1.0
     machine = other_machine(old, new)
-    slopes = None if machine else _slope_change(old, new, name, time, factor)
+    slopes = None if machine else _slope_change(old, new, name, metric, factor)
     times_old = None
     if not machine and not other_window(old, new):
-        times_old = _times_old(old, new, name, time, factor)
-    floor = max(d.noise_floor.slope_floor(time) for d in (old, new))
+        times_old = _times_old(old, new, name, metric, factor)
+    floor = max(d.noise_floor.slope_floor(metric) for d in (old, new))
     return Change(
         name,
-        time,
+        metric,
         slopes,
         times_old,
         bool(slopes and _excludes(slopes, 0) and abs(slopes.value) > floor),
@@ -57,9 +57,9 @@ def got_worse(old: ConfigEntry, new: ConfigEntry) -> bool:
 
 
 def _slope_change(
-    old: PerConfig, new: PerConfig, name: str, time: str, factor: float
+    old: PerConfig, new: PerConfig, name: str, metric: str, factor: float
 ) -> Interval | None:
-    before, after = (slope(d.configs[name], time) for d in (old, new))
+    before, after = (slope(d.configs[name], metric) for d in (old, new))
     if before is None or after is None:
         return None
     value = after.value / factor - before.value
@@ -69,12 +69,12 @@ def _slope_change(
 
 
 def _times_old(
-    old: PerConfig, new: PerConfig, name: str, time: str, factor: float
+    old: PerConfig, new: PerConfig, name: str, metric: str, factor: float
 ) -> Interval | None:
     if name == baseline_of(new) == baseline_of(old):
         # What the others are measured by: the speed itself.
         return None
-    before, after = (p50_us(d, name, time) for d in (old, new))
+    before, after = (p50_us(d, name, metric) for d in (old, new))
     if before is None or after is None:
         return None
     value = after.value / before.value / factor

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from lab.records.per_config import PerConfig
-from microbench.compare.numbers import baseline_of, baseline_p50_us, times_of
+from microbench.compare.numbers import baseline_of, baseline_p50_us, metrics_of
 
 # What a profile is called, and how much was measured. All else changes the numbers.
-HARMLESS = {"name", "summary", "configs", "repeats"}
+HARMLESS = {"name", "summary", "configs", "repeats", "most_repeats", "minutes"}
 MACHINE = ("cpu_model", "cpu_count", "gpu_model")
 # Levels are stated at |cache| within 5 %, in one mix of batch sizes.
 SAME_CACHE = 0.05
@@ -63,12 +63,18 @@ def other_window(old: PerConfig, new: PerConfig) -> str | None:
     return None
 
 
-def speed(old: PerConfig, new: PerConfig, time: str) -> float | None:
-    """How many times longer the baseline takes in NEW; None without one in both."""
-    before, after = (baseline_p50_us(document, time) for document in (old, new))
-    if before is None or after is None or baseline_of(old) != baseline_of(new):
+def speed(old: PerConfig, new: PerConfig, metric: str) -> float | None:
+    """How many times longer the baseline takes in NEW; None without one in both.
+
+    A metric without a level takes the first one's that has.
+    """
+    if baseline_of(old) != baseline_of(new):
         return None
-    return after / before
+    for one in (metric, *metrics_of([old, new])):
+        before, after = (baseline_p50_us(document, one) for document in (old, new))
+        if before is not None and after is not None:
+            return after / before
+    return None
 
 
 def doubts(old: PerConfig, new: PerConfig) -> list[str]:
@@ -85,17 +91,18 @@ def doubts(old: PerConfig, new: PerConfig) -> list[str]:
     before, after = _settings(old.profile), _settings(new.profile)
     if only_one := sorted(set(before) ^ set(after)):
         found.append(f"Only one of the two profiles has {', '.join(only_one)}.")
-    for time in times_of([old, new]):
-        factor = speed(old, new, time)
-        if factor is None:
+    factors = {metric: speed(old, new, metric) for metric in metrics_of([old, new])}
+    if None in factors.values():
+        found.append(
+            "There is no baseline in both runs, so a slower machine cannot be told "
+            "from a slower connector."
+        )
+    for metric, factor in factors.items():
+        own = baseline_p50_us(new, metric) is not None
+        if own and factor and not 1 / SAME_SPEED <= factor <= SAME_SPEED:
             found.append(
-                f"`{time}`: no baseline in both runs, so a slower machine cannot be "
-                "told from a slower connector."
-            )
-        elif not 1 / SAME_SPEED <= factor <= SAME_SPEED:
-            found.append(
-                f"`{time}` of `{baseline_of(new)}` itself takes {factor:.2f} times as "
-                "long in NEW: another speed of the machine, or another vLLM."
+                f"`{metric}` of `{baseline_of(new)}` itself takes {factor:.2f} times "
+                "as long in NEW: another speed of the machine, or another vLLM."
             )
     for which, document in (("OLD", old), ("NEW", new)):
         found += [f"{which} warns: {warning}" for warning in document.warnings]

@@ -25,11 +25,11 @@ from microbench.compare.comparable import other_machine, other_window
 from microbench.compare.numbers import (
     baseline_of,
     floor_of,
+    metrics_of,
     p50_us,
     slope,
     times_baseline,
     times_floor,
-    times_of,
 )
 
 Outcome = Literal["kept", "undecided", "broken"]
@@ -40,7 +40,7 @@ OUTCOMES: dict[Judgement, Outcome] = {
 }
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
-# What can be limited by time, and its unit.
+# What can be limited by metric, and its unit.
 QUANTITIES = {
     "slope_us_per_1k_blocks": "µs per 1,000 blocks",
     "p50_us": "µs",
@@ -51,7 +51,7 @@ QUANTITIES = {
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a config may cost at most, by time (`schedule`, `overhead`, `step`)."""
+    """What a config may cost at most, by metric (`schedule`, `step`, ...)."""
 
     verdicts: list[Verdict] | None = None
     """Those allowed. Without it: no worse than in OLD."""
@@ -85,17 +85,17 @@ class Check:
 
 
 def read_limits(path: Path, old: PerConfig, new: PerConfig) -> LimitsFile:
-    """Raises ConfigError, also for a time that neither run has."""
+    """Raises ConfigError, also for a metric that neither run has."""
     limits = read_toml(path, LimitsFile)
-    times = times_of([old, new])
+    metrics = metrics_of([old, new])
     tables = {"default": limits.default} | limits.configs
     for table, told in tables.items():
         for quantity in QUANTITIES:
-            for time in getattr(told, quantity):
-                if time not in times:
+            for metric in getattr(told, quantity):
+                if metric not in metrics:
                     raise ConfigError(
-                        f"{path}: {table}.{quantity} names {time!r}; "
-                        f"the runs have {', '.join(times)}"
+                        f"{path}: {table}.{quantity} names {metric!r}; "
+                        f"the runs have {', '.join(metrics)}"
                     )
     return limits
 
@@ -124,13 +124,13 @@ def _checks(
     yield made("verdict", *_verdict(old, new, name, allowed))
     for quantity, unit in QUANTITIES.items():
         bounds = getattr(default, quantity) | getattr(own, quantity)
-        for time, at_most in bounds.items():
-            if time not in getattr(own, quantity) and _is_yardstick(
+        for metric, at_most in bounds.items():
+            if metric not in getattr(own, quantity) and _is_yardstick(
                 old, new, name, quantity
             ):
                 continue
-            aim = Aim(what=f"{quantity} of {time}", at_most=at_most, unit=unit)
-            number = _number(old, new, name, time, quantity)
+            aim = Aim(what=f"{quantity} of {metric}", at_most=at_most, unit=unit)
+            number = _number(old, new, name, metric, quantity)
             if number is None:
                 why = f"not known ({_why_not(old, new, name, quantity)})"
                 yield made(aim.what, aim.bound, why, "undecided")
@@ -175,20 +175,20 @@ def _is_yardstick(old: PerConfig, new: PerConfig, name: str, quantity: str) -> b
 
 
 def _number(
-    old: PerConfig, new: PerConfig, name: str, time: str, quantity: str
+    old: PerConfig, new: PerConfig, name: str, metric: str, quantity: str
 ) -> Interval | None:
     if quantity == "slope_us_per_1k_blocks":
-        return slope(new.configs[name], time)
+        return slope(new.configs[name], metric)
     if quantity == "times_old":
         if name not in old.configs:
             return None
-        return change(old, new, name, time).times_old
+        return change(old, new, name, metric).times_old
     of_new = {
         "p50_us": p50_us,
         "times_baseline": times_baseline,
         "times_floor": times_floor,
     }
-    return of_new[quantity](new, name, time)
+    return of_new[quantity](new, name, metric)
 
 
 def _why_not(old: PerConfig, new: PerConfig, name: str, quantity: str) -> str:

@@ -22,52 +22,55 @@ def read_results(path: Path) -> PerConfig:
     return read_document(path / FILE if path.is_dir() else path, PerConfig)
 
 
-def times_of(documents: Iterable[PerConfig]) -> list[str]:
-    """`schedule`, `overhead`, `step` and whatever else has a verdict somewhere."""
+def metrics_of(documents: Iterable[PerConfig]) -> list[str]:
+    """`schedule` and whatever else has a verdict in one of the documents."""
     entries = (entry for doc in documents for entry in doc.configs.values())
-    return list(dict.fromkeys(time for entry in entries for time in entry.verdict_of))
+    return list(
+        dict.fromkeys(metric for entry in entries for metric in entry.verdict_of)
+    )
 
 
-def level_us(entry: ConfigEntry, time: str) -> Quantiles | None:
-    """Quantiles of `time`; None where the config has none."""
-    level = getattr(entry, f"{time}_us", None)
+def level_us(entry: ConfigEntry, metric: str) -> Quantiles | None:
+    """Quantiles of `metric`; None where the config has none."""
+    level = getattr(entry, f"{metric}_us", None)
     return level if level and level.get("p50") is not None else None
 
 
-def slope(entry: ConfigEntry, time: str) -> Interval | None:
+def slope(entry: ConfigEntry, metric: str) -> Interval | None:
     """us per 1,000 cached blocks."""
-    return _interval(entry.slope_us_per_1k_blocks.get(time))
+    return _interval(entry.slope_us_per_1k_blocks.get(metric))
 
 
-def p50_us(document: PerConfig, name: str, time: str) -> Interval | None:
-    """The median of `time`, as uncertain as its difference from the baseline.
+def p50_us(document: PerConfig, name: str, metric: str) -> Interval | None:
+    """The median of `metric`, as uncertain as its difference from the baseline; the
+    baseline's is as uncertain as its difference from its twin.
 
-    The interval is never narrower than what two runs of the same config differ by.
+    The interval is never narrower than what those two differ by.
     """
     entry = document.configs[name]
-    level = level_us(entry, time)
-    floor = document.noise_floor.p50_floor(time)
-    against = _interval((entry.vs_plain or {}).get(time))
-    if level is None or (against is None and floor == 0):
+    level = level_us(entry, metric)
+    differences = entry.vs_plain
+    if name == baseline_of(document):
+        differences = document.noise_floor.p50_us
+    difference = _interval((differences or {}).get(metric))
+    if level is None or difference is None:
         return None
-    p50 = float(level["p50"])
-    below = above = floor
-    if against is not None:
-        below = max(floor, against.value - against.ci95[0])
-        above = max(floor, against.ci95[1] - against.value)
+    p50, floor = float(level["p50"]), document.noise_floor.p50_floor(metric)
+    below = max(floor, difference.value - difference.ci95[0])
+    above = max(floor, difference.ci95[1] - difference.value)
     return Interval(p50, (p50 - below, p50 + above))
 
 
-def times_baseline(document: PerConfig, name: str, time: str) -> Interval | None:
-    """The median of `time` over that of the run's baseline."""
-    base = baseline_p50_us(document, time)
-    p50 = p50_us(document, name, time)
+def times_baseline(document: PerConfig, name: str, metric: str) -> Interval | None:
+    """The median of `metric` over that of the run's baseline."""
+    base = baseline_p50_us(document, metric)
+    p50 = p50_us(document, name, metric)
     return p50 and base and Interval(p50.value / base, _scaled(p50.ci95, 1 / base))
 
 
-def times_floor(document: PerConfig, name: str, time: str) -> Interval | None:
-    """The median of `time` over that of the no-op connector."""
-    return _interval((document.configs[name].vs_noop or {}).get(time))
+def times_floor(document: PerConfig, name: str, metric: str) -> Interval | None:
+    """The median of `metric` over that of the no-op connector."""
+    return _interval((document.configs[name].vs_noop or {}).get(metric))
 
 
 def baseline_of(document: PerConfig) -> str | None:
@@ -80,10 +83,10 @@ def floor_of(document: PerConfig) -> str | None:
     return _without(document, "vs_noop")
 
 
-def baseline_p50_us(document: PerConfig, time: str) -> float | None:
-    """The median of `time` of the baseline; None without a baseline."""
+def baseline_p50_us(document: PerConfig, metric: str) -> float | None:
+    """The median of `metric` of the baseline; None without a baseline."""
     name = baseline_of(document)
-    level = name and level_us(document.configs[name], time)
+    level = name and level_us(document.configs[name], metric)
     return float(level["p50"]) if level else None
 
 

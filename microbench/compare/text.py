@@ -9,7 +9,7 @@ from lab.stats.markdown import DASH, TIMES, interval, spread, table
 from microbench.compare.changes import Change, change
 from microbench.compare.comparable import doubts
 from microbench.compare.limits import Check
-from microbench.compare.numbers import baseline_of, level_us, times_of
+from microbench.compare.numbers import baseline_of, level_us
 
 FACTS = ("date_utc", "git_commit", "git_dirty", "vllm_version", "cpu_model", "host")
 NOTE = (
@@ -98,23 +98,25 @@ def _checks_table(checks: list[Check]) -> str:
 def _changes_table(old: PerConfig, new: PerConfig) -> str:
     rows = []
     for name in dict.fromkeys([*old.configs, *new.configs]):
-        rows += [_row(old, new, name, time) for time in times_of([old, new])]
-    head = ["config", "time", "verdict", "slope OLD", "slope NEW", "change"]
+        entries = [d.configs[name] for d in (old, new) if name in d.configs]
+        measured = dict.fromkeys(metric for e in entries for metric in e.verdict_of)
+        rows += [_row(old, new, name, metric) for metric in measured]
+    head = ["config", "metric", "verdict", "slope OLD", "slope NEW", "change"]
     head += ["p50/p90 OLD", "p50/p90 NEW", f"{TIMES} OLD"]
     return table(head, rows)
 
 
-def _row(old: PerConfig, new: PerConfig, name: str, time: str) -> list[str]:
+def _row(old: PerConfig, new: PerConfig, name: str, metric: str) -> list[str]:
     entries = [document.configs.get(name) for document in (old, new)]
-    verdicts = [entry.verdict_of.get(time) if entry else None for entry in entries]
+    verdicts = [entry.verdict_of.get(metric) if entry else None for entry in entries]
     slopes = [
-        entry.slope_us_per_1k_blocks.get(time) if entry else None for entry in entries
+        entry.slope_us_per_1k_blocks.get(metric) if entry else None for entry in entries
     ]
-    levels = [level_us(entry, time) if entry else None for entry in entries]
-    found = change(old, new, name, time) if all(entries) else None
+    levels = [level_us(entry, metric) if entry else None for entry in entries]
+    found = change(old, new, name, metric) if all(entries) else None
     return [
         f"`{name}`",
-        time,
+        metric,
         _verdict(*verdicts),
         *(interval(slope) for slope in slopes),
         _slope_change(found),

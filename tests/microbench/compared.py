@@ -57,12 +57,13 @@ def on_a_machine(run: Run, times_slower: float, config: str | None = None) -> Ru
     for name, entry in new["configs"].items():
         if config not in (None, name):
             continue
-        for time in entry["verdict_of"]:
+        for slope in entry["slope_us_per_1k_blocks"].values():
+            scale(slope, times_slower)
+        for difference in (entry["vs_plain"] or {}).values():
+            scale(difference, times_slower)
+        for time in ("schedule", "overhead", "step"):
             for quantile in ("p50", "p90", "p99"):
                 entry[f"{time}_us"][quantile] *= times_slower
-            scale(entry["slope_us_per_1k_blocks"][time], times_slower)
-            if entry["vs_plain"]:
-                scale(entry["vs_plain"][time], times_slower)
     if config is None:
         for noise in (
             new["noise_floor"][k] for k in ("p50_us", "slope_us_per_1k_blocks")
@@ -73,6 +74,7 @@ def on_a_machine(run: Run, times_slower: float, config: str | None = None) -> Ru
     return new
 
 
-def scale(stated: dict[str, Any], by: float) -> None:
-    stated["value"] *= by
-    stated["ci95"] = [edge * by for edge in stated["ci95"]]
+def scale(stated: dict[str, Any] | None, by: float) -> None:
+    if stated is not None:
+        stated["value"] *= by
+        stated["ci95"] = stated["ci95"] and [edge * by for edge in stated["ci95"]]

@@ -94,6 +94,16 @@ def test_a_limit_is_broken_only_where_the_whole_interval_is_beyond_it(
     assert strict.status == (outcome != "passed")
 
 
+def test_a_number_without_an_interval_decides_nothing(committed, gate):
+    slopes = committed["configs"]["noop"]["slope_us_per_1k_blocks"]
+    slope = {"schedule": {"value": 9.0, "ci95": None}}
+    new = changed(committed, "noop", slope_us_per_1k_blocks=slopes | slope)
+    limits = "[configs.noop]\nslope_us_per_1k_blocks = { schedule = 2.0 }\n"
+    found = gate(committed, new, limits)
+    assert found.cases["noop", "slope_us_per_1k_blocks of schedule"] == "skipped"
+    assert "+9.0 [?]" in found.text
+
+
 def test_what_one_config_says_goes_before_the_default(committed, gate):
     limits = """
         [default]
@@ -123,7 +133,7 @@ def test_a_new_config_that_grows_is_seen(committed, gate):
     assert gate(old, grows).cases["noop", "verdict"] == "skipped"
 
 
-def test_a_time_that_only_one_run_has_is_shown_and_cannot_be_judged(committed, gate):
+def test_a_metric_that_only_one_run_has_is_shown_and_cannot_be_judged(committed, gate):
     new = copy.deepcopy(committed)
     for entry in new["configs"].values():
         entry["verdict_of"]["per_second"] = "flat"
@@ -163,7 +173,7 @@ def test_runs_that_cannot_be_compared_are_refused_with_the_reason(
 
 def test_more_repeats_or_fewer_configs_are_no_other_profile(committed, gate):
     new = copy.deepcopy(committed)
-    new["profile"] |= {"repeats": 9, "configs": ["plain"], "name": "mine"}
+    new["profile"] |= {"repeats": 9, "minutes": 60, "configs": ["plain"], "name": "a"}
     assert gate(committed, new).status == 0
 
 

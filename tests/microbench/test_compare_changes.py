@@ -12,6 +12,10 @@ TIMES_OLD = "[default]\ntimes_old = { schedule = 1.5, overhead = 1.5, step = 1.5
 
 
 def test_a_slower_machine_is_no_change_and_is_named(committed, gate):
+    # Growth may also be told of what has no level.
+    slope = {"value": 40.0, "ci95": [39.0, 41.0]}
+    committed["configs"]["noop"]["slope_us_per_1k_blocks"]["calls"] = slope
+    committed["configs"]["noop"]["verdict_of"]["calls"] = "grows"
     found = gate(committed, on_a_machine(committed, 2.5), TIMES_OLD)
     assert found.status == 0 and "failure" not in found.cases.values()
     assert "takes 2.50 times as long in NEW" in section(found.text, "Read this first")
