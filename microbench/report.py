@@ -18,14 +18,14 @@ from lab.config import ConfigError
 from lab.paths import REPOSITORY
 from lab.records import RecordsError
 from lab.records.documents import write_document, write_whole
-from microbench.analysis.analysis import analyse
+from microbench.analysis.analysis import Analysis, analyse
 from microbench.analysis.trials import load_run
 from microbench.summary.figures import draw_all
 from microbench.summary.summary import write_summary
 
 
-def report(run_dir: Path, out: Path) -> None:
-    """Write all outputs for `run_dir` into `out`.
+def report(run_dir: Path, out: Path) -> Analysis:
+    """Write all outputs for `run_dir` into `out`; what they were made from.
 
     Raises RecordsError and, for a run without roles of its own, ConfigError.
     """
@@ -36,6 +36,7 @@ def report(run_dir: Path, out: Path) -> None:
     write_document(out / "per_config.json", analysis.document)
     summary = write_summary(analysis, figures)
     write_whole(out / "SUMMARY.md", summary.encode())
+    return analysis
 
 
 def git_commit() -> str | None:

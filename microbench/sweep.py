@@ -31,6 +31,7 @@ from lab.serving.preflight import PreflightError
 from lab.serving.supervise import exit_on_signals
 from lab.serving.tree import installed_package, link_package
 from microbench import report
+from microbench.analysis.expected import outcomes
 from microbench.check import check
 from microbench.fitted import choices, fitted
 from microbench.profile import Profile, load_profile
@@ -112,12 +113,16 @@ def main() -> int:
         result_dir = arguments.out or REPOSITORY
         with machine_lock():
             trials = sweep(run_dir, profile, arguments.resume, arguments.py_spy)
-            report.report(run_dir, result_dir)
+            found = report.report(run_dir, result_dir)
     except ERRORS as error:
         print(f"run_all: {error}", file=sys.stderr)
         return 1
     print(f"run_all: {result_dir / 'SUMMARY.md'}")
-    return 0 if all(trial.status == "ok" for trial in trials) else 1
+    verdicts = outcomes(found.document, found.roles)
+    missed = [one for one in verdicts if one.kind != "right"]
+    for one in missed:
+        print(f"run_all: {one}")
+    return int(bool(missed) or any(trial.status != "ok" for trial in trials))
 
 
 def sweep(

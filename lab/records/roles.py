@@ -13,6 +13,7 @@ import msgspec
 
 from lab.config import read_toml
 from lab.paths import CONFIGS
+from lab.records.per_config import Verdict
 
 RoleName = Literal["baseline", "twin", "floor", "hypothesis"]
 
@@ -60,6 +61,9 @@ class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     lowest first; null: not in it."""
     aims: list[AimOfConfig] = []
     """What the config is meant to cost."""
+    expected: Verdict | None = None
+    """The verdict that the config must get, where its true cost is known; null: it is
+    not. A sweep in which a config gets another one ends with exit status 1."""
     reference: ReferenceFigures | None = None
     """Shown beside what a run measured."""
 

@@ -12,6 +12,7 @@ from microbench.summary.context import (
     reference,
     warnings,
 )
+from microbench.summary.expected import expected_verdicts
 from microbench.summary.fixes import before_and_after
 from microbench.summary.growth import answer, config_table, hypothesis, reset_table
 from microbench.summary.parts import connector_table, parts_table
@@ -26,6 +27,7 @@ def write_summary(analysis: Analysis, figures: list[str]) -> str:
         model_note(document),
         "## Per config",
         config_table(document),
+        expected_verdicts(document, roles),
         before_and_after(document, roles),
         *(hypothesis(document, roles, name) for name in roles.named("hypothesis")),
         "## What the connector's calls take",
