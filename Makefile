@@ -51,6 +51,9 @@ direct-read-cost: setup ## what being read costs an engine step, and what a read
 	$(python) -m costs.direct_read.cost
 	$(python) -m costs.direct_read.transfer
 
+schedule-cost: setup ## what a connector adds to schedule(), paired inside one process (5 minutes)
+	$(python) -m costs.schedule
+
 listener-cost: setup ## what listening to the block pool costs, per block and per take
 	$(python) -m costs.listener
 
