@@ -140,17 +140,15 @@ class WorkerStep(msgspec.Struct, omit_defaults=True):
     get_finished_us: float | None = None
     """Time in `get_finished`, from vLLM 0.30 on in `get_transfer_results`."""
     thread_cpu_us: float | None = None
-    """CPU time of the worker's thread from this step's begin to the next one's. Only of
-    a worker in another process than the engine core; else the engine's record has it.
-    """
+    """CPU time of the worker's thread from the begin of this step to that of the next.
+    Only of a worker in another process than the engine core; else the engine's record
+    has it."""
     cpu_us: float | None = None
     """CPU time of all threads of that process in the same time."""
     connector_calls: dict[str, int] = {}
     """Calls of the connector's methods, by name; absent without any. What was called
-    before the next step began counts for this one. A method of a MultiConnector's child
-    is named like `NixlConnector[0].get_finished`. Not timed, as they can take no time:
-    methods that only return a constant, and those that the connector inherits from
-    vLLM's base class."""
+    before the next step began counts for this one. Names are as in the engine's
+    record."""
     connector_us: dict[str, float] = {}
     """Time in these calls, with the calls of timed methods that they made."""
     connector_self_us: dict[str, float] = {}

@@ -13,14 +13,15 @@ from lab.config import ConfigError
 from lab.paths import CONFIGS
 from lab.serving.settings import CPU_ENGINE, Forward
 
-# One attention layer, so that KV blocks exist; what it computes is never asked for.
+# As many attention layers as Qwen3-Coder-30B-A3B has, for the connector's calls per
+# layer. They share the KV cache of the first, so that it stays small.
 NULL_MODEL = {
     "architectures": ["NullForCausalLM"],
     # Any type that transformers knows: vLLM goes by the architecture.
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 48,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,

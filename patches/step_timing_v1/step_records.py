@@ -8,26 +8,24 @@ this process's recorders. Otherwise they are None, so that a hook costs one chec
 for None. Times are CLOCK_MONOTONIC, comparable between processes.
 """
 
-import json
 import os
 import threading
 import time
-from collections import deque
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from vllm.logger import init_logger
-from vllm.version import __version__ as vllm_version
+from vllm.v1.step_clocks import EngineClocks, process_cpu_ns, thread_cpu_ns
+from vllm.v1.step_connector import ConnectorCalls
+from vllm.v1.step_record_file import RecordFile
+from vllm.v1.step_threads import ThreadsFile
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
 
-logger = init_logger(__name__)
-
-FLUSH_INTERVAL_S = 0.25
 # Steps scheduled but not updated yet: 1, or the depth of the batch queue.
 MAX_OPEN_STEPS = 64
 
@@ -79,70 +77,6 @@ class WorkerStep(msgspec.Struct, omit_defaults=True, gc=False):
     connector_self_us: dict[str, float] | None = None
 
 
-class RecordFile:
-    """Appends records to a JSONL file in whole lines, from a background thread.
-
-    If the file cannot be created or written, that is logged once and records are
-    dropped from then on: the engine keeps serving.
-    """
-
-    def __init__(self, directory: str, name: str, header: dict):
-        self.path = Path(directory) / f"{name}.jsonl"
-        self._pending: deque[msgspec.Struct] = deque()
-        self.append = self._pending.append
-        self._encoder = msgspec.json.Encoder()
-        self._lock = threading.Lock()
-        self._stopped = False
-        try:
-            first_line = self._encoder.encode(
-                {
-                    "schema": f"kvtax.{name.partition('.')[0]}/1",
-                    "clock": "CLOCK_MONOTONIC",
-                    "units": {"t_ns": "ns", "*_us": "us"},
-                    "vllm_version": vllm_version,
-                    "pid": os.getpid(),
-                    "label": json.loads(
-                        os.environ.get("KVTAX_STEP_RECORDS_LABEL", "{}")
-                    ),
-                    **header,
-                }
-            )
-            # "x": records of another engine are never appended to or overwritten.
-            self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
-            self._write(first_line + b"\n")
-        except (OSError, ValueError):
-            self._stop()
-            return
-        threading.Thread(target=self._run, name="step-records", daemon=True).start()
-        # Unlike atexit, this also runs in the children of multiprocessing.
-        Finalize(self, self.flush, exitpriority=10)
-
-    def flush(self) -> None:
-        with self._lock:
-            records = [self._pending.popleft() for _ in range(len(self._pending))]
-            if self._stopped or not records:
-                return
-            try:
-                self._write(self._encoder.encode_lines(records))
-            except OSError:
-                self._stop()
-
-    def _run(self) -> None:
-        while not self._stopped:
-            time.sleep(FLUSH_INTERVAL_S)
-            self.flush()
-
-    def _write(self, data: bytes) -> None:
-        while data:
-            data = data[self._file.write(data) :]
-
-    def _stop(self) -> None:
-        logger.exception("Cannot write %s: no step records from here on", self.path)
-        # The flag as well: a record appended meanwhile must not follow a torn line.
-        self._stopped = True
-        self.append = lambda record: None
-
-
 class EngineStepRecorder:
     """Called by the scheduler and the engine core, in the engine's one thread.
 
@@ -151,28 +85,51 @@ class EngineStepRecorder:
     """
 
     __slots__ = (
+        "_aside_ns",
+        "_clocks",
         "_directory",
         "_file",
         "_next_step_id",
         "_open",
+        "_update_began_cpu_ns",
+        "_update_cpu_ns",
+        "_update_ns",
         "began_ns",
         "build_meta_ns",
+        "calls",
+        "schedule_began_cpu_ns",
         "schedule_began_ns",
-        "update_ns",
     )
 
     def __init__(self, directory: str):
         self._directory = directory
         self._file: RecordFile | None = None
+        self._clocks: EngineClocks | None = None
         self._next_step_id = 0
-        self._open: dict[int, EngineStep] = {}
-        self.schedule_began_ns = self.began_ns = self.build_meta_ns = self.update_ns = 0
+        # With _aside_ns as it was when the step began.
+        self._open: dict[int, tuple[EngineStep, int]] = {}
+        # Time spent after steps had ended, which is no other open step's.
+        self._aside_ns = 0
+        self.schedule_began_ns = self.began_ns = self.build_meta_ns = 0
+        self.schedule_began_cpu_ns = 0
+        self._update_began_cpu_ns = self._update_cpu_ns = self._update_ns = 0
+        self.calls = ConnectorCalls()
+
+    def has_begun(self) -> bool:
+        """Whether this process is an engine core that makes steps."""
+        return self._next_step_id > 0
+
+    def begin_schedule(self) -> None:
+        # Reading the CPU clock takes longer than any other clock: not in schedule_us.
+        self.schedule_began_cpu_ns = thread_cpu_ns()
+        self.schedule_began_ns = now_ns()
 
     def end_schedule(
         self, scheduler: "Scheduler", scheduler_output: "SchedulerOutput"
     ) -> None:
         ended_ns = now_ns()
         began_ns = self.schedule_began_ns
+        cpu_us = self._schedule_cpu_us()
         scheduled = scheduler_output.num_scheduled_tokens
         tokens = scheduler_output.total_num_scheduled_tokens
         # A running request's last prompt chunk of one token counts as a decode: it
@@ -182,6 +139,7 @@ class EngineStepRecorder:
             prefill_tokens = _prefill_tokens(scheduler, scheduled)
         step = self._begin_step(scheduler_output, began_ns)
         step.schedule_us = (ended_ns - began_ns) / 1e3
+        step.schedule_cpu_us = cpu_us
         if self.build_meta_ns:
             step.build_meta_us = self.build_meta_ns / 1e3
             self.build_meta_ns = 0
@@ -194,41 +152,80 @@ class EngineStepRecorder:
     def note_block_pool(
         self, scheduler: "Scheduler", scheduler_output: "SchedulerOutput"
     ) -> None:
-        step = self._open.get(getattr(scheduler_output, "step_id", None))
+        step, _ = self._open.get(getattr(scheduler_output, "step_id", None), (None, 0))
         if step is None:
             # Only step_timing_v2 is applied.
+            cpu_us = self._schedule_cpu_us()
             step = self._begin_step(scheduler_output, now_ns())
+            step.schedule_cpu_us = cpu_us
         block_pool = scheduler.kv_cache_manager.block_pool
         step.cache_size = len(block_pool.cached_block_hash_to_block)
         step.free_blocks = block_pool.free_block_queue.num_free_blocks
         step.preemptions = len(scheduler_output.preempted_req_ids or ())
+        self.calls.move_to(step)
+        self.calls.thread = threading.get_ident()
+
+    def begin_update(self) -> None:
+        self._update_began_cpu_ns = thread_cpu_ns()
+        self.began_ns = now_ns()
+
+    def end_update(self) -> None:
+        self._update_ns = now_ns() - self.began_ns
+        self._update_cpu_ns = thread_cpu_ns() - self._update_began_cpu_ns
 
     def end_step(self, scheduler_output: "SchedulerOutput") -> None:
         """Both patches call this; the first call of a step ends it."""
-        step = self._open.pop(getattr(scheduler_output, "step_id", None), None)
+        ended_ns = now_ns()
+        step, aside_ns = self._open.pop(
+            getattr(scheduler_output, "step_id", None), (None, 0)
+        )
         if step is None:
             return
         if step.schedule_us is not None:
-            step.step_us = (now_ns() - step.t_ns) / 1e3
-        if self.update_ns:
-            step.update_us = self.update_ns / 1e3
-            self.update_ns = 0
+            aside_ns = self._aside_ns - aside_ns
+            step.step_us = (ended_ns - step.t_ns - aside_ns) / 1e3
+        if step.cache_size is not None:
+            self._end_step_of_v2(step)
         self._append(step)
+        self._aside_ns += now_ns() - ended_ns
+
+    def _end_step_of_v2(self, step: EngineStep) -> None:
+        if self._update_ns:
+            step.update_us = self._update_ns / 1e3
+            step.update_cpu_us = self._update_cpu_ns / 1e3
+            self._update_ns = 0
+        self.calls.move_to(step)
+        if self._clocks is None:
+            self._clocks = EngineClocks()
+        self._clocks.end_step(step)
+
+    def _schedule_cpu_us(self) -> float | None:
+        """Since begin_schedule(), which only step_timing_v2 calls."""
+        if not self.schedule_began_cpu_ns:
+            return None
+        return (thread_cpu_ns() - self.schedule_began_cpu_ns) / 1e3
 
     def _begin_step(self, scheduler_output: "SchedulerOutput", t_ns: int) -> EngineStep:
         step_id = self._next_step_id
         self._next_step_id = step_id + 1
         scheduler_output.step_id = step_id
-        step = self._open[step_id] = EngineStep(step_id, t_ns)
+        step = EngineStep(step_id, t_ns)
+        self._open[step_id] = step, self._aside_ns
         if len(self._open) > MAX_OPEN_STEPS:
             # Scheduled, but never updated (a scheduler driven without its engine).
-            self._append(self._open.pop(next(iter(self._open))))
+            self._append(self._open.pop(next(iter(self._open)))[0])
         return step
 
     def _append(self, step: EngineStep) -> None:
         if self._file is None:
-            self._file = RecordFile(self._directory, "engine_step", {})
+            self._open_files(step)
         self._file.append(step)
+
+    def _open_files(self, step: EngineStep) -> None:
+        header = {"methods": self.calls.methods}
+        self._file = RecordFile(self._directory, "engine_step", header)
+        if step.cache_size is not None and not self._file.stopped:
+            ThreadsFile(self._directory, lambda: self._next_step_id - 1)
 
 
 class WorkerStepRecorder:
@@ -239,12 +236,14 @@ class WorkerStepRecorder:
     """
 
     __slots__ = (
+        "_cpu_ns",
         "_directory",
         "_file",
         "_step_id",
         "_t_ns",
         "began_ns",
         "bind_ns",
+        "calls",
         "execute_model_ns",
         "get_finished_ns",
         "start_load_kv_ns",
@@ -255,19 +254,23 @@ class WorkerStepRecorder:
         self._directory = directory
         self._file: RecordFile | None = None
         self._step_id: int | None = None
+        self._cpu_ns = 0, 0
         self._t_ns = self.began_ns = self.bind_ns = self.execute_model_ns = 0
         self.get_finished_ns = self.start_load_kv_ns = self.wait_for_save_ns = 0
+        self.calls = ConnectorCalls()
 
     def begin_step(self, rank: int, scheduler_output: "SchedulerOutput") -> None:
         if self._file is None:
             name = f"worker_step.r{rank}"
-            self._file = RecordFile(self._directory, name, {"rank": rank})
+            header = {"rank": rank, "methods": self.calls.methods}
+            self._file = RecordFile(self._directory, name, header)
             # The last step has no next one: appended at exit, before the last flush.
             Finalize(None, self._append, exitpriority=20)
         # The V2 model runner finishes a step in sample_tokens(), so only the next
         # step tells that this one is complete.
         self._append()
         self._step_id = getattr(scheduler_output, "step_id", None)
+        self.calls.thread = threading.get_ident()
         self.bind_ns = self.execute_model_ns = 0
         self.get_finished_ns = self.start_load_kv_ns = self.wait_for_save_ns = 0
         self._t_ns = now_ns()
@@ -276,18 +279,34 @@ class WorkerStepRecorder:
         self.execute_model_ns = now_ns() - self._t_ns
 
     def _append(self) -> None:
+        step = WorkerStep(
+            self._step_id,
+            self._t_ns,
+            _us(self.execute_model_ns),
+            _us(self.bind_ns),
+            _us(self.start_load_kv_ns),
+            _us(self.wait_for_save_ns),
+            _us(self.get_finished_ns),
+        )
+        self.calls.move_to(step)
+        if not ENGINE_STEPS.has_begun():
+            # A process of its own: the engine's clocks do not see it.
+            last_ns, self._cpu_ns = self._cpu_ns, (thread_cpu_ns(), process_cpu_ns())
+            step.thread_cpu_us = (self._cpu_ns[0] - last_ns[0]) / 1e3
+            step.cpu_us = (self._cpu_ns[1] - last_ns[1]) / 1e3
         if self._step_id is not None:
-            self._file.append(
-                WorkerStep(
-                    self._step_id,
-                    self._t_ns,
-                    _us(self.execute_model_ns),
-                    _us(self.bind_ns),
-                    _us(self.start_load_kv_ns),
-                    _us(self.wait_for_save_ns),
-                    _us(self.get_finished_ns),
-                )
-            )
+            self._file.append(step)
+
+
+def timed(
+    connector: "KVConnectorBase", role: "KVConnectorRole", child: int | None = None
+) -> "KVConnectorBase":
+    """The connector, a MultiConnector's `child` of that number; timed if recording."""
+    if ENGINE_STEPS is not None:
+        recorder = ENGINE_STEPS if role.name == "SCHEDULER" else WORKER_STEPS
+        prefix = "" if child is None else f"{type(connector).__name__}[{child}]."
+        recorder.calls.wrap(connector, prefix)
+    return connector
 
 
 def _us(time_ns: int) -> float | None:

@@ -104,11 +104,13 @@ def test_the_tight_loop_runs_every_line_that_the_patches_put_into_a_step(package
     # Both patches end a step, as each can be applied alone.
     assert recorder.seen == {
         "schedule_began_ns": 1,
-        "began_ns": 2,
+        "begin_schedule": 1,
+        "began_ns": 1,
         "build_meta_ns": 1,
         "end_schedule": 1,
         "note_block_pool": 1,
-        "update_ns": 1,
+        "begin_update": 1,
+        "end_update": 1,
         "end_step": 2,
     }
     recorder = Recorder()

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hooks_witness import LEDGERS, HooksWitness
-from vllm.config import VllmConfig
+from overlapping import Overlapping
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.core.kv_cache_utils import get_block_hash
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from lab.serving import null_engine
 from lab.serving.null_engine import NOOP, NullEngine
@@ -110,34 +108,6 @@ class Watch:
             if key is block.block_hash and step > self._updated:
                 self.problems.append(f"{when}: a block of step {step} is offered")
             assert self._ledger.validate(offer.token) == 1
-
-
-class Late:
-    """A model output that is not ready before somebody waits, as on a busy GPU."""
-
-    def __init__(self, output: Future) -> None:
-        self.result = output.result
-
-    def done(self) -> bool:
-        return False
-
-
-class Overlapping(UniProcExecutor):
-    """Has the engine schedule a step while another one is in flight.
-
-    vLLM does not do so on a CPU: the CPU's model runner cannot. The scheduler and the
-    engine's loop can, so it is switched on for these alone, after the runner is made.
-    """
-
-    max_concurrent_batches = 2
-
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    def sample_tokens(self, grammar_output, non_block: bool = False):
-        output = super().sample_tokens(grammar_output, non_block)
-        return Late(output) if non_block else output
 
 
 @cache

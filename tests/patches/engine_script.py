@@ -124,13 +124,16 @@ def workload(engine: NullEngine) -> dict:
 
 def record_to(directory: Path) -> list[logging.LogRecord]:
     """New recorders for this engine, into `directory`; what they log."""
-    from vllm.v1 import step_records
+    from vllm.v1 import step_record_file, step_records
     from vllm.v1.core.sched import scheduler
     from vllm.v1.engine import core
     from vllm.v1.worker import gpu_worker, kv_connector_model_runner_mixin
 
     engine_steps = step_records.EngineStepRecorder(str(directory))
     worker_steps = step_records.WorkerStepRecorder(str(directory))
+    # The connector has been made.
+    engine_steps.calls = step_records.ENGINE_STEPS.calls
+    worker_steps.calls = step_records.WORKER_STEPS.calls
     for module in (scheduler, core):
         module.ENGINE_STEPS = engine_steps
     for module in (gpu_worker, kv_connector_model_runner_mixin):
@@ -139,7 +142,7 @@ def record_to(directory: Path) -> list[logging.LogRecord]:
     messages: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = messages.append
-    step_records.logger.handlers[:] = [handler]
+    step_record_file.logger.handlers[:] = [handler]
     return messages
 
 

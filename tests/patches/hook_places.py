@@ -15,7 +15,7 @@ from blockpatch import Tree
 def names_of_recorders(module: ast.Module) -> set[str]:
     """Names of step_records that the hooks use."""
     used = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
-    return used & {"ENGINE_STEPS", "WORKER_STEPS", "now_ns"}
+    return used & {"ENGINE_STEPS", "WORKER_STEPS", "now_ns", "timed"}
 
 
 def names_imported(module: ast.Module) -> set[str]:

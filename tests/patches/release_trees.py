@@ -23,6 +23,13 @@ CORE = "v1/engine/core.py"
 WORKER = "v1/worker/gpu_worker.py"
 MIXIN = "v1/worker/kv_connector_model_runner_mixin.py"
 V2_RUNNER = "v1/worker/gpu/kv_connector.py"
+FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
+MULTI = "distributed/kv_transfer/kv_connector/v1/multi_connector.py"
+# What step timing adds whole.
+RECORDER = {
+    f"v1/step_{name}.py"
+    for name in ("records", "record_file", "connector", "clocks", "threads")
+}
 
 
 def copy_of(patch: Patch, source: Path, place: Path) -> Tree:

@@ -14,7 +14,10 @@ from hook_places import (
 from release_trees import (
     ALL,
     CORE,
+    FACTORY,
     MIXIN,
+    MULTI,
+    RECORDER,
     RELEASES,
     SCHEDULER,
     V1,
@@ -112,10 +115,11 @@ def test_step_timing_fits_the_release_and_goes_to_the_byte(release, names):
     files = changed(before, after)
     for path in files:
         compile(after[path], path, "exec", dont_inherit=True)
-    expected = {"v1/step_records.py", SCHEDULER, CORE}
-    expected |= {WORKER, MIXIN, V2_RUNNER} if V2.name in names else set()
+    expected = {*RECORDER, SCHEDULER, CORE}
+    if V2.name in names:
+        expected |= {WORKER, MIXIN, V2_RUNNER, FACTORY, MULTI}
     assert files == expected
-    for path in files - {"v1/step_records.py"}:
+    for path in files - RECORDER:
         module = ast.parse(after[path])
         assert names_of_recorders(module) == names_imported(module)
     for name in ("step", "step_with_batch_queue"):

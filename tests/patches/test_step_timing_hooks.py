@@ -17,7 +17,9 @@ from hook_places import (
     returns,
 )
 from release_trees import (
+    FACTORY,
     MIXIN,
+    MULTI,
     RELEASES,
     SCHEDULER,
     V1,
@@ -43,6 +45,8 @@ def test_schedule_is_timed_from_its_first_call_to_its_only_return(patched):
     schedule = function(patched, SCHEDULER, "Scheduler.schedule")
     begin = one(schedule, "ENGINE_STEPS.schedule_began_ns = now_ns()")
     assert not called(begin.before)
+    # v2 begins once more, after it has read the CPU clock: that is not schedule()'s.
+    assert hook_code(begin.after[0]) == "ENGINE_STEPS.begin_schedule()"
     (only,) = returns(schedule)
     end = one(schedule, "ENGINE_STEPS.end_schedule(self, scheduler_output)")
     # note_block_pool comes after: what it costs is not schedule()'s.
@@ -65,8 +69,8 @@ def test_build_meta_surrounds_the_connectors_call(patched):
 
 def test_update_is_timed_from_its_first_call_to_its_only_return(patched):
     update = function(patched, SCHEDULER, "Scheduler.update_from_output")
-    assert not called(one(update, ENGINE_BEGIN).before)
-    end = one(update, "ENGINE_STEPS.update_ns = now_ns() - ENGINE_STEPS.began_ns")
+    assert not called(one(update, "ENGINE_STEPS.begin_update()").before)
+    end = one(update, "ENGINE_STEPS.end_update()")
     (only,) = (node for node in returns(update) if node.value is not None)
     assert [statement.lineno for statement in end.after] == [only.lineno]
 
@@ -76,6 +80,22 @@ def test_execute_model_is_timed_alone(patched):
     begin = one(execute, "WORKER_STEPS.begin_step(self.rank, scheduler_output)")
     assert called(begin.after[:1]) == ["execute_model"]
     assert hook_code(begin.after[1]) == "WORKER_STEPS.end_execute_model()"
+
+
+def test_every_connector_that_is_made_is_timed(patched):
+    """Whatever signature it has, and a MultiConnector's children as well."""
+    create = function(patched, FACTORY, "KVConnectorFactory.create_connector")
+    made = returns(create)
+    assert len(made) == called([create]).count("connector_cls")
+    for node in made:
+        assert ast.unparse(node.value).startswith("timed(connector_cls(config, role")
+        assert ast.unparse(node.value).endswith("), role)")
+    init = function(patched, MULTI, "MultiConnector.__init__")
+    (loop,) = (node for node in ast.walk(init) if isinstance(node, ast.For))
+    assert called([init]).count("connector_cls") == 1
+    make, time = map(ast.unparse, loop.body[:2])
+    assert make.startswith("self._connectors.append(connector_cls(")
+    assert time == "timed(self._connectors[-1], role, len(self._connectors) - 1)"
 
 
 METHODS = {

@@ -7,8 +7,16 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.kv_transfer_utils import (
+    maybe_transfer_kv_layer,
+)
 
 from kvtax_null_model.forward import SimulatedForward
+
+
+@maybe_transfer_kv_layer
+def null_attention(layer_name: str) -> None:
+    """Computes nothing; the connector is called around it, as around any attention."""
 
 
 class NullForCausalLM(nn.Module):
@@ -25,14 +33,20 @@ class NullForCausalLM(nn.Module):
             for name in ("forward_us", "us_per_token", "us_per_context_token")
         }
         self.simulated = SimulatedForward(**cost) if any(cost.values()) else None
-        self.attention = Attention(
-            num_heads=config.num_attention_heads,
-            head_size=config.head_dim,
-            scale=1.0,
-            num_kv_heads=config.num_key_value_heads,
-            cache_config=vllm_config.cache_config,
-            prefix="layers.0.attention",
+        names = [f"layers.{i}.attention" for i in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(
+            Attention(
+                num_heads=config.num_attention_heads,
+                head_size=config.head_dim,
+                scale=1.0,
+                num_kv_heads=config.num_key_value_heads,
+                cache_config=vllm_config.cache_config,
+                prefix=name,
+                kv_sharing_target_layer_name=None if name == names[0] else names[0],
+            )
+            for name in names
         )
+        self.layer_names = names
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         max_requests = vllm_config.scheduler_config.max_num_seqs
         dtype = vllm_config.model_config.dtype
@@ -50,6 +64,8 @@ class NullForCausalLM(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
+        for name in self.layer_names:
+            null_attention(name)
         if self.simulated is not None:
             self.simulated.wait(positions)
         return self.hidden[: positions.shape[0]]

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""JSONL files that are written while the engine serves."""
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+import msgspec
+from vllm.logger import init_logger
+from vllm.version import __version__ as vllm_version
+
+logger = init_logger(__name__)
+
+FLUSH_INTERVAL_S = 0.25
+
+
+class RecordFile:
+    """Appends records to a JSONL file in whole lines, from a background thread.
+
+    If the file cannot be created or written, that is logged once and records are
+    dropped from then on: the engine keeps serving.
+    """
+
+    def __init__(self, directory: str, name: str, header: dict):
+        self.path = Path(directory) / f"{name}.jsonl"
+        self._pending: deque[msgspec.Struct] = deque()
+        self.append = self._pending.append
+        self._encoder = msgspec.json.Encoder()
+        self._lock = threading.Lock()
+        self.stopped = False
+        try:
+            first_line = self._encoder.encode(
+                {
+                    "schema": f"kvtax.{name.partition('.')[0]}/1",
+                    "clock": "CLOCK_MONOTONIC",
+                    "units": {"t_ns": "ns", "*_us": "us"},
+                    "vllm_version": vllm_version,
+                    "pid": os.getpid(),
+                    "label": json.loads(
+                        os.environ.get("KVTAX_STEP_RECORDS_LABEL", "{}")
+                    ),
+                    **header,
+                }
+            )
+            # "x": records of another engine are never appended to or overwritten.
+            self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
+            self._write(first_line + b"\n")
+        except (OSError, ValueError):
+            self._stop()
+            return
+        threading.Thread(target=self._run, name=f"records-{name}", daemon=True).start()
+        # Unlike atexit, this also runs in the children of multiprocessing.
+        Finalize(self, self.flush, exitpriority=10)
+
+    def flush(self) -> None:
+        with self._lock:
+            records = [self._pending.popleft() for _ in range(len(self._pending))]
+            if self.stopped or not records:
+                return
+            try:
+                self._write(self._encoder.encode_lines(records))
+            except OSError:
+                self._stop()
+
+    def _run(self) -> None:
+        while not self.stopped:
+            time.sleep(FLUSH_INTERVAL_S)
+            self.flush()
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[self._file.write(data) :]
+
+    def _stop(self) -> None:
+        logger.exception("Cannot write %s: no step records from here on", self.path)
+        # The flag as well: a record appended meanwhile must not follow a torn line.
+        self.stopped = True
+        self.append = lambda record: None

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An executor with which the engine has two steps in flight."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from vllm.config import VllmConfig
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+
+class Late:
+    """A model output that is not ready before somebody waits, as on a busy GPU."""
+
+    def __init__(self, output: Future) -> None:
+        self.result = output.result
+
+    def done(self) -> bool:
+        return False
+
+
+class Overlapping(UniProcExecutor):
+    """Has the engine schedule a step while another one is in flight.
+
+    vLLM does not do so on a CPU: the CPU's model runner cannot. The scheduler and the
+    engine's loop can, so it is switched on for these alone, after the runner is made.
+    """
+
+    max_concurrent_batches = 2
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    def sample_tokens(self, grammar_output, non_block: bool = False):
+        output = super().sample_tokens(grammar_output, non_block)
+        return Late(output) if non_block else output
