@@ -111,7 +111,7 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
             "belief": belief(requests.filter(pl.col("arm") == arm), block_tokens(own)),
             "offline": offline,
         }
-    compared = comparisons(runs, requests, draws)
+    compared, spreads = comparisons(runs, requests, draws)
     document = {
         "schema": SCHEMA,
         "experiment": runs[0].info.experiment,
@@ -125,6 +125,7 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
             {arm: layer_of(own[0].info) for arm, own in by_arm(runs).items()},
             {c["arm"] for c in compared if c["refused"]},
             draws,
+            spreads,
         ),
         "warnings": [
             msgspec.to_builtins(one) for one in warnings + noise_warnings(compared)

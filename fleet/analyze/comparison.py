@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each arm against the baseline, and the A/A pair: by how much equal arms differ.
 
-Differences are of quantiles over the same requests, in percent of the baseline's, with
-sessions drawn alike in both arms. Whether two arms may be compared at all is for
-fleet.analyze.refusals to say. The arms of an A/A pair are the same thing run twice:
-they differ by noise alone, and a difference within its reach means nothing.
+Differences are of quantiles over the same requests, in percent of the baseline's.
+Their intervals draw sessions, alike in both arms, and runs (fleet.analyze.runs).
+Whether two arms may be compared at all is for fleet.analyze.refusals to say. The arms
+of an A/A pair are the same thing run twice: they differ by noise alone, and an interval
+that begins within their reach means nothing.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from fleet.analyze.common import same_requests
 from fleet.analyze.frames import TITLES
 from fleet.analyze.records import ArmRun
 from fleet.analyze.refusals import refusals
-from fleet.analyze.sessions import SessionDraws
+from fleet.analyze.runs import Alike, Spreads
+from fleet.analyze.sessions import QUANTILES, SessionDraws
 from lab.stats.estimate import Estimate
 from lab.stats.interval import stated
 
-# Fewer steady requests in common than this are too few to leave the others out.
-MIN_COMMON = 50
-
 
 def percent_differences(
-    requests: pl.DataFrame, baseline: str, arm: str, draws: SessionDraws
+    requests: pl.DataFrame,
+    baseline: str,
+    arm: str,
+    draws: SessionDraws,
+    spreads: Spreads,
 ) -> dict[str, Any]:
     """{metric: {quantile: {value, ci95} in % or None}} of `arm` against `baseline`.
 
@@ -34,8 +38,8 @@ def percent_differences(
     """
     found: dict[str, Any] = {}
     for metric in TITLES:
-        ours = levels_of(requests, arm, metric, draws)
-        theirs = levels_of(requests, baseline, metric, draws)
+        ours = levels_of(requests, arm, metric, draws, spreads)
+        theirs = levels_of(requests, baseline, metric, draws, spreads)
         found[metric] = {
             quantile: stated(_percent(ours[quantile], theirs[quantile]), 3)
             for quantile in ours
@@ -44,11 +48,19 @@ def percent_differences(
 
 
 def levels_of(
-    requests: pl.DataFrame, arm: str, metric: str, draws: SessionDraws
+    requests: pl.DataFrame,
+    arm: str,
+    metric: str,
+    draws: SessionDraws,
+    spreads: Spreads,
 ) -> dict[str, Estimate | None]:
-    """Quantiles of one arm's requests."""
+    """Quantiles of one arm's requests, with sessions and runs drawn."""
     own = requests.filter(pl.col("arm") == arm)
-    return draws.quantiles(own[metric], own["session"])
+    levels = draws.quantiles(own[metric], own["session"])
+    return {
+        quantile: spreads.widened(level, arm, metric, quantile)
+        for quantile, level in levels.items()
+    }
 
 
 def _percent(ours: Estimate | None, theirs: Estimate | None) -> Estimate | None:
@@ -64,85 +76,80 @@ def _percent(ours: Estimate | None, theirs: Estimate | None) -> Estimate | None:
 
 def comparisons(
     runs: list[ArmRun], requests: pl.DataFrame, draws: SessionDraws
-) -> list[dict[str, Any]]:
-    """Every arm against its baseline.
+) -> tuple[list[dict[str, Any]], Spreads]:
+    """Every arm against its baseline, and the spread between the runs of these arms.
 
-    An entry: {arm, baseline, same, refused, window, n, percent, verdicts}. `same`: the
-    arm repeats the baseline (the A/A pair). `refused`: why the two must not be
-    compared; then the rest is None. `n`: requests compared, each in every repeat of
-    both arms.
+    An entry: {arm, baseline, same, refused, window, n, percent, reach, verdicts}.
+    `same`: the arm repeats the baseline (an A/A pair). `refused`: why the two must not
+    be compared; then the rest is None. `n`: requests compared, each in every repeat of
+    both arms. `reach`: {metric: {quantile: [low, high] in % or None}}, what two equal
+    arms may differ by.
     """
     arms = {run.info.arm: run.info for run in runs}
     first = runs[0].info.arm
-    found = []
-    for arm, info in arms.items():
-        baseline = info.baseline or first
-        if arm == baseline:
-            continue
-        entry = {"arm": arm, "baseline": baseline, "same": info.same_as == baseline}
-        entry |= {"refused": refusals(runs, arm, baseline)}
-        entry |= dict.fromkeys(("window", "n", "percent", "verdicts"))
-        if not entry["refused"]:
+    baselines = {arm: info.baseline or first for arm, info in arms.items()}
+    refused = {
+        arm: refusals(runs, arm, baseline)
+        for arm, baseline in baselines.items()
+        if arm != baseline
+    }
+    alike = {
+        arm: Alike(info.concurrency, info.same_as or arm)
+        for arm, info in arms.items()
+        if not refused.get(arm)
+    }
+    spreads, found = Spreads(requests, alike), []
+    for arm, reasons in refused.items():
+        baseline = baselines[arm]
+        same = arms[arm].same_as == baseline
+        entry: dict[str, Any] = {"arm": arm, "baseline": baseline, "same": same}
+        entry |= {"refused": reasons}
+        entry |= dict.fromkeys(("window", "n", "percent", "reach", "verdicts"))
+        if not reasons:
             pair = requests.filter(pl.col("arm").is_in([arm, baseline]))
             window, kept = same_requests(pair)
             entry["window"], entry["n"] = window, kept["id"].n_unique()
-            entry["percent"] = percent_differences(kept, baseline, arm, draws)
+            percent = percent_differences(kept, baseline, arm, draws, spreads)
+            entry["percent"] = percent
+            entry["reach"] = _reaches(spreads, arm, baseline)
+            entry["verdicts"] = verdicts(percent, entry["reach"])
         found.append(entry)
-    for entry in found:
-        if not entry["refused"]:
-            entry["verdicts"] = verdicts(entry, found)
-    return found
+    return found, spreads
 
 
-def verdicts(entry: dict[str, Any], compared: list[dict[str, Any]]) -> dict[str, Any]:
-    """{metric: {quantile: what may be said}} of a comparison that was not refused.
-
-    Lower or higher only where the interval excludes 0 and, if the baseline has an A/A
-    pair in `compared`, the difference is beyond what that pair's interval reaches.
-    """
-    pairs = [
-        one["percent"]
-        for one in compared
-        if one["same"] and one["baseline"] == entry["baseline"] and one["percent"]
-    ]
+def _reaches(spreads: Spreads, arm: str, baseline: str) -> dict[str, Any]:
     return {
         metric: {
-            quantile: _verdict(level, [pair[metric][quantile] for pair in pairs])
-            for quantile, level in levels.items()
+            quantile: spreads.reach_percent(arm, baseline, metric, quantile)
+            for quantile in QUANTILES
         }
-        for metric, levels in entry["percent"].items()
+        for metric in TITLES
     }
 
 
-def _verdict(level: dict | None, noise: list[dict | None]) -> str:
+def verdicts(percent: dict[str, Any], reach: dict[str, Any]) -> dict[str, Any]:
+    """{metric: {quantile: what may be said}} of a comparison that was not refused."""
+    return {
+        metric: {
+            quantile: verdict(level, reach[metric][quantile])
+            for quantile, level in levels.items()
+        }
+        for metric, levels in percent.items()
+    }
+
+
+def verdict(level: dict[str, Any] | None, reach: list[float] | None) -> str:
+    """Lower or higher only where the whole interval lies beyond what equal arms reach.
+
+    `level` is {value, ci95} in %, `reach` [low, high] in %; None where there is none.
+    """
     if level is None or level["ci95"] is None:
         return "undecided"
     low, high = level["ci95"]
     if low <= 0 <= high:
         return "not shown to differ"
-    reach = [max(map(abs, one["ci95"])) for one in noise if one and one["ci95"]]
-    if abs(level["value"]) <= max(reach, default=0):
+    least, most = reach or (0, 0)
+    if least <= high and low <= most:
         return "within the noise floor"
     word = "lower" if high < 0 else "higher"
     return word if reach else f"{word} (noise floor unknown)"
-
-
-def same_requests(arms: pl.DataFrame) -> tuple[str, pl.DataFrame]:
-    """("steady" or "all", the requests to compare out of those of two or more `arms`).
-
-    Those that ended ok in every repeat of every arm, and were in the steady window
-    there: each arm has a window of its own, and a slow arm's holds other turns. Where
-    these are fewer than MIN_COMMON, those of any window.
-    """
-    runs = arms.select("arm", "repeat").n_unique()
-    ok = arms.filter(pl.col("status") == "ok")
-    steady = _in_all(ok.filter(pl.col("window") == "steady"), runs)
-    if steady["id"].n_unique() >= MIN_COMMON:
-        return "steady", steady
-    return "all", _in_all(ok, runs)
-
-
-def _in_all(requests: pl.DataFrame, runs: int) -> pl.DataFrame:
-    """The requests whose id is there in all of the `runs`."""
-    seen = pl.struct("arm", "repeat").n_unique().over("id")
-    return requests.filter(seen == runs)

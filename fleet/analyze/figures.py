@@ -59,7 +59,10 @@ def latency_points(document: Document) -> pl.DataFrame:
 
 
 def comparison_points(document: Document) -> pl.DataFrame:
-    """(metric, arm, quantile, value, low, high) in % of the baseline; A/A included."""
+    """(metric, arm, quantile, value, low, high, reach_low, reach_high).
+
+    In % of the baseline, with the A/A pairs; the last two are null without a pair.
+    """
     rows = []
     for compared in document["comparisons"]:
         if compared["refused"]:
@@ -68,7 +71,10 @@ def comparison_points(document: Document) -> pl.DataFrame:
             for quantile, level in quantiles.items():
                 if level and level["ci95"]:
                     arm = compared["arm"] + (" (A/A)" if compared["same"] else "")
-                    rows.append(_point(level, metric=metric, arm=arm, at=quantile))
+                    reach = compared["reach"][metric][quantile] or (None, None)
+                    point = _point(level, metric=metric, arm=arm, at=quantile)
+                    ends = dict(zip(("reach_low", "reach_high"), reach, strict=True))
+                    rows.append(point | ends)
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
@@ -95,7 +101,7 @@ def _panels(points: pl.DataFrame) -> tuple[plt.Figure, list[plt.Axes], list[str]
         own = points.filter(pl.col("metric") == metric)
         for offset, (quantile, mark) in enumerate(MARKS.items()):
             some = own.filter(pl.col("quantile") == quantile)
-            y = [arms.index(arm) + 0.22 * (offset - 1) for arm in some["arm"]]
+            y = _heights(some, arms, offset)
             x = some["value"].to_numpy()
             low = some["low"].cast(pl.Float64).fill_null(some["value"]).to_numpy()
             high = some["high"].cast(pl.Float64).fill_null(some["value"]).to_numpy()
@@ -106,6 +112,11 @@ def _panels(points: pl.DataFrame) -> tuple[plt.Figure, list[plt.Axes], list[str]
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=3, frameon=False)
     return figure, list(axes[0]), arms
+
+
+def _heights(points: pl.DataFrame, arms: list[str], offset: int) -> list[float]:
+    """Where each point of one quantile, the `offset`-th of MARKS, stands."""
+    return [arms.index(arm) + 0.22 * (offset - 1) for arm in points["arm"]]
 
 
 def draw_latency(points: pl.DataFrame, path: Path) -> None:
@@ -121,14 +132,17 @@ def draw_latency(points: pl.DataFrame, path: Path) -> None:
 
 
 def draw_comparison(points: pl.DataFrame, path: Path) -> None:
-    """Differences against the baseline; the widest A/A pair's reach is grey."""
-    figure, axes, _ = _panels(points)
-    noise = points.filter(pl.col("arm").str.ends_with("(A/A)"))
+    """Differences against the baseline; what equal arms reach is grey behind each."""
+    figure, axes, arms = _panels(points)
+    known = points.drop_nulls("reach_low")
     for panel, metric in zip(axes, TITLES, strict=True):
-        own = noise.filter(pl.col("metric") == metric)
-        if own.height:
-            reach = max(abs(own["low"].min()), abs(own["high"].max()))
-            panel.axvspan(-reach, reach, color="#000000", alpha=0.08, linewidth=0)
+        for offset, quantile in enumerate(MARKS):
+            own = known.filter(
+                (pl.col("metric") == metric) & (pl.col("quantile") == quantile)
+            )
+            y = _heights(own, arms, offset)
+            ends = own["reach_low"].to_list(), own["reach_high"].to_list()
+            panel.hlines(y, *ends, color="#000000", alpha=0.12, linewidth=7)
         panel.axvline(0, color="#000000", linewidth=0.8)
         panel.set_xlabel("% against the baseline")
     _save(figure, path)
@@ -229,29 +243,26 @@ def substrate_steps(document: Document) -> pl.DataFrame:
 
 
 def draw_substrate(steps: pl.DataFrame, path: Path) -> None:
-    """Waterfalls of p50 and p90: each bar from the level before to its own.
-
-    The reference study states what connectors cost at p90.
-    """
-    chains = steps["chain"].unique(maintain_order=True).to_list()
-    rows = [(chain, quantile) for chain in chains for quantile in ("p50", "p90")]
+    """Waterfalls, a row for each chain and quantile: each bar from the level before."""
+    chains = steps.select("chain", "quantile").unique(maintain_order=True).rows()
     figure, axes = plt.subplots(
-        len(rows),
+        len(chains),
         len(TITLES),
-        figsize=(11, 0.8 + 3.2 * len(rows)),
+        figsize=(11, 0.8 + 3.2 * len(chains)),
         squeeze=False,
         layout="constrained",
     )
-    for panels, (chain, quantile) in zip(axes, rows, strict=True):
-        for panel, (metric, title) in zip(panels, TITLES.items(), strict=True):
+    for row, (chain, quantile) in zip(axes, chains, strict=True):
+        for panel, (metric, title) in zip(row, TITLES.items(), strict=True):
             own = steps.filter(
-                pl.col("chain") == chain,
-                pl.col("metric") == metric,
-                pl.col("quantile") == quantile,
+                (pl.col("metric") == metric)
+                & (pl.col("chain") == chain)
+                & (pl.col("quantile") == quantile)
             ).drop_nulls("level")
             _waterfall(panel, own)
-            said = f"{title} {quantile} (ms), {chain}"
-            panel.set_title(said, loc="left", fontsize=10)
+            panel.set_title(
+                f"{title} {quantile} (ms), {chain}", loc="left", fontsize=10
+            )
     _save(figure, path)
 
 

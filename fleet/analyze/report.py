@@ -15,17 +15,21 @@ from fleet.analyze.report_fleet import (
     policies_table,
     substrate_table,
 )
+from fleet.analyze.runs import REACH
 from fleet.analyze.sessions import MIN_REQUESTS, QUANTILES, REPLICATES
 from fleet.policies.size_class import CLASSES, LIMITS
 from lab.stats.markdown import DASH, Document, number, table
 
 SHOWN_WARNINGS = 6
+REACHING = f"{100 * REACH:g} % of equal arms"
+# Of a comparison, what is said first: the middle, and what a slow request meets.
+ANSWERED = ("p50", "p90")
 FIGURES = {
-    "comparison": "Differences against the baseline, with the A/A pair's reach in grey",
+    "comparison": "Differences against the baseline; grey: what equal arms reach",
     "latency": "Latencies of each arm",
     "interference": "TPOT against the prefill under way at the same instance",
     "sessions": "Sessions living at each instance over time, first repeat",
-    "substrate": "What each connector adds, medians",
+    "substrate": "What each connector adds, p50 and p90",
 }
 
 
@@ -72,21 +76,26 @@ def write_report(document: Document, figures: list[str]) -> str:
 
 
 def answers(document: Document) -> str:
-    """One sentence per comparison, refusals first, then the noise floor."""
+    """p50 and p90 of each comparison, refusals first, then the noise floor."""
     lines = []
     for c in document["comparisons"]:
         if c["refused"]:
             lines.append(f"- **Not compared: `{c['arm']}` with `{c['baseline']}`**")
             lines += [f"  - {reason}" for reason in c["refused"]]
     held = [c for c in document["comparisons"] if not c["refused"]]
-    lines += [f"- {_answer(compared)}" for compared in held if not compared["same"]]
+    for compared in held:
+        if not compared["same"]:
+            lines.append(f"- **`{compared['arm']}` against `{compared['baseline']}`**")
+            lines += [f"  - {_answer(compared, quantile)}" for quantile in ANSWERED]
     for pair in held:
         if pair["same"]:
-            lines.append(
-                f"- Noise floor: `{pair['arm']}` is `{pair['baseline']}` run again and "
-                f"differs by {_differences(pair)}."
-            )
-    if not any(pair["same"] for pair in document["comparisons"]):
+            again = f"`{pair['arm']}` is `{pair['baseline']}` run again"
+            lines.append(f"- Noise floor: {again} and differs by")
+            lines += [f"  - {q}: {_differences(pair, q)}" for q in ANSWERED]
+    if any(pair["same"] for pair in held):
+        lines.append(f"- Reach: {REACHING} differ by no more than")
+        lines += [f"  - {q}: {_reaches(held[0], q)}" for q in ANSWERED]
+    else:
         lines.append(
             "- No A/A pair in this run: nothing says how much two equal arms differ."
         )
@@ -96,22 +105,31 @@ def answers(document: Document) -> str:
     return "\n".join(lines)
 
 
-def _answer(compared: Document) -> str:
+def _answer(compared: Document, quantile: str) -> str:
     metrics: dict[str, list[str]] = {}
     for metric, title in TITLES.items():
-        metrics.setdefault(compared["verdicts"][metric]["p50"], []).append(title)
+        metrics.setdefault(compared["verdicts"][metric][quantile], []).append(title)
     said = "; ".join(f"{', '.join(which)} {word}" for word, which in metrics.items())
-    return (
-        f"**`{compared['arm']}` against `{compared['baseline']}`: {said}**: "
-        f"{_differences(compared)}."
-    )
+    return f"{quantile}: **{said}**: {_differences(compared, quantile)}"
 
 
-def _differences(compared: Document) -> str:
+def _differences(compared: Document, quantile: str) -> str:
     return ", ".join(
-        f"{TITLES[metric]} p50 {percent(compared['percent'][metric]['p50'])}"
+        f"{TITLES[metric]} {percent(compared['percent'][metric][quantile])}"
         for metric in TITLES
     )
+
+
+def _reaches(compared: Document, quantile: str) -> str:
+    return ", ".join(
+        f"{TITLES[metric]} {reach_text(compared['reach'][metric][quantile])}"
+        for metric in TITLES
+    )
+
+
+def reach_text(reach: list[float] | None) -> str:
+    """`-4.0 to +4.2 %`; a dash where no A/A pair tells."""
+    return DASH if reach is None else f"{reach[0]:+.1f} to {reach[1]:+.1f} %"
 
 
 def percent(level: Document | None) -> str:
@@ -181,9 +199,11 @@ def latency_tables(document: Document) -> str:
                 parts.append(f"In the {title}:\n\n{table(head, rows)}")
     note = (
         "Milliseconds with 95 % intervals over sessions "
-        f"({REPLICATES} replicates); TTFT and E2E from the intended send, then from "
-        f"the actual one. p90 needs {MIN_REQUESTS['p90']} requests, p99 "
-        f"{MIN_REQUESTS['p99']}. Classes by new tokens (prompt less cached): {LIMITS}. "
+        f"({REPLICATES} replicates), which do not hold how much the next run would "
+        "differ: to compare arms, read the next section. TTFT and E2E from the "
+        "intended send, then from the actual one. p90 needs "
+        f"{MIN_REQUESTS['p90']} requests, p99 {MIN_REQUESTS['p99']}. Classes "
+        f"by new tokens (prompt less cached): {LIMITS}. "
         "A policy decides what is cached and so which class a request is in: between "
         "arms, a class does not hold the same requests."
     )
@@ -225,9 +245,17 @@ def comparison_table(document: Document) -> str:
             rows.append([*(first if quantile == "p50" else [""] * 3), quantile, *cells])
     if not rows:
         return "No arm beside its baseline: nothing to compare."
+    held = next((c for c in document["comparisons"] if c["reach"]), None)
+    for quantile in QUANTILES if held else ():
+        cells = [reach_text(held["reach"][metric][quantile]) for metric in TITLES]
+        first = ["reach of equal arms"] if quantile == "p50" else [""]
+        rows.append([*first, "", "", quantile, *cells])
     note = (
         "Of the same requests: those that ended ok and were in the steady window in "
-        "every repeat of both arms, or in any window where these are too few."
+        "every repeat of both arms, or in any window where these are too few. The "
+        "intervals (95 %) are over sessions and runs. Higher or lower: the whole "
+        f"interval lies beyond the reach: {REACHING} differ by no more, by the runs of "
+        "all A/A pairs."
     )
     head = ["arm", "against", "requests", "", "TTFT", "TPOT", "E2E"]
     return table(head, rows) + "\n\n" + note

@@ -228,7 +228,7 @@ def substrate_table(document: Document) -> str:
     ]
     note = (
         "ms; the first is a level, the others what is added to the one before, with "
-        "95 % intervals over sessions."
+        "95 % intervals over sessions and runs."
     )
     return table(["", "policy", *layers], rows) + "\n\n" + note
 

@@ -4,8 +4,8 @@
 Requests of one session share their prefix, their instance and their think times, so
 the session is what is drawn with replacement, all its requests in all repeats with it
 (cluster bootstrap: Davison and Hinkley 1997, 3.8). Every arm is drawn with the same
-sessions, so a difference between two arms is paired. The intervals exclude how much one
-repeat differs from the next; the A/A pair shows that.
+sessions, so a difference between two arms is paired. How much one run differs from the
+next is not in these draws: fleet.analyze.runs adds it.
 """
 
 from __future__ import annotations

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from fleet.analyze.comparison import levels_of, same_requests
+from fleet.analyze.common import same_requests
+from fleet.analyze.comparison import levels_of
 from fleet.analyze.frames import TITLES
+from fleet.analyze.runs import Spreads
 from fleet.analyze.sessions import SessionDraws
 from lab.records.arm import ArmRecord
 from lab.records.roles import role_in_toml
@@ -46,6 +48,7 @@ def substrate(
     layers: dict[str, Layer | None],
     refused: set[str],
     draws: SessionDraws,
+    spreads: Spreads,
 ) -> list[dict[str, Any]]:
     """Chains of arms of one policy and concurrency, one per metric and quantile.
 
@@ -68,7 +71,9 @@ def substrate(
         in_chain = pl.col("arm").is_in([arm for _, arm in ordered])
         _, kept = same_requests(requests.filter(in_chain))
         for metric in TITLES:
-            levels = [levels_of(kept, arm, metric, draws) for _, arm in ordered]
+            levels = [
+                levels_of(kept, arm, metric, draws, spreads) for _, arm in ordered
+            ]
             chains += [
                 {
                     "policy": policy,

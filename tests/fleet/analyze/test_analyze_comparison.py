@@ -8,7 +8,9 @@ import polars as pl
 import pytest
 from made_frames import AB, requests
 
-from fleet.analyze.comparison import percent_differences, same_requests
+from fleet.analyze.common import same_requests
+from fleet.analyze.comparison import percent_differences
+from fleet.analyze.runs import Alike, Spreads
 from fleet.analyze.sessions import MIN_SESSIONS, SessionDraws
 from lab.stats.interval import stated
 
@@ -60,11 +62,13 @@ def test_arms_are_compared_on_the_requests_that_all_of_them_have() -> None:
 def test_a_share_of_a_baseline_that_can_be_zero_has_no_interval() -> None:
     """Stand-ins answer in one piece: their TPOT is 0 in many requests."""
     rows = [
-        {"id": f"r{i}", "session": f"s{i}", "arm": arm, "tpot_ms": tpot_ms}
+        {"id": f"r{i}", "session": f"s{i}", "arm": arm, "repeat": r, "tpot_ms": tpot_ms}
+        for r in range(2)
         for i in range(20)
         for arm, tpot_ms in (("a", float(i % 3 > 0)), ("b", 1.0))
     ]
     frame = requests(rows)
     draws = SessionDraws(frame["session"])
-    levels = percent_differences(frame, "a", "b", draws)["tpot_ms"]
+    spreads = Spreads(frame, {arm: Alike(1, arm) for arm in AB})
+    levels = percent_differences(frame, "a", "b", draws, spreads)["tpot_ms"]
     assert levels["p50"] == {"value": 0.0, "ci95": None}
