@@ -20,8 +20,10 @@ from .errors import (
     ManifestError,
     ParameterError,
     TargetError,
+    UnfinishedError,
     WriteError,
 )
+from .journal import pending, settle
 from .manifest import Patch, load_patch, load_patches, load_sets, patch_hash
 from .plan import Change, Plan
 from .target import Tree, find_package, locate
@@ -41,6 +43,7 @@ __all__ = [
     "Plan",
     "TargetError",
     "Tree",
+    "UnfinishedError",
     "WriteError",
     "apply",
     "check",
@@ -51,6 +54,8 @@ __all__ = [
     "load_sets",
     "locate",
     "patch_hash",
+    "pending",
     "revert",
+    "settle",
     "status",
 ]

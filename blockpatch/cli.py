@@ -11,6 +11,7 @@ from typing import Any
 
 from . import engine
 from .errors import BlockPatchError, ManifestError, TargetError
+from .journal import pending, settle
 from .manifest import Patch, load_patches, load_sets
 from .parameters import resolve_parameters
 from .plan import Plan
@@ -18,8 +19,9 @@ from .target import Tree, find_package, locate
 
 _EPILOG = """\
 exit codes: 0 done, or nothing to do; 1 refused, the tree as it was; 2 wrong usage.
-Ctrl-C and SIGTERM wait until the change is whole. After a kill, the next call with any
-action finishes or undoes what was under way.
+Ctrl-C and SIGTERM wait until the change is whole. After a kill, the next --apply or
+--revert finishes or undoes what was under way, or gives it up if somebody has changed
+the files since. The other actions never write.
 """
 
 
@@ -182,6 +184,9 @@ def _put(patches: list[Patch], args: argparse.Namespace) -> None:
         own = {name for patch in mine for name in patch.parameters}
         given = {name: value for name, value in values.items() if name in own}
         jobs.append((_tree(package, args.target), mine, given))
+    if args.action == "apply":
+        for tree, _, _ in jobs:
+            settle(tree)
     plans = [engine.check(*job) for job in jobs]
     if args.action == "apply":
         plans = [engine.apply(*job) for job in jobs]
@@ -238,6 +243,8 @@ def _revert(names: list[str], known: dict[str, Patch], args) -> None:
 def _status(known: dict[str, Patch], args: argparse.Namespace) -> None:
     for tree in _trees({patch.package for patch in known.values()}, args.target):
         print(_title(tree))
+        if left := pending(tree):
+            print(f"  interrupted: {left}")
         mine = [patch for patch in known.values() if patch.package == tree.package]
         all_found = engine.status(tree, mine)
         for name, found in all_found.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs: apply, revert, check, diff, status. Each first finishes a killed call."""
+"""The verbs. apply and revert first finish a killed call; the others only read."""
 
 import ast
 import re
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .blocks import Added, Block
-from .errors import BlockPatchError
-from .journal import commit, locked, settle
+from .errors import BlockPatchError, UnfinishedError
+from .journal import commit, pending, recover
+from .lock import locked, require_unlocked
 from .manifest import BlockSpec, Patch
 from .plan import (
     Plan,
@@ -32,6 +33,7 @@ def apply(
     that was carried out. Raises BlockPatchError, the tree as it was.
     """
     with locked(tree):
+        recover(tree)
         plan = plan_apply(tree, patches, parameters)
         commit(tree, plan.changes)
     return plan
@@ -44,6 +46,7 @@ def revert(tree: Tree, names: Iterable[str]) -> Plan:
     """
     names = [names] if isinstance(names, str) else names
     with locked(tree):
+        recover(tree)
         plan = plan_revert(tree, names)
         commit(tree, plan.changes)
     return plan
@@ -52,8 +55,14 @@ def revert(tree: Tree, names: Iterable[str]) -> Plan:
 def check(
     tree: Tree, patches: Iterable[Patch], parameters: Mapping[str, Any] | None = None
 ) -> Plan:
-    """The plan that ``apply`` would carry out, nothing written. Raises like it."""
-    settle(tree)
+    """The plan that ``apply`` would carry out, nothing written. Raises like it.
+
+    Raises UnfinishedError too, if a killed call left something: ``apply`` would start
+    from a tree in which that is dealt with.
+    """
+    require_unlocked(tree)
+    if left := pending(tree):
+        raise UnfinishedError(f"{tree.root}: {left}")
     return plan_apply(tree, patches, parameters)
 
 
@@ -82,11 +91,12 @@ class PatchStatus:
 
 
 def status(tree: Tree, patches: Iterable[Patch] = ()) -> dict[str, PatchStatus]:
-    """Status by name of ``patches`` and of all others found in ``tree``.
+    """Status by name of ``patches`` and of all others found in ``tree``, as it is now.
 
-    Raises DamagedError if half a sentinel is in the tree.
+    Writes nothing; what a killed call left is for ``pending`` to say. Raises
+    DamagedError if half a sentinel is in the tree.
     """
-    settle(tree)
+    require_unlocked(tree)
     found = survey(tree)
     known = {patch.name: patch for patch in patches}
     in_tree = {block.patch for _, block in _blocks(found)}

@@ -35,7 +35,11 @@ class CompileError(BlockPatchError):
 
 
 class LockedError(BlockPatchError):
-    """Another process is changing this tree; the message gives its pid."""
+    """Somebody else is changing this tree: a call with that pid, or an editor."""
+
+
+class UnfinishedError(BlockPatchError):
+    """A killed call left a change: it must be finished first, or was given up."""
 
 
 class WriteError(BlockPatchError):

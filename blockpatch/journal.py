@@ -1,115 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All or nothing: a tree is changed under a lock, through a journal.
+"""All or nothing: a tree is changed through a journal.
 
 Everything is first written into ``.blockpatch-journal`` in the package directory: new
-contents and copies of the old ones. Renaming ``redo.json`` into place is the decision;
-from then on only renames, removals and directories are left, and each of them can be
-done again. A killed call leaves the journal, and the next one deals with it: forward
-with ``redo.json``, back with ``undo.json``; with neither nothing was changed yet.
+contents, copies of the old ones, and the hashes of both. Renaming ``redo.json`` into
+place is the decision; from then on only renames, removals and directories are left, and
+each of them can be done again. A killed call leaves the journal, and the next one that
+changes the tree deals with it: forward with ``redo.json``, back with ``undo.json``;
+with neither nothing was changed yet.
+
+It goes on only where the release is the same and every file is as it was before the
+change, or as it is after it. Otherwise somebody else was at work in between: no file is
+touched, and the change is given up.
 """
 
 import contextlib
-import fcntl
+import hashlib
 import json
 import os
 import shutil
-import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from .errors import LockedError, TargetError, WriteError
+from .errors import LockedError, TargetError, UnfinishedError, WriteError
+from .lock import locked, require_unlocked, require_writable
 from .plan import Change
 from .target import JOURNAL, LOCK, Tree
 
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_FORMAT = 2
 
 
-@contextlib.contextmanager
-def locked(tree: Tree) -> Iterator[None]:
-    """Hold the tree's lock, having finished what a killed call left.
+@dataclass(frozen=True)
+class _File:
+    """One file of a change: the SHA-256 of its old and new content, None for no file.
 
-    Ctrl-C, SIGTERM and SIGHUP wait until the lock is released. Raises LockedError with
-    the holder's pid, TargetError for a read-only tree.
+    ``dirs``: the patches' directories around it, outermost first.
     """
-    _require_writable(tree.root)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        lock = _acquire(tree.root / LOCK)
-        try:
-            _recover(tree.root)
-            yield
-        finally:
-            (tree.root / LOCK).unlink(missing_ok=True)
-            os.close(lock)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    path: str
+    old: str | None
+    new: str | None
+    dirs: list[str]
 
 
-def settle(tree: Tree) -> None:
-    """Before reading only: finish what a killed call left, if there are traces."""
-    if any((tree.root / name).exists() for name in (JOURNAL, LOCK)):
-        with locked(tree):
-            pass
+@dataclass(frozen=True)
+class _Interrupted:
+    """What a killed call left in the journal.
+
+    ``goal`` is ``new`` or ``old``, or empty where nothing was changed yet; ``files`` by
+    number; ``todo`` the numbers of those that are not as the goal has them;
+    ``obstacle`` says why the goal cannot be reached any more.
+    """
+
+    goal: str
+    files: Sequence[_File] = ()
+    todo: Sequence[int] = ()
+    obstacle: str = ""
 
 
-def _acquire(path: Path) -> int:
-    while True:
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise WriteError(f"{path}: {error.strerror}; nothing was changed") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last holder may have removed the file between open and flock.
-            if os.stat(path).st_ino == os.fstat(lock).st_ino:
-                os.ftruncate(lock, 0)
-                os.write(lock, str(os.getpid()).encode())
-                return lock
-        except FileNotFoundError:
-            pass
-        except BlockingIOError:
-            pid = os.pread(lock, 32, 0).decode() or "unknown"
-            os.close(lock)
-            raise LockedError(
-                f"{path.parent} is being changed by process {pid}; try again later"
-            ) from None
-        except OSError as error:
-            os.unlink(path)
-            os.close(lock)
-            raise WriteError(f"{path}: {error.strerror}; nothing was changed") from None
-        os.close(lock)
-
-
-def _require_writable(folder: Path) -> None:
-    """Also for root, to whom the system would not say no."""
-    if not os.access(folder, os.W_OK) or not folder.stat().st_mode & 0o222:
-        raise TargetError(
-            f"{folder} is read-only; make a copy of the package that you may change, "
-            "or run as its owner"
-        )
-
-
-def commit(tree: Tree, changes: Iterable[Change]) -> None:
+def commit(tree: Tree, changes: Sequence[Change]) -> None:
     """Bring all the changes about, or none. The lock must be held.
 
-    Raises TargetError (read-only) or WriteError (say, disk full), the tree as it was.
+    Raises TargetError (read-only), WriteError (say, disk full) or LockedError (somebody
+    edited a file since the changes were planned), the tree as it was.
     """
-    changes = list(changes)
     if not changes:
         return
     for change in changes:
         parents = Path(change.path).parents[change.dirs :]
-        _require_writable(tree.root / parents[0])
+        require_writable(tree.root / parents[0])
     journal = tree.root / JOURNAL
     try:
-        _prepare(tree.root, journal, changes)
-        _redo(tree.root, journal)
+        _prepare(tree, journal, changes)
+        begun = _interrupted(tree)
+        if begun and not begun.obstacle:
+            _carry_out(tree.root, begun)
     except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(journal / "redo.json", journal / "undo.json")
-        _recover(tree.root)
+        _undo(tree)
         if isinstance(error, OSError):
             raise WriteError(
                 f"{error.filename or tree.root}: {error.strerror}; "
@@ -118,18 +86,136 @@ def commit(tree: Tree, changes: Iterable[Change]) -> None:
         raise
     with _left_for_the_next_call(tree.root):
         _discard(journal)
+    if begun and begun.obstacle:
+        raise LockedError(
+            f"{tree.root}: {begun.obstacle}, while this call was at work; "
+            "nothing was written, call again"
+        )
 
 
-def _recover(root: Path) -> None:
-    journal = root / JOURNAL
-    if not journal.exists():
+def recover(tree: Tree) -> None:
+    """Finish or undo what a killed call left. The lock must be held.
+
+    Raises UnfinishedError, once, if somebody has changed the tree since: the change is
+    given up then, and no file is touched.
+    """
+    left = _interrupted(tree)
+    if left is None:
         return
-    with _left_for_the_next_call(root):
-        if (journal / "undo.json").exists():
-            _undo(root, journal)
-        elif (journal / "redo.json").exists():
-            _redo(root, journal)
-        _discard(journal)
+    with _left_for_the_next_call(tree.root):
+        if not left.obstacle:
+            _carry_out(tree.root, left)
+        _discard(tree.root / JOURNAL)
+    if left.obstacle:
+        raise UnfinishedError(
+            f"{tree.root}: an earlier call was killed while it changed "
+            f"{_names(left)}, and {left.obstacle}. That change was given up now and "
+            "every file left as it is. Look at --status, then call again: --apply and "
+            "--revert start from what is there"
+        )
+
+
+def settle(tree: Tree) -> None:
+    """``recover``, with the lock, if a killed call left traces."""
+    if any((tree.root / name).exists() for name in (JOURNAL, LOCK)):
+        with locked(tree):
+            recover(tree)
+
+
+def pending(tree: Tree) -> str:
+    """What a killed call left and what will become of it; empty if there is nothing.
+
+    Only reads. Raises LockedError if a call is changing the tree right now.
+    """
+    left = _interrupted(tree)
+    require_unlocked(tree)
+    if left is None or not (tree.root / JOURNAL).exists():
+        return ""
+    what = f"an earlier call was killed while it changed {_names(left)}"
+    if left.obstacle:
+        return (
+            f"{what}, and {left.obstacle}; the next --apply or --revert gives that "
+            "change up, leaves every file as it is, and says so"
+        )
+    if not left.goal:
+        return (
+            "an earlier call was killed before it changed anything; "
+            "the next --apply or --revert clears that away"
+        )
+    verb = "finishes" if left.goal == "new" else "undoes"
+    return f"{what}; the next --apply or --revert first {verb} that change"
+
+
+def _names(left: _Interrupted) -> str:
+    return ", ".join(file.path for file in left.files) or "the tree"
+
+
+def _interrupted(tree: Tree) -> _Interrupted | None:
+    journal = tree.root / JOURNAL
+    if not journal.exists():
+        return None
+    for goal, name in (("old", "undo.json"), ("new", "redo.json")):
+        try:
+            return _read(tree, goal, (journal / name).read_bytes())
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise TargetError(f"{journal / name}: {error.strerror}") from None
+    return _Interrupted("")
+
+
+def _read(tree: Tree, goal: str, decision: bytes) -> _Interrupted:
+    """What the decision says, against the tree as it is now."""
+    try:
+        content = json.loads(decision)
+        if content.get("format") != _FORMAT:
+            why = "its journal, of another version, does not say what the files held"
+            return _Interrupted(goal, obstacle=why)
+        files = [_File(**file) for file in content["files"]]
+        version = content["version"]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return _Interrupted(goal, obstacle="its journal cannot be read")
+    if version != tree.version:
+        why = f"the release is {tree.version} now, no longer {version}"
+        return _Interrupted(goal, files, obstacle=why)
+    todo, changed = [], []
+    for number, file in enumerate(files):
+        now = _hash_now(tree, file.path)
+        if now == getattr(file, goal):
+            continue
+        todo.append(number)
+        if now not in (file.old, file.new) or not _stored(tree, goal, number, file):
+            changed.append(file.path)
+    why = f"somebody has changed {', '.join(changed)} since" if changed else ""
+    return _Interrupted(goal, files, todo, why)
+
+
+def _hash(content: bytes | None) -> str | None:
+    return None if content is None else hashlib.sha256(content).hexdigest()
+
+
+def _hash_now(tree: Tree, path: str) -> str | None:
+    try:
+        return _hash(tree.read(path))
+    except TargetError:  # a link or a folder: nothing that a patch leaves
+        return "unknown"
+
+
+def _stored(tree: Tree, goal: str, number: int, file: _File) -> bool:
+    """Is there what it takes to bring ``file`` to the goal?
+
+    Once a content is in place it is gone from the journal. If the file has its other
+    content nevertheless, then somebody put that back.
+    """
+    wanted = getattr(file, goal)
+    return wanted in (None, _hash_now(tree, f"{JOURNAL}/{goal}-{number}"))
+
+
+def _undo(tree: Tree) -> None:
+    journal = tree.root / JOURNAL
+    with _left_for_the_next_call(tree.root), contextlib.suppress(FileNotFoundError):
+        os.replace(journal / "redo.json", journal / "undo.json")
+    recover(tree)
 
 
 @contextlib.contextmanager
@@ -151,27 +237,20 @@ def _discard(journal: Path) -> None:
         shutil.rmtree(journal)
 
 
-def _prepare(root: Path, journal: Path, changes: list[Change]) -> None:
+def _prepare(tree: Tree, journal: Path, changes: Sequence[Change]) -> None:
     journal.mkdir()
-    entries = []
+    files = []
     for number, change in enumerate(changes):
-        target = root / change.path
+        target = tree.root / change.path
         if change.old is not None:
             _store(journal / f"old-{number}", change.old, like=target)
         if change.new is not None:
             _store(journal / f"new-{number}", change.new, like=target)
             if change.old is not None:
                 _set_later_time(journal / f"new-{number}", target)
-        entries.append(
-            {
-                "path": change.path,
-                "had": change.old is not None,
-                "has": change.new is not None,
-                "dirs": change.own_dirs(),
-            }
-        )
-    made = {d for entry in entries for d in entry["dirs"] if not (root / d).exists()}
-    decision = {"entries": entries, "made": sorted(made)}
+        hashes = _hash(change.old), _hash(change.new)
+        files.append(asdict(_File(change.path, *hashes, change.own_dirs())))
+    decision = {"format": _FORMAT, "version": tree.version, "files": files}
     _store(journal / "draft.json", json.dumps(decision).encode())
     _sync(journal)
     os.replace(journal / "draft.json", journal / "redo.json")
@@ -207,63 +286,34 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_bytes())
-
-
-def _redo(root: Path, journal: Path) -> None:
-    decision = _load(journal / "redo.json")
-    for folder in decision["made"]:
-        os.makedirs(root / folder, exist_ok=True)
-    for number, entry in enumerate(decision["entries"]):
-        new = journal / f"new-{number}"
-        if new.exists():
-            os.replace(new, root / entry["path"])
-        elif not entry["has"]:
-            (root / entry["path"]).unlink(missing_ok=True)
-    gone = [entry for entry in decision["entries"] if not entry["has"]]
-    for entry in gone:
-        _remove_bytecode(root / entry["path"])
-    for entry in sorted(gone, key=lambda entry: -len(entry["dirs"])):
-        _remove_dirs(root, reversed(entry["dirs"]))
-    _sync_parents(root, decision)
-
-
-def _undo(root: Path, journal: Path) -> None:
-    decision = _load(journal / "undo.json")
-    for number, entry in enumerate(decision["entries"]):
-        old = journal / f"old-{number}"
-        untouched = (journal / f"new-{number}").exists()
-        target = root / entry["path"]
-        if untouched or (not entry["has"] and target.exists()):
-            continue
-        if not entry["had"]:
+def _carry_out(root: Path, change: _Interrupted) -> None:
+    """Bring every file to the goal; what is done already may be done again."""
+    for number in change.todo:
+        file = change.files[number]
+        target = root / file.path
+        if getattr(file, change.goal) is None:
             target.unlink(missing_ok=True)
-        elif old.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(old, target)
-    _remove_dirs(root, reversed(decision["made"]))
-    _sync_parents(root, decision)
+            continue
+        if not target.parent.is_dir():
+            target.parent.mkdir(parents=True)
+        os.replace(root / JOURNAL / f"{change.goal}-{number}", target)
+    gone = [file for file in change.files if getattr(file, change.goal) is None]
+    for file in gone:
+        _remove_bytecode(root / file.path)
+    for folder in sorted({f for file in gone for f in file.dirs}, key=len)[::-1]:
+        _remove_empty(root / folder)
+    for parent in {(root / file.path).parent for file in change.files}:
+        if parent.is_dir():
+            _sync(parent)
 
 
 def _remove_bytecode(source: Path) -> None:
     cache = source.parent / "__pycache__"
-    compiled = list(cache.glob(f"{source.stem}.*.pyc"))
-    for path in compiled:
+    for path in list(cache.glob(f"{source.stem}.*.pyc")):
         path.unlink(missing_ok=True)
-    if cache.is_dir() and not any(cache.iterdir()):
-        cache.rmdir()
+    _remove_empty(cache)
 
 
-def _remove_dirs(root: Path, folders: Iterable[str]) -> None:
-    for folder in folders:
-        path = root / folder
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
-
-
-def _sync_parents(root: Path, decision: dict[str, Any]) -> None:
-    parents = {(root / entry["path"]).parent for entry in decision["entries"]}
-    for parent in parents:
-        if parent.is_dir():
-            _sync(parent)
+def _remove_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

@@ -2,10 +2,13 @@
 """A synthetic package tree and patches for it, fresh for every test."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
-from patchlab import make_patches, make_tree
+from patchlab import make_patches, make_tree, snapshot
+
+from blockpatch import apply, revert
 
 
 @pytest.fixture
@@ -24,3 +27,17 @@ def memory_folder():
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def two_calls(memory_folder):
+    """Root of a tree, patches, and by verb a call with the states around it."""
+    tree = make_tree(memory_folder / "site")
+    patches = make_patches(memory_folder / "patches")
+    apply(tree, [patches["gamma"]])
+    old = snapshot(tree.root)
+    come = partial(apply, tree, [patches["alpha"], patches["beta"]])
+    go = partial(revert, tree, ["alpha", "beta"])
+    come()
+    new = snapshot(tree.root)
+    return tree.root, patches, {"apply": (come, old, new), "revert": (go, new, old)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +64,11 @@ FILES = {
     "v1/core.py": CORE,
     "v1/bom.py": BOM,
     "v1/latin.py": LATIN,
+}
+
+NEXT_RELEASE = {
+    path: content.replace(b"0.18.1", b"2.0") + b"\n# release 2.0\n"
+    for path, content in FILES.items()
 }
 
 RECORDS = b"# records\nVALUES = []\n"
@@ -201,6 +207,27 @@ def snapshot(root: Path) -> dict[str, object]:
         mode = path.lstat().st_mode
         found[name] = (mode, None if path.is_dir() else path.read_bytes())
     return found
+
+
+def without_ours(shot: dict[str, object]) -> dict[str, object]:
+    """The snapshot without journal and lock."""
+    return {path: it for path, it in shot.items() if not path.startswith(".blockpatch")}
+
+
+def upgrade(root: Path) -> None:
+    """Write the next release over the tree, as pip does: other files stay."""
+    for path, content in NEXT_RELEASE.items():
+        (root / path).write_bytes(content)
+
+
+def restore(root: Path, shot: dict[str, object]) -> None:
+    """Make the tree again what it was when ``snapshot`` gave ``shot``."""
+    shutil.rmtree(root)
+    root.mkdir()
+    for name, (mode, content) in shot.items():
+        path = root / name
+        path.mkdir() if content is None else path.write_bytes(content)
+        path.chmod(mode & 0o7777)
 
 
 _STEPS = {

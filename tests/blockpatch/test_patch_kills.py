@@ -24,8 +24,8 @@ from patchlab import (
     snapshot,
 )
 
-from blockpatch import LockedError, WriteError, apply, revert, status
-from blockpatch.journal import locked
+from blockpatch import LockedError, WriteError, apply, pending, revert, settle, status
+from blockpatch.lock import locked
 from blockpatch.target import LOCK
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,10 @@ def test_a_kill_at_any_step_ends_in_exactly_the_old_or_the_new_state(lab, verb):
         tree, work, before, after = start(lab, verb)
         if not killed_at(number, work):
             break
-        status(tree)  # any call finishes or undoes; this one only reads otherwise
+        left = snapshot(tree.root)
+        status(tree)
+        assert snapshot(tree.root) == left  # reading never writes
+        settle(tree)
         state = snapshot(tree.root)
         assert state in (before, after), f"killed at step {number}"
         seen.append(state == after)
@@ -83,8 +86,8 @@ def test_a_kill_at_any_step_ends_in_exactly_the_old_or_the_new_state(lab, verb):
 def test_a_kill_of_the_call_that_cleans_up_is_cleaned_up_too(lab, first, second, verb):
     tree, work, before, after = start(lab, verb)
     killed_at(first, work)
-    killed_at(second, lambda: status(tree))
-    status(tree)
+    killed_at(second, lambda: settle(tree))
+    settle(tree)
     assert snapshot(tree.root) in (before, after)
 
 
@@ -191,13 +194,14 @@ def test_a_held_lock_is_refused_with_the_pid_and_a_dead_one_is_no_obstacle(lab):
             signal.pause()
     os.read(reader, 1)
     try:
-        for call in (work, partial(revert, tree, ["gamma"]), partial(status, tree)):
+        read = partial(status, tree), partial(pending, tree)
+        for call in (work, partial(revert, tree, ["gamma"]), *read):
             with pytest.raises(LockedError, match=rf"process {holder}\b"):
                 call()
     finally:
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
-    status(tree)
+    settle(tree)
     assert snapshot(tree.root) == before
     work()
     assert snapshot(tree.root) == after
@@ -221,7 +225,7 @@ def test_a_lock_file_removed_between_open_and_lock_does_not_let_two_in(
     with pytest.raises(LockedError):
         work()
     rivals[0].close()
-    status(tree)
+    settle(tree)
     assert snapshot(tree.root) == before
 
 
