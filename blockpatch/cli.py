@@ -70,7 +70,8 @@ def _parser(default_set: str | None) -> argparse.ArgumentParser:
     action = parser.add_mutually_exclusive_group(required=True)
     for name, text in {
         "apply": "apply the patches; those applied already are brought up to date",
-        "revert": "take the patches out again: the identical bytes",
+        "revert": "take the patches out again, to the identical bytes, and say which; "
+        "without --patch all of the default set, also one that was applied on its own",
         "status": "say for every patch whether the tree has it",
         "check": "say whether the patches would apply; nothing is changed",
         "diff": "print what the patches change, against the tree without them",
@@ -203,6 +204,8 @@ def _put(patches: list[Patch], args: argparse.Namespace) -> None:
 
 def _report(tree: Tree, plan: Plan, action: str) -> None:
     print(_title(tree))
+    if plan.removed:
+        print(f"  reverted: {', '.join(plan.removed)}")
     for change in plan.changes:
         would = "would be " if action == "check" else ""
         print(f"  {would}{change.kind}: {change.path}")

@@ -69,9 +69,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """All files the patches touch; ``changes`` are those that differ from now."""
+    """All files the patches touch; ``changes`` are those that differ from now.
+
+    ``removed`` names the patches that are in the tree and will not be.
+    """
 
     files: tuple[Change, ...]
+    removed: tuple[str, ...] = ()
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -115,13 +119,13 @@ def plan_apply(
 
 def plan_revert(tree: Tree, names: Iterable[str]) -> Plan:
     """The plan that takes the named patches out; it needs no manifest."""
-    return _plan(tree, set(names), {}, {}, survey(tree))
+    names, found = set(names), survey(tree)
+    removed = tuple(sorted(names & _all_patches_in(found)))
+    return Plan(_plan(tree, names, {}, {}, found).files, removed)
 
 
 def _refuse_conflicts(patches: Iterable[Patch], found: Survey) -> None:
-    together = {patch.name for patch in patches}.union(
-        *map(_patches_in, found.values())
-    )
+    together = {patch.name for patch in patches} | _all_patches_in(found)
     for patch in patches:
         for kind, other, why in patch.relations:
             if kind == "conflicts" and other in together:
@@ -174,6 +178,10 @@ def _plan(
         else:
             files.append(_plan_blocks(tree, path, names, blocks.get(path, [])))
     return Plan(tuple(files))
+
+
+def _all_patches_in(found: Survey) -> set[str]:
+    return set().union(*map(_patches_in, found.values()))
 
 
 def _patches_in(file: Parsed | Added) -> set[str]:

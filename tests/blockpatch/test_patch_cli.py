@@ -69,6 +69,32 @@ def test_apply_status_revert_say_in_plain_words_what_they_did(run, tree):
     assert "nothing to do, not applied" in run("--revert")[1]
 
 
+def test_revert_says_which_patches_it_takes_out_and_patch_keeps_the_others(run, tree):
+    before = snapshot(tree.root)
+
+    def reverted(*argv: str) -> list[str]:
+        return [
+            line
+            for line in run("--revert", *argv)[1].splitlines()
+            if "reverted" in line
+        ]
+
+    run("--apply", "--patch", "alpha")
+    alone = snapshot(tree.root)
+    run("--apply")  # the default set has alpha too
+    assert reverted("--patch", "gamma") == ["  reverted: gamma"]
+    assert snapshot(tree.root) == alone
+    run("--apply", "--patch", "beta")
+    run("--apply")
+    assert reverted() == ["  reverted: alpha, gamma"]
+    assert states(run("--status")[1])["beta"] == "applied"
+    run("--revert", "--patch", "beta")
+    assert snapshot(tree.root) == before
+    run("--apply", "--patch", "alpha")
+    assert reverted() == ["  reverted: alpha"]
+    assert reverted() == []
+
+
 def test_patch_names_a_single_patch_even_where_a_set_has_its_name(run):
     run("--apply", "--patch", "gamma")
     out = run("--status")[1]
