@@ -57,7 +57,7 @@ def hurt(tmp_path_factory) -> Sweep:
     records = folder / "noop" / "r0" / "engine_step.jsonl"
     eventually(lambda: records.exists() and records.stat().st_size > 10_000, 240)
     os.kill(json.loads(records.read_text().partition("\n")[0])["pid"], signal.SIGKILL)
-    return ended(folder, sweep.wait(240))
+    return ended(folder, sweep.wait(480))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def whole(hurt) -> Sweep:
     packages = ("vllm", "nixl_cu12")
     before = [package_digest(name) for name in packages]
     resumed = subprocess.run(
-        [*RUN_ALL, "--out", hurt.folder, "--resume"], check=False, timeout=240
+        [*RUN_ALL, "--out", hurt.folder, "--resume"], check=False, timeout=480
     )
     assert [package_digest(name) for name in packages] == before
     return ended(hurt.folder, resumed.returncode)
@@ -74,7 +74,7 @@ def whole(hurt) -> Sweep:
 
 def ended(folder: Path, status: int) -> Sweep:
     trials = {
-        file.parts[-3]: Trial(
+        "/".join(file.parts[-3:-1]): Trial(
             json.loads(file.read_bytes())["status"], file.stat().st_mtime_ns
         )
         for file in folder.glob("*/r*/trial.json")
@@ -100,8 +100,8 @@ def test_the_hash_walk_grows_with_cache_and_falls_after_the_reset(configs):
 
 @pytest.mark.parametrize("name", ["plain", "noop"])
 def test_configs_without_the_walk_grow_at_most_a_third_as_fast(configs, name):
-    # One server each on a shared machine tells them from the walk by far; it takes the
-    # repeats and the A/A pair of the full profile to call them flat.
+    # Two servers each on a shared machine tell them from the walk by far; it takes the
+    # A/A pair of the full profile to call them flat.
     walk = configs["mooncake_both_hash_sync"]["slope_us_per_1k_blocks"]
     slope = configs[name]["slope_us_per_1k_blocks"]
     for metric in ("schedule", "overhead"):
@@ -143,14 +143,14 @@ def test_the_trees_are_gone_and_no_server_is_left(whole):
 
 
 def test_a_server_that_dies_fails_its_config_and_not_the_others(hurt):
-    """Neither the one before it nor the one after."""
+    """Neither the one before it nor the one after; its other server still counts."""
     assert hurt.status == 1
     noop = hurt.configs["noop"]
-    assert noop["verdict"] == "failed"
-    assert "server died" in noop["error"]
+    assert noop["n_repeats"] == 1
+    assert "r0: the server died" in noop["error"]
     lost = noop["requests"]
     assert lost["scheduled"] == lost["ok"] + lost["failed"] + lost["cancelled"]
-    assert "`noop` failed" in hurt.summary
+    assert "some trials failed" in hurt.summary and "`noop`" in hurt.summary
     for name in ("plain", "mooncake_both_hash_sync"):
         requests = hurt.configs[name]["requests"]
         assert requests["ok"] == requests["scheduled"] > 0
@@ -160,7 +160,7 @@ def test_a_resumed_run_measures_what_failed_and_nothing_twice(hurt, whole):
     failed = {name for name, trial in hurt.trials.items() if trial.status != "ok"}
     again = {name for name in hurt.trials if hurt.trials[name] != whole.trials[name]}
     assert again == failed
-    assert "noop" in failed and len(failed) < len(hurt.trials) == 3
+    assert "noop/r0" in failed and len(failed) < len(hurt.trials) == 6
 
 
 def test_a_finished_run_is_not_overwritten(whole):
