@@ -29,13 +29,14 @@ NO_THREADS = pl.DataFrame(schema=SCHEMA)
 def read_threads(path: Path, steps: pl.DataFrame) -> pl.DataFrame:
     """A row for each second and thread; empty if there is no such file.
 
+    Threads of equal names count as one: their numbers differ from server to server.
     `steps` is the trial's table of steps: a second has the |cache| and the phase of its
     last step. Seconds without a step are left out. `batch` is 0.
     """
     if not path.is_file() or not steps.height:
         return NO_THREADS
     records = read_lines(path, ThreadsHeader, ThreadTimes).records
-    names = sorted({name for record in records for name in record.threads})
+    names = sorted({_kind(name) for record in records for name in record.threads})
     at = dict(
         zip(
             steps["step_id"].to_list(),
@@ -49,7 +50,13 @@ def read_threads(path: Path, steps: pl.DataFrame) -> pl.DataFrame:
         if made <= 0 or record.step_id not in at:
             continue
         repeat, phase, blocks = at[record.step_id]
-        for name in names:
-            us = record.threads.get(name, 0.0)
+        spent = dict.fromkeys(names, 0.0)
+        for name, us in record.threads.items():
+            spent[_kind(name)] += us
+        for name, us in spent.items():
             rows.append((repeat, phase, 0, blocks, made, name, us, us / made))
     return pl.DataFrame(rows, schema=SCHEMA, orient="row")
+
+
+def _kind(name: str) -> str:
+    return name.partition("#")[0]
