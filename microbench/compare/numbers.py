@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from lab.records.documents import read_document
 from lab.records.per_config import ConfigEntry, PerConfig, Quantiles, Stated
@@ -25,9 +24,7 @@ def read_results(path: Path) -> PerConfig:
 def metrics_of(documents: Iterable[PerConfig]) -> list[str]:
     """`schedule` and whatever else has a verdict in one of the documents."""
     entries = (entry for doc in documents for entry in doc.configs.values())
-    return list(
-        dict.fromkeys(metric for entry in entries for metric in entry.verdict_of)
-    )
+    return list(dict.fromkeys(name for entry in entries for name in entry.verdict_of))
 
 
 def level_us(entry: ConfigEntry, metric: str) -> Quantiles | None:
@@ -65,7 +62,10 @@ def times_baseline(document: PerConfig, name: str, metric: str) -> Interval | No
     """The median of `metric` over that of the run's baseline."""
     base = baseline_p50_us(document, metric)
     p50 = p50_us(document, name, metric)
-    return p50 and base and Interval(p50.value / base, _scaled(p50.ci95, 1 / base))
+    if p50 is None or not base:
+        return None
+    low, high = p50.ci95
+    return Interval(p50.value / base, (low / base, high / base))
 
 
 def times_floor(document: PerConfig, name: str, metric: str) -> Interval | None:
@@ -102,7 +102,3 @@ def _interval(stated: Stated | None) -> Interval | None:
         return None
     low, high = stated["ci95"]
     return Interval(float(stated["value"]), (float(low), float(high)))
-
-
-def _scaled(edges: tuple[Any, Any], by: float) -> tuple[float, float]:
-    return edges[0] * by, edges[1] * by

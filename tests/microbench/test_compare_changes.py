@@ -79,6 +79,20 @@ def test_another_baseline_is_no_measure_of_speed(committed, gate):
     assert "no baseline in both runs" in section(found.text, "Read this first")
 
 
+def test_a_multiple_of_the_baseline_is_that_of_the_levels(committed, gate):
+    levels = [committed["configs"][n]["step_us"] for n in ("mooncake_both", "plain")]
+    times = levels[0]["p50"] / levels[1]["p50"]
+    difference = levels[0]["p50"] - levels[1]["p50"]
+    interval = [difference - 1, difference + 1]
+    vs_plain = committed["configs"]["mooncake_both"]["vs_plain"]
+    vs_plain["step"] = {"value": difference, "ci95": interval}
+    committed["noise_floor"]["p50_us"]["step"]["floor"] = 1.0
+    for bound, outcome in ((0.99 * times, "failure"), (1.01 * times, "passed")):
+        limits = f"[configs.mooncake_both]\ntimes_baseline = {{ step = {bound} }}"
+        found = gate(committed, committed, limits)
+        assert found.cases["mooncake_both", "times_baseline of step"] == outcome
+
+
 @pytest.mark.parametrize(
     ("floor", "half", "more", "changed"),
     [
