@@ -28,6 +28,7 @@ Kind = Literal[
     "no_requests",
     "replay_unfinished",
     "lag",
+    "held",
     "failures",
     "duplicates",
     "drain",
@@ -53,6 +54,8 @@ REMEDIES: dict[Kind, str] = {
     "replay_unfinished": f"Read replay.log, then {_AGAIN}.",
     "lag": "Stop what else runs on this machine, or lower the load; raise "
     "`lag_budget_ms` only if the latencies are far above it.",
+    "held": "Raise `concurrency` until no session waits for a slot, or call the load "
+    "what it is: latencies do not hold these waits.",
     "failures": "Look up the reasons under Outcomes and in the instances' logs: the "
     "latencies leave these requests out.",
     "duplicates": "Replay into a new file, with one replayer.",
@@ -116,6 +119,12 @@ def arm_warnings(run: ArmRun, requests: pl.DataFrame) -> list[ArmWarning]:
     elif run.end.valid is False:
         late = (run.end.lag_ms or {}).get("p99")
         warn("lag", f"sent late: p99 {late} ms, budget {run.end.lag_budget_ms} ms")
+    if run.end is not None and run.end.held_sessions:
+        warn(
+            "held",
+            f"{run.end.held_sessions} sessions waited for a slot, the longest "
+            f"{run.end.held_s_max:.1f} s",
+        )
     found += _of_requests(info.arm, info.repeat, requests)
     return found
 

@@ -247,10 +247,9 @@ def _replayer(
     command += ["--time-scale", str(experiment.time_scale)]
     command += ["--timeout", str(experiment.request_timeout_s)]
     command += ["--lag-budget-ms", str(experiment.lag_budget_ms)]
-    if not experiment.open_loop:
-        in_flight = run.concurrency * len(fleet.instances)
-        command += ["--max-inflight-sessions", str(in_flight)]
-    return command
+    in_flight = run.concurrency * len(fleet.instances)
+    command += ["--max-inflight-sessions", str(in_flight)]
+    return command if experiment.open_loop else [*command, "--closed-loop"]
 
 
 def _module(name: str, *arguments: object) -> list[str]:

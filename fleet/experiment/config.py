@@ -66,8 +66,9 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     `profile` is a name in configs/fleet/; `time_factor` multiplies its simulated
     forward: 0.5 is a GPU twice as fast.
-    `time_scale` multiplies the trace's think times, and with `open_loop` its arrival
-    times: then sessions begin when the trace says, however many are in flight.
+    `time_scale` divides the trace's think times, and with `open_loop` its arrival
+    times: 20 is twenty times faster. With `open_loop` sessions begin when the trace
+    says, and `concurrency` is the most that are in flight: who arrives then waits.
     `standin` takes stand-ins instead of vLLM, with these options of fleet/standin, for
     tests of the experiment itself.
     """
@@ -82,7 +83,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     instances: Count = 4
     concurrency: list[Count] = msgspec.field(default_factory=lambda: [8])
     open_loop: bool = False
-    time_scale: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    time_scale: Positive = 1.0
     time_factor: Positive = 1.0
     repeats: Count = 2
     seed: int = 0

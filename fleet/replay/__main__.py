@@ -45,10 +45,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.url.startswith(("http://", "https://")):
         parser.error(f"--url {arguments.url}: must begin with http:// or https://")
-    if arguments.time_scale == 0 and arguments.max_inflight_sessions is None:
-        parser.error(
-            "--time-scale 0 sends all sessions at once: give --max-inflight-sessions"
-        )
+    if arguments.closed_loop and arguments.max_inflight_sessions is None:
+        parser.error("--closed-loop: give --max-inflight-sessions, too")
     fields = {name: getattr(arguments, name) for name in Options.__struct_fields__}
     try:
         options = Options(**fields)
@@ -98,15 +96,21 @@ def _parser() -> _Parser:
     add("--vocab-size", type=_at_least(2), default=default.vocab_size)
     add(
         "--time-scale",
-        type=_at_least(0, float),
+        type=_at_least(0.001, float),
         default=default.time_scale,
-        help="factor on arrival and think times (default 1)",
+        help="how much faster than the trace: divides arrival and think times "
+        "(default 1)",
     )
     add(
         "--max-inflight-sessions",
         type=_at_least(1),
         metavar="N",
-        help="closed loop: begin a session when one of N has ended, not on arrival",
+        help="a session that arrives while N are in flight waits for one to end",
+    )
+    add(
+        "--closed-loop",
+        action="store_true",
+        help="all sessions wait for one of N to end, whenever they arrive",
     )
     add(
         "--request-limit",

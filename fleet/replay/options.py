@@ -11,7 +11,11 @@ class ReplayError(Exception):
 
 
 class Options(msgspec.Struct, frozen=True):
-    """Where `max_inflight_sessions` is None, sessions begin when the trace says."""
+    """`time_scale` divides the trace's times: 20 is twenty times faster.
+
+    Sessions begin when the trace says, and wait while `max_inflight_sessions` are in
+    flight. With `closed_loop` they only wait for that.
+    """
 
     url: str
     trace: str
@@ -19,6 +23,7 @@ class Options(msgspec.Struct, frozen=True):
     vocab_size: int = 32_000
     time_scale: float = 1.0
     max_inflight_sessions: int | None = None
+    closed_loop: bool = False
     request_limit: int | None = None
     timeout_s: float = 600.0
     lag_budget_ms: float = 50.0
@@ -27,9 +32,13 @@ class Options(msgspec.Struct, frozen=True):
     @property
     def load(self) -> str:
         """How sessions begin, in words."""
-        if self.max_inflight_sessions is None:
-            return f"open loop: sessions begin at arrival_s x {self.time_scale:g}"
-        return (
-            f"closed loop: {self.max_inflight_sessions} sessions in flight, the next "
-            "one begins when one has ended; arrival_s is not used"
-        )
+        slots = self.max_inflight_sessions
+        if self.closed_loop:
+            return (
+                f"closed loop: {slots} sessions in flight, the next one begins when "
+                "one has ended; arrival_s is not used"
+            )
+        load = f"open loop: sessions begin at arrival_s / {self.time_scale:g}"
+        if slots is None:
+            return load
+        return f"{load}, or later, when fewer than {slots} are in flight"

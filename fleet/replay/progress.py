@@ -37,6 +37,11 @@ def summary(end: ReplayEnd) -> str:
     else:
         length_s = (end.steady.end_ns - end.steady.start_ns) / 1e9
         lines.append(f"replay: load steady for {length_s:.1f} s")
+    if end.held_sessions:
+        lines.append(
+            f"replay: {end.held_sessions} sessions waited for a slot, the longest "
+            f"{end.held_s_max:.1f} s: the load was not the trace's"
+        )
     if not end.valid and end.lag_ms is not None:
         budget = f"budget for p99 {end.lag_budget_ms:g} ms"
         lines.append(f"replay: RUN NOT VALID: requests were sent late, {budget}")

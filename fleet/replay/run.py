@@ -19,6 +19,7 @@ from fleet.replay.options import Options
 from fleet.replay.preflight import check_lengths, check_vocabulary, find_model
 from fleet.replay.records import new_ledger, record_of
 from fleet.replay.sessions import Session
+from fleet.replay.slots import Slots
 from fleet.replay.window import steady_window
 from lab.load.alarm import Alarm
 from lab.load.client import open_session
@@ -57,6 +58,7 @@ class Replay:
         self.out = out
         self.stop = Stop()
         self.in_flight = 0
+        self.slots = Slots(options.max_inflight_sessions)
 
     async def execute(self, **header: Any) -> ReplayEnd:
         """Run to the end, or to SIGINT or SIGTERM; return the end line.
@@ -103,19 +105,21 @@ class Replay:
         return self.records.end(
             ReplayEnd,
             steady=window and Steady(*window),
+            held_sessions=self.slots.held,
+            held_s_max=self.slots.held_ns_max / 1e9,
             replay_cpu_s=self.records.cpu_s,
         )
 
     async def _play_all(self) -> None:
         # The trace stays: a full collection need not walk it while we send.
         gc.freeze()
-        if self.options.max_inflight_sessions is None:
-            await self._play_open_loop()
-        else:
+        if self.options.closed_loop:
             await self._play_closed_loop(self.options.max_inflight_sessions)
+        else:
+            await self._play_open_loop()
 
     async def _play_open_loop(self) -> None:
-        """Begin every session when it arrives."""
+        """Begin every session when it arrives, or when it then gets a slot."""
         origin_s = self.sessions[0].turns[0].arrival_s
         arrivals = [
             (self._scaled_ns(session.turns[0].arrival_s - origin_s), session)
@@ -144,7 +148,13 @@ class Replay:
             for after_ns, _ in arrivals:
                 session, body = await nexts.get()
                 await self._alarm.sleep_until(start_ns + after_ns)
-                group.create_task(self._play(session, body, start_ns + after_ns))
+                due_ns = await self.slots.take(start_ns + after_ns)
+                group.create_task(self._play_in_slot(session, body, due_ns))
+
+    async def _play_in_slot(
+        self, session: Session, body: Future[bytes], due_ns: int
+    ) -> None:
+        self.slots.leave(await self._play(session, body, due_ns))
 
     async def _play_closed_loop(self, slots: int) -> None:
         """Keep `slots` sessions in flight for as long as there are any."""
@@ -216,4 +226,4 @@ class Replay:
         session.recorded = len(session.turns)
 
     def _scaled_ns(self, seconds: float) -> int:
-        return int(seconds * self.options.time_scale * 1e9)
+        return int(seconds / self.options.time_scale * 1e9)

@@ -107,7 +107,7 @@ class PlannedArm(msgspec.Struct, kw_only=True):
     cache_state: str | None = None
     """`mirror` or `exact`: how the proxy knows what is cached."""
     concurrency: int | None = None
-    """Requests in flight per instance; with `open_loop` only a label."""
+    """Requests in flight per instance; with `open_loop` at most."""
     baseline: str | None = None
     """The arm that this one is compared with."""
     same_as: str | None = None
@@ -115,7 +115,7 @@ class PlannedArm(msgspec.Struct, kw_only=True):
     open_loop: bool | None = None
     """Whether sessions begin when the trace says."""
     time_scale: float | None = None
-    """Factor on arrival and think times."""
+    """How much faster than the trace: divides arrival and think times."""
     time_factor: float | None = None
     """Factor on the simulated forward."""
     trace: TraceFacts | None = None

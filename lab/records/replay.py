@@ -44,8 +44,9 @@ class ReplayedRequest(Outcome, tag_field="type", tag="request"):
     turn: int
     """Counts from 0 in its session."""
     arrival_s: float | None = None
-    """Arrival in the trace. A session's first turn is due then, in a closed loop when a
-    slot is free; a later turn is due `think_s` after `end_ns` of the turn before."""
+    """Arrival in the trace. A session's first turn is due then, or later, when a slot
+    is free; in a closed loop when a slot is free. A later turn is due `think_s` after
+    `end_ns` of the turn before. The time scale divides both times."""
     input_tokens: int | None = None
     """Prompt tokens asked for."""
     output_tokens: int | None = None
@@ -76,5 +77,9 @@ class ReplayEnd(Account, kw_only=True, tag_field="type", tag="end"):
 
     steady: Steady | None = None
     """The steady window; null if a signal stopped the replay, or nothing is left."""
+    held_sessions: int = 0
+    """Sessions of an open loop that found all slots taken when they arrived."""
+    held_s_max: float = 0.0
+    """The longest that one of them waited for a slot; its latency does not count it."""
     replay_cpu_s: float | None = None
     """CPU time of the replayer."""

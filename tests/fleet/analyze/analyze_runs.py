@@ -36,7 +36,8 @@ class Truth:
     `hidden_hits`, `hidden_queries`: what an instance counts and no request is told;
     `wrong_belief`: tokens that the proxy takes to be cached and are not;
     `short_answers`: requests that got fewer tokens than asked for; `giants`: sessions
-    of ten times the tokens; `misplaced`: decisions recorded as another instance's.
+    of ten times the tokens; `misplaced`: decisions recorded as another instance's;
+    `held`: sessions that waited for a slot.
     """
 
     arm: str
@@ -62,6 +63,7 @@ class Truth:
     steady_share: float = 0.9
     fresh: bool = True
     valid: bool = True
+    held: int = 0
 
 
 def write_run(folder: Path, truths: list[Truth], seed: int = 1) -> Path:
@@ -184,6 +186,7 @@ def _write(
         lag_ms={"p50": 0.2, "p90": 0.5, "p99": 1.0, "max": 2.0},
         lag_budget_ms=0.5 if not truth.valid else 10.0,
         valid=truth.valid,
+        held_sessions=truth.held,
         steady=Steady(
             start_ns=times_ns[len(times_ns) // 10],
             end_ns=times_ns[int(len(times_ns) * truth.steady_share)],

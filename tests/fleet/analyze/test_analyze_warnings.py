@@ -18,6 +18,7 @@ from fleet.analyze.warn import REMEDIES
         ("failures", Truth("linear", repeats=1, fails=5)),
         ("apc_disagrees", Truth("linear", repeats=1, hidden_hits=200_000)),
         ("not_fresh", Truth("linear", repeats=1, fresh=False)),
+        ("held", Truth("linear", repeats=1, held=3)),
         ("lag", Truth("linear", repeats=1, valid=False)),
         ("machine_saturated", Truth("linear", repeats=1, saturated="cores busy")),
         ("few_sessions", Truth("linear", repeats=1, sessions=10)),

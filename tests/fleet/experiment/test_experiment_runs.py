@@ -199,3 +199,21 @@ def test_a_restart_program_that_is_not_there_is_in_arm_json(tmp_path):
     (failed,) = read_run(tmp_path / "run")
     assert failed.info.status == "failed"
     assert "`restart` (no-such-program) cannot be run" in failed.info.error
+
+
+def test_an_open_loop_keeps_the_traces_arrivals_and_the_cap(tmp_path):
+    """Ten sessions arrive over minutes, here within a second, and two may be served."""
+    config = tmp_path / "open.toml"
+    text = SMOKE.read_text().replace("concurrency = [2]", "concurrency = [1]")
+    config.write_text(f"open_loop = true\ntime_scale = 100000\n{text}")
+    run(config, tmp_path / "run")
+    for replayed in read_run(tmp_path / "run"):
+        assert replayed.info.status == "ok", replayed.info.error
+        assert replayed.info.open_loop
+        header = (replayed.folder / "replay.jsonl").read_text().splitlines()[0]
+        options = json.loads(header)["options"]
+        assert options["max_inflight_sessions"] == 2
+        assert not options["closed_loop"]
+        assert len({one.arrival_s for one in replayed.requests}) > 1
+        assert replayed.end.held_sessions > 0
+    assert "waited for a slot" in (tmp_path / "run" / "report.md").read_text()

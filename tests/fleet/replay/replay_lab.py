@@ -104,7 +104,7 @@ def assert_closed_loop_inside(
     for records in lines.sessions().values():
         for before, after in pairwise(records):
             if after["intended_ns"] is not None:
-                think_ns = int(think_s[after["id"]] * time_scale * 1e9)
+                think_ns = int(think_s[after["id"]] / time_scale * 1e9)
                 assert after["intended_ns"] == before["end_ns"] + think_ns
     for record in lines.records:
         stamps = ["intended_ns", "sent_ns", "first_token_ns", "end_ns"]

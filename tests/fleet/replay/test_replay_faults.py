@@ -47,9 +47,10 @@ def no_faults_left(server):
     turns=st.integers(1, 4),
     think_s=st.sampled_from([0.0, 0.02]),
     slots=st.sampled_from([None, 1, 3]),
+    closed=st.booleans(),
 )
 def test_under_any_faults_every_request_has_one_record_and_sessions_stop_at_a_bad_turn(
-    server, tmp_path_factory, cycle, after, sessions, turns, think_s, slots
+    server, tmp_path_factory, cycle, after, sessions, turns, think_s, slots, closed
 ):
     requests = trace(sessions, turns, think_s=think_s)
     server.set_faults(*cycle, after=after)
@@ -59,10 +60,11 @@ def test_under_any_faults_every_request_has_one_record_and_sessions_stop_at_a_ba
         tmp_path_factory.getbasetemp() / "replay.jsonl",
         timeout_s=0.15,
         max_inflight_sessions=slots,
-        time_scale=0.5,
+        closed_loop=slots is not None and closed,
+        time_scale=2,
     )
     assert_accounted_for(lines, requests)
-    assert_closed_loop_inside(lines, requests, 0.5)
+    assert_closed_loop_inside(lines, requests, 2)
 
 
 REASONS = {
@@ -110,7 +112,14 @@ def test_a_server_that_dies_fails_what_it_served_and_loses_no_record(tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("slots", [[], ["--max-inflight-sessions", "4"]])
+@pytest.mark.parametrize(
+    "slots",
+    [
+        [],
+        ["--max-inflight-sessions", "4"],
+        ["--max-inflight-sessions", "4", "--closed-loop"],
+    ],
+)
 def test_a_signal_records_the_rest_as_cancelled(server, tmp_path, signum, slots):
     server.set_faults("none", "none", "none", "hang")
     requests = trace(300, 2, gap_s=0.02)

@@ -126,7 +126,8 @@ def test_usage_is_checked_and_cached_tokens_may_be_missing():
 
 
 BAD_LINES = {
-    "time scale 0": (["--time-scale", "0"], "--max-inflight-sessions"),
+    "time scale 0": (["--time-scale", "0"], "--time-scale"),
+    "closed loop": (["--closed-loop"], "--max-inflight-sessions"),
     "no number": (["--timeout", "soon"], "--timeout"),
     "not finite": (["--time-scale", "inf"], "--time-scale"),
     "below": (["--max-inflight-sessions", "0"], "must be 1 or more"),

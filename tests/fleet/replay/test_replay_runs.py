@@ -11,6 +11,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from replay_lab import (
     Lines,
@@ -46,11 +47,11 @@ def replay(url, requests, tmp_path, *options):
 
 def test_sessions_arrive_as_the_trace_says_and_turns_wait_for_answers(server, tmp_path):
     requests = trace(20, 3, gap_s=0.05, think_s=0.02)
-    code, stderr, out = replay(server.url, requests, tmp_path, "--time-scale", "0.5")
+    code, stderr, out = replay(server.url, requests, tmp_path, "--time-scale", "2")
     assert code == 0, stderr
     lines = Lines(out)
     assert_accounted_for(lines, requests)
-    assert_closed_loop_inside(lines, requests, 0.5)
+    assert_closed_loop_inside(lines, requests, 2)
     firsts = [r for r in lines.records if r["turn"] == 0]
     firsts.sort(key=lambda record: record["arrival_s"])
     for before, after in pairwise(firsts):
@@ -78,7 +79,7 @@ def test_slots_are_never_more_than_asked_and_sessions_begin_in_trace_order(
     server, tmp_path
 ):
     requests = trace(12, 3, gap_s=5.0, think_s=0.01)
-    options = ["--max-inflight-sessions", "3"]
+    options = ["--max-inflight-sessions", "3", "--closed-loop"]
     code, stderr, out = replay(server.url, requests, tmp_path, *options)
     assert code == 0, stderr
     lines = Lines(out)
@@ -98,6 +99,49 @@ def test_slots_are_never_more_than_asked_and_sessions_begin_in_trace_order(
         assert sum(begin <= now_ns < end for begin, end in spans) <= 3
     ends = {end for _, end in spans}
     assert {begin for begin, _ in spans[3:]} < ends, "due when a slot is free"
+
+
+def test_twenty_is_twenty_times_faster(server, tmp_path):
+    requests = trace(6, 2, gap_s=1.0, think_s=1.0)
+    code, stderr, out = replay(server.url, requests, tmp_path, "--time-scale", "20")
+    assert code == 0, stderr
+    due_ns = [record["intended_ns"] for record in Lines(out).records]
+    assert 5 / 20 <= (max(due_ns) - min(due_ns)) / 1e9 < 5
+    assert_closed_loop_inside(Lines(out), requests, 20)
+
+
+def test_who_arrives_while_all_slots_are_taken_waits_for_one(tmp_path):
+    """Eight arrive one after the other, two more after a pause; there are two slots."""
+    crowd = trace(10, 2, gap_s=0.005, think_s=0.03)
+    requests = [
+        msgspec.structs.replace(r, arrival_s=2.0) if r.session in ("s8", "s9") else r
+        for r in crowd
+    ]
+    requests.sort(key=lambda request: request.arrival_s)
+    with standin() as quick:
+        options = ["--max-inflight-sessions", "2"]
+        code, stderr, out = replay(quick.url, requests, tmp_path, *options)
+    assert code == 0, stderr
+    lines = Lines(out)
+    assert_accounted_for(lines, requests)
+    assert_closed_loop_inside(lines, requests, 1)
+    firsts = sorted(
+        (r[0]["arrival_s"], r[0]["intended_ns"], r[-1]["end_ns"])
+        for r in lines.sessions().values()
+    )
+    start_ns = firsts[0][1]
+    ends, held = set(), 0
+    for arrival_s, due_ns, end_ns in firsts:
+        arrived_ns = start_ns + round((arrival_s - firsts[0][0]) * 1e9)
+        on_time = abs(due_ns - arrived_ns) <= 1
+        assert on_time or (due_ns > arrived_ns and due_ns in ends)
+        held += not on_time
+        ends.add(end_ns)
+    for _, now_ns, _ in firsts:
+        assert sum(begin <= now_ns < end for _, begin, end in firsts) <= 2
+        assert on_time or arrival_s < 2
+    assert lines.end["held_sessions"] == held > 0
+    assert f"{held} sessions waited for a slot" in stderr
 
 
 def test_tokens_are_the_servers_and_equal_blocks_are_hits(tmp_path):
