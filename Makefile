@@ -72,6 +72,9 @@ transfer-check: setup ## does Mooncake report a write over TCP before the bytes 
 bench-report: setup ## time and memory of analysing 10 million steps
 	$(python) -m costs.report
 
+coverage: setup ## do intervals over a few server processes hold the truth? (simulated)
+	$(python) -m lab.stats.coverage
+
 # Sources of the releases that the patches are tested on, with upstream's own tests.
 vllm-releases: setup third_party/vllm-0.18.1 third_party/vllm-0.22.1 third_party/vllm-0.33.0 ## fetch the sources of vLLM's releases
 
@@ -117,5 +120,5 @@ clean: ## remove runs, fetched sources and the environment
 .PHONY: help setup test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
 	direct-read-cost listener-cost sending-lag proxy-cost trace-cost \
-	transfer-check bench-report vllm-releases upstream-check \
+	transfer-check bench-report coverage vllm-releases upstream-check \
 	upstream-series kvindex-test kvindex-bench kvindex-figures lock clean
