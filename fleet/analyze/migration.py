@@ -19,7 +19,8 @@ import polars as pl
 
 from fleet.analyze.balance import Window, hotspot, max_over_min
 
-EVERY = (None, 10, 5)
+# Experiments cut sessions to a few turns: some of these find no turn to move before.
+EVERY = (None, 10, 5, 2)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def migrations(
 ) -> list[dict[str, Any]]:
     """One entry for each of EVERY, of one arm and repeat; [] without requests.
 
+    `chances`: turns before which a session may move. With none, nothing is tried.
     The hotspot index is that of `window_ns`, where one is given.
     """
     usable = requests.filter(pl.col("status") == "ok").sort("sent_ns", "id")
@@ -62,6 +64,7 @@ def _simulate(
     context: dict[str, int] = {}
     turns: dict[str, int] = {}
     placed: list[str] = []
+    chances = 0
     moved_tokens: list[int] = []
     for session, sent_ns, end_ns, prompt, output in requests.select(
         "session",
@@ -77,9 +80,11 @@ def _simulate(
         least = min(instances, key=lambda name: (ongoing[name], served[name]))
         if turn == 0:
             home[session] = least
-        elif every and turn % every == 0 and ongoing[least] < ongoing[home[session]]:
-            home[session] = least
-            moved_tokens.append(context[session])
+        elif every and turn % every == 0:
+            chances += 1
+            if ongoing[least] < ongoing[home[session]]:
+                home[session] = least
+                moved_tokens.append(context[session])
         name = home[session]
         tokens = prompt + output
         ongoing[name] += tokens
@@ -94,6 +99,7 @@ def _simulate(
         "every_turns": every,
         "max_over_min": max_over_min(list(served.values())),
         "hotspot": hotspot(simulated, instances, window_ns),
+        "chances": chances,
         "migrations": len(moved_tokens),
         "moved_tokens": sum(moved_tokens),
         "transfer_ms_total": round(link.transfer_ms(sum(moved_tokens)), 3),

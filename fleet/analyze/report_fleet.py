@@ -193,17 +193,25 @@ def migration_table(document: Document) -> str:
             else f"every {every} turns",
             number(one["max_over_min"], 2),
             number((one["hotspot"] or {}).get("mean"), 2),
+            f"{one['chances']}",
             f"{one['migrations']}",
             number(one["transfer_ms_total"], 0),
             number(one["transfer_ms_max"], 1),
         ]
         for one in migration["policies"]
+        if one["every_turns"] is None or one["chances"]
     ]
     if not rows:
         return "No request to simulate with."
-    head = ["sessions move", "token imbalance", "hotspot mean", "migrations"]
+    head = ["sessions move", "token imbalance", "hotspot mean", "chances", "moves"]
     head += ["transfer ms in all", "longest, ms"]
-    note = (
+    untried = ", ".join(
+        f"{one['every_turns']}"
+        for one in migration["policies"]
+        if one["every_turns"] is not None and not one["chances"]
+    )
+    note = f"Not tried: every {untried} turns. No session is so long.\n\n"
+    note = (note if untried else "") + (
         f"The requests of `{migration['of']}` on sticky sessions, with the times they "
         f"had; {migration['kv_bytes_per_token']:,} bytes of KV per token "
         f"({migration['model']}) over {migration['bandwidth_gbit_s']:g} Gbit/s."

@@ -25,6 +25,7 @@ from fleet.analyze.load import ongoing_tokens, step_function
 from fleet.analyze.migration import Link, migrations
 from fleet.analyze.outcomes import outcomes
 from fleet.analyze.records import ArmRun
+from fleet.analyze.report_fleet import migration_table
 from fleet.analyze.sessions import SessionDraws
 from fleet.experiment.gpu_sampler import HEADER, row
 from lab.records.exposition import sample_totals
@@ -192,13 +193,38 @@ def test_migrating_evens_out_two_long_sessions_on_one_instance() -> None:
                 }
             )
     link = Link(kv_bytes_per_token=100_000, bandwidth_gbit_s=8)
-    never, tenth, fifth = migrations(requests(rows), AB, link)
+    never, tenth, fifth, _ = migrations(requests(rows), AB, link)
     assert never["migrations"] == 0
     assert tenth["migrations"] == fifth["migrations"] == 1
     assert fifth["max_over_min"] < tenth["max_over_min"] < never["max_over_min"]
     # The context before turn 5, 4,001 tokens x 100,000 bytes, over 1e9 bytes/s.
     assert fifth["moved_tokens"] == 4_001
     assert fifth["transfer_ms_total"] == pytest.approx(400.1)
+
+
+def test_a_rule_that_no_session_is_long_enough_for_was_not_tried() -> None:
+    """Sessions of eight turns never come to their eleventh."""
+    rows = [
+        {
+            "session": s,
+            "turn": turn,
+            "instance": "a",
+            "sent_ns": turn,
+            "end_ns": turn + 1,
+        }
+        for s in AB
+        for turn in range(8)
+    ]
+    link = Link(kv_bytes_per_token=1, bandwidth_gbit_s=1)
+    policies = migrations(requests(rows), AB, link)
+    chances = {one["every_turns"]: one["chances"] for one in policies}
+    assert chances == {None: 0, 10: 0, 5: 2, 2: 6}
+    migration = {"of": "x", "model": "m", "kv_bytes_per_token": 1}
+    migration |= {"bandwidth_gbit_s": 1.0, "policies": policies}
+    text = migration_table({"migration": migration})
+    assert "Not tried: every 10 turns. No session is so long." in text
+    assert "| every 10 turns" not in text
+    assert "| every 5 turns" in text
 
 
 def arm_of(before: str, after: str) -> ArmRun:
