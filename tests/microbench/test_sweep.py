@@ -15,11 +15,12 @@ import pytest
 
 from lab.config import ConfigError
 from lab.paths import CONFIGS, REPOSITORY
-from lab.serving.connector import load_connector
+from lab.serving.connector import Connector, load_connector
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.tree import build_tree, installed_package, link_package
 from microbench import sweep
 from microbench.profile import load_profile
+from microbench.trial import PlannedTrial
 from microbench.trees import build_trees
 
 pytestmark = pytest.mark.slow
@@ -87,8 +88,12 @@ def test_every_config_can_be_built_and_leaves_the_installed_package_alone(
 
 
 def test_configs_alternate_the_direction_so_that_drift_hits_all_alike():
-    assert sweep._order(["a", "b", "c"], 0) == ["a", "b", "c"]
-    assert sweep._order(["a", "b", "c"], 1) == ["c", "b", "a"]
+    ready = {name: PlannedTrial(name, 0, Connector("", []), {}) for name in "abc"}
+    for repeat, order in ((0, "abc"), (1, "cba")):
+        planned = sweep._round(ready, repeat)
+        assert [(one.config, one.repeat) for one in planned] == [
+            (name, repeat) for name in order
+        ]
 
 
 def test_a_config_whose_patch_does_not_fit_does_not_sink_the_others(trees, tmp_path):
