@@ -69,6 +69,9 @@ trace-cost: setup ## time and memory of traces of two million requests
 transfer-check: setup ## does Mooncake report a write over TCP before the bytes arrive?
 	$(python) -m lab.serving.transfer_check
 
+verdict-power: setup ## how small a growth a sweep still catches, from the run RUN=DIR
+	$(python) -m costs.power $(RUN) --flat liars/honest --flat liars/constant --draws 20
+
 bench-report: setup ## time and memory of analysing 10 million steps
 	$(python) -m costs.report
 
@@ -120,5 +123,5 @@ clean: ## remove runs, fetched sources and the environment
 .PHONY: help setup test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
 	direct-read-cost listener-cost sending-lag proxy-cost trace-cost \
-	transfer-check bench-report coverage vllm-releases upstream-check \
+	transfer-check bench-report verdict-power coverage vllm-releases upstream-check \
 	upstream-series kvindex-test kvindex-bench kvindex-figures lock clean

@@ -20,8 +20,8 @@ from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.tree import build_tree, installed_package, link_package
 from microbench import sweep
 from microbench.profile import load_profile
-from microbench.trial import PlannedTrial
 from microbench.trees import build_trees
+from microbench.trial import PlannedTrial
 
 pytestmark = pytest.mark.slow
 
