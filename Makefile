@@ -3,10 +3,13 @@
 python := .venv/bin/python
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
 
-setup: ## install what is missing: system libraries, uv, the locked .venv
+setup: ## install what is missing: system libraries, uv, the locked .venv (cpu, or the flavour it has)
 	@bash setup.sh
+
+fresh-machine-check: ## does it work on minimal Debian 12 and 13? (needs root, mmdebstrap, 25 GB; 20 minutes)
+	bash tests/fresh_machine/check.sh
 
 test: setup vllm-releases ## all tests but the long ones, with real vLLM servers (10 minutes)
 	$(python) -m tests
@@ -120,7 +123,7 @@ lock: setup ## resolve pyproject.toml into locks/ again
 clean: ## remove runs, fetched sources and the environment
 	rm -rf runs third_party .venv .uv .setup.lock
 
-.PHONY: help setup test test-all test-fast direct-read-test direct-read-storm \
+.PHONY: help setup fresh-machine-check test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
 	direct-read-cost listener-cost sending-lag proxy-cost trace-cost \
 	transfer-check bench-report verdict-power coverage vllm-releases upstream-check \

@@ -30,8 +30,11 @@ declare -A libraries=(
     [libnuma.so.1]=libnuma1
     [libcurl.so.4]=libcurl4
 )
-# The CPU worker starts only with tcmalloc preloaded; a GPU machine does not need it.
-[[ $flavour == cpu ]] && libraries[libtcmalloc_minimal.so.4]=libtcmalloc-minimal4
+# The CPU worker starts only with tcmalloc preloaded. Mooncake for GPUs links libmlx5.
+case $flavour in
+    cpu) libraries[libtcmalloc_minimal.so.4]=libtcmalloc-minimal4 ;;
+    gpu) libraries[libmlx5.so.1]=ibverbs-providers ;;
+esac
 
 # Release -> its package of a Python that vLLM takes.
 declare -A pythons=(

@@ -57,4 +57,6 @@ def reasons(profile: Profile) -> Iterator[str]:
         except PreflightError as error:
             yield str(error)
         _, errors = build_trees(trees, profile.connectors())
-        yield from (f"{name}: {error}" for name, error in errors.items())
+        for error in dict.fromkeys(errors.values()):
+            names = ", ".join(name for name in errors if errors[name] == error)
+            yield f"{names}: {error}"

