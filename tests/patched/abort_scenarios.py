@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import zmq
 from fake_prefiller import FakePrefiller
 from mooncake_world import LONG_TIMEOUT_S, PATIENCE_S, World
 from vllm import envs
@@ -276,3 +278,29 @@ def fewer_blocks_than_wanted(world: World) -> Problems:
     return problems + must(
         recomputed(world, bad), f"{world.fates[bad]}: not recomputed"
     )
+
+
+def listener_ends_while_sending(world: World) -> Problems:
+    """A decoder that finds the port closed gives the blocks back after a second."""
+    send, ended = world.worker._send_blocks, []
+    begun = threading.Event()
+
+    def slow_send(*arguments):
+        begun.set()
+        time.sleep(3)
+        ended.append(send(*arguments))
+        return ended[0]
+
+    world.worker._send_blocks = slow_send
+    world.prefill("t")
+    decode = world.decode("t")
+    problems = must(world.until(begun.is_set), "nothing was sent")
+    port = f"tcp://{world.worker.hostname}:{world.worker.side_channel_port}"
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        # The listener takes messages of two frames; it fails at one of three.
+        stranger.connect(port)
+        stranger.send_multipart([b"", b""])
+        while world.known([decode]) and not ended:
+            world.step()
+    problems += must(bool(ended), "blocks given back while they were written")
+    return problems + world.settle() + must(pulled(world, decode), "not pulled")

@@ -23,6 +23,7 @@ WRONG_UPSTREAM = [
     "decoders_ask_after_the_abort",
     "asked_for_after_it_expired",
     "fewer_blocks_than_wanted",
+    "listener_ends_while_sending",
 ]
 SCENARIOS = RIGHT_UPSTREAM + WRONG_UPSTREAM
 # Run with the policy that fails a request; all others recompute the prompt.
@@ -35,6 +36,7 @@ NOTICES = {
     "forget_aborted": "prefills_aborted_together",
     "refuse_aborted": "decoders_ask_after_the_abort",
     "refuse_expired": "asked_for_after_it_expired",
+    "end_sends": "listener_ends_while_sending",
     "empty_pull": "aborted_before_scheduled",
     "import_queue": "nothing_fails",
     "import_uuid": "nothing_fails",
