@@ -8,9 +8,10 @@ that drift of the machine hits all alike. A round counts with its lower quartile
 disturbs a step only ever adds to it. A cost is the median over the rounds of the
 difference within a round, with a percentile bootstrap over the rounds.
 
-The split is measured in the process that records: engine and worker hooks are switched
-on and off there every few steps, so no two processes are compared. The same hooks in a
-tight loop show what they cost with warm caches. Prints Markdown.
+The split is measured in the process that records: the connector's calls per layer, the
+hooks of engine and worker, and the timing of the connector's calls are switched on and
+off there every few steps, so no two processes are compared. The same hooks in a tight
+loop show what they cost with warm caches. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def measure(rounds: int, steps: int, batch: int) -> Samples:
             for name, times_us in split.items():
                 modes.setdefault(name, []).append(times_us)
         hooks = engines[ON].ask("time_hooks", batch, HOOK_LOOPS)
+        hooks |= engines[ON].ask("time_calls", HOOK_LOOPS)
     return Samples(
         {name: np.array(times_us) for name, times_us in variants.items()},
         {name: np.array(times_us) for name, times_us in modes.items()},

@@ -85,6 +85,13 @@ def hooks_table(samples: Samples, costs: dict[str, Interval]) -> str:
         ]
         for name, found in split.items()
     ]
+    rows.append(
+        [
+            "the connector's calls, on",
+            f"{cost(modes['calls'], modes['both']):+.1f}",
+            *("", "", "", ""),
+        ]
+    )
     base_us = float(np.median(samples.variants[BASE]))
     off, aim = judge_off(costs[OFF], costs[AGAIN], base_us)
     rows.append([aim.what, f"{costs[OFF]:+.1f}", "", "", aim.bound, off])
@@ -97,11 +104,20 @@ def report(samples: Samples) -> str:
     times_us = samples.variants
     costs = {name: cost(times_us[name], times_us[BASE]) for name in VARIANTS[1:]}
     rounds, steps = times_us[BASE].shape
+    call_us, timed_us = (
+        float(np.median(samples.hooks[name])) for name in ("call", "timed call")
+    )
+    layers = cost(samples.modes["off"], samples.modes["no layers"])
+    calls = (
+        f"A call of a method that does nothing takes {call_us:.2f} us, and "
+        f"{timed_us:.2f} us when it is timed. The no-op connector's calls per layer "
+        f"make a step longer by {layers:.1f} us. Not timed, as they take no time."
+    )
     note = (
         f"{rounds} rounds of {steps} steps each; intervals are 95 %. Writing a record "
         "is the background thread's work: it holds the GIL while it encodes, a few "
         "times a second."
     )
     return "\n\n".join(
-        [variants_table(times_us, costs), hooks_table(samples, costs), note]
+        [variants_table(times_us, costs), hooks_table(samples, costs), calls, note]
     )

@@ -10,11 +10,15 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from costs.hooks.patch_hooks import engine_hooks, worker_hooks
 from lab.serving.engine_process import serve
@@ -27,22 +31,63 @@ WARM_UP_STEPS = 50
 CHUNK_STEPS = 10
 # Sequences of hook calls timed at once: far shorter than the writer's interval.
 LOOP_STEPS = 1_000
-# What is on: (engine hooks, worker hooks). The worker's alone would record nothing,
-# as its step_id comes from the engine's.
-MODES = {"off": (False, False), "engine": (True, False), "both": (True, True)}
 
 
-def switch(engine: bool, worker: bool) -> None:
-    """Turn the recorders of this process on or off, between two steps."""
-    from vllm.v1 import step_records
-    from vllm.v1.core.sched import scheduler
-    from vllm.v1.engine import core
-    from vllm.v1.worker import gpu_worker, kv_connector_model_runner_mixin
+class Mode(NamedTuple):
+    """What is on. The worker's hooks alone would record nothing, as their step_id comes
+    from the engine's."""
 
-    for module in (scheduler, core):
-        module.ENGINE_STEPS = step_records.ENGINE_STEPS if engine else None
-    for module in (gpu_worker, kv_connector_model_runner_mixin):
-        module.WORKER_STEPS = step_records.WORKER_STEPS if worker else None
+    layers: bool = True
+    engine: bool = False
+    worker: bool = False
+    calls: bool = False
+
+
+# Each has what the one before has, and one thing more.
+MODES = {
+    "no layers": Mode(layers=False),
+    "off": Mode(),
+    "engine": Mode(engine=True),
+    "both": Mode(engine=True, worker=True),
+    "calls": Mode(engine=True, worker=True, calls=True),
+}
+
+
+class Switch:
+    """Turns parts of the recording of this process on and off, between two steps."""
+
+    def __init__(self, engine: NullEngine) -> None:
+        worker = engine.core.model_executor.driver_worker.worker
+        self._model = worker.model_runner.model
+        self._layers = self._model.layer_names
+        connectors = (engine.core.scheduler.connector, get_kv_transfer_group())
+        self._connectors = [
+            (connector, dict(_wrappers(connector))) for connector in connectors
+        ]
+
+    def set(self, mode: Mode) -> None:
+        from vllm.v1 import step_records
+        from vllm.v1.core.sched import scheduler
+        from vllm.v1.engine import core
+        from vllm.v1.worker import gpu_worker, kv_connector_model_runner_mixin
+
+        for module in (scheduler, core):
+            module.ENGINE_STEPS = step_records.ENGINE_STEPS if mode.engine else None
+        for module in (gpu_worker, kv_connector_model_runner_mixin):
+            module.WORKER_STEPS = step_records.WORKER_STEPS if mode.worker else None
+        self._model.layer_names = self._layers if mode.layers else []
+        for connector, calls in self._connectors:
+            for name, call in calls.items():
+                if mode.calls:
+                    setattr(connector, name, call)
+                else:
+                    vars(connector).pop(name, None)
+
+
+def _wrappers(connector: Any) -> Iterator[tuple[str, Callable]]:
+    for name, value in vars(connector).items():
+        if hasattr(value, "__wrapped__"):
+            yield name, value
 
 
 def time_steps(engine: NullEngine, batch: int, steps: int) -> np.ndarray:
@@ -64,11 +109,12 @@ def time_modes(
     ids = engine.decode_batch(batch, WARM_UP_STEPS + total)
     engine.time(WARM_UP_STEPS)
     times_us: dict[str, list[float]] = {mode: [] for mode in MODES}
+    switch = Switch(engine)
     for _ in range(chunks):
         for mode in order.sample(list(MODES), len(MODES)):
-            switch(*MODES[mode])
+            switch.set(MODES[mode])
             times_us[mode] += engine.time(CHUNK_STEPS)
-    switch(True, True)
+    switch.set(MODES["calls"])
     engine.end_batch(ids)
     return {mode: np.array(values[:steps]) for mode, values in times_us.items()}
 
@@ -108,10 +154,32 @@ def time_hooks(engine: NullEngine, batch: int, loops: int) -> dict[str, np.ndarr
     return {name: np.array(ns) / LOOP_STEPS / 1e3 for name, ns in times_ns.items()}
 
 
+def time_calls(engine: NullEngine, loops: int) -> dict[str, np.ndarray]:
+    """(loops,) us per call of a method that does next to nothing, and of it timed."""
+    from vllm.v1.step_connector import ConnectorCalls
+
+    class Connector:
+        def method(self, argument):
+            return argument
+
+    bare, timed = Connector(), Connector()
+    ConnectorCalls().wrap(timed)
+    times_us = {}
+    for name, connector in (("call", bare), ("timed call", timed)):
+        call, times_us[name] = connector.method, np.empty(loops)
+        for loop in range(loops):
+            start = time.perf_counter_ns()
+            for _ in range(LOOP_STEPS):
+                call(None)
+            us = (time.perf_counter_ns() - start) / 1e3
+            times_us[name][loop] = us / LOOP_STEPS
+    return times_us
+
+
 def main() -> None:
     model, socket = sys.argv[1:]
     engine = NullEngine(Path(model), NOOP)
-    serve(engine, socket, time_steps, time_modes, time_hooks)
+    serve(engine, socket, time_steps, time_modes, time_hooks, time_calls)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ def steps(us: float, seed: int = 1) -> np.ndarray:
 
 def samples(again_us: float = 1, off_us: float = 1, engine_us: float = 2) -> Samples:
     variants = {BASE: 300, AGAIN: 300 + again_us, OFF: 300 + off_us, ON: 310}
-    modes = {"off": 300, "engine": 300 + engine_us, "both": 301 + engine_us}
-    hooks = ("engine", "engine record", "worker", "worker record")
+    modes = {"no layers": 295, "off": 300, "engine": 300 + engine_us}
+    modes |= {"both": 301 + engine_us, "calls": 302.5 + engine_us}
+    hooks = ("engine", "engine record", "worker", "worker record", "call", "timed call")
     return Samples(
         {name: steps(us, seed) for seed, (name, us) in enumerate(variants.items())},
         {name: steps(us, seed) for seed, (name, us) in enumerate(modes.items())},
@@ -41,7 +42,7 @@ def samples(again_us: float = 1, off_us: float = 1, engine_us: float = 2) -> Sam
 
 
 def judged(found: Samples) -> list[str]:
-    """Of the engine's hooks, the worker's, and both when off."""
+    """Of the engine's hooks, the worker's, the connector's calls, and all when off."""
     rows = report(found).split("\n\n")[1].splitlines()[2:]
     return [row.split("|")[-2].strip() for row in rows]
 
@@ -63,11 +64,19 @@ def test_recording_is_judged_by_its_aim(engine_us, word):
     [(3, 1, "met"), (-3, 1, "met"), (3, -2, "met"), (1, 8, "missed")],
 )
 def test_off_may_cost_what_two_unpatched_processes_differ_by(again_us, off_us, word):
-    assert judged(samples(again_us, off_us))[2] == word
+    assert judged(samples(again_us, off_us))[-1] == word
+
+
+def test_what_calls_and_layers_cost_is_told():
+    found = report(samples())
+    (row,) = (line for line in found.splitlines() if "calls, on" in line)
+    assert float(row.split("|")[2].split()[0]) == pytest.approx(1.5, abs=0.2)
+    longer = found.split("make a step longer by ")[1].split()[0]
+    assert float(longer) == pytest.approx(5, abs=0.2)
 
 
 def test_off_is_undecided_where_the_noise_would_hide_anything():
-    assert judged(samples(again_us=15, off_us=1))[2] == "undecided"
+    assert judged(samples(again_us=15, off_us=1))[-1] == "undecided"
 
 
 @pytest.fixture(scope="module")
