@@ -14,7 +14,7 @@ from lab.paths import CONFIGS
 from lab.serving.settings import CPU_ENGINE, Forward
 
 # As many attention layers as Qwen3-Coder-30B-A3B has, for the connector's calls per
-# layer. They share the KV cache of the first, so that it stays small.
+# layer. Only the first has a KV cache, so that it stays small.
 NULL_MODEL = {
     "architectures": ["NullForCausalLM"],
     # Any type that transformers knows: vLLM goes by the architecture.

@@ -27,12 +27,17 @@ class Call(NamedTuple):
 
 # Calls in their order, and what the lab adds: ("scheduled", step_id) and the like.
 LOG: list[tuple] = []
+# What was saved: layer, shape of its KV cache, kind of metadata.
+SAVED: set[tuple] = set()
 
 
 class Plain(NoopConnector):
     def request_finished(self, request, block_ids):
         # As MultiConnector asks for it.
         return False, None
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        SAVED.add((layer_name, tuple(kv_layer.shape), type(attn_metadata).__name__))
 
     def of_its_own(self) -> None:
         """Not in vLLM's interface; build_connector_meta() calls it."""

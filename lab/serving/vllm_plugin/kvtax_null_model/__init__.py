@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM plugin: the null model, which leaves out the arithmetic and nothing else.
 
-Its attention layers are declared, so that vLLM allocates KV blocks and hands them to
-the connector. A forward makes the connector's calls of each layer, and computes
-nothing. Engine, scheduler, block pool, connector and transfer engine are the real
-ones. The folder is put on PYTHONPATH;
-the `.dist-info` beside this package is what vLLM's plugin loader finds.
+One attention layer is declared, so that vLLM allocates KV blocks for it and hands them
+to the connector; the others borrow its KV cache. A forward makes the connector's calls
+of each layer, and computes nothing. Engine, scheduler, block pool, connector and
+transfer engine are the real ones. The folder is put on PYTHONPATH; the `.dist-info`
+beside this package is what vLLM's plugin loader finds.
 """
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.kv_transfer_utils import (
     maybe_transfer_kv_layer,
@@ -17,6 +18,21 @@ from kvtax_null_model.forward import SimulatedForward
 @maybe_transfer_kv_layer
 def null_attention(layer_name: str) -> None:
     """Computes nothing; the connector is called around it, as around any attention."""
+
+
+class BorrowingLayer:
+    """A layer of the forward context with the KV cache of another layer.
+
+    vLLM allocates nothing for it. Its own sharing of caches is not an option, as
+    NixlConnector cannot register a layer that has no cache of its own.
+    """
+
+    def __init__(self, owner: Attention) -> None:
+        self._owner = owner
+
+    @property
+    def kv_cache(self) -> list[torch.Tensor]:
+        return self._owner.kv_cache
 
 
 class NullForCausalLM(nn.Module):
@@ -34,18 +50,16 @@ class NullForCausalLM(nn.Module):
         }
         self.simulated = SimulatedForward(**cost) if any(cost.values()) else None
         names = [f"layers.{i}.attention" for i in range(config.num_hidden_layers)]
-        self.layers = nn.ModuleList(
-            Attention(
-                num_heads=config.num_attention_heads,
-                head_size=config.head_dim,
-                scale=1.0,
-                num_kv_heads=config.num_key_value_heads,
-                cache_config=vllm_config.cache_config,
-                prefix=name,
-                kv_sharing_target_layer_name=None if name == names[0] else names[0],
-            )
-            for name in names
+        self.attention = Attention(
+            num_heads=config.num_attention_heads,
+            head_size=config.head_dim,
+            scale=1.0,
+            num_kv_heads=config.num_key_value_heads,
+            cache_config=vllm_config.cache_config,
+            prefix=names[0],
         )
+        layers = vllm_config.compilation_config.static_forward_context
+        layers |= {name: BorrowingLayer(self.attention) for name in names[1:]}
         self.layer_names = names
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         max_requests = vllm_config.scheduler_config.max_num_seqs
@@ -64,11 +78,18 @@ class NullForCausalLM(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        for name in self.layer_names:
-            null_attention(name)
+        self._transfer_layers()
         if self.simulated is not None:
             self.simulated.wait(positions)
         return self.hidden[: positions.shape[0]]
+
+    def _transfer_layers(self) -> None:
+        attn_metadata = get_forward_context().attn_metadata
+        if attn_metadata is not None:
+            shared = attn_metadata[self.layer_names[0]]
+            attn_metadata |= dict.fromkeys(self.layer_names, shared)
+        for name in self.layer_names:
+            null_attention(name)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.logits[: hidden_states.shape[0]]
