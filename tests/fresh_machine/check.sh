@@ -8,6 +8,10 @@
 set -euo pipefail
 shopt -s inherit_errexit
 
+fail() { printf 'fresh-machine-check: %s\n' "$*" >&2; exit 2; }
+
+[[ $EUID == 0 ]] || fail "run this as root: it mounts and changes roots"
+
 releases=(bookworm trixie)
 users=(root sudo user)
 mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
@@ -15,9 +19,6 @@ here=$(realpath "$(dirname "${BASH_SOURCE[0]}")")
 repository=$(dirname "$(dirname "$here")")
 work=${TMPDIR:-/tmp}/kvtax-fresh-machine
 
-fail() { printf 'fresh-machine-check: %s\n' "$*" >&2; exit 2; }
-
-[[ $EUID == 0 ]] || fail "run this as root: it mounts and changes roots"
 for tool in mmdebstrap unshare setpriv flock git; do
     type -P "$tool" >/dev/null || fail "$tool is missing: apt-get install mmdebstrap util-linux git"
 done
