@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""threads.jsonl: what the threads of the engine's process do, once a second.
+"""threads.jsonl: what the threads of the engine's process do, twice a second.
 
 The patch step_timing_v2 writes it inside vLLM, beside engine_step.jsonl.
 """

@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from lab.records.phases import Phase
-from lab.stats.mean_slope import BLOCK_STEPS, mean_slopes
+from lab.stats.mean_slope import mean_slopes
 from lab.stats.processes import Repeats
 from lab.stats.slope import Cells, slopes_of_repeats
 from microbench.analysis.levels import common_mix, reach_blocks
@@ -24,8 +24,6 @@ from microbench.analysis.middle import LEAST_SCALE_US, by_repeat, repeats_of
 BEFORE_SHARE = 0.9
 AFTER_SHARE = 0.25
 MIN_STEPS_PER_BATCH = 10
-# Steps that prefill are few, and too far apart to resemble each other.
-PREFILLS_PER_BLOCK = 2
 
 
 def steps_of(steps: pl.DataFrame, metric: Metric) -> pl.DataFrame:
@@ -47,8 +45,7 @@ def slope_by_repeat(
         found = slopes_of_repeats(cells, metric.time, seed)
         scale = steps[metric.time].median()
     else:
-        block_steps = PREFILLS_PER_BLOCK if metric.steps == "prefills" else BLOCK_STEPS
-        found = mean_slopes(steps, metric.time, block_steps=block_steps)
+        found = mean_slopes(steps, metric.time, block_steps=metric.block_steps)
         scale = steps[metric.time].mean()
     return found and Repeats(*found, max(abs(scale), LEAST_SCALE_US))
 

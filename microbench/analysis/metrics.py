@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lab.stats.mean_slope import BLOCK_STEPS
+
 Steps = Literal["decode_only", "prefills", "all"]
 
 
@@ -20,13 +22,15 @@ Steps = Literal["decode_only", "prefills", "all"]
 class Metric:
     """`time` is a column of microbench.analysis.steps.
 
-    A metric that does not decide can only veto the verdict "flat".
+    A mean's slope is fitted to blocks of so many of its steps. A metric that only
+    vetoes must not grow, but need not be flat.
     """
 
     time: str
     steps: Steps
     middle: Literal["median", "mean"]
-    decides: bool = True
+    block_steps: int = BLOCK_STEPS
+    only_vetoes: bool = False
 
 
 # Those with a level, too: what scheduler and connector take, and all there is.
@@ -34,11 +38,13 @@ LEVELS = {
     "schedule": Metric("schedule_us", "decode_only", "median"),
     "overhead": Metric("overhead_us", "decode_only", "median"),
     # It holds the model, whose noise can pass for growth.
-    "step": Metric("step_us", "decode_only", "median", decides=False),
+    "step": Metric("step_us", "decode_only", "median", only_vetoes=True),
 }
 METRICS = LEVELS | {
     "scheduler_cpu": Metric("scheduler_cpu_us", "decode_only", "mean"),
     "connector": Metric("connector_us", "all", "mean"),
-    "prefill": Metric("connector_us", "prefills", "mean"),
-    "threads": Metric("threads_us", "all", "mean"),
+    # Few, and too far apart to resemble each other.
+    "prefill": Metric("connector_us", "prefills", "mean", block_steps=2),
+    # One value per sample of the threads.
+    "threads": Metric("threads_us", "all", "mean", block_steps=1),
 }

@@ -21,8 +21,8 @@ The sums:
   and the waiting for it are not in it, nor is their noise.
 - scheduler_cpu_us: CPU time of the engine's thread in schedule() and in
   update_from_output().
-- threads_us: CPU time of all threads of the engine's process but the engine's own,
-  since the step before.
+- threads_us (microbench.analysis.threads): CPU time per step of the threads of the
+  engine's process that are not vLLM's own.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def step_table(repeat: int, engine: StepFile, worker: StepFile) -> pl.DataFrame:
         connector_us(methods).alias("connector_us"),
         overhead_us(methods).alias("overhead_us"),
         (pl.col("schedule_cpu_us") + pl.col("update_cpu_us")).alias("scheduler_cpu_us"),
-        (pl.col("cpu_us") - pl.col("thread_cpu_us")).alias("threads_us"),
     )
 
 

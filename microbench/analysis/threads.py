@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU time of each thread of the engine's process, second by second."""
+"""The CPU time of each thread of the engine's process, sample by sample."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lab.records.threads import ThreadsHeader, ThreadTimes
 
 SCHEMA = {
     "repeat": pl.Int16,
+    "step_id": pl.Int64,
     "phase": pl.UInt8,
     "batch": pl.Int16,
     "cache_blocks": pl.Int32,
@@ -23,15 +24,17 @@ SCHEMA = {
 }
 
 
+# vLLM's own: they serve requests, and are as busy as those. And our recorder's.
+OWN = r"^MainThread$|\(process_(in|out)put_sockets\)$|^records-"
 NO_THREADS = pl.DataFrame(schema=SCHEMA)
 
 
 def read_threads(path: Path, steps: pl.DataFrame) -> pl.DataFrame:
-    """A row for each second and thread; empty if there is no such file.
+    """A row for each sample and thread; empty if there is no such file.
 
     Threads of equal names count as one: their numbers differ from server to server.
-    `steps` is the trial's table of steps: a second has the |cache| and the phase of its
-    last step. Seconds without a step are left out. `batch` is 0.
+    `steps` is the trial's table of steps: a sample has the |cache| and the phase of its
+    last step. Samples without a step are left out. `batch` is 0.
     """
     if not path.is_file() or not steps.height:
         return NO_THREADS
@@ -54,8 +57,21 @@ def read_threads(path: Path, steps: pl.DataFrame) -> pl.DataFrame:
         for name, us in record.threads.items():
             spent[_kind(name)] += us
         for name, us in spent.items():
-            rows.append((repeat, phase, 0, blocks, made, name, us, us / made))
+            at_step = (repeat, record.step_id, phase, 0, blocks, made)
+            rows.append((*at_step, name, us, us / made))
     return pl.DataFrame(rows, schema=SCHEMA, orient="row")
+
+
+def with_threads(steps: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
+    """`steps` with threads_us, at the last step of each sample and else null.
+
+    CPU time per step since the sample before, of all threads but vLLM's own.
+    """
+    others = threads.filter(~pl.col("thread").str.contains(OWN))
+    spent = others.group_by("step_id").agg(
+        pl.col("us_per_step").sum().alias("threads_us")
+    )
+    return steps.join(spent, on="step_id", how="left", maintain_order="left")
 
 
 def _kind(name: str) -> str:

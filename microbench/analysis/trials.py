@@ -14,7 +14,7 @@ from lab.records.requests import Requests, read_requests
 from lab.records.run import RunRecord
 from lab.records.trial import TrialRecord
 from microbench.analysis.steps import read_engine_steps, read_worker_steps, step_table
-from microbench.analysis.threads import read_threads
+from microbench.analysis.threads import read_threads, with_threads
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
     engine = read_engine_steps(folder, requests.phases)
     worker = read_worker_steps(folder)
     steps = step_table(repeat, engine, worker)
+    threads = read_threads(folder / "threads.jsonl", steps)
+    steps = with_threads(steps, threads)
     decode = steps.filter("decode_only")
     return LoadedTrial(
         config=config,
@@ -78,7 +80,7 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
         error=None,
         facts=facts,
         steps=steps,
-        threads=read_threads(folder / "threads.jsonl", steps),
+        threads=threads,
         requests=requests,
         engine_steps=engine.records,
         worker_steps=worker.records,

@@ -93,7 +93,7 @@ def metric_verdict(
 
 def overall_verdict(of: Mapping[str, str]) -> str:
     """The config's verdict from those on each of METRICS that was measured."""
-    deciding = [of[name] for name in of if METRICS[name].decides]
+    deciding = [of[name] for name in of if not METRICS[name].only_vetoes]
     for verdict in ("grows", "drifts"):
         if verdict in deciding:
             return verdict

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 from vllm.v1.step_record_file import RecordFile
 
-INTERVAL_NS = 1_000_000_000
+INTERVAL_NS = 500_000_000
 TASKS = "/proc/self/task"
 
 
@@ -24,7 +24,7 @@ class ThreadTimes(msgspec.Struct):
 
 
 class ThreadsFile(RecordFile):
-    """Adds a record once a second, in the thread that writes the file."""
+    """Adds a record twice a second, in the thread that writes the file."""
 
     def __init__(self, directory: str, last_step_id: Callable[[], int]):
         self._last_step_id = last_step_id

@@ -13,8 +13,10 @@ import polars as pl
 from synthetic import Truth, trial_steps, write_records, write_run
 
 from lab.records.steps import EngineHeader, WorkerHeader
+from lab.records.threads import ThreadsHeader
 
 STEPS, BLOCKS, REPEATS = 4_000, 16_000, 2
+SAMPLE_STEPS = 80
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,17 @@ def headers(engine: pl.DataFrame, worker: pl.DataFrame) -> tuple[msgspec.Struct,
     )
 
 
+def threads_of(engine: pl.DataFrame) -> pl.DataFrame:
+    """What its thread took, in samples of SAMPLE_STEPS steps."""
+    spent = (engine["cpu_us"] - engine["thread_cpu_us"]).rolling_sum(SAMPLE_STEPS)
+    samples = engine.select("t_ns", "step_id", pl.Series("us", spent).round(3))
+    return (
+        samples.gather_every(SAMPLE_STEPS, offset=SAMPLE_STEPS - 1)
+        .with_columns(pl.struct(pl.col("us").alias("a thread")).alias("threads"))
+        .drop("us")
+    )
+
+
 def write_lies(folder: Path, configs: Mapping[str, dict[str, Cost]]) -> None:
     """A run of REPEATS trials of each config.
 
@@ -101,3 +114,5 @@ def write_lies(folder: Path, configs: Mapping[str, dict[str, Cost]]) -> None:
             files = ("engine_step.jsonl", "worker_step.r0.jsonl")
             for file, header, frame in zip(files, headers(*steps), steps, strict=True):
                 write_records(trial / file, header, frame)
+            threads = threads_of(steps[0])
+            write_records(trial / "threads.jsonl", ThreadsHeader(pid=1), threads)

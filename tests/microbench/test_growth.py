@@ -12,6 +12,7 @@ from lab.records.step_table import StepFile
 from microbench.analysis.analysis import analyse
 from microbench.analysis.levels import Window
 from microbench.analysis.steps import CLOCKS, CONNECTOR_TIMES, step_table
+from microbench.analysis.threads import NO_THREADS, with_threads
 from microbench.analysis.trials import LoadedTrial
 
 
@@ -34,7 +35,7 @@ def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> Loaded
     hooks = (pl.lit(None, pl.Float64).alias(name) for name in CONNECTOR_TIMES)
     worker = worker.select("step_id", "execute_model_us", *hooks)
     files = (StepFile(frame, count, 0) for frame in (shaped, worker))
-    table = step_table(repeat, *files)
+    table = with_threads(step_table(repeat, *files), NO_THREADS)
     return LoadedTrial(truth.name, repeat, None, None, table)
 
 

@@ -61,7 +61,7 @@ def test_a_thread_that_takes_a_core_shows_and_is_named(idle, burning):
     for record in burning[1]:
         assert max(record.threads, key=record.threads.get) == "burner"
     named_us = sum(record.threads["burner"] for record in burning[1])
-    # The threads are read once a second, so the rest of a second is missing.
+    # The threads are read twice a second, so the rest of a second is missing.
     assert named_us < burnt_us < 2.5 * named_us
     assert not any("burner" in record.threads for record in idle[1])
 
