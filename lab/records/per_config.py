@@ -128,8 +128,8 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     `slope_per_1k_blocks`."""
     reset_check: dict[str, Any] | None = None
     """Before and after the reset, by metric: `before_us`, `after_us`, `drop_us`,
-    `drop_ci95_us`, `expected_drop_us` (slope times |cache|), `fell`; beside them
-    `cache_blocks_before`, `cache_blocks_after`, `steps_before`, `steps_after`."""
+    `drop_ci95_us`, `expected_drop_us` (slope times |cache|), `fell`, `stayed`; beside
+    them `cache_blocks_before`, `cache_blocks_after`, `steps_before`, `steps_after`."""
     linearity: dict[str, Any] | None = None
     """Of the time in `schedule()`: `linear` (`yes`, `no`, `undecided`), `r2` of the
     binned medians, `slope_lower_half`, `slope_upper_half`."""

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may grow with |cache|: which time, of which steps, and which middle of it.
 
-A median over decode-only steps is what a token waits for, and a machine that stalls
-hardly moves it. It cannot see a cost that fewer than half of the steps pay. So means
-must pass as well: of CPU time, which a stall does not lengthen, and of the connector's
-calls, which are so short that few stalls hit them. Because prompts enter the cache in
-steps that prefill, those count, too, and by themselves.
+Wholes and parts. The wholes (`schedule`, `overhead`, `step`) are what a token waits
+for, as medians over decode-only steps. They hold the machine's noise, and a median does
+not see what fewer than half of the steps pay. The parts add up to all that a connector
+can change: CPU time of the scheduler, which no stall lengthens; the connector's calls,
+which are so short that few stalls hit them; and CPU time of other threads. They are
+means, and because prompts enter the cache in steps that prefill, those count, too.
+"Flat" rests on the parts.
 """
 
 from __future__ import annotations
@@ -22,25 +24,22 @@ Steps = Literal["decode_only", "prefills", "all"]
 class Metric:
     """`time` is a column of microbench.analysis.steps.
 
-    A mean's slope is fitted to blocks of so many of its steps. A metric that only
-    vetoes must not grow, but need not be flat.
+    A mean's slope is fitted to blocks of so many of its steps.
     """
 
     time: str
     steps: Steps
     middle: Literal["median", "mean"]
     block_steps: int = BLOCK_STEPS
-    only_vetoes: bool = False
 
 
-# Those with a level, too: what scheduler and connector take, and all there is.
+# Those with a level, too.
 LEVELS = {
     "schedule": Metric("schedule_us", "decode_only", "median"),
     "overhead": Metric("overhead_us", "decode_only", "median"),
-    # It holds the model, whose noise can pass for growth.
-    "step": Metric("step_us", "decode_only", "median", only_vetoes=True),
+    "step": Metric("step_us", "decode_only", "median"),
 }
-METRICS = LEVELS | {
+PARTS = {
     "scheduler_cpu": Metric("scheduler_cpu_us", "decode_only", "mean"),
     "connector": Metric("connector_us", "all", "mean"),
     # Few, and too far apart to resemble each other.
@@ -48,3 +47,4 @@ METRICS = LEVELS | {
     # One value per sample of the threads.
     "threads": Metric("threads_us", "all", "mean", block_steps=1),
 }
+METRICS = LEVELS | PARTS

@@ -7,7 +7,8 @@ For each of METRICS (microbench/analysis/metrics.py), with the slope's interval:
   by), and the reset check confirms it: after the prefix-cache reset the cost fell by
   at least half of what slope x |cache| predicts, and the interval of the fall lies
   above 0. A cost that falls when the cache empties came from |cache|.
-- drifts: the slope is as large, but the cost did not fall. Something else went up.
+- drifts: the slope is as large, but the whole interval of the fall lies below that
+  half. Something else went up.
 - flat: the upper end of the interval lies inside +-MARGIN, so growth by more than
   MARGIN is excluded (a test of non-inferiority; the lower end does not matter, as
   costing less with a fuller cache is no cost), and two runs of the same config differ
@@ -15,9 +16,14 @@ For each of METRICS (microbench/analysis/metrics.py), with the slope's interval:
   changed.
 - inconclusive: anything else, a slope without a usable reset check included.
 
-The config's verdict: grows if one of the metrics that decide grows; else drifts if one
-drifts; else flat if all are flat and the whole step does not grow; else inconclusive. A
-step also holds the model, whose noise is larger, so it need not be flat.
+The config's verdict:
+
+- grows: a part, schedule or overhead grows;
+- drifts: a part drifts. In a whole it may be the machine;
+- flat: all parts that were measured are flat, and no whole grows. Records from before
+  there were parts have schedule and overhead in their place;
+- inconclusive: anything else. A step that grows while nothing else does is that, too:
+  it also holds the model.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ from lab.stats.slope import (
     slope_us_per_1k_blocks,
 )
 from microbench.analysis.measured import Measured
-from microbench.analysis.metrics import METRICS
+from microbench.analysis.metrics import PARTS
 
 # us per 1,000 blocks: 35 us at 17,500 blocks, 0.5 % of a 7 ms forward.
 MARGIN_US_PER_1K_BLOCKS = 2.0
@@ -58,19 +64,17 @@ def reset_check(
     fall, drop, slope = one.falls[metric], one.drops[metric], one.slopes[metric]
     if fall is None or drop is None:
         return None
-    expected = None if slope is None else slope.value * blocks_fallen / 1_000
+    expected = 0.0 if slope is None else slope.value * blocks_fallen / 1_000
+    low, high = drop.ci95
+    confirming = CONFIRMING_SHARE * expected
     return {
         "before_us": round(fall.before_us, 3),
         "after_us": round(fall.after_us, 3),
         "drop_us": round(drop.value, 3),
         "drop_ci95_us": [round(edge, 3) for edge in drop.ci95],
-        "expected_drop_us": None if expected is None else round(expected, 3),
-        "fell": bool(
-            expected is not None
-            and expected > 0
-            and drop.value >= CONFIRMING_SHARE * expected
-            and drop.ci95[0] > 0
-        ),
+        "expected_drop_us": round(expected, 3),
+        "fell": bool(drop.value >= confirming > 0 and low > 0),
+        "stayed": bool(high < confirming),
     }
 
 
@@ -83,9 +87,9 @@ def metric_verdict(
         return "inconclusive"
     low, high = slope.ci95
     if low > max(MARGIN_US_PER_1K_BLOCKS, floor):
-        if check is None:
-            return "inconclusive"
-        return "grows" if check["fell"] else "drifts"
+        if check and check["fell"]:
+            return "grows"
+        return "drifts" if check and check["stayed"] else "inconclusive"
     if max(abs(high), floor) < MARGIN_US_PER_1K_BLOCKS:
         return "flat"
     return "inconclusive"
@@ -93,12 +97,13 @@ def metric_verdict(
 
 def overall_verdict(of: Mapping[str, str]) -> str:
     """The config's verdict from those on each of METRICS that was measured."""
-    deciding = [of[name] for name in of if not METRICS[name].only_vetoes]
-    for verdict in ("grows", "drifts"):
-        if verdict in deciding:
-            return verdict
-    flat = set(deciding) == {"flat"} and of.get("step") != "grows"
-    return "flat" if flat else "inconclusive"
+    parts = [name for name in of if name in PARTS] or ["schedule", "overhead"]
+    if "grows" in (of[name] for name in (*parts, "schedule", "overhead")):
+        return "grows"
+    if "drifts" in (of[name] for name in parts):
+        return "drifts"
+    flat = all(of[name] == "flat" for name in parts)
+    return "flat" if flat and of["step"] != "grows" else "inconclusive"
 
 
 def linearity(cells: Cells, time: str, slope: Estimate) -> dict[str, Any] | None:

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 
 from lab.stats.estimate import Estimate
+from microbench.analysis.metrics import METRICS, PARTS
 from microbench.analysis.verdict import (
     MARGIN_US_PER_1K_BLOCKS,
     metric_verdict,
     overall_verdict,
 )
 
-FELL, STAYED = {"fell": True}, {"fell": False}
+FELL = {"fell": True, "stayed": False}
+STAYED = {"fell": False, "stayed": True}
+UNSURE = {"fell": False, "stayed": False}
 
 
 def slope(low: float, high: float) -> Estimate:
@@ -43,6 +46,8 @@ def test_flat_means_that_growth_beyond_the_margin_is_excluded(interval, verdict)
     [
         (FELL, 0.0, "grows"),
         (STAYED, 0.0, "drifts"),
+        # Not to see it fall is not to see it stay.
+        (UNSURE, 0.0, "inconclusive"),
         (None, 0.0, "inconclusive"),
         # Two runs of the same config differ by more than that.
         (FELL, 60.0, "inconclusive"),
@@ -56,22 +61,42 @@ def test_no_slope_is_no_verdict():
     assert metric_verdict(None, FELL, floor=0.0) == "inconclusive"
 
 
+FLAT = dict.fromkeys(METRICS, "flat")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_flat_needs_every_part_to_be_flat(part):
+    assert overall_verdict(FLAT) == "flat"
+    for verdict in ("grows", "drifts", "inconclusive"):
+        assert overall_verdict(FLAT | {part: verdict}) == verdict
+
+
+@pytest.mark.parametrize("whole", ["schedule", "overhead"])
+def test_a_whole_that_grows_convicts_and_a_noisy_one_does_not_decide(whole):
+    assert overall_verdict(FLAT | {whole: "grows"}) == "grows"
+    for verdict in ("drifts", "inconclusive"):
+        assert overall_verdict(FLAT | {whole: verdict}) == "flat"
+
+
+def test_a_step_that_grows_vetoes_flat():
+    # It holds what nobody has timed, too, and the model.
+    assert overall_verdict(FLAT | {"step": "grows"}) == "inconclusive"
+    assert overall_verdict(FLAT | {"step": "drifts"}) == "flat"
+
+
 @pytest.mark.parametrize(
-    ("schedule", "overhead", "step", "verdict"),
+    ("schedule", "overhead", "verdict"),
     [
-        ("flat", "flat", "inconclusive", "flat"),
-        ("flat", "flat", "drifts", "flat"),
-        # A step holds what nobody has timed, too.
-        ("flat", "flat", "grows", "inconclusive"),
-        ("flat", "grows", "inconclusive", "grows"),
-        ("flat", "drifts", "inconclusive", "drifts"),
-        ("flat", "inconclusive", "flat", "inconclusive"),
+        ("flat", "flat", "flat"),
+        ("flat", "grows", "grows"),
+        ("flat", "drifts", "drifts"),
+        ("flat", "inconclusive", "inconclusive"),
     ],
 )
-def test_a_step_that_grows_is_never_flat_and_a_noisy_one_may_be(
-    schedule, overhead, step, verdict
+def test_records_without_parts_are_judged_by_scheduler_and_connector(
+    schedule, overhead, verdict
 ):
-    of = {"schedule": schedule, "overhead": overhead, "step": step}
+    of = {"schedule": schedule, "overhead": overhead, "step": "inconclusive"}
     assert overall_verdict(of) == verdict
 
 
