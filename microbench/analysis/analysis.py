@@ -19,6 +19,7 @@ from microbench.analysis.levels import Level, Window, choose_window
 from microbench.analysis.measured import Measured, level_all, measure_all
 from microbench.analysis.roles import Roles, roles_of
 from microbench.analysis.trials import LoadedTrial
+from microbench.analysis.undecided import undecided
 from microbench.analysis.warn import config_warnings, run_warnings
 
 
@@ -58,6 +59,7 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
     }
     for name, one in measured.items():
         doubts[name] = config_warnings(entries[name], one.steps)
+        doubts[name] += undecided(entries[name], by_config[name], noise)
         entries[name].warnings = [str(doubt) for doubt in doubts[name]]
     document = PerConfig(
         provenance=run.provenance | {"report_git_commit": commit},

@@ -13,6 +13,7 @@ Kind = Literal[
     "few_steps",
     "no_slope",
     "wide_interval",
+    "undecided",
     "no_reset_check",
     "no_worker_records",
     "torn_lines",
@@ -37,6 +38,7 @@ REMEDIES: dict[Kind, str] = {
     "no_slope": "Let the cache grow for longer: raise `num_blocks`, or lower "
     "`prompt_tokens`.",
     "wide_interval": f"Add repeats, or {_QUIETER}.",
+    "undecided": f"Run it with more repeats (`--only`, `--repeats`), or {_QUIETER}.",
     "no_reset_check": "Send more requests after the reset (`after_reset_requests`).",
     "no_worker_records": "Look in server.log for a worker that died: the overhead of "
     "these steps is not known.",

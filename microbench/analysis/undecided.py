@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would decide an inconclusive verdict: how many more servers, and minutes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from lab.records.per_config import ConfigEntry, NoiseFloor, Stated
+from lab.records.warning import RunWarning
+from microbench.analysis.metrics import PARTS
+from microbench.analysis.remedies import doubt
+from microbench.analysis.trials import LoadedTrial
+from microbench.analysis.verdict import MARGIN_US_PER_1K_BLOCKS
+
+# Beyond that the extrapolation says nothing, and nobody would wait for it.
+MOST_SERVERS = 50
+
+
+def undecided(
+    entry: ConfigEntry, trials: Sequence[LoadedTrial], noise: NoiseFloor
+) -> list[RunWarning]:
+    """A warning for a config that is inconclusive, which names what is in the way."""
+    if entry.verdict != "inconclusive":
+        return []
+    parts = [name for name in entry.verdict_of if name in PARTS] or ["overhead"]
+    open_ = [name for name in parts if entry.verdict_of[name] == "inconclusive"]
+    if not open_:
+        return [doubt("undecided", "the step grows, and none of its parts does")]
+    needed = [
+        servers_needed(
+            entry.slope_us_per_1k_blocks[name], entry.n_repeats, noise.slope_floor(name)
+        )
+        for name in open_
+    ]
+    message = f"undecided in {', '.join(open_)}: "
+    if None in needed:
+        return [doubt("undecided", message + "no number of servers would tell")]
+    more = max(needed) - entry.n_repeats
+    if max(needed) > MOST_SERVERS:
+        return [doubt("undecided", message + f"more than {MOST_SERVERS} servers")]
+    walls_s = [t.facts.wall_s for t in trials if t.facts and t.facts.wall_s]
+    minutes = more * np.mean(walls_s) / 60 if walls_s else 0
+    message += f"about {more} servers more, {minutes:.0f} minutes"
+    return [doubt("undecided", message)]
+
+
+def servers_needed(slope: Stated | None, repeats: int, floor: float) -> int | None:
+    """How many servers in all would narrow the interval enough, at this noise.
+
+    An interval is as wide as 1 / sqrt(servers). None where the slope is so near to the
+    margin, or two runs of the same thing so far apart, that nothing tells.
+    """
+    if slope is None or slope["ci95"] is None:
+        return repeats + 1
+    low, high = slope["ci95"]
+    value, half = slope["value"], (high - low) / 2
+    if value > MARGIN_US_PER_1K_BLOCKS:
+        room = value - max(MARGIN_US_PER_1K_BLOCKS, floor)
+    elif floor < MARGIN_US_PER_1K_BLOCKS:
+        room = MARGIN_US_PER_1K_BLOCKS - abs(value)
+    else:
+        return None
+    if room <= 0:
+        return None
+    return max(math.ceil(repeats * (half / room) ** 2), repeats + 1)
