@@ -59,7 +59,6 @@ class Switch:
     def __init__(self, engine: NullEngine) -> None:
         worker = engine.core.model_executor.driver_worker.worker
         self._model = worker.model_runner.model
-        self._layers = self._model.layer_names
         connectors = (engine.core.scheduler.connector, get_kv_transfer_group())
         self._connectors = [
             (connector, dict(_wrappers(connector))) for connector in connectors
@@ -75,7 +74,10 @@ class Switch:
             module.ENGINE_STEPS = step_records.ENGINE_STEPS if mode.engine else None
         for module in (gpu_worker, kv_connector_model_runner_mixin):
             module.WORKER_STEPS = step_records.WORKER_STEPS if mode.worker else None
-        self._model.layer_names = self._layers if mode.layers else []
+        if mode.layers:
+            vars(self._model).pop("transfer_layers", None)
+        else:
+            self._model.transfer_layers = lambda: None
         for connector, calls in self._connectors:
             for name, call in calls.items():
                 if mode.calls:

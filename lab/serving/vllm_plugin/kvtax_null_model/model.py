@@ -78,12 +78,13 @@ class NullForCausalLM(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        self._transfer_layers()
+        self.transfer_layers()
         if self.simulated is not None:
             self.simulated.wait(positions)
         return self.hidden[: positions.shape[0]]
 
-    def _transfer_layers(self) -> None:
+    def transfer_layers(self) -> None:
+        """The connector's calls of each layer."""
         attn_metadata = get_forward_context().attn_metadata
         if attn_metadata is not None:
             shared = attn_metadata[self.layer_names[0]]
