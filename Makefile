@@ -73,7 +73,7 @@ transfer-check: setup ## does Mooncake report a write over TCP before the bytes 
 	$(python) -m lab.serving.transfer_check
 
 verdict-power: setup ## how small a growth a sweep still catches, from the run RUN=DIR
-	$(python) -m costs.power $(RUN) --flat liars/honest --flat liars/constant --draws 20
+	$(python) -m costs.power $(RUN) --flat noop --flat liars/honest --flat liars/constant --draws 8
 
 bench-report: setup ## time and memory of analysing 10 million steps
 	$(python) -m costs.report

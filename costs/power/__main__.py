@@ -22,7 +22,7 @@ from lab.stats.markdown import table
 from microbench.analysis.analysis import analyse
 from microbench.analysis.trials import LoadedTrial, load_run
 
-SLOPES = (1.0, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 20.0)
+SLOPES = (1.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 POWER = 0.95
 IN_CONNECTOR = ("connector_us", "overhead_us", "step_us")
 IN_THREAD = ("threads_us",)
