@@ -34,6 +34,7 @@ WORKER_METHODS = (
     "start_load_kv",
     "wait_for_layer_load",
     "save_kv_layer",
+    "has_connector_metadata",
     "wait_for_save",
     "get_finished",
     "get_block_ids_with_load_errors",
@@ -117,7 +118,11 @@ class LyingConnector(NoopConnector):
         self._made_s = time.monotonic()
         self._step = Step()
         self._block_pool = None
-        if role == KVConnectorRole.SCHEDULER and self._lie.method == THREAD:
+        method = self._lie.method
+        if method != THREAD:
+            # All other methods stay as cheap as those of a connector that does nothing.
+            setattr(self, method, self._lying(getattr(self, method)))
+        elif role == KVConnectorRole.SCHEDULER:
             threading.Thread(target=self._lie_for_ever, daemon=True).start()
 
     def bind_gpu_block_pool(self, gpu_block_pool) -> None:
@@ -146,6 +151,19 @@ class LyingConnector(NoopConnector):
     def build_connector_worker_meta(self) -> WorkerReport:
         return WorkerReport()
 
+    def _lying(self, honest):
+        """The method `honest`, and then the lie."""
+        layer = self._lie.layer
+
+        @functools.wraps(honest)
+        def method(*args, **kwargs):
+            result = honest(*args, **kwargs)
+            if layer is None or f"layers.{layer}." in args[0]:
+                self._spend()
+            return result
+
+        return method
+
     def _spend(self) -> None:
         us = self._lie.us_of(self._step, time.monotonic() - self._made_s)
         if us and self._lie.waits:
@@ -160,24 +178,3 @@ class LyingConnector(NoopConnector):
         while True:
             time.sleep(THREAD_PAUSE_S)
             self._spend()
-
-
-def _lying(name: str):
-    """The method `name`: it does what it did, and lies if it is the one to lie."""
-    does = getattr(LyingConnector, name)
-
-    @functools.wraps(does)
-    def method(self, *args, **kwargs):
-        result = does(self, *args, **kwargs)
-        lie = self._lie
-        if lie.method == name and (
-            lie.layer is None or f"layers.{lie.layer}." in args[0]
-        ):
-            self._spend()
-        return result
-
-    return method
-
-
-for _name in (*SCHEDULER_METHODS, *WORKER_METHODS):
-    setattr(LyingConnector, _name, _lying(_name))

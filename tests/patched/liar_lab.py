@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from connectors.liar import Lie, LyingConnector, Step
+from connectors.liar import THREAD, Lie, LyingConnector, Step
 from lab.serving.null_engine import NullEngine
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1_024, 12
@@ -38,8 +37,13 @@ class Liar:
         assert isinstance(self.worker, LyingConnector)
 
     def tell(self, **lie) -> None:
-        """Both sides lie like this from now on."""
-        self.scheduler._lie = self.worker._lie = Lie(**lie)
+        """Both sides lie like this from now on, and no longer as before."""
+        for side in (self.scheduler, self.worker):
+            vars(side).pop(side._lie.method, None)
+            side._lie = Lie(**lie)
+            if side._lie.method != THREAD:
+                honest = getattr(side, side._lie.method)
+                setattr(side, side._lie.method, side._lying(honest))
 
     def run(self, requests: int) -> list[tuple[Step, float]]:
         """One request after the other, from an empty cache on.
@@ -66,9 +70,8 @@ class Liar:
 
     def spent_us(self, method: str, *arguments) -> float:
         """Wall time of one call of a method of the worker's side."""
-        needs = {"save_kv_layer": (None, None), "handle_preemptions": ()}
         before_ns = time.perf_counter_ns()
-        getattr(self.worker, method)(*arguments, *needs.get(method, ()))
+        getattr(self.worker, method)(*arguments)
         return (time.perf_counter_ns() - before_ns) / 1e3
 
 
@@ -80,7 +83,7 @@ class CalledMethods:
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> CalledMethods:
-        for name in vars(KVConnectorBase_V1) | vars(LyingConnector):
+        for name in dir(LyingConnector):
             does = getattr(LyingConnector, name)
             if not name.startswith("_") and callable(does) and _takes_self(does):
                 self._patch.setattr(LyingConnector, name, self._noting(name, does))
