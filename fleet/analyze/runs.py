@@ -5,17 +5,17 @@ Drawing sessions shows how much a result depends on the sessions that were repla
 does not show that a fleet started anew serves the same sessions faster or slower. So
 the draws of an arm's level are also multiplied by a drawn offset of its runs.
 
-Offsets are taken as normal in the logarithm, and equally wide in all arms at one
-concurrency. Two or three runs of one arm tell little about that width. So it is pooled
-over those arms, where equal arms (an A/A pair) are one arm with more runs, and it is
-drawn, too: the offsets follow Student's t (Gelman et al. 2013, Bayesian Data Analysis,
-3.2).
+Offsets are taken as normal in the logarithm. Two or three runs of one arm tell little
+about their width. So it is pooled over all arms at one concurrency, where equal arms
+(an A/A pair) are one arm with more runs, and it is drawn, too: the offsets follow
+Student's t (Gelman et al. 2013, Bayesian Data Analysis, 3.2). An arm whose own runs
+differ by more has its own width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -87,7 +87,6 @@ class Spreads:
     def __init__(self, requests: pl.DataFrame, alike: dict[str, Alike]) -> None:
         """`requests` of the arms that may be compared; `alike` has all of them."""
         own = requests.filter(pl.col("arm").is_in(list(alike)))
-        self._concurrency = {arm: group.concurrency for arm, group in alike.items()}
         self.runs = {
             arm: of["repeat"].n_unique()
             for (arm,), of in own.partition_by("arm", as_dict=True).items()
@@ -102,9 +101,16 @@ class Spreads:
         pairs = [logs[group] for group, arms in groups.items() if len(arms) > 1]
         self.pairs = len(pairs)
         self._of_pairs = _spread(pairs)
-        self._at = {
-            at: _spread([one for group, one in logs.items() if group.concurrency == at])
-            for at in {group.concurrency for group in groups}
+        at = {
+            concurrency: _spread(
+                [one for group, one in logs.items() if group.concurrency == concurrency]
+            )
+            for concurrency in {group.concurrency for group in groups}
+        }
+        self._of_arm = {
+            arm: _wider(at[group.concurrency], _spread([logs[group]]))
+            for group, arms in groups.items()
+            for arm in arms
         }
 
     def widened(
@@ -113,7 +119,7 @@ class Spreads:
         """`level` with the runs drawn as well; without an interval where unknown."""
         if level is None:
             return None
-        spread = self._at[self._concurrency[arm]][metric, quantile]
+        spread = self._of_arm[arm][metric, quantile]
         if spread is None:
             return Estimate(level.value, np.full(DRAWS, np.nan))
         sessions = np.resize(level.draws, DRAWS)
@@ -163,4 +169,17 @@ def _spread(
         (metric, quantile): RunSpread.of(logs[metric, quantile] for logs in groups)
         for metric in TITLES
         for quantile in QUANTILES
+    }
+
+
+def _wider(
+    pooled: dict[tuple[str, str], RunSpread | None],
+    own: dict[tuple[str, str], RunSpread | None],
+) -> dict[tuple[str, str], RunSpread | None]:
+    """The pooled spread, but no narrower than an arm's own runs show."""
+    return {
+        key: replace(spread, log_sd=max(spread.log_sd, one.log_sd))
+        if spread and (one := own[key])
+        else spread
+        for key, spread in pooled.items()
     }

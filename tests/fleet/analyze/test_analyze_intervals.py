@@ -120,6 +120,22 @@ def test_the_spread_is_pooled_and_equal_arms_are_one_arm() -> None:
     assert RunSpread.of([np.array([0.0, 1.0, 2.0])]) == RunSpread(1.0, 2)
 
 
+def test_an_arm_whose_runs_differ_by_more_has_the_wider_interval() -> None:
+    requests = simulated(np.random.default_rng(8), 2, 0.01, 0.05, slower=1)
+    later = (pl.col("arm") == "other") & (pl.col("repeat") == 1)
+    slower = requests.with_columns(
+        pl.when(later).then(2 * pl.col("tpot_ms")).otherwise("tpot_ms").alias("tpot_ms")
+    )
+    draws, spreads = SessionDraws(slower["session"]), Spreads(slower, ARMS)
+    widths = {}
+    for arm in ("base", "other"):
+        own = slower.filter(pl.col("arm") == arm)
+        level = draws.quantiles(own["tpot_ms"], own["session"])["p50"]
+        low, high = spreads.widened(level, arm, "tpot_ms", "p50").ci95
+        widths[arm] = np.log(high / low)
+    assert widths["other"] > 1.5 * widths["base"]
+
+
 def test_one_run_of_each_arm_has_no_interval() -> None:
     """Nothing tells how much another run would differ."""
     requests = simulated(np.random.default_rng(7), 1, 0.1, 0.1, slower=2)
