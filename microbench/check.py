@@ -11,6 +11,7 @@ from pathlib import Path
 from lab.config import ConfigError
 from lab.paths import REPOSITORY
 from lab.serving import preflight
+from lab.serving.errors import ServerError
 from lab.serving.preflight import PreflightError
 from lab.serving.tree import installed_package, link_package
 from microbench.fitted import choices, fitted
@@ -32,7 +33,7 @@ def check(profile: Profile) -> int:
         print(f"run_all: profile {profile.name} can be measured here")
         return 0
     print(f"run_all: profile {profile.name} cannot be measured here:", file=sys.stderr)
-    for reason in found:
+    for reason in dict.fromkeys(found):
         print("  - " + reason.replace("\n", "\n    "), file=sys.stderr)
     return 1
 
@@ -49,11 +50,15 @@ def reasons(profile: Profile) -> Iterator[str]:
             profile.checkpoint(trees / "model")
         except ConfigError as error:
             yield str(error)
+        # What is missing was said already, as a resource.
         try:
             link_package(installed_package("vllm"), trees / "base")
-            preflight.check_import(trees / "base", profile)
         except ModuleNotFoundError:
-            return  # Said already, as a missing resource.
+            return
+        try:
+            preflight.check_import(trees / "base", profile)
+        except ServerError:
+            pass
         except PreflightError as error:
             yield str(error)
         _, errors = build_trees(trees, profile.connectors())

@@ -2,7 +2,8 @@
 # Does this checkout work on a machine that has nothing yet? Each case is a minimal root of
 # a Debian release, and a user: root, one with sudo, or one without.
 #   tests/fresh_machine/check.sh [CASE...]      e.g. bookworm/root (default: all six)
-# It needs root, mmdebstrap, 25 GB in $TMPDIR (or /tmp), and a network for apt and pip.
+# It needs root, mmdebstrap, 25 GB in $TMPDIR (or /tmp), and a network for apt (from
+# $DEBIAN_MIRROR if set) and pip, which it uses as this machine does.
 # Roots, mounts and processes are gone when it ends, however it ends; after SIGKILL the
 # roots are removed by the next run.
 set -euo pipefail

@@ -46,3 +46,21 @@ def test_all_reasons_are_said_at_once(tmp_path):
     assert "no bfloat16" in reasons
     assert "driver 470.82.01 is too old" in reasons
     assert "vllm is not installed: run bash setup.sh gpu" in reasons
+
+
+def test_what_keeps_vllm_from_being_tried_is_said_like_the_rest(tmp_path):
+    (tmp_path / "libtcmalloc_minimal.so.4").touch()
+    done = check("--only", "plain", "--only", "noop", LD_LIBRARY_PATH=str(tmp_path))
+    assert done.returncode == 1
+    (reason,) = [line for line in done.stderr.splitlines() if line[:4] == "  - "]
+    assert "setup.sh" in reason and "libtcmalloc_minimal.so.4" in reason
+
+
+def test_what_stops_several_configs_is_said_once(tmp_path):
+    # The writes of Mooncake's check need this library.
+    (tmp_path / "libibverbs.so.1").touch()
+    both = ("--only", "mooncake_both", "--only", "mooncake_producer")
+    done = check(*both, LD_LIBRARY_PATH=str(tmp_path))
+    assert done.returncode == 1
+    (reason,) = [line for line in done.stderr.splitlines() if line[:4] == "  - "]
+    assert reason.startswith("  - mooncake_both, mooncake_producer: ")
