@@ -14,6 +14,27 @@ from connectors.liar import THREAD, Lie, LyingConnector, Step
 from lab.serving.null_engine import NullEngine
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1_024, 12
+# Methods that an engine calls in the run below.
+CALLED = [
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "request_finished_all_groups",
+    "update_connector_output",
+    "take_events",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "has_connector_metadata",
+    "wait_for_save",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+]
 
 
 class Liar:

@@ -9,7 +9,7 @@ from statistics import median
 
 import msgspec
 import pytest
-from liar_lab import PROMPT_TOKENS, CalledMethods, Liar
+from liar_lab import CALLED, PROMPT_TOKENS, CalledMethods, Liar
 
 from connectors.liar import SCHEDULER_METHODS, WORKER_METHODS, Lie, Step
 from lab.paths import CONFIGS
@@ -21,26 +21,6 @@ PATCHES = ["direct_read_hooks"]
 
 # Preemption takes a cache that is too small.
 NOT_CALLED = ["handle_preemptions"]
-CALLED = [
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "request_finished_all_groups",
-    "update_connector_output",
-    "take_events",
-    "bind_connector_metadata",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "has_connector_metadata",
-    "wait_for_save",
-    "get_finished",
-    "get_block_ids_with_load_errors",
-    "get_kv_connector_stats",
-    "get_kv_connector_kv_cache_events",
-    "build_connector_worker_meta",
-    "clear_connector_metadata",
-]
 EACH_LAYER = {"wait_for_layer_load", "has_connector_metadata"}
 # The rate of one term, and what 8,000 blocks, 5 requests, 21,000 tokens and 3 s make
 # of it.
