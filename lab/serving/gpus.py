@@ -55,9 +55,12 @@ def visible_gpus() -> list[Gpu]:
         said = (done.stdout + done.stderr).strip()
         raise NoGpu(f"nvidia-smi fails (status {done.returncode}): {said}")
     try:
-        return [_gpu(line) for line in done.stdout.splitlines()]
-    except (TypeError, ValueError):
+        gpus = [_gpu(line) for line in done.stdout.splitlines()]
+    except ValueError:
         raise NoGpu(f"nvidia-smi says what is not understood: {done.stdout}") from None
+    if not gpus:
+        raise NoGpu("nvidia-smi lists none")
+    return gpus
 
 
 def _gpu(line: str) -> Gpu:

@@ -50,6 +50,11 @@ def test_what_is_not_understood_is_not_taken_for_a_gpu(problems):
     assert "not understood" in problems("NVIDIA GB10, [N/A], [N/A], 580.1, 12.1")
 
 
+@pytest.mark.parametrize("said", ["true", "echo No devices were found"])
+def test_a_driver_without_a_gpu_is_no_gpu(problems, said):
+    assert "this profile needs a GPU" in problems(script=said)
+
+
 def test_without_nvidia_smi_there_is_no_gpu(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     (said,) = gpu_problems(1)
