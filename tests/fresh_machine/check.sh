@@ -32,8 +32,7 @@ for case in "$@"; do
         fail "no case '$case': want RELEASE/USER of: ${releases[*]}; ${users[*]}"
 done
 
-mkdir -p "$work"
-exec 9>"$work.lock"
+exec 9<"${work%/*}"  # A lock that leaves no file.
 flock -n 9 || fail "another one is running"
 inside=
 clean() {
