@@ -24,6 +24,10 @@ def prefill_only(facts: Facts) -> np.ndarray:
     return np.where(facts.prefills, 2_000 * facts.blocks_1k, 0)
 
 
+def where_requests_end(facts: Facts) -> np.ndarray:
+    return np.where(facts.number % 60 == 30, 1_200 * facts.blocks_1k, 0)
+
+
 def beyond_half(facts: Facts) -> np.ndarray:
     return 40 * np.maximum(facts.blocks_1k - BLOCKS / 2_000, 0)
 
@@ -38,6 +42,10 @@ LIES: dict[str, dict[str, Cost]] = {
     "before a step": {"scheduler.get_num_new_matched_tokens": prefill_only},
     "every third step": {"worker.get_finished": every_third},
     "steps with prefill": {"scheduler.build_connector_meta": prefill_only},
+    "steps in which a request ends": {
+        "scheduler.request_finished_all_groups": where_requests_end
+    },
+    "in the worker after a request ended": {"worker.get_finished": where_requests_end},
     "a thread": {"a thread": growing(20)},
     "beyond half of the cache": {"worker.get_finished": beyond_half},
     "the square": {"worker.get_finished": lambda f: 1.3 * f.blocks_1k**2},
