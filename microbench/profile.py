@@ -19,7 +19,10 @@ from lab.serving.settings import EngineSettings, Forward
 
 
 class Load(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What the driver sends: see lab.load.plan.Plan."""
+    """What the driver sends: see lab.load.plan.Plan.
+
+    The cache is filled, held full and reset `cycles` times.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -29,6 +32,7 @@ class Load(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     after_reset_requests: int
     lag_budget_ms: float
     request_timeout_s: float
+    cycles: int = 1
 
 
 class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -99,16 +103,34 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
             lag_budget_ms=load.lag_budget_ms,
             request_timeout_s=load.request_timeout_s,
             phases=[
-                PlannedPhase(Phase.GROWTH.label, growth_requests, load.rate_rps),
-                PlannedPhase(Phase.PLATEAU.label, load.plateau_requests, load.rate_rps),
+                phase
+                for cycle in range(load.cycles)
+                for phase in self._cycle(cycle, growth_requests)
+            ]
+            + [
                 PlannedPhase(
                     Phase.AFTER_RESET.label,
                     load.after_reset_requests,
                     load.rate_rps,
                     reset_prefix_cache=True,
-                ),
+                )
             ],
         )
+
+    def _cycle(self, cycle: int, growth_requests: int) -> list[PlannedPhase]:
+        """Fill the cache, after a reset unless it is new, and hold it full."""
+        load = self.load
+        return [
+            PlannedPhase(
+                Phase.GROWTH.named(cycle),
+                growth_requests,
+                load.rate_rps,
+                reset_prefix_cache=cycle > 0,
+            ),
+            PlannedPhase(
+                Phase.PLATEAU.named(cycle), load.plateau_requests, load.rate_rps
+            ),
+        ]
 
 
 def load_profile(name: str) -> Profile:

@@ -34,20 +34,27 @@ class WindowRecord(msgspec.Struct):
 class NoiseFloor(msgspec.Struct):
     """How far two runs of the same thing, the baseline and its twin, are apart.
 
-    `slope_us_per_1k_blocks`, by metric, and `p50_us`, by time, hold the estimate of the
-    difference and its size, `floor`. A smaller difference is within noise.
+    `slope_us_per_1k_blocks` and `fall_us_per_1k_blocks`, by metric, and `p50_us`, by
+    time, hold the estimate of the difference and its size, `floor`. A smaller
+    difference is within noise.
     """
 
     pair: tuple[str, str] | None = None
     """The A/A configs; null if the run has no such pair."""
     slope_us_per_1k_blocks: dict[str, Stated] | None = None
     """Difference of the slopes, by metric."""
+    fall_us_per_1k_blocks: dict[str, Stated] | None = None
+    """Difference of the falls at a reset, by metric."""
     p50_us: dict[str, Stated] | None = None
     """Difference of the medians at the stated |cache|, by time."""
 
     def slope_floor(self, metric: str) -> float:
         """0 where there is no pair."""
         return (self.slope_us_per_1k_blocks or {}).get(metric, {}).get("floor", 0.0)
+
+    def fall_floor(self, metric: str) -> float:
+        """0 where there is no pair."""
+        return (self.fall_us_per_1k_blocks or {}).get(metric, {}).get("floor", 0.0)
 
     def p50_floor(self, metric: str) -> float:
         """0 where there is no pair."""
@@ -127,9 +134,9 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     """CPU time by thread of the engine's process in growth: `us_per_step` and
     `slope_per_1k_blocks`."""
     reset_check: dict[str, Any] | None = None
-    """Before and after the reset, by metric: `before_us`, `after_us`, `drop_us`,
-    `drop_ci95_us`, `expected_drop_us` (slope times |cache|), `fell`, `stayed`; beside
-    them `cache_blocks_before`, `cache_blocks_after`, `steps_before`, `steps_after`."""
+    """Before and after the resets, by metric: `before_us`, `after_us`,
+    `fall_us_per_1k_blocks`; beside them `resets` (in each trial),
+    `cache_blocks_before`, `cache_blocks_after`, `steps_before`, `steps_after`."""
     linearity: dict[str, Any] | None = None
     """Of the time in `schedule()`: `linear` (`yes`, `no`, `undecided`), `r2` of the
     binned medians, `slope_lower_half`, `slope_upper_half`."""

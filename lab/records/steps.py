@@ -89,14 +89,6 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     thread_cpu_us: float | None = None
     """CPU time of the engine's thread since the previous step ended; absent in the
     first step."""
-    cpu_us: float | None = None
-    """CPU time of all threads of the engine's process since the previous step ended."""
-    run_delay_us: float | None = None
-    """Time in which the engine's thread could have run but waited for a core, since the
-    previous step ended; absent where the kernel does not tell."""
-    loop_us: float | None = None
-    """CPU time of a fixed loop, run after every 16th step and outside of all other
-    times: the machine's speed, which no connector can change."""
     connector_calls: dict[str, int] = {}
     """Calls of the connector's methods, by name; absent without any. What was called
     since the previous step ended counts for the step being scheduled, what was called
@@ -139,12 +131,6 @@ class WorkerStep(msgspec.Struct, omit_defaults=True):
     """Time in `wait_for_save`; also absent in a step that schedules nothing."""
     get_finished_us: float | None = None
     """Time in `get_finished`, from vLLM 0.30 on in `get_transfer_results`."""
-    thread_cpu_us: float | None = None
-    """CPU time of the worker's thread from the begin of this step to that of the next.
-    Only of a worker in another process than the engine core; else the engine's record
-    has it."""
-    cpu_us: float | None = None
-    """CPU time of all threads of that process in the same time."""
     connector_calls: dict[str, int] = {}
     """Calls of the connector's methods, by name; absent without any. What was called
     before the next step began counts for this one. Names are as in the engine's

@@ -19,12 +19,14 @@ BLOCKS = 40
 MIN_STEPS_PER_BLOCK = 20
 
 
-def add_blocks(steps: pl.DataFrame) -> pl.DataFrame:
+def add_blocks(
+    steps: pl.DataFrame, min_steps: int = MIN_STEPS_PER_BLOCK
+) -> pl.DataFrame:
     """`steps` (grouped by repeat, in step order) with a column `block`, from 0 on."""
     counts = steps["repeat"].rle().struct.unnest()["len"].to_list()
     first, parts = 0, []
     for count in counts:
-        blocks = int(np.clip(count // MIN_STEPS_PER_BLOCK, 1, BLOCKS))
+        blocks = int(np.clip(count // min_steps, 1, BLOCKS))
         index = np.arange(count, dtype=np.int64) * blocks // max(count, 1)
         parts.append((index + first).astype(np.int32))
         first += blocks

@@ -21,8 +21,10 @@ def noise_floor(measured: Mapping[str, Measured], roles: Roles) -> NoiseFloor:
         return NoiseFloor()
     first, second = measured[roles.baseline], measured[roles.twin]
     slopes = _apart(first.slopes, second.slopes)
+    falls = _apart(first.falls, second.falls)
     levels = _apart(first.p50, second.p50)
-    return NoiseFloor((first.name, second.name), slopes or None, levels or None)
+    pair = (first.name, second.name)
+    return NoiseFloor(pair, slopes or None, falls or None, levels or None)
 
 
 def _apart(

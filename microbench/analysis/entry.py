@@ -97,11 +97,13 @@ def levels(level: Level | None, window: Window | None) -> dict[str, Any]:
 def growth(one: Measured, noise: NoiseFloor) -> dict[str, Any]:
     """Slopes, what became of the cost at the reset, and the verdicts from both."""
     facts = one.reset.facts()
-    fallen = facts.get("cache_blocks_before", 0) - facts.get("cache_blocks_after", 0)
-    checks = {metric: reset_check(metric, one, fallen) for metric in one.metrics}
+    checks = {metric: reset_check(metric, one) for metric in one.metrics}
     verdicts = {
         metric: metric_verdict(
-            one.slopes[metric], checks[metric], noise.slope_floor(metric)
+            one.slopes[metric],
+            one.falls[metric],
+            noise.slope_floor(metric),
+            noise.fall_floor(metric),
         )
         for metric in one.metrics
     }

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from lab.records.phases import Phase
 from lab.stats.mean_slope import mean_slopes
 from lab.stats.processes import Repeats
 from lab.stats.slope import Cells, slopes_of_repeats
@@ -23,7 +22,8 @@ from microbench.analysis.middle import LEAST_SCALE_US, by_repeat, repeats_of
 # The steps compared: |cache| above 90 % of the reach before, below 25 % of it after.
 BEFORE_SHARE = 0.9
 AFTER_SHARE = 0.25
-MIN_STEPS_PER_BATCH = 10
+# Kinds of steps that one of the sides hardly has are not compared.
+MIN_STEPS_PER_GROUP = 5
 
 
 def steps_of(steps: pl.DataFrame, metric: Metric) -> pl.DataFrame:
@@ -45,60 +45,106 @@ def slope_by_repeat(
         found = slopes_of_repeats(cells, metric.time, seed)
         scale = steps[metric.time].median()
     else:
-        found = mean_slopes(steps, metric.time, block_steps=metric.block_steps)
+        grouped = steps.with_columns(metric.group)
+        found = mean_slopes(grouped, metric.time, ("group",), metric.block_steps)
         scale = steps[metric.time].mean()
     return found and Repeats(*found, max(abs(scale), LEAST_SCALE_US))
 
 
 @dataclass(frozen=True)
 class Fall:
-    """A metric at full cache and just after the reset, in us, and its fall."""
+    """A metric at full cache and just after a reset, in us, on average over the resets.
+
+    `per_1k_blocks` is what it falls by, in us per 1,000 blocks, in each repeat.
+    """
 
     before_us: float
     after_us: float
-    drop_us: Repeats
+    per_1k_blocks: Repeats
 
 
 class Reset:
-    """The steps on both sides of the prefix-cache reset, of all of a config's."""
+    """The steps on both sides of each prefix-cache reset, of all of a config's.
+
+    A step belongs to the reset of its `pair`: the one after its cycle if it is before
+    it, the one that its cycle began with if it is after it.
+    """
 
     def __init__(self, steps: pl.DataFrame) -> None:
         reach = reach_blocks(steps)
-        blocks, phase = pl.col("cache_blocks"), pl.col("phase")
-        high, low = blocks >= BEFORE_SHARE * reach, blocks <= AFTER_SHARE * reach
-        self.before = steps.filter(phase < Phase.AFTER_RESET, high)
-        self.after = steps.filter(phase == Phase.AFTER_RESET, low)
-        sides = (self.before, self.after)
-        batches = [side.filter("decode_only")["batch"].to_numpy() for side in sides]
-        self.mix = common_mix(batches, MIN_STEPS_PER_BATCH) if reach else {}
+        blocks, cycle = pl.col("cache_blocks"), pl.col("cycle").cast(pl.Int64)
+        high = steps.filter(blocks >= BEFORE_SHARE * reach, blocks > 0)
+        low = steps.filter(blocks <= AFTER_SHARE * reach, cycle > 0)
+        self.before = high.with_columns((cycle + 1).alias("pair"))
+        self.after = low.with_columns(cycle.alias("pair"))
+        self._mixes: dict[str, dict[int, float]] = {}
+
+    def _mix(self, metric: Metric) -> dict[int, float]:
+        """The share of each kind of steps that both sides have."""
+        key = f"{metric.time} {metric.steps}"
+        if key not in self._mixes:
+            groups = [
+                steps_of(side, metric).select(metric.group).to_series().to_numpy()
+                for side in (self.before, self.after)
+            ]
+            self._mixes[key] = common_mix(groups, MIN_STEPS_PER_GROUP)
+        return self._mixes[key]
 
     def fall(self, metric: Metric, seed: int) -> Fall | None:
         """What became of `metric`; None without comparable steps on both sides."""
-        before, after = (
-            by_repeat(steps_of(side, metric), metric.time, metric.middle, self.mix, s)
-            for side, s in ((self.before, seed), (self.after, seed + 100))
-        )
-        drops = {
-            repeat: (high - after[repeat][0], variance + after[repeat][1])
-            for repeat, (high, variance) in before.items()
-            if repeat in after
-        }
+        pairs = [
+            self._of_pair(pair, metric, seed)
+            for pair in self.after["pair"].unique().sort().to_list()
+        ]
+        before, after, drops = {}, {}, {}
+        for high, low, blocks_1k in pairs:
+            for repeat in high.keys() & low.keys():
+                (full_us, error), (empty_us, other) = high[repeat], low[repeat]
+                before.setdefault(repeat, []).append(full_us)
+                after.setdefault(repeat, []).append(empty_us)
+                drop = (full_us - empty_us) / blocks_1k
+                found = drops.setdefault(repeat, [])
+                found.append((drop, (error + other) / blocks_1k**2))
         if not drops:
             return None
         high_us, low_us = (
-            float(np.mean([side[repeat][0] for repeat in drops]))
+            float(np.mean([np.mean(us) for us in side.values()]))
             for side in (before, after)
         )
-        return Fall(high_us, low_us, repeats_of(drops, high_us))
+        means = {
+            repeat: (
+                float(np.mean([drop for drop, _ in found])),
+                float(np.mean([variance for _, variance in found])) / len(found),
+            )
+            for repeat, found in sorted(drops.items())
+        }
+        return Fall(high_us, low_us, repeats_of(means, high_us))
+
+    def _of_pair(
+        self, pair: int, metric: Metric, seed: int
+    ) -> tuple[dict[int, tuple[float, float]], dict[int, tuple[float, float]], float]:
+        """`metric` before and after one reset by repeat, and how far |cache| fell."""
+        own = [
+            side.filter(pl.col("pair") == pair) for side in (self.before, self.after)
+        ]
+        seeds = (seed + 10 * pair, seed + 10 * pair + 5)
+        mix = self._mix(metric)
+        high, low = (
+            by_repeat(steps_of(side, metric), metric, mix, s)
+            for side, s in zip(own, seeds, strict=True)
+        )
+        full, empty = (side["cache_blocks"].mean() or 0.0 for side in own)
+        return high, low, max(full - empty, 1.0) / 1_000
 
     def facts(self) -> dict[str, int]:
         """What is compared; nothing where there are no such steps."""
-        if not self.mix:
+        mix = self._mix(METRICS["step"])
+        if not mix:
             return {}
         sides = {"before": self.before, "after": self.after}
-        told = {}
+        told = {"resets": self.after["pair"].n_unique()}
         for name, side in sides.items():
-            held = side.filter("decode_only", pl.col("batch").is_in(list(self.mix)))
+            held = side.filter("decode_only", pl.col("batch").is_in(list(mix)))
             told[f"cache_blocks_{name}"] = round(held["cache_blocks"].median())
             told[f"steps_{name}"] = held.height
         return told

@@ -29,9 +29,9 @@ def latencies_ms(trials: list[LoadedTrial]) -> dict[str, dict[str, float] | None
         if trial.requests
         for request in trial.requests.requests
         if request.status == "ok"
-        and request.phase in (Phase.GROWTH.label, Phase.PLATEAU.label)
+        and Phase.of(request.phase) in (Phase.GROWTH, Phase.PLATEAU)
     ]
-    plateau = [request for request in ok if request.phase == Phase.PLATEAU.label]
+    plateau = [request for request in ok if Phase.of(request.phase) is Phase.PLATEAU]
     return {
         "ttft_ms": _spread([_ms(r.intended_ns, r.first_token_ns) for r in ok]),
         "ttft_sent_ms": _spread([_ms(r.sent_ns, r.first_token_ns) for r in ok]),
@@ -163,7 +163,7 @@ def requests_to_fill(
         for trial in trials
         if trial.requests
         for request in trial.requests.requests
-        if request.phase == Phase.GROWTH.label and request.prompt_tokens
+        if Phase.of(request.phase) is Phase.GROWTH and request.prompt_tokens
     ]
     if not prompts or at_cache_blocks <= 0:
         return None

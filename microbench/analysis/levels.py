@@ -19,6 +19,7 @@ from lab.records.warning import RunWarning
 from lab.stats.estimate import Floats, Ints
 from lab.stats.processes import Repeats
 from lab.stats.quantiles import mix_weights, weighted_quantiles
+from microbench.analysis.metrics import Metric
 from microbench.analysis.middle import by_repeat, repeats_of
 from microbench.analysis.remedies import doubt
 from microbench.analysis.steps import STEP_TIMES
@@ -70,9 +71,9 @@ class Level:
         )
         return {name: round(v, 3) for name, v in zip(QUANTILES, numbers, strict=True)}
 
-    def median_by_repeat(self, time: str, seed: int) -> Repeats | None:
-        """The p50 of `time` in us in each server process."""
-        found = by_repeat(self.steps, time, "median", self.mix, seed)
+    def middle_by_repeat(self, metric: Metric, seed: int) -> Repeats | None:
+        """The middle of `metric` in us in each server process."""
+        found = by_repeat(self.steps, metric, self.mix, seed)
         return repeats_of(found, float(np.mean([value for value, _ in found.values()])))
 
     def _known(self, time: str) -> tuple[Floats, Ints]:

@@ -43,10 +43,10 @@ class Measured:
 
     `every` are all steps, `steps` the decode-only ones, `growth` all of the growth
     phase and `threads` the threads in it; `cells` are those of its decode-only steps.
-    By metric: `slopes` in us per 1,000 cached blocks, `falls` at the reset, `drops`
-    their estimates, and, of the metrics with a level, `p50` at the stated |cache|.
-    `parts` are slopes, too (microbench.analysis.parts). `level` is None if the config
-    has no steps there.
+    By metric: `slopes` in us per 1,000 cached blocks, `falls` in us per 1,000 blocks
+    that a reset takes away (`resets`), and, of the metrics with a level, `p50` at the
+    stated |cache|. `parts` are slopes, too (microbench.analysis.parts). `level` is None
+    if the config has no steps there.
     """
 
     name: str
@@ -57,10 +57,10 @@ class Measured:
     cells: Cells
     reset: Reset
     slope_repeats: Found
-    falls: dict[str, Fall | None]
+    resets: dict[str, Fall | None]
     part_repeats: Found
     slopes: Estimates = field(default_factory=dict)
-    drops: Estimates = field(default_factory=dict)
+    falls: Estimates = field(default_factory=dict)
     parts: Estimates = field(default_factory=dict)
     level: Level | None = None
     p50: Estimates = field(default_factory=dict)
@@ -94,10 +94,10 @@ def measure_all(
             measured[name] = _measure(name, every, threads, SEED + 1_000 * index)
     pool = Pool(alike, looks_of(profile))
     slopes = pool.estimates({n: one.slope_repeats for n, one in measured.items()})
-    drops = pool.estimates({n: _drops(one) for n, one in measured.items()})
+    fallen = pool.estimates({n: _falls(one) for n, one in measured.items()})
     parts = pool.estimates({n: one.part_repeats for n, one in measured.items()})
     for name, one in measured.items():
-        one.slopes, one.drops, one.parts = slopes[name], drops[name], parts[name]
+        one.slopes, one.falls, one.parts = slopes[name], fallen[name], parts[name]
     return measured
 
 
@@ -123,13 +123,13 @@ def _measure(
         cells=cells,
         reset=reset,
         slope_repeats=slopes,
-        falls=falls(reset, seed + 500),
+        resets=falls(reset, seed + 500),
         part_repeats=parts_by_repeat(growth, threads),
     )
 
 
-def _drops(one: Measured) -> Found:
-    return {metric: fall and fall.drop_us for metric, fall in one.falls.items()}
+def _falls(one: Measured) -> Found:
+    return {name: fall and fall.per_1k_blocks for name, fall in one.resets.items()}
 
 
 def level_all(
@@ -141,7 +141,7 @@ def level_all(
     levels = {name: one.level for name, one in measured.items() if one.level}
     found = {
         name: {
-            metric: level.median_by_repeat(told.time, SEED + 10 * index)
+            metric: level.middle_by_repeat(told, SEED + 10 * index)
             for metric, told in LEVELS.items()
         }
         for index, (name, level) in enumerate(levels.items())

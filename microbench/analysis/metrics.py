@@ -3,17 +3,19 @@
 
 Wholes and parts. The wholes (`schedule`, `overhead`, `step`) are what a token waits
 for, as medians over decode-only steps. They hold the machine's noise, and a median does
-not see what fewer than half of the steps pay. The parts add up to all that a connector
-can change: CPU time of the scheduler, which no stall lengthens; the connector's calls,
-which are so short that few stalls hit them; and CPU time of other threads. They are
-means, and because prompts enter the cache in steps that prefill, those count, too.
-"Flat" rests on the parts.
+not see what fewer than half of the steps pay; `step_cpu` does. The parts add up to all
+that a connector can change: CPU time of the scheduler, which no stall lengthens; the
+connector's calls, which are so short that few stalls hit them; and CPU time of other
+threads. They are means, and because prompts enter the cache in steps that prefill,
+those count, too. "Flat" rests on the parts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+import polars as pl
 
 from lab.stats.mean_slope import BLOCK_STEPS
 
@@ -24,13 +26,23 @@ Steps = Literal["decode_only", "prefills", "all"]
 class Metric:
     """`time` is a column of microbench.analysis.steps.
 
-    A mean's slope is fitted to blocks of so many of its steps.
+    A mean's slope is fitted to blocks of so many of its steps. Only steps that are
+    alike in `held` are compared: a growing batch must not pass for a growing cost.
     """
 
     time: str
     steps: Steps
     middle: Literal["median", "mean"]
     block_steps: int = BLOCK_STEPS
+    held: tuple[str, ...] = ("batch",)
+
+    @property
+    def group(self) -> pl.Expr:
+        """A number for each kind of steps that are compared with each other."""
+        group = 0 * pl.col("repeat").cast(pl.Int64)
+        for place, name in enumerate(self.held):
+            group += pl.col(name).cast(pl.Int64) * 2**place
+        return group.alias("group")
 
 
 # Those with a level, too.
@@ -39,12 +51,15 @@ LEVELS = {
     "overhead": Metric("overhead_us", "decode_only", "median"),
     "step": Metric("step_us", "decode_only", "median"),
 }
+# The whole step again, where a stall cannot lengthen it.
+STEP_CPU = {"step_cpu": Metric("thread_cpu_us", "decode_only", "mean")}
 PARTS = {
     "scheduler_cpu": Metric("scheduler_cpu_us", "decode_only", "mean"),
-    "connector": Metric("connector_us", "all", "mean"),
-    # Few, and too far apart to resemble each other.
-    "prefill": Metric("connector_us", "prefills", "mean", block_steps=2),
+    # Each block has some of the few steps that prefill, or in which a request ends.
+    "connector": Metric("connector_us", "all", "mean", 200, ("prefills", "batch")),
+    # Too far apart to resemble each other.
+    "prefill": Metric("connector_us", "prefills", "mean", 2),
     # One value per sample of the threads.
-    "threads": Metric("threads_us", "all", "mean", block_steps=1),
+    "threads": Metric("threads_us", "all", "mean", 1, ()),
 }
-METRICS = LEVELS | PARTS
+METRICS = LEVELS | STEP_CPU | PARTS

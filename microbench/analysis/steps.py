@@ -4,8 +4,9 @@
 The table has one row for each step that began in a phase; steps before the growth phase
 (the dummy runs of an engine start) belong to none and are left out. Its columns:
 
-- repeat, step_id, t_ns, phase (a number of lab.records.phases), batch (requests
-  scheduled), cache_blocks (|cache| at the end of schedule()), tokens (scheduled);
+- repeat, step_id, t_ns, phase (a number of lab.records.phases), cycle (prefix-cache
+  resets before it), batch (requests scheduled), cache_blocks (|cache| at the end of
+  schedule()), tokens (scheduled);
 - decode_only: requests were scheduled, all of them decodes; prefills: prompt tokens
   were scheduled;
 - the times in us of lab.records.steps and the sums below. A time that was not measured
@@ -41,7 +42,7 @@ from lab.records.step_table import StepFile, read_steps
 from lab.records.steps import WORKER_TIMES, EngineHeader, WorkerHeader
 
 ENGINE_TIMES = ("schedule_us", "build_meta_us", "step_us", "update_us")
-CLOCKS = ("cpu_us", "thread_cpu_us", "schedule_cpu_us", "update_cpu_us", "loop_us")
+CLOCKS = ("thread_cpu_us", "schedule_cpu_us", "update_cpu_us")
 COUNTS = ("scheduled", "prefill_tokens", "decode_tokens", "cache_size")
 STEP_TIMES = ENGINE_TIMES + WORKER_TIMES
 # What runs from before all methods were timed know of the worker's.
@@ -59,7 +60,7 @@ def step_table(repeat: int, engine: StepFile, worker: StepFile) -> pl.DataFrame:
     calls = [name.removesuffix("_us") + CALLS for name in methods]
     return joined.select(
         pl.lit(repeat, dtype=pl.Int16).alias("repeat"),
-        *("step_id", "t_ns", "phase", "batch", "cache_blocks", "tokens"),
+        *("step_id", "t_ns", "phase", "cycle", "batch", "cache_blocks", "tokens"),
         *("decode_only", "prefills", *STEP_TIMES, *CLOCKS, *methods, *calls),
         connector_us(methods).alias("connector_us"),
         overhead_us(methods).alias("overhead_us"),
@@ -98,16 +99,20 @@ def _sum(names: Iterable[str]) -> pl.Expr:
     return pl.sum_horizontal(pl.col(name).fill_null(0) for name in names)
 
 
-def phase_starts_ns(phases: list[PhaseStart]) -> list[int | None]:
-    """When each Phase begins, None if it never did.
+def phase_starts(phases: list[PhaseStart]) -> list[tuple[Phase, int, int]]:
+    """(phase, cycle, when it begins in ns) in order; a reset begins a cycle.
 
-    after_reset begins at the reset itself: steps before it still see the full cache.
+    A phase after a reset begins at the reset itself: steps before it still see the full
+    cache.
     """
-    starts: dict[str, int] = {
-        phase.name: phase.start_ns if phase.reset_ns is None else phase.reset_ns
-        for phase in phases
-    }
-    return [starts.get(phase.label) for phase in Phase]
+    found, cycle = [], 0
+    for told in phases:
+        cycle += told.reset_ns is not None
+        phase = Phase.of(told.name)
+        if phase is not None:
+            begins_ns = told.start_ns if told.reset_ns is None else told.reset_ns
+            found.append((phase, cycle, begins_ns))
+    return found
 
 
 def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
@@ -120,15 +125,12 @@ def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
             "engine core, run the configs one engine at a time"
         )
     path = folder / "engine_step.jsonl"
-    # The last phase that began at or before the step; len(Phase) stands for none.
-    phase = pl.lit(len(Phase), dtype=pl.UInt8)
-    for index, start_ns in enumerate(phase_starts_ns(phases)):
-        if start_ns is not None:
-            phase = (
-                pl.when(pl.col("t_ns") >= start_ns)
-                .then(pl.lit(index, dtype=pl.UInt8))
-                .otherwise(phase)
-            )
+    # Of the last phase that began at or before the step; len(Phase) stands for none.
+    phase, cycle = pl.lit(len(Phase), pl.UInt8), pl.lit(0, pl.UInt8)
+    for begun, number, begins_ns in phase_starts(phases):
+        since = pl.when(pl.col("t_ns") >= begins_ns)
+        phase = since.then(pl.lit(int(begun), pl.UInt8)).otherwise(phase)
+        cycle = since.then(pl.lit(number, pl.UInt8)).otherwise(cycle)
     prefills = pl.col("prefill_tokens") > 0
 
     def shape(chunk: pl.LazyFrame) -> pl.LazyFrame:
@@ -136,6 +138,7 @@ def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
         return chunk.filter(whole, phase < len(Phase)).select(
             *("step_id", "t_ns"),
             phase.alias("phase"),
+            cycle.alias("cycle"),
             pl.col("scheduled").cast(pl.Int16).alias("batch"),
             pl.col("cache_size").alias("cache_blocks"),
             (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),

@@ -30,9 +30,7 @@ def undecided(
     if not open_:
         return [doubt("undecided", "the step grows, and none of its parts does")]
     needed = [
-        servers_needed(
-            entry.slope_us_per_1k_blocks[name], entry.n_repeats, noise.slope_floor(name)
-        )
+        servers_needed(_fall(entry, name), entry.n_repeats, noise.fall_floor(name))
         for name in open_
     ]
     message = f"undecided in {', '.join(open_)}: "
@@ -47,16 +45,21 @@ def undecided(
     return [doubt("undecided", message)]
 
 
-def servers_needed(slope: Stated | None, repeats: int, floor: float) -> int | None:
+def _fall(entry: ConfigEntry, metric: str) -> Stated | None:
+    check = (entry.reset_check or {}).get(metric)
+    return check and check["fall_us_per_1k_blocks"]
+
+
+def servers_needed(fall: Stated | None, repeats: int, floor: float) -> int | None:
     """How many servers in all would narrow the interval enough, at this noise.
 
-    An interval is as wide as 1 / sqrt(servers). None where the slope is so near to the
+    An interval is as wide as 1 / sqrt(servers). None where the fall is so near to the
     margin, or two runs of the same thing so far apart, that nothing tells.
     """
-    if slope is None or slope["ci95"] is None:
+    if fall is None or fall["ci95"] is None:
         return repeats + 1
-    low, high = slope["ci95"]
-    value, half = slope["value"], (high - low) / 2
+    low, high = fall["ci95"]
+    value, half = fall["value"], (high - low) / 2
     if value > MARGIN_US_PER_1K_BLOCKS:
         room = value - max(MARGIN_US_PER_1K_BLOCKS, floor)
     elif floor < MARGIN_US_PER_1K_BLOCKS:

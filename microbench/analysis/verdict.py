@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a step's cost grow with |cache|? A verdict that noise cannot easily give.
 
-For each of METRICS (microbench/analysis/metrics.py), with the slope's interval:
+Of each of METRICS (microbench/analysis/metrics.py) two things are known, both in us per
+1,000 blocks and with an interval: the slope while |cache| grows, and the fall when the
+prefix cache is reset. A machine that gets slower or faster for seconds tilts the slope.
+The fall compares two moments that are a second apart, several times, so it is known
+better. A cost that falls when the cache empties came from |cache|.
 
-- grows: the interval lies above max(MARGIN, what two runs of the same config differ
-  by), and the reset check confirms it: after the prefix-cache reset the cost fell by
-  at least half of what slope x |cache| predicts, and the interval of the fall lies
-  above 0. A cost that falls when the cache empties came from |cache|.
-- drifts: the slope is as large, but the whole interval of the fall lies below that
-  half. Something else went up.
-- flat: the upper end of the interval lies inside +-MARGIN, so growth by more than
-  MARGIN is excluded (a test of non-inferiority; the lower end does not matter, as
-  costing less with a fuller cache is no cost), and two runs of the same config differ
-  by less than MARGIN. An upper end below -MARGIN is not flat: something else must have
-  changed.
-- inconclusive: anything else, a slope without a usable reset check included.
+- grows: one of the two lies above max(MARGIN, what two runs of the same config differ
+  by) with its whole interval, and the other agrees: its value is at least half as
+  large, and of the fall the whole interval is above 0.
+- drifts: the slope is as large, but the whole interval of the fall lies below half of
+  it. Something else went up.
+- flat: the upper end of the fall's interval lies inside +-MARGIN, so that what the full
+  cache costs more than the empty one is excluded to be more (a test of non-inferiority;
+  costing less with a fuller cache is no cost); two runs of the same config differ by
+  less than MARGIN; and the upper end of the slope's interval is below DRIFT_MARGIN.
+- inconclusive: anything else, no usable reset included.
 
 The config's verdict:
 
@@ -46,53 +48,47 @@ from microbench.analysis.metrics import PARTS
 
 # us per 1,000 blocks: 35 us at 17,500 blocks, 0.5 % of a 7 ms forward.
 MARGIN_US_PER_1K_BLOCKS = 2.0
-# Share of the predicted fall that must be seen after the reset.
-CONFIRMING_SHARE = 0.5
+# A cost that drifts by more than that while the cache grows is not called flat.
+DRIFT_MARGIN_US_PER_1K_BLOCKS = 3 * MARGIN_US_PER_1K_BLOCKS
+# Slope and fall agree if the one is at least this share of the other.
+AGREEING_SHARE = 0.5
 # A line explains the binned medians this well, and both halves rise alike.
 LINEAR_R2 = 0.9
 LINEAR_HALVES = (0.75, 1 / 0.75)
 LINEARITY_BINS = 20
 
 
-def reset_check(
-    metric: str, one: Measured, blocks_fallen: float
-) -> dict[str, Any] | None:
-    """The cost of `metric` before and after the prefix-cache reset.
-
-    `blocks_fallen` is how much |cache| fell. None without comparable steps.
-    """
-    fall, drop, slope = one.falls[metric], one.drops[metric], one.slopes[metric]
-    if fall is None or drop is None:
+def reset_check(metric: str, one: Measured) -> dict[str, Any] | None:
+    """The cost of `metric` before and after a prefix-cache reset; None without any."""
+    reset = one.resets[metric]
+    if reset is None:
         return None
-    expected = 0.0 if slope is None else slope.value * blocks_fallen / 1_000
-    low, high = drop.ci95
-    confirming = CONFIRMING_SHARE * expected
     return {
-        "before_us": round(fall.before_us, 3),
-        "after_us": round(fall.after_us, 3),
-        "drop_us": round(drop.value, 3),
-        "drop_ci95_us": [round(edge, 3) for edge in drop.ci95],
-        "expected_drop_us": round(expected, 3),
-        "fell": bool(drop.value >= confirming > 0 and low > 0),
-        "stayed": bool(high < confirming),
+        "before_us": round(reset.before_us, 3),
+        "after_us": round(reset.after_us, 3),
+        "fall_us_per_1k_blocks": stated(one.falls[metric], 3),
     }
 
 
 def metric_verdict(
-    slope: Estimate | None, check: dict[str, Any] | None, floor: float
+    slope: Estimate | None, fall: Estimate | None, slope_floor: float, fall_floor: float
 ) -> str:
-    """The verdict on one metric; `check` is its part of the reset check, `floor` by how
-    much the slopes of two runs of the same thing differ, in us per 1,000 blocks."""
-    if slope is None:
+    """The verdict on one metric; a floor is by how much the slopes, or falls, of two
+    runs of the same thing differ, in us per 1,000 blocks."""
+    if slope is None or fall is None:
         return "inconclusive"
-    low, high = slope.ci95
-    if low > max(MARGIN_US_PER_1K_BLOCKS, floor):
-        if check and check["fell"]:
-            return "grows"
-        return "drifts" if check and check["stayed"] else "inconclusive"
-    if max(abs(high), floor) < MARGIN_US_PER_1K_BLOCKS:
-        return "flat"
-    return "inconclusive"
+    margin = MARGIN_US_PER_1K_BLOCKS
+    (low, high), (fall_low, fall_high) = slope.ci95, fall.ci95
+    rises, falls = low > max(margin, slope_floor), fall_low > max(margin, fall_floor)
+    agreeing = AGREEING_SHARE * slope.value
+    if falls and slope.value >= AGREEING_SHARE * fall.value:
+        return "grows"
+    if rises and fall_low > 0 and fall.value >= agreeing:
+        return "grows"
+    if rises and fall_high < agreeing:
+        return "drifts"
+    still = max(abs(fall_high), fall_floor) < margin
+    return "flat" if still and high < DRIFT_MARGIN_US_PER_1K_BLOCKS else "inconclusive"
 
 
 def overall_verdict(of: Mapping[str, str]) -> str:
@@ -103,7 +99,8 @@ def overall_verdict(of: Mapping[str, str]) -> str:
     if "drifts" in (of[name] for name in parts):
         return "drifts"
     flat = all(of[name] == "flat" for name in parts)
-    return "flat" if flat and of["step"] != "grows" else "inconclusive"
+    vetoed = "grows" in (of["step"], of.get("step_cpu"))
+    return "flat" if flat and not vetoed else "inconclusive"
 
 
 def linearity(cells: Cells, time: str, slope: Estimate) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 import msgspec
-from vllm.v1.step_clocks import EngineClocks, process_cpu_ns, thread_cpu_ns
 from vllm.v1.step_connector import ConnectorCalls
 from vllm.v1.step_record_file import RecordFile
 from vllm.v1.step_threads import ThreadsFile
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 MAX_OPEN_STEPS = 64
 
 now_ns = time.perf_counter_ns
+thread_cpu_ns = time.thread_time_ns
 
 
 class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
@@ -52,9 +52,6 @@ class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
     schedule_cpu_us: float | None = None
     update_cpu_us: float | None = None
     thread_cpu_us: float | None = None
-    cpu_us: float | None = None
-    run_delay_us: float | None = None
-    loop_us: float | None = None
     connector_calls: dict[str, int] | None = None
     connector_us: dict[str, float] | None = None
     connector_self_us: dict[str, float] | None = None
@@ -70,8 +67,6 @@ class WorkerStep(msgspec.Struct, omit_defaults=True, gc=False):
     start_load_kv_us: float | None = None
     wait_for_save_us: float | None = None
     get_finished_us: float | None = None
-    thread_cpu_us: float | None = None
-    cpu_us: float | None = None
     connector_calls: dict[str, int] | None = None
     connector_us: dict[str, float] | None = None
     connector_self_us: dict[str, float] | None = None
@@ -86,11 +81,11 @@ class EngineStepRecorder:
 
     __slots__ = (
         "_aside_ns",
-        "_clocks",
         "_directory",
         "_file",
         "_next_step_id",
         "_open",
+        "_thread_cpu_ns",
         "_update_began_cpu_ns",
         "_update_cpu_ns",
         "_update_ns",
@@ -104,20 +99,15 @@ class EngineStepRecorder:
     def __init__(self, directory: str):
         self._directory = directory
         self._file: RecordFile | None = None
-        self._clocks: EngineClocks | None = None
         self._next_step_id = 0
         # With _aside_ns as it was when the step began.
         self._open: dict[int, tuple[EngineStep, int]] = {}
         # Time spent after steps had ended, which is no other open step's.
         self._aside_ns = 0
         self.schedule_began_ns = self.began_ns = self.build_meta_ns = 0
-        self.schedule_began_cpu_ns = 0
+        self.schedule_began_cpu_ns = self._thread_cpu_ns = 0
         self._update_began_cpu_ns = self._update_cpu_ns = self._update_ns = 0
         self.calls = ConnectorCalls()
-
-    def has_begun(self) -> bool:
-        """Whether this process is an engine core that makes steps."""
-        return self._next_step_id > 0
 
     def begin_schedule(self) -> None:
         # Reading the CPU clock takes longer than any other clock: not in schedule_us.
@@ -195,9 +185,9 @@ class EngineStepRecorder:
             step.update_cpu_us = self._update_cpu_ns / 1e3
             self._update_ns = 0
         self.calls.move_to(step)
-        if self._clocks is None:
-            self._clocks = EngineClocks()
-        self._clocks.end_step(step)
+        last_ns, self._thread_cpu_ns = self._thread_cpu_ns, thread_cpu_ns()
+        if last_ns:
+            step.thread_cpu_us = (self._thread_cpu_ns - last_ns) / 1e3
 
     def _schedule_cpu_us(self) -> float | None:
         """Since begin_schedule(), which only step_timing_v2 calls."""
@@ -236,7 +226,6 @@ class WorkerStepRecorder:
     """
 
     __slots__ = (
-        "_cpu_ns",
         "_directory",
         "_file",
         "_step_id",
@@ -254,7 +243,6 @@ class WorkerStepRecorder:
         self._directory = directory
         self._file: RecordFile | None = None
         self._step_id: int | None = None
-        self._cpu_ns = 0, 0
         self._t_ns = self.began_ns = self.bind_ns = self.execute_model_ns = 0
         self.get_finished_ns = self.start_load_kv_ns = self.wait_for_save_ns = 0
         self.calls = ConnectorCalls()
@@ -289,11 +277,6 @@ class WorkerStepRecorder:
             _us(self.get_finished_ns),
         )
         self.calls.move_to(step)
-        if not ENGINE_STEPS.has_begun():
-            # A process of its own: the engine's clocks do not see it.
-            last_ns, self._cpu_ns = self._cpu_ns, (thread_cpu_ns(), process_cpu_ns())
-            step.thread_cpu_us = (self._cpu_ns[0] - last_ns[0]) / 1e3
-            step.cpu_us = (self._cpu_ns[1] - last_ns[1]) / 1e3
         if self._step_id is not None:
             self._file.append(step)
 

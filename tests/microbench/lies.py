@@ -15,7 +15,7 @@ from synthetic import Truth, trial_steps, write_records, write_run
 from lab.records.steps import EngineHeader, WorkerHeader
 from lab.records.threads import ThreadsHeader
 
-STEPS, BLOCKS, REPEATS = 4_000, 16_000, 2
+STEPS, BLOCKS, REPEATS = 4_000, 16_000, 3
 SAMPLE_STEPS = 80
 
 
@@ -41,7 +41,7 @@ def records(costs: dict[str, Cost], seed: int) -> tuple[pl.DataFrame, pl.DataFra
     rng = np.random.default_rng(1_000 + seed)
     engine, worker = trial_steps(Truth("", build_meta=1), 0, seed, STEPS, BLOCKS)
     number, running = np.arange(STEPS), engine["scheduled"].to_numpy()
-    prefills = number % 60 == 59
+    prefills = number % 20 == 19
     facts = Facts(engine["cache_size"].to_numpy() / 1_000, running, prefills, number)
     own_us = ("scheduler.build_connector_meta", "worker.get_finished")
     methods = {name: rng.exponential(0.5, STEPS) for name in own_us}
@@ -70,7 +70,7 @@ def records(costs: dict[str, Cost], seed: int) -> tuple[pl.DataFrame, pl.DataFra
         schedule_cpu_us=schedule_cpu,
         update_cpu_us=engine["update_us"],
         thread_cpu_us=own_cpu,
-        cpu_us=own_cpu + rng.exponential(20, STEPS) + more_us["a thread"],
+        a_thread_us=rng.exponential(20, STEPS) + more_us["a thread"],
         connector_self_us=self_us("scheduler"),
     )
     worker = worker.with_columns(
@@ -91,7 +91,7 @@ def headers(engine: pl.DataFrame, worker: pl.DataFrame) -> tuple[msgspec.Struct,
 
 def threads_of(engine: pl.DataFrame) -> pl.DataFrame:
     """What its thread took, in samples of SAMPLE_STEPS steps."""
-    spent = (engine["cpu_us"] - engine["thread_cpu_us"]).rolling_sum(SAMPLE_STEPS)
+    spent = engine["a_thread_us"].rolling_sum(SAMPLE_STEPS)
     samples = engine.select("t_ns", "step_id", pl.Series("us", spent).round(3))
     return (
         samples.gather_every(SAMPLE_STEPS, offset=SAMPLE_STEPS - 1)

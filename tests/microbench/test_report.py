@@ -58,12 +58,18 @@ def test_every_config_has_the_same_fields_in_the_same_order(configs: dict[str, A
     assert all(names == fields["plain"] for names in fields.values()), fields
 
 
-def test_the_reset_confirms_growth_by_what_the_slope_predicts(configs: dict[str, Any]):
-    check = configs[HASH]["reset_check"]
-    assert check["schedule"]["fell"] and check["step"]["fell"]
-    drop, expected = (check["schedule"][k] for k in ("drop_us", "expected_drop_us"))
-    assert drop == pytest.approx(expected, rel=0.1)
-    assert not configs["drifter"]["reset_check"]["schedule"]["fell"]
+def test_what_grew_falls_at_the_reset_by_as_much_and_a_drift_does_not(
+    configs: dict[str, Any],
+):
+    for metric in ("schedule", "step"):
+        fall = configs[HASH]["reset_check"][metric]["fall_us_per_1k_blocks"]
+        slope = configs[HASH]["slope_us_per_1k_blocks"][metric]["value"]
+        assert fall["value"] == pytest.approx(slope, rel=0.1) and fall["ci95"][0] > 0
+    drifter = configs["drifter"]["reset_check"]["schedule"]["fall_us_per_1k_blocks"]
+    assert (
+        drifter["ci95"][1]
+        < 0.5 * configs["drifter"]["slope_us_per_1k_blocks"]["schedule"]["value"]
+    )
 
 
 def test_parts_of_a_step_sum_to_the_step(configs: dict[str, Any]):

@@ -14,18 +14,20 @@ from microbench.analysis.verdict import (
     overall_verdict,
 )
 
-FELL = {"fell": True, "stayed": False}
-STAYED = {"fell": False, "stayed": True}
-UNSURE = {"fell": False, "stayed": False}
+
+def estimate(low: float, high: float) -> Estimate:
+    """One whose 95 % interval is about (low, high)."""
+    middle, half = (low + high) / 2, (high - low) / 2
+    return Estimate(middle, middle + half / 0.95 * np.linspace(-1, 1, 10_001))
 
 
-def slope(low: float, high: float) -> Estimate:
-    """An estimate whose 95 % interval is about (low, high)."""
-    return Estimate((low + high) / 2, np.linspace(low, high, 10_001))
+def verdict(slope, fall, slope_floor: float = 0.0, fall_floor: float = 0.0) -> str:
+    intervals = (of and estimate(*of) for of in (slope, fall))
+    return metric_verdict(*intervals, slope_floor, fall_floor)
 
 
 @pytest.mark.parametrize(
-    ("interval", "verdict"),
+    ("fall", "found"),
     [
         ((-0.5, 0.5), "flat"),
         ((0.5, 1.5), "flat"),
@@ -33,32 +35,54 @@ def slope(low: float, high: float) -> Estimate:
         ((-9.0, 1.5), "flat"),
         ((-1.0, 3.0), "inconclusive"),
         ((1.0, 9.0), "inconclusive"),
-        # A clear fall means that something else has changed.
+        # A clear rise at a reset means that something else has changed.
         ((-9.0, -3.0), "inconclusive"),
     ],
 )
-def test_flat_means_that_growth_beyond_the_margin_is_excluded(interval, verdict):
-    assert metric_verdict(slope(*interval), STAYED, floor=0.0) == verdict
+def test_flat_means_that_growth_beyond_the_margin_is_excluded(fall, found):
+    assert verdict((-1.0, 1.0), fall) == found
+
+
+def test_nothing_is_flat_within_what_two_runs_of_the_same_thing_differ_by():
+    assert verdict((-1.0, 1.0), (-1.0, 1.0), fall_floor=5.0) == "inconclusive"
+
+
+def test_a_cost_that_may_drift_far_is_not_flat():
+    assert verdict((-4.0, 5.0), (-1.0, 1.0)) == "flat"
+    assert verdict((-4.0, 9.0), (-1.0, 1.0)) == "inconclusive"
 
 
 @pytest.mark.parametrize(
-    ("check", "floor", "verdict"),
+    ("slope", "fall", "found"),
     [
-        (FELL, 0.0, "grows"),
-        (STAYED, 0.0, "drifts"),
+        ((40.0, 50.0), (30.0, 60.0), "grows"),
+        # One of them shown, the other agrees.
+        ((40.0, 50.0), (1.0, 60.0), "grows"),
+        ((-5.0, 70.0), (30.0, 40.0), "grows"),
+        # Something else went up, too, but what falls at a reset came from the cache.
+        ((40.0, 50.0), (15.0, 21.0), "grows"),
+        # It did not fall: something else went up.
+        ((40.0, 50.0), (-5.0, 5.0), "drifts"),
         # Not to see it fall is not to see it stay.
-        (UNSURE, 0.0, "inconclusive"),
-        (None, 0.0, "inconclusive"),
-        # Two runs of the same config differ by more than that.
-        (FELL, 60.0, "inconclusive"),
+        ((40.0, 50.0), (-10.0, 40.0), "inconclusive"),
+        # It fell, but had not risen.
+        ((-9.0, 1.0), (30.0, 40.0), "inconclusive"),
+        ((-50.0, 90.0), (-40.0, 60.0), "inconclusive"),
     ],
 )
-def test_growth_needs_the_reset_and_more_than_the_noise_floor(check, floor, verdict):
-    assert metric_verdict(slope(40.0, 50.0), check, floor) == verdict
+def test_growth_rises_with_cache_and_falls_at_the_reset(slope, fall, found):
+    assert verdict(slope, fall) == found
 
 
-def test_no_slope_is_no_verdict():
-    assert metric_verdict(None, FELL, floor=0.0) == "inconclusive"
+def test_growth_is_more_than_two_runs_of_the_same_thing_differ_by():
+    grown = (30.0, 40.0), (30.0, 40.0)
+    assert verdict(*grown) == "grows"
+    assert verdict(*grown, slope_floor=60.0, fall_floor=60.0) == "inconclusive"
+
+
+@pytest.mark.parametrize("known", [(None, (0.0, 1.0)), ((0.0, 1.0), None)])
+def test_half_the_evidence_is_no_verdict(known):
+    assert verdict(*known) == "inconclusive"
 
 
 FLAT = dict.fromkeys(METRICS, "flat")
