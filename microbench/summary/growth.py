@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from lab.records.per_config import ConfigEntry, PerConfig
 from lab.stats.markdown import DASH, interval, number, spread, table
-from microbench.analysis.metrics import METRICS
+from microbench.analysis.metrics import LEVELS, METRICS, PARTS
 from microbench.analysis.roles import Roles
 from microbench.analysis.verdict import (
     AGREEING_SHARE,
@@ -21,17 +21,11 @@ def answer(document: PerConfig) -> str:
     for name, entry in configs.items():
         by_verdict.setdefault(entry.verdict, []).append(name)
     parts = []
-    for name in by_verdict.get("grows", []):
-        entry = configs[name]
-        slope, level = entry.slope_us_per_1k_blocks["schedule"], entry.schedule_us
-        text = f"`{name}` **grows with |cache|**: "
-        text += f"`schedule()` {interval(slope)} µs per 1,000 cached blocks"
-        if level:
-            text += f", p50 {number(level['p50'])} µs at {level['at_cache_blocks']:,}"
-        parts.append(text + ", and the cost falls when the prefix cache is reset.")
+    parts += [_growth(name, configs[name]) for name in by_verdict.get("grows", [])]
     said = {
-        "flat": "do not grow with |cache| (the 95 % interval excludes more than "
-        f"{MARGIN_US_PER_1K_BLOCKS:g} µs per 1,000 blocks)",
+        "flat": "do not grow with |cache|: of all that the connector can change, the "
+        "95 % interval excludes that the full cache costs more than the empty one by "
+        f"{MARGIN_US_PER_1K_BLOCKS:g} µs per 1,000 blocks",
         "drifts": "drift: the cost rises but does not fall at the reset, so it is "
         "something other than |cache|",
         "inconclusive": "stay undecided in this run",
@@ -42,6 +36,18 @@ def answer(document: PerConfig) -> str:
             listed = ", ".join(f"`{name}`{_split(configs[name])}" for name in names)
             parts.append(f"{listed} {text}.")
     return " ".join(parts)
+
+
+def _growth(name: str, entry: ConfigEntry) -> str:
+    """A sentence on what grows of a config that grows."""
+    growing = [m for m, verdict in entry.verdict_of.items() if verdict == "grows"]
+    slope = interval(entry.slope_us_per_1k_blocks[growing[0]])
+    text = f"`{name}` **grows with |cache|**: {slope} µs per 1,000 cached blocks in "
+    text += f"`{growing[0]}`"
+    level = entry.level_us(growing[0]) if growing[0] in LEVELS else None
+    if level:
+        text += f", p50 {number(level['p50'])} µs at {level['at_cache_blocks']:,}"
+    return text + ", and the cost falls when the prefix cache is reset."
 
 
 def config_table(document: PerConfig) -> str:
@@ -78,22 +84,22 @@ def config_table(document: PerConfig) -> str:
         note = (
             f"Times are at {window.at_cache_blocks:,} cached blocks (±5 %), the "
             "highest |cache| that all configs reached, with every config weighted to "
-            f"the same mix of batch sizes ({mix}). Slopes are medians of slopes within "
-            "one repeat and one batch size, in the growth phase, with 95 % block-"
-            "bootstrap intervals. `schedule` contains `build_meta`; `overhead` is "
-            "schedule, update and the connector's calls in the worker, its slope at "
-            "the machine's usual speed (docs/method.md); `step` contains "
-            "everything, the model too. A dash: not measured or not there."
+            f"the same mix of batch sizes ({mix}). Slopes are those of medians in the "
+            "growth phases, within one server and one batch size. `schedule` contains "
+            "`build_meta`; `overhead` is schedule, update and the connector's calls in "
+            "the worker; `step` contains everything, the model too. The verdict rests "
+            "on more: see the reset check. A dash: not measured or not there."
         )
     return table(head, rows) + "\n\n" + note
 
 
 def _split(entry: ConfigEntry) -> str:
-    """What the verdict is made of, where the two times behind it disagree."""
-    of = entry.verdict_of
-    if of["schedule"] == of["overhead"]:
+    """What keeps a config from a verdict."""
+    if entry.verdict != "inconclusive":
         return ""
-    return f" (`schedule` {of['schedule']}, `overhead` {of['overhead']})"
+    of = {name: told for name, told in entry.verdict_of.items() if name in PARTS}
+    undecided = [name for name, told in of.items() if told != "flat"]
+    return f" (`{'`, `'.join(undecided)}`)" if undecided else " (the step grows)"
 
 
 def hypothesis(document: PerConfig, roles: Roles, name: str) -> str:

@@ -43,8 +43,8 @@ def test_a_cost_has_a_readme_that_names_its_command_and_a_make_target(module):
 def test_a_small_report_is_analysed_within_its_promise():
     taken = json.loads(run("costs.report", "--records", "20000"))
     assert 15_000 < taken["decode_only_steps"] < 20_000
-    low, high = taken["slope"]["ci95"]
-    assert low < high
+    # One server: its slope is known, and not what servers differ by.
+    assert taken["slope"]["value"] != 0 and taken["slope"]["ci95"] is None
     assert 0 < taken["load_s"] < taken["all_s"]
 
 
