@@ -32,11 +32,18 @@ def configs_of_next_round(
         return []
     left_s = 60 * profile.minutes - sum(walls_s)
     affordable = max(int(left_s / np.mean(walls_s)), 0)
-    return undecided(run_dir)[:affordable]
+    return undecided(run_dir, profile.repeats)[:affordable]
 
 
-def undecided(run_dir: Path) -> list[str]:
-    """The configs of a run whose verdict is "inconclusive", in its order."""
+def undecided(run_dir: Path, repeats: int) -> list[str]:
+    """The configs of a run that are inconclusive, in its order.
+
+    Those too of which fewer than `repeats` servers count, as the machine was too slow.
+    """
     run, trials = load_run(run_dir)
     configs = analyse(run, trials, None).document.configs
-    return [name for name, one in configs.items() if one.verdict == "inconclusive"]
+    return [
+        name
+        for name, one in configs.items()
+        if one.verdict == "inconclusive" or 0 < one.n_repeats < repeats
+    ]

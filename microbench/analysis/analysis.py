@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lab.records.per_config import PerConfig, WindowRecord
 from lab.records.run import RunRecord
@@ -18,6 +18,7 @@ from microbench.analysis.latency import requests_to_fill
 from microbench.analysis.levels import Level, Window, choose_window
 from microbench.analysis.measured import Measured, level_all, measure_all
 from microbench.analysis.roles import Roles, roles_of
+from microbench.analysis.speed import control_us, too_slow
 from microbench.analysis.trials import LoadedTrial
 from microbench.analysis.undecided import undecided
 from microbench.analysis.warn import config_warnings, run_warnings
@@ -39,7 +40,7 @@ class Analysis:
 def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> Analysis:
     """Everything per_config.json states about a run."""
     by_config: dict[str, list[LoadedTrial]] = {}
-    for trial in trials:
+    for trial in at_usual_speed(trials):
         by_config.setdefault(trial.config, []).append(trial)
     roles = roles_of(run, by_config)
     alike = (roles.baseline, roles.twin)
@@ -70,6 +71,20 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
         configs=entries,
     )
     return Analysis(document, roles, doubts, measured)
+
+
+def at_usual_speed(trials: list[LoadedTrial]) -> list[LoadedTrial]:
+    """The trials, those that were made on a much slower machine without their steps."""
+    controls = [t.threads is not None and control_us(t.threads) for t in trials]
+    slow = too_slow([us or None for us in controls])
+    return [
+        trial if times is None else replace(trial, steps=None, error=_slow(times))
+        for trial, times in zip(trials, slow, strict=True)
+    ]
+
+
+def _slow(times: float) -> str:
+    return f"set aside: the machine was {times:.1f} times as slow as usual"
 
 
 def place_levels(

@@ -104,6 +104,7 @@ def growth(one: Measured, noise: NoiseFloor) -> dict[str, Any]:
             one.falls[metric],
             noise.slope_floor(metric),
             noise.fall_floor(metric),
+            METRICS[metric].margin_us_per_1k_blocks,
         )
         for metric in one.metrics
     }

@@ -16,7 +16,7 @@ from lab.stats.mean_slope import mean_slopes
 from lab.stats.processes import Repeats
 from lab.stats.slope import Cells, slopes_of_repeats
 from microbench.analysis.levels import common_mix, reach_blocks
-from microbench.analysis.metrics import METRICS, Metric
+from microbench.analysis.metrics import METRICS, PARTS, Metric
 from microbench.analysis.middle import LEAST_SCALE_US, by_repeat, repeats_of
 
 # The steps compared: |cache| above 90 % of the reach before, below 25 % of it after.
@@ -27,8 +27,13 @@ MIN_STEPS_PER_GROUP = 5
 
 
 def steps_of(steps: pl.DataFrame, metric: Metric) -> pl.DataFrame:
-    """The steps that `metric` is about, in which its time was measured."""
+    """The steps that `metric` is about, in which its time was measured.
+
+    Of a part, the time is at the machine's usual speed (microbench.analysis.speed).
+    """
     kept = steps.filter(pl.col(metric.time).is_not_null())
+    if metric in PARTS.values():
+        kept = kept.with_columns(pl.col(metric.time) / pl.col("slowness"))
     return kept if metric.steps == "all" else kept.filter(metric.steps)
 
 

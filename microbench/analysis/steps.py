@@ -22,6 +22,7 @@ The sums:
   and the waiting for it are not in it, nor is their noise.
 - scheduler_cpu_us: CPU time of the engine's thread in schedule() and in
   update_from_output().
+- slowness (microbench.analysis.speed): how slow the machine was, 1 as usual.
 - threads_us (microbench.analysis.threads): CPU time per step of the threads of the
   engine's process that are not vLLM's own.
 """

@@ -13,6 +13,7 @@ from lab.records.documents import read_document
 from lab.records.requests import Requests, read_requests
 from lab.records.run import RunRecord
 from lab.records.trial import TrialRecord
+from microbench.analysis.speed import with_slowness
 from microbench.analysis.steps import read_engine_steps, read_worker_steps, step_table
 from microbench.analysis.threads import read_threads, with_threads
 
@@ -72,7 +73,7 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
     worker = read_worker_steps(folder)
     steps = step_table(repeat, engine, worker)
     threads = read_threads(folder / "threads.jsonl", steps)
-    steps = with_threads(steps, threads)
+    steps = with_slowness(with_threads(steps, threads), threads)
     decode = steps.filter("decode_only")
     return LoadedTrial(
         config=config,

@@ -10,10 +10,9 @@ import numpy as np
 
 from lab.records.per_config import ConfigEntry, NoiseFloor, Stated
 from lab.records.warning import RunWarning
-from microbench.analysis.metrics import PARTS
+from microbench.analysis.metrics import METRICS, PARTS
 from microbench.analysis.remedies import doubt
 from microbench.analysis.trials import LoadedTrial
-from microbench.analysis.verdict import MARGIN_US_PER_1K_BLOCKS
 
 # Beyond that the extrapolation says nothing, and nobody would wait for it.
 MOST_SERVERS = 50
@@ -30,7 +29,12 @@ def undecided(
     if not open_:
         return [doubt("undecided", "the step grows, and none of its parts does")]
     needed = [
-        servers_needed(_fall(entry, name), entry.n_repeats, noise.fall_floor(name))
+        servers_needed(
+            _fall(entry, name),
+            entry.n_repeats,
+            noise.fall_floor(name),
+            METRICS[name].margin_us_per_1k_blocks,
+        )
         for name in open_
     ]
     message = f"undecided in {', '.join(open_)}: "
@@ -50,7 +54,9 @@ def _fall(entry: ConfigEntry, metric: str) -> Stated | None:
     return check and check["fall_us_per_1k_blocks"]
 
 
-def servers_needed(fall: Stated | None, repeats: int, floor: float) -> int | None:
+def servers_needed(
+    fall: Stated | None, repeats: int, floor: float, margin: float
+) -> int | None:
     """How many servers in all would narrow the interval enough, at this noise.
 
     An interval is as wide as 1 / sqrt(servers). None where the fall is so near to the
@@ -60,10 +66,10 @@ def servers_needed(fall: Stated | None, repeats: int, floor: float) -> int | Non
         return repeats + 1
     low, high = fall["ci95"]
     value, half = fall["value"], (high - low) / 2
-    if value > MARGIN_US_PER_1K_BLOCKS:
-        room = value - max(MARGIN_US_PER_1K_BLOCKS, floor)
-    elif floor < MARGIN_US_PER_1K_BLOCKS:
-        room = MARGIN_US_PER_1K_BLOCKS - abs(value)
+    if value > margin:
+        room = value - max(margin, floor)
+    elif floor < margin:
+        room = margin - abs(value)
     else:
         return None
     if room <= 0:

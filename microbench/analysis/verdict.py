@@ -7,15 +7,16 @@ prefix cache is reset. A machine that gets slower or faster for seconds tilts th
 The fall compares two moments that are a second apart, several times, so it is known
 better. A cost that falls when the cache empties came from |cache|.
 
-- grows: one of the two lies above max(MARGIN, what two runs of the same config differ
+- grows: one of the two lies above max(margin, what two runs of the same config differ
   by) with its whole interval, and the other agrees: its value is at least half as
   large, and of the fall the whole interval is above 0.
 - drifts: the slope is as large, but the whole interval of the fall lies below half of
   it. Something else went up.
-- flat: the upper end of the fall's interval lies inside +-MARGIN, so that what the full
+- flat: the upper end of the fall's interval lies inside +-margin, so that what the full
   cache costs more than the empty one is excluded to be more (a test of non-inferiority;
   costing less with a fuller cache is no cost); two runs of the same config differ by
-  less than MARGIN; and the upper end of the slope's interval is below DRIFT_MARGIN.
+  less than the margin; and the upper end of the slope's interval is below
+  DRIFT_MARGINS of it.
 - inconclusive: anything else, no usable reset included.
 
 The config's verdict:
@@ -44,12 +45,10 @@ from lab.stats.slope import (
     slope_us_per_1k_blocks,
 )
 from microbench.analysis.measured import Measured
-from microbench.analysis.metrics import PARTS
+from microbench.analysis.metrics import MARGIN_US_PER_1K_BLOCKS, PARTS
 
-# us per 1,000 blocks: 35 us at 17,500 blocks, 0.5 % of a 7 ms forward.
-MARGIN_US_PER_1K_BLOCKS = 2.0
-# A cost that drifts by more than that while the cache grows is not called flat.
-DRIFT_MARGIN_US_PER_1K_BLOCKS = 3 * MARGIN_US_PER_1K_BLOCKS
+# A cost that drifts by more than so many margins while the cache grows is not flat.
+DRIFT_MARGINS = 3
 # Slope and fall agree if the one is at least this share of the other.
 AGREEING_SHARE = 0.5
 # A line explains the binned medians this well, and both halves rise alike.
@@ -71,13 +70,16 @@ def reset_check(metric: str, one: Measured) -> dict[str, Any] | None:
 
 
 def metric_verdict(
-    slope: Estimate | None, fall: Estimate | None, slope_floor: float, fall_floor: float
+    slope: Estimate | None,
+    fall: Estimate | None,
+    slope_floor: float,
+    fall_floor: float,
+    margin: float = MARGIN_US_PER_1K_BLOCKS,
 ) -> str:
     """The verdict on one metric; a floor is by how much the slopes, or falls, of two
     runs of the same thing differ, in us per 1,000 blocks."""
     if slope is None or fall is None:
         return "inconclusive"
-    margin = MARGIN_US_PER_1K_BLOCKS
     (low, high), (fall_low, fall_high) = slope.ci95, fall.ci95
     rises, falls = low > max(margin, slope_floor), fall_low > max(margin, fall_floor)
     agreeing = AGREEING_SHARE * slope.value
@@ -88,7 +90,7 @@ def metric_verdict(
     if rises and fall_high < agreeing:
         return "drifts"
     still = max(abs(fall_high), fall_floor) < margin
-    return "flat" if still and high < DRIFT_MARGIN_US_PER_1K_BLOCKS else "inconclusive"
+    return "flat" if still and high < DRIFT_MARGINS * margin else "inconclusive"
 
 
 def overall_verdict(of: Mapping[str, str]) -> str:

@@ -9,9 +9,9 @@ from lab.records.per_config import ConfigEntry, NoiseFloor
 from lab.records.run import RunRecord
 from lab.records.warning import RunWarning
 from microbench.analysis.levels import MAX_STEPS, thin
+from microbench.analysis.metrics import MARGIN_US_PER_1K_BLOCKS
 from microbench.analysis.remedies import doubt
 from microbench.analysis.roles import Roles
-from microbench.analysis.verdict import MARGIN_US_PER_1K_BLOCKS
 
 FEW_STEPS = 200
 # A step that takes this many times the median of its batch size was interrupted.

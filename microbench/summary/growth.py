@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from lab.records.per_config import ConfigEntry, PerConfig
 from lab.stats.markdown import DASH, interval, number, spread, table
-from microbench.analysis.metrics import LEVELS, METRICS, PARTS
+from microbench.analysis.metrics import (
+    LEVELS,
+    MARGIN_US_PER_1K_BLOCKS,
+    METRICS,
+    PARTS,
+)
 from microbench.analysis.roles import Roles
 from microbench.analysis.verdict import (
     AGREEING_SHARE,
     LINEAR_R2,
-    MARGIN_US_PER_1K_BLOCKS,
 )
 
 

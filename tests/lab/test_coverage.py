@@ -58,7 +58,7 @@ def test_one_config_alone_is_covered_in_every_cell(rng):
     assert under_the_aim(1, 1.0, rng) == []
 
 
-@pytest.mark.parametrize(("repeats", "least"), [(2, 0.74), (3, 0.80), (5, 0.84)])
+@pytest.mark.parametrize(("repeats", "least"), [(2, 0.74), (3, 0.76), (5, 0.82)])
 def test_the_one_noisy_config_itself_is_covered_less_and_no_worse_than_we_say(
     repeats: int, least: float, rng
 ):

@@ -102,7 +102,7 @@ def test_a_single_repeat_takes_the_spread_of_the_others_or_has_no_interval():
 
 
 def test_draws_of_two_estimates_subtract_as_independent_ones():
-    known = Spread(between=0.0, error=1e-9, df=50)
+    known = Spread(between=0.0, error=1e-9, df=100)
     one, other = (
         over_processes(Repeats(np.zeros(4), np.full(4, 4.0), 1.0), known, seed)
         for seed in (1, 2)

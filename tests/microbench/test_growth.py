@@ -12,6 +12,7 @@ from lab.records.run import RunRecord
 from lab.records.step_table import StepFile
 from microbench.analysis.analysis import analyse
 from microbench.analysis.levels import Window
+from microbench.analysis.speed import with_slowness
 from microbench.analysis.steps import CLOCKS, CONNECTOR_TIMES, step_table
 from microbench.analysis.threads import NO_THREADS, with_threads
 from microbench.analysis.trials import LoadedTrial
@@ -38,6 +39,7 @@ def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> Loaded
     worker = worker.select("step_id", "execute_model_us", *hooks)
     files = (StepFile(frame, count, 0) for frame in (shaped, worker))
     table = with_threads(step_table(repeat, *files), NO_THREADS)
+    table = with_slowness(table, NO_THREADS)
     return LoadedTrial(truth.name, repeat, None, None, table)
 
 

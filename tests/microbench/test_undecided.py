@@ -30,4 +30,4 @@ def slope(value: float, half: float) -> dict:
 def test_the_servers_needed_narrow_the_interval_to_the_room_there_is(
     found, floor, servers
 ):
-    assert servers_needed(found, repeats=2, floor=floor) == servers
+    assert servers_needed(found, 2, floor, margin=2.0) == servers

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from lab.stats.estimate import Estimate
-from microbench.analysis.metrics import METRICS, PARTS
+from microbench.analysis.metrics import MARGIN_US_PER_1K_BLOCKS, METRICS, PARTS
 from microbench.analysis.verdict import (
-    MARGIN_US_PER_1K_BLOCKS,
     metric_verdict,
     overall_verdict,
 )
