@@ -57,7 +57,7 @@ def hurt(tmp_path_factory) -> Sweep:
     records = folder / "noop" / "r0" / "engine_step.jsonl"
     eventually(lambda: records.exists() and records.stat().st_size > 10_000, 240)
     os.kill(json.loads(records.read_text().partition("\n")[0])["pid"], signal.SIGKILL)
-    return ended(folder, sweep.wait(480))
+    return ended(folder, sweep.wait(900))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def whole(hurt) -> Sweep:
     packages = ("vllm", "nixl_cu12")
     before = [package_digest(name) for name in packages]
     resumed = subprocess.run(
-        [*RUN_ALL, "--out", hurt.folder, "--resume"], check=False, timeout=480
+        [*RUN_ALL, "--out", hurt.folder, "--resume"], check=False, timeout=900
     )
     assert [package_digest(name) for name in packages] == before
     return ended(hurt.folder, resumed.returncode)
@@ -100,8 +100,8 @@ def test_the_hash_walk_grows_with_cache_and_falls_after_the_reset(configs):
 
 @pytest.mark.parametrize("name", ["plain", "noop"])
 def test_configs_without_the_walk_grow_at_most_a_third_as_fast(configs, name):
-    # Two servers each on a shared machine tell them from the walk by far; it takes the
-    # A/A pair of the full profile to call them flat.
+    # Three servers each on a shared machine tell them from the walk by far; it takes
+    # the A/A pair of the full profile to call them flat.
     walk = configs["mooncake_both_hash_sync"]["slope_us_per_1k_blocks"]
     slope = configs[name]["slope_us_per_1k_blocks"]
     for metric in ("schedule", "overhead"):
@@ -146,7 +146,7 @@ def test_a_server_that_dies_fails_its_config_and_not_the_others(hurt):
     """Neither the one before it nor the one after; its other server still counts."""
     assert hurt.status == 1
     noop = hurt.configs["noop"]
-    assert noop["n_repeats"] == 1
+    assert noop["n_repeats"] == 2
     assert "r0: the server died" in noop["error"]
     lost = noop["requests"]
     assert lost["scheduled"] == lost["ok"] + lost["failed"] + lost["cancelled"]
@@ -160,7 +160,7 @@ def test_a_resumed_run_measures_what_failed_and_nothing_twice(hurt, whole):
     failed = {name for name, trial in hurt.trials.items() if trial.status != "ok"}
     again = {name for name in hurt.trials if hurt.trials[name] != whole.trials[name]}
     assert again == failed
-    assert "noop/r0" in failed and len(failed) < len(hurt.trials) == 6
+    assert "noop/r0" in failed and len(failed) < len(hurt.trials) == 9
 
 
 def test_a_finished_run_is_not_overwritten(whole):
