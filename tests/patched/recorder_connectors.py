@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from connectors.noop import NoopConnector
 
-SPIN_US = 20
+SPIN_US = 100
 
 
 class Call(NamedTuple):

@@ -68,8 +68,8 @@ def test_the_threads_are_those_of_the_process_twice_a_second(idle):
     steps, threads = idle
     lasted_s = (threads[-1].t_ns - steps[0].t_ns) / 1e9
     assert len(threads) >= 4
-    # Where the machine stalls, the next one comes the sooner.
-    assert len(threads) == pytest.approx(2 * lasted_s, abs=1)
+    # Where the machine stalls, the next one comes the sooner; at the end none does.
+    assert 2 * lasted_s - 2 <= len(threads) <= 2 * lasted_s + 1
     began = {step.step_id: step.t_ns for step in steps}
     for record in threads:
         assert record.t_ns - 0.3e9 < began[record.step_id] <= record.t_ns
