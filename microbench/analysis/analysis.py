@@ -18,7 +18,7 @@ from microbench.analysis.latency import requests_to_fill
 from microbench.analysis.levels import Level, Window, choose_window
 from microbench.analysis.measured import Measured, level_all, measure_all
 from microbench.analysis.roles import Roles, roles_of
-from microbench.analysis.speed import control_us, too_slow
+from microbench.analysis.speed import too_slow
 from microbench.analysis.trials import LoadedTrial
 from microbench.analysis.undecided import undecided
 from microbench.analysis.warn import config_warnings, run_warnings
@@ -75,8 +75,7 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
 
 def at_usual_speed(trials: list[LoadedTrial]) -> list[LoadedTrial]:
     """The trials, those that were made on a much slower machine without their steps."""
-    controls = [t.threads is not None and control_us(t.threads) for t in trials]
-    slow = too_slow([us or None for us in controls])
+    slow = too_slow([trial.control for trial in trials])
     return [
         trial if times is None else replace(trial, steps=None, error=_slow(times))
         for trial, times in zip(trials, slow, strict=True)

@@ -43,7 +43,11 @@ def parts_by_repeat(
     in it (microbench.analysis.threads). None where there are too few blocks.
     """
     blocks = _blocks(growth)
-    found = {f"connector/{axis}": _slope(blocks, f"connector/{axis}") for axis in PER}
+    found = {}
+    if growth["connector_us"].null_count() < growth.height:
+        found = {
+            f"connector/{axis}": _slope(blocks, f"connector/{axis}") for axis in PER
+        }
     for name in method_columns(growth):
         found[f"methods/{name}"] = _slope(blocks, f"methods/{name}")
     for (name,), samples in threads.group_by("thread", maintain_order=True):
@@ -58,12 +62,12 @@ def parts_entry(
 ) -> dict[str, dict[str, Any]]:
     """The fields `connector`, `methods` and `threads` of a config's entry."""
     told: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
-    steps = max(growth.height, 1)
+    blocks, steps = _blocks(growth), max(growth.height, 1)
     for part, slope in slopes.items():
         kind, _, name = part.partition("/")
         one = {"slope_per_1k_blocks": stated(slope, 3)}
         if kind == "connector":
-            one["mean"] = _mean(_blocks(growth)[part])
+            one["mean"] = _mean(blocks[part])
         elif kind == "methods":
             calls = growth[name.removesuffix("_us") + CALLS].sum()
             one = {"calls_per_step": round(calls / steps, 3)} | one

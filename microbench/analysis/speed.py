@@ -9,12 +9,13 @@ it takes per step is how slow the machine was then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from lab.stats.estimate import Floats
+from lab.stats.estimate import Floats, Ints
 
 CONTROL = r"\(process_output_sockets\)$"
 # A sample of fewer steps tells more of its edges than of the machine.
@@ -23,62 +24,84 @@ MIN_SAMPLES = 10
 # A trial on a machine that is so many times slower than usual is another experiment:
 # the server may not keep up with its load.
 MOST = 1.5
+# Of the reweighting that makes least squares the least absolute deviations.
+ROUNDS = 30
 
 
-def with_slowness(steps: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
+@dataclass(frozen=True)
+class Control:
+    """What the control takes per step in each sample of a trial, (samples,).
+
+    `ends` are the samples' last steps, `batch` their mean batch sizes.
+    """
+
+    ends: Ints
+    batch: Floats
+    us: Floats
+
+
+def read_control(steps: pl.DataFrame, threads: pl.DataFrame) -> Control | None:
+    """The control of a trial, from its steps and threads; None without one."""
+    own = pl.col("thread").str.contains(CONTROL)
+    samples = threads.filter(own, pl.col("steps") >= MIN_STEPS).sort("step_id")
+    if samples.height < MIN_SAMPLES:
+        return None
+    ends = samples["step_id"].to_numpy()
+    sample = _sample_of(ends, steps)
+    count = np.bincount(sample, minlength=len(ends))
+    total = np.bincount(sample, steps["batch"].to_numpy(), minlength=len(ends))
+    batch = np.where(count > 0, total / np.maximum(count, 1), steps["batch"].mean())
+    return Control(ends, batch, np.maximum(samples["us_per_step"].to_numpy(), 1e-3))
+
+
+def with_slowness(steps: pl.DataFrame, control: Control | None) -> pl.DataFrame:
     """`steps` with the column slowness, 1 at the trial's usual speed, 2 at half of it.
 
-    `threads` is the trial's table of threads. Outputs take longer in a larger batch, so
-    each sample is compared with what is usual for its batch size, by a straight line.
-    Without samples the slowness is 1.
+    Without a control it is 1.
     """
-    control = _control(threads)
-    if control.height < MIN_SAMPLES:
+    if control is None:
         return steps.with_columns(pl.lit(1.0).alias("slowness"))
-    ends = control["step_id"].to_numpy()
-    sample = np.searchsorted(ends, steps["step_id"].to_numpy())
-    sample = np.minimum(sample, len(ends) - 1)
-    batch = _mean_by(sample, steps["batch"].to_numpy(), len(ends))
-    slowness = _beside_line(batch, control["us_per_step"].to_numpy())
+    ratio = control.us / _usual_us([control])(control.batch)
+    slowness = ratio / np.median(ratio)
+    sample = _sample_of(control.ends, steps)
     return steps.with_columns(pl.Series("slowness", slowness[sample]))
 
 
-def _control(threads: pl.DataFrame) -> pl.DataFrame:
-    own = pl.col("thread").str.contains(CONTROL)
-    return threads.filter(own, pl.col("steps") >= MIN_STEPS).sort("step_id")
-
-
-def _mean_by(sample: Floats, values: Floats, samples: int) -> Floats:
-    """Mean of `values` in each sample, that of all where one has none."""
-    count = np.bincount(sample, minlength=samples)
-    total = np.bincount(sample, values, minlength=samples)
-    return np.where(count > 0, total / np.maximum(count, 1), values.mean())
-
-
-def _beside_line(batch: Floats, us: Floats) -> Floats:
-    """`us` over what is usual at that batch size; the median of it is 1."""
-    rise, start = np.polyfit(batch, us, 1)
-    usual = start + rise * batch
-    # A line through few batch sizes may be a poor one.
-    if not (rise >= 0 and (usual > 0).all()):
-        usual = np.full(len(us), np.median(us))
-    ratio = np.maximum(us, 1e-3) / usual
-    return ratio / np.median(ratio)
-
-
-def control_us(threads: pl.DataFrame) -> float | None:
-    """What the control takes per step in a trial, in us; None without samples."""
-    taken = _control(threads)["us_per_step"]
-    return float(taken.median()) if len(taken) >= MIN_SAMPLES else None
-
-
-def too_slow(controls_us: Sequence[float | None]) -> list[float | None]:
+def too_slow(controls: Sequence[Control | None]) -> list[float | None]:
     """How many times slower than usual each trial was, if more than MOST; else None.
 
-    Usual is the median of a run's trials. The control tells nothing of the connector,
-    so leaving such trials out favours no config.
+    Usual is what the run's trials take at that batch size: a connector that makes steps
+    longer makes batches larger, too, and is not a slow machine. So leaving such trials
+    out favours no config.
     """
-    known = [us for us in controls_us if us is not None]
-    usual = float(np.median(known)) if known else 1.0
-    times = [None if us is None else us / usual for us in controls_us]
+    known = [control for control in controls if control is not None]
+    if not known:
+        return [None] * len(controls)
+    usual_us = _usual_us(known)
+    ratios = [np.median(one.us / usual_us(one.batch)) for one in known]
+    typical, found = float(np.median(ratios)), iter(ratios)
+    times = [None if c is None else float(next(found)) / typical for c in controls]
     return [one if one is not None and one > MOST else None for one in times]
+
+
+def _sample_of(ends: Ints, steps: pl.DataFrame) -> Ints:
+    """The sample that each step is in; steps after the last one count for it."""
+    sample = np.searchsorted(ends, steps["step_id"].to_numpy())
+    return np.minimum(sample, len(ends) - 1)
+
+
+def _usual_us(controls: Sequence[Control]) -> Callable[[Floats], Floats]:
+    """What is usual at a batch size: a line of least absolute deviations.
+
+    Such a line stays with the majority of the samples, whatever a slow minority took.
+    """
+    batch = np.concatenate([control.batch for control in controls])
+    us = np.concatenate([control.us for control in controls])
+    weight = np.ones(len(us))
+    for _ in range(ROUNDS):
+        rise, start = np.polyfit(batch, us, 1, w=np.sqrt(weight))
+        weight = 1 / np.maximum(np.abs(us - start - rise * batch), 1e-3 * np.median(us))
+    # Outputs take longer in a larger batch; a line that says otherwise is a poor one.
+    if rise < 0 or start + rise * batch.min() <= 0:
+        rise, start = 0.0, float(np.median(us))
+    return lambda sizes: start + rise * sizes

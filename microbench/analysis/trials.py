@@ -13,7 +13,7 @@ from lab.records.documents import read_document
 from lab.records.requests import Requests, read_requests
 from lab.records.run import RunRecord
 from lab.records.trial import TrialRecord
-from microbench.analysis.speed import with_slowness
+from microbench.analysis.speed import Control, read_control, with_slowness
 from microbench.analysis.steps import read_engine_steps, read_worker_steps, step_table
 from microbench.analysis.threads import read_threads, with_threads
 
@@ -32,6 +32,7 @@ class LoadedTrial:
     facts: TrialRecord | None  # None if it was never written
     steps: pl.DataFrame | None = None
     threads: pl.DataFrame | None = None
+    control: Control | None = None
     requests: Requests | None = None
     engine_steps: int = 0
     worker_steps: int = 0
@@ -73,7 +74,8 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
     worker = read_worker_steps(folder)
     steps = step_table(repeat, engine, worker)
     threads = read_threads(folder / "threads.jsonl", steps)
-    steps = with_slowness(with_threads(steps, threads), threads)
+    control = read_control(steps, threads)
+    steps = with_slowness(with_threads(steps, threads), control)
     decode = steps.filter("decode_only")
     return LoadedTrial(
         config=config,
@@ -82,6 +84,7 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
         facts=facts,
         steps=steps,
         threads=threads,
+        control=control,
         requests=requests,
         engine_steps=engine.records,
         worker_steps=worker.records,

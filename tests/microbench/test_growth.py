@@ -39,7 +39,7 @@ def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> Loaded
     worker = worker.select("step_id", "execute_model_us", *hooks)
     files = (StepFile(frame, count, 0) for frame in (shaped, worker))
     table = with_threads(step_table(repeat, *files), NO_THREADS)
-    table = with_slowness(table, NO_THREADS)
+    table = with_slowness(table, None)
     return LoadedTrial(truth.name, repeat, None, None, table)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from microbench.analysis.speed import control_us, too_slow, with_slowness
+from microbench.analysis.speed import Control, read_control, too_slow, with_slowness
 from microbench.analysis.threads import NO_THREADS
 
 STEPS, SAMPLE_STEPS = 4_000, 100
@@ -34,27 +34,37 @@ def machine(slower: np.ndarray, batch: np.ndarray) -> tuple[pl.DataFrame, pl.Dat
     return steps, pl.DataFrame(rows, schema=NO_THREADS.schema, orient="row")
 
 
+def control_of(slower: np.ndarray, batch: np.ndarray) -> Control:
+    return read_control(*machine(slower, batch))
+
+
 def test_the_slowness_follows_the_machine_and_neither_batch_nor_connector():
     share = np.arange(STEPS) / STEPS
     slower, batch = 1 + share, np.round(2 + 4 * np.abs(np.sin(9 * share))).astype(int)
-    found = with_slowness(*machine(slower, batch))["slowness"].to_numpy()
+    steps, threads = machine(slower, batch)
+    found = with_slowness(steps, read_control(steps, threads))["slowness"].to_numpy()
     expected = slower / np.median(slower)
     assert np.median(np.abs(found / expected - 1)) < 0.08
 
 
 def test_without_samples_the_machine_is_taken_as_it_is():
     steps, _ = machine(np.ones(STEPS), np.full(STEPS, 4))
-    assert with_slowness(steps, NO_THREADS)["slowness"].unique().to_list() == [1.0]
-    assert control_us(NO_THREADS) is None
-
-
-def test_a_trial_on_a_much_slower_machine_is_told_from_the_others():
-    assert too_slow([80.0, 90.0, 100.0, 240.0, None, 85.0]) == [
-        None,
-        None,
-        None,
-        pytest.approx(240 / 90),
-        None,
-        None,
-    ]
+    assert read_control(steps, NO_THREADS) is None
+    assert with_slowness(steps, None)["slowness"].unique().to_list() == [1.0]
     assert too_slow([None, None]) == [None, None]
+
+
+def test_a_slow_machine_is_set_aside_and_an_expensive_connector_is_not():
+    """Its steps are longer, so more requests run at a time, with more output each."""
+    rng = np.random.default_rng(5)
+    usual = np.ones(STEPS)
+
+    def trial(times: float, running: int) -> Control:
+        return control_of(times * usual, rng.integers(running, running + 4, STEPS))
+
+    cheap = [trial(times, 2) for times in (0.9, 1.0, 1.1, 0.95, 1.05)]
+    expensive = [trial(times, 12) for times in (0.95, 1.0, 1.05)]
+    slow = trial(2.0, 2)
+    found = too_slow([*cheap, None, *expensive, slow])
+    assert found[:-1] == [None] * 9
+    assert found[-1] == pytest.approx(2.0, rel=0.15)

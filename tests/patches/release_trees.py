@@ -27,8 +27,7 @@ FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
 MULTI = "distributed/kv_transfer/kv_connector/v1/multi_connector.py"
 # What step timing adds whole.
 RECORDER = {
-    f"v1/step_{name}.py"
-    for name in ("records", "record_file", "connector", "clocks", "threads")
+    f"v1/step_{name}.py" for name in ("records", "record_file", "connector", "threads")
 }
 
 
