@@ -61,8 +61,8 @@ PARTS = {
     "scheduler_cpu": Metric("scheduler_cpu_us", "decode_only", "mean"),
     # Each block has some of the few steps that prefill, or in which a request ends.
     "connector": Metric("connector_us", "all", "mean", 200, ("prefills", "batch")),
-    # Too far apart to resemble each other.
-    # 175 us at 17,500 blocks: 0.2 % of a prompt's 100 ms.
+    # They are far apart, so a stall hits few of them. The margin is 175 us at 17,500
+    # blocks: 0.2 % of a prompt's 100 ms.
     "prefill": Metric(
         "connector_us", "prefills", "mean", 2, margin_us_per_1k_blocks=10.0
     ),

@@ -10,30 +10,22 @@ from pathlib import Path
 import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state
 
-from connectors.liar import THREAD, Lie, LyingConnector, Step
+from connectors.liar import (
+    SCHEDULER_METHODS,
+    THREAD,
+    WORKER_METHODS,
+    Lie,
+    LyingConnector,
+    Step,
+)
 from lab.serving.null_engine import NullEngine
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1_024, 12
-# Methods that an engine calls in the run below.
+# Methods that an engine calls in the run below: it preempts no request.
 CALLED = [
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "request_finished_all_groups",
-    "update_connector_output",
-    "take_events",
-    "bind_connector_metadata",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "has_connector_metadata",
-    "wait_for_save",
-    "get_finished",
-    "get_block_ids_with_load_errors",
-    "get_kv_connector_stats",
-    "get_kv_connector_kv_cache_events",
-    "build_connector_worker_meta",
-    "clear_connector_metadata",
+    name
+    for name in (*SCHEDULER_METHODS, *WORKER_METHODS)
+    if name != "handle_preemptions"
 ]
 
 
