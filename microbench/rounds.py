@@ -15,6 +15,7 @@ import numpy as np
 
 from microbench.analysis.analysis import analyse
 from microbench.analysis.trials import load_run
+from microbench.analysis.undecided import servers_more
 from microbench.profile import Profile
 from microbench.trial import TrialRecord
 
@@ -36,14 +37,15 @@ def configs_of_next_round(
 
 
 def undecided(run_dir: Path, repeats: int) -> list[str]:
-    """The configs of a run that are inconclusive, in its order.
+    """The configs of a run that are inconclusive, those first that need least.
 
     Those too of which fewer than `repeats` servers count, as the machine was too slow.
     """
     run, trials = load_run(run_dir)
-    configs = analyse(run, trials, None).document.configs
-    return [
-        name
-        for name, one in configs.items()
+    document = analyse(run, trials, None).document
+    more = {
+        name: servers_more(one, document.noise_floor)
+        for name, one in document.configs.items()
         if one.verdict == "inconclusive" or 0 < one.n_repeats < repeats
-    ]
+    }
+    return sorted(more, key=more.get)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""threads.jsonl: what the threads of the engine's process do, twice a second.
+"""threads.jsonl: what the threads of the engine's process do, four times a second.
 
 The patch step_timing_v2 writes it inside vLLM, beside engine_step.jsonl.
 """
@@ -24,4 +24,6 @@ class ThreadTimes(msgspec.Struct, kw_only=True):
     """The last step that had begun."""
     threads: dict[str, float]
     """CPU time in us by thread. Python's threads go by their name in `threading`, all
-    others by the kernel's; of equal names each gets `#` and its thread id."""
+    others by the kernel's; of equal names each gets `#` and its thread id. `model
+    executor` are all that were there once vLLM had made that, but the main thread, and
+    `ended threads` those that ended since the record before."""

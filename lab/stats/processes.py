@@ -61,6 +61,10 @@ class Repeats:
         if not self.scale > 0:
             raise ValueError(f"scale is {self.scale}: it must be above 0")
 
+    def first(self, count: int) -> Repeats:
+        """The first `count` of them, or all that there are."""
+        return Repeats(self.values[:count], self.variances[:count], self.scale)
+
     @property
     def within(self) -> float:
         """Mean variance within a repeat, as a share of scale squared."""

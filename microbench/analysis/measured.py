@@ -159,7 +159,9 @@ def looks_of(profile: Mapping[str, Any]) -> int:
 class Pool:
     """Estimates from server processes, the spread between these pooled over configs.
 
-    Their intervals hold in 95 % of runs over all `looks`.
+    Their intervals hold in 95 % of runs over all `looks`. A config that was decided was
+    not measured again: its intervals stay what they were at that look, whatever the
+    servers that other configs got later say of the spread.
     """
 
     def __init__(self, alike: Sequence[str | None], looks: int) -> None:
@@ -168,25 +170,28 @@ class Pool:
 
     def estimates(self, found: Mapping[str, Found]) -> dict[str, Estimates]:
         """By config and metric."""
-        metrics = {metric for of in found.values() for metric in of}
-        spreads = {
-            metric: self._spread({name: of.get(metric) for name, of in found.items()})
-            for metric in metrics
-        }
         return {
             name: {
-                metric: repeats and self._estimate(repeats, spreads[metric], seed)
+                metric: repeats and self._estimate(repeats, metric, found, seed)
                 for seed, (metric, repeats) in enumerate(of.items(), 100 * index)
             }
             for index, (name, of) in enumerate(found.items())
         }
 
-    def _spread(self, found: Found) -> Spread:
-        there = {name: repeats for name, repeats in found.items() if repeats}
+    def _spread(self, found: Mapping[str, Found], metric: str, servers: int) -> Spread:
+        """What the first `servers` of each config differ by."""
+        there = {
+            name: repeats.first(servers)
+            for name, of in found.items()
+            if (repeats := of.get(metric))
+        }
         same = [there.pop(name) for name in self._alike if name in there]
         return between_spread([*there.values(), *([_joined(same)] if same else [])])
 
-    def _estimate(self, repeats: Repeats, spread: Spread, seed: int) -> Estimate:
+    def _estimate(
+        self, repeats: Repeats, metric: str, found: Mapping[str, Found], seed: int
+    ) -> Estimate:
+        spread = self._spread(found, metric, max(len(repeats.values), 2))
         estimate = over_processes(repeats, spread, SEED + seed)
         low, high = estimate.ci95
         wide_low, wide_high = estimate.interval(self._level)

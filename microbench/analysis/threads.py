@@ -24,8 +24,9 @@ SCHEMA = {
 }
 
 
-# vLLM's own: they serve requests, and are as busy as those. And our recorder's.
-OWN = r"^MainThread$|\(process_(in|out)put_sockets\)$|^records-"
+# vLLM's own: those that were there before the connector, and those that serve requests
+# and are as busy as these. And our recorder's.
+OWN = r"^MainThread$|^model executor$|\(process_(in|out)put_sockets\)$|^records-"
 NO_THREADS = pl.DataFrame(schema=SCHEMA)
 
 

@@ -24,10 +24,25 @@ def undecided(
     """A warning for a config that is inconclusive, which names what is in the way."""
     if entry.verdict != "inconclusive":
         return []
-    parts = [name for name in entry.verdict_of if name in PARTS] or ["overhead"]
-    open_ = [name for name in parts if entry.verdict_of[name] == "inconclusive"]
-    if not open_:
+    if not (open_ := _open_parts(entry)):
         return [doubt("undecided", "the step grows, and none of its parts does")]
+    message = f"undecided in {', '.join(open_)}: "
+    more = servers_more(entry, noise)
+    if more == math.inf:
+        return [doubt("undecided", message + "no number of servers would tell")]
+    if entry.n_repeats + more > MOST_SERVERS:
+        return [doubt("undecided", message + f"more than {MOST_SERVERS} servers")]
+    walls_s = [t.facts.wall_s for t in trials if t.facts and t.facts.wall_s]
+    minutes = more * np.mean(walls_s) / 60 if walls_s else 0
+    message += f"about {more} servers more, {minutes:.0f} minutes"
+    return [doubt("undecided", message)]
+
+
+def servers_more(entry: ConfigEntry, noise: NoiseFloor) -> float:
+    """How many servers more would decide every part of an inconclusive config.
+
+    Infinity where no number would; 0 where no part is open.
+    """
     needed = [
         servers_needed(
             _fall(entry, name),
@@ -35,18 +50,18 @@ def undecided(
             noise.fall_floor(name),
             METRICS[name].margin_us_per_1k_blocks,
         )
-        for name in open_
+        for name in _open_parts(entry)
     ]
-    message = f"undecided in {', '.join(open_)}: "
-    if None in needed:
-        return [doubt("undecided", message + "no number of servers would tell")]
-    more = max(needed) - entry.n_repeats
-    if max(needed) > MOST_SERVERS:
-        return [doubt("undecided", message + f"more than {MOST_SERVERS} servers")]
-    walls_s = [t.facts.wall_s for t in trials if t.facts and t.facts.wall_s]
-    minutes = more * np.mean(walls_s) / 60 if walls_s else 0
-    message += f"about {more} servers more, {minutes:.0f} minutes"
-    return [doubt("undecided", message)]
+    return (
+        math.inf
+        if None in needed
+        else max(needed, default=entry.n_repeats) - entry.n_repeats
+    )
+
+
+def _open_parts(entry: ConfigEntry) -> list[str]:
+    parts = [name for name in entry.verdict_of if name in PARTS] or ["overhead"]
+    return [name for name in parts if entry.verdict_of[name] == "inconclusive"]
 
 
 def _fall(entry: ConfigEntry, metric: str) -> Stated | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from vllm.v1.step_connector import ConnectorCalls
 from vllm.v1.step_record_file import RecordFile
-from vllm.v1.step_threads import ThreadsFile
+from vllm.v1.step_threads import ThreadsFile, thread_ids
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
@@ -84,6 +84,7 @@ class EngineStepRecorder:
         "_directory",
         "_file",
         "_next_step_id",
+        "_of_executor",
         "_open",
         "_thread_cpu_ns",
         "_update_began_cpu_ns",
@@ -99,6 +100,7 @@ class EngineStepRecorder:
     def __init__(self, directory: str):
         self._directory = directory
         self._file: RecordFile | None = None
+        self._of_executor: set[int] = set()
         self._next_step_id = 0
         # With _aside_ns as it was when the step began.
         self._open: dict[int, tuple[EngineStep, int]] = {}
@@ -108,6 +110,10 @@ class EngineStepRecorder:
         self.schedule_began_cpu_ns = self._thread_cpu_ns = 0
         self._update_began_cpu_ns = self._update_cpu_ns = self._update_ns = 0
         self.calls = ConnectorCalls()
+
+    def note_executor(self) -> None:
+        """The model executor was made, and the connector not yet."""
+        self._of_executor = thread_ids()
 
     def begin_schedule(self) -> None:
         # Reading the CPU clock takes longer than any other clock: not in schedule_us.
@@ -215,7 +221,10 @@ class EngineStepRecorder:
         header = {"methods": self.calls.methods}
         self._file = RecordFile(self._directory, "engine_step", header)
         if step.cache_size is not None and not self._file.stopped:
-            ThreadsFile(self._directory, lambda: self._next_step_id - 1)
+            ThreadsFile(self._directory, self._last_step_id, self._of_executor)
+
+    def _last_step_id(self) -> int:
+        return self._next_step_id - 1
 
 
 class WorkerStepRecorder:

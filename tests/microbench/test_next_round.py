@@ -11,7 +11,7 @@ from synthetic import Truth, write_run
 
 from lab.records.trial import TrialRecord
 from microbench.profile import Profile, load_profile
-from microbench.rounds import configs_of_next_round
+from microbench.rounds import configs_of_next_round, undecided
 
 WALL_S = 60.0
 
@@ -66,3 +66,14 @@ def test_a_config_that_lost_servers_is_measured_again(run_dir):
     asked = profile(repeats=4)
     found = configs_of_next_round(run_dir, asked, trials())
     assert set(found) == {"walk", "plain", "unsure"}
+
+
+def test_what_needs_least_to_be_decided_comes_first(tmp_path):
+    truths = [
+        Truth("wide", slope=2.0, repeat_offsets=(0.0, 60.0)),
+        Truth("plain"),
+        Truth("narrow", slope=2.0, repeat_offsets=(0.0, 15.0)),
+    ]
+    folder = write_run(tmp_path, truths, repeats=2)
+    found = undecided(folder, repeats=2)
+    assert found.index("narrow") < found.index("wide")

@@ -8,7 +8,7 @@ import hashlib
 import threading
 import time
 from types import FunctionType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -71,6 +71,7 @@ class Burner(NoopConnector):
     """Its methods do nothing, and a thread of its worker takes a core."""
 
     stopped = threading.Event()
+    took_us: ClassVar[list[float]] = []
 
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -82,3 +83,20 @@ class Burner(NoopConnector):
         text = bytes(1 << 20)
         while not self.stopped.is_set():
             hashlib.sha256(text)  # without the GIL
+        self.took_us.append(time.thread_time_ns() / 1e3)
+
+
+# CPU time of the thread that Spawner starts in each step.
+SPAWNED_US = 1_000
+
+
+class Spawner(NoopConnector):
+    """Each step starts a thread that works a moment and ends, and waits for none."""
+
+    def start_load_kv(self, forward_context, **kwargs) -> None:
+        threading.Thread(target=self._work, daemon=True).start()
+
+    @staticmethod
+    def _work() -> None:
+        while time.thread_time_ns() < SPAWNED_US * 1_000:
+            pass
