@@ -74,6 +74,8 @@ async def stuck_send(
     waiting = (await d.counters()).waiting
     pull = await pulling(p, d, asked, transfer_id)
     await d.has(waiting=waiting + 1)
+    # Steps of D wait for its event loop, so by then it has asked P.
+    await d.complete([0], 2)
     with d.stopped():
         await p.complete(asked, 1, send_params(transfer_id))
         await d.has_unread(2**15)
