@@ -54,10 +54,16 @@ def hurt(tmp_path_factory) -> Sweep:
     """The sweep whose `noop` server was killed while it measured."""
     folder = tmp_path_factory.mktemp("sweep")
     sweep = subprocess.Popen([*RUN_ALL, "--out", folder])
-    records = folder / "noop" / "r0" / "engine_step.jsonl"
-    eventually(lambda: records.exists() and records.stat().st_size > 10_000, 240)
-    os.kill(json.loads(records.read_text().partition("\n")[0])["pid"], signal.SIGKILL)
-    return ended(folder, sweep.wait(900))
+    try:
+        records = folder / "noop" / "r0" / "engine_step.jsonl"
+        eventually(lambda: records.exists() and records.stat().st_size > 10_000, 240)
+        header = json.loads(records.read_text().partition("\n")[0])
+        os.kill(header["pid"], signal.SIGKILL)
+        return ended(folder, sweep.wait(900))
+    finally:
+        # Also where the tests are interrupted.
+        sweep.terminate()
+        sweep.wait()
 
 
 @pytest.fixture(scope="module")
