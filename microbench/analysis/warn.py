@@ -49,7 +49,8 @@ def _of_estimates(entry: ConfigEntry) -> list[RunWarning]:
             f"(fewer than {FEW_STEPS})"
         )
         found.append(doubt("few_steps", message))
-    for metric, slope in entry.slope_us_per_1k_blocks.items():
+    for metric in entry.verdict_of:
+        slope = entry.slope_us_per_1k_blocks[metric]
         if slope is None:
             message = f"too few decode-only steps in growth for a {metric} slope"
             found.append(doubt("no_slope", message))
