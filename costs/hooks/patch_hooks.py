@@ -23,12 +23,14 @@ Hooks = Callable[[Any, Any], None]
 def step_blocks(package: Path, file: str) -> list[str]:
     """Code of the blocks that run in a step, in the order of the file, not indented.
 
-    Imports run once, and step_with_batch_queue is the loop of other engines.
+    Imports and what follows the making of the executor run once, and
+    step_with_batch_queue is the loop of other engines.
     """
     return [
         textwrap.dedent(b"".join(block.code).decode())
         for block in parse((package / file).read_bytes(), file).blocks
-        if not block.id.endswith("_import") and not block.id.startswith("batch_queue_")
+        if not block.id.endswith(("_import", "executor"))
+        and not block.id.startswith("batch_queue_")
     ]
 
 
