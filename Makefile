@@ -11,7 +11,7 @@ setup: ## install what is missing: system libraries, uv, the locked .venv (cpu, 
 fresh-machine-check: ## does it work on minimal Debian 12 and 13? (needs root, mmdebstrap, 25 GB; 20 minutes)
 	bash tests/fresh_machine/check.sh
 
-test: setup vllm-releases ## all tests but the long ones, with real vLLM servers (10 minutes)
+test: setup vllm-releases ## all tests but the long ones, with real vLLM servers (20 minutes)
 	$(python) -m tests
 
 test-all: setup vllm-releases ## all tests, the long ones too
