@@ -42,10 +42,16 @@ class Metric:
 
     @property
     def group(self) -> pl.Expr:
-        """A number for each kind of steps that are compared with each other."""
+        """A number for each kind of steps that are compared with each other.
+
+        Steps with prefill are one kind where others count, too: of each batch size
+        there are so few that leaving out the rare ones would leave out their cost.
+        """
         group = 0 * pl.col("repeat").cast(pl.Int64)
         for place, name in enumerate(self.held):
             group += pl.col(name).cast(pl.Int64) * 2**place
+        if self.steps == "all" and "batch" in self.held:
+            group = pl.when("prefills").then(-1).otherwise(group)
         return group.alias("group")
 
 
@@ -60,7 +66,7 @@ STEP_CPU = {"step_cpu": Metric("thread_cpu_us", "decode_only", "mean")}
 PARTS = {
     "scheduler_cpu": Metric("scheduler_cpu_us", "decode_only", "mean"),
     # Each block has some of the few steps that prefill, or in which a request ends.
-    "connector": Metric("connector_us", "all", "mean", 200, ("prefills", "batch")),
+    "connector": Metric("connector_us", "all", "mean", 200),
     # They are far apart, so a stall hits few of them. The margin is 175 us at 17,500
     # blocks: 0.2 % of a prompt's 100 ms.
     "prefill": Metric(
