@@ -11,14 +11,15 @@ the command, whose exit status is returned.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 
-from lab.paths import REPOSITORY
-from lab.serving.supervise import Supervised, exit_on_signals
+from lab.serving.supervise import exit_on_signals
 
 BURST_S = (0.5, 5.0)
 # Short enough that a burst is an even load, long enough to be one for the scheduler.
@@ -28,28 +29,27 @@ PERIOD_S = 0.02
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m costs.stressor")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("command", nargs=argparse.REMAINDER)
+    parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
-    command = [part for part in arguments.command if part != "--"]
-    if not command:
-        stress(random.Random(arguments.seed))
+    # Not a `Supervised`: a sweep refuses to start beside what another run supervises.
+    neighbour = multiprocessing.Process(
+        target=stress, args=(random.Random(arguments.seed), os.getpid()), daemon=True
+    )
+    neighbour.start()
     exit_on_signals()
-    own = [sys.executable, "-m", "costs.stressor", "--seed", str(arguments.seed)]
-    runs = REPOSITORY / "runs"
-    runs.mkdir(exist_ok=True)
-    with Supervised(own, dict(os.environ), runs / "stressor.log"):
-        process = subprocess.Popen(command)
-        try:
-            return process.wait()
-        finally:
-            # It cleans up by itself.
-            process.terminate()
-            process.wait()
+    process = subprocess.Popen(arguments.command)
+    try:
+        return process.wait()
+    finally:
+        # It cleans up by itself.
+        process.terminate()
+        process.wait()
 
 
-def stress(draw: random.Random) -> None:
-    """Never returns."""
-    while True:
+def stress(draw: random.Random, parent: int) -> None:
+    """Until the process `parent` is gone, killed or not."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while os.getppid() == parent:
         ends_s = time.monotonic() + draw.uniform(*BURST_S)
         share = draw.random()
         while time.monotonic() < ends_s:
