@@ -9,6 +9,7 @@ thing, and so count as one config there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,9 +171,18 @@ class Pool:
 
     def estimates(self, found: Mapping[str, Found]) -> dict[str, Estimates]:
         """By config and metric."""
+
+        @functools.cache
+        def spread(metric: str, servers: int) -> Spread:
+            return self._spread(found, metric, servers)
+
+        def estimate(metric: str, repeats: Repeats, seed: int) -> Estimate:
+            servers = max(len(repeats.values), 2)
+            return self._estimate(repeats, spread(metric, servers), seed)
+
         return {
             name: {
-                metric: repeats and self._estimate(repeats, metric, found, seed)
+                metric: repeats and estimate(metric, repeats, seed)
                 for seed, (metric, repeats) in enumerate(of.items(), 100 * index)
             }
             for index, (name, of) in enumerate(found.items())
@@ -188,10 +198,7 @@ class Pool:
         same = [there.pop(name) for name in self._alike if name in there]
         return between_spread([*there.values(), *([_joined(same)] if same else [])])
 
-    def _estimate(
-        self, repeats: Repeats, metric: str, found: Mapping[str, Found], seed: int
-    ) -> Estimate:
-        spread = self._spread(found, metric, max(len(repeats.values), 2))
+    def _estimate(self, repeats: Repeats, spread: Spread, seed: int) -> Estimate:
         estimate = over_processes(repeats, spread, SEED + seed)
         low, high = estimate.ci95
         wide_low, wide_high = estimate.interval(self._level)

@@ -10,9 +10,11 @@ import numpy as np
 
 from lab.records.per_config import ConfigEntry, NoiseFloor, Stated
 from lab.records.warning import RunWarning
+from lab.stats.estimate import Estimate
 from microbench.analysis.metrics import METRICS, PARTS
 from microbench.analysis.remedies import doubt
 from microbench.analysis.trials import LoadedTrial
+from microbench.analysis.verdict import metric_verdict
 
 # Beyond that the extrapolation says nothing, and nobody would wait for it.
 MOST_SERVERS = 50
@@ -29,34 +31,31 @@ def undecided(
     message = f"undecided in {', '.join(open_)}: "
     more = servers_more(entry, noise)
     if more == math.inf:
-        return [doubt("undecided", message + "no number of servers would tell")]
-    if entry.n_repeats + more > MOST_SERVERS:
-        return [doubt("undecided", message + f"more than {MOST_SERVERS} servers")]
+        message += f"{MOST_SERVERS} servers would not tell, by what they differ"
+        return [doubt("undecided", message)]
     walls_s = [t.facts.wall_s for t in trials if t.facts and t.facts.wall_s]
     minutes = more * np.mean(walls_s) / 60 if walls_s else 0
-    message += f"about {more} servers more, {minutes:.0f} minutes"
+    message += f"about {more:.0f} servers more, {minutes:.0f} minutes"
     return [doubt("undecided", message)]
 
 
 def servers_more(entry: ConfigEntry, noise: NoiseFloor) -> float:
     """How many servers more would decide every part of an inconclusive config.
 
-    Infinity where no number would; 0 where no part is open.
+    Infinity where MOST_SERVERS would not; 0 where no part is open.
     """
+    have = entry.n_repeats
     needed = [
         servers_needed(
+            entry.slope_us_per_1k_blocks.get(name),
             _fall(entry, name),
-            entry.n_repeats,
-            noise.fall_floor(name),
+            have,
+            (noise.slope_floor(name), noise.fall_floor(name)),
             METRICS[name].margin_us_per_1k_blocks,
         )
         for name in _open_parts(entry)
     ]
-    return (
-        math.inf
-        if None in needed
-        else max(needed, default=entry.n_repeats) - entry.n_repeats
-    )
+    return max(needed, default=have) - have
 
 
 def _open_parts(entry: ConfigEntry) -> list[str]:
@@ -70,23 +69,29 @@ def _fall(entry: ConfigEntry, metric: str) -> Stated | None:
 
 
 def servers_needed(
-    fall: Stated | None, repeats: int, floor: float, margin: float
-) -> int | None:
-    """How many servers in all would narrow the interval enough, at this noise.
+    slope: Stated | None,
+    fall: Stated | None,
+    have: int,
+    floors: tuple[float, float],
+    margin: float,
+) -> float:
+    """How many servers in all would decide a metric, if the values stay as they are.
 
-    An interval is as wide as 1 / sqrt(servers). None where the fall is so near to the
-    margin, or two runs of the same thing so far apart, that nothing tells.
+    An interval is as wide as 1 / sqrt(servers). `floors` are by how much slopes and
+    falls of two runs of the same thing differ. Infinity beyond MOST_SERVERS.
     """
-    if fall is None or fall["ci95"] is None:
-        return repeats + 1
-    low, high = fall["ci95"]
-    value, half = fall["value"], (high - low) / 2
-    if value > margin:
-        room = value - max(margin, floor)
-    elif floor < margin:
-        room = margin - abs(value)
-    else:
-        return None
-    if room <= 0:
-        return None
-    return max(math.ceil(repeats * (half / room) ** 2), repeats + 1)
+    if not (slope and fall and slope["ci95"] and fall["ci95"]):
+        return have + 1
+    for servers in range(have + 1, MOST_SERVERS + 1):
+        narrowed = (_narrowed(each, have / servers) for each in (slope, fall))
+        if metric_verdict(*narrowed, *floors, margin) != "inconclusive":
+            return servers
+    return math.inf
+
+
+def _narrowed(found: Stated, share: float) -> Estimate:
+    """`found`, known from 1 / `share` times as many servers."""
+    value = found["value"]
+    ends = value + math.sqrt(share) * (np.array(found["ci95"]) - value)
+    # Its 95 % interval has these ends.
+    return Estimate(value, np.repeat(ends, 2))

@@ -11,7 +11,9 @@ from lab.records.phases import Phase
 from lab.records.run import RunRecord
 from lab.records.step_table import StepFile
 from microbench.analysis.analysis import analyse
+from microbench.analysis.growth import Reset
 from microbench.analysis.levels import Window
+from microbench.analysis.metrics import METRICS
 from microbench.analysis.speed import with_slowness
 from microbench.analysis.steps import CLOCKS, CONNECTOR_TIMES, step_table
 from microbench.analysis.threads import NO_THREADS, with_threads
@@ -105,3 +107,23 @@ def test_growth_just_above_the_margin_is_still_found():
         trial_of(Truth("plain", slope=4.0), repeat, repeat) for repeat in range(2)
     ]
     assert verdict_of(trials) == "grows"
+
+
+def test_a_cost_of_rare_steps_weighs_as_often_as_they_come():
+    """Each step with prefill has another batch size, and so is the only one of it."""
+    rng = np.random.default_rng(0)
+    sides = []
+    for cycle, cache_blocks, count in ((0, 16_000, 2_400), (1, 1_000, 1_200)):
+        prefills = np.arange(count) % 60 == 0
+        prompt_us = np.where(prefills, 60 * 20 * cache_blocks / 1_000, 0)
+        side = pl.DataFrame({"prefills": prefills}).with_columns(
+            cycle=cycle,
+            cache_blocks=cache_blocks,
+            batch=np.where(prefills, 40 + np.arange(count) // 60, 20),
+            connector_us=rng.exponential(5, count) + prompt_us,
+        )
+        sides.append(side)
+    steps = pl.concat(sides).with_columns(repeat=0, phase=0, slowness=1.0)
+    steps = steps.with_row_index("step_id")
+    fall = Reset(steps).fall(METRICS["connector"], seed=0)
+    assert 18 < fall.per_1k_blocks.values[0] < 22
