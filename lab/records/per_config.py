@@ -175,6 +175,8 @@ class PerConfig(
     """Where levels are stated; null if the configs have nothing in common."""
     noise_floor: NoiseFloor
     """How far two runs of the same thing are apart."""
+    slowness_share: dict[str, float] = msgspec.field(default_factory=dict)
+    """Each part of a step was divided by the machine's slowness to this power."""
     warnings: list[str]
     """What the run suspects of itself, each with what to do about it."""
     configs: dict[str, ConfigEntry]

@@ -67,6 +67,7 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
         profile=run.profile,
         window=window and _window_record(window, trials),
         noise_floor=noise,
+        slowness_share=next((one.slowness_share for one in measured.values()), {}),
         warnings=[str(doubt) for doubt in doubts[None]],
         configs=entries,
     )

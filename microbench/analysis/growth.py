@@ -7,6 +7,7 @@ cache costs more than the nearly empty one after it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from lab.stats.mean_slope import mean_slopes
 from lab.stats.processes import Repeats
 from lab.stats.slope import Cells, slopes_of_repeats
 from microbench.analysis.levels import common_mix, reach_blocks
-from microbench.analysis.metrics import METRICS, PARTS, Metric
+from microbench.analysis.metrics import METRICS, Metric
 from microbench.analysis.middle import LEAST_SCALE_US, by_repeat, repeats_of
 
 # The steps compared: |cache| above 90 % of the reach before, below 25 % of it after.
@@ -27,13 +28,11 @@ MIN_STEPS_PER_GROUP = 5
 
 
 def steps_of(steps: pl.DataFrame, metric: Metric) -> pl.DataFrame:
-    """The steps that `metric` is about, in which its time was measured.
-
-    Of a part, the time is at the machine's usual speed (microbench.analysis.speed).
-    """
+    """The steps that `metric` is about, in which its time was measured."""
     kept = steps.filter(pl.col(metric.time).is_not_null())
-    if metric in PARTS.values():
-        kept = kept.with_columns(pl.col(metric.time) / pl.col("slowness"))
+    if metric.slowness_share:
+        slowness = pl.col("slowness") ** metric.slowness_share
+        kept = kept.with_columns(pl.col(metric.time) / slowness)
     return kept if metric.steps == "all" else kept.filter(metric.steps)
 
 
@@ -141,6 +140,30 @@ class Reset:
         full, empty = (side["cache_blocks"].mean() or 0.0 for side in own)
         return high, low, max(full - empty, 1.0) / 1_000
 
+    def each_fall(self, metric: Metric, repeats: int) -> list[float]:
+        """us per 1,000 blocks, at each reset of the first `repeats` servers."""
+        if not (mix := self._mix(metric)):
+            return []
+        weight = pl.col("group").replace_strict(mix, return_dtype=pl.Float64)
+        means = [
+            steps_of(side, metric)
+            .with_columns(metric.group)
+            .filter(pl.col(metric.time).is_finite(), pl.col("group").is_in(list(mix)))
+            .group_by("repeat", "pair", "group")
+            .agg(pl.col(metric.time, "cache_blocks").mean(), weight.first().alias("w"))
+            .group_by("repeat", "pair")
+            .agg(
+                (pl.col(metric.time, "cache_blocks") * pl.col("w")).sum()
+                / pl.col("w").sum()
+            )
+            for side in (self.before, self.after)
+        ]
+        both = means[0].join(means[1], on=("repeat", "pair"), suffix="_after")
+        both = both.filter(pl.col("repeat") < repeats).sort("repeat", "pair")
+        fell_us = pl.col(metric.time) - pl.col(f"{metric.time}_after")
+        fell_blocks = pl.col("cache_blocks") - pl.col("cache_blocks_after")
+        return both.select(1_000 * fell_us / fell_blocks).to_series().to_list()
+
     def facts(self) -> dict[str, int]:
         """What is compared; nothing where there are no such steps."""
         mix = self._mix(METRICS["step"])
@@ -155,6 +178,8 @@ class Reset:
         return told
 
 
-def falls(reset: Reset, seed: int) -> dict[str, Fall | None]:
+def falls(
+    reset: Reset, metrics: Mapping[str, Metric], seed: int
+) -> dict[str, Fall | None]:
     """By metric."""
-    return {name: reset.fall(metric, seed) for name, metric in METRICS.items()}
+    return {name: reset.fall(metric, seed) for name, metric in metrics.items()}

@@ -29,7 +29,8 @@ from lab.stats.processes import (
 from lab.stats.slope import Cells, make_cells
 from microbench.analysis.growth import Fall, Reset, falls, slope_by_repeat, steps_of
 from microbench.analysis.levels import Level
-from microbench.analysis.metrics import LEVELS, METRICS
+from microbench.analysis.machine import metrics_here
+from microbench.analysis.metrics import LEVELS, METRICS, PARTS, Metric
 from microbench.analysis.parts import parts_by_repeat
 from microbench.analysis.threads import NO_THREADS
 from microbench.analysis.trials import LoadedTrial
@@ -60,6 +61,7 @@ class Measured:
     slope_repeats: Found
     resets: dict[str, Fall | None]
     part_repeats: Found
+    slowness_share: dict[str, float]
     slopes: Estimates = field(default_factory=dict)
     falls: Estimates = field(default_factory=dict)
     parts: Estimates = field(default_factory=dict)
@@ -85,14 +87,20 @@ def measure_all(
 
     `alike` are configs that are the same thing.
     """
+    tables = {name: _steps(trials) for name, trials in by_config.items()}
+    every = {name: table for name, table in tables.items() if table is not None}
+    resets = {name: Reset(table) for name, table in every.items()}
+    first_look = profile.get("repeats", max(map(len, by_config.values()), default=0))
+    metrics = metrics_here(list(resets.values()), first_look)
     measured = {}
     for index, (name, trials) in enumerate(by_config.items()):
-        tables = [t.steps for t in trials if t.steps is not None and t.steps.height]
-        if tables:
-            every = pl.concat(tables, how="diagonal", rechunk=False)
+        if name in every:
             known = [t.threads for t in trials if t.threads is not None]
             threads = pl.concat([NO_THREADS, *known])
-            measured[name] = _measure(name, every, threads, SEED + 1_000 * index)
+            seed = SEED + 1_000 * index
+            measured[name] = _measure(
+                name, every[name], threads, resets[name], metrics, seed
+            )
     pool = Pool(alike, looks_of(profile))
     slopes = pool.estimates({n: one.slope_repeats for n, one in measured.items()})
     fallen = pool.estimates({n: _falls(one) for n, one in measured.items()})
@@ -102,8 +110,19 @@ def measure_all(
     return measured
 
 
+def _steps(trials: Sequence[LoadedTrial]) -> pl.DataFrame | None:
+    """All steps of a config; None if there are none."""
+    tables = [t.steps for t in trials if t.steps is not None and t.steps.height]
+    return pl.concat(tables, how="diagonal", rechunk=False) if tables else None
+
+
 def _measure(
-    name: str, every: pl.DataFrame, threads: pl.DataFrame, seed: int
+    name: str,
+    every: pl.DataFrame,
+    threads: pl.DataFrame,
+    reset: Reset,
+    metrics: Mapping[str, Metric],
+    seed: int,
 ) -> Measured:
     in_growth = pl.col("phase") == Phase.GROWTH
     growth, threads = every.filter(in_growth), threads.filter(in_growth)
@@ -112,9 +131,8 @@ def _measure(
     cells = make_cells(growth.filter("decode_only").select(columns), times)
     slopes = {
         metric: slope_by_repeat(growth, cells, told, seed)
-        for metric, told in METRICS.items()
+        for metric, told in metrics.items()
     }
-    reset = Reset(every)
     return Measured(
         name=name,
         every=every,
@@ -124,8 +142,9 @@ def _measure(
         cells=cells,
         reset=reset,
         slope_repeats=slopes,
-        resets=falls(reset, seed + 500),
+        resets=falls(reset, metrics, seed + 500),
         part_repeats=parts_by_repeat(growth, threads),
+        slowness_share={part: metrics[part].slowness_share for part in PARTS},
     )
 
 

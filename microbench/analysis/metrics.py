@@ -30,7 +30,8 @@ class Metric:
 
     A mean's slope is fitted to blocks of so many of its steps. Only steps that are
     alike in `held` are compared: a growing batch must not pass for a growing cost.
-    Growth by less than the margin is no growth.
+    Growth by less than the margin is no growth. The time is divided by how slow the
+    machine was to the power `slowness_share` (microbench.analysis.machine).
     """
 
     time: str
@@ -39,6 +40,7 @@ class Metric:
     block_steps: int = BLOCK_STEPS
     held: tuple[str, ...] = ("batch",)
     margin_us_per_1k_blocks: float = MARGIN_US_PER_1K_BLOCKS
+    slowness_share: float = 0.0
 
     @property
     def group(self) -> pl.Expr:

@@ -35,7 +35,8 @@ def undecided(
         return [doubt("undecided", message)]
     walls_s = [t.facts.wall_s for t in trials if t.facts and t.facts.wall_s]
     minutes = more * np.mean(walls_s) / 60 if walls_s else 0
-    message += f"about {more:.0f} servers more, {minutes:.0f} minutes"
+    plural = "" if more == 1 else "s"
+    message += f"about {more:.0f} server{plural} more, {minutes:.0f} min"
     return [doubt("undecided", message)]
 
 

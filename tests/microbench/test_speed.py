@@ -7,6 +7,8 @@ import numpy as np
 import polars as pl
 import pytest
 
+from microbench.analysis.growth import Reset
+from microbench.analysis.machine import metrics_here
 from microbench.analysis.speed import Control, read_control, too_slow, with_slowness
 from microbench.analysis.threads import NO_THREADS
 
@@ -68,3 +70,48 @@ def test_a_slow_machine_is_set_aside_and_an_expensive_connector_is_not():
     found = too_slow([*cheap, None, *expensive, slow])
     assert found[:-1] == [None] * 9
     assert found[-1] == pytest.approx(2.0, rel=0.15)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+def test_a_part_is_corrected_as_far_as_it_follows_the_machine(share: float):
+    """Found from how its falls scatter; that one config's cost does grow is no hint."""
+    rng = np.random.default_rng(7)
+    resets = []
+    for slope_us in (0.0, 0.0, 60.0):
+        steps = pl.concat(
+            side(rng, share, repeat, cycle, blocks, slope_us)
+            for repeat in range(2)
+            for cycle in range(4)
+            for blocks in (1_000, 16_000)
+        )
+        resets.append(Reset(steps.with_row_index("step_id")))
+    found = metrics_here(resets, repeats=2)
+    assert found["scheduler_cpu"].slowness_share == share
+    assert found["schedule"].slowness_share == 0
+
+
+def side(
+    rng: np.random.Generator,
+    share: float,
+    repeat: int,
+    cycle: int,
+    blocks: int,
+    slope_us: float,
+) -> pl.DataFrame:
+    """Steps just after a reset, or just before the next, on a machine as slow as chance
+    has it."""
+    slowness = rng.uniform(0.8, 2.5)
+    usual_us = rng.normal(150, 5, 200) + slope_us * blocks / 1_000
+    steps = pl.DataFrame({"scheduler_cpu_us": usual_us * slowness**share})
+    return steps.with_columns(
+        connector_us=pl.lit(None, pl.Float64),
+        threads_us=pl.lit(None, pl.Float64),
+        slowness=slowness,
+        decode_only=True,
+        prefills=False,
+        batch=8,
+        phase=0,
+        repeat=repeat,
+        cycle=cycle,
+        cache_blocks=blocks,
+    )
