@@ -50,7 +50,11 @@ def slope_by_repeat(
         scale = steps[metric.time].median()
     else:
         grouped = steps.with_columns(metric.group)
-        found = mean_slopes(grouped, metric.time, ("group",), metric.block_steps)
+        # What drifts from one growth to the next is not due to |cache|.
+        held = ("cycle",) if metric.beside else ("cycle", "group")
+        found = mean_slopes(
+            grouped, metric.time, held, metric.block_steps, metric.beside
+        )
         scale = steps[metric.time].mean()
     return found and Repeats(*found, max(abs(scale), LEAST_SCALE_US))
 

@@ -29,7 +29,8 @@ class Metric:
     """`time` is a column of microbench.analysis.steps.
 
     A mean's slope is fitted to blocks of so many of its steps. Only steps that are
-    alike in `held` are compared: a growing batch must not pass for a growing cost.
+    alike in `held` are compared: a growing batch must not pass for a growing cost. Or
+    the slope takes it into account that the time rises in what is `beside`.
     Growth by less than the margin is no growth. The time is divided by how slow the
     machine was to the power `slowness_share` (microbench.analysis.machine).
     """
@@ -39,6 +40,7 @@ class Metric:
     middle: Literal["median", "mean"]
     block_steps: int = BLOCK_STEPS
     held: tuple[str, ...] = ("batch",)
+    beside: tuple[str, ...] = ()
     margin_us_per_1k_blocks: float = MARGIN_US_PER_1K_BLOCKS
     slowness_share: float = 0.0
 
@@ -67,8 +69,11 @@ LEVELS = {
 STEP_CPU = {"step_cpu": Metric("thread_cpu_us", "decode_only", "mean")}
 PARTS = {
     "scheduler_cpu": Metric("scheduler_cpu_us", "decode_only", "mean"),
-    # Each block has some of the few steps that prefill, or in which a request ends.
-    "connector": Metric("connector_us", "all", "mean", 200),
+    # Each block has some of the few steps that prefill, or in which a request ends: to
+    # compare only those of one batch size would leave too few of these.
+    "connector": Metric(
+        "connector_us", "all", "mean", 200, beside=("batch", "prefills")
+    ),
     # They are far apart, so a stall hits few of them. The margin is 175 us at 17,500
     # blocks: 0.2 % of a prompt's 100 ms.
     "prefill": Metric(

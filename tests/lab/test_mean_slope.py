@@ -103,6 +103,25 @@ def test_each_combination_of_what_is_held_has_an_offset_of_its_own():
     assert mean_slopes(slower, TIME)[0] > 3.6
 
 
+def test_a_rare_cost_is_found_beside_a_batch_that_grows():
+    """A request ends in every 25th step, which takes 500 us more per 1,000 blocks; and
+    each request takes 30 us. To hold the batch leaves few steps in which one ends."""
+    rng = np.random.default_rng(6)
+    count = 6_000
+    blocks = np.arange(count) * 16_000 // count
+    batch = 4 + (blocks > 8_000) + rng.integers(0, 2, count)
+    ends = np.where(np.arange(count) % 25 == 0, 0.5 * blocks, 0)
+    us = 30 * batch + ends + rng.exponential(5, count)
+    steps = pl.DataFrame(
+        {"repeat": 0, "cache_blocks": blocks, "batch": batch, TIME: us}
+    )
+    told = {"held": (), "block_steps": 200}
+    (beside,), (variance,) = mean_slopes(steps, TIME, **told, beside=("batch",))
+    assert beside == pytest.approx(20, abs=1) and variance < 1
+    (alone,), _ = mean_slopes(steps, TIME, **told)
+    assert alone > 21.5
+
+
 def test_steps_without_a_time_do_not_count():
     steps = frame(np.random.default_rng(5), 4.0)
     gaps = pl.int_range(pl.len()) % 7 == 0

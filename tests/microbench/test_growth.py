@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
+import pytest
 from synthetic import Truth, trial_steps
 
 from lab.records.phases import Phase
 from lab.records.run import RunRecord
 from lab.records.step_table import StepFile
 from microbench.analysis.analysis import analyse
-from microbench.analysis.growth import Reset
+from microbench.analysis.growth import Reset, slope_by_repeat
 from microbench.analysis.levels import Window
 from microbench.analysis.metrics import METRICS
 from microbench.analysis.speed import with_slowness
@@ -127,3 +128,31 @@ def test_a_cost_of_rare_steps_weighs_as_often_as_they_come():
     steps = steps.with_row_index("step_id")
     fall = Reset(steps).fall(METRICS["connector"], seed=0)
     assert 18 < fall.per_1k_blocks.values[0] < 22
+
+
+def test_what_drifts_from_one_growth_to_the_next_does_not_blur_the_slope():
+    """10 us per 1,000 blocks, and 500 us more in the second growth."""
+    rng = np.random.default_rng(0)
+    count = 2_000
+    growths = [
+        pl.DataFrame(
+            {
+                "cache_blocks": np.arange(count) * 16_000 // count,
+                "batch": rng.integers(4, 8, count),
+                "us": rng.exponential(5, count) + 500 * cycle,
+            }
+        ).with_columns(pl.col("us") + 0.01 * pl.col("cache_blocks"), cycle=cycle)
+        for cycle in range(2)
+    ]
+    steps = pl.concat(growths).with_columns(
+        connector_us="us",
+        scheduler_cpu_us="us",
+        prefills=False,
+        decode_only=True,
+        repeat=0,
+        slowness=1.0,
+    )
+    for name in ("connector", "scheduler_cpu"):
+        found = slope_by_repeat(steps, None, METRICS[name], seed=0)
+        assert found.values[0] == pytest.approx(10, abs=0.2)
+        assert found.variances[0] < 0.02
