@@ -85,7 +85,8 @@ coverage: setup ## do intervals over a few server processes hold the truth? (sim
 	$(python) -m lab.stats.coverage
 
 # Sources of the releases that the patches are tested on, with upstream's own tests.
-vllm-releases: setup third_party/vllm-0.18.1 third_party/vllm-0.22.1 third_party/vllm-0.33.0 ## fetch the sources of vLLM's releases
+releases = 0.18.1 0.22.1 0.25.1 0.28.0 0.30.0 0.32.0 0.33.0
+vllm-releases: setup $(releases:%=third_party/vllm-%) ## fetch the sources of vLLM's releases
 
 third_party/vllm-%:
 	bash fetch_vllm.sh $* $@
@@ -95,6 +96,11 @@ upstream-check: vllm-releases ## check the series for upstream: it applies, and 
 
 upstream-series: vllm-releases ## make the series for upstream again from patches/
 	$(python) -m upstream.series
+
+# What the patches do, in real vLLM of another release of locks/releases/.
+release-test: setup ## test what the patches do on another release: VLLM=0.32.0 (up to 9 GB, once)
+	TEST_VLLM=$(VLLM) $(python) -m pytest -m "" tests/patched \
+	    tests/patches/test_step_timing.py tests/patches/test_step_timing_hooks.py
 
 # The prefix index needs Go and no Python.
 kvindex-test: ## test the prefix index, its adapter and the patches on llm-d-kv-cache (needs Go and git)
@@ -122,12 +128,19 @@ lock: setup ## resolve pyproject.toml into locks/ again
 	        --override upstream-$$version.override --python-version 3.11 \
 	        --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
 	        --no-header -o upstream-$$version.txt; done
+	@cd locks/releases && for input in *.in; do \
+	    uv pip compile -q --no-config $$input --override $${input%.in}.override \
+	        --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	        --generate-hashes --no-annotate --no-header -o $${input%.in}.txt; done
 
-clean: ## remove runs, fetched sources and the environment
+clean-releases: ## remove the environments of other vLLM releases
+	rm -rf .releases
+
+clean: clean-releases ## remove runs, fetched sources and the environment
 	rm -rf runs third_party .venv .uv .setup.lock
 
 .PHONY: help setup fresh-machine-check test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
 	direct-read-cost listener-cost sending-lag proxy-cost trace-cost \
 	transfer-check bench-report noisy-sweep verdict-power coverage vllm-releases upstream-check \
-	upstream-series kvindex-test kvindex-bench kvindex-figures lock clean
+	upstream-series release-test kvindex-test kvindex-bench kvindex-figures lock clean-releases clean

@@ -24,7 +24,8 @@ from .errors import (
     WriteError,
 )
 from .journal import pending, settle
-from .manifest import Patch, load_patch, load_patches, load_sets, patch_hash
+from .manifest import load_patch, load_patches, load_sets
+from .patch import Patch, patch_hash
 from .plan import Change, Plan
 from .target import Tree, find_package, locate
 

@@ -12,8 +12,9 @@ from typing import Any
 from . import engine
 from .errors import BlockPatchError, ManifestError, TargetError
 from .journal import pending, settle
-from .manifest import Patch, load_patches, load_sets
+from .manifest import load_patches, load_sets
 from .parameters import resolve_parameters
+from .patch import Patch
 from .plan import Plan
 from .target import Tree, find_package, locate
 

@@ -11,7 +11,7 @@ from .blocks import Added, Block
 from .errors import BlockPatchError, UnfinishedError
 from .journal import commit, pending, recover
 from .lock import locked, require_unlocked
-from .manifest import BlockSpec, Patch
+from .patch import BlockSpec, Patch
 from .plan import (
     Plan,
     Survey,

@@ -11,98 +11,23 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from .anchors import parse_anchor, parse_quietly
 from .blocks import MARK, code_lines
 from .errors import ManifestError
 from .parameters import fill
+from .patch import BlockSpec, Patch, Relation, release
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _PATH = re.compile(r"[A-Za-z0-9_./-]+\.py")
 _REQUIRED_KEYS = {"name", "package", "summary", "tested"}
 _RELATIONS = ("alters", "uses", "conflicts")
-_MANIFEST_KEYS = {*_REQUIRED_KEYS, *_RELATIONS, "parameters", "file", "block"}
+_OPTIONAL_KEYS = {"since", "before_version", "parameters", "file", "block"}
+_MANIFEST_KEYS = {*_REQUIRED_KEYS, *_RELATIONS, *_OPTIONAL_KEYS}
 _AROUND_KEYS = {"id", "where", "before", "after"}
 _BLOCK_KEYS = {"id", "file", "scope", "anchor", "where", "code"}
-
-
-@dataclass(frozen=True)
-class BlockSpec:
-    """One block of a manifest; ``order`` is its place there."""
-
-    id: str
-    order: int
-    file: str
-    scope: str
-    anchor: str
-    where: str
-    code: str
-    since: str | None
-    before_version: str | None
-
-    def active(self, version: str | None) -> bool:
-        """Whether the block is for that release; ranges need a known version."""
-        if version is None:
-            return True
-        found = release(version)
-        return (self.since is None or release(self.since) <= found) and (
-            self.before_version is None or found < release(self.before_version)
-        )
-
-    @property
-    def ranged(self) -> bool:
-        return self.since is not None or self.before_version is not None
-
-
-class Relation(NamedTuple):
-    """What a manifest says about another patch.
-
-    ``kind``: ``alters`` (with this patch applied, ``other`` does something else or
-    more), ``uses`` (this patch can do more where ``other`` is applied), ``conflicts``
-    (the two are refused in one tree). ``why`` says it for a reader.
-    """
-
-    kind: str
-    other: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A checked patch folder. ``files`` maps added paths to their content."""
-
-    name: str
-    package: str
-    summary: str
-    tested: tuple[str, ...]
-    relations: tuple[Relation, ...]
-    parameters: Mapping[str, Any]
-    files: Mapping[str, bytes]
-    blocks: tuple[BlockSpec, ...]
-    sha256: str
-
-    def is_tested(self, version: str | None) -> bool:
-        """Whether ``version`` (its local ``+suffix`` apart) is among ``tested``."""
-        return version is not None and version.partition("+")[0] in self.tested
-
-
-def patch_hash(patch: Patch) -> str:
-    """SHA-256 (64 hex digits) over the manifest and the added files' sources."""
-    return patch.sha256
-
-
-def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version; rc, dev and local builds count as their release."""
-    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
-    if not match:
-        raise ManifestError(f"{version!r} is not a version like 0.18.1")
-    numbers = [int(part) for part in match[1].split(".")]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
 
 
 def load_patches(folder: Path | str) -> dict[str, Patch]:
@@ -149,6 +74,9 @@ def _build(path: Path, raw: bytes, data: dict[str, Any]) -> Patch:
     tested = data["tested"]
     if not isinstance(tested, list) or not all(isinstance(v, str) for v in tested):
         raise ManifestError("tested must be a list of versions")
+    since, before_version = (data.get(key) for key in ("since", "before_version"))
+    for bound in filter(None, (since, before_version)):
+        release(str(bound))
     parameters = data.get("parameters", {})
     if not isinstance(parameters, dict):
         raise ManifestError("parameters must be a table: [parameters]")
@@ -169,6 +97,8 @@ def _build(path: Path, raw: bytes, data: dict[str, Any]) -> Patch:
         package=_name(data["package"]),
         summary=str(data["summary"]),
         tested=tuple(tested),
+        since=since,
+        before_version=before_version,
         relations=tuple(r for kind in _RELATIONS for r in _relations(data, kind)),
         parameters=parameters,
         files=files,

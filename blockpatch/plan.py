@@ -33,8 +33,8 @@ from .errors import (
     DamagedError,
     TargetError,
 )
-from .manifest import BlockSpec, Patch
 from .parameters import fill, resolve_parameters
+from .patch import BlockSpec, Patch
 from .target import Tree
 
 Survey = dict[str, Parsed | Added]
@@ -141,10 +141,18 @@ def active_blocks(tree: Tree, patch: Patch) -> list[BlockSpec]:
         raise TargetError(
             f"patch {patch.name} is for package {patch.package}, not {tree.package}"
         )
-    if tree.version is None and any(spec.ranged for spec in patch.blocks):
+    if tree.version is None and patch.ranged:
         raise TargetError(
             f"patch {patch.name} depends on the version of {tree.package}, and "
             f"{tree.root} does not tell it (no _version.py, no metadata beside it)"
+        )
+    if not patch.is_needed(tree.version):
+        since = patch.since and f"from {patch.since} on"
+        before = patch.before_version and f"before {patch.before_version}"
+        when = " and ".join(filter(None, (since, before)))
+        raise TargetError(
+            f"patch {patch.name} is needed {when} only, and this is {tree.package} "
+            f"{tree.version}: leave it out"
         )
     active = [spec for spec in patch.blocks if spec.active(tree.version)]
     if patch.blocks and not active:

@@ -44,7 +44,8 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
     Each config is measured on `repeats` servers, and one that is then undecided on up
     to `most_repeats`, while all trials take less than `minutes`. `mooncake_protocol`
     replaces what the configs say; "auto" is rdma where an RDMA port is up, else tcp
-    (microbench.fitted).
+    (microbench.fitted). `patches` are added to those of each config. `own` are
+    connectors without a file in configs/connectors/ (microbench.own_connector).
     """
 
     summary: str
@@ -58,13 +59,18 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
     model: str | None = None
     layers: int | None = None
     mooncake_protocol: Literal["tcp", "rdma", "auto"] | None = None
+    patches: list[str] = msgspec.field(default_factory=list)
+    own: dict[str, Connector] = msgspec.field(default_factory=dict)
 
     def connectors(self) -> dict[str, Connector]:
         """The configs to be measured, by name. Raises ConfigError."""
         return {name: self._connector(name) for name in self.configs}
 
     def _connector(self, name: str) -> Connector:
-        connector = load_connector(name)
+        connector = self.own.get(name) or load_connector(name)
+        connector = msgspec.structs.replace(
+            connector, patches=[*connector.patches, *self.patches]
+        )
         transfer = connector.kv_transfer_config or {}
         extra = transfer.get("kv_connector_extra_config", {})
         if self.mooncake_protocol is None or "mooncake_protocol" not in extra:

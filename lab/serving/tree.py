@@ -16,6 +16,7 @@ from pathlib import Path
 
 import blockpatch
 from lab.paths import PATCHES
+from lab.serving.installation import Installation, installation
 
 
 def installed_package(name: str) -> Path:
@@ -57,12 +58,14 @@ def build_tree(
     base: Path,
     patch_names: list[str],
     parameters: dict[str, object],
+    installed: Installation | None = None,
 ) -> dict[str, str]:
     """Make `destination` a folder for PYTHONPATH: patched packages, vllm among them.
 
-    vllm is taken from `base`, other packages from where they are installed. Returns
-    the hash of each patch. Raises blockpatch.BlockPatchError if a patch is unknown or
-    does not fit, ModuleNotFoundError if its package is not installed.
+    vllm is taken from `base`, other packages from where they are `installed` (by
+    default for the Python that runs this). A patch is left out where the release needs
+    none. Returns the hash of each patch that is in. Raises blockpatch.BlockPatchError
+    if one is unknown or does not fit, ModuleNotFoundError if its package is missing.
     """
     patches = blockpatch.load_patches(PATCHES)
     if unknown := [name for name in patch_names if name not in patches]:
@@ -73,13 +76,18 @@ def build_tree(
     destination.mkdir(parents=True)
     link_package(base, destination)
     for package in sorted({patch.package for patch in wanted} - {"vllm"}):
-        link_package(installed_package(package), destination)
-    for package in sorted({patch.package for patch in wanted}):
-        for_package = [patch for patch in wanted if patch.package == package]
+        link_package((installed or installation()).package(package), destination)
+    packages = sorted({patch.package for patch in wanted})
+    trees = {package: blockpatch.Tree(destination / package) for package in packages}
+    needed = [
+        patch for patch in wanted if patch.is_needed(trees[patch.package].version)
+    ]
+    for package, tree in trees.items():
+        for_package = [patch for patch in needed if patch.package == package]
         declared = {name for patch in for_package for name in patch.parameters}
         blockpatch.apply(
-            blockpatch.Tree(destination / package),
+            tree,
             for_package,
             {name: value for name, value in parameters.items() if name in declared},
         )
-    return {patch.name: blockpatch.patch_hash(patch) for patch in wanted}
+    return {patch.name: blockpatch.patch_hash(patch) for patch in needed}

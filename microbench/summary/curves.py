@@ -32,7 +32,7 @@ def binned_curves(measured: Mapping[str, Measured], time: str) -> pl.DataFrame:
     }
     drawn = {name: growth for name, growth in growths.items() if growth.height}
     if not drawn:
-        return pl.DataFrame()
+        return pl.DataFrame(schema={"config": pl.String})
     top = max(growth["cache_blocks"].max() for growth in drawn.values())
     width = max(top, 1) / BINS
     return pl.concat(

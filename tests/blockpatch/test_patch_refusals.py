@@ -2,6 +2,7 @@
 """Zero fuzz: what does not fit exactly is refused, and the tree stays as it was."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -228,6 +229,26 @@ def test_the_version_picks_the_variant(tmp_path):
     (tree.root / "_version.py").write_text("version = '0.30.2'\n")
     match = r"no block for demo 0\.30\.2; tested with 0\.18\.1"
     refused(tree, TargetError, match, lambda: apply(Tree(tree.root), [patch]))
+    (tree.root / "_version.py").unlink()
+    bare = Tree(tree.root)
+    refused(bare, TargetError, "depends on the version", lambda: apply(bare, [patch]))
+
+
+def test_a_patch_is_refused_where_the_package_needs_none(tmp_path):
+    patch = make_patch(
+        tmp_path / "p", "p", [GOOD], since="0.18", before_version="0.19.1"
+    )
+    for number, (version, needed) in enumerate(
+        [("0.17.9", False), ("0.18.0rc1", True), ("0.19.0", True), ("0.19.1+x", False)]
+    ):
+        text = f"version = '{version}'\n".encode()
+        tree = make_tree(tmp_path / str(number), FILES | {"_version.py": text})
+        if needed:
+            assert apply(tree, [patch]).changes
+        else:
+            match = r"p is needed from 0\.18 on and before 0\.19\.1 only, and this is "
+            match += re.escape(f"demo {version}")
+            refused(tree, TargetError, match, lambda t=tree: apply(t, [patch]))
     (tree.root / "_version.py").unlink()
     bare = Tree(tree.root)
     refused(bare, TargetError, "depends on the version", lambda: apply(bare, [patch]))

@@ -15,9 +15,13 @@ LOADED = blockpatch.load_patches(PATCHES)
 
 
 def measured() -> set[str]:
-    """The patches of all configs and sets."""
-    configs = (CONFIGS / "connectors").glob("*.toml")
-    names = {n for path in configs for n in tomllib.loads(path.read_text())["patches"]}
+    """The patches of all configs, profiles and sets."""
+    files = [
+        *(CONFIGS / "connectors").glob("*.toml"),
+        *(CONFIGS / "profiles").glob("*.toml"),
+    ]
+    tables = [tomllib.loads(path.read_text()) for path in files]
+    names = {name for table in tables for name in table.get("patches", [])}
     return names.union(*blockpatch.load_sets(PATCHES).values())
 
 
