@@ -1,23 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the Python files of vLLM's releases are."""
+"""Where the Python files of vLLM's releases are, and which release is tested.
+
+TEST_VLLM names one of locks/releases/ to be tested instead of the installed one
+(make release-test).
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from lab.paths import REPOSITORY
-from lab.serving.tree import installed_package
+from lab.serving.installation import Installation, installation
+from lab.serving.releases import release as environment_of
 
-INSTALLED = "0.18.1"
+INSTALLED = os.environ.get("TEST_VLLM", "0.18.1")
+
+
+def under_test() -> Installation:
+    """The Python that runs the vLLM that is tested."""
+    return environment_of(INSTALLED) if "TEST_VLLM" in os.environ else installation()
 
 
 def package_of(release: str) -> Path:
     """The release's vllm folder; skips the test if it is not on this machine."""
     if release == INSTALLED:
         try:
-            return installed_package("vllm")
+            return under_test().package("vllm")
         except ModuleNotFoundError:
             pytest.skip("vllm is not installed")
     package = REPOSITORY / "third_party" / f"vllm-{release}" / "vllm"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lab.paths import REPOSITORY
 from lab.serving.errors import ServerError
+from lab.serving.installation import Installation, installation
 from lab.serving.ports import Ports
 from lab.serving.settings import EngineSettings
 
@@ -21,7 +22,10 @@ TCMALLOC = "libtcmalloc_minimal.so.4"
 
 
 def engine_environment(
-    tree: Path, settings: EngineSettings, ports: Ports
+    tree: Path,
+    settings: EngineSettings,
+    ports: Ports,
+    installed: Installation | None = None,
 ) -> dict[str, str]:
     """The whole environment of a process that runs the vLLM in `tree`.
 
@@ -34,8 +38,11 @@ def engine_environment(
         for name, value in os.environ.items()
         if not name.startswith("KVTAX_")
     }
+    path = [tree, NULL_MODEL_PLUGIN, REPOSITORY]
+    # A user's connector may be there. What is patched comes first.
+    path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     needed = {
-        "PYTHONPATH": os.pathsep.join(map(str, (tree, NULL_MODEL_PLUGIN, REPOSITORY))),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
         "PYTHONHASHSEED": HASH_SEED,
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -43,7 +50,7 @@ def engine_environment(
         "VLLM_HOST_IP": "127.0.0.1",
     }
     if settings.flavour == "cpu":
-        needed["LD_PRELOAD"] = os.pathsep.join(cpu_preload())
+        needed["LD_PRELOAD"] = os.pathsep.join(cpu_preload(installed))
     own_ports = {
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.nixl),
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.bootstrap),
@@ -64,18 +71,22 @@ def record_steps(folder: Path, label: dict) -> dict[str, str]:
     }
 
 
-def cpu_preload() -> list[str]:
+def cpu_preload(installed: Installation | None = None) -> list[str]:
     """The two libraries without which vLLM's CPU worker refuses to start.
 
     tcmalloc is left for the loader to find. Whether both can be loaded is tried, since
     it skips what it cannot load: the server would run without. Raises ServerError.
     """
-    openmp = str(Path(sys.prefix, "lib", "libiomp5.so"))
+    installed = installed or installation()
+    openmp = str(Path(installed.prefix, "lib", "libiomp5.so"))
     # LD_PRELOAD knows no quotes.
     if set(openmp) & set(" :"):
+        remedy = "move the checkout to a path without them, and remove its .venv"
+        if not installed.is_ours:
+            remedy = "make the environment again at a path without them"
         raise ServerError(
-            f"{sys.prefix!r} has a space or a colon, which end a path in LD_PRELOAD: "
-            "move the checkout to a path without them, and remove its .venv"
+            f"{installed.prefix!r} has a space or a colon, which end a path in "
+            f"LD_PRELOAD: {remedy}"
         )
     libraries = [TCMALLOC, openmp]
     loaded = subprocess.run(
@@ -87,5 +98,8 @@ def cpu_preload() -> list[str]:
     if complaint := [
         line for line in loaded.stderr.splitlines() if "LD_PRELOAD" in line
     ]:
-        raise ServerError("run bash setup.sh cpu: " + "; ".join(complaint))
+        remedy = "run bash setup.sh cpu"
+        if not installed.is_ours:
+            remedy = f"{installed.python} needs intel-openmp, the system tcmalloc"
+        raise ServerError(f"{remedy}: {'; '.join(complaint)}")
     return libraries

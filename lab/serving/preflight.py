@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 import os
 import shutil
-import sys
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from lab.serving.connector import Connector
 from lab.serving.environment import cpu_preload
 from lab.serving.errors import ServerError
 from lab.serving.gpus import gpu_problems
+from lab.serving.installation import Installation, installation
 from lab.serving.machine_lock import supervisors
 from lab.serving.server import tail
 from lab.serving.settings import EngineSettings
@@ -42,30 +41,38 @@ class PreflightError(Exception):
 CONFIG_ERRORS = (PreflightError, blockpatch.BlockPatchError, ModuleNotFoundError)
 
 
-def check_machine(settings: EngineSettings, servers: int = 1) -> None:
+def check_machine(
+    settings: EngineSettings, servers: int = 1, installed: Installation | None = None
+) -> None:
     """Raises PreflightError if `servers` at once could not be measured here."""
-    check_resources(settings, servers)
+    check_resources(settings, servers, installed)
     _await_survivors()
 
 
-def check_resources(settings: EngineSettings, servers: int) -> None:
+def check_resources(
+    settings: EngineSettings, servers: int, installed: Installation | None = None
+) -> None:
     """Raises PreflightError, with all reasons, if `servers` at once could not run."""
-    if problems := list(resource_problems(settings, servers)):
+    if problems := list(resource_problems(settings, servers, installed)):
         raise PreflightError("\n".join(problems))
 
 
-def resource_problems(settings: EngineSettings, servers: int = 1) -> Iterator[str]:
+def resource_problems(
+    settings: EngineSettings, servers: int = 1, installed: Installation | None = None
+) -> Iterator[str]:
     """Each reason why `servers` at once could not run here."""
+    installed = installed or installation()
     package = VLLM_PACKAGES[settings.flavour]
-    try:
-        importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-        yield f"{package} is not installed: run bash setup.sh {settings.flavour}"
+    if package not in installed.versions:
+        remedy = f"run bash setup.sh {settings.flavour}"
+        if not installed.is_ours:
+            remedy = f"{installed.python} needs it for the {settings.flavour} profiles"
+        yield f"{package} is not installed: {remedy}"
     if settings.flavour == "gpu":
         yield from gpu_problems(servers)
     else:
         try:
-            cpu_preload()
+            cpu_preload(installed)
         except ServerError as error:
             yield str(error)
     needed_gib = MIN_MEMORY_GIB + (servers - 1) * FURTHER_SERVER_GIB
@@ -87,19 +94,26 @@ def _available_gib() -> float:
     raise PreflightError("/proc/meminfo does not say what memory is available")
 
 
-def check_import(base: Path, settings: EngineSettings) -> None:
+def check_import(
+    base: Path, settings: EngineSettings, installed: Installation | None = None
+) -> None:
     """Import vLLM from the private tree; also leaves its bytecode there.
 
     Raises PreflightError with vLLM's own message if that fails.
     """
+    installed = installed or installation()
+    if not installed.is_ours:
+        # What runs it writes none.
+        compiler = [installed.python, "-B", "-m", "compileall", "-q", "-j", "0"]
+        subprocess.run([*compiler, str(base)], stdout=subprocess.DEVNULL, check=False)
     env = os.environ | {"PYTHONPATH": str(base)}
     if settings.flavour == "cpu":
-        env["LD_PRELOAD"] = os.pathsep.join(cpu_preload())
+        env["LD_PRELOAD"] = os.pathsep.join(cpu_preload(installed))
     script = (
         "import vllm.entrypoints.openai.api_server as server; print(server.__file__)"
     )
     log = base.with_name("import.log")
-    with Supervised([sys.executable, "-c", script], env, log) as process:
+    with Supervised(installed.command("-c", script), env, log) as process:
         status = process.wait()
     if status != 0:
         raise PreflightError(f"vllm cannot be imported:\n{tail(log)}")
@@ -109,39 +123,47 @@ def check_import(base: Path, settings: EngineSettings) -> None:
         )
 
 
-def check_connector(connector: Connector) -> None:
+def check_connector(
+    connector: Connector, installed: Installation | None = None
+) -> None:
     """Raises PreflightError if the connector's transfer engine is not usable."""
-    package = connector.package
-    if package and importlib.util.find_spec(package) is None:
-        raise PreflightError(f"package {package} is not installed: run setup.sh")
-    if package == "mooncake":
-        require_honest_transfers()
+    installed = installed or installation()
+    if connector.package:
+        try:
+            installed.package(connector.package)
+        except ModuleNotFoundError as error:
+            remedy = "run bash setup.sh" if installed.is_ours else "install it there"
+            raise PreflightError(f"{error}: {remedy}") from None
+    if connector.package == "mooncake":
+        require_honest_transfers(installed)
 
 
-def require_honest_transfers() -> None:
+def require_honest_transfers(installed: Installation | None = None) -> None:
     """Refuse a Mooncake that reports writes done whose bytes are still under way.
 
     By its version, and by a few writes: once in a process, for 3 to 5 s.
     Whoever checks tokens that came over Mooncake calls this first.
     Raises PreflightError, also if the engines cannot write at all.
     """
-    _check_mooncake_version()
-    if complaint := _transfer_complaint():
+    installed = installed or installation()
+    _check_mooncake_version(installed)
+    if complaint := _transfer_complaint(installed.python):
         raise PreflightError(complaint)
 
 
 @functools.cache
-def _transfer_complaint() -> str | None:
+def _transfer_complaint(python: str) -> str | None:
     try:
-        outcome = transfer_check.check(transfer_check.FEW_ROUNDS)
+        outcome = transfer_check.check(transfer_check.FEW_ROUNDS, installation(python))
     except transfer_check.NoVerdict as error:
         return f"Mooncake's transfers could not be checked: {error}"
     return transfer_check.verdict(outcome) if outcome.incomplete_ms else None
 
 
-def _check_mooncake_version() -> None:
-    for name in importlib.metadata.packages_distributions().get("mooncake", []):
-        version = importlib.metadata.version(name)
+def _check_mooncake_version(installed: Installation) -> None:
+    for name, version in installed.versions.items():
+        if not name.startswith("mooncake-transfer-engine"):
+            continue
         numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
         if numbers < tuple(map(int, FIRST_HONEST_VERSION.split("."))):
             raise PreflightError(

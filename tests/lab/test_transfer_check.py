@@ -189,7 +189,7 @@ def test_tokens_are_not_checked_with_an_engine_that_looks_new_but_is_not_honest(
     installed, monkeypatch, manner, complaint
 ):
     installed(manner)
-    monkeypatch.setattr(preflight, "_check_mooncake_version", lambda: None)
+    monkeypatch.setattr(preflight, "_check_mooncake_version", lambda _: None)
     monkeypatch.setattr(transfer_check, "FEW_ROUNDS", 2)
     preflight._transfer_complaint.cache_clear()
     try:

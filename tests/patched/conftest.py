@@ -19,7 +19,9 @@ from pathlib import Path
 
 import pytest
 from inside_run import InsideRun
-from releases import INSTALLED, package_of
+from releases import INSTALLED, package_of, under_test
+
+from lab.serving.installation import installation
 
 RUNS = pytest.StashKey[dict[tuple[str, ...], InsideRun]]()
 
@@ -111,6 +113,7 @@ class PatchedTest(pytest.Item):
         config = self.session.config
         return InsideRun(
             package_of(release),
+            under_test() if release == INSTALLED else installation(),
             patches,
             [f"{test.path}::{test.name}" for test in selected],
             ["-c", str(config.inipath), "--rootdir", str(config.rootpath)],

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
 
 from lab.serving.environment import engine_environment
+from lab.serving.installation import Installation
 from lab.serving.ports import reserve
 from lab.serving.server import tail
 from lab.serving.settings import CPU_ENGINE
@@ -20,27 +20,35 @@ from lab.serving.tree import build_tree
 
 HERE = Path(__file__).parent
 POLL_S = 0.05
+# What an engine with the null model needs here on later releases.
+ON_A_CPU = ("cpu_uniproc", "cpu_small_blocks")
 
 
 class InsideRun:
     """Runs `tests` (each PATH::NAME) on a private tree of the package `vllm`.
 
-    `options` are pytest's; what is long has been left out of the tests already.
+    `installed` is the Python that does it. `options` are pytest's; what is long has
+    been left out of the tests already.
     """
 
     def __init__(
-        self, vllm: Path, patches: Collection[str], tests: list[str], options: list[str]
+        self,
+        vllm: Path,
+        installed: Installation,
+        patches: Collection[str],
+        tests: list[str],
+        options: list[str],
     ) -> None:
         self._outcomes: dict[str, dict] = {}
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         self._log, self._results = folder / "log", folder / "results.jsonl"
-        build_tree(folder / "tree", vllm, list(patches), {})
-        env = engine_environment(folder / "tree", CPU_ENGINE, reserve(1)[0])
+        build_tree(folder / "tree", vllm, [*patches, *ON_A_CPU], {}, installed)
+        env = engine_environment(folder / "tree", CPU_ENGINE, reserve(1)[0], installed)
         env["PYTHONPATH"] += os.pathsep + os.pathsep.join(map(str, (HERE, HERE.parent)))
         env["INSIDE_RESULTS"] = str(self._results)
         plugins = ["--noconftest", "-p", "inside", "-p", "no:cacheprovider", "-m", ""]
-        command = [sys.executable, "-m", "pytest", *plugins, *options, *tests]
+        command = installed.command("-m", "pytest", *plugins, *options, *tests)
         self._process = Supervised(command, env, self._log)
 
     def outcome(self, test: str) -> dict[str, str]:

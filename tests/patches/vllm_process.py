@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
+
+from releases import under_test
 
 from lab.serving.environment import engine_environment, record_steps
 from lab.serving.null_model import null_checkpoint
@@ -14,9 +15,11 @@ from lab.serving.ports import reserve
 from lab.serving.server import tail
 from lab.serving.settings import CPU_ENGINE
 from lab.serving.supervise import Supervised
-from lab.serving.tree import build_tree, installed_package
+from lab.serving.tree import build_tree
 
 DEADLINE_S = 240
+# What an engine with the null model needs here on later releases.
+ON_A_CPU = ("cpu_uniproc", "cpu_small_blocks")
 
 
 class ScriptProcess:
@@ -40,12 +43,15 @@ class ScriptProcess:
         self.log = folder / "log"
         self._result = folder / "result.json"
         model = null_checkpoint(folder / "model")
-        build_tree(folder / "tree", installed_package("vllm"), patches, {})
-        env = engine_environment(folder / "tree", CPU_ENGINE, reserve(1)[0])
+        installed = under_test()
+        vllm, tree = installed.package("vllm"), folder / "tree"
+        build_tree(tree, vllm, [*patches, *ON_A_CPU], {}, installed)
+        env = engine_environment(tree, CPU_ENGINE, reserve(1)[0], installed)
         if recording:
             env |= record_steps(self.records, {"test": 1})
         path = Path(__file__).with_name(script)
-        command = [sys.executable, str(path), str(model), str(self._result), *arguments]
+        arguments = (str(path), str(model), str(self._result), *arguments)
+        command = installed.command(*arguments)
         self.process = Supervised(command, env, self.log)
 
     def result(self) -> dict:

