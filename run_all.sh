@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
 # The main job: measure what each KV connector costs per engine step, and report.
 #   bash run_all.sh [--profile NAME] [--only CONFIG] [--repeats N] [--model PATH]
-#                   [--out DIR [--resume]] [--py-spy] [--check]
+#                   [--python PATH | --vllm VERSION] [--out DIR [--resume]] [--py-spy]
+#                   [--connector MODULE:CLASS [--connector-config JSON]] [--limits FILE]
+#                   [--check]
 # NAME is a file of configs/profiles/: cpu (the default), cpu-smoke, gpu, ...
 # The run goes to runs/, and its result to SUMMARY.md, per_config.json and figures/ here.
 # With --out DIR, everything goes to DIR alone.
+# --python measures the vLLM of another Python, and leaves it as it is; --vllm a release
+# of locks/releases/, in an environment that is made for it (up to 9 GB).
+# --connector measures your own connector beside plain vLLM; --limits says what it may cost.
 # --check only says what would stop the run: status 0 if nothing would, else 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

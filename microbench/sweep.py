@@ -26,14 +26,19 @@ from lab.records.run import PlanEntry, RunRecord
 from lab.run_folder import RunFolderError
 from lab.serving import preflight, provenance
 from lab.serving.connector import Connector, load_connector
+from lab.serving.errors import ServerError
+from lab.serving.installation import Installation, installation
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.preflight import PreflightError
+from lab.serving.releases import release
 from lab.serving.supervise import exit_on_signals
-from lab.serving.tree import installed_package, link_package
+from lab.serving.tree import link_package
 from microbench import report
 from microbench.analysis.expected import outcomes
 from microbench.check import check
+from microbench.compare.__main__ import main as compare
 from microbench.fitted import choices, fitted
+from microbench.own_connector import measured_with, own_connector
 from microbench.profile import Profile, load_profile
 from microbench.progress import Progress
 from microbench.rounds import configs_of_next_round
@@ -60,6 +65,7 @@ ERRORS = (
     PreflightError,
     RecordsError,
     RunFolderError,
+    ServerError,
 )
 
 
@@ -86,7 +92,30 @@ def main() -> int:
         type=int,
         help="exactly so many servers per config (default: the profile's)",
     )
+    parser.add_argument(
+        "--connector",
+        metavar="MODULE:CLASS",
+        help="measure this connector beside plain vLLM and one that does nothing",
+    )
+    parser.add_argument(
+        "--connector-config", metavar="JSON", help="added to its kv_transfer_config"
+    )
+    parser.add_argument(
+        "--limits", type=Path, metavar="FILE", help="what it may cost, or exit with 1"
+    )
     parser.add_argument("--model", help="path of real weights (gpu profile)")
+    measured = parser.add_mutually_exclusive_group()
+    measured.add_argument(
+        "--python",
+        metavar="PATH",
+        default=sys.executable,
+        help="measure the vLLM of this Python, which stays as it is",
+    )
+    measured.add_argument(
+        "--vllm",
+        metavar="VERSION",
+        help="measure this release, in an environment that is made for it",
+    )
     parser.add_argument("--out", type=Path, help="run folder (default: a new one)")
     parser.add_argument(
         "--resume", action="store_true", help="keep the finished trials of --out"
@@ -101,8 +130,9 @@ def main() -> int:
     exit_on_signals()
     try:
         profile = _profile(arguments)
+        installed = _installed(arguments, profile)
         if arguments.check:
-            return check(profile)
+            return check(profile, installed)
         profile = fitted(profile)
         for choice in choices(profile):
             print(f"run_all: {choice}")
@@ -112,7 +142,9 @@ def main() -> int:
         # Without --out the result is the repository's own.
         result_dir = arguments.out or REPOSITORY
         with machine_lock():
-            trials = sweep(run_dir, profile, arguments.resume, arguments.py_spy)
+            trials = sweep(
+                run_dir, profile, installed, arguments.resume, arguments.py_spy
+            )
             found = report.report(run_dir, result_dir)
     except ERRORS as error:
         print(f"run_all: {error}", file=sys.stderr)
@@ -122,31 +154,36 @@ def main() -> int:
     missed = [one for one in verdicts if one.kind != "right"]
     for one in missed:
         print(f"run_all: {one}")
-    return int(bool(missed) or any(trial.status != "ok" for trial in trials))
+    failed = bool(missed) or any(trial.status != "ok" for trial in trials)
+    if arguments.limits:
+        new = str(result_dir)
+        failed |= compare([new, new, "--limits", str(arguments.limits)]) != 0
+    return int(failed)
 
 
 def sweep(
-    run_dir: Path, profile: Profile, resume: bool, py_spy: bool
+    run_dir: Path, profile: Profile, installed: Installation, resume: bool, py_spy: bool
 ) -> list[TrialRecord]:
     """Run all trials of `profile` into `run_dir`, whose trees are gone afterwards.
 
     Raises RunFolderError if `run_dir` holds another run.
     """
     connectors = profile.connectors()
-    preflight.check_machine(profile)
+    preflight.check_machine(profile, installed=installed)
     run_dir.mkdir(parents=True, exist_ok=True)
     trees = run_dir / "trees"
     # Left by a sweep that was killed.
     shutil.rmtree(trees, ignore_errors=True)
     try:
         base = trees / "base"
-        link_package(installed_package("vllm"), base)
-        preflight.check_import(base, profile)
-        common = SweepSettings(profile, profile.checkpoint(run_dir / "model"), py_spy)
-        ready = _first_trials(trees, connectors)
+        link_package(installed.package("vllm"), base)
+        preflight.check_import(base, profile, installed)
+        model = profile.checkpoint(run_dir / "model")
+        common = SweepSettings(profile, model, installed, py_spy)
+        ready = _first_trials(trees, connectors, installed)
         rounds = range(profile.repeats)
         plan = [trial for repeat in rounds for trial in _round(ready, repeat)]
-        run = _begin_run(run_dir, profile, plan, resume)
+        run = _begin_run(run_dir, profile, installed, plan, resume)
         records = _run_all(run_dir, plan, trees, common, resume)
         while names := configs_of_next_round(run_dir, profile, records):
             repeat = 1 + max(trial.repeat for trial in run.plan)
@@ -191,10 +228,10 @@ def _entries(plan: list[PlannedTrial]) -> list[PlanEntry]:
 
 
 def _first_trials(
-    trees: Path, connectors: dict[str, Connector]
+    trees: Path, connectors: dict[str, Connector], installed: Installation
 ) -> dict[str, PlannedTrial]:
     """Each config's first trial, its tree built; it says if a patch does not fit."""
-    patches, errors = build_trees(trees, connectors)
+    patches, errors = build_trees(trees, connectors, installed)
     return {
         name: PlannedTrial(name, 0, connector, patches.get(name, {}), errors.get(name))
         for name, connector in connectors.items()
@@ -202,7 +239,11 @@ def _first_trials(
 
 
 def _begin_run(
-    run_dir: Path, profile: Profile, plan: list[PlannedTrial], resume: bool
+    run_dir: Path,
+    profile: Profile,
+    installed: Installation,
+    plan: list[PlannedTrial],
+    resume: bool,
 ) -> RunRecord:
     """Write run.json, or check that it is the run that is resumed.
 
@@ -212,7 +253,7 @@ def _begin_run(
     hashes = {name: sha for trial in plan for name, sha in trial.patches.items()}
     record = RunRecord(
         profile=msgspec.to_builtins(profile),
-        provenance=provenance.collect(hashes, "python -m microbench.sweep"),
+        provenance=provenance.collect(hashes, "python -m microbench.sweep", installed),
         configs={trial.config: trial.connector.report for trial in plan},
         plan=_entries(plan),
     )
@@ -229,6 +270,15 @@ def _begin_run(
     return read_document(file, RunRecord)
 
 
+def _installed(arguments: argparse.Namespace, profile: Profile) -> Installation:
+    """The vLLM to be measured. Raises ServerError and SweepError."""
+    if arguments.vllm is None:
+        return installation(arguments.python)
+    if profile.flavour != "cpu":
+        raise SweepError("--vllm installs vLLM for the CPU; name a GPU's with --python")
+    return release(arguments.vllm)
+
+
 def _profile(arguments: argparse.Namespace) -> Profile:
     profile = load_profile(arguments.profile)
     if unknown := set(arguments.only or ()) - set(profile.configs):
@@ -236,6 +286,12 @@ def _profile(arguments: argparse.Namespace) -> Profile:
         for name in unknown:
             load_connector(name)
     changes = {}
+    if arguments.connector:
+        name, connector = own_connector(arguments.connector, arguments.connector_config)
+        changes["own"] = {name: connector}
+        changes["configs"] = measured_with(name, profile.configs)
+    elif arguments.connector_config:
+        raise SweepError("--connector-config needs --connector")
     if arguments.only:
         changes["configs"] = arguments.only
     if arguments.repeats is not None:

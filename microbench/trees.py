@@ -7,11 +7,12 @@ from pathlib import Path
 
 from lab.serving import preflight
 from lab.serving.connector import Connector
+from lab.serving.installation import Installation
 from lab.serving.tree import build_tree
 
 
 def build_trees(
-    trees: Path, connectors: dict[str, Connector]
+    trees: Path, connectors: dict[str, Connector], installed: Installation
 ) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """A tree per config: the patch hashes of those that fit, the error of the rest.
 
@@ -20,12 +21,13 @@ def build_trees(
     patches, errors = {}, {}
     for name, connector in connectors.items():
         try:
-            preflight.check_connector(connector)
+            preflight.check_connector(connector, installed)
             patches[name] = build_tree(
                 trees / name,
                 trees / "base" / "vllm",
                 connector.patches,
                 connector.patch_parameters,
+                installed,
             )
         except preflight.CONFIG_ERRORS as error:
             errors[name] = f"preflight: {error}"

@@ -24,6 +24,7 @@ from lab.records.steps import EngineHeader, first_step
 from lab.records.trial import ReadCounts, TrialRecord
 from lab.serving.connector import Connector
 from lab.serving.environment import HASH_SEED
+from lab.serving.installation import Installation
 from lab.serving.null_model import Checkpoint
 from lab.serving.ports import Ports, PortsError
 from lab.serving.server import Server, ServerError, tail
@@ -65,6 +66,7 @@ class SweepSettings:
 
     profile: Profile
     model: Checkpoint
+    installed: Installation
     py_spy: bool
 
 
@@ -141,7 +143,8 @@ def _measure(
         "repeat": planned.repeat,
         "patches": planned.patches,
     }
-    engine = Engine(tree, profile, connector, common.model.folder)
+    model, installed = common.model.folder, common.installed
+    engine = Engine(tree, profile, connector, model, installed)
     with Server(resolve(engine, folder, label)) as server:
         measured.ready_s = server.wait_ready()
         with _peer(folder, connector, profile.block_size, server.ports):

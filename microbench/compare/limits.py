@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from lab.config import ConfigError, read_toml
-from lab.records.per_config import PerConfig, Verdict
+from lab.records.per_config import ConfigEntry, PerConfig, Verdict
 from lab.stats.aims import Aim, Judgement, judge
 from lab.stats.interval import Interval
 from lab.stats.markdown import TIMES
@@ -25,6 +25,8 @@ from microbench.compare.comparable import other_machine, other_window
 from microbench.compare.numbers import (
     baseline_of,
     floor_of,
+    growing_methods,
+    methods_of,
     metrics_of,
     p50_us,
     slope,
@@ -40,9 +42,10 @@ OUTCOMES: dict[Judgement, Outcome] = {
 }
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
-# What can be limited by metric, and its unit.
+# What can be limited by metric, this one by method of the connector, too; and its unit.
+SLOPE = "slope_us_per_1k_blocks"
 QUANTITIES = {
-    "slope_us_per_1k_blocks": "µs per 1,000 blocks",
+    SLOPE: "µs per 1,000 blocks",
     "p50_us": "µs",
     "times_baseline": f"{TIMES} the baseline's p50",
     "times_floor": f"{TIMES} the no-op connector's p50",
@@ -87,15 +90,16 @@ class Check:
 def read_limits(path: Path, old: PerConfig, new: PerConfig) -> LimitsFile:
     """Raises ConfigError, also for a metric that neither run has."""
     limits = read_toml(path, LimitsFile)
-    metrics = metrics_of([old, new])
+    metrics, methods = metrics_of([old, new]), methods_of([old, new])
     tables = {"default": limits.default} | limits.configs
     for table, told in tables.items():
         for quantity in QUANTITIES:
+            known = metrics + (methods if quantity == SLOPE else [])
             for metric in getattr(told, quantity):
-                if metric not in metrics:
+                if metric not in known:
                     raise ConfigError(
                         f"{path}: {table}.{quantity} names {metric!r}; "
-                        f"the runs have {', '.join(metrics)}"
+                        f"the runs have {', '.join(known)}"
                     )
     return limits
 
@@ -144,19 +148,25 @@ def _verdict(
 ) -> tuple[str, str, Outcome]:
     """(bound, found, outcome) of the config's verdict."""
     now = new.configs[name].verdict
+    found = ", ".join([now, *_grown(new.configs[name])])
     if allowed is not None:
         bound = " or ".join(allowed) or "none"
         if now in allowed:
-            return bound, now, "kept"
-        return bound, now, "undecided" if now == "inconclusive" else "broken"
+            return bound, found, "kept"
+        return bound, found, "undecided" if now == "inconclusive" else "broken"
     if name not in old.configs:
-        return "not in OLD", now, _of_unknown_past(now)
+        return "not in OLD", found, _of_unknown_past(now)
     before = old.configs[name]
     bound = f"no worse than {before.verdict}"
     if now == "failed" or got_worse(before, new.configs[name]):
-        return bound, now, "broken"
+        return bound, found, "broken"
     unclear = now == "inconclusive" != before.verdict
-    return bound, now, "undecided" if unclear else "kept"
+    return bound, found, "undecided" if unclear else "kept"
+
+
+def _grown(entry: ConfigEntry) -> Iterator[str]:
+    for method, slope_us in growing_methods(entry).items():
+        yield f"`{method}` {slope_us:+.3g} µs per 1,000 blocks"
 
 
 def _of_unknown_past(now: Verdict) -> Outcome:
@@ -177,7 +187,7 @@ def _is_yardstick(old: PerConfig, new: PerConfig, name: str, quantity: str) -> b
 def _number(
     old: PerConfig, new: PerConfig, name: str, metric: str, quantity: str
 ) -> Interval | None:
-    if quantity == "slope_us_per_1k_blocks":
+    if quantity == SLOPE:
         return slope(new.configs[name], metric)
     if quantity == "times_old":
         if name not in old.configs:

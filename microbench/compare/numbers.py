@@ -27,15 +27,34 @@ def metrics_of(documents: Iterable[PerConfig]) -> list[str]:
     return list(dict.fromkeys(name for entry in entries for name in entry.verdict_of))
 
 
+def methods_of(documents: Iterable[PerConfig]) -> list[str]:
+    """The connectors' methods that were timed, such as `worker.get_finished`."""
+    entries = (entry for doc in documents for entry in doc.configs.values())
+    return list(
+        dict.fromkeys(name for entry in entries for name in entry.methods or {})
+    )
+
+
 def level_us(entry: ConfigEntry, metric: str) -> Quantiles | None:
     """Quantiles of `metric`; None where the config has none."""
     level = getattr(entry, f"{metric}_us", None)
     return level if level and level.get("p50") is not None else None
 
 
-def slope(entry: ConfigEntry, metric: str) -> Interval | None:
-    """us per 1,000 cached blocks."""
-    return _interval(entry.slope_us_per_1k_blocks.get(metric))
+def slope(entry: ConfigEntry, name: str) -> Interval | None:
+    """us per 1,000 cached blocks, of a metric or of a connector's method."""
+    method = (entry.methods or {}).get(name, {})
+    of_metrics = entry.slope_us_per_1k_blocks
+    return _interval(of_metrics.get(name) or method.get("slope_per_1k_blocks"))
+
+
+def growing_methods(entry: ConfigEntry) -> dict[str, Interval]:
+    """What makes a config that grows grow: the steepest method first."""
+    if entry.verdict != "grows":
+        return {}
+    slopes = {name: slope(entry, name) for name in entry.methods or {}}
+    grown = {name: one for name, one in slopes.items() if one and one.ci95[0] > 0}
+    return dict(sorted(grown.items(), key=lambda one: -one[1].value))
 
 
 def p50_us(document: PerConfig, name: str, metric: str) -> Interval | None:

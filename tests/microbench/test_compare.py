@@ -76,6 +76,31 @@ def test_growth_that_is_allowed_by_name_passes_and_nothing_else_does(committed, 
     assert (unsure.status, unsure.cases["noop", "verdict"]) == (0, "skipped")
 
 
+def test_the_method_that_makes_a_config_grow_is_named_and_can_be_limited(
+    committed, gate
+):
+    methods = {
+        name: {
+            "calls_per_step": 1.0,
+            "us_per_step": 9.0,
+            "slope_per_1k_blocks": {"value": value, "ci95": [value - 1, value + 1]},
+        }
+        for name, value in {"worker.a": 0.5, "worker.b": 8.0, "worker.c": 30.0}.items()
+    }
+    new = changed(committed, "noop", verdict="grows", methods=methods)
+    limits = "[configs.noop.slope_us_per_1k_blocks]\n" + "".join(
+        f'"{name}" = 2.0\n' for name in methods
+    )
+    found = gate(committed, new, limits)
+    grown = "`worker.c` +30 [+29, +31] µs per 1,000 blocks, `worker.b` +8 [+7, +9]"
+    assert f"verdict is grows, {grown}" in section(found.text, "Broken")
+    outcomes = {
+        name: found.cases["noop", f"slope_us_per_1k_blocks of {name}"]
+        for name in methods
+    }
+    assert list(outcomes.values()) == ["passed", "failure", "failure"]
+
+
 @pytest.mark.parametrize(
     ("ci95", "outcome"),
     [([0.0, 1.9], "passed"), ([1.0, 3.0], "skipped"), ([2.1, 3.0], "failure")],

@@ -16,6 +16,7 @@ import pytest
 from lab.config import ConfigError
 from lab.paths import CONFIGS, REPOSITORY
 from lab.serving.connector import Connector, load_connector
+from lab.serving.installation import installation
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.tree import build_tree, installed_package, link_package
 from microbench import sweep
@@ -108,7 +109,7 @@ def test_a_config_whose_patch_does_not_fit_does_not_sink_the_others(trees, tmp_p
     configs = {
         name: load_connector(name) for name in ("noop", "mooncake_both_hash_sync")
     }
-    patches, errors = build_trees(tmp_path, configs)
+    patches, errors = build_trees(tmp_path, configs, installation())
     assert set(patches) == {"noop"}
     assert "return meta" in errors["mooncake_both_hash_sync"]
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own Python and connector, measured with one command, and left alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from lab.paths import REPOSITORY
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+# 60 us per step and 1,000 cached blocks. No hook of 0.18.1 gives it the block pool.
+CONNECTOR = """
+import functools, gc, time
+from connectors.noop import NoopConnector
+
+@functools.cache
+def block_pool():
+    return next(one for one in gc.get_objects() if type(one).__name__ == "BlockPool")
+
+class Mine(NoopConnector):
+    def build_connector_meta(self, scheduler_output):
+        cached = len(block_pool().cached_block_hash_to_block)
+        until = time.perf_counter() + 60e-9 * cached
+        while time.perf_counter() < until:
+            pass
+        return super().build_connector_meta(scheduler_output)
+"""
+LIMITS = """
+[configs.Mine]
+verdicts = ["flat"]
+slope_us_per_1k_blocks = { "scheduler.build_connector_meta" = 2.0 }
+"""
+
+
+@pytest.fixture
+def their_venv(tmp_path) -> Path:
+    """An environment of somebody else, with our packages."""
+    venv = tmp_path / "venv"
+    packages = venv / "lib" / Path(sysconfig.get_path("purelib")).parent.name
+    packages = packages / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "theirs.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (venv / "bin").mkdir()
+    (venv / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
+    (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix, 'bin')}\n")
+    for library in Path(sys.prefix, "lib").glob("*.so*"):
+        (venv / "lib" / library.name).symlink_to(library)
+    return venv
+
+
+def test_a_connector_that_grows_breaks_its_limits_and_the_python_keeps_every_byte(
+    their_venv, tmp_path
+):
+    (tmp_path / "mypkg").mkdir()
+    (tmp_path / "mypkg" / "kv.py").write_text(CONNECTOR)
+    limits = tmp_path / "limits.toml"
+    limits.write_text(LIMITS)
+    before = {path: path.lstat().st_mtime_ns for path in their_venv.rglob("*")}
+    ours = {path: path.stat().st_mtime_ns for path in packages_of_vllm()}
+    told = ["--profile", "cpu-smoke", "--repeats", "2", "--out", tmp_path / "run"]
+    told += ["--python", their_venv / "bin" / "python", "--limits", limits]
+    told += ["--connector", "mypkg.kv:Mine"]
+    sweep = subprocess.run(
+        ["bash", REPOSITORY / "run_all.sh", *told],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert sweep.returncode == 1, sweep.stderr
+    assert "verdict is grows, `scheduler.build_connector_meta` +" in sweep.stdout
+    assert {path: path.lstat().st_mtime_ns for path in their_venv.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in packages_of_vllm()} == ours
+
+
+def packages_of_vllm() -> list[Path]:
+    """All files of the installed vLLM."""
+    folder = Path(sysconfig.get_path("purelib"), "vllm")
+    return [path for path in folder.rglob("*") if path.is_file()]
