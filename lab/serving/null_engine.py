@@ -46,7 +46,8 @@ class NullEngine:
             enforce_eager=True,
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=num_blocks,
-            max_model_len=MAX_MODEL_LEN,
+            # Later releases refuse a length that the blocks cannot hold; one is kept.
+            max_model_len=min(MAX_MODEL_LEN, (num_blocks - 1) * BLOCK_SIZE),
             max_num_batched_tokens=8_192,
             max_num_seqs=MAX_REQUESTS,
             kv_transfer_config=kv_transfer,
