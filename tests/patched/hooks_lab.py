@@ -68,9 +68,9 @@ class Watch:
         offers = [self._ledger.lookup([get_block_hash(key)]) for key in keys]
         return sum(len(offer.block_ids) for offer in offers), len(keys)
 
-    def _watched_schedule(self):
+    def _watched_schedule(self, *told):
         self._check("before schedule")
-        output = self._schedule()
+        output = self._schedule(*told)
         self._scheduled += 1
         self._note(self._scheduled)
         self._check("after schedule")

@@ -102,8 +102,8 @@ class World:
     def _watch(self, scheduler) -> None:
         schedule = scheduler.schedule
 
-        def watched_schedule():
-            output = schedule()
+        def watched_schedule(*told):
+            output = schedule(*told)
             for request, tokens in output.num_scheduled_tokens.items():
                 if fate := self.fates.get(request):
                     fate.computed_tokens += tokens

@@ -125,8 +125,8 @@ def _note_steps(engine: NullEngine) -> None:
     schedule, update = scheduler.schedule, scheduler.update_from_output
     execute = executor.execute_model
 
-    def noted_schedule():
-        output = schedule()
+    def noted_schedule(*told):
+        output = schedule(*told)
         LOG.append(("scheduled", output.step_id))
         return output
 
