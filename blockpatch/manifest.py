@@ -75,8 +75,11 @@ def _build(path: Path, raw: bytes, data: dict[str, Any]) -> Patch:
     if not isinstance(tested, list) or not all(isinstance(v, str) for v in tested):
         raise ManifestError("tested must be a list of versions")
     since, before_version = (data.get(key) for key in ("since", "before_version"))
-    for bound in filter(None, (since, before_version)):
-        release(str(bound))
+    for bound in (since, before_version):
+        if bound is not None and not isinstance(bound, str):
+            raise ManifestError(f"{bound!r} must be a string, such as '0.18.1'")
+        if bound is not None:
+            release(bound)
     parameters = data.get("parameters", {})
     if not isinstance(parameters, dict):
         raise ManifestError("parameters must be a table: [parameters]")

@@ -28,6 +28,8 @@ print(json.dumps({
     "versions": {
         one.metadata["Name"].lower().replace("_", "-"): one.version
         for one in importlib.metadata.distributions()
+        # A removal that was cut short leaves folders without a name.
+        if one.metadata["Name"]
     },
 }))
 """

@@ -103,6 +103,7 @@ def test_missing_and_broken_files_are_refused(tmp_path):
     manifest = tmp_path / "bad" / "patch.toml"
     for text, match in [
         ("name = ", "patch.toml"),
+        ("since = 0.2\n" + manifest.read_text(), "0.2 must be a string"),
         ("name = 'bad'", "'package' is missing"),
         (manifest.read_text().replace("source0", "gone"), "file source"),
         (manifest.read_text().replace("[[file]]", "[file]"), "list of tables"),

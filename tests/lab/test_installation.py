@@ -26,6 +26,7 @@ def foreign(tmp_path) -> Path:
     (packages / "Some_Package-1.2.3.dist-info").mkdir(parents=True)
     metadata = packages / "Some_Package-1.2.3.dist-info" / "METADATA"
     metadata.write_text("Metadata-Version: 2.1\nName: Some_Package\nVersion: 1.2.3\n")
+    (packages / "~roken-1.0.dist-info").mkdir()
     (packages / "some_package").mkdir()
     (packages / "some_package" / "__init__.py").write_text("raise SystemExit(9)\n")
     return venv
