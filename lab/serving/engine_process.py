@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 from lab.serving.environment import engine_environment, record_steps
+from lab.serving.installation import Installation, installation
 from lab.serving.null_model import write_null_model
 from lab.serving.ports import reserve
 from lab.serving.server import tail
 from lab.serving.settings import CPU_ENGINE, Forward
 from lab.serving.supervise import Supervised
-from lab.serving.tree import build_tree, installed_package
+from lab.serving.tree import build_tree
 
 READY_DEADLINE_S = 180.0
 
@@ -32,11 +33,16 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, folder: Path, worker: str, *arguments: str, env: dict[str, str]
+        self,
+        folder: Path,
+        worker: str,
+        *arguments: str,
+        env: dict[str, str],
+        python: Sequence[str] = (sys.executable,),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._log, self._socket = folder / "log", folder / "socket"
-        command = [sys.executable, "-m", worker, *arguments, str(self._socket)]
+        command = [*python, "-m", worker, *arguments, str(self._socket)]
         self._process = Supervised(command, env, self._log)
         self._connection: Connection | None = None
 
@@ -71,7 +77,8 @@ class WorkerProcess:
 class EngineProcess(WorkerProcess):
     """A worker with vLLM: `python -m <worker> model *arguments socket`.
 
-    It runs on a private tree with `patches`, whose hashes are `patch_hashes`.
+    It runs on a private tree of what is `installed`, with `patches`, whose hashes are
+    `patch_hashes`. The null model has a context of `max_model_len` tokens.
     """
 
     def __init__(
@@ -83,18 +90,29 @@ class EngineProcess(WorkerProcess):
         recording: bool = False,
         env: dict[str, str] | None = None,
         forward_us: int = 0,
+        installed: Installation | None = None,
+        max_model_len: int = CPU_ENGINE.max_model_len,
     ) -> None:
         records, tree = folder / "records", folder / "tree"
         records.mkdir(parents=True)
-        forward = Forward(forward_us)
-        model = write_null_model(folder / "model", CPU_ENGINE.max_model_len, forward)
-        self.patch_hashes = build_tree(tree, installed_package("vllm"), patches, {})
-        full = engine_environment(tree, CPU_ENGINE, reserve(1)[0]) | (env or {})
+        installed = installed or installation()
+        model = write_null_model(folder / "model", max_model_len, Forward(forward_us))
+        vllm = installed.package("vllm")
+        self.patch_hashes = build_tree(tree, vllm, patches, {}, installed)
+        full = engine_environment(tree, CPU_ENGINE, reserve(1)[0], installed)
+        full |= env or {}
         # One thread: less that differs between processes.
         full |= {"OMP_NUM_THREADS": "1"}
         if recording:
             full |= record_steps(records, {})
-        super().__init__(folder, worker, str(model.folder), *arguments, env=full)
+        super().__init__(
+            folder,
+            worker,
+            str(model.folder),
+            *arguments,
+            env=full,
+            python=installed.command(),
+        )
 
 
 def serve(subject: Any, socket: str, *functions: Callable) -> None:

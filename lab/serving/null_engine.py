@@ -37,7 +37,12 @@ class NullEngine:
     """
 
     def __init__(
-        self, model: Path, kv_transfer: dict[str, Any] | None, num_blocks: int = 8_000
+        self,
+        model: Path,
+        kv_transfer: dict[str, Any] | None,
+        num_blocks: int = 8_000,
+        max_model_len: int = MAX_MODEL_LEN,
+        max_requests: int = MAX_REQUESTS,
     ) -> None:
         config = EngineArgs(
             model=str(model),
@@ -47,9 +52,9 @@ class NullEngine:
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=num_blocks,
             # Later releases refuse a length that the blocks cannot hold; one is kept.
-            max_model_len=min(MAX_MODEL_LEN, (num_blocks - 1) * BLOCK_SIZE),
+            max_model_len=min(max_model_len, (num_blocks - 1) * BLOCK_SIZE),
             max_num_batched_tokens=8_192,
-            max_num_seqs=MAX_REQUESTS,
+            max_num_seqs=max_requests,
             kv_transfer_config=kv_transfer,
         ).create_engine_config()
         self.core = EngineCore(config, Executor.get_class(config), log_stats=False)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The axes that a connector's cost per step may grow along, and the levels on each.
+
+One axis moves while the others are held: 8 running requests of 64 tokens, a prefix cache
+that is nearly empty, no arrivals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`levels` in `unit`; slopes are stated in us per step and `per` of them.
+
+    A slope up to `margin_us` is no growth: some 50 us over the whole axis.
+    """
+
+    unit: str
+    per: int
+    margin_us: float
+    levels: tuple[int, ...]
+
+
+AXES = {
+    "cache": Axis("cached blocks", 1_000, 2.0, (256, 4_096, 8_192, 12_288, 16_384)),
+    "running": Axis("running requests", 1, 0.2, (1, 32, 64, 128, 192, 256)),
+    "context": Axis(
+        "tokens of context", 1_000, 0.4, (1_024, 16_384, 32_768, 65_536, 131_072)
+    ),
+    "arrivals": Axis("arrivals per step", 1, 3.0, (0, 2, 4, 8, 16)),
+}

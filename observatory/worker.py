@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine core that is held at one level of one axis after the other.
+
+Run by observatory.cell on a private tree of some release, whose step records tell
+what the steps took. Nothing here takes a time. It says which steps belong to which
+level.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import count
+from pathlib import Path
+
+from lab.serving.engine_process import serve
+from lab.serving.null_engine import BLOCK_SIZE, NullEngine
+
+HELD_BATCH, HELD_TOKENS = 8, 4 * BLOCK_SIZE
+FILLING_TOKENS = 256 * BLOCK_SIZE
+# At 131,072 tokens of context each, as many as the cache has room for.
+LONG_BATCH = 4
+# The first steps at a level run with the processor's caches of the one before.
+COLD_STEPS = 10
+# A batch that is prefilled in chunks decodes as a whole only after so many steps.
+PREFILL_STEPS = 200
+
+Ranges = list[tuple[int, int]]
+
+
+class SteppedEngine(NullEngine):
+    """An engine that can be taken to a level of each axis, and counts its steps."""
+
+    def __init__(self, model: Path, kv_transfer: dict | None, sizes: dict) -> None:
+        super().__init__(model, kv_transfer, **sizes)
+        self._steps = 0
+        self._prompts = count()
+
+    def cache(self, levels: list[int], steps: int) -> Ranges:
+        """At each number of cached blocks, from an empty cache on."""
+        self._forget()
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        found = []
+        for blocks in levels:
+            while len(pool.cached_block_hash_to_block) < blocks:
+                self.add(self._prompt(FILLING_TOKENS), 1)
+                self._finish()
+            found.append(self._decode(HELD_BATCH, HELD_TOKENS, steps))
+        return found
+
+    def running(self, levels: list[int], steps: int) -> Ranges:
+        """At each number of requests that decode."""
+        return [self._anew(batch, HELD_TOKENS, steps) for batch in levels]
+
+    def context(self, levels: list[int], steps: int) -> Ranges:
+        """At each number of tokens that a decoding request attends to."""
+        return [self._anew(LONG_BATCH, tokens, steps) for tokens in levels]
+
+    def arrivals(self, levels: list[int], steps: int) -> Ranges:
+        """At each number of requests that arrive, and end, in every step."""
+        return [self._arriving(each, steps) for each in levels]
+
+    def _anew(self, batch: int, tokens: int, steps: int) -> tuple[int, int]:
+        self._forget()
+        return self._decode(batch, tokens, steps)
+
+    def _decode(self, batch: int, tokens: int, steps: int) -> tuple[int, int]:
+        """[first, end) of `steps` steps in which all of `batch` requests decode."""
+        self._start(batch, tokens, steps)
+        first = self._steps
+        for _ in range(steps):
+            self._step()
+        self._end()
+        return first, first + steps
+
+    def _arriving(self, each: int, steps: int) -> tuple[int, int]:
+        self._forget()
+        self._start(HELD_BATCH, HELD_TOKENS, steps)
+        first = self._steps
+        for _ in range(steps):
+            for _ in range(each):
+                self.add(self._prompt(HELD_TOKENS), 1)
+            self._step()
+        self._end()
+        return first, first + steps
+
+    def _start(self, batch: int, tokens: int, steps: int) -> None:
+        for _ in range(batch):
+            self.add(self._prompt(tokens), PREFILL_STEPS + COLD_STEPS + steps)
+        requests = self.core.scheduler.requests
+        while any(one.num_computed_tokens < tokens for one in requests.values()):
+            self._step()
+        for _ in range(COLD_STEPS):
+            self._step()
+
+    def _end(self) -> None:
+        self.core.abort_requests(list(self.core.scheduler.requests))
+        self._finish()
+
+    def _finish(self) -> None:
+        while self.core.scheduler.has_requests():
+            self._step()
+
+    def _forget(self) -> None:
+        self._finish()
+        assert self.core.scheduler.reset_prefix_cache()
+
+    def _step(self) -> None:
+        self.core.step()
+        self._steps += 1
+
+    def _prompt(self, tokens: int) -> list[int]:
+        """One that shares no block with any other of the first million."""
+        high, low = divmod(next(self._prompts), 1_000)
+        return [high + 1, low + 1] * (tokens // 2)
+
+
+def ranges(engine: SteppedEngine, axis: str, levels: list[int], steps: int) -> Ranges:
+    """[first, end) of the steps at each level of `axis`, by step_id."""
+    return getattr(engine, axis)(levels, steps)
+
+
+def main() -> None:
+    model, told, socket = sys.argv[1:]
+    given = json.loads(told)
+    engine = SteppedEngine(Path(model), given["kv_transfer"], given["sizes"])
+    serve(engine, socket, ranges)
+
+
+if __name__ == "__main__":
+    main()
