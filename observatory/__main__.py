@@ -55,7 +55,7 @@ def main() -> int:
                 for connector in arguments.connector or matrix.connectors:
                     if arguments.again or not place(release, connector).exists():
                         _measure(release, connector)
-        write_whole(PAGE, page(matrix.releases, matrix.connectors))
+        write_whole(PAGE, page(matrix.releases, matrix.connectors).encode())
     except (ConfigError, ServerError, MachineBusy) as error:
         print(f"observatory: {error}", file=sys.stderr)
         return 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The axes that a connector's cost per step may grow along, and the levels on each.
 
-One axis moves while the others are held: 8 running requests of 64 tokens, a prefix cache
-that is nearly empty, no arrivals.
+One axis moves while the others are held: 8 running requests of 64 tokens, a prefix
+cache that is nearly empty, no arrivals.
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ Several of them live side by side, and whoever measures lets one at a time work.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from lab.serving.supervise import Supervised
 from lab.serving.tree import build_tree
 
 READY_DEADLINE_S = 180.0
+EXIT_GRACE_S = 10.0
 
 
 class WorkerProcess:
@@ -71,6 +74,10 @@ class WorkerProcess:
     def __exit__(self, *exc_info: object) -> None:
         if self._connection is not None:
             self._connection.close()
+            if exc_info == (None, None, None):
+                # It ends by itself now, and writes the last of its records.
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(EXIT_GRACE_S)
         self._process.stop()
 
 
