@@ -45,7 +45,7 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
     to `most_repeats`, while all trials take less than `minutes`. `mooncake_protocol`
     replaces what the configs say; "auto" is rdma where an RDMA port is up, else tcp
     (microbench.fitted). `patches` are added to those of each config. `own` are
-    connectors without a file in configs/connectors/ (microbench.own_connector).
+    connectors without a file in configs/connectors/ (lab.serving.own_connector).
     """
 
     summary: str
@@ -142,3 +142,13 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
 def load_profile(name: str) -> Profile:
     profile = read_toml(CONFIGS / "profiles" / f"{name}.toml", Profile)
     return msgspec.structs.replace(profile, name=name)
+
+
+def measured_with(name: str, configs: list[str]) -> list[str]:
+    """`name`, and those of `configs` without which it cannot be judged.
+
+    The baseline, its twin, which shows the noise, and the connector that does nothing.
+    """
+    roles = {config: load_connector(config).report.role for config in configs}
+    before = [one for one in configs if roles[one] in ("baseline", "floor")]
+    return [*before, name, *(one for one in configs if roles[one] == "twin")]

@@ -29,6 +29,7 @@ from lab.serving.connector import Connector, load_connector
 from lab.serving.errors import ServerError
 from lab.serving.installation import Installation, installation
 from lab.serving.machine_lock import MachineBusy, machine_lock
+from lab.serving.own_connector import own_connector
 from lab.serving.preflight import PreflightError
 from lab.serving.releases import release
 from lab.serving.supervise import exit_on_signals
@@ -38,8 +39,7 @@ from microbench.analysis.expected import outcomes
 from microbench.check import check
 from microbench.compare.__main__ import main as compare
 from microbench.fitted import choices, fitted
-from microbench.own_connector import measured_with, own_connector
-from microbench.profile import Profile, load_profile
+from microbench.profile import Profile, load_profile, measured_with
 from microbench.progress import Progress
 from microbench.rounds import configs_of_next_round
 from microbench.trees import build_trees

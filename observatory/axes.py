@@ -22,12 +22,17 @@ class Axis:
     margin_us: float
     levels: tuple[int, ...]
 
+    @property
+    def per_unit(self) -> str:
+        """What a slope is per, beside the step: `1,000 cached blocks`."""
+        return f"{self.per:,} {self.unit}s" if self.per > 1 else self.unit
+
 
 AXES = {
-    "cache": Axis("cached blocks", 1_000, 2.0, (256, 4_096, 8_192, 12_288, 16_384)),
-    "running": Axis("running requests", 1, 0.2, (1, 32, 64, 128, 192, 256)),
+    "cache": Axis("cached block", 1_000, 3.0, (256, 4_096, 8_192, 12_288, 16_384)),
+    "running": Axis("running request", 1, 0.2, (1, 32, 64, 128, 192, 256)),
     "context": Axis(
-        "tokens of context", 1_000, 0.4, (1_024, 16_384, 32_768, 65_536, 131_072)
+        "token of context", 1_000, 0.4, (1_024, 16_384, 32_768, 65_536, 131_072)
     ),
-    "arrivals": Axis("arrivals per step", 1, 3.0, (0, 2, 4, 8, 16)),
+    "arrivals": Axis("arrival per step", 1, 3.0, (0, 2, 4, 8, 16)),
 }

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 
+from lab.records.observatory_cell import CellRecord, Passes
 from lab.records.requests import PhaseStart
+from lab.serving import provenance
 from lab.serving.connector import Connector
 from lab.serving.engine_process import EngineProcess
 from lab.serving.installation import Installation
@@ -30,19 +32,43 @@ from observatory.axes import AXES
 # Every second pass goes down the levels, so that a drift of the machine falls out.
 PASSES = 6
 STEPS = 40
+# What a busy machine does to single steps is left out. So is what a connector does in
+# less than one step of ten: that is for the sweep to see.
+SLOWEST = 0.1
 # 4 requests of 131,072 tokens, and some more to fill the cache with.
 SIZES = {"num_blocks": 36_000, "max_model_len": 132_096, "max_requests": 256}
 RUNS_HERE = ("cpu_uniproc", "cpu_small_blocks")
-PER_STEP = ("schedule_us", "step_us", "connector_us")
-
-# By axis and time, a list of passes of medians in us, one per level.
-Medians = dict[str, dict[str, list[list[float]]]]
+PER_STEP = ("schedule_us", "update_us", "step_us", "connector_us")
 
 
 def measure(
+    name: str, release: str, connector: Connector, installed: Installation, command: str
+) -> CellRecord:
+    """The record of one cell, also if the engine does not start, or dies."""
+    began_s = time.monotonic()
+    means: Passes = {}
+    hashes: dict[str, str] = {}
+    error = None
+    with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
+        try:
+            means, hashes = run(connector, installed, Path(folder) / "cell")
+        except RuntimeError as failure:
+            error = str(failure)
+    return CellRecord(
+        release=release,
+        connector=name,
+        provenance=provenance.collect(hashes, command, installed),
+        wall_s=round(time.monotonic() - began_s, 1),
+        levels={axis: list(told.levels) for axis, told in AXES.items()},
+        means_us=means,
+        error=error,
+    )
+
+
+def run(
     connector: Connector, installed: Installation, folder: Path
-) -> tuple[Medians, dict[str, str]]:
-    """The medians, and the hashes of the patches.
+) -> tuple[Passes, dict[str, str]]:
+    """The means, and the hashes of the patches.
 
     Raises RuntimeError with the end of the engine's log if it does not start, or dies.
     """
@@ -63,23 +89,28 @@ def measure(
     ) as engine:
         engine.wait_ready()
         ranges = [
-            (axis, number, engine.ask("ranges", axis, _order(axis, number), STEPS))
+            (axis, _down(axis, number), engine.ask("ranges", axis, levels, STEPS))
             for number in range(PASSES)
             for axis in AXES
+            for levels in [_in_order(axis, number)]
         ]
     steps = _read(folder / "records")
-    found: Medians = {axis: {} for axis in AXES}
-    for axis, number, of_levels in ranges:
-        in_order = of_levels if axis == "cache" or number % 2 == 0 else of_levels[::-1]
-        for time, medians in _medians(steps, in_order).items():
-            found[axis].setdefault(time, []).append(medians)
+    found: Passes = {axis: {} for axis in AXES}
+    for axis, down, of_levels in ranges:
+        upwards = of_levels[::-1] if down else of_levels
+        for one, means in _means(steps, upwards).items():
+            found[axis].setdefault(one, []).append(means)
     return found, engine.patch_hashes
 
 
-def _order(axis: str, number: int) -> list[int]:
-    levels = list(AXES[axis].levels)
+def _down(axis: str, number: int) -> bool:
     # |cache| only grows.
-    return levels if axis == "cache" or number % 2 == 0 else levels[::-1]
+    return axis != "cache" and number % 2 == 1
+
+
+def _in_order(axis: str, number: int) -> list[int]:
+    levels = list(AXES[axis].levels)
+    return levels[::-1] if _down(axis, number) else levels
 
 
 def _read(records: Path) -> pl.DataFrame:
@@ -87,26 +118,18 @@ def _read(records: Path) -> pl.DataFrame:
     return step_table(0, read_engine_steps(records, whole), read_worker_steps(records))
 
 
-def _medians(
+def _means(
     steps: pl.DataFrame, ranges: list[tuple[int, int]]
 ) -> dict[str, list[float]]:
     """By time, of each of `ranges` of step_id."""
     times = [*PER_STEP, *method_columns(steps)]
-    found: dict[str, list[float]] = {time: [] for time in times}
+    found: dict[str, list[float]] = {one: [] for one in times}
     for first, end in ranges:
         own = steps.filter(pl.col("step_id").is_between(first, end, closed="left"))
         if own.height != end - first:
             raise RuntimeError(f"{own.height} records of {end - first} steps")
-        for time in times:
-            found[time].append(float(own[time].median() or 0.0))
+        kept = round(own.height * (1 - SLOWEST))
+        for one in times:
+            fastest = own[one].fill_null(0.0).sort().head(kept)
+            found[one].append(round(float(fastest.mean()), 3))
     return found
-
-
-def try_one(connector: Connector, installed: Installation) -> dict[str, Any]:
-    """As `measure`, in a folder of its own; {"error": ...} if it cannot be measured."""
-    with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
-        try:
-            medians, hashes = measure(connector, installed, Path(folder) / "cell")
-        except RuntimeError as error:
-            return {"error": str(error)}
-    return {"medians_us": medians, "patches": hashes}

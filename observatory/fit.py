@@ -2,68 +2,91 @@
 """How a cost moves along an axis: its slope, whether it grows, and in which order.
 
 Each pass over the levels is a sample of its own. Slope and exponent are means over the
-passes with Student's t.
+passes, with Student's t.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
+from lab.records.observatory_cell import CellRecord
 from lab.stats.estimate import Floats
 from lab.stats.interval import Interval
 from lab.stats.t_and_f import t_quantile
-from observatory.axes import Axis
+from observatory.axes import AXES, Axis
 
 Order = Literal["constant", "linear", "quadratic", "cannot tell"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+# The exponents p of a + b x^p that are tried, and where the whole interval must lie.
 EXPONENTS = np.linspace(0.2, 3.0, 141)
-# Where the whole interval of the exponent must lie.
-LINEAR, QUADRATIC = (0.6, 1.4), (1.6, 2.5)
+LINEAR, QUADRATIC = (0.6, 1.4), (1.6, 2.4)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """`first_us` and `last_us` are the medians over the passes at the ends of the axis.
+    """`level_us` are the medians over the passes, one per level of `levels`.
 
-    `slope` is in us per step and `Axis.per`; `passes` is how many it is known from.
+    `last` is the mean at the last level, and `slope` in us per step and `Axis.per`.
+    `passes` is how many they are known from.
     """
 
-    first_us: float
-    last_us: float
+    levels: list[int]
+    level_us: list[float]
+    last: Interval
     slope: Interval
     order: Order
     passes: int
 
-    def grows(self, axis: Axis) -> bool | None:
-        """None where the interval holds the margin."""
-        low, high = self.slope.ci95
-        if low > axis.margin_us:
-            return True
-        return False if high < axis.margin_us else None
 
-
-def growth(axis: Axis, passes: list[list[float]]) -> Growth:
-    """Of medians in us, (passes, levels), two passes or more."""
+def growth(cell: CellRecord, axis: str, time: str) -> Growth | None:
+    """How `time` moves along `axis`; None if it was not taken."""
+    passes = cell.means_us.get(axis, {}).get(time)
+    if not passes:
+        return None
     us = np.array(passes)
-    x = np.array(axis.levels) / axis.per
+    x = np.array(cell.levels[axis]) / AXES[axis].per
     slope = _mean(np.array([np.polyfit(x, one, 1)[0] for one in us]))
     return Growth(
-        first_us=float(np.median(us[:, 0])),
-        last_us=float(np.median(us[:, -1])),
+        levels=cell.levels[axis],
+        level_us=[float(one) for one in np.median(us, axis=0)],
+        last=_mean(us[:, -1]),
         slope=slope,
-        order=_order(axis, x, us, slope),
+        order=_order(AXES[axis], x, us, slope),
         passes=len(us),
     )
 
 
-def _order(axis: Axis, x: Floats, us: Floats, slope: Interval) -> Order:
+def methods(cell: CellRecord, axis: str) -> list[str]:
+    """The times that are of one method of the connector: `worker.get_finished_us`."""
+    return [time for time in cell.means_us.get(axis, {}) if "." in time]
+
+
+def steepest(cell: CellRecord, axis: str) -> str | None:
+    """The method that grows most along `axis`; None if none grows."""
+    found = {one: growth(cell, axis, one) for one in methods(cell, axis)}
+    rises = {
+        one: told.slope.value
+        for one, told in found.items()
+        if told and grows(AXES[axis], told.slope)
+    }
+    return max(rises, key=rises.__getitem__, default=None)
+
+
+def grows(axis: Axis, slope: Interval) -> bool | None:
+    """None where the interval holds the margin."""
     low, high = slope.ci95
-    if high < axis.margin_us:
-        return "constant"
-    if low <= axis.margin_us:
-        return "cannot tell"
+    if low > axis.margin_us:
+        return True
+    return False if high < axis.margin_us else None
+
+
+def _order(axis: Axis, x: Floats, us: Floats, slope: Interval) -> Order:
+    growing = grows(axis, slope)
+    if not growing:
+        return "constant" if growing is False else "cannot tell"
     low, high = _mean(np.array([_exponent(x, one) for one in us])).ci95
     if LINEAR[0] <= low and high <= LINEAR[1]:
         return "linear"

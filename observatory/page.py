@@ -3,67 +3,200 @@
 
 from __future__ import annotations
 
-from lab.records.documents import read_document
-from lab.stats.markdown import table
+import re
+
+from lab.records.observatory_cell import CellRecord
+from lab.stats.markdown import DASH, table
 from observatory.axes import AXES
-from observatory.fit import Growth, growth
-from observatory.record import CellRecord, place
+from observatory.fit import Growth, grows, growth, steepest
+from observatory.matrix import Claim, Matrix
+from observatory.results import place
 
 TIME = "connector_us"
-GROWS = {True: "**grows**", False: "flat", None: "?"}
-
-
-def page(releases: list[str], connectors: list[str]) -> str:
-    """The whole text, Markdown."""
-    sections = [_axis(axis, releases, connectors) for axis in AXES]
-    return "\n\n".join([HEAD.strip(), *sections]) + "\n"
-
+ARROW = "\N{RIGHTWARDS ARROW}"
+MARK = "\N{DAGGER}"
+# What torch puts before each line of a traceback.
+RANK = re.compile(r"^\[rank\d+\]: ")
+Cells = dict[tuple[str, str], CellRecord]
 
 HEAD = """
 # The observatory: what connectors cost per step, by release
 
-`make observatory` measures it: one engine core in one process, the null model, no HTTP.
-A cell is what all calls of the connector take per step at the lowest and at the highest
-level of the axis, and how it moves between: the slope with its 95 % interval, over six
-passes.
+<!-- made by make observatory; do not edit -->
+
+Each cell is one connector on one release of vLLM: the release's own engine core,
+scheduler, block pool, worker and connector in one process, with the null model, without
+HTTP. Four axes are moved, one at a time: cached blocks, running requests, the context's
+length, and arrivals per step. Nothing is transferred: this is what having a connector
+costs. [method.md](method.md#the-observatory) says how it is measured and what it cannot
+see.
+"""
+SUMMARY = """
+## What it costs idle, and what it grows with
+
+All calls of the connector per step, with eight running requests and an empty cache, in
+µs. Below it, the axes along which they grow; `?` marks an axis that the cell cannot
+decide. Each cell links to its record.
+"""
+AXIS = """
+## Per {unit}: {first:,} to {last:,}
+
+All calls of the connector per step at both ends of the axis, and the slope in µs per
+step and {per}, with its 95 % interval over six passes. *flat* means that the slope is
+below {margin:g}. Where it grows, the method that grows most is named.
+"""
+REASONS = """
+## What does not start
+
+The reason is the last line of the engine's log.
+"""
+CLAIMS = """
+## Reports in the wild
+
+What users reported, and what the cell shows. A curve is level: µs per step.
 """
 
 
-def _axis(axis: str, releases: list[str], connectors: list[str]) -> str:
-    told = AXES[axis]
-    per = f"{told.per:,} {told.unit}" if told.per > 1 else told.unit
-    head = ["connector", *releases]
-    rows = [
-        [f"`{connector}`", *(_cell(axis, one, connector) for one in releases)]
-        for connector in connectors
+def page(matrix: Matrix, cells: Cells) -> str:
+    """The whole text, Markdown."""
+    parts = [
+        HEAD.strip(),
+        _matrix(SUMMARY, matrix, cells, _idle),
+        _stand_ins(matrix),
+        *(_along(axis, matrix, cells) for axis in AXES),
+        _claims(matrix, cells),
+        _reasons(cells),
+        _made(cells),
     ]
-    title = f"## {told.unit.capitalize()}: {told.levels[0]:,} to {told.levels[-1]:,}"
-    return f"{title}\n\nSlopes in µs per step and {per}.\n\n{table(head, rows)}"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _cell(axis: str, release: str, connector: str) -> str:
-    file = place(release, connector)
-    if not file.exists():
+def _matrix(head: str, matrix: Matrix, cells: Cells, told) -> str:
+    rows = [
+        [_name(matrix, one)]
+        + [_cell(cells.get((release, one)), told) for release in matrix.releases]
+        for one in matrix.connectors
+    ]
+    return f"{head.strip()}\n\n{table(['connector', *matrix.releases], rows)}"
+
+
+def _name(matrix: Matrix, connector: str) -> str:
+    mark = f" {MARK}" if matrix.stand_in_of(connector) else ""
+    return f"`{connector.removeprefix('observatory/')}`{mark}"
+
+
+def _cell(cell: CellRecord | None, told) -> str:
+    if cell is None:
         return "not measured"
-    record = read_document(file, CellRecord)
-    if record.error:
-        return f"[no]({_link(release, connector)})"
-    passes = record.medians_us[axis].get(TIME)
-    if passes is None:
-        return "-"
-    return _told(axis, growth(AXES[axis], passes))
+    return "[no](#what-does-not-start)" if cell.error else told(cell)
 
 
-def _told(axis: str, found: Growth) -> str:
-    verdict = GROWS[found.grows(AXES[axis])]
-    if found.order in ("linear", "quadratic"):
-        verdict += f", {found.order}"
-    low, high = found.slope.ci95
-    return (
-        f"{found.first_us:.1f} → {found.last_us:.1f} µs, "
-        f"{found.slope.value:+.2f} [{low:+.2f}, {high:+.2f}], {verdict}"
+def _idle(cell: CellRecord) -> str:
+    link = f"results/observatory/{cell.release}/{place('', cell.connector).name}"
+    idle = growth(cell, "cache", TIME)
+    if idle is None:
+        return DASH
+    grown = [_grown(cell, axis) for axis in AXES]
+    return " <br> ".join([f"[{idle.level_us[0]:.0f}]({link})", *filter(None, grown)])
+
+
+def _grown(cell: CellRecord, axis: str) -> str | None:
+    found = growth(cell, axis, TIME)
+    growing = grows(AXES[axis], found.slope)
+    if growing is None:
+        return f"{axis}?"
+    order = f" ({found.order})" if found.order == "quadratic" else ""
+    return f"**{axis}**{order}" if growing else None
+
+
+def _along(axis: str, matrix: Matrix, cells: Cells) -> str:
+    told = AXES[axis]
+    head = AXIS.format(
+        unit=told.unit,
+        first=told.levels[0],
+        last=told.levels[-1],
+        per=told.per_unit,
+        margin=told.margin_us,
+    )
+    return _matrix(head, matrix, cells, lambda cell: _slope(cell, axis))
+
+
+def _slope(cell: CellRecord, axis: str) -> str:
+    found = growth(cell, axis, TIME)
+    if found is None:
+        return DASH
+    ends = f"{found.level_us[0]:.0f} {ARROW} {found.level_us[-1]:.0f}"
+    by = steepest(cell, axis)
+    named = f" <br> `{by.removesuffix('_us')}`" if by else ""
+    return f"{ends} <br> {_digits(found)} <br> {verdict(axis, found)}{named}"
+
+
+def _digits(found: Growth) -> str:
+    digits = 2 if abs(found.slope.value) < 10 else 0
+    return f"{found.slope:+.{digits}f}"
+
+
+def verdict(axis: str, found: Growth) -> str:
+    """Whether it grows, and in which order."""
+    growing = grows(AXES[axis], found.slope)
+    if not growing:
+        return "flat" if growing is False else "cannot tell"
+    known = found.order in ("linear", "quadratic")
+    return f"**grows**, {found.order if known else 'order not known'}"
+
+
+def _stand_ins(matrix: Matrix) -> str:
+    used = {matrix.stand_in_of(one) for one in matrix.connectors} - {None}
+    return "\n".join(
+        f"{MARK} with [`{one}`](../patches/{one}/README.md): {matrix.stand_ins[one]}"
+        for one in sorted(used)
     )
 
 
-def _link(release: str, connector: str) -> str:
-    return f"results/observatory/{release}/{place(release, connector).name}"
+def _claims(matrix: Matrix, cells: Cells) -> str:
+    head = ["report", "claim", "looked at", "curve", "verdict"]
+    rows = [
+        _answer(one, cells.get((one.release, one.connector))) for one in matrix.claims
+    ]
+    return f"{CLAIMS.strip()}\n\n{table(head, rows)}" if rows else ""
+
+
+def _answer(claim: Claim, cell: CellRecord | None) -> list[str]:
+    name = claim.connector.removeprefix("observatory/")
+    looked_at = f"`{name}`, {claim.release}, {claim.axis}, `{claim.time}`"
+    found = cell and growth(cell, claim.axis, claim.time)
+    if not found:
+        return [claim.where, claim.claim, looked_at, DASH, "not measured"]
+    curve = ", ".join(
+        f"{level:,}: {us:,.0f}"
+        for level, us in zip(found.levels, found.level_us, strict=True)
+    )
+    return [claim.where, claim.claim, looked_at, curve, verdict(claim.axis, found)]
+
+
+def _reasons(cells: Cells) -> str:
+    failed = [one for one in cells.values() if one.error]
+    rows = [
+        [f"`{one.connector.removeprefix('observatory/')}`", one.release, _reason(one)]
+        for one in sorted(failed, key=lambda one: (one.connector, one.release))
+    ]
+    head = ["connector", "release", "reason"]
+    return f"{REASONS.strip()}\n\n{table(head, rows)}" if rows else ""
+
+
+def _reason(cell: CellRecord) -> str:
+    last = RANK.sub("", cell.error.strip().splitlines()[-1])
+    return last.replace("|", "\\|").replace("`", "'")[:300]
+
+
+def _made(cells: Cells) -> str:
+    if not cells:
+        return "No cell was measured."
+    dates = sorted(one.provenance["date_utc"][:10] for one in cells.values())
+    commits = sorted(
+        {(one.provenance["git_commit"] or "?")[:7] for one in cells.values()}
+    )
+    walls = sorted(one.wall_s for one in cells.values() if not one.error)
+    took = f" A cell took {walls[len(walls) // 2]:.0f} s (median)." if walls else ""
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return f"{len(cells)} cells of {when}, by commit {', '.join(commits)}.{took}"

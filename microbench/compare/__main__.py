@@ -19,8 +19,8 @@ from pathlib import Path
 from lab.config import ConfigError
 from lab.records import RecordsError
 from lab.records.documents import write_whole
+from lab.stats.junit import junit
 from microbench.compare.comparable import NotComparable, require_same_profile
-from microbench.compare.junit import junit
 from microbench.compare.limits import LimitsFile, check_all, read_limits
 from microbench.compare.numbers import read_results
 from microbench.compare.text import markdown

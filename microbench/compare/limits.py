@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The limits that NEW must keep: configs/limits/*.toml, and what became of each.
 
-A limit is judged as an aim is (lab/stats/aims.py): kept if the whole 95 % interval is
-within it, broken if all of it is outside. In between, or without a number, the run
-cannot tell: undecided, which fails only where the file says so.
+What the run cannot tell is undecided, which fails only where the file says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from lab.config import ConfigError, read_toml
 from lab.records.per_config import ConfigEntry, PerConfig, Verdict
-from lab.stats.aims import Aim, Judgement, judge
+from lab.stats.aims import Aim, judge
+from lab.stats.checks import OUTCOMES, Check, Outcome
 from lab.stats.interval import Interval
 from lab.stats.markdown import TIMES
 from microbench.compare.changes import change, got_worse
@@ -34,12 +32,6 @@ from microbench.compare.numbers import (
     times_floor,
 )
 
-Outcome = Literal["kept", "undecided", "broken"]
-OUTCOMES: dict[Judgement, Outcome] = {
-    "met": "kept",
-    "undecided": "undecided",
-    "missed": "broken",
-}
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 # What can be limited by metric, this one by method of the connector, too; and its unit.
@@ -73,18 +65,8 @@ class LimitsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     default: Limits = Limits()
     configs: dict[str, Limits] = {}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One limit on one config. `fails` says whether it ends the gate."""
-
-    config: str
-    what: str
-    bound: str
-    found: str
-    outcome: Outcome
-    fails: bool
+    axes: dict[str, Any] = {}
+    """Not of a sweep: what a connector may grow with (observatory/limits.py)."""
 
 
 def read_limits(path: Path, old: PerConfig, new: PerConfig) -> LimitsFile:

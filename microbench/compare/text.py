@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from lab.records.per_config import PerConfig, Quantiles
+from lab.stats.checks import Check, headline
 from lab.stats.interval import Interval
 from lab.stats.markdown import DASH, TIMES, interval, spread, table
 from microbench.compare.changes import Change, change
 from microbench.compare.comparable import doubts
-from microbench.compare.limits import Check
 from microbench.compare.numbers import baseline_of, level_us
 
 FACTS = ("date_utc", "git_commit", "git_dirty", "vllm_version", "cpu_model", "host")
@@ -36,24 +36,6 @@ def markdown(old: PerConfig, new: PerConfig, checks: list[Check]) -> str:
         NOTE,
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def headline(checks: list[Check]) -> str:
-    """`Cost gate: failed. 1 of 14 limits broken, 2 undecided`."""
-    broken, undecided = (
-        sum(check.outcome == outcome for check in checks)
-        for outcome in ("broken", "undecided")
-    )
-    result = "failed" if any(check.fails for check in checks) else "passed"
-    return (
-        f"Cost gate: {result}. {broken} of {len(checks)} limits broken, "
-        f"{undecided} undecided"
-    )
-
-
-def sentence(check: Check) -> str:
-    """`noop: verdict is grows; limit: no worse than flat`."""
-    return f"{check.config}: {check.what} is {check.found}; limit: {check.bound}"
 
 
 def _provenance(old: PerConfig, new: PerConfig) -> str:

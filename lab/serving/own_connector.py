@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from lab.config import ConfigError
-from lab.serving.connector import Connector, load_connector
+from lab.serving.connector import Connector
 
 # What records a step of any vLLM, with or without a connector.
 RECORDING = ["step_timing_v1", "step_timing_v2"]
@@ -37,13 +37,3 @@ def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
         ) from None
     summary = f"{where}, told on the command line"
     return name, Connector(summary=summary, patches=RECORDING, kv_transfer_config=told)
-
-
-def measured_with(name: str, configs: list[str]) -> list[str]:
-    """`name`, and those of `configs` without which it cannot be judged.
-
-    The baseline, its twin, which shows the noise, and the connector that does nothing.
-    """
-    roles = {config: load_connector(config).report.role for config in configs}
-    before = [one for one in configs if roles[one] in ("baseline", "floor")]
-    return [*before, name, *(one for one in configs if roles[one] == "twin")]

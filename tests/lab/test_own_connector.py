@@ -11,8 +11,8 @@ import pytest
 
 from lab.config import ConfigError
 from lab.paths import REPOSITORY
-from microbench.own_connector import measured_with, own_connector
-from microbench.profile import load_profile
+from lab.serving.own_connector import own_connector
+from microbench.profile import load_profile, measured_with
 
 
 def test_it_is_a_config_of_its_class_s_name_that_records_steps():

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a CI system reads of a comparison: JUnit XML, one test case per limit."""
+"""What a CI system reads of a gate: JUnit XML, one test case per limit."""
 
 from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from microbench.compare.limits import Check
-from microbench.compare.text import sentence
+from lab.stats.checks import Check, sentence
 
 
 def junit(checks: list[Check]) -> bytes:
