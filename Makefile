@@ -75,6 +75,12 @@ transfer-check: setup ## does Mooncake report a write over TCP before the bytes 
 verdict-power: setup ## how small a growth a sweep still catches, from the run RUN=DIR
 	$(python) -m costs.power $(RUN) --flat noop --flat liars/honest --flat liars/constant --draws 8
 
+observatory: setup ## what every connector costs per step on every release (an hour, 50 GB, once)
+	$(python) -m observatory
+
+axes-gate-check: setup ## does the gate along the axes catch broken connectors? (25 minutes)
+	$(python) -m costs.axes_gate
+
 noisy-sweep: setup ## the sweep beside a neighbour who takes 0 to 100 % of a core (25 minutes)
 	$(python) -m costs.stressor -- bash run_all.sh --out runs/noisy
 
@@ -142,5 +148,5 @@ clean: clean-releases ## remove runs, fetched sources and the environment
 .PHONY: help setup fresh-machine-check test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
 	direct-read-cost listener-cost sending-lag proxy-cost trace-cost \
-	transfer-check bench-report noisy-sweep verdict-power coverage vllm-releases upstream-check \
+	transfer-check bench-report observatory axes-gate-check noisy-sweep verdict-power coverage vllm-releases upstream-check \
 	upstream-series release-test kvindex-test kvindex-bench kvindex-figures lock clean-releases clean

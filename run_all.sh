@@ -9,7 +9,8 @@
 # With --out DIR, everything goes to DIR alone.
 # --python measures the vLLM of another Python, and leaves it as it is; --vllm a release
 # of locks/releases/, in an environment that is made for it (up to 9 GB).
-# --connector measures your own connector beside plain vLLM; --limits says what it may cost.
+# --connector measures your own connector beside plain vLLM, after a minute in which it is
+# looked at along other axes than cached blocks; --limits says what it may cost.
 # --check only says what would stop the run: status 0 if nothing would, else 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -20,8 +21,9 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exit
 fi
 
-profile=cpu check='' before=''
+profile=cpu check='' before='' module=microbench.sweep
 for argument; do
+    [[ $argument == --connector || $argument == --connector=* ]] && module=observatory.own
     [[ $before == --profile ]] && profile=$argument
     [[ $argument == --profile=* ]] && profile=${argument#*=}
     [[ $argument == --check ]] && check=yes
@@ -40,4 +42,4 @@ if [[ $flavour == gpu ]] && ! type -P nvidia-smi >/dev/null; then
 fi
 # Without a flavour, the one that is installed is kept.
 bash setup.sh ${flavour:+"$flavour"}
-exec .venv/bin/python -m microbench.sweep "$@"
+exec .venv/bin/python -m "$module" "$@"

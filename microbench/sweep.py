@@ -69,7 +69,8 @@ ERRORS = (
 )
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
+    """What run_all.sh was told; exits with 2 if it is wrong."""
     parser = argparse.ArgumentParser(
         prog="run_all.sh",
         description=__doc__.partition("\n")[0],
@@ -126,7 +127,12 @@ def main() -> int:
     parser.add_argument(
         "--check", action="store_true", help="say what would stop it, and stop there"
     )
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """The exit status: 1 if something stopped it or is not as it should be, else 0."""
+    arguments = parse_arguments()
     exit_on_signals()
     try:
         profile = _profile(arguments)

@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CELL",
         help="what --out wrote at an older commit",
     )
-    parser.add_argument("--out", type=Path, metavar="CELL", help="write the figures")
+    parser.add_argument("--out", type=Path, metavar="CELL", help="write the cell")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
     parser.add_argument(
         "--repository",

@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "microbench.analysis": ANALYSIS,
     "microbench.summary": ANALYSIS | {"microbench.analysis"},
     "microbench.compare": ANALYSIS,
-    "observatory": {"lab", "blockpatch", "microbench.analysis"},
+    "observatory": {"lab", "blockpatch", "connectors", "microbench"},
     "fleet": {"lab", "blockpatch"},
     "fleet.policies": {"lab.records"},
     "fleet.analyze": ANALYSIS | {"fleet.policies"},

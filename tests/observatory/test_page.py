@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page says of each cell a figure or a reason, and is what the records make."""
+
+from __future__ import annotations
+
+import msgspec
+
+from observatory.__main__ import PAGE
+from observatory.matrix import Claim, Matrix, read_matrix
+from observatory.page import page
+from observatory.results import RESULTS, read_cells
+from tests.observatory.cells import made
+from tests.observatory.test_fit import curve
+
+MATRIX = Matrix(releases=["0.28.0", "0.32.0"], connectors=["noop", "mooncake_both"])
+GROWING = made("mooncake_both", running=curve("running", 2, 900.0))
+DEAD = msgspec.structs.replace(
+    made("noop", "0.28.0"), error="Traceback\n[rank0]: ValueError: no | device"
+)
+
+
+def told(**changes) -> str:
+    cells = {(one.release, one.connector): one for one in (GROWING, DEAD)}
+    return page(msgspec.structs.replace(MATRIX, **changes), cells)
+
+
+def test_a_cell_that_grows_names_axis_order_and_method():
+    text = told()
+    assert "**running** (quadratic)" in text
+    assert "`scheduler.build_connector_meta`" in text
+    assert "(results/observatory/0.32.0/mooncake_both.json)" in text
+
+
+def test_a_cell_that_did_not_start_has_its_reason():
+    assert "| `noop` | 0.28.0 | ValueError: no \\| device |" in told()
+
+
+def test_a_cell_that_is_missing_is_not_measured():
+    assert told().count("not measured") == 2 * 5
+
+
+def test_a_report_is_answered_with_curve_and_verdict():
+    claim = Claim("vLLM #1", "walks", "mooncake_both", "running", "0.32.0")
+    (row,) = [line for line in told(claims=[claim]).splitlines() if "vLLM #1" in line]
+    assert "256: 9" in row
+    assert "**grows**, quadratic" in row
+
+
+def test_a_stand_in_is_said_wherever_the_connector_is_named():
+    text = told(stand_ins={"mooncake_cpu_layout": "the layout of a CPU's cache"})
+    rows = [line for line in text.splitlines() if line.startswith("| `mooncake_both`")]
+    assert len(rows) == 5
+    assert all("\N{DAGGER}" in row for row in rows)
+    assert "(../patches/mooncake_cpu_layout/README.md): the layout of" in text
+
+
+def test_the_committed_page_is_what_the_committed_cells_make():
+    matrix = read_matrix()
+    cells = read_cells(matrix.releases, matrix.connectors)
+    assert PAGE.read_text() == page(matrix, cells)
+
+
+def test_every_committed_cell_is_on_the_page():
+    matrix = read_matrix()
+    on_page = read_cells(matrix.releases, matrix.connectors)
+    assert len(on_page) == len(list(RESULTS.rglob("*.json")))
