@@ -30,9 +30,7 @@ class Axis:
 
 AXES = {
     "cache": Axis("cached block", 1_000, 3.0, (256, 4_096, 8_192, 12_288, 16_384)),
-    "running": Axis("running request", 1, 0.2, (1, 32, 64, 128, 192, 256)),
-    "context": Axis(
-        "token of context", 1_000, 0.4, (1_024, 16_384, 32_768, 65_536, 131_072)
-    ),
+    "running": Axis("running request", 1, 0.2, (1, 64, 128, 192, 256)),
+    "context": Axis("token of context", 1_000, 0.4, (1_024, 32_768, 65_536, 131_072)),
     "arrivals": Axis("arrival per step", 1, 3.0, (0, 2, 4, 8, 16)),
 }

@@ -30,8 +30,8 @@ from microbench.analysis.steps import (
 from observatory.axes import AXES
 
 # Every second pass goes down the levels, so that a drift of the machine falls out.
-PASSES = 6
-STEPS = 40
+PASSES = 12
+STEPS = 25
 # What a busy machine does to single steps is left out. So is what a connector does in
 # less than one step of ten: that is for the sweep to see.
 SLOWEST = 0.1

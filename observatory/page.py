@@ -42,8 +42,8 @@ AXIS = """
 ## Per {unit}: {first:,} to {last:,}
 
 All calls of the connector per step at both ends of the axis, and the slope in µs per
-step and {per}, with its 95 % interval over six passes. *flat* means that the slope is
-below {margin:g}. Where it grows, the method that grows most is named.
+step and {per}, with its 95 % interval over twelve passes. *flat* means that the slope
+is below {margin:g}. Where it grows, the method that grows most is named.
 """
 REASONS = """
 ## What does not start

@@ -21,7 +21,7 @@ FILLING_TOKENS = 256 * BLOCK_SIZE
 # At 131,072 tokens of context each, as many as the cache has room for.
 LONG_BATCH = 4
 # The first steps at a level run with the processor's caches of the one before.
-COLD_STEPS = 10
+COLD_STEPS = 5
 # A batch that is prefilled in chunks decodes as a whole only after so many steps.
 PREFILL_STEPS = 200
 
