@@ -17,7 +17,7 @@ LOADED = blockpatch.load_patches(PATCHES)
 def measured() -> set[str]:
     """The patches of all configs, profiles and sets."""
     files = [
-        *(CONFIGS / "connectors").glob("*.toml"),
+        *(CONFIGS / "connectors").rglob("*.toml"),
         *(CONFIGS / "profiles").glob("*.toml"),
     ]
     tables = [tomllib.loads(path.read_text()) for path in files]
