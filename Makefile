@@ -138,6 +138,10 @@ lock: setup ## resolve pyproject.toml into locks/ again
 	    uv pip compile -q --no-config $$input --override $${input%.in}.override \
 	        --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	        --generate-hashes --no-annotate --no-header -o $${input%.in}.txt; done
+	@cd locks/beside && for input in *.in; do \
+	    uv pip compile -q --no-config --no-deps $$input \
+	        --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	        --generate-hashes --no-annotate --no-header -o $${input%.in}.txt; done
 
 clean-releases: ## remove the environments of other vLLM releases
 	rm -rf .releases

@@ -22,6 +22,7 @@ from lab.records.lines import read_header, read_lines
 from lab.records.reads import ReadRecord, ReadsHeader
 from lab.records.steps import EngineHeader, first_step
 from lab.records.trial import ReadCounts, TrialRecord
+from lab.serving.companion import accompanied
 from lab.serving.connector import Connector
 from lab.serving.environment import HASH_SEED
 from lab.serving.installation import Installation
@@ -144,8 +145,10 @@ def _measure(
         "patches": planned.patches,
     }
     model, installed = common.model.folder, common.installed
-    engine = Engine(tree, profile, connector, model, installed)
-    with Server(resolve(engine, folder, label)) as server:
+    with contextlib.ExitStack() as stack:
+        told = stack.enter_context(accompanied(connector, folder, installed))
+        engine = Engine(tree, profile, told, model, installed)
+        server = stack.enter_context(Server(resolve(engine, folder, label)))
         measured.ready_s = server.wait_ready()
         with _peer(folder, connector, profile.block_size, server.ports):
             _drive(folder, server, common.py_spy)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import polars as pl
@@ -17,9 +18,12 @@ import polars as pl
 from lab.records.observatory_cell import CellRecord, Passes
 from lab.records.requests import PhaseStart
 from lab.serving import provenance
+from lab.serving.companion import accompanied
 from lab.serving.connector import Connector
 from lab.serving.engine_process import EngineProcess
+from lab.serving.errors import ServerError
 from lab.serving.installation import Installation
+from lab.serving.releases import beside
 from lab.serving.settings import CPU_ENGINE
 from microbench.analysis.steps import (
     method_columns,
@@ -52,7 +56,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
         try:
             means, hashes = run(connector, installed, Path(folder) / "cell")
-        except RuntimeError as failure:
+        except (RuntimeError, ServerError) as failure:
             error = str(failure)
     return CellRecord(
         release=release,
@@ -70,23 +74,30 @@ def run(
 ) -> tuple[Passes, dict[str, str]]:
     """The means, and the hashes of the patches.
 
-    Raises RuntimeError with the end of the engine's log if it does not start, or dies.
+    Raises RuntimeError with the end of the engine's log if it does not start, or dies,
+    and ServerError if the connector's companion does not start.
     """
-    told = connector.kv_transfer_config
-    given = {
-        "kv_transfer": told and CPU_ENGINE.kv_transfer_config | told,
-        "sizes": SIZES,
-    }
-    with EngineProcess(
-        folder,
-        "observatory.worker",
-        [*connector.patches, *RUNS_HERE],
-        json.dumps(given),
-        recording=True,
-        env=connector.env,
-        installed=installed,
-        max_model_len=SIZES["max_model_len"],
-    ) as engine:
+    folder.mkdir()
+    with ExitStack() as stack:
+        told = stack.enter_context(accompanied(connector, folder, installed))
+        transfer = told.kv_transfer_config
+        given = {
+            "kv_transfer": transfer and CPU_ENGINE.kv_transfer_config | transfer,
+            "sizes": SIZES | told.engine_args,
+        }
+        engine = stack.enter_context(
+            EngineProcess(
+                folder,
+                "observatory.worker",
+                [*connector.patches, *RUNS_HERE],
+                json.dumps(given),
+                recording=True,
+                env=told.env,
+                installed=installed,
+                max_model_len=SIZES["max_model_len"],
+                beside=beside(told.beside, installed),
+            )
+        )
         engine.wait_ready()
         ranges = [
             (axis, _down(axis, number), engine.ask("ranges", axis, levels, STEPS))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from itertools import count
 from pathlib import Path
 
@@ -24,6 +25,8 @@ LONG_BATCH = 4
 COLD_STEPS = 5
 # A batch that is prefilled in chunks decodes as a whole only after so many steps.
 PREFILL_STEPS = 200
+# A connector may hold what has ended until it has saved it.
+FINISH_DEADLINE_S = 120.0
 
 Ranges = list[tuple[int, int]]
 
@@ -98,7 +101,10 @@ class SteppedEngine(NullEngine):
         self._finish()
 
     def _finish(self) -> None:
+        deadline_s = time.monotonic() + FINISH_DEADLINE_S
         while self.core.scheduler.has_requests():
+            if time.monotonic() > deadline_s:
+                raise RuntimeError("requests do not end: the connector holds them")
             self._step()
 
     def _forget(self) -> None:

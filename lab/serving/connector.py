@@ -22,23 +22,44 @@ BEFORE_THESE_KEYS: dict[str, tuple[str, Transfer]] = {
 }
 
 
+class Companion(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A process that a connector talks to: it lives as long as the engine.
+
+    The engine's Python runs `module` with `arguments`. It is ready when it listens on
+    @PORT_1@. `files` are written into @FOLDER@ before, by name.
+    """
+
+    module: str
+    arguments: list[str] = []
+    files: dict[str, str] = {}
+
+
 class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """One measured configuration: configs/connectors/<name>.toml.
 
-    `package` is the Python package of its transfer engine, which must be installed.
-    `transfer` is how a router moves KV between instances that have the connector; None
-    if it cannot. `env` is added to the server's environment. With `reads_per_s` a peer
-    reads prefixes from the server that often, throughout (microbench.direct_read_peer).
-    `report` is what the config is to a report.
+    `engine_args` are further arguments of vLLM's, by the name of the field in its
+    EngineArgs. `package` is the Python package of its transfer engine, which must be
+    installed. `beside` names a lock in locks/beside/, of packages that come beside the
+    engine's own. `transfer` is how a router moves KV between instances that have the
+    connector; None if it cannot. `env` is added to the server's environment. With
+    `reads_per_s` a peer reads prefixes from the server that often, throughout
+    (microbench.direct_read_peer). `report` is what the config is to a report.
+
+    In strings of `kv_transfer_config`, `engine_args`, `env` and `companion`, @FOLDER@
+    is a folder of the run's own, and @PORT_1@ to @PORT_9@ are free ports
+    (lab.serving.companion).
     """
 
     summary: str
     patches: list[str]
     patch_parameters: dict[str, int | float | str] = {}
     kv_transfer_config: dict[str, Any] | None = None
+    engine_args: dict[str, Any] = {}
     package: str | None = None
+    beside: str | None = None
     transfer: Transfer | None = None
     env: dict[str, str] = {}
+    companion: Companion | None = None
     reads_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     report: Role = Role()
 

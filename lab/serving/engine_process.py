@@ -66,7 +66,9 @@ class WorkerProcess:
             self._connection.send(request)
             return self._connection.recv()
         except (EOFError, ConnectionError):
-            raise RuntimeError(f"the worker died\n{tail(self._log)}") from None
+            status = self._process.wait(EXIT_GRACE_S)
+            told = f"the worker ended with status {status}"
+            raise RuntimeError(f"{told}\n{tail(self._log)}") from None
 
     def __enter__(self) -> WorkerProcess:
         return self
@@ -85,7 +87,8 @@ class EngineProcess(WorkerProcess):
     """A worker with vLLM: `python -m <worker> model *arguments socket`.
 
     It runs on a private tree of what is `installed`, with `patches`, whose hashes are
-    `patch_hashes`. The null model has a context of `max_model_len` tokens.
+    `patch_hashes`. The null model has a context of `max_model_len` tokens. In `beside`
+    are more packages.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class EngineProcess(WorkerProcess):
         forward_us: int = 0,
         installed: Installation | None = None,
         max_model_len: int = CPU_ENGINE.max_model_len,
+        beside: Path | None = None,
     ) -> None:
         records, tree = folder / "records", folder / "tree"
         records.mkdir(parents=True)
@@ -106,7 +110,8 @@ class EngineProcess(WorkerProcess):
         model = write_null_model(folder / "model", max_model_len, Forward(forward_us))
         vllm = installed.package("vllm")
         self.patch_hashes = build_tree(tree, vllm, patches, {}, installed)
-        full = engine_environment(tree, CPU_ENGINE, reserve(1)[0], installed)
+        ports = reserve(1)[0]
+        full = engine_environment(tree, CPU_ENGINE, ports, installed, beside)
         full |= env or {}
         # One thread: less that differs between processes.
         full |= {"OMP_NUM_THREADS": "1"}

@@ -26,12 +26,13 @@ def engine_environment(
     settings: EngineSettings,
     ports: Ports,
     installed: Installation | None = None,
+    beside: Path | None = None,
 ) -> dict[str, str]:
     """The whole environment of a process that runs the vLLM in `tree`.
 
     From weak to strong: what we were started with less what steers a recording, what
-    any engine of ours needs, the ports, and `settings.server_env`. Records are off:
-    `record_steps` turns them on.
+    any engine of ours needs, the ports, and `settings.server_env`. In `beside` are more
+    packages. Records are off: `record_steps` turns them on.
     """
     inherited = {
         name: value
@@ -41,6 +42,7 @@ def engine_environment(
     path = [tree, NULL_MODEL_PLUGIN, REPOSITORY]
     # A user's connector may be there. What is patched comes first.
     path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path += [beside] if beside else []
     needed = {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "PYTHONHASHSEED": HASH_SEED,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.config import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -32,8 +33,8 @@ NOOP = {
 class NullEngine:
     """An engine core in this process, one request scheduler and one worker.
 
-    `kv_transfer` is vLLM's --kv-transfer-config. Prompts are token ids, outputs the
-    null model's zeros.
+    `kv_transfer` is vLLM's --kv-transfer-config, `engine_args` are further fields of
+    its EngineArgs. Prompts are token ids, outputs the null model's zeros.
     """
 
     def __init__(
@@ -43,7 +44,11 @@ class NullEngine:
         num_blocks: int = 8_000,
         max_model_len: int = MAX_MODEL_LEN,
         max_requests: int = MAX_REQUESTS,
+        **engine_args: Any,
     ) -> None:
+        # As their class, not as JSON, which is what the command line takes.
+        if events := engine_args.get("kv_events_config"):
+            engine_args["kv_events_config"] = KVEventsConfig(**events)
         config = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
@@ -56,6 +61,7 @@ class NullEngine:
             max_num_batched_tokens=8_192,
             max_num_seqs=max_requests,
             kv_transfer_config=kv_transfer,
+            **engine_args,
         ).create_engine_config()
         self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._num_blocks = num_blocks

@@ -2,7 +2,8 @@
 """Environments of other vLLM releases: made when they are first asked for.
 
 Each is a folder of .releases/, installed from its lock in locks/releases/. They share
-what they have in common through links into uv's cache.
+what they have in common through links into uv's cache. Packages that a connector needs
+beside them are in .releases/beside/.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lab.serving.errors import ServerError
 from lab.serving.installation import Installation, installation
 
 LOCKS = REPOSITORY / "locks" / "releases"
+LOCKS_BESIDE = REPOSITORY / "locks" / "beside"
 RELEASES = REPOSITORY / ".releases"
 # What a first one takes in the cache; each further one shares a part of that.
 NEEDED_GIB = 9.0
@@ -46,6 +48,31 @@ def release(version: str) -> Installation:
         if not stamp.exists() or stamp.read_bytes() != lock.read_bytes():
             _install(place, lock, stamp)
     return installation(str(place / "bin" / "python"))
+
+
+def beside(name: str | None, installed: Installation) -> Path | None:
+    """Packages that come beside those of `installed`, which keeps every byte.
+
+    The folder, for PYTHONPATH, with what locks/beside/<name>.txt says and nothing that
+    those packages ask for; None without a name. Installed if it is not there yet.
+    Raises ServerError.
+    """
+    if name is None:
+        return None
+    lock = LOCKS_BESIDE / f"{name}.txt"
+    version = ".".join(installed.python_version.split(".")[:2])
+    place = RELEASES / "beside" / f"{name}-{version}"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_suffix(place.suffix + ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        stamp = place / ".installed_lock"
+        if not stamp.exists() or stamp.read_bytes() != lock.read_bytes():
+            shutil.rmtree(place, ignore_errors=True)
+            into = ["--target", str(place), "--python", installed.python]
+            kept = ["--no-deps", "--require-hashes", "--compile-bytecode"]
+            _uv("pip", "install", "-q", *kept, *into, "-r", str(lock))
+            shutil.copy(lock, stamp)
+    return place
 
 
 def _install(place: Path, lock: Path, stamp: Path) -> None:

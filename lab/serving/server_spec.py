@@ -13,6 +13,7 @@ from lab.serving.environment import engine_environment, record_steps
 from lab.serving.installation import Installation, installation
 from lab.serving.null_model import has_weights
 from lab.serving.ports import Ports, reserve
+from lab.serving.releases import beside
 from lab.serving.settings import EngineSettings
 
 SERVED_MODEL = "model"
@@ -57,7 +58,9 @@ def resolve(
     unless given. Raises ServerError and PortsError.
     """
     ports = ports or reserve(1)[0]
-    env = engine_environment(engine.tree, engine.settings, ports, engine.installed)
+    installed = engine.installed
+    more = beside(engine.connector.beside, installed)
+    env = engine_environment(engine.tree, engine.settings, ports, installed, more)
     return ServerSpec(
         argv=_command(engine, ports.http),
         env=env | engine.connector.env | record_steps(folder, label),
@@ -83,6 +86,9 @@ def _command(engine: Engine, port: int) -> list[str]:
         arguments["--kv-transfer-config"] = json.dumps(
             settings.kv_transfer_config | engine.connector.kv_transfer_config
         )
+    for name, value in engine.connector.engine_args.items():
+        told = value if isinstance(value, str) else json.dumps(value)
+        arguments[f"--{name.replace('_', '-')}"] = told
     if not has_weights(engine.model):
         arguments["--load-format"] = "dummy"
     return engine.installed.command(

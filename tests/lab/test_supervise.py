@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from living import content, eventually, gone
 
 from lab.paths import REPOSITORY
 from lab.serving.supervise import Supervised
@@ -62,30 +63,6 @@ def start(folder: Path, manner: str = "obedient") -> Supervised:
 def pids(folder: Path) -> list[int]:
     """Process ids of command and daemon, once both have written them."""
     return [int(content(folder / name)) for name in ("command", "daemon")]
-
-
-def content(file: Path) -> str:
-    eventually(lambda: file.exists() and file.read_text() != "")
-    return file.read_text()
-
-
-def eventually(condition, deadline_s: float = 10.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def gone(processes: list[int]) -> bool:
-    return not any(alive(pid) for pid in processes)
 
 
 def test_stop_ends_the_command_and_its_daemon_and_removes_its_scratch(folder):
