@@ -24,6 +24,7 @@ from lab.serving.supervise import exit_on_signals
 from observatory.cell import measure
 from observatory.matrix import read_matrix
 from observatory.page import page
+from observatory.reasons import reason
 from observatory.results import place, read_cells
 
 PAGE = REPOSITORY / "docs" / "observatory.md"
@@ -72,7 +73,7 @@ def _measure(release: str, connector: str) -> None:
         environment_of(release),
         "python -m observatory",
     )
-    told = found.error.strip().splitlines()[-1] if found.error else "measured"
+    told = reason(found.error) if found.error else "measured"
     print(f"vLLM {release}, {connector}: {told}, {found.wall_s:.0f} s", flush=True)
     file = place(release, connector)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ from microbench.analysis.steps import (
     step_table,
 )
 from observatory.axes import AXES
+from observatory.reasons import not_in_release
 
 # Every second pass goes down the levels, so that a drift of the machine falls out.
 PASSES = 12
@@ -52,12 +53,13 @@ def measure(
     began_s = time.monotonic()
     means: Passes = {}
     hashes: dict[str, str] = {}
-    error = None
-    with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
-        try:
-            means, hashes = run(connector, installed, Path(folder) / "cell")
-        except (RuntimeError, ServerError) as failure:
-            error = str(failure)
+    error = not_in_release(connector, installed)
+    if error is None:
+        with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
+            try:
+                means, hashes = run(connector, installed, Path(folder) / "cell")
+            except (RuntimeError, ServerError) as failure:
+                error = str(failure)
     return CellRecord(
         release=release,
         connector=name,

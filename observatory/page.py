@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import re
-
 from lab.records.observatory_cell import CellRecord
 from lab.stats.markdown import DASH, table
 from observatory.axes import AXES
 from observatory.fit import Growth, grows, growth, steepest
 from observatory.matrix import Claim, Matrix
+from observatory.reasons import reason
 from observatory.results import place
 
 TIME = "connector_us"
 ARROW = "\N{RIGHTWARDS ARROW}"
 MARK = "\N{DAGGER}"
-# What torch puts before each line of a traceback.
-RANK = re.compile(r"^\[rank\d+\]: ")
 Cells = dict[tuple[str, str], CellRecord]
 
 HEAD = """
@@ -185,8 +182,7 @@ def _reasons(cells: Cells) -> str:
 
 
 def _reason(cell: CellRecord) -> str:
-    last = RANK.sub("", cell.error.strip().splitlines()[-1])
-    return last.replace("|", "\\|").replace("`", "'")[:300]
+    return reason(cell.error).replace("|", "\\|").replace("`", "'")[:300]
 
 
 def _made(cells: Cells) -> str:
