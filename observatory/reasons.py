@@ -18,12 +18,18 @@ FRAME = re.compile(r'\s*File ".*/(vllm/[^"]+)", line (\d+), in ')
 def not_in_release(connector: Connector, installed: Installation) -> str | None:
     """What to say if the release knows no such connector; None if it does."""
     told = connector.kv_transfer_config or {}
-    name = told.get("kv_connector")
-    if name is None or "kv_connector_module_path" in told:
+    if (name := told.get("kv_connector")) is None:
         return None
-    if f'"{name}"' in (installed.package("vllm") / FACTORY).read_text():
-        return None
-    return f"there is no {name} in this release"
+    vllm = installed.package("vllm")
+    if (module := told.get("kv_connector_module_path")) is None:
+        known = f'"{name}"' in (vllm / FACTORY).read_text()
+    else:
+        # Somebody's own is none of a release's.
+        known = (
+            not module.startswith("vllm.")
+            or (vllm.parent / f"{module.replace('.', '/')}.py").exists()
+        )
+    return None if known else f"there is no {name} in this release"
 
 
 def reason(error: str) -> str:

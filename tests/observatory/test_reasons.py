@@ -53,7 +53,9 @@ def test_the_reason_is_the_last_exception_and_its_place_in_vllm(error, told):
         ("plain", None),
         ("noop", None),
         ("mooncake_both", None),
+        ("observatory/example", None),
         ("observatory/hf3fs", "there is no HF3FSKVConnector in this release"),
+        ("observatory/umbp", "there is no UMBPStoreConnector in this release"),
     ],
 )
 def test_a_connector_that_came_later_is_said_to_be_missing(config, told):
