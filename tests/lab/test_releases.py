@@ -12,7 +12,7 @@ import pytest
 from lab.serving import releases
 from lab.serving.errors import ServerError
 from lab.serving.installation import installation
-from lab.serving.releases import release
+from lab.serving.releases import beside, release
 
 # Makes an environment whose Python is this one, and counts what it is asked for.
 UV = """#!/bin/bash
@@ -81,4 +81,53 @@ def test_without_room_nothing_is_begun(calls, monkeypatch):
     monkeypatch.setattr(releases, "NEEDED_GIB", 1e9)
     with pytest.raises(ServerError, match=r"GiB of disk free.*make clean-releases"):
         release("9.9.9")
+    assert calls() == []
+
+
+@pytest.fixture
+def friends(calls, tmp_path, monkeypatch):
+    """There is a lock of packages that come beside a release's own."""
+    locks = tmp_path / "beside"
+    locks.mkdir()
+    (locks / "friends.txt").write_text("friend==1\n")
+    monkeypatch.setattr(releases, "LOCKS_BESIDE", locks)
+    (tmp_path / "uv").write_text(UV_INTO)
+    return locks / "friends.txt"
+
+
+# Makes the folder that follows --target.
+UV_INTO = """#!/bin/bash
+echo "$1" >> "$CALLS"
+while [[ $1 != --target ]]; do shift; done
+mkdir "$2"
+exit "$PIP_STATUS"
+"""
+
+
+def test_packages_beside_are_installed_once_and_again_when_their_lock_changes(
+    friends, calls, tmp_path
+):
+    version = ".".join(map(str, sys.version_info[:2]))
+    for _ in range(2):
+        place = beside("friends", installation())
+        assert place == tmp_path / "releases" / "beside" / f"friends-{version}"
+    assert calls() == ["pip"]
+    friends.write_text("friend==2\n")
+    beside("friends", installation())
+    assert calls() == ["pip", "pip"]
+
+
+def test_packages_beside_that_were_not_installed_whole_are_made_again(
+    friends, calls, monkeypatch
+):
+    monkeypatch.setenv("PIP_STATUS", "1")
+    with pytest.raises(ServerError, match="uv pip failed"):
+        beside("friends", installation())
+    monkeypatch.setenv("PIP_STATUS", "0")
+    beside("friends", installation())
+    assert calls() == ["pip", "pip"]
+
+
+def test_a_connector_without_packages_of_its_own_gets_none(calls):
+    assert beside(None, installation()) is None
     assert calls() == []

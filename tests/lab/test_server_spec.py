@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def test_the_recording_of_an_outer_process_is_not_inherited(tmp_path, monkeypatc
     env = spec(tmp_path).env
     assert env["KVTAX_STEP_RECORDS_DIR"] == str(tmp_path)
     assert "KVTAX_FORWARD_TOTALS" not in env
+
+
+def test_a_connectors_engine_arguments_reach_its_server_as_json(tmp_path):
+    events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    told = Connector("", [], engine_args={"kv_events_config": events, "dtype": "half"})
+    argv = spec(tmp_path, told).argv
+    assert json.loads(argv[argv.index("--kv-events-config") + 1]) == events
+    assert argv[argv.index("--dtype") + 1] == "half"
 
 
 def test_each_side_channel_is_told_the_port_that_the_spec_names(tmp_path):
