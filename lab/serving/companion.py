@@ -52,7 +52,7 @@ def accompanied(
     command = installed.command("-m", told.companion.module, *told.companion.arguments)
     with Supervised(command, _environment(told, installed), log) as process:
         _wait_ready(process, first, log)
-        yield told
+        yield msgspec.structs.replace(told, companion=None)
 
 
 def _filled(value: Any, given: dict[str, str]) -> Any:

@@ -64,6 +64,12 @@ class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     report: Role = Role()
 
 
+def needs_company(connector: Connector) -> bool:
+    """Whether it is not yet as lab.serving.companion.accompanied makes it."""
+    told = str((connector.kv_transfer_config, connector.engine_args, connector.env))
+    return connector.companion is not None or "@FOLDER@" in told or "@PORT_" in told
+
+
 def load_connector(name: str) -> Connector:
     """Raises ConfigError."""
     found = read_toml(CONFIGS / "connectors" / f"{name}.toml", Connector)

@@ -8,8 +8,9 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lab.serving.connector import Connector
+from lab.serving.connector import Connector, needs_company
 from lab.serving.environment import engine_environment, record_steps
+from lab.serving.errors import ServerError
 from lab.serving.installation import Installation, installation
 from lab.serving.null_model import has_weights
 from lab.serving.ports import Ports, reserve
@@ -57,6 +58,11 @@ def resolve(
     `label` goes into the header of each file of records; `ports` are any free ones
     unless given. Raises ServerError and PortsError.
     """
+    if needs_company(engine.connector):
+        raise ServerError(
+            f"{engine.connector.summary!r} needs a companion, or a folder of its own: "
+            "only the sweep and the observatory give it those"
+        )
     ports = ports or reserve(1)[0]
     installed = engine.installed
     more = beside(engine.connector.beside, installed)

@@ -14,7 +14,7 @@ from living import alive, content, eventually, gone
 
 from lab.paths import REPOSITORY
 from lab.serving.companion import accompanied
-from lab.serving.connector import Companion, Connector
+from lab.serving.connector import Companion, Connector, needs_company
 from lab.serving.errors import ServerError
 from lab.serving.installation import installation
 
@@ -76,6 +76,7 @@ def test_it_listens_and_all_places_name_the_same_port(folder):
         seen = content(folder / "friend.seen")
         assert seen == f'{{"port": {port}, "other": {port + 1}}}'
         assert told.env == {"FRIEND_CONFIG": f"{folder}/friend.json"}
+        assert not needs_company(told)
 
 
 def test_it_ends_with_the_block(folder):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lab.serving.connector import Connector, load_connector
 from lab.serving.environment import HASH_SEED
+from lab.serving.errors import ServerError
 from lab.serving.ports import PortsError, reserve
 from lab.serving.server_spec import Engine, ServerSpec, resolve
 from lab.serving.settings import CPU_ENGINE
@@ -48,6 +49,13 @@ def test_a_connectors_engine_arguments_reach_its_server_as_json(tmp_path):
     argv = spec(tmp_path, told).argv
     assert json.loads(argv[argv.index("--kv-events-config") + 1]) == events
     assert argv[argv.index("--dtype") + 1] == "half"
+
+
+def test_a_connector_whose_companion_nobody_started_is_refused(tmp_path):
+    with pytest.raises(ServerError, match="needs a companion, or a folder of its own"):
+        spec(tmp_path, load_connector("observatory/mooncake_store"))
+    with pytest.raises(ServerError, match="needs a companion, or a folder of its own"):
+        spec(tmp_path, load_connector("observatory/example"))
 
 
 def test_each_side_channel_is_told_the_port_that_the_spec_names(tmp_path):
