@@ -61,6 +61,12 @@ def growth(cell: CellRecord, axis: str, time: str) -> Growth | None:
     )
 
 
+def whole(cell: CellRecord) -> str:
+    """The time that a cell is about: all of its connector, or the scheduler's."""
+    own = any(methods(cell, axis) for axis in cell.means_us)
+    return "connector_us" if own else "scheduler_us"
+
+
 def methods(cell: CellRecord, axis: str) -> list[str]:
     """The times that are of one method of the connector: `worker.get_finished_us`."""
     return [time for time in cell.means_us.get(axis, {}) if "." in time]

@@ -6,12 +6,11 @@ from __future__ import annotations
 from lab.records.observatory_cell import CellRecord
 from lab.stats.markdown import DASH, table
 from observatory.axes import AXES
-from observatory.fit import Growth, grows, growth, steepest
+from observatory.fit import Growth, grows, growth, steepest, whole
 from observatory.matrix import Claim, Matrix
 from observatory.reasons import reason
 from observatory.results import place
 
-TIME = "connector_us"
 ARROW = "\N{RIGHTWARDS ARROW}"
 MARK = "\N{DAGGER}"
 Cells = dict[tuple[str, str], CellRecord]
@@ -33,14 +32,15 @@ SUMMARY = """
 
 All calls of the connector per step, with eight running requests and an empty cache, in
 µs. Below it, the axes along which they grow; `?` marks an axis that the cell cannot
-decide. Each cell links to its record.
+decide. Each cell links to its record. `plain` and `kv_events` have no connector: theirs
+is what vLLM's own `schedule()` and `update_from_output()` take.
 """
 AXIS = """
 ## Per {unit}: {first:,} to {last:,}
 
 All calls of the connector per step at both ends of the axis, and the slope in µs per
-step and {per}, with its 95 % interval over twelve passes. *flat* means that the slope
-is below {margin:g}. Where it grows, the method that grows most is named.
+step and {per}, with its 95 % interval over six to twelve passes. *flat* means that the
+slope is below {margin:g}. Where it grows, the method that grows most is named.
 """
 REASONS = """
 ## What does not start
@@ -90,7 +90,7 @@ def _cell(cell: CellRecord | None, told) -> str:
 
 def _idle(cell: CellRecord) -> str:
     link = f"results/observatory/{cell.release}/{place('', cell.connector).name}"
-    idle = growth(cell, "cache", TIME)
+    idle = growth(cell, "cache", whole(cell))
     if idle is None:
         return DASH
     grown = [_grown(cell, axis) for axis in AXES]
@@ -98,7 +98,7 @@ def _idle(cell: CellRecord) -> str:
 
 
 def _grown(cell: CellRecord, axis: str) -> str | None:
-    found = growth(cell, axis, TIME)
+    found = growth(cell, axis, whole(cell))
     growing = grows(AXES[axis], found.slope)
     if growing is None:
         return f"{axis}?"
@@ -119,7 +119,7 @@ def _along(axis: str, matrix: Matrix, cells: Cells) -> str:
 
 
 def _slope(cell: CellRecord, axis: str) -> str:
-    found = growth(cell, axis, TIME)
+    found = growth(cell, axis, whole(cell))
     if found is None:
         return DASH
     ends = f"{found.level_us[0]:.0f} {ARROW} {found.level_us[-1]:.0f}"
