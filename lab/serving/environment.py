@@ -53,6 +53,9 @@ def engine_environment(
     }
     if settings.flavour == "cpu":
         needed["LD_PRELOAD"] = os.pathsep.join(cpu_preload(installed))
+        # Or OpenMP's idle threads spin for 200 ms and take a core each. 0.18.1 sets
+        # this itself, later releases do for threads that they bind to cores.
+        needed["KMP_BLOCKTIME"] = "1"
     own_ports = {
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.nixl),
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.bootstrap),
