@@ -14,7 +14,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
@@ -136,6 +136,18 @@ class NullEngine:
             step()
             times.append((clock() - before) / 1e3)
         return times
+
+
+def cached_tokens(output: EngineCoreOutput) -> tuple[int, int] | None:
+    """Prompt tokens of the request that were cached, and how many of them elsewhere.
+
+    None if this output does not say: in later releases only a request's first one does.
+    """
+    if not hasattr(output, "prefill_stats"):
+        return output.num_cached_tokens, output.num_external_computed_tokens
+    if (stats := output.prefill_stats) is None:
+        return None
+    return stats.num_cached_tokens, stats.num_external_cached_tokens
 
 
 def _numbered(number: int) -> list[int]:

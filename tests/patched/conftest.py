@@ -2,7 +2,8 @@
 """The tests of this folder run inside a patched vLLM; pytest shows them as its own.
 
 A module says in PATCHES which patches its vLLM has, and in RELEASE which release it is
-if not the installed one. Out here the module is read, never imported. All selected
+if not the one under test. If what it tests is for one release alone, it says so in
+ONLY, and is skipped on others. Out here the module is read, never imported. All selected
 tests of the same vLLM run in one pytest on a private patched tree (inside.py is its
 plugin). The first of them starts it; each waits for the outcome of its namesake.
 
@@ -42,6 +43,8 @@ class PatchedModule(pytest.File):
             self._value(ast.Name("RELEASE"), module, INSTALLED),
             *self._value(ast.Name("PATCHES"), module),
         )
+        only = self._value(ast.Name("ONLY"), module, INSTALLED)
+        self.skipped = only != INSTALLED and f"what it tests is for {only} alone"
         for node in module.body:
             if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
                 raise self.CollectError(f"{node.name}: only functions are tests here")
@@ -65,6 +68,8 @@ class PatchedModule(pytest.File):
             test = PatchedTest.from_parent(self, name=name)
             for mark in marks:
                 test.add_marker(mark)
+            if self.skipped:
+                test.add_marker(pytest.mark.skip(self.skipped))
             test.line = node.lineno - 1
             yield test
 
@@ -109,7 +114,11 @@ class PatchedTest(pytest.Item):
 
     def _start(self, release: str, *patches: str) -> InsideRun:
         tests = [item for item in self.session.items if isinstance(item, PatchedTest)]
-        selected = [test for test in tests if test.parent.vllm == (release, *patches)]
+        selected = [
+            test
+            for test in tests
+            if test.parent.vllm == (release, *patches) and not test.parent.skipped
+        ]
         config = self.session.config
         return InsideRun(
             package_of(release),

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import RequestStatus
 
 from lab.serving.connector import load_connector
-from lab.serving.null_engine import NullEngine
+from lab.serving.null_engine import NullEngine, cached_tokens
 
 NUM_BLOCKS = 400
 # What has not happened by then never will; a busy machine is given time.
@@ -172,7 +172,8 @@ class World:
         for output in outputs[0].outputs if outputs else ():
             if fate := self.fates.get(output.request_id):
                 fate.new_tokens += len(output.new_token_ids)
-                fate.pulled_tokens = output.num_external_computed_tokens
+                if cached := cached_tokens(output):
+                    fate.pulled_tokens = cached[1]
                 if output.finish_reason is not None:
                     fate.finish_reason = str(output.finish_reason)
         time.sleep(0.0005)

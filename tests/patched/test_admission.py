@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from lab.serving.null_engine import NullEngine
 
 PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
+ONLY = "0.18.1"
 CONTROLS = ["admits all", "lets none pass", "reserves nothing"]
 WITNESS = {
     "kv_connector": "AdmissionWitness",

@@ -13,6 +13,7 @@ from vllm.v1.core import kv_cache_utils
 from connectors.direct_read import fingerprint
 
 PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
+ONLY = "0.18.1"
 BASE = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",

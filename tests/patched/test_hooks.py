@@ -7,6 +7,7 @@ import pytest
 from hooks_lab import run
 
 PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
+ONLY = "0.18.1"
 
 
 @pytest.mark.parametrize("how", ["alone", "in_multi_with_two_steps_in_flight"])

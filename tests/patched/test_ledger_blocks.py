@@ -16,6 +16,7 @@ from ledger_lab import (
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
 PATCHES = ["block_pool_delta_listener"]
+ONLY = "0.18.1"
 
 
 # In flight.

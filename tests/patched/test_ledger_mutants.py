@@ -16,6 +16,7 @@ from ledger_mutants import MUTANTS
 from connectors.direct_read import ledger
 
 PATCHES = ["block_pool_delta_listener"]
+ONLY = "0.18.1"
 TESTS = [
     function
     for module in (test_ledger_blocks, test_ledger_offers)

@@ -14,6 +14,7 @@ from ledger_lab import (
 )
 
 PATCHES = ["block_pool_delta_listener"]
+ONLY = "0.18.1"
 
 
 def test_an_offer_is_validated_once_by_each_reader(ledger_module):

@@ -26,6 +26,13 @@ CALLED = {
     },
 }
 
+# What calls what on the scheduler's side; the base class does so in later releases.
+CALLS = {
+    "build_connector_meta": "of_its_own",
+    "bind_kv_cache_manager": "bind_gpu_block_pool",
+    "set_xfer_handshake_metadata_pp_aware": "set_xfer_handshake_metadata",
+}
+
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
@@ -80,19 +87,19 @@ def test_the_null_model_calls_the_hooks_of_each_layer_as_attention_does(model, f
             assert step.connector_calls.get(name, 0) == 48 * computes
     names, shapes, metadata = map(set, zip(*SAVED, strict=True))
     assert names == {f"layers.{number}.attention" for number in range(48)}
-    ((_, blocks, *_),) = shapes
-    assert blocks == NUM_BLOCKS
+    # Its dimension was the second one once, after keys and values.
+    (shape,) = shapes
+    assert NUM_BLOCKS in shape[:2]
     assert metadata == {"CPUAttentionMetadata"}
 
 
 def test_own_time_is_without_what_the_call_calls(model, folder):
     for step in run(model, folder, "alone").steps["SCHEDULER"].values():
-        times, self_us = step.connector_us, step.connector_self_us
-        inner = times.pop("of_its_own")
-        outer = times.pop("build_connector_meta")
-        assert self_us.pop("of_its_own") == pytest.approx(inner)
-        assert self_us.pop("build_connector_meta") == pytest.approx(outer - inner)
-        assert self_us == pytest.approx(times)
+        times = step.connector_us
+        assert "build_connector_meta" in times
+        inner = {outer: times[CALLS[outer]] for outer in CALLS if outer in times}
+        own_us = {name: us - inner.get(name, 0) for name, us in times.items()}
+        assert step.connector_self_us == pytest.approx(own_us)
 
 
 def test_children_of_a_multi_connector_are_apart_and_add_up(model, folder):

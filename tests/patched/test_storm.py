@@ -9,6 +9,7 @@ import pytest
 from storm_lab import LEDGERS, Storm
 
 PATCHES = ["block_pool_delta_listener"]
+ONLY = "0.18.1"
 # One step at a time, and two in flight as under async scheduling.
 DEPTHS = [1, 2]
 CONTROLS = ["without exclusion", "without validation"]

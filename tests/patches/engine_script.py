@@ -5,6 +5,7 @@ Started by test_step_timing.py on a patched tree. The script knows what the reco
 say without asking the recorder.
 """
 
+import inspect
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lab.serving.null_engine import BLOCK_SIZE, NOOP, NullEngine
+from lab.serving.null_engine import BLOCK_SIZE, NOOP, NullEngine, cached_tokens
 
 NUM_BLOCKS = 2_000
 STEP_FILES = ("engine_step", "worker_step.r0")
@@ -44,14 +45,14 @@ class Account:
         self.engine = engine
         self.steps = 0
         self._first = 0
-        self._cached_tokens = 0
+        self._cached_tokens: dict[str, int] = {}
 
     def step(self) -> None:
         outputs, _ = self.engine.core.step()
         self.steps += 1
         for output in outputs[0].outputs if outputs else ():
-            if output.finished:
-                self._cached_tokens += output.num_cached_tokens
+            if cached := cached_tokens(output):
+                self._cached_tokens[output.request_id] = cached[0]
 
     def drain(self) -> None:
         while self.engine.core.scheduler.has_requests():
@@ -62,9 +63,9 @@ class Account:
         facts |= {
             "first": self._first,
             "end": self.steps,
-            "cached_tokens": self._cached_tokens,
+            "cached_tokens": sum(self._cached_tokens.values()),
         }
-        self._first, self._cached_tokens = self.steps, 0
+        self._first, self._cached_tokens = self.steps, {}
         return facts
 
 
@@ -110,9 +111,9 @@ def workload(engine: NullEngine) -> dict:
     preempted = []
     preempt = scheduler._preempt_request
 
-    def counted_preempt(request, *rest):
+    def counted_preempt(request, *rest, **options):
         preempted.append(request.request_id)
-        preempt(request, *rest)
+        return preempt(request, *rest, **options)
 
     scheduler._preempt_request = counted_preempt
     for _ in range(50):
@@ -145,6 +146,14 @@ def record_to(directory: Path) -> list[logging.LogRecord]:
     handler.emit = messages.append
     step_record_file.logger.handlers[:] = [handler]
     return messages
+
+
+def idle_steps_wait_for_saves() -> bool:
+    """Whether vLLM waits for saves in a step that computes nothing: later ones do."""
+    from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
+
+    step = mixin.KVConnectorModelRunnerMixin._get_kv_connector_output
+    return "wait_for_save" not in inspect.signature(step).parameters
 
 
 def serve(engine: NullEngine) -> int:
@@ -242,8 +251,8 @@ def batch_queue(engine: NullEngine, directory: Path) -> dict:
     events = []
     schedule, update = scheduler.schedule, scheduler.update_from_output
 
-    def noted_schedule():
-        output = schedule()
+    def noted_schedule(*told):
+        output = schedule(*told)
         tokens = output.num_scheduled_tokens
         events.append(("schedule", output.step_id, sum(tokens.values()), len(tokens)))
         return output
@@ -280,6 +289,7 @@ def main() -> None:
         (place,) = map(Path, rest)
         found = {
             "phases": workload(engine),
+            "idle_steps_wait_for_saves": idle_steps_wait_for_saves(),
             "batch_queue": batch_queue(engine, place / "queue"),
             "unwritable": unwritable(engine, place),
             "full_disk": full_disk(engine, place / "full"),
