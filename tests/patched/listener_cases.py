@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from listener_machine import HASHER
 from listener_variant import (
     BLOCK_SIZE,
     Variant,
     first_blocks,
     pairs_held,
 )
+from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
 
 NUM_BLOCKS = 8
 
@@ -103,9 +106,9 @@ def without_prefix_caching_no_block_is_told(variant: Variant):
     pool = manager.block_pool
     replica, tracker = variant.listen(pool), variant.tracker(pool)
     for name in ("one", "two", "three"):
-        request = SimpleNamespace(
-            request_id=name, num_computed_tokens=0, num_tokens=10, block_hashes=[b"a"]
-        )
+        params = SamplingParams(max_tokens=1)
+        request = Request(name, [1] * 10, params, None, block_hasher=HASHER)
+        assert request.block_hashes
         assert manager.allocate_slots(request, 10) is not None
         manager.free(request)
     assert replica.heard == []

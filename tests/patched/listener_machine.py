@@ -123,7 +123,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.admit(self.waiting.pop(0), chunk)
 
     def admit(self, request: Request, chunk: int) -> None:
-        blocks, hit = self.manager.get_computed_blocks(request)
+        blocks, hit, *_ = self.manager.get_computed_blocks(request)
         new = min(chunk, request.num_tokens - hit)
         if self.manager.allocate_slots(request, new, hit, blocks) is None:
             self.waiting.append(request)
@@ -137,7 +137,7 @@ class PoolMachine(RuleBasedStateMachine):
     def load(self, trunk: list[int], tokens: int, own: bool) -> None:
         """Blocks are allocated now and cached when their content has arrived."""
         request = self.request(trunk, tokens, own)
-        blocks, hit = self.manager.get_computed_blocks(request)
+        blocks, hit, *_ = self.manager.get_computed_blocks(request)
         allocated = self.manager.allocate_slots(
             request,
             num_new_tokens=0,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import types
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,13 @@ class Variant:
             specs.append(SlidingWindowSpec(**shape, sliding_window=window))
         groups = [KVCacheGroupSpec([f"l{n}"], spec) for n, spec in enumerate(specs)]
         kv_cache_coordinator.BlockPool = self._pool_class
+        options = {"hash_block_size": BLOCK_SIZE, "scheduler_block_size": BLOCK_SIZE}
+        known = signature(KVCacheManager).parameters
         return KVCacheManager(
             KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             max_model_len=MAX_MODEL_LEN,
-            hash_block_size=BLOCK_SIZE,
             enable_caching=caching,
+            **{name: options[name] for name in options if name in known},
         )
 
     @staticmethod

@@ -22,13 +22,16 @@ def test_a_lie_is_in_the_records_of_its_method(method, model, tmp_path):
     engine = read_lines(tmp_path / "engine_step.jsonl", EngineHeader, EngineStep)
     worker = read_lines(tmp_path / "worker_step.r0.jsonl", WorkerHeader, WorkerStep)
     side = engine if method in SCHEDULER_METHODS else worker
-    told = [step for step in side.records if method in step.connector_self_us]
+    assert any(method in step.connector_self_us for step in side.records)
+    # Later releases ask both sides for statistics.
+    records = (*engine.records, *worker.records)
+    told = [step for step in records if method in step.connector_self_us]
     assert sum(step.connector_calls[method] for step in told) == lies > 0
     for step in told:
         assert step.connector_self_us[method] >= 400 * step.connector_calls[method]
     others_us = [
         us
-        for step in (*engine.records, *worker.records)
+        for step in records
         for name, us in step.connector_self_us.items()
         if name != method
     ]
