@@ -12,12 +12,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import abort_answers
 import abort_scenarios
+import pytest
 import vllm
 from abort_scenarios import Problems, failed
 from abort_tables import FAILING
+from mooncake_shapes import reports_failed_pulls
 from mooncake_world import LONG_TIMEOUT_S, PATIENCE_S, Code, MooncakeEngine, World
-from variants import CONNECTOR, SCHEDULER, load, patch, patched_source
+from variants import CONNECTOR, SCHEDULER, block_ids, load, patch, patched_source
 
 PACKAGE = Path(vllm.__file__).parent
 RACE, DEFENCE = "kv_transfer_abort_race", "kv_transfer_abort_defence"
@@ -54,11 +57,24 @@ def run(
     """What goes wrong in a world of that code, the engine's death included."""
     if isinstance(scenario, str):
         policy = "fail" if scenario in FAILING else policy
-        scenario = getattr(abort_scenarios, scenario)
+        module = abort_answers if hasattr(abort_answers, scenario) else abort_scenarios
+        scenario = getattr(module, scenario)
     try:
         return scenario(World(engine, code, policy, timeout_s, patience_s))
     except Exception:
         return [traceback.format_exc(limit=-1)]
+
+
+def needs_block(block: str, file: str = CONNECTOR) -> None:
+    """Skip where the release needs no such block, or none has been made to fit it."""
+    if block not in block_ids(RACE, PACKAGE, file):
+        pytest.skip(f"the patch's block {block} is not for this release")
+
+
+def needs_reports() -> None:
+    """Skip where a pull that was refused leaves its request waiting, as upstream's."""
+    if not reports_failed_pulls(code(RACE).connector):
+        pytest.skip("this release's decoder does not report a failed pull")
 
 
 def goes_wrong(engine: MooncakeEngine, code: Code, scenario) -> bool:

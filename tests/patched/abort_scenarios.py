@@ -8,7 +8,6 @@ back.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 
 import zmq
 from fake_prefiller import FakePrefiller
-from mooncake_world import LONG_TIMEOUT_S, PATIENCE_S, World
+from mooncake_world import LONG_TIMEOUT_S, World
 from vllm import envs
 
 PROMPT_TOKENS = 70
@@ -237,34 +236,6 @@ def decoders_ask_after_the_abort(world: World) -> Problems:
     return problems + must(
         all(recomputed(world, request) for request in late), "not recomputed"
     )
-
-
-def asked_for_after_it_expired(world: World) -> Problems:
-    """As if the prefiller was stopped: the decoder may have given its blocks away."""
-    worker, answers = world.worker, []
-    module = sys.modules[type(worker).__module__]
-    world.prefill("t")
-    world.until(lambda: "t" in worker.reqs_need_send)
-    world.until(worker.reqs_need_send["t"].ready.is_set)
-    worker.reqs_need_send["t"].expire_time = time.perf_counter() - 1
-
-    class Socket:
-        async def send_multipart(self, frames):
-            answers.append(worker._xfer_resp_decoder.decode(frames[1]))
-
-    pull = module.MooncakeXferMetadata(
-        remote_hostname=worker.hostname,
-        remote_port=worker.rpc_port,
-        remote_tp_size=1,
-        remote_tp_rank=0,
-        req_blocks={"d": ("t", [1, 2])},
-        kv_caches_base_addr=worker.kv_caches_base_addr,
-    )
-    asyncio.run_coroutine_threadsafe(
-        worker.send_kv_to_decode(b"d", Socket(), pull), worker.sender_loop
-    ).result(PATIENCE_S)
-    sent = [request for answer in answers for request in answer.ok_reqs or ()]
-    return must(not sent, "sent after it expired") + world.settle()
 
 
 def fewer_blocks_than_wanted(world: World) -> Problems:

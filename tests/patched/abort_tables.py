@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of abort_scenarios.py that the abort-race patch is tested with.
+"""The scenarios that the abort-race patch is tested with, functions of their modules.
 
 They are listed by name, so that this module can be imported without vLLM.
 """
@@ -21,6 +21,9 @@ WRONG_UPSTREAM = [
     "prefills_aborted_together",
     "prefill_aborted_before_scheduled_while_decoder_waits",
     "decoders_ask_after_the_abort",
+    "prefills_aborted_alone",
+    "asked_for_before_the_abort",
+    "asked_for_after_the_abort",
     "asked_for_after_it_expired",
     "fewer_blocks_than_wanted",
     "listener_ends_while_sending",
@@ -28,13 +31,33 @@ WRONG_UPSTREAM = [
 SCENARIOS = RIGHT_UPSTREAM + WRONG_UPSTREAM
 # Run with the policy that fails a request; all others recompute the prompt.
 FAILING = ["pull_failed_and_fails_the_request", "prefiller_late_and_the_request_fails"]
+# What only this block puts right, so it is nothing for a release that has it not. But
+# aborted_before_scheduled must be right there too: upstream has fixed it.
+FIXED_BY = {
+    "aborted_before_scheduled": "empty_pull",
+    "pull_failed_and_is_recomputed": "worker_load_errors",
+    "pull_failed_and_fails_the_request": "worker_load_errors",
+    "pull_failed_after_abort": "worker_load_errors",
+    "prefiller_late": "recv",
+    "prefiller_late_and_the_request_fails": "recv",
+    "prefiller_not_found": "no_bootstrap",
+    "fewer_blocks_than_wanted": "more_to_come",
+    "listener_ends_while_sending": "end_sends",
+}
+# Where the decoder must make something of the prefiller's refusal.
+REFUSED = [
+    "prefills_aborted_together",
+    "prefill_aborted_before_scheduled_while_decoder_waits",
+    "decoders_ask_after_the_abort",
+]
 # For each block of the patch, a scenario that goes wrong without it.
 NOTICES = {
-    "forget_unknown": "prefills_aborted_together",
-    "wake_waiting": "prefills_aborted_together",
-    "aborted_sends": "prefills_aborted_together",
-    "forget_aborted": "prefills_aborted_together",
-    "refuse_aborted": "decoders_ask_after_the_abort",
+    "forget_unknown": "prefills_aborted_alone",
+    "wake_waiting": "asked_for_before_the_abort",
+    "aborted_sends": "prefills_aborted_alone",
+    "forget_aborted": "prefills_aborted_alone",
+    "refuse_aborted": "asked_for_after_the_abort",
+    "refused_by_name": "prefills_aborted_together",
     "refuse_expired": "asked_for_after_it_expired",
     "end_sends": "listener_ends_while_sending",
     "empty_pull": "aborted_before_scheduled",

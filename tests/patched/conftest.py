@@ -3,9 +3,11 @@
 
 A module says in PATCHES which patches its vLLM has, and in RELEASE which release it is
 if not the one under test. If what it tests is for one release alone, it says so in
-ONLY, and is skipped on others. Out here the module is read, never imported. All
-selected tests of the same vLLM run in one pytest on a private patched tree (inside.py is
-its plugin). The first of them starts it; each waits for the outcome of its namesake.
+ONLY, and is skipped on others. Out here the module is read, never imported.
+
+All selected tests of the same vLLM run in one pytest on a private patched tree
+(inside.py is its plugin). The first of them starts it; each waits for the outcome of
+its namesake.
 
 What cannot be read off the syntax tree is refused: no test goes unseen.
 """

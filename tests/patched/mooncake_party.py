@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+from mooncake_shapes import block_ids, give_a_region, new_worker, pull_of, report_method
 from vllm import envs
 
 WAIT_S = 10.0
@@ -41,17 +42,16 @@ class Socket:
 class Party:
     """One worker of `module` in one role.
 
-    A request is known by one name, as request on either side and as transfer. `report`
-    names the method that an engine step calls: get_finished or get_transfer_results.
-    `asks` counts what that has asked of the event loops.
+    A request is known by one name, as request on either side and as transfer. `asks`
+    counts what an engine step's report() has asked of the event loops.
     """
 
     def __init__(
         self,
         module: ModuleType,
         vllm_config: Any,
+        kv_cache_config: Any,
         role: str,
-        report: str = "get_finished",
     ) -> None:
         module.should_launch_bootstrap_server = lambda config: False
         config = copy.copy(vllm_config)
@@ -65,9 +65,9 @@ class Party:
         self.asks = 0
         self._asking = False
         self.module = module
-        self._report = report
-        self.worker = worker = module.MooncakeConnectorWorker(config, "engine")
-        worker.block_len, worker.kv_caches_base_addr = 16, [0]
+        self._report = report_method(module)
+        self.worker = worker = new_worker(module, config, kv_cache_config)
+        give_a_region(worker)
         worker._send_blocks = self._transfer
         self._transfers: dict[str, queue.SimpleQueue] = defaultdict(queue.SimpleQueue)
         self._entered: dict[str, threading.Semaphore] = defaultdict(
@@ -93,7 +93,8 @@ class Party:
         """The step's metadata, as the scheduler connector sends it."""
         metadata = self.module.MooncakeConnectorMetadata()
         metadata.reqs_to_send = {name: (name, []) for name in registered}
-        metadata.reqs_to_send |= {name: (name, [1]) for name in ready}
+        blocks = block_ids(self.module, 1)
+        metadata.reqs_to_send |= {name: (name, blocks) for name in ready}
         metadata.reqs_not_processed = set(not_processed)
         self.worker.start_load_kv(metadata)
 
@@ -113,14 +114,8 @@ class Party:
 
     def pull(self, name: str, answered: Callable = lambda response: None) -> Future:
         """A decoder asks for a request's blocks."""
-        metadata = self.module.MooncakeXferMetadata(
-            remote_hostname=name,
-            remote_port=0,
-            remote_tp_size=1,
-            remote_tp_rank=0,
-            req_blocks={name: (name, [2])},
-            kv_caches_base_addr=[0],
-        )
+        wanted = {name: (name, block_ids(self.module, 2))}
+        metadata = pull_of(self.module, self.worker, wanted, remote_hostname=name)
         sending = self.worker.send_kv_to_decode(
             b"", Socket(self.module, answered), metadata
         )
@@ -128,9 +123,9 @@ class Party:
 
     def receive(self, ok: list[str], failed: list[str] = ()) -> Future:
         """Pulls of this side end."""
-        metas = {}
+        metas, blocks = {}, block_ids(self.module, 1)
         for name in (*ok, *failed):
-            metas[name] = self.module.PullReqMeta(name, name, [[1]], "engine", "")
+            metas[name] = self.module.PullReqMeta(name, name, blocks, "engine", "")
             metas[name].pull_tasks_count, metas[name].failed = 1, False
         status = self.module.MooncakeXferResponseStatus.FINISH
         response = self.module.MooncakeXferResponse(

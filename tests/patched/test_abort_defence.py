@@ -7,6 +7,7 @@ import logging
 
 import pytest
 from abort_lab import DEFENCE, PACKAGE, code, goes_wrong, run
+from abort_scenarios import Problems
 from mooncake_world import World
 from variants import SCHEDULER, block_ids
 from vllm.v1.outputs import KVConnectorOutput
@@ -15,8 +16,21 @@ PATCHES = ["mooncake_cpu_layout"]
 BLOCKS = ["drop", "drop_unexpected"]
 
 
+def reported_by_mistake(world: World) -> Problems:
+    """A connector says that it has received what no request waits for."""
+    world.worker.finished_recving_reqs.add("nobody")
+    world.step()
+    return world.settle()
+
+
+def test_upstreams_engine_dies_of_what_nobody_waits_for(mooncake_engine):
+    (death,) = run(mooncake_engine, code(), reported_by_mistake)
+    assert "assert req_id in self.requests" in death
+
+
 def test_alone_it_keeps_the_engine_alive(mooncake_engine):
-    assert run(mooncake_engine, code(DEFENCE), "aborted_before_scheduled") == []
+    for scenario in (reported_by_mistake, "aborted_before_scheduled"):
+        assert run(mooncake_engine, code(DEFENCE), scenario) == []
 
 
 def test_no_block_is_left_out_below():
@@ -26,7 +40,7 @@ def test_no_block_is_left_out_below():
 @pytest.mark.parametrize("block", BLOCKS)
 def test_each_block_is_needed(mooncake_engine, block):
     without = code(DEFENCE, without=block)
-    assert goes_wrong(mooncake_engine, without, "aborted_before_scheduled")
+    assert goes_wrong(mooncake_engine, without, reported_by_mistake)
 
 
 def test_what_nobody_waits_for_is_dropped_and_logged_and_nothing_else(mooncake_engine):

@@ -4,9 +4,27 @@
 from __future__ import annotations
 
 import pytest
-from abort_lab import PACKAGE, RACE, SHORT_CIRCUIT, Storm, code, goes_wrong, run, storms
-from abort_tables import NOTICES, RIGHT_UPSTREAM, SCENARIOS, WRONG_UPSTREAM
-from variants import CONNECTOR, STATS, block_ids, load, patch, patched_source
+from abort_lab import (
+    PACKAGE,
+    RACE,
+    SHORT_CIRCUIT,
+    Storm,
+    code,
+    goes_wrong,
+    needs_block,
+    needs_reports,
+    run,
+    storms,
+)
+from abort_tables import (
+    FIXED_BY,
+    NOTICES,
+    REFUSED,
+    RIGHT_UPSTREAM,
+    SCENARIOS,
+    WRONG_UPSTREAM,
+)
+from variants import CONNECTOR, STATS, load, patch, patched_source
 
 PATCHES = ["mooncake_cpu_layout"]
 
@@ -14,18 +32,29 @@ PATCHES = ["mooncake_cpu_layout"]
 def test_upstreams_engine_dies_of_an_abort_before_the_request_is_scheduled(
     mooncake_engine,
 ):
+    needs_block("empty_pull")
     (death,) = run(mooncake_engine, code(), "aborted_before_scheduled")
     assert "_update_from_kv_xfer_finished" in death
     assert "assert req_id in self.requests" in death
 
 
+def check_is_for_this_release(scenario: str) -> None:
+    if scenario in FIXED_BY:
+        needs_block(FIXED_BY[scenario])
+    if scenario in REFUSED:
+        needs_reports()
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_request_ends_and_every_block_comes_back(mooncake_engine, scenario):
+    if scenario != "aborted_before_scheduled":
+        check_is_for_this_release(scenario)
     assert run(mooncake_engine, code(RACE), scenario) == []
 
 
 @pytest.mark.parametrize("scenario", WRONG_UPSTREAM)
 def test_the_scenario_goes_wrong_without_the_patch(mooncake_engine, scenario):
+    check_is_for_this_release(scenario)
     assert goes_wrong(mooncake_engine, code(), scenario)
 
 
@@ -36,11 +65,13 @@ def test_what_upstream_does_right_is_right_without_the_patch(mooncake_engine, sc
 
 @pytest.mark.parametrize("block", NOTICES)
 def test_each_block_of_the_patch_is_needed(mooncake_engine, block):
+    needs_block(block)
     assert goes_wrong(mooncake_engine, code(RACE, without=block), NOTICES[block])
 
 
 def test_no_block_of_the_patch_has_been_left_out_of_these_tests():
-    assert set(NOTICES) == set(block_ids(RACE, PACKAGE, CONNECTOR))
+    blocks = patch(RACE).blocks
+    assert set(NOTICES) == {block.id for block in blocks if block.file == CONNECTOR}
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -48,6 +79,7 @@ def test_the_engine_survives_a_storm_of_aborts_with_nothing_left_behind(
     mooncake_engine, policy
 ):
     """With both patches of the connector, as an operator runs it."""
+    needs_reports()
     storm = storms(mooncake_engine, code(RACE, SHORT_CIRCUIT), policy)
     assert storm["problems"] == []
     other_end = {"recompute": "recomputed", "fail": "failed"}[policy]
@@ -64,6 +96,7 @@ def test_a_request_that_failed_before_it_was_scheduled_counts_no_tokens(
     tmp_path, patched
 ):
     """Upstream counts a negative number of them, which ends the API server."""
+    needs_block("never_scheduled", STATS)
     patches = [patch(RACE)] if patched == "patched" else []
     counts = load(patched_source(PACKAGE, STATS, patches, tmp_path)).PromptTokenStats()
     # One request that failed, and one that was computed.
