@@ -14,8 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 from overlapping import Overlapping
-from recorder_connectors import LOG, Call
+from recorder_connectors import LOG, SAVED, Call
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1 import step_records
 from vllm.v1.core.sched import scheduler as scheduler_module
@@ -29,6 +30,11 @@ from lab.serving.null_engine import NOOP, NullEngine
 
 # So few that requests are preempted.
 NUM_BLOCKS = 60
+# Enough for all, where two steps in flight and preemption never end: all requests are
+# preempted in each schedule().
+ENOUGH_BLOCKS = {"0.28.0": 600}
+# A tenth of it would do.
+MOST_STEPS = 5_000
 ENGINE = (step_records, scheduler_module, core_module)
 WORKER = (step_records, gpu_worker, kv_connector_model_runner_mixin)
 
@@ -81,6 +87,7 @@ class Recorded:
     steps: dict[str, dict[int, EngineStep | WorkerStep]]
     truth: dict[str, dict[int, list[Call]]]
     scheduled_early: int
+    saved: set[tuple]
 
     def pairs(self) -> Iterator[tuple[EngineStep | WorkerStep, list[Call]]]:
         for side, steps in self.steps.items():
@@ -88,21 +95,26 @@ class Recorded:
                 yield step, self.truth[side][step_id]
 
 
-def new_engine(kv_transfer: dict[str, Any] | None, model: Path) -> NullEngine:
+def new_engine(
+    kv_transfer: dict[str, Any] | None, model: Path, num_blocks: int = NUM_BLOCKS
+) -> NullEngine:
     kv_transfer_state._KV_CONNECTOR_AGENT = None  # an earlier engine's
-    return NullEngine(model, kv_transfer, NUM_BLOCKS)
+    return NullEngine(model, kv_transfer, num_blocks)
 
 
 @cache
 def run(model: Path, folder: Path, how: str) -> Recorded:
     folder = folder / how
     folder.mkdir()
+    num_blocks = NUM_BLOCKS
     with pytest.MonkeyPatch.context() as patch, recording(folder):
         if how == "with_two_steps_in_flight":
+            num_blocks = ENOUGH_BLOCKS.get(vllm.__version__, NUM_BLOCKS)
             executor = SimpleNamespace(get_class=lambda _: Overlapping)
             patch.setattr(null_engine, "Executor", executor)
         LOG.clear()
-        engine = new_engine(CONFIGS[how], model)
+        SAVED.clear()
+        engine = new_engine(CONFIGS[how], model, num_blocks)
         _note_steps(engine)
         _serve(engine)
     engine_file = read_lines(folder / "engine_step.jsonl", EngineHeader, EngineStep)
@@ -116,6 +128,7 @@ def run(model: Path, folder: Path, how: str) -> Recorded:
         },
         {"SCHEDULER": _of_scheduler(), "WORKER": _of_worker()},
         _scheduled_early(),
+        set(SAVED),
     )
 
 
@@ -154,8 +167,11 @@ def _serve(engine: NullEngine) -> None:
                 engine.core.step_fn()
         if chance.random() < 0.1:
             engine.core.abort_requests([request])
-    while engine.core.scheduler.has_requests() or engine.core.batch_queue:
+    for _ in range(MOST_STEPS):
+        if not (engine.core.scheduler.has_requests() or engine.core.batch_queue):
+            return
         engine.core.step_fn()
+    raise AssertionError(f"not at an end after {MOST_STEPS} steps")
 
 
 def _of_scheduler() -> dict[int, list[Call]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Listeners know what the block pool of vLLM 0.22.1 holds, too.
 
-Its Python files run with the installed release's dependencies.
+Its Python files run with 0.18.1's dependencies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from listener_variant import Variant
 
 PATCHES = ["block_pool_delta_listener"]
 RELEASE = "0.22.1"
+ONLY = "0.18.1"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from recorder_connectors import METHODS, SAVED, SPIN_US
+from recorder_connectors import METHODS, SPIN_US
 from recorder_lab import NUM_BLOCKS, calls_of, run, us_of
 
 PATCHES = ["step_timing_v1", "step_timing_v2"]
@@ -85,7 +85,7 @@ def test_the_null_model_calls_the_hooks_of_each_layer_as_attention_does(model, f
         computes = found.steps["SCHEDULER"][step_id].scheduled > 0
         for name in ("wait_for_layer_load", "save_kv_layer"):
             assert step.connector_calls.get(name, 0) == 48 * computes
-    names, shapes, metadata = map(set, zip(*SAVED, strict=True))
+    names, shapes, metadata = map(set, zip(*found.saved, strict=True))
     assert names == {f"layers.{number}.attention" for number in range(48)}
     # Its dimension was the second one once, after keys and values.
     (shape,) = shapes
