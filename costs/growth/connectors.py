@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,22 @@ class Subject:
     connector_module: str
     connector: str
     kv_transfer: dict[str, Any]
+    # A worker that is played for it.
+    worker: Callable[[], Any]
+    # What stands in for its connection to another process.
+    client: tuple[str, type] | None = None
+
+    @property
+    def idle(self) -> dict[str, Any]:
+        """--kv-transfer-config of one that finds nothing to load."""
+        extra = self.kv_transfer.get("kv_connector_extra_config", {})
+        return self.kv_transfer | {
+            "kv_connector_extra_config": extra | {"test_hits": False}
+        }
+
+    def prepare(self, module: ModuleType) -> None:
+        if self.client:
+            setattr(module, *self.client)
 
     def make(self, module: ModuleType, *configs: Any) -> Any:
         """The connector with the scheduler's side of `module`."""
@@ -39,8 +56,8 @@ class Subject:
 class StoreLookup:
     """Answers at once, in MooncakeStore's place, how many tokens the store has.
 
-    It has a part of about every second prompt, always the same one. `late` lets each
-    lookup answer only when it is asked again.
+    It has a part of about every second prompt, always the same one; none where the
+    config says `test_hits = false`. A late lookup answers when it is asked again.
     """
 
     def __init__(self, config: Any) -> None:
@@ -139,6 +156,8 @@ STORE = Subject(
     connector_module=f"{V1}.mooncake.store.connector",
     connector="MooncakeStoreConnector",
     kv_transfer={"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"},
+    worker=StoreWorker,
+    client=("LookupKeyClient", StoreLookup),
 )
 OFFLOADING = Subject(
     patch="offloading_new_hashes_only",
@@ -149,6 +168,8 @@ OFFLOADING = Subject(
     kv_transfer={
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 2**22},
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 2**27},
     },
+    worker=OffloadingWorker,
 )
+SUBJECTS = {subject.patch: subject for subject in (STORE, OFFLOADING)}

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -41,11 +40,12 @@ class WorkerProcess:
         worker: str,
         *arguments: str,
         env: dict[str, str],
-        python: Sequence[str] = (sys.executable,),
+        installed: Installation | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._log, self._socket = folder / "log", folder / "socket"
-        command = [*python, "-m", worker, *arguments, str(self._socket)]
+        module = ["-m", worker, *arguments, str(self._socket)]
+        command = (installed or installation()).command(*module)
         self._process = Supervised(command, env, self._log)
         self._connection: Connection | None = None
 
@@ -123,7 +123,7 @@ class EngineProcess(WorkerProcess):
             str(model.folder),
             *arguments,
             env=full,
-            python=installed.command(),
+            installed=installed,
         )
 
 

@@ -64,28 +64,24 @@ class Pair:
         self,
         subject: Subject,
         model: Path,
-        worker: type,
         edit: tuple[str, str] | None = None,
         **transfer: Any,
     ) -> None:
-        self._subject, self._model, self._worker = subject, model, worker
+        self._subject, self._model = subject, model
         self._modules = before_and_after(subject.module, edit)
         self._transfer = subject.kv_transfer | transfer
         self.counts: Counter[str] = Counter()
 
-    def prepare(self, module: Any) -> None:
-        """What is replaced in both modules before a connector is made."""
-
     def scheduler(self) -> LoneScheduler:
         for module in self._modules:
-            self.prepare(module)
+            self._subject.prepare(module)
         return LoneScheduler(
             self._model,
             self._transfer,
             lambda *configs: Twin(
                 *(self._subject.make(module, *configs) for module in self._modules)
             ),
-            self._worker(),
+            self._subject.worker(),
             # Too few for all, so that some are preempted.
             num_blocks=18,
             max_model_len=12 * BLOCK_SIZE,

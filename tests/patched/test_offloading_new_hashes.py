@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from growth_lab import THOROUGH, Pair, skip_without
 
-from costs.growth.connectors import OFFLOADING, OffloadingWorker
+from costs.growth.connectors import OFFLOADING
 
 PATCHES = ["offloading_new_hashes_only"]
 SHORT, LONG = {"cpu_bytes_to_use": 2**14}, {"cpu_bytes_to_use": 2**22}
@@ -17,7 +17,7 @@ SHORT, LONG = {"cpu_bytes_to_use": 2**14}, {"cpu_bytes_to_use": 2**22}
 class OffloadingPair(Pair):
     def __init__(self, model, edit=None, **extra: Any) -> None:
         transfer = {"kv_connector_extra_config": extra or LONG}
-        super().__init__(OFFLOADING, model, OffloadingWorker, edit, **transfer)
+        super().__init__(OFFLOADING, model, edit, **transfer)
 
     def count(self, meta: Any) -> None:
         self.counts["loads"] += len(meta.load_jobs)

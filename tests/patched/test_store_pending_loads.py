@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from growth_lab import THOROUGH, Pair, skip_without
 
-from costs.growth.connectors import STORE, StoreLookup, StoreWorker
+from costs.growth.connectors import STORE
 
 PATCHES = ["mooncake_store_pending_loads"]
 CONDITION = "if request_id not in self.load_specs:"
@@ -27,10 +27,7 @@ class StorePair(Pair):
     def __init__(self, model, edit=None, extra=None, **transfer) -> None:
         if extra:
             transfer["kv_connector_extra_config"] = extra
-        super().__init__(STORE, model, StoreWorker, edit, **transfer)
-
-    def prepare(self, module: Any) -> None:
-        module.LookupKeyClient = StoreLookup
+        super().__init__(STORE, model, edit, **transfer)
 
     def count(self, meta: Any) -> None:
         self.counts["loads"] += sum(one.load_spec is not None for one in meta.requests)
