@@ -57,6 +57,9 @@ direct-read-cost: setup ## what being read costs an engine step, and what a read
 schedule-cost: setup ## what a connector adds to schedule(), paired inside one process (5 minutes)
 	$(python) -m costs.schedule
 
+growth-cost: setup ## two connectors' scheduler side before and after a fix, as requests or contexts grow (15 minutes)
+	$(python) -m costs.growth
+
 listener-cost: setup ## what listening to the block pool costs, per block and per take
 	$(python) -m costs.listener
 
@@ -151,6 +154,7 @@ clean: clean-releases ## remove runs, fetched sources and the environment
 
 .PHONY: help setup fresh-machine-check test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
-	direct-read-cost listener-cost sending-lag proxy-cost trace-cost \
-	transfer-check bench-report observatory axes-gate-check noisy-sweep verdict-power coverage vllm-releases upstream-check \
+	direct-read-cost growth-cost listener-cost sending-lag proxy-cost trace-cost \
+	transfer-check bench-report observatory axes-gate-check noisy-sweep verdict-power coverage \
+	vllm-releases upstream-check \
 	upstream-series release-test kvindex-test kvindex-bench kvindex-figures lock clean-releases clean

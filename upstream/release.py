@@ -25,6 +25,7 @@ PART = (
     "tests/v1/kv_connector/unit",
     "tests/v1/metrics",
     "vllm/distributed/kv_transfer/kv_connector/v1/mooncake",
+    "vllm/distributed/kv_transfer/kv_connector/v1/offloading",
     "vllm/v1/core",
     "vllm/v1/metrics",
 )
@@ -72,7 +73,7 @@ def load_releases() -> dict[str, Release]:
     return {
         version: Release(
             version,
-            tuple(data["patches"]),
+            tuple(fields.get("patches", data["patches"])),
             tuple(REPOSITORY / lock for lock in fields["locks"]),
             tuple(fields["tests"]),
         )
