@@ -39,6 +39,9 @@ from costs.get_finished.report import (
 from costs.results import write_result
 from lab.serving import provenance
 from lab.serving.engine_process import EngineProcess
+from lab.serving.errors import ServerError
+from lab.serving.installation import Installation, installation
+from lab.serving.releases import release
 from lab.serving.supervise import exit_on_signals
 from lab.stats.estimate import SEED
 
@@ -47,6 +50,8 @@ HELD_SENDS = 16
 WARM_UP_SHARE = 0.25
 
 LAYOUT, FIX = "mooncake_cpu_layout", "mooncake_get_finished_short_circuit"
+# What the null model needs on later releases.
+ON_A_CPU = ["cpu_uniproc", "cpu_small_blocks"]
 # The connector's config, and the patches of its tree.
 VARIANTS = {
     FLOOR: ("noop", []),
@@ -62,11 +67,15 @@ HELD = [Case(f"{HELD_SENDS} sends held", 8, False)]
 class Variants:
     """A process per variant, side by side; `samples` gets what they measure."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, installed: Installation) -> None:
         self.engines = {
             name: stack.enter_context(
                 EngineProcess(
-                    folder / name, "costs.get_finished.worker", patches, connector
+                    folder / name,
+                    "costs.get_finished.worker",
+                    [*patches, *ON_A_CPU],
+                    connector,
+                    installed=installed,
                 )
             )
             for name, (connector, patches) in VARIANTS.items()
@@ -92,10 +101,12 @@ class Variants:
         return {key: np.array(parts) for key, parts in self._parts.items()}
 
 
-def measure(rounds: int, steps: int) -> tuple[Samples, dict[str, str]]:
+def measure(
+    rounds: int, steps: int, installed: Installation
+) -> tuple[Samples, dict[str, str]]:
     """All cases, and the hashes of the patches. Raises RuntimeError."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        variants = Variants(Path(folder), stack)
+        variants = Variants(Path(folder), stack, installed)
         variants.measure(QUIET, rounds, steps)
         variants.measure(BUSY, rounds, steps)
         for name in (BEFORE, AFTER):
@@ -111,6 +122,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--vllm", help="a release; default: the installed one")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=200, help="per round and case")
     parser.add_argument("--out", type=Path, default=Path("runs/step-cost.json"))
@@ -120,11 +132,13 @@ def main() -> None:
 
     exit_on_signals()
     try:
-        samples, patch_hashes = measure(arguments.rounds, arguments.steps)
-    except RuntimeError as error:
+        installed = release(arguments.vllm) if arguments.vllm else installation()
+        samples, patch_hashes = measure(arguments.rounds, arguments.steps, installed)
+    except (RuntimeError, ServerError) as error:
         sys.exit(str(error))
     found = rows(samples)
-    facts = provenance.collect(patch_hashes, "python -m costs.get_finished")
+    command = "python -m costs.get_finished"
+    facts = provenance.collect(patch_hashes, command, installed)
     write_result(arguments.out, facts | {"results": found})
     print(report(found))
 
