@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connector's scheduler side costs a decode-only step, before and after a fix.
+"""What grows on the scheduler's side costs, before and after a fix.
 
-One process per fix and vLLM release has vLLM's real scheduler and both versions of the
-connector. In each step both get what was scheduled, in an order drawn anew, and
-build_connector_meta is timed. The number of running requests grows, or their length.
-Nothing is to be loaded, and no worker is there. Intervals are 95 %, from resampling
-rounds, each with a scheduler of its own. Prints Markdown and writes it with JSON.
+One process per fix and vLLM release has both versions of what the fix changes. For a
+connector it has vLLM's real scheduler, too. In each decode-only step both connectors
+get what was scheduled, in an order drawn anew, and build_connector_meta is timed, while
+nothing is to be loaded and no worker is there. The number of running requests grows, or
+their length. For the block pool, cache_full_blocks is timed on the first 2,048 tokens
+of longer and longer prompts. Intervals are 95 %, from resampling rounds. Prints
+Markdown and writes it with JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,16 +32,30 @@ from lab.serving.supervise import exit_on_signals
 from lab.stats.estimate import SEED
 
 MIN_ROUNDS, MIN_STEPS = 4, 20
+
+
+class Fix(NamedTuple):
+    """(running requests, context tokens) of each case, and what the worker is asked."""
+
+    cases: list[tuple[int, int]]
+    function: str = "time_decode"
+    block_tokens: int = 16
+
+
 OUT = Path("runs/growth.md")
 RELEASES = ["0.22.1", "0.32.0"]
-# Patch, and (running requests, context tokens) of each case.
+CONTEXTS = [1_024 * thousands for thousands in (4, 16, 64, 128)]
 FIXES = {
-    "mooncake_store_pending_loads": [
-        (running, 64) for running in (1, 8, 32, 64, 128, 256)
-    ],
-    "offloading_new_hashes_only": [
-        (8, 1_024 * thousands) for thousands in (1, 4, 16, 64, 128)
-    ],
+    "mooncake_store_pending_loads": Fix(
+        [(running, 64) for running in (1, 8, 32, 64, 128, 256)]
+    ),
+    "offloading_new_hashes_only": Fix([(8, context) for context in (1_024, *CONTEXTS)]),
+    "block_pool_bounded_hashes": Fix(
+        [(1, context) for context in CONTEXTS], "time_first_chunk"
+    ),
+    "block_pool_bounded_hashes, blocks of 64": Fix(
+        [(1, context) for context in CONTEXTS], "time_first_chunk", 64
+    ),
 }
 # What the null model needs on later releases.
 ON_A_CPU = ["cpu_uniproc", "cpu_small_blocks"]
@@ -47,10 +64,11 @@ ENV = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 
 
 def measure(
-    patch: str, version: str, installed: Installation, rounds: int, steps: int
+    name: str, version: str, installed: Installation, rounds: int, steps: int
 ) -> tuple[Samples, dict[str, str]]:
     """All cases of one fix, and the hashes of the patches. Raises RuntimeError."""
-    cases = [Case(patch, version, *case) for case in FIXES[patch]]
+    fix, patch = FIXES[name], name.split(",")[0]
+    cases = [Case(name, version, *case) for case in fix.cases]
     samples: dict[Case, list] = {case: [] for case in cases}
     order = random.Random(SEED)
     with (
@@ -60,6 +78,7 @@ def measure(
             "costs.growth.worker",
             [patch, *ON_A_CPU],
             patch,
+            str(fix.block_tokens),
             env=ENV,
             installed=installed,
         ) as process,
@@ -68,7 +87,7 @@ def measure(
         for _ in range(rounds):
             for case in order.sample(cases, len(cases)):
                 sizes = case.running_requests, case.context_tokens
-                samples[case].append(process.ask("time_decode", *sizes, steps))
+                samples[case].append(process.ask(fix.function, *sizes, steps))
         return {case: np.array(of) for case, of in samples.items()}, (
             process.patch_hashes
         )
@@ -95,9 +114,9 @@ def main() -> None:
     try:
         for version in arguments.vllm or RELEASES:
             installed, hashes = release(version), {}
-            for patch in arguments.only or FIXES:
+            for name in arguments.only or FIXES:
                 found, used = measure(
-                    patch, version, installed, arguments.rounds, arguments.steps
+                    name, version, installed, arguments.rounds, arguments.steps
                 )
                 samples |= found
                 hashes |= used

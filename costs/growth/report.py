@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""build_connector_meta before and after each fix, against what it grew with."""
+"""What each fix changes, before and after, against what it grew with."""
 
 from __future__ import annotations
 

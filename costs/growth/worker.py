@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process with both versions of a connector's scheduler side, timed in each step.
+"""One process with both versions of what a fix changes, timed in turn.
 
 Run by costs.growth with a private tree first on PYTHONPATH.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from costs.growth.connectors import SUBJECTS, Subject
+from costs.growth.pools import PoolBench, time_first_chunk
 from costs.growth.scheduler import BLOCK_SIZE, LoneScheduler
 from costs.growth.twin import TimedTwin
 from costs.growth.variants import before_and_after
@@ -71,8 +72,11 @@ def time_decode(bench: Bench, running: int, context_tokens: int, steps: int):
 
 
 def main() -> None:
-    model, subject, socket = sys.argv[1:]
-    serve(Bench(Path(model), SUBJECTS[subject]), socket, time_decode)
+    model, fix, block_tokens, socket = sys.argv[1:]
+    if fix in SUBJECTS:
+        serve(Bench(Path(model), SUBJECTS[fix]), socket, time_decode)
+    else:
+        serve(PoolBench(int(block_tokens)), socket, time_first_chunk)
 
 
 if __name__ == "__main__":
