@@ -93,7 +93,7 @@ class Repository:
         self.root = root
         for name in folders or sorted(os.listdir(release.source)):
             # Its metadata would name the platform that the sdist was made for.
-            if name != "vllm.egg-info":
+            if name != "vllm.egg-info" and (release.source / name).exists():
                 _copy(release.source / name, root / name)
         self.git("init", "-q", "-b", "base")
         for key, value in {
