@@ -35,9 +35,9 @@ from observatory.axes import AXES
 from observatory.reasons import not_in_release
 
 # Every second pass goes down the levels, so that a drift of the machine falls out.
-PASSES, FEWEST_PASSES = 12, 6
+PASSES, FEWEST_PASSES = 9, 6
 # After so long, the fewest will do: some connectors write every block that is computed.
-LIMIT_S = 45.0
+LIMIT_S = 30.0
 STEPS = 25
 # What a busy machine does to single steps is left out. So is what a connector does in
 # less than one step of ten: that is for the sweep to see.

@@ -3,7 +3,7 @@
 
 Each pass over the levels is a sample of its own. Slope and exponent are medians over
 the passes. The 95 % interval of a median lies between two of the samples (a sign test:
-of 12, the third and the tenth), so a pass that the machine spoilt does not widen it.
+of 9, the second and the eighth), so a pass that the machine spoilt does not widen it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ AXIS = """
 ## Per {unit}: {first:,} to {last:,}
 
 All calls of the connector per step at both ends of the axis, and the slope in µs per
-step and {per}, with its 95 % interval over six to twelve passes. *flat* means that the
+step and {per}, with its 95 % interval over six to nine passes. *flat* means that the
 slope is below {margin:g}. Where it grows, the method that grows most is named.
 """
 REASONS = """

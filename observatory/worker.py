@@ -27,6 +27,7 @@ COLD_STEPS = 5
 PREFILL_STEPS = 200
 # A connector may hold what has ended until it has saved it.
 FINISH_DEADLINE_S = 120.0
+HELD_PAUSE_S = 0.002
 
 Ranges = list[tuple[int, int]]
 
@@ -106,6 +107,9 @@ class SteppedEngine(NullEngine):
             if time.monotonic() > deadline_s:
                 raise RuntimeError("requests do not end: the connector holds them")
             self._step()
+            if not self.core.scheduler.get_num_unfinished_requests():
+                # All are done but for the connector, which wants the core.
+                time.sleep(HELD_PAUSE_S)
 
     def _forget(self) -> None:
         self._finish()

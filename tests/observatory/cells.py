@@ -10,7 +10,7 @@ import numpy as np
 from lab.records.observatory_cell import CellRecord
 from observatory.axes import AXES
 
-PASSES = 12
+PASSES = 9
 META = "scheduler.build_connector_meta_us"
 PROVENANCE = {"git_commit": "0123456789abcdef", "date_utc": "2026-11-22T10:00:00+00:00"}
 

@@ -58,7 +58,7 @@ def test_the_slope_is_per_unit_of_the_axis(axis):
     found = growth(cell, axis, META)
     assert found.slope.value == pytest.approx(7.0)
     assert found.level_us[-1] == pytest.approx(10 + 7 * told.levels[-1] / told.per)
-    assert found.passes == 12
+    assert found.passes == 9
 
 
 def test_the_interval_of_a_slope_holds_the_truth_in_95_of_100_cells():
@@ -67,20 +67,17 @@ def test_the_interval_of_a_slope_holds_the_truth_in_95_of_100_cells():
     for _ in range(400):
         cell = made()
         levels = np.array(AXES["running"].levels)
-        us = 10 + 0.5 * levels + rng.standard_normal((12, len(levels)))
+        us = 10 + 0.5 * levels + rng.standard_normal((9, len(levels)))
         cell.means_us["running"][META] = us.tolist()
         low, high = growth(cell, "running", META).slope.ci95
         held += low <= 0.5 <= high
     assert 0.92 <= held / 400 <= 0.98
 
 
-def test_two_passes_that_the_machine_spoilt_change_nothing():
+def test_a_pass_that_the_machine_spoilt_changes_nothing():
     cell = made(running=curve("running", 1, 1_000.0))
-    for spoilt in (2, 7):
-        passes = cell.means_us["running"][META]
-        passes[spoilt] = [
-            us * (3 if level % 2 else 1) for level, us in enumerate(passes[0])
-        ]
+    passes = cell.means_us["running"][META]
+    passes[7] = [us * (3 if level % 2 else 1) for level, us in enumerate(passes[0])]
     assert growth(cell, "running", META).order == "linear"
 
 
