@@ -102,3 +102,10 @@ def test_each_test_ends_as_it_did_inside(tmp_path):
 def test_what_cannot_be_read_off_the_text_is_refused(tmp_path, hidden):
     found = run(tmp_path, f"{hidden}PATCHES = []\n")
     assert "1 error" in found["output"]
+
+
+def test_what_is_for_another_release_alone_is_skipped(tmp_path):
+    module = 'PATCHES = []\nONLY = "0.0"\ndef test_it(): assert False\n'
+    output = run(tmp_path, module)["output"]
+    assert "1 skipped" in output
+    assert "what it tests is for 0.0 alone" in output
