@@ -64,7 +64,9 @@ def test_the_threads_are_those_of_the_process_four_times_a_second(idle):
     assert 5 <= len(threads) <= 4 * lasted_s + 2
     began = {step.step_id: step.t_ns for step in steps}
     for record in threads:
-        assert record.t_ns - 0.3e9 < began[record.step_id] <= record.t_ns
+        # The newest step, however long that one was held up.
+        assert began[record.step_id] <= record.t_ns
+        assert record.t_ns - 0.3e9 < began.get(record.step_id + 1, record.t_ns)
         assert "MainThread" in record.threads
         # Earlier tests have left others of that name.
         assert any(name.startswith("records-threads") for name in record.threads)
