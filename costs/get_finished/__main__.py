@@ -102,12 +102,14 @@ class Variants:
 
 
 def measure(
-    rounds: int, steps: int, installed: Installation
+    rounds: int, steps: int, installed: Installation, quiet: bool
 ) -> tuple[Samples, dict[str, str]]:
     """All cases, and the hashes of the patches. Raises RuntimeError."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         variants = Variants(Path(folder), stack, installed)
         variants.measure(QUIET, rounds, steps)
+        if quiet:
+            return variants.samples, variants.engines[AFTER].patch_hashes
         variants.measure(BUSY, rounds, steps)
         held = [
             variants.engines[name].ask("hold_sends", HELD_SENDS)
@@ -128,6 +130,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--vllm", help="a release; default: the installed one")
+    parser.add_argument("--quiet", action="store_true", help="nothing pending only")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=200, help="per round and case")
     parser.add_argument("--out", type=Path, default=Path("runs/step-cost.json"))
@@ -138,7 +141,9 @@ def main() -> None:
     exit_on_signals()
     try:
         installed = release(arguments.vllm) if arguments.vllm else installation()
-        samples, patch_hashes = measure(arguments.rounds, arguments.steps, installed)
+        samples, patch_hashes = measure(
+            arguments.rounds, arguments.steps, installed, arguments.quiet
+        )
     except (RuntimeError, ServerError) as error:
         sys.exit(str(error))
     found = rows(samples)
