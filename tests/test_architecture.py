@@ -168,3 +168,13 @@ def test_no_code_knows_a_config_by_name():
             if isinstance(node, ast.Constant) and node.value in names:
                 known.append(f"{where}:{node.lineno}: {node.value!r}")
     assert [one for one in known if not one.startswith(NAMED_FOR_A_REASON)] == []
+
+
+def test_no_two_test_files_have_one_name_so_that_pytest_collects_all_of_them():
+    # tests/patched is collected by a pytest of its own, inside a patched vLLM.
+    names = [
+        path.name
+        for path in sources(REPOSITORY)
+        if path.name.startswith("test_") and path.parent.name != "patched"
+    ]
+    assert sorted(set(names)) == sorted(names)
