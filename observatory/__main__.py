@@ -16,8 +16,9 @@ from lab.config import ConfigError
 from lab.paths import REPOSITORY
 from lab.records import RecordsError
 from lab.records.documents import write_document, write_whole
-from lab.serving.connector import load_connector
+from lab.serving.connector import Connector, load_connector
 from lab.serving.errors import ServerError
+from lab.serving.installation import Installation
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.releases import release as environment_of
 from lab.serving.supervise import exit_on_signals
@@ -52,10 +53,13 @@ def main() -> int:
             for connector in chosen.connector or matrix.connectors
             if chosen.again or not place(release, connector).exists()
         ]
+        # All at once, so that what is not there is said before an hour of measuring.
+        configs = {connector: load_connector(connector) for _, connector in cells}
+        installed = {release: environment_of(release) for release, _ in cells}
         with machine_lock():
-            for number, cell in enumerate(cells, 1):
+            for number, (release, connector) in enumerate(cells, 1):
                 print(f"observatory: {number} of {len(cells)}: ", end="", flush=True)
-                _measure(*cell)
+                _measure(release, connector, configs[connector], installed[release])
         found = read_cells(matrix.releases, matrix.connectors)
         write_whole(PAGE, page(matrix, found).encode())
     except (ConfigError, RecordsError, ServerError, MachineBusy, OSError) as error:
@@ -65,14 +69,10 @@ def main() -> int:
     return 0
 
 
-def _measure(release: str, connector: str) -> None:
-    found = measure(
-        connector,
-        release,
-        load_connector(connector),
-        environment_of(release),
-        "python -m observatory",
-    )
+def _measure(
+    release: str, connector: str, config: Connector, installed: Installation
+) -> None:
+    found = measure(connector, release, config, installed, "python -m observatory")
     told = reason(found.error) if found.error else "measured"
     print(f"vLLM {release}, {connector}: {told}, {found.wall_s:.0f} s", flush=True)
     file = place(release, connector)
