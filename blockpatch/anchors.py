@@ -2,7 +2,8 @@
 """Finding an anchor statement in the syntax tree of a pristine file.
 
 Comparison is by syntax tree, so comments, whitespace and quote style do not count. A
-compound statement is given by its header alone and compared without its body.
+compound statement is given by its header alone and compared without its body. Several
+simple statements that follow each other can be an anchor, too.
 """
 
 import ast
@@ -31,7 +32,7 @@ _STAND_IN_BODIES = (
 
 
 class Statement(NamedTuple):
-    """Lines ``[start, end)`` of a whole statement, decorators included."""
+    """Lines ``[start, end)`` of what an anchor stands for, decorators included."""
 
     start: int
     end: int
@@ -44,22 +45,22 @@ def parse_quietly(text: str | bytes) -> ast.Module:
         return ast.parse(text)
 
 
-def parse_anchor(text: str) -> ast.stmt:
-    """The one statement (or header of one) that ``text`` is; else ManifestError."""
+def parse_anchor(text: str) -> list[ast.stmt]:
+    """The simple statements, or one header, that ``text`` is; else ManifestError."""
     source = textwrap.dedent(text).strip()
     for number, body in enumerate(("", *_STAND_IN_BODIES)):
         try:
             statements = parse_quietly(source + body).body
         except (SyntaxError, ValueError):
             continue
-        if len(statements) != 1:
-            break
-        if number == 0 and isinstance(statements[0], COMPOUND):
+        if number == 0 and any(isinstance(one, COMPOUND) for one in statements):
             raise ManifestError(
                 f"anchor {text!r}: give the header alone, without its body"
             )
-        return statements[0]
-    raise ManifestError(f"anchor {text!r} is not one Python statement or header")
+        if not statements or (number > 0 and len(statements) > 1):
+            break
+        return statements
+    raise ManifestError(f"anchor {text!r} is no Python statement or header")
 
 
 class Source:
@@ -79,31 +80,38 @@ class Source:
             ) from None
 
     def find(self, scope: str, anchor: str) -> Statement:
-        """The only statement in ``scope`` that equals ``anchor``.
+        """The only place in ``scope`` that equals ``anchor``.
 
         Raises AnchorError if there is none or more than one, or if it shares a line.
         """
         scopes = self._scopes(scope)
         wanted = parse_anchor(anchor)
-        decorated = bool(getattr(wanted, "decorator_list", None))
-        shape = _shape(wanted, decorated)
         matches = [
-            node
+            run
             for owner in scopes
-            for node in _statements(owner)
-            if type(node) is type(wanted)
-            and not self._is_elif(node)
-            and _shape(node, decorated) == shape
+            for run in _runs(owner, len(wanted))
+            if all(map(self._equals, run, wanted))
         ]
         if len(matches) != 1:
-            lines = ", ".join(str(node.lineno) for node in matches)
+            lines = ", ".join(
+                str(line) for line in sorted(m[0].lineno for m in matches)
+            )
             raise AnchorError(
                 f"{self.file}: anchor {anchor.strip()!r} in scope {scope or 'module'!r}"
                 f" matches {len(matches)} statements"
                 + (f" (lines {lines})" if matches else "")
                 + ", exactly one is needed"
             )
-        return self._statement(matches[0])
+        first, *_, last = map(self._statement, [*matches[0], matches[0][-1]])
+        return Statement(first.start, last.end, first.indent)
+
+    def _equals(self, node: ast.stmt, wanted: ast.stmt) -> bool:
+        decorated = bool(getattr(wanted, "decorator_list", None))
+        return (
+            type(node) is type(wanted)
+            and not self._is_elif(node)
+            and _shape(node, decorated) == _shape(wanted, decorated)
+        )
 
     def _scopes(self, scope: str) -> list[ast.AST]:
         """All definitions with that path (a property has several of one name)."""
@@ -112,7 +120,7 @@ class Source:
             owners = [
                 node
                 for owner in owners
-                for node in _statements(owner)
+                for (node,) in _runs(owner, 1)
                 if isinstance(node, DEFINITIONS) and node.name == name
             ]
             if not owners:
@@ -144,15 +152,21 @@ class Source:
         return Statement(start, end, blank.rpartition(b"\f")[2])
 
 
-def _statements(owner: ast.AST) -> Iterator[ast.stmt]:
-    """Statements at any depth, not entering nested functions and classes."""
-    for node in ast.iter_child_nodes(owner):
-        if isinstance(node, ast.stmt):
-            yield node
-        if isinstance(
-            node, (ast.stmt, ast.ExceptHandler, ast.match_case)
-        ) and not isinstance(node, DEFINITIONS):
-            yield from _statements(node)
+def _runs(owner: ast.AST, length: int) -> Iterator[list[ast.stmt]]:
+    """All ``length`` statements that follow each other, at any depth.
+
+    Nested functions and classes are not entered.
+    """
+    for _, nodes in ast.iter_fields(owner):
+        if not isinstance(nodes, list):
+            continue
+        statements = [node for node in nodes if isinstance(node, ast.stmt)]
+        for start in range(len(statements) - length + 1):
+            yield statements[start : start + length]
+        for node in nodes:
+            nested = isinstance(node, (ast.stmt, ast.ExceptHandler, ast.match_case))
+            if nested and not isinstance(node, DEFINITIONS):
+                yield from _runs(node, length)
 
 
 def _shape(node: ast.stmt, decorated: bool) -> list[str]:

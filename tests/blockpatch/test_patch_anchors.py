@@ -97,6 +97,9 @@ def found(scope: str, anchor: str, text: str | bytes = DEMO) -> list[bytes]:
         ("Outer.method.inner", "return 1", b"            return", 1),
         ("Outer.Inner.method", "return 1", b"            return", 1),
         ("", "for i in (1, 2):", b"for i", 1),
+        # Several statements that follow each other.
+        ("", "z = 2\nraise", b"    z = 2", 2),
+        ("", "import os\nx = {'a': 'b'}", b"import os\n", 3),
     ],
 )
 def test_the_statement_is_found_whatever_its_layout(scope, anchor, first, count):
@@ -118,6 +121,10 @@ def test_the_statement_is_found_whatever_its_layout(scope, anchor, first, count)
         ("", "a = 1", "shares a line"),
         ("", "b = 2", "shares a line"),
         ("", "b = 3", "shares a line"),
+        ("", "z = 1\nz = 2", "matches 0"),  # not in one body
+        ("", "import os\nimport os", "matches 0"),
+        ("Outer.method", "g = 1\nreturn value", "matches 0"),
+        ("", "a = 1\nb = 2", "shares a line"),
     ],
 )
 def test_what_is_not_there_or_not_alone_is_refused(scope, anchor, reason):
@@ -131,6 +138,13 @@ def test_an_ambiguous_anchor_is_refused_with_the_lines():
         source("if x:\n    y = 1\nelse:\n    y = 1\n").find("", "y = 1")
 
 
+def test_the_statement_beside_an_ambiguous_one_says_which_is_meant():
+    text = "def f():\n    wake()\n\n    # why\n    a = 1\n    wake()\n    b = 2\n"
+    assert found("f", "wake()\na = 1", text)[0] == b"    wake()\n"
+    assert len(found("f", "wake()\na = 1", text)) == 4
+    assert found("f", "wake()\nb = 2", text) == [b"    wake()\n", b"    b = 2\n"]
+
+
 def test_a_getter_and_its_setter_are_told_apart_by_signature_or_decorator():
     getter = found("Scheduler", "def load(self):", SCHEDULER)
     assert getter[0].strip() == b"@property"
@@ -142,9 +156,12 @@ def test_a_getter_and_its_setter_are_told_apart_by_signature_or_decorator():
 
 @pytest.mark.parametrize(
     "anchor",
-    ["", "x = 1\ny = 2", "if x:\n    y = 1", "else:", "x = (", "def f(): pass"],
+    [
+        *("", "if x:\n    y = 1", "else:", "x = (", "def f(): pass"),
+        *("x = 1\nif x:", "x = 1\nif x:\n    y = 1"),
+    ],
 )
-def test_an_anchor_that_is_not_one_statement_or_header_is_refused(anchor):
+def test_an_anchor_that_is_no_statement_or_header_is_refused(anchor):
     with pytest.raises(ManifestError, match="anchor"):
         parse_anchor(anchor)
 
