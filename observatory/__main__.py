@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 
+import msgspec
+
 from lab.config import ConfigError
 from lab.paths import REPOSITORY
 from lab.records import RecordsError
-from lab.records.documents import write_document, write_whole
+from lab.records.documents import write_whole
 from lab.serving.connector import Connector, load_connector
 from lab.serving.errors import ServerError
 from lab.serving.installation import Installation
@@ -77,7 +79,8 @@ def _measure(
     print(f"vLLM {release}, {connector}: {told}, {found.wall_s:.0f} s", flush=True)
     file = place(release, connector)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_document(file, found)
+    # On one line: indented, the matrix would be ten megabytes.
+    write_whole(file, msgspec.json.encode(found) + b"\n")
 
 
 if __name__ == "__main__":
