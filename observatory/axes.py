@@ -12,26 +12,54 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Axis:
-    """`levels` in `unit`; slopes are stated in us per step and `per` of them.
+    """`levels` in `units`; slopes are stated in us per step and `per` of them.
 
     A slope up to `margin_us` is no growth: some 50 us over the whole axis, or, per
     arrival, a tenth of what vLLM's own scheduler takes.
     """
 
-    unit: str
+    units: str
+    per_unit: str
     per: int
     margin_us: float
     levels: tuple[int, ...]
 
-    @property
-    def per_unit(self) -> str:
-        """What a slope is per, beside the step: `1,000 cached blocks`."""
-        return f"{self.per:,} {self.unit}s" if self.per > 1 else self.unit
-
 
 AXES = {
-    "cache": Axis("cached block", 1_000, 3.0, (256, 4_096, 8_192, 12_288, 16_384)),
-    "running": Axis("running request", 1, 0.2, (1, 64, 128, 192, 256)),
-    "context": Axis("token of context", 1_000, 0.4, (1_024, 32_768, 65_536, 131_072)),
-    "arrivals": Axis("arrival per step", 1, 10.0, (0, 2, 4, 8, 16)),
+    "cache": Axis(
+        units="cached blocks",
+        per_unit="1,000 cached blocks",
+        per=1_000,
+        margin_us=3.0,
+        levels=(256, 4_096, 8_192, 12_288, 16_384),
+    ),
+    "running": Axis(
+        units="running requests",
+        per_unit="running request",
+        per=1,
+        margin_us=0.2,
+        levels=(1, 64, 128, 192, 256),
+    ),
+    "context": Axis(
+        units="tokens of context",
+        per_unit="1,000 tokens of context",
+        per=1_000,
+        margin_us=0.4,
+        levels=(1_024, 32_768, 65_536, 131_072),
+    ),
+    "arrivals": Axis(
+        units="arrivals per step",
+        per_unit="arrival",
+        per=1,
+        margin_us=10.0,
+        levels=(0, 2, 4, 8, 16),
+    ),
+    # Only of connectors with a tier of their own that can be emptied.
+    "tier": Axis(
+        units="blocks in the connector's tier",
+        per_unit="1,000 blocks in the tier",
+        per=1_000,
+        margin_us=3.0,
+        levels=(0, 4_096, 8_192, 16_384),
+    ),
 }

@@ -39,6 +39,8 @@ PASSES, FEWEST_PASSES = 9, 6
 # After so long, the fewest will do: some connectors write every block that is computed.
 LIMIT_S = 30.0
 STEPS = 25
+# Filled, and emptied before the next pass.
+ONLY_UP = ("cache", "tier")
 # What a busy machine does to single steps is left out. So is what a connector does in
 # less than one step of ten: that is for the sweep to see.
 SLOWEST = 0.1
@@ -105,16 +107,17 @@ def run(
             )
         )
         engine.wait_ready()
+        axes = [axis for axis in AXES if axis != "tier" or engine.ask("has_tier")]
         ranges = []
         began_s = time.monotonic()
         for number in range(PASSES):
             if number >= FEWEST_PASSES and time.monotonic() - began_s > LIMIT_S:
                 break
-            for axis in AXES:
+            for axis in axes:
                 levels = engine.ask("ranges", axis, _in_order(axis, number), STEPS)
                 ranges.append((axis, _down(axis, number), levels))
     steps = _read(folder / "records")
-    found: Passes = {axis: {} for axis in AXES}
+    found: Passes = {axis: {} for axis in axes}
     for axis, down, of_levels in ranges:
         upwards = of_levels[::-1] if down else of_levels
         for one, means in _means(steps, upwards).items():
@@ -123,8 +126,7 @@ def run(
 
 
 def _down(axis: str, number: int) -> bool:
-    # |cache| only grows.
-    return axis != "cache" and number % 2 == 1
+    return axis not in ONLY_UP and number % 2 == 1
 
 
 def _in_order(axis: str, number: int) -> list[int]:

@@ -29,7 +29,6 @@ from lab.serving.supervise import exit_on_signals
 from lab.stats.checks import Check, headline
 from lab.stats.junit import junit
 from lab.stats.markdown import table
-from observatory.axes import AXES
 from observatory.cell import measure
 from observatory.fit import growth
 from observatory.limits import ALL, check_all, no_worse, read_limits
@@ -79,8 +78,8 @@ def markdown(cell: CellRecord, checks: list[Check]) -> str:
 
 def _levels(cell: CellRecord) -> str:
     rows = []
-    for axis in AXES:
-        for time in cell.means_us[axis]:
+    for axis, times in cell.means_us.items():
+        for time in times:
             found = growth(cell, axis, time)
             if time == f"{ALL}_us" or ("." in time and max(found.level_us) >= 1):
                 ends = f"{found.level_us[0]:,.1f}", f"{found.level_us[-1]:,.1f}"

@@ -71,7 +71,7 @@ def no_worse(cell: CellRecord, old: CellRecord, since: str) -> list[Check]:
     """
     return [
         _than_before(cell, old, axis, method, since)
-        for axis in AXES
+        for axis in cell.means_us
         for method in [ALL, *_methods(cell, axis)]
     ]
 
@@ -84,7 +84,7 @@ def _along(cell: CellRecord, axis: AxisName, told: AxisLimits) -> Iterator[Check
         yield _judged(cell, aim, found.slope)
     for method, at_most in told.level_us.items():
         found = _growth(cell, axis, method)
-        what = f"{method} at {found.levels[-1]:,} {AXES[axis].unit}s"
+        what = f"{method} at {found.levels[-1]:,} {AXES[axis].units}"
         yield _judged(cell, Aim(what=what, at_most=at_most, unit="µs"), found.last)
     for method, at_most in told.order.items():
         found = _growth(cell, axis, method)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from lab.records.observatory_cell import CellRecord
 from lab.stats.markdown import DASH, table
 from observatory.axes import AXES
@@ -22,10 +24,10 @@ HEAD = """
 
 Each cell is one connector on one release of vLLM: the release's own engine core,
 scheduler, block pool, worker and connector in one process, with the null model, without
-HTTP. Four axes are moved, one at a time: cached blocks, running requests, the context's
-length, and arrivals per step. Nothing is transferred: this is what having a connector
-costs. [method.md](method.md#the-observatory) says how it is measured and what it cannot
-see.
+HTTP. Its axes are moved one at a time: cached blocks, running requests, the context's
+length, arrivals per step, and what an offloader holds. Nothing is transferred: this is
+what having a connector costs. [method.md](method.md#the-observatory) says how it is
+measured and what it cannot see.
 """
 SUMMARY = """
 ## What it costs idle, and what it grows with
@@ -36,7 +38,7 @@ decide. Each cell links to its record. `plain` and `kv_events` have no connector
 is what vLLM's own `schedule()` and `update_from_output()` take.
 """
 AXIS = """
-## Per {unit}: {first:,} to {last:,}
+## {units}: {first:,} to {last:,}
 
 All calls of the connector per step at both ends of the axis, and the slope in µs per
 step and {per}, with its 95 % interval over six to nine passes. *flat* means that the
@@ -99,6 +101,8 @@ def _idle(cell: CellRecord) -> str:
 
 def _grown(cell: CellRecord, axis: str) -> str | None:
     found = growth(cell, axis, whole(cell))
+    if found is None:
+        return None
     growing = grows(AXES[axis], found.slope)
     if growing is None:
         return f"{axis}?"
@@ -109,13 +113,23 @@ def _grown(cell: CellRecord, axis: str) -> str | None:
 def _along(axis: str, matrix: Matrix, cells: Cells) -> str:
     told = AXES[axis]
     head = AXIS.format(
-        unit=told.unit,
+        units=told.units.capitalize(),
         first=told.levels[0],
         last=told.levels[-1],
         per=told.per_unit,
         margin=told.margin_us,
     )
-    return _matrix(head, matrix, cells, lambda cell: _slope(cell, axis))
+    without = [one for one in matrix.connectors if _lacks(one, axis, cells)]
+    rows = msgspec.structs.replace(
+        matrix, connectors=[one for one in matrix.connectors if one not in without]
+    )
+    return _matrix(head, rows, cells, lambda cell: _slope(cell, axis))
+
+
+def _lacks(connector: str, axis: str, cells: Cells) -> bool:
+    own = [cell for (_, name), cell in cells.items() if name == connector]
+    measured = [cell for cell in own if not cell.error]
+    return bool(measured) and not any(axis in cell.means_us for cell in measured)
 
 
 def _slope(cell: CellRecord, axis: str) -> str:

@@ -64,6 +64,25 @@ class SteppedEngine(NullEngine):
         """At each number of requests that arrive, and end, in every step."""
         return [self._arriving(each, steps) for each in levels]
 
+    @property
+    def has_tier(self) -> bool:
+        """Whether the connector keeps KV of its own, and can forget it."""
+        connector = self.core.scheduler.connector
+        return connector is not None and "reset_cache" in vars(type(connector))
+
+    def tier(self, levels: list[int], steps: int) -> Ranges:
+        """At each number of blocks that were computed and left to the connector."""
+        self._forget()
+        assert self.core.scheduler.connector.reset_cache() is not False
+        found, stored = [], 0
+        for blocks in levels:
+            while stored < blocks:
+                self.add(self._prompt(FILLING_TOKENS), 1)
+                self._finish()
+                stored += FILLING_TOKENS // BLOCK_SIZE
+            found.append(self._anew(HELD_BATCH, HELD_TOKENS, steps))
+        return found
+
     def _anew(self, batch: int, tokens: int, steps: int) -> tuple[int, int]:
         self._forget()
         return self._decode(batch, tokens, steps)
@@ -130,11 +149,15 @@ def ranges(engine: SteppedEngine, axis: str, levels: list[int], steps: int) -> R
     return getattr(engine, axis)(levels, steps)
 
 
+def has_tier(engine: SteppedEngine) -> bool:
+    return engine.has_tier
+
+
 def main() -> None:
     model, told, socket = sys.argv[1:]
     given = json.loads(told)
     engine = SteppedEngine(Path(model), given["kv_transfer"], given["sizes"])
-    serve(engine, socket, ranges)
+    serve(engine, socket, ranges, has_tier)
 
 
 if __name__ == "__main__":

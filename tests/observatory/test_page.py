@@ -36,7 +36,14 @@ def test_a_cell_that_did_not_start_has_its_reason():
 
 
 def test_a_cell_that_is_missing_is_not_measured():
-    assert told().count("not measured") == 2 * 5
+    assert told().count("not measured") == 2 * 6
+
+
+def test_an_axis_that_a_connector_has_not_has_no_row_of_it():
+    short = {axis: us for axis, us in GROWING.means_us.items() if axis != "tier"}
+    cell = msgspec.structs.replace(GROWING, means_us=short)
+    text = page(MATRIX, {("0.32.0", "mooncake_both"): cell})
+    assert text.count("| `mooncake_both` |") == 5
 
 
 def test_a_report_is_answered_with_curve_and_verdict():
@@ -49,7 +56,7 @@ def test_a_report_is_answered_with_curve_and_verdict():
 def test_a_stand_in_is_said_wherever_the_connector_is_named():
     text = told(stand_ins={"mooncake_cpu_layout": "the layout of a CPU's cache"})
     rows = [line for line in text.splitlines() if line.startswith("| `mooncake_both`")]
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert all("\N{DAGGER}" in row for row in rows)
     assert "(../patches/mooncake_cpu_layout/README.md): the layout of" in text
 
