@@ -75,7 +75,9 @@ def _measure(
     release: str, connector: str, config: Connector, installed: Installation
 ) -> None:
     found = measure(connector, release, config, installed, "python -m observatory")
-    told = reason(found.error) if found.error else "measured"
+    if found.error:
+        found = msgspec.structs.replace(found, error=reason(found.error))
+    told = found.error or "measured"
     print(f"vLLM {release}, {connector}: {told}, {found.wall_s:.0f} s", flush=True)
     file = place(release, connector)
     file.parent.mkdir(parents=True, exist_ok=True)

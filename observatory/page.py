@@ -10,7 +10,6 @@ from lab.stats.markdown import DASH, table
 from observatory.axes import AXES
 from observatory.fit import Growth, grows, growth, steepest, whole
 from observatory.matrix import Claim, Matrix
-from observatory.reasons import reason
 from observatory.results import place
 
 ARROW = "\N{RIGHTWARDS ARROW}"
@@ -47,7 +46,7 @@ slope is below {margin:g}. Where it grows, the method that grows most is named.
 REASONS = """
 ## What does not start
 
-The reason is the last line of the engine's log.
+What vLLM said, and the line that refused.
 """
 CLAIMS = """
 ## Reports in the wild
@@ -196,7 +195,7 @@ def _reasons(cells: Cells) -> str:
 
 
 def _reason(cell: CellRecord) -> str:
-    return reason(cell.error).replace("|", "\\|").replace("`", "'")[:300]
+    return cell.error.replace("|", "\\|").replace("`", "'")[:300]
 
 
 def _made(cells: Cells) -> str:

@@ -30,4 +30,4 @@ class CellRecord(
     """By axis and time, for each pass over the levels, the mean of a step in us at each
     level. The slowest tenth of the steps is left out."""
     error: str | None = None
-    """Why it could not be measured: the end of the engine's log."""
+    """Why it could not be measured."""
