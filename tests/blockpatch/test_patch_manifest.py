@@ -57,7 +57,7 @@ def test_half_a_block_around_is_refused(tmp_path, entry, match):
     [
         ({"where": "above"}, "where is 'above'"),
         ({"anchor": "if x:\n    pass"}, "header alone"),
-        ({"anchor": "a = 1\nb = 2"}, "not one Python statement"),
+        ({"anchor": "a = 1\nif b:"}, "no Python statement"),
         ({"code": "x = ("}, "code is not valid Python"),
         ({"code": "  \n"}, "code is empty"),
         ({"code": "# BLOCK_END x:y"}, "no sentinel"),

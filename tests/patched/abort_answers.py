@@ -16,6 +16,8 @@ from abort_scenarios import Problems, must
 from mooncake_shapes import block_ids, pull_of
 from mooncake_world import World
 
+ANSWER_S = 10.0
+
 
 def ask(world: World, *transfer_ids: str) -> tuple[Future, list]:
     """Pulls some blocks of each; the pull's end, and the answers as they come."""
@@ -77,5 +79,11 @@ def asked_for_after_it_expired(world: World) -> Problems:
     need_send = world.worker.reqs_need_send
     world.prefill("t")
     world.until(lambda: "t" in need_send and need_send["t"].ready.is_set())
-    need_send["t"].expire_time = time.perf_counter() - 1
-    return refused(world, ask(world, "t")) + world.settle()
+    expired = need_send["t"]
+    expired.expire_time = time.perf_counter() - 1
+    asked = ask(world, "t")
+    # No step meanwhile: it would drop what has expired before the question is looked at.
+    deadline_s = time.monotonic() + ANSWER_S
+    while not (asked[0].done() or expired.sending) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return refused(world, asked) + world.settle()
