@@ -82,7 +82,7 @@ def asked_for_after_it_expired(world: World) -> Problems:
     expired = need_send["t"]
     expired.expire_time = time.perf_counter() - 1
     asked = ask(world, "t")
-    # No step meanwhile: it would drop what has expired before the question is looked at.
+    # No step meanwhile: it would drop what has expired before it is looked at.
     deadline_s = time.monotonic() + ANSWER_S
     while not (asked[0].done() or expired.sending) and time.monotonic() < deadline_s:
         time.sleep(0.001)
