@@ -9,6 +9,7 @@ Markdown; JSON goes to --out.
 from __future__ import annotations
 
 import argparse
+import json
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ CONNECTORS = {
     "Example": "ExampleConnector",
     "Nixl": "NixlConnector",
 }
+# ExampleConnector writes KV there; @FOLDER@ goes with the cell.
+EXTRA = {"shared_storage_path": "@FOLDER@/kv"}
 # The axis along which each grows.
 FAULTS = {
     "membership": "running",
@@ -58,7 +61,7 @@ def main() -> None:
     exit_on_signals()
     with machine_lock():
         before = {
-            name: _cell(own_connector(where, None)[1], chosen.vllm)
+            name: _cell(_connector(where), chosen.vllm)
             for name, where in CONNECTORS.items()
         }
         cases = [
@@ -69,7 +72,7 @@ def main() -> None:
         ]
         cases += [
             {"connector": name, "fault": None}
-            | _judged(_cell(own_connector(CONNECTORS[name], None)[1], chosen.vllm), old)
+            | _judged(_cell(_connector(CONNECTORS[name]), chosen.vllm), old)
             for name, old in islice(cycle(before.items()), chosen.unchanged)
         ]
     facts = before["Noop"].provenance
@@ -93,8 +96,12 @@ def markdown(cases: list[dict[str, Any]]) -> str:
 
 
 def _broken(name: str, fault: str) -> Connector:
-    told = f'{{"kv_connector_extra_config": {{"fault": "{fault}"}}}}'
-    return own_connector(f"costs.axes_gate.broken:Broken{name}", told)[1]
+    return _connector(f"costs.axes_gate.broken:Broken{name}", fault=fault)
+
+
+def _connector(where: str, **extra: str) -> Connector:
+    told = json.dumps({"kv_connector_extra_config": EXTRA | extra})
+    return own_connector(where, told)[1]
 
 
 def _cell(connector: Connector, version: str) -> CellRecord:
