@@ -78,7 +78,7 @@ transfer-check: setup ## does Mooncake report a write over TCP before the bytes 
 verdict-power: setup ## how small a growth a sweep still catches, from the run RUN=DIR
 	$(python) -m costs.power $(RUN) --flat noop --flat liars/honest --flat liars/constant --draws 8
 
-observatory: setup ## what every connector costs per step on every release (an hour, 50 GB, once)
+observatory: setup ## what every connector costs per step on every release (hours, 12 GB; goes on where it was stopped)
 	$(python) -m observatory
 
 axes-gate-check: setup ## does the gate along the axes catch broken connectors? (25 minutes)

@@ -102,8 +102,8 @@ class Source:
                 + (f" (lines {lines})" if matches else "")
                 + ", exactly one is needed"
             )
-        first, *_, last = map(self._statement, [*matches[0], matches[0][-1]])
-        return Statement(first.start, last.end, first.indent)
+        places = [self._statement(node) for node in matches[0]]
+        return Statement(places[0].start, places[-1].end, places[0].indent)
 
     def _equals(self, node: ast.stmt, wanted: ast.stmt) -> bool:
         decorated = bool(getattr(wanted, "decorator_list", None))

@@ -97,7 +97,7 @@ def _measured(chosen: argparse.Namespace) -> CellRecord:
         cell = measure(
             name, _vllm(python), connector, python, "python -m observatory.gate"
         )
-    if commit := _git_commit(chosen.repository):
+    if chosen.repository and (commit := _git_commit(chosen.repository)):
         cell.provenance["connector_commit"] = commit
     return cell
 
@@ -145,8 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         "--repository",
         type=Path,
         metavar="DIR",
-        default=Path(),
-        help="where the connector's commit is asked for (default: this folder)",
+        help="of the connector: its commit is kept, for --before to name",
     )
     return parser
 

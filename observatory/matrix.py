@@ -15,7 +15,10 @@ AxisName = Literal["cache", "running", "context", "arrivals", "tier"]
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What somebody reported of a `connector`, and where a cell answers it."""
+    """What somebody reported of a `connector`, and where a cell answers it.
+
+    With `beside`, the answer is its slope against that config's.
+    """
 
     where: str
     claim: str
@@ -23,6 +26,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     axis: AxisName
     release: str
     time: str = "connector_us"
+    beside: str | None = None
 
 
 class Matrix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

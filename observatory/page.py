@@ -165,13 +165,12 @@ def _stand_ins(matrix: Matrix) -> str:
 
 def _claims(matrix: Matrix, cells: Cells) -> str:
     head = ["report", "claim", "looked at", "curve", "verdict"]
-    rows = [
-        _answer(one, cells.get((one.release, one.connector))) for one in matrix.claims
-    ]
+    rows = [_answer(one, cells) for one in matrix.claims]
     return f"{CLAIMS.strip()}\n\n{table(head, rows)}" if rows else ""
 
 
-def _answer(claim: Claim, cell: CellRecord | None) -> list[str]:
+def _answer(claim: Claim, cells: Cells) -> list[str]:
+    cell = cells.get((claim.release, claim.connector))
     name = claim.connector.removeprefix("observatory/")
     looked_at = f"`{name}`, {claim.release}, {claim.axis}, `{claim.time}`"
     found = cell and growth(cell, claim.axis, claim.time)
@@ -181,7 +180,11 @@ def _answer(claim: Claim, cell: CellRecord | None) -> list[str]:
         f"{level:,}: {us:,.0f}"
         for level, us in zip(found.levels, found.level_us, strict=True)
     )
-    return [claim.where, claim.claim, looked_at, curve, verdict(claim.axis, found)]
+    told = verdict(claim.axis, found)
+    if other := cells.get((claim.release, claim.beside)):
+        plain = growth(other, claim.axis, claim.time)
+        told = f"{found.slope:+.1f}, and {plain.slope:+.1f} of `{claim.beside}`"
+    return [claim.where, claim.claim, looked_at, curve, told]
 
 
 def _reasons(cells: Cells) -> str:

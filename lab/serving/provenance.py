@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import platform
 import subprocess
@@ -64,7 +65,9 @@ def collect(
     return msgspec.to_builtins(found)
 
 
+@functools.cache
 def _git(*arguments: str) -> str | None:
+    """As it was when first asked: a run's own results are no uncommitted changes."""
     return _output(["git", "-C", str(REPOSITORY), *arguments])
 
 

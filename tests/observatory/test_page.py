@@ -53,6 +53,17 @@ def test_a_report_is_answered_with_curve_and_verdict():
     assert "**grows**, quadratic" in row
 
 
+def test_a_report_can_be_answered_beside_another_config():
+    claim = Claim(
+        "vLLM #1", "walks", "mooncake_both", "running", "0.32.0", beside="noop"
+    )
+    flat = made("noop", "0.32.0", noise=0)
+    cells = {(one.release, one.connector): one for one in (GROWING, flat)}
+    text = page(msgspec.structs.replace(MATRIX, claims=[claim]), cells)
+    (row,) = [line for line in text.splitlines() if "vLLM #1" in line]
+    assert "and +0.0 [+0.0, +0.0] of `noop`" in row
+
+
 def test_a_stand_in_is_said_wherever_the_connector_is_named():
     text = told(stand_ins={"mooncake_cpu_layout": "the layout of a CPU's cache"})
     rows = [line for line in text.splitlines() if line.startswith("| `mooncake_both`")]
