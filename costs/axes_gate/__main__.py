@@ -9,30 +9,29 @@ Markdown; JSON goes to --out.
 from __future__ import annotations
 
 import argparse
-import json
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from costs.results import write_result
 from lab.paths import REPOSITORY
 from lab.records.observatory_cell import CellRecord
-from lab.serving.connector import Connector
+from lab.serving.connector import Connector, load_connector
 from lab.serving.machine_lock import machine_lock
-from lab.serving.own_connector import own_connector
 from lab.serving.releases import release
 from lab.serving.supervise import exit_on_signals
 from lab.stats.markdown import table
 from observatory.cell import measure
 from observatory.limits import no_worse
 
+# Configs of configs/connectors/, and what costs.axes_gate.broken calls their copies.
 CONNECTORS = {
-    "Noop": "connectors.noop:NoopConnector",
-    "Example": "ExampleConnector",
-    "Nixl": "NixlConnector",
+    "noop": "BrokenNoop",
+    "nixl_both": "BrokenNixl",
+    "mooncake_both": "BrokenMooncake",
 }
-# ExampleConnector writes KV there; @FOLDER@ goes with the cell.
-EXTRA = {"shared_storage_path": "@FOLDER@/kv"}
 # The axis along which each grows.
 FAULTS = {
     "membership": "running",
@@ -61,21 +60,20 @@ def main() -> None:
     exit_on_signals()
     with machine_lock():
         before = {
-            name: _cell(_connector(where), chosen.vllm)
-            for name, where in CONNECTORS.items()
+            name: _cell(name, load_connector(name), chosen.vllm) for name in CONNECTORS
         }
         cases = [
             {"connector": name, "fault": fault}
-            | _judged(_cell(_broken(name, fault), chosen.vllm), before[name])
+            | _judged(_cell(name, _broken(name, fault), chosen.vllm), before[name])
             for name in CONNECTORS
             for fault in FAULTS
         ]
         cases += [
             {"connector": name, "fault": None}
-            | _judged(_cell(_connector(CONNECTORS[name]), chosen.vllm), old)
+            | _judged(_cell(name, load_connector(name), chosen.vllm), old)
             for name, old in islice(cycle(before.items()), chosen.unchanged)
         ]
-    facts = before["Noop"].provenance
+    facts = before["noop"].provenance
     text = markdown(cases)
     write_result(chosen.out, {"provenance": facts, "cases": cases}, text)
     print(text)
@@ -96,20 +94,23 @@ def markdown(cases: list[dict[str, Any]]) -> str:
 
 
 def _broken(name: str, fault: str) -> Connector:
-    return _connector(f"costs.axes_gate.broken:Broken{name}", fault=fault)
+    healthy = load_connector(name)
+    transfer = healthy.kv_transfer_config
+    extra = transfer.get("kv_connector_extra_config", {}) | {"fault": fault}
+    copy = {
+        "kv_connector": CONNECTORS[name],
+        "kv_connector_module_path": "costs.axes_gate.broken",
+        "kv_connector_extra_config": extra,
+    }
+    return msgspec.structs.replace(healthy, kv_transfer_config=transfer | copy)
 
 
-def _connector(where: str, **extra: str) -> Connector:
-    told = json.dumps({"kv_connector_extra_config": EXTRA | extra})
-    return own_connector(where, told)[1]
-
-
-def _cell(connector: Connector, version: str) -> CellRecord:
-    name = connector.kv_transfer_config["kv_connector"]
+def _cell(name: str, connector: Connector, version: str) -> CellRecord:
     cell = measure(name, version, connector, release(version), COMMAND)
     if cell.error:
         raise SystemExit(f"axes_gate: {name} did not start\n{cell.error}")
-    print(f"axes_gate: {name}, {cell.wall_s:.0f} s", flush=True)
+    told = connector.kv_transfer_config["kv_connector"]
+    print(f"axes_gate: {told}, {cell.wall_s:.0f} s", flush=True)
     return cell
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
-    ExampleConnector,
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnector,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
@@ -43,7 +43,7 @@ class Faulty:
 
     def _every_third_step(self, scheduler_output) -> None:
         if self._steps % 3 == 0:
-            for _ in range(40):
+            for _ in range(120):
                 sorted(scheduler_output.num_scheduled_tokens)
 
     def _context(self, scheduler_output) -> None:
@@ -67,9 +67,9 @@ class BrokenNoop(Faulty, NoopConnector):
     pass
 
 
-class BrokenExample(Faulty, ExampleConnector):
+class BrokenNixl(Faulty, NixlConnector):
     pass
 
 
-class BrokenNixl(Faulty, NixlConnector):
+class BrokenMooncake(Faulty, MooncakeConnector):
     pass
