@@ -54,6 +54,14 @@ AXES = {
         margin_us=10.0,
         levels=(0, 2, 4, 8, 16),
     ),
+    # What is moved lies in so many places: one descriptor each, where they are merged.
+    "fragments": Axis(
+        units="fragments per arriving request of 64 blocks",
+        per_unit="fragment",
+        per=1,
+        margin_us=0.8,
+        levels=(1, 16, 32, 64),
+    ),
     # Only of connectors with a tier of their own that can be emptied.
     "tier": Axis(
         units="blocks in the connector's tier",

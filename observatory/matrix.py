@@ -11,7 +11,7 @@ from lab.config import read_toml
 from lab.paths import CONFIGS
 from lab.serving.connector import load_connector
 
-AxisName = Literal["cache", "running", "context", "arrivals", "tier"]
+AxisName = Literal["cache", "running", "context", "arrivals", "fragments", "tier"]
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

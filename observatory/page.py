@@ -134,7 +134,7 @@ def _lacks(connector: str, axis: str, cells: Cells) -> bool:
 def _slope(cell: CellRecord, axis: str) -> str:
     found = growth(cell, axis, whole(cell))
     if found is None:
-        return DASH
+        return DASH if axis in cell.levels else "not measured"
     ends = f"{found.level_us[0]:.0f} {ARROW} {found.level_us[-1]:.0f}"
     by = steepest(cell, axis)
     named = f" <br> `{by.removesuffix('_us')}`" if by else ""

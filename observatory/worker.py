@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from lab.serving.engine_process import serve
@@ -19,6 +19,7 @@ from lab.serving.null_engine import BLOCK_SIZE, NullEngine
 
 HELD_BATCH, HELD_TOKENS = 8, 4 * BLOCK_SIZE
 FILLING_TOKENS = 256 * BLOCK_SIZE
+FRAGMENTED_BLOCKS = 64
 # At 131,072 tokens of context each, as many as the cache has room for.
 LONG_BATCH = 4
 # The first steps at a level run with the processor's caches of the one before.
@@ -62,7 +63,23 @@ class SteppedEngine(NullEngine):
 
     def arrivals(self, levels: list[int], steps: int) -> Ranges:
         """At each number of requests that arrive, and end, in every step."""
-        return [self._arriving(each, steps) for each in levels]
+        found = []
+        for each in levels:
+            self._forget()
+            found.append(self._arriving(each, HELD_TOKENS, steps))
+        return found
+
+    def fragments(self, levels: list[int], steps: int) -> Ranges:
+        """At each number of runs of neighbours that an arriving request's blocks are.
+
+        One request of FRAGMENTED_BLOCKS arrives, and ends, in every step.
+        """
+        found = []
+        for fragments in levels:
+            self._forget()
+            self._scatter(FRAGMENTED_BLOCKS // fragments)
+            found.append(self._arriving(1, FRAGMENTED_BLOCKS * BLOCK_SIZE, steps))
+        return found
 
     @property
     def has_tier(self) -> bool:
@@ -96,16 +113,26 @@ class SteppedEngine(NullEngine):
         self._end()
         return first, first + steps
 
-    def _arriving(self, each: int, steps: int) -> tuple[int, int]:
-        self._forget()
+    def _arriving(self, each: int, tokens: int, steps: int) -> tuple[int, int]:
         self._start(HELD_BATCH, HELD_TOKENS, steps)
         first = self._steps
         for _ in range(steps):
             for _ in range(each):
-                self.add(self._prompt(HELD_TOKENS), 1)
+                self.add(self._prompt(tokens), 1)
             self._step()
         self._end()
         return first, first + steps
+
+    def _scatter(self, run: int) -> None:
+        """Have the pool hand out runs of `run` neighbours, none next to the one before.
+
+        A request may get the end of one run first, so it has one fragment more.
+        """
+        queue = self.core.scheduler.kv_cache_manager.block_pool.free_block_queue
+        free = queue.popleft_n(queue.num_free_blocks)
+        free.sort(key=lambda block: block.block_id)
+        runs = [free[first : first + run] for first in range(0, len(free), run)]
+        queue.append_n(list(chain.from_iterable(runs[::2] + runs[1::2])))
 
     def _start(self, batch: int, tokens: int, steps: int) -> None:
         for _ in range(batch):

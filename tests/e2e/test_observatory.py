@@ -19,20 +19,29 @@ from observatory.fit import growth
 pytestmark = pytest.mark.e2e
 
 HONEST = "from connectors.noop import NoopConnector as Mine\n"
-# 5 us per running request.
+# 5 us per running request, and per run of neighbours among a new request's blocks.
 BROKEN = """
 import time
+from itertools import pairwise
 from connectors.noop import NoopConnector
+
+def take(us):
+    until = time.perf_counter() + 1e-6 * us
+    while time.perf_counter() < until:
+        pass
 
 class Mine(NoopConnector):
     def build_connector_meta(self, scheduler_output):
-        until = time.perf_counter() + 5e-6 * len(scheduler_output.num_scheduled_tokens)
-        while time.perf_counter() < until:
-            pass
+        take(5 * len(scheduler_output.num_scheduled_tokens))
         return super().build_connector_meta(scheduler_output)
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        ids = blocks.get_block_ids()[0]
+        take(5 * (1 + sum(after != before + 1 for before, after in pairwise(ids))))
 """
 LIMITS = '[axes.running]\norder = { connector = "constant" }\n'
 META = "scheduler.build_connector_meta_us"
+ALLOCATED = "scheduler.update_state_after_alloc_us"
 
 
 def gate(folder: Path, code: str, *options: object) -> subprocess.CompletedProcess:
@@ -68,6 +77,16 @@ def test_the_growth_is_found_along_its_axis_with_its_slope_and_no_other(broken):
     assert running.slope.ci95[1] >= 5.0
     orders = {axis: growth(cell, axis, META).order for axis in ("cache", "context")}
     assert "linear" not in orders.values()
+
+
+def test_an_arriving_request_lies_in_as_many_fragments_as_the_level_says(broken):
+    _, cell = broken
+    found = growth(cell, "fragments", ALLOCATED)
+    assert found.order == "linear"
+    assert found.slope.ci95[0] <= 5.2
+    assert found.slope.ci95[1] >= 4.9
+    # Whoever looks at each step of the request, not at its blocks, does not grow.
+    assert growth(cell, "fragments", META).order == "constant"
 
 
 def test_the_gate_ends_with_1_and_names_what_grew_along_what(broken):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from observatory.__main__ import PAGE
+from observatory.axes import AXES
 from observatory.matrix import Claim, Matrix, read_matrix
 from observatory.page import page
 from observatory.results import RESULTS, read_cells
@@ -17,6 +18,9 @@ GROWING = made("mooncake_both", running=curve("running", 2, 900.0))
 DEAD = msgspec.structs.replace(
     made("noop", "0.28.0"), error="no | device (vllm/v1/a.py:3)"
 )
+
+# One per axis, and the summary.
+TABLES = len(AXES) + 1
 
 
 def told(**changes) -> str:
@@ -36,14 +40,26 @@ def test_a_cell_that_did_not_start_has_its_reason():
 
 
 def test_a_cell_that_is_missing_is_not_measured():
-    assert told().count("not measured") == 2 * 6
+    assert told().count("not measured") == 2 * TABLES
 
 
 def test_an_axis_that_a_connector_has_not_has_no_row_of_it():
     short = {axis: us for axis, us in GROWING.means_us.items() if axis != "tier"}
     cell = msgspec.structs.replace(GROWING, means_us=short)
     text = page(MATRIX, {("0.32.0", "mooncake_both"): cell})
-    assert text.count("| `mooncake_both` |") == 5
+    assert text.count("| `mooncake_both` |") == TABLES - 1
+
+
+def test_a_cell_from_before_there_was_an_axis_says_so():
+    old = {axis: us for axis, us in GROWING.means_us.items() if axis != "fragments"}
+    levels = {axis: GROWING.levels[axis] for axis in old}
+    cell = msgspec.structs.replace(GROWING, means_us=old, levels=levels)
+    cells = {("0.32.0", "mooncake_both"): cell, ("0.28.0", "mooncake_both"): GROWING}
+    _, fragments = page(MATRIX, cells).split("## Fragments", 1)
+    (row,) = [
+        line for line in fragments.split("## ")[0].splitlines() if "mooncake" in line
+    ]
+    assert row.endswith("| not measured |")
 
 
 def test_a_report_is_answered_with_curve_and_verdict():
@@ -67,7 +83,7 @@ def test_a_report_can_be_answered_beside_another_config():
 def test_a_stand_in_is_said_wherever_the_connector_is_named():
     text = told(stand_ins={"mooncake_cpu_layout": "the layout of a CPU's cache"})
     rows = [line for line in text.splitlines() if line.startswith("| `mooncake_both`")]
-    assert len(rows) == 6
+    assert len(rows) == TABLES
     assert all("\N{DAGGER}" in row for row in rows)
     assert "(../patches/mooncake_cpu_layout/README.md): the layout of" in text
 
