@@ -6,7 +6,8 @@
         [--junit FILE]
 
 Prints Markdown. Exit status: 0 if it keeps all limits; 1 if one is broken, or if a
-method grows that did not in the CELL of --before; 2 if it could not be measured.
+method grows that did not in the CELL of --before; 2 if something that was told is
+wrong; 3 if the connector did not start.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from observatory.fit import growth
 from observatory.limits import ALL, check_all, no_worse, read_limits
 from observatory.page import verdict
 
-KEPT, BROKEN, BAD_INPUT = 0, 1, 2
+KEPT, BROKEN, BAD_INPUT, NOT_STARTED = 0, 1, 2, 3
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             print(
                 f"gate: {cell.connector} did not start\n{cell.error}", file=sys.stderr
             )
-            return BAD_INPUT
+            return NOT_STARTED
         checks = check_all(cell, limits) if limits else []
         if old:
             checks += no_worse(cell, old, _commit(old))

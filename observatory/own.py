@@ -2,7 +2,7 @@
 """run_all.sh --connector: along which axes does it grow, and then the sweep.
 
 The axes take a minute and answer first. They need the CPU's vLLM, so a profile for GPUs
-has the sweep alone.
+has the sweep alone. So has a connector that cannot be held at the axes' levels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from lab.config import ConfigError
 from microbench import sweep
 from microbench.profile import load_profile
 from observatory import gate
+from observatory.limits import read_limits
 
 
 def main() -> int:
@@ -22,8 +23,15 @@ def main() -> int:
     if arguments.check or not _on_cpu(arguments.profile):
         return sweep.main()
     status = gate.main(_of_gate(arguments))
-    # What does not start, or is told wrongly, is so in the sweep, too.
-    return status if status > gate.BROKEN else sweep.main() or status
+    if status == gate.BAD_INPUT:
+        return status
+    if status == gate.NOT_STARTED:
+        if arguments.limits and read_limits(arguments.limits).axes:
+            return status
+        # In one process, with 131,072 tokens of context: a server may not need that.
+        print("run_all: it is not known along other axes; the sweep decides alone")
+        status = gate.KEPT
+    return sweep.main() or status
 
 
 def _on_cpu(profile: str) -> bool:

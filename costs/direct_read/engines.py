@@ -15,9 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from costs.direct_read.gates import GATES_VARIABLE
 from lab.serving.connector import Connector
+from lab.serving.installation import installation
 from lab.serving.server import Server
 from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
-from lab.serving.tree import build_tree, installed_package
+from lab.serving.tree import build_tree
 from lab.tiny.checkpoint import MAX_TOKENS
 from lab.tiny.server import (
     BLOCK_TOKENS,
@@ -157,5 +158,5 @@ def in_multi_connector(config: dict[str, Any]) -> dict[str, Any]:
 
 def direct_read_tree(lab: TinyServers) -> Path:
     tree = lab.folder / "direct_read"
-    build_tree(tree, installed_package("vllm"), PATCHES, {})
+    build_tree(tree, installation().package("vllm"), PATCHES, {})
     return tree

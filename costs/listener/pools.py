@@ -14,7 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from blockpatch.blocks import parse, render
-from lab.serving.tree import build_tree, installed_package
+from lab.serving.installation import installation
+from lab.serving.tree import build_tree
 
 PATCHES = ["mooncake_hash_sync", "block_pool_delta_listener"]
 # What a step of 8,192 prompt tokens caches.
@@ -37,7 +38,7 @@ def patched_vllm() -> Iterator[None]:
     """Within the block `import vllm` finds a private patched tree."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
-        build_tree(tree, installed_package("vllm"), PATCHES, {})
+        build_tree(tree, installation().package("vllm"), PATCHES, {})
         sys.path.insert(0, str(tree))
         yield
 

@@ -17,11 +17,12 @@ import msgspec
 from fleet.launch.instance_settings import InstanceSettings
 from fleet.launch.spec import FleetSpec, Member, SpecError, members, own_connector, told
 from lab.records.instances import Instance
+from lab.serving.installation import installation
 from lab.serving.null_model import Checkpoint
 from lab.serving.ports import reserve
 from lab.serving.server import Server, ServerError, tail
 from lab.serving.server_spec import Engine, resolve
-from lab.serving.tree import build_tree, installed_package
+from lab.serving.tree import build_tree
 
 FORWARD_TOTALS = "forward_totals"
 
@@ -60,7 +61,7 @@ class Workshop:
             return tree, msgspec.json.decode(noted.read_bytes())
         # Left by an attempt in which a patch did not fit.
         shutil.rmtree(tree, ignore_errors=True)
-        base = installed_package("vllm")
+        base = installation().package("vllm")
         used = spec.connector
         hashes = build_tree(tree, base, used.patches, used.patch_parameters)
         noted.write_bytes(msgspec.json.encode(hashes))

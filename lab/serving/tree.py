@@ -9,7 +9,6 @@ the package cache it may itself be linked to, keep every byte.
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -17,17 +16,6 @@ from pathlib import Path
 import blockpatch
 from lab.paths import PATCHES
 from lab.serving.installation import Installation, installation
-
-
-def installed_package(name: str) -> Path:
-    """Folder of an installed package, found without importing it.
-
-    Raises ModuleNotFoundError if there is none.
-    """
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"package {name} is not installed in this Python")
-    return Path(spec.submodule_search_locations[0])
 
 
 def link_package(package: Path, destination: Path) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from lab.serving.tree import build_tree, installed_package
+from lab.serving.installation import installation
+from lab.serving.tree import build_tree
 from lab.tiny.checkpoint import write_checkpoint
 from lab.tiny.server import TinyServer, Tokens
 
@@ -39,7 +40,7 @@ class TinyServers:
         self._trees = {False: folder / "unpatched", True: folder / "patched"}
         for patched, tree in self._trees.items():
             patches = NEEDED + FIXES if patched else NEEDED
-            build_tree(tree, installed_package("vllm"), patches, {"DELAY_US": 500})
+            build_tree(tree, installation().package("vllm"), patches, {"DELAY_US": 500})
         self._started = 0
 
     def instance(

@@ -20,7 +20,8 @@ from costs.hooks.patch_hooks import (
     worker_hooks,
 )
 from costs.hooks.report import AGAIN, BASE, OFF, ON, Samples, cost, report
-from lab.serving.tree import build_tree, installed_package
+from lab.serving.installation import installation
+from lab.serving.tree import build_tree
 
 ROUNDS, STEPS = 10, 100
 
@@ -83,7 +84,7 @@ def test_off_is_undecided_where_the_noise_would_hide_anything():
 def package(tmp_path_factory):
     """A patched vLLM's folder."""
     tree = tmp_path_factory.mktemp("hooks") / "tree"
-    build_tree(tree, installed_package("vllm"), PATCHES, {})
+    build_tree(tree, installation().package("vllm"), PATCHES, {})
     return tree / "vllm"
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from lab.paths import REPOSITORY
+from lab.serving.installation import installation
 from lab.serving.supervise import descendants
-from lab.serving.tree import installed_package
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +27,7 @@ RUN_ALL = ["bash", str(REPOSITORY / "run_all.sh"), "--profile", "cpu-smoke"]
 
 def package_digest(name: str) -> str:
     digest = hashlib.sha256()
-    for file in sorted(installed_package(name).rglob("*.py")):
+    for file in sorted(installation().package(name).rglob("*.py")):
         digest.update(str(file).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 

@@ -15,6 +15,7 @@ from lab.paths import REPOSITORY
 from lab.records.documents import read_document
 from lab.records.observatory_cell import CellRecord
 from observatory.fit import growth
+from observatory.gate import NOT_STARTED
 
 pytestmark = pytest.mark.e2e
 
@@ -97,7 +98,7 @@ def test_the_gate_ends_with_1_and_names_what_grew_along_what(broken):
 
 def test_a_connector_that_does_not_start_is_told_with_its_reason(tmp_path):
     run = gate(tmp_path, "")
-    assert run.returncode == 2
+    assert run.returncode == NOT_STARTED
     assert "Mine not found in mine" in run.stderr
 
 

@@ -19,7 +19,7 @@ from lab.paths import CONFIGS, PATCHES, REPOSITORY
 from lab.serving.connector import Connector, load_connector
 from lab.serving.installation import installation
 from lab.serving.machine_lock import MachineBusy, machine_lock
-from lab.serving.tree import build_tree, installed_package, link_package
+from lab.serving.tree import build_tree, link_package
 from microbench import sweep
 from microbench.profile import load_profile
 from microbench.trees import build_trees
@@ -45,7 +45,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trees")
-    link_package(installed_package("vllm"), folder / "base")
+    link_package(installation().package("vllm"), folder / "base")
     return folder
 
 
@@ -74,7 +74,7 @@ def test_the_full_profiles_reach_the_reference_studys_cache_size(name):
 def test_every_config_can_be_built_and_leaves_the_installed_package_alone(
     name, trees, tmp_path
 ):
-    target = installed_package("vllm") / "v1/core/sched/scheduler.py"
+    target = installation().package("vllm") / "v1/core/sched/scheduler.py"
     before = target.read_bytes()
     connector = load_connector(name)
     hashes = build_tree(
@@ -178,5 +178,5 @@ def test_a_second_sweep_on_the_same_machine_is_refused(tmp_path):
 
 
 def test_the_tree_shares_its_data_with_the_installed_package(trees):
-    original = installed_package("vllm") / "envs.py"
+    original = installation().package("vllm") / "envs.py"
     assert os.stat(original).st_ino == os.stat(trees / "base/vllm/envs.py").st_ino

@@ -12,7 +12,7 @@ from releases import package_of
 import blockpatch
 from blockpatch import Patch, Tree
 from lab.paths import PATCHES
-from lab.serving.tree import installed_package
+from lab.serving.installation import installation
 
 ALL = blockpatch.load_patches(PATCHES)
 V1, V2 = ALL["step_timing_v1"], ALL["step_timing_v2"]
@@ -45,7 +45,7 @@ def copy_of(patch: Patch, source: Path, place: Path) -> Tree:
 
 def copy_of_installed(patch: Patch, place: Path) -> Tree:
     try:
-        return copy_of(patch, installed_package(patch.package), place)
+        return copy_of(patch, installation().package(patch.package), place)
     except ModuleNotFoundError:
         pytest.skip(f"{patch.package} is not installed")
 

@@ -16,11 +16,12 @@ from proxy_lab import post, proxy, until
 
 from lab.records.instances import Instance
 from lab.serving.connector import Connector
+from lab.serving.installation import installation
 from lab.serving.null_model import null_checkpoint
 from lab.serving.server import Server
 from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
 from lab.serving.settings import CPU_ENGINE
-from lab.serving.tree import build_tree, installed_package
+from lab.serving.tree import build_tree
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 BLOCK, BLOCKS = 16, 120
@@ -47,7 +48,7 @@ def instance(tmp_path: Path) -> Iterator[Instance]:
             json.dumps(events),
         ],
     )
-    build_tree(tmp_path / "tree", installed_package("vllm"), [], {})
+    build_tree(tmp_path / "tree", installation().package("vllm"), [], {})
     model = null_checkpoint(tmp_path / "model")
     engine = Engine(tmp_path / "tree", settings, Connector("", []), model)
     with Server(resolve(engine, tmp_path, {})) as server:
