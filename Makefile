@@ -81,7 +81,7 @@ verdict-power: setup ## how small a growth a sweep still catches, from the run R
 observatory: setup ## what every connector costs per step on every release (hours, 12 GB; goes on where it was stopped)
 	$(python) -m observatory
 
-axes-gate-check: setup ## does the gate along the axes catch broken connectors? (25 minutes)
+axes-gate-check: setup ## does the gate along the axes catch broken connectors? (40 minutes)
 	$(python) -m costs.axes_gate
 
 noisy-sweep: setup ## the sweep beside a neighbour who takes 0 to 100 % of a core (25 minutes)

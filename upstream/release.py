@@ -25,6 +25,7 @@ PART = (
     "tests/v1/kv_connector/unit",
     "tests/v1/metrics",
     "vllm/distributed/kv_transfer/kv_connector/v1/mooncake",
+    "vllm/distributed/kv_transfer/kv_connector/v1/nixl",
     "vllm/distributed/kv_transfer/kv_connector/v1/offloading",
     "vllm/v1/core",
     "vllm/v1/metrics",
