@@ -17,11 +17,13 @@ import pytest
 import vllm
 from overlapping import Overlapping
 from recorder_connectors import LOG, SAVED, Call
+from v2_runner import connector_output
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1 import step_records
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.engine import core as core_module
 from vllm.v1.worker import gpu_worker, kv_connector_model_runner_mixin
+from vllm.v1.worker.gpu import kv_connector as v2_kv_connector
 
 from lab.records.lines import read_lines
 from lab.records.steps import EngineHeader, EngineStep, WorkerHeader, WorkerStep
@@ -36,7 +38,12 @@ ENOUGH_BLOCKS = {"0.28.0": 600}
 # A tenth of it would do.
 MOST_STEPS = 5_000
 ENGINE = (step_records, scheduler_module, core_module)
-WORKER = (step_records, gpu_worker, kv_connector_model_runner_mixin)
+WORKER = (
+    step_records,
+    gpu_worker,
+    kv_connector_model_runner_mixin,
+    v2_kv_connector,
+)
 
 
 def config(name: str) -> dict[str, Any]:
@@ -59,6 +66,7 @@ CONFIGS = {
     "alone": config("Busy"),
     "with_two_steps_in_flight": config("Busy"),
     "in_multi": multi(NOOP, config("Busy")),
+    "in_the_v2_runners_path": config("Busy"),
 }
 
 
@@ -115,6 +123,12 @@ def run(model: Path, folder: Path, how: str) -> Recorded:
         LOG.clear()
         SAVED.clear()
         engine = new_engine(CONFIGS[how], model, num_blocks)
+        if how == "in_the_v2_runners_path":
+            patch.setattr(
+                kv_connector_model_runner_mixin.KVConnectorModelRunnerMixin,
+                "_get_kv_connector_output",
+                staticmethod(connector_output(engine.core.vllm_config)),
+            )
         _note_steps(engine)
         _serve(engine)
     engine_file = read_lines(folder / "engine_step.jsonl", EngineHeader, EngineStep)

@@ -11,6 +11,8 @@ from recorder_lab import NUM_BLOCKS, calls_of, run, us_of
 
 PATCHES = ["step_timing_v1", "step_timing_v2"]
 
+HOW = ["alone", "with_two_steps_in_flight", "in_multi", "in_the_v2_runners_path"]
+
 # What a step calls, on either side; most were in no record before.
 CALLED = {
     "SCHEDULER": {
@@ -49,7 +51,7 @@ def own(times: dict, how: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("how", ["alone", "with_two_steps_in_flight", "in_multi"])
+@pytest.mark.parametrize("how", HOW)
 def test_every_call_counts_in_its_step(model, folder, how):
     found = run(model, folder, how)
     assert (found.scheduled_early > 50) == (how == "with_two_steps_in_flight")
@@ -57,7 +59,7 @@ def test_every_call_counts_in_its_step(model, folder, how):
         assert own(step.connector_calls, how) == calls_of(calls), step
 
 
-@pytest.mark.parametrize("how", ["alone", "with_two_steps_in_flight", "in_multi"])
+@pytest.mark.parametrize("how", HOW)
 def test_what_a_call_takes_is_what_the_connector_took(model, folder, how):
     found = run(model, folder, how)
     extra_us = []
@@ -67,6 +69,27 @@ def test_what_a_call_takes_is_what_the_connector_took(model, folder, how):
             assert times[name] > us
             extra_us.append((times[name] - us) / step.connector_calls.get(name, 1))
     assert len(extra_us) > 1_000
+    assert statistics.median(extra_us) < SPIN_US / 10
+
+
+@pytest.mark.parametrize("how", ["alone", "in_the_v2_runners_path"])
+def test_both_worker_paths_record_the_four_calls_that_the_report_names(
+    model, folder, how
+):
+    extra_us = []
+    for step in run(model, folder, how).steps["WORKER"].values():
+        since_0_30 = "get_transfer_results" in step.connector_us
+        last = "get_transfer_results" if since_0_30 else "get_finished"
+        fields_us = {
+            "bind_connector_metadata": step.bind_us,
+            "start_load_kv": step.start_load_kv_us,
+            "wait_for_save": step.wait_for_save_us,
+            last: step.get_finished_us,
+        }
+        taken_us = {name: us for name, us in fields_us.items() if us is not None}
+        assert set(taken_us) == set(fields_us) & set(step.connector_us)
+        extra_us += [us - step.connector_us[name] for name, us in taken_us.items()]
+    assert min(extra_us) > 0
     assert statistics.median(extra_us) < SPIN_US / 10
 
 
