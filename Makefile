@@ -109,7 +109,8 @@ upstream-series: vllm-releases ## make the series for upstream again from patche
 # What the patches do, in real vLLM of another release of locks/releases/.
 release-test: setup ## test what the patches do on another release: VLLM=0.32.0 (up to 9 GB, once)
 	TEST_VLLM=$(VLLM) $(python) -m pytest -m "" tests/patched \
-	    tests/patches/test_step_timing.py tests/patches/test_step_timing_hooks.py
+	    tests/patches/test_step_timing.py tests/patches/test_step_timing_hooks.py \
+	    tests/e2e/test_transfers.py
 
 # The prefix index needs Go and no Python.
 kvindex-test: ## test the prefix index, its adapter and the patches on llm-d-kv-cache (needs Go and git)

@@ -18,6 +18,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from lab.serving.connector import Connector
+from lab.serving.installation import Installation
 from lab.serving.server import Server
 from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
 from lab.serving.settings import CPU_ENGINE, EngineSettings
@@ -66,13 +67,16 @@ class Counters:
 
 
 def tiny_settings(
-    max_model_len: int, max_num_seqs: int, num_blocks: int = NUM_BLOCKS
+    max_model_len: int,
+    max_num_seqs: int,
+    num_blocks: int = NUM_BLOCKS,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> EngineSettings:
     """A float32 engine for the tiny checkpoint, on one core."""
     return msgspec.structs.replace(
         CPU_ENGINE,
         num_blocks=num_blocks,
-        block_size=BLOCK_TOKENS,
+        block_size=block_tokens,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -92,11 +96,13 @@ class TinyServer(Server):
         kv_transfer_config: dict[str, Any] | None,
         env: dict[str, str],
         max_num_seqs: int,
+        installed: Installation,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> None:
         folder.mkdir()
         connector = Connector("", [], kv_transfer_config=kv_transfer_config)
-        settings = tiny_settings(MAX_TOKENS, max_num_seqs)
-        engine = Engine(tree, settings, connector, checkpoint)
+        settings = tiny_settings(MAX_TOKENS, max_num_seqs, block_tokens=block_tokens)
+        engine = Engine(tree, settings, connector, checkpoint, installed)
         super().__init__(resolve(engine, folder, {}).told(**env))
         self.bootstrap_url = f"http://127.0.0.1:{self.ports.bootstrap}"
 

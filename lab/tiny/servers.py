@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from lab.serving.installation import installation
+from lab.serving.installation import Installation, installation
 from lab.serving.tree import build_tree
 from lab.tiny.checkpoint import write_checkpoint
-from lab.tiny.server import TinyServer, Tokens
+from lab.tiny.server import BLOCK_TOKENS, TinyServer, Tokens
 
 KV_TRANSFER = {
     "mooncake": {
@@ -20,8 +20,14 @@ KV_TRANSFER = {
     },
     "nixl": {"kv_connector": "NixlConnector"},
 }
-# Without these, Mooncake does not start on a CPU and NIXL takes a core while idle.
-NEEDED = ["mooncake_cpu_layout", "nixl_progress_delay"]
+# Without these, Mooncake does not start on a CPU, NIXL finds no blocks, and threads of
+# NIXL and vLLM that are idle take a core each.
+NEEDED = [
+    "mooncake_cpu_layout",
+    "nixl_cpu_layout",
+    "nixl_progress_delay",
+    "cpu_uniproc",
+]
 FIXES = [
     "block_pool_delta_listener",
     "mooncake_get_finished_short_circuit",
@@ -31,16 +37,33 @@ FIXES = [
 
 
 class TinyServers:
-    """A folder with vLLM patched and not, and two checkpoints; starts instances."""
+    """A folder with vLLM patched and not, and two checkpoints; starts instances.
 
-    def __init__(self, folder: Path) -> None:
+    vLLM is that of `installed`, by default of the Python that runs this. The attention
+    of later releases for CPUs wants blocks of 32 tokens.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        installed: Installation | None = None,
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> None:
         self.folder = folder
+        self.installed = installed or installation()
+        self.block_tokens = block_tokens
         self.checkpoint = write_checkpoint(folder / "checkpoint", seed=1)
         self.other_weights = write_checkpoint(folder / "other_weights", seed=2)
         self._trees = {False: folder / "unpatched", True: folder / "patched"}
         for patched, tree in self._trees.items():
             patches = NEEDED + FIXES if patched else NEEDED
-            build_tree(tree, installation().package("vllm"), patches, {"DELAY_US": 500})
+            build_tree(
+                tree,
+                self.installed.package("vllm"),
+                patches,
+                {"DELAY_US": 500},
+                self.installed,
+            )
         self._started = 0
 
     def instance(
@@ -69,6 +92,8 @@ class TinyServers:
             config,
             env or {},
             max_num_seqs,
+            self.installed,
+            self.block_tokens,
         )
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 import pytest
 
 from lab.serving.preflight import require_honest_transfers
+from lab.tiny.server import BLOCK_TOKENS
 from lab.tiny.servers import Reference, TinyServers, ready
+from tests.releases import INSTALLED, under_test
 
 
 @pytest.fixture(scope="package")
 def lab(tmp_path_factory) -> TinyServers:
     require_honest_transfers()
-    return TinyServers(tmp_path_factory.mktemp("transfers"))
+    folder = tmp_path_factory.mktemp("transfers")
+    block_tokens = BLOCK_TOKENS if INSTALLED == "0.18.1" else 2 * BLOCK_TOKENS
+    return TinyServers(folder, under_test(), block_tokens)
 
 
 @pytest.fixture(scope="package")
