@@ -54,7 +54,7 @@ def main() -> None:
         "--unchanged", type=int, default=40, help="runs of unchanged ones"
     )
     parser.add_argument(
-        "--out", type=Path, default=REPOSITORY / "runs" / "axes_gate.json"
+        "--out", type=Path, default=REPOSITORY / "runs" / "axes_gate.md"
     )
     chosen = parser.parse_args()
     exit_on_signals()
