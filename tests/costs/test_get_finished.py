@@ -9,6 +9,8 @@ import pytest
 from costs.get_finished.__main__ import BUSY, QUIET, VARIANTS
 from costs.get_finished.report import AFTER, BEFORE, report, rows
 
+pytestmark = pytest.mark.slow
+
 ROUNDS, STEPS = 10, 50
 CASES = (QUIET[0], BUSY[0])
 

@@ -21,6 +21,8 @@ from lab.stats.coverage import (
 )
 from lab.stats.processes import Repeats, between_spread, look_level, over_processes
 
+pytestmark = pytest.mark.slow
+
 CELLS = [
     Cell(repeats, between, noise)
     for noise in NOISES

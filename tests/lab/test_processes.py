@@ -16,6 +16,8 @@ from lab.stats.processes import (
 )
 from lab.stats.t_and_f import f_quantile, t_quantile
 
+pytestmark = pytest.mark.slow
+
 
 def made_up(
     rng: np.random.Generator, count: int, between_us: float, scale: float = 1.0

@@ -18,6 +18,8 @@ from microbench import report
 from microbench.analysis.roles import roles_of
 from microbench.summary import fixes
 
+pytestmark = pytest.mark.slow
+
 TRUTHS = [
     Truth("noop", build_meta=0.8, get_finished=0.8),
     Truth("mooncake_both", build_meta=1.0, get_finished=200.0),

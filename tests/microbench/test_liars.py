@@ -13,6 +13,8 @@ from lies import BLOCKS, Cost, Facts, growing, write_lies
 from microbench.analysis.analysis import analyse
 from microbench.analysis.trials import load_run
 
+pytestmark = pytest.mark.slow
+
 HIDDEN = "in no method"
 
 

@@ -18,6 +18,8 @@ from lab.serving.connector import load_connector
 from microbench import report
 from microbench.analysis.roles import roles_of
 
+pytestmark = pytest.mark.slow
+
 CONNECTORS = sorted(file.stem for file in (CONFIGS / "connectors").glob("*.toml"))
 TRUTHS = [
     Truth("plain"),

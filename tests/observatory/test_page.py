@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from observatory.__main__ import PAGE
 from observatory.axes import AXES
@@ -88,6 +89,7 @@ def test_a_stand_in_is_said_wherever_the_connector_is_named():
     assert "(../patches/mooncake_cpu_layout/README.md): the layout of" in text
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_what_the_committed_cells_make():
     matrix = read_matrix()
     cells = read_cells(matrix.releases, matrix.connectors)

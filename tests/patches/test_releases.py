@@ -33,6 +33,8 @@ from release_trees import (
 import blockpatch
 from blockpatch import Tree
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def vllm(tmp_path) -> Tree:

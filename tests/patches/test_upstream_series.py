@@ -15,6 +15,8 @@ from upstream.outcomes import differences, read_outcomes
 from upstream.release import PART, Release, Repository, UpstreamError, load_releases
 from upstream.series import patched_code
 
+pytestmark = pytest.mark.slow
+
 RELEASES = load_releases()
 
 

@@ -17,6 +17,8 @@ from fleet.analyze.comparison import percent_differences, verdict
 from fleet.analyze.runs import Alike, RunSpread, Spreads
 from fleet.analyze.sessions import SessionDraws
 
+pytestmark = pytest.mark.slow
+
 SESSIONS, TURNS = 30, 4
 TRIALS = 100
 WITHIN = (0.05, 0.3)

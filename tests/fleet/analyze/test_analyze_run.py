@@ -17,6 +17,8 @@ from fleet.analyze.records import read_run
 from fleet.analyze.report import write_report
 from lab.records.roles import Role
 
+pytestmark = pytest.mark.slow
+
 REPEATS = 2
 N = SESSIONS * TURNS * REPEATS
 TRUTHS = [
