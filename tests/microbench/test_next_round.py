@@ -13,6 +13,8 @@ from lab.records.trial import TrialRecord
 from microbench.profile import Profile, load_profile
 from microbench.rounds import configs_of_next_round, undecided
 
+pytestmark = pytest.mark.slow
+
 WALL_S = 60.0
 
 
