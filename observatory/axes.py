@@ -15,7 +15,7 @@ class Axis:
     """`levels` in `units`; slopes are stated in us per step and `per` of them.
 
     A slope up to `margin_us` is no growth: some 50 us over the whole axis, or, per
-    arrival, a tenth of what vLLM's own scheduler takes.
+    arrival, a small part of what vLLM's own scheduler takes.
     """
 
     units: str
