@@ -15,6 +15,7 @@ from pathlib import Path
 
 import polars as pl
 
+from lab.records.joined_steps import method_columns, read_worker_steps
 from lab.records.observatory_cell import CellRecord, Passes
 from lab.records.requests import PhaseStart
 from lab.serving import provenance
@@ -25,12 +26,7 @@ from lab.serving.errors import ServerError
 from lab.serving.installation import Installation
 from lab.serving.releases import beside
 from lab.serving.settings import CPU_ENGINE
-from microbench.analysis.steps import (
-    method_columns,
-    read_engine_steps,
-    read_worker_steps,
-    step_table,
-)
+from microbench.analysis.steps import read_engine_steps, step_table
 from observatory.axes import AXES
 from observatory.reasons import not_in_release
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import polars as pl
 
+from lab.records.joined_steps import CALLS, method_columns
 from lab.stats.blocks import add_blocks
 from lab.stats.estimate import Estimate
 from lab.stats.interval import stated
 from lab.stats.mean_slope import mean_slopes
 from lab.stats.processes import Repeats
 from microbench.analysis.middle import LEAST_SCALE_US
-from microbench.analysis.steps import CALLS, method_columns
 
 PER = {
     "us_per_step": pl.len(),

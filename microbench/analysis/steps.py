@@ -29,29 +29,31 @@ The sums:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 
 from lab.records import RecordsError
+from lab.records.joined_steps import (
+    BY_METHOD,
+    CALLS,
+    by_method,
+    connector_us,
+    join_worker,
+    method_columns,
+    ordered,
+    overhead_us,
+)
 from lab.records.phases import Phase
 from lab.records.requests import PhaseStart
 from lab.records.step_table import StepFile, read_steps
-from lab.records.steps import WORKER_TIMES, EngineHeader, WorkerHeader
+from lab.records.steps import WORKER_TIMES, EngineHeader
 
 ENGINE_TIMES = ("schedule_us", "build_meta_us", "step_us", "update_us")
 CLOCKS = ("thread_cpu_us", "schedule_cpu_us", "update_cpu_us")
 COUNTS = ("scheduled", "prefill_tokens", "decode_tokens", "cache_size")
 STEP_TIMES = ENGINE_TIMES + WORKER_TIMES
-# What runs from before all methods were timed know of the worker's.
-CONNECTOR_TIMES = tuple(name for name in WORKER_TIMES if name != "execute_model_us")
-# A record's field by method, and how its columns here end.
-BY_METHOD = {"connector_self_us": "_us", "connector_calls": "_calls"}
-CALLS = "_calls"
-SIDES = ("scheduler", "worker")
 
 
 def step_table(repeat: int, engine: StepFile, worker: StepFile) -> pl.DataFrame:
@@ -67,37 +69,6 @@ def step_table(repeat: int, engine: StepFile, worker: StepFile) -> pl.DataFrame:
         overhead_us(methods).alias("overhead_us"),
         (pl.col("schedule_cpu_us") + pl.col("update_cpu_us")).alias("scheduler_cpu_us"),
     )
-
-
-def method_columns(steps: pl.DataFrame) -> list[str]:
-    """The columns of single connector methods' times."""
-    return [
-        name
-        for name in steps.columns
-        if name.partition(".")[0] in SIDES and name.endswith("_us")
-    ]
-
-
-def connector_us(methods: Iterable[str]) -> pl.Expr:
-    """All of the connector; null without one."""
-    if methods:
-        return _sum(methods)
-    known = ("build_meta_us", *CONNECTOR_TIMES)
-    there = pl.any_horizontal(pl.col(name).is_not_null() for name in known)
-    return pl.when(there).then(_sum(known))
-
-
-def overhead_us(methods: Iterable[str]) -> pl.Expr:
-    """What scheduler and connector add to a step; null without a worker record."""
-    in_worker = [name for name in methods if name.startswith("worker.")]
-    connector = _sum(in_worker or CONNECTOR_TIMES)
-    measured = pl.col("execute_model_us").is_not_null()
-    parts = pl.col("schedule_us") + pl.col("update_us") + connector
-    return pl.when(measured).then(parts)
-
-
-def _sum(names: Iterable[str]) -> pl.Expr:
-    return pl.sum_horizontal(pl.col(name).fill_null(0) for name in names)
 
 
 def phase_starts(phases: list[PhaseStart]) -> list[tuple[Phase, int, int]]:
@@ -160,63 +131,4 @@ def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
             f"{path}: records of step_timing_v1 only, without cache_size; add the "
             "patch step_timing_v2 to the config and run again"
         )
-    return _by_method("scheduler", replace(engine, frame=_ordered(path, engine.frame)))
-
-
-def read_worker_steps(folder: Path) -> StepFile:
-    """Worker times by step; of several ranks those of the slowest in that step."""
-    files = sorted(folder.glob("worker_step.r*.jsonl"))
-    if not files:
-        raise RecordsError(
-            f"{folder}: no worker_step.r*.jsonl; was step_timing_v1 applied?"
-        )
-    ranks = []
-    for path in files:
-        rank = read_steps(path, WorkerHeader, ("step_id", *WORKER_TIMES, *BY_METHOD))
-        ordered = replace(rank, frame=_ordered(path, rank.frame))
-        ranks.append(_by_method("worker", ordered))
-    if len(ranks) == 1:
-        return ranks[0]
-    every = pl.concat([rank.frame for rank in ranks], how="diagonal")
-    # A step waits for its slowest rank; parts of two ranks would sum to no step.
-    slowest = every.sort("step_id", "execute_model_us", nulls_last=False)
-    return StepFile(
-        frame=slowest.unique("step_id", keep="last", maintain_order=True),
-        records=sum(rank.records for rank in ranks),
-        torn_lines=sum(rank.torn_lines for rank in ranks),
-    )
-
-
-def _by_method(side: str, file: StepFile) -> StepFile:
-    """What is told of each of the connector's methods, as columns of their own."""
-    frame = file.frame
-    for field, ending in BY_METHOD.items():
-        told = frame[field].struct
-        names = [f"{side}.{name}{ending}" for name in told.fields]
-        frame = frame.drop(field)
-        if names:
-            frame = frame.hstack(told.rename_fields(names).struct.unnest())
-    return replace(file, frame=frame)
-
-
-def _ordered(path: Path, frame: pl.DataFrame) -> pl.DataFrame:
-    """Sorted by step_id (async scheduling may swap neighbours), each id once."""
-    steps = np.diff(frame["step_id"].to_numpy())
-    if (steps <= 0).any():
-        frame = frame.sort("step_id")
-        steps = np.diff(frame["step_id"].to_numpy())
-        if (steps == 0).any():
-            twice = frame["step_id"][int(np.argmin(steps))]
-            raise RecordsError(
-                f"{path}: step_id {twice} twice; did two processes write this file?"
-            )
-    return frame.with_columns(pl.col("step_id").set_sorted())
-
-
-def join_worker(engine: pl.DataFrame, worker: pl.DataFrame) -> pl.DataFrame:
-    """Engine steps with the worker times of the same step, null where it has none."""
-    return (
-        engine.lazy()
-        .join(worker.lazy(), on="step_id", how="left", maintain_order="left")
-        .collect(engine="streaming")
-    )
+    return by_method("scheduler", replace(engine, frame=ordered(path, engine.frame)))

@@ -10,11 +10,12 @@ import polars as pl
 
 from lab.records import RecordsError
 from lab.records.documents import read_document
+from lab.records.joined_steps import read_worker_steps
 from lab.records.requests import Requests, read_requests
 from lab.records.run import RunRecord
 from lab.records.trial import TrialRecord
 from microbench.analysis.speed import Control, read_control, with_slowness
-from microbench.analysis.steps import read_engine_steps, read_worker_steps, step_table
+from microbench.analysis.steps import read_engine_steps, step_table
 from microbench.analysis.threads import read_threads, with_threads
 
 

@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 from synthetic import Truth, trial_steps
 
+from lab.records.joined_steps import CONNECTOR_TIMES
 from lab.records.phases import Phase
 from lab.records.run import RunRecord
 from lab.records.step_table import StepFile
@@ -16,7 +17,7 @@ from microbench.analysis.growth import Reset, slope_by_repeat
 from microbench.analysis.levels import Window
 from microbench.analysis.metrics import METRICS
 from microbench.analysis.speed import with_slowness
-from microbench.analysis.steps import CLOCKS, CONNECTOR_TIMES, step_table
+from microbench.analysis.steps import CLOCKS, step_table
 from microbench.analysis.threads import NO_THREADS, with_threads
 from microbench.analysis.trials import LoadedTrial
 

@@ -11,12 +11,9 @@ import pytest
 from synthetic import FIRST_NS, STEP_NS, Truth, write_run
 
 from lab.records import RecordsError
+from lab.records.joined_steps import overhead_us, read_worker_steps
 from lab.records.requests import PhaseStart
-from microbench.analysis.steps import (
-    overhead_us,
-    read_engine_steps,
-    read_worker_steps,
-)
+from microbench.analysis.steps import read_engine_steps
 from microbench.analysis.trials import load_run, load_trial
 
 HEADER = {"schema": "kvtax.engine_step/1", "clock": "CLOCK_MONOTONIC"}
