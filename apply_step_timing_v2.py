@@ -3,7 +3,8 @@
 """Apply, revert and inspect the source patches of an installed package.
 
 Without --patch: the set step_timing_v2 of patches/sets.toml, that is the patches
-step_timing_v1 and step_timing_v2. ``--patch step_timing_v2`` is that one patch alone.
+step_timing_v1, step_timing_v2 and request_timing, which record steps and requests.
+``--patch step_timing_v2`` is that one patch alone.
 Runs with any Python >= 3.11; see --help.
 """
 
