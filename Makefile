@@ -11,10 +11,10 @@ setup: ## install what is missing: system libraries, uv, the locked .venv (cpu, 
 fresh-machine-check: ## does it work on minimal Debian 12 and 13? (needs root, mmdebstrap, 25 GB; 20 minutes)
 	bash tests/fresh_machine/check.sh
 
-test: setup vllm-releases ## all tests but the long ones, with real vLLM servers (20 minutes)
+test: setup vllm-releases browser ## all tests but the long ones, with real vLLM servers (20 minutes)
 	$(python) -m tests
 
-test-all: setup vllm-releases ## all tests, the long ones too
+test-all: setup vllm-releases browser ## all tests, the long ones too
 	$(python) -m pytest -m ""
 
 test-fast: setup ## the tests that need no vLLM (a minute)
@@ -93,6 +93,9 @@ bench-report: setup ## time and memory of analysing 10 million steps
 coverage: setup ## do intervals over a few server processes hold the truth? (simulated)
 	$(python) -m lab.stats.coverage
 
+browser: ## install Chromium, for the tests of the reports' pages; without it they are skipped
+	@type chromium >/dev/null 2>&1 || bash tests/page/install_browser.sh
+
 # Sources of the releases that the patches are tested on, with upstream's own tests.
 releases = 0.18.1 0.22.1 0.25.1 0.28.0 0.30.0 0.32.0 0.33.0
 vllm-releases: setup $(releases:%=third_party/vllm-%) ## fetch the sources of vLLM's releases
@@ -156,6 +159,6 @@ clean: clean-releases ## remove runs, fetched sources and the environment
 .PHONY: help setup fresh-machine-check test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
 	direct-read-cost growth-cost listener-cost sending-lag proxy-cost trace-cost \
-	transfer-check bench-report observatory axes-gate-check noisy-sweep verdict-power coverage \
+	transfer-check bench-report browser observatory axes-gate-check noisy-sweep verdict-power coverage \
 	vllm-releases upstream-check \
 	upstream-series release-test kvindex-test kvindex-bench kvindex-figures lock clean-releases clean

@@ -1,0 +1,105 @@
+"use strict";
+// Words, tables and verdicts. All text goes in as text, never as HTML.
+
+const DASH = "\u2013";
+
+/** An element with attributes and children; strings become text. */
+function el(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== undefined && value !== null) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** A number with enough digits to be read, and no more. */
+function number(value) {
+  if (value === null || value === undefined) return DASH;
+  const size = Math.abs(value);
+  const digits = Number.isInteger(value) || size >= 1000 ? 0 : size >= 10 ? 1 : 2;
+  return value.toLocaleString("en", {
+    minimumFractionDigits: digits,
+    maximumFractionDigits: digits,
+  });
+}
+
+const cellText = (value) => (typeof value === "number" || value === null
+  ? number(value) : String(value));
+
+/** A table that can be scrolled by keyboard where it is too wide. */
+function tableOf(caption, columns, rows) {
+  const head = el("tr", {}, ...columns.map((name) => el("th", { scope: "col" }, name)));
+  const body = rows.map((row) => el("tr", {}, ...row.map((value, index) => {
+    const words = typeof value === "string" && value.length > 24 && index > 0;
+    if (index === 0) return el("th", { scope: "row" }, cellText(value));
+    return el("td", { class: words ? "text" : null }, cellText(value));
+  })));
+  const table = el("table", {}, el("thead", {}, head), el("tbody", {}, ...body));
+  return el("div", { class: "scroll", tabindex: "0", role: "region",
+    "aria-label": caption }, table);
+}
+
+function saveButton(words, name, content) {
+  return el("button", { type: "button", onclick: async () => {
+    const url = URL.createObjectURL(await content());
+    const link = el("a", { href: url, download: name });
+    document.body.append(link);
+    link.click();
+    link.remove();
+    URL.revokeObjectURL(url);
+  } }, words);
+}
+
+/** Columns and rows as CSV: RFC 4180, and no cell that a spreadsheet would run. */
+function csv(columns, rows) {
+  const cell = (value) => {
+    if (value === null || value === undefined) return "";
+    if (typeof value === "number") return String(value);
+    const text = /^[=+\-@\t\r]/.test(value) ? `'${value}` : String(value);
+    return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  return new Blob([[columns, ...rows].map((row) => row.map(cell).join(",")).join("\r\n"),
+    "\r\n"], { type: "text/csv" });
+}
+
+const fileName = (title, ending) =>
+  `${title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "")}.${ending}`;
+
+function showTable(section) {
+  const table = tableOf(section.title, section.columns, section.rows);
+  const save = saveButton("Save as CSV", fileName(section.title, "csv"),
+    () => csv(section.columns, section.rows));
+  const note = section.note ? el("p", { class: "note" }, section.note) : null;
+  if (section.open) {
+    return el("section", {}, el("h2", {}, section.title), note, table,
+      el("div", { class: "tools" }, save));
+  }
+  return el("section", {}, el("details", {}, el("summary", {}, section.title), note, table,
+    el("div", { class: "tools" }, save)));
+}
+
+function showVerdicts(section) {
+  const items = section.verdicts.map((one) => el("li", {},
+    el("code", {}, one.name), " ",
+    el("span", { class: `verdict ${one.verdict}` }, one.verdict), " ",
+    el("span", {}, one.words),
+    one.reasons ? el("details", {}, el("summary", {}, `How ${one.name} was judged`),
+      one.reasons.note ? el("p", { class: "note" }, one.reasons.note) : null,
+      tableOf(one.reasons.title, one.reasons.columns, one.reasons.rows)) : null));
+  return el("section", {}, el("h2", {}, section.title),
+    el("ul", { class: "verdicts" }, ...items));
+}
+
+function showWarnings(warnings) {
+  if (!warnings.length) return null;
+  const items = warnings.map((one) => el("li", {},
+    one.where ? el("code", {}, one.where) : null, one.where ? ": " : null,
+    `${one.message}. `, el("em", {}, `${one.remedy}.`)));
+  const many = warnings.length > 3;
+  const list = el("ul", {}, ...items);
+  const told = `${warnings.length} warning${warnings.length > 1 ? "s" : ""}`;
+  return el("aside", { class: "warnings", "aria-label": "Warnings" },
+    el("details", many ? {} : { open: "" }, el("summary", {}, told), list));
+}

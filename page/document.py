@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a page can hold: words, tables, lines and the time line of a server.
+
+The browser shows each kind in its own way (assets/page.js). Every text is shown as
+text, whatever is in it. A number that was not measured is null.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+Numbers = list[float | None]
+
+
+class Table(msgspec.Struct, tag_field="kind", tag="table", kw_only=True):
+    """Rows of texts and numbers, the first column being what a row is about."""
+
+    title: str
+    note: str = ""
+    columns: list[str]
+    rows: list[list[Any]]
+    open: bool = True
+    """Whether it is shown at once, or behind its title."""
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """One line of a figure; `low` and `high` are the edges of its band."""
+
+    name: str
+    y: Numbers
+    low: Numbers | None = None
+    high: Numbers | None = None
+
+
+class Figure(msgspec.Struct, tag_field="kind", tag="figure", kw_only=True):
+    """Lines over one x axis."""
+
+    title: str
+    note: str = ""
+    x_label: str
+    y_label: str
+    x: list[float]
+    lines: list[Line]
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """What was found of one config, and how."""
+
+    name: str
+    verdict: str
+    words: str
+    """A sentence for people."""
+    reasons: Table | None = None
+    """How it was reached."""
+
+
+class Verdicts(msgspec.Struct, tag_field="kind", tag="verdicts", kw_only=True):
+    """A verdict for each config."""
+
+    title: str
+    verdicts: list[Verdict]
+
+
+class Gauge(msgspec.Struct, kw_only=True):
+    """What a server has more or less of; `of_requests` have an axis of their own."""
+
+    name: str
+    values: Numbers
+    of_requests: bool = False
+
+
+class Requests(msgspec.Struct, kw_only=True):
+    """Requests of a time line, a column each; row i of all columns is one request."""
+
+    total: int
+    """How many there are; more than rows if the page does not hold all."""
+    ids: list[str]
+    arrival_s: list[float]
+    end_s: list[float]
+    columns: dict[str, list[Any]]
+
+
+class TimeLine(msgspec.Struct, tag_field="kind", tag="timeline", kw_only=True):
+    """A server's steps over time, as means over equal intervals.
+
+    `parts` are stacked: us per step, by name. `slowest_us` is the step of the interval
+    that took longest, and `slowest` are its id and its parts: an outlier stays visible
+    however many steps an interval holds.
+    """
+
+    title: str
+    note: str = ""
+    t_s: list[float]
+    """Where intervals begin, in seconds since the first step."""
+    steps: list[int]
+    parts: dict[str, Numbers]
+    slowest_us: Numbers
+    slowest_step: list[int | None]
+    slowest_parts: dict[str, Numbers]
+    gauges: list[Gauge]
+    requests: Requests | None = None
+
+
+Section = Table | Figure | Verdicts | TimeLine
+
+
+class Doubt(msgspec.Struct, kw_only=True):
+    """Why to doubt something, and what to do."""
+
+    where: str
+    message: str
+    remedy: str
+
+
+class Page(msgspec.Struct, kw_only=True):
+    """All of a page, in the order in which it is shown."""
+
+    title: str
+    question: str
+    answer: list[str]
+    """Paragraphs."""
+    warnings: list[Doubt]
+    sections: list[Section]
+    made: str
+    """From what, with what."""

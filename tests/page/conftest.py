@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real browser, headless, that may fetch nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+NEEDED = "needs Chromium: apt-get install chromium"
+OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.skip(NEEDED)
+    with sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=path, args=OPTIONS)
+        yield chromium
+        chromium.close()
+
+
+@dataclass
+class Opened:
+    """A page, and what it printed, failed at and asked for."""
+
+    page: Page
+    told: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def open_page(browser: Browser, tmp_path: Path):
+    """Opens a text as a file from disk; fails the test for any error or request."""
+    opened: list[Opened] = []
+
+    def open_text(text: str, **options) -> Page:
+        path = tmp_path / f"page{len(opened)}.html"
+        path.write_text(text, encoding="utf-8")
+        context = browser.new_context(**options)
+        one = Opened(context.new_page())
+        opened.append(one)
+        one.page.on("console", lambda message: one.told.append(message.text))
+        one.page.on("pageerror", lambda error: one.told.append(str(error)))
+        one.page.on("request", lambda request: one.asked.append(request.url))
+        one.page.goto(path.as_uri())
+        return one.page
+
+    yield open_text
+    for number, one in enumerate(opened):
+        one.page.context.close()
+        assert one.told == []
+        own = (tmp_path / f"page{number}.html").as_uri()
+        assert [url for url in one.asked if not url.startswith(("blob:", own))] == []
