@@ -41,6 +41,8 @@ ROOMS: dict[str, set[str]] = {
         "observatory",
         "fleet",
     },
+    "look": ANALYSIS | {"page"},
+    "page": set(),
     "upstream": {"lab", "blockpatch"},
     "kvindex": {"lab.paths", "lab.stats"},
 }

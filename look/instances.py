@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The instances whose records lie in a folder: the steps and requests of each.
+
+An instance is a folder with an engine_step.jsonl. What cannot be read, or is not as it
+should be, becomes a warning with its count: nothing is left out in silence, and one bad
+file does not hide the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import polars as pl
+
+from lab.records import RecordsError
+from lab.records.joined_steps import (
+    BY_METHOD,
+    CALLS,
+    by_method,
+    join_worker,
+    method_columns,
+    ordered,
+    read_worker_steps,
+)
+from lab.records.lines import read_header
+from lab.records.step_table import StepFile, read_steps
+from lab.records.steps import EngineHeader
+from lab.records.warning import RunWarning
+from look.requests import NO_REQUESTS, read_requests
+
+TIMES = ("schedule_us", "update_us", "step_us")
+COUNTS = (
+    "running",
+    "waiting",
+    "scheduled",
+    "prefill_tokens",
+    "decode_tokens",
+    "cache_size",
+    "free_blocks",
+    "preemptions",
+)
+# A step that took longer than an hour was a clock that jumped.
+LONGEST_STEP_US = 3_600e6
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One engine lifetime.
+
+    `steps` has a row per step that ended, in order: `step_id`, `t_ns`, `end_ns`, COUNTS
+    (null where not recorded), `step_us` and its parts, which add up to it: `model_us`,
+    `scheduler_us`, `other_us` and a column for each method of the connector, all of
+    which are `connector_us`. `requests` is a table of look.requests.
+    """
+
+    name: str
+    vllm_version: str | None
+    steps: pl.DataFrame
+    requests: pl.DataFrame = field(default_factory=lambda: NO_REQUESTS)
+    warnings: list[RunWarning] = field(default_factory=list)
+
+    @property
+    def methods(self) -> list[str]:
+        """The columns of the connector's methods."""
+        return method_columns(self.steps)
+
+
+def read_instances(folder: Path) -> tuple[list[Instance], list[RunWarning]]:
+    """All instances below `folder`, and what is wrong with those that have no steps.
+
+    Raises RecordsError if there are no step records at all.
+    """
+    if not folder.is_dir():
+        raise RecordsError(f"{folder}: no such directory")
+    paths = sorted(folder.rglob("engine_step*.jsonl"))
+    if not paths:
+        raise RecordsError(
+            f"{folder}: no engine_step.jsonl here or below; was the server started "
+            "with KVTAX_STEP_RECORDS_DIR, and is its vLLM patched "
+            "(python apply_step_timing_v2.py --status)?"
+        )
+    instances, warnings = [], []
+    for path in paths:
+        inside = path.parent.relative_to(folder)
+        name = str(inside) if inside.parts else folder.resolve().name
+        if path.name != "engine_step.jsonl":
+            name += f"/{path.stem}"
+        try:
+            instances.append(_read_instance(name, path))
+        except RecordsError as error:
+            warnings.append(
+                RunWarning(
+                    "unreadable",
+                    f"{name}: {error}",
+                    "The instance is left out; see the file",
+                )
+            )
+    releases = {one.vllm_version for one in instances}
+    if len(releases) > 1:
+        told = ", ".join(sorted(str(release) for release in releases))
+        warnings.append(
+            RunWarning(
+                "several_releases",
+                f"the instances run different vLLM releases: {told}",
+                "Compare instances of one release",
+            )
+        )
+    return instances, warnings
+
+
+def _read_instance(name: str, path: Path) -> Instance:
+    header = read_header(path, EngineHeader)
+    columns = ("step_id", "t_ns", *COUNTS, *TIMES, *BY_METHOD)
+    engine = read_steps(path, EngineHeader, columns)
+    engine = by_method("scheduler", _with_frame(engine, ordered(path, engine.frame)))
+    warnings = _torn(path.name, engine.torn_lines)
+    joined, told = _joined(path.parent, engine.frame)
+    ended, doubtful = _ended(joined)
+    steps = _with_parts(ended)
+    requests, of_requests = read_requests(path.parent, steps)
+    warnings += [*told, *doubtful, *of_requests]
+    return Instance(name, header.vllm_version, steps, requests, warnings)
+
+
+def _with_frame(file: StepFile, frame: pl.DataFrame) -> StepFile:
+    return StepFile(frame, file.records, file.torn_lines)
+
+
+def _joined(
+    folder: Path, engine: pl.DataFrame
+) -> tuple[pl.DataFrame, list[RunWarning]]:
+    """The engine's steps with their worker's times, as far as there are any."""
+    try:
+        worker = read_worker_steps(folder)
+    except RecordsError as error:
+        missing = RunWarning(
+            "no_worker",
+            f"no records of a worker ({error}): its calls and the model count as other",
+            "Apply step_timing_v2, and let the workers write to the same folder",
+        )
+        nothing = pl.lit(None, pl.Float32).alias("execute_model_us")
+        return engine.with_columns(nothing), [missing]
+    joined = join_worker(engine, worker.frame)
+    warnings = _torn("worker_step", worker.torn_lines)
+    alone = int(joined["execute_model_us"].null_count())
+    # The last steps of an engine that is killed, and those that schedule nothing.
+    if alone > max(10, joined.height // 100):
+        warnings.append(
+            RunWarning(
+                "steps_without_worker",
+                f"{alone:,} of {joined.height:,} steps have no record of a worker",
+                "See whether the worker's file ends early; its calls are missing there",
+            )
+        )
+    return joined, warnings
+
+
+def _ended(steps: pl.DataFrame) -> tuple[pl.DataFrame, list[RunWarning]]:
+    """The steps that ended, by a clock that went on; and a warning for the others."""
+    warnings = []
+    ended = steps.filter(pl.col("step_us").is_not_null())
+    if open_steps := steps.height - ended.height:
+        warnings.append(
+            RunWarning(
+                "open_steps",
+                f"{open_steps:,} steps were scheduled and never ended",
+                "They are left out; the engine was stopped, or failed, in them",
+            )
+        )
+    kept = _longest_run(ended.filter(pl.col("step_us").is_between(0, LONGEST_STEP_US)))
+    if jumped := ended.height - kept.height:
+        warnings.append(
+            RunWarning(
+                "clock",
+                f"the clock jumped: {jumped:,} steps took less than nothing or over an "
+                "hour, or stand before or after a step that begins before the last",
+                "They are left out, the longest stretch is kept; look at the host's "
+                "clock",
+            )
+        )
+    if kept.height and kept["cache_size"].null_count() == kept.height:
+        warnings.append(
+            RunWarning(
+                "no_cache_size",
+                "records of step_timing_v1 alone: |cache|, the connector's calls and "
+                "update_us are not in them",
+                "Apply step_timing_v2 as well: python apply_step_timing_v2.py --apply",
+            )
+        )
+    if not kept.height:
+        warnings.append(
+            RunWarning(
+                "no_steps",
+                "no engine step has ended",
+                "Send the server a request; it records a step for each",
+            )
+        )
+    return kept, warnings
+
+
+def _longest_run(steps: pl.DataFrame) -> pl.DataFrame:
+    """The most steps in a row whose clock never goes back."""
+    back = (pl.col("t_ns") < pl.col("t_ns").shift(1)).fill_null(value=False)
+    numbered = steps.with_columns(back.cum_sum().alias("run"))
+    longest = numbered["run"].mode().min()
+    return numbered.filter(pl.col("run").eq_missing(longest)).drop("run")
+
+
+def _with_parts(steps: pl.DataFrame) -> pl.DataFrame:
+    """`steps` with its times as parts that add up to `step_us`."""
+    methods = method_columns(steps)
+    of = {
+        side: pl.sum_horizontal(
+            pl.col(name).fill_null(0) for name in methods if name.startswith(side)
+        )
+        if any(name.startswith(side) for name in methods)
+        else pl.lit(0.0)
+        for side in ("scheduler", "worker")
+    }
+    known = pl.col("execute_model_us").fill_null(0)
+    # Calls between two steps are in no part of either's own time, so it may not go
+    # below zero for them; `other_us` takes what is over.
+    model = (known - of["worker"]).clip(lower_bound=0)
+    scheduler = pl.col("schedule_us").fill_null(0) + pl.col("update_us").fill_null(0)
+    own = (scheduler - of["scheduler"]).clip(lower_bound=0)
+    connector = of["scheduler"] + of["worker"]
+    return steps.select(
+        *("step_id", "t_ns", *COUNTS, "step_us"),
+        (pl.col("t_ns") + (pl.col("step_us") * 1e3).cast(pl.Int64)).alias("end_ns"),
+        model.cast(pl.Float64).alias("model_us"),
+        own.cast(pl.Float64).alias("scheduler_us"),
+        connector.cast(pl.Float64).alias("connector_us"),
+        (pl.col("step_us") - model - own - connector)
+        .cast(pl.Float64)
+        .alias("other_us"),
+        *(pl.col(name).fill_null(0).cast(pl.Float64) for name in methods),
+        *(pl.col(name.removesuffix("_us") + CALLS).fill_null(0) for name in methods),
+    )
+
+
+def _torn(name: str, lines: int) -> list[RunWarning]:
+    if not lines:
+        return []
+    told = f"{name}: {lines} torn last line{'s'[: lines > 1]} left out"
+    return [RunWarning("torn_lines", told, "Nothing: a stopped writer leaves one")]

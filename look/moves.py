@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a connector's cost moves with in recorded traffic: |cache|, requests, context.
+
+A server's own traffic is no experiment: |cache|, running requests and context rise and
+fall together. So all are fitted at once, on means over blocks of neighbouring steps,
+and one that hardly moved, or only moved together with another, is said to be unknown.
+What is found is that the cost moved with it, not that it is the reason: `run_all.sh`
+tells that.
+
+The interval is a jackknife that leaves out a twentieth of the time at once (Kunsch
+1989), so it holds for noise that is forgotten within that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from lab.stats.estimate import Floats
+from lab.stats.t_and_f import t_quantile
+
+BLOCK_STEPS = 50
+RUNS = 20
+# Correlation with the other axes above which two cannot be told apart: a variance
+# inflation of 10 (Marquardt 1970).
+MOST_EXPLAINED = 0.9
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Something that a cost may move with, and in which units a slope is told."""
+
+    column: str
+    per: float
+    unit: str
+    least_range: float
+
+
+AXES = {
+    "cache": Axis("cache_size", 1_000, "1,000 cached blocks", 500),
+    "running": Axis("running", 1, "running request", 3),
+    "context": Axis("used_blocks", 1_000, "1,000 blocks in use", 500),
+    "prefill": Axis("prefill_tokens", 1_000, "1,000 prompt tokens", 100),
+}
+
+
+@dataclass(frozen=True)
+class Slope:
+    """us per step and unit of the axis; `low` and `high` are a 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def used_blocks(steps: pl.DataFrame) -> pl.DataFrame:
+    """`steps` with `used_blocks`: what running requests hold, up to a constant."""
+    most = steps["free_blocks"].max()
+    return steps.with_columns(
+        (pl.lit(most) - pl.col("free_blocks")).alias("used_blocks")
+    )
+
+
+def moves(steps: pl.DataFrame, time: str) -> dict[str, Slope | str]:
+    """By axis, the slope of the mean of `time`, or why it is not known."""
+    blocks = _blocks(used_blocks(steps), time)
+    if blocks.height < 2 * RUNS:
+        least = 2 * RUNS * BLOCK_STEPS
+        return dict.fromkeys(AXES, f"fewer than {least:,} steps")
+    told: dict[str, Slope | str] = {}
+    values = {}
+    for name, axis in AXES.items():
+        column = blocks[axis.column]
+        low, high = column.quantile(0.05), column.quantile(0.95)
+        if low is None or high is None:
+            told[name] = "not recorded"
+        elif high - low < axis.least_range:
+            told[name] = "it hardly changed"
+        else:
+            values[name] = column.cast(pl.Float64).to_numpy() / axis.per
+    if not values:
+        return told
+    matrix = np.stack(list(values.values()), axis=1)
+    together = _explained_by_others(matrix)
+    slopes = _slopes(matrix, blocks[time].to_numpy())
+    for index, name in enumerate(values):
+        if together[index] > MOST_EXPLAINED:
+            told[name] = "it moved together with the others"
+        else:
+            told[name] = slopes[index]
+    return {name: told[name] for name in AXES}
+
+
+def _blocks(steps: pl.DataFrame, time: str) -> pl.DataFrame:
+    """Means over blocks of neighbouring steps."""
+    columns = [axis.column for axis in AXES.values()]
+    return (
+        steps.group_by(pl.int_range(pl.len()) // BLOCK_STEPS, maintain_order=True)
+        .agg(pl.col(time, *columns).mean())
+        .drop_nulls(time)
+    )
+
+
+def _explained_by_others(matrix: Floats) -> Floats:
+    """Of each column, the share of its variance that the others explain, (axes,)."""
+    shares = np.zeros(matrix.shape[1])
+    for index in range(matrix.shape[1]):
+        others = np.delete(matrix, index, axis=1)
+        own = matrix[:, index] - matrix[:, index].mean()
+        design = np.column_stack([np.ones(len(own)), others])
+        left = own - design @ np.linalg.lstsq(design, own, rcond=None)[0]
+        shares[index] = 1 - float((left**2).sum()) / max(float((own**2).sum()), 1e-12)
+    return shares
+
+
+def _slopes(matrix: Floats, us: Floats) -> list[Slope]:
+    """Least squares with an offset, and a jackknife over runs of blocks."""
+    design = np.column_stack([np.ones(len(us)), matrix])
+    run = np.arange(len(us)) * RUNS // len(us)
+
+    def fit(rows: Floats) -> Floats:
+        return np.linalg.lstsq(design[rows], us[rows], rcond=None)[0][1:]
+
+    whole = fit(np.ones(len(us), bool))
+    without = np.stack([fit(run != one) for one in range(RUNS)])
+    spread = np.sqrt((RUNS - 1) * without.var(axis=0))
+    reach = float(t_quantile(0.975, RUNS - 1)) * spread
+    return [
+        Slope(float(value), float(value - far), float(value + far))
+        for value, far in zip(whole, reach, strict=True)
+    ]

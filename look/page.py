@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a folder of records: what the terminal is told, and each moment of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lab.records.warning import RunWarning
+from look.cost import Cost, Part, cost, felt
+from look.instances import Instance
+from look.moves import AXES, Slope, moves
+from look.text import title
+from look.timeline import part_name, time_line
+from page.build import build
+from page.document import Doubt, Page, Section, Table
+
+# As many as a wide screen can show; fewer for each of many instances, so that the file
+# stays below 3 MB.
+INTERVALS = 1_000
+ALL_INTERVALS = 6_000
+REQUESTS = 4_000
+
+
+def page(folder: Path, instances: list[Instance], warnings: list[RunWarning]) -> str:
+    """The file as text."""
+    sections: list[Section] = []
+    answer = []
+    several = len(instances) > 1
+    for instance in instances:
+        told = cost(instance)
+        if told is None:
+            answer.append(title(instance, told) + ".")
+            continue
+        answer.append(_answer(instance, told))
+        share = max(len(instances), 1)
+        name = instance.name if several else "The server"
+        sections.append(
+            time_line(
+                name,
+                instance,
+                min(INTERVALS, ALL_INTERVALS // share),
+                REQUESTS // share,
+            )
+        )
+        sections.append(_cost_table(name, told))
+        sections.append(_moves_table(name, instance))
+    doubts = [
+        Doubt(where="", message=one.message, remedy=one.remedy) for one in warnings
+    ]
+    doubts += [
+        Doubt(where=instance.name, message=one.message, remedy=one.remedy)
+        for instance in instances
+        for one in instance.warnings
+    ]
+    return build(
+        Page(
+            title=f"What the connector costs: {folder.resolve().name}",
+            question="What does the KV connector add to the engine steps of this "
+            "server, what does that move with, and which requests waited for it?",
+            answer=answer,
+            warnings=doubts,
+            sections=sections,
+            made=f"Made by python -m look from {len(instances)} instance"
+            f"{'s'[: len(instances) != 1]}.",
+        )
+    )
+
+
+def _answer(instance: Instance, told: Cost) -> str:
+    connector = next(part for part in told.parts if part.column == "connector_us")
+    words = (
+        f"{title(instance, told)}. A step takes {told.step.mean_us:,.0f} µs on "
+        f"average, and the connector's calls {connector.mean_us:,.1f} µs of it "
+        f"({connector.share:.1%})"
+    )
+    if told.methods and told.methods[0].mean_us > 0:
+        most = told.methods[0]
+        words += f", most of that {most.name} ({most.mean_us:,.1f} µs)"
+    moved = [
+        f"{slope.value:+,.1f} [{slope.low:+,.1f}, {slope.high:+,.1f}] µs per "
+        f"{AXES[name].unit}"
+        for name, slope in moves(instance.steps, "connector_us").items()
+        if isinstance(slope, Slope) and slope.low > 0
+    ]
+    if moved:
+        words += f". It moved with: {'; '.join(moved)}"
+    if share := felt(instance.requests).get("e2e"):
+        words += (
+            f". Of a request's time the connector's calls were {share['p50']:.2%} at "
+            f"the median and {share['p99']:.2%} at p99"
+        )
+    return words + "."
+
+
+def _cost_table(name: str, told: Cost) -> Table:
+    def row(part: Part, words: str) -> list:
+        times = (part.mean_us, part.p50_us, part.p99_us, part.most_us)
+        calls = part.calls_per_step
+        return [
+            words,
+            *(round(us, 2) for us in times),
+            round(100 * part.share, 2),
+            None if calls is None else round(calls, 3),
+        ]
+
+    rows = [row(told.step, "step")]
+    for part in told.parts:
+        rows.append(row(part, part.name))
+        if part.column == "connector_us":
+            rows += [
+                row(method, f"connector: {method.name}") for method in told.methods
+            ]
+    return Table(
+        title=f"{name}: what a step takes",
+        note="Over all steps, none left out. A method's time is without that of the "
+        f"methods it called. Per second of steps, the connector takes "
+        f"{told.connector_ms_per_s:,.1f} ms.",
+        columns=[
+            "part",
+            "mean µs",
+            "p50 µs",
+            "p99 µs",
+            "most µs",
+            "% of step",
+            "calls",
+        ],
+        rows=rows,
+    )
+
+
+def _moves_table(name: str, instance: Instance) -> Table:
+    rows = []
+    for column in ("connector_us", *instance.methods):
+        for axis, slope in moves(instance.steps, column).items():
+            if isinstance(slope, Slope):
+                numbers = [round(v, 3) for v in (slope.value, slope.low, slope.high)]
+                rows.append([part_name(column), AXES[axis].unit, *numbers, ""])
+            else:
+                rows.append(
+                    [part_name(column), AXES[axis].unit, None, None, None, slope]
+                )
+    return Table(
+        title=f"{name}: what the connector's time moved with",
+        note="All axes fitted at once, on means over 50 steps; 95 % intervals. This is "
+        "what moved together in recorded traffic, not what is the reason: bash "
+        "run_all.sh measures that.",
+        columns=["calls", "per", "µs per step", "low", "high", "why not known"],
+        rows=rows,
+        open=False,
+    )

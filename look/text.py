@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the terminal is told of an instance."""
+
+from __future__ import annotations
+
+from lab.records.warning import RunWarning
+from look.cost import Cost, Part, cost, felt, waited_most
+from look.instances import Instance
+from look.moves import AXES, Slope, moves
+
+REQUESTS_SHOWN = 5
+METHODS_SHOWN = 12
+# Below this a method is left out of the terminal; the page has all.
+LEAST_US = 0.05
+
+
+def text(instance: Instance) -> str:
+    """All of an instance, as some thirty lines."""
+    told = cost(instance)
+    lines = [title(instance, told)]
+    if told is not None:
+        lines += ["", *_cost_table(told), "", *_moves_lines(instance)]
+        lines += _request_lines(instance)
+    lines += warning_lines(instance.warnings)
+    return "\n".join(lines)
+
+
+def title(instance: Instance, told: Cost | None) -> str:
+    release = f"vLLM {instance.vllm_version or 'of unknown release'}"
+    if told is None:
+        return f"{instance.name}: {release}, no steps"
+    return (
+        f"{instance.name}: {release}, {told.steps:,} steps in {told.seconds:,.0f} s, "
+        f"{instance.requests.height:,} requests"
+    )
+
+
+def warning_lines(warnings: list[RunWarning]) -> list[str]:
+    if not warnings:
+        return []
+    return ["", "Warnings", *(f"  {warning}." for warning in warnings)]
+
+
+def _cost_table(told: Cost) -> list[str]:
+    head = ["us per step", "mean", "p50", "p99", "most", "share", "calls"]
+    shown = [part for part in told.methods if part.mean_us >= LEAST_US][:METHODS_SHOWN]
+    rows = [head, _row(told.step)]
+    for part in told.parts:
+        rows.append(_row(part, "  "))
+        if part.column == "connector_us":
+            rows += [_row(method, "    ") for method in shown]
+    lines = aligned(rows)
+    if left := len(told.methods) - len(shown):
+        lines.append(f"    and {left} more methods, which take less")
+    return lines
+
+
+def _row(part: Part, indent: str = "") -> list[str]:
+    calls = "" if part.calls_per_step is None else f"{part.calls_per_step:,.2f}"
+    times = (part.mean_us, part.p50_us, part.p99_us, part.most_us)
+    return [
+        indent + part.name,
+        *(f"{us:,.1f}" for us in times),
+        f"{part.share:.1%}",
+        calls,
+    ]
+
+
+def _moves_lines(instance: Instance) -> list[str]:
+    rows = []
+    for name, slope in moves(instance.steps, "connector_us").items():
+        unit = f"per {AXES[name].unit}"
+        if isinstance(slope, Slope):
+            told = f"{slope.value:+,.2f} [{slope.low:+,.2f}, {slope.high:+,.2f}]"
+            rows.append(["  " + unit, told])
+        else:
+            rows.append(["  " + unit, f"unknown: {slope}"])
+    return ["The connector's us per step moved by", *aligned(rows)]
+
+
+def _request_lines(instance: Instance) -> list[str]:
+    requests = instance.requests
+    if not requests.height:
+        return []
+    lines = ["", "Of a request's time, the connector's calls were"]
+    names = {"ttft": "until its first token", "e2e": "in all"}
+    for span, share in felt(requests).items():
+        p50, p99 = share["p50"], share["p99"]
+        lines.append(f"  {names[span]}: {p50:.2%} at the median, {p99:.2%} at p99")
+    head = ["waited most", "connector ms", "queued ms", "KV ms", "of ms", "prompt"]
+    rows = [head]
+    for row in waited_most(requests, REQUESTS_SHOWN).iter_rows(named=True):
+        waits = ("e2e.connector_us", "e2e.queued_us", "e2e.kv_wait_us", "e2e_us")
+        times = (f"{row[wait] / 1e3:,.1f}" for wait in waits)
+        rows.append([f"  {row['id']}", *times, f"{row['prompt_tokens']:,}"])
+    note = "  (requests of one step wait for the same calls: do not add these up)"
+    return [*lines, "", *aligned(rows), note]
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Rows as lines, the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines

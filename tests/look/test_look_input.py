@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with records is named and counted, and the rest is still shown."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import FIRST_NS, Server, served
+
+from lab.records import RecordsError
+from look.__main__ import main
+from look.instances import read_instances
+
+
+def look(folder, tmp_path, capsys) -> tuple[int, str, str]:
+    """Exit status, what was printed, and the page."""
+    page = tmp_path / "page.html"
+    status = main([str(folder), "--out", str(page)])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err, page.read_text() if status == 0 else ""
+
+
+@pytest.fixture
+def records(tmp_path):
+    return served(tmp_path / "records").write()
+
+
+def break_file(path, change) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    change(lines)
+    path.write_text("".join(lines))
+
+
+def test_whole_records_give_a_table_and_a_page(records, tmp_path, capsys):
+    status, told, page = look(records, tmp_path, capsys)
+    assert status == 0
+    assert "400 steps" in told
+    assert "worker.get_finished" in told
+    assert "Warnings" not in told
+    assert page.startswith("<!doctype html>")
+
+
+def test_a_folder_without_records_says_how_they_are_made(tmp_path, capsys):
+    status, told, _ = look(tmp_path, tmp_path, capsys)
+    assert status == 1
+    assert "KVTAX_STEP_RECORDS_DIR" in told
+    with pytest.raises(RecordsError, match="no such directory"):
+        read_instances(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("file", "left_out"),
+    [
+        ("engine_step.jsonl", "engine_step.jsonl: 1 torn last line"),
+        ("worker_step.r0.jsonl", "worker_step: 1 torn last line"),
+        ("engine_request.jsonl", "engine_request.jsonl: torn last line"),
+    ],
+)
+def test_a_torn_last_line_is_counted(records, tmp_path, capsys, file, left_out):
+    with (records / file).open("a") as out:
+        out.write('{"step_id": 40')
+    status, told, page = look(records, tmp_path, capsys)
+    assert status == 0
+    assert left_out in told
+    assert left_out in page
+
+
+@pytest.mark.parametrize("bad", ["{", '{"step_id": NaN, "t_ns": 1}', "null", "\x00"])
+def test_a_bad_line_in_the_middle_names_file_and_line(records, tmp_path, capsys, bad):
+    break_file(records / "engine_step.jsonl", lambda lines: lines.insert(7, f"{bad}\n"))
+    other = served(records / "second").write()
+    status, told, _ = look(records, tmp_path, capsys)
+    assert status == 0
+    assert "engine_step.jsonl:8: " in told
+    assert other.name in told
+
+
+def test_another_schema_is_named_and_the_others_are_shown(records, tmp_path, capsys):
+    served(records / "second").write()
+    path = records / "engine_step.jsonl"
+    path.write_text(path.read_text().replace("engine_step/1", "engine_step/9", 1))
+    status, told, _ = look(records, tmp_path, capsys)
+    assert status == 0
+    assert "kvtax.engine_step/9" in told
+    assert "second: vLLM 0.18.1, 400 steps" in told
+
+
+def test_several_releases_in_one_folder_are_told(tmp_path, capsys):
+    for release in ("0.18.1", "0.32.0"):
+        server = served(tmp_path / "records" / release)
+        server.release = release
+        server.write()
+    status, told, _ = look(tmp_path / "records", tmp_path, capsys)
+    assert status == 0
+    assert "different vLLM releases: 0.18.1, 0.32.0" in told
+
+
+def test_without_a_worker_its_time_is_other_and_that_is_told(records, tmp_path, capsys):
+    (records / "worker_step.r0.jsonl").unlink()
+    status, told, _ = look(records, tmp_path, capsys)
+    assert status == 0
+    assert "no records of a worker" in told
+    ((instance,), _) = read_instances(records)
+    assert instance.steps["model_us"].sum() == 0
+    assert instance.steps["other_us"].min() > 1_000
+
+
+def test_a_worker_that_stopped_early_is_told(records, tmp_path, capsys):
+    break_file(
+        records / "worker_step.r0.jsonl",
+        lambda lines: lines.__delitem__(slice(200, None)),
+    )
+    _, told, _ = look(records, tmp_path, capsys)
+    assert "201 of 400 steps have no record of a worker" in told
+
+
+def test_no_steps_at_all_is_no_error(server, tmp_path, capsys):
+    status, told, page = look(server.write(), tmp_path, capsys)
+    assert status == 0
+    assert "no engine step has ended" in told
+    assert "no steps" in page
+
+
+def test_steps_that_never_ended_are_counted(records, tmp_path, capsys):
+    with (records / "engine_step.jsonl").open("a") as out:
+        out.write(json.dumps({"step_id": 400, "t_ns": FIRST_NS * 2}) + "\n")
+    _, told, _ = look(records, tmp_path, capsys)
+    assert "1 steps were scheduled and never ended" in told
+
+
+@pytest.mark.parametrize("jump_ns", [-(10**12), 10**17])
+def test_a_clock_that_jumps_is_counted_and_the_longest_stretch_kept(
+    tmp_path, capsys, jump_ns
+):
+    server = served(tmp_path / "records")
+    server.requests.clear()
+    server.steps[100]["t_ns"] += jump_ns
+    _, told, _ = look(server.write(), tmp_path, capsys)
+    assert "the clock jumped: 10" in told
+    ((instance,), _) = read_instances(server.folder)
+    assert instance.steps["t_ns"].is_sorted()
+    assert instance.steps.height >= 299
+
+
+def test_two_steps_of_one_number_are_refused_by_name(tmp_path, capsys):
+    server = served(tmp_path / "records")
+    server.steps[9]["step_id"] = 8
+    _, told, _ = look(server.write(), tmp_path, capsys)
+    assert "step_id 8 twice" in told
+
+
+def test_records_without_step_timing_v2_are_still_shown(tmp_path, capsys):
+    server = served(tmp_path / "records", steps=2_100)
+    for step in server.steps:
+        for name in ("cache_size", "free_blocks", "update_us", "preemptions"):
+            del step[name]
+    status, told, _ = look(server.write(), tmp_path, capsys)
+    assert status == 0
+    assert "records of step_timing_v1 alone" in told
+    (line,) = [line for line in told.splitlines() if "1,000 cached blocks" in line]
+    assert line.endswith("unknown: not recorded")
+
+
+def test_a_server_without_a_connector_has_no_methods(tmp_path, capsys):
+    server = Server(tmp_path / "records")
+    for _ in range(50):
+        server.step()
+    for record in (*server.steps, *server.workers):
+        for name in ("connector_calls", "connector_us", "connector_self_us"):
+            del record[name]
+    folder = server.write()
+    for path in folder.iterdir():
+        path.write_text(path.read_text().replace('"build_connector_meta"', "", 1))
+        path.write_text(path.read_text().replace('"get_finished"', "", 1))
+    assert look(folder, tmp_path, capsys)[0] == 0
+    ((instance,), _) = read_instances(folder)
+    assert instance.steps["connector_us"].sum() == 0

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cost moves with is found in traffic; what cannot be known is not claimed."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from look.moves import AXES, Slope, moves
+
+
+def traffic(rng: np.random.Generator, steps: int = 20_000) -> pl.DataFrame:
+    """A day in small: load goes up and down, and the cache fills and is reset."""
+    moment = np.arange(steps) / steps
+    running = np.clip(12 + 8 * np.sin(14 * moment) + rng.normal(0, 2, steps), 1, None)
+    used = 40 * running + 600 * np.sin(23 * moment + 1) + 700
+    return pl.DataFrame(
+        {
+            "cache_size": (12_000 * ((3 * moment) % 1)).astype(int),
+            "running": running.astype(int),
+            "free_blocks": (20_000 - used).astype(int),
+            "prefill_tokens": np.where(rng.random(steps) < 0.05, 2_000, 0),
+        }
+    )
+
+
+def noise(rng: np.random.Generator, steps: int) -> np.ndarray:
+    """us, remembered over some hundred steps, with stalls."""
+    shocks = rng.normal(0, 3, steps)
+    slow = np.convolve(shocks, np.exp(-np.arange(300) / 100), "same")
+    return slow / 5 + rng.exponential(5, steps) + 300 * (rng.random(steps) < 0.001)
+
+
+@pytest.mark.parametrize(
+    ("axis", "column", "per"),
+    [("cache", "cache_size", 1_000), ("running", "running", 1)],
+)
+def test_a_slope_is_found_on_its_axis_and_not_on_the_others(axis, column, per):
+    rng = np.random.default_rng(3)
+    steps = traffic(rng)
+    us = 10 + 4.0 * steps[column] / per + noise(rng, steps.height)
+    found = moves(steps.with_columns(us.alias("us")), "us")
+    assert found[axis].low < 4.0 < found[axis].high
+    assert found[axis].high - found[axis].low < 2.0
+    for other in ("cache", "running"):
+        if other != axis:
+            assert found[other].low < 0 < found[other].high
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    rng = np.random.default_rng(8)
+    held = []
+    for _ in range(60):
+        steps = traffic(rng, 8_000)
+        us = 2.0 * steps["cache_size"] / 1_000 + noise(rng, steps.height)
+        slope = moves(steps.with_columns(us.alias("us")), "us")["cache"]
+        held.append(slope.low < 2.0 < slope.high)
+    assert np.mean(held) > 0.85
+
+
+def test_what_hardly_changed_is_not_known():
+    rng = np.random.default_rng(1)
+    steps = traffic(rng).with_columns(pl.lit(5_000).alias("cache_size"))
+    found = moves(steps.with_columns(pl.lit(1.0).alias("us")), "us")
+    assert found["cache"] == "it hardly changed"
+
+
+def test_two_that_rise_together_are_not_told_apart():
+    rng = np.random.default_rng(1)
+    steps = traffic(rng).with_columns(
+        free_blocks=20_000 - pl.col("cache_size"),
+    )
+    us = 3.0 * steps["cache_size"] / 1_000
+    found = moves(steps.with_columns(us.alias("us")), "us")
+    assert found["cache"] == found["context"] == "it moved together with the others"
+    assert isinstance(found["running"], Slope)
+
+
+def test_few_steps_say_how_many_are_needed():
+    steps = traffic(np.random.default_rng(1), 500)
+    found = moves(steps.with_columns(pl.lit(1.0).alias("us")), "us")
+    assert found == dict.fromkeys(AXES, "fewer than 2,000 steps")

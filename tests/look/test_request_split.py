@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's time is split exactly: nothing is counted twice, nothing is left over."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+from conftest import FIRST_NS, Server, served
+
+from look.instances import read_instances
+from look.requests import STEP_PARTS, WAITS
+
+WHOLE = (*WAITS, *STEP_PARTS, "other_us")
+METHODS = ("scheduler.build_connector_meta_us", "worker.get_finished_us")
+
+
+def read(server: Server) -> tuple[pl.DataFrame, dict]:
+    """The table of requests, and the records by id."""
+    ((instance,), _) = read_instances(server.write())
+    return instance.requests, {one["id"]: one for one in server.requests}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("span", ["ttft", "e2e"])
+def test_the_parts_add_up_to_the_whole(tmp_path, seed, span):
+    requests, _ = read(served(tmp_path / "records", seed=seed))
+    total = sum(requests[f"{span}.{part}"] for part in WHOLE)
+    assert (total - requests[f"{span}_us"]).abs().max() < 1e-3
+    for part in WHOLE:
+        # Where steps do not overlap, no part can be less than nothing.
+        assert requests[f"{span}.{part}"].min() > -1, part
+    methods = sum(requests[f"{span}.{name}"] for name in METHODS)
+    assert (methods - requests[f"{span}.connector_us"]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_part_is_what_a_walk_through_its_steps_finds(tmp_path, seed):
+    server = served(tmp_path / "records", seed=seed)
+    requests, records = read(server)
+    for row in requests.iter_rows(named=True):
+        request = records[row["id"]]
+        for span, last in (("ttft", "first_token_step"), ("e2e", "last_step")):
+            for part, us in walked(server, request, request[last]).items():
+                assert row[f"{span}.{part}"] == pytest.approx(us, abs=0.5), part
+
+
+def walked(server: Server, request: dict, last: int) -> dict[str, float]:
+    """Step after step, as the definition says, without a running sum."""
+    away = set()
+    if moments := request.get("preempted_steps"):
+        away = set(range(moments[0], moments[1]))
+    first = request["first_step"]
+    found = {"model_us": 0.0, "connector_us": 0.0, "scheduler_us": 0.0}
+    queued_ns = server.steps[first]["t_ns"] - request["arrival_ns"]
+    for step_id in range(first, last + 1):
+        step, worker = server.steps[step_id], server.workers[step_id]
+        if step_id in away:
+            queued_ns += server.steps[step_id + 1]["t_ns"] - step["t_ns"]
+            continue
+        meta = step["connector_self_us"]["build_connector_meta"]
+        finished = worker["connector_self_us"]["get_finished"]
+        found["connector_us"] += meta + finished
+        found["model_us"] += worker["execute_model_us"] - finished
+        found["scheduler_us"] += step["schedule_us"] + step["update_us"] - meta
+    kv = request.get("kv_wait_ns", [0, 0])
+    kv_ns = kv[1] - kv[0]
+    return found | {"queued_us": (queued_ns - kv_ns) / 1e3, "kv_wait_us": kv_ns / 1e3}
+
+
+def test_a_request_that_was_aborted_while_it_queued_only_queued(server):
+    server.step()
+    arrival_ns = FIRST_NS + 100_000
+    server.requests.append(
+        {
+            "id": "a",
+            "arrival_ns": arrival_ns,
+            "prompt_tokens": 5,
+            "finished_ns": arrival_ns + 700_000,
+            "finish_reason": "abort",
+        }
+    )
+    requests, _ = read(server)
+    row = requests.row(0, named=True)
+    assert row["e2e_us"] == row["e2e.queued_us"] == 700
+    assert row["ttft_us"] is None
+    assert row["e2e.connector_us"] == row["e2e.model_us"] == 0
+
+
+def test_tpot_is_the_time_after_the_first_token_per_further_token(server):
+    for _ in range(5):
+        server.step()
+    server.requests.append(
+        {
+            "id": "a",
+            "arrival_ns": FIRST_NS,
+            "prompt_tokens": 5,
+            "first_step": 0,
+            "first_token_step": 0,
+            "last_step": 4,
+            "finished_ns": server.ends_ns(4),
+            "output_tokens": 5,
+        }
+    )
+    requests, _ = read(server)
+    after_us = (server.ends_ns(4) - server.ends_ns(0)) / 1e3
+    assert requests["tpot_us"][0] == pytest.approx(after_us / 4)
+
+
+def test_requests_that_cannot_be_placed_are_counted(server):
+    for _ in range(3):
+        server.step()
+    known = {"arrival_ns": FIRST_NS, "prompt_tokens": 5}
+    server.requests += [
+        {"id": "no end", **known, "first_step": 0},
+        {"id": "no such step", **known, "first_step": 99, "finished_ns": FIRST_NS + 1},
+        {"id": "fine", **known, "finished_ns": FIRST_NS + 1},
+    ]
+    ((instance,), _) = read_instances(server.write())
+    assert instance.requests["id"].to_list() == ["fine"]
+    kinds = {warning.kind: warning.message for warning in instance.warnings}
+    assert kinds["unended_requests"].startswith("1 ")
+    assert kinds["unplaced_requests"].startswith("1 ")
