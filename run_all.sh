@@ -5,7 +5,8 @@
 #                   [--connector MODULE:CLASS [--connector-config JSON]] [--limits FILE]
 #                   [--check]
 # NAME is a file of configs/profiles/: cpu (the default), cpu-smoke, gpu, ...
-# The run goes to runs/, and its result to SUMMARY.md, per_config.json and figures/ here.
+# The run goes to runs/, and its result to SUMMARY.md, report.html, per_config.json and
+# figures/ here.
 # With --out DIR, everything goes to DIR alone.
 # --python measures the vLLM of another Python, and leaves it as it is; --vllm a release
 # of locks/releases/, in an environment that is made for it (up to 9 GB).

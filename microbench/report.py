@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Re-analyse a run directory: per_config.json, SUMMARY.md and figures/.
+"""Re-analyse a run directory: per_config.json, SUMMARY.md, report.html and figures/.
 
     python -m microbench.report RUN_DIR [--out DIR]
 
@@ -21,6 +21,7 @@ from lab.records.documents import write_document, write_whole
 from microbench.analysis.analysis import Analysis, analyse
 from microbench.analysis.trials import load_run
 from microbench.summary.figures import draw_all
+from microbench.summary.page import write_page
 from microbench.summary.summary import write_summary
 
 
@@ -36,6 +37,7 @@ def report(run_dir: Path, out: Path) -> Analysis:
     write_document(out / "per_config.json", analysis.document)
     summary = write_summary(analysis, figures)
     write_whole(out / "SUMMARY.md", summary.encode())
+    write_whole(out / "report.html", write_page(analysis).encode())
     return analysis
 
 
@@ -66,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"report: {error}", file=sys.stderr)
         return 1
     print(f"wrote {out / 'SUMMARY.md'}, {out / 'per_config.json'}, {out / 'figures'}/")
+    print(f"open {out / 'report.html'}")
     return 0
 
 

@@ -155,7 +155,7 @@ def main() -> int:
     except ERRORS as error:
         print(f"run_all: {error}", file=sys.stderr)
         return 1
-    print(f"run_all: {result_dir / 'SUMMARY.md'}")
+    print(f"run_all: {result_dir / 'SUMMARY.md'}; open {result_dir / 'report.html'}")
     verdicts = outcomes(found.document, found.roles)
     missed = [one for one in verdicts if one.kind != "right"]
     for one in missed:

@@ -25,6 +25,13 @@ class Table(msgspec.Struct, tag_field="kind", tag="table", kw_only=True):
     """Whether it is shown at once, or behind its title."""
 
 
+class Words(msgspec.Struct, tag_field="kind", tag="words", kw_only=True):
+    """Paragraphs under a title."""
+
+    title: str
+    paragraphs: list[str]
+
+
 class Line(msgspec.Struct, kw_only=True):
     """One line of a figure; `low` and `high` are the edges of its band."""
 
@@ -103,7 +110,7 @@ class TimeLine(msgspec.Struct, tag_field="kind", tag="timeline", kw_only=True):
     requests: Requests | None = None
 
 
-Section = Table | Figure | Verdicts | TimeLine
+Section = Words | Table | Figure | Verdicts | TimeLine
 
 
 class Doubt(msgspec.Struct, kw_only=True):

@@ -1,35 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of SUMMARY.md about configs whose true cost is known."""
+"""Configs whose true cost is known: did each get the verdict that it must get?"""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from lab.records.per_config import ConfigEntry, PerConfig
-from lab.stats.markdown import interval, table
+from lab.stats.markdown import interval
 from microbench.analysis.expected import outcomes
 from microbench.analysis.roles import Roles
+from page.document import Table
 
 
-def expected_verdicts(document: PerConfig, roles: Roles) -> str:
-    """A section: who got the verdict that it must get. Empty if no config has one."""
+def expected_verdicts(document: PerConfig, roles: Roles) -> Table | None:
+    """Who got the verdict that it must get. None if no config has one."""
     found = outcomes(document, roles)
     if not found:
-        return ""
-    head = ["config", "must be", "is called", "", "by these metrics, µs/1k"]
+        return None
+    head = ["config", "must be", "is called", "so", "by these metrics, µs/1k"]
     rows = []
     for one in found:
         why = _reasons(document.configs[one.config])
-        name, kind = f"`{one.config}`", f"**{one.kind}**"
-        rows.append([name, one.expected, one.found, kind, why])
+        rows.append([one.config, one.expected, one.found, one.kind, why])
     counts = Counter(one.kind for one in found)
     count = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-    return "\n\n".join(
-        [
-            "## Configs whose verdict is known",
-            f"Known verdicts: {len(found)}, of which {count}.",
-            table(head, rows),
-        ]
+    return Table(
+        title="Configs whose verdict is known",
+        note=f"Known verdicts: {len(found)}, of which {count}.",
+        columns=head,
+        rows=rows,
     )
 
 

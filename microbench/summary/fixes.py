@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of SUMMARY.md about the fixes: what they leave of a connector's cost."""
+"""The fixes: what they leave of a connector's cost, and whether aims are met."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import msgspec
 
 from lab.records.per_config import ConfigEntry, PerConfig, Stated
 from lab.records.roles import AimOfConfig
-from lab.stats.aims import Aim, aims_table
+from lab.stats.aims import Aim, judge
 from lab.stats.interval import Interval
-from lab.stats.markdown import DASH, TIMES, interval, spread, table
+from lab.stats.markdown import DASH, TIMES, interval, spread
 from microbench.analysis.roles import Roles
+from page.document import Section, Table
 
 # The reference study states steps and TPOT at p90.
 P50_AND_P90 = ("p50", "p90")
 
 
-def before_and_after(document: PerConfig, roles: Roles) -> str:
-    """A section: from the floor to all fixes, and whether the aims are met.
+def before_and_after(document: PerConfig, roles: Roles) -> list[Section]:
+    """From the floor to all fixes, and whether the aims are met.
 
     Empty unless the run has the floor and a config with an aim.
     """
     configs, floor = document.configs, roles.floor
     present = [n for n in roles.before_after if configs[n].verdict != "failed"]
     if floor not in present or not any(roles.of[name].aims for name in present):
-        return ""
+        return []
     rows = [_row(name, configs[name]) for name in present]
     ratio = f"p50 {TIMES} {floor}"
     head = ["config", "schedule µs p50/p90", ratio, "schedule slope µs/1k"]
     head += ["build_meta µs p50/p90", "get_finished µs p50/p90/p99"]
     head += ["overhead µs p50/p90", ratio, "step µs p50/p90", ratio]
     head += ["TPOT ms p50/p90"]
-    parts = ["## Before and after the fixes", table(head, rows)]
-    parts += _aims(present, configs, roles)
-    for name in present:
-        parts += _reads(name, configs[name])
-    return "\n\n".join(parts)
+    reads = [told for name in present for told in _reads(name, configs[name])]
+    title = "Before and after the fixes"
+    made = Table(title=title, note=" ".join(reads), columns=head, rows=rows)
+    return [made, _aims(present, configs, roles)]
 
 
 def _row(name: str, entry: ConfigEntry) -> list[str]:
     against = entry.vs_noop or {}
-    cells = [f"`{name}`"]
+    cells = [name]
     for metric in ("schedule", "overhead", "step"):
         level = spread(entry.level_us(metric), names=P50_AND_P90)
         cells += [level, _ratio(against.get(metric))]
@@ -67,7 +67,7 @@ def _reads(name: str, entry: ConfigEntry) -> list[str]:
         return []
     blocks = reads.blocks_offered
     return [
-        f"From `{name}` a peer read {reads.reads:,} prefixes of "
+        f"From {name} a peer read {reads.reads:,} prefixes of "
         f"{blocks / reads.reads:.0f} blocks, {reads.reads / reads.seconds:.1f} per "
         f"second; {reads.blocks_valid / blocks:.2%} of the blocks were still valid "
         "when they had arrived."
@@ -76,29 +76,30 @@ def _reads(name: str, entry: ConfigEntry) -> list[str]:
 
 def _aims(
     present: list[str], configs: Mapping[str, ConfigEntry], roles: Roles
-) -> list[str]:
-    """A table of all aims that were measured, and a line on those that were not."""
-    found, missing = [], []
+) -> Table:
+    """All aims that were measured, and a line on those that were not."""
+    rows, missing = [], []
     for name in present:
         for told in roles.of[name].aims:
             aim, measured = _aim(name, configs[name], told, roles.floor)
             if measured is None or measured["ci95"] is None:
                 missing.append(str(aim))
             else:
-                found.append((aim, msgspec.convert(measured, Interval)))
-    parts = [aims_table(found, ",.3f")] if found else []
-    if missing:
-        parts.append(f"Not measured: {'; '.join(missing)}.")
-    return parts
+                found = msgspec.convert(measured, Interval)
+                judged = judge(found, aim)
+                rows.append([aim.what, aim.bound, aim.whose, f"{found:,.3f}", judged])
+    note = f"Not measured: {'; '.join(missing)}." if missing else ""
+    head = ["what", "aim", "whose", "found", "judged"]
+    return Table(title="Aims", note=note, columns=head, rows=rows)
 
 
 def _aim(
     name: str, entry: ConfigEntry, told: AimOfConfig, floor: str | None
 ) -> tuple[Aim, Stated | None]:
     """An aim in words, and what was measured of it."""
-    time = f"`{told.metric}_us` of `{name}`"
+    time = f"{told.metric}_us of {name}"
     if told.quantity == "times_floor":
-        what, unit = f"p50 of {time}", f"{TIMES} that of `{floor}`"
+        what, unit = f"p50 of {time}", f"{TIMES} that of {floor}"
         measured = (entry.vs_noop or {}).get(told.metric)
     else:
         what, unit = f"slope of {time}", "µs per 1,000 blocks"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of SUMMARY.md about the connector's calls, by method, and threads."""
+"""What the connector's calls take, by method, and the threads beside them."""
 
 from __future__ import annotations
 
 from lab.records.per_config import PerConfig
-from lab.stats.markdown import interval, number, table
+from lab.stats.markdown import interval, number
+from page.document import Table
 
 AXES = {
     "us_per_step": "per step",
@@ -15,19 +16,17 @@ AXES = {
 LEAST_US = 1.0
 
 
-def connector_table(document: PerConfig) -> str:
+def connector_table(document: PerConfig) -> Table:
     """Mean and slope over all steps of growth: per step, per s, per 1,000 tokens."""
     rows = []
     for name, entry in document.configs.items():
         if not entry.connector:
             continue
-        row = [f"`{name}`"]
+        row = [name]
         for axis in AXES:
             told = entry.connector[axis]
             row += [number(told["mean"]), interval(told["slope_per_1k_blocks"], 2)]
         rows.append(row)
-    if not rows:
-        return "No config has a connector whose calls were timed."
     head = ["config"]
     for axis in AXES.values():
         head += [f"µs {axis}", "slope per 1k blocks"]
@@ -35,10 +34,12 @@ def connector_table(document: PerConfig) -> str:
         "All calls of the connector's methods, in scheduler and worker, over all steps "
         "of growth: nothing is left out."
     )
-    return table(head, rows) + "\n\n" + note
+    return Table(
+        title="What the connector's calls take", note=note, columns=head, rows=rows
+    )
 
 
-def parts_table(document: PerConfig) -> str:
+def parts_table(document: PerConfig) -> Table:
     """The methods, and the threads of the engine's process, that take most."""
     rows = []
     for name, entry in document.configs.items():
@@ -47,19 +48,23 @@ def parts_table(document: PerConfig) -> str:
                 if told["us_per_step"] >= LEAST_US:
                     rows.append(
                         [
-                            f"`{name}`",
-                            f"`{part}`" if kind == "methods" else f"thread `{part}`",
+                            name,
+                            part if kind == "methods" else f"thread {part}",
                             number(told.get("calls_per_step"), 2),
                             number(told["us_per_step"]),
                             interval(told["slope_per_1k_blocks"], 2),
                         ]
                     )
-    if not rows:
-        return ""
     head = ["config", "method or thread", "calls per step", "µs per step"]
     note = (
         "Means over all steps of growth; of a method without the connector's methods "
         "that it calls, of a thread its CPU time. What takes less than "
         f"{LEAST_US:g} µs is in per_config.json."
     )
-    return table([*head, "slope per 1k blocks"], rows) + "\n\n" + note
+    return Table(
+        title="Method by method, thread by thread",
+        note=note,
+        columns=[*head, "slope per 1k blocks"],
+        rows=rows,
+        open=False,
+    )

@@ -1,52 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SUMMARY.md from the document per_config.json: every number in it is from there."""
+"""SUMMARY.md: what a person reads first. The rest is in report.html.
+
+Every number in it is from the document per_config.json.
+"""
 
 from __future__ import annotations
 
+from lab.records.per_config import ConfigEntry, PerConfig
+from lab.stats.markdown import DASH, TIMES, number, spread, table
 from microbench.analysis.analysis import Analysis
-from microbench.summary.additions import attribution, noise_floor, reconciliation
-from microbench.summary.context import (
-    figure_list,
-    model_note,
-    provenance,
-    reference,
-    warnings,
-)
+from microbench.summary.context import model_note, warnings
 from microbench.summary.expected import expected_verdicts
-from microbench.summary.fixes import before_and_after
-from microbench.summary.growth import answer, config_table, hypothesis, reset_table
-from microbench.summary.parts import connector_table, parts_table
+from microbench.summary.growth import verdict_words
+from microbench.summary.page import QUESTION
+
+FIGURE = "schedule_vs_cache"
 
 
 def write_summary(analysis: Analysis, figures: list[str]) -> str:
     """The whole text; `figures` are the names in figures/ that were drawn."""
-    document, roles = analysis.document, analysis.roles
+    document = analysis.document
+    known = expected_verdicts(document, analysis.roles)
     sections = [
         "# What a KV connector costs per engine step",
-        answer(document),
-        model_note(document),
-        "## Per config",
-        config_table(document),
-        expected_verdicts(document, roles),
-        before_and_after(document, roles),
-        *(hypothesis(document, roles, name) for name in roles.named("hypothesis")),
-        "## What the connector's calls take",
-        connector_table(document),
-        parts_table(document),
-        "## Where a step's time goes",
-        attribution(document),
-        "## What it adds to TPOT",
-        reconciliation(document, roles.baseline),
-        "## Noise floor",
-        noise_floor(document),
-        "## Reset check",
-        reset_table(document),
-        reference(document, roles),
-        "## Figures",
-        figure_list(figures),
-        "## How this was made",
-        provenance(document),
+        f"{QUESTION} {model_note(document)}",
+        _verdicts(document.configs),
+        known and known.note,
+        _table(document),
+        _figure(figures),
         "## Warnings",
         warnings(analysis.doubts, document.configs),
+        "## More",
+        _more(document),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _verdicts(configs: dict[str, ConfigEntry]) -> str:
+    return "\n".join(
+        f"- `{name}`: **{entry.verdict}**: {verdict_words(entry)}"
+        for name, entry in configs.items()
+    )
+
+
+def _table(document: PerConfig) -> str:
+    rows = []
+    for name, entry in document.configs.items():
+        calls = (entry.connector or {}).get("us_per_step", {}).get("mean")
+        rows.append(
+            [
+                f"`{name}`",
+                DASH if calls is None else number(calls),
+                spread(entry.schedule_us, names=("p50", "p90")),
+                spread(entry.step_us, names=("p50", "p90")),
+                spread(entry.tpot_ms, 3, ("p50", "p90")),
+                entry.verdict,
+            ]
+        )
+    head = ["config", "connector's calls, µs per step", "schedule µs p50/p90"]
+    head += ["step µs p50/p90", "TPOT ms p50/p90", "verdict"]
+    window = document.window
+    note = "No level could be stated: see the warnings."
+    if window:
+        note = (
+            f"`schedule()` and step at {window.at_cache_blocks:,} cached blocks, every "
+            "config at the same mix of batch sizes; the connector's calls over all "
+            "steps of growth."
+        )
+    return f"{table(head, rows)}\n\n{note}"
+
+
+def _figure(figures: list[str]) -> str:
+    if FIGURE not in figures:
+        return ""
+    return (
+        f"![schedule() against |cache|](figures/{FIGURE}.png)\n\n"
+        f"Data: [figures/{FIGURE}.csv](figures/{FIGURE}.csv)"
+    )
+
+
+def _more(document: PerConfig) -> str:
+    facts = document.provenance
+    return (
+        "[report.html](report.html) opens in a browser, from disk: how each verdict "
+        "was reached, what each method takes, before and after the fixes, noise, "
+        "requests, and how this was made. [per_config.json](per_config.json) is for "
+        "programs.\n\n"
+        f"Run: `{facts.get('command_line')}`, {facts.get('date_utc')}, vLLM "
+        f"{facts.get('vllm_version')}, {facts.get('cpu_count')} {TIMES} "
+        f"{facts.get('cpu_model')}, commit {facts.get('git_commit')}."
+    )

@@ -2,6 +2,7 @@
 // Shows the page's data, section by section.
 
 const SHOW = {
+  words: showWords,
   table: showTable,
   figure: showFigure,
   verdicts: showVerdicts,

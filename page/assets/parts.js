@@ -67,6 +67,11 @@ function csv(columns, rows) {
 const fileName = (title, ending) =>
   `${title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "")}.${ending}`;
 
+function showWords(section) {
+  return el("section", {}, el("h2", {}, section.title),
+    ...section.paragraphs.map((words) => el("p", {}, words)));
+}
+
 function showTable(section) {
   const table = tableOf(section.title, section.columns, section.rows);
   const save = saveButton("Save as CSV", fileName(section.title, "csv"),
@@ -83,7 +88,7 @@ function showTable(section) {
 function showVerdicts(section) {
   const items = section.verdicts.map((one) => el("li", {},
     el("code", {}, one.name), " ",
-    el("span", { class: `verdict ${one.verdict}` }, one.verdict), " ",
+    el("span", { class: `verdict ${one.verdict}` }, one.verdict), ": ",
     el("span", {}, one.words),
     one.reasons ? el("details", {}, el("summary", {}, `How ${one.name} was judged`),
       one.reasons.note ? el("p", { class: "note" }, one.reasons.note) : null,

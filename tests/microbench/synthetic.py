@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ from lab.records.trial import ReadCounts, TrialRecord
 
 STEP_NS = 300_000
 FIRST_NS = 10**14
+
+
+def page_of(folder: Path) -> dict[str, Any]:
+    """What report.html shows, as data: its sections by title, and all of it."""
+    text = (folder / "report.html").read_text()
+    data = text.partition('id="data">')[2].partition("</script>")[0]
+    page = json.loads(data)
+    return page | {"by_title": {one["title"]: one for one in page["sections"]}}
 
 
 @dataclass

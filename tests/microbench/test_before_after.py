@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SUMMARY.md says of the fixes is what the configs' steps say."""
+"""What report.html says of the fixes is what the configs' steps say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 
 import msgspec
 import pytest
-from synthetic import Truth, write_run
+from synthetic import Truth, page_of, write_run
 
 from lab.records.per_config import PerConfig
 from lab.records.run import RunRecord
@@ -29,9 +29,16 @@ TRUTHS = [
 ]
 
 
-def before_and_after(document) -> str:
+def before_and_after(document) -> list:
+    """The sections as the page holds them: the table and the aims, or none."""
     told = msgspec.convert(document, PerConfig)
-    return fixes.before_and_after(told, roles_of(RunRecord(), told.configs))
+    made = fixes.before_and_after(told, roles_of(RunRecord(), told.configs))
+    return msgspec.to_builtins(made)
+
+
+def row_of(table: dict, name: str) -> list:
+    (row,) = (row for row in table["rows"] if row[0] == name)
+    return row
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +54,9 @@ def document(run):
 
 
 def test_the_section_compares_all_from_noop_to_all_fixes(run, document):
-    text = before_and_after(document)
-    assert text in (run / "SUMMARY.md").read_text()
-    assert all(f"| `{truth.name}` |" in text for truth in TRUTHS)
+    made = before_and_after(document)
+    assert [page_of(run)["by_title"][one["title"]] for one in made] == made
+    assert [row[0] for row in made[0]["rows"]] == [truth.name for truth in TRUTHS]
     assert (run / "figures" / "before_after.png").exists()
 
 
@@ -61,32 +68,30 @@ def test_ratios_to_noop_are_those_of_the_steps(document):
         levels = [configs[c]["step_us"]["p50"] for c in (name, "noop")]
         assert ratio["value"] == pytest.approx(levels[0] / levels[1], abs=0.01)
         assert ratio["ci95"][0] <= ratio["value"] <= ratio["ci95"][1]
-    assert "| missed |" not in before_and_after(document)
+    _, aims = before_and_after(document)
+    assert "missed" not in [row[-1] for row in aims["rows"]]
 
 
 @pytest.mark.parametrize(
     ("ci95", "verdict"),
     [
-        ([0.97, 1.049], "| met |"),
-        ([1.01, 1.06], "| undecided |"),
-        ([1.06, 1.2], "| missed |"),
+        ([0.97, 1.049], "met"),
+        ([1.01, 1.06], "undecided"),
+        ([1.06, 1.2], "missed"),
     ],
 )
 def test_an_aim_is_met_only_where_the_whole_interval_says_so(document, ci95, verdict):
     ratio = {"value": sum(ci95) / 2, "ci95": ci95}
     document["configs"]["mooncake_both_fixed"]["vs_noop"] = {"step": ratio}
-    (aim,) = (
-        line
-        for line in before_and_after(document).splitlines()
-        if "p50 of `step_us` of `mooncake_both_fixed`" in line
-    )
-    assert verdict in aim
+    _, aims = before_and_after(document)
+    aim = row_of(aims, "p50 of step_us of mooncake_both_fixed")
+    assert aim[-1] == verdict
 
 
 def test_a_run_without_an_aim_has_no_such_section(document):
     for name in ("mooncake_both_delta", "mooncake_both_fixed"):
         del document["configs"][name]
-    assert before_and_after(document) == ""
+    assert before_and_after(document) == []
 
 
 def test_what_a_peer_read_meanwhile_is_stated_beside_what_it_cost(tmp_path):
@@ -96,20 +101,18 @@ def test_what_a_peer_read_meanwhile_is_stated_beside_what_it_cost(tmp_path):
         Truth("direct_read_serving", build_meta=0.8, reads=reads),
     ]
     assert report.main([str(write_run(tmp_path, truths, steps=900))]) == 0
-    text = before_and_after(json.loads((tmp_path / "per_config.json").read_text()))
+    document = json.loads((tmp_path / "per_config.json").read_text())
+    table, aims = before_and_after(document)
     # Of both repeats.
-    assert "read 80 prefixes of 200 blocks, 10.0 per second; 98.75%" in text
-    what, bound = "p50 of `step_us` of `direct_read_serving`", f"at most 1.02 {TIMES}"
-    assert f"| {what} | {bound} that of `noop` | ours |" in text
+    assert "read 80 prefixes of 200 blocks, 10.0 per second; 98.75%" in table["note"]
+    aim = row_of(aims, "p50 of step_us of direct_read_serving")
+    assert aim[1:3] == [f"at most 1.02 {TIMES} that of noop", "ours"]
 
 
 def test_p90_stands_beside_p50_where_the_reference_study_used_p90(document):
     entry = document["configs"]["mooncake_both"]
     step, tpot = entry["step_us"], entry["tpot_ms"]
-    row = next(
-        line
-        for line in before_and_after(document).splitlines()
-        if line.startswith("| `mooncake_both` |")
-    )
-    assert f"| {step['p50']:,.1f}/{step['p90']:,.1f} |" in row
-    assert f"| {tpot['p50']:,.3f}/{tpot['p90']:,.3f} |" in row
+    table, _ = before_and_after(document)
+    row = row_of(table, "mooncake_both")
+    assert f"{step['p50']:,.1f}/{step['p90']:,.1f}" in row
+    assert f"{tpot['p50']:,.3f}/{tpot['p90']:,.3f}" in row

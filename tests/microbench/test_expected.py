@@ -6,13 +6,15 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
-from synthetic import Truth, write_run
+from synthetic import Truth, page_of, write_run
 
 from lab.paths import CONFIGS
 from lab.records.roles import Role
 from microbench import sweep
 from microbench.analysis.expected import Outcome
 from microbench.profile import load_profile
+
+KNOWN = "Configs whose verdict is known"
 
 
 def run_all(folder, monkeypatch, expected: dict[str, str]) -> int:
@@ -34,7 +36,8 @@ def test_a_sweep_that_finds_what_it_must_ends_well(tmp_path, monkeypatch):
     assert run_all(tmp_path / "run", monkeypatch, {"walk": "grows"}) == 0
     summary = (tmp_path / "run" / "SUMMARY.md").read_text()
     assert "Known verdicts: 1, of which 1 right." in summary
-    assert "| `walk` | grows | grows | **right** |" in summary
+    (row,) = page_of(tmp_path / "run")["by_title"][KNOWN]["rows"]
+    assert row[:4] == ["walk", "grows", "grows", "right"]
 
 
 def test_a_sweep_that_misses_names_the_config_and_both_verdicts(
@@ -51,7 +54,8 @@ def test_a_sweep_that_misses_names_the_config_and_both_verdicts(
 
 def test_a_run_in_which_nothing_is_known_says_nothing(tmp_path, monkeypatch):
     assert run_all(tmp_path / "run", monkeypatch, {}) == 0
-    assert "verdict is known" not in (tmp_path / "run" / "SUMMARY.md").read_text()
+    assert "Known verdicts" not in (tmp_path / "run" / "SUMMARY.md").read_text()
+    assert KNOWN not in page_of(tmp_path / "run")["by_title"]
 
 
 @pytest.mark.parametrize(

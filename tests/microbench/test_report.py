@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import polars as pl
 import pytest
-from synthetic import Truth, write_run
+from synthetic import Truth, page_of, write_run
 
 from lab.records.run import RunRecord
 from microbench import report
@@ -112,10 +112,9 @@ def test_the_measured_addition_to_tpot_is_stated_at_p90_too(
 ):
     before, after = (configs[n]["tpot_plateau_ms"] for n in ("plain", "mooncake_both"))
     added = "/".join(f"{after[q] - before[q]:+.3f}" for q in ("p50", "p90"))
-    text = (reported / "SUMMARY.md").read_text()
-    part = text.partition("## What it adds to TPOT")[2].partition("\n## ")[0]
-    (row,) = (line for line in part.splitlines() if "`mooncake_both`" in line)
-    assert row.endswith(f"| {added} |")
+    rows = page_of(reported)["by_title"]["What it adds to TPOT"]["rows"]
+    (row,) = (row for row in rows if row[0] == "mooncake_both")
+    assert row[-1] == added
 
 
 def test_every_figure_has_its_data_beside_it(reported: Path):
@@ -127,11 +126,49 @@ def test_every_figure_has_its_data_beside_it(reported: Path):
 
 def test_the_summary_states_verdict_hypothesis_and_machine(reported: Path):
     text = (reported / "SUMMARY.md").read_text()
-    assert f"`{HASH}` **grows with |cache|**" in text
-    assert "**Supported**: growth is a straight line." in text
-    assert "null model" in text and "+85.6" in text and "the server died" in text
-    for figure in (reported / "figures").glob("*.png"):
-        assert f"figures/{figure.name}" in text
+    assert f"- `{HASH}`: **grows**: +" in text
+    assert "null model" in text and "the server died" in text
+    assert "figures/schedule_vs_cache.png" in text
+    page = page_of(reported)
+    supported = "Supported: growth is a straight line."
+    linear = page["by_title"]["hash walk: is its cost linear in |cache|?"]
+    assert linear["paragraphs"][0].startswith(supported)
+    reference = page["by_title"]["Beside the reference study"]
+    assert "+85.6" in [cell for row in reference["rows"] for cell in row]
+
+
+def test_a_person_reads_the_summary_in_a_few_minutes(
+    reported: Path, configs: dict[str, Any]
+):
+    text = (reported / "SUMMARY.md").read_text()
+    (head,) = (line for line in text.splitlines() if line.startswith("| config"))
+    assert head.count("|") == 7
+    for name, config in configs.items():
+        assert text.count(f"- `{name}`: **{config['verdict']}**") == 1
+    assert len(text.splitlines()) < 3 * len(configs) + 40
+
+
+def test_the_page_says_how_each_verdict_was_reached(
+    reported: Path, configs: dict[str, Any]
+):
+    page = page_of(reported)
+    told = {one["name"]: one for one in page["sections"][0]["verdicts"]}
+    assert set(told) == set(configs)
+    for name, config in configs.items():
+        assert told[name]["verdict"] == config["verdict"]
+        reasons = told[name]["reasons"]
+        found = {row[0]: row[1] for row in reasons["rows"]} if reasons else {}
+        assert found == config["verdict_of"]
+
+
+def test_the_page_draws_what_the_figures_csv_hold(reported: Path):
+    page = page_of(reported)
+    drawn = pl.read_csv(reported / "figures" / "schedule_vs_cache.csv")
+    section = page["by_title"]["schedule() time, p50 (µs) against |cache|"]
+    for line in section["lines"]:
+        curve = drawn.filter(pl.col("config") == line["name"])
+        shown = [y for y in line["y"] if y is not None]
+        assert shown == curve["p50_us"].to_list()
 
 
 def test_a_curve_that_bends_is_not_called_a_line(tmp_path: Path):
@@ -145,10 +182,12 @@ def test_a_curve_that_bends_is_not_called_a_line(tmp_path: Path):
             record["step_us"] += extra
         path.write_text("\n".join([header, *map(json.dumps, records)]) + "\n")
     assert report.main([str(folder)]) == 0
-    assert (
-        "not in a straight line**: it gets steeper"
-        in (folder / "SUMMARY.md").read_text()
+    (told,) = (
+        section["paragraphs"][0]
+        for section in page_of(folder)["sections"]
+        if "linear" in section["title"]
     )
+    assert "not in a straight line: it gets steeper" in told
 
 
 def test_doubts_are_told(tmp_path: Path):
@@ -163,9 +202,12 @@ def test_doubts_are_told(tmp_path: Path):
     text = text.replace('"ok":30,"failed":0', '"ok":28,"failed":2')
     path.write_text(text.replace('"valid":true', '"valid":false'))
     assert report.main([str(folder)]) == 0
+    shown = " ".join(one["message"] for one in page_of(folder)["warnings"])
+    for doubt in ("1 torn last", "2 of 60 requests failed", "sent late"):
+        assert doubt in shown, doubt
     summary = (folder / "SUMMARY.md").read_text()
-    for doubt in ("1 torn last", "2 of 60 requests failed", "sent late", "No A/A pair"):
-        assert doubt in summary, doubt
+    for warning in page_of(folder)["warnings"]:
+        assert f"*{warning['remedy']}.*" in summary
     document = json.loads((folder / "per_config.json").read_text())
     told = [*document["warnings"], *document["configs"]["noop"]["warnings"]]
     assert len(told) >= 4

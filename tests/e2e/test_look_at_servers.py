@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real servers record their own traffic, and `look` says what it cost whom."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import polars as pl
+import pytest
+
+from blockpatch import load_sets
+from lab.paths import PATCHES, REPOSITORY
+from lab.serving.server_spec import SERVED_MODEL
+from lab.serving.tree import build_tree
+from lab.tiny.checkpoint import prompt
+from lab.tiny.server import TinyServer
+from lab.tiny.servers import KV_TRANSFER, NEEDED, TinyServers, ready
+from look.instances import Instance, read_instances
+from look.requests import STEP_PARTS, WAITS
+
+from .pair import pull_params, send_params
+
+pytestmark = pytest.mark.e2e
+
+PULLED, LOCAL = 6, 12
+PROMPT_TOKENS = 600
+# What a client waits for besides the engine: HTTP, tokens to text, two busy cores.
+OUTSIDE_THE_ENGINE_MS = 400.0
+
+
+@dataclass
+class Served:
+    """What the clients saw in ms, by the id that they gave, and what was recorded."""
+
+    client_ms: dict[str, float]
+    instances: dict[str, Instance]
+    told: str
+    page: str
+
+
+async def ask(
+    server: TinyServer, request_id: str, tokens: list[int], count: int, params: dict
+) -> float:
+    """ms until the whole answer was there."""
+    body = {
+        "model": SERVED_MODEL,
+        "prompt": tokens,
+        "max_tokens": count,
+        "ignore_eos": True,
+    }
+    body |= {"kv_transfer_params": params} if params else {}
+    began_s = time.monotonic()
+    async with (
+        aiohttp.ClientSession(headers={"X-Request-Id": request_id}) as session,
+        session.post(f"{server.url}/v1/completions", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+        await response.json()
+    return (time.monotonic() - began_s) * 1e3
+
+
+async def serve(p: TinyServer, d: TinyServer) -> dict[str, float]:
+    """Prompts that D pulls from P, and others that it computes."""
+    client_ms = {}
+
+    async def pulled(number: int) -> None:
+        name, tokens = f"pulled{number}", prompt(number, PROMPT_TOKENS)
+        pull = await pull_params(p, name)
+        client_ms[name], _ = await asyncio.gather(
+            ask(d, name, tokens, 16, pull), ask(p, name, tokens, 1, send_params(name))
+        )
+
+    async def local(number: int) -> None:
+        await asyncio.sleep(0.05 * number)
+        name, tokens = f"local{number}", prompt(100 + number, 50)
+        client_ms[name] = await ask(d, name, tokens, 32, {})
+
+    await asyncio.gather(*map(pulled, range(PULLED)), *map(local, range(LOCAL)))
+    return client_ms
+
+
+@pytest.fixture(scope="module")
+def served(lab: TinyServers, tmp_path_factory) -> Served:
+    folder = tmp_path_factory.mktemp("look")
+    tree = folder / "tree"
+    patches = [*NEEDED, *load_sets(PATCHES)["step_timing_v2"]]
+    package = lab.installed.package("vllm")
+    build_tree(tree, package, patches, {"DELAY_US": 500}, lab.installed)
+    records = folder / "records"
+
+    def instance(name: str) -> TinyServer:
+        (records / name).mkdir(parents=True)
+        return TinyServer(
+            folder / name,
+            tree,
+            lab.checkpoint,
+            KV_TRANSFER["mooncake"] | {"kv_role": "kv_both"},
+            {
+                "KVTAX_STEP_RECORDS_DIR": str(records / name),
+                "KVTAX_REQUEST_IDS": "plain",
+            },
+            32,
+            lab.installed,
+            lab.block_tokens,
+        )
+
+    with ready(instance("p"), instance("d")) as (p, d):
+        client_ms = asyncio.run(serve(p, d))
+        # Records reach the files four times a second, also while the servers run.
+        time.sleep(1)
+        told, page = look(records, folder / "report.html")
+    instances, warnings = read_instances(records)
+    assert warnings == []
+    return Served(client_ms, {one.name: one for one in instances}, told, page)
+
+
+def look(records: Path, page: Path) -> tuple[str, str]:
+    """What is printed, and the page, while the servers still run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "look", str(records), "--out", str(page)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, page.read_text()
+
+
+def of_client(served: Served, name: str) -> pl.DataFrame:
+    """The requests at D whose ids clients gave as `name` and a number."""
+    requests = served.instances["d"].requests
+    return requests.filter(pl.col("id").str.contains(f"^cmpl-{name}\\d+-0$"))
+
+
+def test_each_client_finds_its_request_by_its_own_id(served):
+    assert of_client(served, "pulled").height == PULLED
+    assert of_client(served, "local").height == LOCAL
+
+
+def test_the_engine_s_time_is_what_the_client_waited_less_what_is_outside(served):
+    for row in served.instances["d"].requests.iter_rows(named=True):
+        client_ms = served.client_ms[row["id"].removeprefix("cmpl-")[:-2]]
+        engine_ms = (row["before_engine_us"] + row["e2e_us"]) / 1e3
+        assert engine_ms < client_ms
+        assert client_ms - engine_ms < OUTSIDE_THE_ENGINE_MS
+
+
+def test_a_pulled_prompt_waited_for_kv_and_a_local_one_did_not(served):
+    pulled, local = of_client(served, "pulled"), of_client(served, "local")
+    assert pulled["external_tokens"].min() >= PROMPT_TOKENS - 32
+    assert pulled["e2e.kv_wait_us"].min() > 0
+    assert local["external_tokens"].max() == 0
+    assert local["e2e.kv_wait_us"].max() == 0
+
+
+def test_the_parts_of_each_request_add_up(served):
+    for instance in served.instances.values():
+        for span in ("ttft", "e2e"):
+            parts = [f"{span}.{part}" for part in (*WAITS, *STEP_PARTS, "other_us")]
+            total = instance.requests.select(pl.sum_horizontal(parts)).to_series()
+            assert (total - instance.requests[f"{span}_us"]).abs().max() < 0.01
+            for part in parts:
+                # A step is rounded to float32, here and there.
+                assert instance.requests[part].min() > -100, part
+
+
+def test_the_table_and_the_page_name_what_the_connector_took(served):
+    assert "d: vLLM " in served.told and "p: vLLM " in served.told
+    assert "worker.get_finished" in served.told
+    assert "Of a request's time, the connector's calls were" in served.told
+    assert "cmpl-pulled0-0" in served.page
+    assert "Warnings" not in served.told
