@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a connector costs your server, from the records that it wrote.
 
-    python -m look DIR [--out report.html]
+    python -m look DIR [--out report.html] [--perfetto FILE [--from-s S] [--to-s S]]
 
 DIR is what KVTAX_STEP_RECORDS_DIR named, or a folder of such folders. Prints a table of
 each instance and writes a page. Reads files only; the server may still be running.
@@ -15,8 +15,10 @@ from pathlib import Path
 
 from lab.records import RecordsError
 from lab.records.documents import write_whole
+from look.clocks import one_clock
 from look.instances import read_instances
 from look.page import page
+from look.perfetto import Window, write_trace
 from look.text import text, warning_lines
 
 
@@ -34,12 +36,34 @@ def main(argv: list[str] | None = None) -> int:
         default=Path("report.html"),
         help="where the page goes (default: report.html)",
     )
+    parser.add_argument(
+        "--perfetto",
+        type=Path,
+        metavar="FILE",
+        help="write a trace as well, for ui.perfetto.dev",
+    )
+    parser.add_argument(
+        "--from-s",
+        type=float,
+        default=0.0,
+        help="where the trace begins, in seconds since the first step",
+    )
+    parser.add_argument(
+        "--to-s", type=float, default=1e9, help="where it ends (default: all)"
+    )
     chosen = parser.parse_args(argv)
     try:
         instances, warnings = read_instances(chosen.folder)
+        clock = one_clock(instances)
+        warnings += clock.warnings
         print("\n\n".join(text(one) for one in instances))
         print("\n".join(warning_lines(warnings)))
-        write_whole(chosen.out, page(chosen.folder, instances, warnings).encode())
+        told = page(chosen.folder, instances, clock, warnings)
+        write_whole(chosen.out, told.encode())
+        if chosen.perfetto:
+            window = Window(chosen.from_s, chosen.to_s)
+            steps = write_trace(chosen.perfetto, instances, clock, window)
+            print(f"wrote {chosen.perfetto}, {steps:,} steps, for ui.perfetto.dev")
     except (RecordsError, OSError) as error:
         print(f"look: {error}", file=sys.stderr)
         return 1

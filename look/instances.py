@@ -51,14 +51,20 @@ class Instance:
     `steps` has a row per step that ended, in order: `step_id`, `t_ns`, `end_ns`, COUNTS
     (null where not recorded), `step_us` and its parts, which add up to it: `model_us`,
     `scheduler_us`, `other_us` and a column for each method of the connector, all of
-    which are `connector_us`. `requests` is a table of look.requests.
+    which are `connector_us`. Beside these, as they were recorded: `schedule_us`,
+    `update_us`, `worker_t_ns`, `execute_model_us`. `requests` is a table of
+    look.requests.
     """
 
     name: str
-    vllm_version: str | None
+    header: EngineHeader
     steps: pl.DataFrame
     requests: pl.DataFrame = field(default_factory=lambda: NO_REQUESTS)
     warnings: list[RunWarning] = field(default_factory=list)
+
+    @property
+    def vllm_version(self) -> str | None:
+        return self.header.vllm_version
 
     @property
     def methods(self) -> list[str]:
@@ -120,7 +126,7 @@ def _read_instance(name: str, path: Path) -> Instance:
     steps = _with_parts(ended)
     requests, of_requests = read_requests(path.parent, steps)
     warnings += [*told, *doubtful, *of_requests]
-    return Instance(name, header.vllm_version, steps, requests, warnings)
+    return Instance(name, header, steps, requests, warnings)
 
 
 def _with_frame(file: StepFile, frame: pl.DataFrame) -> StepFile:
@@ -139,8 +145,10 @@ def _joined(
             f"no records of a worker ({error}): its calls and the model count as other",
             "Apply step_timing_v2, and let the workers write to the same folder",
         )
-        nothing = pl.lit(None, pl.Float32).alias("execute_model_us")
-        return engine.with_columns(nothing), [missing]
+        return engine.with_columns(
+            pl.lit(None, pl.Float32).alias("execute_model_us"),
+            pl.lit(None, pl.Int64).alias("worker_t_ns"),
+        ), [missing]
     joined = join_worker(engine, worker.frame)
     warnings = _torn("worker_step", worker.torn_lines)
     alone = int(joined["execute_model_us"].null_count())
@@ -226,7 +234,7 @@ def _with_parts(steps: pl.DataFrame) -> pl.DataFrame:
     own = (scheduler - of["scheduler"]).clip(lower_bound=0)
     connector = of["scheduler"] + of["worker"]
     return steps.select(
-        *("step_id", "t_ns", *COUNTS, "step_us"),
+        *("step_id", "t_ns", *COUNTS, *TIMES, "execute_model_us", "worker_t_ns"),
         (pl.col("t_ns") + (pl.col("step_us") * 1e3).cast(pl.Int64)).alias("end_ns"),
         model.cast(pl.Float64).alias("model_us"),
         own.cast(pl.Float64).alias("scheduler_us"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lab.records.warning import RunWarning
+from look.clocks import Clock
 from look.cost import Cost, Part, cost, felt
 from look.instances import Instance
 from look.moves import AXES, Slope, moves
@@ -21,7 +22,12 @@ ALL_INTERVALS = 6_000
 REQUESTS = 4_000
 
 
-def page(folder: Path, instances: list[Instance], warnings: list[RunWarning]) -> str:
+def page(
+    folder: Path,
+    instances: list[Instance],
+    clock: Clock,
+    warnings: list[RunWarning],
+) -> str:
     """The file as text."""
     sections: list[Section] = []
     answer = []
@@ -38,6 +44,7 @@ def page(folder: Path, instances: list[Instance], warnings: list[RunWarning]) ->
             time_line(
                 name,
                 instance,
+                clock,
                 min(INTERVALS, ALL_INTERVALS // share),
                 REQUESTS // share,
             )

@@ -37,6 +37,8 @@ FACTS = {
     "output_tokens": pl.Int64,
     "preemptions": pl.Int64,
     "before_engine_us": pl.Float64,
+    "kv_wait_ns": pl.List(pl.Int64),
+    "preempted_steps": pl.List(pl.Int64),
     "first_step": pl.Int64,
     "first_token_step": pl.Int64,
     "last_step": pl.Int64,
@@ -170,7 +172,7 @@ class _Split:
         sums = np.zeros(len(self._names))
         if first is not None:
             sums = self._sums[last + 1] - self._sums[first]
-            for left, back in _pairs(request.preempted_steps):
+            for left, back in pairs(request.preempted_steps):
                 gone, came = self._index(left), self._index(back)
                 if gone is None or gone > last:
                     continue
@@ -180,7 +182,7 @@ class _Split:
                 waits.append((int(self._begins[gone]), back_ns))
         kv_ns = sum(
             max(min(stop, end) - max(start, begin), 0)
-            for start, stop in _pairs(request.kv_wait_ns, end_ns)
+            for start, stop in pairs(request.kv_wait_ns, end_ns)
             for begin, end in waits
         )
         waited_us = sum(end - begin for begin, end in waits) / 1e3
@@ -191,7 +193,7 @@ class _Split:
         return {f"{span}.{name}": us for name, us in parts.items()}
 
 
-def _pairs(moments: list[int], last: int | None = None) -> list[tuple[int, int | None]]:
+def pairs(moments: list[int], last: int | None = None) -> list[tuple[int, int | None]]:
     """(begin, end) of a list that has them in turn; `last` where the end is missing."""
     ends = [*moments[1::2], *([last] if len(moments) % 2 else [])]
     return list(zip(moments[::2], ends, strict=True))

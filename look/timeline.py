@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import polars as pl
 
+from look.clocks import Clock
 from look.cost import PARTS
 from look.instances import Instance
 from look.requests import STEP_PARTS, WAITS
@@ -17,7 +18,7 @@ FEWEST_STEPS = 10
 
 
 def time_line(
-    name: str, instance: Instance, intervals: int, most_requests: int
+    name: str, instance: Instance, clock: Clock, intervals: int, most_requests: int
 ) -> TimeLine:
     """Means over equal intervals of time, each with its slowest step."""
     steps = instance.steps
@@ -47,6 +48,7 @@ def time_line(
         )
     )
     last = (end_ns - begin_ns) // width_ns
+    since_ns = clock.since_zero_ns(instance, begin_ns)
     every = pl.DataFrame({"interval": pl.int_range(last + 1, eager=True)})
     rows = every.join(found, on="interval", how="left", maintain_order="left")
 
@@ -55,8 +57,9 @@ def time_line(
 
     return TimeLine(
         title=name,
-        note=f"{steps.height:,} steps in intervals of {width_ns / 1e9:,.3f} s.",
-        t_s=[round(i * width_ns / 1e9, 6) for i in range(last + 1)],
+        note=f"{steps.height:,} steps in intervals of {width_ns / 1e9:,.3f} s, from "
+        f"the first step of all, {clock.utc}.",
+        t_s=[round((since_ns + i * width_ns) / 1e9, 6) for i in range(last + 1)],
         steps=rows["steps"].fill_null(0).to_list(),
         parts={n: numbers(f"layer.{n}") for n in layers},
         slowest_us=numbers("slowest_us"),
@@ -66,7 +69,7 @@ def time_line(
             Gauge(name=n, values=numbers(f"gauge.{n}"), of_requests="ing" in n)
             for n in gauges
         ],
-        requests=_requests(instance, begin_ns, most_requests),
+        requests=_requests(instance, clock, most_requests),
     )
 
 
@@ -85,7 +88,7 @@ def part_name(column: str) -> str:
     return PARTS.get(column, column.removesuffix("_us"))
 
 
-def _requests(instance: Instance, begin_ns: int, most: int) -> Requests | None:
+def _requests(instance: Instance, clock: Clock, most: int) -> Requests | None:
     """Those that waited longest for the connector, where there are too many."""
     requests = instance.requests
     if not requests.height:
@@ -96,7 +99,8 @@ def _requests(instance: Instance, begin_ns: int, most: int) -> Requests | None:
         return (shown[column] / 1e3).round(3).to_list()
 
     def seconds(column: str) -> list[float]:
-        return ((shown[column] - begin_ns) / 1e9).round(6).to_list()
+        moved_ns = clock.since_zero_ns(instance, 0)
+        return ((shown[column] + moved_ns) / 1e9).round(6).to_list()
 
     parts = ("connector_us", *WAITS, *(p for p in STEP_PARTS if p != "connector_us"))
     columns = {

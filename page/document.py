@@ -100,7 +100,7 @@ class TimeLine(msgspec.Struct, tag_field="kind", tag="timeline", kw_only=True):
     title: str
     note: str = ""
     t_s: list[float]
-    """Where intervals begin, in seconds since the first step."""
+    """Where intervals begin, in seconds since the first step of all."""
     steps: list[int]
     parts: dict[str, Numbers]
     slowest_us: Numbers

@@ -67,8 +67,10 @@ def read_worker_steps(folder: Path) -> StepFile:
         )
     ranks = []
     for path in files:
-        rank = read_steps(path, WorkerHeader, ("step_id", *WORKER_TIMES, *BY_METHOD))
-        rank = replace(rank, frame=ordered(path, rank.frame))
+        columns = ("step_id", "t_ns", *WORKER_TIMES, *BY_METHOD)
+        rank = read_steps(path, WorkerHeader, columns)
+        frame = ordered(path, rank.frame).rename({"t_ns": "worker_t_ns"})
+        rank = replace(rank, frame=frame)
         ranks.append(by_method("worker", rank))
     if len(ranks) == 1:
         return ranks[0]

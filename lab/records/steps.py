@@ -26,6 +26,12 @@ class FileHeader(msgspec.Struct, kw_only=True):
     """The version of vLLM that is measured."""
     pid: int | None = None
     """The process that writes the file."""
+    began_ns: int | None = None
+    """When the file was begun."""
+    began_unix_ns: int | None = None
+    """The same moment by the wall clock; older files do not say."""
+    boot_id: str | None = None
+    """Of the running kernel: files that share it share the clock."""
     label: dict[str, Any] = {}
     """`config`, `repeat` and `patches` of the trial."""
 

@@ -19,6 +19,14 @@ logger = init_logger(__name__)
 FLUSH_INTERVAL_S = 0.25
 
 
+def _boot_id() -> str | None:
+    """Names the kernel whose CLOCK_MONOTONIC this is."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
 class RecordFile:
     """Appends records to a JSONL file in whole lines, from a background thread.
 
@@ -41,6 +49,9 @@ class RecordFile:
                     "units": {"t_ns": "ns", "*_us": "us"},
                     "vllm_version": vllm_version,
                     "pid": os.getpid(),
+                    "began_ns": time.perf_counter_ns(),
+                    "began_unix_ns": time.time_ns(),
+                    "boot_id": _boot_id(),
                     "label": json.loads(
                         os.environ.get("KVTAX_STEP_RECORDS_LABEL", "{}")
                     ),

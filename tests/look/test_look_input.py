@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import FIRST_NS, Server, served
+from made_up_server import FIRST_NS, Server, served
 
 from lab.records import RecordsError
 from look.__main__ import main

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import polars as pl
 import pytest
-from conftest import FIRST_NS, Server, served
+from made_up_server import FIRST_NS, Server, served
 
 from look.instances import read_instances
 from look.requests import STEP_PARTS, WAITS
