@@ -54,6 +54,9 @@ direct-read-cost: setup ## what being read costs an engine step, and what a read
 	$(python) -m costs.direct_read.cost
 	$(python) -m costs.direct_read.transfer
 
+exposure-cost: setup ## which of a connector's work users feel under asynchronous scheduling (15 minutes)
+	$(python) -m costs.exposure
+
 schedule-cost: setup ## what a connector adds to schedule(), paired inside one process (5 minutes)
 	$(python) -m costs.schedule
 
@@ -158,7 +161,7 @@ clean: clean-releases ## remove runs, fetched sources and the environment
 
 .PHONY: help setup fresh-machine-check test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
-	direct-read-cost growth-cost listener-cost sending-lag proxy-cost trace-cost \
+	direct-read-cost exposure-cost growth-cost listener-cost sending-lag proxy-cost trace-cost \
 	transfer-check bench-report browser observatory axes-gate-check noisy-sweep verdict-power coverage \
 	vllm-releases upstream-check \
 	upstream-series release-test kvindex-test kvindex-bench kvindex-figures lock clean-releases clean

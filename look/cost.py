@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
+from look.exposed import exposed_per_step
 from look.instances import Instance
 
 PARTS = {
@@ -29,11 +30,16 @@ class Part:
     p99_us: float
     most_us: float
     share: float
+    exposed_us: float | None = None
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one instance. `connector_ms_per_s` is per second in which steps ran."""
+    """Of one instance. `connector_ms_per_s` is per second in which steps ran.
+
+    `exposed_us` of a part is what a device beside the host waited for it
+    (look.exposed); None where no device was recorded.
+    """
 
     steps: int
     seconds: float
@@ -50,15 +56,25 @@ def cost(instance: Instance) -> Cost | None:
         return None
     whole = _part(steps, "step_us", "step", 1.0)
     total = float(steps["step_us"].sum()) or 1.0
+    felt_us = exposed_per_step(steps, instance.device)
+    if felt_us:
+        felt_us["connector_us"] = sum(felt_us.get(name, 0) for name in instance.methods)
     methods = [
-        _part(steps, name, name.removesuffix("_us"), total) for name in instance.methods
+        replace(
+            _part(steps, name, name.removesuffix("_us"), total),
+            exposed_us=felt_us.get(name),
+        )
+        for name in instance.methods
     ]
     connector_us = float(steps["connector_us"].sum())
     return Cost(
         steps=steps.height,
         seconds=(steps["end_ns"].max() - steps["t_ns"][0]) / 1e9,
-        step=Part(**(vars(whole) | {"share": 1.0})),
-        parts=[_part(steps, name, told, total) for name, told in PARTS.items()],
+        step=replace(whole, share=1.0),
+        parts=[
+            replace(_part(steps, name, told, total), exposed_us=felt_us.get(name))
+            for name, told in PARTS.items()
+        ],
         methods=sorted(methods, key=lambda part: -part.mean_us),
         connector_ms_per_s=1e3 * connector_us / total,
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 import polars as pl
 
 from lab.records import RecordsError
+from lab.records.device import DeviceStep, read_device_steps
 from lab.records.joined_steps import (
     BY_METHOD,
     CALLS,
@@ -53,13 +54,15 @@ class Instance:
     `scheduler_us`, `other_us` and a column for each method of the connector, all of
     which are `connector_us`. Beside these, as they were recorded: `schedule_us`,
     `update_us`, `worker_t_ns`, `execute_model_us`. `requests` is a table of
-    look.requests.
+    look.requests. `device` are the forwards of a device that works beside the host;
+    none were recorded where it is empty.
     """
 
     name: str
     header: EngineHeader
     steps: pl.DataFrame
     requests: pl.DataFrame = field(default_factory=lambda: NO_REQUESTS)
+    device: list[DeviceStep] = field(default_factory=list)
     warnings: list[RunWarning] = field(default_factory=list)
 
     @property
@@ -125,8 +128,20 @@ def _read_instance(name: str, path: Path) -> Instance:
     ended, doubtful = _ended(joined)
     steps = _with_parts(ended)
     requests, of_requests = read_requests(path.parent, steps)
-    warnings += [*told, *doubtful, *of_requests]
-    return Instance(name, header, steps, requests, warnings)
+    device, of_device = _read_device(path.parent / "device_step.jsonl")
+    warnings += [*told, *doubtful, *of_requests, *of_device]
+    return Instance(name, header, steps, requests, device, warnings)
+
+
+def _read_device(path: Path) -> tuple[list[DeviceStep], list[RunWarning]]:
+    if not path.is_file():
+        return [], []
+    try:
+        lines = read_device_steps(path)
+    except RecordsError as error:
+        remedy = "What was exposed is not told; see the file"
+        return [], [RunWarning("device_unreadable", str(error), remedy)]
+    return lines.records, _torn(path.name, lines.torn_lines)
 
 
 def _with_frame(file: StepFile, frame: pl.DataFrame) -> StepFile:

@@ -108,6 +108,7 @@ def _cost_table(name: str, told: Cost) -> Table:
             *(round(us, 2) for us in times),
             round(100 * part.share, 2),
             None if calls is None else round(calls, 3),
+            None if part.exposed_us is None else round(part.exposed_us, 2),
         ]
 
     rows = [row(told.step, "step")]
@@ -121,15 +122,11 @@ def _cost_table(name: str, told: Cost) -> Table:
         title=f"{name}: what a step takes",
         note="Over all steps, none left out. A method's time is without that of the "
         f"methods it called. Per second of steps, the connector takes "
-        f"{told.connector_ms_per_s:,.1f} ms.",
+        f"{told.connector_ms_per_s:,.1f} ms. Exposed: what a device beside the host "
+        "waited for; a dash where none was recorded.",
         columns=[
-            "part",
-            "mean µs",
-            "p50 µs",
-            "p99 µs",
-            "most µs",
-            "% of step",
-            "calls",
+            *("part", "mean µs", "p50 µs", "p99 µs", "most µs", "% of step", "calls"),
+            "exposed µs",
         ],
         rows=rows,
     )

@@ -42,13 +42,15 @@ def warning_lines(warnings: list[RunWarning]) -> list[str]:
 
 
 def _cost_table(told: Cost) -> list[str]:
-    head = ["us per step", "mean", "p50", "p99", "most", "share", "calls"]
+    head = ["us per step", "mean", "p50", "p99", "most", "share", "calls", "exposed"]
     shown = [part for part in told.methods if part.mean_us >= LEAST_US][:METHODS_SHOWN]
     rows = [head, _row(told.step)]
     for part in told.parts:
         rows.append(_row(part, "  "))
         if part.column == "connector_us":
             rows += [_row(method, "    ") for method in shown]
+    if all(part.exposed_us is None for part in told.parts):
+        rows = [row[:-1] for row in rows]
     lines = aligned(rows)
     if left := len(told.methods) - len(shown):
         lines.append(f"    and {left} more methods, which take less")
@@ -63,6 +65,7 @@ def _row(part: Part, indent: str = "") -> list[str]:
         *(f"{us:,.1f}" for us in times),
         f"{part.share:.1%}",
         calls,
+        "" if part.exposed_us is None else f"{part.exposed_us:,.1f}",
     ]
 
 

@@ -40,6 +40,7 @@ ROOMS: dict[str, set[str]] = {
         "microbench",
         "observatory",
         "fleet",
+        "look",
     },
     "look": ANALYSIS | {"page"},
     "page": set(),

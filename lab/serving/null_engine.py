@@ -44,6 +44,7 @@ class NullEngine:
         num_blocks: int = 8_000,
         max_model_len: int = MAX_MODEL_LEN,
         max_requests: int = MAX_REQUESTS,
+        executor: type[Executor] | None = None,
         **engine_args: Any,
     ) -> None:
         # As their class, not as JSON, which is what the command line takes.
@@ -63,7 +64,8 @@ class NullEngine:
             kv_transfer_config=kv_transfer,
             **engine_args,
         ).create_engine_config()
-        self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        executor = executor or Executor.get_class(config)
+        self.core = EngineCore(config, executor, log_stats=False)
         self._num_blocks = num_blocks
         self._ids = count()
 

@@ -33,12 +33,17 @@ class SimulatedForward:
             numpy.memmap(path, numpy.int64, "w+", shape=(3,)) if path else None
         )
 
+    def duration_us(self, positions: torch.Tensor) -> float:
+        """How long a forward takes; `positions`: [tokens] of one step."""
+        us = self.forward_us + self.us_per_token * positions.shape[0]
+        if self.us_per_context_token:
+            us += self.us_per_context_token * int(positions.sum())
+        return us
+
     def wait(self, positions: torch.Tensor) -> None:
         """`positions`: [tokens] of one step."""
         started_ns = time.perf_counter_ns()
-        simulated_us = self.forward_us + self.us_per_token * positions.shape[0]
-        if self.us_per_context_token:
-            simulated_us += self.us_per_context_token * int(positions.sum())
+        simulated_us = self.duration_us(positions)
         time.sleep(simulated_us / 1e6)
         if self.totals is not None:
             slept_ns = time.perf_counter_ns() - started_ns
