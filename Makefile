@@ -54,7 +54,7 @@ direct-read-cost: setup ## what being read costs an engine step, and what a read
 	$(python) -m costs.direct_read.cost
 	$(python) -m costs.direct_read.transfer
 
-exposure-cost: setup ## which of a connector's work users feel under asynchronous scheduling (15 minutes)
+exposure-cost: setup ## which of a connector's work users feel under asynchronous scheduling (20 minutes)
 	$(python) -m costs.exposure
 
 schedule-cost: setup ## what a connector adds to schedule(), paired inside one process (5 minutes)

@@ -27,7 +27,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import polars as pl
 
 from costs.exposure.report import Cell, Seen, report
@@ -197,7 +196,8 @@ def with_exposed(
         )
         parts = [name for name in table.columns if name.startswith("exposed.")]
         means = {
-            name.removeprefix("exposed."): float(np.mean(table[name])) for name in parts
+            name.removeprefix("exposed."): float(table[name].mean() or 0)
+            for name in parts
         }
         found.append((cell, one, means))
     return found
@@ -209,8 +209,8 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=40, help="per cell, at 100 %%")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=24, help="per cell, at 100 %%")
     parser.add_argument("--out", type=Path, default=Path("runs/exposure.md"))
     chosen = parser.parse_args()
     if chosen.rounds < 2:
