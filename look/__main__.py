@@ -2,6 +2,8 @@
 """What a connector costs your server, from the records that it wrote.
 
     python -m look DIR [--out report.html] [--perfetto FILE [--from-s S] [--to-s S]]
+    python -m look DIR --follow
+    python -m look DIR --prometheus 127.0.0.1:9109
 
 DIR is what KVTAX_STEP_RECORDS_DIR named, or a folder of such folders. Prints a table of
 each instance and writes a page. Reads files only; the server may still be running.
@@ -16,9 +18,12 @@ from pathlib import Path
 from lab.records import RecordsError
 from lab.records.documents import write_whole
 from look.clocks import one_clock
+from look.follow import follow
 from look.instances import read_instances
+from look.live import Watched
 from look.page import page
 from look.perfetto import Window, write_trace
+from look.prometheus import serve_for_ever
 from look.text import text, warning_lines
 
 
@@ -51,8 +56,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--to-s", type=float, default=1e9, help="where it ends (default: all)"
     )
+    watching = parser.add_mutually_exclusive_group()
+    watching.add_argument(
+        "--follow", action="store_true", help="show in the terminal what comes now"
+    )
+    watching.add_argument(
+        "--prometheus", metavar="HOST:PORT", help="serve what comes to Prometheus"
+    )
     chosen = parser.parse_args(argv)
     try:
+        if chosen.follow or chosen.prometheus:
+            return watch(Watched(chosen.folder), chosen.prometheus)
         instances, warnings = read_instances(chosen.folder)
         clock = one_clock(instances)
         warnings += clock.warnings
@@ -64,10 +78,24 @@ def main(argv: list[str] | None = None) -> int:
             window = Window(chosen.from_s, chosen.to_s)
             steps = write_trace(chosen.perfetto, instances, clock, window)
             print(f"wrote {chosen.perfetto}, {steps:,} steps, for ui.perfetto.dev")
-    except (RecordsError, OSError) as error:
+    except (RecordsError, OSError, ValueError) as error:
         print(f"look: {error}", file=sys.stderr)
         return 1
     print(f"wrote {chosen.out}")
+    return 0
+
+
+def watch(watched: Watched, address: str | None) -> int:
+    """Until Ctrl-C, which is the way to end it."""
+    try:
+        where = f", http://{address}/metrics" if address else ""
+        print(f"watching{where}; Ctrl-C ends it", flush=True)
+        if address:
+            serve_for_ever(watched, address)
+        else:
+            follow(watched)
+    except KeyboardInterrupt:
+        pass
     return 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from lab.records.lines import Lines, read_lines
+from lab.records.step_table import older_part
 from lab.records.steps import FileHeader
 
 
@@ -59,5 +60,12 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
 
 
 def read_engine_requests(path: Path) -> Lines[EngineRequestHeader]:
-    """All requests of a file, in the order in which they ended. Raises RecordsError."""
-    return read_lines(path, EngineRequestHeader, EngineRequest)
+    """All requests of a file and its older part, in the order in which they ended.
+
+    Raises RecordsError.
+    """
+    found = read_lines(path, EngineRequestHeader, EngineRequest)
+    if older_part(path).is_file():
+        older = read_lines(older_part(path), EngineRequestHeader, EngineRequest)
+        found.records[:0] = older.records
+    return found

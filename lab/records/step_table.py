@@ -34,6 +34,11 @@ class StepFile:
     torn_lines: int
 
 
+def older_part(path: Path) -> Path:
+    """Where a writer that keeps its files small moves `path` before it goes on."""
+    return path.with_name(f"{path.name}.1")
+
+
 def read_steps(
     path: Path,
     header_kind: type[msgspec.Struct],
@@ -44,8 +49,29 @@ def read_steps(
 
     A column by connector method is a struct with the methods that the header names.
     `shape` is applied to each chunk: it filters and narrows before anything is kept.
+    The file's older part, if there is one, comes first.
     Raises RecordsError naming file and line for a bad line that is not the last.
     """
+    parts = [_read_part(path, header_kind, columns, shape)]
+    if older_part(path).is_file():
+        parts.insert(0, _read_part(older_part(path), header_kind, columns, shape))
+    return _together(parts)
+
+
+def _together(parts: Sequence[StepFile]) -> StepFile:
+    return StepFile(
+        frame=pl.concat([part.frame for part in parts], rechunk=False),
+        records=sum(part.records for part in parts),
+        torn_lines=sum(part.torn_lines for part in parts),
+    )
+
+
+def _read_part(
+    path: Path,
+    header_kind: type[msgspec.Struct],
+    columns: Sequence[str],
+    shape: Callable[[pl.LazyFrame], pl.LazyFrame],
+) -> StepFile:
     methods = read_header(path, header_kind).methods
     schema = {name: _column_type(name, methods) for name in columns}
     with path.open("rb") as file:
@@ -71,13 +97,8 @@ def read_steps(
         with ThreadPoolExecutor(2) as pool:
             parts = list(pool.map(parse, spans))
     if not parts:
-        empty = shape(_parse(b"", schema).lazy()).collect()
-        return StepFile(empty, 0, torn)
-    return StepFile(
-        frame=pl.concat([part.frame for part in parts], rechunk=False),
-        records=sum(part.records for part in parts),
-        torn_lines=torn + sum(part.torn_lines for part in parts),
-    )
+        parts = [StepFile(shape(_parse(b"", schema).lazy()).collect(), 0, 0)]
+    return _together([*parts, StepFile(parts[0].frame.clear(), 0, torn)])
 
 
 def _column_type(name: str, methods: Sequence[str]) -> Any:

@@ -19,6 +19,12 @@ logger = init_logger(__name__)
 FLUSH_INTERVAL_S = 0.25
 
 
+def _most_mb() -> float:
+    """Of a file and its older half; no limit if it is not set."""
+    told = os.environ.get("KVTAX_STEP_RECORDS_MAX_MB")
+    return float(told) if told else float("inf")
+
+
 def _boot_id() -> str | None:
     """Names the kernel whose CLOCK_MONOTONIC this is."""
     try:
@@ -31,7 +37,8 @@ class RecordFile:
     """Appends records to a JSONL file in whole lines, from a background thread.
 
     If the file cannot be created or written, that is logged once and records are
-    dropped from then on: the engine keeps serving.
+    dropped from then on: the engine keeps serving. With KVTAX_STEP_RECORDS_MAX_MB set,
+    a file that has half of that becomes NAME.jsonl.1, in the place of an older one.
     """
 
     def __init__(self, directory: str, name: str, header: dict):
@@ -40,9 +47,11 @@ class RecordFile:
         self.append = self._pending.append
         self._encoder = msgspec.json.Encoder()
         self._lock = threading.Lock()
+        self._bytes = 0
         self.stopped = False
         try:
-            first_line = self._encoder.encode(
+            self._most_bytes = _most_mb() * 1e6 / 2
+            self._first_line = self._encoder.encode(
                 {
                     "schema": f"kvtax.{name.partition('.')[0]}/1",
                     "clock": "CLOCK_MONOTONIC",
@@ -58,9 +67,7 @@ class RecordFile:
                     **header,
                 }
             )
-            # "x": records of another engine are never appended to or overwritten.
-            self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
-            self._write(first_line + b"\n")
+            self._open()
         except (OSError, ValueError):
             self._stop()
             return
@@ -74,9 +81,19 @@ class RecordFile:
             if self.stopped or not records:
                 return
             try:
+                if self._bytes > self._most_bytes:
+                    self._file.close()
+                    os.replace(self.path, f"{self.path}.1")
+                    self._open()
                 self._write(self._encoder.encode_lines(records))
             except OSError:
                 self._stop()
+
+    def _open(self) -> None:
+        # "x": records of another engine are never appended to or overwritten.
+        self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
+        self._bytes = 0
+        self._write(self._first_line + b"\n")
 
     def _run(self) -> None:
         while not self.stopped:
@@ -84,6 +101,7 @@ class RecordFile:
             self.flush()
 
     def _write(self, data: bytes) -> None:
+        self._bytes += len(data)
         while data:
             data = data[self._file.write(data) :]
 

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server has recorded since the last look, summed up: for whoever watches.
+
+Files are read on from where they were left, in whole lines. Nothing of this runs in the
+engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lab.records import RecordsError
+
+# Of a step, in us: what vLLM's own histograms of latencies use, in ms.
+BUCKETS_US = (1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
+
+
+class _Record(msgspec.Struct):
+    """What is watched of any record of a step."""
+
+    step_us: float | None = None
+    schedule_us: float | None = None
+    update_us: float | None = None
+    execute_model_us: float | None = None
+    running: int | None = None
+    waiting: int | None = None
+    cache_size: int | None = None
+    connector_self_us: dict[str, float] = {}
+    connector_calls: dict[str, int] = {}
+
+
+class Tail:
+    """A file that grows; `lines` are what came since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode, self._offset = None, 0
+
+    def lines(self) -> list[bytes]:
+        """Whole lines, the header not among them."""
+        try:
+            with self._path.open("rb") as file:
+                inode = self._path.stat().st_ino
+                if inode != self._inode:
+                    # Begun anew, where files are kept small. The rest of the old one
+                    # is lost to this reader.
+                    self._inode, self._offset = inode, 0
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        data = data[: data.rfind(b"\n") + 1]
+        lines = data.splitlines()
+        if self._offset == 0:
+            lines = lines[1:]
+        self._offset += len(data)
+        return lines
+
+
+@dataclass
+class Totals:
+    """Of one instance since it was first looked at. Times are in us."""
+
+    steps: int = 0
+    bad_lines: int = 0
+    step_us: float = 0.0
+    scheduler_us: float = 0.0
+    model_us: float = 0.0
+    connector_us: float = 0.0
+    by_method_us: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+    slower_than: Counter[float] = field(default_factory=Counter)
+    running: int = 0
+    waiting: int = 0
+    cache_blocks: int = 0
+
+    def add(self, side: str, record: _Record) -> None:
+        for name, us in record.connector_self_us.items():
+            self.by_method_us[f"{side}.{name}"] += us
+            self.connector_us += us
+        for name, count in record.connector_calls.items():
+            self.calls[f"{side}.{name}"] += count
+        own = sum(record.connector_self_us.values())
+        if side == "worker":
+            self.model_us += max((record.execute_model_us or 0) - own, 0)
+            return
+        self.steps += record.step_us is not None
+        self.step_us += record.step_us or 0
+        scheduler_us = (record.schedule_us or 0) + (record.update_us or 0)
+        self.scheduler_us += max(scheduler_us - own, 0)
+        for bound in BUCKETS_US:
+            self.slower_than[bound] += (record.step_us or 0) > bound
+        self.running = record.running or 0
+        self.waiting = record.waiting or 0
+        if record.cache_size is not None:
+            self.cache_blocks = record.cache_size
+
+    def minus(self, other: Totals) -> dict[str, Any]:
+        """What came since `other`, us per step, and what is there now."""
+        steps = self.steps - other.steps
+        per = max(steps, 1)
+        return {
+            "steps": steps,
+            "step_us": (self.step_us - other.step_us) / per,
+            "model_us": (self.model_us - other.model_us) / per,
+            "scheduler_us": (self.scheduler_us - other.scheduler_us) / per,
+            "connector_us": (self.connector_us - other.connector_us) / per,
+            "by_method_us": {
+                name: (us - other.by_method_us[name]) / per
+                for name, us in self.by_method_us.most_common()
+            },
+            "running": self.running,
+            "waiting": self.waiting,
+            "cache_blocks": self.cache_blocks,
+        }
+
+
+class Watched:
+    """All instances below a folder; those that start later are found, too."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise RecordsError(f"{folder}: no such directory")
+        self._folder = folder
+        self._tails: dict[Path, Tail] = {}
+        self.totals: dict[str, Totals] = {}
+        self._decode = msgspec.json.Decoder(_Record).decode
+
+    def read(self) -> dict[str, Totals]:
+        """Read what is new; the totals by instance."""
+        for side, pattern in (
+            ("scheduler", "engine_step*.jsonl"),
+            ("worker", "worker_step.r0.jsonl"),
+        ):
+            for path in sorted(self._folder.rglob(pattern)):
+                inside = path.parent.relative_to(self._folder)
+                name = str(inside) if inside.parts else self._folder.resolve().name
+                totals = self.totals.setdefault(name, Totals())
+                for line in self._tails.setdefault(path, Tail(path)).lines():
+                    try:
+                        totals.add(side, self._decode(line))
+                    except msgspec.DecodeError:
+                        totals.bad_lines += 1
+        return self.totals
