@@ -9,9 +9,9 @@ disturbs a step only ever adds to it. A cost is the median over the rounds of th
 difference within a round, with a percentile bootstrap over the rounds.
 
 The split is measured in the process that records: the connector's calls per layer, the
-hooks of engine and worker, and the timing of the connector's calls are switched on and
-off there every few steps, so no two processes are compared. The same hooks in a tight
-loop show what they cost with warm caches. Prints Markdown.
+hooks of engine and worker, the timing of the connector's calls and the request records
+are switched on and off there every few steps, so no two processes are compared. The
+same hooks in a tight loop show what they cost with warm caches. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lab.stats.estimate import SEED
 
 HOOK_LOOPS = 50
 MIN_ROUNDS, MIN_STEPS = 8, 20
-PATCHES = ["step_timing_v1", "step_timing_v2"]
+PATCHES = ["step_timing_v1", "step_timing_v2", "request_timing"]
 
 
 def measure(rounds: int, steps: int, batch: int) -> Samples:

@@ -92,6 +92,13 @@ def hooks_table(samples: Samples, costs: dict[str, Interval]) -> str:
             *("", "", "", ""),
         ]
     )
+    rows.append(
+        [
+            "request records, on",
+            f"{cost(modes['requests'], modes['calls']):+.1f}",
+            *("", "", "", ""),
+        ]
+    )
     base_us = float(np.median(samples.variants[BASE]))
     off, aim = judge_off(costs[OFF], costs[AGAIN], base_us)
     rows.append([aim.what, f"{costs[OFF]:+.1f}", "", "", aim.bound, off])

@@ -41,6 +41,7 @@ class Mode(NamedTuple):
     engine: bool = False
     worker: bool = False
     calls: bool = False
+    requests: bool = False
 
 
 # Each has what the one before has, and one thing more.
@@ -50,6 +51,7 @@ MODES = {
     "engine": Mode(engine=True),
     "both": Mode(engine=True, worker=True),
     "calls": Mode(engine=True, worker=True, calls=True),
+    "requests": Mode(engine=True, worker=True, calls=True, requests=True),
 }
 
 
@@ -65,7 +67,7 @@ class Switch:
         ]
 
     def set(self, mode: Mode) -> None:
-        from vllm.v1 import step_records
+        from vllm.v1 import step_records, step_requests
         from vllm.v1.core.sched import scheduler
         from vllm.v1.engine import core
         from vllm.v1.worker import gpu_worker, kv_connector_model_runner_mixin
@@ -74,6 +76,7 @@ class Switch:
             module.ENGINE_STEPS = step_records.ENGINE_STEPS if mode.engine else None
         for module in (gpu_worker, kv_connector_model_runner_mixin):
             module.WORKER_STEPS = step_records.WORKER_STEPS if mode.worker else None
+        scheduler.REQUESTS = step_requests.REQUESTS if mode.requests else None
         if mode.layers:
             vars(self._model).pop("transfer_layers", None)
         else:
@@ -116,7 +119,7 @@ def time_modes(
         for mode in order.sample(list(MODES), len(MODES)):
             switch.set(MODES[mode])
             times_us[mode] += engine.time(CHUNK_STEPS)
-    switch.set(MODES["calls"])
+    switch.set(MODES["requests"])
     engine.end_batch(ids)
     return {mode: np.array(values[:steps]) for mode, values in times_us.items()}
 

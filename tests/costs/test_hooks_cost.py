@@ -34,6 +34,7 @@ def samples(again_us: float = 1, off_us: float = 1, engine_us: float = 2) -> Sam
     variants = {BASE: 300, AGAIN: 300 + again_us, OFF: 300 + off_us, ON: 310}
     modes = {"no layers": 295, "off": 300, "engine": 300 + engine_us}
     modes |= {"both": 301 + engine_us, "calls": 302.5 + engine_us}
+    modes |= {"requests": 303 + engine_us}
     hooks = ("engine", "engine record", "worker", "worker record", "call", "timed call")
     return Samples(
         {name: steps(us, seed) for seed, (name, us) in enumerate(variants.items())},

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A null device computes beside the host, as a GPU does, and vLLM schedules ahead."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+from recorder_lab import recording
+
+from lab.records.device import read_device_steps
+from lab.serving.null_engine import NOOP, NullEngine
+from lab.serving.null_model import write_null_model
+from lab.serving.settings import Forward
+from look.exposed import exposed
+from look.instances import read_instances
+
+PATCHES = ["step_timing_v1", "step_timing_v2"]
+
+FORWARD_US = 20_000
+TOKENS = 30
+
+
+@pytest.fixture(scope="session")
+def slow_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slow") / "null"
+    return write_null_model(folder, 8_192, Forward(FORWARD_US)).folder
+
+
+def decode(model, folder, monkeypatch, executor_name: str) -> float:
+    """Two requests decode; us per step, once they have begun."""
+    from kvtax_null_model import device
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    kv_transfer_state._KV_CONNECTOR_AGENT = None
+    monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(folder))
+    with recording(folder):
+        executor = getattr(device, executor_name)
+        engine = NullEngine(model, NOOP, executor=executor)
+        for _ in range(2):
+            engine.add([1] * 20, TOKENS)
+        steps_s = []
+        core = engine.core
+        while core.scheduler.has_requests() or core.batch_queue:
+            outputs, _ = core.step_fn()
+            if outputs:
+                steps_s.append(time.perf_counter())
+        core.model_executor._device._file.flush()
+    took = sorted(b - a for a, b in pairwise(steps_s))
+    assert len(steps_s) >= TOKENS
+    return 1e6 * took[len(took) // 2]
+
+
+EXECUTORS = ["NullDeviceExecutor", "OverlappingNullDeviceExecutor"]
+
+
+@pytest.mark.parametrize("executor_name", EXECUTORS)
+def test_forwards_run_one_after_the_other_for_as_long_as_they_take(
+    slow_model, tmp_path, monkeypatch, executor_name
+):
+    decode(slow_model, tmp_path, monkeypatch, executor_name)
+    device = read_device_steps(tmp_path / "device_step.jsonl").records
+    assert len(device) >= TOKENS
+    for one in device:
+        assert one.ended_ns - one.began_ns == FORWARD_US * 1_000
+        assert one.began_ns >= one.launched_ns
+    assert all(a.ended_ns <= b.began_ns for a, b in pairwise(device))
+
+
+@pytest.mark.parametrize("executor_name", EXECUTORS)
+def test_the_host_s_work_is_hidden_only_where_steps_overlap(
+    slow_model, tmp_path, monkeypatch, executor_name
+):
+    step_us = decode(slow_model, tmp_path, monkeypatch, executor_name)
+    device = read_device_steps(tmp_path / "device_step.jsonl").records
+    ((instance,), _) = read_instances(tmp_path)
+    table = exposed(instance.steps, device)
+    waited_us = table["exposed.scheduler_us"] + table["exposed.model_us"]
+    if executor_name == "NullDeviceExecutor":
+        assert step_us > FORWARD_US + waited_us.median()
+        assert waited_us.median() > 100
+    else:
+        assert step_us < 1.1 * FORWARD_US
+        assert waited_us.median() == 0
