@@ -32,6 +32,13 @@ class Words(msgspec.Struct, tag_field="kind", tag="words", kw_only=True):
     paragraphs: list[str]
 
 
+class Picture(msgspec.Struct, tag_field="kind", tag="picture", kw_only=True):
+    """A figure that was drawn elsewhere; `png` is its file in base64."""
+
+    title: str
+    png: str
+
+
 class Line(msgspec.Struct, kw_only=True):
     """One line of a figure; `low` and `high` are the edges of its band."""
 
@@ -110,7 +117,7 @@ class TimeLine(msgspec.Struct, tag_field="kind", tag="timeline", kw_only=True):
     requests: Requests | None = None
 
 
-Section = Words | Table | Figure | Verdicts | TimeLine
+Section = Words | Picture | Table | Figure | Verdicts | TimeLine
 
 
 class Doubt(msgspec.Struct, kw_only=True):

@@ -30,9 +30,9 @@ ROOMS: dict[str, set[str]] = {
     "microbench.summary": ANALYSIS | {"microbench.analysis", "page"},
     "microbench.compare": ANALYSIS,
     "observatory": {"lab", "blockpatch", "connectors", "microbench"},
-    "fleet": {"lab", "blockpatch"},
+    "fleet": {"lab", "blockpatch", "page"},
     "fleet.policies": {"lab.records"},
-    "fleet.analyze": ANALYSIS | {"fleet.policies"},
+    "fleet.analyze": ANALYSIS | {"fleet.policies", "page"},
     "costs": {
         "lab",
         "blockpatch",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analyse a fleet run: report.md, analysis.json and figures/.
+"""Analyse a fleet run: report.md, report.html, analysis.json and figures/.
 
     python -m fleet.analyze RUN_DIR [--out DIR]
 
@@ -22,6 +22,8 @@ from fleet.analyze.report import write_report
 from lab.config import ConfigError
 from lab.records import RecordsError
 from lab.records.documents import write_document, write_whole
+from page.build import build
+from page.markdown import page_of
 
 
 def report(run_dir: Path, out: Path, model: str, bandwidth_gbit_s: float) -> bool:
@@ -33,7 +35,10 @@ def report(run_dir: Path, out: Path, model: str, bandwidth_gbit_s: float) -> boo
     out.mkdir(parents=True, exist_ok=True)
     figures = draw_all(analysis, out / "figures")
     write_document(out / "analysis.json", analysis.document)
-    write_whole(out / "report.md", write_report(analysis.document, figures).encode())
+    told = write_report(analysis.document, figures)
+    write_whole(out / "report.md", told.encode())
+    made = f"Made by python -m fleet.analyze {run_dir}."
+    write_whole(out / "report.html", build(page_of(told, out, made)).encode())
     return analysis.sound
 
 
@@ -63,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"fleet.analyze: {error}", file=sys.stderr)
         return 2
     print(f"wrote {out / 'report.md'}, {out / 'analysis.json'}, {out / 'figures'}/")
+    print(f"open {out / 'report.html'}")
     return 0 if sound else 1
 
 

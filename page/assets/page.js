@@ -3,6 +3,7 @@
 
 const SHOW = {
   words: showWords,
+  picture: showPicture,
   table: showTable,
   figure: showFigure,
   verdicts: showVerdicts,
@@ -13,7 +14,7 @@ const SHOW = {
   const page = JSON.parse(document.getElementById("data").textContent);
   document.getElementById("head").append(
     el("h1", {}, page.title),
-    el("p", { class: "note" }, page.question),
+    page.question ? el("p", { class: "note" }, page.question) : "",
     ...page.answer.map((words) => el("p", {}, words)));
   const main = document.getElementById("content");
   // After the first section, which is the answer's figure or verdicts.
