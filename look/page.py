@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import polars as pl
+
 from lab.records.warning import RunWarning
 from look.clocks import Clock
 from look.cost import Cost, Part, cost, felt
@@ -51,6 +53,8 @@ def page(
         )
         sections.append(_cost_table(name, told))
         sections.append(_moves_table(name, instance))
+    if several:
+        sections.insert(0, side_by_side(instances))
     doubts = [
         Doubt(where="", message=one.message, remedy=one.remedy) for one in warnings
     ]
@@ -71,6 +75,48 @@ def page(
             f"{'s'[: len(instances) != 1]}.",
         )
     )
+
+
+def side_by_side(instances: list[Instance]) -> Table:
+    """What a step of each instance takes, for those who compare two of them."""
+    rows = []
+    for instance in instances:
+        told = cost(instance)
+        if told is None:
+            continue
+        of = {part.column: part for part in told.parts}
+        most = told.methods[0].name if told.methods else ""
+        batch = instance.steps["scheduled"].mean()
+        requests = instance.requests
+        rows.append(
+            [
+                instance.name,
+                told.steps,
+                None if batch is None else round(float(batch), 2),
+                round(told.step.mean_us, 1),
+                round(of["model_us"].mean_us, 1),
+                round(of["scheduler_us"].mean_us, 1),
+                round(of["connector_us"].mean_us, 1),
+                most,
+                round(100 * of["connector_us"].share, 2),
+                *(_p90_ms(requests, name) for name in ("ttft_us", "tpot_us")),
+            ]
+        )
+    return Table(
+        title="Side by side",
+        note="Means over all steps. Two servers can be compared where they had the same "
+        "traffic: see the batch.",
+        columns=[
+            *("instance", "steps", "batch", "step µs", "model µs", "scheduler µs"),
+            *("connector µs", "most of it", "% of step", "TTFT p90 ms", "TPOT p90 ms"),
+        ],
+        rows=rows,
+    )
+
+
+def _p90_ms(requests: pl.DataFrame, column: str) -> float | None:
+    us = requests[column].quantile(0.9)
+    return None if us is None else round(us / 1e3, 2)
 
 
 def _answer(instance: Instance, told: Cost) -> str:

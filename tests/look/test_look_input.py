@@ -176,3 +176,17 @@ def test_a_server_without_a_connector_has_no_methods(tmp_path, capsys):
     assert look(folder, tmp_path, capsys)[0] == 0
     ((instance,), _) = read_instances(folder)
     assert instance.steps["connector_us"].sum() == 0
+
+
+def test_two_servers_stand_side_by_side(tmp_path, capsys):
+    for name, seed in (("before", 1), ("after", 2)):
+        served(tmp_path / "records" / name, seed=seed).write()
+    _, _, page = look(tmp_path / "records", tmp_path, capsys)
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    first = data["sections"][0]
+    assert first["title"] == "Side by side"
+    assert [row[0] for row in first["rows"]] == ["after", "before"]
+    instances, _ = read_instances(tmp_path / "records")
+    for row, instance in zip(first["rows"], instances, strict=True):
+        assert row[3] == pytest.approx(instance.steps["step_us"].mean(), abs=0.1)
+        assert row[6] == pytest.approx(instance.steps["connector_us"].mean(), abs=0.1)
