@@ -104,8 +104,8 @@ def side_by_side(instances: list[Instance]) -> Table:
         )
     return Table(
         title="Side by side",
-        note="Means over all steps. Two servers can be compared where they had the same "
-        "traffic: see the batch.",
+        note="Means over all steps. Two servers can be compared where they had the "
+        "same traffic: see the batch.",
         columns=[
             *("instance", "steps", "batch", "step µs", "model µs", "scheduler µs"),
             *("connector µs", "most of it", "% of step", "TTFT p90 ms", "TPOT p90 ms"),
