@@ -251,13 +251,13 @@ def _with_parts(steps: pl.DataFrame) -> pl.DataFrame:
     return steps.select(
         *("step_id", "t_ns", *COUNTS, *TIMES, "execute_model_us", "worker_t_ns"),
         (pl.col("t_ns") + (pl.col("step_us") * 1e3).cast(pl.Int64)).alias("end_ns"),
-        model.cast(pl.Float64).alias("model_us"),
-        own.cast(pl.Float64).alias("scheduler_us"),
-        connector.cast(pl.Float64).alias("connector_us"),
+        model.cast(pl.Float32).alias("model_us"),
+        own.cast(pl.Float32).alias("scheduler_us"),
+        connector.cast(pl.Float32).alias("connector_us"),
         (pl.col("step_us") - model - own - connector)
-        .cast(pl.Float64)
+        .cast(pl.Float32)
         .alias("other_us"),
-        *(pl.col(name).fill_null(0).cast(pl.Float64) for name in methods),
+        *(pl.col(name).fill_null(0).cast(pl.Float32) for name in methods),
         *(pl.col(name.removesuffix("_us") + CALLS).fill_null(0) for name in methods),
     )
 
