@@ -26,6 +26,9 @@ from look.perfetto import Window, write_trace
 from look.prometheus import serve_for_ever
 from look.text import text, warning_lines
 
+# As a shell says it of a program that SIGINT ended.
+INTERRUPTED = 130
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 1 with a message when there is nothing to look at."""
@@ -78,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
             window = Window(chosen.from_s, chosen.to_s)
             steps = write_trace(chosen.perfetto, instances, clock, window)
             print(f"wrote {chosen.perfetto}, {steps:,} steps, for ui.perfetto.dev")
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (RecordsError, OSError, ValueError) as error:
         print(f"look: {error}", file=sys.stderr)
         return 1

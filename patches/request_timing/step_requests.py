@@ -120,7 +120,8 @@ class RequestRecorder:
         record.last_step = self._step_id
         record.output_tokens = request.num_output_tokens
         record.preemptions = request.num_preemptions
-        record.finish_reason = str(request.get_finished_reason())
+        reason = request.get_finished_reason()
+        record.finish_reason = None if reason is None else str(reason)
         if request.request_id in self._without_token:
             self._without_token.discard(request.request_id)
             if request.num_output_tokens:
