@@ -237,3 +237,10 @@ def listening_ports(processes: list[int]) -> set[int]:
         if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
             ports.add(int(fields[1].rpartition(":")[2], 16))
     return ports
+
+
+def test_the_sweep_ends_with_a_page_that_has_every_verdict(whole, configs):
+    text = (whole.folder / "report.html").read_text()
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    told = {one["name"]: one["verdict"] for one in data["sections"][0]["verdicts"]}
+    assert told == {name: config["verdict"] for name, config in configs.items()}
