@@ -16,6 +16,14 @@ from microbench.analysis.verdict import AGREEING_SHARE, LINEAR_R2
 from page.document import Table, Verdict, Verdicts, Words
 
 PER = "µs per 1,000 cached blocks"
+# Of one config and of several, what matters most first.
+SAID = {
+    "grows": ("grows with |cache|", "grow with |cache|"),
+    "drifts": ("drifts", "drift"),
+    "inconclusive": ("stays undecided", "stay undecided"),
+    "failed": ("failed", "failed"),
+    "flat": ("does not grow", "do not grow"),
+}
 
 
 def verdicts(document: PerConfig) -> Verdicts:
@@ -29,25 +37,23 @@ def verdicts(document: PerConfig) -> Verdicts:
                 words=verdict_words(entry),
                 reasons=_reasons(entry, document.noise_floor),
             )
-            for name, entry in document.configs.items()
+            for name, entry in sorted(
+                document.configs.items(),
+                key=lambda item: list(SAID).index(item[1].verdict),
+            )
         ],
     )
 
 
 def answer(document: PerConfig) -> str:
     """A sentence: which configs grow, and how many do not."""
-    said = {
-        "grows": "grows with |cache|",
-        "flat": "does not grow",
-        "drifts": "drifts",
-        "inconclusive": "stays undecided",
-        "failed": "failed",
-    }
     told = []
-    for verdict, words in said.items():
-        names = [n for n, one in document.configs.items() if one.verdict == verdict]
+    for verdict, (one, several) in SAID.items():
+        names = [n for n, of in document.configs.items() if of.verdict == verdict]
         if names:
-            told.append(f"{len(names)} {words} ({', '.join(names)})")
+            words = one if len(names) == 1 else several
+            which = f" ({', '.join(names)})" if verdict != "flat" else ""
+            told.append(f"{len(names)} {words}{which}")
     return f"Of {len(document.configs)} configs, {'; '.join(told)}."
 
 
@@ -55,10 +61,7 @@ def verdict_words(entry: ConfigEntry) -> str:
     """A sentence on what was found of a config, and what its calls take."""
     said = {
         "grows": _growth,
-        "flat": lambda _: (
-            "the full cache costs at most "
-            f"{MARGIN_US_PER_1K_BLOCKS:g} {PER} more than the empty one"
-        ),
+        "flat": lambda _: f"at most {MARGIN_US_PER_1K_BLOCKS:g} {PER}",
         "drifts": lambda _: (
             "the cost rises but does not fall at the reset, so the "
             "reason is something other than |cache|"
@@ -69,7 +72,7 @@ def verdict_words(entry: ConfigEntry) -> str:
     if not entry.connector:
         return f"{said}."
     mean = entry.connector["us_per_step"]["mean"]
-    return f"{said}. The connector's calls take {number(mean)} µs per step."
+    return f"{said}. Its calls take {number(mean)} µs per step."
 
 
 def _growth(entry: ConfigEntry) -> str:

@@ -17,10 +17,12 @@ const SHOW = {
     page.question ? el("p", { class: "note" }, page.question) : "",
     ...page.answer.map((words) => el("p", {}, words)));
   const main = document.getElementById("content");
-  // After the first section, which is the answer's figure or verdicts.
   const shown = page.sections.map((section) => SHOW[section.kind](section));
-  main.replaceChildren(...[shown[0], showWarnings(page.warnings), ...shown.slice(1)]
-    .filter(Boolean));
+  // On the first screen: a verdict and its figure side by side, or the first section.
+  const two = page.sections[0]?.kind === "verdicts" && page.sections[1]?.kind === "figure";
+  const first = el("div", { class: two ? "first two" : "first" },
+    ...shown.splice(0, two ? 2 : 1));
+  main.replaceChildren(...[first, showWarnings(page.warnings), ...shown].filter(Boolean));
   document.getElementById("foot").append(el("p", {}, page.made));
   fitCharts();
   addEventListener("resize", fitCharts);

@@ -92,13 +92,14 @@ function showTable(section) {
 }
 
 function showVerdicts(section) {
-  const items = section.verdicts.map((one) => el("li", {},
-    el("code", {}, one.name), " ",
-    el("span", { class: `verdict ${one.verdict}` }, one.verdict), ": ",
-    el("span", {}, one.words),
-    one.reasons ? el("details", {}, el("summary", {}, `How ${one.name} was judged`),
+  const items = section.verdicts.map((one) => {
+    const words = [el("code", {}, one.name), " ",
+      el("span", { class: `verdict ${one.verdict}` }, one.verdict), `: ${one.words}`];
+    if (!one.reasons) return el("li", {}, ...words);
+    return el("li", {}, el("details", {}, el("summary", {}, ...words),
       one.reasons.note ? el("p", { class: "note" }, one.reasons.note) : null,
-      tableOf(one.reasons.title, one.reasons.columns, one.reasons.rows)) : null));
+      tableOf(`${one.name}: ${one.reasons.title}`, one.reasons.columns, one.reasons.rows)));
+  });
   return el("section", {}, el("h2", {}, section.title),
     el("ul", { class: "verdicts" }, ...items));
 }
