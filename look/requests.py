@@ -121,22 +121,15 @@ class _Split:
 
     def row(self, request: EngineRequest) -> dict | None:
         """What became of a request that ended; None if its steps are not there."""
-        told = {name: getattr(request, name, None) for name in FACTS}
-        steps = [
-            self._index(step)
-            for step in (
-                request.first_step,
-                request.first_token_step,
-                request.last_step,
-            )
-        ]
-        first, token, last = steps
-        known = (request.first_step, request.first_token_step, request.last_step)
+        named = (request.first_step, request.first_token_step, request.last_step)
+        placed = [self._index(step) for step in named]
         if any(
-            step is None and of is not None
-            for step, of in zip(steps, known, strict=True)
+            at is None and step is not None
+            for at, step in zip(placed, named, strict=True)
         ):
             return None
+        first, token, last = placed
+        told = {name: getattr(request, name, None) for name in FACTS}
         end_ns = request.finished_ns if last is None else int(self._ends[last])
         told |= {"end_ns": end_ns, "e2e_us": (end_ns - request.arrival_ns) / 1e3}
         if token is not None:

@@ -15,6 +15,7 @@ NEEDED = "needs Chromium: apt-get install chromium"
 OPTIONS = [
     "--no-sandbox",
     "--disable-gpu",
+    "--disable-dev-shm-usage",
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
