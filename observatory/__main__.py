@@ -4,7 +4,7 @@
     python -m observatory [--release VERSION] [--connector CONFIG] [--again]
 
 Cells that are there already are kept, so a run that was stopped goes on where it was.
-Ends with docs/observatory.md, the page of all cells.
+Ends with docs/observatory.md, the page of all cells, and the same for a browser.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from observatory.matrix import read_matrix
 from observatory.page import page
 from observatory.reasons import reason
 from observatory.results import place, read_cells
+from page.build import build
+from page.markdown import page_of
 
 PAGE = REPOSITORY / "docs" / "observatory.md"
+HTML = REPOSITORY / "docs" / "results" / "observatory" / "report.html"
 
 
 def main() -> int:
@@ -63,12 +66,19 @@ def main() -> int:
                 print(f"observatory: {number} of {len(cells)}: ", end="", flush=True)
                 _measure(release, connector, configs[connector], installed[release])
         found = read_cells(matrix.releases, matrix.connectors)
-        write_whole(PAGE, page(matrix, found).encode())
+        told = page(matrix, found)
+        write_whole(PAGE, told.encode())
+        write_whole(HTML, html(told).encode())
     except (ConfigError, RecordsError, ServerError, MachineBusy, OSError) as error:
         print(f"observatory: {error}", file=sys.stderr)
         return 1
-    print(f"observatory: {PAGE.relative_to(REPOSITORY)}")
+    print(f"observatory: {PAGE.relative_to(REPOSITORY)}; open {HTML}")
     return 0
+
+
+def html(text: str) -> str:
+    """The page of all cells, for a browser."""
+    return build(page_of(text, PAGE.parent, "Made by make observatory."))
 
 
 def _measure(

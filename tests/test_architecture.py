@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "microbench.analysis": ANALYSIS,
     "microbench.summary": ANALYSIS | {"microbench.analysis", "page"},
     "microbench.compare": ANALYSIS,
-    "observatory": {"lab", "blockpatch", "connectors", "microbench"},
+    "observatory": {"lab", "blockpatch", "connectors", "microbench", "page"},
     "fleet": {"lab", "blockpatch", "page"},
     "fleet.policies": {"lab.records"},
     "fleet.analyze": ANALYSIS | {"fleet.policies", "page"},

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from observatory.__main__ import PAGE
+from observatory.__main__ import HTML, PAGE, html
 from observatory.axes import AXES
 from observatory.matrix import Claim, Matrix, read_matrix
 from observatory.page import page
@@ -94,6 +94,7 @@ def test_the_committed_page_is_what_the_committed_cells_make():
     matrix = read_matrix()
     cells = read_cells(matrix.releases, matrix.connectors)
     assert PAGE.read_text() == page(matrix, cells)
+    assert HTML.read_text() == html(PAGE.read_text())
 
 
 def test_every_committed_cell_is_on_the_page():
