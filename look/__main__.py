@@ -19,10 +19,11 @@ from lab.records import RecordsError
 from lab.records.documents import write_whole
 from look.clocks import one_clock
 from look.follow import follow
-from look.instances import read_instances
+from look.found import find, unreadable
+from look.instances import read_instance
 from look.live import Watched
-from look.page import page
-from look.perfetto import Window, write_trace
+from look.page import PageOfRecords
+from look.perfetto import TraceOfRecords, Window
 from look.prometheus import serve_for_ever
 from look.text import text, warning_lines
 
@@ -70,24 +71,44 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if chosen.follow or chosen.prometheus:
             return watch(Watched(chosen.folder), chosen.prometheus)
-        instances, warnings = read_instances(chosen.folder)
-        clock = one_clock(instances)
-        warnings += clock.warnings
-        print("\n\n".join(text(one) for one in instances))
-        print("\n".join(warning_lines(warnings)))
-        told = page(chosen.folder, instances, clock, warnings)
-        write_whole(chosen.out, told.encode())
-        if chosen.perfetto:
-            window = Window(chosen.from_s, chosen.to_s)
-            steps = write_trace(chosen.perfetto, instances, clock, window)
-            print(f"wrote {chosen.perfetto}, {steps:,} steps, for ui.perfetto.dev")
+        window = Window(chosen.from_s, chosen.to_s)
+        look(chosen.folder, chosen.out, chosen.perfetto, window)
     except KeyboardInterrupt:
         return INTERRUPTED
     except (RecordsError, OSError, ValueError) as error:
         print(f"look: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {chosen.out}")
     return 0
+
+
+def look(folder: Path, out: Path, perfetto: Path | None, window: Window) -> None:
+    """Print a table of each instance, and write the page and, if asked for, a trace.
+
+    One instance is in memory at a time. Raises RecordsError and OSError.
+    """
+    found, warnings = find(folder)
+    clock = one_clock(found)
+    warnings += clock.warnings
+    page, trace = (
+        PageOfRecords(folder, clock, len(found)),
+        TraceOfRecords(clock, window),
+    )
+    for one in found:
+        try:
+            instance = read_instance(one)
+        except RecordsError as error:
+            warnings.append(unreadable(one.name, error))
+            continue
+        print(text(instance), end="\n\n")
+        page.add(instance)
+        if perfetto:
+            trace.add(instance)
+    print("\n".join(warning_lines(warnings)))
+    write_whole(out, page.text(warnings).encode())
+    print(f"wrote {out}")
+    if perfetto:
+        trace.write(perfetto)
+        print(f"wrote {perfetto}, {trace.steps:,} steps, for ui.perfetto.dev")
 
 
 def watch(watched: Watched, address: str | None) -> int:

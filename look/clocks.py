@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from lab.records.warning import RunWarning
-from look.instances import Instance
+from look.found import Found
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class Clock:
     unix_ns: int | None
     warnings: tuple[RunWarning, ...] = ()
 
-    def since_zero_ns(self, instance: Instance, t_ns: int) -> int:
-        return t_ns + self.shift_ns[instance.name] - self.zero_ns
+    def since_zero_ns(self, name: str, t_ns: int) -> int:
+        """A moment of the instance `name`."""
+        return t_ns + self.shift_ns[name] - self.zero_ns
 
     @property
     def utc(self) -> str:
@@ -41,9 +42,9 @@ class Clock:
         return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def one_clock(instances: Sequence[Instance]) -> Clock:
+def one_clock(instances: Sequence[Found]) -> Clock:
     """The clock of the first instance, for all of them; only those with steps count."""
-    shown = [one for one in instances if one.steps.height]
+    shown = [one for one in instances if one.first_ns is not None]
     if not shown:
         return Clock(0, {}, None)
     first = shown[0]
@@ -57,7 +58,7 @@ def one_clock(instances: Sequence[Instance]) -> Clock:
             others.append(one.name)
         elif one is not first:
             unknown.append(one.name)
-    zero_ns = min(int(one.steps["t_ns"][0]) + shifts[one.name] for one in shown)
+    zero_ns = min(one.first_ns + shifts[one.name] for one in shown)
     ahead_ns = _ahead_ns(first)
     return Clock(
         zero_ns,
@@ -67,7 +68,7 @@ def one_clock(instances: Sequence[Instance]) -> Clock:
     )
 
 
-def _ahead_ns(instance: Instance) -> int | None:
+def _ahead_ns(instance: Found) -> int | None:
     """How far the wall clock is ahead of the instance's own."""
     header = instance.header
     if header.began_ns is None or header.began_unix_ns is None:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instances whose records lie in a folder: the steps and requests of each.
+"""An instance as it recorded itself: its steps and its requests.
 
-An instance is a folder with an engine_step.jsonl. What cannot be read, or is not as it
-should be, becomes a warning with its count: nothing is left out in silence, and one bad
-file does not hide the others.
+What cannot be read, or is not as it should be, becomes a warning with its count:
+nothing is left out in silence, and one bad file does not hide the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import polars as pl
@@ -24,10 +23,10 @@ from lab.records.joined_steps import (
     ordered,
     read_worker_steps,
 )
-from lab.records.lines import read_header
-from lab.records.step_table import StepFile, read_steps
+from lab.records.step_table import read_steps
 from lab.records.steps import EngineHeader
 from lab.records.warning import RunWarning
+from look.found import Found, find, unreadable
 from look.requests import NO_REQUESTS, read_requests
 
 TIMES = ("schedule_us", "update_us", "step_us")
@@ -76,61 +75,34 @@ class Instance:
 
 
 def read_instances(folder: Path) -> tuple[list[Instance], list[RunWarning]]:
-    """All instances below `folder`, and what is wrong with those that have no steps.
+    """All instances below `folder` at once, and what is wrong with the others.
 
     Raises RecordsError if there are no step records at all.
     """
-    if not folder.is_dir():
-        raise RecordsError(f"{folder}: no such directory")
-    paths = sorted(folder.rglob("engine_step*.jsonl"))
-    if not paths:
-        raise RecordsError(
-            f"{folder}: no engine_step.jsonl here or below; was the server started "
-            "with KVTAX_STEP_RECORDS_DIR, and is its vLLM patched "
-            "(python apply_step_timing_v2.py --status)?"
-        )
-    instances, warnings = [], []
-    for path in paths:
-        inside = path.parent.relative_to(folder)
-        name = str(inside) if inside.parts else folder.resolve().name
-        if path.name != "engine_step.jsonl":
-            name += f"/{path.stem}"
+    instances = []
+    found, warnings = find(folder)
+    for one in found:
         try:
-            instances.append(_read_instance(name, path))
+            instances.append(read_instance(one))
         except RecordsError as error:
-            warnings.append(
-                RunWarning(
-                    "unreadable",
-                    f"{name}: {error}",
-                    "The instance is left out; see the file",
-                )
-            )
-    releases = {one.vllm_version for one in instances}
-    if len(releases) > 1:
-        told = ", ".join(sorted(str(release) for release in releases))
-        warnings.append(
-            RunWarning(
-                "several_releases",
-                f"the instances run different vLLM releases: {told}",
-                "Compare instances of one release",
-            )
-        )
+            warnings.append(unreadable(one.name, error))
     return instances, warnings
 
 
-def _read_instance(name: str, path: Path) -> Instance:
-    header = read_header(path, EngineHeader)
+def read_instance(found: Found) -> Instance:
+    """Raises RecordsError naming file and line if the engine's file is bad."""
+    path = found.path
     columns = ("step_id", "t_ns", *COUNTS, *TIMES, *BY_METHOD)
     engine = read_steps(path, EngineHeader, columns)
-    engine = by_method("scheduler", _with_frame(engine, ordered(path, engine.frame)))
     warnings = _torn(path.name, engine.torn_lines)
-    joined, told = _joined(path.parent, engine.frame)
+    engine = replace(engine, frame=ordered(path, engine.frame))
+    joined, told = _joined(path.parent, by_method("scheduler", engine).frame)
     ended, doubtful = _ended(joined)
     steps = _with_parts(ended)
     requests, of_requests = read_requests(path.parent, steps)
     device, of_device = _read_device(path.parent / "device_step.jsonl")
     warnings += [*told, *doubtful, *of_requests, *of_device]
-    return Instance(name, header, steps, requests, device, warnings)
+    return Instance(found.name, found.header, steps, requests, device, warnings)
 
 
 def _read_device(path: Path) -> tuple[list[DeviceStep], list[RunWarning]]:
@@ -142,10 +114,6 @@ def _read_device(path: Path) -> tuple[list[DeviceStep], list[RunWarning]]:
         remedy = "What was exposed is not told; see the file"
         return [], [RunWarning("device_unreadable", str(error), remedy)]
     return lines.records, _torn(path.name, lines.torn_lines)
-
-
-def _with_frame(file: StepFile, frame: pl.DataFrame) -> StepFile:
-    return StepFile(frame, file.records, file.torn_lines)
 
 
 def _joined(

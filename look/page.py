@@ -24,84 +24,75 @@ ALL_INTERVALS = 6_000
 REQUESTS = 4_000
 
 
-def page(
-    folder: Path,
-    instances: list[Instance],
-    clock: Clock,
-    warnings: list[RunWarning],
-) -> str:
-    """The file as text."""
-    sections: list[Section] = []
-    answer = []
-    several = len(instances) > 1
-    for instance in instances:
+class PageOfRecords:
+    """A page that is made of one instance after the other, `count` in all."""
+
+    def __init__(self, folder: Path, clock: Clock, count: int) -> None:
+        self._folder, self._clock, self._count = folder, clock, max(count, 1)
+        self._answer: list[str] = []
+        self._doubts: list[Doubt] = []
+        self._compared: list[list] = []
+        self._sections: list[Section] = []
+
+    def add(self, instance: Instance) -> None:
+        self._doubts += [_doubt(one, instance.name) for one in instance.warnings]
         told = cost(instance)
         if told is None:
-            answer.append(title(instance, told) + ".")
-            continue
-        answer.append(_answer(instance, told))
-        share = max(len(instances), 1)
-        name = instance.name if several else "The server"
-        sections.append(
-            time_line(
-                name,
-                instance,
-                clock,
-                min(INTERVALS, ALL_INTERVALS // share),
-                REQUESTS // share,
+            self._answer.append(title(instance, told) + ".")
+            return
+        self._answer.append(_answer(instance, told))
+        self._compared.append(_compared(instance, told))
+        name = instance.name if self._count > 1 else "The server"
+        intervals = min(INTERVALS, ALL_INTERVALS // self._count)
+        requests = REQUESTS // self._count
+        self._sections += [
+            time_line(name, instance, self._clock, intervals, requests),
+            _cost_table(name, told),
+            _moves_table(name, instance),
+        ]
+
+    def text(self, warnings: list[RunWarning]) -> str:
+        """The file; `warnings` are those of no single instance."""
+        sections = self._sections
+        if self._count > 1:
+            sections = [_side_by_side(self._compared), *sections]
+        return build(
+            Page(
+                title=f"What the connector costs: {self._folder.resolve().name}",
+                question="What does the KV connector add to the engine steps of this "
+                "server, what does that move with, and which requests waited for it?",
+                answer=self._answer,
+                warnings=[*(_doubt(one, "") for one in warnings), *self._doubts],
+                sections=sections,
+                made=f"Made by python -m look from {self._count} instance"
+                f"{'s'[: self._count != 1]}.",
             )
         )
-        sections.append(_cost_table(name, told))
-        sections.append(_moves_table(name, instance))
-    if several:
-        sections.insert(0, side_by_side(instances))
-    doubts = [
-        Doubt(where="", message=one.message, remedy=one.remedy) for one in warnings
-    ]
-    doubts += [
-        Doubt(where=instance.name, message=one.message, remedy=one.remedy)
-        for instance in instances
-        for one in instance.warnings
-    ]
-    return build(
-        Page(
-            title=f"What the connector costs: {folder.resolve().name}",
-            question="What does the KV connector add to the engine steps of this "
-            "server, what does that move with, and which requests waited for it?",
-            answer=answer,
-            warnings=doubts,
-            sections=sections,
-            made=f"Made by python -m look from {len(instances)} instance"
-            f"{'s'[: len(instances) != 1]}.",
-        )
-    )
 
 
-def side_by_side(instances: list[Instance]) -> Table:
-    """What a step of each instance takes, for those who compare two of them."""
-    rows = []
-    for instance in instances:
-        told = cost(instance)
-        if told is None:
-            continue
-        of = {part.column: part for part in told.parts}
-        most = told.methods[0].name if told.methods else ""
-        batch = instance.steps["scheduled"].mean()
-        requests = instance.requests
-        rows.append(
-            [
-                instance.name,
-                told.steps,
-                None if batch is None else round(float(batch), 2),
-                round(told.step.mean_us, 1),
-                round(of["model_us"].mean_us, 1),
-                round(of["scheduler_us"].mean_us, 1),
-                round(of["connector_us"].mean_us, 1),
-                most,
-                round(100 * of["connector_us"].share, 2),
-                *(_p90_ms(requests, name) for name in ("ttft_us", "tpot_us")),
-            ]
-        )
+def _doubt(warning: RunWarning, where: str) -> Doubt:
+    return Doubt(where=where, message=warning.message, remedy=warning.remedy)
+
+
+def _compared(instance: Instance, told: Cost) -> list:
+    """What a step of the instance takes, beside others."""
+    of = {part.column: part for part in told.parts}
+    batch = instance.steps["scheduled"].mean()
+    return [
+        instance.name,
+        told.steps,
+        None if batch is None else round(float(batch), 2),
+        round(told.step.mean_us, 1),
+        round(of["model_us"].mean_us, 1),
+        round(of["scheduler_us"].mean_us, 1),
+        round(of["connector_us"].mean_us, 1),
+        told.methods[0].name if told.methods else "",
+        round(100 * of["connector_us"].share, 2),
+        *(_p90_ms(instance.requests, name) for name in ("ttft_us", "tpot_us")),
+    ]
+
+
+def _side_by_side(rows: list[list]) -> Table:
     return Table(
         title="Side by side",
         note="Means over all steps. Two servers can be compared where they had the "

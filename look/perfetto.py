@@ -55,35 +55,61 @@ class Window:
         )
 
 
-def write_trace(
-    path: Path, instances: Sequence[Instance], clock: Clock, window: Window
-) -> int:
-    """Write the trace; the number of steps in it.
+@dataclass(frozen=True)
+class Shown:
+    """What of an instance is in the window, and when the steps it names had begun."""
 
-    Raises RecordsError if the window holds more steps than a browser can show.
-    """
-    shown = []
-    for instance in instances:
+    name: str
+    vllm_version: str | None
+    methods: list[str]
+    steps: pl.DataFrame
+    requests: pl.DataFrame
+    begun_ns: dict[int, int]
+
+
+class TraceOfRecords:
+    """A trace that is made of one instance after the other."""
+
+    def __init__(self, clock: Clock, window: Window) -> None:
+        self._clock, self._window = clock, window
+        self._shown: list[Shown] = []
+        self.steps = 0
+
+    def add(self, instance: Instance) -> None:
+        """Raises RecordsError if the window holds more than a browser can show."""
         if not instance.steps.height:
-            continue
-        moved_ns = clock.since_zero_ns(instance, 0)
-        steps = window.of(instance.steps, "t_ns", "end_ns", moved_ns)
-        requests = window.of(instance.requests, "arrival_ns", "end_ns", moved_ns)
-        shown.append((instance, steps, requests))
-    count = sum(steps.height for _, steps, _ in shown)
-    if count > MOST_STEPS:
-        raise RecordsError(
-            f"{count:,} steps are too many for one trace: choose a window with "
-            f"--from-s and --to-s that has at most {MOST_STEPS:,}"
+            return
+        moved_ns = self._clock.since_zero_ns(instance.name, 0)
+        steps = self._window.of(instance.steps, "t_ns", "end_ns", moved_ns)
+        requests = self._window.of(instance.requests, "arrival_ns", "end_ns", moved_ns)
+        self.steps += steps.height
+        if self.steps > MOST_STEPS:
+            raise RecordsError(
+                f"{self.steps:,} steps are too many for one trace: choose a window "
+                f"with --from-s and --to-s that has at most {MOST_STEPS:,}"
+            )
+        named = {*requests["first_step"].drop_nulls()}
+        named |= {*requests["preempted_steps"].explode().drop_nulls()}
+        begun = instance.steps.filter(pl.col("step_id").is_in(sorted(named)))
+        self._shown.append(
+            Shown(
+                instance.name,
+                instance.vllm_version,
+                instance.methods,
+                steps,
+                requests,
+                dict(begun.select("step_id", "t_ns").iter_rows()),
+            )
         )
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        trace = _Trace(file)
-        for instance, steps, requests in shown:
-            shift_ns = clock.shift_ns[instance.name]
-            _Process(trace, instance, steps, shift_ns).write(requests)
-    partial.replace(path)
-    return count
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        partial = path.with_name(f"{path.name}.partial")
+        with partial.open("wb") as file:
+            trace = _Trace(file)
+            for shown in self._shown:
+                _Process(trace, shown, self._clock.shift_ns[shown.name]).write()
+        partial.replace(path)
 
 
 class _Trace:
@@ -149,18 +175,17 @@ class _Trace:
 class _Process:
     """One instance in a trace."""
 
-    def __init__(
-        self, trace: _Trace, instance: Instance, steps: pl.DataFrame, shift_ns: int
-    ) -> None:
-        self._trace, self._instance, self._steps = trace, instance, steps
+    def __init__(self, trace: _Trace, instance: Shown, shift_ns: int) -> None:
+        self._trace, self._instance, self._steps = trace, instance, instance.steps
         self._shift_ns = shift_ns
         self._process = trace.track(f"{instance.name} (vLLM {instance.vllm_version})")
 
-    def write(self, requests: pl.DataFrame) -> None:
+    def write(self) -> None:
+        requests = self._instance.requests
         self._write_steps(requests)
         self._write_methods()
         self._write_counters()
-        begun = dict(self._instance.steps.select("step_id", "t_ns").iter_rows())
+        begun = self._instance.begun_ns
         for request in requests.iter_rows(named=True):
             track = self._trace.track(f"request {request['id']}", self._process)
             for name, begin_ns, end_ns in _stages(request, begun):

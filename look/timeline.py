@@ -48,7 +48,7 @@ def time_line(
         )
     )
     last = (end_ns - begin_ns) // width_ns
-    since_ns = clock.since_zero_ns(instance, begin_ns)
+    since_ns = clock.since_zero_ns(instance.name, begin_ns)
     every = pl.DataFrame({"interval": pl.int_range(last + 1, eager=True)})
     rows = every.join(found, on="interval", how="left", maintain_order="left")
 
@@ -99,7 +99,7 @@ def _requests(instance: Instance, clock: Clock, most: int) -> Requests | None:
         return (shown[column] / 1e3).round(3).to_list()
 
     def seconds(column: str) -> list[float]:
-        moved_ns = clock.since_zero_ns(instance, 0)
+        moved_ns = clock.since_zero_ns(instance.name, 0)
         return ((shown[column] + moved_ns) / 1e9).round(6).to_list()
 
     parts = ("connector_us", *WAITS, *(p for p in STEP_PARTS if p != "connector_us"))

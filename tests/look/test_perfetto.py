@@ -12,7 +12,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from look.__main__ import main
 from look.clocks import one_clock
-from look.instances import read_instances
+from look.found import find
 from look.perfetto import COUNTERS
 
 Slices = dict[str, list[tuple[str, int, int]]]
@@ -181,13 +181,10 @@ def two_hosts(folder: Path, other: dict) -> Path:
     ],
 )
 def test_two_hosts_are_aligned_by_their_wall_clocks(tmp_path, other, apart_s, kinds):
-    instances, _ = read_instances(two_hosts(tmp_path, other))
-    clock = one_clock(instances)
+    found, _ = find(two_hosts(tmp_path, other))
+    clock = one_clock(found)
     assert [warning.kind for warning in clock.warnings] == kinds
-    since = {
-        one.name: clock.since_zero_ns(one, int(one.steps["t_ns"][0]))
-        for one in instances
-    }
+    since = {one.name: clock.since_zero_ns(one.name, one.first_ns) for one in found}
     assert min(since.values()) == 0
     assert (since["b"] - since["a"]) / 1e9 == pytest.approx(apart_s)
     assert clock.utc.startswith("2001-09-09 ")
