@@ -27,6 +27,7 @@ from lab.records.step_table import read_steps
 from lab.records.steps import EngineHeader
 from lab.records.warning import RunWarning
 from look.found import Found, find, unreadable
+from look.kept import kept
 from look.requests import NO_REQUESTS, read_requests
 
 TIMES = ("schedule_us", "update_us", "step_us")
@@ -91,18 +92,23 @@ def read_instances(folder: Path) -> tuple[list[Instance], list[RunWarning]]:
 
 def read_instance(found: Found) -> Instance:
     """Raises RecordsError naming file and line if the engine's file is bad."""
-    path = found.path
+    folder = found.path.parent
+    steps, warnings = kept(folder, lambda: _read_steps(found.path))
+    requests, of_requests = read_requests(folder, steps)
+    device, of_device = _read_device(folder / "device_step.jsonl")
+    warnings = [*warnings, *of_requests, *of_device]
+    return Instance(found.name, found.header, steps, requests, device, warnings)
+
+
+def _read_steps(path: Path) -> tuple[pl.DataFrame, list[RunWarning]]:
+    """The steps of an Instance, and what is wrong with them."""
     columns = ("step_id", "t_ns", *COUNTS, *TIMES, *BY_METHOD)
     engine = read_steps(path, EngineHeader, columns)
     warnings = _torn(path.name, engine.torn_lines)
     engine = replace(engine, frame=ordered(path, engine.frame))
     joined, told = _joined(path.parent, by_method("scheduler", engine).frame)
     ended, doubtful = _ended(joined)
-    steps = _with_parts(ended)
-    requests, of_requests = read_requests(path.parent, steps)
-    device, of_device = _read_device(path.parent / "device_step.jsonl")
-    warnings += [*told, *doubtful, *of_requests, *of_device]
-    return Instance(found.name, found.header, steps, requests, device, warnings)
+    return _with_parts(ended), [*warnings, *told, *doubtful]
 
 
 def _read_device(path: Path) -> tuple[list[DeviceStep], list[RunWarning]]:
