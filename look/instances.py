@@ -94,7 +94,7 @@ def read_instance(found: Found) -> Instance:
     """Raises RecordsError naming file and line if the engine's file is bad."""
     folder = found.path.parent
     steps, warnings = kept(folder, lambda: _read_steps(found.path))
-    requests, of_requests = read_requests(folder, steps)
+    requests, of_requests = read_requests(folder, steps, found.header.every)
     device, of_device = _read_device(folder / "device_step.jsonl")
     warnings = [*warnings, *of_requests, *of_device]
     return Instance(found.name, found.header, steps, requests, device, warnings)

@@ -50,7 +50,7 @@ NO_REQUESTS = pl.DataFrame(schema=FACTS)
 
 
 def read_requests(
-    folder: Path, steps: pl.DataFrame
+    folder: Path, steps: pl.DataFrame, every: int = 1
 ) -> tuple[pl.DataFrame, list[RunWarning]]:
     """A row per request that ended within `steps`, in order of arrival.
 
@@ -62,6 +62,13 @@ def read_requests(
     path = folder / FILE
     if not path.is_file():
         return NO_REQUESTS, []
+    if every > 1:
+        sampled = RunWarning(
+            "sampled",
+            f"one step in {every} was recorded: what requests waited for is not told",
+            "Record every step to see it: unset KVTAX_STEP_RECORDS_EVERY",
+        )
+        return NO_REQUESTS, [sampled]
     try:
         lines = read_engine_requests(path)
     except RecordsError as error:

@@ -29,8 +29,10 @@ def title(instance: Instance, told: Cost | None) -> str:
     release = f"vLLM {instance.vllm_version or 'of unknown release'}"
     if told is None:
         return f"{instance.name}: {release}, no steps"
+    every = instance.header.every
+    steps = f"{told.steps:,} steps" + (f", one in {every}," if every > 1 else "")
     return (
-        f"{instance.name}: {release}, {told.steps:,} steps in {told.seconds:,.0f} s, "
+        f"{instance.name}: {release}, {steps} in {told.seconds:,.0f} s, "
         f"{instance.requests.height:,} requests"
     )
 

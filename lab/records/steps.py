@@ -39,6 +39,8 @@ class FileHeader(msgspec.Struct, kw_only=True):
 class EngineHeader(FileHeader, tag_field="schema", tag="kvtax.engine_step/1"):
     """Header; written by the engine core. Two such files in a trial are an error."""
 
+    every: int = 1
+    """Of so many steps one was recorded."""
     methods: list[str] = []
     """The connector's methods that are timed on this side: the keys that the records'
     `connector_calls`, `connector_us` and `connector_self_us` may have."""
@@ -49,6 +51,8 @@ class WorkerHeader(FileHeader, tag_field="schema", tag="kvtax.worker_step/1"):
 
     rank: int = 0
     """The worker's rank."""
+    every: int = 1
+    """Of so many steps one was recorded."""
     methods: list[str] = []
     """The connector's methods that are timed on this side: the keys that the records'
     `connector_calls`, `connector_us` and `connector_self_us` may have."""

@@ -19,10 +19,16 @@ logger = init_logger(__name__)
 FLUSH_INTERVAL_S = 0.25
 
 
-def _most_mb() -> float:
-    """Of a file and its older half; no limit if it is not set."""
-    told = os.environ.get("KVTAX_STEP_RECORDS_MAX_MB")
-    return float(told) if told else float("inf")
+def number_in_environment(name: str, otherwise: float) -> float:
+    """A positive number, or `otherwise` where there is none: the engine must start."""
+    try:
+        number = float(os.environ.get(name) or otherwise)
+    except ValueError:
+        number = 0
+    if number > 0:
+        return number
+    logger.error("%s is no positive number: taken as %s", name, otherwise)
+    return otherwise
 
 
 def _boot_id() -> str | None:
@@ -37,8 +43,9 @@ class RecordFile:
     """Appends records to a JSONL file in whole lines, from a background thread.
 
     If the file cannot be created or written, that is logged once and records are
-    dropped from then on: the engine keeps serving. With KVTAX_STEP_RECORDS_MAX_MB set,
-    a file that has half of that becomes NAME.jsonl.1, in the place of an older one.
+    dropped from then on: the engine keeps serving. With KVTAX_STEP_RECORDS_MAX_MB or
+    KVTAX_STEP_RECORDS_MAX_HOURS set, a file that has half of that becomes
+    NAME.jsonl.1, in the place of an older one.
     """
 
     def __init__(self, directory: str, name: str, header: dict):
@@ -48,9 +55,13 @@ class RecordFile:
         self._encoder = msgspec.json.Encoder()
         self._lock = threading.Lock()
         self._bytes = 0
+        self._began_s = 0.0
+        most_mb = number_in_environment("KVTAX_STEP_RECORDS_MAX_MB", float("inf"))
+        most_hours = number_in_environment("KVTAX_STEP_RECORDS_MAX_HOURS", float("inf"))
+        # A file and its older half together.
+        self._most_bytes, self._most_s = most_mb * 1e6 / 2, most_hours * 3600 / 2
         self.stopped = False
         try:
-            self._most_bytes = _most_mb() * 1e6 / 2
             self._first_line = self._encoder.encode(
                 {
                     "schema": f"kvtax.{name.partition('.')[0]}/1",
@@ -81,7 +92,8 @@ class RecordFile:
             if self.stopped or not records:
                 return
             try:
-                if self._bytes > self._most_bytes:
+                age_s = time.monotonic() - self._began_s
+                if self._bytes > self._most_bytes or age_s > self._most_s:
                     self._file.close()
                     os.replace(self.path, f"{self.path}.1")
                     self._open()
@@ -92,7 +104,7 @@ class RecordFile:
     def _open(self) -> None:
         # "x": records of another engine are never appended to or overwritten.
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
-        self._bytes = 0
+        self._bytes, self._began_s = 0, time.monotonic()
         self._write(self._first_line + b"\n")
 
     def _run(self) -> None:

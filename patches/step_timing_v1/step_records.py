@@ -5,7 +5,8 @@ Per-step timing records: one JSONL file per process, one line per engine step.
 
 With KVTAX_STEP_RECORDS_DIR set to a directory, ENGINE_STEPS and WORKER_STEPS are
 this process's recorders. Otherwise they are None, so that a hook costs one check
-for None. Times are CLOCK_MONOTONIC, comparable between processes.
+for None. Times are CLOCK_MONOTONIC, comparable between processes. With
+KVTAX_STEP_RECORDS_EVERY set to N, each N-th step is recorded.
 """
 
 import os
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.v1.step_connector import ConnectorCalls
-from vllm.v1.step_record_file import RecordFile
+from vllm.v1.step_record_file import RecordFile, number_in_environment
 from vllm.v1.step_threads import ThreadsFile, thread_ids
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 # Steps scheduled but not updated yet: 1, or the depth of the batch queue.
 MAX_OPEN_STEPS = 64
+EVERY = max(round(number_in_environment("KVTAX_STEP_RECORDS_EVERY", 1)), 1)
 
 now_ns = time.perf_counter_ns
 thread_cpu_ns = time.thread_time_ns
@@ -213,12 +215,14 @@ class EngineStepRecorder:
         return step
 
     def _append(self, step: EngineStep) -> None:
+        if step.step_id % EVERY:
+            return
         if self._file is None:
             self._open_files(step)
         self._file.append(step)
 
     def _open_files(self, step: EngineStep) -> None:
-        header = {"methods": self.calls.methods}
+        header = {"methods": self.calls.methods, "every": EVERY}
         self._file = RecordFile(self._directory, "engine_step", header)
         if step.cache_size is not None and not self._file.stopped:
             ThreadsFile(self._directory, self._last_step_id, self._of_executor)
@@ -259,7 +263,7 @@ class WorkerStepRecorder:
     def begin_step(self, rank: int, scheduler_output: "SchedulerOutput") -> None:
         if self._file is None:
             name = f"worker_step.r{rank}"
-            header = {"rank": rank, "methods": self.calls.methods}
+            header = {"rank": rank, "methods": self.calls.methods, "every": EVERY}
             self._file = RecordFile(self._directory, name, header)
             # The last step has no next one: appended at exit, before the last flush.
             Finalize(None, self._append, exitpriority=20)
@@ -286,7 +290,7 @@ class WorkerStepRecorder:
             _us(self.get_finished_ns),
         )
         self.calls.move_to(step)
-        if self._step_id is not None:
+        if self._step_id is not None and self._step_id % EVERY == 0:
             self._file.append(step)
 
 

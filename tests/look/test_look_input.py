@@ -190,3 +190,14 @@ def test_two_servers_stand_side_by_side(tmp_path, capsys):
     for row, instance in zip(first["rows"], instances, strict=True):
         assert row[3] == pytest.approx(instance.steps["step_us"].mean(), abs=0.1)
         assert row[6] == pytest.approx(instance.steps["connector_us"].mean(), abs=0.1)
+
+
+def test_sampled_steps_say_so_and_split_no_request(tmp_path, capsys):
+    server = served(tmp_path / "records")
+    server.header["every"] = 10
+    server.steps, server.workers = server.steps[::10], server.workers[::10]
+    status, told, _ = look(server.write(), tmp_path, capsys)
+    assert status == 0
+    assert "40 steps, one in 10, in" in told
+    assert "one step in 10 was recorded" in told
+    assert "waited most" not in told
