@@ -19,6 +19,8 @@ EVERY_S = 1.0
 SPARKS = "▁▂▃▄▅▆▇█"
 HISTORY = 60
 METHODS_SHOWN = 8
+# Of those that ended in the last second, the longest.
+REQUESTS_SHOWN = 3
 
 
 def follow(watched: Watched, seconds: float = float("inf")) -> None:
@@ -50,7 +52,7 @@ def view(name: str, told: dict[str, Any], history: list[float]) -> Table:
         f"{told['cache_blocks']:,} blocks, {told['running']} running, "
         f"{told['waiting']} waiting"
     )
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     table.add_column("µs per step")
     table.add_column("mean", justify="right")
     table.add_column("of the step", justify="right")
@@ -61,8 +63,13 @@ def view(name: str, told: dict[str, Any], history: list[float]) -> Table:
     rows += [(f"    {method}", us) for method, us in methods[:METHODS_SHOWN]]
     for words, us in rows:
         share = us / told["step_us"] if told["step_us"] else 0.0
-        table.add_row(words, f"{us:,.1f}", f"{share:.1%}")
+        table.add_row(Text(words), f"{us:,.1f}", f"{share:.1%}")
     table.add_row("connector, last minute", spark(history), "")
+    for request in sorted(told["ended"], key=lambda one: -one.took_ms)[:REQUESTS_SHOWN]:
+        words = f"request {request.id}, {request.prompt_tokens:,} tokens"
+        kv = f"{request.kv_wait_ms:,.0f} ms for KV" if request.kv_wait_ns else ""
+        # As text: an id may look like a mark of Rich's.
+        table.add_row(Text(words), f"{request.took_ms:,.0f} ms", kv)
     return table
 
 

@@ -7,7 +7,7 @@ engine.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import msgspec
 from lab.records import RecordsError
 
 # Of a step, in us: what vLLM's own histograms of latencies use, in ms.
+LAST_ENDED = 1_000
 BUCKETS_US = (1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 
 
@@ -32,6 +33,26 @@ class _Record(msgspec.Struct):
     cache_size: int | None = None
     connector_self_us: dict[str, float] = {}
     connector_calls: dict[str, int] = {}
+
+
+class _Request(msgspec.Struct):
+    """What is watched of a request that ended."""
+
+    id: str
+    arrival_ns: int
+    finished_ns: int | None = None
+    finish_reason: str | None = None
+    kv_wait_ns: list[int] = []
+    prompt_tokens: int = 0
+
+    @property
+    def took_ms(self) -> float:
+        return ((self.finished_ns or self.arrival_ns) - self.arrival_ns) / 1e6
+
+    @property
+    def kv_wait_ms(self) -> float:
+        waits = zip(self.kv_wait_ns[::2], self.kv_wait_ns[1::2], strict=False)
+        return sum(end - begin for begin, end in waits) / 1e6
 
 
 class Tail:
@@ -78,6 +99,14 @@ class Totals:
     running: int = 0
     waiting: int = 0
     cache_blocks: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    last_ended: deque[_Request] = field(
+        default_factory=lambda: deque(maxlen=LAST_ENDED)
+    )
+
+    def add_request(self, request: _Request) -> None:
+        self.ended[request.finish_reason or "never"] += 1
+        self.last_ended.append(request)
 
     def add(self, side: str, record: _Record) -> None:
         for name, us in record.connector_self_us.items():
@@ -104,6 +133,7 @@ class Totals:
         """What came since `other`, us per step, and what is there now."""
         steps = self.steps - other.steps
         per = max(steps, 1)
+        ended = min(self.ended.total() - other.ended.total(), LAST_ENDED)
         return {
             "steps": steps,
             "step_us": (self.step_us - other.step_us) / per,
@@ -117,7 +147,17 @@ class Totals:
             "running": self.running,
             "waiting": self.waiting,
             "cache_blocks": self.cache_blocks,
+            "ended": list(self.last_ended)[-ended:] if ended else [],
         }
+
+
+_STEP, _REQUEST = (msgspec.json.Decoder(kind).decode for kind in (_Record, _Request))
+# By side, or None for requests.
+FILES = (
+    ("scheduler", "engine_step*.jsonl", _STEP),
+    ("worker", "worker_step.r0.jsonl", _STEP),
+    (None, "engine_request.jsonl", _REQUEST),
+)
 
 
 class Watched:
@@ -129,21 +169,22 @@ class Watched:
         self._folder = folder
         self._tails: dict[Path, Tail] = {}
         self.totals: dict[str, Totals] = {}
-        self._decode = msgspec.json.Decoder(_Record).decode
 
     def read(self) -> dict[str, Totals]:
         """Read what is new; the totals by instance."""
-        for side, pattern in (
-            ("scheduler", "engine_step*.jsonl"),
-            ("worker", "worker_step.r0.jsonl"),
-        ):
+        for side, pattern, decode in FILES:
             for path in sorted(self._folder.rglob(pattern)):
                 inside = path.parent.relative_to(self._folder)
                 name = str(inside) if inside.parts else self._folder.resolve().name
                 totals = self.totals.setdefault(name, Totals())
                 for line in self._tails.setdefault(path, Tail(path)).lines():
                     try:
-                        totals.add(side, self._decode(line))
+                        record = decode(line)
                     except msgspec.DecodeError:
                         totals.bad_lines += 1
+                        continue
+                    if side is None:
+                        totals.add_request(record)
+                    else:
+                        totals.add(side, record)
         return self.totals

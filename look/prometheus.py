@@ -51,6 +51,11 @@ class Collector:
             "Lines that are no records.",
             labels=["instance_name"],
         )
+        ended = CounterMetricFamily(
+            "kvtax:requests_ended",
+            "Requests that ended.",
+            labels=["instance_name", "finished_reason"],
+        )
         gauges = {
             field: GaugeMetricFamily(f"kvtax:{name}", told, labels=["instance_name"])
             for field, name, told in (
@@ -68,7 +73,9 @@ class Collector:
             bad.add_metric([name], one.bad_lines)
             for field, gauge in gauges.items():
                 gauge.add_metric([name], getattr(one, field))
-        yield from (parts, methods, calls, bad, *gauges.values())
+            for reason, count in one.ended.items():
+                ended.add_metric([name, reason], count)
+        yield from (parts, methods, calls, bad, ended, *gauges.values())
 
 
 def _steps(totals: dict[str, Totals]) -> Metric:

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from made_up_server import Server, served
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
 from lab.paths import REPOSITORY
-from look.follow import follow, spark
-from look.live import Watched
+from look.follow import follow, spark, view
+from look.live import Totals, Watched
 from look.prometheus import serve
 
 METHOD = "worker.get_finished"
@@ -76,6 +77,31 @@ def test_what_is_shown_is_of_the_last_second(tmp_path, capsys, monkeypatch):
     assert METHOD in shown
 
 
+def test_of_the_requests_that_ended_since_the_longest_are_shown(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("look.follow.EVERY_S", 0.01)
+    server = served(tmp_path / "records", steps=100)
+    folder = server.write()
+    path = folder / "engine_request.jsonl"
+    whole = path.read_text()
+    path.write_text(whole.partition("\n")[0] + "\n")
+    watched = Watched(folder)
+    watched.read()
+    path.write_text(whole)
+    told = watched.read()["records"].minus(Totals())
+    assert len(told["ended"]) == len(server.requests)
+    lengths = {
+        one["id"]: (one["finished_ns"] - one["arrival_ns"]) / 1e6
+        for one in server.requests
+    }
+    longest = max(lengths, key=lengths.__getitem__)
+    Console().print(view("records", told, []))
+    shown = capsys.readouterr().out
+    assert longest in shown
+    assert sum(name in shown for name in lengths) == 3
+
+
 def test_the_highest_value_has_the_highest_bar():
     assert spark([0, 1, 2]) == "▁▅█" or spark([0, 1, 2]) == "▁▄█"
     assert spark([0, 0]) == "▁▁"
@@ -104,6 +130,8 @@ def test_prometheus_gets_the_same_sums(tmp_path):
     step_us = [step["step_us"] for step in server.steps]
     assert found["kvtax:step_seconds_count", name] == 80
     assert found["kvtax:step_seconds_sum", name] == pytest.approx(sum(step_us) / 1e6)
+    ended = ("kvtax:requests_ended_total", ("finished_reason", "length"), name)
+    assert found[ended] == len(server.requests)
     below = sum(us <= 5_000 for us in step_us)
     assert found["kvtax:step_seconds_bucket", name, ("le", "0.005")] == below
     assert found["kvtax:cached_blocks", name] == server.steps[-1]["cache_size"]
