@@ -57,8 +57,6 @@ def cost(instance: Instance) -> Cost | None:
     whole = _part(steps, "step_us", "step", 1.0)
     total = float(steps["step_us"].sum()) or 1.0
     felt_us = exposed_per_step(steps, instance.device)
-    if felt_us:
-        felt_us["connector_us"] = sum(felt_us.get(name, 0) for name in instance.methods)
     methods = [
         replace(
             _part(steps, name, name.removesuffix("_us"), total),

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the host's work the device had to wait for.
+"""Which of the host's work the device had to wait for.
 
-A device is idle from the end of a forward to the launch of the next. Work of the host
-in that time is exposed: users wait for it. Work while the device computes is hidden. So
-a part of a step is exposed as far as it lies in such a gap.
+A device is idle from the end of a forward to the launch of the next. What of the host's
+work users wait for is what the device waited for, so of each part this asks: how much
+less idle would the device have been, had that part taken no time?
+
+That is what the part took since the host was last held up by the device, and never more
+than the device was idle. Work before the host waited for a result is hidden: without
+it, the host would have waited longer. Where steps overlap and the host is the slower
+of the two, it never waits, and all of its work since the launch before counts. Of two
+parts either alone may explain the same gap, so parts do not add up to it.
 
 When a call was made within schedule(), the worker or update_from_output() is not
 recorded, only how long it took. So each is taken to be spread evenly over the stretch
@@ -22,8 +28,6 @@ from lab.stats.estimate import Floats, Ints
 
 # What vLLM calls after the forward is launched, and in update_from_output().
 AFTER_LAUNCH = {
-    "wait_for_layer_load",
-    "save_kv_layer",
     "wait_for_save",
     "get_finished",
     "get_transfer_results",
@@ -46,29 +50,64 @@ def exposed(steps: pl.DataFrame, device: list[DeviceStep]) -> pl.DataFrame:
     """A row per step that ran on the device: us that the device waited, by part.
 
     `steps` are those of an Instance. Columns: `step_id`; `idle_us`, from the end of the
-    forward before to the launch of this one; of that, `exposed.NAME` for `scheduler_us`
-    (the host's own), `model_us` (preparing the launch) and each method, in which the
-    host worked; the rest nobody worked in. The first forward waited for nothing.
+    forward before to the launch of this one; and of that `exposed.NAME` for
+    `scheduler_us` (the host's own), `model_us` (preparing the launch), `connector_us`
+    and each method.
+    The first forward waited for nothing.
     """
     table = pl.DataFrame(
         {
             "step_id": [one.step_id for one in device],
             "launched_ns": [one.launched_ns for one in device],
-            "free_ns": [one.ended_ns for one in device],
+            "ended_ns": [one.ended_ns for one in device],
         },
-        schema=dict.fromkeys(("step_id", "launched_ns", "free_ns"), pl.Int64),
-    ).with_columns(pl.col("free_ns").shift(1))
-    rows = steps.join(table, on="step_id", how="inner").drop_nulls("free_ns")
-    gap = (rows["free_ns"].to_numpy(), rows["launched_ns"].to_numpy())
+        schema=dict.fromkeys(("step_id", "launched_ns", "ended_ns"), pl.Int64),
+    )
+    before = table.select(
+        "step_id",
+        pl.col("ended_ns").shift(1).alias("free_ns"),
+        pl.col("launched_ns").shift(1).alias("launched_before_ns"),
+    ).drop_nulls()
+    rows = (
+        steps.select("step_id")
+        .join(table, on="step_id", how="inner", maintain_order="left")
+        .join(before, on="step_id", how="inner", maintain_order="left")
+    )
+    launched = rows["launched_ns"].to_numpy()
+    idle_us = np.maximum(launched - rows["free_ns"].to_numpy(), 0) / 1e3
+    since = (_held_up_until(steps, table, rows), launched)
+    told = {"step_id": rows["step_id"], "idle_us": idle_us}
     stretches = _stretches(steps, table)
-    told = {"step_id": rows["step_id"], "idle_us": np.maximum(gap[1] - gap[0], 0) / 1e3}
-    for name, us in _by_part(stretches, method_columns(steps), steps, gap).items():
-        told[f"exposed.{name}"] = us
+    methods = method_columns(steps)
+    worked_us = _by_part(stretches, methods, steps, since)
+    if methods:
+        worked_us["connector_us"] = sum(worked_us[name] for name in methods)
+    for name, us in worked_us.items():
+        told[f"exposed.{name}"] = np.minimum(us, idle_us)
     return pl.DataFrame(told)
 
 
+def _held_up_until(
+    steps: pl.DataFrame, device: pl.DataFrame, rows: pl.DataFrame
+) -> Ints:
+    """Since when the host has worked on each launch, in ns.
+
+    Since the launch before, or since the end of the forward whose result it took up in
+    between, if that was later.
+    """
+    updated = steps.select("step_id", "end_ns").join(
+        device, on="step_id", how="inner", maintain_order="left"
+    )
+    ends = updated["end_ns"].to_numpy()
+    results = np.append(updated["ended_ns"].to_numpy(), 0)
+    before = rows["launched_before_ns"].to_numpy()
+    last = np.searchsorted(ends, rows["launched_ns"].to_numpy(), "right") - 1
+    taken_up = np.append(ends, 0)[last] > before
+    return np.maximum(before, np.where(taken_up, results[last], 0))
+
+
 def exposed_per_step(steps: pl.DataFrame, device: list[DeviceStep]) -> dict[str, float]:
-    """Mean us per step that the device waited, by part; empty without a device."""
+    """Mean us per step that the device waited for a part; empty without a device."""
     if not device:
         return {}
     table = exposed(steps, device)
@@ -107,9 +146,9 @@ def _by_part(
     stretches: dict[str, tuple[Ints, Ints]],
     methods: list[str],
     steps: pl.DataFrame,
-    gap: tuple[Ints, Ints],
+    spans: tuple[Ints, Ints],
 ) -> dict[str, Floats]:
-    """us of each part in each gap, (gaps,)."""
+    """us of each part in each span of time, (spans,)."""
     found: dict[str, Floats] = {}
     for stretch, (begin, end) in stretches.items():
         long_us = np.maximum(end - begin, 0) / 1e3
@@ -124,7 +163,7 @@ def _by_part(
             per_ns = np.divide(
                 us * 1e3, end - begin, where=end > begin, out=np.zeros(len(us))
             )
-            taken = _overlap(begin, end, per_ns, gap) / 1e3
+            taken = _overlap(begin, end, per_ns, spans) / 1e3
             found[name] = found.get(name, np.zeros(len(taken))) + taken
     return found
 
@@ -137,8 +176,10 @@ def _stretch_of(method: str) -> str:
     return "after_launch" if name in AFTER_LAUNCH else "before_launch"
 
 
-def _overlap(begin: Ints, end: Ints, per_ns: Floats, gap: tuple[Ints, Ints]) -> Floats:
-    """ns of work in each gap: intervals in order that do not overlap, `per_ns` of each
+def _overlap(
+    begin: Ints, end: Ints, per_ns: Floats, spans: tuple[Ints, Ints]
+) -> Floats:
+    """ns of work in each span: intervals in order that do not overlap, `per_ns` of each
     is the work's."""
     edges = np.empty(2 * len(begin), np.int64)
     edges[::2], edges[1::2] = begin, np.maximum(end, begin)
@@ -149,6 +190,6 @@ def _overlap(begin: Ints, end: Ints, per_ns: Floats, gap: tuple[Ints, Ints]) -> 
     first = edges[0] if len(edges) else 0
     low, high = (
         np.interp((side - first).astype(float), (edges - first).astype(float), done)
-        for side in gap
+        for side in spans
     )
     return np.maximum(high - low, 0)

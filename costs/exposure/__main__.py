@@ -21,7 +21,6 @@ import argparse
 import itertools
 import json
 import random
-import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -227,8 +226,7 @@ def main() -> None:
                 chosen.rounds, chosen.requests, CONFIGS, forward_us, folder
             )
             hashes |= more
-    command = f"python -m costs.exposure {' '.join(sys.argv[1:])}".strip()
-    facts = provenance.collect(hashes, command)
+    facts = provenance.collect(hashes, "python -m costs.exposure")
     text, document = report(told, METHODS, facts)
     write_result(chosen.out, document, text)
     print(text)

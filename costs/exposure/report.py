@@ -100,10 +100,7 @@ def curve_rows(measured: Measured) -> list[dict[str, Any]]:
     rows = []
     for cell in sorted(tpot_us):
         base = cell._replace(what=floor)
-        calls = sum(
-            (us for name, us in parts[cell].items() if "." in name),
-            np.zeros(len(tpot_us[cell])),
-        )
+        calls = parts[cell].get("connector_us", np.zeros(1))
         rows.append(
             {
                 "mode": cell.mode,

@@ -61,7 +61,7 @@ def curves() -> list:
         for config, added_us in (("noop", 0), ("walk", 300), ("fixed", 0)):
             tpot_ms = (8_000 + drift_us + added_us + chance.gauss(0, 2)) / 1e3
             seen = Seen(config, 0, 10, [20.0], [tpot_ms])
-            parts = {"scheduler.walk_us": 250.0 if added_us else 0.0, "model_us": 7.0}
+            parts = {"connector_us": 250.0 if added_us else 0.0, "model_us": 7.0}
             rows.append((Cell("sync", 0.5, config, 0.0), seen, parts))
     return rows
 

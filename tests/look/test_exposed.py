@@ -72,6 +72,35 @@ def test_of_a_shorter_gap_only_what_lies_in_it_is_exposed(server):
         assert row[f"exposed.{FINISHED}"] == pytest.approx(0, abs=1)
 
 
+def test_where_the_host_is_slower_than_the_device_all_its_work_counts(server):
+    """Two steps in flight: the host takes up a result that was there long ago."""
+    device, launched_ns = [], []
+    for _ in range(6):
+        server.step(
+            0,
+            schedule_us=1_500,
+            build_meta_us=1_200,
+            model_us=500,
+            get_finished_us=80,
+            update_us=70,
+            rest_us=0,
+        )
+        launched_ns.append(server.workers[-1]["t_ns"] + 500_000)
+    for number, at_ns in enumerate(launched_ns):
+        # A forward takes 1,000 us, and the host 2,150 us per step.
+        device.append(DeviceStep(number, at_ns, at_ns, at_ns + 1_000_000))
+    # A step ends when its result is taken up, which is a step later.
+    for step, later in zip(server.steps, server.steps[1:], strict=False):
+        ended_ns = later["t_ns"] + round(later["step_us"] * 1e3)
+        step["step_us"] = (ended_ns - step["t_ns"]) / 1e3
+        step["update_us"] = 0
+    for row in parts(server, device)[1:-1]:
+        assert row["idle_us"] == pytest.approx(1_150, abs=1)
+        # Without its 1,200 us the device would not have been idle at all.
+        assert row[f"exposed.{META}"] == pytest.approx(1_150, abs=1)
+        assert row["exposed.scheduler_us"] == pytest.approx(300, abs=80)
+
+
 def test_time_in_which_nobody_worked_is_idle_and_exposes_nothing(server):
     device = one_after_the_other(server, forward_us=2_000)
     server.step(gap_us=1e6, schedule_us=300, build_meta_us=120)
@@ -79,5 +108,7 @@ def test_time_in_which_nobody_worked_is_idle_and_exposes_nothing(server):
     device.append(DeviceStep(4, launched_ns, launched_ns, launched_ns + 10))
     row = parts(server, device)[-1]
     assert row["idle_us"] > 1e6
-    told = sum(us for name, us in row.items() if name.startswith("exposed."))
-    assert told < 1_000
+    assert max(us for name, us in row.items() if name.startswith("exposed.")) < 600
+    assert row["exposed.connector_us"] == pytest.approx(
+        row[f"exposed.{META}"] + row[f"exposed.{FINISHED}"], abs=0.1
+    )
