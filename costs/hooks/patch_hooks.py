@@ -17,6 +17,8 @@ SCHEDULER, CORE = "v1/core/sched/scheduler.py", "v1/engine/core.py"
 WORKER = "v1/worker/gpu_worker.py"
 CONNECTOR_MIXIN = "v1/worker/kv_connector_model_runner_mixin.py"
 
+STEP_PATCHES = ("step_timing_v1", "step_timing_v2")
+
 Hooks = Callable[[Any, Any], None]
 
 
@@ -24,12 +26,14 @@ def step_blocks(package: Path, file: str) -> list[str]:
     """Code of the blocks that run in a step, in the order of the file, not indented.
 
     Imports and what follows the making of the executor run once, and
-    step_with_batch_queue is the loop of other engines.
+    step_with_batch_queue is the loop of other engines. The hooks of request_timing are
+    for requests, most of them not in every step.
     """
     return [
         textwrap.dedent(b"".join(block.code).decode())
         for block in parse((package / file).read_bytes(), file).blocks
-        if not block.id.endswith(("_import", "executor"))
+        if block.patch in STEP_PATCHES
+        and not block.id.endswith(("_import", "executor"))
         and not block.id.startswith("batch_queue_")
     ]
 

@@ -14,6 +14,7 @@ from costs.hooks.patch_hooks import (
     CONNECTOR_MIXIN,
     CORE,
     SCHEDULER,
+    STEP_PATCHES,
     WORKER,
     engine_hooks,
     step_blocks,
@@ -145,4 +146,4 @@ def test_imports_and_the_loop_of_other_engines_are_left_out(package):
         assert blocks
         for block in blocks:
             assert isinstance(ast.parse(block).body[0], ast.If)
-    assert len(step_blocks(package, CORE)) == len(PATCHES)
+    assert len(step_blocks(package, CORE)) == len(STEP_PATCHES)
