@@ -42,7 +42,8 @@ BEHIND = [
     "tests/microbench/test_roles.py",
     "tests/test_patched.py",
 ]
-ALONE = ["tests/e2e/test_main_job.py"]
+# These measure: of two measurements at once, one is refused.
+ALONE = ["tests/e2e/test_main_job.py", "tests/e2e/test_observatory.py"]
 FINE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 # For a pytest that is interrupted: its fixtures stop real servers.
