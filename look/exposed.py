@@ -43,7 +43,6 @@ IN_UPDATE = {
     "request_finished_all_groups",
     "take_events",
 }
-STRETCHES = ("schedule", "before_launch", "after_launch", "update")
 
 
 def exposed(steps: pl.DataFrame, device: list[DeviceStep]) -> pl.DataFrame:

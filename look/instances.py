@@ -93,7 +93,7 @@ def read_instances(folder: Path) -> tuple[list[Instance], list[RunWarning]]:
 def read_instance(found: Found) -> Instance:
     """Raises RecordsError naming file and line if the engine's file is bad."""
     folder = found.path.parent
-    steps, warnings = kept(folder, lambda: _read_steps(found.path))
+    steps, warnings = kept(found.path, lambda: _read_steps(found.path))
     requests, of_requests = read_requests(folder, steps, found.header.every)
     device, of_device = _read_device(folder / "device_step.jsonl")
     warnings = [*warnings, *of_requests, *of_device]

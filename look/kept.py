@@ -18,20 +18,21 @@ import polars as pl
 
 from lab.records.warning import RunWarning
 
-NAME = "steps.parquet"
 # What the table of steps looks like; counted up when that changes.
 VERSION = 1
 FEWEST_STEPS = 100_000
 # A server that still writes changes its files four times a second.
 QUIET_S = 10.0
-PATTERNS = ("engine_step.jsonl*", "worker_step.r*.jsonl*")
+PATTERNS = ("engine_step*.jsonl*", "worker_step.r*.jsonl*")
 
 Read = tuple[pl.DataFrame, list[RunWarning]]
 
 
-def kept(folder: Path, read: Callable[[], Read]) -> Read:
-    """The steps of `folder` and what is wrong with them, as `read` gives them."""
-    path, key = folder / NAME, _key(folder)
+def kept(engine: Path, read: Callable[[], Read]) -> Read:
+    """The steps of an `engine` file and its workers', and what is wrong with them, as
+    `read` gives them."""
+    folder, path = engine.parent, engine.with_suffix(".parquet")
+    key = _key(folder)
     with suppress(OSError, ValueError, KeyError, pl.exceptions.PolarsError):
         told = pl.read_parquet_metadata(path)
         if told["kvtax_key"] == key:

@@ -21,11 +21,14 @@ FLUSH_INTERVAL_S = 0.25
 
 def number_in_environment(name: str, otherwise: float) -> float:
     """A positive number, or `otherwise` where there is none: the engine must start."""
+    told = os.environ.get(name)
+    if not told:
+        return otherwise
     try:
-        number = float(os.environ.get(name) or otherwise)
+        number = float(told)
     except ValueError:
         number = 0
-    if number > 0:
+    if 0 < number < float("inf"):
         return number
     logger.error("%s is no positive number: taken as %s", name, otherwise)
     return otherwise

@@ -13,6 +13,8 @@ from polars.testing import assert_frame_equal
 from look import kept
 from look.instances import read_instances
 
+KEPT = "engine_step.parquet"
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
@@ -42,7 +44,7 @@ def read(folder):
 
 def test_a_second_look_says_what_the_first_did(folder):
     first = read(folder)
-    assert (folder / kept.NAME).is_file()
+    assert (folder / KEPT).is_file()
     second = read(folder)
     assert_frame_equal(second.steps, first.steps)
     assert second.warnings == first.warnings != []
@@ -66,15 +68,15 @@ def test_records_that_changed_are_read_again(folder):
 def test_nothing_is_kept_of_a_server_that_still_writes(folder):
     age(folder / "engine_step.jsonl", 1)
     read(folder)
-    assert not (folder / kept.NAME).exists()
+    assert not (folder / KEPT).exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"\x00" * 4_000])
 def test_a_kept_file_that_is_torn_is_made_again(folder, content):
     steps = read(folder).steps
-    (folder / kept.NAME).write_bytes(content)
+    (folder / KEPT).write_bytes(content)
     assert_frame_equal(read(folder).steps, steps)
-    assert (folder / kept.NAME).stat().st_size > 4_000
+    assert (folder / KEPT).stat().st_size > 4_000
 
 
 def test_a_folder_that_cannot_be_written_is_looked_at_all_the_same(folder, monkeypatch):
@@ -84,3 +86,14 @@ def test_a_folder_that_cannot_be_written_is_looked_at_all_the_same(folder, monke
     monkeypatch.setattr("polars.DataFrame.write_parquet", refuse)
     assert read(folder).steps.height == 60
     assert not list(folder.glob("*parquet*"))
+
+
+def test_two_engines_in_one_folder_keep_their_own(folder):
+    path = folder / "engine_step.jsonl"
+    other = folder / "engine_step.other.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    other.write_text("".join(lines[:21]))
+    age(other, 3_600)
+    for _ in range(2):
+        instances, _ = read_instances(folder)
+        assert [one.steps.height for one in instances] == [60, 20]

@@ -70,7 +70,7 @@ def test_a_file_that_is_too_old_is_begun_anew(tmp_path, monkeypatch):
     assert step_ids(tmp_path) == list(range(101))
 
 
-@pytest.mark.parametrize("limit", ["much", "-", "-3", "0"])
+@pytest.mark.parametrize("limit", ["much", "-", "-3", "0", "inf", "nan"])
 def test_a_limit_that_is_no_number_is_no_limit_and_the_engine_serves(
     tmp_path, monkeypatch, limit
 ):
