@@ -19,7 +19,7 @@ from microbench.summary.fixes import before_and_after
 from microbench.summary.growth import answer, hypothesis, level_table, verdicts
 from microbench.summary.parts import connector_table, parts_table
 from page.build import build
-from page.document import Figure, Line, Page
+from page.document import Figure, Line, Page, Section
 
 QUESTION = (
     "What does a KV connector cost per engine step, and does that grow with |cache|, "
@@ -29,8 +29,8 @@ QUESTION = (
 FIRST = "before_after"
 
 
-def write_page(analysis: Analysis) -> str:
-    """The whole file as text."""
+def write_page(analysis: Analysis, moments: list[Section]) -> str:
+    """The whole file as text; `moments` show single servers."""
     document, roles = analysis.document, analysis.roles
     figures = {name: curve_figure(analysis, name) for name in CURVES}
     first, *others = [figures.pop(FIRST), *figures.values()]
@@ -49,6 +49,7 @@ def write_page(analysis: Analysis) -> str:
         noise_floor(document),
         reference(document, roles),
         accounts(document),
+        *moments,
         provenance(document),
     ]
     return build(
@@ -58,8 +59,8 @@ def write_page(analysis: Analysis) -> str:
             answer=[answer(document), model_note(document)],
             warnings=doubts_of(analysis.doubts, document.configs),
             sections=[section for section in sections if section is not None],
-            made="Every moment of one server: python -m look RUN_DIR/CONFIG/r0. Every "
-            "figure: per_config.json.",
+            made="Another repeat's moments, or a trace of them: python -m look "
+            "RUN_DIR/CONFIG/r1. Every figure: per_config.json.",
         )
     )
 

@@ -5,7 +5,21 @@ const MOST_REQUESTS = 100;
 const RIGHT_AXIS = 48;
 const LABEL = 24;
 
+/** At once, or drawn when its title is opened: a page may hold many. */
 function showTimeLine(section) {
+  if (section.open) {
+    return el("section", {}, el("h2", {}, section.title), ...timeLineParts(section));
+  }
+  const details = el("details", { ontoggle: () => {
+    if (details.open && details.children.length === 1) {
+      details.append(...timeLineParts(section));
+      fitCharts();
+    }
+  } }, el("summary", {}, section.title));
+  return el("section", {}, details);
+}
+
+function timeLineParts(section) {
   const window_ = el("div", { "aria-live": "polite" });
   const step = el("div", { "aria-live": "polite" });
   const sync = uPlot.sync(section.title);
@@ -32,9 +46,8 @@ function showTimeLine(section) {
     holder.addEventListener("at", (event) => at(event.detail));
   }
   update();
-  return el("section", {}, el("h2", {}, section.title),
-    section.note ? el("p", { class: "note" }, section.note) : null,
-    cost.element, step, gauges.element, inputs.element, window_);
+  const note = section.note ? [el("p", { class: "note" }, section.note)] : [];
+  return [...note, cost.element, step, gauges.element, inputs.element, window_];
 }
 
 const interval = (section) => (section.t_s.length > 1 ? section.t_s[1] - section.t_s[0] : 0);

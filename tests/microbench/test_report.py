@@ -230,3 +230,21 @@ def test_a_failed_repeat_is_named_and_the_others_are_used(tmp_path: Path):
     entry = analyse(RunRecord(), trials, None).document.configs["plain"]
     assert entry.n_repeats == 1 and entry.error == "r1: no port"
     assert entry.verdict != "failed"
+
+
+def test_the_page_shows_each_moment_of_a_server_of_every_measured_config(
+    reported: Path,
+):
+    sections = page_of(reported)["sections"]
+    lines = {one["title"]: one for one in sections if one["kind"] == "timeline"}
+    measured = [truth.name for truth in TRUTHS if truth.fails is None]
+    assert list(lines) == [f"Every moment of {name} r0" for name in measured]
+    for name in measured:
+        line = lines[f"Every moment of {name} r0"]
+        records = (reported / name / "r0" / "engine_step.jsonl").read_bytes()
+        assert sum(line["steps"]) == records.count(b'"step_us"')
+        assert not line["open"]
+    walk = lines[f"Every moment of {HASH} r0"]
+    assert max(walk["slowest_us"], key=lambda us: us or 0) >= max(
+        sum(of) for of in zip(*walk["parts"].values(), strict=True) if None not in of
+    )
