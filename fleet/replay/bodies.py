@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
@@ -17,8 +16,6 @@ from fleet.trace import Request
 from fleet.trace.prompts import prompt
 from lab.load.prompts import completion_body
 
-# How long before its time a body is made. Bodies that are due later take no memory yet.
-AHEAD_NS = 1_000_000_000
 # How long this thread may hold the interpreter while the sending thread waits for it.
 # The sending thread gives it up at every system call, so that one request would wait
 # several times. Python's default is 5 ms.
@@ -65,8 +62,3 @@ def _in_pieces(tokens: np.ndarray) -> msgspec.Raw:
     pieces = range(0, len(tokens), PIECE_TOKENS)
     texts = [encode(tokens[at : at + PIECE_TOKENS].tolist())[1:-1] for at in pieces]
     return msgspec.Raw(b"[" + b",".join(texts) + b"]")
-
-
-async def ready(body: Future[bytes]) -> bytes:
-    """The body; it is waited for if it is not made yet."""
-    return body.result() if body.done() else await asyncio.wrap_future(body)

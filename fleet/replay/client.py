@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from fleet.replay.records import STOPPED
 from lab.load.client import Client
 from lab.load.sse import Usage
 from lab.records.replay import ReplayedRequest
@@ -19,7 +20,7 @@ _SAFE = " /:;,.@+=~#!$&'()*|?[]"
 class ReplayClient(Client):
     """Sends the requests of a trace to one server, ours or any other."""
 
-    stopped = "replay stopped"
+    stopped = STOPPED
 
     async def send(self, record: ReplayedRequest, body: bytes) -> None:
         """Fill in the record to its end, whatever happens."""

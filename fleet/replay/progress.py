@@ -16,12 +16,12 @@ async def print_forever(replay: Replay) -> None:
     start_s = time.monotonic()
     while True:
         await asyncio.sleep(1.0)
-        if not hasattr(replay, "records"):
+        if not hasattr(replay, "player"):
             continue
         records, elapsed_s = replay.records, time.monotonic() - start_s
         counts = ", ".join(f"{n} {status}" for status, n in records.counts.items())
         print(
-            f"{elapsed_s:.0f} s: {counts}, {replay.in_flight} in flight of "
+            f"{elapsed_s:.0f} s: {counts}, {replay.player.in_flight} in flight of "
             f"{replay.scheduled}; {_lag(records.recent_lag_ms())}",
             file=sys.stderr,
             flush=True,

@@ -11,6 +11,9 @@ from fleet.trace import Request
 from lab.load.ledger import Ledger
 from lab.records.replay import ReplayedRequest, ReplayHeader
 
+# The error of a request that was cancelled.
+STOPPED = "replay stopped"
+
 
 def new_ledger(path: Path, options: Options, **header: Any) -> Ledger:
     """The ledger of a replay, whose header repeats the options."""

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When each turn of each session is sent, by whatever clock there is.
+
+The clock, the bodies and the sending are a Link's: over HTTP in real time (run.py), or
+to a fleet in virtual time. Nothing here reads a clock of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from concurrent.futures import Future
+from itertools import groupby, islice, pairwise
+from typing import Any, Protocol
+
+from fleet.replay.options import Options
+from fleet.replay.records import STOPPED, record_of
+from fleet.replay.sessions import Session
+from fleet.replay.slots import Slots
+from fleet.replay.window import steady_window
+from fleet.trace import Request
+from lab.load.ledger import Ledger
+from lab.records.replay import ReplayedRequest, ReplayEnd, Steady
+
+# How long before its time a body is made. Bodies that are due later take no memory yet.
+AHEAD_NS = 1_000_000_000
+# From the decision to start to the first request.
+LEAD_NS = 50_000_000
+# Sessions that arrive within this are prepared in one go.
+BATCH_NS = 20_000_000
+# Bodies are made this much less than AHEAD_NS ahead. Else, at a constant rate, bodies
+# would be made at the very moments when others are due.
+OFFBEAT_NS = 5_000_000
+
+
+class Link(Protocol):
+    """The way to what is replayed against, and the clock by which that goes."""
+
+    def now_ns(self) -> int: ...
+
+    async def sleep_until(self, due_ns: int) -> None:
+        """Return at `due_ns`, at once if that has passed."""
+
+    def prepare(self, requests: list[Request]) -> list[Future[Any]]:
+        """Begin to make their bodies."""
+
+    async def send(self, record: ReplayedRequest, body: Any) -> None:
+        """Fill in the record to its end, whatever happens."""
+
+
+Next = tuple[Session, Future[Any]]  # and the body of its first turn
+
+
+class Player:
+    """Sends the sessions of a trace, and records every request of them.
+
+    A session whose turn failed ends there, its remaining turns are recorded as
+    cancelled: they would continue a conversation that did not take place.
+    """
+
+    def __init__(
+        self, options: Options, sessions: list[Session], link: Link, records: Ledger
+    ) -> None:
+        self._options = options
+        self._sessions = sessions
+        self._link = link
+        self._records = records
+        self._slots = Slots(options.max_inflight_sessions)
+        self.in_flight = 0
+
+    async def play(self) -> None:
+        """All sessions, from the first to the last."""
+        if self._options.closed_loop:
+            await self._play_closed_loop(self._options.max_inflight_sessions)
+        else:
+            await self._play_open_loop()
+
+    def cancel_rest(self) -> None:
+        """Record as cancelled what was not sent or not answered."""
+        for session in self._sessions:
+            self._cancel_rest(session, STOPPED)
+
+    def end(self, stopped: bool = False, **more: Any) -> ReplayEnd:
+        """Write and return the last line; `stopped`: before the end of the trace."""
+        spans = [(session.begin_ns, session.end_ns) for session in self._sessions]
+        warmup_ns = int(self._options.warmup_s * 1e9)
+        window = None if stopped else steady_window(spans, warmup_ns)
+        return self._records.end(
+            ReplayEnd,
+            steady=window and Steady(*window),
+            held_sessions=self._slots.held,
+            held_s_max=self._slots.held_ns_max / 1e9,
+            **more,
+        )
+
+    async def _play_open_loop(self) -> None:
+        """Begin every session when it arrives, or when it then gets a slot."""
+        origin_s = self._sessions[0].turns[0].arrival_s
+        arrivals = [
+            (self._scaled_ns(session.turns[0].arrival_s - origin_s), session)
+            for session in self._sessions
+        ]
+        # What is due soon is prepared before the start, the rest batch by batch.
+        groups = groupby(arrivals, lambda item: max(AHEAD_NS, item[0]) // BATCH_NS)
+        first, *batches = (list(batch) for _, batch in groups)
+        nexts: asyncio.Queue[Next] = asyncio.Queue()
+
+        def prepare(batch: list[tuple[int, Session]]) -> list[Future[Any]]:
+            prepared = self._prepare([session for _, session in batch])
+            for item in prepared:
+                nexts.put_nowait(item)
+            return [body for _, body in prepared]
+
+        async def prepare_ahead() -> None:
+            for batch in batches:
+                ahead_ns = AHEAD_NS - OFFBEAT_NS
+                await self._link.sleep_until(start_ns + batch[0][0] - ahead_ns)
+                prepare(batch)
+
+        start_ns = await self._start(prepare(first))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(prepare_ahead())
+            for after_ns, _ in arrivals:
+                session, body = await nexts.get()
+                await self._link.sleep_until(start_ns + after_ns)
+                due_ns = await self._slots.take(start_ns + after_ns)
+                group.create_task(self._play_in_slot(session, body, due_ns))
+
+    async def _play_in_slot(
+        self, session: Session, body: Future[Any], due_ns: int
+    ) -> None:
+        self._slots.leave(await self._play(session, body, due_ns))
+
+    async def _play_closed_loop(self, slots: int) -> None:
+        """Keep `slots` sessions in flight for as long as there are any."""
+        waiting = iter(self._sessions)
+        nexts = deque(self._prepare(list(islice(waiting, slots))))
+
+        async def play_slot(due_ns: int) -> None:
+            while nexts:
+                session, body = nexts.popleft()
+                nexts.extend(self._prepare(list(islice(waiting, 1))))
+                due_ns = await self._play(session, body, due_ns)
+
+        start_ns = await self._start([body for _, body in nexts])
+        async with asyncio.TaskGroup() as group:
+            for _ in range(slots):
+                group.create_task(play_slot(start_ns))
+
+    def _prepare(self, sessions: list[Session]) -> list[Next]:
+        bodies = self._link.prepare([session.turns[0] for session in sessions])
+        return list(zip(sessions, bodies, strict=True))
+
+    async def _start(self, bodies: list[Future[Any]]) -> int:
+        """When the replay starts: shortly after these bodies are ready."""
+        for body in bodies:
+            await ready(body)
+        return self._link.now_ns() + LEAD_NS
+
+    async def _play(self, session: Session, body: Future[Any], due_ns: int) -> int:
+        """Send the turns of a session, each when it is due. Returns the last end_ns."""
+        for turn, following in pairwise([*session.turns, None]):
+            record = record_of(turn, intended_ns=due_ns)
+            await self._link.sleep_until(due_ns)
+            payload = await ready(body)
+            think_ns = following and self._scaled_ns(following.think_s)
+            soon = following is not None and think_ns <= AHEAD_NS
+            if soon:
+                (body,) = self._link.prepare([following])
+            await self._send(session, record, payload)
+            del payload  # not in memory for the think time
+            if record.status != "ok":
+                self._cancel_rest(session, f"turn {turn.turn} failed")
+                return record.end_ns
+            if following is None:
+                break
+            due_ns = record.end_ns + think_ns
+            if not soon:
+                del body
+                await self._link.sleep_until(due_ns - AHEAD_NS)
+                (body,) = self._link.prepare([following])
+        return record.end_ns
+
+    async def _send(self, session: Session, record: ReplayedRequest, body: Any) -> None:
+        if session.begin_ns is None:
+            session.begin_ns = record.intended_ns
+        self.in_flight += 1
+        try:
+            await self._link.send(record, body)
+        finally:
+            self.in_flight -= 1
+            session.recorded += 1
+            session.end_ns = record.end_ns
+            self._records.add(record)
+
+    def _cancel_rest(self, session: Session, reason: str) -> None:
+        for request in session.unrecorded:
+            self._records.add(record_of(request, status="cancelled", error=reason))
+        session.recorded = len(session.turns)
+
+    def _scaled_ns(self, seconds: float) -> int:
+        return int(seconds / self._options.time_scale * 1e9)
+
+
+async def ready(body: Future[Any]) -> Any:
+    """The body; it is waited for if it is not made yet."""
+    return body.result() if body.done() else await asyncio.wrap_future(body)
