@@ -21,7 +21,7 @@ _COMMA = ord(",")
 _BLANKS = b" ", b"\t", b"\r", b"\n"
 
 
-class BlockStored(msgspec.Struct, array_like=True, tag=True):
+class BlockStored(msgspec.Struct, tag=True):
     """Blocks that became findable; `token_ids` are theirs, `block_size` each."""
 
     block_hashes: list[EngineHash]
@@ -34,14 +34,14 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True):
     extra_keys: list[Any] | None = None
 
 
-class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
+class BlockRemoved(msgspec.Struct, tag=True):
     """Blocks that are no longer findable: one of that hash, if there were several."""
 
     block_hashes: list[EngineHash]
     medium: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
+class AllBlocksCleared(msgspec.Struct, tag=True):
     """The prefix cache was reset."""
 
 

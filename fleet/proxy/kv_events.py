@@ -32,8 +32,46 @@ class Batch(msgspec.Struct, array_like=True):
     """`ts` is the publisher's wall clock in seconds."""
 
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[Event]
     data_parallel_rank: int | None = None
+
+
+class _Undecoded(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+
+
+class _StoredArray(BlockStored, array_like=True, tag="BlockStored"):
+    pass
+
+
+class _RemovedArray(BlockRemoved, array_like=True, tag="BlockRemoved"):
+    pass
+
+
+class _ClearedArray(AllBlocksCleared, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+_undecoded = msgspec.msgpack.Decoder(_Undecoded).decode
+_of_map = msgspec.msgpack.Decoder(Event).decode
+_of_array = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray).decode
+
+
+def read_batch(payload: bytes) -> Batch:
+    """A batch of any release: to 0.22.1 an event is an array, from 0.25.1 on a map.
+
+    Raises msgspec.DecodeError.
+    """
+    batch = _undecoded(payload)
+    events = [(_of_map if _is_map(raw) else _of_array)(raw) for raw in batch.events]
+    return Batch(batch.ts, events)
+
+
+def _is_map(raw: msgspec.Raw) -> bool:
+    """By the first byte: fixmap, map 16 or map 32 of msgpack."""
+    first = memoryview(raw)[0]
+    return first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
 
 
 class Subscriber:
@@ -56,7 +94,6 @@ class Subscriber:
         self._replay_endpoint = replay_endpoint
         self._apply = apply
         self._clear = clear
-        self._decode = msgspec.msgpack.Decoder(Batch).decode
         self._next = 0
         self._last_ts = 0.0
         self._resync = asyncio.Event()
@@ -124,7 +161,7 @@ class Subscriber:
     def _read(self, sequence: int, payload: bytes) -> Batch | None:
         """None if it cannot be read; it is not asked for again."""
         try:
-            return self._decode(payload)
+            return read_batch(payload)
         except msgspec.DecodeError as error:
             self._lost(f"{sequence} is unreadable: {error}")
             self._next = max(self._next, sequence + 1)
@@ -156,7 +193,8 @@ class Subscriber:
             socket.connect(self._replay_endpoint)
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
             while await socket.poll(REPLAY_TIMEOUT_S * 1000):
-                _, number, payload = await socket.recv_multipart()
+                # From 0.28.0 on, the topic comes between delimiter and number.
+                *_, number, payload = await socket.recv_multipart()
                 if number == _END:
                     self.complete |= self._next == 0  # nothing has happened yet
                     return False

@@ -31,6 +31,7 @@ class Publisher:
         self.replay_endpoint = f"ipc://{folder}/replay"
         self._kept = kept
         self._hole = hole  # the first replay leaves out every `hole`-th batch
+        self.topic: list[bytes] = [b""]  # in a replay; none to 0.25.1
         self._batches: list[tuple[int, bytes]] = []
         self._numbers = count()
         context = zmq.asyncio.Context.instance()
@@ -59,11 +60,14 @@ class Publisher:
                 if self._hole and number % self._hole == self._hole - 1:
                     continue
                 if number >= int.from_bytes(first, "big"):
-                    frames = [client, b"", number.to_bytes(8, "big"), payload]
-                    await self._router.send_multipart(frames)
+                    frames = [number.to_bytes(8, "big"), payload]
+                    await self._answer(client, frames)
             self._hole = 0
             end = (-1).to_bytes(8, "big", signed=True)
-            await self._router.send_multipart([client, b"", end, b""])
+            await self._answer(client, [end, b""])
+
+    async def _answer(self, client: bytes, frames: list[bytes]) -> None:
+        await self._router.send_multipart([client, b"", *self.topic, *frames])
 
     def close(self) -> None:
         self._task.cancel()
