@@ -13,7 +13,7 @@ from fleet.analyze import interference
 from fleet.analyze.accumulation import accumulation
 from fleet.analyze.balance import hotspot, token_imbalance
 from fleet.analyze.belief import belief
-from fleet.analyze.cache import apc
+from fleet.analyze.cache import apc, kv_blocks
 from fleet.analyze.comparison import comparisons
 from fleet.analyze.frames import requests_frame, steady_window_ns
 from fleet.analyze.gpu import gpu_use
@@ -184,6 +184,7 @@ def _repeat(
         "lag_ms": run.end and run.end.lag_ms,
         "valid": run.end and run.end.valid,
         "apc": cache,
+        "kv_blocks": kv_blocks(run),
         "imbalance": token_imbalance(requests, names(run)),
         "hotspot": hotspot(requests, names(run), window_ns),
         "accumulation": accumulation(requests, names(run), window_ns),

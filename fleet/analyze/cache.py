@@ -18,7 +18,7 @@ from typing import Any
 import polars as pl
 
 from fleet.analyze.records import ArmRun
-from lab.records.exposition import sample_totals
+from lab.records.exposition import cache_config, sample_totals
 
 QUERIES = "vllm:prefix_cache_queries_total"
 HITS = "vllm:prefix_cache_hits_total"
@@ -48,6 +48,13 @@ def apc(run: ArmRun, requests: pl.DataFrame) -> dict[str, Any]:
     known = bool(instances) and all(e["apc"] is not None for e in instances.values())
     overall = _entry(sums if known else None, requests, checkable=not offloads)
     return {"instances": instances, "overall": overall}
+
+
+def kv_blocks(run: ArmRun) -> dict[str, int]:
+    """Blocks of KV cache by instance, of those that tell."""
+    told = {name: cache_config(before) for name, (before, _) in run.counters.items()}
+    field = "num_gpu_blocks"
+    return {name: one[field] for name, one in told.items() if field in one}
 
 
 def _delta(before: dict[str, float], after: dict[str, float]) -> dict | None:

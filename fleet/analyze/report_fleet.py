@@ -31,11 +31,15 @@ def cache_table(document: Document) -> str:
         )
         agrees = {None: DASH, True: "yes", False: "**no**"}[overall["agrees"]]
         shares = _share(overall["apc_usage"]), _share(overall["apc"])
-        rows.append([label, *shares, agrees, parts or DASH])
+        held = sorted(set(repeat["kv_blocks"].values()))
+        ends = " to ".join(f"{blocks:,}" for blocks in held[:1] + held[1:][-1:])
+        rows.append([label, *shares, agrees, parts or DASH, ends or DASH])
     head = ["arm", "APC by usage", "by counters", "agree", "counters by instance"]
+    head += ["KV blocks of one"]
     note = (
         "By usage: cached over prompt tokens, as the requests were told. By counters: "
-        "hit over queried tokens, as the instances counted."
+        "hit over queried tokens, as the instances counted. KV blocks: what one "
+        "instance has room for beside what its connector takes."
     )
     beliefs = [
         [

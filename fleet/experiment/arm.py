@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from fleet.experiment.config import Experiment
-from fleet.experiment.fleets import Fleet, fresh_fleet
+from fleet.experiment.fleets import Fleet, fresh_fleet, instance_settings
 from fleet.experiment.freshness import (
     counted,
     first_step_cached_blocks,
@@ -129,7 +129,8 @@ def evidence_before_start(planned: PlannedArm, experiment: Experiment) -> Freshn
         # Orphaned descendants become children of this process (lab.serving.supervise).
         evidence.survivors = descendants(os.getpid())
     if planned.profile is not None and planned.profile["flavour"] == "gpu":
-        evidence.gpu_used_mib = gpu_used_mib(experiment.instances)
+        workers = instance_settings(experiment).workers
+        evidence.gpu_used_mib = gpu_used_mib(experiment.instances * workers)
     return evidence
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fleet.experiment.config import Arm, Experiment, Given
 from fleet.instances import read_instances
-from fleet.launch.check import CheckError, check_instances
+from fleet.launch.check import CheckError, check_instances, http_text
 from fleet.launch.instance_settings import (
     InstanceSettings,
     read_instance_settings,
@@ -30,6 +30,7 @@ from fleet.launch.launched import (
 from fleet.launch.spec import FleetSpec
 from fleet.standin.process import standin
 from lab.paths import CONFIGS
+from lab.records.exposition import cache_config
 from lab.records.instances import Instance
 from lab.serving import preflight
 from lab.serving.connector import load_connector
@@ -107,11 +108,25 @@ def _launched(
             instances=[server.instance for server in servers],
             vocab_size=workshop.checkpoint(wanted.settings).vocab_size,
             ready_s=ready_s,
-            cache_tokens=wanted.settings.num_blocks * wanted.settings.block_size,
+            cache_tokens=_cache_tokens(wanted.settings, servers),
             launched=servers,
             patches=workshop.tree(wanted)[1],
             check_alive=lambda: check_alive(servers),
         )
+
+
+def _cache_tokens(
+    settings: InstanceSettings, servers: list[LaunchedInstance]
+) -> int | None:
+    """Of the smallest cache among the instances, None if vLLM does not tell.
+
+    Raises CheckError if one does not answer.
+    """
+    urls = [f"{server.instance.url}/metrics" for server in servers]
+    blocks = [cache_config(http_text(url)).get("num_gpu_blocks") for url in urls]
+    if None in blocks:
+        return None
+    return min(blocks) * settings.block_size * settings.data_parallel
 
 
 @contextmanager

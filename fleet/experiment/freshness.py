@@ -9,12 +9,12 @@ besides the step's own.
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from lab.records.arm import Freshness
 from lab.records.exposition import sample_totals
 from lab.records.steps import first_step
+from lab.serving.gpus import NoGpu, visible_gpus
 
 # All zero in a vLLM that has served nothing.
 COUNTERS = (
@@ -71,10 +71,8 @@ def first_step_cached_blocks(records: Path, block_tokens: int) -> int | None:
 
 
 def gpu_used_mib(gpus: int) -> list[int] | None:
-    """Memory in use on each of the first `gpus` GPUs; None without nvidia-smi."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """Memory in use on each of the first `gpus` that can be seen; None without any."""
     try:
-        done = subprocess.run(query, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        return [gpu.used_mib for gpu in visible_gpus()[:gpus]]
+    except NoGpu:
         return None
-    return [int(line) for line in done.stdout.split()[:gpus]]

@@ -2,20 +2,23 @@
 """Start a fleet of vLLM instances on this machine, or check one that runs elsewhere.
 
 The fleet runs until Ctrl-C (or SIGTERM), and nothing of it outlives this command.
-Exit status: 130 stopped by Ctrl-C, 143 by SIGTERM; 0 the checked fleet is in order; 1
-an instance did not start, died or is not in order; 2 the arguments make no sense.
+Exit status: 130 stopped by Ctrl-C, 143 by SIGTERM; 0 the checked fleet is in order, or
+the dry run found nothing against it; 1 an instance did not start, died or is not in
+order; 2 the arguments make no sense.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import shlex
 import sys
 import time
 from pathlib import Path
 
 from fleet.instances import InstancesError, read_instances, write_instances
 from fleet.launch.check import CheckError, check_instances
+from fleet.launch.gpus import shared_out
 from fleet.launch.instance_settings import read_instance_settings, slowed
 from fleet.launch.launched import (
     LaunchedInstance,
@@ -24,12 +27,12 @@ from fleet.launch.launched import (
     launched,
     wait_ready,
 )
-from fleet.launch.spec import FleetSpec, SpecError
+from fleet.launch.spec import FleetSpec, SpecError, members, server_of
 from lab.config import ConfigError
 from lab.paths import CONFIGS, REPOSITORY
 from lab.serving import preflight
 from lab.serving.connector import DEFAULT_CONNECTOR, load_connector
-from lab.serving.ports import PortsError
+from lab.serving.ports import PortsError, reserve
 from lab.serving.server import ServerError
 from lab.serving.supervise import exit_on_signals
 
@@ -43,6 +46,8 @@ def main() -> int:
     try:
         if arguments.check:
             return _check(arguments.check)
+        if arguments.dry_run:
+            return _dry_run(arguments)
         return _run(arguments)
     except (ConfigError, InstancesError, SpecError, PortsError) as error:
         print(f"fleet.launch: {error}", file=sys.stderr)
@@ -83,6 +88,11 @@ def _arguments() -> argparse.Namespace:
         "--out", type=Path, help="the instances file (default: in --folder)"
     )
     parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="start nothing: say what each instance would be told, and on which GPUs",
+    )
+    parser.add_argument(
         "--check",
         type=Path,
         metavar="FILE",
@@ -98,10 +108,27 @@ def _check(file: Path) -> int:
     return 0
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _dry_run(arguments: argparse.Namespace) -> int:
     spec = _spec(arguments)
+    _check_machine(spec)
+    places = Path("PATCHED_VLLM"), Path("MODEL"), Path("FOLDER")
+    ports = reserve(len(spec.roles), arguments.base_port)
+    for member in members(spec, ports, shared_out(spec), Path("SOCKETS")):
+        server = server_of(spec, member, *places)
+        gpus = f"GPU {', '.join(map(str, member.gpus))}" if member.gpus else "no GPU"
+        print(f"{member.instance.name}  {member.instance.role}  {gpus}")
+        print(f"  {shlex.join(server.argv)}")
+    return 0
+
+
+def _check_machine(spec: FleetSpec) -> None:
     preflight.check_resources(spec.settings, len(spec.roles))
     preflight.check_connector(spec.connector)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    spec = _spec(arguments)
+    _check_machine(spec)
     folder = (arguments.folder or _new_folder()).resolve()
     out = (arguments.out or folder / "instances.json").resolve()
     with (

@@ -8,8 +8,7 @@ import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from lab.records.exposition import cache_config
 from lab.records.instances import Instance
 
 TIMEOUT_S = 10.0
@@ -29,11 +28,12 @@ def check_instances(instances: list[Instance]) -> None:
 def _complaints(instance: Instance) -> list[str]:
     try:
         http_text(f"{instance.url}/health")
-        found = _block_tokens(http_text(f"{instance.url}/metrics"))
+        told = cache_config(http_text(f"{instance.url}/metrics"))
     except CheckError as error:
         return [f"{instance.name}: {error}"]
     wrong = []
-    if found is not None and found != instance.block_tokens:
+    found = told.get("block_size", instance.block_tokens)
+    if found != instance.block_tokens:
         wrong.append(
             f"{instance.name}: blocks have {found} tokens, "
             f"not {instance.block_tokens} (block_tokens)"
@@ -54,13 +54,6 @@ def _unreachable(
     except OSError as error:
         return [f"{instance.name}: {field}: {host}:{port}: {error}"]
     return []
-
-
-def _block_tokens(metrics: str) -> int | None:
-    for family in text_string_to_metric_families(metrics):
-        if family.name == "vllm:cache_config_info":
-            return int(family.samples[0].labels["block_size"])
-    return None
 
 
 def http_text(url: str) -> str:

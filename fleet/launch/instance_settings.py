@@ -18,11 +18,14 @@ class InstanceSettings(
 ):
     """What all instances of a fleet have in common: configs/fleet/<name>.toml.
 
-    With `forward` the null model is served, whose forward takes that long; else
-    `model`, a checkpoint folder or a name in configs/models/.
+    Without `num_blocks` vLLM takes what its memory has room for: what a connector takes
+    of it then shows in the KV cache. With `forward` the null model is served, whose
+    forward takes that long; else `model`, a checkpoint folder or a name in
+    configs/models/.
     """
 
     summary: str
+    num_blocks: int | None = None
     forward: Forward | None = None
     model: str | None = None
 

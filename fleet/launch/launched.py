@@ -14,14 +14,14 @@ from pathlib import Path
 
 import msgspec
 
+from fleet.launch.gpus import shared_out
 from fleet.launch.instance_settings import InstanceSettings
-from fleet.launch.spec import FleetSpec, Member, SpecError, members, own_connector, told
+from fleet.launch.spec import FleetSpec, Member, SpecError, members, server_of
 from lab.records.instances import Instance
 from lab.serving.installation import installation
 from lab.serving.null_model import Checkpoint
 from lab.serving.ports import reserve
 from lab.serving.server import Server, ServerError, tail
-from lab.serving.server_spec import Engine, resolve
 from lab.serving.tree import build_tree
 
 FORWARD_TOTALS = "forward_totals"
@@ -92,7 +92,7 @@ def launched(
     started: list[LaunchedInstance] = []
     try:
         ports = reserve(len(spec.roles), base_port)
-        for member in members(spec, ports, sockets):
+        for member in members(spec, ports, shared_out(spec), sockets):
             started.append(_start(spec, workshop, folder, member))
         yield started
     finally:
@@ -109,16 +109,12 @@ def _start(
     except FileExistsError:
         raise SpecError(f"{own} is an earlier fleet's: take another folder") from None
     tree, patches = workshop.tree(spec)
-    engine = Engine(
-        tree,
-        spec.settings,
-        own_connector(spec, member.instance.role),
-        workshop.checkpoint(spec.settings).folder,
-    )
-    label = {"config": spec.connector_name, "repeat": 0, "patches": patches}
-    server = told(resolve(engine, own, label, member.ports), spec, member)
-    counting = server.told(KVTAX_FORWARD_TOTALS=str(own / FORWARD_TOTALS))
-    return LaunchedInstance(member.instance, Server(counting), own)
+    model = workshop.checkpoint(spec.settings).folder
+    server = server_of(spec, member, tree, model, own, patches)
+    if spec.settings.data_parallel == 1:
+        # The totals are one engine's.
+        server = server.told(KVTAX_FORWARD_TOTALS=str(own / FORWARD_TOTALS))
+    return LaunchedInstance(member.instance, Server(server), own)
 
 
 def wait_ready(fleet: list[LaunchedInstance]) -> float:

@@ -13,7 +13,7 @@ from fleet.launch.instance_settings import InstanceSettings
 from lab.records.instances import Address, Instance, Role
 from lab.serving.connector import Connector
 from lab.serving.ports import Ports
-from lab.serving.server_spec import ServerSpec
+from lab.serving.server_spec import Engine, ServerSpec, resolve
 
 KV_ROLES: dict[Role, str] = {
     "both": "kv_both",
@@ -41,20 +41,28 @@ class FleetSpec:
 
 @dataclass(frozen=True)
 class Member:
-    """One instance of a fleet to be launched: its place in it, and its ports."""
+    """One instance of a fleet to be launched, with ports and GPUs of its own."""
 
-    index: int
     instance: Instance
     ports: Ports
+    gpus: list[int]
 
 
-def members(spec: FleetSpec, ports: list[Ports], sockets: Path) -> list[Member]:
+def members(
+    spec: FleetSpec, ports: list[Ports], gpus: list[list[int]], sockets: Path
+) -> list[Member]:
     """A member for each role; ZMQ's sockets are in the folder `sockets`.
 
-    Raises SpecError if the connector cannot play one of the roles.
+    Raises SpecError if the connector cannot play one of the roles, or if events are
+    wanted of an instance with several KV caches.
     """
+    if spec.kv_events and spec.settings.data_parallel > 1:
+        raise SpecError(
+            "KV events are wanted of instances with `data_parallel` engines, each with "
+            "a KV cache that no router can address: start an instance for each engine"
+        )
     return [
-        Member(index, _instance(spec, index, own, sockets), own)
+        Member(_instance(spec, index, own, sockets), own, gpus[index])
         for index, own in enumerate(ports)
     ]
 
@@ -95,8 +103,22 @@ def own_connector(spec: FleetSpec, role: Role) -> Connector:
     return msgspec.structs.replace(spec.connector, kv_transfer_config=own)
 
 
-def told(server: ServerSpec, spec: FleetSpec, member: Member) -> ServerSpec:
-    """`server` with what it is told as a member of the fleet."""
+def server_of(
+    spec: FleetSpec,
+    member: Member,
+    tree: Path,
+    model: Path,
+    folder: Path,
+    patches: dict[str, str] | None = None,
+) -> ServerSpec:
+    """The server of a member: the vLLM in `tree`, which keeps its files in `folder`.
+
+    Raises ServerError.
+    """
+    connector = own_connector(spec, member.instance.role)
+    engine = Engine(tree, spec.settings, connector, model)
+    label = {"config": spec.connector_name, "repeat": 0, "patches": patches or {}}
+    server = resolve(engine, folder, label, member.ports)
     made = member.instance
     arguments = ["--enable-prompt-tokens-details"]
     if made.kv_events:
@@ -107,7 +129,9 @@ def told(server: ServerSpec, spec: FleetSpec, member: Member) -> ServerSpec:
             "replay_endpoint": made.kv_events_replay,
         }
         arguments += ["--kv-events-config", json.dumps(events)]
-    on_gpus = spec.settings.flavour == "gpu"
-    # A GPU of its own.
-    env = {"CUDA_VISIBLE_DEVICES": str(member.index)} if on_gpus else {}
+    env = {}
+    if member.gpus:
+        # Numbered as nvidia-smi numbers them.
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.gpus))
     return server.told(*arguments, **env)

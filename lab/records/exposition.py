@@ -6,6 +6,19 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 
+def cache_config(text: str) -> dict[str, int]:
+    """The whole numbers that vLLM tells of an engine's KV cache.
+
+    Among them are `block_size`, in tokens, and `num_gpu_blocks`; empty where it tells
+    nothing.
+    """
+    for family in text_string_to_metric_families(text):
+        if family.name == "vllm:cache_config_info":
+            labels = family.samples[0].labels.items()
+            return {name: int(value) for name, value in labels if value.isdigit()}
+    return {}
+
+
 def sample_totals(text: str) -> dict[str, float]:
     """The sum over its labels of every sample in `text`, by the sample's name."""
     totals: dict[str, float] = {}

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-FIELDS = ("name", "memory.total", "memory.used", "driver_version", "compute_cap")
+FIELDS = (
+    "index",
+    "name",
+    "memory.total",
+    "memory.used",
+    "driver_version",
+    "compute_cap",
+)
 # From docs.nvidia.com/deploy/cuda-compatibility: the least driver for any CUDA 12.x.
 LEAST_DRIVER = {"12": 525, "13": 580}
 # The first with bfloat16, in which the models are served.
@@ -26,8 +33,9 @@ class NoGpu(Exception):
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, memory in MiB."""
+    """One GPU, memory in MiB; `index` is nvidia-smi's, in the order of the PCI bus."""
 
+    index: int
     name: str
     memory_mib: int
     used_mib: int
@@ -64,21 +72,25 @@ def visible_gpus() -> list[Gpu]:
 
 
 def _gpu(line: str) -> Gpu:
-    name, memory, used, driver, capability = (part.strip() for part in line.split(","))
+    index, name, memory, used, driver, capability = (
+        part.strip() for part in line.split(",")
+    )
     float(capability)
-    return Gpu(name, int(memory), int(used), driver, capability)
+    return Gpu(int(index), name, int(memory), int(used), driver, capability)
 
 
-def gpu_problems(servers: int) -> Iterator[str]:
-    """Why `servers` with a GPU each could not run here."""
+def gpu_problems(servers: int, workers: int = 1) -> Iterator[str]:
+    """Why `servers` could not run here, each of whose `workers` needs a GPU."""
     try:
         gpus = visible_gpus()
     except NoGpu as error:
         yield f"this profile needs a GPU, and {error}; --profile cpu runs without one"
         return
-    if len(gpus) < servers:
-        yield f"{servers} server(s) need a GPU each, and {len(gpus)} can be seen here"
-    for gpu in gpus[:servers]:
+    needed = servers * workers
+    if len(gpus) < needed:
+        each = "a GPU" if workers == 1 else f"{workers} GPUs"
+        yield f"{servers} server(s) need {each} each, and {len(gpus)} can be seen here"
+    for gpu in gpus[:needed]:
         yield from _problems(gpu)
 
 

@@ -69,13 +69,14 @@ def resource_problems(
             remedy = f"{installed.python} needs it for the {settings.flavour} profiles"
         yield f"{package} is not installed: {remedy}"
     if settings.flavour == "gpu":
-        yield from gpu_problems(servers)
+        yield from gpu_problems(servers, settings.workers)
     else:
         try:
             cpu_preload(installed)
         except ServerError as error:
             yield str(error)
-    needed_gib = MIN_MEMORY_GIB + (servers - 1) * FURTHER_SERVER_GIB
+    workers = servers * settings.workers
+    needed_gib = MIN_MEMORY_GIB + (workers - 1) * FURTHER_SERVER_GIB
     if (memory_gib := _available_gib()) < needed_gib:
         yield (
             f"{memory_gib:.1f} GiB of memory available where {servers} server(s) at "

@@ -83,11 +83,16 @@ def _command(engine: Engine, port: int) -> list[str]:
         "--host": "127.0.0.1",
         "--port": port,
         "--block-size": settings.block_size,
-        "--num-gpu-blocks-override": settings.num_blocks,
         "--max-model-len": settings.max_model_len,
         "--max-num-batched-tokens": settings.max_num_batched_tokens,
         "--max-num-seqs": settings.max_num_seqs,
     }
+    if settings.num_blocks is not None:
+        arguments["--num-gpu-blocks-override"] = settings.num_blocks
+    if settings.tensor_parallel > 1:
+        arguments["--tensor-parallel-size"] = settings.tensor_parallel
+    if settings.data_parallel > 1:
+        arguments["--data-parallel-size"] = settings.data_parallel
     if engine.connector.kv_transfer_config is not None:
         arguments["--kv-transfer-config"] = json.dumps(
             settings.kv_transfer_config | engine.connector.kv_transfer_config

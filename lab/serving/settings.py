@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Forward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -26,8 +28,10 @@ class EngineSettings(
     """The keys that configs/profiles/ and configs/fleet/ have in common.
 
     `flavour` says which environment they are for. The KV cache has `num_blocks` blocks
-    of `block_size` tokens. `server_args` and `server_env` are added to vLLM's command
-    line and environment, `kv_transfer_config` to that of every connector.
+    of `block_size` tokens. A server is `data_parallel` engines, each with a KV cache of
+    its own, of `tensor_parallel` workers. `server_args` and `server_env` are added to
+    vLLM's command line and environment, `kv_transfer_config` to that of every
+    connector.
     """
 
     flavour: Literal["cpu", "gpu"]
@@ -36,10 +40,17 @@ class EngineSettings(
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    tensor_parallel: Count = 1
+    data_parallel: Count = 1
     server_args: list[str] = []
     server_env: dict[str, str] = {}
     kv_transfer_config: dict[str, Any] = {}
     name: str = ""
+
+    @property
+    def workers(self) -> int:
+        """Of one server; on GPUs each has one of its own."""
+        return self.tensor_parallel * self.data_parallel
 
 
 # For whoever measures or tests something else than vLLM's settings.

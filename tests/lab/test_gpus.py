@@ -15,9 +15,9 @@ def problems(tmp_path, monkeypatch):
     """The problems of a machine whose nvidia-smi prints these lines."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def found(*lines: str, servers: int = 1, script: str = "") -> str:
+    def found(*lines: str, servers: int = 1, workers: int = 1, script: str = "") -> str:
         monkeypatch.setenv("PATH", path_with_gpus(tmp_path, *lines, script=script))
-        return "\n".join(gpu_problems(servers))
+        return "\n".join(gpu_problems(servers, workers))
 
     return found
 
@@ -27,7 +27,7 @@ def test_a_usual_gpu_has_no_problem(problems):
 
 
 def test_all_problems_of_a_gpu_are_said_at_once(problems):
-    said = problems("Tesla V100, 16384, 9000, 470.82.01, 7.0")
+    said = problems("0, Tesla V100, 16384, 9000, 470.82.01, 7.0")
     assert "9000 of 16384 MiB are in use" in said
     assert "no bfloat16" in said
     assert "driver 470.82.01 is too old for CUDA 12" in said
@@ -40,6 +40,14 @@ def test_each_server_needs_a_gpu_and_each_of_these_is_looked_at(problems):
     assert problems(H100, busy) == ""
 
 
+def test_a_server_of_several_workers_needs_a_gpu_for_each(problems):
+    second = H100.replace("0, ", "1, ", 1)
+    with_two = problems(H100, second, servers=1, workers=2)
+    assert with_two == ""
+    said = problems(H100, second, servers=2, workers=2)
+    assert "2 server(s) need 2 GPUs each, and 2 can be seen" in said
+
+
 def test_a_driver_that_does_not_run_is_said_in_its_own_words(problems):
     said = problems(script="echo could not talk to the driver; exit 9")
     assert "status 9" in said
@@ -47,7 +55,7 @@ def test_a_driver_that_does_not_run_is_said_in_its_own_words(problems):
 
 
 def test_what_is_not_understood_is_not_taken_for_a_gpu(problems):
-    assert "not understood" in problems("NVIDIA GB10, [N/A], [N/A], 580.1, 12.1")
+    assert "not understood" in problems("0, NVIDIA GB10, [N/A], [N/A], 580.1, 12.1")
 
 
 @pytest.mark.parametrize("said", ["true", "echo No devices were found"])

@@ -36,7 +36,7 @@ def test_a_machine_that_can_measure_is_said_to(tmp_path):
 
 
 def test_all_reasons_are_said_at_once(tmp_path):
-    path = path_with_gpus(tmp_path, "Tesla V100, 4096, 3000, 470.82.01, 7.0")
+    path = path_with_gpus(tmp_path, "0, Tesla V100, 4096, 3000, 470.82.01, 7.0")
     done = check("--profile", "gpu", PATH=path)
     assert done.returncode == 1
     reasons = done.stderr

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from fleet.experiment.freshness import COUNTERS, counted, judge
 from fleet.experiment.plan import plan
 from lab.paths import CONFIGS
 from lab.records.arm import Freshness, TraceFacts
+from tests.fake_gpu import H100, path_with_gpus
 
 
 def metrics(**values: float) -> str:
@@ -81,10 +81,11 @@ def before(**source) -> Freshness:
 @pytest.fixture
 def used_gpus(tmp_path, monkeypatch) -> Path:
     """Three GPUs, all in use; the folder of their profile."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\nprintf '9000\\n5\\n8000\\n'\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    lines = [
+        H100.replace("0, ", f"{index}, ", 1).replace(" 4,", f" {used_mib},")
+        for index, used_mib in enumerate((9000, 5, 8000))
+    ]
+    monkeypatch.setenv("PATH", path_with_gpus(tmp_path, *lines))
     text = (CONFIGS / "fleet" / "h20-30b-a3b.toml").read_text()
     on_gpus = text.replace('flavour = "cpu"', 'flavour = "gpu"')
     (tmp_path / "gpu.toml").write_text(on_gpus)

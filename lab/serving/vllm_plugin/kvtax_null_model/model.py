@@ -6,6 +6,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.kv_transfer_utils import (
@@ -48,13 +52,17 @@ class NullForCausalLM(nn.Module):
             name: getattr(config, f"null_{name}", 0)
             for name in ("forward_us", "us_per_token", "us_per_context_token")
         }
-        self.simulated = SimulatedForward(**cost) if any(cost.values()) else None
+        counted = get_tensor_model_parallel_rank() == 0
+        self.simulated = (
+            SimulatedForward(**cost, counted=counted) if any(cost.values()) else None
+        )
+        ranks = get_tensor_model_parallel_world_size()
         names = [f"layers.{i}.attention" for i in range(config.num_hidden_layers)]
         self.attention = Attention(
-            num_heads=config.num_attention_heads,
+            num_heads=config.num_attention_heads // ranks,
             head_size=config.head_dim,
             scale=1.0,
-            num_kv_heads=config.num_key_value_heads,
+            num_kv_heads=config.num_key_value_heads // ranks,
             cache_config=vllm_config.cache_config,
             prefix=names[0],
         )
