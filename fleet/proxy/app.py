@@ -14,24 +14,17 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from fleet.policies import parameters_of
 from lab.records.decisions import DecisionsHeader
 from lab.records.instances import Instance
 
+from .client import CHAT, COMPLETIONS, HttpClient, error_response
+from .core import Core
 from .decision_log import DecisionLog
-from .exact import Exact
-from .exchange import CHAT, COMPLETIONS
 from .handler import Handler
-from .health import Health
 from .kv_events import Subscriber
-from .loads import FleetLoad
 from .metrics import Metrics
-from .mirror import Mirror
-from .offload import Offloader
-from .relay import error_response
-from .router import Router
-from .settings import Settings, check
-from .upstream import Failure, open_session, sent_on
+from .settings import Settings, resolved
+from .upstream import Failure, Upstream, open_session, probing, sent_on
 
 JSON = "application/json"
 log = logging.getLogger(__name__)
@@ -49,18 +42,14 @@ async def serving(
 
     Raises SettingsError, PolicyError, FileExistsError, or OSError if it cannot listen.
     """
-    check(instances, settings)
-    parameters = parameters_of(settings.policy, settings.parameters)
-    settings = msgspec.structs.replace(
-        settings, parameters=msgspec.structs.asdict(parameters)
-    )
+    settings = resolved(instances, settings)
     header = DecisionsHeader(
         **msgspec.structs.asdict(settings), instances=list(instances)
     )
     session = open_session(settings.silence_timeout_s)
     with DecisionLog(log_path, header) as decisions:
         async with session:
-            proxy = _Proxy(instances, settings, parameters, session, decisions)
+            proxy = _Proxy(instances, settings, session, decisions)
             runner = web.AppRunner(
                 proxy.app(),
                 access_log=None,
@@ -88,62 +77,27 @@ class _Proxy:
         self,
         instances: Sequence[Instance],
         settings: Settings,
-        parameters: msgspec.Struct,
         session: aiohttp.ClientSession,
         decisions: DecisionLog,
     ) -> None:
-        count = len(instances)
         self._instances = instances
-        self._place = {one.name: place for place, one in enumerate(instances)}
         self._settings = settings
         self._session = session
         self._decisions = decisions
-        self._loads = FleetLoad(self._place)
-        self._health = Health(instances, self._on_health)
-        self._mirror = Mirror(count, settings.mirror_tokens)
-        self._exact = Exact(count) if settings.cache == "exact" else None
-        self._subscribers = {} if self._exact is None else self._subscribe(self._exact)
-        router = Router(
-            instances,
-            settings.policy,
-            parameters,
-            self._mirror,
-            self._exact,
-            self._loads,
-            decisions,
+        self._core = Core(
+            instances, settings, Upstream(session), decisions, self._resync
         )
-        offloader = Offloader(
-            session,
-            self._loads,
-            self._health,
-            settings.prefill_timeout_s,
-            settings.handover_timeout_s,
-        )
-        self.handler = Handler(
-            session,
-            {one.name: one for one in instances},
-            router,
-            self._loads,
-            self._health,
-            offloader,
-            decisions,
-            settings.client_timeout_s,
-        )
-        self._metrics = Metrics(
-            instances,
-            self._loads,
-            self._health,
-            self._mirror,
-            self._exact,
-            self._subscribers,
-            router,
-            self.handler,
-        )
+        self._subscribers = self._subscribe(self._core)
+        self._metrics = Metrics(self._core, self._subscribers)
+
+    @property
+    def handler(self) -> Handler:
+        return self._core.handler
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._settings.max_body_bytes)
         for path in (COMPLETIONS, CHAT):
-            app.router.add_post(path, self.handler.handle)
+            app.router.add_post(path, self._complete)
         app.router.add_get("/v1/models", self._get_models)
         app.router.add_get("/health", self._get_health)
         app.router.add_get("/metrics", self._get_metrics)
@@ -154,9 +108,15 @@ class _Proxy:
     def background(self) -> list:
         """What runs beside the requests."""
         events = [one.run() for one in self._subscribers.values()]
-        return [self._health.poll_forever(), self._decisions.flush_forever(), *events]
+        return [self._poll_health(), self._decisions.flush_forever(), *events]
 
-    def _subscribe(self, exact: Exact) -> dict[str, Subscriber]:
+    async def _poll_health(self) -> None:
+        async with probing() as probe:
+            await self._core.health.poll_forever(probe)
+
+    def _subscribe(self, core: Core) -> dict[str, Subscriber]:
+        if (exact := core.exact) is None:
+            return {}
         return {
             one.name: Subscriber(
                 one.name,
@@ -168,16 +128,19 @@ class _Proxy:
             for place, one in enumerate(self._instances)
         }
 
-    def _on_health(self, name: str, healthy: bool) -> None:
-        """An instance that was away may have been restarted, with an empty cache."""
-        if not healthy:
-            self._mirror.clear(self._place[name])
-        elif name in self._subscribers:
+    def _resync(self, name: str) -> None:
+        if name in self._subscribers:
             self._subscribers[name].resync()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions and /v1/chat/completions."""
+        client = HttpClient(request, self._settings.client_timeout_s)
+        await self.handler.handle(client)
+        return client.response
 
     async def _get_models(self, request: web.Request) -> web.Response:
         """The first healthy instance's answer, the first one's if none is."""
-        ejected = self._health.ejected
+        ejected = self._core.health.ejected
         healthy = [one for one in self._instances if one.name not in ejected]
         one = (healthy or self._instances)[0]
         headers = sent_on(request.headers)
@@ -192,10 +155,9 @@ class _Proxy:
 
     async def _get_health(self, _: web.Request) -> web.Response:
         """200 while an instance is healthy, else 503, although requests are tried."""
-        healthy = [n for n in self._place if n not in self._health.ejected]
-        body = msgspec.json.encode(
-            {"healthy": healthy, "ejected": sorted(self._health.ejected)}
-        )
+        ejected = self._core.health.ejected
+        healthy = [n for n in self._core.place if n not in ejected]
+        body = msgspec.json.encode({"healthy": healthy, "ejected": sorted(ejected)})
         status = 200 if healthy else 503
         return web.Response(status=status, body=body, content_type=JSON)
 

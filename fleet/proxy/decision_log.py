@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic_ns
 from typing import Literal, Self
@@ -23,8 +24,14 @@ log = logging.getLogger(__name__)
 class DecisionLog:
     """Writes `path`, which must not exist yet (FileExistsError); None: no file."""
 
-    def __init__(self, path: Path | None, header: DecisionsHeader) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        header: DecisionsHeader,
+        now_ns: Callable[[], int] = monotonic_ns,
+    ) -> None:
         self.policy = header.policy
+        self._now_ns = now_ns
         self.recent: deque[bytes] = deque(maxlen=KEPT)
         self._encode = msgspec.json.Encoder().encode
         self._path = path
@@ -58,7 +65,7 @@ class DecisionLog:
                 number=end.number,
                 attempt=attempt,
                 session=ask.session,
-                at_ns=monotonic_ns(),
+                at_ns=self._now_ns(),
                 policy=self.policy,
                 instance=decision.instance,
                 prefill_instance=decision.prefill,
@@ -78,7 +85,7 @@ class DecisionLog:
             self._file.append(msgspec.Raw(line))
 
     def ended(self, end: DecisionEnd) -> None:
-        end.end_ns = monotonic_ns()
+        end.end_ns = self._now_ns()
         if self._file is not None:
             self._file.append(end)
 

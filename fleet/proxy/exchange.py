@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-from aiohttp import web
-
 from lab.records.decisions import DecisionEnd
 
-from .body import Body, BodyError
+from .body import Body
+from .client import Client
 from .loads import Flight
 from .router import Route
-from .upstream import Failure, sent_on
-
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
+from .upstream import sent_on
 
 
 class Exchange:
@@ -23,29 +19,24 @@ class Exchange:
     once an instance has been chosen; a second attempt replaces them.
     """
 
-    __slots__ = ("body", "end", "flight", "headers", "request", "route")
+    __slots__ = ("body", "client", "end", "flight", "headers", "route")
     body: Body
     route: Route
     flight: Flight
 
-    def __init__(self, request: web.Request, number: int) -> None:
-        self.request = request
-        self.headers = sent_on(request.headers)
+    def __init__(self, client: Client, number: int) -> None:
+        self.client = client
+        self.headers = sent_on(client.headers)
         self.end = DecisionEnd(
-            id=request.headers.get("X-Request-Id") or f"kvtax/{number}",
+            id=client.headers.get("X-Request-Id") or f"kvtax/{number}",
             number=number,
-            session=request.headers.get("X-Session-Id"),
+            session=client.headers.get("X-Session-Id"),
         )
 
     @property
     def path(self) -> str:
-        return self.request.path
+        return self.client.path
 
     async def read_body(self) -> None:
         """Raises Failure if it is too large or no JSON object."""
-        try:
-            self.body = Body(await self.request.read(), self.path == CHAT)
-        except web.HTTPRequestEntityTooLarge as error:
-            raise Failure(413, None, f"the body is too large: {error.text}") from None
-        except BodyError as error:
-            raise Failure(400, None, str(error)) from None
+        self.body = await self.client.body()

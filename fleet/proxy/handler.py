@@ -6,23 +6,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 
-import aiohttp
-from aiohttp import web
-
 from fleet.policies import NoInstance
-from lab.records.decisions import DecisionEnd
 from lab.records.instances import Instance
 
+from .client import Client, ClientStalled
 from .decision_log import DecisionLog
 from .exchange import Exchange
 from .health import Health
 from .loads import FleetLoad
 from .offload import GivenUp, Offloader
-from .relay import STOPPED, ClientStalled, error_response, relay
+from .relay import STOPPED, relay
 from .router import Route, Router
-from .upstream import Answer, Failure, Unreachable, ask
+from .upstream import Answer, Failure, Unreachable, Upstream
 
 # A client that reads slowly cannot be told at once that the proxy stops.
 STOP_GRACE_S = 1.0
@@ -39,23 +37,23 @@ class Handler:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        upstream: Upstream,
         instances: dict[str, Instance],
         router: Router,
         loads: FleetLoad,
         health: Health,
         offloader: Offloader,
         decisions: DecisionLog,
-        client_timeout_s: float,
+        now_ns: Callable[[], int],
     ) -> None:
-        self._session = session
+        self._upstream = upstream
         self._instances = instances
         self._router = router
         self._loads = loads
         self._health = health
         self._offloader = offloader
         self._decisions = decisions
-        self._client_timeout_s = client_timeout_s
+        self._now_ns = now_ns
         self._numbers = count()
         self._tasks: set[asyncio.Task] = set()
         self.stopping = False
@@ -63,27 +61,27 @@ class Handler:
         self.fallbacks: Counter[str] = Counter()
         self.failed_open = 0
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions and /v1/chat/completions."""
-        exchange = Exchange(request, next(self._numbers))
+    async def handle(self, client: Client) -> None:
+        """What /v1/completions and /v1/chat/completions are asked."""
+        exchange = Exchange(client, next(self._numbers))
         end = exchange.end
         task = asyncio.current_task()
         self._tasks.add(task)
         try:
-            return await self._answered(exchange)
+            await self._answered(exchange)
         except Failure as failure:
-            return self._refused(end, failure)
+            self._refuse(exchange, failure)
         except (asyncio.CancelledError, ConnectionResetError) as error:
             if not self.stopping:
                 stalled = isinstance(error, ClientStalled)
                 end.status, end.error = "client_gone", str(error) if stalled else None
                 raise
             end.status, end.error = "proxy_stopped", STOPPED
-            return error_response(Failure(503, None, STOPPED))
+            client.refuse(Failure(503, None, STOPPED))
         except Exception as error:
             log.exception("request %s", end.id)
             what = f"the proxy failed: {type(error).__name__}: {error}"
-            return self._refused(end, Failure(500, None, what))
+            self._refuse(exchange, Failure(500, None, what))
         finally:
             self._tasks.discard(task)
             self._decisions.ended(end)
@@ -98,13 +96,14 @@ class Handler:
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=STOP_GRACE_S)
 
-    def _refused(self, end: DecisionEnd, failure: Failure) -> web.Response:
+    def _refuse(self, exchange: Exchange, failure: Failure) -> None:
+        end = exchange.end
         refused = failure.status < 500 or failure.instance is None
         end.status = "refused" if refused else "failed"
         end.error, end.http_status = str(failure), failure.status
-        return error_response(failure)
+        exchange.client.refuse(failure)
 
-    async def _answered(self, exchange: Exchange) -> web.StreamResponse:
+    async def _answered(self, exchange: Exchange) -> None:
         await exchange.read_body()
         tried: set[str] = set()
         for attempt in (0, 1):
@@ -112,7 +111,8 @@ class Handler:
             name = route.decision.instance
             try:
                 with self._loads.flight(name, route.prompt_tokens) as exchange.flight:
-                    return await self._relayed(exchange)
+                    await self._relayed(exchange)
+                    return
             except Failure as error:
                 self._health.failed(error)
                 tried.add(name)
@@ -143,19 +143,16 @@ class Handler:
             self.failed_open += 1
             return route
 
-    async def _relayed(self, exchange: Exchange) -> web.StreamResponse:
+    async def _relayed(self, exchange: Exchange) -> None:
         answer = await self._asked(exchange)
         try:
-            response = await relay(
-                exchange, answer, self._client_timeout_s, lambda: self.stopping
-            )
+            await relay(exchange, answer, lambda: self.stopping, self._now_ns())
         finally:
             answer.close()
             if answer.lost is not None:
                 self._health.failed(answer.lost)
         if exchange.end.status == "ok":
             self._health.succeeded(exchange.end.instance)
-        return response
 
     async def _asked(self, exchange: Exchange) -> Answer:
         """The instance's answer, once its first byte is here."""
@@ -172,7 +169,7 @@ class Handler:
             peer = self._instances[decision.read_from].direct_read
             params = {"direct_read": {"host": peer.host, "port": peer.port}}
             raw = exchange.body.with_transfer(params)
-        return await ask(self._session, d, exchange.path, exchange.headers, raw)
+        return await self._upstream.ask(d, exchange.path, exchange.headers, raw)
 
     async def _offloaded(
         self, exchange: Exchange, p: Instance, d: Instance

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from time import monotonic
-
-import aiohttp
+from collections.abc import Awaitable, Callable, Sequence
 
 from lab.records.instances import Instance
 
-from .upstream import Failure, Lost, Unreachable, unreachable
+from .upstream import Failure, Lost, Unreachable
 
 POLL_EVERY_S = 1.0
-POLL_TIMEOUT_S = 2.0
 # In a row, of requests and polls together; a good poll or a good answer ends the row.
 # One refused connection is enough.
 MAX_FAILURES = 3
@@ -24,6 +20,7 @@ MAX_FAILURES = 3
 MIN_OUT_S = 1.0
 MAX_OUT_S = 32.0
 log = logging.getLogger(__name__)
+Probe = Callable[[Instance], Awaitable[None]]
 
 
 class Health:
@@ -33,12 +30,16 @@ class Health:
     """
 
     def __init__(
-        self, instances: Sequence[Instance], on_change: Callable[[str, bool], None]
+        self,
+        instances: Sequence[Instance],
+        on_change: Callable[[str, bool], None],
+        now_ns: Callable[[], int],
     ) -> None:
         self._instances = instances
+        self._now_ns = now_ns
         self._failures = {one.name: 0 for one in instances}
         self._out_s = {one.name: MIN_OUT_S for one in instances}
-        self._back_at_s = {one.name: 0.0 for one in instances}
+        self._back_at_ns = {one.name: 0 for one in instances}
         self._on_change = on_change
         self.ejected: set[str] = set()
         self.ejections = 0
@@ -67,41 +68,31 @@ class Health:
     def _eject(self, name: str, why: str) -> None:
         self.ejected.add(name)
         self.ejections += 1
-        self._back_at_s[name] = monotonic() + self._out_s[name]
+        self._back_at_ns[name] = self._now_ns() + int(self._out_s[name] * 1e9)
         self._out_s[name] = min(MAX_OUT_S, 2 * self._out_s[name])
         log.warning("%s ejected: %s", name, why)
         if len(self.ejected) == len(self._instances):
             log.warning("all are ejected: requests go to them as if none were")
         self._on_change(name, False)
 
-    async def poll_forever(self) -> None:
-        """Asks every instance's /health until cancelled."""
-        timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
-        # A connection of its own each time: one of a dead process proves nothing.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout
-        ) as session:
-            await asyncio.gather(*(self._poll(session, one) for one in self._instances))
+    async def poll_forever(self, probe: Probe) -> None:
+        """Asks after every instance until cancelled; `probe` raises Failure."""
+        await asyncio.gather(*(self._poll(probe, one) for one in self._instances))
 
-    async def _poll(self, session: aiohttp.ClientSession, one: Instance) -> None:
+    async def _poll(self, probe: Probe, one: Instance) -> None:
         while True:
             await asyncio.sleep(POLL_EVERY_S)
             try:
-                async with session.get(f"{one.url}/health") as response:
-                    response.raise_for_status()
-            except aiohttp.ClientConnectorError as error:
-                self.failed(unreachable(one.name, error))
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                why = f"/health: {type(error).__name__}: {error}"
-                self.failed(Lost(503, one.name, why))
+                await probe(one)
+            except Failure as error:
+                self.failed(error)
             else:
                 self._answered(one.name)
 
     def _answered(self, name: str) -> None:
         """The instance's /health is good."""
         self._failures[name] = 0
-        if name in self.ejected and monotonic() >= self._back_at_s[name]:
+        if name in self.ejected and self._now_ns() >= self._back_at_ns[name]:
             self.ejected.remove(name)
             log.warning("%s is back", name)
             self._on_change(name, True)

@@ -6,7 +6,7 @@ They are read from the live state when somebody asks; no request pays for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -19,15 +19,9 @@ from lab.records.breakdown import (
     DecisionTimes,
     InstanceBreakdown,
 )
-from lab.records.instances import Instance
 
-from .exact import Exact
-from .handler import Handler
-from .health import Health
+from .core import Core
 from .kv_events import Subscriber
-from .loads import FleetLoad
-from .mirror import Mirror
-from .router import Router
 
 INSTANCE_GAUGES = ("healthy", "requests", "ongoing_tokens", "pending_prefill_tokens")
 CACHE_GAUGES = (
@@ -44,25 +38,15 @@ CACHE_GAUGES = (
 class Metrics:
     """Reads the proxy's parts; `exact` is None without `--cache exact`."""
 
-    def __init__(
-        self,
-        instances: Sequence[Instance],
-        loads: FleetLoad,
-        health: Health,
-        mirror: Mirror,
-        exact: Exact | None,
-        subscribers: dict[str, Subscriber],
-        router: Router,
-        handler: Handler,
-    ) -> None:
-        self._instances = instances
-        self._loads = loads
-        self._health = health
-        self._mirror = mirror
-        self._exact = exact
+    def __init__(self, core: Core, subscribers: dict[str, Subscriber]) -> None:
+        self._instances = core.instances
+        self._loads = core.loads
+        self._health = core.health
+        self._mirror = core.mirror
+        self._exact = core.exact
         self._subscribers = subscribers
-        self._router = router
-        self._handler = handler
+        self._router = core.router
+        self._handler = core.handler
         self._registry = CollectorRegistry()
         self._registry.register(self)
 

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
-import aiohttp
 import msgspec
 from multidict import MultiMapping
 
@@ -27,7 +26,7 @@ from lab.records.instances import Instance
 from .exchange import Exchange
 from .health import Health
 from .loads import FleetLoad
-from .upstream import Answer, Failure, Lost, Unreachable, ask, is_own
+from .upstream import Answer, Failure, Lost, Unreachable, Upstream
 
 log = logging.getLogger(__name__)
 # Sends a request with these kv_transfer_params.
@@ -42,22 +41,18 @@ class _Prefilled(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class _Rank(msgspec.Struct):
-    engine_id: str
-
-
 class Offloader:
     """`prefill_timeout_s` for P; `handover_timeout_s` from then to D's first byte."""
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        upstream: Upstream,
         loads: FleetLoad,
         health: Health,
         prefill_timeout_s: float,
         handover_timeout_s: float,
     ) -> None:
-        self._session = session
+        self._upstream = upstream
         self._loads = loads
         self._health = health
         self._prefill_timeout_s = prefill_timeout_s
@@ -83,7 +78,7 @@ class Offloader:
 
         def decode(params: dict[str, Any]) -> Awaitable[Answer]:
             body = exchange.body.with_transfer(params)
-            return ask(self._session, d, path, headers, body)
+            return self._upstream.ask(d, path, headers, body)
 
         try:
             return await self._transferred(p, d, prefill, decode)
@@ -133,7 +128,7 @@ class Offloader:
         limit_s = self._prefill_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                answer = await ask(self._session, p, path, headers, body)
+                answer = await self._upstream.ask(p, path, headers, body)
         except TimeoutError:
             what = f"prefill on {p.name} took over {limit_s:g} s"
             self._give_up(p, Lost(504, p.name, what), what)
@@ -180,18 +175,15 @@ class Offloader:
 
     async def _engine_id(self, p: Instance) -> str:
         """P's engine id, as its bootstrap server has it."""
-        url = f"{p.bootstrap_url}/query"
-        what = f"prefill on {p.name}: {url}"
+        limit_s = self._prefill_timeout_s
         try:
-            async with asyncio.timeout(self._prefill_timeout_s):
-                async with self._session.get(url) as response:
-                    ranks = await response.read()
-            return msgspec.json.decode(ranks, type=dict[str, _Rank])["0"].engine_id
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            why = f"{what}: {type(error).__name__}: {error}"
-            self._give_up(p, Lost(502, None if is_own(error) else p.name, why), why)
-        except (msgspec.DecodeError, KeyError) as error:
-            raise GivenUp(f"{what}: no engine id: {error}") from None
+            async with asyncio.timeout(limit_s):
+                return await self._upstream.engine_id(p)
+        except TimeoutError:
+            what = f"prefill on {p.name}: {p.bootstrap_url} took over {limit_s:g} s"
+            self._give_up(p, Lost(504, p.name, what), what)
+        except Failure as error:
+            self._give_up(p, error, f"prefill on {p.name}: {error}")
 
 
 def _params_of(prefilled: Answer, p: Instance) -> dict[str, Any]:

@@ -11,12 +11,9 @@ takes nothing for too long is cut.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from time import monotonic_ns
+from collections.abc import Callable
 
-import msgspec
-from aiohttp import web
-
+from .client import Client
 from .exchange import Exchange
 from .upstream import ERROR_EVENT, Answer, Failure
 
@@ -25,36 +22,27 @@ _DONE = b"[DONE]"
 _TAIL = 16
 
 
-class ClientStalled(ConnectionResetError):
-    """The client has stopped reading, and its connection has been ended."""
-
-
 async def relay(
-    exchange: Exchange,
-    answer: Answer,
-    client_timeout_s: float,
-    stopping: Callable[[], bool],
-) -> web.StreamResponse:
-    """Send `answer` on and note in the exchange's end line how it went.
+    exchange: Exchange, answer: Answer, stopping: Callable[[], bool], now_ns: int
+) -> None:
+    """Send `answer`, begun `now_ns`, on; note in the exchange's end line how it went.
 
-    Raises ConnectionResetError if the client is gone, or takes nothing for longer than
-    `client_timeout_s` (ClientStalled).
+    Raises ConnectionResetError if the client is gone, or takes nothing for too long.
     """
-    end, headers = exchange.end, answer.headers
+    end, headers, client = exchange.end, answer.headers, exchange.client
     headers["X-Kvtax-Instance"] = end.instance
     if end.prefill_instance is not None:
         headers["X-Kvtax-Prefill"] = end.prefill_instance
     end.http_status = answer.status
-    end.first_byte_ns = monotonic_ns()
+    end.first_byte_ns = now_ns
     exchange.flight.first_token()
     if not answer.streams:
         end.status = "ok" if answer.status < 400 else "failed"
         if end.status == "failed":
             end.error = answer.first[:300].decode(errors="replace")
-        return web.Response(status=answer.status, headers=headers, body=answer.first)
-    response = web.StreamResponse(status=answer.status, headers=headers)
-    await response.prepare(exchange.request)
-    client = _Client(response, exchange.request, client_timeout_s)
+        client.whole(answer.status, headers, answer.first)
+        return
+    await client.begin(answer.status, headers)
     failure = None
     try:
         await _stream(client, answer, exchange)
@@ -66,42 +54,13 @@ async def relay(
         end.status, failure = "proxy_stopped", Failure(502, end.instance, STOPPED)
     if failure is not None:
         end.error = str(failure)
-        await client.write(error_event(failure))
-        response.force_close()
+        await client.break_off(failure)
     elif end.error is None:
         end.status = "ok"
     await client.end()
-    return response
 
 
-class _Client:
-    """Takes a stream's chunks, or is cut. Its methods raise ConnectionResetError."""
-
-    def __init__(
-        self, response: web.StreamResponse, request: web.Request, timeout_s: float
-    ) -> None:
-        self._response = response
-        self._request = request
-        self._timeout_s = timeout_s
-
-    async def write(self, chunk: bytes) -> None:
-        await self._taken(self._response.write(chunk))
-
-    async def end(self, chunk: bytes = b"") -> None:
-        await self._taken(self._response.write_eof(chunk))
-
-    async def _taken(self, writing: Awaitable[None]) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await writing
-        except TimeoutError:
-            if (transport := self._request.transport) is not None:
-                transport.abort()
-            what = f"the client took nothing for {self._timeout_s:g} s"
-            raise ClientStalled(what) from None
-
-
-async def _stream(client: _Client, answer: Answer, exchange: Exchange) -> None:
+async def _stream(client: Client, answer: Answer, exchange: Exchange) -> None:
     """Pass the chunks on as fast as the client takes them. Raises Failure.
 
     A last chunk that is known to be the last goes out in one write with the end.
@@ -126,28 +85,3 @@ async def _stream(client: _Client, answer: Answer, exchange: Exchange) -> None:
         chunk = await answer.chunk()
     if not done:
         raise Failure(502, name, f"{name} ended its answer without [DONE]")
-
-
-def error_json(error: Failure) -> bytes:
-    """An error as OpenAI's API gives it, with the instance that failed."""
-    return msgspec.json.encode(
-        {
-            "error": {
-                "message": str(error),
-                "type": "proxy_error",
-                "code": error.status,
-                "instance": error.instance,
-            }
-        }
-    )
-
-
-def error_event(error: Failure) -> bytes:
-    """The same inside a stream; the blank line before it ends a torn event."""
-    return b"\n\ndata: " + error_json(error) + b"\n\n"
-
-
-def error_response(error: Failure) -> web.Response:
-    return web.Response(
-        status=error.status, body=error_json(error), content_type="application/json"
-    )

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
-from time import perf_counter_ns
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import msgspec
@@ -48,6 +47,7 @@ class Router:
         exact: Exact | None,
         loads: FleetLoad,
         log: DecisionLog,
+        now_ns: Callable[[], int],
     ) -> None:
         self._instances = instances
         self._place = {one.name: place for place, one in enumerate(instances)}
@@ -57,6 +57,7 @@ class Router:
         self._exact = exact
         self._loads = loads
         self._log = log
+        self._now_ns = now_ns
         self._pins: OrderedDict[str, str] = OrderedDict()
         self._arrivals = 0
         self.difference_tokens = [0] * len(instances)
@@ -75,14 +76,14 @@ class Router:
         `without` are the instances not to consider.
         """
         keys = body.keys()
-        start_ns = perf_counter_ns()
+        start_ns = self._now_ns()
         mirrored = self._mirrored(body, keys)
         exact = self._exactly(body)
         cached = mirrored if exact is None else exact
         ask = Ask(end.session, body.prompt_tokens)
         snapshot = self._snapshot(end.session, cached, without)
         decision = self._decide(ask, snapshot, self._parameters)
-        decision_us = (perf_counter_ns() - start_ns) / 1000
+        decision_us = (self._now_ns() - start_ns) / 1000
         self.decision_us.append(decision_us)
         place = self._place[decision.instance]
         if exact is not None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from fleet.policies import parameters_of
 from lab.records.instances import Instance
 
 
@@ -33,6 +34,18 @@ class Settings(msgspec.Struct, frozen=True):
 
 class SettingsError(Exception):
     """Instances and settings do not fit together; the message says what to change."""
+
+
+def resolved(instances: Sequence[Instance], settings: Settings) -> Settings:
+    """The settings with all of the policy's parameters.
+
+    Raises SettingsError and PolicyError.
+    """
+    check(instances, settings)
+    parameters = parameters_of(settings.policy, settings.parameters)
+    return msgspec.structs.replace(
+        settings, parameters=msgspec.structs.asdict(parameters)
+    )
 
 
 def check(instances: Sequence[Instance], settings: Settings) -> None:

@@ -8,6 +8,8 @@ that nobody answers 200 to what has failed.
 from __future__ import annotations
 
 import errno
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -20,6 +22,7 @@ from lab.records.instances import Instance
 # close half-way would fail for no fault of the instance.
 KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 2.0
 ERROR_EVENT = b'data: {"error"'
 _DATA, _DONE, _EVENT_END = b"data: ", b"data: [DONE]", b"\n\n"
 # No answer waits for the end of a first event that is longer.
@@ -54,6 +57,10 @@ class _Event(msgspec.Struct):
 
     choices: list[_Choice] = []
     usage: dict[str, msgspec.Raw] | None = None
+
+
+class _Rank(msgspec.Struct):
+    engine_id: str
 
 
 _NOTHING = _Event()
@@ -138,31 +145,67 @@ def sent_on(headers: MultiMapping[str]) -> CIMultiDict[str]:
     return _without(headers, _NOT_SENT_ON)
 
 
-async def ask(
-    session: aiohttp.ClientSession,
-    instance: Instance,
-    path: str,
-    headers: MultiMapping[str],
-    body: bytes,
-) -> Answer:
-    """Post to the instance and wait for its first byte. Raises Failure."""
-    name = instance.name
-    try:
-        response = await session.post(
-            instance.url + path, data=body, headers=headers, allow_redirects=False
-        )
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise unreachable(name, error) from error
-    except TimeoutError as error:
-        raise Lost(504, name, f"{name} did not answer in time") from error
-    except (aiohttp.ClientError, OSError) as error:
-        what = f"{name} broke off before its answer: {_named(error)}"
-        raise Lost(502, name, what) from error
-    try:
-        return await _begun(response, name)
-    except BaseException:
-        response.close()
-        raise
+class Upstream:
+    """The way to the instances; `session` as from open_session."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def ask(
+        self, instance: Instance, path: str, headers: MultiMapping[str], body: bytes
+    ) -> Answer:
+        """Post to the instance and wait for its first byte. Raises Failure."""
+        name = instance.name
+        try:
+            response = await self._session.post(
+                instance.url + path, data=body, headers=headers, allow_redirects=False
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise unreachable(name, error) from error
+        except TimeoutError as error:
+            raise Lost(504, name, f"{name} did not answer in time") from error
+        except (aiohttp.ClientError, OSError) as error:
+            what = f"{name} broke off before its answer: {_named(error)}"
+            raise Lost(502, name, what) from error
+        try:
+            return await _begun(response, name)
+        except BaseException:
+            response.close()
+            raise
+
+    async def engine_id(self, instance: Instance) -> str:
+        """Its engine id, as its bootstrap server has it. Raises Failure."""
+        url = f"{instance.bootstrap_url}/query"
+        try:
+            async with self._session.get(url) as response:
+                ranks = await response.read()
+            return msgspec.json.decode(ranks, type=dict[str, _Rank])["0"].engine_id
+        except (aiohttp.ClientError, OSError) as error:
+            name = None if is_own(error) else instance.name
+            raise Lost(502, name, f"{url}: {_named(error)}") from error
+        except (msgspec.DecodeError, KeyError) as error:
+            what = f"{url}: no engine id: {error}"
+            raise Failure(502, instance.name, what) from None
+
+
+@asynccontextmanager
+async def probing() -> AsyncIterator[Callable[[Instance], Awaitable[None]]]:
+    """Asks for an instance's /health; raises Failure if that is not good."""
+    timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
+    # A connection of its own each time: one of a dead process proves nothing.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+
+        async def probe(instance: Instance) -> None:
+            try:
+                async with session.get(f"{instance.url}/health") as response:
+                    response.raise_for_status()
+            except aiohttp.ClientConnectorError as error:
+                raise unreachable(instance.name, error) from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise Lost(503, instance.name, f"/health: {_named(error)}") from error
+
+        yield probe
 
 
 def unreachable(name: str, error: OSError) -> Unreachable:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy without HTTP: what it decides, counts and remembers, by any clock.
+
+`app.py` puts it behind a port; in virtual time it stands in front of simulated
+instances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+
+from fleet.policies import parameters_of
+from lab.records.instances import Instance
+
+from .decision_log import DecisionLog
+from .exact import Exact
+from .handler import Handler
+from .health import Health
+from .loads import FleetLoad
+from .mirror import Mirror
+from .offload import Offloader
+from .router import Router
+from .settings import Settings
+from .upstream import Upstream
+
+
+class Core:
+    """`settings` as resolved. `exact` is None without `--cache exact`.
+
+    `on_return` is told which instance is back after an ejection.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        settings: Settings,
+        upstream: Upstream,
+        decisions: DecisionLog,
+        on_return: Callable[[str], None],
+        now_ns: Callable[[], int] = monotonic_ns,
+    ) -> None:
+        count = len(instances)
+        self.instances = instances
+        self.place = {one.name: place for place, one in enumerate(instances)}
+        self.loads = FleetLoad(self.place)
+        self.health = Health(instances, self._on_health, now_ns)
+        self.mirror = Mirror(count, settings.mirror_tokens)
+        self.exact = Exact(count) if settings.cache == "exact" else None
+        self._on_return = on_return
+        self.router = Router(
+            instances,
+            settings.policy,
+            parameters_of(settings.policy, settings.parameters),
+            self.mirror,
+            self.exact,
+            self.loads,
+            decisions,
+            now_ns,
+        )
+        offloader = Offloader(
+            upstream,
+            self.loads,
+            self.health,
+            settings.prefill_timeout_s,
+            settings.handover_timeout_s,
+        )
+        self.handler = Handler(
+            upstream,
+            {one.name: one for one in instances},
+            self.router,
+            self.loads,
+            self.health,
+            offloader,
+            decisions,
+            now_ns,
+        )
+
+    def _on_health(self, name: str, healthy: bool) -> None:
+        """An instance that was away may have been restarted, with an empty cache."""
+        if healthy:
+            self._on_return(name)
+        else:
+            self.mirror.clear(self.place[name])
