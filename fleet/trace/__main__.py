@@ -20,7 +20,7 @@ from fleet.trace.readers import FORMATS, read_trace
 from fleet.trace.request import Request, TraceError
 from fleet.trace.sample import sample
 from fleet.trace.sessions import SESSION_INTERVAL_S
-from fleet.trace.stats import describe
+from fleet.trace.stats import TOP_SESSIONS, describe
 from fleet.trace.synth import Shape, synth
 from lab.serving.supervise import exit_on_signals
 
@@ -38,7 +38,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _stats(arguments: argparse.Namespace) -> None:
-    stats = describe(_read(arguments), arguments.file.name, arguments.cache_blocks)
+    stats = describe(
+        _read(arguments),
+        arguments.file.name,
+        arguments.cache_blocks,
+        arguments.sessions,
+    )
     if arguments.json:
         print(msgspec.json.encode(stats).decode())
     else:
@@ -100,6 +105,13 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         metavar="N",
         help="APC of an LRU cache of N blocks",
+    )
+    stats.add_argument(
+        "--sessions",
+        type=_positive,
+        default=TOP_SESSIONS,
+        metavar="N",
+        help="a row for each of the N largest sessions (default 5)",
     )
     stats.add_argument("--json", action="store_true", help="print JSON instead")
     stats.set_defaults(run=_stats)

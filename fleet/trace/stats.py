@@ -11,6 +11,7 @@ import numpy as np
 
 from fleet.trace.batches import SessionNumbers, batches
 from fleet.trace.lru import LruCache
+from fleet.trace.per_session import PerSession, SessionRow
 from fleet.trace.prefixes import prefix_keys
 from fleet.trace.request import Request, TraceError
 from fleet.trace.reuse import Reuse
@@ -31,7 +32,11 @@ class Spread(msgspec.Struct):
 
 
 class Stats(msgspec.Struct):
-    """A trace described. Shares are of 1; reuse is counted in blocks."""
+    """A trace described. Shares are of 1; reuse is counted in blocks.
+
+    `prefill_share`: input tokens of all tokens. Growth is of a session with several
+    turns, from its first prompt to its last one.
+    """
 
     schema: str
     source: str
@@ -42,27 +47,36 @@ class Stats(msgspec.Struct):
     input_tokens: Spread
     output_tokens: Spread
     io_ratio: float | None  # input tokens for each output token
+    prefill_share: float
     turns_per_session: Spread
+    input_tokens_per_session: Spread
+    output_tokens_per_session: Spread
+    growth_tokens_per_session: Spread | None
     context_growth_tokens: Spread | None  # from a turn to the next of its session
     think_s: Spread | None
     top_sessions_share_of_requests: float
     top_sessions_share_of_input_tokens: float
+    largest_sessions: list[SessionRow]  # by input tokens
     blocks: int
     distinct_blocks: int
     intra_session_reuse: float
     cross_session_reuse: float
+    intra_session_share_of_reuse: float | None
     apc_infinite: float
     cache_blocks: int | None
     apc_lru: float | None  # with a cache of cache_blocks
 
 
 def describe(
-    requests: Iterable[Request], source: str, cache_blocks: int | None = None
+    requests: Iterable[Request],
+    source: str,
+    cache_blocks: int | None = None,
+    largest: int = TOP_SESSIONS,
 ) -> Stats:
-    """Read a trace once and describe it.
+    """Read a trace once and describe it, with a row for each of the `largest` sessions.
 
-    Memory: 50 to 80 bytes per request, 16 to 32 bytes per distinct block, and what the
-    LRU cache takes.
+    Memory: 50 to 80 bytes per request, 100 per session, 16 to 32 per distinct block,
+    and what the LRU cache takes.
 
     Raises:
         TraceError: the trace is empty, or not what it should be.
@@ -71,6 +85,7 @@ def describe(
     cache = LruCache(cache_blocks) if cache_blocks else None
     sessions, inputs, outputs = array("i"), array("i"), array("i")
     think_s = array("f")
+    names: list[str] = []  # of the sessions, in order of their first requests
     first: Request | None = None
     for batch in batches(requests):
         first = first or batch.requests[0]
@@ -78,7 +93,10 @@ def describe(
         inputs.extend(request.input_tokens for request in batch.requests)
         outputs.extend(request.output_tokens for request in batch.requests)
         think_s.extend(r.think_s for r in batch.requests if r.think_s is not None)
+        own = len(sessions)
         session = numbers.of([request.session for request in batch.requests])
+        begun = np.flatnonzero(session == np.arange(own, own + len(session)))
+        names.extend(batch.requests[at].session for at in begun.tolist())
         sessions.frombytes(session.tobytes())
         keys = prefix_keys(batch.ids, batch.lengths)
         reuse.add(keys, batch.lengths, session)
@@ -96,6 +114,8 @@ def describe(
         think_s=np.frombuffer(think_s, np.float32),
         reuse=reuse,
         cache=cache,
+        names=names,
+        largest=largest,
     )
 
 
@@ -110,32 +130,40 @@ def _stats(
     think_s: np.ndarray,
     reuse: Reuse,
     cache: LruCache | None,
+    names: list[str],
+    largest: int,
 ) -> Stats:
-    turns = np.bincount(sessions)
-    tokens = np.bincount(sessions, weights=inputs)
+    each = PerSession.of(sessions, inputs, outputs)
     blocks = max(reuse.blocks, 1)
     output_sum = int(outputs.sum(dtype=np.int64))
     input_sum = int(inputs.sum(dtype=np.int64))
+    reused = reuse.intra_session + reuse.cross_session
     return Stats(
         schema=SCHEMA,
         source=source,
         requests=len(inputs),
-        sessions=int((turns > 0).sum()),
+        sessions=len(names),
         duration_s=last.arrival_s - first.arrival_s,
         block_tokens=first.block_tokens,
         input_tokens=_spread(inputs),
         output_tokens=_spread(outputs),
         io_ratio=input_sum / output_sum if output_sum else None,
-        turns_per_session=_spread(turns[turns > 0]),
+        prefill_share=input_sum / (input_sum + output_sum),
+        turns_per_session=_spread(each.turns),
+        input_tokens_per_session=_spread(each.input_tokens),
+        output_tokens_per_session=_spread(each.output_tokens),
+        growth_tokens_per_session=_spread(each.growth_tokens[each.turns > 1]),
         context_growth_tokens=_spread(_growth(sessions, inputs)),
         think_s=_spread(think_s),
-        top_sessions_share_of_requests=_top_share(turns),
-        top_sessions_share_of_input_tokens=_top_share(tokens),
+        top_sessions_share_of_requests=_top_share(each.turns),
+        top_sessions_share_of_input_tokens=_top_share(each.input_tokens),
+        largest_sessions=each.largest(largest, names),
         blocks=reuse.blocks,
         distinct_blocks=reuse.distinct,
         intra_session_reuse=reuse.intra_session / blocks,
         cross_session_reuse=reuse.cross_session / blocks,
-        apc_infinite=(reuse.intra_session + reuse.cross_session) / blocks,
+        intra_session_share_of_reuse=reuse.intra_session / reused if reused else None,
+        apc_infinite=reused / blocks,
         cache_blocks=cache.blocks if cache else None,
         apc_lru=cache.hits / blocks if cache else None,
     )
