@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fleet.trace stats|sample|synth`: look at a trace, cut one, make one up.
+"""`python -m fleet.trace stats|sample|synth|twin`: look at a trace, cut or make one.
 
 Exit status: 0; 1 with a message if a trace or what is asked of it is wrong; 2 for a
 wrong command line; 128 + number after a signal. What is written is whole or not there.
@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,8 +21,13 @@ from fleet.trace.request import Request, TraceError
 from fleet.trace.sample import sample
 from fleet.trace.sessions import SESSION_INTERVAL_S
 from fleet.trace.stats import TOP_SESSIONS, describe
+from fleet.trace.study import beside_study
 from fleet.trace.synth import Shape, synth
+from fleet.trace.twin import Twin, twin
 from lab.serving.supervise import exit_on_signals
+
+T = TypeVar("T", bound=msgspec.Struct)
+_DEFAULTS = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,6 +51,8 @@ def _stats(arguments: argparse.Namespace) -> None:
     )
     if arguments.json:
         print(msgspec.json.encode(stats).decode())
+    elif arguments.beside_study:
+        print(beside_study(stats), end="")
     else:
         print(markdown(stats), end="")
 
@@ -67,18 +74,27 @@ def _sample(arguments: argparse.Namespace) -> None:
 
 
 def _synth(arguments: argparse.Namespace) -> None:
-    values = {name: getattr(arguments, name) for name in Shape.__struct_fields__}
-    try:
-        shape = msgspec.convert(values, Shape)
-    except msgspec.ValidationError as error:
-        raise TraceError(str(error)) from None
-    header = synth(shape, arguments.out)
+    header = synth(_shape(arguments, Shape), arguments.out)
     source = header["source"]
     print(
         f"{arguments.out}: {header['requests']:,} requests, {source['blocks']:,} "
         f"blocks, reuse {source['intra_session_reuse']:.4f} in sessions and "
         f"{source['cross_session_reuse']:.4f} across them"
     )
+
+
+def _twin(arguments: argparse.Namespace) -> None:
+    header = twin(_shape(arguments, Twin), arguments.out)
+    print(f"{arguments.out}: {header['requests']:,} requests")
+
+
+def _shape(arguments: argparse.Namespace, kind: type[T]) -> T:
+    """What `_add_shape` has added."""
+    values = {name: getattr(arguments, name) for name in kind.__struct_fields__}
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise TraceError(str(error)) from None
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +129,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="a row for each of the N largest sessions (default 5)",
     )
-    stats.add_argument("--json", action="store_true", help="print JSON instead")
+    instead = stats.add_mutually_exclusive_group()
+    instead.add_argument("--json", action="store_true", help="print JSON instead")
+    instead.add_argument(
+        "--beside-study",
+        action="store_true",
+        help="print only what the reference study says of its trace, and this one",
+    )
     stats.set_defaults(run=_stats)
 
     cut = commands.add_parser("sample", help="take whole sessions at random")
@@ -125,24 +147,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     cut.set_defaults(run=_sample)
 
-    make = commands.add_parser(
-        "synth",
-        help="make up agentic sessions",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    make = commands.add_parser("synth", help="make up agentic sessions", **_DEFAULTS)
+    _add_shape(make, Shape)
+    make.set_defaults(run=_synth)
+
+    alike = commands.add_parser(
+        "twin", help="make up a trace like the reference study's", **_DEFAULTS
     )
-    for field in msgspec.inspect.type_info(Shape).fields:
-        make.add_argument(
+    _add_shape(alike, Twin)
+    alike.set_defaults(run=_twin)
+    return parser
+
+
+def _add_shape(command: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> None:
+    """An option for each field, and --out."""
+    for field in msgspec.inspect.type_info(kind).fields:
+        command.add_argument(
             f"--{field.name.replace('_', '-')}",
             type=int if isinstance(field.type.type, msgspec.inspect.IntType) else float,
             required=field.required,
             default=None if field.required else field.default,
             help=field.type.extra_json_schema["description"],
         )
-    make.add_argument(
+    command.add_argument(
         "--out", type=Path, required=True, help="gzipped if it ends in .gz"
     )
-    make.set_defaults(run=_synth)
-    return parser
 
 
 def _add_source(command: argparse.ArgumentParser) -> None:

@@ -12,19 +12,26 @@ process. An answer takes its tokens at DECODE_TOKENS_PER_S.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from os import PathLike
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
 from fleet.trace import own
-from fleet.trace.request import Request, TraceError
-
-DECODE_TOKENS_PER_S = 50.0
-CHUNK = 1 << 14
+from fleet.trace.request import TraceError
+from fleet.trace.turns import (
+    DECODE_TOKENS_PER_S,
+    Contexts,
+    Turns,
+    arrivals_s,
+    firsts,
+    lasts,
+    log_normal,
+    sum_within,
+    turn_numbers,
+)
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -53,20 +60,6 @@ class Shape(msgspec.Struct, frozen=True):
     ] = 0.91
 
 
-class _Turns(NamedTuple):
-    """All turns, session by session."""
-
-    session: np.ndarray
-    turn: np.ndarray
-    arrival_s: np.ndarray
-    think_s: np.ndarray
-    input_tokens: np.ndarray
-    output_tokens: np.ndarray
-    blocks: np.ndarray
-    kept: np.ndarray  # blocks taken over from the turn before
-    last: np.ndarray  # of its session
-
-
 def synth(shape: Shape, out: str | PathLike[str]) -> dict[str, Any]:
     """Write a trace to `out` in our own format; returns its header.
 
@@ -77,10 +70,10 @@ def synth(shape: Shape, out: str | PathLike[str]) -> dict[str, Any]:
     """
     rng = np.random.default_rng(shape.seed)
     turns = _draw(shape, rng)
-    shares_system = rng.random(shape.sessions) < shape.system_share
     blocks = int(turns.blocks.sum())
     system_blocks = shape.system_tokens // shape.block_tokens
-    seen_elsewhere = max(0, int(shares_system.sum()) - 1) * system_blocks
+    sharing = int(turns.shares_system[turns.turn == 0].sum())
+    seen_elsewhere = max(0, sharing - 1) * system_blocks
     header = {
         "requests": len(turns.turn),
         "source": {
@@ -92,42 +85,44 @@ def synth(shape: Shape, out: str | PathLike[str]) -> dict[str, Any]:
             "cross_session_reuse": seen_elsewhere / blocks,
         },
     }
-    own.write(out, header, _requests(shape, turns, shares_system))
+    contexts = Contexts(system_blocks, shape.block_tokens)
+    own.write(out, header, contexts.requests(turns))
     return header
 
 
-def _draw(shape: Shape, rng: np.random.Generator) -> _Turns:
+def _draw(shape: Shape, rng: np.random.Generator) -> Turns:
     counts = rng.geometric(1 / shape.turns, shape.sessions)
     session = np.repeat(np.arange(shape.sessions, dtype=np.int32), counts)
     output_tokens = _tokens(rng, shape.output_tokens, len(session))
     added = _tokens(rng, shape.tool_tokens, len(session))
-    first = _firsts(session)
+    first = firsts(session)
     added[1:] += output_tokens[:-1]
     added[first] = shape.system_tokens + _tokens(rng, shape.task_tokens, len(first))
     added[first] = np.minimum(added[first], shape.max_input_tokens)
-    input_tokens = _sum_within(session, added)
+    input_tokens = sum_within(session, added)
     fits = input_tokens <= shape.max_input_tokens
     session, input_tokens = session[fits], input_tokens[fits]
     output_tokens = output_tokens[fits]
 
-    first = _firsts(session)
-    think_s = np.round(_log_normal(rng, shape.think_s, len(session)), 3)
-    waited_s = think_s.copy()
-    waited_s[1:] += output_tokens[:-1] / DECODE_TOKENS_PER_S
-    waited_s[first] = np.cumsum(rng.exponential(shape.interval_s, shape.sessions))
+    first = firsts(session)
+    think_s = np.round(log_normal(rng, shape.think_s, len(session)), 3)
+    begins_s = np.cumsum(rng.exponential(shape.interval_s, shape.sessions))
     blocks = input_tokens // shape.block_tokens
     if not blocks.any():
         raise TraceError("no prompt has a whole block: make block_tokens smaller")
-    return _Turns(
+    kept = _kept(shape, rng, session, blocks)
+    shares_system = rng.random(shape.sessions) < shape.system_share
+    return Turns(
         session=session,
-        turn=_sum_within(session, np.ones(len(session), np.int64)) - 1,
-        arrival_s=np.round(_sum_within(session, waited_s), 3),
+        turn=turn_numbers(session),
+        arrival_s=arrivals_s(session, begins_s, output_tokens, think_s),
         think_s=think_s,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         blocks=blocks,
-        kept=_kept(shape, rng, session, blocks),
-        last=np.append(np.diff(session) != 0, True),
+        kept=kept,
+        shares_system=shares_system[session],
+        last=lasts(session),
     )
 
 
@@ -136,7 +131,7 @@ def _kept(
 ) -> np.ndarray:
     """How many leading blocks each turn has from the one before, to reuse the share."""
     kept = np.append(0, blocks[:-1])
-    kept[_firsts(session)] = 0
+    kept[firsts(session)] = 0
     too_many = int(kept.sum() - round(shape.reuse * blocks.sum()))
     # A rewrite never touches the system prompt.
     rewritable = np.maximum(kept - shape.system_tokens // shape.block_tokens, 0)
@@ -155,65 +150,5 @@ def _kept(
     return kept
 
 
-def _requests(
-    shape: Shape, turns: _Turns, shares_system: np.ndarray
-) -> Iterator[Request]:
-    """The requests in order of arrival, with ids."""
-    system = list(range(shape.system_tokens // shape.block_tokens))
-    next_id = len(system)
-    contexts: dict[int, list[int]] = {}  # of the sessions under way
-    order = np.argsort(turns.arrival_s, kind="stable")
-    for begin in range(0, len(order), CHUNK):
-        part = order[begin : begin + CHUNK]
-        for (
-            session,
-            turn,
-            arrival_s,
-            think_s,
-            input_tokens,
-            output_tokens,
-            blocks,
-            kept,
-            last,
-        ) in zip(*(column[part].tolist() for column in turns), strict=True):
-            if turn == 0:
-                hashes = system[:blocks] if shares_system[session] else []
-            else:
-                hashes = contexts.pop(session)[:kept]
-            new = blocks - len(hashes)
-            hashes.extend(range(next_id, next_id + new))
-            next_id += new
-            if not last:
-                contexts[session] = hashes
-            yield Request(
-                arrival_s=arrival_s,
-                session=f"s{session}",
-                turn=turn,
-                input_tokens=input_tokens,
-                output_tokens=output_tokens,
-                hashes=hashes,
-                block_tokens=shape.block_tokens,
-                think_s=think_s if turn else None,
-            )
-
-
-def _log_normal(rng: np.random.Generator, mean: float, n: int) -> np.ndarray:
-    """With a standard deviation of 1 in the logarithm: 37 % above the mean."""
-    return rng.lognormal(np.log(mean) - 0.5, 1.0, n)
-
-
 def _tokens(rng: np.random.Generator, mean: float, n: int) -> np.ndarray:
-    return np.maximum(1, np.rint(_log_normal(rng, mean, n))).astype(np.int64)
-
-
-def _firsts(session: np.ndarray) -> np.ndarray:
-    """Where each session's first turn is."""
-    return np.flatnonzero(np.diff(session, prepend=-1))
-
-
-def _sum_within(session: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Running sums that begin anew with each session."""
-    first = _firsts(session)
-    sums = np.cumsum(values)
-    before = sums[first] - values[first]
-    return sums - np.repeat(before, np.diff(np.append(first, len(session))))
+    return np.maximum(1, np.rint(log_normal(rng, mean, n))).astype(np.int64)
