@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fleet.trace stats|sample|synth|twin`: look at a trace, cut or make one.
+"""`python -m fleet.trace stats|sample|synth|twin|anonymise`: look at, cut, make traces.
 
 Exit status: 0; 1 with a message if a trace or what is asked of it is wrong; 2 for a
 wrong command line; 128 + number after a signal. What is written is whole or not there.
@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from fleet.trace import log
+from fleet.trace.blocks import CHARS_PER_TOKEN, Tokens
 from fleet.trace.markdown import markdown
 from fleet.trace.readers import FORMATS, read_trace
 from fleet.trace.request import Request, TraceError
@@ -88,6 +90,21 @@ def _twin(arguments: argparse.Namespace) -> None:
     print(f"{arguments.out}: {header['requests']:,} requests")
 
 
+def _anonymise(arguments: argparse.Namespace) -> None:
+    tokens = Tokens(arguments.chars_per_token, arguments.tokenizer)
+    block_tokens = arguments.block_tokens or log.BLOCK_TOKENS
+    header, read = log.anonymise(arguments.file, arguments.out, tokens, block_tokens)
+    print(f"{arguments.out}: {header['requests']:,} requests")
+    if read.counted_tokens:
+        print(
+            f"the prompts have {read.counted_tokens:,} tokens by the log's own usage, "
+            f"{read.estimated_tokens:,} here"
+        )
+        if tokens.chars_per_token is not None:
+            fits = tokens.chars_per_token * read.estimated_tokens / read.counted_tokens
+            print(f"--chars-per-token {fits:.2f} would make them equal")
+
+
 def _shape(arguments: argparse.Namespace, kind: type[T]) -> T:
     """What `_add_shape` has added."""
     values = {name: getattr(arguments, name) for name in kind.__struct_fields__}
@@ -103,6 +120,8 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         "block_tokens": arguments.block_tokens,
         "session_interval_s": arguments.session_interval_s,
         "share_prefix": arguments.share_prefix,
+        "chars_per_token": arguments.chars_per_token,
+        "tokenizer": arguments.tokenizer and str(arguments.tokenizer),
     }
 
 
@@ -156,6 +175,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_shape(alike, Twin)
     alike.set_defaults(run=_twin)
+
+    anonymous = commands.add_parser(
+        "anonymise", help="write a request log in our own format, without its text"
+    )
+    anonymous.add_argument("file", type=Path, help="request log: JSON lines, or gzip")
+    anonymous.add_argument("out", type=Path, help="gzipped if it ends in .gz")
+    _add_block_tokens(anonymous)
+    _add_tokens(anonymous)
+    anonymous.set_defaults(run=_anonymise)
     return parser
 
 
@@ -179,12 +207,8 @@ def _add_source(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--format", choices=FORMATS, help="default: what the first line looks like"
     )
-    command.add_argument(
-        "--block-tokens",
-        type=_positive,
-        metavar="N",
-        help="block size of mooncake (default 512) and bailian (default 16) traces",
-    )
+    _add_block_tokens(command)
+    _add_tokens(command)
     command.add_argument(
         "--session-interval-s",
         type=_seconds,
@@ -199,6 +223,33 @@ def _add_source(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_block_tokens(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--block-tokens",
+        type=_positive,
+        metavar="N",
+        help="block size of mooncake traces (default 512), of bailian traces and "
+        "request logs (default 16)",
+    )
+
+
+def _add_tokens(command: argparse.ArgumentParser) -> None:
+    """How to count the tokens of a request log's texts."""
+    command.add_argument(
+        "--chars-per-token",
+        type=_ratio,
+        default=CHARS_PER_TOKEN,
+        metavar="X",
+        help="request logs: characters that a token is taken to have (default 4)",
+    )
+    command.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="request logs: count by this tokenizer.json, or the one in this folder",
+    )
+
+
 def _natural(text: str) -> int:
     number = int(text)
     if not 0 <= number < 2**63:
@@ -210,6 +261,13 @@ def _positive(text: str) -> int:
     if number := _natural(text):
         return number
     raise argparse.ArgumentTypeError("0 is not positive")
+
+
+def _ratio(text: str) -> float:
+    number = float(text)
+    if not 0.1 <= number <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0.1 to 100")
+    return number
 
 
 def _seconds(text: str) -> float:

@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 
-from fleet.trace import bailian, mooncake, own, sessions
+from fleet.trace import bailian, log, mooncake, own, sessions
+from fleet.trace.blocks import CHARS_PER_TOKEN, Tokens
 from fleet.trace.lines import Lines
+from fleet.trace.log_fields import body_of
 from fleet.trace.request import Request, TraceError, length_problem
 
-FORMATS = ("own", "mooncake", "bailian", "sessions")
+FORMATS = ("own", "mooncake", "bailian", "sessions", "log")
 
 _ANY = msgspec.json.Decoder(dict[str, Any])
 
@@ -26,11 +28,14 @@ def read_trace(
     block_tokens: int | None = None,
     session_interval_s: float = sessions.SESSION_INTERVAL_S,
     share_prefix: bool = False,
+    chars_per_token: float = CHARS_PER_TOKEN,
+    tokenizer: str | PathLike[str] | None = None,
 ) -> Iterator[Request]:
     """The requests of a trace file, plain or gzip, one by one in order of arrival.
 
-    `block_tokens` is for the formats that do not name it, `mooncake` and `bailian`;
-    `session_interval_s` and `share_prefix` are for `sessions`: see sessions.py.
+    `block_tokens` is for the formats that do not name it, `mooncake`, `bailian` and
+    `log`; `session_interval_s` and `share_prefix` are for `sessions`: see sessions.py.
+    `chars_per_token` and `tokenizer` are for `log`: see blocks.py.
 
     Raises:
         TraceError: the file, or something in it, is not what it should be. Raised when
@@ -47,12 +52,17 @@ def read_trace(
         raise TraceError(
             f"{path}: this format names its block size: leave --block-tokens out"
         )
+    if tokenizer is not None and format != "log":
+        raise TraceError(f"{path}: it has its token counts: leave --tokenizer out")
     if format == "own":
         requests = own.read(lines, rows)
     elif format == "mooncake":
         requests = mooncake.read(lines, rows, block_tokens or mooncake.BLOCK_TOKENS)
     elif format == "bailian":
         requests = bailian.read(lines, rows, block_tokens or bailian.BLOCK_TOKENS)
+    elif format == "log":
+        tokens = Tokens(chars_per_token, tokenizer)
+        requests = log.read(lines, rows, tokens, block_tokens or log.BLOCK_TOKENS)
     elif format == "sessions":
         yield from sessions.read(
             lines, rows, interval_s=session_interval_s, share_prefix=share_prefix
@@ -74,6 +84,8 @@ def detect(lines: Lines, first: bytes) -> str:
         return "own"
     if "requests" in row:
         return "sessions"
+    if body_of(row) is not None:
+        return "log"
     if "chat_id" in row:
         return "bailian"
     if "timestamp" in row and "hash_ids" in row:

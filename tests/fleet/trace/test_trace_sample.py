@@ -44,6 +44,8 @@ def test_a_sample_has_whole_sessions_in_order_and_says_what_it_is(tmp_path, seed
             "block_tokens": None,
             "session_interval_s": 60.0,
             "share_prefix": False,
+            "chars_per_token": 4.0,
+            "tokenizer": None,
         },
         "target_requests": 200,
         "seed": seed,
