@@ -93,6 +93,9 @@ noisy-sweep: setup ## the sweep beside a neighbour who takes 0 to 100 % of a cor
 bench-report: setup ## time and memory of analysing 10 million steps
 	$(python) -m costs.report
 
+bench-look: setup ## time and memory of a look at 100 million steps of 64 servers (15 minutes, 9 GB of disk)
+	$(python) -m costs.look
+
 coverage: setup ## do intervals over a few server processes hold the truth? (simulated)
 	$(python) -m lab.stats.coverage
 
@@ -162,6 +165,6 @@ clean: clean-releases ## remove runs, fetched sources and the environment
 .PHONY: help setup fresh-machine-check test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test fleet-experiment lint sweep overhead step-cost \
 	direct-read-cost exposure-cost growth-cost listener-cost sending-lag proxy-cost trace-cost \
-	transfer-check bench-report browser observatory axes-gate-check noisy-sweep verdict-power coverage \
+	transfer-check bench-report bench-look browser observatory axes-gate-check noisy-sweep verdict-power coverage \
 	vllm-releases upstream-check \
 	upstream-series release-test kvindex-test kvindex-bench kvindex-figures lock clean-releases clean

@@ -17,15 +17,17 @@ from pathlib import Path
 
 from lab.records import RecordsError
 from lab.records.documents import write_whole
+from lab.records.warning import RunWarning
 from look.clocks import one_clock
 from look.follow import follow
-from look.found import find, unreadable
-from look.instances import read_instance
+from look.found import find
+from look.instances import one_by_one
 from look.live import Watched
 from look.page import PageOfRecords
 from look.perfetto import TraceOfRecords, Window
 from look.prometheus import serve_for_ever
 from look.text import text, warning_lines
+from look.told import told_of
 
 # As a shell says it of a program that SIGINT ended.
 INTERRUPTED = 130
@@ -84,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 def look(folder: Path, out: Path, perfetto: Path | None, window: Window) -> None:
     """Print a table of each instance, and write the page and, if asked for, a trace.
 
-    One instance is in memory at a time. Raises RecordsError and OSError.
+    Raises RecordsError and OSError.
     """
     found, warnings = find(folder)
     clock = one_clock(found)
@@ -93,16 +95,15 @@ def look(folder: Path, out: Path, perfetto: Path | None, window: Window) -> None
         PageOfRecords(folder, clock, len(found)),
         TraceOfRecords(clock, window),
     )
-    for one in found:
-        try:
-            instance = read_instance(one)
-        except RecordsError as error:
-            warnings.append(unreadable(one.name, error))
+    for read in one_by_one(found):
+        if isinstance(read, RunWarning):
+            warnings.append(read)
             continue
-        print(text(instance), end="\n\n")
-        page.add(instance)
+        told = told_of(read)
+        print(text(told), end="\n\n")
+        page.add(told)
         if perfetto:
-            trace.add(instance)
+            trace.add(read)
     print("\n".join(warning_lines(warnings)))
     write_whole(out, page.text(warnings).encode())
     print(f"wrote {out}")

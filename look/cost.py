@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import polars as pl
 
 from look.exposed import exposed_per_step
@@ -80,17 +83,25 @@ def cost(instance: Instance) -> Cost | None:
 
 def _part(steps: pl.DataFrame, column: str, name: str, total: float) -> Part:
     us = steps[column]
+    p50_us, p99_us = quantiles(us, (0.5, 0.99))
     calls = column.removesuffix("_us") + "_calls"
     return Part(
         name=name,
         column=column,
         calls_per_step=steps[calls].mean() if calls in steps.columns else None,
         mean_us=float(us.mean() or 0),
-        p50_us=float(us.quantile(0.5) or 0),
-        p99_us=float(us.quantile(0.99) or 0),
+        p50_us=p50_us,
+        p99_us=p99_us,
         most_us=float(us.max() or 0),
         share=float(us.sum()) / total,
     )
+
+
+def quantiles(us: pl.Series, shares: Sequence[float]) -> list[float]:
+    """The values nearest to these quantiles, as Series.quantile has them; of a column
+    without nulls. All at once takes half the time."""
+    at = [math.floor((len(us) - 1) * share + 0.5) for share in shares]
+    return np.partition(us.to_numpy(), at)[at].tolist()
 
 
 def felt(requests: pl.DataFrame) -> dict[str, dict[str, float]]:

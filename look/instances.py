@@ -7,7 +7,10 @@ nothing is left out in silence, and one bad file does not hide the others.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import polars as pl
@@ -80,14 +83,30 @@ def read_instances(folder: Path) -> tuple[list[Instance], list[RunWarning]]:
 
     Raises RecordsError if there are no step records at all.
     """
-    instances = []
     found, warnings = find(folder)
-    for one in found:
-        try:
-            instances.append(read_instance(one))
-        except RecordsError as error:
-            warnings.append(unreadable(one.name, error))
-    return instances, warnings
+    read = list(one_by_one(found))
+    warnings += [one for one in read if isinstance(one, RunWarning)]
+    return [one for one in read if isinstance(one, Instance)], warnings
+
+
+def one_by_one(found: Sequence[Found]) -> Iterator[Instance | RunWarning]:
+    """Each instance, or why it is left out. While the caller has one, the next is read.
+
+    So two are in memory at a time.
+    """
+    with ThreadPoolExecutor(1) as reader:
+        ahead = None
+        for one, following in zip_longest(found, found[1:]):
+            read = _read(one) if ahead is None else ahead.result()
+            ahead = reader.submit(_read, following) if following else None
+            yield read
+
+
+def _read(found: Found) -> Instance | RunWarning:
+    try:
+        return read_instance(found)
+    except RecordsError as error:
+        return unreadable(found.name, error)
 
 
 def read_instance(found: Found) -> Instance:

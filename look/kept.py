@@ -52,7 +52,7 @@ def _keep(path: Path, key: str, steps: pl.DataFrame, warnings: list) -> None:
     partial = path.with_name(f"{path.name}.partial")
     told = {"kvtax_key": key, "kvtax_warnings": msgspec.json.encode(warnings).decode()}
     try:
-        steps.write_parquet(partial, metadata=told)
+        steps.write_parquet(partial, compression="lz4", metadata=told)
         partial.replace(path)
     except OSError:
         with suppress(OSError):

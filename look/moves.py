@@ -13,6 +13,7 @@ The interval is a jackknife that leaves out a twentieth of the time at once (Kun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,44 +64,55 @@ def used_blocks(steps: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def moves(steps: pl.DataFrame, time: str) -> dict[str, Slope | str]:
-    """By axis, the slope of the mean of `time`, or why it is not known."""
-    blocks = _blocks(used_blocks(steps), time)
+# By axis, or why it is not known.
+Moves = dict[str, Slope | str]
+
+
+def moves(steps: pl.DataFrame, times: Sequence[str]) -> dict[str, Moves]:
+    """For each of the columns `times`: the slope of its mean along each axis."""
+    blocks = _blocks(used_blocks(steps), times)
+    unknown = _unmoved(blocks)
+    axes = {name: axis for name, axis in AXES.items() if name not in unknown}
+    if not axes:
+        return dict.fromkeys(times, unknown)
+    matrix = np.stack(
+        [blocks[axis.column].to_numpy() / axis.per for axis in axes.values()], axis=1
+    )
+    together = _explained_by_others(matrix) > MOST_EXPLAINED
+    for name in np.array([*axes])[together]:
+        unknown[name] = "it moved together with the others"
+    told = {}
+    for time, slopes in zip(
+        times, _slopes(matrix, blocks.select(times).to_numpy()), strict=True
+    ):
+        known = dict(zip(axes, slopes, strict=True)) | unknown
+        told[time] = {name: known[name] for name in AXES}
+    return told
+
+
+def _blocks(steps: pl.DataFrame, times: Sequence[str]) -> pl.DataFrame:
+    """Means over blocks of neighbouring steps."""
+    columns = [*times, *(axis.column for axis in AXES.values())]
+    number = (pl.int_range(pl.len()) // BLOCK_STEPS).set_sorted()
+    return (
+        steps.select(*columns, number.alias("block"))
+        .group_by("block", maintain_order=True)
+        .agg(pl.col(columns).mean())
+    )
+
+
+def _unmoved(blocks: pl.DataFrame) -> dict[str, str]:
+    """The axes that say nothing about these blocks, and why."""
     if blocks.height < 2 * RUNS:
-        least = 2 * RUNS * BLOCK_STEPS
-        return dict.fromkeys(AXES, f"fewer than {least:,} steps")
-    told: dict[str, Slope | str] = {}
-    values = {}
+        return dict.fromkeys(AXES, f"fewer than {2 * RUNS * BLOCK_STEPS:,} steps")
+    told = {}
     for name, axis in AXES.items():
         column = blocks[axis.column]
-        low, high = column.quantile(0.05), column.quantile(0.95)
-        if low is None or high is None:
+        if column.null_count():
             told[name] = "not recorded"
-        elif high - low < axis.least_range:
+        elif column.quantile(0.95) - column.quantile(0.05) < axis.least_range:
             told[name] = "it hardly changed"
-        else:
-            values[name] = column.cast(pl.Float64).to_numpy() / axis.per
-    if not values:
-        return told
-    matrix = np.stack(list(values.values()), axis=1)
-    together = _explained_by_others(matrix)
-    slopes = _slopes(matrix, blocks[time].to_numpy())
-    for index, name in enumerate(values):
-        if together[index] > MOST_EXPLAINED:
-            told[name] = "it moved together with the others"
-        else:
-            told[name] = slopes[index]
-    return {name: told[name] for name in AXES}
-
-
-def _blocks(steps: pl.DataFrame, time: str) -> pl.DataFrame:
-    """Means over blocks of neighbouring steps."""
-    columns = [axis.column for axis in AXES.values()]
-    return (
-        steps.group_by(pl.int_range(pl.len()) // BLOCK_STEPS, maintain_order=True)
-        .agg(pl.col(time, *columns).mean())
-        .drop_nulls(time)
-    )
+    return told
 
 
 def _explained_by_others(matrix: Floats) -> Floats:
@@ -115,19 +127,20 @@ def _explained_by_others(matrix: Floats) -> Floats:
     return shares
 
 
-def _slopes(matrix: Floats, us: Floats) -> list[Slope]:
-    """Least squares with an offset, and a jackknife over runs of blocks."""
+def _slopes(matrix: Floats, us: Floats) -> list[list[Slope]]:
+    """Least squares with an offset, and a jackknife over runs of blocks.
+
+    Of `matrix` (blocks, axes) and `us` (blocks, times); for each time, a slope by axis.
+    """
     design = np.column_stack([np.ones(len(us)), matrix])
     run = np.arange(len(us)) * RUNS // len(us)
 
     def fit(rows: Floats) -> Floats:
-        return np.linalg.lstsq(design[rows], us[rows], rcond=None)[0][1:]
+        return np.linalg.lstsq(design[rows], us[rows], rcond=None)[0][1:].T
 
     whole = fit(np.ones(len(us), bool))
     without = np.stack([fit(run != one) for one in range(RUNS)])
     spread = np.sqrt((RUNS - 1) * without.var(axis=0))
     reach = float(t_quantile(0.975, RUNS - 1)) * spread
-    return [
-        Slope(float(value), float(value - far), float(value + far))
-        for value, far in zip(whole, reach, strict=True)
-    ]
+    edges = np.stack([whole, whole - reach, whole + reach], axis=2).tolist()
+    return [[Slope(*edge) for edge in of_time] for of_time in edges]

@@ -9,11 +9,11 @@ import polars as pl
 
 from lab.records.warning import RunWarning
 from look.clocks import Clock
-from look.cost import Cost, Part, cost, felt
+from look.cost import Cost, Part
 from look.instances import Instance
-from look.moves import AXES, Slope, moves
-from look.text import title
+from look.moves import AXES, Slope
 from look.timeline import part_name, time_line
+from look.told import Told
 from page.build import build
 from page.document import Doubt, Page, Section, Table
 
@@ -34,21 +34,21 @@ class PageOfRecords:
         self._compared: list[list] = []
         self._sections: list[Section] = []
 
-    def add(self, instance: Instance) -> None:
+    def add(self, told: Told) -> None:
+        instance = told.instance
         self._doubts += [_doubt(one, instance.name) for one in instance.warnings]
-        told = cost(instance)
-        if told is None:
-            self._answer.append(title(instance, told) + ".")
+        if told.cost is None:
+            self._answer.append(f"{told.title}.")
             return
-        self._answer.append(_answer(instance, told))
-        self._compared.append(_compared(instance, told))
+        self._answer.append(_answer(told, told.cost))
+        self._compared.append(_compared(instance, told.cost))
         name = instance.name if self._count > 1 else "The server"
         intervals = min(INTERVALS, ALL_INTERVALS // self._count)
         requests = REQUESTS // self._count
         self._sections += [
             time_line(name, instance, self._clock, intervals, requests),
-            _cost_table(name, told),
-            _moves_table(name, instance),
+            _cost_table(name, told.cost),
+            _moves_table(name, told),
         ]
 
     def text(self, warnings: list[RunWarning]) -> str:
@@ -74,19 +74,19 @@ def _doubt(warning: RunWarning, where: str) -> Doubt:
     return Doubt(where=where, message=warning.message, remedy=warning.remedy)
 
 
-def _compared(instance: Instance, told: Cost) -> list:
+def _compared(instance: Instance, cost: Cost) -> list:
     """What a step of the instance takes, beside others."""
-    of = {part.column: part for part in told.parts}
+    of = {part.column: part for part in cost.parts}
     batch = instance.steps["scheduled"].mean()
     return [
         instance.name,
-        told.steps,
+        cost.steps,
         None if batch is None else round(float(batch), 2),
-        round(told.step.mean_us, 1),
+        round(cost.step.mean_us, 1),
         round(of["model_us"].mean_us, 1),
         round(of["scheduler_us"].mean_us, 1),
         round(of["connector_us"].mean_us, 1),
-        told.methods[0].name if told.methods else "",
+        cost.methods[0].name if cost.methods else "",
         round(100 * of["connector_us"].share, 2),
         *(_p90_ms(instance.requests, name) for name in ("ttft_us", "tpot_us")),
     ]
@@ -110,25 +110,25 @@ def _p90_ms(requests: pl.DataFrame, column: str) -> float | None:
     return None if us is None else round(us / 1e3, 2)
 
 
-def _answer(instance: Instance, told: Cost) -> str:
-    connector = next(part for part in told.parts if part.column == "connector_us")
+def _answer(told: Told, cost: Cost) -> str:
+    connector = next(part for part in cost.parts if part.column == "connector_us")
     words = (
-        f"{title(instance, told)}. A step takes {told.step.mean_us:,.0f} µs on "
+        f"{told.title}. A step takes {cost.step.mean_us:,.0f} µs on "
         f"average, and the connector's calls {connector.mean_us:,.1f} µs of it "
         f"({connector.share:.1%})"
     )
-    if told.methods and told.methods[0].mean_us > 0:
-        most = told.methods[0]
+    if cost.methods and cost.methods[0].mean_us > 0:
+        most = cost.methods[0]
         words += f", most of that {most.name} ({most.mean_us:,.1f} µs)"
     moved = [
         f"{slope.value:+,.1f} [{slope.low:+,.1f}, {slope.high:+,.1f}] µs per "
         f"{AXES[name].unit}"
-        for name, slope in moves(instance.steps, "connector_us").items()
+        for name, slope in told.moves["connector_us"].items()
         if isinstance(slope, Slope) and slope.low > 0
     ]
     if moved:
         words += f". It moved with: {'; '.join(moved)}"
-    if share := felt(instance.requests).get("e2e"):
+    if share := told.felt.get("e2e"):
         words += (
             f". Of a request's time the connector's calls were {share['p50']:.2%} at "
             f"the median and {share['p99']:.2%} at p99"
@@ -136,7 +136,7 @@ def _answer(instance: Instance, told: Cost) -> str:
     return words + "."
 
 
-def _cost_table(name: str, told: Cost) -> Table:
+def _cost_table(name: str, cost: Cost) -> Table:
     def row(part: Part, words: str) -> list:
         times = (part.mean_us, part.p50_us, part.p99_us, part.most_us)
         calls = part.calls_per_step
@@ -148,18 +148,18 @@ def _cost_table(name: str, told: Cost) -> Table:
             None if part.exposed_us is None else round(part.exposed_us, 2),
         ]
 
-    rows = [row(told.step, "step")]
-    for part in told.parts:
+    rows = [row(cost.step, "step")]
+    for part in cost.parts:
         rows.append(row(part, part.name))
         if part.column == "connector_us":
             rows += [
-                row(method, f"connector: {method.name}") for method in told.methods
+                row(method, f"connector: {method.name}") for method in cost.methods
             ]
     return Table(
         title=f"{name}: what a step takes",
         note="Over all steps, none left out. A method's time is without that of the "
         f"methods it called. Per second of steps, the connector takes "
-        f"{told.connector_ms_per_s:,.1f} ms. Exposed: what a device beside the host "
+        f"{cost.connector_ms_per_s:,.1f} ms. Exposed: what a device beside the host "
         "waited for; a dash where none was recorded.",
         columns=[
             *("part", "mean µs", "p50 µs", "p99 µs", "most µs", "% of step", "calls"),
@@ -169,10 +169,10 @@ def _cost_table(name: str, told: Cost) -> Table:
     )
 
 
-def _moves_table(name: str, instance: Instance) -> Table:
+def _moves_table(name: str, told: Told) -> Table:
     rows = []
-    for column in ("connector_us", *instance.methods):
-        for axis, slope in moves(instance.steps, column).items():
+    for column, by_axis in told.moves.items():
+        for axis, slope in by_axis.items():
             if isinstance(slope, Slope):
                 numbers = [round(v, 3) for v in (slope.value, slope.low, slope.high)]
                 rows.append([part_name(column), AXES[axis].unit, *numbers, ""])

@@ -26,7 +26,7 @@ from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 from lab.records import RecordsError
 from look.clocks import Clock
 from look.instances import Instance
-from look.requests import pairs
+from look.split import pairs
 
 MOST_STEPS = 200_000
 SEQUENCE = 1

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from lab.records.warning import RunWarning
-from look.cost import Cost, Part, cost, felt, waited_most
-from look.instances import Instance
-from look.moves import AXES, Slope, moves
+from look.cost import Cost, Part, waited_most
+from look.moves import AXES, Slope
+from look.told import Told
 
 REQUESTS_SHOWN = 5
 METHODS_SHOWN = 12
@@ -14,27 +14,14 @@ METHODS_SHOWN = 12
 LEAST_US = 0.05
 
 
-def text(instance: Instance) -> str:
+def text(told: Told) -> str:
     """All of an instance, as some thirty lines."""
-    told = cost(instance)
-    lines = [title(instance, told)]
-    if told is not None:
-        lines += ["", *_cost_table(told), "", *_moves_lines(instance)]
-        lines += _request_lines(instance)
-    lines += warning_lines(instance.warnings)
+    lines = [told.title]
+    if told.cost is not None:
+        lines += ["", *_cost_table(told.cost), "", *_moves_lines(told)]
+        lines += _request_lines(told)
+    lines += warning_lines(told.instance.warnings)
     return "\n".join(lines)
-
-
-def title(instance: Instance, told: Cost | None) -> str:
-    release = f"vLLM {instance.vllm_version or 'of unknown release'}"
-    if told is None:
-        return f"{instance.name}: {release}, no steps"
-    every = instance.header.every
-    steps = f"{told.steps:,} steps" + (f", one in {every}," if every > 1 else "")
-    return (
-        f"{instance.name}: {release}, {steps} in {told.seconds:,.0f} s, "
-        f"{instance.requests.height:,} requests"
-    )
 
 
 def warning_lines(warnings: list[RunWarning]) -> list[str]:
@@ -71,25 +58,25 @@ def _row(part: Part, indent: str = "") -> list[str]:
     ]
 
 
-def _moves_lines(instance: Instance) -> list[str]:
+def _moves_lines(told: Told) -> list[str]:
     rows = []
-    for name, slope in moves(instance.steps, "connector_us").items():
+    for name, slope in told.moves["connector_us"].items():
         unit = f"per {AXES[name].unit}"
         if isinstance(slope, Slope):
-            told = f"{slope.value:+,.2f} [{slope.low:+,.2f}, {slope.high:+,.2f}]"
-            rows.append(["  " + unit, told])
+            found = f"{slope.value:+,.2f} [{slope.low:+,.2f}, {slope.high:+,.2f}]"
+            rows.append(["  " + unit, found])
         else:
             rows.append(["  " + unit, f"unknown: {slope}"])
     return ["The connector's us per step moved by", *aligned(rows)]
 
 
-def _request_lines(instance: Instance) -> list[str]:
-    requests = instance.requests
+def _request_lines(told: Told) -> list[str]:
+    requests = told.instance.requests
     if not requests.height:
         return []
     lines = ["", "Of a request's time, the connector's calls were"]
     names = {"ttft": "until its first token", "e2e": "in all"}
-    for span, share in felt(requests).items():
+    for span, share in told.felt.items():
         p50, p99 = share["p50"], share["p99"]
         lines.append(f"  {names[span]}: {p50:.2%} at the median, {p99:.2%} at p99")
     head = ["waited most", "connector ms", "queued ms", "KV ms", "of ms", "prompt"]

@@ -8,7 +8,7 @@ import polars as pl
 from look.clocks import Clock
 from look.cost import PARTS
 from look.instances import Instance
-from look.requests import STEP_PARTS, WAITS
+from look.split import STEP_PARTS, WAITS
 from page.document import Gauge, Requests, TimeLine
 
 # Methods with a layer of their own in the figure.

@@ -48,6 +48,13 @@ def test_a_small_report_is_analysed_within_its_promise():
     assert 0 < taken["load_s"] < taken["all_s"]
 
 
+def test_a_small_fleet_is_looked_at_twice():
+    text = run("costs.look", "--steps", "9000", "--servers", "3")
+    for look in ("first, of JSON", "second, of what the first kept"):
+        assert f"| {look} |" in text
+    assert "The page has 0." in text
+
+
 def test_small_traces_are_made_described_and_sampled():
     text = run("costs.traces", "--sessions", "30")
     for name in ("synth", "stats", "sample of 300 requests", "512"):

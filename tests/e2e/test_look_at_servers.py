@@ -22,7 +22,7 @@ from lab.tiny.checkpoint import prompt
 from lab.tiny.server import TinyServer
 from lab.tiny.servers import KV_TRANSFER, NEEDED, TinyServers, ready
 from look.instances import Instance, read_instances
-from look.requests import STEP_PARTS, WAITS
+from look.split import STEP_PARTS, WAITS
 
 from .pair import pull_params, send_params
 

@@ -32,6 +32,11 @@ def noise(rng: np.random.Generator, steps: int) -> np.ndarray:
     return slow / 5 + rng.exponential(5, steps) + 300 * (rng.random(steps) < 0.001)
 
 
+def moved(steps: pl.DataFrame) -> dict[str, Slope | str]:
+    """What the column `us` moved with."""
+    return moves(steps, ["us"])["us"]
+
+
 @pytest.mark.parametrize(
     ("axis", "column", "per"),
     [("cache", "cache_size", 1_000), ("running", "running", 1)],
@@ -40,7 +45,7 @@ def test_a_slope_is_found_on_its_axis_and_not_on_the_others(axis, column, per):
     rng = np.random.default_rng(3)
     steps = traffic(rng)
     us = 10 + 4.0 * steps[column] / per + noise(rng, steps.height)
-    found = moves(steps.with_columns(us.alias("us")), "us")
+    found = moved(steps.with_columns(us.alias("us")))
     assert found[axis].low < 4.0 < found[axis].high
     assert found[axis].high - found[axis].low < 2.0
     for other in ("cache", "running"):
@@ -54,7 +59,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     for _ in range(60):
         steps = traffic(rng, 8_000)
         us = 2.0 * steps["cache_size"] / 1_000 + noise(rng, steps.height)
-        slope = moves(steps.with_columns(us.alias("us")), "us")["cache"]
+        slope = moved(steps.with_columns(us.alias("us")))["cache"]
         held.append(slope.low < 2.0 < slope.high)
     assert np.mean(held) > 0.85
 
@@ -62,7 +67,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
 def test_what_hardly_changed_is_not_known():
     rng = np.random.default_rng(1)
     steps = traffic(rng).with_columns(pl.lit(5_000).alias("cache_size"))
-    found = moves(steps.with_columns(pl.lit(1.0).alias("us")), "us")
+    found = moved(steps.with_columns(pl.lit(1.0).alias("us")))
     assert found["cache"] == "it hardly changed"
 
 
@@ -72,12 +77,41 @@ def test_two_that_rise_together_are_not_told_apart():
         free_blocks=20_000 - pl.col("cache_size"),
     )
     us = 3.0 * steps["cache_size"] / 1_000
-    found = moves(steps.with_columns(us.alias("us")), "us")
+    found = moved(steps.with_columns(us.alias("us")))
     assert found["cache"] == found["context"] == "it moved together with the others"
     assert isinstance(found["running"], Slope)
 
 
 def test_few_steps_say_how_many_are_needed():
     steps = traffic(np.random.default_rng(1), 500)
-    found = moves(steps.with_columns(pl.lit(1.0).alias("us")), "us")
+    found = moved(steps.with_columns(pl.lit(1.0).alias("us")))
     assert found == dict.fromkeys(AXES, "fewer than 2,000 steps")
+
+
+def test_many_times_at_once_are_found_as_each_by_itself():
+    rng = np.random.default_rng(5)
+    steps = traffic(rng).with_columns(
+        a=pl.Series(noise(rng, 20_000)).cast(pl.Float32),
+        b=3.0 * pl.col("running"),
+        c=pl.lit(0.0),
+    )
+    together = moves(steps, ["a", "b", "c"])
+    assert list(together) == ["a", "b", "c"]
+    for time, by_axis in together.items():
+        alone = moves(steps, [time])[time]
+        assert list(by_axis) == list(alone) == list(AXES)
+        for name, slope in by_axis.items():
+            assert vars(slope) == pytest.approx(vars(alone[name]), abs=1e-9)
+    assert together["b"]["running"].value == pytest.approx(3)
+    assert together["c"]["cache"] == Slope(0, 0, 0)
+
+
+def test_an_axis_that_is_missing_from_some_steps_is_not_used():
+    rng = np.random.default_rng(1)
+    steps = traffic(rng).with_columns(
+        cache_size=pl.when(pl.int_range(pl.len()) > 999).then("cache_size"),
+        us=2.0 * pl.col("running"),
+    )
+    found = moved(steps)
+    assert found["cache"] == "not recorded"
+    assert found["running"].value == pytest.approx(2)

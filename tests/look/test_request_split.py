@@ -8,7 +8,7 @@ import pytest
 from made_up_server import FIRST_NS, Server, served
 
 from look.instances import read_instances
-from look.requests import STEP_PARTS, WAITS
+from look.split import STEP_PARTS, WAITS
 
 WHOLE = (*WAITS, *STEP_PARTS, "other_us")
 METHODS = ("scheduler.build_connector_meta_us", "worker.get_finished_us")
@@ -86,6 +86,19 @@ def test_a_request_that_was_aborted_while_it_queued_only_queued(server):
     assert row["e2e.connector_us"] == row["e2e.model_us"] == 0
 
 
+def test_a_server_without_a_step_shows_who_queued(server):
+    server.requests.append(
+        {
+            "id": "a",
+            "arrival_ns": FIRST_NS,
+            "prompt_tokens": 5,
+            "finished_ns": FIRST_NS + 700_000,
+        }
+    )
+    requests, _ = read(server)
+    assert requests["e2e.queued_us"].to_list() == [700]
+
+
 def test_tpot_is_the_time_after_the_first_token_per_further_token(server):
     for _ in range(5):
         server.step()
@@ -120,3 +133,44 @@ def test_requests_that_cannot_be_placed_are_counted(server):
     kinds = {warning.kind: warning.message for warning in instance.warnings}
     assert kinds["unended_requests"].startswith("1 ")
     assert kinds["unplaced_requests"].startswith("1 ")
+
+
+def test_one_that_was_preempted_and_given_up_queued_until_its_end(server):
+    for _ in range(4):
+        server.step()
+    given_up_ns = server.ends_ns(3) + 5_000
+    server.requests.append(
+        {
+            "id": "a",
+            "arrival_ns": FIRST_NS - 50_000,
+            "prompt_tokens": 5,
+            "first_step": 0,
+            "preempted_steps": [2],
+            "finished_ns": given_up_ns,
+            "finish_reason": "abort",
+        }
+    )
+    requests, _ = read(server)
+    row = requests.row(0, named=True)
+    again_us = (given_up_ns - server.steps[2]["t_ns"]) / 1e3
+    first_us = (server.steps[0]["t_ns"] - FIRST_NS) / 1e3 + 50
+    assert row["e2e.queued_us"] == pytest.approx(first_us + again_us)
+    assert row["e2e.connector_us"] == pytest.approx(2 * (5 + 20))
+    assert row["tpot_us"] is None
+
+
+def test_kv_that_never_came_was_waited_for_until_the_end(server):
+    server.step()
+    server.requests.append(
+        {
+            "id": "a",
+            "arrival_ns": FIRST_NS,
+            "prompt_tokens": 5,
+            "kv_wait_ns": [FIRST_NS + 100_000],
+            "finished_ns": FIRST_NS + 900_000,
+            "finish_reason": "abort",
+        }
+    )
+    requests, _ = read(server)
+    row = requests.row(0, named=True)
+    assert (row["e2e.queued_us"], row["e2e.kv_wait_us"]) == (100, 800)
