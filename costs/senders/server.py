@@ -13,7 +13,7 @@ from time import perf_counter_ns
 import msgspec
 from aiohttp import web
 
-from fleet.standin.answers import DONE, Answer, usage
+from fleet.standin.answers import CompletionAnswer, Counts
 from fleet.standin.asks import Ask
 from lab.load.trivial_server import build_app, serve, start_stream
 
@@ -30,12 +30,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
     arrivals.append(perf_counter_ns())
     ask = msgspec.json.decode(await request.read(), type=BenchAsk)
     made = ask.output_tokens
-    answer = Answer(ask, "cmpl-0", chat=False)
+    answer = CompletionAnswer(ask, "cmpl-0", chat=False)
     response = await start_stream(request)
     await response.write(answer.tokens(1, last=False))
     # Token ids are counted by their commas; of a text nobody here asks the count.
-    counts = usage(bytes(ask.prompt).count(b",") + 1, 0, made)
-    rest = answer.tokens(made - 1, last=True) + answer.usage(counts) + DONE
+    counts = Counts(bytes(ask.prompt).count(b",") + 1, 0, made)
+    rest = answer.tokens(made - 1, last=True) + answer.end(counts, usage=True)
     await response.write(rest)
     return response
 

@@ -17,7 +17,8 @@ from aiohttp import web
 from lab.records.decisions import DecisionsHeader
 from lab.records.instances import Instance
 
-from .client import CHAT, COMPLETIONS, HttpClient, error_response
+from .apis import APIS, MESSAGES
+from .client import HttpClient, error_response, read
 from .core import Core
 from .decision_log import DecisionLog
 from .handler import Handler
@@ -96,9 +97,10 @@ class _Proxy:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._settings.max_body_bytes)
-        for path in (COMPLETIONS, CHAT):
+        for path in APIS:
             app.router.add_post(path, self._complete)
-        app.router.add_get("/v1/models", self._get_models)
+        app.router.add_post(f"{MESSAGES}/count_tokens", self._ask_any)
+        app.router.add_get("/v1/models", self._ask_any)
         app.router.add_get("/health", self._get_health)
         app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/breakdown", self._get_breakdown)
@@ -133,24 +135,32 @@ class _Proxy:
             self._subscribers[name].resync()
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions and /v1/chat/completions."""
+        """POST to one of the APIs."""
         client = HttpClient(request, self._settings.client_timeout_s)
         await self.handler.handle(client)
         return client.response
 
-    async def _get_models(self, request: web.Request) -> web.Response:
-        """The first healthy instance's answer, the first one's if none is."""
-        ejected = self._core.health.ejected
+    async def _ask_any(self, request: web.Request) -> web.Response:
+        """What each instance would answer alike: the least busy healthy one is asked.
+
+        If none is healthy, one of those that are not.
+        """
+        ejected, loads = self._core.health.ejected, self._core.loads
         healthy = [one for one in self._instances if one.name not in ejected]
-        one = (healthy or self._instances)[0]
-        headers = sent_on(request.headers)
+        one = min(healthy or self._instances, key=lambda one: loads[one.name].requests)
         try:
-            async with self._session.get(
-                one.url + request.path, headers=headers
+            async with self._session.request(
+                request.method,
+                one.url + request.path,
+                headers=sent_on(request.headers),
+                data=await read(request),
             ) as answer:
                 body = await answer.read()
+        except Failure as failure:
+            return error_response(failure, request.path)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return error_response(Failure(502, one.name, f"{one.name}: {error}"))
+            failure = Failure(502, one.name, f"{one.name}: {error}")
+            return error_response(failure, request.path)
         return web.Response(status=answer.status, body=body, content_type=JSON)
 
     async def _get_health(self, _: web.Request) -> web.Response:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's body: what routing needs of it, and nothing parsed beyond that.
 
-Only the top level is looked at; the prompt stays the bytes it is. Its prefix keys are
-hashes of fixed-size pieces of these bytes, chained, so that token ids, text and chat
-messages are routed alike. The keys live and die with this process: Python's own salted
-hash makes them (SipHash, 64 bits), and two prompts that collided would be a wrong
-estimate, not a wrong answer.
+Only the top level is looked at; the prompt stays the bytes it is, and a chat's is its
+tools, system prompt and messages one after the other. Its prefix keys are hashes of
+fixed-size pieces of these bytes, chained, so that token ids, text and chats are routed
+alike. The keys live and die with this process: Python's own salted hash makes them
+(SipHash, 64 bits), and two prompts that collided would be a wrong estimate, not a wrong
+answer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from .apis import APIS, COMPLETIONS, Api
+from .steady import steady
 from .top_level import decode, top_level
 
 # A piece is about 300 to 400 token ids, or 512 tokens of text. Half the size would be
@@ -26,6 +29,7 @@ BYTES_PER_TOKEN = 4
 Form = Literal["ids", "text", "chat", "other"]
 _encode = msgspec.json.encode
 _TRANSFER = "kv_transfer_params"
+_ALSO_DECIDE = ("model", "cache_salt", "previous_response_id")
 
 
 class BodyError(Exception):
@@ -35,8 +39,11 @@ class BodyError(Exception):
 class Body:
     """`raw` is what to send on: the client's bytes, without fields it must not set."""
 
-    def __init__(self, raw: bytes, chat: bool = False) -> None:
-        """`chat`: the prompt is `messages`. Raises BodyError."""
+    api = APIS[COMPLETIONS]
+
+    def __init__(self, raw: bytes, api: Api = api) -> None:
+        """`api`: what it was sent to. Raises BodyError."""
+        self.api = api
         try:
             self._fields = top_level(raw)
         except msgspec.ValidationError:
@@ -44,8 +51,12 @@ class Body:
         except msgspec.DecodeError as error:
             raise BodyError(f"the body is no valid JSON: {error}") from None
         self.raw = _encode(self._fields) if self._strip() else raw
-        self.prompt = bytes(self._fields.get("messages" if chat else "prompt", b""))
-        self.form = "chat" if chat else _form_of(self.prompt)
+        if api.path == COMPLETIONS:
+            self.prompt = self.text("prompt")
+            self.form = _form_of(self.prompt)
+        else:
+            self.prompt = b"".join(steady(self.text(name)) for name in api.prompt)
+            self.form = "chat"
         if self.form == "ids":
             self.prompt_tokens = _commas(self.prompt) + 1
         else:
@@ -76,11 +87,11 @@ class Body:
     def keys(self) -> list[int]:
         """The keys of the prompt's whole pieces.
 
-        The first key also holds what else decides what is cached: the model, the tools
-        (which chat templates put before the messages), and the salt.
+        The first key also holds what else decides what is cached: the model, the salt,
+        and the answer that the prompt goes on from.
         """
         prompt = self.prompt
-        key = hash((self.text("model"), self.text("tools"), self.text("cache_salt")))
+        key = hash(tuple(map(self.text, _ALSO_DECIDE)))
         keys = []
         for start in range(0, len(prompt) - PIECE_BYTES + 1, PIECE_BYTES):
             key = hash((key, prompt[start : start + PIECE_BYTES]))

@@ -15,11 +15,17 @@ import msgspec
 from aiohttp import web
 from multidict import MultiMapping
 
+from .apis import APIS, COMPLETIONS, MESSAGES, RESPONSES
 from .body import Body, BodyError
 from .upstream import Failure
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
+# As docs.anthropic.com/en/api/errors has them.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ClientStalled(ConnectionResetError):
@@ -69,15 +75,14 @@ class HttpClient:
         self.headers = request.headers
 
     async def body(self) -> Body:
+        raw = await read(self._request)
         try:
-            return Body(await self._request.read(), self.path == CHAT)
-        except web.HTTPRequestEntityTooLarge as error:
-            raise Failure(413, None, f"the body is too large: {error.text}") from None
+            return Body(raw, APIS[self.path])
         except BodyError as error:
             raise Failure(400, None, str(error)) from None
 
     def refuse(self, failure: Failure) -> None:
-        self.response = error_response(failure)
+        self.response = error_response(failure, self.path)
 
     def whole(self, status: int, headers: MultiMapping[str], body: bytes) -> None:
         self.response = web.Response(status=status, headers=headers, body=body)
@@ -94,7 +99,7 @@ class HttpClient:
 
     async def break_off(self, failure: Failure) -> None:
         # The blank line before it ends a torn event.
-        await self.write(b"\n\ndata: " + error_json(failure) + b"\n\n")
+        await self.write(b"\n\n" + error_event(failure, self.path))
         self.response.force_close()
 
     async def _taken(self, writing: Awaitable[None]) -> None:
@@ -108,21 +113,35 @@ class HttpClient:
             raise ClientStalled(what) from None
 
 
-def error_json(error: Failure) -> bytes:
-    """An error as OpenAI's API gives it, with the instance that failed."""
-    return msgspec.json.encode(
-        {
-            "error": {
-                "message": str(error),
-                "type": "proxy_error",
-                "code": error.status,
-                "instance": error.instance,
-            }
-        }
-    )
+async def read(request: web.Request) -> bytes:
+    """The request's body. Raises Failure if it is too large."""
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise Failure(413, None, f"the body is too large: {error.text}") from None
 
 
-def error_response(error: Failure) -> web.Response:
-    return web.Response(
-        status=error.status, body=error_json(error), content_type="application/json"
-    )
+def error_json(error: Failure, path: str = COMPLETIONS) -> bytes:
+    """An error as the API at `path` gives it, with the instance that failed."""
+    status, said = error.status, {"message": str(error), "instance": error.instance}
+    if path.startswith(MESSAGES):
+        type_ = _ANTHROPIC_TYPES.get(status, "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": type_, **said}})
+    openai = {**said, "type": "proxy_error", "param": None, "code": status}
+    return msgspec.json.encode({"error": openai})
+
+
+def error_event(error: Failure, path: str) -> bytes:
+    """An error inside a stream of the API at `path`."""
+    said = error_json(error, path)
+    if path == RESPONSES:
+        # OpenAI's clients look for `error`, its documentation has a type and a message.
+        fields = {"type": "error", "message": str(error), "error": msgspec.Raw(said)}
+        said = msgspec.json.encode({**fields, **msgspec.json.decode(said)})
+    event = b"data: " + said + b"\n\n"
+    return b"event: error\n" + event if path in (MESSAGES, RESPONSES) else event
+
+
+def error_response(error: Failure, path: str = COMPLETIONS) -> web.Response:
+    body = error_json(error, path)
+    return web.Response(status=error.status, body=body, content_type="application/json")

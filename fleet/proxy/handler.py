@@ -62,7 +62,7 @@ class Handler:
         self.failed_open = 0
 
     async def handle(self, client: Client) -> None:
-        """What /v1/completions and /v1/chat/completions are asked."""
+        """What one of the APIs is asked."""
         exchange = Exchange(client, next(self._numbers))
         end = exchange.end
         task = asyncio.current_task()
@@ -72,12 +72,15 @@ class Handler:
         except Failure as failure:
             self._refuse(exchange, failure)
         except (asyncio.CancelledError, ConnectionResetError) as error:
-            if not self.stopping:
+            if self.stopping:
+                end.status, end.error = "proxy_stopped", STOPPED
+                client.refuse(Failure(503, None, STOPPED))
+                return
+            if end.status is None:
                 stalled = isinstance(error, ClientStalled)
                 end.status, end.error = "client_gone", str(error) if stalled else None
+            if isinstance(error, asyncio.CancelledError):
                 raise
-            end.status, end.error = "proxy_stopped", STOPPED
-            client.refuse(Failure(503, None, STOPPED))
         except Exception as error:
             log.exception("request %s", end.id)
             what = f"the proxy failed: {type(error).__name__}: {error}"
@@ -165,7 +168,7 @@ class Handler:
                 return answer
         exchange.flight.prefills(exchange.route.new_tokens[d.name])
         raw = exchange.body.raw
-        if decision.read_from is not None:
+        if decision.read_from is not None and exchange.body.api.transfers:
             peer = self._instances[decision.read_from].direct_read
             params = {"direct_read": {"host": peer.host, "port": peer.port}}
             raw = exchange.body.with_transfer(params)
@@ -176,6 +179,9 @@ class Handler:
     ) -> Answer | None:
         """None if D has to prefill itself; the end line's `fallback` then says why."""
         end = exchange.end
+        if not exchange.body.api.transfers:
+            end.fallback = f"{exchange.path} knows of no transfers"
+            return None
         if not exchange.body.single:
             end.fallback = "asks for several answers"
             return None

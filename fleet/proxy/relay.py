@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An instance's answer to the client, byte for byte.
 
-The event stream is not parsed: the first chunk is the first token, events are counted
-by their `data:`, and what a stream must end with is looked for in its last bytes. A
-stream that breaks off, or ends without [DONE], ends for the client with an error event
-and without [DONE]; so does one that is cancelled because the proxy stops. A client that
-takes nothing for too long is cut.
+The event stream is not parsed: the first chunk is the first token, and events with
+tokens, errors and the end are looked for as bytes. A stream that breaks off, or ends
+without what its API ends with ([DONE], for one), ends for the client with an error
+event; so does one that is cancelled because the proxy stops. A client that takes
+nothing for too long is cut.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from .apis import APIS
 from .client import Client
 from .exchange import Exchange
-from .upstream import ERROR_EVENT, Answer, Failure
+from .upstream import Answer, Failure
 
 STOPPED = "the proxy was stopped"
-_DONE = b"[DONE]"
-_TAIL = 16
+# Of what came before a chunk: no mark in apis.py is longer.
+_TAIL = 32
 
 
 async def relay(
@@ -65,23 +66,29 @@ async def _stream(client: Client, answer: Answer, exchange: Exchange) -> None:
 
     A last chunk that is known to be the last goes out in one write with the end.
     """
-    tail, done = b"", False
+    api = APIS[client.path]
+    tail, ending, complete = b"\n", False, False
     end = exchange.end
     name = end.instance
     chunk = answer.first
     while chunk:
-        events = chunk.count(b"data:") - chunk.count(_DONE)
+        events = chunk.count(api.token)
         exchange.flight.generated(events)
         end.generated_tokens += events
         joined = tail + chunk
-        if ERROR_EVENT in joined:
+        if any(mark in joined for mark in api.errors):
             end.status, end.error = "failed", f"{name} sent an error event"
+        ending = ending or any(mark in joined for mark in api.ends)
         tail = joined[-_TAIL:]
-        done = tail.rstrip().endswith(_DONE)
-        if done and answer.at_end:
+        complete = ending and tail.endswith(b"\n\n")
+        if complete and end.error is None:
+            # From here on nothing is missing: OpenAI's client hangs up after [DONE].
+            end.status = "ok"
+        if complete and answer.at_end:
             await client.end(chunk)
             return
         await client.write(chunk)
         chunk = await answer.chunk()
-    if not done:
-        raise Failure(502, name, f"{name} ended its answer without [DONE]")
+    if not complete:
+        what = api.ends[0].decode().partition(": ")[2]
+        raise Failure(502, name, f"{name} ended its answer without {what}")

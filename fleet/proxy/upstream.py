@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -18,13 +17,14 @@ from multidict import CIMultiDict, MultiMapping
 
 from lab.records.instances import Instance
 
+from .apis import APIS, Api
+
 # Below the 5 s after which vLLM closes an idle connection: a request that meets the
 # close half-way would fail for no fault of the instance.
 KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
-ERROR_EVENT = b'data: {"error"'
-_DATA, _DONE, _EVENT_END = b"data: ", b"data: [DONE]", b"\n\n"
+_EVENT_END = b"\n\n"
 # No answer waits for the end of a first event that is longer.
 MAX_FIRST_EVENT_BYTES = 1 << 16
 # What keeps the proxy from connecting, and says nothing about the instance.
@@ -48,23 +48,8 @@ _NOT_SENT_ON = _HOP_BY_HOP | {"host", "content-length", "expect", "accept-encodi
 _NOT_SENT_BACK = _HOP_BY_HOP | {"content-length", "date", "server"}
 
 
-class _Choice(msgspec.Struct):
-    delta: dict[str, Any] = {}
-
-
-class _Event(msgspec.Struct):
-    """What tells events around the tokens from one with a token."""
-
-    choices: list[_Choice] = []
-    usage: dict[str, msgspec.Raw] | None = None
-
-
 class _Rank(msgspec.Struct):
     engine_id: str
-
-
-_NOTHING = _Event()
-_decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class Failure(Exception):
@@ -168,7 +153,7 @@ class Upstream:
             what = f"{name} broke off before its answer: {_named(error)}"
             raise Lost(502, name, what) from error
         try:
-            return await _begun(response, name)
+            return await _begun(response, name, APIS[path])
         except BaseException:
             response.close()
             raise
@@ -223,37 +208,41 @@ def is_own(error: OSError) -> bool:
     return unknown_name or error.errno in _OWN_ERRNOS
 
 
-async def _begun(response: aiohttp.ClientResponse, name: str) -> Answer:
+async def _begun(response: aiohttp.ClientResponse, name: str, api: Api) -> Answer:
     try:
         if not _streams(response):
             return Answer(response, await response.content.read(), name)
-        first = await _up_to_token(response.content)
+        first = await _up_to_token(response.content, api)
     except TimeoutError as error:
         raise Lost(504, name, f"{name} sent no first byte in time") from error
     except (aiohttp.ClientError, OSError) as error:
         what = f"{name} broke off before its first byte: {_named(error)}"
         raise Lost(502, name, what) from error
-    begun = _after_roles(first)
+    begun = _after_openings(first, api)
     if not begun:
         raise Failure(502, name, f"{name} ended the stream before its first byte")
-    if begun.startswith(ERROR_EVENT):
-        event = begun.split(b"\n")[0].decode(errors="replace")
-        raise Failure(502, name, f"{name} answered with an error event: {event}")
-    if _is_end(begun):
+    event, end, _ = begun.partition(_EVENT_END)
+    kind = api.kind(event)
+    if kind == "error":
+        said = event.decode(errors="replace")
+        raise Failure(502, name, f"{name} answered with an error event: {said}")
+    if kind == "end":
         raise Failure(502, name, f"{name} ended the stream without a token")
-    if _EVENT_END not in begun and response.content.at_eof():
+    if not end and response.content.at_eof():
         raise Failure(502, name, f"{name} ended the stream in its first event")
     return Answer(response, first, name)
 
 
-async def _up_to_token(content: aiohttp.StreamReader) -> bytes:
-    """The first chunks, up to the end of the first event that does not name a role.
+async def _up_to_token(content: aiohttp.StreamReader, api: Api) -> bytes:
+    """The first chunks, up to the end of the first event that is no opening.
 
     What that event is decides the status, so all of it must be here. Less of it is
     returned if the stream ends in it, or if it is longer than MAX_FIRST_EVENT_BYTES.
     """
     first = b""
-    while len(first) < MAX_FIRST_EVENT_BYTES and _EVENT_END not in _after_roles(first):
+    while len(first) < MAX_FIRST_EVENT_BYTES and _EVENT_END not in _after_openings(
+        first, api
+    ):
         more = await content.readany()
         if not more:
             break
@@ -261,46 +250,18 @@ async def _up_to_token(content: aiohttp.StreamReader) -> bytes:
     return first
 
 
-def _after_roles(first: bytes) -> bytes:
-    """A stream without the events at its beginning that only name a role.
+def _after_openings(first: bytes, api: Api) -> bytes:
+    """A stream without the events at its beginning that come before all tokens.
 
-    A chat begins with one for each choice. vLLM writes them also where no token
-    follows.
+    A chat begins with one for each choice, naming the role. vLLM writes them also
+    where no token follows.
     """
-    while first.startswith(_DATA):
+    while first:
         event, _, rest = first.partition(_EVENT_END)
-        if not _names_role_only(event):
+        if api.kind(event) != "opening":
             break
         first = rest
     return first
-
-
-def _names_role_only(event: bytes) -> bool:
-    deltas = [choice.delta for choice in _parsed(event).choices]
-    return bool(deltas) and all(
-        "role" in delta and not any(delta[key] for key in delta.keys() - {"role"})
-        for delta in deltas
-    )
-
-
-def _is_end(begun: bytes) -> bool:
-    """Whether a stream begins with its end.
-
-    So vLLM 0.18.1 answers a request whose KV could not be loaded.
-    """
-    event = begun.partition(b"\n")[0]
-    if event.startswith(_DONE):
-        return True
-    said = _parsed(event)
-    return not said.choices and said.usage is not None
-
-
-def _parsed(event: bytes) -> _Event:
-    """An empty event where it cannot be read: reading it is for the client to do."""
-    try:
-        return _decode_event(event.removeprefix(_DATA))
-    except msgspec.DecodeError:
-        return _NOTHING
 
 
 def _streams(response: aiohttp.ClientResponse) -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of an answer, as vLLM writes them."""
+"""The bytes of an answer to a completion or a chat, as vLLM writes them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -14,8 +14,44 @@ DONE = b"data: [DONE]\n\n"
 TEXT = " a"
 
 
-class Answer:
+class Counts(msgspec.Struct, frozen=True):
+    """Tokens of one request."""
+
+    prompt: int
+    cached: int
+    made: int
+
+    def openai(self) -> dict[str, Any]:
+        """As with vLLM's --enable-prompt-tokens-details."""
+        return {
+            "prompt_tokens": self.prompt,
+            "total_tokens": self.prompt + self.made,
+            "completion_tokens": self.made,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Answer(Protocol):
     """The chunks of one streamed answer, or the one body of another."""
+
+    def opening(self) -> bytes:
+        """What comes before the first token, once."""
+
+    def tokens(self, count: int, *, last: bool) -> bytes:
+        """`count` events of one token each; the last one says why it stopped."""
+
+    def end(self, counts: Counts, *, usage: bool) -> bytes:
+        """The stream's end. `usage`: with the token counts, where that is a choice."""
+
+    def error(self, message: str) -> bytes:
+        """An error inside a stream that began with status 200, and the end."""
+
+    def body(self, counts: Counts, transfer: dict[str, Any] | None) -> bytes:
+        """A whole answer that is not streamed."""
+
+
+class CompletionAnswer:
+    """Of /v1/completions and /v1/chat/completions."""
 
     def __init__(self, ask: Ask, id_: str, *, chat: bool) -> None:
         self._ask = ask
@@ -25,30 +61,30 @@ class Answer:
         self._opening = self._role() if chat else b""
 
     def opening(self) -> bytes:
-        """What comes before the first token, once: a chat's event with the role."""
         opening, self._opening = self._opening, b""
         return opening
 
     def tokens(self, count: int, *, last: bool) -> bytes:
-        """`count` events of one token each; the last one says why it stopped."""
         if not last:
             return self.opening() + self._token * count
         return self.opening() + self._token * (count - 1) + self._chunk("length")
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event with the token counts."""
-        return _event(self._head("") | {"choices": [], "usage": usage})
+    def end(self, counts: Counts, *, usage: bool) -> bytes:
+        if not usage:
+            return DONE
+        return event(self._head("") | {"choices": [], "usage": counts.openai()}) + DONE
 
-    def body(self, usage: dict[str, Any], transfer: dict[str, Any] | None) -> bytes:
-        """A whole answer that is not streamed."""
-        tokens = usage["completion_tokens"]
-        text, ids = TEXT * tokens, [OUTPUT_TOKEN] * tokens
+    def error(self, message: str) -> bytes:
+        return event(error_body(message, 500)) + DONE
+
+    def body(self, counts: Counts, transfer: dict[str, Any] | None) -> bytes:
+        text, ids = TEXT * counts.made, [OUTPUT_TOKEN] * counts.made
         choice = {"index": 0, "finish_reason": "length", "token_ids": ids}
         message = {"role": "assistant", "content": text}
         said = {"message": message} if self._chat else {"text": text}
         return msgspec.json.encode(
             self._head("")
-            | {"choices": [choice | said], "usage": usage}
+            | {"choices": [choice | said], "usage": counts.openai()}
             | {"kv_transfer_params": transfer}
         )
 
@@ -59,24 +95,14 @@ class Answer:
     def _role(self) -> bytes:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": 0, "delta": delta, "finish_reason": None}
-        return _event(self._head(".chunk") | {"choices": [choice]})
+        return event(self._head(".chunk") | {"choices": [choice]})
 
     def _chunk(self, finish_reason: str | None) -> bytes:
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}
         choice |= {"delta": {"content": TEXT}} if self._chat else {"text": TEXT}
         if self._ask.return_token_ids:
             choice["token_ids"] = [OUTPUT_TOKEN]
-        return _event(self._head(".chunk") | {"choices": [choice], "usage": None})
-
-
-def usage(prompt_tokens: int, cached_tokens: int, made: int) -> dict[str, Any]:
-    """Token counts, as with vLLM's --enable-prompt-tokens-details."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "total_tokens": prompt_tokens + made,
-        "completion_tokens": made,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
+        return event(self._head(".chunk") | {"choices": [choice], "usage": None})
 
 
 def error_body(message: str, status: int) -> dict[str, Any]:
@@ -85,10 +111,7 @@ def error_body(message: str, status: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def error_event(message: str) -> bytes:
-    """An error inside a stream that began with status 200."""
-    return _event(error_body(message, 500))
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+def event(content: dict[str, Any]) -> bytes:
+    """An event of a stream; one that says its `type` is named after it."""
+    name = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{name}data: ".encode() + msgspec.json.encode(content) + b"\n\n"

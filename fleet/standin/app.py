@@ -6,18 +6,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import numpy as np
 from aiohttp import web
 
-from fleet.standin.answers import DONE, Answer, error_body, error_event, usage
+from fleet.standin.answers import Answer, CompletionAnswer, Counts, error_body
 from fleet.standin.asks import Ask, BadAsk, read_ask
 from fleet.standin.engine import Engine, Sequence, Shape
 from fleet.standin.faults import Faults, UnknownFault
 from fleet.standin.metrics import exposition
+from fleet.standin.named_events import MessagesAnswer, ResponsesAnswer, anthropic_error
 from fleet.standin.transfer import Transfers
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -43,8 +45,8 @@ class StandinInstance:
                 web.get("/v1/models", self._models),
                 web.get("/metrics", self._metrics),
                 web.post("/reset_prefix_cache", self._reset),
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._completions),
+                *(web.post(path, self._completions) for path in _ANSWERS),
+                web.post("/v1/messages/count_tokens", self._count_tokens),
                 web.post("/faults", self._set_faults),
                 web.get("/query", self._query),
                 web.get("/kv/{transfer_id}", self._kv),
@@ -101,26 +103,31 @@ class StandinInstance:
         return web.Response()
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        chat = request.path.endswith("/chat/completions")
-        limit = self.engine.shape.max_model_len
         try:
             fault = self.faults.next(request.headers)
-            body = await request.read()
-            ask, tokens = read_ask(
-                body, chat=chat, model=self.model, max_model_len=limit
-            )
+            ask, tokens = await self._read(request, request.path)
         except (BadAsk, UnknownFault) as error:
-            status = getattr(error, "status", 400)
-            return web.json_response(error_body(str(error), status), status=status)
+            return _refused(request, str(error), getattr(error, "status", 400))
         if fault == "hang":
             await asyncio.Event().wait()
         if fault == "http500":
-            return web.json_response(error_body("engine is dead", 500), status=500)
+            return _refused(request, "engine is dead", 500)
         id_ = f"cmpl-{request.headers.get('X-Request-Id') or uuid4().hex}"
-        answer = Answer(ask, id_, chat=chat)
+        answer = _ANSWERS[request.path](ask, id_)
         if ask.stream:
             return await self._stream(request, ask, tokens, answer, fault)
         return await self._whole(ask, tokens, answer, fault)
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        try:
+            _, tokens = await self._read(request, "/v1/messages")
+        except BadAsk as error:
+            return _refused(request, str(error), error.status)
+        return web.json_response({"input_tokens": len(tokens)})
+
+    async def _read(self, request: web.Request, path: str) -> tuple[Ask, np.ndarray]:
+        body, limit = await request.read(), self.engine.shape.max_model_len
+        return read_ask(body, path=path, model=self.model, max_model_len=limit)
 
     async def _sequence(self, ask: Ask, tokens: np.ndarray, fault: str) -> Sequence:
         params = ask.kv_transfer_params or {}
@@ -149,8 +156,8 @@ class StandinInstance:
         if fault == "no_token":
             if opening := answer.opening():
                 await response.write(opening)
-            counts = usage(sequence.prompt_tokens, 0, 0)
-            await response.write(answer.usage(counts) + DONE)
+            counts = Counts(sequence.prompt_tokens, 0, 0)
+            await response.write(answer.end(counts, usage=True))
             return response
         told = 0
         generating = self.engine.generate(sequence)
@@ -160,14 +167,13 @@ class StandinInstance:
                 over = told - self.faults.after_tokens
                 if fault in _MID_STREAM and over >= 0:
                     await response.write(answer.tokens(count - over, last=False))
-                    return await _MID_STREAM[fault](request, response)
+                    return await _MID_STREAM[fault](request, response, answer)
                 last = told == sequence.max_tokens
                 piece = answer.tokens(count, last=last)
                 if last:
-                    if ask.wants_usage and fault != "no_usage":
-                        counts = usage(sequence.prompt_tokens, sequence.cached, told)
-                        piece += answer.usage(counts)
-                    piece += DONE
+                    counts = Counts(sequence.prompt_tokens, sequence.cached, told)
+                    wanted = ask.wants_usage and fault != "no_usage"
+                    piece += answer.end(counts, usage=wanted)
                 await response.write(piece)
         return response
 
@@ -182,7 +188,7 @@ class StandinInstance:
                     os._exit(1)
                 if fault in _MID_STREAM:
                     await asyncio.Event().wait()
-        counts = usage(sequence.prompt_tokens, sequence.cached, sequence.made)
+        counts = Counts(sequence.prompt_tokens, sequence.cached, sequence.made)
         transfer = self._hand_over(ask, sequence, fault)
         return web.Response(
             body=answer.body(counts, transfer), content_type="application/json"
@@ -200,28 +206,41 @@ class StandinInstance:
         return self.transfers.offer(transfer_id, sequence.prompt_tokens)
 
 
-async def _stall(_: web.Request, __: web.StreamResponse) -> web.StreamResponse:
+def _refused(request: web.Request, message: str, status: int) -> web.Response:
+    said = error_body(message, status)
+    if request.path.startswith("/v1/messages"):
+        said = anthropic_error(message, said["error"]["type"])
+    return web.json_response(said, status=status)
+
+
+async def _stall(
+    _: web.Request, response: web.StreamResponse, __: Answer
+) -> web.StreamResponse:
     await asyncio.Event().wait()
-    raise AssertionError
-
-
-async def _inband(_: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    await response.write(error_event("engine died") + DONE)
     return response
 
 
-async def _end(_: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+async def _inband(
+    _: web.Request, response: web.StreamResponse, answer: Answer
+) -> web.StreamResponse:
+    await response.write(answer.error("engine died"))
+    return response
+
+
+async def _end(
+    _: web.Request, response: web.StreamResponse, __: Answer
+) -> web.StreamResponse:
     return response
 
 
 async def _cut(
-    request: web.Request, response: web.StreamResponse
+    request: web.Request, response: web.StreamResponse, _: Answer
 ) -> web.StreamResponse:
     request.transport.abort()
     return response
 
 
-async def _exit(_: web.Request, __: web.StreamResponse) -> web.StreamResponse:
+async def _exit(_: web.Request, __: web.StreamResponse, ___: Answer) -> NoReturn:
     os._exit(1)
 
 
@@ -231,6 +250,12 @@ _MID_STREAM = {
     "truncated": _end,
     "cut": _cut,
     "exit": _exit,
+}
+_ANSWERS: dict[str, Callable[[Ask, str], Answer]] = {
+    "/v1/completions": partial(CompletionAnswer, chat=False),
+    "/v1/chat/completions": partial(CompletionAnswer, chat=True),
+    "/v1/messages": MessagesAnswer,
+    "/v1/responses": ResponsesAnswer,
 }
 
 

@@ -25,13 +25,18 @@ class StreamOptions(msgspec.Struct):
 
 
 class Ask(msgspec.Struct):
-    """The fields that decide the answer, of both completion endpoints."""
+    """The fields that decide the answer, of all APIs."""
 
     model: str
     prompt: Any = None  # a text, token ids, or a list of one of them
     messages: list[dict[str, Any]] | None = None
+    system: Any = None
+    input: Any = None
+    instructions: str | None = None
+    tools: Any = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -39,10 +44,8 @@ class Ask(msgspec.Struct):
 
     @property
     def output_tokens(self) -> int:
-        for asked in (self.max_completion_tokens, self.max_tokens):
-            if asked is not None:
-                return asked
-        return 16
+        limits = self.max_completion_tokens, self.max_output_tokens, self.max_tokens
+        return next((asked for asked in limits if asked is not None), 16)
 
     @property
     def wants_usage(self) -> bool:
@@ -53,16 +56,20 @@ _decode = msgspec.json.Decoder(Ask).decode
 
 
 def read_ask(
-    body: bytes, *, chat: bool, model: str, max_model_len: int
+    body: bytes, *, path: str, model: str, max_model_len: int
 ) -> tuple[Ask, np.ndarray]:
-    """The ask and its prompt as int32 token ids. Raises BadAsk."""
+    """The ask to the API at `path`, and its prompt as int32 ids. Raises BadAsk."""
     try:
         ask = _decode(body)
     except msgspec.DecodeError as error:
         raise BadAsk(f"body: {error}") from error
     if ask.model != model:
         raise BadAsk(f"The model `{ask.model}` does not exist.", 404)
-    tokens = _text_tokens(_render(ask.messages)) if chat else _tokens(ask.prompt)
+    if path == "/v1/completions":
+        tokens = _tokens(ask.prompt)
+    else:
+        turns = ask.input if path == "/v1/responses" else ask.messages
+        tokens = _text_tokens(_render(ask, turns))
     if not len(tokens):
         raise BadAsk("the prompt is empty")
     if ask.output_tokens < 1:
@@ -90,11 +97,14 @@ def _tokens(prompt: Any) -> np.ndarray:
     return tokens
 
 
-def _render(messages: list[dict[str, Any]] | None) -> str:
-    if not messages:
+def _render(ask: Ask, turns: Any) -> str:
+    if not turns:
         raise BadAsk("messages: at least one expected")
-    turns = [f"<|{turn.get('role')}|>{turn.get('content')}\n" for turn in messages]
-    return "".join(turns)
+    if isinstance(turns, str):
+        turns = [{"role": "user", "content": turns}]
+    head = [f"{one}\n" for one in (ask.tools, ask.system, ask.instructions) if one]
+    said = [f"<|{turn.get('role')}|>{turn.get('content')}\n" for turn in turns]
+    return "".join(head + said)
 
 
 def _text_tokens(text: str) -> np.ndarray:

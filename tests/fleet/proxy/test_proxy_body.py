@@ -8,6 +8,7 @@ import json
 import msgspec
 import pytest
 
+from fleet.proxy.apis import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from fleet.proxy.body import PIECE_BYTES, Body, BodyError
 from fleet.proxy.top_level import top_level
 
@@ -16,7 +17,7 @@ WORDS = "the quick brown fox\n" * 2000
 
 def body(**fields) -> Body:
     raw = json.dumps({"model": "m", **fields}).encode()
-    return Body(raw, chat="messages" in fields)
+    return Body(raw, APIS[CHAT if "messages" in fields else COMPLETIONS])
 
 
 def prompts(scale: int) -> dict[str, dict]:
@@ -38,10 +39,54 @@ def test_a_longer_prompt_keeps_the_keys_of_what_it_extends(form: str) -> None:
     assert len(short.keys()) == len(short.prompt) // PIECE_BYTES
 
 
-@pytest.mark.parametrize("field", ["model", "tools", "cache_salt"])
+@pytest.mark.parametrize("field", ["model", "cache_salt"])
 def test_what_else_decides_what_is_cached_is_in_every_key(field: str) -> None:
     one, other = body(prompt=WORDS), body(prompt=WORDS, **{field: "other"})
     assert not set(one.keys()) & set(other.keys())
+
+
+CLAUDE = {
+    "tools": [{"name": "ls", "cache_control": {"type": "ephemeral"}}],
+    "system": [{"type": "text", "text": WORDS}],
+}
+
+
+def turn(number: int, billing: str) -> Body:
+    """A turn of Claude Code: it marks the last messages, and bills each request."""
+    said = []
+    for place in range(2 * number + 1):
+        block = {"type": "text", "text": f"{place} {WORDS[:3000]}"}
+        if place >= 2 * number - 2:
+            block["cache_control"] = {"type": "ephemeral"}
+        said.append({"role": ("user", "assistant")[place % 2], "content": [block]})
+    billed = {"type": "text", "text": f"x-anthropic-billing-header: {billing}"}
+    system = [billed, *CLAUDE["system"]]
+    fields = {"model": "m", **CLAUDE, "system": system, "messages": said}
+    return Body(json.dumps(fields).encode(), APIS[MESSAGES])
+
+
+def test_marks_that_move_from_turn_to_turn_are_in_no_key() -> None:
+    before, after = turn(2, "cch=1a2b"), turn(3, "cch=3c4d")
+    assert len(before.keys()) > 20
+    assert after.keys()[: len(before.keys())] == before.keys()
+    assert before.raw.count(b"cache_control") == 4
+
+
+def test_tools_and_system_prompt_are_the_beginning_of_a_chat() -> None:
+    tools = [{"name": WORDS}]
+    for path, system in ((MESSAGES, "system"), (RESPONSES, "instructions")):
+        said = "input" if path == RESPONSES else "messages"
+        asked = {"model": "m", said: [{"role": "user", "content": "a"}]}
+        asked |= {system: WORDS, "tools": tools}
+        one, other = (
+            Body(json.dumps({**asked, **changed}).encode(), APIS[path])
+            for changed in ({}, {said: [{"role": "user", "content": WORDS}]})
+        )
+        assert one.form == "chat"
+        assert other.keys()[: len(one.keys())] == one.keys()
+        assert (
+            len(one.keys()) == len(one.prompt) // PIECE_BYTES > 2 * len(WORDS) // 2100
+        )
 
 
 def test_prompt_tokens_are_counted_for_ids_and_estimated_for_text() -> None:

@@ -278,6 +278,11 @@ def test_a_request_for_several_answers_is_not_offloaded(
         assert answer.status == 200
         assert "X-Kvtax-Prefill" not in answer.headers
         assert on.end("n")["fallback"] == "asks for several answers"
+        said = [{"role": "user", "content": "x" * 800}]
+        asked = {"model": "null", "max_tokens": 3, "messages": said}
+        answer = post(on.url, asked, "/v1/messages", X_Request_Id="m")
+        assert answer.status == 200
+        assert on.end("m")["fallback"] == "/v1/messages knows of no transfers"
         refused = post(on.url, json.dumps(ask(unlike(601), max_tokens=0)).encode())
         assert refused.status == 400
         on.idle()

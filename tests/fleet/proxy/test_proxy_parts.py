@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleet.proxy.apis import APIS, COMPLETIONS
 from fleet.proxy.exact import AllBlocksCleared, BlockRemoved, BlockStored, Exact
 from fleet.proxy.loads import FleetLoad, InstanceLoad
 from fleet.proxy.mirror import Mirror
 from fleet.proxy.prefix_index import PrefixIndex
 from fleet.proxy.relay import _stream
 from fleet.proxy.settings import Settings, SettingsError, check
-from fleet.proxy.upstream import ERROR_EVENT
 from lab.records.decisions import DecisionEnd
 from lab.records.instances import Address, Instance
 
@@ -278,11 +278,13 @@ class Cut:
 
 
 class Client:
+    path = COMPLETIONS
+
     async def write(self, chunk: bytes) -> None:
         pass
 
 
-@pytest.mark.parametrize("cut", range(1, len(ERROR_EVENT) + 1))
+@pytest.mark.parametrize("cut", range(1, len(APIS[COMPLETIONS].errors[0]) + 1))
 def test_an_error_event_is_one_however_tcp_cuts_it(cut: int) -> None:
     """A [DONE] after the error does not make the answer a good one."""
     token = b'data: {"choices": [{"text": "a"}]}\n\n'
