@@ -127,7 +127,13 @@ kvindex-test: ## test the prefix index, its adapter and the patches on llm-d-kv-
 	cd kvindex && go test -run '^$$' -fuzz FuzzIndex -fuzztime 30s .
 	cd kvindex/llmd && go vet ./... && go test -race ./...
 	cd kvindex/cmd/kvbench && CGO_ENABLED=0 go vet ./... && CGO_ENABLED=0 go test ./...
+	cd kvindex/cmd/kvindexd && go vet ./... && go test -race ./...
+	cd kvindex/cmd/kvindexd && go test -run '^$$' -fuzz FuzzDecode -fuzztime 30s ./events
+	cd kvindex/cmd/kvindexd && go test -run '^$$' -fuzz FuzzLookup -fuzztime 30s ./server
 	bash patches/llm-d-kv-cache/check.sh
+
+kvindexd: ## build the prefix index as a service (needs Go)
+	cd kvindex/cmd/kvindexd && CGO_ENABLED=0 go build -o ../../bin/kvindexd .
 
 kvindex-bench: ## compare the prefix index with upstream's and other designs (20 minutes; needs Go and git)
 	bash kvindex/cmd/kvbench/build_variants.sh kvindex/bin
@@ -167,4 +173,4 @@ clean: clean-releases ## remove runs, fetched sources and the environment
 	direct-read-cost exposure-cost growth-cost listener-cost sending-lag proxy-cost trace-cost \
 	transfer-check bench-report bench-look browser observatory axes-gate-check noisy-sweep verdict-power coverage \
 	vllm-releases upstream-check \
-	upstream-series release-test kvindex-test kvindex-bench kvindex-figures lock clean-releases clean
+	upstream-series release-test kvindex-test kvindexd kvindex-bench kvindex-figures lock clean-releases clean

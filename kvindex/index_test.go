@@ -134,7 +134,31 @@ func TestIndexIsAMapOfSetsWhileItHasRoom(t *testing.T) {
 				compare(t, x, model, keys)
 			}
 			check(t, x)
+			compareAll(t, x, model)
 		})
+	}
+}
+
+// compareAll compares what does not ask for a chain.
+func compareAll(t *testing.T, x *Index[string], model map[uint64]map[string]bool) {
+	t.Helper()
+	all := map[uint64]map[string]bool{}
+	for key, pods := range x.All() {
+		all[key] = map[string]bool{}
+		for _, pod := range pods {
+			all[key][pod] = true
+		}
+	}
+	if !maps.EqualFunc(all, model, maps.Equal) {
+		t.Fatalf("All: got %v, want %v", all, model)
+	}
+	for key := range uint64(500) {
+		for n := range 8 {
+			pod := fmt.Sprint("pod", n)
+			if x.Holds(key, pod) != model[key][pod] {
+				t.Fatalf("Holds(%d, %s) is not %v", key, pod, model[key][pod])
+			}
+		}
 	}
 }
 

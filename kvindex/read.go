@@ -101,6 +101,32 @@ func (x *Index[P]) Lookup(chain []uint64, keep func(P) bool) iter.Seq2[int, []P]
 	}
 }
 
+// Holds returns whether a pod holds the block of a key. It does not count as a read.
+func (x *Index[P]) Holds(key uint64, pod P) bool {
+	s, hash := x.keys.shard(key)
+	t := s.table.Load()
+	_, w := t.find(t.home(hash), key)
+	set := x.podsOf(key, w)
+	return set != nil && slices.Contains(set.pods, pod)
+}
+
+// All yields every key and its pods, which must not be changed, in no particular order.
+// What is written meanwhile is seen or is not.
+func (x *Index[P]) All() iter.Seq2[uint64, []P] {
+	return func(yield func(uint64, []P) bool) {
+		for n := range x.keys.shards {
+			t := x.keys.shards[n].table.Load()
+			for i := range t.slots {
+				w := word(t.slots[i].word.Load())
+				key := t.slots[i].key.Load()
+				if set := x.podsOf(key, w); set != nil && !yield(key, set.pods) {
+					return
+				}
+			}
+		}
+	}
+}
+
 func filter[P any](kept, pods []P, keep func(P) bool) []P {
 	for _, pod := range pods {
 		if keep(pod) {

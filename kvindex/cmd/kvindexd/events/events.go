@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package events reads the KV events that vLLM publishes.
+//
+// A batch is a msgpack array: a time, a list of events, and the rank of the publisher.
+// To vLLM 0.22 an event is an array of its tag and its fields in order, from 0.25 on a
+// map with the tag under "type" (vllm/distributed/kv_events.py). Fields were added at the
+// end; what is not known of an event that is known is passed over.
+package events
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/tinylib/msgp/msgp"
+
+	"kvtax/kvindex/cmd/kvindexd/blockhash"
+)
+
+// A Kind is what an event says.
+type Kind uint8
+
+const (
+	Stored  Kind = iota + 1 // blocks became findable
+	Removed                 // blocks are no longer findable, one of each hash
+	Cleared                 // the prefix cache was reset
+)
+
+// GPU is the medium of an event that names none.
+const GPU = "GPU"
+
+// An Event is one of a batch. What it points to is valid until the next is read.
+type Event struct {
+	Kind   Kind
+	Names  []uint64 // of the blocks, as blockhash.Name says
+	Medium []byte
+	Group  int // number of the KV cache group
+
+	// Of stored blocks only.
+	HasParent   bool // there is a block before the first
+	BlockTokens int
+	TokenIDs    TokenIDs
+	HasLoRA     bool
+	Lookahead   bool // the hashes cover tokens beyond their block
+	// firstKeys are the extra keys of the first block, not decoded.
+	firstKeys []byte
+}
+
+// A Decoder reads batches. It keeps buffers, so it is for one goroutine at a time.
+type Decoder struct {
+	event Event
+	names []uint64
+}
+
+var errTag = errors.New("an event without a tag")
+
+// Decode calls take for each event of a batch, in order, and returns the first error of
+// it or of the batch. Events before an error have been taken.
+func (d *Decoder) Decode(batch []byte, take func(*Event) error) error {
+	fields, b, err := msgp.ReadArrayHeaderBytes(batch)
+	if err != nil {
+		return fmt.Errorf("no batch of KV events: %w", err)
+	}
+	if fields < 2 {
+		return fmt.Errorf("a batch of KV events with %d fields", fields)
+	}
+	if b, err = msgp.Skip(b); err != nil { // the time
+		return err
+	}
+	count, b, err := msgp.ReadArrayHeaderBytes(b)
+	if err != nil {
+		return err
+	}
+	for range count {
+		if b, err = d.decode(b); err != nil {
+			return err
+		}
+		if err := take(&d.event); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// decode reads the event that b begins with, and returns what is after it.
+func (d *Decoder) decode(b []byte) ([]byte, error) {
+	d.event = Event{}
+	if msgp.NextType(b) == msgp.MapType {
+		return d.decodeMap(b)
+	}
+	return d.decodeArray(b)
+}
+
+func (d *Decoder) decodeArray(b []byte) ([]byte, error) {
+	count, b, err := msgp.ReadArrayHeaderBytes(b)
+	if err != nil {
+		return b, err
+	}
+	if count == 0 {
+		return b, errTag
+	}
+	if b, err = d.tag(b); err != nil {
+		return b, err
+	}
+	order := fieldsOf[d.event.Kind]
+	for n := range int(count) - 1 {
+		field := unknown
+		if n < len(order) {
+			field = order[n]
+		}
+		if b, err = d.field(field, b); err != nil {
+			return b, err
+		}
+	}
+	return b, nil
+}
+
+// decodeMap reads an event whose tag comes first, as msgspec writes it.
+func (d *Decoder) decodeMap(b []byte) ([]byte, error) {
+	count, b, err := msgp.ReadMapHeaderBytes(b)
+	if err != nil {
+		return b, err
+	}
+	for n := range count {
+		var key []byte
+		if key, b, err = msgp.ReadStringZC(b); err != nil {
+			return b, err
+		}
+		switch {
+		case n > 0:
+			b, err = d.field(fieldNamed[string(key)], b)
+		case string(key) == "type":
+			b, err = d.tag(b)
+		default:
+			err = errTag
+		}
+		if err != nil {
+			return b, err
+		}
+	}
+	if d.event.Kind == 0 {
+		return b, errTag
+	}
+	return b, nil
+}
+
+func (d *Decoder) tag(b []byte) ([]byte, error) {
+	tag, b, err := msgp.ReadStringZC(b)
+	if err != nil {
+		return b, err
+	}
+	switch string(tag) {
+	case "BlockStored":
+		d.event.Kind = Stored
+	case "BlockRemoved":
+		d.event.Kind = Removed
+	case "AllBlocksCleared":
+		d.event.Kind = Cleared
+	default:
+		return b, fmt.Errorf("no KV event that is known: %.40q", tag)
+	}
+	return b, nil
+}
+
+// A field is one of an event's that counts here.
+type field uint8
+
+const (
+	unknown field = iota
+	hashes
+	parent
+	tokenIDs
+	blockTokens
+	medium
+	loraName
+	extraKeys
+	group
+	lookahead
+)
+
+// fieldsOf gives the order of fields in arrays.
+var fieldsOf = [...][]field{
+	Stored: {hashes, parent, tokenIDs, blockTokens, unknown, medium, loraName,
+		extraKeys, group, unknown, unknown},
+	Removed: {hashes, medium, group},
+	Cleared: nil,
+}
+
+var fieldNamed = map[string]field{
+	"block_hashes":        hashes,
+	"parent_block_hash":   parent,
+	"token_ids":           tokenIDs,
+	"block_size":          blockTokens,
+	"medium":              medium,
+	"lora_name":           loraName,
+	"extra_keys":          extraKeys,
+	"group_idx":           group,
+	"lookahead_token_ids": lookahead,
+}
+
+func (d *Decoder) field(which field, b []byte) ([]byte, error) {
+	e := &d.event
+	if which == unknown || msgp.IsNil(b) {
+		return msgp.Skip(b)
+	}
+	var err error
+	switch which {
+	case hashes:
+		b, err = d.hashes(b)
+	case parent:
+		e.HasParent = true
+		b, err = msgp.Skip(b)
+	case tokenIDs:
+		e.TokenIDs, b, err = skipTokenIDs(b)
+	case blockTokens:
+		e.BlockTokens, b, err = msgp.ReadIntBytes(b)
+	case medium:
+		e.Medium, b, err = msgp.ReadStringZC(b)
+	case loraName:
+		e.HasLoRA = true
+		b, err = msgp.Skip(b)
+	case extraKeys:
+		e.firstKeys, b, err = skipKeys(b)
+	case group:
+		e.Group, b, err = msgp.ReadIntBytes(b)
+	case lookahead:
+		e.Lookahead = true
+		b, err = msgp.Skip(b)
+	}
+	return b, err
+}
+
+func (d *Decoder) hashes(b []byte) ([]byte, error) {
+	count, b, err := msgp.ReadArrayHeaderBytes(b)
+	if err != nil {
+		return b, err
+	}
+	d.names = d.names[:0]
+	for range count {
+		var name uint64
+		if name, b, err = readName(b); err != nil {
+			return b, err
+		}
+		d.names = append(d.names, name)
+	}
+	d.event.Names = d.names
+	return b, nil
+}
+
+// readName reads a hash: bytes, or their end as a number.
+func readName(b []byte) (uint64, []byte, error) {
+	if msgp.NextType(b) != msgp.BinType {
+		return msgp.ReadUint64Bytes(b)
+	}
+	hash, b, err := msgp.ReadBytesZC(b)
+	return blockhash.Name(hash), b, err
+}

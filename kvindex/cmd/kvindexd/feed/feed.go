@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package feed brings the KV events of one instance, each once and in order.
+//
+// vLLM numbers its batches from 0 and, where it has a replay endpoint, repeats the last
+// ones on request (ZmqEventPublisher in vllm/distributed/kv_events.py). A publisher that
+// starts anew begins with 0 again, and does not say so. But it has another connection.
+// So whoever connects asks for the last batch that was taken: if the publisher does not
+// repeat it to the byte, it is another one, and what was taken is void.
+package feed
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/zeebo/xxh3"
+)
+
+// A Source is where an instance publishes. Without Replay, what is missed is lost.
+type Source struct {
+	Events Endpoint
+	Replay Endpoint
+}
+
+// A Position is how far the batches of a publisher were taken.
+type Position struct {
+	Next uint64       // number of the next; 0 is the first
+	Last xxh3.Uint128 // Digest of the one before
+}
+
+// Digest tells batches apart: each has the time of its making.
+func Digest(batch []byte) xxh3.Uint128 { return xxh3.Hash128(batch) }
+
+// A Taker keeps what a feed brings. All calls come from one goroutine.
+type Taker interface {
+	Position() Position
+	// Take is given the batch of a number: the next one, or after Drop any.
+	Take(number uint64, batch []byte)
+	// Drop says that what was taken is void, and the position 0.
+	Drop(why string)
+	// Untouched says that the publisher has published nothing yet.
+	Untouched()
+	// Missed counts batches that did not come by themselves.
+	Missed(batches uint64)
+	// Connected says that all that was published has been taken; Disconnected, that
+	// there is nobody to ask.
+	Connected()
+	Disconnected(why error)
+}
+
+const (
+	// firstCheck comes soon: what was published while the subscription was on its way
+	// shows with the next batch only, or if somebody asks.
+	firstCheck    = 200 * time.Millisecond
+	idleCheck     = 5 * time.Second
+	replayTimeout = 5 * time.Second
+	shortestPause = 100 * time.Millisecond
+	longestPause  = 2 * time.Second
+	// vLLM's ROUTER to 0.30 drops what goes over its high-water mark of 1000, so that a
+	// long replay comes in pieces.
+	maxReplays = 100
+	queued     = 1024
+)
+
+// Run feeds a taker until ctx is done. It connects again for as long as that takes.
+func Run(ctx context.Context, log *slog.Logger, source Source, taker Taker) {
+	f := &feed{source, taker}
+	pause := shortestPause
+	for ctx.Err() == nil {
+		began := time.Now()
+		err := f.follow(ctx)
+		if ctx.Err() != nil {
+			return
+		}
+		if time.Since(began) > longestPause {
+			pause = shortestPause
+			log.Warn("KV events: the connection is gone", "error", err)
+		}
+		f.taker.Disconnected(err)
+		select {
+		case <-ctx.Done():
+		case <-time.After(pause):
+			pause = min(2*pause, longestPause)
+		}
+	}
+}
+
+type feed struct {
+	source Source
+	taker  Taker
+}
+
+// follow takes what one connection brings, and returns why it ended.
+func (f *feed) follow(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	publisher, err := dial(ctx, f.source.Events, zmq4.Sub)
+	if err != nil {
+		return err
+	}
+	defer publisher.close()
+	if err := publisher.subscribe(); err != nil {
+		return err
+	}
+	if err := f.meet(ctx); err != nil {
+		return err
+	}
+	f.taker.Connected()
+	messages := make(chan message, queued)
+	ended := make(chan error, 1)
+	go func() { ended <- forward(ctx, publisher, messages) }()
+	check := time.NewTimer(firstCheck)
+	for {
+		select {
+		case m := <-messages:
+			f.live(ctx, m)
+			check.Reset(idleCheck)
+		case <-check.C:
+			if err := f.catchUp(ctx); err != nil {
+				return err
+			}
+			check.Reset(idleCheck)
+		case err := <-ended:
+			return err
+		}
+	}
+}
+
+func forward(ctx context.Context, publisher *peer, messages chan<- message) error {
+	for {
+		m, err := publisher.receive()
+		if err != nil {
+			return err
+		}
+		select {
+		case messages <- m:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// meet finds out whether a publisher is the one whose batches were taken, and takes what
+// it has published since.
+func (f *feed) meet(ctx context.Context) error {
+	if f.source.Replay == "" && f.taker.Position().Next > 0 {
+		f.taker.Drop("a new connection, and no replay endpoint to ask who it is")
+	}
+	return f.catchUp(ctx)
+}
+
+// live takes a batch that came by itself. Those that a replay has brought are passed over.
+func (f *feed) live(ctx context.Context, m message) {
+	next := f.taker.Position().Next
+	if m.number > next {
+		f.taker.Missed(m.number - next)
+		if err := f.catchUp(ctx); err != nil {
+			f.taker.Drop(fmt.Sprintf("batch %d was missed: %v", next, err))
+		}
+		next = f.taker.Position().Next
+	}
+	if m.number < next {
+		return
+	}
+	if m.number > next && next > 0 {
+		f.taker.Drop(fmt.Sprintf("batches %d to %d are lost", next, m.number-1))
+	}
+	f.taker.Take(m.number, m.batch)
+}
+
+// catchUp takes what the publisher can repeat and was not taken.
+func (f *feed) catchUp(ctx context.Context) error {
+	if f.source.Replay == "" {
+		return nil
+	}
+	for range maxReplays {
+		again, err := f.replay(ctx)
+		if err != nil || !again {
+			return err
+		}
+	}
+	return errors.New("the replay has holes, however often it is asked for")
+}
+
+// replay asks once, and says whether to ask again: because what was taken was void, or
+// because there was a hole after a good beginning.
+func (f *feed) replay(ctx context.Context) (again bool, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	peer, err := dial(ctx, f.source.Replay, zmq4.Dealer)
+	if err != nil {
+		return false, fmt.Errorf("replay: %w", err)
+	}
+	defer peer.close()
+	first := f.taker.Position()
+	from := max(first.Next, 1) - 1
+	if err := peer.askForReplay(from); err != nil {
+		return false, err
+	}
+	known := first.Next == 0 // the publisher is the one whose batches were taken
+	for {
+		peer.conn.SetReadDeadline(time.Now().Add(replayTimeout))
+		m, err := peer.receive()
+		switch next := f.taker.Position().Next; {
+		case err != nil:
+			return false, fmt.Errorf("replay: %w", err)
+		case !known:
+			known = m.number == from && Digest(m.batch) == first.Last
+			if !known {
+				f.taker.Drop("the publisher is another one, or has forgotten how far it was")
+				return true, nil
+			}
+		case m.number == endOfReplay:
+			if next == 0 {
+				f.taker.Untouched()
+			}
+			return false, nil
+		case m.number < next:
+		case m.number > next && next > first.Next:
+			return true, nil
+		default:
+			if m.number > next && next > 0 {
+				f.taker.Drop(fmt.Sprintf("batches %d to %d are lost", next, m.number-1))
+			}
+			f.taker.Take(m.number, m.batch)
+		}
+	}
+}

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package fleet knows which instances hold which blocks, by their KV events.
+package fleet
+
+import (
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"kvtax/kvindex"
+	"kvtax/kvindex/cmd/kvindexd/blockhash"
+	"kvtax/kvindex/cmd/kvindexd/feed"
+	"kvtax/kvindex/cmd/kvindexd/names"
+)
+
+// Config says of whom a fleet is made, and bounds its memory.
+type Config struct {
+	Instances []InstanceConfig
+	// MaxBlocks is how many different blocks are known at most. Those stored or asked
+	// for least recently are forgotten first.
+	MaxBlocks int
+	// MemoBytes is for the names of the prompts that were asked for.
+	MemoBytes int
+	// Seeds are what the instances may have as PYTHONHASHSEED, or take instead of it.
+	Seeds []string
+}
+
+// An InstanceConfig names an instance and where it publishes.
+type InstanceConfig struct {
+	Name   string
+	Source feed.Source
+}
+
+// A holder is where a block is: in one medium of one instance.
+type holder struct {
+	instance uint16
+	medium   uint8
+}
+
+// maxMedia bounds the media of a fleet. The first is the GPU's.
+const maxMedia = 8
+
+// A Fleet is all instances and what they hold.
+type Fleet struct {
+	index     *kvindex.Index[holder]
+	memo      *names.Memo
+	maxBlocks int
+	seeds     []string
+	instances []*Instance
+
+	// quiet is held by whoever wants that nothing changes; by events for reading.
+	quiet sync.RWMutex
+	// media and ways are written with mu, and read without.
+	mu    sync.Mutex
+	media atomic.Pointer[[]string]
+	ways  atomic.Pointer[[]names.Way]
+}
+
+// New returns a fleet of which nothing is known yet.
+func New(config Config, log *slog.Logger) (*Fleet, error) {
+	if n := len(config.Instances); n < 1 || n > 1<<12 {
+		return nil, fmt.Errorf("%d instances: 1 to %d are possible", n, 1<<12)
+	}
+	index, err := kvindex.New[holder](kvindex.Config{
+		Capacity: config.MaxBlocks, MaxPodsPerKey: maxMedia * len(config.Instances),
+	})
+	if err != nil {
+		return nil, err
+	}
+	f := &Fleet{
+		index:     index,
+		memo:      names.NewMemo(config.MemoBytes),
+		maxBlocks: config.MaxBlocks,
+		seeds:     config.Seeds,
+	}
+	f.media.Store(&[]string{"GPU"})
+	f.ways.Store(&[]names.Way{})
+	for n, one := range config.Instances {
+		if f.Instance(one.Name) != nil {
+			return nil, fmt.Errorf("two instances have the name %q", one.Name)
+		}
+		f.instances = append(f.instances, newInstance(f, uint16(n), one, log))
+	}
+	return f, nil
+}
+
+// Instances returns all of them, in the order of the Config.
+func (f *Fleet) Instances() []*Instance { return f.instances }
+
+// Instance returns the one of a name, or nil.
+func (f *Fleet) Instance(name string) *Instance {
+	for _, one := range f.instances {
+		if one.Name == name {
+			return one
+		}
+	}
+	return nil
+}
+
+// Blocks returns how many different blocks are known.
+func (f *Fleet) Blocks() int { return f.index.Len() }
+
+// MaxBlocks returns how many may be known.
+func (f *Fleet) MaxBlocks() int { return f.maxBlocks }
+
+// medium returns the number of a medium, or false if there are too many.
+func (f *Fleet) medium(name string) (uint8, bool) {
+	if n := slices.Index(*f.media.Load(), name); n >= 0 {
+		return uint8(n), true
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	media := *f.media.Load()
+	n := slices.Index(media, name)
+	if n < 0 && len(media) < maxMedia {
+		n = len(media)
+		more := append(slices.Clone(media), name)
+		f.media.Store(&more)
+	}
+	return uint8(n), n >= 0
+}
+
+// uses notes that an instance names its blocks in a way.
+func (f *Fleet) uses(way names.Way) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if ways := *f.ways.Load(); !slices.Contains(ways, way) {
+		more := append(slices.Clone(ways), way)
+		f.ways.Store(&more)
+	}
+}
+
+// told returns how an instance names blocks, by its name for the first block of a prompt,
+// with the extra keys that were published.
+func (f *Fleet) told(name uint64, ids []uint32, keys blockhash.Keys) (names.Way, bool) {
+	for _, algorithm := range blockhash.Algorithms {
+		h := blockhash.New(algorithm)
+		for _, seed := range f.seeds {
+			before := h.Seed(seed)
+			bare := h.Block(&before, ids, keys)
+			tagged := h.Block(&before, ids, keys.Tagged())
+			if name == bare.Name() || name == tagged.Name() {
+				return names.Way{Algorithm: algorithm, Seed: seed, BlockTokens: len(ids)}, true
+			}
+		}
+	}
+	return names.Way{}, false
+}

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"kvtax/kvindex/cmd/kvindexd/blockhash"
+)
+
+func blocks(f *Fleet, q Query) []int {
+	var found []int
+	for _, holding := range f.NewReader().Lookup(&q) {
+		found = append(found, holding.Blocks)
+	}
+	return found
+}
+
+// prompt returns ids that often begin as others do.
+func prompt(random *rand.Rand) []uint32 {
+	ids := make([]uint32, 1+random.IntN(120))
+	for i := random.IntN(len(ids)); i < len(ids); i++ {
+		ids[i] = random.Uint32N(2)
+	}
+	return ids
+}
+
+func salt(random *rand.Rand) string {
+	return []string{"", "", "s", "t"}[random.IntN(4)]
+}
+
+// check compares the fleet's answers with what the engines have.
+func check(t *testing.T, f *Fleet, engines []*engine, random *rand.Rand) {
+	t.Helper()
+	for range 20 {
+		ids, salt := prompt(random), salt(random)
+		found := blocks(f, Query{IDs: ids, Extra: blockhash.Extra{Salt: salt}})
+		for n, one := range engines {
+			if want := one.cached(ids, salt); found[n] != want {
+				t.Fatalf("instance %d has %d blocks of %v with salt %q, not %d", n, want, ids, salt, found[n])
+			}
+		}
+	}
+}
+
+// TestAnswersAreWhatTheEnginesHave: with several algorithms, duplicates, evictions and
+// resets, through snapshots, and while others ask.
+func TestAnswersAreWhatTheEnginesHave(t *testing.T) {
+	for seed := range uint64(5) {
+		random := rand.New(rand.NewPCG(seed, 3))
+		f := newFleet(t, 1<<20, 3)
+		engines := make([]*engine, 3)
+		for n, algorithm := range []blockhash.Algorithm{blockhash.SHA256, blockhash.SHA256, blockhash.XXHashCBOR} {
+			engines[n] = newEngine(f.instances[n], algorithm, "0")
+			engines[n].to.Connected()
+		}
+		for range 400 {
+			one := engines[random.IntN(3)]
+			switch dice := random.IntN(100); {
+			case dice < 1:
+				one.reset()
+			case dice < 40:
+				if hash, ok := one.some(); ok {
+					one.evict(hash)
+				}
+			default:
+				ids, salt := prompt(random), salt(random)
+				one.store(ids, salt, min(random.IntN(3), one.cached(ids, salt)), "GPU")
+			}
+			if random.IntN(20) == 0 {
+				check(t, f, engines, random)
+			}
+			if random.IntN(100) == 0 {
+				f = reloaded(t, f)
+				for n, one := range engines {
+					one.to = f.instances[n]
+				}
+			}
+		}
+		for _, one := range engines {
+			if got := one.to.Status(); got.Blocks["GPU"] != len(one.held) || got.Skipped > 0 || !got.Complete {
+				t.Errorf("an engine of %d blocks is said to be %+v", len(one.held), got)
+			}
+		}
+	}
+}
+
+// reloaded returns a fleet made of a snapshot of another one.
+func reloaded(t *testing.T, f *Fleet) *Fleet {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "snapshot")
+	if err := f.Save(file); err != nil {
+		t.Fatal(err)
+	}
+	again := newFleet(t, f.maxBlocks, len(f.instances))
+	if err := again.Load(file); err != nil {
+		t.Fatal(err)
+	}
+	for n, one := range again.instances {
+		if one.Position() != f.instances[n].Position() {
+			t.Errorf("the position is %v, not %v", one.Position(), f.instances[n].Position())
+		}
+		if got := blocks(again, Query{IDs: []uint32{0, 0, 0, 0, 0}}); got[n] != 0 {
+			t.Error("a snapshot counts before its publisher is found unchanged")
+		}
+		one.Connected()
+	}
+	return again
+}
+
+func TestASnapshotThatIsTornIsNotRead(t *testing.T) {
+	f := newFleet(t, 100, 1)
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	one.store(make([]uint32, 40), "", 0, "GPU")
+	file := filepath.Join(t.TempDir(), "snapshot")
+	if err := f.Save(file); err != nil {
+		t.Fatal(err)
+	}
+	data, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for n := range data {
+		torn := append([]byte(nil), data...)
+		torn[n] ^= 0x40
+		for _, bad := range [][]byte{data[:n], torn} {
+			if err := os.WriteFile(file, bad, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if newFleet(t, 100, 1).Load(file) == nil {
+				t.Fatalf("read: %d of %d bytes", n, len(data))
+			}
+		}
+	}
+}
+
+func TestAnInstanceAnswersOnlyWhileItIsConnected(t *testing.T) {
+	f := newFleet(t, 100, 1)
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	ids := make([]uint32, 9)
+	asked := func(want int) {
+		t.Helper()
+		if got := blocks(f, Query{IDs: ids}); got[0] != want {
+			t.Errorf("%d blocks, not %d", got[0], want)
+		}
+	}
+	one.store(ids, "", 0, "GPU")
+	asked(0)
+	one.to.Connected()
+	asked(2)
+	one.to.Disconnected(os.ErrClosed)
+	asked(0)
+	one.to.Connected()
+	asked(2)
+	one.to.Drop("it is another one")
+	asked(0)
+}
+
+func TestASeedThatIsNotKnownIsToldByTheFirstPrompt(t *testing.T) {
+	for _, salt := range []string{"", "salt"} {
+		f := newFleet(t, 100, 1)
+		one := newEngine(f.instances[0], blockhash.SHA256, "77")
+		one.to.Connected()
+		one.store(make([]uint32, 9), salt, 0, "GPU")
+		if got := one.to.Status(); got.Naming != Foreign || got.Skipped != 2 || f.Blocks() != 0 {
+			t.Errorf("%+v, %d blocks", got, f.Blocks())
+		}
+		// It starts anew, as it was told to.
+		one.to.Drop("it is another one")
+		again := newEngine(f.instances[0], blockhash.SHA256, "0")
+		again.store(make([]uint32, 9), salt, 0, "GPU")
+		again.to.Connected()
+		check(t, f, []*engine{again}, rand.New(rand.NewPCG(1, 1)))
+	}
+}
+
+func TestNamesAreLookedUpAsTheyAre(t *testing.T) {
+	f := newFleet(t, 100, 2)
+	one := newEngine(f.instances[1], blockhash.SHA256, "0")
+	one.to.Connected()
+	ids := make([]uint32, 40)
+	one.store(ids, "", 0, "GPU")
+	var names []uint64
+	for _, hash := range one.hashes(ids, "") {
+		names = append(names, blockhash.Name(hash))
+	}
+	if got := blocks(f, Query{Names: append(names[:7:7], 1, names[8])}); got[0] != 0 || got[1] != 7 {
+		t.Errorf("%v blocks, not [0 7]", got)
+	}
+}
+
+func TestBlocksInLowerMediaGoOnWhereTheGPUStops(t *testing.T) {
+	f := newFleet(t, 1000, 2)
+	ids := make([]uint32, 41)
+	for n, medium := range []string{"CPU", "storage"} {
+		one := newEngine(f.instances[n], blockhash.SHA256, "0")
+		one.to.Connected()
+		one.store(ids[:12], "", 0, "GPU")
+		one.store(ids[:32], "", 2, medium) // blocks 2 to 7
+	}
+	for n, holding := range f.NewReader().Lookup(&Query{IDs: ids}) {
+		want := []string{"CPU", "STORAGE"}[n]
+		if holding.Blocks != 3 || holding.Further != 5 || f.Medium(holding.Medium) != want || holding.Score() != 7 {
+			t.Errorf("%+v", holding)
+		}
+	}
+}
+
+func TestABatchThatCannotBeReadVoidsTheState(t *testing.T) {
+	f := newFleet(t, 100, 1)
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	one.to.Connected()
+	one.store(make([]uint32, 9), "", 0, "GPU")
+	one.to.Take(1, []byte("no msgpack"))
+	if got := one.to.Status(); got.Complete || got.Blocks["GPU"] != 0 || got.NextBatch != 2 || f.Blocks() != 0 {
+		t.Errorf("%+v", got)
+	}
+}
+
+func TestMemoryIsBounded(t *testing.T) {
+	const maxBlocks = 500
+	f := newFleet(t, maxBlocks, 1)
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	one.to.Connected()
+	hot := make([]uint32, 41)
+	one.store(hot, "", 0, "GPU")
+	random := rand.New(rand.NewPCG(1, 1))
+	for n := range 300 {
+		ids := make([]uint32, 40)
+		for i := range ids {
+			ids[i] = random.Uint32()
+		}
+		one.store(ids, "", 0, "GPU")
+		if f.Blocks() > maxBlocks {
+			t.Fatalf("%d blocks", f.Blocks())
+		}
+		if got := blocks(f, Query{IDs: hot}); got[0] != 10 {
+			t.Fatalf("after %d prompts, %d blocks are left of one that is asked for each time", n, got[0])
+		}
+	}
+	// The same blocks, again and again.
+	for range maxBlocks + 2 {
+		ids := make([]uint32, 40)
+		for i := range ids {
+			ids[i] = random.Uint32()
+		}
+		one.store(ids, "", 0, "GPU")
+		one.store(ids, "", 0, "GPU")
+		if n := len(one.to.state.Again); n > maxBlocks {
+			t.Fatalf("%d further blocks are counted", n)
+		}
+	}
+}
+
+func TestFleetsThatCannotBeAreRefused(t *testing.T) {
+	two := []InstanceConfig{{Name: "a"}, {Name: "a"}}
+	for _, config := range []Config{{MaxBlocks: 1}, {MaxBlocks: 1, Instances: two}, {Instances: two[:1]}} {
+		if _, err := New(config, slog.New(slog.DiscardHandler)); err == nil {
+			t.Error("made:", fmt.Sprint(config))
+		}
+	}
+}

@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"kvtax/kvindex/cmd/kvindexd/blockhash"
+	"kvtax/kvindex/cmd/kvindexd/events"
+	"kvtax/kvindex/cmd/kvindexd/feed"
+	"kvtax/kvindex/cmd/kvindexd/names"
+)
+
+// A Naming is what is known of how an instance names its blocks.
+type Naming string
+
+const (
+	// NotTold: no prompt was stored yet that could tell.
+	NotTold Naming = "not told yet"
+	// Foreign: with no algorithm and none of the seeds that are known here. Nothing of
+	// the instance is kept, as no prompt could ever be found in it.
+	Foreign Naming = "another seed"
+)
+
+// An Instance takes the KV events of one vLLM. It is a feed.Taker.
+type Instance struct {
+	Name   string
+	Source feed.Source
+	fleet  *Fleet
+	number uint16
+	log    *slog.Logger
+
+	// answers is how its blocks are named while there is an answer to give: the way is
+	// told, and the state is that of a publisher that is connected.
+	answers atomic.Pointer[names.Way]
+	// tiered is set once it held a block elsewhere than in the GPU.
+	tiered atomic.Bool
+
+	mu        sync.Mutex
+	decoder   events.Decoder
+	ids       []uint32
+	fresh     []uint64
+	state     state
+	connected bool
+	why       string // it is not connected, or was dropped last
+	counts    Counts
+}
+
+// state is what a snapshot keeps of an instance, beside its blocks.
+type state struct {
+	Position feed.Position
+	Complete bool
+	Naming   Naming
+	Way      names.Way
+	// Again counts the further blocks of the same hash in the same place: a hash is
+	// gone with the last of them.
+	Again map[place]uint32
+	// Held counts the different blocks in each medium.
+	Held [maxMedia]int
+}
+
+// A place is a block in a medium.
+type place struct {
+	Name   uint64
+	Medium uint8
+}
+
+// Counts are what has happened since the start.
+type Counts struct {
+	Batches uint64 // taken
+	Events  uint64
+	Gaps    uint64 // times that batches did not come by themselves
+	Missed  uint64 // such batches
+	Dropped uint64 // times that all that was taken was void
+	Skipped uint64 // blocks that are not kept: see stored
+}
+
+func newInstance(f *Fleet, number uint16, config InstanceConfig, log *slog.Logger) *Instance {
+	return &Instance{
+		Name: config.Name, Source: config.Source, fleet: f, number: number,
+		log:   log.With("instance", config.Name),
+		state: emptyState(),
+		why:   "not connected yet",
+	}
+}
+
+func emptyState() state {
+	return state{Naming: NotTold, Again: make(map[place]uint32)}
+}
+
+// Position is how far the events were taken.
+func (i *Instance) Position() feed.Position {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	return i.state.Position
+}
+
+// Take applies a batch.
+func (i *Instance) Take(number uint64, batch []byte) {
+	i.fleet.quiet.RLock()
+	defer i.fleet.quiet.RUnlock()
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if number == 0 {
+		i.state.Complete = true
+	}
+	i.counts.Batches++
+	if err := i.decoder.Decode(batch, i.apply); err != nil {
+		i.drop(fmt.Sprintf("batch %d: %v", number, err))
+	}
+	i.state.Position = feed.Position{Next: number + 1, Last: feed.Digest(batch)}
+}
+
+// Drop forgets all.
+func (i *Instance) Drop(why string) {
+	i.fleet.quiet.RLock()
+	defer i.fleet.quiet.RUnlock()
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.drop(why)
+}
+
+func (i *Instance) drop(why string) {
+	i.log.Warn("its blocks are forgotten", "why", why)
+	i.counts.Dropped++
+	i.why = why
+	i.answers.Store(nil)
+	i.forget()
+	i.state = emptyState()
+}
+
+// forget takes its blocks from the index.
+func (i *Instance) forget() {
+	i.fleet.index.ClearFunc(func(h holder) bool { return h.instance == i.number })
+	clear(i.state.Again)
+	i.state.Held = [maxMedia]int{}
+}
+
+// Untouched says that there was no event yet.
+func (i *Instance) Untouched() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.state.Complete = true
+}
+
+// Missed counts batches that did not come by themselves.
+func (i *Instance) Missed(batches uint64) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.counts.Gaps++
+	i.counts.Missed += batches
+}
+
+// Connected says that the state is that of the publisher.
+func (i *Instance) Connected() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.connected, i.why = true, ""
+	i.answer()
+}
+
+// Disconnected says that the state may be that of an instance that is gone.
+func (i *Instance) Disconnected(why error) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.connected, i.why = false, why.Error()
+	i.answers.Store(nil)
+}
+
+// answer lets lookups find the instance, if there is an answer to give.
+func (i *Instance) answer() {
+	if i.connected && i.state.Way.BlockTokens > 0 {
+		way := i.state.Way
+		i.answers.Store(&way)
+	}
+}
+
+func (i *Instance) apply(e *events.Event) error {
+	i.counts.Events++
+	switch e.Kind {
+	case events.Stored:
+		i.stored(e)
+	case events.Removed:
+		i.removed(e)
+	case events.Cleared:
+		// It names no medium, and the pools of lower ones are reset with it or alone.
+		i.forget()
+		i.state.Complete = true
+	}
+	return nil
+}
+
+// stored keeps blocks, unless they are of another size than the first of the instance, or
+// of a further group of layers, or have names that cannot be told from token ids.
+func (i *Instance) stored(e *events.Event) {
+	if i.state.Naming == NotTold {
+		i.tell(e)
+	}
+	medium, ok := i.medium(e)
+	size := i.state.Way.BlockTokens
+	sized := e.BlockTokens == 0 || size == 0 || e.BlockTokens == size
+	if !ok || !sized || e.Group != 0 || i.state.Naming == Foreign {
+		i.counts.Skipped += uint64(len(e.Names))
+		return
+	}
+	if medium > 0 {
+		i.tiered.Store(true)
+	}
+	at := holder{i.number, medium}
+	i.fresh = i.fresh[:0]
+	for _, name := range e.Names {
+		if i.fleet.index.Holds(name, at) {
+			i.state.Again[place{name, medium}]++
+		} else {
+			i.fresh = append(i.fresh, name)
+		}
+	}
+	i.fleet.index.Add(i.fresh, at)
+	i.state.Held[medium] += len(i.fresh)
+	if len(i.state.Again) > i.fleet.maxBlocks {
+		i.drop("more further blocks of the same hashes than -max-blocks")
+	}
+}
+
+func (i *Instance) removed(e *events.Event) {
+	medium, ok := i.medium(e)
+	if !ok || e.Group != 0 {
+		return
+	}
+	at := holder{i.number, medium}
+	for _, name := range e.Names {
+		here := place{name, medium}
+		if more := i.state.Again[here]; more > 1 {
+			i.state.Again[here]--
+		} else if more == 1 {
+			delete(i.state.Again, here)
+		} else if i.fleet.index.Holds(name, at) {
+			i.fleet.index.Evict(name, at)
+			i.state.Held[medium]--
+		}
+	}
+}
+
+// medium returns the number of an event's medium. vLLM writes them in capitals, and
+// connectors as they like.
+func (i *Instance) medium(e *events.Event) (uint8, bool) {
+	if name := string(e.Medium); name == "" || name == events.GPU {
+		return 0, true
+	}
+	return i.fleet.medium(strings.ToUpper(string(e.Medium)))
+}
+
+// tell finds out how the instance names blocks: from the first block of a prompt, whose
+// name depends on nothing but the seed and what is published with it. With an adapter, a
+// name that is not recognised says nothing: it may depend on the adapter's path.
+func (i *Instance) tell(e *events.Event) {
+	size := e.BlockTokens
+	if e.HasParent || e.Lookahead || e.Group != 0 || len(e.Names) == 0 ||
+		size < 1 || size > blockhash.MaxBlockTokens || e.TokenIDs.Len() < size {
+		return
+	}
+	ids, err := e.TokenIDs.Append(i.ids[:0], size)
+	if i.ids = ids; err != nil {
+		return
+	}
+	keys, err := e.FirstKeys()
+	if err != nil {
+		return
+	}
+	way, ok := i.fleet.told(e.Names[0], ids, keys)
+	if !ok && e.HasLoRA {
+		return
+	}
+	if !ok {
+		i.state.Naming = Foreign
+		i.log.Warn("it names its blocks with a seed that is not known here: nothing of it can be " +
+			"found. Start it with PYTHONHASHSEED set, and kvindexd with the same -hash-seed")
+		i.forget()
+		return
+	}
+	i.state.Naming, i.state.Way = Naming(way.Algorithm), way
+	i.fleet.uses(way)
+	i.answer()
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package names
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+
+	"kvtax/kvindex/cmd/kvindexd/blockhash"
+)
+
+func always(uint64) bool { return true }
+
+// hashed names blocks one by one, as vLLM does.
+func hashed(way Way, ids []uint32, extra *blockhash.Extra, style blockhash.Style) []uint64 {
+	var names []uint64
+	h := blockhash.New(way.Algorithm)
+	parent := h.Seed(way.Seed)
+	for start := 0; start+way.BlockTokens <= len(ids); start += way.BlockTokens {
+		end := start + way.BlockTokens
+		parent = h.Block(&parent, ids[start:end], extra.Keys(style, start, end))
+		names = append(names, parent.Name())
+	}
+	return names
+}
+
+var ways = []Way{
+	{blockhash.SHA256, "0", 16},
+	{blockhash.SHA256, "1", 16},
+	{blockhash.SHA256CBOR, "0", 16},
+	{blockhash.XXHash, "0", 4},
+	{blockhash.SHA256, "0", 4},
+}
+
+// TestNamesAreTheHashesWhateverWasAskedBefore: one memo, much too small, for prompts that
+// share prefixes, tell images apart, and come in several ways and styles at once.
+func TestNamesAreTheHashesWhateverWasAskedBefore(t *testing.T) {
+	memo := NewMemo(40 * SpanBytes)
+	var all sync.WaitGroup
+	for seed := range uint64(4) {
+		all.Go(func() {
+			random := rand.New(rand.NewPCG(seed, 1))
+			var namers []*Namer
+			for _, way := range ways {
+				namers = append(namers, NewNamer(memo, way))
+			}
+			for range 500 {
+				ids := make([]uint32, random.IntN(600))
+				for i := random.IntN(len(ids) + 1); i < len(ids); i++ {
+					ids[i] = random.Uint32N(2)
+				}
+				extra := &blockhash.Extra{}
+				if random.IntN(3) == 0 {
+					extra.Salt = fmt.Sprint(random.IntN(2))
+				}
+				if random.IntN(3) == 0 {
+					extra.LoRA, extra.LoRAPath = "a", fmt.Sprint(random.IntN(2))
+				}
+				if random.IntN(2) == 0 {
+					extra.Images = []blockhash.Image{{ID: fmt.Sprint(random.IntN(2)), Offset: random.IntN(9) * 60, Tokens: 20}}
+				}
+				style := blockhash.Style(random.IntN(3))
+				n := random.IntN(len(ways))
+				got := namers[n].Append([]uint64{7}, ids, extra, style, always)
+				if want := append([]uint64{7}, hashed(ways[n], ids, extra, style)...); !slices.Equal(got, want) {
+					t.Errorf("%d ids in way %v with %v: wrong names", len(ids), ways[n], extra)
+					return
+				}
+			}
+		})
+	}
+	all.Wait()
+}
+
+func TestNobodyHashesWhatNobodyHolds(t *testing.T) {
+	way := ways[0]
+	ids := make([]uint32, 1000*way.BlockTokens)
+	want := hashed(way, ids, &blockhash.Extra{}, blockhash.Tagged)
+	for _, heldBlocks := range []int{0, 5, 8, 100, 993, 1000} {
+		held := func(name uint64) bool { return slices.Contains(want[:heldBlocks], name) }
+		memo := NewMemo(1 << 20)
+		got := NewNamer(memo, way).Append(nil, ids, &blockhash.Extra{}, blockhash.Tagged, held)
+		if !slices.Equal(got, want[:len(got)]) {
+			t.Errorf("%d held: wrong names", heldBlocks)
+		}
+		if len(got) < heldBlocks || len(got) > heldBlocks+blocksPerSpan {
+			t.Errorf("%d held: %d named", heldBlocks, len(got))
+		}
+	}
+}
+
+func BenchmarkAppend(b *testing.B) {
+	for _, size := range []int{16, 128} {
+		for _, known := range []bool{true, false} {
+			b.Run(fmt.Sprintf("33000 ids/blocks of %d/known=%v", size, known), func(b *testing.B) {
+				ids := make([]uint32, 33_000)
+				for i := range ids {
+					ids[i] = rand.Uint32N(150_000)
+				}
+				memo := NewMemo(16 << 20)
+				namer := NewNamer(memo, Way{blockhash.SHA256, "0", size})
+				var names []uint64
+				b.ReportAllocs()
+				for b.Loop() {
+					if !known {
+						ids[0]++
+					}
+					names = namer.Append(names[:0], ids, &blockhash.Extra{}, blockhash.Tagged, always)
+				}
+			})
+		}
+	}
+}

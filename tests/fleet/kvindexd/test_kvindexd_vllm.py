@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvindexd against vLLM's own caches: what it says is what vLLM would find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+from kvindexd_lab import Engine, Index, needs_go
+
+pytestmark = [pytest.mark.long, needs_go, pytest.mark.timeout(1800)]
+BLOCKS = 150
+# By name: blocks, tokens per block, algorithm.
+ENGINES = {
+    "a": (BLOCKS, 16, "sha256"),
+    "b": (BLOCKS, 16, "sha256"),
+    "c": (BLOCKS, 4, "sha256_cbor"),
+}
+
+
+@contextmanager
+def running(
+    folder: Path, settings: dict[str, tuple], *flags: str, **seed: str
+) -> Iterator[tuple[list[Engine], Index]]:
+    engines = [
+        Engine(name, folder, *map(str, one), **seed) for name, one in settings.items()
+    ]
+    index = None
+    try:
+        for one in engines:
+            one("free")  # it has started
+        index = Index(engines, folder, *flags)
+        yield engines, index
+    finally:
+        if index:
+            index.kill()
+        for one in engines:
+            one.kill()
+
+
+class Workload:
+    """Prompts that begin like others, some with a salt or an adapter."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.prompts: list[dict] = [{"ids": [1, 2, 3]}]
+
+    def prompt(self) -> dict:
+        random = self.random
+        earlier = random.choice(self.prompts[-200:])
+        begin = earlier["ids"][: random.randrange(1, 500)]
+        more = [random.randrange(3) for _ in range(random.choice([1, 16, 40, 300]))]
+        made = earlier | {"ids": begin + more}
+        if random.random() < 0.1:
+            made = {"ids": made["ids"], "salt": random.choice(["s", "tenant"])}
+        elif random.random() < 0.1:
+            made = {"ids": made["ids"], "lora": "adapter"}
+        self.prompts.append(made)
+        return made
+
+    def step(self, engine: Engine) -> None:
+        random = self.random
+        dice = random.random()
+        if dice < 0.02:
+            engine("reset")
+        elif dice < 0.1:
+            engine("free")
+        else:
+            output = [random.randrange(3) for _ in range(random.choice([0, 30]))]
+            stay = random.random() < 0.3
+            if not engine("run", prompt=self.prompt(), output=output, stay=stay):
+                engine("free")
+
+    def asked(self, number: int) -> list[dict]:
+        known = self.random.choices(self.prompts, k=number // 2)
+        return known + [self.prompt() for _ in range(number - len(known))]
+
+
+def checked(engines: list[Engine], index: Index, prompts: list[dict]) -> int:
+    """Asserts that the index agrees with all engines; returns the tokens found."""
+    index.wait()
+    said = index.tokens(prompts)
+    found = 0
+    for engine in engines:
+        computed = engine("computed", prompts=prompts)
+        assert said[engine.name] == computed, index.instances()
+        found += sum(computed)
+    return found
+
+
+def test_ten_thousand_answers_are_the_engines(tmp_path: Path) -> None:
+    workload = Workload(1)
+    snapshot = tmp_path / "snapshot"
+    flags = "-snapshot", str(snapshot), "-snapshot-every", "1s"
+    asked, rounds = 0, 100
+    with running(tmp_path, ENGINES, *flags) as (engines, index):
+        found = 0
+        for number in range(rounds):
+            for _ in range(30):
+                workload.step(workload.random.choice(engines))
+            if number % 10 == 3:  # in the middle of the events
+                index.kill()
+                index.start()
+            elif number % 10 == 7:
+                assert index.stop() == 0
+                workload.step(engines[0])
+                index.start()
+            elif number % 30 == 15:
+                engine = workload.random.choice(engines)
+                engine.kill()
+                engine.start()
+                engine("free")
+            prompts = workload.asked(100)
+            found += checked(engines, index, prompts)
+            asked += len(prompts)
+        states = index.instances()
+    assert asked >= 10_000
+    assert found > 200_000
+    assert all(one["complete"] for one in states.values())
+
+
+def test_the_first_answer_after_a_warm_restart_is_right(tmp_path: Path) -> None:
+    """Also where the replay no longer reaches back to the beginning."""
+    workload = Workload(2)
+    flags = "-snapshot", str(tmp_path / "snapshot")
+    with running(tmp_path, {"a": ENGINES["a"]}, *flags) as (engines, index):
+        for _ in range(20):
+            workload.step(engines[0])
+        index.wait()
+        assert index.stop() == 0
+        for _ in range(20):
+            workload.step(engines[0])
+        index.start()
+        assert checked(engines, index, workload.asked(100)) > 0
+        assert (
+            index.instances()["a"]["batches"] <= 20
+        )  # the others were not taken again
+
+
+def test_a_seed_that_is_not_known_is_told_and_not_guessed(tmp_path: Path) -> None:
+    settings = {"a": ENGINES["a"]}
+    with running(tmp_path, settings, seed="77") as (engines, index):
+        prompt = {"ids": list(range(100))}
+        engines[0]("run", prompt=prompt, output=[], stay=False)
+        index.wait()
+        state = index.instances()["a"]
+        assert state["naming"] == "another seed"
+        assert state["skipped_blocks"] == 6
+        assert index.tokens([prompt]) == {"a": [0]}
+        assert "PYTHONHASHSEED" in (tmp_path / "kvindexd.log").read_text()
