@@ -21,7 +21,11 @@ import msgspec
 import polars as pl
 
 from fleet.analyze.records import ArmRun
-from fleet.policies.size_class import HEAVY_ABOVE_TOKENS, WARM_BELOW_TOKENS
+from fleet.policies.size_class import (
+    HEAVY_ABOVE_TOKENS,
+    HUGE_ABOVE_TOKENS,
+    WARM_BELOW_TOKENS,
+)
 from lab.records.arm import ArmRecord
 from lab.records.decisions import DecisionRecord
 from lab.records.replay import ReplayEnd
@@ -190,8 +194,10 @@ def size_class() -> pl.Expr:
         .then(pl.lit("WARM"))
         .when(new <= HEAVY_ABOVE_TOKENS)
         .then(pl.lit("MEDIUM"))
-        .when(new.is_not_null())
+        .when(new <= HUGE_ABOVE_TOKENS)
         .then(pl.lit("HEAVY"))
+        .when(new.is_not_null())
+        .then(pl.lit("HUGE"))
         .otherwise(pl.col("decided_class"))
         .alias("class")
     )

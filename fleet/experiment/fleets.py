@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from fleet.experiment.config import Arm, Experiment, Given
 from fleet.instances import read_instances
 from fleet.launch.check import CheckError, check_instances, http_text
@@ -48,17 +50,22 @@ def _alive() -> None:
 class Fleet:
     """The instances that a run sends its requests to.
 
-    `launched` are the vLLM instances of this machine. `cache_tokens`: what each can
-    cache, None if not known. `check_alive` raises ServerError if one has ended.
+    `launched` are the vLLM instances of this machine. `check_alive` raises ServerError
+    if one has ended.
     """
 
     instances: list[Instance]
     vocab_size: int
     ready_s: float
-    cache_tokens: int | None = None
     launched: list[LaunchedInstance] = field(default_factory=list)
     patches: dict[str, str] = field(default_factory=dict)
     check_alive: Callable[[], None] = _alive
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """What the smallest cache holds; None where one is not known."""
+        held = [one.kv_tokens for one in self.instances]
+        return None if None in held else min(held)
 
 
 @contextmanager
@@ -104,29 +111,30 @@ def _launched(
     preflight.check_connector(wanted.connector)
     with launched(wanted, workshop, folder) as servers:
         ready_s = wait_ready(servers)
+        held = [_cache_tokens(wanted.settings, server) for server in servers]
         yield Fleet(
-            instances=[server.instance for server in servers],
+            instances=[
+                msgspec.structs.replace(server.instance, kv_tokens=tokens)
+                for server, tokens in zip(servers, held, strict=True)
+            ],
             vocab_size=workshop.checkpoint(wanted.settings).vocab_size,
             ready_s=ready_s,
-            cache_tokens=_cache_tokens(wanted.settings, servers),
             launched=servers,
             patches=workshop.tree(wanted)[1],
             check_alive=lambda: check_alive(servers),
         )
 
 
-def _cache_tokens(
-    settings: InstanceSettings, servers: list[LaunchedInstance]
-) -> int | None:
-    """Of the smallest cache among the instances, None if vLLM does not tell.
+def _cache_tokens(settings: InstanceSettings, server: LaunchedInstance) -> int | None:
+    """How much an instance can cache, None if vLLM does not tell.
 
-    Raises CheckError if one does not answer.
+    Raises CheckError if it does not answer.
     """
-    urls = [f"{server.instance.url}/metrics" for server in servers]
-    blocks = [cache_config(http_text(url)).get("num_gpu_blocks") for url in urls]
-    if None in blocks:
+    told = cache_config(http_text(f"{server.instance.url}/metrics"))
+    blocks = told.get("num_gpu_blocks")
+    if blocks is None:
         return None
-    return min(blocks) * settings.block_size * settings.data_parallel
+    return blocks * settings.block_size * settings.data_parallel
 
 
 @contextmanager

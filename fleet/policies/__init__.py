@@ -12,10 +12,21 @@ from typing import Any
 
 import msgspec
 
-from . import direct_read, elastic, linear, lmetric, load_only, pd_sep, round_robin
+from . import (
+    direct_read,
+    elastic,
+    elastic_study,
+    linear,
+    lmetric,
+    load_only,
+    migrate,
+    pd_sep,
+    round_robin,
+)
 from .decision import Ask, Candidate, Decision, NoInstance, Policy, Snapshot
 
 __all__ = [
+    "MOVES_KV",
     "PARAMETERS",
     "POLICIES",
     "Ask",
@@ -36,9 +47,13 @@ _MODULES: dict[str, ModuleType] = {
     "lmetric": lmetric,
     "pd_sep": pd_sep,
     "elastic": elastic,
+    "elastic_study": elastic_study,
+    "migrate": migrate,
     "direct_read": direct_read,
 }
 POLICIES: dict[str, Policy] = {name: one.decide for name, one in _MODULES.items()}
+# Those whose decisions may move KV between instances.
+MOVES_KV = frozenset({"pd_sep", "elastic", "elastic_study", "migrate"})
 PARAMETERS: dict[str, type[msgspec.Struct]] = {
     name: one.Parameters for name, one in _MODULES.items()
 }

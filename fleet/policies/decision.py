@@ -28,8 +28,9 @@ class Decision(msgspec.Struct, frozen=True):
 
     `prefill`: prefill there first; the KV then moves to `instance`. `read_from`: the
     peer that `instance` may read the prefix from. `scores`: of every candidate that
-    could have been `instance`; lower is better. `kind`: WARM, MEDIUM or HEAVY, where
-    the policy tells them apart.
+    could have been `instance`; lower is better. `kind`: WARM to HUGE, where the policy
+    tells them apart. `moves_from`: the instance that the session leaves for good, whose
+    KV moves. `prefill_timeout_s`: for the prefill elsewhere; None is the proxy's.
     """
 
     instance: str
@@ -38,6 +39,8 @@ class Decision(msgspec.Struct, frozen=True):
     scores: dict[str, float]
     reason: str
     kind: str | None = None
+    moves_from: str | None = None
+    prefill_timeout_s: float | None = None
 
 
 Policy = Callable[[Ask, Snapshot, Any], Decision]
@@ -58,6 +61,20 @@ def serving(snapshot: Snapshot) -> list[Candidate]:
 def new_tokens(ask: Ask, candidate: Candidate) -> int:
     """Prompt tokens that the candidate would have to compute."""
     return max(0, ask.prompt_tokens - candidate.cached_tokens)
+
+
+def has_room(ask: Ask, candidate: Candidate, kv_share: float) -> bool:
+    """Whether the prompt's KV can arrive there beside all that is in flight.
+
+    KV that arrives holds blocks before its request runs, and cannot be preempted: where
+    everything waits for blocks, an engine can stop for good (vLLM 0.18.1;
+    connectors/direct_read/admission.py). So no more may be in flight than
+    `kv_share` of what the instance holds; the rest is for answers still to come.
+    """
+    if candidate.kv_tokens is None:
+        return True
+    in_flight = candidate.ongoing_tokens + ask.prompt_tokens
+    return in_flight <= kv_share * candidate.kv_tokens
 
 
 def lowest(candidates: list[Candidate], scores: list[float], arrivals: int) -> int:

@@ -3,8 +3,9 @@
 
 Decode: the instance of role `decode` with the fewest ongoing tokens. Prefill: the one
 of role `prefill` with the fewest tokens to compute before ours are done, its pending
-prefill tokens + the request's new tokens there. Without a healthy prefill instance the
-decode instance does both. DistServe (arXiv:2401.09670) and Splitwise (arXiv:2311.18677)
+prefill tokens + the request's new tokens there. Without a healthy prefill instance, or
+where no decode instance has room for the KV to arrive, the decode instance does both.
+DistServe (arXiv:2401.09670) and Splitwise (arXiv:2311.18677)
 are where the pools come from.
 """
 
@@ -18,6 +19,7 @@ from .decision import (
     Decision,
     NoInstance,
     Snapshot,
+    has_room,
     lowest,
     new_tokens,
     placed,
@@ -25,7 +27,10 @@ from .decision import (
 
 
 class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """None."""
+    """What limits a transfer, as in elastic."""
+
+    prefill_timeout_s: float | None = None
+    kv_share: float = 0.9
 
 
 def least_prefill(ask: Ask, pool: list[Candidate], arrivals: int) -> Candidate:
@@ -40,10 +45,16 @@ def decide(ask: Ask, snapshot: Snapshot, parameters: Parameters) -> Decision:
     prefill = [one for one in snapshot.candidates if one.role == "prefill"]
     if not decode:
         raise NoInstance("no healthy instance of role decode")
-    scores = [float(one.ongoing_tokens) for one in decode]
-    best = lowest(decode, scores, snapshot.arrivals)
+    with_room = [one for one in decode if has_room(ask, one, parameters.kv_share)]
+    pool = with_room or decode
+    scores = [float(one.ongoing_tokens) for one in pool]
+    best = lowest(pool, scores, snapshot.arrivals)
     if not prefill:
-        return placed(decode, scores, best, "no healthy prefill instance: co-located")
-    chosen = placed(decode, scores, best, "least load of each pool")
+        return placed(pool, scores, best, "no healthy prefill instance: co-located")
+    if not with_room:
+        return placed(pool, scores, best, "no room for KV to arrive: co-located")
+    chosen = placed(pool, scores, best, "least load of each pool")
     source = least_prefill(ask, prefill, snapshot.arrivals)
-    return msgspec.structs.replace(chosen, prefill=source.name)
+    return msgspec.structs.replace(
+        chosen, prefill=source.name, prefill_timeout_s=parameters.prefill_timeout_s
+    )

@@ -72,6 +72,8 @@ class DecisionLog:
                 read_from=decision.read_from,
                 reason=decision.reason,
                 kind=decision.kind,
+                moves_from=decision.moves_from,
+                prefill_timeout_s=decision.prefill_timeout_s,
                 prompt_tokens=ask.prompt_tokens,
                 form=form,
                 cache=cache,

@@ -71,10 +71,12 @@ class Offloader:
         )
         counted.enter_context(offload)
 
+        limit_s = route.decision.prefill_timeout_s or self._prefill_timeout_s
+
         async def prefill(params: dict[str, Any]) -> Answer:
             with counted:
                 body = exchange.body.prefill_only(params)
-                return await self._prefill(p, path, headers, body)
+                return await self._prefill(p, path, headers, body, limit_s)
 
         def decode(params: dict[str, Any]) -> Awaitable[Answer]:
             body = exchange.body.with_transfer(params)
@@ -123,9 +125,13 @@ class Offloader:
             log.warning("after the hand-over: %s", error)
 
     async def _prefill(
-        self, p: Instance, path: str, headers: MultiMapping[str], body: bytes
+        self,
+        p: Instance,
+        path: str,
+        headers: MultiMapping[str],
+        body: bytes,
+        limit_s: float,
     ) -> Answer:
-        limit_s = self._prefill_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 answer = await self._upstream.ask(p, path, headers, body)

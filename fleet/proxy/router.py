@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
@@ -18,8 +18,8 @@ from .decision_log import DecisionLog
 from .exact import Exact
 from .loads import FleetLoad
 from .mirror import Mirror
+from .pins import Pins
 
-MAX_SESSIONS = 100_000
 Source = Literal["mirror", "exact"]
 
 
@@ -58,8 +58,9 @@ class Router:
         self._loads = loads
         self._log = log
         self._now_ns = now_ns
-        self._pins: OrderedDict[str, str] = OrderedDict()
+        self._pins = Pins()
         self._arrivals = 0
+        self._offloaded = 0
         self.difference_tokens = [0] * len(instances)
         self.differences = [0] * len(instances)
         self.decision_us: deque[float] = deque(maxlen=10_000)
@@ -94,6 +95,7 @@ class Router:
             end, attempt, ask, snapshot, decision, body.form, source, decision_us
         )
         self._arrivals += attempt == 0
+        self._offloaded += decision.prefill is not None
         self._remember(end.session, body, keys, decision)
         new = {
             one.name: max(0, ask.prompt_tokens - one.cached_tokens)
@@ -129,12 +131,21 @@ class Router:
                     load.ongoing_tokens,
                     load.pending_prefill_tokens,
                     cached[place],
+                    one.kv_tokens,
                 )
             )
         if not candidates:
             raise NoInstance("no healthy instance")
-        pinned = None if session is None else self._pins.get(session)
-        return Snapshot(candidates, pinned, self._arrivals, self._loads.offloads)
+        pin = self._pins.of(session)
+        return Snapshot(
+            candidates,
+            pin and pin.instance,
+            self._arrivals,
+            self._loads.offloads,
+            self._offloaded,
+            pin.turns if pin else 0,
+            pin.at_tokens if pin else 0,
+        )
 
     def _remember(
         self, session: str | None, body: Body, keys: list[int], decision: Decision
@@ -142,8 +153,4 @@ class Router:
         tokens = PIECE_BYTES * body.prompt_tokens / max(1, len(body.prompt))
         for name in {decision.instance, decision.prefill} - {None}:
             self._mirror.add(self._place[name], keys, tokens)
-        if session is not None:
-            self._pins[session] = decision.instance
-            self._pins.move_to_end(session)
-            if len(self._pins) > MAX_SESSIONS:
-                self._pins.popitem(last=False)
+        self._pins.note(session, decision.instance, body.prompt_tokens)

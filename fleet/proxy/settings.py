@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fleet.policies import parameters_of
+from fleet.policies import MOVES_KV, parameters_of
 from lab.records.instances import Instance
 
 
@@ -17,8 +17,8 @@ class Settings(msgspec.Struct, frozen=True):
 
     `silence_timeout_s`: how long an instance may send nothing, before its first byte
     and after. `client_timeout_s`: how long a client may take nothing of its stream.
-    `prefill_timeout_s`: for an offloaded prefill. `handover_timeout_s`: from its end to
-    the first byte of the instance that decodes.
+    `prefill_timeout_s`: for an offloaded prefill, where the policy does not say.
+    `handover_timeout_s`: from its end to the first byte of the instance that decodes.
     """
 
     policy: str
@@ -54,7 +54,7 @@ def check(instances: Sequence[Instance], settings: Settings) -> None:
         _need(instances, "kv_events", "--cache exact")
     if settings.policy == "direct_read":
         _need(instances, "direct_read", "policy direct_read")
-    if settings.policy in ("pd_sep", "elastic"):
+    if settings.policy in MOVES_KV:
         _check_transfer(instances, f"policy {settings.policy}")
     if settings.policy == "pd_sep":
         roles = {one.role for one in instances}

@@ -59,6 +59,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Uncached prompt tokens of the requests in flight without a first token."""
     cached_tokens: int
     """How much of this prompt's beginning the instance has."""
+    kv_tokens: int | None = None
+    """How many tokens of KV it can hold; null where nobody told."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -72,6 +74,12 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Requests before this one."""
     offloads: int
     """Prefills under way for a decode on another instance."""
+    offloaded: int = 0
+    """Decisions before this one that named such a prefill."""
+    pinned_turns: int = 0
+    """Requests of the session at the pinned instance, since it came there."""
+    pinned_at_tokens: int = 0
+    """Tokens of the first of their prompts."""
 
 
 class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decision"):
@@ -98,7 +106,11 @@ class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decisi
     reason: str
     """Why, in words."""
     kind: str | None = msgspec.field(name="class")
-    """`WARM`, `MEDIUM` or `HEAVY`, where the policy tells them apart."""
+    """`WARM`, `MEDIUM`, `HEAVY` or `HUGE`, where the policy tells them apart."""
+    moves_from: str | None = None
+    """The instance that the session leaves for good, and whose KV moves."""
+    prefill_timeout_s: float | None = None
+    """How long the prefill elsewhere may take; null: `prefill_timeout_s` above."""
     prompt_tokens: int
     """Exact for the form `ids`, else an estimate."""
     form: str

@@ -47,6 +47,8 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ZMQ endpoint that repeats missed KV events; null where there is none."""
     block_tokens: int = 16
     """Tokens per KV cache block."""
+    kv_tokens: int | None = None
+    """How many tokens of KV it can hold; null: not known, so no policy goes by it."""
 
 
 class InstancesFile(

@@ -84,7 +84,7 @@ def test_a_table_has_inherited_fields_and_the_names_of_the_file() -> None:
     rows = table(DriverEnd).splitlines()
     assert rows[2] == "| `scheduled` | Requests that were to be sent. |"
     assert rows[-1].startswith("| `driver_cpu_s` | ")
-    assert "| `class` | `WARM`, `MEDIUM` or `HEAVY`" in table(DecisionRecord)
+    assert "| `class` | `WARM`, `MEDIUM`, `HEAVY` or `HUGE`" in table(DecisionRecord)
 
 
 def test_a_page_that_is_out_of_date_is_made_anew() -> None:

@@ -160,7 +160,14 @@ def test_an_offload_that_fell_back_is_none(arm: Path) -> None:
 
 @pytest.mark.parametrize(
     ("new", "kind"),
-    [(4_999, "WARM"), (5_000, "MEDIUM"), (20_000, "MEDIUM"), (20_001, "HEAVY")],
+    [
+        (4_999, "WARM"),
+        (5_000, "MEDIUM"),
+        (20_000, "MEDIUM"),
+        (20_001, "HEAVY"),
+        (50_000, "HEAVY"),
+        (50_001, "HUGE"),
+    ],
 )
 def test_class_limits(new: int, kind: str) -> None:
     frame = pl.DataFrame({"new_tokens": [new], "decided_class": [None]})

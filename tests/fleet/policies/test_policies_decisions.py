@@ -6,60 +6,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
+from snapshots import asks, candidate, decide, snapshots
 
 from fleet.policies import (
     POLICIES,
     Ask,
-    Candidate,
-    Decision,
     NoInstance,
     PolicyError,
     Snapshot,
     parameters_of,
 )
-
-
-def candidate(name: str, role: str = "both", **load: int) -> Candidate:
-    zeros = dict.fromkeys(
-        ("requests", "ongoing_tokens", "pending_prefill_tokens", "cached_tokens"), 0
-    )
-    return Candidate(name, role, **(zeros | load))
-
-
-def decide(
-    policy: str,
-    candidates: list[Candidate],
-    prompt_tokens: int = 1000,
-    pinned: str | None = None,
-    arrivals: int = 0,
-    offloads: int = 0,
-    **parameters: float,
-) -> Decision:
-    snapshot = Snapshot(candidates, pinned, arrivals, offloads)
-    ask = Ask("s", prompt_tokens)
-    return POLICIES[policy](ask, snapshot, parameters_of(policy, parameters))
-
-
-loads = st.integers(0, 50_000)
-any_role = st.sampled_from(["both", "prefill", "decode"])
-
-
-@st.composite
-def snapshots(draw: st.DrawFn) -> Snapshot:
-    count = draw(st.integers(1, 9))
-    candidates = [
-        Candidate(f"i{n}", draw(any_role), *(draw(loads) for _ in range(4)))
-        for n in range(count)
-    ]
-    names = st.sampled_from([one.name for one in candidates] + ["gone"])
-    pinned = draw(st.none() | names)
-    return Snapshot(
-        candidates, pinned, draw(st.integers(0, 99)), draw(st.integers(0, 3))
-    )
-
-
-asks = st.builds(Ask, st.none() | st.just("s"), st.integers(1, 60_000))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -176,7 +132,14 @@ def test_pd_sep_takes_the_least_of_each_pool() -> None:
 
 @pytest.mark.parametrize(
     ("new_tokens", "kind"),
-    [(4_999, "WARM"), (5_000, "MEDIUM"), (20_000, "MEDIUM"), (20_001, "HEAVY")],
+    [
+        (4_999, "WARM"),
+        (5_000, "MEDIUM"),
+        (20_000, "MEDIUM"),
+        (20_001, "HEAVY"),
+        (50_000, "HEAVY"),
+        (50_001, "HUGE"),
+    ],
 )
 def test_elastic_tells_by_new_tokens_and_offloads_the_heavy(
     new_tokens: int, kind: str
@@ -184,7 +147,7 @@ def test_elastic_tells_by_new_tokens_and_offloads_the_heavy(
     a = candidate("a", cached_tokens=10_000)
     decision = decide("elastic", [a, candidate("b")], new_tokens + 10_000, "a")
     assert (decision.instance, decision.kind) == ("a", kind)
-    assert decision.prefill == ("b" if kind == "HEAVY" else None)
+    assert decision.prefill == ("b" if kind in ("HEAVY", "HUGE") else None)
 
 
 def test_elastic_does_not_offload_above_the_cap_or_to_an_overloaded_instance() -> None:

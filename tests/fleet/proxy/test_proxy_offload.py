@@ -16,60 +16,29 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from proxy_lab import DONE, Proxy, ask, connect, post, proxy, until
+from offload_lab import (
+    COMPUTED,
+    EXTERNAL,
+    HEAVY_FROM,
+    RUNNING,
+    SLOW,
+    heavy_chat,
+    named,
+    slow_pair,
+    unlike,
+    went_to,
+)
+from proxy_lab import DONE, ask, connect, post, proxy, until
 
 from fleet.standin.process import Standin, standin
-from lab.records.instances import Instance
 
 pytestmark = pytest.mark.slow
-# A prompt of HEAVY tokens takes 0.2 s to prefill.
-SLOW = ("--prefill-us-per-token", "1000", "--decode-us", "1000")
-HEAVY = list(range(200))
-HEAVY_FROM = ("--parameters", "warm_tokens=50", "heavy_tokens=100")
-EXTERNAL = "vllm:prompt_tokens_by_source_total{external_kv_transfer}"
-RUNNING = "vllm:num_requests_running"
-COMPUTED = "vllm:prompt_tokens_by_source_total{local_compute}"
 
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[list[Standin]]:
-    with standin(*SLOW) as a, standin(*SLOW) as b:
-        yield [a, b]
-
-
-@pytest.fixture
-def two(started: list[Standin]) -> list[Standin]:
-    for one in started:
-        one.set_faults()
-    return started
-
-
-def named(
-    standins: list[Standin], connector: str = "mooncake", roles: tuple = ("both",) * 2
-) -> list[Instance]:
-    return [
-        Instance(name, one.url, role, connector, bootstrap_url=one.url)
-        for name, one, role in zip("ab", standins, roles, strict=True)
-    ]
-
-
-def unlike(number: int) -> list[int]:
-    """A heavy prompt that no other test has."""
-    return [number, *HEAVY]
-
-
-def heavy_chat(prompt: list[int], **fields: object) -> dict:
-    """The same as a chat: one turn, of these numbers."""
-    asked = ask(**fields)
-    del asked["prompt"]
-    content = " ".join(f"number {token}" for token in prompt)
-    return asked | {"messages": [{"role": "user", "content": content}]}
-
-
-def went_to(on: Proxy, id_: str) -> tuple[str, str]:
-    """The decode and the prefill instance that were decided on."""
-    decision = next(one for one in on.lines("decision") if one["id"] == id_)
-    return decision["instance"], decision["prefill_instance"]
+    with slow_pair() as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("connector", ["mooncake", "nixl"])
