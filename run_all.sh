@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job: measure what each KV connector costs per engine step, and report.
 #   bash run_all.sh [--profile NAME] [--only CONFIG] [--repeats N] [--model PATH]
-#                   [--python PATH | --vllm VERSION] [--out DIR [--resume]] [--py-spy]
+#                   [--python PATH | --vllm VERSION] [--out DIR [--resume]] [--profile-cpu]
 #                   [--connector MODULE:CLASS [--connector-config JSON]] [--limits FILE]
 #                   [--check]
 # NAME is a file of configs/profiles/: cpu (the default), cpu-smoke, gpu, ...
@@ -12,6 +12,7 @@
 # of locks/releases/, in an environment that is made for it (up to 9 GB).
 # --connector measures your own connector beside plain vLLM, after a minute in which it is
 # looked at along other axes than cached blocks; --limits says what it may cost.
+# --profile-cpu then samples one more server of each config: where in the code its time goes.
 # --check only says what would stop the run: status 0 if nothing would, else 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

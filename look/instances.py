@@ -32,6 +32,8 @@ from lab.records.warning import RunWarning
 from look.found import Found, find, unreadable
 from look.kept import kept
 from look.requests import NO_REQUESTS, read_requests
+from look.stacks import flames
+from page.document import Flame
 
 TIMES = ("schedule_us", "update_us", "step_us")
 COUNTS = (
@@ -58,7 +60,8 @@ class Instance:
     which are `connector_us`. Beside these, as they were recorded: `schedule_us`,
     `update_us`, `worker_t_ns`, `execute_model_us`. `requests` is a table of
     look.requests. `device` are the forwards of a device that works beside the host;
-    none were recorded where it is empty.
+    none were recorded where it is empty. `flames` show the code of processes that were
+    sampled.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Instance:
     steps: pl.DataFrame
     requests: pl.DataFrame = field(default_factory=lambda: NO_REQUESTS)
     device: list[DeviceStep] = field(default_factory=list)
+    flames: list[Flame] = field(default_factory=list)
     warnings: list[RunWarning] = field(default_factory=list)
 
     @property
@@ -115,8 +119,11 @@ def read_instance(found: Found) -> Instance:
     steps, warnings = kept(found.path, lambda: _read_steps(found.path))
     requests, of_requests = read_requests(folder, steps, found.header.every)
     device, of_device = _read_device(folder / "device_step.jsonl")
-    warnings = [*warnings, *of_requests, *of_device]
-    return Instance(found.name, found.header, steps, requests, device, warnings)
+    sampled, of_stacks = flames(folder, steps)
+    warnings = [*warnings, *of_requests, *of_device, *of_stacks]
+    return Instance(
+        found.name, found.header, steps, requests, device, sampled, warnings
+    )
 
 
 def _read_steps(path: Path) -> tuple[pl.DataFrame, list[RunWarning]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import polars as pl
 
 from lab.records.warning import RunWarning
@@ -15,7 +16,7 @@ from look.moves import AXES, Slope
 from look.timeline import part_name, time_line
 from look.told import Told
 from page.build import build
-from page.document import Doubt, Page, Section, Table
+from page.document import Doubt, Flame, Page, Section, Table
 
 # As many as a wide screen can show; fewer for each of many instances, so that the file
 # stays below 3 MB.
@@ -49,6 +50,7 @@ class PageOfRecords:
             time_line(name, instance, self._clock, intervals, requests),
             _cost_table(name, told.cost),
             _moves_table(name, told),
+            *(_named(flame, name) for flame in instance.flames),
         ]
 
     def text(self, warnings: list[RunWarning]) -> str:
@@ -68,6 +70,10 @@ class PageOfRecords:
                 f"{'s'[: self._count != 1]}.",
             )
         )
+
+
+def _named(flame: Flame, name: str) -> Flame:
+    return msgspec.structs.replace(flame, title=f"{name}: {flame.title}")
 
 
 def _doubt(warning: RunWarning, where: str) -> Doubt:

@@ -21,7 +21,7 @@ from lab.records.documents import write_document, write_whole
 from microbench.analysis.analysis import Analysis, analyse
 from microbench.analysis.trials import load_run
 from microbench.summary.figures import draw_all
-from microbench.summary.moments import moments
+from microbench.summary.moments import code, moments
 from microbench.summary.page import write_page
 from microbench.summary.summary import write_summary
 
@@ -38,7 +38,8 @@ def report(run_dir: Path, out: Path) -> Analysis:
     write_document(out / "per_config.json", analysis.document)
     summary = write_summary(analysis, figures)
     write_whole(out / "SUMMARY.md", summary.encode())
-    page = write_page(analysis, moments(run_dir, trials))
+    servers = [*moments(run_dir, trials), *code(run_dir, trials)]
+    page = write_page(analysis, servers)
     write_whole(out / "report.html", page.encode())
     return analysis
 

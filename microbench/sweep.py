@@ -20,7 +20,7 @@ import msgspec
 from lab import run_folder
 from lab.config import ConfigError
 from lab.paths import REPOSITORY
-from lab.records import RecordsError
+from lab.records import RecordsError, stacks
 from lab.records.documents import read_document, write_document
 from lab.records.run import PlanEntry, RunRecord
 from lab.run_folder import RunFolderError
@@ -122,7 +122,9 @@ def parse_arguments() -> argparse.Namespace:
         "--resume", action="store_true", help="keep the finished trials of --out"
     )
     parser.add_argument(
-        "--py-spy", action="store_true", help="record a profile of each engine"
+        "--profile-cpu",
+        action="store_true",
+        help="then sample a further server of each config: where time goes in the code",
     )
     parser.add_argument(
         "--check", action="store_true", help="say what would stop it, and stop there"
@@ -149,7 +151,7 @@ def main() -> int:
         result_dir = arguments.out or REPOSITORY
         with machine_lock():
             trials = sweep(
-                run_dir, profile, installed, arguments.resume, arguments.py_spy
+                run_dir, profile, installed, arguments.resume, arguments.profile_cpu
             )
             found = report.report(run_dir, result_dir)
     except ERRORS as error:
@@ -168,7 +170,11 @@ def main() -> int:
 
 
 def sweep(
-    run_dir: Path, profile: Profile, installed: Installation, resume: bool, py_spy: bool
+    run_dir: Path,
+    profile: Profile,
+    installed: Installation,
+    resume: bool,
+    profile_cpu: bool,
 ) -> list[TrialRecord]:
     """Run all trials of `profile` into `run_dir`, whose trees are gone afterwards.
 
@@ -185,7 +191,7 @@ def sweep(
         link_package(installed.package("vllm"), base)
         preflight.check_import(base, profile, installed)
         model = profile.checkpoint(run_dir / "model")
-        common = SweepSettings(profile, model, installed, py_spy)
+        common = SweepSettings(profile, model, installed)
         ready = _first_trials(trees, connectors, installed)
         rounds = range(profile.repeats)
         plan = [trial for repeat in rounds for trial in _round(ready, repeat)]
@@ -197,6 +203,8 @@ def sweep(
             run.plan += _entries(more)
             write_document(run_dir / PLAN_FILE, run)
             records += _run_all(run_dir, more, trees, common, resume)
+        if profile_cpu:
+            _sample(run_dir, ready, trees, common)
         return records
     finally:
         shutil.rmtree(trees, ignore_errors=True)
@@ -221,6 +229,21 @@ def _run_all(
             progress.end(index, record)
             records.append(record)
     return records
+
+
+def _sample(
+    run_dir: Path, ready: dict[str, PlannedTrial], trees: Path, common: SweepSettings
+) -> None:
+    """One more server of each config, on which nothing is measured."""
+    for name, planned in ready.items():
+        folder = run_dir / name / stacks.FOLDER
+        if any(folder.glob("stacks.*.json")):
+            continue
+        print(f"run_all: sampling {name}", flush=True)
+        looked_at = dataclasses.replace(common, sampled=True)
+        record = run_trial(folder, planned, trees / name, looked_at)
+        if record.error:
+            print(f"run_all: {name} could not be sampled: {record.error}")
 
 
 def _round(ready: dict[str, PlannedTrial], repeat: int) -> list[PlannedTrial]:

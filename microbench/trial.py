@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ import msgspec
 
 from lab.records import RecordsError
 from lab.records.documents import read_document, write_document
-from lab.records.lines import read_header, read_lines
+from lab.records.lines import read_lines
 from lab.records.reads import ReadRecord, ReadsHeader
-from lab.records.steps import EngineHeader, first_step
+from lab.records.steps import first_step
 from lab.records.trial import ReadCounts, TrialRecord
 from lab.serving.companion import accompanied
 from lab.serving.connector import Connector
@@ -28,6 +27,7 @@ from lab.serving.environment import HASH_SEED
 from lab.serving.installation import Installation
 from lab.serving.null_model import Checkpoint
 from lab.serving.ports import Ports, PortsError
+from lab.serving.py_spy import Sampler, SamplingError, processes
 from lab.serving.server import Server, ServerError, tail
 from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
 from lab.serving.supervise import Supervised
@@ -39,7 +39,7 @@ DRIVER_ERRORS = {
     4: "the prefix cache could not be reset",
     64: "the driver did not understand its plan",
 }
-PY_SPY_SECONDS = 10
+SAMPLED_S = 10.0
 PEER_READY_DEADLINE_S = 60.0
 
 
@@ -63,12 +63,15 @@ class PlannedTrial:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What all trials of a sweep have in common."""
+    """What all trials of a sweep have in common.
+
+    With `sampled` py-spy looks on, so that nothing can be measured.
+    """
 
     profile: Profile
     model: Checkpoint
     installed: Installation
-    py_spy: bool
+    sampled: bool = False
 
 
 @dataclass
@@ -97,7 +100,13 @@ def run_trial(
     if error is None:
         try:
             _measure(folder, planned, tree, common, measured)
-        except (ServerError, PortsError, TrialError, RecordsError) as failure:
+        except (
+            ServerError,
+            PortsError,
+            TrialError,
+            RecordsError,
+            SamplingError,
+        ) as failure:
             error = str(failure)
     record = TrialRecord(
         config=planned.config,
@@ -132,7 +141,7 @@ def _measure(
     common: SweepSettings,
     measured: _Measured,
 ) -> None:
-    """Raises ServerError, PortsError, TrialError and RecordsError.
+    """Raises ServerError, PortsError, TrialError, RecordsError and SamplingError.
 
     `measured` then holds what there was.
     """
@@ -151,14 +160,14 @@ def _measure(
         server = stack.enter_context(Server(resolve(engine, folder, label)))
         measured.ready_s = server.wait_ready()
         with _peer(folder, connector, profile.block_size, server.ports):
-            _drive(folder, server, common.py_spy)
+            _drive(folder, server, common.sampled)
         measured.peak_rss_mib = server.peak_rss_mib()
     _check_fresh(folder, profile)
     if connector.reads_per_s is not None:
         measured.reads = _count_reads(folder)
 
 
-def _drive(folder: Path, server: Server, py_spy: bool) -> None:
+def _drive(folder: Path, server: Server, sampled: bool) -> None:
     command = [sys.executable, "-m", "microbench.driver", "--url", server.url]
     command += ["--plan", str(folder / "plan.json")]
     command += ["--out", str(folder / "requests.jsonl")]
@@ -166,19 +175,17 @@ def _drive(folder: Path, server: Server, py_spy: bool) -> None:
         driver = stack.enter_context(
             Supervised(command, dict(os.environ), folder / "driver.log")
         )
-        profiler = None
+        sampler = None
         while (status := driver.poll()) is None:
             if server.supervised.poll() is not None:
                 raise TrialError(
                     f"the server died under load\n{tail(folder / 'server.log')}"
                 )
-            if py_spy and profiler is None:
-                profiler = _profile_engine(folder)
-                if profiler is not None:
-                    stack.enter_context(profiler)
+            if sampled and sampler is None and (pids := _recorded(folder)):
+                sampler = stack.enter_context(Sampler(pids, folder, SAMPLED_S))
             time.sleep(0.1)
-        if profiler is not None:
-            _await_profile(profiler, folder)
+        if sampler is not None:
+            sampler.result()
     if status != 0:
         raise TrialError(
             DRIVER_ERRORS.get(status, f"the driver ended with status {status}")
@@ -230,23 +237,12 @@ def _count_reads(folder: Path) -> ReadCounts:
     return counts
 
 
-def _profile_engine(folder: Path) -> Supervised | None:
-    """Start py-spy on the engine core once its first record names the process."""
-    records = folder / "engine_step.jsonl"
-    if not records.exists() or not records.stat().st_size:
-        return None
-    command = [str(Path(sys.executable).with_name("py-spy")), "record"]
-    command += ["--pid", str(read_header(records, EngineHeader).pid)]
-    command += ["--duration", str(PY_SPY_SECONDS), "--output", "pyspy.svg"]
-    command[-1] = str(folder / "pyspy.svg")
-    return Supervised(command, dict(os.environ), folder / "pyspy.log")
-
-
-def _await_profile(profiler: Supervised, folder: Path) -> None:
-    try:
-        profiler.wait(PY_SPY_SECONDS + 20)
-    except subprocess.TimeoutExpired:
-        raise TrialError(f"py-spy did not end\n{tail(folder / 'pyspy.log')}") from None
+def _recorded(folder: Path) -> list[int]:
+    """Engine and workers, once the first records name them."""
+    files = (folder / "engine_step.jsonl", folder / "worker_step.r0.jsonl")
+    if not all(file.exists() and file.stat().st_size for file in files):
+        return []
+    return processes(folder)
 
 
 def _check_fresh(folder: Path, profile: Profile) -> None:

@@ -14,7 +14,7 @@ from page.document import Page
 HERE = Path(__file__).parent
 ASSETS = HERE / "assets"
 UPLOT = HERE / "uplot"
-SCRIPTS = ("parts.js", "chart.js", "timeline.js", "page.js")
+SCRIPTS = ("parts.js", "chart.js", "timeline.js", "flame.js", "page.js")
 # Nothing is fetched from anywhere, whatever a name in the data may hold.
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a page can hold: words, tables, lines and the time line of a server.
+"""What a page can hold: words, tables, lines, a server over time and in its code.
 
 The browser shows each kind in its own way (assets/page.js). Every text is shown as
 text, whatever is in it. A number that was not measured is null.
@@ -119,7 +119,28 @@ class TimeLine(msgspec.Struct, tag_field="kind", tag="timeline", kw_only=True):
     """Whether it is shown at once, or behind its title."""
 
 
-Section = Words | Picture | Table | Figure | Verdicts | TimeLine
+class FlameThread(msgspec.Struct, kw_only=True):
+    """The stacks of a thread, each once, with the us per step that it was seen in."""
+
+    name: str
+    stacks: list[list[int]]
+    """Places in the flame's `frames`, the outermost first."""
+    us: list[float]
+
+
+class Flame(msgspec.Struct, tag_field="kind", tag="flame", kw_only=True):
+    """Where in the code the time of steps went; the first thread is shown first."""
+
+    title: str
+    note: str = ""
+    frames: list[str]
+    threads: list[FlameThread]
+    """At least one."""
+    open: bool = True
+    """Whether it is shown at once, or behind its title."""
+
+
+Section = Words | Picture | Table | Figure | Verdicts | TimeLine | Flame
 
 
 class Doubt(msgspec.Struct, kw_only=True):

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each moment of a config's server: its parts over time, as `look` shows any server."""
+"""A config's server as `look` shows any server: over time, and in its code."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from lab.records import stacks
 from look.clocks import one_clock
 from look.found import find
 from look.instances import read_instance
 from look.timeline import time_line
 from microbench.analysis.trials import LoadedTrial
-from page.document import TimeLine
+from page.document import Flame, TimeLine
 
 # Few enough that a page of twelve configs stays well below 3 MB.
 INTERVALS = 300
@@ -30,6 +31,22 @@ def moments(run_dir: Path, trials: list[LoadedTrial]) -> list[TimeLine]:
         _moments(f"{config} r{repeat}", run_dir / config / f"r{repeat}")
         for config, repeat in first.items()
     ]
+
+
+def code(run_dir: Path, trials: list[LoadedTrial]) -> list[Flame]:
+    """A folded flame graph per process of each config that was sampled.
+
+    Raises RecordsError if its records cannot be read.
+    """
+    shown = []
+    for config in dict.fromkeys(trial.config for trial in trials):
+        folder = run_dir / config / stacks.FOLDER
+        if any(folder.glob("stacks.*.json")):
+            (found, *_), _ = find(folder)
+            for flame in read_instance(found).flames:
+                flame.title, flame.open = f"{config}: {flame.title}", False
+                shown.append(flame)
+    return shown
 
 
 def _moments(name: str, folder: Path) -> TimeLine:

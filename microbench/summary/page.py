@@ -29,8 +29,8 @@ QUESTION = (
 FIRST = "before_after"
 
 
-def write_page(analysis: Analysis, moments: list[Section]) -> str:
-    """The whole file as text; `moments` show single servers."""
+def write_page(analysis: Analysis, servers: list[Section]) -> str:
+    """The whole file as text; `servers` show single ones."""
     document, roles = analysis.document, analysis.roles
     figures = {name: curve_figure(analysis, name) for name in CURVES}
     first, *others = [figures.pop(FIRST), *figures.values()]
@@ -49,7 +49,7 @@ def write_page(analysis: Analysis, moments: list[Section]) -> str:
         noise_floor(document),
         reference(document, roles),
         accounts(document),
-        *moments,
+        *servers,
         provenance(document),
     ]
     return build(

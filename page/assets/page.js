@@ -8,6 +8,7 @@ const SHOW = {
   figure: showFigure,
   verdicts: showVerdicts,
   timeline: showTimeLine,
+  flame: showFlame,
 };
 
 {

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where in the code the time of decode-only steps went, from samples of a server.
+
+A sample counts if a decode-only step was under way at its moment. Of such samples, the
+share in which a thread was in a function, times the mean of those steps, is what a step
+had of it. Other threads are shown for the same moments: what they did meanwhile.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from lab.records import RecordsError
+from lab.records.stacks import SampledStacks, read_stacks
+from lab.records.warning import RunWarning
+from page.document import Flame, FlameThread
+
+# Fewer do not show much.
+FEWEST_MOMENTS = 100
+
+
+def flames(folder: Path, steps: pl.DataFrame) -> tuple[list[Flame], list[RunWarning]]:
+    """A flame graph of each process that was sampled; `steps` are an Instance's."""
+    shown, warnings = [], []
+    for path in sorted(folder.glob("stacks.*.json")):
+        try:
+            found = read_stacks(path)
+        except RecordsError as error:
+            remedy = "Sample again: python -m lab.serving.py_spy"
+            warnings.append(RunWarning("stacks_unreadable", str(error), remedy))
+            continue
+        flame, moments = _flame(found, steps)
+        if flame is not None:
+            shown.append(flame)
+        if moments < FEWEST_MOMENTS:
+            message = f"{path.name}: {moments} samples lie in decode-only steps"
+            remedy = "Sample a server that decodes, for longer: --seconds"
+            warnings.append(RunWarning("few_samples", message, remedy))
+    return shown, warnings
+
+
+def _flame(found: SampledStacks, steps: pl.DataFrame) -> tuple[Flame | None, int]:
+    """The flame, None without samples in decode-only steps; and in how many moments."""
+    t_ns = np.array([sample.t_ns for sample in found.samples], np.int64)
+    counted, step_us = _in_decode_steps(t_ns, steps)
+    moments = len(np.unique(t_ns[counted]))
+    if not moments:
+        return None, 0
+    keys = np.array([(one.thread, one.stack) for one in found.samples])[counted]
+    pairs, counts = np.unique(keys, axis=0, return_counts=True)
+    us_each = step_us / moments
+    threads = [
+        FlameThread(
+            name=found.threads[thread].name,
+            stacks=[found.stacks[stack] for stack in pairs[own, 1]],
+            us=[round(float(us), 3) for us in counts[own] * us_each],
+        )
+        for thread in _main_first(found)
+        if (own := pairs[:, 0] == thread).any()
+    ]
+    flame = Flame(
+        title=f"In the code of process {found.pid}",
+        note=f"{moments:,} samples of decode-only steps of {step_us:,.0f} µs. A "
+        "share of the samples is that share of a step. Sampling slows a server, so no "
+        f"other figure rests on these steps. py-spy {found.py_spy}.",
+        frames=found.frames,
+        threads=threads,
+    )
+    return flame, moments
+
+
+def _in_decode_steps(t_ns: np.ndarray, steps: pl.DataFrame) -> tuple[np.ndarray, float]:
+    """Which moments lie in decode-only steps, and the mean of such steps, in us."""
+    decode = (steps["prefill_tokens"] == 0) & (steps["decode_tokens"] > 0)
+    decode = decode.fill_null(False).to_numpy()
+    if not decode.any() or not len(t_ns):
+        return np.zeros(len(t_ns), bool), 0.0
+    began, ended = steps["t_ns"].to_numpy(), steps["end_ns"].to_numpy()
+    at = np.searchsorted(began, t_ns, "right") - 1
+    inside = (at >= 0) & (t_ns < ended[at]) & decode[at]
+    sampled = decode & (ended >= t_ns.min()) & (began <= t_ns.max())
+    step_us = steps["step_us"].to_numpy()[sampled]
+    return inside, float(step_us.mean()) if len(step_us) else 0.0
+
+
+def _main_first(found: SampledStacks) -> list[int]:
+    """Places in `threads`: first the one that steps run in, which Python names so."""
+    names = [thread.name for thread in found.threads]
+    return sorted(range(len(names)), key=lambda place: names[place] != "MainThread")
