@@ -46,7 +46,7 @@ def _flame(found: SampledStacks, steps: pl.DataFrame) -> tuple[Flame | None, int
     """The flame, None without samples in decode-only steps; and in how many moments."""
     t_ns = np.array([sample.t_ns for sample in found.samples], np.int64)
     counted, step_us = _in_decode_steps(t_ns, steps)
-    moments = len(np.unique(t_ns[counted]))
+    moments = _moments(found, counted)
     if not moments:
         return None, 0
     keys = np.array([(one.thread, one.stack) for one in found.samples])[counted]
@@ -70,6 +70,12 @@ def _flame(found: SampledStacks, steps: pl.DataFrame) -> tuple[Flame | None, int
         threads=threads,
     )
     return flame, moments
+
+
+def _moments(found: SampledStacks, counted: np.ndarray) -> int:
+    """How often the thread that was sampled most was, among the `counted`."""
+    threads = [sample.thread for sample in found.samples]
+    return int(np.bincount(np.array(threads)[counted], minlength=1).max())
 
 
 def _in_decode_steps(t_ns: np.ndarray, steps: pl.DataFrame) -> tuple[np.ndarray, float]:

@@ -25,7 +25,7 @@ from lab.records.documents import write_whole
 from lab.records.lines import read_header
 from lab.records.stacks import SampledStacks
 from lab.records.steps import EngineHeader, WorkerHeader
-from lab.serving.py_spy_output import NotUnderstood, sampled
+from lab.serving.py_spy_output import LOGGED, NotUnderstood, sampled
 from lab.serving.server import tail
 from lab.serving.supervise import Supervised, exit_on_signals
 
@@ -78,7 +78,7 @@ class Sampler:
             log = self._log(pid)
             log.unlink(missing_ok=True)
             # The log says when each sample was taken.
-            env = os.environ | {"RUST_LOG": "remoteprocess=debug"}
+            env = os.environ | {"RUST_LOG": LOGGED}
             self._running[pid] = self._stack.enter_context(
                 Supervised(self._command(pid), env, log)
             )
@@ -87,7 +87,7 @@ class Sampler:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
         for pid in self._pids:
-            self._trace(pid).unlink(missing_ok=True)
+            self._samples(pid).unlink(missing_ok=True)
 
     def result(self) -> list[Path]:
         """The files. Raises SamplingError."""
@@ -100,13 +100,13 @@ class Sampler:
             if time.monotonic() > deadline_s:
                 raise SamplingError(f"py-spy did not end\n{tail(log)}")
             time.sleep(0.1)
-        if status != 0 or not self._trace(pid).exists():
+        if status != 0 or not self._samples(pid).exists():
             raise SamplingError(
                 f"py-spy cannot sample process {pid}: run as its user, and as root "
                 f"where ptrace is restricted\n{tail(log)}"
             )
         try:
-            found = sampled(self._trace(pid).read_bytes(), log.read_text())
+            found = sampled(self._samples(pid).read_bytes(), log.read_text())
         except NotUnderstood as error:
             raise SamplingError(f"{log}: {error}") from None
         since_boot_ns = time.time_ns() - time.perf_counter_ns()
@@ -126,13 +126,13 @@ class Sampler:
     def _command(self, pid: int) -> list[str]:
         command = [str(Path(sys.executable).with_name("py-spy")), "record"]
         command += ["--pid", str(pid), "--duration", str(self._seconds)]
-        command += ["--rate", str(RATE_HZ), "--format", "chrometrace"]
+        command += ["--rate", str(RATE_HZ), "--format", "speedscope"]
         # Who waits is what is looked for. Functions, not each of their lines.
         command += ["--idle", "--threads", "--native", "--function"]
-        return [*command, "--output", str(self._trace(pid))]
+        return [*command, "--output", str(self._samples(pid))]
 
-    def _trace(self, pid: int) -> Path:
-        return self._folder / f"py_spy.{pid}.trace"
+    def _samples(self, pid: int) -> Path:
+        return self._folder / f"py_spy.{pid}.json"
 
     def _log(self, pid: int) -> Path:
         return self._folder / f"py_spy.{pid}.log"

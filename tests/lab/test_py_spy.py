@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.lab.living import content
 
 pytestmark = pytest.mark.slow
 
+LATE_NS = 20_000_000
 # Computes and waits in turn, and says when it did which. A thread waits all the time.
 PROGRAM = """
 import json, sys, threading, time
@@ -35,11 +35,11 @@ header = {"schema": "kvtax.engine_step/1", "pid": __import__("os").getpid()}
 open(f"{folder}/engine_step.jsonl", "w").write(json.dumps(header) + "\\n")
 while time.perf_counter() < began + 60:
     first = time.perf_counter_ns()
-    computes(time.perf_counter() + 0.03)
+    computes(time.perf_counter() + 0.1)
     turns.append((first, time.perf_counter_ns()))
     with open(f"{folder}/turns.partial", "a") as out:
         out.write(json.dumps(turns[-1]) + "\\n")
-    time.sleep(0.03)
+    time.sleep(0.1)
 """
 
 
@@ -81,9 +81,13 @@ def test_what_was_done_at_the_moment_of_a_sample_is_what_it_shows(recorded):
     assert len(main) > 100
     wrong = 0
     for t_ns, frames in main:
-        computing = any(first <= t_ns < last for first, last in turns)
         shown = any(frame.startswith("computes ") for frame in frames)
-        wrong += computing != shown
+        # Where the cores are busy, a stop is noted late.
+        true = {
+            any(first <= at_ns < last for first, last in turns)
+            for at_ns in range(t_ns - LATE_NS, t_ns + 1, LATE_NS // 20)
+        }
+        wrong += shown not in true
     assert wrong <= 0.02 * len(main)
     computed = sum(any(f.startswith("computes ") for f in of) for _, of in main)
     assert 0.3 < computed / len(main) < 0.7
@@ -124,60 +128,85 @@ def test_what_cannot_be_sampled_is_refused_with_what_to_do(tmp_path, options, wh
     assert "Traceback" not in done.stderr
 
 
-def log_of(stops_ns: list[int], tid: int) -> str:
+def log_of(stops: list[dict[int, int]], errors: int = 0) -> str:
+    """A log with a stop for names, and one for each of `stops`: ns by thread."""
     lines = []
-    for t_ns in stops_ns:
-        at = f"2026-01-01T00:00:{t_ns // 10**9:02}.{t_ns % 10**9:09}Z"
-        after = f"2026-01-01T00:00:{t_ns // 10**9:02}.{t_ns % 10**9 + 1000:09}Z"
-        lines += [f"[{at} DEBUG remoteprocess::linux] attached to thread {tid}"]
-        lines += [f"[{after} DEBUG remoteprocess::linux] detached from thread {tid}"]
-    return "\n".join(lines)
+    for number, stop in enumerate([{9: 1}, *stops]):
+        for tid, t_ns in stop.items():
+            lines.append(f"[{_utc(t_ns)} DEBUG remoteprocess] attached to thread {tid}")
+        if number == 0:
+            lines.append("[INFO py_spy::python_spy] looking up thread names")
+        for tid, t_ns in stop.items():
+            at = _utc(t_ns + 1_000)
+            lines.append(f"[{at} DEBUG remoteprocess] detached from thread {tid}")
+    return "\n".join([*lines, f"py-spy> Samples: 1 Errors: {errors}"])
 
 
-def change(ts_us: int, phase: str, name: str) -> dict:
-    args = {"filename": "", "line": 0}
-    return {"ph": phase, "name": name, "ts": ts_us, "tid": 7, "pid": 1, "args": args}
+def _utc(t_ns: int) -> str:
+    return f"1970-01-01T00:00:{t_ns // 10**9:02}.{t_ns % 10**9:09}Z"
 
 
-@pytest.mark.parametrize("before", range(5))
-def test_stops_before_the_first_sample_move_none(before):
-    chance = random.Random(before)
-    gaps = [chance.randrange(3_000_000, 20_000_000) for _ in range(40)]
-    stops_ns = [sum(gaps[: index + 1]) for index in range(40)]
-    of_samples = stops_ns[before:]
-    began_ns = of_samples[0]
-    events = [change(0, "B", "thread (9): MainThread"), change(0, "B", "a")]
-    inside = "a"
-    truth = ["a"]
-    for stop_ns in of_samples[1:]:
-        ts_us = (stop_ns - began_ns) // 1_000 + 20
-        if chance.random() < 0.5:
-            events.append(change(ts_us, "E", inside))
-            inside = "b" if inside == "a" else "a"
-            events.append(change(ts_us, "B", inside))
-        truth.append(inside)
-    found = sampled(json.dumps(events).encode(), log_of(stops_ns, 9))
-    shown = [found.frames[found.stacks[one.stack][0]] for one in found.samples]
-    assert shown == truth
+def written(**stacks_of: list[int]) -> bytes:
+    """A file in which each sample of `t7` has the one frame that is its number."""
+    profiles = [
+        {"name": f'Thread {name[1:]} "{name}"', "samples": [[at] for at in of]}
+        for name, of in stacks_of.items()
+    ]
+    frames = [{"name": f"f{number}", "file": "", "line": 0} for number in range(100)]
+    return json.dumps({"shared": {"frames": frames}, "profiles": profiles}).encode()
+
+
+def times_of(found, name: str) -> list[tuple[int, int]]:
+    """(t_ns, frame) of each sample of a thread."""
+    thread = [one.name for one in found.threads].index(name)
+    return [
+        (one.t_ns, found.stacks[one.stack][0])
+        for one in found.samples
+        if one.thread == thread
+    ]
+
+
+@pytest.mark.parametrize("unwritten", [1, 2, 3])
+def test_the_stop_for_names_and_the_last_ones_are_no_samples(unwritten):
+    stops = [{9: 1_000_000 * number} for number in range(1, 50)]
+    samples = list(range(len(stops) - unwritten))
+    found = sampled(written(t9=samples), log_of(stops))
+    shown = times_of(found, "t9")
+    assert shown == [(stops[at][9], at) for at in samples]
+
+
+def test_threads_that_begin_or_end_on_the_way_keep_their_times():
+    stops = [
+        {9: 1_000 * at, 5: 1_000 * at + 1, 6: 1_000 * at + 2} for at in range(1, 41)
+    ]
+    # One is not there for long; one is there for ten stops before it runs Python.
+    for stop in stops[:10]:
+        del stop[6]
+    for stop in stops[30:]:
+        del stop[5]
+    ends = list(range(30))
+    begins = list(range(20, 38))
+    found = sampled(written(t9=list(range(38)), t5=ends, t6=begins), log_of(stops))
+    assert times_of(found, "t5") == [(stops[at][5], at) for at in ends]
+    assert times_of(found, "t6") == [(stops[at][6], at) for at in begins]
+    assert [one.t_ns for one in found.samples] == sorted(
+        one.t_ns for one in found.samples
+    )
 
 
 @pytest.mark.parametrize(
-    ("trace", "log", "what"),
+    ("samples", "log", "what"),
     [
-        (b"{", log_of([1], 9), "no JSON"),
-        (b"[]", log_of([1], 9), "nothing was sampled"),
-        (json.dumps([change(0, "B", "a")]).encode(), "", "nothing was sampled"),
+        (b"{", log_of([{9: 1}]), "no file of speedscope's"),
+        (b"[]", log_of([{9: 1}]), "no file of speedscope's"),
+        (written(), log_of([{9: 1}]), "0 samples were written"),
+        (written(t9=[1, 2]), log_of([{9: 1}]), "2 samples .* stopped for 1"),
+        (written(t9=[1, 2]), log_of([{9: at} for at in range(9)]), "stopped for 9"),
+        (written(t9=[1]), log_of([{9: 1}, {9: 2}], errors=2), "2 samples failed"),
+        (written(t9=[1]), "killed", "unknown number"),
+        (written(t9=[1], t5=[1]), log_of([{9: 1}, {9: 2}]), "thread 5 has 1 samples"),
     ],
 )
-def test_output_that_is_not_what_is_known_of_it_is_refused(trace, log, what):
+def test_output_that_is_not_what_is_known_of_it_is_refused(samples, log, what):
     with pytest.raises(NotUnderstood, match=what):
-        sampled(trace, log)
-
-
-def test_changes_that_fit_no_stop_are_refused():
-    events = [change(0, "B", "thread (9): MainThread"), change(0, "B", "a")]
-    for ts_us in range(5_000_000, 9_000_000, 100_000):
-        events += [change(ts_us, "E", "a"), change(ts_us, "B", "a")]
-    log = log_of([1_000_000, 2_000_000, 3_000_000], 9)
-    with pytest.raises(NotUnderstood, match="cannot be told"):
-        sampled(json.dumps(events).encode(), log)
+        sampled(samples, log)
