@@ -23,6 +23,7 @@ from lab.tiny.server import TinyServer
 from lab.tiny.servers import KV_TRANSFER, NEEDED, TinyServers, ready
 from look.instances import Instance, read_instances
 from look.split import STEP_PARTS, WAITS
+from page.document import Flame
 
 from .pair import pull_params, send_params
 
@@ -42,6 +43,7 @@ class Served:
     instances: dict[str, Instance]
     told: str
     page: str
+    flames: list[Flame]
 
 
 async def ask(
@@ -115,9 +117,25 @@ def served(lab: TinyServers, tmp_path_factory) -> Served:
         # Records reach the files four times a second, also while the servers run.
         time.sleep(1)
         told, page = look(records, folder / "report.html")
-    instances, warnings = read_instances(records)
+        instances, warnings = read_instances(records)
+        asyncio.run(sampled(d, records / "d"))
     assert warnings == []
-    return Served(client_ms, {one.name: one for one in instances}, told, page)
+    by_name = {one.name: one for one in instances}
+    (after,) = read_instances(records / "d")[0]
+    return Served(client_ms, by_name, told, page, after.flames)
+
+
+async def sampled(server: TinyServer, records: Path) -> None:
+    """Sample a server for three seconds in which it decodes."""
+    command = [sys.executable, "-m", "lab.serving.py_spy", str(records)]
+    sampler = await asyncio.create_subprocess_exec(
+        *command, "--seconds", "3", cwd=REPOSITORY
+    )
+    turn = 0
+    while sampler.returncode is None:
+        await ask(server, f"sampled{turn}", prompt(200 + turn, 50), 200, {})
+        turn += 1
+    assert sampler.returncode == 0
 
 
 def look(records: Path, page: Path) -> tuple[str, str]:
@@ -178,3 +196,17 @@ def test_the_table_and_the_page_name_what_the_connector_took(served):
     assert "Of a request's time, the connector's calls were" in served.told
     assert "cmpl-pulled0-0" in served.page
     assert "Warnings" not in served.told
+
+
+def test_what_mooncake_s_get_finished_waits_for_is_named(served):
+    """Upstream's: two round trips to an event loop in each step."""
+    (flame,) = served.flames
+    steps = flame.threads[0]
+    assert steps.name == "MainThread"
+    waits_us = 0.0
+    for stack, us in zip(steps.stacks, steps.us, strict=True):
+        names = [flame.frames[at].partition(" ")[0] for at in stack]
+        if "MooncakeConnectorWorker.get_finished" in names:
+            after = names[names.index("MooncakeConnectorWorker.get_finished") :]
+            waits_us += us * ("Future.result" in after)
+    assert 0 < waits_us < 0.9 * sum(steps.us)
