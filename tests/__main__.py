@@ -32,6 +32,7 @@ BEHIND = [
     "tests/fleet/analyze",
     "tests/fleet/policies",
     "tests/fleet/trace",
+    "tests/fleet/virtual",
     "tests/lab/test_stats.py",
     "tests/microbench/test_before_after.py",
     "tests/microbench/test_compare.py",

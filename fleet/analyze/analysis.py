@@ -151,6 +151,7 @@ def _made(run: ArmRun) -> dict[str, Any]:
         "open_loop": info.open_loop,
         "time_scale": info.time_scale,
         "time_factor": info.time_factor,
+        "virtual": info.virtual,
     }
 
 

@@ -15,7 +15,7 @@ from fleet.analyze.records import ArmRun
 from lab.records.replay import ReplayedRequest
 
 # Must be the same in both; where the sha256 of the trace is, so are the requests.
-CONDITIONS = ("concurrency", "open_loop", "time_scale", "time_factor")
+CONDITIONS = ("concurrency", "open_loop", "time_scale", "time_factor", "virtual")
 
 
 def refusals(runs: list[ArmRun], arm: str, baseline: str) -> list[str]:

@@ -312,5 +312,6 @@ def made(document: Document) -> str:
         "open loop": made["open_loop"],
         "time scale": made["time_scale"],
         "simulated forward, times": made["time_factor"],
+        "virtual time": made["virtual"] or None,
     }
     return "\n".join(f"- {k}: `{v}`" for k, v in facts.items() if v is not None)

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,8 +23,10 @@ from fleet.experiment.arm import ExperimentContext, make_run
 from fleet.experiment.config import Experiment, read_experiment
 from fleet.experiment.fleets import instance_settings, spec
 from fleet.experiment.plan import Run, plan
+from fleet.experiment.virtual import PROVENANCE, check_virtual, simulate
 from fleet.experiment.workload import make_workload
 from fleet.launch.launched import Workshop
+from fleet.launch.spec import SpecError
 from fleet.trace import TraceError
 from lab import run_folder
 from lab.config import ConfigError
@@ -35,7 +38,7 @@ from lab.records.experiment import ExperimentRecord
 from lab.run_folder import RunFolderError
 from lab.serving import preflight, provenance
 from lab.serving.machine_lock import MachineBusy, machine_lock
-from lab.serving.preflight import PreflightError
+from lab.serving.server import ServerError
 from lab.serving.supervise import exit_on_signals
 
 TRACE = "trace.jsonl.gz"
@@ -51,9 +54,11 @@ START_ERRORS = (
     ExperimentError,
     ConfigError,
     MachineBusy,
-    PreflightError,
     RunFolderError,
+    ServerError,
+    SpecError,
     TraceError,
+    *preflight.CONFIG_ERRORS,
 )
 
 
@@ -65,36 +70,53 @@ def main() -> int:
         out = run_folder.choose(
             arguments.out, experiment.name, PLAN_FILE, arguments.resume
         )
-        run_experiment(experiment, out, arguments.resume)
+        run_experiment(experiment, out, arguments.resume, arguments.virtual)
     except START_ERRORS as error:
         print(f"fleet.experiment: {error}", file=sys.stderr)
         return 2
     return subprocess.run([sys.executable, "-m", "fleet.analyze", str(out)]).returncode
 
 
-def run_experiment(experiment: Experiment, out: Path, resume: bool) -> None:
+def run_experiment(
+    experiment: Experiment, out: Path, resume: bool, virtual: bool
+) -> None:
     """Make all runs of the plan that are not there yet, each in a folder below `out`.
 
     Raises START_ERRORS before the first.
     """
     with ExitStack() as stack:
-        if experiment.profile is not None:
+        if virtual:
+            check_virtual(experiment)
+        elif experiment.profile is not None:
             stack.enter_context(machine_lock())
             settings = instance_settings(experiment)
             preflight.check_machine(settings, experiment.instances)
         runs = plan(experiment)
-        arms = _prepare(experiment, runs, out, resume)
+        arms = _prepare(experiment, runs, out, resume, virtual)
         workshop = stack.enter_context(Workshop(out / "workshop"))
         context = ExperimentContext(experiment, out / TRACE, workshop)
-        for number, (run, arm) in enumerate(zip(runs, arms, strict=True), 1):
-            folder = out / run.folder
-            if not (resume and _finished(folder)):
-                make_run(folder, arm, run, context)
+        missing = [
+            (run, arm)
+            for run, arm in zip(runs, arms, strict=True)
+            if not (resume and _finished(out / run.folder))
+        ]
+        make = simulate if virtual else _make_runs
+        there = len(runs) - len(missing)
+        for number, folder in enumerate(make(context, missing, out), there + 1):
             print(f"{number}/{len(runs)}  {_line(folder)}", flush=True)
 
 
+def _make_runs(
+    context: ExperimentContext, runs: list[tuple[Run, PlannedArm]], out: Path
+) -> Iterator[Path]:
+    """The runs' folders, one after the other."""
+    for run, arm in runs:
+        make_run(out / run.folder, arm, run, context)
+        yield out / run.folder
+
+
 def _prepare(
-    experiment: Experiment, runs: list[Run], out: Path, resume: bool
+    experiment: Experiment, runs: list[Run], out: Path, resume: bool, virtual: bool
 ) -> list[PlannedArm]:
     """Put trace and plan into `out`; what arm.json will say of each of `runs`.
 
@@ -111,7 +133,9 @@ def _prepare(
         )
         check_slots(experiment, facts.sessions)
         versions = provenance.collect({}, "python -m fleet.experiment")
-        arms = [planned_arm(experiment, run, facts, versions) for run in runs]
+        if virtual:
+            versions = {name: versions[name] for name in PROVENANCE}
+        arms = [planned_arm(experiment, run, facts, versions, virtual) for run in runs]
         _keep_plan(out, experiment, facts, versions, resume)
         shutil.move(made, out / TRACE)
     return arms
@@ -138,11 +162,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="keep the finished runs of --out"
     )
+    parser.add_argument(
+        "--virtual", action="store_true", help="simulate time: fleet/virtual"
+    )
     return parser.parse_args()
 
 
 def planned_arm(
-    experiment: Experiment, run: Run, facts: TraceFacts, versions: dict
+    experiment: Experiment,
+    run: Run,
+    facts: TraceFacts,
+    versions: dict,
+    virtual: bool = False,
 ) -> PlannedArm:
     launched = spec(experiment, run.arm) if experiment.profile is not None else None
     return PlannedArm(
@@ -160,6 +191,7 @@ def planned_arm(
         open_loop=experiment.open_loop,
         time_scale=experiment.time_scale,
         time_factor=experiment.time_factor,
+        virtual=virtual,
         trace=facts,
         profile=launched and msgspec.to_builtins(launched.settings),
         versions=versions,
@@ -186,6 +218,7 @@ def _keep_plan(
             run_folder.read_plan(file),
             msgspec.to_builtins(now),
             plan_keys=("experiment", "trace", "plan"),
+            provenance_keys=set(run_folder.SAME_MACHINE_AND_CODE) & set(versions),
             provenance="versions",
         )
         return

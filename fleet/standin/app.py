@@ -14,11 +14,11 @@ from uuid import uuid4
 import numpy as np
 from aiohttp import web
 
+from fleet.counters import exposition
 from fleet.standin.answers import Answer, CompletionAnswer, Counts, error_body
 from fleet.standin.asks import Ask, BadAsk, read_ask
 from fleet.standin.engine import Engine, Sequence, Shape
 from fleet.standin.faults import Faults, UnknownFault
-from fleet.standin.metrics import exposition
 from fleet.standin.named_events import MessagesAnswer, ResponsesAnswer, anthropic_error
 from fleet.standin.transfer import Transfers
 
@@ -77,7 +77,8 @@ class StandinInstance:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=exposition(self.engine, self.model))
+        text = exposition(self.engine.totals, self.engine.gauges, self.model)
+        return web.Response(text=text)
 
     async def _reset(self, _: web.Request) -> web.Response:
         self.engine.reset()  # 200 either way, as vLLM up to 0.22.1

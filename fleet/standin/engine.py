@@ -17,6 +17,7 @@ from time import perf_counter_ns
 import msgspec
 import numpy as np
 
+from fleet.counters import Gauges, Totals
 from fleet.standin.cache import BlockCache
 from lab.load.alarm import Alarm
 
@@ -51,20 +52,6 @@ class Sequence:
         self.changed = asyncio.Event()
 
 
-class Totals(msgspec.Struct):
-    """Counters since the start. The three kinds of prompt tokens are those of requests
-    that got their first token."""
-
-    computed_tokens: int = 0
-    cached_tokens: int = 0
-    external_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    finished: int = 0
-    aborted: int = 0
-
-
 class Engine:
     """Runs all sequences of one instance; `run` must be running."""
 
@@ -75,6 +62,11 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._work = asyncio.Event()
+
+    @property
+    def gauges(self) -> Gauges:
+        usage = len(self.cache) / self.cache.num_blocks
+        return Gauges(len(self.running), len(self.waiting), usage)
 
     async def generate(self, sequence: Sequence) -> AsyncIterator[int]:
         """Yield the number of tokens made since the last time, until all are made.

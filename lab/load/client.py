@@ -46,6 +46,7 @@ class Client:
     """Sends requests to one server and keeps a record of each."""
 
     stopped = "driver stopped"  # the error of a request that is cancelled
+    now_ns = staticmethod(perf_counter_ns)
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, timeout_s: float
@@ -78,7 +79,7 @@ class Client:
             record.error = f"{type(error).__name__}: {error}"
         finally:
             if record.status != "ok":
-                record.end_ns = perf_counter_ns()
+                record.end_ns = self.now_ns()
 
     def take_head(self, record: Outcome, response: aiohttp.ClientResponse) -> None:
         """Note what the response's head says."""
@@ -87,6 +88,12 @@ class Client:
     def take_usage(self, record: Outcome, usage: Usage) -> None:
         """Note the server's token counts. Raises StreamError if they are wrong."""
         raise NotImplementedError
+
+    def take_end(self, record: Outcome, stream: CompletionStream) -> None:
+        """Note how the stream ended. Raises StreamError unless it ended well."""
+        usage = stream.usage()
+        record.end_ns = stream.last_token_ns
+        self.take_usage(record, usage)
 
     async def _exchange(
         self, record: Outcome, body: bytes, headers: dict[str, str] | None
@@ -103,9 +110,7 @@ class Client:
                     stream.feed(piece, perf_counter_ns())
             finally:
                 record.first_token_ns = stream.first_token_ns
-        usage = stream.usage()
-        record.end_ns = stream.last_token_ns
-        self.take_usage(record, usage)
+        self.take_end(record, stream)
 
 
 class PlanClient(Client):

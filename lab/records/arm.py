@@ -118,6 +118,9 @@ class PlannedArm(msgspec.Struct, kw_only=True):
     """How much faster than the trace: divides arrival and think times."""
     time_factor: float | None = None
     """Factor on the simulated forward."""
+    virtual: bool = False
+    """Whether time itself was simulated, too; then all `_s` and `_ns` of the run are by
+    that clock, and no machine had to keep up."""
     trace: TraceFacts | None = None
     """What was replayed."""
     profile: dict[str, Any] | None = None

@@ -47,15 +47,16 @@ def reserve(servers: int, base: int | None = None) -> list[Ports]:
     if base is not None:
         if (taken := _first_taken(base, span)) is not None:
             raise PortsError(f"port {taken} is taken: choose another --base-port")
-        return _staggered(base, servers)
+        return staggered(base, servers)
     for _ in range(TRIES):
         base = random.randrange(FIRST, LAST - span)
         if _first_taken(base, span) is None:
-            return _staggered(base, servers)
+            return staggered(base, servers)
     raise PortsError(f"no {span} free ports in a row between {FIRST} and {LAST}")
 
 
-def _staggered(base: int, servers: int) -> list[Ports]:
+def staggered(base: int, servers: int) -> list[Ports]:
+    """Ports for so many servers, from `base` on, whether they are free or not."""
     starts = range(base, base + servers * PORTS_PER_SERVER, PORTS_PER_SERVER)
     return [Ports(*range(start, start + 5)) for start in starts]
 

@@ -18,6 +18,7 @@ from lab.serving.releases import beside
 from lab.serving.settings import EngineSettings
 
 SERVED_MODEL = "model"
+SERVER = "vllm.entrypoints.openai.api_server"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class ServerSpec:
     env: dict[str, str]
     ports: Ports
     log: Path
+
+    @property
+    def arguments(self) -> list[str]:
+        """What vLLM's server is told."""
+        return self.argv[self.argv.index(SERVER) + 1 :]
 
     def told(self, *arguments: str, **env: str) -> ServerSpec:
         """The same server with more arguments and environment."""
@@ -104,7 +110,7 @@ def _command(engine: Engine, port: int) -> list[str]:
         arguments["--load-format"] = "dummy"
     return engine.installed.command(
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        SERVER,
         # Prompts are token ids, so no tokenizer is needed, nor any of its time.
         "--skip-tokenizer-init",
         *(str(part) for pair in arguments.items() for part in pair),

@@ -65,7 +65,7 @@ def test_the_sweep_serves_it(brand_new, tmp_path):
 def test_the_fleet_launches_it(brand_new, tmp_path):
     settings = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
     spec = FleetSpec(settings, "brand_new", brand_new, ["both", "both"])
-    made = members(spec, reserve(2), tmp_path)
+    made = members(spec, reserve(2), [[], []], tmp_path)
     assert [member.instance.connector for member in made] == [None, None]
     assert own_connector(spec, "both").kv_transfer_config["kv_role"] == "kv_both"
 
@@ -76,4 +76,4 @@ def test_roles_of_their_own_are_refused_until_its_toml_says_how_kv_moves(
     settings = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
     spec = FleetSpec(settings, "brand_new", brand_new, ["prefill", "decode"])
     with pytest.raises(SpecError, match=r"brand_new.*`transfer`"):
-        members(spec, reserve(2), tmp_path)
+        members(spec, reserve(2), [[], []], tmp_path)

@@ -45,7 +45,7 @@ class NullDevice:
         """Launch a forward of `positions`, and do not wait."""
         launched_ns = time.perf_counter_ns()
         began_ns = max(launched_ns, self.free_ns)
-        self.free_ns = began_ns + round(self._forward.duration_us(positions) * 1e3)
+        self.free_ns = began_ns + round(self._forward.duration_at_us(positions) * 1e3)
         if self.step_id is not None and (directory := _records()):
             if self._file is None:
                 from vllm.v1.step_record_file import RecordFile

@@ -40,17 +40,23 @@ class SimulatedForward:
             else None
         )
 
-    def duration_us(self, positions: torch.Tensor) -> float:
+    def duration_us(self, tokens: int, context_tokens: int) -> float:
+        """How long a forward takes that computes `tokens`.
+
+        `context_tokens`: those that each of them attends to, summed up.
+        """
+        us = self.forward_us + self.us_per_token * tokens
+        return us + self.us_per_context_token * context_tokens
+
+    def duration_at_us(self, positions: torch.Tensor) -> float:
         """How long a forward takes; `positions`: [tokens] of one step."""
-        us = self.forward_us + self.us_per_token * positions.shape[0]
-        if self.us_per_context_token:
-            us += self.us_per_context_token * int(positions.sum())
-        return us
+        context_tokens = int(positions.sum()) if self.us_per_context_token else 0
+        return self.duration_us(positions.shape[0], context_tokens)
 
     def wait(self, positions: torch.Tensor) -> None:
         """`positions`: [tokens] of one step."""
         started_ns = time.perf_counter_ns()
-        simulated_us = self.duration_us(positions)
+        simulated_us = self.duration_at_us(positions)
         time.sleep(simulated_us / 1e6)
         if self.totals is not None:
             slept_ns = time.perf_counter_ns() - started_ns

@@ -1,24 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/metrics`: what the engine counts, under vLLM's names."""
+"""What an instance counts, for those that are not vLLM: its `/metrics`."""
 
 from __future__ import annotations
 
-from fleet.standin.engine import Engine
+import msgspec
 
 
-def exposition(engine: Engine, model: str) -> str:
-    """The counters and gauges in Prometheus' text format."""
-    totals = engine.totals
+class Totals(msgspec.Struct):
+    """Counters since the start. The three kinds of prompt tokens are those of requests
+    that got their first token."""
+
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    external_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+
+class Gauges(msgspec.Struct):
+    """What is there now; `usage` is the share of the KV blocks that is in use."""
+
+    running: int
+    waiting: int
+    usage: float
+
+
+def exposition(totals: Totals, gauges: Gauges, model: str) -> str:
+    """Both in Prometheus' text format."""
     labels = f'engine="0",model_name="{model}"'
     by_source = {
         "local_compute": totals.computed_tokens,
         "local_cache_hit": totals.cached_tokens,
         "external_kv_transfer": totals.external_tokens,
     }
-    gauges = {
-        "num_requests_running": len(engine.running),
-        "num_requests_waiting": len(engine.waiting),
-        "kv_cache_usage_perc": len(engine.cache) / engine.cache.num_blocks,
+    now = {
+        "num_requests_running": gauges.running,
+        "num_requests_waiting": gauges.waiting,
+        "kv_cache_usage_perc": gauges.usage,
     }
     counters = {
         "prefix_cache_queries_total": totals.prefix_cache_queries,
@@ -28,7 +49,7 @@ def exposition(engine: Engine, model: str) -> str:
         "generation_tokens_total": totals.generation_tokens,
     }
     lines: list[str] = []
-    for kind, values in (("gauge", gauges), ("counter", counters)):
+    for kind, values in (("gauge", now), ("counter", counters)):
         for name, value in values.items():
             lines += [f"# TYPE vllm:{name.removesuffix('_total')} {kind}"]
             lines += [f"vllm:{name}{{{labels}}} {float(value)}"]

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own engine core on a clock of its own, with an executor that computes nothing.
+
+Engine core, scheduler, KV cache manager, block pool and the connector's scheduler side
+are those of the vLLM that this process imports, called as vLLM's own loop calls them.
+Between two calls of an engine core nothing can reach it from outside, in vLLM too. So
+one whole call is made at the moment at which it begins, and the engine's clock says
+when it ends: the executor moves it to the moment at which the host is done with its
+part, and waiting for a result moves it to the end of that forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+
+from fleet.counters import Gauges
+
+# What EngineCoreProc sleeps where requests wait and none could be scheduled.
+IDLE_NS = 1_000_000
+# The executor says that there is room for anything: the blocks are told.
+ENDLESS_BYTES = 1 << 50
+
+
+@dataclass
+class EngineClock:
+    """When the engine core is, on the fleet's clock."""
+
+    now_ns: int = 0
+
+    def advance_to(self, ns: int) -> None:
+        self.now_ns = max(self.now_ns, ns)
+
+
+class StepCost(Protocol):
+    """What a step takes, besides waiting for the step before."""
+
+    def device_ns(self, tokens: int, context_tokens: int) -> int:
+        """The forward. `context_tokens`: what each token attends to, summed up."""
+
+
+class StepFuture:
+    """A step's output, which is there when the device has ended its forward."""
+
+    def __init__(
+        self, clock: EngineClock, output: ModelRunnerOutput, ready_ns: int
+    ) -> None:
+        self._clock = clock
+        self._output = output
+        self._ready_ns = ready_ns
+
+    def done(self) -> bool:
+        return self._ready_ns <= self._clock.now_ns
+
+    def result(self) -> ModelRunnerOutput:
+        self._clock.advance_to(self._ready_ns)
+        return self._output
+
+
+class NoDevice(Executor):
+    """Runs one forward after the other on a device that only takes time."""
+
+    def _init_executor(self) -> None:
+        self._device_free_ns = 0
+
+    def attach(self, core: EngineCore, clock: EngineClock, cost: StepCost) -> None:
+        """Before the first step."""
+        self._requests = core.scheduler.requests
+        self._clock = clock
+        self._cost = cost
+
+    def get_kv_cache_specs(self) -> list[dict]:
+        """One layer: all layers of a model have the same blocks."""
+        spec = FullAttentionSpec(
+            block_size=self.cache_config.block_size,
+            num_kv_heads=1,
+            head_size=32,
+            dtype=torch.bfloat16,
+        )
+        return [{"layer": spec}]
+
+    def determine_available_memory(self) -> list[int]:
+        return [ENDLESS_BYTES]
+
+    def initialize_from_config(self, kv_cache_configs: list) -> None:
+        """There is no memory to set up."""
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, non_block: bool = False
+    ) -> StepFuture:
+        begins_ns = max(self._clock.now_ns, self._device_free_ns)
+        took_ns = 0
+        if tokens := scheduler_output.total_num_scheduled_tokens:
+            context_tokens = _context_tokens(scheduler_output)
+            took_ns = self._cost.device_ns(tokens, context_tokens)
+        self._device_free_ns = begins_ns + took_ns
+        output = self._output(scheduler_output)
+        self._launched = StepFuture(self._clock, output, self._device_free_ns)
+        return self._launched
+
+    def sample_tokens(self, grammar_output: object, non_block: bool) -> StepFuture:
+        """With asynchronous scheduling, the output comes from here."""
+        return self._launched
+
+    def _output(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Token 0 for each request whose known tokens are all computed with this."""
+        ids = list(scheduler_output.num_scheduled_tokens)
+        requests = map(self._requests.__getitem__, ids)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={each: place for place, each in enumerate(ids)},
+            sampled_token_ids=[
+                [0] if one.num_computed_tokens >= one.num_tokens else []
+                for one in requests
+            ],
+        )
+
+    def collective_rpc(self, method, *args, **kwargs):
+        raise NotImplementedError(f"there is no worker: {method}")
+
+    def get_kv_connector_handshake_metadata(self) -> None:
+        """No worker has an address."""
+
+    def check_health(self) -> None:
+        """It is always well."""
+
+
+class OverlappingNoDevice(NoDevice):
+    """With vLLM's asynchronous scheduling: a step is scheduled while one runs."""
+
+    max_concurrent_batches = 2
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        # vLLM's CPU platform turned it off; scheduler and engine loop are made later.
+        self.scheduler_config.async_scheduling = True
+
+
+@cache
+def _parser() -> FlexibleArgumentParser:
+    """That of vLLM's own server. Making it takes longer than making an engine."""
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def _context_tokens(scheduler_output: SchedulerOutput) -> int:
+    """The sum of the positions of all tokens of a step."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    total = 0
+    for new in scheduler_output.scheduled_new_reqs:
+        count = scheduled[new.req_id]
+        total += count * new.num_computed_tokens + count * (count - 1) // 2
+    cached = scheduler_output.scheduled_cached_reqs
+    for req_id, computed in zip(
+        cached.req_ids, cached.num_computed_tokens, strict=True
+    ):
+        count = scheduled[req_id]
+        total += count * computed + count * (count - 1) // 2
+    return total
+
+
+class VirtualEngine:
+    """An engine core that is told `arguments`, those of a vLLM server.
+
+    With `overlapping` it schedules asynchronously. Nobody calls it from two places.
+    """
+
+    def __init__(self, arguments: list[str], cost: StepCost, overlapping: bool) -> None:
+        told = AsyncEngineArgs.from_cli_args(_parser().parse_args(arguments))
+        config = told.create_engine_config()
+        executor = OverlappingNoDevice if overlapping else NoDevice
+        self.core = EngineCore(config, executor, log_stats=True)
+        self.clock = EngineClock()
+        self.core.model_executor.attach(self.core, self.clock, cost)
+        self.stream_interval = config.scheduler_config.stream_interval
+
+    @property
+    def has_work(self) -> bool:
+        """As EngineCoreProc's loop asks."""
+        return self.core.scheduler.has_requests() or bool(self.core.batch_queue)
+
+    @property
+    def gauges(self) -> Gauges:
+        scheduler = self.core.scheduler
+        running, waiting = scheduler.get_request_counts()
+        return Gauges(running, waiting, scheduler.kv_cache_manager.usage)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        output_tokens: int,
+        kv_transfer_params: dict | None,
+    ) -> None:
+        """Queue a request that ends after exactly `output_tokens`."""
+        extra = kv_transfer_params and {"kv_transfer_params": kv_transfer_params}
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            mm_features=None,
+            sampling_params=SamplingParams(
+                temperature=0,
+                max_tokens=output_tokens,
+                ignore_eos=True,
+                extra_args=extra,
+            ),
+            pooling_params=None,
+            arrival_time=self.clock.now_ns / 1e9,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def abort(self, request_id: str) -> None:
+        self.core.abort_requests([request_id])
+
+    def step(self) -> EngineCoreOutputs | None:
+        """One round of EngineCoreProc's loop, from `clock.now_ns` to its end there."""
+        outputs, executed = self.core.step_fn()
+        self.core.post_step(executed)
+        if not executed and self.core.scheduler.has_unfinished_requests():
+            self.clock.now_ns += IDLE_NS
+        return outputs.get(0) if outputs else None

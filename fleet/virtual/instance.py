@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM server in virtual time: its engine's loop, and the answers to its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from fleet.counters import Totals, exposition
+from fleet.virtual.engine import VirtualEngine
+from fleet.virtual.loop import VirtualLoop
+from lab.serving.null_engine import cached_tokens
+
+FIRST_EVENT = b'data: {"choices":[{"token_ids":[0]}]}\n\n'
+EVENT = b'data: {"choices":[{}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A request to an instance, in place of its JSON."""
+
+    prompt: list[int]
+    output_tokens: int
+    stream: bool = True
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class VirtualAnswer:
+    """The answer to one request: fleet.proxy.upstream.Answer in virtual time."""
+
+    status = 200
+    lost = None
+
+    def __init__(
+        self, instance: VirtualInstance, request_id: str, asked: Asked
+    ) -> None:
+        self._instance = instance
+        self._id = request_id
+        self._prompt_tokens = len(asked.prompt)
+        self._generated = self._streamed = self._cached = 0
+        self._chunks: deque[bytes] = deque()
+        self._ended = False
+        self._more: asyncio.Future[None] = instance.loop.create_future()
+        self.streams = asked.stream
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {}
+
+    @property
+    def at_end(self) -> bool:
+        return self._ended and not self._chunks
+
+    async def begin(self) -> None:
+        """Wait for the first chunk, or all of an answer that is no stream."""
+        self.first = await self.chunk()
+
+    async def chunk(self) -> bytes:
+        """What came next, b"" at the end."""
+        while not self._chunks:
+            if self._ended:
+                return b""
+            self._more = self._instance.loop.create_future()
+            await self._more
+        return self._chunks.popleft()
+
+    def close(self) -> None:
+        """Ends the request: one whose answer is not complete is aborted."""
+        if not self._ended:
+            self._instance.abort(self._id)
+
+    def take(self, output: Any, stream_interval: int, totals: Totals) -> None:
+        """What the engine has generated; vLLM sends several tokens in one event."""
+        if self._generated == 0 and (counted := cached_tokens(output)):
+            self._cached, external = counted
+            totals.cached_tokens += self._cached - external
+            totals.external_tokens += external
+            totals.computed_tokens += self._prompt_tokens - self._cached
+        self._generated += len(output.new_token_ids)
+        totals.generation_tokens += len(output.new_token_ids)
+        self._ended = output.finish_reason is not None
+        if not self.streams:
+            if self._ended:
+                self._put(self._whole(output))
+            return
+        if self._streamed == 0:
+            event = FIRST_EVENT
+        elif self._ended or self._generated - self._streamed >= stream_interval:
+            event = EVENT
+        else:
+            return
+        self._streamed = self._generated
+        self._put(event + self._last_events() if self._ended else event)
+
+    def _put(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+        if not self._more.done():
+            self._more.set_result(None)
+
+    def _last_events(self) -> bytes:
+        usage = {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._generated,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
+        }
+        said = {"choices": [], "usage": usage}
+        return b"data: " + msgspec.json.encode(said) + b"\n\n" + DONE
+
+    def _whole(self, output: Any) -> bytes:
+        return msgspec.json.encode({"kv_transfer_params": output.kv_transfer_params})
+
+
+class VirtualInstance:
+    """A server named `name`; nothing happens in it while nothing is asked."""
+
+    def __init__(self, name: str, engine: VirtualEngine, loop: VirtualLoop) -> None:
+        self.name = name
+        self.loop = loop
+        self.totals = Totals()
+        self._engine = engine
+        self._answers: dict[str, VirtualAnswer] = {}
+        # What came while the engine core was at work.
+        self._inbox: list[tuple[str, Asked | None]] = []
+        self._busy = False
+        self._count = 0
+
+    def ask(self, asked: Asked) -> VirtualAnswer:
+        """Hand a request to the engine; its answer has not begun."""
+        self._count += 1
+        request_id = str(self._count)
+        answer = VirtualAnswer(self, request_id, asked)
+        self._answers[request_id] = answer
+        self._post(request_id, asked)
+        return answer
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; the engine core learns of it between two steps."""
+        if self._answers.pop(request_id, None) is not None:
+            self.totals.aborted += 1
+            self._post(request_id, None)
+
+    def _post(self, request_id: str, asked: Asked | None) -> None:
+        self._inbox.append((request_id, asked))
+        if not self._busy:
+            self._busy = True
+            # What arrives at the same moment is in the same step.
+            self.loop.call_soon(self._step)
+
+    def _step(self) -> None:
+        """What EngineCoreProc's loop does in one round."""
+        engine = self._engine
+        engine.clock.advance_to(self.loop.now_ns())
+        for request_id, asked in self._inbox:
+            if asked is None:
+                engine.abort(request_id)
+            else:
+                engine.add(
+                    request_id,
+                    asked.prompt,
+                    asked.output_tokens,
+                    asked.kv_transfer_params,
+                )
+        self._inbox.clear()
+        if not engine.has_work:
+            self._busy = False
+            return
+        outputs = engine.step()
+        self.loop.call_at_ns(engine.clock.now_ns, self._stepped, outputs)
+
+    def _stepped(self, outputs: Any) -> None:
+        if outputs is not None:
+            for output in outputs.outputs:
+                self._deliver(output)
+            looked_up = outputs.scheduler_stats.prefix_cache_stats
+            self.totals.prefix_cache_queries += looked_up.queries
+            self.totals.prefix_cache_hits += looked_up.hits
+        self._step()
+
+    def _deliver(self, output: Any) -> None:
+        answer = self._answers.get(output.request_id)
+        if answer is None:
+            return
+        answer.take(output, self._engine.stream_interval, self.totals)
+        if output.finish_reason is not None:
+            del self._answers[output.request_id]
+            self.totals.finished += 1
+
+    def metrics(self, model: str) -> str:
+        """The text of its /metrics."""
+        return exposition(self.totals, self._engine.gauges, model)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An experiment in virtual time: the files of one in real time, and the same bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fleet.analyze.records import ArmRun, read_run
+from lab.paths import CONFIGS, REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+TWO_ARMS = """
+summary = "two instances, in virtual time"
+profile = "h20-30b-a3b"
+instances = 2
+concurrency = [2]
+repeats = 2
+baseline = "linear"
+
+[workload]
+trace = "traces/claude_code_sessions_le62k.jsonl.gz"
+sessions = 8
+max_turns = 3
+max_output_tokens = 40
+
+[arms.linear]
+policy = "linear"
+
+[arms.round_robin]
+policy = "round_robin"
+"""
+DEADLINE_S = 300
+
+
+def run(config: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
+    module = [sys.executable, "-m", "fleet.experiment", str(config), "--virtual"]
+    return subprocess.run(
+        [*module, "--out", str(out), *options],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "two_arms.toml"
+    path.write_text(TWO_ARMS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("first") / "run"
+    done = run(config, out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> list[ArmRun]:
+    return read_run(folder)
+
+
+def test_every_request_ends_well_and_was_decided_once(runs: list[ArmRun]) -> None:
+    assert len(runs) == 4
+    for one in runs:
+        assert one.info.status == "ok"
+        assert one.info.virtual
+        assert one.info.freshness.fresh
+        assert len(one.requests) == one.info.trace.requests
+        assert {request.status for request in one.requests} == {"ok"}
+        ids = {request.id for request in one.requests}
+        assert {end.id for end in one.decision_ends} == ids
+        assert {decision.id for decision in one.decisions} == ids
+
+
+def test_moments_are_in_their_order_and_nobody_is_late(runs: list[ArmRun]) -> None:
+    for one in runs:
+        for request in one.requests:
+            assert request.sent_ns == request.intended_ns
+            assert request.sent_ns < request.first_token_ns <= request.end_ns
+
+
+def test_a_repeat_brings_the_sessions_in_another_order(runs: list[ArmRun]) -> None:
+    def begun(repeat: int) -> list[str]:
+        (one,) = (
+            run
+            for run in runs
+            if run.info.repeat == repeat and run.info.policy == "linear"
+        )
+        firsts = [request for request in one.requests if request.turn == 0]
+        firsts.sort(key=lambda request: request.intended_ns)
+        return [request.session for request in firsts]
+
+    assert begun(0) != begun(1)
+    assert sorted(begun(0)) == sorted(begun(1))
+
+
+def test_the_same_experiment_gives_the_same_bytes(
+    config: Path, folder: Path, tmp_path: Path
+) -> None:
+    again = tmp_path / "run"
+    assert run(config, again).returncode == 0
+    files = sorted(
+        path.relative_to(folder)
+        for kind in ("*.json", "*.jsonl", "*.gz", "*.prom", "*.md")
+        for path in folder.rglob(kind)
+    )
+    assert len(files) > 4 * 5
+    differ = [
+        str(name)
+        for name in files
+        if (folder / name).read_bytes() != (again / name).read_bytes()
+    ]
+    assert differ == []
+
+
+def test_resuming_makes_only_what_is_missing(
+    config: Path, folder: Path, tmp_path: Path
+) -> None:
+    kept, lost = "linear@2/r0/arm.json", "round_robin@2/r1"
+    before = (folder / kept).stat().st_mtime_ns
+    (folder / lost / "arm.json").rename(tmp_path / "arm.json")
+    assert run(config, folder, "--resume").returncode == 0
+    assert (folder / kept).stat().st_mtime_ns == before
+    made = (folder / lost / "arm.json").read_bytes()
+    assert made == (tmp_path / "arm.json").read_bytes()
+
+
+def test_stand_ins_have_no_virtual_time(tmp_path: Path) -> None:
+    done = run(CONFIGS / "experiments" / "smoke.toml", tmp_path / "run")
+    assert done.returncode == 2
+    assert "--virtual is for the instances of a `profile`" in done.stderr
+    assert not (tmp_path / "run").exists()
