@@ -18,6 +18,7 @@ from pathlib import Path
 from lab.records import RecordsError
 from lab.records.documents import write_whole
 from lab.records.warning import RunWarning
+from look.clients import read_clients
 from look.clocks import one_clock
 from look.follow import follow
 from look.found import find
@@ -89,8 +90,8 @@ def look(folder: Path, out: Path, perfetto: Path | None, window: Window) -> None
     Raises RecordsError and OSError.
     """
     found, warnings = find(folder)
-    clock = one_clock(found)
-    warnings += clock.warnings
+    clock, clients = one_clock(found), read_clients(folder, found)
+    warnings += [*clock.warnings, *clients.warnings]
     page, trace = (
         PageOfRecords(folder, clock, len(found)),
         TraceOfRecords(clock, window),
@@ -99,7 +100,7 @@ def look(folder: Path, out: Path, perfetto: Path | None, window: Window) -> None
         if isinstance(read, RunWarning):
             warnings.append(read)
             continue
-        told = told_of(read)
+        told = told_of(clients.joined(read))
         print(text(told), end="\n\n")
         page.add(told)
         if perfetto:

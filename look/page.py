@@ -9,6 +9,7 @@ import msgspec
 import polars as pl
 
 from lab.records.warning import RunWarning
+from look.clients import SHARES
 from look.clocks import Clock
 from look.cost import Cost, Part
 from look.instances import Instance
@@ -52,6 +53,8 @@ class PageOfRecords:
             _moves_table(name, told),
             *(_named(flame, name) for flame in instance.flames),
         ]
+        if told.outside:
+            self._sections.append(_clients_table(name, told.outside))
 
     def text(self, warnings: list[RunWarning]) -> str:
         """The file; `warnings` are those of no single instance."""
@@ -194,4 +197,19 @@ def _moves_table(name: str, told: Told) -> Table:
         columns=["calls", "per", "µs per step", "low", "high", "why not known"],
         rows=rows,
         open=False,
+    )
+
+
+def _clients_table(name: str, outside: list[list]) -> Table:
+    return Table(
+        title=f"{name}: what clients waited for",
+        note="Before the engine: in the server, from a request's arrival there until "
+        "the scheduler got it. On the way: all else, as to the server and back, a "
+        "proxy between, and the server's work on the answer. Quantiles of parts do "
+        "not add up; the parts of a single request do.",
+        columns=["ms", *(f"p{100 * share:.0f}" for share in SHARES)],
+        rows=[
+            [part, *(None if ms is None else round(ms, 3) for ms in quantiles)]
+            for part, *quantiles in outside
+        ],
     )

@@ -19,7 +19,7 @@ def text(told: Told) -> str:
     lines = [told.title]
     if told.cost is not None:
         lines += ["", *_cost_table(told.cost), "", *_moves_lines(told)]
-        lines += _request_lines(told)
+        lines += [*_request_lines(told), *_client_lines(told.outside)]
     lines += warning_lines(told.instance.warnings)
     return "\n".join(lines)
 
@@ -87,6 +87,17 @@ def _request_lines(told: Told) -> list[str]:
         rows.append([f"  {row['id']}", *times, f"{row['prompt_tokens']:,}"])
     note = "  (requests of one step wait for the same calls: do not add these up)"
     return [*lines, "", *aligned(rows), note]
+
+
+def _client_lines(outside: list[list]) -> list[str]:
+    if not outside:
+        return []
+    rows = [["clients waited, ms", "p50", "p90", "p99"]]
+    for name, *quantiles in outside:
+        indent = "  " if name.startswith("of it") else ""
+        told = ("-" if ms is None else f"{ms:,.1f}" for ms in quantiles)
+        rows.append([indent + name, *told])
+    return ["", *aligned(rows)]
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

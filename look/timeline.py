@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import polars as pl
 
+from look.clients import on_the_way_us
 from look.clocks import Clock
 from look.cost import PARTS
 from look.instances import Instance
@@ -120,6 +121,14 @@ def _requests(instance: Instance, clock: Clock, most: int) -> Requests | None:
         columns[fact.replace("_", " ")] = shown[fact].to_list()
     columns["preemptions"] = shown["preemptions"].to_list()
     columns["ended by"] = shown["finish_reason"].to_list()
+    if "client_e2e_us" in shown.columns:
+        shown = shown.with_columns(on_the_way_us("e2e").alias("way_us"))
+        columns |= {
+            "client's E2E ms": ms("client_e2e_us"),
+            "client's TTFT ms": ms("client_ttft_us"),
+            "before the engine ms": ms("before_engine_us"),
+            "on the way ms": ms("way_us"),
+        }
     columns |= {
         f"{name.removesuffix('_us')} ms": ms(f"e2e.{name}") for name in instance.methods
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from look.clients import outside
 from look.cost import Cost, cost, felt
 from look.instances import Instance
 from look.moves import Moves, moves
@@ -15,13 +16,14 @@ class Told:
     """An instance and what was found of it; `cost` is None without steps.
 
     `moves` are by time: `connector_us` and each of the connector's methods. `felt` is
-    the connector's share of what requests waited for.
+    the connector's share of what requests waited for, `outside` what their clients did.
     """
 
     instance: Instance
     cost: Cost | None
     moves: dict[str, Moves]
     felt: dict[str, dict[str, float]]
+    outside: list[list]
 
     @property
     def title(self) -> str:
@@ -48,4 +50,5 @@ def told_of(instance: Instance) -> Told:
         cost(instance),
         moves(instance.steps, times),
         felt(instance.requests),
+        outside(instance.requests),
     )

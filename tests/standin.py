@@ -4,8 +4,8 @@
 The model name of a request says what goes wrong with it: "null" nothing, "stall/30"
 the thirtieth request stalls, "mixed" each of FAILURES in turn and then nothing. It
 counts prefix-cache hits of whole prompts and, like vLLM up to 0.22.1, answers 200 to a
-reset whether it happened or not. Started as `python -m tests.standin`, it behaves like
-lab.load.trivial_server towards its parent.
+reset whether it happened or not. /request_ids lists each X-Request-Id so far. Started
+as `python -m tests.standin`, it behaves like lab.load.trivial_server to its parent.
 """
 
 from __future__ import annotations
@@ -135,8 +135,10 @@ def standin_app() -> web.Application:
     """All routes of the stand-in."""
     cache = Cache()
     ids = count(1)
+    request_ids: list[str | None] = []
 
     async def completions(request: web.Request) -> web.StreamResponse:
+        request_ids.append(request.headers.get("X-Request-Id"))
         ask = await request.json()
         answer = answer_to(ask["model"], next(ids))
         cache.look_up(ask["prompt"])
@@ -146,7 +148,11 @@ def standin_app() -> web.Application:
         finally:
             cache.in_flight -= 1
 
+    async def show_request_ids(_: web.Request) -> web.Response:
+        return web.json_response(request_ids)
+
     app = build_app(completions)
+    app.router.add_get("/request_ids", show_request_ids)
     app.router.add_get("/metrics", cache.metrics)
     app.router.add_post("/reset_prefix_cache", cache.reset)
     app.router.add_post("/ignore_resets", cache.ignore_resets)

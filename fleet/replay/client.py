@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import os
-from urllib.parse import quote
 
 import aiohttp
 
 from fleet.replay.records import STOPPED
 from lab.load.client import Client
 from lab.load.sse import Usage
-from lab.records.replay import ReplayedRequest
-
-# Session names go into headers, where only printable ASCII may be.
-_SAFE = " /:;,.@+=~#!$&'()*|?[]"
+from lab.records.replay import ReplayedRequest, in_header
 
 
 class ReplayClient(Client):
@@ -25,8 +21,8 @@ class ReplayClient(Client):
     async def send(self, record: ReplayedRequest, body: bytes) -> None:
         """Fill in the record to its end, whatever happens."""
         headers = {
-            "X-Session-Id": quote(record.session, safe=_SAFE),
-            "X-Request-Id": quote(record.id, safe=_SAFE),
+            "X-Session-Id": in_header(record.session),
+            "X-Request-Id": in_header(record.id),
         }
         await self.request(record, body, headers | authorization())
 

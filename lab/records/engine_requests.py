@@ -7,6 +7,7 @@ joins its steps by their `step_id`. What never happened to it is absent.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import msgspec
@@ -69,3 +70,14 @@ def read_engine_requests(path: Path) -> Lines[EngineRequestHeader]:
         older = read_lines(older_part(path), EngineRequestHeader, EngineRequest)
         found.records[:0] = older.records
     return found
+
+
+def ids_of_completion(x_request_id: str) -> tuple[str, str]:
+    """The `id` of a completion whose client sent this header: plain, and hashed.
+
+    vLLM names it `cmpl-<header>-<number of the prompt>`, and one prompt is number 0
+    (`create_completion` in 0.18.1 to 0.33.0). What vLLM adds to make ids unique, the
+    patch has cut off.
+    """
+    name = f"cmpl-{x_request_id}-0"
+    return name, hashlib.blake2b(name.encode(), digest_size=8).hexdigest()

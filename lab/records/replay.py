@@ -4,10 +4,19 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
 from lab.records.outcome import Account, Outcome
+
+# What stays as it is, beside letters and digits.
+_IN_HEADER = " /:;,.@+=~#!$&'()*|?[]"
+
+
+def in_header(name: str) -> str:
+    """A session's or a request's name as a header carries it."""
+    return quote(name, safe=_IN_HEADER)
 
 
 class ReplayHeader(

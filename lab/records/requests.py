@@ -42,7 +42,7 @@ class RequestRecord(Outcome, tag_field="type", tag="request"):
     """What became of one scheduled request; a moment that never came is null."""
 
     id: int
-    """Counts from 0 in the order of the plan."""
+    """Counts from 0 in the order of the plan; sent as `X-Request-Id`."""
     phase: str
     """The phase that it belongs to."""
     prompt_tokens: int

@@ -122,7 +122,7 @@ class Run:
     ) -> None:
         self.in_flight += 1
         try:
-            await client.request(record, body)
+            await client.request(record, body, {"X-Request-Id": str(record.id)})
         finally:
             self.in_flight -= 1
             self.ledger.add(record)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -15,13 +16,16 @@ import polars as pl
 import pytest
 
 from blockpatch import load_sets
+from fleet.trace import Request, own
 from lab.paths import PATCHES, REPOSITORY
 from lab.serving.server_spec import SERVED_MODEL
 from lab.serving.tree import build_tree
-from lab.tiny.checkpoint import prompt
+from lab.tiny.checkpoint import VOCAB_SIZE, prompt
 from lab.tiny.server import TinyServer
 from lab.tiny.servers import KV_TRANSFER, NEEDED, TinyServers, ready
-from look.instances import Instance, read_instances
+from look.clients import on_the_way_us, read_clients
+from look.found import find
+from look.instances import Instance, read_instance
 from look.split import STEP_PARTS, WAITS
 from page.document import Flame
 
@@ -30,6 +34,7 @@ from .pair import pull_params, send_params
 pytestmark = pytest.mark.e2e
 
 PULLED, LOCAL = 6, 12
+DRIVEN, SESSIONS, TURNS = 20, 5, 2
 PROMPT_TOKENS = 600
 # What a client waits for besides the engine: HTTP, tokens to text, two busy cores.
 OUTSIDE_THE_ENGINE_MS = 400.0
@@ -87,6 +92,58 @@ async def serve(p: TinyServer, d: TinyServer) -> dict[str, float]:
     return client_ms
 
 
+def drive(server: TinyServer, folder: Path) -> None:
+    """The load driver's requests; what it saw goes to `folder`."""
+    plan = {
+        "model": SERVED_MODEL,
+        "vocab_size": VOCAB_SIZE,
+        "prompt_tokens": 100,
+        "output_tokens": 8,
+        "lag_budget_ms": 10_000,
+        "phases": [{"name": "growth", "requests": DRIVEN, "rate_rps": 10}],
+    }
+    (folder / "plan.json").write_text(json.dumps(plan))
+    sent_by = ["microbench.driver", "--plan", str(folder / "plan.json")]
+    run(*sent_by, "--url", server.url, "--out", str(folder / "requests.jsonl"))
+
+
+def replay(server: TinyServer, folder: Path) -> None:
+    """The replayer's, with names that a header cannot hold as they are."""
+    requests = [
+        Request(
+            arrival_s=session / 10,
+            session=f"Sitzung é, 100 % {session}",
+            turn=turn,
+            input_tokens=160 * (turn + 1),
+            output_tokens=8,
+            hashes=[100 * session + block for block in range(10 * (turn + 1))],
+            block_tokens=16,
+            think_s=0.1 if turn else None,
+        )
+        for session in range(SESSIONS)
+        for turn in range(TURNS)
+    ]
+    requests.sort(key=lambda request: request.arrival_s)
+    own.write(folder / "trace.jsonl", {"requests": len(requests)}, requests)
+    sent_by = ["fleet.replay", "--trace", str(folder / "trace.jsonl")]
+    sent_by += ["--vocab-size", str(VOCAB_SIZE), "--lag-budget-ms", "10000"]
+    run(*sent_by, "--url", server.url, "--out", str(folder / "replay.jsonl"))
+
+
+def run(module: str, *arguments: str) -> str:
+    """What `python -m module` prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def served(lab: TinyServers, tmp_path_factory) -> Served:
     folder = tmp_path_factory.mktemp("look")
@@ -96,7 +153,7 @@ def served(lab: TinyServers, tmp_path_factory) -> Served:
     build_tree(tree, package, patches, {"DELAY_US": 500}, lab.installed)
     records = folder / "records"
 
-    def instance(name: str) -> TinyServer:
+    def instance(name: str, ids: str) -> TinyServer:
         (records / name).mkdir(parents=True)
         return TinyServer(
             folder / name,
@@ -105,24 +162,31 @@ def served(lab: TinyServers, tmp_path_factory) -> Served:
             KV_TRANSFER["mooncake"] | {"kv_role": "kv_both"},
             {
                 "KVTAX_STEP_RECORDS_DIR": str(records / name),
-                "KVTAX_REQUEST_IDS": "plain",
+                "KVTAX_REQUEST_IDS": ids,
             },
             32,
             lab.installed,
             lab.block_tokens,
         )
 
-    with ready(instance("p"), instance("d")) as (p, d):
+    clients = records / "clients"
+    clients.mkdir(parents=True)
+    with ready(instance("p", "hashed"), instance("d", "plain")) as (p, d):
         client_ms = asyncio.run(serve(p, d))
+        drive(p, clients)
+        replay(d, clients)
         # Records reach the files four times a second, also while the servers run.
         time.sleep(1)
-        told, page = look(records, folder / "report.html")
-        instances, warnings = read_instances(records)
+        page = folder / "report.html"
+        told = run("look", str(records), "--out", str(page))
+        found, warnings = find(records)
+        joined = read_clients(records, found)
+        instances = {one.name: joined.joined(read_instance(one)) for one in found}
         asyncio.run(sampled(d, records / "d"))
-    assert warnings == []
-    by_name = {one.name: one for one in instances}
-    (after,) = read_instances(records / "d")[0]
-    return Served(client_ms, by_name, told, page, after.flames)
+    assert warnings == joined.warnings == []
+    (after,) = find(records / "d")[0]
+    flames = read_instance(after).flames
+    return Served(client_ms, instances, told, page.read_text(), flames)
 
 
 async def sampled(server: TinyServer, records: Path) -> None:
@@ -138,20 +202,6 @@ async def sampled(server: TinyServer, records: Path) -> None:
     assert sampler.returncode == 0
 
 
-def look(records: Path, page: Path) -> tuple[str, str]:
-    """What is printed, and the page, while the servers still run."""
-    done = subprocess.run(
-        [sys.executable, "-m", "look", str(records), "--out", str(page)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, page.read_text()
-
-
 def of_client(served: Served, name: str) -> pl.DataFrame:
     """The requests at D whose ids clients gave as `name` and a number."""
     requests = served.instances["d"].requests
@@ -164,11 +214,24 @@ def test_each_client_finds_its_request_by_its_own_id(served):
 
 
 def test_the_engine_s_time_is_what_the_client_waited_less_what_is_outside(served):
-    for row in served.instances["d"].requests.iter_rows(named=True):
+    asked = pl.concat([of_client(served, "pulled"), of_client(served, "local")])
+    for row in asked.iter_rows(named=True):
         client_ms = served.client_ms[row["id"].removeprefix("cmpl-")[:-2]]
         engine_ms = (row["before_engine_us"] + row["e2e_us"]) / 1e3
         assert engine_ms < client_ms
         assert client_ms - engine_ms < OUTSIDE_THE_ENGINE_MS
+
+
+@pytest.mark.parametrize(("name", "sent"), [("p", DRIVEN), ("d", SESSIONS * TURNS)])
+def test_what_a_load_generator_saw_is_joined_to_what_its_engine_did(served, name, sent):
+    """P's ids are hashed, D's are plain, and are those that vLLM made of the header."""
+    told = served.instances[name].requests.drop_nulls("client_e2e_us")
+    assert told.height == sent
+    for span in ("ttft", "e2e"):
+        on_the_way_ms = told.select(on_the_way_us(span) / 1e3).to_series()
+        assert on_the_way_ms.min() > 0
+        assert on_the_way_ms.max() < OUTSIDE_THE_ENGINE_MS
+    assert "clients waited, ms" in served.told
 
 
 def test_a_pulled_prompt_waited_for_kv_and_a_local_one_did_not(served):

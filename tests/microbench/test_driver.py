@@ -115,7 +115,7 @@ def drive(tmp_path, url, plan, before="") -> Result:
     return Drive(tmp_path, url, plan, before).finish()
 
 
-def test_every_request_ends_ok_with_times_in_order_and_tokens_from_usage(
+def test_every_request_carries_its_id_and_ends_ok_with_times_in_order_and_its_tokens(
     standin, tmp_path
 ):
     phases = [
@@ -130,6 +130,9 @@ def test_every_request_ends_ok_with_times_in_order_and_tokens_from_usage(
         times = ["intended_ns", "sent_ns", "first_token_ns", "end_ns"]
         assert sorted(times, key=request.get) == times
         assert request["output_tokens"] == 4
+    with urllib.request.urlopen(f"{standin.url}/request_ids") as answer:
+        sent = json.load(answer)[-30:]
+    assert sorted(sent) == sorted(str(request["id"]) for request in result.requests)
     growth, plateau = result.phases
     assert plateau["start_ns"] - growth["start_ns"] == 100_000_000, "no pause"
     due = sorted(request["intended_ns"] for request in result.requests)

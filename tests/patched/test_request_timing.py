@@ -7,7 +7,7 @@ import pytest
 from recorder_lab import new_engine
 from request_lab import FROM_ELSEWHERE, LATE, recording_requests, run
 
-from lab.records.engine_requests import read_engine_requests
+from lab.records.engine_requests import ids_of_completion, read_engine_requests
 
 PATCHES = ["step_timing_v1", "step_timing_v2", "request_timing"]
 
@@ -109,6 +109,7 @@ def test_a_request_that_never_ended_is_recorded_without_an_end(model, tmp_path):
 def test_ids_are_hashed_and_lose_what_vllm_added(model, tmp_path):
     with recording_requests(tmp_path, plain_ids=False) as recorder:
         name = recorder._name("chatcmpl-mine-0a1b2c3d")
+        completion = recorder._name("cmpl-s/0-0-0a1b2c3d")
         engine = new_engine(LATE, model)
         engine.add([1] * 20, 2)
         engine.run_to_end()
@@ -117,6 +118,7 @@ def test_ids_are_hashed_and_lose_what_vllm_added(model, tmp_path):
     assert lines.records[0].id == recorder._name("0") != "0"
     # printf chatcmpl-mine | b2sum -l 64
     assert name == recorder._name("chatcmpl-mine") == "ab5f599a47caf3c2"
+    assert completion == ids_of_completion("s/0")[1]
 
 
 def test_without_a_folder_nothing_is_recorded():
