@@ -58,12 +58,13 @@ class Core:
             decisions,
             now_ns,
         )
-        offloader = Offloader(
+        self.offloader = Offloader(
             upstream,
             self.loads,
             self.health,
             settings.prefill_timeout_s,
             settings.handover_timeout_s,
+            now_ns,
         )
         self.handler = Handler(
             upstream,
@@ -71,7 +72,7 @@ class Core:
             self.router,
             self.loads,
             self.health,
-            offloader,
+            self.offloader,
             decisions,
             now_ns,
         )

@@ -17,7 +17,7 @@ from .decision_log import DecisionLog
 from .exchange import Exchange
 from .health import Health
 from .loads import FleetLoad
-from .offload import GivenUp, Offloader
+from .offload import UNTRIED, GivenUp, Offloader
 from .relay import STOPPED, relay
 from .router import Route, Router
 from .upstream import Answer, Failure, Unreachable, Upstream
@@ -30,9 +30,8 @@ log = logging.getLogger(__name__)
 class Handler:
     """Answers completion requests.
 
-    `ended` counts the requests that ended, by (instance, status); `fallbacks` the
-    offloads that were given up, by prefill instance; `failed_open` the decisions that
-    took ejected instances for healthy, because nobody else was left.
+    `ended` counts the requests that ended, by (instance, status); `failed_open` the
+    decisions that took ejected instances for healthy, because nobody else was left.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class Handler:
         self._tasks: set[asyncio.Task] = set()
         self.stopping = False
         self.ended: Counter[tuple[str | None, str]] = Counter()
-        self.fallbacks: Counter[str] = Counter()
         self.failed_open = 0
 
     async def handle(self, client: Client) -> None:
@@ -179,17 +177,11 @@ class Handler:
     ) -> Answer | None:
         """None if D has to prefill itself; the end line's `fallback` then says why."""
         end = exchange.end
-        if not exchange.body.api.transfers:
-            end.fallback = f"{exchange.path} knows of no transfers"
-            return None
-        if not exchange.body.single:
-            end.fallback = "asks for several answers"
-            return None
         try:
             answer = await self._offloader.ask(exchange, p, d)
         except GivenUp as error:
-            log.warning("request %s: %s; prefill on %s", end.id, error, d.name)
-            self.fallbacks[p.name] += 1
+            if error.failure not in UNTRIED:
+                log.warning("request %s: %s; prefill on %s", end.id, error, d.name)
             end.fallback = str(error)
             return None
         end.prefill_instance = p.name

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 import numpy as np
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from lab.records.breakdown import (
@@ -47,6 +47,7 @@ class Metrics:
         self._subscribers = subscribers
         self._router = core.router
         self._handler = core.handler
+        self._offloads = core.offloader.account
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -102,7 +103,7 @@ class Metrics:
         p50, p99 = np.percentile(times, [50, 99]).round(1).tolist()
         return DecisionTimes(len(times), p50, p99)
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """For prometheus_client."""
         ended = CounterMetricFamily(
             "kvtax_proxy_requests", "Requests ended", labels=["instance", "status"]
@@ -110,14 +111,7 @@ class Metrics:
         for (name, status), number in self._handler.ended.items():
             ended.add_metric([name or "", status], number)
         yield ended
-        fallbacks = CounterMetricFamily(
-            "kvtax_proxy_fallbacks",
-            "Offloads given up, by prefill",
-            labels=["instance"],
-        )
-        for name, number in self._handler.fallbacks.items():
-            fallbacks.add_metric([name], number)
-        yield fallbacks
+        yield from self._offloads.collect()
         yield CounterMetricFamily(
             "kvtax_proxy_ejections", "Ejections", value=self._health.ejections
         )

@@ -21,11 +21,14 @@ from typing import Any, NoReturn
 import msgspec
 from multidict import MultiMapping
 
+from lab.records.decisions import Offload, OffloadFailure
 from lab.records.instances import Instance
 
 from .exchange import Exchange
 from .health import Health
 from .loads import FleetLoad
+from .offload_account import OffloadAccount
+from .rests import Rests
 from .upstream import Answer, Failure, Lost, Unreachable, Upstream
 
 log = logging.getLogger(__name__)
@@ -33,8 +36,17 @@ log = logging.getLogger(__name__)
 Asking = Callable[[dict[str, Any]], Awaitable[Answer]]
 
 
+UNTRIED = frozenset({"not_possible", "resting"})
+# Where KV was to arrive and did not.
+_IN_VAIN = frozenset({"handover_slow", "no_token"})
+
+
 class GivenUp(Exception):
     """The offload did not work out; D has to do the prefill."""
+
+    def __init__(self, failure: OffloadFailure, why: str) -> None:
+        super().__init__(why)
+        self.failure = failure
 
 
 class _Prefilled(msgspec.Struct):
@@ -42,7 +54,9 @@ class _Prefilled(msgspec.Struct):
 
 
 class Offloader:
-    """`prefill_timeout_s` for P; `handover_timeout_s` from then to D's first byte."""
+    """`prefill_timeout_s` for P, where the decision does not say; `handover_timeout_s`
+    from then to D's first byte.
+    """
 
     def __init__(
         self,
@@ -51,52 +65,100 @@ class Offloader:
         health: Health,
         prefill_timeout_s: float,
         handover_timeout_s: float,
+        now_ns: Callable[[], int],
     ) -> None:
         self._upstream = upstream
         self._loads = loads
         self._health = health
         self._prefill_timeout_s = prefill_timeout_s
         self._handover_timeout_s = handover_timeout_s
+        self._now_ns = now_ns
+        self._rests = Rests(now_ns)
         self._engine_ids: dict[str, str] = {}
         self._background: set[asyncio.Task] = set()
+        self.account = OffloadAccount()
 
     async def ask(self, exchange: Exchange, p: Instance, d: Instance) -> Answer:
-        """D's answer, with the KV from P. Raises GivenUp, or Unreachable for D."""
+        """D's answer, with the KV from P; the end line's `offload` says how it went.
+
+        Raises GivenUp, or Unreachable for D.
+        """
+        offload = exchange.end.offload = Offload(p.name, self._now_ns())
+        try:
+            answer = await self._asked(exchange, p, d, offload)
+        except GivenUp as error:
+            offload.failure = error.failure
+            if error.failure in _IN_VAIN:
+                self._rests.failed(p.name, d.name)
+            raise
+        except Unreachable:
+            offload.failure = "decode_lost"
+            raise
+        except asyncio.CancelledError:
+            offload.failure = "cancelled"
+            raise
+        finally:
+            offload.ended_ns = self._now_ns()
+            self.account.add(offload)
+        self._rests.worked(p.name, d.name)
+        return answer
+
+    async def _asked(
+        self, exchange: Exchange, p: Instance, d: Instance, offload: Offload
+    ) -> Answer:
+        self._require_possible(exchange, p, d)
         route, path, headers = exchange.route, exchange.path, exchange.headers
         # Counted from the decision on: a policy that caps the offloads under way must
         # see this one at once. Counted until P has answered, which may be after D has.
         counted = ExitStack()
-        offload = self._loads.offload(
-            p.name, route.prompt_tokens, route.new_tokens[p.name]
+        counted.enter_context(
+            self._loads.offload(p.name, route.prompt_tokens, route.new_tokens[p.name])
         )
-        counted.enter_context(offload)
-
         limit_s = route.decision.prefill_timeout_s or self._prefill_timeout_s
 
         async def prefill(params: dict[str, Any]) -> Answer:
             with counted:
                 body = exchange.body.prefill_only(params)
-                return await self._prefill(p, path, headers, body, limit_s)
+                offload.prefill_asked_ns = self._now_ns()
+                answer = await self._prefill(p, path, headers, body, limit_s)
+                offload.prefilled_ns = self._now_ns()
+                return answer
 
-        def decode(params: dict[str, Any]) -> Awaitable[Answer]:
+        async def decode(params: dict[str, Any]) -> Answer:
             body = exchange.body.with_transfer(params)
-            return self._upstream.ask(d, path, headers, body)
+            offload.decode_asked_ns = self._now_ns()
+            return await self._upstream.ask(d, path, headers, body)
 
         try:
-            return await self._transferred(p, d, prefill, decode)
+            return await self._transferred(p, d, prefill, decode, limit_s)
         except BaseException:
             counted.close()
             raise
 
+    def _require_possible(self, exchange: Exchange, p: Instance, d: Instance) -> None:
+        """Raises GivenUp."""
+        if not exchange.body.api.transfers:
+            raise GivenUp("not_possible", f"{exchange.path} knows of no transfers")
+        if not exchange.body.single:
+            raise GivenUp("not_possible", "asks for several answers")
+        if left_s := self._rests.left_s(p.name, d.name):
+            why = f"no KV came from {p.name} to {d.name}: not tried for {left_s:.0f} s"
+            raise GivenUp("resting", why)
+
     async def _transferred(
-        self, p: Instance, d: Instance, prefill: Asking, decode: Asking
+        self,
+        p: Instance,
+        d: Instance,
+        prefill: Asking,
+        decode: Asking,
+        limit_s: float,
     ) -> Answer:
         """D's answer, by the protocol that D's connector has."""
         if d.connector == "nixl":
             prefilled = await prefill({"do_remote_decode": True})
             return await self._handed_over(decode(_params_of(prefilled, p)), d)
         transfer_id = uuid.uuid4().hex
-        pull = await self._pull_params(p, transfer_id)
+        pull = await self._pull_params(p, transfer_id, limit_s)
         send = {"do_remote_decode": True, "transfer_id": transfer_id}
         return await self._at_once(prefill(send), decode(pull), d)
 
@@ -137,19 +199,23 @@ class Offloader:
                 answer = await self._upstream.ask(p, path, headers, body)
         except TimeoutError:
             what = f"prefill on {p.name} took over {limit_s:g} s"
-            self._give_up(p, Lost(504, p.name, what), what)
+            self._give_up(p, Lost(504, p.name, what), "prefill_slow", what)
         except Failure as error:
-            self._give_up(p, error, f"prefill on {p.name}: {error}")
+            why = f"prefill on {p.name}: {error}"
+            self._give_up(p, error, "prefill_lost", why)
         answer.close()
         if answer.status != 200:
             text = answer.first[:300].decode(errors="replace")
-            raise GivenUp(f"prefill on {p.name}: HTTP {answer.status}: {text}")
+            why = f"prefill on {p.name}: HTTP {answer.status}: {text}"
+            raise GivenUp("prefill_refused", why)
         return answer
 
-    def _give_up(self, p: Instance, failure: Failure, why: str) -> NoReturn:
+    def _give_up(
+        self, p: Instance, error: Failure, failure: OffloadFailure, why: str
+    ) -> NoReturn:
         self._engine_ids.pop(p.name, None)
-        self._health.failed(failure)
-        raise GivenUp(why)
+        self._health.failed(error)
+        raise GivenUp(failure, why)
 
     async def _handed_over(self, decode: Awaitable[Answer], d: Instance) -> Answer:
         limit_s = self._handover_timeout_s
@@ -158,20 +224,24 @@ class Offloader:
                 answer = await decode
         except TimeoutError:
             what = f"no first byte from {d.name} within {limit_s:g} s of the prefill"
-            raise GivenUp(what) from None
+            raise GivenUp("handover_slow", what) from None
         except Unreachable:
             raise
         except Failure as error:
-            raise GivenUp(str(error)) from None
+            failure = "decode_lost" if isinstance(error, Lost) else "no_token"
+            raise GivenUp(failure, str(error)) from None
         if answer.status >= 500:
             answer.close()
             text = answer.first[:300].decode(errors="replace")
-            raise GivenUp(f"{d.name}: HTTP {answer.status}: {text}")
+            why = f"{d.name}: HTTP {answer.status}: {text}"
+            raise GivenUp("decode_refused", why)
         return answer
 
-    async def _pull_params(self, p: Instance, transfer_id: str) -> dict[str, Any]:
+    async def _pull_params(
+        self, p: Instance, transfer_id: str, limit_s: float
+    ) -> dict[str, Any]:
         if p.name not in self._engine_ids:
-            self._engine_ids[p.name] = await self._engine_id(p)
+            self._engine_ids[p.name] = await self._engine_id(p, limit_s)
         return {
             "do_remote_prefill": True,
             "transfer_id": transfer_id,
@@ -179,26 +249,27 @@ class Offloader:
             "remote_engine_id": self._engine_ids[p.name],
         }
 
-    async def _engine_id(self, p: Instance) -> str:
+    async def _engine_id(self, p: Instance, limit_s: float) -> str:
         """P's engine id, as its bootstrap server has it."""
-        limit_s = self._prefill_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 return await self._upstream.engine_id(p)
         except TimeoutError:
             what = f"prefill on {p.name}: {p.bootstrap_url} took over {limit_s:g} s"
-            self._give_up(p, Lost(504, p.name, what), what)
+            self._give_up(p, Lost(504, p.name, what), "no_engine_id", what)
         except Failure as error:
-            self._give_up(p, error, f"prefill on {p.name}: {error}")
+            self._give_up(p, error, "no_engine_id", f"prefill on {p.name}: {error}")
 
 
 def _params_of(prefilled: Answer, p: Instance) -> dict[str, Any]:
     try:
         params = msgspec.json.decode(prefilled.first, type=_Prefilled)
     except msgspec.DecodeError as error:
-        raise GivenUp(f"{p.name}: unreadable answer: {error}") from None
+        why = f"{p.name}: unreadable answer: {error}"
+        raise GivenUp("no_kv_params", why) from None
     if params.kv_transfer_params is None:
-        raise GivenUp(f"{p.name}: no kv_transfer_params in its answer")
+        why = f"{p.name}: no kv_transfer_params in its answer"
+        raise GivenUp("no_kv_params", why)
     return params.kv_transfer_params
 
 

@@ -125,6 +125,60 @@ class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decisi
     """Time for look-up, snapshot and policy."""
 
 
+OffloadFailure = Literal[
+    "not_possible",
+    "resting",
+    "no_engine_id",
+    "prefill_slow",
+    "prefill_lost",
+    "prefill_refused",
+    "no_kv_params",
+    "handover_slow",
+    "decode_lost",
+    "decode_refused",
+    "no_token",
+    "cancelled",
+]
+
+
+class Offload(msgspec.Struct, omit_defaults=True):
+    """A prefill on one instance (P) for the decode on another (D)."""
+
+    prefill_instance: str
+    """P."""
+    begun_ns: int
+    """When the proxy began with it."""
+    prefill_asked_ns: int | None = None
+    """When P was asked."""
+    prefilled_ns: int | None = None
+    """When P had answered: its queue and its prefill lie before that."""
+    decode_asked_ns: int | None = None
+    """When D was asked: over Mooncake with P, over NIXL after it."""
+    ended_ns: int | None = None
+    """When D's first token was here, or the offload was given up."""
+    failure: OffloadFailure | None = None
+    """Why its KV was not used. `not_possible`: the request cannot be split; `resting`:
+    KV from P did not reach D lately; `no_engine_id`: P's bootstrap server did not tell;
+    `prefill_slow`, `handover_slow`: past the time limit; `prefill_lost`, `decode_lost`:
+    no connection, or it broke; `prefill_refused`, `decode_refused`: a bad HTTP status;
+    `no_kv_params`: P's answer does not say where the KV is; `no_token`: D ended without
+    one, as it does if it could not load the KV; `cancelled`: the client has gone."""
+
+    def phases_s(self) -> dict[str, float]:
+        """Seconds by phase, as far as it came; D may be faster than P's own answer."""
+        moments = {
+            "before_prefill": (self.begun_ns, self.prefill_asked_ns),
+            "prefill": (self.prefill_asked_ns, self.prefilled_ns),
+            "handover": (self.prefilled_ns, self.ended_ns),
+            "total": (self.begun_ns, self.ended_ns),
+        }
+        return {
+            phase: max(0.0, (end_ns - start_ns) / 1e9)
+            for phase, (start_ns, end_ns) in moments.items()
+            if start_ns is not None and end_ns is not None
+        }
+
+
 class DecisionEnd(msgspec.Struct, tag_field="type", tag="end"):
     """How a request ended at the proxy."""
 
@@ -149,6 +203,8 @@ class DecisionEnd(msgspec.Struct, tag_field="type", tag="end"):
     """Whose KV was really used."""
     fallback: str | None = None
     """Why that is not the decision's."""
+    offload: Offload | None = None
+    """The prefill elsewhere, if the decision named one; the last attempt's."""
     generated_tokens: int = 0
     """Events (`data:`, but for `[DONE]`) that were passed on: fewer than the tokens
     where a server puts several into one (`--stream-interval`)."""

@@ -111,13 +111,19 @@ def test_a_prefill_instance_that_dies_costs_the_request_only_time(
 
 @pytest.mark.parametrize("connector", ["mooncake", "nixl"])
 @pytest.mark.parametrize(
-    ("fault", "limit", "said"),
+    ("fault", "limit", "failure", "said"),
     [
-        ("hang", "--prefill-timeout-s", "prefill on a took over 1 s"),
-        ("http500", "--handover-timeout-s", "prefill on a: HTTP 500"),
+        ("hang", "--prefill-timeout-s", "prefill_slow", "prefill on a took over 1 s"),
+        (
+            "http500",
+            "--handover-timeout-s",
+            "prefill_refused",
+            "prefill on a: HTTP 500",
+        ),
         (
             "withhold_kv",
             "--handover-timeout-s",
+            "handover_slow",
             "no first byte from b within 1 s of the prefill",
         ),
     ],
@@ -128,6 +134,7 @@ def test_an_offload_that_does_not_work_out_falls_back(
     connector: str,
     fault: str,
     limit: str,
+    failure: str,
     said: str,
 ) -> None:
     roles = named(two, connector, ("prefill", "decode"))
@@ -140,9 +147,10 @@ def test_an_offload_that_does_not_work_out_falls_back(
         assert (end["status"], end["instance"]) == ("ok", "b")
         assert end["prefill_instance"] is None
         assert said in end["fallback"]
-        assert (
-            b'kvtax_proxy_fallbacks_total{instance="a"} 1.0' in on.get("/metrics").body
-        )
+        assert end["offload"]["prefill_instance"] == "a"
+        assert end["offload"]["failure"] == failure
+        counted = f'kvtax_proxy_offloads_ended_total{{outcome="{failure}",prefill="a"}}'
+        assert f"{counted} 1.0" in on.get("/metrics").body.decode()
         on.idle()
         on.accounted(1)
     until(
