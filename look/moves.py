@@ -133,13 +133,21 @@ def _slopes(matrix: Floats, us: Floats) -> list[list[Slope]]:
     Of `matrix` (blocks, axes) and `us` (blocks, times); for each time, a slope by axis.
     """
     design = np.column_stack([np.ones(len(us)), matrix])
-    run = np.arange(len(us)) * RUNS // len(us)
+    ends = -(-np.arange(1, RUNS) * len(us) // RUNS)
+    # What a run says of its slopes, in as many rows as there are columns.
+    runs = []
+    for rows, told in zip(np.split(design, ends), np.split(us, ends), strict=True):
+        q, r = np.linalg.qr(rows)
+        runs.append((r, q.T @ told))
 
-    def fit(rows: Floats) -> Floats:
-        return np.linalg.lstsq(design[rows], us[rows], rcond=None)[0][1:].T
+    def fit(left_out: int | None) -> Floats:
+        rows, told = zip(
+            *(run for i, run in enumerate(runs) if i != left_out), strict=True
+        )
+        return np.linalg.lstsq(np.vstack(rows), np.vstack(told), rcond=None)[0][1:].T
 
-    whole = fit(np.ones(len(us), bool))
-    without = np.stack([fit(run != one) for one in range(RUNS)])
+    whole = fit(None)
+    without = np.stack([fit(run) for run in range(RUNS)])
     spread = np.sqrt((RUNS - 1) * without.var(axis=0))
     reach = float(t_quantile(0.975, RUNS - 1)) * spread
     edges = np.stack([whole, whole - reach, whole + reach], axis=2).tolist()

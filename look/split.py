@@ -37,10 +37,10 @@ def split(requests: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     Those until the first token are null without one.
     """
     rows = _Rows(steps)
-    there = [rows.of(requests[n]) != ABSENT for n in NAMED_STEPS]
-    named = [requests[n].is_not_null().to_numpy() for n in NAMED_STEPS]
-    requests = requests.filter((np.array(there) == np.array(named)).all(axis=0))
-    first, token, last = (rows.of(requests[name]) for name in NAMED_STEPS)
+    found = np.array([rows.of(requests[name]) for name in NAMED_STEPS])
+    named = np.array([requests[name].is_not_null() for name in NAMED_STEPS])
+    placed = ((found != ABSENT) == named).all(axis=0)
+    requests, (first, token, last) = requests.filter(placed), found[:, placed]
     finished_ns = requests["finished_ns"].to_numpy()
     end_ns = np.where(last == ABSENT, finished_ns, rows.end_ns[last])
     # One that ended between two steps was in those that had begun.
@@ -51,11 +51,11 @@ def split(requests: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
         "ttft": waits.until(token, rows.end_ns[token]),
         "e2e": waits.until(last, end_ns),
     }
-    found = pl.DataFrame({"end_ns": end_ns, **dict(_parts(spans, steps))})
+    told = pl.DataFrame({"end_ns": end_ns, **dict(_parts(spans, steps))})
     has_token = pl.col("first_token_step").is_not_null()
     further = pl.col("output_tokens") - 1
     tpot_us = (pl.col("e2e_us") - pl.col("ttft_us")) / further
-    return requests.hstack(found).with_columns(
+    return requests.hstack(told).with_columns(
         pl.when(has_token).then(pl.col("^ttft[._].*$")),
         pl.when(has_token & (further > 0)).then(tpot_us).alias("tpot_us"),
     )
@@ -157,9 +157,10 @@ class _Waits:
 
 def _pairs_of(lists: pl.Series) -> pl.DataFrame:
     """`of`, the row of each pair, its `begin`, and its `end`, which may be null."""
+    rows = (lists.list.len() > 0).arg_true()
     told = [
         (row, *pair)
-        for row, moments in enumerate(lists.to_list())
+        for row, moments in zip(rows, lists.gather(rows).to_list(), strict=True)
         for pair in pairs(moments)
     ]
     columns = dict.fromkeys(("of", "begin", "end"), pl.Int64)
@@ -182,8 +183,9 @@ def _parts(
         yield f"{name}.queued_us", span.queued_us
         yield f"{name}.kv_wait_us", span.kv_wait_us
         left_us[name] = span.whole_us - span.queued_us - span.kv_wait_us
+    before_us = np.zeros(steps.height + 1)
     for part in (*STEP_PARTS, *method_columns(steps)):
-        before_us = np.append(0.0, np.cumsum(steps[part].to_numpy(), dtype=float))
+        np.cumsum(steps[part].to_numpy(), out=before_us[1:])
         for name, span in spans.items():
             us = span.inside(before_us)
             yield f"{name}.{part}", us

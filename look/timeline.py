@@ -28,7 +28,6 @@ def time_line(
     width_ns = max((end_ns - begin_ns) // intervals, 1)
     layers = _layers(instance)
     everything = [*(n for n in PARTS if n != "connector_us"), *instance.methods]
-    slowest = pl.col("step_us").arg_max()
     used = pl.lit(steps["free_blocks"].max()) - pl.col("free_blocks")
     gauges = {
         "|cache|, blocks": pl.col("cache_size"),
@@ -36,18 +35,20 @@ def time_line(
         "running": pl.col("running"),
         "waiting": pl.col("waiting"),
     }
+    interval = ((pl.col("t_ns") - begin_ns) // width_ns).set_sorted()
     found = (
         steps.with_columns(**{f"gauge.{n}": of for n, of in gauges.items()})
-        .group_by(((pl.col("t_ns") - begin_ns) // width_ns).alias("interval"))
+        .with_row_index("row")
+        .group_by(interval.alias("interval"))
         .agg(
             pl.len().alias("steps"),
             *(of.mean().alias(f"layer.{n}") for n, of in layers.items()),
-            pl.col("step_us").max().alias("slowest_us"),
-            pl.col("step_id").get(slowest).alias("slowest_step"),
-            *(pl.col(n).get(slowest).alias(f"slowest.{n}") for n in everything),
+            pl.col("row").get(pl.col("step_us").arg_max()),
             *(pl.col(f"gauge.{n}").mean() for n in gauges),
         )
     )
+    slowest = steps.select("step_id", "step_us", *everything)[found["row"]]
+    found = found.hstack(slowest.select(pl.all().name.prefix("slowest.")))
     last = (end_ns - begin_ns) // width_ns
     since_ns = clock.since_zero_ns(instance.name, begin_ns)
     every = pl.DataFrame({"interval": pl.int_range(last + 1, eager=True)})
@@ -63,8 +64,8 @@ def time_line(
         t_s=[round((since_ns + i * width_ns) / 1e9, 6) for i in range(last + 1)],
         steps=rows["steps"].fill_null(0).to_list(),
         parts={n: numbers(f"layer.{n}") for n in layers},
-        slowest_us=numbers("slowest_us"),
-        slowest_step=rows["slowest_step"].to_list(),
+        slowest_us=numbers("slowest.step_us"),
+        slowest_step=rows["slowest.step_id"].to_list(),
         slowest_parts={part_name(n): numbers(f"slowest.{n}") for n in everything},
         gauges=[
             Gauge(name=n, values=numbers(f"gauge.{n}"), of_requests="ing" in n)
