@@ -21,7 +21,9 @@ from fleet.analyze.hardware import Model
 from fleet.analyze.latency import latency_table
 from fleet.analyze.migration import Link, migrations
 from fleet.analyze.mirror import mirror_against_exact
+from fleet.analyze.moves import moves
 from fleet.analyze.offline import disagreements
+from fleet.analyze.offloads import offloads
 from fleet.analyze.outcomes import outcomes
 from fleet.analyze.records import ArmRun
 from fleet.analyze.sessions import SessionDraws
@@ -34,6 +36,7 @@ from fleet.analyze.warn import (
     offline_warnings,
     run_warnings,
 )
+from fleet.analyze.workload import workload
 
 SCHEMA = "kvtax.fleet_analysis/1"
 
@@ -97,6 +100,7 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
     for arm, own in by_arm(runs).items():
         offline = disagreements(own[0].folder)
         warnings += offline_warnings(arm, offline)
+        answered = requests.filter(pl.col("arm") == arm)
         arms[arm] = {
             "policy": own[0].info.policy,
             "connector": own[0].info.connector,
@@ -108,14 +112,17 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
             if arm in points
             else None,
             "cache_state": own[0].info.cache_state,
-            "belief": belief(requests.filter(pl.col("arm") == arm), block_tokens(own)),
+            "belief": belief(answered, block_tokens(own)),
             "offline": offline,
+            "offloads": offloads(own, answered, draws),
+            "moves": moves(answered),
         }
     compared, spreads = comparisons(runs, requests, draws)
     document = {
         "schema": SCHEMA,
         "experiment": runs[0].info.experiment,
         "made": _made(runs[0]),
+        "workload": workload(of(everything, runs[0])),
         "arms": arms,
         "comparisons": compared,
         "migration": _migration(finished, requests, model, link),

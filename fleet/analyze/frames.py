@@ -62,6 +62,8 @@ DECISION_COLUMNS: dict[str, Any] = {
     "decided_instance": pl.String,
     "read_from": pl.String,
     "decided_class": pl.String,
+    "moves_from": pl.String,
+    "relief_tokens": pl.Int64,
     "asked_tokens": pl.Int64,
     "believed_cached": pl.Int64,
     "believed_cached_at_prefill": pl.Int64,
@@ -115,6 +117,8 @@ def _decided(line: DecisionRecord) -> dict[str, Any]:
         "decided_instance": line.instance,
         "read_from": line.read_from,
         "decided_class": line.kind,
+        "moves_from": line.moves_from,
+        "relief_tokens": _relief_tokens(line),
         "asked_tokens": line.prompt_tokens,
         "believed_cached": _believed_cached(line, line.instance),
         "believed_cached_at_prefill": _believed_cached(line, line.prefill_instance),
@@ -127,6 +131,14 @@ def _believed_cached(line: DecisionRecord, instance: str | None) -> int | None:
         if candidate.name == instance:
             return candidate.cached_tokens
     return None
+
+
+def _relief_tokens(line: DecisionRecord) -> int | None:
+    """By how many fewer tokens were under way where a session that moves goes."""
+    if line.moves_from is None:
+        return None
+    under_way = {one.name: one.ongoing_tokens for one in line.snapshot.candidates}
+    return under_way[line.moves_from] - under_way[line.instance]
 
 
 def steady_window_ns(end: ReplayEnd | None) -> tuple[int, int] | None:

@@ -10,15 +10,21 @@ from fleet.analyze.report_fleet import (
     cache_table,
     gpu_table,
     interference_table,
+    level_text,
     migration_table,
     mirror_table,
     policies_table,
     substrate_table,
 )
+from fleet.analyze.report_offloads import (
+    moves_table,
+    offload_table,
+    workload_table,
+)
 from fleet.analyze.runs import REACH
 from fleet.analyze.sessions import MIN_REQUESTS, QUANTILES, REPLICATES
 from fleet.policies.size_class import CLASSES, LIMITS
-from lab.stats.markdown import DASH, Document, number, table
+from lab.stats.markdown import DASH, Document, table
 
 SHOWN_WARNINGS = 6
 REACHING = f"{100 * REACH:g} % of equal arms"
@@ -39,6 +45,8 @@ def write_report(document: Document, figures: list[str]) -> str:
     sections = [
         f"# Fleet: {title}",
         answers(document),
+        "## Workload",
+        workload_table(document),
         "## Outcomes",
         outcome_table(document),
         "## Latency",
@@ -54,6 +62,8 @@ def write_report(document: Document, figures: list[str]) -> str:
         gpu_table(document),
         "## Interference",
         interference_table(document),
+        offload_table(document),
+        moves_table(document),
         "## Migrating sessions, simulated",
         migration_table(document),
         "## Substrate",
@@ -140,15 +150,6 @@ def percent(level: Document | None) -> str:
     if level["ci95"] is None:
         return f"{text} (no interval)"
     return f"{text} [{level['ci95'][0]:+.1f}, {level['ci95'][1]:+.1f}]"
-
-
-def level_text(level: Document | None) -> str:
-    """`12.3 [11.9, 12.8]`."""
-    if level is None:
-        return DASH
-    if level["ci95"] is None:
-        return number(level["value"])
-    return f"{number(level['value'])} [{', '.join(map(number, level['ci95']))}]"
 
 
 def outcome_table(document: Document) -> str:

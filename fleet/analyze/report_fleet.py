@@ -20,6 +20,15 @@ def _share(value: float | None) -> str:
     return DASH if value is None else f"{value:.1%}"
 
 
+def level_text(level: Document | None) -> str:
+    """`12.3 [11.9, 12.8]`."""
+    if level is None:
+        return DASH
+    if level["ci95"] is None:
+        return number(level["value"])
+    return f"{number(level['value'])} [{', '.join(map(number, level['ci95']))}]"
+
+
 def cache_table(document: Document) -> str:
     """APC by instance and overall, and whether counters and usage agree."""
     rows = []

@@ -70,7 +70,8 @@ def _due(ask: Ask, snapshot: Snapshot, parameters: Parameters) -> str | None:
     """Why the session should leave its instance, if it should."""
     if 0 < parameters.every_turns <= snapshot.pinned_turns:
         return f"{snapshot.pinned_turns} turns there"
-    grown = ask.prompt_tokens - snapshot.pinned_at_tokens
-    if snapshot.pinned is not None and 0 < parameters.grown_tokens <= grown:
-        return f"{grown} tokens longer"
+    if snapshot.pinned_at_tokens is not None:
+        grown = ask.prompt_tokens - snapshot.pinned_at_tokens
+        if 0 < parameters.grown_tokens <= grown:
+            return f"{grown} tokens longer"
     return None

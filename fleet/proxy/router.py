@@ -144,7 +144,7 @@ class Router:
             self._loads.offloads,
             self._offloaded,
             pin.turns if pin else 0,
-            pin.at_tokens if pin else 0,
+            pin and pin.at_tokens,
         )
 
     def _remember(

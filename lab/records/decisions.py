@@ -78,8 +78,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Decisions before this one that named such a prefill."""
     pinned_turns: int = 0
     """Requests of the session at the pinned instance, since it came there."""
-    pinned_at_tokens: int = 0
-    """Tokens of the first of their prompts."""
+    pinned_at_tokens: int | None = None
+    """Tokens of the first of their prompts; null: no such instance, or an old file."""
 
 
 class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decision"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from urllib.parse import quote
 
 import polars as pl
 import pytest
@@ -13,9 +12,9 @@ from analyze_runs import SESSIONS, TURNS, Truth, lines, write_run
 
 from fleet.analyze.frames import LATENCIES, NOTHING, requests_frame, size_class
 from fleet.analyze.records import read_run
-from fleet.replay.client import _SAFE
 from lab.records import RecordsError
 from lab.records.decisions import DecisionEnd
+from lab.records.replay import in_header
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ def test_ids_that_the_replayer_must_quote_find_their_decisions(arm: Path) -> Non
             if "id" in row:
                 name = f"Büro 7 % {row['id']}"
                 quoted = file == "decisions.jsonl"
-                row["id"] = quote(name, safe=_SAFE) if quoted else name
+                row["id"] = in_header(name) if quoted else name
         lines(arm / file, rows)
     (run,) = read_run(arm)
     assert "%" in run.decisions[0].id

@@ -31,7 +31,7 @@ def decide(
     offloads: int = 0,
     offloaded: int = 0,
     pinned_turns: int = 0,
-    pinned_at_tokens: int = 0,
+    pinned_at_tokens: int | None = None,
     **parameters: float,
 ) -> Decision:
     before = pinned_turns, pinned_at_tokens
@@ -59,7 +59,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
     names = st.sampled_from([one.name for one in candidates] + ["gone"])
     pinned = draw(st.none() | names)
     small = st.integers(0, 99), st.integers(0, 3), st.integers(0, 9), st.integers(0, 20)
-    return Snapshot(candidates, pinned, *map(draw, small), draw(loads))
+    return Snapshot(candidates, pinned, *map(draw, small), draw(st.none() | loads))
 
 
 asks = st.builds(Ask, st.none() | st.just("s"), st.integers(1, 60_000))

@@ -104,6 +104,8 @@ def test_a_session_that_is_due_moves_to_the_least_loaded_with_its_kv(why: str) -
         ({"pinned_turns": 9, "prompt_tokens": 10_000}, "pinned"),
         ({"pinned_turns": 0, "prompt_tokens": 29_999}, "pinned"),
         ({"every_turns": 0, "grown_tokens": 0}, "pinned"),
+        # An older log does not say what its sessions had grown from.
+        ({"pinned_turns": 0, "pinned_at_tokens": None}, "pinned"),
         ({"offloads": 2}, "pinned: 10 turns there, but 2 offloads under way"),
     ],
 )
