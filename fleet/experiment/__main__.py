@@ -36,7 +36,7 @@ from lab.records.arm import ArmRecord, PlannedArm, TraceFacts
 from lab.records.documents import read_document, write_document
 from lab.records.experiment import ExperimentRecord
 from lab.run_folder import RunFolderError
-from lab.serving import preflight, provenance
+from lab.serving import kvindexd, preflight, provenance
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.server import ServerError
 from lab.serving.supervise import exit_on_signals
@@ -91,6 +91,8 @@ def run_experiment(
             stack.enter_context(machine_lock())
             settings = instance_settings(experiment)
             preflight.check_machine(settings, experiment.instances)
+        if any(arm.cache_state == "exact" for arm in experiment.arms.values()):
+            kvindexd.build()
         runs = plan(experiment)
         arms = _prepare(experiment, runs, out, resume, virtual)
         workshop = stack.enter_context(Workshop(out / "workshop"))

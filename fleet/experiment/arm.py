@@ -33,6 +33,7 @@ from lab.records.arm import ArmRecord, Freshness, MachineLoad, PlannedArm
 from lab.records.documents import write_document
 from lab.records.instances import Instance
 from lab.serving import preflight
+from lab.serving.kvindexd import kvindexd
 from lab.serving.ports import PortsError, reserve
 from lab.serving.server import ServerError, http_ok, tail
 from lab.serving.supervise import Supervised, descendants
@@ -186,9 +187,13 @@ def _replay(
                 "fleet.experiment.gpu_sampler", "--out", folder / "gpu.csv"
             )
             stack.enter_context(Supervised(sampler, env, folder / "gpu_sampler.log"))
-        proxy = stack.enter_context(
-            Supervised(_proxy(folder, run, fleet, port), env, proxy_log)
-        )
+        proxy_command = _proxy(folder, run, fleet, port)
+        if run.arm.cache_state == "exact":
+            address = stack.enter_context(
+                kvindexd(folder / "instances.json", folder / "kvindexd.log")
+            )
+            proxy_command += ["--kvindexd", address]
+        proxy = stack.enter_context(Supervised(proxy_command, env, proxy_log))
         _await(url, proxy, proxy_log)
         cpu = stack.enter_context(CpuSampler())
         began = time.monotonic()
@@ -230,7 +235,6 @@ def _await(url: str, proxy: Supervised, log: Path) -> None:
 def _proxy(folder: Path, run: Run, fleet: Fleet, port: int) -> list[str]:
     command = _module("fleet.proxy", "--instances", folder / "instances.json")
     command += ["--policy", run.arm.policy, "--port", str(port)]
-    command += ["--cache", run.arm.cache_state]
     command += ["--log", str(folder / "decisions.jsonl")]
     if fleet.cache_tokens is not None:
         command += ["--mirror-tokens", str(fleet.cache_tokens)]

@@ -12,6 +12,7 @@ import msgspec
 from fleet.launch.instance_settings import InstanceSettings
 from lab.records.instances import Address, Instance, Role
 from lab.serving.connector import Connector
+from lab.serving.kvindexd import HASH_SEED
 from lab.serving.ports import Ports
 from lab.serving.server_spec import Engine, ServerSpec, resolve
 
@@ -129,7 +130,7 @@ def server_of(
             "replay_endpoint": made.kv_events_replay,
         }
         arguments += ["--kv-events-config", json.dumps(events)]
-    env = {}
+    env = {"PYTHONHASHSEED": HASH_SEED} if made.kv_events else {}
     if member.gpus:
         # Numbered as nvidia-smi numbers them.
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"

@@ -39,7 +39,11 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--url", action="append", metavar="NAME=URL", help="an instance")
     made.add_argument("--policy", choices=list(POLICIES), required=True)
     made.add_argument("--parameters", nargs="*", default=[], metavar="NAME=VALUE")
-    made.add_argument("--cache", choices=["mirror", "exact"], default="mirror")
+    made.add_argument(
+        "--kvindexd",
+        metavar="ADDRESS",
+        help="ask this one, unix:///PATH or tcp://HOST:PORT, what is cached where",
+    )
     made.add_argument("--log", type=Path, help="decisions.jsonl, which must not exist")
     made.add_argument("--host", default="127.0.0.1")
     made.add_argument("--port", type=int, default=0, help="0: any free one")
@@ -73,7 +77,8 @@ async def serve(options: argparse.Namespace) -> None:
     instances = instances_of(options)
     parameters = named_values(options.parameters)
     known = {n: v for n, v in vars(options).items() if n in Settings.__struct_fields__}
-    settings = Settings(**{**known, "parameters": parameters})
+    cache = "mirror" if options.kvindexd is None else "exact"
+    settings = Settings(**{**known, "parameters": parameters, "cache": cache})
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

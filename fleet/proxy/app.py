@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -22,7 +21,7 @@ from .client import HttpClient, error_response, read
 from .core import Core
 from .decision_log import DecisionLog
 from .handler import Handler
-from .kv_events import Subscriber
+from .kvindexd import Kvindexd, State
 from .metrics import Metrics
 from .settings import Settings, resolved
 from .upstream import Failure, Upstream, open_session, probing, sent_on
@@ -47,30 +46,36 @@ async def serving(
     header = DecisionsHeader(
         **msgspec.structs.asdict(settings), instances=list(instances)
     )
-    session = open_session(settings.silence_timeout_s)
-    with DecisionLog(log_path, header) as decisions:
-        async with session:
-            proxy = _Proxy(instances, settings, session, decisions)
-            runner = web.AppRunner(
-                proxy.app(),
-                access_log=None,
-                handler_cancellation=True,
-                shutdown_timeout=1,
-            )
-            await runner.setup()
-            background = [asyncio.create_task(one) for one in proxy.background()]
+    async with AsyncExitStack() as stack:
+        exact = None
+        if settings.kvindexd is not None:
+            names = [one.name for one in instances]
+            exact = await stack.enter_async_context(Kvindexd(settings.kvindexd, names))
+        decisions = stack.enter_context(DecisionLog(log_path, header))
+        session = await stack.enter_async_context(
+            open_session(settings.silence_timeout_s)
+        )
+        proxy = _Proxy(instances, settings, session, decisions, exact)
+        runner = web.AppRunner(
+            proxy.app(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=1,
+        )
+        await runner.setup()
+        background = [asyncio.create_task(one) for one in proxy.background()]
+        for task in background:
+            task.add_done_callback(_report_failure)
+        try:
+            site = web.TCPSite(runner, host, port, backlog=4096)
+            await site.start()
+            yield runner.addresses[0][1]
+        finally:
+            await proxy.handler.stop()
+            await runner.cleanup()
             for task in background:
-                task.add_done_callback(_report_failure)
-            try:
-                site = web.TCPSite(runner, host, port, backlog=4096)
-                await site.start()
-                yield runner.addresses[0][1]
-            finally:
-                await proxy.handler.stop()
-                await runner.cleanup()
-                for task in background:
-                    task.cancel()
-                await asyncio.gather(*background, return_exceptions=True)
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
 
 
 class _Proxy:
@@ -80,16 +85,15 @@ class _Proxy:
         settings: Settings,
         session: aiohttp.ClientSession,
         decisions: DecisionLog,
+        exact: Kvindexd | None,
     ) -> None:
         self._instances = instances
         self._settings = settings
         self._session = session
         self._decisions = decisions
-        self._core = Core(
-            instances, settings, Upstream(session), decisions, self._resync
-        )
-        self._subscribers = self._subscribe(self._core)
-        self._metrics = Metrics(self._core, self._subscribers)
+        self._exact = exact
+        self._core = Core(instances, settings, Upstream(session), decisions, exact)
+        self._metrics = Metrics(self._core, exact)
 
     @property
     def handler(self) -> Handler:
@@ -109,30 +113,14 @@ class _Proxy:
 
     def background(self) -> list:
         """What runs beside the requests."""
-        events = [one.run() for one in self._subscribers.values()]
-        return [self._poll_health(), self._decisions.flush_forever(), *events]
+        return [self._poll_health(), self._decisions.flush_forever()]
 
     async def _poll_health(self) -> None:
         async with probing() as probe:
             await self._core.health.poll_forever(probe)
 
-    def _subscribe(self, core: Core) -> dict[str, Subscriber]:
-        if (exact := core.exact) is None:
-            return {}
-        return {
-            one.name: Subscriber(
-                one.name,
-                one.kv_events,
-                one.kv_events_replay,
-                partial(exact.apply, place),
-                partial(exact.clear, place),
-            )
-            for place, one in enumerate(self._instances)
-        }
-
-    def _resync(self, name: str) -> None:
-        if name in self._subscribers:
-            self._subscribers[name].resync()
+    async def _states(self) -> dict[str, State]:
+        return {} if self._exact is None else await self._exact.states()
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         """POST to one of the APIs."""
@@ -172,10 +160,11 @@ class _Proxy:
         return web.Response(status=status, body=body, content_type=JSON)
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.prometheus(), content_type="text/plain")
+        body = self._metrics.prometheus(await self._states())
+        return web.Response(body=body, content_type="text/plain")
 
     async def _get_breakdown(self, _: web.Request) -> web.Response:
-        body = msgspec.json.encode(self._metrics.breakdown())
+        body = msgspec.json.encode(self._metrics.breakdown(await self._states()))
         return web.Response(body=body, content_type=JSON)
 
     async def _get_decisions(self, request: web.Request) -> web.Response:

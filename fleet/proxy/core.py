@@ -14,9 +14,9 @@ from fleet.policies import parameters_of
 from lab.records.instances import Instance
 
 from .decision_log import DecisionLog
-from .exact import Exact
 from .handler import Handler
 from .health import Health
+from .kvindexd import Exact
 from .loads import FleetLoad
 from .mirror import Mirror
 from .offload import Offloader
@@ -26,10 +26,7 @@ from .upstream import Upstream
 
 
 class Core:
-    """`settings` as resolved. `exact` is None without `--cache exact`.
-
-    `on_return` is told which instance is back after an ejection.
-    """
+    """`settings` as resolved. `exact` is None without `--cache exact`."""
 
     def __init__(
         self,
@@ -37,7 +34,7 @@ class Core:
         settings: Settings,
         upstream: Upstream,
         decisions: DecisionLog,
-        on_return: Callable[[str], None],
+        exact: Exact | None = None,
         now_ns: Callable[[], int] = monotonic_ns,
     ) -> None:
         count = len(instances)
@@ -46,14 +43,11 @@ class Core:
         self.loads = FleetLoad(self.place)
         self.health = Health(instances, self._on_health, now_ns)
         self.mirror = Mirror(count, settings.mirror_tokens)
-        self.exact = Exact(count) if settings.cache == "exact" else None
-        self._on_return = on_return
         self.router = Router(
             instances,
             settings.policy,
             parameters_of(settings.policy, settings.parameters),
             self.mirror,
-            self.exact,
             self.loads,
             decisions,
             now_ns,
@@ -70,6 +64,7 @@ class Core:
             upstream,
             {one.name: one for one in instances},
             self.router,
+            exact,
             self.loads,
             self.health,
             self.offloader,
@@ -78,8 +73,6 @@ class Core:
         )
 
     def _on_health(self, name: str, healthy: bool) -> None:
-        """An instance that was away may have been restarted, with an empty cache."""
-        if healthy:
-            self._on_return(name)
-        else:
+        """An instance that is away may be restarted, with an empty cache."""
+        if not healthy:
             self.mirror.clear(self.place[name])

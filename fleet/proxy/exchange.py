@@ -15,11 +15,20 @@ from .upstream import sent_on
 class Exchange:
     """`end` is the request's last line in the decision log, filled in on the way.
 
-    `body` is there once `read_body` has been awaited. `route` and `flight` are there
-    once an instance has been chosen; a second attempt replaces them.
+    `body` is there once `read_body` has been awaited. `cached_tokens` is what each
+    instance has of the prompt, None where that is not known. `route` and `flight` are
+    there once an instance has been chosen; a second attempt replaces them.
     """
 
-    __slots__ = ("body", "client", "end", "flight", "headers", "route")
+    __slots__ = (
+        "body",
+        "cached_tokens",
+        "client",
+        "end",
+        "flight",
+        "headers",
+        "route",
+    )
     body: Body
     route: Route
     flight: Flight
@@ -27,6 +36,7 @@ class Exchange:
     def __init__(self, client: Client, number: int) -> None:
         self.client = client
         self.headers = sent_on(client.headers)
+        self.cached_tokens: list[int] | None = None
         self.end = DecisionEnd(
             id=client.headers.get("X-Request-Id") or f"kvtax/{number}",
             number=number,

@@ -16,6 +16,7 @@ from .client import Client, ClientStalled
 from .decision_log import DecisionLog
 from .exchange import Exchange
 from .health import Health
+from .kvindexd import Exact
 from .loads import FleetLoad
 from .offload import UNTRIED, GivenUp, Offloader
 from .relay import STOPPED, relay
@@ -39,6 +40,7 @@ class Handler:
         upstream: Upstream,
         instances: dict[str, Instance],
         router: Router,
+        exact: Exact | None,
         loads: FleetLoad,
         health: Health,
         offloader: Offloader,
@@ -48,6 +50,7 @@ class Handler:
         self._upstream = upstream
         self._instances = instances
         self._router = router
+        self._exact = exact
         self._loads = loads
         self._health = health
         self._offloader = offloader
@@ -106,6 +109,8 @@ class Handler:
 
     async def _answered(self, exchange: Exchange) -> None:
         await exchange.read_body()
+        if self._exact is not None:
+            exchange.cached_tokens = await self._exact.cached_tokens(exchange.body)
         tried: set[str] = set()
         for attempt in (0, 1):
             route = self._route(exchange, attempt, tried)
@@ -136,7 +141,7 @@ class Handler:
 
         An ejection is a guess, and nobody else is left. Raises NoInstance.
         """
-        asked = exchange.end, exchange.body, attempt
+        asked = exchange.end, exchange.body, exchange.cached_tokens, attempt
         try:
             return self._router.route(*asked, tried | self._health.ejected)
         except NoInstance:

@@ -21,7 +21,7 @@ from lab.records.breakdown import (
 )
 
 from .core import Core
-from .kv_events import Subscriber
+from .kvindexd import Kvindexd, State
 
 INSTANCE_GAUGES = ("healthy", "requests", "ongoing_tokens", "pending_prefill_tokens")
 CACHE_GAUGES = (
@@ -36,22 +36,23 @@ CACHE_GAUGES = (
 
 
 class Metrics:
-    """Reads the proxy's parts; `exact` is None without `--cache exact`."""
+    """Reads the proxy's parts, and is given the `states` that `exact` has, if any."""
 
-    def __init__(self, core: Core, subscribers: dict[str, Subscriber]) -> None:
+    def __init__(self, core: Core, exact: Kvindexd | None = None) -> None:
         self._instances = core.instances
         self._loads = core.loads
         self._health = core.health
         self._mirror = core.mirror
-        self._exact = core.exact
-        self._subscribers = subscribers
+        self._exact = exact
         self._router = core.router
         self._handler = core.handler
         self._offloads = core.offloader.account
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        self._states: dict[str, State] = {}
 
-    def breakdown(self) -> Breakdown:
+    def breakdown(self, states: dict[str, State]) -> Breakdown:
+        self._states = states
         return Breakdown(
             instances={
                 one.name: self._of(place, one.name)
@@ -61,8 +62,9 @@ class Metrics:
             decision_us=self._decision_us(),
         )
 
-    def prometheus(self) -> bytes:
+    def prometheus(self, states: dict[str, State]) -> bytes:
         """In Prometheus' text format."""
+        self._states = states
         return generate_latest(self._registry)
 
     def _of(self, place: int, name: str) -> InstanceBreakdown:
@@ -79,21 +81,20 @@ class Metrics:
 
     def _cached(self, place: int, name: str) -> CachedTokens:
         mirror = round(self._mirror.tokens[place])
-        if self._exact is None:
+        state = self._states.get(name)
+        if state is None:
             return CachedTokens(mirror)
-        subscriber = self._subscribers[name]
-        exact = self._exact.tokens[place]
         compared = self._router.differences[place]
         total = self._router.difference_tokens[place]
         return CachedTokens(
             mirror_tokens=mirror,
-            exact_tokens=exact,
-            mirror_minus_exact_tokens=mirror - exact,
+            exact_tokens=state.tokens,
+            mirror_minus_exact_tokens=mirror - state.tokens,
             mean_difference_tokens=total / compared if compared else None,
             compared_prompts=compared,
-            complete=subscriber.complete,
-            gaps=subscriber.gaps,
-            skipped_blocks=self._exact.skipped[place],
+            complete=state.complete,
+            gaps=state.gaps,
+            skipped_blocks=state.skipped_blocks,
         )
 
     def _decision_us(self) -> DecisionTimes | None:
@@ -120,6 +121,12 @@ class Metrics:
             "Decisions that took ejected instances for healthy: nobody was left",
             value=self._handler.failed_open,
         )
+        if self._exact is not None:
+            yield CounterMetricFamily(
+                "kvtax_proxy_unanswered",
+                "Prompts of token ids that kvindexd did not answer",
+                value=self._exact.unanswered,
+            )
         yield GaugeMetricFamily(
             "kvtax_proxy_offloads", "Prefills elsewhere", value=self._loads.offloads
         )

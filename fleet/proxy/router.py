@@ -15,7 +15,6 @@ from lab.records.instances import Instance
 
 from .body import PIECE_BYTES, Body
 from .decision_log import DecisionLog
-from .exact import Exact
 from .loads import FleetLoad
 from .mirror import Mirror
 from .pins import Pins
@@ -32,7 +31,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Router:
-    """Decides, and sends nothing. `exact` is None where there is only the mirror.
+    """Decides, and sends nothing.
 
     `difference_tokens` sums up by how much the mirror and the exact state disagree
     about a prompt at the instance that got it; `differences` counts those prompts.
@@ -44,7 +43,6 @@ class Router:
         policy: str,
         parameters: msgspec.Struct,
         mirror: Mirror,
-        exact: Exact | None,
         loads: FleetLoad,
         log: DecisionLog,
         now_ns: Callable[[], int],
@@ -54,7 +52,6 @@ class Router:
         self._decide = POLICIES[policy]
         self._parameters = parameters
         self._mirror = mirror
-        self._exact = exact
         self._loads = loads
         self._log = log
         self._now_ns = now_ns
@@ -69,17 +66,18 @@ class Router:
         self,
         end: DecisionEnd,
         body: Body,
+        exact: list[int] | None,
         attempt: int,
         without: Collection[str],
     ) -> Route:
         """Decide, log it and remember it. Raises NoInstance.
 
-        `without` are the instances not to consider.
+        `exact` is what each instance has cached of the prompt, in tokens; None where
+        the mirror has to do. `without` are the instances not to consider.
         """
         keys = body.keys()
         start_ns = self._now_ns()
         mirrored = self._mirrored(body, keys)
-        exact = self._exactly(body)
         cached = mirrored if exact is None else exact
         ask = Ask(end.session, body.prompt_tokens)
         snapshot = self._snapshot(end.session, cached, without)
@@ -107,13 +105,6 @@ class Router:
         depths = self._mirror.depths(keys)
         tokens = {depth: body.tokens_in(depth) for depth in set(depths)}
         return [tokens[depth] for depth in depths]
-
-    def _exactly(self, body: Body) -> list[int] | None:
-        """None where the exact state cannot tell: for text, and with a cache salt."""
-        if self._exact is None or body.form != "ids" or body.text("cache_salt"):
-            return None
-        model = body.text("model").strip(b'"').decode(errors="replace")
-        return self._exact.cached_tokens(body.prompt, model)
 
     def _snapshot(
         self, session: str | None, cached: list[int], without: Collection[str]

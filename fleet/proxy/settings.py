@@ -13,7 +13,9 @@ from lab.records.instances import Instance
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`mirror_tokens`: how many tokens the mirror assumes an instance to hold.
+    """`kvindexd`: address of the one that is asked, with `cache` "exact".
+
+    `mirror_tokens`: how many tokens the mirror assumes an instance to hold.
 
     `silence_timeout_s`: how long an instance may send nothing, before its first byte
     and after. `client_timeout_s`: how long a client may take nothing of its stream.
@@ -24,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True):
     policy: str
     parameters: dict[str, Any] = {}
     cache: Literal["mirror", "exact"] = "mirror"
+    kvindexd: str | None = None
     mirror_tokens: int = 500_000
     max_body_bytes: int = 64 * 2**20
     silence_timeout_s: float = 300.0
@@ -50,8 +53,6 @@ def resolved(instances: Sequence[Instance], settings: Settings) -> Settings:
 
 def check(instances: Sequence[Instance], settings: Settings) -> None:
     """Raises SettingsError."""
-    if settings.cache == "exact":
-        _need(instances, "kv_events", "--cache exact")
     if settings.policy == "direct_read":
         _need(instances, "direct_read", "policy direct_read")
     if settings.policy in MOVES_KV:

@@ -114,8 +114,7 @@ async def _run(
             cell.proxy,
             VirtualUpstream(fleet),
             decisions,
-            lambda name: None,
-            loop.now_ns,
+            now_ns=loop.now_ns,
         )
         link = VirtualLink(
             loop, core.handler.handle, cell.vocab_size, cell.replay.timeout_s
@@ -129,7 +128,7 @@ async def _run(
         for task in beside:
             task.cancel()
         player.end()
-    breakdown = msgspec.json.encode(Metrics(core, {}).breakdown())
+    breakdown = msgspec.json.encode(Metrics(core).breakdown({}))
     (folder / "breakdown.json").write_bytes(breakdown)
     return loop.time()
 

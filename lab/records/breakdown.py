@@ -28,7 +28,7 @@ class CachedTokens(msgspec.Struct):
     gaps: int | None = None
     """Gaps in the events' sequence numbers."""
     skipped_blocks: int | None = None
-    """Blocks that got no key: of an unknown parent, or made of more than tokens."""
+    """Blocks that kvindexd does not keep, as no prompt could be found in them."""
 
 
 class InstanceBreakdown(msgspec.Struct, kw_only=True):

@@ -28,6 +28,8 @@ class DecisionsHeader(
     """Of the policy, as resolved."""
     cache: Literal["mirror", "exact"] | None = None
     """How the proxy knows what is cached: from its own decisions, or KV events."""
+    kvindexd: str | None = None
+    """Address of the kvindexd that knows what the KV events say."""
     mirror_tokens: int | None = None
     """How many tokens the mirror assumes that an instance can cache."""
     max_body_bytes: int | None = None

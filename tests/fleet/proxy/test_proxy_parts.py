@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import OrderedDict
 from contextlib import suppress
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.proxy.apis import APIS, COMPLETIONS
-from fleet.proxy.exact import AllBlocksCleared, BlockRemoved, BlockStored, Exact
 from fleet.proxy.loads import FleetLoad, InstanceLoad
 from fleet.proxy.mirror import Mirror
 from fleet.proxy.prefix_index import PrefixIndex
@@ -120,143 +118,27 @@ def test_counters_are_back_at_zero_however_requests_end(scripts) -> None:
         assert loads.offloads == 0
 
 
-BLOCK = 4
-
-
-class Engine:
-    """A prefix cache that says what happens in it, as vLLM's block pool does."""
-
-    def __init__(self, salt: int) -> None:
-        self.salt = salt
-        self.held: dict[tuple, int] = {}  # the prefix, and how many blocks have it
-
-    def store(self, tokens: list[int], cached: int) -> list:
-        """Cache the blocks of a prompt from number `cached` on."""
-        chains = [tuple(tokens[: n + BLOCK]) for n in range(0, len(tokens) - 3, BLOCK)]
-        if cached >= len(chains):
-            return []
-        for chain in chains[cached:]:
-            self.held[chain] = self.held.get(chain, 0) + 1
-        parent = self.hash(chains[cached - 1]) if cached else None
-        ids = tokens[cached * BLOCK : len(chains) * BLOCK]
-        hashes = [self.hash(chain) for chain in chains[cached:]]
-        return [BlockStored(hashes, parent, ids, BLOCK)]
-
-    def evict(self, choice: int) -> list:
-        if not self.held:
-            return []
-        chain = sorted(self.held)[choice % len(self.held)]
-        self.held[chain] -= 1
-        if not self.held[chain]:
-            del self.held[chain]
-        return [BlockRemoved([self.hash(chain)])]
-
-    def cached(self, tokens: list[int]) -> int:
-        """Tokens of the prompt that vLLM would find, all but the last at most."""
-        end = 0
-        while end + BLOCK < len(tokens) and tuple(tokens[: end + BLOCK]) in self.held:
-            end += BLOCK
-        return end
-
-    def hash(self, chain: tuple) -> int:
-        return hash((self.salt, chain))
-
-
-tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
-events = st.one_of(
-    st.tuples(st.just("store"), tokens),
-    st.tuples(st.just("evict"), st.integers(0, 99)),
-    st.tuples(st.just("reset"), st.none()),
-)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 1), events), max_size=25),
-    st.lists(tokens, max_size=5),
-)
-def test_exact_state_is_what_the_engines_have(history, asked) -> None:
-    engines, exact = [Engine(1), Engine(2)], Exact(2)
-    for instance, (what, argument) in history:
-        engine = engines[instance]
-        if what == "store":
-            # A prompt at once with another like it finds nothing cached.
-            reused = engine.cached(argument) // BLOCK if len(argument) % 3 else 0
-            made = engine.store(argument, reused)
-        elif what == "evict":
-            made = engine.evict(argument)
-        else:
-            engine.held.clear()
-            made = [AllBlocksCleared()]
-        exact.apply(instance, made)
-        assert exact.tokens[instance] == len(engine.held) * BLOCK
-    for prompt in asked:
-        for comma in (", ", ",", ",\n"):
-            text = json.dumps(prompt, separators=(comma, ":"))
-            found = exact.cached_tokens(text.encode(), "m")
-            assert found == [engine.cached(prompt) for engine in engines]
-    assert exact.skipped == [0, 0]
-
-
-def test_a_block_is_there_until_the_last_of_its_hash_is_removed() -> None:
-    exact = Exact(1)
-    twice = BlockStored([1], None, [5] * BLOCK, BLOCK)
-    prompt = json.dumps([5] * BLOCK + [0]).encode()
-    exact.apply(0, [twice, twice, BlockRemoved([1])])
-    assert exact.cached_tokens(prompt, "m") == [BLOCK]
-    exact.apply(0, [BlockRemoved([1])])
-    assert exact.cached_tokens(prompt, "m") == exact.tokens == [0]
-
-
-def test_blocks_of_a_lora_count_for_its_name_only() -> None:
-    exact = Exact(1)
-    ids, hashes = list(range(8)), [11, 12]
-    extra = [("adapter",), ("adapter",)]
-    stored = BlockStored(hashes, None, ids, 4, 1, "GPU", "adapter", extra)
-    exact.apply(0, [stored])
-    prompt = json.dumps([*ids, 99]).encode()
-    assert exact.cached_tokens(prompt, "adapter") == [8]
-    assert exact.cached_tokens(prompt, "base") == [0]
-
-
-@pytest.mark.parametrize(
-    "stored",
-    [
-        BlockStored([1], None, [1, 2, 3, 4], 4, extra_keys=[("salt",)]),
-        BlockStored([1], 77, [1, 2, 3, 4], 4),
-        BlockStored([1], None, [1, 2, 3, 4, 5, 6, 7, 8], 4),
-    ],
-    ids=["salted", "parent unknown", "blocks left out"],
-)
-def test_blocks_that_tokens_do_not_tell_are_skipped_and_counted(stored) -> None:
-    exact = Exact(1)
-    exact.apply(0, [stored, BlockRemoved([1])])
-    assert exact.tokens == [0]
-    assert exact.skipped == [1]
-
-
 MOONCAKE = {"connector": "mooncake", "bootstrap_url": "http://h:1"}
 
 
 @pytest.mark.parametrize(
-    ("policy", "cache", "fields", "said"),
+    ("policy", "fields", "said"),
     [
-        ("linear", "exact", {}, "kv_events"),
-        ("direct_read", "mirror", {}, "direct_read"),
-        ("elastic", "mirror", {}, "all need the connector"),
-        ("elastic", "mirror", {"connector": "mooncake"}, "bootstrap_url"),
-        ("pd_sep", "mirror", MOONCAKE, "role prefill and of role decode"),
-        ("linear", "mirror", {}, None),
-        ("linear", "exact", {"kv_events": "tcp://h:1"}, None),
-        ("direct_read", "mirror", {"direct_read": Address("h", 1)}, None),
-        ("elastic", "mirror", MOONCAKE, None),
-        ("elastic", "mirror", {"connector": "nixl"}, None),
+        ("direct_read", {}, "direct_read"),
+        ("elastic", {}, "all need the connector"),
+        ("elastic", {"connector": "mooncake"}, "bootstrap_url"),
+        ("pd_sep", MOONCAKE, "role prefill and of role decode"),
+        ("linear", {}, None),
+        ("direct_read", {"direct_read": Address("h", 1)}, None),
+        ("elastic", MOONCAKE, None),
+        ("elastic", {"connector": "nixl"}, None),
     ],
 )
 def test_instances_that_cannot_do_what_is_asked_are_refused(
-    policy: str, cache: str, fields: dict, said: str | None
+    policy: str, fields: dict, said: str | None
 ) -> None:
     instances = [Instance("a", "http://h:2", **fields)]
-    settings = Settings(policy, cache=cache)
+    settings = Settings(policy)
     if said is None:
         check(instances, settings)
         return

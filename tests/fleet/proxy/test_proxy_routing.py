@@ -271,7 +271,10 @@ def test_what_the_proxy_says_of_itself(
             ["--url", "a=http://h:1", "--policy", "elastic"],
             "all need the connector",
         ),
-        (["--url", "a=http://h:1", "--policy", "linear", "--cache", "exact"], "kv_ev"),
+        (
+            ["--url", "a=http://h:1", "--policy", "linear", "--kvindexd", "unix:///no"],
+            "no kvindexd answers at unix:///no",
+        ),
         (["--url", "a", "--policy", "linear"], "NAME=http://... expected"),
         (["--instances", "/nowhere", "--policy", "linear"], "/nowhere"),
     ],

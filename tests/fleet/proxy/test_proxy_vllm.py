@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -14,16 +15,22 @@ import msgspec
 import pytest
 from proxy_lab import post, proxy, until
 
+from fleet.instances import write_instances
 from lab.records.instances import Instance
 from lab.serving.connector import Connector
 from lab.serving.installation import installation
+from lab.serving.kvindexd import HASH_SEED, kvindexd
 from lab.serving.null_model import null_checkpoint
 from lab.serving.server import Server
 from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
 from lab.serving.settings import CPU_ENGINE
 from lab.serving.tree import build_tree
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.long,
+    pytest.mark.skipif(not shutil.which("go"), reason="needs Go 1.25"),
+]
 BLOCK, BLOCKS = 16, 120
 # An engine step, and the publisher's look at its queue.
 EVENTS_ARRIVE_S = 0.3
@@ -51,7 +58,8 @@ def instance(tmp_path: Path) -> Iterator[Instance]:
     build_tree(tmp_path / "tree", installation().package("vllm"), [], {})
     model = null_checkpoint(tmp_path / "model")
     engine = Engine(tmp_path / "tree", settings, Connector("", []), model)
-    with Server(resolve(engine, tmp_path, {})) as server:
+    told = resolve(engine, tmp_path, {}).told(PYTHONHASHSEED=HASH_SEED)
+    with Server(told) as server:
         server.wait_ready()
         yield Instance("a", server.url, kv_events=endpoint, kv_events_replay=replay)
 
@@ -59,7 +67,12 @@ def instance(tmp_path: Path) -> Iterator[Instance]:
 def test_exact_state_says_what_vllm_reuses(instance: Instance, tmp_path: Path) -> None:
     random.seed(1)
     prompts: list[list[int]] = [[]]
-    with proxy(tmp_path, [instance], "linear", "--cache", "exact") as on:
+    file = tmp_path / "instances.json"
+    write_instances(file, [instance])
+    with (
+        kvindexd(file, tmp_path / "kvindexd.log") as address,
+        proxy(tmp_path, [instance], "linear", "--kvindexd", address) as on,
+    ):
         said, reused = [], []
         for number in range(40):
             begin = random.choice(prompts)[: random.randrange(1, 500)]

@@ -40,8 +40,8 @@ type Event struct {
 	HasParent   bool // there is a block before the first
 	BlockTokens int
 	TokenIDs    TokenIDs
-	HasLoRA     bool
-	Lookahead   bool // the hashes cover tokens beyond their block
+	LoRA        []byte // name of the adapter, empty for none
+	Lookahead   bool   // the hashes cover tokens beyond their block
 	// firstKeys are the extra keys of the first block, not decoded.
 	firstKeys []byte
 }
@@ -217,8 +217,7 @@ func (d *Decoder) field(which field, b []byte) ([]byte, error) {
 	case medium:
 		e.Medium, b, err = msgp.ReadStringZC(b)
 	case loraName:
-		e.HasLoRA = true
-		b, err = msgp.Skip(b)
+		e.LoRA, b, err = msgp.ReadStringZC(b)
 	case extraKeys:
 		e.firstKeys, b, err = skipKeys(b)
 	case group:

@@ -116,7 +116,7 @@ func TestABatchSaysWhatEveryReleaseMeant(t *testing.T) {
 					if tags[got.Kind] != want.Type || !slices.Equal(got.Names, names) ||
 						err != nil || !slices.Equal(ids, want.TokenIDs) ||
 						got.HasParent != (want.Parent != nil) || got.BlockTokens != want.BlockSize ||
-						string(got.Medium) != want.Medium || got.HasLoRA != (want.LoRA != "") ||
+						string(got.Medium) != want.Medium || string(got.LoRA) != want.LoRA ||
 						keysErr != nil || asJSON(keys) != asJSON(wantKeys) ||
 						got.Group != want.Group || got.Lookahead != (want.Lookahead != nil) {
 						t.Errorf("got %+v, want %+v", got, want)

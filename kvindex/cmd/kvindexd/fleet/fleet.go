@@ -6,12 +6,11 @@ package fleet
 import (
 	"fmt"
 	"log/slog"
-	"slices"
 	"sync"
-	"sync/atomic"
 
 	"kvtax/kvindex"
 	"kvtax/kvindex/cmd/kvindexd/blockhash"
+	"kvtax/kvindex/cmd/kvindexd/events"
 	"kvtax/kvindex/cmd/kvindexd/feed"
 	"kvtax/kvindex/cmd/kvindexd/names"
 )
@@ -40,8 +39,11 @@ type holder struct {
 	medium   uint8
 }
 
-// maxMedia bounds the media of a fleet. The first is the GPU's.
-const maxMedia = 8
+const (
+	maxMedia    = 8
+	maxWays     = 64
+	maxAdapters = 4096
+)
 
 // A Fleet is all instances and what they hold.
 type Fleet struct {
@@ -52,11 +54,10 @@ type Fleet struct {
 	instances []*Instance
 
 	// quiet is held by whoever wants that nothing changes; by events for reading.
-	quiet sync.RWMutex
-	// media and ways are written with mu, and read without.
-	mu    sync.Mutex
-	media atomic.Pointer[[]string]
-	ways  atomic.Pointer[[]names.Way]
+	quiet    sync.RWMutex
+	media    set[string] // the first is the GPU's
+	ways     set[names.Way]
+	adapters set[string]
 }
 
 // New returns a fleet of which nothing is known yet.
@@ -76,8 +77,8 @@ func New(config Config, log *slog.Logger) (*Fleet, error) {
 		maxBlocks: config.MaxBlocks,
 		seeds:     config.Seeds,
 	}
-	f.media.Store(&[]string{"GPU"})
-	f.ways.Store(&[]names.Way{})
+	f.media.most, f.ways.most, f.adapters.most = maxMedia, maxWays, maxAdapters
+	f.media.add(events.GPU)
 	for n, one := range config.Instances {
 		if f.Instance(one.Name) != nil {
 			return nil, fmt.Errorf("two instances have the name %q", one.Name)
@@ -105,33 +106,6 @@ func (f *Fleet) Blocks() int { return f.index.Len() }
 
 // MaxBlocks returns how many may be known.
 func (f *Fleet) MaxBlocks() int { return f.maxBlocks }
-
-// medium returns the number of a medium, or false if there are too many.
-func (f *Fleet) medium(name string) (uint8, bool) {
-	if n := slices.Index(*f.media.Load(), name); n >= 0 {
-		return uint8(n), true
-	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	media := *f.media.Load()
-	n := slices.Index(media, name)
-	if n < 0 && len(media) < maxMedia {
-		n = len(media)
-		more := append(slices.Clone(media), name)
-		f.media.Store(&more)
-	}
-	return uint8(n), n >= 0
-}
-
-// uses notes that an instance names its blocks in a way.
-func (f *Fleet) uses(way names.Way) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if ways := *f.ways.Load(); !slices.Contains(ways, way) {
-		more := append(slices.Clone(ways), way)
-		f.ways.Store(&more)
-	}
-}
 
 // told returns how an instance names blocks, by its name for the first block of a prompt,
 // with the extra keys that were published.

@@ -210,6 +210,9 @@ func (i *Instance) stored(e *events.Event) {
 	if medium > 0 {
 		i.tiered.Store(true)
 	}
+	if len(e.LoRA) > 0 {
+		i.fleet.adapters.add(string(e.LoRA))
+	}
 	at := holder{i.number, medium}
 	i.fresh = i.fresh[:0]
 	for _, name := range e.Names {
@@ -251,7 +254,8 @@ func (i *Instance) medium(e *events.Event) (uint8, bool) {
 	if name := string(e.Medium); name == "" || name == events.GPU {
 		return 0, true
 	}
-	return i.fleet.medium(strings.ToUpper(string(e.Medium)))
+	n := i.fleet.media.add(strings.ToUpper(string(e.Medium)))
+	return uint8(n), n >= 0
 }
 
 // tell finds out how the instance names blocks: from the first block of a prompt, whose
@@ -272,7 +276,7 @@ func (i *Instance) tell(e *events.Event) {
 		return
 	}
 	way, ok := i.fleet.told(e.Names[0], ids, keys)
-	if !ok && e.HasLoRA {
+	if !ok && len(e.LoRA) > 0 {
 		return
 	}
 	if !ok {
@@ -283,6 +287,6 @@ func (i *Instance) tell(e *events.Event) {
 		return
 	}
 	i.state.Naming, i.state.Way = Naming(way.Algorithm), way
-	i.fleet.uses(way)
+	i.fleet.ways.add(way)
 	i.answer()
 }

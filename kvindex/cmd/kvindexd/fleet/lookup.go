@@ -3,6 +3,8 @@
 package fleet
 
 import (
+	"slices"
+
 	"kvtax/kvindex"
 	"kvtax/kvindex/cmd/kvindexd/blockhash"
 	"kvtax/kvindex/cmd/kvindexd/names"
@@ -13,9 +15,11 @@ import (
 const lowerTier = 0.8
 
 // A Query is a prompt: its token ids, with what else decides what its blocks hold, or
-// else the names of its blocks.
+// else the names of its blocks. Model is what a request names: it counts as the adapter if
+// there are blocks of an adapter with that name.
 type Query struct {
 	IDs   []uint32
+	Model string
 	Extra blockhash.Extra
 	Names []uint64
 }
@@ -33,7 +37,7 @@ type Holding struct {
 func (h *Holding) Score() float64 { return float64(h.Blocks) + lowerTier*float64(h.Further) }
 
 // Medium returns the name of a Holding's medium.
-func (f *Fleet) Medium(n uint8) string { return (*f.media.Load())[n] }
+func (f *Fleet) Medium(n uint8) string { return f.media.all()[n] }
 
 // A Reader looks prompts up. It keeps buffers, so it is for one goroutine at a time.
 type Reader struct {
@@ -67,14 +71,18 @@ func (r *Reader) Lookup(q *Query) []Holding {
 		return r.holdings
 	}
 	ids := q.IDs[:max(0, len(q.IDs)-1)]
-	for _, way := range *r.fleet.ways.Load() {
+	extra := q.Extra
+	if extra.LoRA == "" && slices.Contains(r.fleet.adapters.all(), q.Model) {
+		extra.LoRA = q.Model
+	}
+	for _, way := range r.fleet.ways.all() {
 		namer := r.namers[way]
 		if namer == nil {
 			namer = names.NewNamer(r.fleet.memo, way)
 			r.namers[way] = namer
 		}
-		for _, style := range q.Extra.Styles() {
-			r.names = namer.Append(r.names[:0], ids, &q.Extra, style, r.held)
+		for _, style := range extra.Styles() {
+			r.names = namer.Append(r.names[:0], ids, &extra, style, r.held)
 			r.tally(r.names)
 		}
 	}

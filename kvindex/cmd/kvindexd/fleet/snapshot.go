@@ -24,6 +24,7 @@ const snapshotMagic = "kvindexd snapshot 1\n"
 
 type snapshotHeader struct {
 	Media     []string
+	Adapters  []string
 	Instances []snapshotInstance
 }
 
@@ -76,7 +77,7 @@ func (f *Fleet) write(file io.Writer) error {
 }
 
 func (f *Fleet) writeHeader(out *bufio.Writer) error {
-	header := snapshotHeader{Media: *f.media.Load()}
+	header := snapshotHeader{Media: f.media.all(), Adapters: f.adapters.all()}
 	for _, one := range f.instances {
 		one.mu.Lock()
 		defer one.mu.Unlock()
@@ -118,7 +119,8 @@ func (f *Fleet) Load(path string) error {
 	if err := gob.NewDecoder(bytes.NewReader(body[:size])).Decode(&header); err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}
-	f.media.Store(&header.Media)
+	f.media.has.Store(&header.Media)
+	f.adapters.has.Store(&header.Adapters)
 	if err := f.readBlocks(body[size:], f.readInstances(header.Instances)); err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}
@@ -143,7 +145,7 @@ func (f *Fleet) readInstances(saved []snapshotInstance) []*Instance {
 			instance.tiered.Store(instance.tiered.Load() || medium > 0 && blocks > 0)
 		}
 		if one.State.Way.BlockTokens > 0 {
-			f.uses(one.State.Way)
+			f.ways.add(one.State.Way)
 		}
 	}
 	return found

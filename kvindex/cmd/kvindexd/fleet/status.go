@@ -26,7 +26,7 @@ func (i *Instance) Status() Status {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	blocks := make(map[string]int)
-	for medium, name := range *i.fleet.media.Load() {
+	for medium, name := range i.fleet.media.all() {
 		blocks[name] = i.state.Held[medium]
 	}
 	return Status{

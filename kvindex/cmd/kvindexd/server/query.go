@@ -23,6 +23,7 @@ import (
 type prompt struct {
 	TokenIDs    tokenIDs     `json:"token_ids"`
 	BlockHashes []hashName   `json:"block_hashes"`
+	Model       string       `json:"model"`
 	LoRA        string       `json:"lora"`
 	LoRAPath    string       `json:"lora_path"`
 	CacheSalt   string       `json:"cache_salt"`
@@ -48,14 +49,14 @@ func (w *worker) queries(r *http.Request, maxBytes int64) (found []fleet.Query, 
 		}
 		ids := w.memory[:len(body)/4]
 		toNative(ids)
-		return []fleet.Query{{IDs: ids, Extra: extraOf(r.URL.Query())}}, false, nil
+		return []fleet.Query{queryOf(ids, r.URL.Query())}, false, nil
 	}
 	if rest := skipBlanks(body); len(rest) > 0 && rest[0] == '[' {
 		w.ids, rest, err = parseIDs(w.ids[:0], rest)
 		if err == nil && len(skipBlanks(rest)) > 0 {
 			err = errors.New("something follows the array of token ids")
 		}
-		return []fleet.Query{{IDs: w.ids, Extra: extraOf(r.URL.Query())}}, false, err
+		return []fleet.Query{queryOf(w.ids, r.URL.Query())}, false, err
 	}
 	found, err = readBatch(body)
 	return found, true, err
@@ -96,10 +97,11 @@ func toNative(ids []uint32) {
 	}
 }
 
-func extraOf(asked url.Values) blockhash.Extra {
-	return blockhash.Extra{
+func queryOf(ids []uint32, asked url.Values) fleet.Query {
+	extra := blockhash.Extra{
 		LoRA: asked.Get("lora"), LoRAPath: asked.Get("lora_path"), Salt: asked.Get("cache_salt"),
 	}
+	return fleet.Query{IDs: ids, Model: asked.Get("model"), Extra: extra}
 }
 
 func readBatch(body []byte) ([]fleet.Query, error) {
@@ -125,6 +127,7 @@ func readBatch(body []byte) ([]fleet.Query, error) {
 func (p *prompt) query() fleet.Query {
 	q := fleet.Query{
 		IDs:   p.TokenIDs,
+		Model: p.Model,
 		Extra: blockhash.Extra{LoRA: p.LoRA, LoRAPath: p.LoRAPath, Salt: p.CacheSalt},
 	}
 	for _, hash := range p.BlockHashes {

@@ -172,7 +172,7 @@ func TestAdaptersAndSaltsAreToldApart(t *testing.T) {
 	h := New(f, Config{MaxBodyBytes: 1 << 20}).Handler
 	store(f.Instances()[0], ids(8), blockhash.Extra{})
 	store(f.Instances()[0], ids(40), blockhash.Extra{LoRA: "x"})
-	for query, want := range map[string]int{"": 8, "?lora=x": 40, "?lora=y": 0, "?cache_salt=s": 0} {
+	for query, want := range map[string]int{"": 8, "?lora=x": 40, "?lora=y": 0, "?model=x": 40, "?model=y": 8, "?cache_salt=s": 0} {
 		_, answer := ask(t, h, "POST", "/v1/lookup"+query, littleEndian(ids(41)), "Content-Type", octets)
 		if got := tokens(t, answer); got[0] != want {
 			t.Errorf("%q: %d tokens, not %d", query, got[0], want)

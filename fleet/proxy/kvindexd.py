@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the instances really have cached: a kvindexd is asked, which follows KV events.
+
+It takes a prompt as the client's bytes, so that no token id is parsed here. Where it
+does not answer, requests go by the mirror, and it is left alone for a moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import aiohttp
+import msgspec
+
+from .body import Body
+from .settings import SettingsError
+
+TIMEOUT_S = 1.0
+# So that requests do not wait in turn for one that hangs.
+PAUSE_S = 1.0
+ERRORS = (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError)
+log = logging.getLogger(__name__)
+
+
+class Holding(msgspec.Struct):
+    """The prompt's leading tokens that an instance has."""
+
+    name: str
+    tokens: int
+
+
+class Holdings(msgspec.Struct):
+    instances: list[Holding]
+
+
+class State(msgspec.Struct):
+    """An instance's state on /healthz; `blocks` by medium, of `block_tokens` each."""
+
+    name: str
+    complete: bool
+    gaps: int
+    skipped_blocks: int
+    block_tokens: int
+    blocks: dict[str, int]
+
+    @property
+    def tokens(self) -> int:
+        """Held in the GPU."""
+        return self.blocks.get("GPU", 0) * self.block_tokens
+
+
+class States(msgspec.Struct):
+    instances: list[State]
+
+
+_holdings = msgspec.json.Decoder(Holdings).decode
+_states = msgspec.json.Decoder(States).decode
+_string = msgspec.json.Decoder(str).decode
+
+
+class Exact(Protocol):
+    """Who knows what the instances have cached."""
+
+    async def cached_tokens(self, body: Body) -> list[int] | None:
+        """For each instance, the tokens of the prompt's longest cached prefix.
+
+        None where they are not known. At most all but the last token: vLLM computes
+        at least one.
+        """
+
+
+class Kvindexd:
+    """`names` are the instances in the order of answers.
+
+    `unanswered` counts prompts that should have been looked up and were not.
+    """
+
+    def __init__(self, address: str, names: Sequence[str]) -> None:
+        """`address` as kvindexd prints it: unix:///PATH or tcp://HOST:PORT.
+
+        Raises SettingsError.
+        """
+        scheme, _, where = address.partition("://")
+        if scheme not in ("unix", "tcp") or not where:
+            raise SettingsError(
+                f"--kvindexd {address}: unix:///PATH or tcp://HOST:PORT is needed"
+            )
+        self._address = address
+        self._names = names
+        self._unix = scheme == "unix"
+        self._where = where
+        self._url = "http://kvindexd" if self._unix else f"http://{where}"
+        self._not_before_s = 0.0
+        self.unanswered = 0
+
+    async def __aenter__(self) -> Kvindexd:
+        """Raises SettingsError if it does not answer, or knows other instances."""
+        path = aiohttp.UnixConnector(self._where, limit=0) if self._unix else None
+        self._session = aiohttp.ClientSession(
+            self._url,
+            connector=path or aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            states = await self._ask_states()
+        except ERRORS as error:
+            await self._session.close()
+            raise SettingsError(
+                f"no kvindexd answers at {self._address}: {error!r}"
+            ) from None
+        if unknown := [name for name in self._names if name not in states]:
+            await self._session.close()
+            raise SettingsError(
+                f"the kvindexd at {self._address} does not follow {unknown[0]!r}: give "
+                "it and the proxy the same instances file"
+            )
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._session.close()
+
+    async def cached_tokens(self, body: Body) -> list[int] | None:
+        """As Exact says: not known for text and chat, nor without an answer."""
+        if body.form != "ids":
+            return None
+        if time.monotonic() < self._not_before_s:
+            self.unanswered += 1
+            return None
+        try:
+            return await self._ask(body)
+        except ERRORS as error:
+            log.warning("kvindexd at %s: %r", self._address, error)
+            self._not_before_s = time.monotonic() + PAUSE_S
+            self.unanswered += 1
+            return None
+
+    async def states(self) -> dict[str, State]:
+        """By instance; empty without an answer."""
+        try:
+            return await self._ask_states()
+        except ERRORS as error:
+            log.warning("kvindexd at %s: %r", self._address, error)
+            return {}
+
+    async def _ask(self, body: Body) -> list[int] | None:
+        """None for a prompt that it refuses: what is wrong is for vLLM to say."""
+        given = {name: body.text(name) for name in ("model", "cache_salt")}
+        asked = {
+            name: _string(text) for name, text in given.items() if text[:1] == b'"'
+        }
+        async with self._session.post(
+            "/v1/lookup", data=body.prompt, params=asked
+        ) as answer:
+            text = await answer.read()
+            if answer.status in (400, 413):
+                return None
+            answer.raise_for_status()
+        tokens = {one.name: one.tokens for one in _holdings(text).instances}
+        return [tokens.get(name, 0) for name in self._names]
+
+    async def _ask_states(self) -> dict[str, State]:
+        async with self._session.get("/healthz") as answer:
+            answer.raise_for_status()
+            return {one.name: one for one in _states(await answer.read()).instances}
