@@ -7,7 +7,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from look.moves import AXES, Slope, moves
+from lab.stats.t_and_f import t_quantile
+from look.moves import AXES, RUNS, Slope, moves, used_blocks
 
 
 def traffic(rng: np.random.Generator, steps: int = 20_000) -> pl.DataFrame:
@@ -115,3 +116,26 @@ def test_an_axis_that_is_missing_from_some_steps_is_not_used():
     found = moved(steps)
     assert found["cache"] == "not recorded"
     assert found["running"].value == pytest.approx(2)
+
+
+@pytest.mark.parametrize("steps", [2_000, 2_049, 7_777])
+def test_slopes_are_least_squares_and_the_interval_a_jackknife_over_runs(steps):
+    rng = np.random.default_rng(steps)
+    table = traffic(rng, steps).with_columns(us=pl.Series(noise(rng, steps)))
+    number = (pl.int_range(pl.len()) // 50).alias("block")
+    blocks = used_blocks(table).group_by(number).mean().sort("block")
+    columns = [blocks[axis.column] / axis.per for axis in AXES.values()]
+    design = np.column_stack([np.ones(blocks.height), *columns])
+    us = blocks["us"].to_numpy()
+    run = np.arange(blocks.height) * RUNS // blocks.height
+
+    def fit(rows):
+        return np.linalg.lstsq(design[rows], us[rows], rcond=None)[0][1:]
+
+    without = np.stack([fit(run != one) for one in range(RUNS)])
+    reach = t_quantile(0.975, RUNS - 1) * np.sqrt((RUNS - 1) * without.var(axis=0))
+    found = moved(table)
+    assert all(isinstance(slope, Slope) for slope in found.values())
+    for slope, value, far in zip(found.values(), fit(run >= 0), reach, strict=True):
+        assert slope.value == pytest.approx(value, rel=1e-6)
+        assert slope.high - slope.low == pytest.approx(2 * far, rel=1e-6)
