@@ -32,7 +32,7 @@ direct-read-storm: setup ## direct read: 10,000 requests on two real engines, wi
 
 fleet-test: setup ## the fleet's tests, with real vLLM instances (6 minutes)
 	$(python) -m pytest -m "" tests/fleet tests/e2e/test_fleet_launch.py \
-	    tests/e2e/test_offloads.py
+	    tests/e2e/test_fleet_workers.py tests/e2e/test_offloads.py
 
 fleet-experiment: setup ## compare routing policies on coding sessions, on four instances (55 minutes)
 	$(python) -m fleet.experiment configs/experiments/policies.toml
