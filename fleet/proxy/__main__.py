@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from lab.records.instances import Instance
 
 from .app import serving
 from .settings import Settings, SettingsError
+from .tokenizer import TokenizerError
 
 _DEFAULTS = Settings(policy="")
 
@@ -44,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="ask this one, unix:///PATH or tcp://HOST:PORT, what is cached where",
     )
+    made.add_argument("--tokenizer", metavar="FOLDER", help="of the model served")
     made.add_argument("--log", type=Path, help="decisions.jsonl, which must not exist")
     made.add_argument("--host", default="127.0.0.1")
     made.add_argument("--port", type=int, default=0, help="0: any free one")
@@ -93,13 +96,16 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = parser().parse_args()
     allow_open_files()  # two sockets per request
+    # transformers would load PyTorch, of which tokenizers need nothing: 700 MB.
+    os.environ["USE_TORCH"] = "0"
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     # A request leaves the collector little to find, and a collection walks everything.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(options))
-    except (InstancesError, PolicyError, SettingsError) as error:
+    except (InstancesError, PolicyError, SettingsError, TokenizerError) as error:
         print(error, file=sys.stderr)
         return 2
     except FileExistsError as error:

@@ -24,6 +24,8 @@ from .handler import Handler
 from .kvindexd import Kvindexd, State
 from .metrics import Metrics
 from .settings import Settings, resolved
+from .tokenizer import Tokenizer
+from .tokens import Tokens
 from .upstream import Failure, Upstream, open_session, probing, sent_on
 
 JSON = "application/json"
@@ -40,7 +42,8 @@ async def serving(
 ) -> AsyncIterator[int]:
     """Serve inside the context, which gives the port.
 
-    Raises SettingsError, PolicyError, FileExistsError, or OSError if it cannot listen.
+    Raises SettingsError, PolicyError, TokenizerError, FileExistsError, or OSError if it
+    cannot listen.
     """
     settings = resolved(instances, settings)
     header = DecisionsHeader(
@@ -93,7 +96,8 @@ class _Proxy:
         self._decisions = decisions
         self._exact = exact
         self._core = Core(instances, settings, Upstream(session), decisions, exact)
-        self._metrics = Metrics(self._core, exact)
+        self._tokens = Tokens(_tokenizer(settings))
+        self._metrics = Metrics(self._core, self._tokens, exact)
 
     @property
     def handler(self) -> Handler:
@@ -124,7 +128,7 @@ class _Proxy:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         """POST to one of the APIs."""
-        client = HttpClient(request, self._settings.client_timeout_s)
+        client = HttpClient(request, self._settings.client_timeout_s, self._tokens)
         await self.handler.handle(client)
         return client.response
 
@@ -176,6 +180,10 @@ class _Proxy:
         lines = list(self._decisions.recent)
         body = b"\n".join(lines[max(0, len(lines) - int(text)) :])
         return web.Response(body=body, content_type="application/jsonl")
+
+
+def _tokenizer(settings: Settings) -> Tokenizer | None:
+    return None if settings.tokenizer is None else Tokenizer(settings.tokenizer)
 
 
 def _report_failure(task: asyncio.Task) -> None:

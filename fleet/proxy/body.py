@@ -18,7 +18,7 @@ import numpy as np
 
 from .apis import APIS, COMPLETIONS, Api
 from .steady import steady
-from .top_level import decode, top_level
+from .top_level import Fields, decode, top_level
 
 # A piece is about 300 to 400 token ids, or 512 tokens of text. Half the size would be
 # twice as fine and cost a 33k-token prompt another 0.1 ms.
@@ -40,6 +40,7 @@ class Body:
     """`raw` is what to send on: the client's bytes, without fields it must not set."""
 
     api = APIS[COMPLETIONS]
+    _ids_found = False
 
     def __init__(self, raw: bytes, api: Api = api) -> None:
         """`api`: what it was sent to. Raises BodyError."""
@@ -57,10 +58,25 @@ class Body:
         else:
             self.prompt = b"".join(steady(self.text(name)) for name in api.prompt)
             self.form = "chat"
-        if self.form == "ids":
+        if self.has_ids:
             self.prompt_tokens = _commas(self.prompt) + 1
         else:
             self.prompt_tokens = len(self.prompt) // BYTES_PER_TOKEN + 1
+
+    def take_ids(self, ids: bytes) -> None:
+        """The prompt's token ids, a JSON array, take the place of what was sent."""
+        self.prompt = ids
+        self.prompt_tokens = _commas(ids) + 1
+        self._ids_found = True
+
+    @property
+    def has_ids(self) -> bool:
+        return self._ids_found or self.form == "ids"
+
+    @property
+    def fields(self) -> Fields:
+        """The JSON of each field."""
+        return self._fields
 
     def text(self, field: str) -> bytes:
         """A field's JSON, empty if it is not there."""
@@ -78,10 +94,7 @@ class Body:
         vLLM computes at least the last one, whatever it has cached.
         """
         end = pieces * PIECE_BYTES
-        if self.form == "ids":
-            tokens = _commas(self.prompt[:end])
-        else:
-            tokens = end // BYTES_PER_TOKEN
+        tokens = _commas(self.prompt[:end]) if self.has_ids else end // BYTES_PER_TOKEN
         return min(tokens, self.prompt_tokens - 1)
 
     def keys(self) -> list[int]:

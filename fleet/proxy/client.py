@@ -17,6 +17,7 @@ from multidict import MultiMapping
 
 from .apis import APIS, COMPLETIONS, MESSAGES, RESPONSES
 from .body import Body, BodyError
+from .tokens import Tokens
 from .upstream import Failure
 
 # As docs.anthropic.com/en/api/errors has them.
@@ -68,18 +69,21 @@ class HttpClient:
 
     response: web.StreamResponse
 
-    def __init__(self, request: web.Request, timeout_s: float) -> None:
+    def __init__(self, request: web.Request, timeout_s: float, tokens: Tokens) -> None:
         self._request = request
         self._timeout_s = timeout_s
+        self._tokens = tokens
         self.path = request.path
         self.headers = request.headers
 
     async def body(self) -> Body:
         raw = await read(self._request)
         try:
-            return Body(raw, APIS[self.path])
+            body = Body(raw, APIS[self.path])
         except BodyError as error:
             raise Failure(400, None, str(error)) from None
+        await self._tokens.find(body)
+        return body
 
     def refuse(self, failure: Failure) -> None:
         self.response = error_response(failure, self.path)

@@ -124,8 +124,8 @@ class Kvindexd:
         await self._session.close()
 
     async def cached_tokens(self, body: Body) -> list[int] | None:
-        """As Exact says: not known for text and chat, nor without an answer."""
-        if body.form != "ids":
+        """As Exact says: not known without token ids, nor without an answer."""
+        if not body.has_ids:
             return None
         if time.monotonic() < self._not_before_s:
             self.unanswered += 1

@@ -22,6 +22,7 @@ from lab.records.breakdown import (
 
 from .core import Core
 from .kvindexd import Kvindexd, State
+from .tokens import Tokens
 
 INSTANCE_GAUGES = ("healthy", "requests", "ongoing_tokens", "pending_prefill_tokens")
 CACHE_GAUGES = (
@@ -38,7 +39,9 @@ CACHE_GAUGES = (
 class Metrics:
     """Reads the proxy's parts, and is given the `states` that `exact` has, if any."""
 
-    def __init__(self, core: Core, exact: Kvindexd | None = None) -> None:
+    def __init__(
+        self, core: Core, tokens: Tokens, exact: Kvindexd | None = None
+    ) -> None:
         self._instances = core.instances
         self._loads = core.loads
         self._health = core.health
@@ -47,6 +50,7 @@ class Metrics:
         self._router = core.router
         self._handler = core.handler
         self._offloads = core.offloader.account
+        self._tokens = tokens
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._states: dict[str, State] = {}
@@ -113,6 +117,14 @@ class Metrics:
             ended.add_metric([name or "", status], number)
         yield ended
         yield from self._offloads.collect()
+        unknown = CounterMetricFamily(
+            "kvtax_proxy_untokenized",
+            "Prompts in words whose token ids were not told",
+            labels=["reason"],
+        )
+        for reason, number in self._tokens.unknown.items():
+            unknown.add_metric([reason], number)
+        yield unknown
         yield CounterMetricFamily(
             "kvtax_proxy_ejections", "Ejections", value=self._health.ejections
         )

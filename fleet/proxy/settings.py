@@ -16,6 +16,7 @@ class Settings(msgspec.Struct, frozen=True):
     """`kvindexd`: address of the one that is asked, with `cache` "exact".
 
     `mirror_tokens`: how many tokens the mirror assumes an instance to hold.
+    `tokenizer`: the model's folder, for prompts that come as text or chats.
 
     `silence_timeout_s`: how long an instance may send nothing, before its first byte
     and after. `client_timeout_s`: how long a client may take nothing of its stream.
@@ -28,6 +29,7 @@ class Settings(msgspec.Struct, frozen=True):
     cache: Literal["mirror", "exact"] = "mirror"
     kvindexd: str | None = None
     mirror_tokens: int = 500_000
+    tokenizer: str | None = None
     max_body_bytes: int = 64 * 2**20
     silence_timeout_s: float = 300.0
     client_timeout_s: float = 60.0

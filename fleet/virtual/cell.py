@@ -21,6 +21,7 @@ from fleet.instances import write_instances
 from fleet.proxy.core import Core
 from fleet.proxy.decision_log import DecisionLog
 from fleet.proxy.metrics import Metrics
+from fleet.proxy.tokens import Tokens
 from fleet.replay.play import Player
 from fleet.replay.preflight import Model, check_lengths, check_vocabulary
 from fleet.replay.records import new_ledger
@@ -128,7 +129,7 @@ async def _run(
         for task in beside:
             task.cancel()
         player.end()
-    breakdown = msgspec.json.encode(Metrics(core).breakdown({}))
+    breakdown = msgspec.json.encode(Metrics(core, Tokens(None)).breakdown({}))
     (folder / "breakdown.json").write_bytes(breakdown)
     return loop.time()
 

@@ -32,6 +32,8 @@ class DecisionsHeader(
     """Address of the kvindexd that knows what the KV events say."""
     mirror_tokens: int | None = None
     """How many tokens the mirror assumes that an instance can cache."""
+    tokenizer: str | None = None
+    """The model's folder, whose tokenizer made ids of text and chats."""
     max_body_bytes: int | None = None
     """The largest request body that is taken."""
     silence_timeout_s: float | None = None
@@ -114,7 +116,7 @@ class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decisi
     prefill_timeout_s: float | None = None
     """How long the prefill elsewhere may take; null: `prefill_timeout_s` above."""
     prompt_tokens: int
-    """Exact for the form `ids`, else an estimate."""
+    """Exact for the form `ids` and by a tokenizer, else an estimate."""
     form: str
     """Form of the prompt: `ids`, `text`, `chat` or `other`."""
     cache: Literal["mirror", "exact"]

@@ -82,8 +82,12 @@ def test_ids_are_asked_as_the_client_wrote_them(tmp_path: Path) -> None:
             ({"model": "adapter", "cache_salt": 's"&'}, sent),
             ({}, sent),
         ]
-        assert await asked.cached_tokens(body(prompt="text")) is None
+        text = body(prompt="text")
+        assert await asked.cached_tokens(text) is None
         assert len(fake.asked) == 3
+        text.take_ids(b"[5,6]")
+        assert await asked.cached_tokens(text) == [16, 32]
+        assert fake.asked[3] == ({"model": "m"}, b"[5,6]")
         assert asked.unanswered == 0
 
     run(tmp_path, scenario)
