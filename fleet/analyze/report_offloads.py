@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from fleet.analyze.offloads import PHASES
 from fleet.analyze.report_fleet import level_text
 from fleet.analyze.workload import SPREADS
 from lab.stats.markdown import DASH, Document, number, table
@@ -13,6 +12,13 @@ TITLES = {
     "prefill": "P's queue and prefill",
     "handover": "transfer and D's start, to the first token",
     "total": "all of it",
+}
+ENGINE_TITLES = {
+    "p_queue": "P's queue",
+    "p_prefill": "P's prefill",
+    "transfer": "transfer: until D has all of the KV",
+    "d_start": "D's start: until it is scheduled",
+    "first_token": "D's first token",
 }
 QUANTILES = ("p50", "p90")
 
@@ -56,23 +62,32 @@ def offload_table(document: Document) -> str:
         "failed",
         "heavy, kept",
     ]
-    phases = [
-        [
-            f"`{arm}`" if phase == PHASES[0] else "",
-            TITLES[phase],
-            *(level_text(one["phases_ms"][phase][q]) for q in QUANTILES),
-        ]
-        for arm, one in told.items()
-        if one["used"]
-        for phase in PHASES
-    ]
     parts = ["## Offloads", table(head, rows)]
-    if phases:
-        parts += [
-            "Of those whose KV was used, ms as the proxy saw them:",
-            table(["arm", "phase", *QUANTILES], phases),
-        ]
+    for field, titles, seen_by in (
+        ("phases_ms", TITLES, "the proxy saw them"),
+        ("engine_phases_ms", ENGINE_TITLES, "both engines recorded them"),
+    ):
+        if phases := _phase_rows(told, field, titles):
+            parts += [
+                f"Of those whose KV was used, ms as {seen_by}:",
+                table(["arm", "phase", *QUANTILES], phases),
+            ]
     return "\n\n".join(parts)
+
+
+def _phase_rows(
+    told: dict[str, Document], field: str, titles: dict[str, str]
+) -> list[list[str]]:
+    """A row for each arm and phase; none for an arm without any."""
+    rows = []
+    for arm, one in told.items():
+        levels = one[field]
+        if any(levels[phase]["p50"] for phase in titles):
+            for phase, title in titles.items():
+                cells = [level_text(levels[phase][quantile]) for quantile in QUANTILES]
+                first = f"`{arm}`" if phase == next(iter(titles)) else ""
+                rows.append([first, title, *cells])
+    return rows
 
 
 def moves_table(document: Document) -> str:

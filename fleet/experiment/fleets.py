@@ -107,7 +107,7 @@ def spec(experiment: Experiment, arm: Arm) -> FleetSpec:
 def _launched(
     experiment: Experiment, arm: Arm, workshop: Workshop, folder: Path
 ) -> Iterator[Fleet]:
-    wanted = spec(experiment, arm)
+    wanted = spec(experiment, arm).recording_requests()
     preflight.check_connector(wanted.connector)
     with launched(wanted, workshop, folder) as servers:
         ready_s = wait_ready(servers)

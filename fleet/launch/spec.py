@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -38,6 +38,18 @@ class FleetSpec:
     connector: Connector
     roles: list[Role] = field(default_factory=lambda: ["both"])
     kv_events: bool = False
+
+    def recording_requests(self) -> FleetSpec:
+        """With a record of each request, where there is one of each step.
+
+        A report tells the phases of an offload by them.
+        """
+        patches = self.connector.patches
+        if "step_timing_v1" not in patches or "request_timing" in patches:
+            return self
+        more = [*patches, "request_timing"]
+        connector = msgspec.structs.replace(self.connector, patches=more)
+        return replace(self, connector=connector)
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,15 @@ def _instance(spec: FleetSpec, index: int, ports: Ports, sockets: Path) -> Insta
         kv_events=events if spec.kv_events else None,
         kv_events_replay=f"{events}.replay" if spec.kv_events else None,
         block_tokens=spec.settings.block_size,
+        kv_tokens=_kv_tokens(spec.settings),
     )
+
+
+def _kv_tokens(settings: InstanceSettings) -> int | None:
+    """What the instance is told to hold; None where that is left to vLLM."""
+    if settings.num_blocks is None:
+        return None
+    return settings.num_blocks * settings.block_size * settings.data_parallel
 
 
 def own_connector(spec: FleetSpec, role: Role) -> Connector:

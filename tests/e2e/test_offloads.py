@@ -18,11 +18,21 @@ import aiohttp
 import msgspec
 import pytest
 
+from fleet.analyze.engine_phases import PHASES, engine_phases
+from fleet.analyze.records import ArmRun
 from fleet.instances import write_instances
 from fleet.launch.instance_settings import read_instance_settings
 from fleet.launch.launched import LaunchedInstance, Workshop, launched, wait_ready
 from fleet.launch.spec import FleetSpec
 from lab.paths import CONFIGS
+from lab.records.arm import ArmRecord
+from lab.records.decisions import (
+    DecisionEnd,
+    DecisionRecord,
+    DecisionsHeader,
+    Offload,
+)
+from lab.records.lines import read_lines
 from lab.serving.connector import load_connector
 from lab.serving.ports import reserve
 from lab.serving.server import http_ok
@@ -41,6 +51,7 @@ HEAVY_TOKENS = 64
 class Elastic:
     fleet: list[LaunchedInstance]
     proxy_url: str
+    folder: Path
 
 
 @pytest.fixture(scope="module", params=["mooncake_both_fixed", "nixl_both"])
@@ -60,9 +71,11 @@ def elastic(lab: TinyServers, request: pytest.FixtureRequest) -> Iterator[Elasti
         server_args=["--enforce-eager", "--dtype", "float32"],
     )
     spec = FleetSpec(settings, connector, load_connector(connector), ["both", "both"])
+    instances = folder / "instances"
+    instances.mkdir()
     with (
         Workshop(folder / "workshop") as workshop,
-        launched(spec, workshop, folder) as fleet,
+        launched(spec.recording_requests(), workshop, instances) as fleet,
     ):
         wait_ready(fleet)
         file, port = folder / "instances.json", reserve(1)[0].http
@@ -73,18 +86,20 @@ def elastic(lab: TinyServers, request: pytest.FixtureRequest) -> Iterator[Elasti
             while not http_ok(f"{url}/health"):
                 assert time.monotonic() < deadline, (folder / "log").read_text()
                 time.sleep(0.1)
-            yield Elastic(fleet, url)
+            yield Elastic(fleet, url, folder)
 
 
 def proxy(file: Path, port: int) -> list[str]:
     limits = [f"warm_tokens={BLOCK_TOKENS}", f"heavy_tokens={HEAVY_TOKENS}"]
     command = [sys.executable, "-m", "fleet.proxy", "--instances", str(file)]
     command += ["--policy", "elastic", "--port", str(port)]
+    command += ["--log", str(file.with_name("decisions.jsonl"))]
     return [*command, "--parameters", *limits]
 
 
-async def ask(url: str, tokens: Tokens) -> tuple[Tokens, str | None]:
+async def ask(url: str, tokens: Tokens, name: str = "any") -> tuple[Tokens, str | None]:
     """The answer's tokens, and where the prompt was prefilled if not where decoded."""
+    headers = {"X-Request-Id": name}
     body = {
         "model": SERVED_MODEL,
         "prompt": tokens,
@@ -95,7 +110,7 @@ async def ask(url: str, tokens: Tokens) -> tuple[Tokens, str | None]:
     }
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{url}/v1/completions", json=body) as response,
+        session.post(f"{url}/v1/completions", json=body, headers=headers) as response,
     ):
         assert response.status == 200, await response.text()
         answer = await response.json()
@@ -146,3 +161,40 @@ def test_a_light_prompt_stays_and_is_answered_as_well(
         assert prefilled is None
 
     asyncio.run(scenario())
+
+
+def test_both_engines_tell_the_phases_of_an_offload(elastic: Elastic):
+    """They lie within what the proxy saw, one after the other."""
+    lengths = (1000, 4002)
+    for tokens in lengths:
+        name = f"phases/{tokens}"
+        asyncio.run(ask(elastic.proxy_url, prompt(tokens, tokens), name))
+    told: dict[str, tuple[Offload, dict]] = {}
+    deadline = time.monotonic() + 30
+    while len(told) < len(lengths):
+        assert time.monotonic() < deadline, told
+        time.sleep(0.5)
+        told = {name: one for name, one in phases(elastic).items() if "phases" in name}
+    for offload, engines in told.values():
+        seen = offload.phases_s()
+        in_engines_s = sum(engines[phase] for phase in PHASES) / 1e3
+        assert 0 < engines["p_prefill"] / 1e3 < seen["prefill"]
+        assert engines["transfer"] > 0
+        assert 0 < engines["first_token"] / 1e3 < seen["total"]
+        assert in_engines_s < seen["total"]
+        # What is left is HTTP, tokenizing and waiting for a step of the engine to end.
+        assert seen["total"] - in_engines_s < 2
+
+
+def phases(elastic: Elastic) -> dict[str, tuple[Offload, dict]]:
+    """By request: what the proxy saw, and the engines."""
+    log = read_lines(
+        elastic.folder / "decisions.jsonl",
+        DecisionsHeader,
+        DecisionRecord | DecisionEnd,
+    )
+    ends = [line for line in log.records if isinstance(line, DecisionEnd)]
+    info = ArmRecord(arm="elastic", repeat=0, status="ok")
+    run = ArmRun(elastic.folder, info, [], None, [], ends, {}, 0)
+    seen = {end.id: end.offload for end in ends}
+    return {row["id"]: (seen[row["id"]], row) for row in engine_phases(run)}

@@ -53,7 +53,7 @@ def decision(number: int, reason: str = "pinned", **more: object) -> DecisionRec
 
 
 def ended(number: int, offload: Offload | None) -> DecisionEnd:
-    end = DecisionEnd(f"s{number}/0", number, f"s{number}", offload=offload)
+    end = DecisionEnd(f"s{number}/0", number, None, instance="i1", offload=offload)
     if offload is not None and offload.failure is None:
         end.prefill_instance = offload.prefill_instance
     return end
