@@ -135,6 +135,12 @@ kvindex-test: ## test the prefix index, its adapter and the patches on llm-d-kv-
 kvindexd: ## build the prefix index as a service (needs Go)
 	cd kvindex/cmd/kvindexd && CGO_ENABLED=0 go build -o ../../bin/kvindexd .
 
+kvindexd-bench: kvindexd ## what a lookup and an event cost kvindexd, in process and over a socket (2 minutes; needs Go)
+	cd kvindex/cmd/kvindexd && CGO_ENABLED=0 go test -run '^$$' -bench . -benchtime 2s ./names ./fleet
+	cd kvindex/cmd/kvindexd && CGO_ENABLED=0 go build -o ../../bin/kvload ./kvload
+	for tokens in 16 128; do kvindex/bin/kvload -kvindexd kvindex/bin/kvindexd -block-tokens $$tokens; done
+	kvindex/bin/kvload -kvindexd kvindex/bin/kvindexd -json
+
 kvindex-bench: ## compare the prefix index with upstream's and other designs (20 minutes; needs Go and git)
 	bash kvindex/cmd/kvbench/build_variants.sh kvindex/bin
 	cd kvindex && bin/kvbench run -bin bin -traces ../traces -out results.json -rounds 3
@@ -173,4 +179,4 @@ clean: clean-releases ## remove runs, fetched sources and the environment
 	direct-read-cost exposure-cost growth-cost listener-cost sending-lag proxy-cost trace-cost \
 	transfer-check bench-report bench-look browser observatory axes-gate-check noisy-sweep verdict-power coverage \
 	vllm-releases upstream-check \
-	upstream-series release-test kvindex-test kvindexd kvindex-bench kvindex-figures lock clean-releases clean
+	upstream-series release-test kvindex-test kvindexd kvindexd-bench kvindex-bench kvindex-figures lock clean-releases clean

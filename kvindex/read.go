@@ -41,16 +41,7 @@ func (x *Index[P]) Score(chain []uint64, scores []PodScore[P]) []PodScore[P] {
 			running = len(scores)
 			continue
 		}
-		for i := 0; i < running; {
-			if _, ok := slices.BinarySearch(set.ids, scores[i].id); ok {
-				i++
-				continue
-			}
-			running--
-			scores[i].Blocks = n
-			scores[i], scores[running] = scores[running], scores[i]
-		}
-		if running == 0 {
+		if running = narrow(scores[:running], set.ids, n); running == 0 {
 			return scores
 		}
 	}
@@ -62,6 +53,26 @@ func begin[P comparable](scores []PodScore[P], set *podSet[P]) []PodScore[P] {
 		scores = append(scores, PodScore[P]{Pod: pod, id: set.ids[i]})
 	}
 	return scores
+}
+
+// narrow moves the pods that are among ids to the front, scores the others with n blocks,
+// and returns how many are in front. Both lists are ascending, and the front stays so.
+func narrow[P comparable](scores []PodScore[P], ids []podID, n int) int {
+	kept, at := 0, 0
+	for i := range scores {
+		for at < len(ids) && ids[at] < scores[i].id {
+			at++
+		}
+		if at == len(ids) || ids[at] != scores[i].id {
+			scores[i].Blocks = n
+			continue
+		}
+		if kept < i {
+			scores[kept], scores[i] = scores[i], scores[kept]
+		}
+		kept++
+	}
+	return kept
 }
 
 // finish scores the pods that hold all blocks before the n-th.

@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"strconv"
 	"sync"
 	"time"
 
@@ -117,6 +118,7 @@ func (s *Server) lookup(w http.ResponseWriter, r *http.Request) {
 		one.answer = append(one.answer, "]}"...)
 	}
 	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Content-Length", strconv.Itoa(len(one.answer))) // not in chunks
 	w.Write(one.answer)
 	s.metrics.observe(time.Since(began))
 }

@@ -299,3 +299,32 @@ func FuzzLookup(f *testing.F) {
 		}
 	})
 }
+
+func TestNumbersOfEveryLengthAreRead(t *testing.T) {
+	for _, more := range []string{"", "]", ",1234567890", "x", "\xff\xff\xff\xff\xff\xff\xff\xff", "/:0;9"} {
+		for number, n := uint64(0), 0; n < 12; n++ {
+			digits := fmt.Sprint(number)
+			if got, length := leadingNumber([]byte(digits + more)); got != number || length != len(digits) {
+				t.Errorf("%q: %d of %d digits", digits+more, got, length)
+			}
+			number = number*10 + uint64(n%10)
+		}
+	}
+	if _, length := leadingNumber([]byte("-1234567")); length != 0 {
+		t.Error("a sign is a digit")
+	}
+}
+
+func BenchmarkParseIDs(b *testing.B) {
+	some := make([]uint32, 33_000)
+	for i := range some {
+		some[i] = uint32(i*7919) % 150_000
+	}
+	text, _ := json.Marshal(some)
+	b.SetBytes(int64(len(text)))
+	for b.Loop() {
+		if _, _, err := parseIDs(some[:0], text); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
