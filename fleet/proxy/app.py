@@ -23,6 +23,7 @@ from .decision_log import DecisionLog
 from .handler import Handler
 from .kvindexd import Kvindexd, State
 from .metrics import Metrics
+from .sessions import Sessions
 from .settings import Settings, resolved
 from .tokenizer import Tokenizer
 from .tokens import Tokens
@@ -96,6 +97,7 @@ class _Proxy:
         self._decisions = decisions
         self._exact = exact
         self._core = Core(instances, settings, Upstream(session), decisions, exact)
+        self._sessions = Sessions()
         self._tokens = Tokens(_tokenizer(settings))
         self._metrics = Metrics(self._core, self._tokens, exact)
 
@@ -128,7 +130,8 @@ class _Proxy:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         """POST to one of the APIs."""
-        client = HttpClient(request, self._settings.client_timeout_s, self._tokens)
+        timeout_s = self._settings.client_timeout_s
+        client = HttpClient(request, timeout_s, self._sessions, self._tokens)
         await self.handler.handle(client)
         return client.response
 

@@ -40,7 +40,10 @@ class Body:
     """`raw` is what to send on: the client's bytes, without fields it must not set."""
 
     api = APIS[COMPLETIONS]
+    session: str | None = None
+    """Whose it is, where it says nothing itself."""
     _ids_found = False
+    _keys: list[int] | None = None
 
     def __init__(self, raw: bytes, api: Api = api) -> None:
         """`api`: what it was sent to. Raises BodyError."""
@@ -65,7 +68,7 @@ class Body:
 
     def take_ids(self, ids: bytes) -> None:
         """The prompt's token ids, a JSON array, take the place of what was sent."""
-        self.prompt = ids
+        self.prompt, self._keys = ids, None
         self.prompt_tokens = _commas(ids) + 1
         self._ids_found = True
 
@@ -103,6 +106,11 @@ class Body:
         The first key also holds what else decides what is cached: the model, the salt,
         and the answer that the prompt goes on from.
         """
+        if self._keys is None:
+            self._keys = self._chained()
+        return self._keys
+
+    def _chained(self) -> list[int]:
         prompt = self.prompt
         key = hash(tuple(map(self.text, _ALSO_DECIDE)))
         keys = []

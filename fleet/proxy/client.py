@@ -17,6 +17,7 @@ from multidict import MultiMapping
 
 from .apis import APIS, COMPLETIONS, MESSAGES, RESPONSES
 from .body import Body, BodyError
+from .sessions import Sessions
 from .tokens import Tokens
 from .upstream import Failure
 
@@ -69,9 +70,16 @@ class HttpClient:
 
     response: web.StreamResponse
 
-    def __init__(self, request: web.Request, timeout_s: float, tokens: Tokens) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        timeout_s: float,
+        sessions: Sessions,
+        tokens: Tokens,
+    ) -> None:
         self._request = request
         self._timeout_s = timeout_s
+        self._sessions = sessions
         self._tokens = tokens
         self.path = request.path
         self.headers = request.headers
@@ -82,6 +90,9 @@ class HttpClient:
             body = Body(raw, APIS[self.path])
         except BodyError as error:
             raise Failure(400, None, str(error)) from None
+        # By what the client has sent: a template may write the history anew.
+        if "X-Session-Id" not in self.headers:
+            body.session = self._sessions.of(body)
         await self._tokens.find(body)
         return body
 

@@ -50,3 +50,5 @@ class Exchange:
     async def read_body(self) -> None:
         """Raises Failure if it is too large or no JSON object."""
         self.body = await self.client.body()
+        if self.end.session is None:
+            self.end.session = self.body.session

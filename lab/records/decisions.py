@@ -96,7 +96,7 @@ class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decisi
     attempt: int
     """0, or 1 after a refused connection: the last one counts."""
     session: str | None
-    """`X-Session-Id`."""
+    """`X-Session-Id`; without it `kvtax/N`, by the prompt that this one goes on."""
     at_ns: int
     """When it was decided."""
     policy: str
