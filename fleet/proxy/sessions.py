@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from .body import PIECE_BYTES, Body
 
-# Of turns that are remembered; and of those that end in the same piece.
-MAX_TURNS = 100_000
-MAX_ALIKE = 8
+# Pieces in which remembered turns end; and the turns that end in the same one.
+MAX_PIECES = 100_000
+MAX_ALIKE = 64
 
 
 class _Turn(NamedTuple):
@@ -49,7 +49,7 @@ class Sessions:
         turn = _Turn(len(rest), hash(rest), session)
         others = [one for one in alike if one[:2] != turn[:2]]
         self._turns[keys[-1]] = [turn, *others][:MAX_ALIKE]
-        if len(self._turns) > MAX_TURNS:
+        if len(self._turns) > MAX_PIECES:
             self._turns.popitem(last=False)
         return session
 
