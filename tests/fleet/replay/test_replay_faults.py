@@ -57,7 +57,7 @@ def test_under_any_faults_every_request_has_one_record_and_sessions_stop_at_a_ba
     lines = replay_here(
         server.url,
         requests,
-        tmp_path_factory.getbasetemp() / "replay.jsonl",
+        tmp_path_factory.mktemp("faults") / "replay.jsonl",
         timeout_s=0.15,
         max_inflight_sessions=slots,
         closed_loop=slots is not None and closed,
