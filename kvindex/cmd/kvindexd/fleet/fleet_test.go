@@ -8,7 +8,10 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
+
+	"github.com/tinylib/msgp/msgp"
 
 	"kvtax/kvindex/cmd/kvindexd/blockhash"
 )
@@ -200,13 +203,16 @@ func TestBlocksInLowerMediaGoOnWhereTheGPUStops(t *testing.T) {
 	for n, medium := range []string{"CPU", "storage"} {
 		one := newEngine(f.instances[n], blockhash.SHA256, "0")
 		one.to.Connected()
-		one.store(ids[:12], "", 0, "GPU")
+		one.store(ids[:12+4*n], "", 0, "GPU")
 		one.store(ids[:32], "", 2, medium) // blocks 2 to 7
 	}
 	for n, holding := range f.NewReader().Lookup(&Query{IDs: ids}) {
 		want := []string{"CPU", "STORAGE"}[n]
-		if holding.Blocks != 3 || holding.Further != 5 || f.Medium(holding.Medium) != want || holding.Score() != 7 {
+		if holding.Blocks != 3+n || holding.Further != 5-n || f.Medium(holding.Medium) != want {
 			t.Errorf("%+v", holding)
+		}
+		if got := holding.Score(); got != float64(3+n)+0.8*float64(5-n) {
+			t.Errorf("the score is %v", got)
 		}
 	}
 }
@@ -219,6 +225,52 @@ func TestABatchThatCannotBeReadVoidsTheState(t *testing.T) {
 	one.to.Take(1, []byte("no msgpack"))
 	if got := one.to.Status(); got.Complete || got.Blocks["GPU"] != 0 || got.NextBatch != 2 || f.Blocks() != 0 {
 		t.Errorf("%+v", got)
+	}
+}
+
+func TestBlocksThatNoPromptCanHaveAreNotKept(t *testing.T) {
+	f := newFleet(t, 100, 1)
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	one.to.Connected()
+	one.store(make([]uint32, 4), "", 0, "GPU")
+	for _, other := range [][2]int{{blockTokens, 1}, {2 * blockTokens, 0}} { // size, group
+		b := msgp.AppendString(msgp.AppendString(msgp.AppendMapHeader(nil, 4), "type"), "BlockStored")
+		b = appendHashes(b, [][]byte{make([]byte, 32)})
+		b = msgp.AppendInt(msgp.AppendString(b, "block_size"), other[0])
+		one.publish(msgp.AppendInt(msgp.AppendString(b, "group_idx"), other[1]))
+	}
+	if got := one.to.Status(); got.Skipped != 2 || f.Blocks() != 1 {
+		t.Errorf("%d blocks, %+v", f.Blocks(), got)
+	}
+}
+
+// TestASnapshotGivesNobodyWhatIsNotTheirs: an instance that publishes elsewhere now, and
+// one whose seed was not known then.
+func TestASnapshotGivesNobodyWhatIsNotTheirs(t *testing.T) {
+	f := newFleet(t, 100, 2)
+	newEngine(f.instances[0], blockhash.SHA256, "0").store(make([]uint32, 8), "", 0, "GPU")
+	newEngine(f.instances[1], blockhash.SHA256, "77").store(make([]uint32, 8), "", 0, "GPU")
+	file := filepath.Join(t.TempDir(), "snapshot")
+	if err := f.Save(file); err != nil {
+		t.Fatal(err)
+	}
+	again := newFleet(t, 100, 2)
+	again.instances[0].Source.Events = "ipc:///elsewhere"
+	if err := again.Load(file); err != nil {
+		t.Fatal(err)
+	}
+	for _, one := range again.instances {
+		if got := one.Status(); got.NextBatch != 0 || got.Naming != NotTold || again.Blocks() != 0 {
+			t.Errorf("%+v, %d blocks", got, again.Blocks())
+		}
+	}
+}
+
+func TestAModelThatIsAnAdapterIsKnownAfterARestart(t *testing.T) {
+	f := newFleet(t, 100, 1)
+	f.adapters.add("adapter")
+	if again := reloaded(t, f); !slices.Contains(again.adapters.all(), "adapter") {
+		t.Error("forgotten")
 	}
 }
 
