@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real engine and a virtual one, given the same requests round by round."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fleet.virtual.engine import VirtualEngine
+from lab.serving.null_engine import BLOCK_SIZE, NullEngine
+
+MAX_MODEL_LEN = 8_192
+FORWARD_NS = 5_000_000
+STEM_TOKENS = 1_600
+
+
+class Constant:
+    """Every forward takes the same time."""
+
+    def device_ns(self, tokens: int, context_tokens: int) -> int:
+        return FORWARD_NS
+
+
+def virtual_engine(model: Path, num_blocks: int, overlapping: bool) -> VirtualEngine:
+    arguments = {
+        "--model": model,
+        "--load-format": "dummy",
+        "--block-size": BLOCK_SIZE,
+        "--num-gpu-blocks-override": num_blocks,
+        "--max-model-len": min(MAX_MODEL_LEN, (num_blocks - 1) * BLOCK_SIZE),
+        "--max-num-batched-tokens": 8_192,
+        "--max-num-seqs": 64,
+    }
+    told = [str(part) for pair in arguments.items() for part in pair]
+    switches = ["--skip-tokenizer-init", "--enforce-eager"]
+    return VirtualEngine([*told, *switches], Constant(), overlapping)
+
+
+class Round:
+    """What reaches an engine between two steps."""
+
+    def __init__(self, asked: list[tuple[list[int], int]], aborted: list[str]) -> None:
+        self.asked = asked
+        self.aborted = aborted
+
+
+def rounds(seed: int, count: int) -> Iterator[Round]:
+    """Prompts that share long beginnings, with answers of up to 80 tokens."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(1, 1000) for _ in range(STEM_TOKENS)] for _ in range(4)]
+    sent = 0
+    for number in range(count):
+        asked, aborted = [], []
+        for _ in range(rng.choice([0, 0, 0, 0, 1, 1, 3]) if number < count // 2 else 0):
+            stem = rng.choice(stems)[: rng.randrange(STEM_TOKENS)]
+            tail = [rng.randrange(1, 1000) for _ in range(rng.randrange(1, 1_500))]
+            asked.append((stem + tail, rng.randrange(1, 80)))
+        if sent and rng.random() < 0.05:
+            aborted.append(str(rng.randrange(sent)))
+        sent += len(asked)
+        yield Round(asked, aborted)
+
+
+class Witness:
+    """Notes all that each schedule() of an engine core decided."""
+
+    def __init__(self, core: Any) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self.preemptions = 0
+        self._core = core
+        self._schedule = core.scheduler.schedule
+        core.scheduler.schedule = self._witnessed
+
+    def _witnessed(self) -> Any:
+        output = self._schedule()
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        self.preemptions += len(output.preempted_req_ids)
+        self.seen.append(
+            {
+                "scheduled": dict(output.num_scheduled_tokens),
+                "new": [
+                    # A worker in the same process adds to the very list.
+                    (one.req_id, one.num_computed_tokens, str(one.block_ids))
+                    for one in output.scheduled_new_reqs
+                ],
+                "blocks": str(output.scheduled_cached_reqs.new_block_ids),
+                "preempted": set(output.preempted_req_ids),
+                "finished": set(output.finished_req_ids),
+                "cached": len(pool.cached_block_hash_to_block),
+                "free": pool.get_num_free_blocks(),
+            }
+        )
+        return output
+
+
+def told(outputs: Any) -> list[tuple]:
+    """What the engine answers at the end of a round."""
+    return [
+        (one.request_id, one.new_token_ids, one.finish_reason, one.num_cached_tokens)
+        for one in (outputs.outputs if outputs else [])
+    ]
+
+
+def drive_real(engine: NullEngine, script: list[Round]) -> list[list[tuple]]:
+    core, answers = engine.core, []
+    for one in script:
+        for prompt, output_tokens in one.asked:
+            engine.add(prompt, output_tokens)
+        core.abort_requests(one.aborted)
+        outputs, executed = core.step_fn()
+        core.post_step(executed)
+        answers.append(told(outputs.get(0) if outputs else None))
+    return answers
+
+
+def drive_virtual(engine: VirtualEngine, script: list[Round]) -> list[list[tuple]]:
+    sent, answers = 0, []
+    for one in script:
+        for prompt, output_tokens in one.asked:
+            engine.add(str(sent), prompt, output_tokens, None)
+            sent += 1
+        for request_id in one.aborted:
+            engine.abort(request_id)
+        answers.append(told(engine.step()))
+    return answers
