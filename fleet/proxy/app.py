@@ -5,31 +5,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
+from urllib.parse import parse_qs
 
-import aiohttp
 import msgspec
-from aiohttp import web
+from multidict import CIMultiDict
 
 from lab.records.decisions import DecisionsHeader
 from lab.records.instances import Instance
 
 from .apis import APIS, MESSAGES
-from .client import HttpClient, error_response, read
+from .client import HttpClient, answer_error, answer_json, read
 from .core import Core
 from .decision_log import DecisionLog
 from .handler import Handler
+from .http.client import NoConnection, Pool
+from .http.request import Request
+from .http.server import Server
 from .kvindexd import Kvindexd, State
 from .metrics import Metrics
 from .sessions import Sessions
 from .settings import Settings, resolved
 from .tokenizer import Tokenizer
 from .tokens import Tokens
-from .upstream import Failure, Upstream, open_session, probing, sent_on
+from .upstream import Failure, Upstream, open_pool, probe, sent_on
 
-JSON = "application/json"
 log = logging.getLogger(__name__)
 
 
@@ -56,30 +58,28 @@ async def serving(
             names = [one.name for one in instances]
             exact = await stack.enter_async_context(Kvindexd(settings.kvindexd, names))
         decisions = stack.enter_context(DecisionLog(log_path, header))
-        session = await stack.enter_async_context(
-            open_session(settings.silence_timeout_s)
+        pool = stack.enter_context(closing(open_pool(settings.silence_timeout_s)))
+        proxy = _Proxy(instances, settings, pool, decisions, exact)
+        server = Server(
+            proxy.answer, settings.max_body_bytes, settings.client_timeout_s
         )
-        proxy = _Proxy(instances, settings, session, decisions, exact)
-        runner = web.AppRunner(
-            proxy.app(),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=1,
-        )
-        await runner.setup()
-        background = [asyncio.create_task(one) for one in proxy.background()]
+        listening = await server.listen(host, port)
+        beside = [*proxy.background(), server.sweep_forever()]
+        background = [asyncio.create_task(one) for one in beside]
         for task in background:
             task.add_done_callback(_report_failure)
         try:
-            site = web.TCPSite(runner, host, port, backlog=4096)
-            await site.start()
-            yield runner.addresses[0][1]
+            yield listening.sockets[0].getsockname()[1]
         finally:
+            listening.close()
             await proxy.handler.stop()
-            await runner.cleanup()
+            await server.close()
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+
+
+Answering = Callable[[Request], Awaitable[None]]
 
 
 class _Proxy:
@@ -87,55 +87,59 @@ class _Proxy:
         self,
         instances: Sequence[Instance],
         settings: Settings,
-        session: aiohttp.ClientSession,
+        pool: Pool,
         decisions: DecisionLog,
         exact: Kvindexd | None,
     ) -> None:
         self._instances = instances
-        self._settings = settings
-        self._session = session
+        self._pool = pool
         self._decisions = decisions
         self._exact = exact
-        self._core = Core(instances, settings, Upstream(session), decisions, exact)
+        self._core = Core(instances, settings, Upstream(pool), decisions, exact)
         self._sessions = Sessions()
         self._tokens = Tokens(_tokenizer(settings))
         self._metrics = Metrics(self._core, self._tokens, exact)
+        self._routes: dict[str, dict[str, Answering]] = {
+            **{path: {"POST": self._complete} for path in APIS},
+            f"{MESSAGES}/count_tokens": {"POST": self._ask_any},
+            "/v1/models": {"GET": self._ask_any},
+            "/health": {"GET": self._get_health},
+            "/metrics": {"GET": self._get_metrics},
+            "/breakdown": {"GET": self._get_breakdown},
+            "/decisions": {"GET": self._get_decisions},
+        }
 
     @property
     def handler(self) -> Handler:
         return self._core.handler
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=self._settings.max_body_bytes)
-        for path in APIS:
-            app.router.add_post(path, self._complete)
-        app.router.add_post(f"{MESSAGES}/count_tokens", self._ask_any)
-        app.router.add_get("/v1/models", self._ask_any)
-        app.router.add_get("/health", self._get_health)
-        app.router.add_get("/metrics", self._get_metrics)
-        app.router.add_get("/breakdown", self._get_breakdown)
-        app.router.add_get("/decisions", self._get_decisions)
-        return app
+    async def answer(self, request: Request) -> None:
+        """Any request, by its path and method."""
+        methods = self._routes.get(request.path)
+        if methods is None:
+            failure = Failure(404, None, f"{request.path}: not served here")
+            answer_error(request, failure)
+            return
+        answering = methods.get(request.method)
+        if answering is None:
+            what = f"{request.path}: served for {', '.join(methods)} only"
+            answer_error(request, Failure(405, None, what))
+            return
+        await answering(request)
 
     def background(self) -> list:
         """What runs beside the requests."""
-        return [self._poll_health(), self._decisions.flush_forever()]
-
-    async def _poll_health(self) -> None:
-        async with probing() as probe:
-            await self._core.health.poll_forever(probe)
+        return [self._core.health.poll_forever(probe), self._decisions.flush_forever()]
 
     async def _states(self) -> dict[str, State]:
         return {} if self._exact is None else await self._exact.states()
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, request: Request) -> None:
         """POST to one of the APIs."""
-        timeout_s = self._settings.client_timeout_s
-        client = HttpClient(request, timeout_s, self._sessions, self._tokens)
+        client = HttpClient(request, self._sessions, self._tokens)
         await self.handler.handle(client)
-        return client.response
 
-    async def _ask_any(self, request: web.Request) -> web.Response:
+    async def _ask_any(self, request: Request) -> None:
         """What each instance would answer alike: the least busy healthy one is asked.
 
         If none is healthy, one of those that are not.
@@ -143,46 +147,48 @@ class _Proxy:
         ejected, loads = self._core.health.ejected, self._core.loads
         healthy = [one for one in self._instances if one.name not in ejected]
         one = min(healthy or self._instances, key=lambda one: loads[one.name].requests)
+        headers = sent_on(request.headers)
         try:
-            async with self._session.request(
-                request.method,
-                one.url + request.path,
-                headers=sent_on(request.headers),
-                data=await read(request),
-            ) as answer:
-                body = await answer.read()
+            answer = await self._pool.request(
+                request.method, one.url, request.path, headers, read(request)
+            )
+            answer_json(request, answer.status, await answer.read())
         except Failure as failure:
-            return error_response(failure, request.path)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            failure = Failure(502, one.name, f"{one.name}: {error}")
-            return error_response(failure, request.path)
-        return web.Response(status=answer.status, body=body, content_type=JSON)
+            answer_error(request, failure)
+        except OSError as error:
+            what = (
+                f"no connection to {one.name}"
+                if isinstance(error, NoConnection)
+                else one.name
+            )
+            answer_error(request, Failure(502, one.name, f"{what}: {error}"))
 
-    async def _get_health(self, _: web.Request) -> web.Response:
+    async def _get_health(self, request: Request) -> None:
         """200 while an instance is healthy, else 503, although requests are tried."""
         ejected = self._core.health.ejected
         healthy = [n for n in self._core.place if n not in ejected]
         body = msgspec.json.encode({"healthy": healthy, "ejected": sorted(ejected)})
-        status = 200 if healthy else 503
-        return web.Response(status=status, body=body, content_type=JSON)
+        answer_json(request, 200 if healthy else 503, body)
 
-    async def _get_metrics(self, _: web.Request) -> web.Response:
-        body = self._metrics.prometheus(await self._states())
-        return web.Response(body=body, content_type="text/plain")
+    async def _get_metrics(self, request: Request) -> None:
+        kind = CIMultiDict({"Content-Type": "text/plain; version=0.0.4"})
+        request.whole(200, kind, self._metrics.prometheus(await self._states()))
 
-    async def _get_breakdown(self, _: web.Request) -> web.Response:
-        body = msgspec.json.encode(self._metrics.breakdown(await self._states()))
-        return web.Response(body=body, content_type=JSON)
+    async def _get_breakdown(self, request: Request) -> None:
+        breakdown = self._metrics.breakdown(await self._states())
+        answer_json(request, 200, msgspec.json.encode(breakdown))
 
-    async def _get_decisions(self, request: web.Request) -> web.Response:
+    async def _get_decisions(self, request: Request) -> None:
         """The last `n` decisions, one a line as in the log, newest last."""
-        text = request.query.get("n", "100")
+        text = parse_qs(request.query).get("n", ["100"])[0]
         if not text.isdecimal():
             message = f"n={text!r} is no number of decisions"
-            return error_response(Failure(400, None, message))
+            answer_error(request, Failure(400, None, message))
+            return
         lines = list(self._decisions.recent)
         body = b"\n".join(lines[max(0, len(lines) - int(text)) :])
-        return web.Response(body=body, content_type="application/jsonl")
+        kind = CIMultiDict({"Content-Type": "application/jsonl"})
+        request.whole(200, kind, body)
 
 
 def _tokenizer(settings: Settings) -> Tokenizer | None:

@@ -7,16 +7,14 @@ time for it elsewhere.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
 from typing import Protocol
 
 import msgspec
-from aiohttp import web
-from multidict import MultiMapping
+from multidict import CIMultiDict, MultiMapping
 
 from .apis import APIS, COMPLETIONS, MESSAGES, RESPONSES
 from .body import Body, BodyError
+from .http.request import Request
 from .sessions import Sessions
 from .tokens import Tokens
 from .upstream import Failure
@@ -28,10 +26,6 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-
-
-class ClientStalled(ConnectionResetError):
-    """The client has stopped reading, and its connection has been ended."""
 
 
 class Client(Protocol):
@@ -63,29 +57,17 @@ class Client(Protocol):
 
 
 class HttpClient:
-    """A Client over HTTP; `response` is there once it has been answered.
+    """A Client over HTTP."""
 
-    One that takes nothing for `timeout_s` is cut (ClientStalled).
-    """
-
-    response: web.StreamResponse
-
-    def __init__(
-        self,
-        request: web.Request,
-        timeout_s: float,
-        sessions: Sessions,
-        tokens: Tokens,
-    ) -> None:
+    def __init__(self, request: Request, sessions: Sessions, tokens: Tokens) -> None:
         self._request = request
-        self._timeout_s = timeout_s
         self._sessions = sessions
         self._tokens = tokens
         self.path = request.path
         self.headers = request.headers
 
     async def body(self) -> Body:
-        raw = await read(self._request)
+        raw = read(self._request)
         try:
             body = Body(raw, APIS[self.path])
         except BodyError as error:
@@ -97,43 +79,35 @@ class HttpClient:
         return body
 
     def refuse(self, failure: Failure) -> None:
-        self.response = error_response(failure, self.path)
+        answer_error(self._request, failure)
 
     def whole(self, status: int, headers: MultiMapping[str], body: bytes) -> None:
-        self.response = web.Response(status=status, headers=headers, body=body)
+        self._request.whole(status, headers, body)
 
     async def begin(self, status: int, headers: MultiMapping[str]) -> None:
-        self.response = web.StreamResponse(status=status, headers=headers)
-        await self.response.prepare(self._request)
+        self._request.begin(status, headers)
 
     async def write(self, chunk: bytes) -> None:
-        await self._taken(self.response.write(chunk))
+        self._request.write(chunk)
+        if self._request.connection.held_up:
+            await self._request.connection.taken()
 
     async def end(self, chunk: bytes = b"") -> None:
-        await self._taken(self.response.write_eof(chunk))
+        self._request.end(chunk)
+        if self._request.connection.held_up:
+            await self._request.connection.taken()
 
     async def break_off(self, failure: Failure) -> None:
         # The blank line before it ends a torn event.
+        self._request.keep_alive = False
         await self.write(b"\n\n" + error_event(failure, self.path))
-        self.response.force_close()
-
-    async def _taken(self, writing: Awaitable[None]) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await writing
-        except TimeoutError:
-            if (transport := self._request.transport) is not None:
-                transport.abort()
-            what = f"the client took nothing for {self._timeout_s:g} s"
-            raise ClientStalled(what) from None
 
 
-async def read(request: web.Request) -> bytes:
+def read(request: Request) -> bytes:
     """The request's body. Raises Failure if it is too large."""
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise Failure(413, None, f"the body is too large: {error.text}") from None
+    if (limit := request.over_bytes) is not None:
+        raise Failure(413, None, f"the body is too large: at most {limit} bytes")
+    return request.body
 
 
 def error_json(error: Failure, path: str = COMPLETIONS) -> bytes:
@@ -157,6 +131,11 @@ def error_event(error: Failure, path: str) -> bytes:
     return b"event: error\n" + event if path in (MESSAGES, RESPONSES) else event
 
 
-def error_response(error: Failure, path: str = COMPLETIONS) -> web.Response:
-    body = error_json(error, path)
-    return web.Response(status=error.status, body=body, content_type="application/json")
+def answer_json(request: Request, status: int, body: bytes) -> None:
+    """Answer with this JSON."""
+    request.whole(status, CIMultiDict({"Content-Type": "application/json"}), body)
+
+
+def answer_error(request: Request, failure: Failure) -> None:
+    """Answer with an error as the API that was asked gives it."""
+    answer_json(request, failure.status, error_json(failure, request.path))

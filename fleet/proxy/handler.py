@@ -12,10 +12,11 @@ from itertools import count
 from fleet.policies import NoInstance
 from lab.records.instances import Instance
 
-from .client import Client, ClientStalled
+from .client import Client
 from .decision_log import DecisionLog
 from .exchange import Exchange
 from .health import Health
+from .http.request import ClientStalled
 from .kvindexd import Exact
 from .loads import FleetLoad
 from .offload import UNTRIED, GivenUp, Offloader

@@ -7,17 +7,17 @@ that nobody answers 200 to what has failed.
 
 from __future__ import annotations
 
+import asyncio
 import errno
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import socket
 
-import aiohttp
 import msgspec
 from multidict import CIMultiDict, MultiMapping
 
 from lab.records.instances import Instance
 
 from .apis import APIS, Api
+from .http.client import BrokenOff, NoConnection, Pool, Response
 
 # Below the 5 s after which vLLM closes an idle connection: a request that meets the
 # close half-way would fail for no fault of the instance.
@@ -45,7 +45,7 @@ _HOP_BY_HOP = frozenset(
 )
 # These are made anew for each hop. A compressed stream could not be counted.
 _NOT_SENT_ON = _HOP_BY_HOP | {"host", "content-length", "expect", "accept-encoding"}
-_NOT_SENT_BACK = _HOP_BY_HOP | {"content-length", "date", "server"}
+_NOT_SENT_BACK = _HOP_BY_HOP | {"content-length"}
 
 
 class _Rank(msgspec.Struct):
@@ -75,9 +75,7 @@ class Answer:
     `lost` is what its instance did not send the rest for.
     """
 
-    def __init__(
-        self, response: aiohttp.ClientResponse, first: bytes, name: str
-    ) -> None:
+    def __init__(self, response: Response, first: bytes, name: str) -> None:
         self._response = response
         self._name = name
         self.lost: Lost | None = None
@@ -93,36 +91,27 @@ class Answer:
     @property
     def at_end(self) -> bool:
         """Whether it is known that nothing more comes."""
-        return self._response.content.at_eof()
+        return self._response.at_end
 
     async def chunk(self) -> bytes:
         """What came next, b"" at the end. Raises Lost."""
         try:
-            return await self._response.content.readany()
+            return await self._response.chunk()
         except TimeoutError:
             what = "went silent in the middle of its answer"
-        except (aiohttp.ClientError, OSError) as error:
+        except BrokenOff as error:
             what = f"broke off in the middle of its answer: {error}"
         self.lost = Lost(502, self._name, f"{self._name} {what}")
         raise self.lost
 
     def close(self) -> None:
         """Ends the request: one whose answer is not complete is aborted."""
-        if not self.at_end:
-            self._response.close()
+        self._response.close()
 
 
-def open_session(silence_timeout_s: float) -> aiohttp.ClientSession:
-    """A session in which no request waits for another (asyncio sets TCP_NODELAY)."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-        timeout=aiohttp.ClientTimeout(
-            total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_timeout_s
-        ),
-        auto_decompress=False,
-        skip_auto_headers=("User-Agent", "Accept-Encoding"),
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
+def open_pool(silence_timeout_s: float) -> Pool:
+    """Connections in which no request waits for another (asyncio sets TCP_NODELAY)."""
+    return Pool(CONNECT_TIMEOUT_S, silence_timeout_s, KEEPALIVE_S)
 
 
 def sent_on(headers: MultiMapping[str]) -> CIMultiDict[str]:
@@ -131,10 +120,10 @@ def sent_on(headers: MultiMapping[str]) -> CIMultiDict[str]:
 
 
 class Upstream:
-    """The way to the instances; `session` as from open_session."""
+    """The way to the instances; `pool` as from open_pool."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
 
     async def ask(
         self, instance: Instance, path: str, headers: MultiMapping[str], body: bytes
@@ -142,15 +131,15 @@ class Upstream:
         """Post to the instance and wait for its first byte. Raises Failure."""
         name = instance.name
         try:
-            response = await self._session.post(
-                instance.url + path, data=body, headers=headers, allow_redirects=False
+            response = await self._pool.request(
+                "POST", instance.url, path, headers, body
             )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except NoConnection as error:
             raise unreachable(name, error) from error
         except TimeoutError as error:
             raise Lost(504, name, f"{name} did not answer in time") from error
-        except (aiohttp.ClientError, OSError) as error:
-            what = f"{name} broke off before its answer: {_named(error)}"
+        except BrokenOff as error:
+            what = f"{name} broke off before its answer: {error}"
             raise Lost(502, name, what) from error
         try:
             return await _begun(response, name, APIS[path])
@@ -161,11 +150,12 @@ class Upstream:
     async def engine_id(self, instance: Instance) -> str:
         """Its engine id, as its bootstrap server has it. Raises Failure."""
         url = f"{instance.bootstrap_url}/query"
+        nothing: CIMultiDict[str] = CIMultiDict()
         try:
-            async with self._session.get(url) as response:
-                ranks = await response.read()
+            response = await self._pool.request("GET", url, "", nothing)
+            ranks = await response.read()
             return msgspec.json.decode(ranks, type=dict[str, _Rank])["0"].engine_id
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             name = None if is_own(error) else instance.name
             raise Lost(502, name, f"{url}: {_named(error)}") from error
         except (msgspec.DecodeError, KeyError) as error:
@@ -173,24 +163,23 @@ class Upstream:
             raise Failure(502, instance.name, what) from None
 
 
-@asynccontextmanager
-async def probing() -> AsyncIterator[Callable[[Instance], Awaitable[None]]]:
-    """Asks for an instance's /health; raises Failure if that is not good."""
-    timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
-    # A connection of its own each time: one of a dead process proves nothing.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+async def probe(instance: Instance) -> None:
+    """Ask for an instance's /health. Raises Failure if that is not good.
 
-        async def probe(instance: Instance) -> None:
-            try:
-                async with session.get(f"{instance.url}/health") as response:
-                    response.raise_for_status()
-            except aiohttp.ClientConnectorError as error:
-                raise unreachable(instance.name, error) from error
-            except (aiohttp.ClientError, OSError) as error:
-                raise Lost(503, instance.name, f"/health: {_named(error)}") from error
-
-        yield probe
+    By a connection of its own: one of a dead process proves nothing.
+    """
+    pool = Pool(PROBE_TIMEOUT_S, PROBE_TIMEOUT_S, keep_s=0)
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            nothing: CIMultiDict[str] = CIMultiDict()
+            response = await pool.request("GET", instance.url, "/health", nothing)
+            response.close()
+    except NoConnection as error:
+        raise unreachable(instance.name, error) from error
+    except OSError as error:
+        raise Lost(503, instance.name, f"/health: {_named(error)}") from error
+    if response.status >= 400:
+        raise Lost(503, instance.name, f"/health: HTTP {response.status}")
 
 
 def unreachable(name: str, error: OSError) -> Unreachable:
@@ -204,19 +193,19 @@ def is_own(error: OSError) -> bool:
 
     The proxy is out of files, ports or memory, or cannot look up the instance's name.
     """
-    unknown_name = isinstance(error, aiohttp.ClientConnectorDNSError)
+    unknown_name = isinstance(error.__cause__, socket.gaierror)
     return unknown_name or error.errno in _OWN_ERRNOS
 
 
-async def _begun(response: aiohttp.ClientResponse, name: str, api: Api) -> Answer:
+async def _begun(response: Response, name: str, api: Api) -> Answer:
     try:
         if not _streams(response):
-            return Answer(response, await response.content.read(), name)
-        first = await _up_to_token(response.content, api)
+            return Answer(response, await response.read(), name)
+        first = await _up_to_token(response, api)
     except TimeoutError as error:
         raise Lost(504, name, f"{name} sent no first byte in time") from error
-    except (aiohttp.ClientError, OSError) as error:
-        what = f"{name} broke off before its first byte: {_named(error)}"
+    except BrokenOff as error:
+        what = f"{name} broke off before its first byte: {error}"
         raise Lost(502, name, what) from error
     begun = _after_openings(first, api)
     if not begun:
@@ -228,12 +217,12 @@ async def _begun(response: aiohttp.ClientResponse, name: str, api: Api) -> Answe
         raise Failure(502, name, f"{name} answered with an error event: {said}")
     if kind == "end":
         raise Failure(502, name, f"{name} ended the stream without a token")
-    if not end and response.content.at_eof():
+    if not end and response.at_end:
         raise Failure(502, name, f"{name} ended the stream in its first event")
     return Answer(response, first, name)
 
 
-async def _up_to_token(content: aiohttp.StreamReader, api: Api) -> bytes:
+async def _up_to_token(response: Response, api: Api) -> bytes:
     """The first chunks, up to the end of the first event that is no opening.
 
     What that event is decides the status, so all of it must be here. Less of it is
@@ -243,7 +232,7 @@ async def _up_to_token(content: aiohttp.StreamReader, api: Api) -> bytes:
     while len(first) < MAX_FIRST_EVENT_BYTES and _EVENT_END not in _after_openings(
         first, api
     ):
-        more = await content.readany()
+        more = await response.chunk()
         if not more:
             break
         first += more
@@ -264,19 +253,16 @@ def _after_openings(first: bytes, api: Api) -> bytes:
     return first
 
 
-def _streams(response: aiohttp.ClientResponse) -> bool:
-    return response.status == 200 and response.content_type == "text/event-stream"
+def _streams(response: Response) -> bool:
+    kind = response.headers.get("Content-Type", "").lower()
+    return response.status == 200 and kind.startswith("text/event-stream")
 
 
 def _without(headers: MultiMapping[str], names: frozenset[str]) -> CIMultiDict[str]:
     """The headers without `names` and without those that `Connection` names."""
-    listed = ",".join(headers.getall("Connection", ()))
-    names |= {name.strip().lower() for name in listed.split(",")}
-    kept: CIMultiDict[str] = CIMultiDict()
-    for name, value in headers.items():
-        if name.lower() not in names:
-            kept.add(name, value)
-    return kept
+    if listed := headers.getall("Connection", None):
+        names |= {name.strip().lower() for name in ",".join(listed).split(",")}
+    return CIMultiDict([one for one in headers.items() if one[0].lower() not in names])
 
 
 def _named(error: Exception) -> str:

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import os
+import resource
+import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from proxy_lab import (
+    DEADLINE_S,
     DONE,
     ask,
     connect,
@@ -21,8 +25,10 @@ from proxy_lab import (
 )
 
 from fleet.standin.process import Standin, standin
+from lab.load.open_files import allow_open_files
 
 pytestmark = pytest.mark.slow
+IDLE = 10_000
 
 
 def test_a_client_that_goes_away_aborts_the_request_at_the_instance(
@@ -72,6 +78,30 @@ def test_bad_bodies_get_4xx_and_reach_no_instance(
 def resident_bytes(process: int) -> int:
     with open(f"/proc/{process}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_ten_thousand_idle_connections_cost_little_and_hold_up_nobody(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    allow_open_files()
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < IDLE + 1000:
+        pytest.skip("too few files may be open")
+    with proxy(tmp_path, named(two)) as on, ExitStack() as idle:
+        post(on.url, ask())
+        before = resident_bytes(on.process.pid)
+        at = urlsplit(on.url)
+        for _ in range(IDLE):
+            one = socket.create_connection((at.hostname, at.port), DEADLINE_S)
+            idle.enter_context(one)
+        assert post(on.url, ask()).status == 200  # so all have been accepted
+        grown = resident_bytes(on.process.pid) - before
+        assert grown < IDLE * 10_000, f"{grown} bytes"
+        times = []
+        for _ in range(50):
+            began = time.monotonic()
+            assert post(on.url, ask(max_tokens=1)).status == 200
+            times.append(time.monotonic() - began)
+        assert sorted(times)[25] < 0.1
 
 
 def test_a_slow_reader_holds_up_its_own_stream_and_takes_no_memory(

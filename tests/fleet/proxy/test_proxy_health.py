@@ -170,8 +170,8 @@ def test_without_ports_or_files_no_instance_is_to_blame(
     async def scenario() -> None:
         async with before(Engine(), Engine()) as client:
             assert await client.ejected() == []  # this connection is kept
-            connect = "aiohttp.connector.aiohappyeyeballs.start_connection"
-            monkeypatch.setattr(connect, fail)
+            loop = asyncio.get_running_loop()
+            monkeypatch.setattr(loop, "create_connection", fail)
             assert (await client.send())[0] == 503
             await asyncio.sleep(10 * POLL_EVERY_S)
             assert await client.ejections() == 0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from proxy_lab import ask, connect, post, proxy, rest
+from proxy_lab import DEADLINE_S, ask, connect, post, proxy, rest
 
 from fleet.policies import POLICIES
 from fleet.policies.replay import main as replay
@@ -67,6 +67,9 @@ def test_an_answer_is_passed_on_byte_for_byte(
             assert proxied.headers[kind] == direct.headers[kind]
             assert proxied.headers["X-Kvtax-Instance"] == "a"
         assert on.get("/v1/models").body == post_less(three[0].url, "/v1/models")
+        head = urllib.request.Request(f"{on.url}/v1/models", method="HEAD")
+        with urllib.request.urlopen(head, timeout=DEADLINE_S) as answer:
+            assert (answer.status, answer.read()) == (200, b"")
         on.idle()
 
 
