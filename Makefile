@@ -34,6 +34,9 @@ fleet-test: setup ## the fleet's tests, with real vLLM instances (6 minutes)
 	$(python) -m pytest -m "" tests/fleet tests/e2e/test_fleet_launch.py \
 	    tests/e2e/test_fleet_workers.py tests/e2e/test_offloads.py
 
+proxy-fuzz: setup ## ten million changed requests, answers, bodies and streams for the proxy's readers (15 minutes)
+	FUZZ_CASES=2500000 $(python) -m pytest -m long tests/fleet/proxy/test_proxy_fuzz.py
+
 fleet-experiment: setup ## compare routing policies on coding sessions, on four instances (55 minutes)
 	$(python) -m fleet.experiment configs/experiments/policies.toml
 
@@ -175,7 +178,7 @@ clean: clean-releases ## remove runs, fetched sources and the environment
 	rm -rf runs third_party .venv .uv .setup.lock
 
 .PHONY: help setup fresh-machine-check test test-all test-fast direct-read-test direct-read-storm \
-	fleet-test fleet-experiment lint sweep overhead step-cost \
+	fleet-test proxy-fuzz fleet-experiment lint sweep overhead step-cost \
 	direct-read-cost exposure-cost growth-cost listener-cost sending-lag proxy-cost trace-cost \
 	transfer-check bench-report bench-look browser observatory axes-gate-check noisy-sweep verdict-power coverage \
 	vllm-releases upstream-check \

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from .top_level import UNREADABLE
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
@@ -78,7 +80,7 @@ class Api(msgspec.Struct, frozen=True):
             return "end"
         try:
             chunk = _decode_chunk(event.removeprefix(_DATA))
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return "token"
         if not chunk.choices:
             # So vLLM 0.18.1 answers a request whose KV could not be loaded.
@@ -112,7 +114,7 @@ def _counts_none(data: bytes) -> bool:
     """Whether the stream's last event says that there was no token."""
     try:
         last = _decode_last(data.removeprefix(_DATA))
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return False
     usage = last.usage or (last.response and last.response.usage)
     return usage is not None and usage.output_tokens == 0

@@ -18,7 +18,7 @@ import numpy as np
 
 from .apis import APIS, COMPLETIONS, Api
 from .steady import steady
-from .top_level import Fields, decode, top_level
+from .top_level import UNREADABLE, Fields, decode, top_level
 
 # A piece is about 300 to 400 token ids, or 512 tokens of text. Half the size would be
 # twice as fine and cost a 33k-token prompt another 0.1 ms.
@@ -48,19 +48,17 @@ class Body:
     def __init__(self, raw: bytes, api: Api = api) -> None:
         """`api`: what it was sent to. Raises BodyError."""
         self.api = api
+        is_chat = api.path != COMPLETIONS
         try:
             self._fields = top_level(raw)
+            self.raw = _encode(self._fields) if self._strip() else raw
+            parts = [self.text(name) for name in api.prompt]
+            self.prompt = b"".join(map(steady, parts) if is_chat else parts)
         except msgspec.ValidationError:
             raise BodyError("the body is no JSON object") from None
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise BodyError(f"the body is no valid JSON: {error}") from None
-        self.raw = _encode(self._fields) if self._strip() else raw
-        if api.path == COMPLETIONS:
-            self.prompt = self.text("prompt")
-            self.form = _form_of(self.prompt)
-        else:
-            self.prompt = b"".join(steady(self.text(name)) for name in api.prompt)
-            self.form = "chat"
+        self.form = "chat" if is_chat else _form_of(self.prompt)
         if self.has_ids:
             self.prompt_tokens = _commas(self.prompt) + 1
         else:

@@ -72,10 +72,10 @@ async def _stream(client: Client, answer: Answer, exchange: Exchange) -> None:
     name = end.instance
     chunk = answer.first
     while chunk:
-        events = chunk.count(api.token)
+        joined = tail + chunk
+        events = joined.count(api.token) - tail.count(api.token)
         exchange.flight.generated(events)
         end.generated_tokens += events
-        joined = tail + chunk
         if any(mark in joined for mark in api.errors):
             end.status, end.error = "failed", f"{name} sent an error event"
         ending = ending or any(mark in joined for mark in api.ends)

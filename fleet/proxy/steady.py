@@ -17,7 +17,7 @@ _HINTS = (_MARK.encode(), BILLING.encode())
 
 
 def steady(raw: bytes) -> bytes:
-    """The same JSON, or what is left of it. Raises msgspec.DecodeError."""
+    """The same JSON, or what is left of it. Raises one of top_level.UNREADABLE."""
     if not any(hint in raw for hint in _HINTS):
         return raw
     return msgspec.json.encode(_without(msgspec.json.decode(raw)))

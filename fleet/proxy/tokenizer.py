@@ -61,7 +61,7 @@ class Tokenizer:
             return self._text_ids(asked["prompt"], special)
         except (
             *(KeyError, TypeError, AttributeError, ValueError, IndexError),
-            jinja2.TemplateError,
+            *(RecursionError, jinja2.TemplateError),
         ) as error:
             # vLLM refuses what is malformed, and what the template does not take.
             raise Unknown("malformed") from error

@@ -15,6 +15,8 @@ import numpy as np
 
 Fields = dict[str, msgspec.Raw]
 decode = msgspec.json.Decoder(Fields).decode
+# What decoders raise: UnicodeDecodeError is a ValueError, too, and so is DecodeError.
+UNREADABLE = (ValueError, RecursionError)
 
 # Below, a parser is as fast.
 _LONG_BYTES = 8192
@@ -26,7 +28,7 @@ _PLACE = b"[%d]" % secrets.randbits(63)
 
 
 def top_level(raw: bytes) -> Fields:
-    """Raises msgspec.DecodeError, of which ValidationError means: no object.
+    """Raises one of UNREADABLE, of which msgspec.ValidationError means: no object.
 
     A long `prompt` of nothing but digits, commas, points, signs and blanks is taken for
     an array of ids as it is: what is wrong inside it is the instance's to refuse.

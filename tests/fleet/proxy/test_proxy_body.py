@@ -105,10 +105,24 @@ def test_tokens_in_leading_pieces_are_those_that_end_there() -> None:
     assert body(prompt="x" * 8000).tokens_in(2) == 1024
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'{"prompt":[1,}', b"null", b"{}x"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'{"prompt":[1,}',
+        b"null",
+        b"{}x",
+        b'{"a\xff": 1}',
+        b'{"vllm_xargs": {"a\xff": 1}}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"messages": ["cache_control", "\xff"]}',
+    ],
+)
 def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
     with pytest.raises(BodyError):
-        Body(raw)
+        Body(raw, APIS[CHAT if b"messages" in raw else COMPLETIONS])
 
 
 LONG = list(range(100_000, 102_000))
