@@ -2,8 +2,10 @@
 """Where in the code the time of decode-only steps went, from samples of a server.
 
 A sample counts if a decode-only step was under way at its moment. Of such samples, the
-share in which a thread was in a function, times the mean of those steps, is what a step
-had of it. Other threads are shown for the same moments: what they did meanwhile.
+share in which a thread was in a function, times the mean of decode-only steps, is what
+a step had of it. Each sample stops the process for milliseconds, so it is the mean of
+the steps just before and after the sampling. Other threads are shown for the same
+moments: what they did meanwhile.
 """
 
 from __future__ import annotations
@@ -63,9 +65,9 @@ def _flame(found: SampledStacks, steps: pl.DataFrame) -> tuple[Flame | None, int
     ]
     flame = Flame(
         title=f"In the code of process {found.pid}",
-        note=f"{moments:,} samples of decode-only steps of {step_us:,.0f} µs. A "
-        "share of the samples is that share of a step. Sampling slows a server, so no "
-        f"other figure rests on these steps. py-spy {found.py_spy}.",
+        note=f"{moments:,} samples of decode-only steps. A share of the samples is "
+        f"that share of a step of {step_us:,.0f} µs, the mean of those just before and "
+        f"after. py-spy {found.py_spy}.",
         frames=found.frames,
         threads=threads,
     )
@@ -79,7 +81,11 @@ def _moments(found: SampledStacks, counted: np.ndarray) -> int:
 
 
 def _in_decode_steps(t_ns: np.ndarray, steps: pl.DataFrame) -> tuple[np.ndarray, float]:
-    """Which moments lie in decode-only steps, and the mean of such steps, in us."""
+    """Which moments lie in decode-only steps, and the mean of such steps, in us.
+
+    The mean is of the steps that ran within as long before and after the sampling as
+    it took; of those that were sampled, where there are no others.
+    """
     decode = (steps["prefill_tokens"] == 0) & (steps["decode_tokens"] > 0)
     decode = decode.fill_null(False).to_numpy()
     if not decode.any() or not len(t_ns):
@@ -87,8 +93,12 @@ def _in_decode_steps(t_ns: np.ndarray, steps: pl.DataFrame) -> tuple[np.ndarray,
     began, ended = steps["t_ns"].to_numpy(), steps["end_ns"].to_numpy()
     at = np.searchsorted(began, t_ns, "right") - 1
     inside = (at >= 0) & (t_ns < ended[at]) & decode[at]
-    sampled = decode & (ended >= t_ns.min()) & (began <= t_ns.max())
-    step_us = steps["step_us"].to_numpy()[sampled]
+    first_ns, last_ns = t_ns.min(), t_ns.max()
+    took_ns = last_ns - first_ns
+    sampled = decode & (ended >= first_ns) & (began <= last_ns)
+    near = decode & (ended >= first_ns - took_ns) & (began <= last_ns + took_ns)
+    beside = near & ~sampled
+    step_us = steps["step_us"].to_numpy()[beside if beside.any() else sampled]
     return inside, float(step_us.mean()) if len(step_us) else 0.0
 
 

@@ -40,7 +40,7 @@ DRIVER_ERRORS = {
     4: "the prefix cache could not be reset",
     64: "the driver did not understand its plan",
 }
-SAMPLED_S = 10.0
+SAMPLED_S = 20.0
 PEER_READY_DEADLINE_S = 60.0
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sample what a recording server is doing: stacks.<pid>.json beside its steps.
 
-    python -m lab.serving.py_spy /records --seconds 10
+    python -m lab.serving.py_spy /records --seconds 20
 
 Each sample stops the process for some hundred microseconds, or milliseconds where it
 has much native code. So nothing is measured meanwhile; `look` shows shares.
@@ -29,7 +29,8 @@ from lab.serving.py_spy_output import LOGGED, NotUnderstood, sampled
 from lab.serving.server import tail
 from lab.serving.supervise import Supervised, exit_on_signals
 
-RATE_HZ = 100
+# Each sample stops the process, for up to 10 ms where there are ten threads.
+RATE_HZ = 25
 # What py-spy takes to begin, and to find the symbols of native code.
 GRACE_S = 60.0
 
@@ -144,7 +145,7 @@ def main() -> int:
         prog="python -m lab.serving.py_spy", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("folder", type=Path, help="where the server writes its records")
-    parser.add_argument("--seconds", type=float, default=10.0, help="default: 10")
+    parser.add_argument("--seconds", type=float, default=20.0, help="default: 20")
     chosen = parser.parse_args()
     exit_on_signals()
     try:

@@ -190,10 +190,10 @@ def served(lab: TinyServers, tmp_path_factory) -> Served:
 
 
 async def sampled(server: TinyServer, records: Path) -> None:
-    """Sample a server for three seconds in which it decodes."""
+    """Sample a server for five seconds in which it decodes."""
     command = [sys.executable, "-m", "lab.serving.py_spy", str(records)]
     sampler = await asyncio.create_subprocess_exec(
-        *command, "--seconds", "3", cwd=REPOSITORY
+        *command, "--seconds", "5", cwd=REPOSITORY
     )
     turn = 0
     while sampler.returncode is None:

@@ -56,7 +56,7 @@ def recorded(tmp_path_factory) -> tuple[Path, SampledStacks]:
     with subprocess.Popen([sys.executable, str(program), str(folder)]) as process:
         try:
             content(folder / "engine_step.jsonl")
-            done = sample(folder, "--seconds", "3")
+            done = sample(folder, "--seconds", "5")
         finally:
             process.kill()
     assert done.returncode == 0, done.stderr

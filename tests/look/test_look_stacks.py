@@ -30,11 +30,13 @@ def busy(server: Server, steps: int = 200) -> None:
             server.step(model_us=9_000, get_finished_us=0, prefill_tokens=512)
 
 
-def write_stacks(server: Server, every_us: float = 137.0, pid: int = 11) -> None:
-    """As a sampler sees them that never errs."""
-    samples, begins = [], server.steps[0]["t_ns"]
-    t_ns, step = begins - 10_000_000, 0
-    while t_ns < server.ends_ns(len(server.steps) - 1) + 10_000_000:
+def write_stacks(
+    server: Server, every_us: float = 137.0, pid: int = 11, steps: range | None = None
+) -> None:
+    """As a sampler sees `steps`, by default all, that never errs."""
+    steps = steps or range(len(server.steps))
+    samples, t_ns, step = [], server.steps[steps[0]]["t_ns"] - 10_000, steps[0]
+    while t_ns < server.ends_ns(steps[-1]) + 10_000:
         while step + 1 < len(server.steps) and server.steps[step + 1]["t_ns"] <= t_ns:
             step += 1
         samples.append(Sample(t_ns, 1, _doing(server, step, t_ns)))
@@ -96,6 +98,28 @@ def test_the_thread_of_the_steps_is_shown_first_and_others_beside_it(server):
     assert [thread.name for thread in flame.threads] == ["MainThread", "watcher"]
     step_us = server.steps[1]["step_us"]
     assert us_of(flame, "watcher", REST) == pytest.approx(step_us, rel=0.001)
+
+
+def test_that_sampling_makes_steps_longer_is_not_what_they_take(server):
+    busy(server)
+    first = len(server.steps)
+    for _ in range(100):
+        server.step(
+            schedule_us=300,
+            model_us=6_000,
+            get_finished_us=3 * GET_FINISHED_US,
+            update_us=150,
+            rest_us=45,
+        )
+    stopped = range(first, len(server.steps))
+    busy(server)
+    server.write()
+    write_stacks(server, steps=stopped)
+    (flame,), _ = flames_of(server.folder)
+    step_us = server.steps[1]["step_us"]
+    assert us_of(flame, "MainThread", RUN) == pytest.approx(step_us, rel=0.001)
+    found_us = us_of(flame, "MainThread", GET_FINISHED)
+    assert found_us == pytest.approx(GET_FINISHED_US, rel=0.03)
 
 
 def test_few_samples_are_doubted_and_none_show_nothing(server):
