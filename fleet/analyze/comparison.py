@@ -17,12 +17,18 @@ import polars as pl
 
 from fleet.analyze.common import same_requests
 from fleet.analyze.frames import TITLES
+from fleet.analyze.paired import paired
 from fleet.analyze.records import ArmRun
 from fleet.analyze.refusals import refusals
 from fleet.analyze.runs import Alike, Spreads
 from fleet.analyze.sessions import QUANTILES, SessionDraws
 from lab.stats.estimate import Estimate
 from lab.stats.interval import stated
+
+# What an entry of arms that must not be compared lacks.
+REFUSED = ("window", "n", "percent", "reach", "verdicts", "paired")
+# Equal arms in virtual time are equal to the byte.
+NO_REACH = {metric: {q: [0.0, 0.0] for q in QUANTILES} for metric in TITLES}
 
 
 def percent_differences(
@@ -79,11 +85,13 @@ def comparisons(
 ) -> tuple[list[dict[str, Any]], Spreads]:
     """Every arm against its baseline, and the spread between the runs of these arms.
 
-    An entry: {arm, baseline, same, refused, window, n, percent, reach, verdicts}.
+    An entry: {arm, baseline, same, refused, window, n, percent, reach, verdicts,
+    paired}.
     `same`: the arm repeats the baseline (an A/A pair). `refused`: why the two must not
     be compared; then the rest is None. `n`: requests compared, each in every repeat of
     both arms. `reach`: {metric: {quantile: [low, high] in % or None}}, what two equal
-    arms may differ by.
+    arms may differ by: nothing in virtual time, where `paired` compares them request by
+    request.
     """
     arms = {run.info.arm: run.info for run in runs}
     first = runs[0].info.arm
@@ -104,14 +112,18 @@ def comparisons(
         same = arms[arm].same_as == baseline
         entry: dict[str, Any] = {"arm": arm, "baseline": baseline, "same": same}
         entry |= {"refused": reasons}
-        entry |= dict.fromkeys(("window", "n", "percent", "reach", "verdicts"))
+        entry |= dict.fromkeys(REFUSED)
         if not reasons:
             pair = requests.filter(pl.col("arm").is_in([arm, baseline]))
             window, kept = same_requests(pair)
             entry["window"], entry["n"] = window, kept["id"].n_unique()
             percent = percent_differences(kept, baseline, arm, draws, spreads)
             entry["percent"] = percent
-            entry["reach"] = _reaches(spreads, arm, baseline)
+            if arms[arm].virtual:
+                entry["reach"] = NO_REACH
+                entry["paired"] = paired(pair, arm, baseline)
+            else:
+                entry["reach"] = _reaches(spreads, arm, baseline)
             entry["verdicts"] = verdicts(percent, entry["reach"])
         found.append(entry)
     return found, spreads

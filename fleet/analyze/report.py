@@ -21,6 +21,7 @@ from fleet.analyze.report_offloads import (
     offload_table,
     workload_table,
 )
+from fleet.analyze.report_paired import paired_table
 from fleet.analyze.runs import REACH
 from fleet.analyze.sessions import MIN_REQUESTS, QUANTILES, REPLICATES
 from fleet.policies.size_class import CLASSES, LIMITS
@@ -53,6 +54,7 @@ def write_report(document: Document, figures: list[str]) -> str:
         latency_tables(document),
         "## Against the baseline",
         comparison_table(document),
+        paired_table(document),
         "## Prefix cache",
         cache_table(document),
         mirror_table(document),
@@ -105,6 +107,8 @@ def answers(document: Document) -> str:
     if any(pair["same"] for pair in held):
         lines.append(f"- Reach: {REACHING} differ by no more than")
         lines += [f"  - {q}: {_reaches(held[0], q)}" for q in ANSWERED]
+    elif document["made"]["virtual"]:
+        lines.append("- In virtual time, two equal arms are equal to the byte.")
     else:
         lines.append(
             "- No A/A pair in this run: nothing says how much two equal arms differ."
