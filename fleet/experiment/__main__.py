@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from fleet.experiment.arm import ExperimentContext, make_run
-from fleet.experiment.config import Experiment, read_experiment
+from fleet.experiment.config import Experiment, Workload, read_experiment
 from fleet.experiment.fleets import instance_settings, spec
 from fleet.experiment.plan import Run, plan
 from fleet.experiment.virtual import PROVENANCE, check_virtual, simulate
@@ -28,6 +28,7 @@ from fleet.experiment.workload import make_workload
 from fleet.launch.launched import Workshop
 from fleet.launch.spec import SpecError
 from fleet.trace import TraceError
+from fleet.trace.twin import twin
 from lab import run_folder
 from lab.config import ConfigError
 from lab.paths import REPOSITORY
@@ -42,6 +43,7 @@ from lab.serving.server import ServerError
 from lab.serving.supervise import exit_on_signals
 
 TRACE = "trace.jsonl.gz"
+TWIN = "twin.jsonl.gz"
 PLAN_FILE = "experiment.json"
 
 
@@ -128,7 +130,7 @@ def _prepare(
         made = Path(aside) / TRACE
         facts = make_workload(
             experiment.workload,
-            REPOSITORY / experiment.workload.trace,
+            source(experiment.workload, Path(aside)),
             made,
             not experiment.open_loop,
             experiment.seed,
@@ -141,6 +143,14 @@ def _prepare(
         _keep_plan(out, experiment, facts, versions, resume)
         shutil.move(made, out / TRACE)
     return arms
+
+
+def source(workload: Workload, aside: Path) -> Path:
+    """The trace to cut from; one that is made up is put `aside`. Raises TraceError."""
+    if workload.twin is None:
+        return REPOSITORY / workload.trace
+    twin(workload.twin, aside / TWIN)
+    return aside / TWIN
 
 
 def check_slots(experiment: Experiment, sessions: int) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from fleet.policies import PolicyError, parameters_of
+from fleet.trace.twin import Twin
 from lab.config import ConfigError
 from lab.records.instances import Role
 from lab.serving.connector import DEFAULT_CONNECTOR
@@ -20,6 +21,8 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Which part of a trace all arms replay; each cut is a declared departure from it.
 
+    `trace` is a file, from the repository's folder; or `twin` makes up a trace like the
+    reference study's (fleet/trace/twin.py), with this many requests and this seed.
     `sessions` whole ones are drawn with the experiment's seed (None: all), of each of
     them the first `max_turns` turns, with answers of at most `max_output_tokens` and
     at most `max_think_s` between a turn and the next. The `copies` of a session have
@@ -27,12 +30,17 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     the same instant.
     """
 
-    trace: str
+    trace: str | None = None
+    twin: Twin | None = None
     sessions: Count | None = None
     max_turns: Count | None = None
     max_output_tokens: Count | None = None
     max_think_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     copies: Count = 1
+
+    def __post_init__(self) -> None:
+        if (self.trace is None) == (self.twin is None):
+            raise ValueError("give one of `trace` and `twin`")
 
 
 class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -61,6 +69,18 @@ class Given(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     vocab_size: Count = 32_000
 
 
+class Virtual(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What --virtual goes by besides the profile.
+
+    `host` is a name in configs/hosts/: what engines, connectors and servers take;
+    without it they take no time. `scheduling`: whether vLLM schedules a step while the
+    one before runs (`async`), as it does on GPUs and cannot on CPUs.
+    """
+
+    host: str | None = None
+    scheduling: Literal["sync", "async"] = "sync"
+
+
 class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """`concurrency`: requests in flight per instance; each is measured with all arms.
 
@@ -70,7 +90,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     times: 20 is twenty times faster. With `open_loop` sessions begin when the trace
     says, and `concurrency` is the most that are in flight: who arrives then waits.
     `standin` takes stand-ins instead of vLLM, with these options of fleet/standin, for
-    tests of the experiment itself.
+    tests of the experiment itself. `virtual` means something to --virtual alone.
     """
 
     summary: str
@@ -80,6 +100,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     profile: str | None = None
     given: Given | None = None
     standin: list[str] | None = None
+    virtual: Virtual = Virtual()
     instances: Count = 4
     concurrency: list[Count] = msgspec.field(default_factory=lambda: [8])
     open_loop: bool = False

@@ -21,12 +21,16 @@ from fleet.experiment.config import Experiment
 from fleet.experiment.fleets import spec
 from fleet.experiment.plan import Run
 from fleet.launch.spec import FleetSpec, members, server_of
+from fleet.policies import MOVES_KV
 from fleet.proxy.settings import Settings, resolved
 from fleet.replay.options import Options
 from fleet.virtual.plan import Cell, Member
 from lab.config import ConfigError
+from lab.paths import CONFIGS
+from lab.records import RecordsError
 from lab.records.arm import ArmRecord, PlannedArm
-from lab.records.documents import write_document
+from lab.records.documents import read_document, write_document
+from lab.records.host_times import HostTimes, StepTimes
 from lab.records.instances import Instance
 from lab.serving import preflight
 from lab.serving.ports import FIRST, staggered
@@ -41,6 +45,8 @@ PROVENANCE = (
     "git_commit",
     "git_dirty",
 )
+# Also the order of vLLM's sets of names.
+ALIKE = {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 WATCH_EVERY_S = 0.1
 
 
@@ -57,8 +63,32 @@ def check_virtual(experiment: Experiment) -> None:
                     f"configs/fleet/{experiment.profile}.toml"
                 )
         preflight.check_connector(wanted.connector)
+        host_times(experiment, arm.connector)
+        if arm.policy in MOVES_KV and wanted.connector.transfer != "mooncake":
+            raise ConfigError(
+                f"arm {name!r}: --virtual moves KV as Mooncake does: give it a "
+                "`connector` of that kind"
+            )
+        if arm.policy == "direct_read":
+            raise ConfigError(f"arm {name!r}: --virtual reads from no peer yet")
         if arm.cache_state == "exact":
             raise ConfigError(f"arm {name!r}: --virtual knows no exact cache state yet")
+
+
+def host_times(experiment: Experiment, connector: str) -> HostTimes:
+    """What the experiment's host takes; no time without one. Raises ConfigError."""
+    name = experiment.virtual.host
+    if name is None:
+        return HostTimes("none", {connector: StepTimes()})
+    path = CONFIGS / "hosts" / f"{name}.json"
+    try:
+        found = read_document(path, HostTimes)
+    except RecordsError as error:
+        raise ConfigError(f"`host` of [virtual]: {error}") from None
+    if connector not in found.steps:
+        known = ", ".join(found.steps)
+        raise ConfigError(f"{path} has no steps with {connector!r}; it has {known}")
+    return found
 
 
 def simulate(
@@ -80,8 +110,7 @@ def simulate(
         plan.write_bytes(msgspec.json.encode(cells))
         log = plan.with_suffix(".log")
         command = [sys.executable, "-m", "fleet.virtual", str(plan), str(jobs)]
-        quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
-        with Supervised(command, env[connector] | quiet, log) as worker:
+        with Supervised(command, env[connector] | ALIKE, log) as worker:
             yield from _done(cells, worker, log)
 
 
@@ -93,6 +122,7 @@ def _cell(
     wanted = spec(experiment, run.arm)
     tree, patches = workshop.tree(wanted)
     model = workshop.checkpoint(wanted.settings)
+    host = host_times(experiment, run.arm.connector)
     ports = staggered(FIRST, experiment.instances)
     no_gpus: list[list[int]] = [[]] * experiment.instances
     servers = {
@@ -106,6 +136,10 @@ def _cell(
         patches=patches,
         members=[Member(one, server.arguments) for one, server in servers.items()],
         forward=wanted.settings.forward,
+        host=host.steps[run.arm.connector],
+        requests=host.requests,
+        overlapping=experiment.virtual.scheduling == "async",
+        transfer=wanted.settings.transfer,
         vocab_size=model.vocab_size,
         max_model_len=wanted.settings.max_model_len,
         proxy=_proxy(run, wanted, list(servers)),

@@ -13,6 +13,22 @@ from lab.serving.null_model import Checkpoint, real_model, write_null_model
 from lab.serving.settings import EngineSettings, Forward
 
 
+class Transfer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What moving KV takes in virtual time, one way, between any two instances.
+
+    Instances in real time move the KV of the model that they serve: a null model's is
+    nearly nothing.
+    """
+
+    kv_bytes_per_token: int
+    gbit_s: float
+    latency_us: float = 0
+
+    def us(self, tokens: int) -> float:
+        """How long their KV keeps a link busy."""
+        return tokens * self.kv_bytes_per_token * 8 / (self.gbit_s * 1e3)
+
+
 class InstanceSettings(
     EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=True
 ):
@@ -21,12 +37,13 @@ class InstanceSettings(
     Without `num_blocks` vLLM takes what its memory has room for: what a connector takes
     of it then shows in the KV cache. With `forward` the null model is served, whose
     forward takes that long; else `model`, a checkpoint folder or a name in
-    configs/models/.
+    configs/models/. Without `transfer`, moving KV takes no virtual time.
     """
 
     summary: str
     num_blocks: int | None = None
     forward: Forward | None = None
+    transfer: Transfer | None = None
     model: str | None = None
 
     def __post_init__(self) -> None:

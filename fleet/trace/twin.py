@@ -54,7 +54,7 @@ R2 = (0.7548776662466927, 0.5698402909980532)
 SESSIONS_AT_ONCE = 1 << 13
 
 
-class Twin(msgspec.Struct, frozen=True):
+class Twin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much of it; the rest is the study's."""
 
     requests: Annotated[int, Meta(ge=1, description="how many")] = 2_114_220

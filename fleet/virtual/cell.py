@@ -12,6 +12,7 @@ import random
 import shutil
 import uuid
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,11 +29,12 @@ from fleet.replay.records import new_ledger
 from fleet.replay.sessions import Session, group
 from fleet.trace import read_trace
 from fleet.virtual.client import MODEL, VirtualLink
-from fleet.virtual.cost import ForwardCost
+from fleet.virtual.cost import StepCost
 from fleet.virtual.engine import VirtualEngine
 from fleet.virtual.instance import VirtualInstance
 from fleet.virtual.loop import VirtualLoop
 from fleet.virtual.plan import Cell
+from fleet.virtual.transfers import Transfers
 from fleet.virtual.upstream import VirtualUpstream, probe
 from lab.records.arm import ArmRecord, Freshness
 from lab.records.decisions import DecisionsHeader
@@ -53,14 +55,7 @@ def run_cell(cell: Cell) -> None:
     _no_chance(cell.seed)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         loop = runner.get_loop()
-        fleet = {
-            member.instance.name: VirtualInstance(
-                member.instance.name,
-                VirtualEngine(member.arguments, ForwardCost(cell.forward), False),
-                loop,
-            )
-            for member in cell.members
-        }
+        fleet = _fleet(cell, loop)
         evidence = Freshness()
         for name, text in _keep_metrics(folder, fleet, "before").items():
             evidence.instances[name] = counted(text)
@@ -79,6 +74,19 @@ def run_cell(cell: Cell) -> None:
         replay_s=replay_s,
     )
     write_document(folder / "arm.json", record)
+
+
+def _fleet(cell: Cell, loop: VirtualLoop) -> dict[str, VirtualInstance]:
+    cost = StepCost(cell.forward, cell.host)
+    transfers = Transfers(cell.transfer, cell.members[0].instance.block_tokens)
+    fleet = {}
+    for member in cell.members:
+        one = member.instance
+        moving = one.connector == "mooncake"
+        moves = partial(transfers.step, one.name) if moving else None
+        engine = VirtualEngine(member.arguments, cost, cell.overlapping, moves)
+        fleet[one.name] = VirtualInstance(engine, loop, cell.requests)
+    return fleet
 
 
 def _no_chance(seed: int) -> None:

@@ -1,19 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step takes: the device's time as the fleet's profile has it."""
+"""What a step takes: the device by the fleet's profile, the host as measured."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
+from lab.records.host_times import RequestTime, StepTime, StepTimes
 from lab.serving.settings import Forward
 from lab.serving.vllm_plugin.kvtax_null_model.forward import SimulatedForward
 
 
-class ForwardCost:
-    """The simulated forward of the null model, by the very same formula."""
+class Step(NamedTuple):
+    """What a step has that its time depends on.
 
-    def __init__(self, forward: Forward) -> None:
+    `context_tokens`: what its requests had before it. `attended_tokens`: the positions
+    of its tokens, summed up: each attends to all before it.
+    """
+
+    requests: int
+    new_requests: int
+    tokens: int
+    context_tokens: int
+    attended_tokens: int
+    cached_blocks: int
+
+
+class StepCost:
+    """The null model's forward by its own formula, and the host's part before it.
+
+    What the host does after a forward counts as before the next one: it is on the same
+    thread.
+    """
+
+    def __init__(self, forward: Forward, host: StepTimes) -> None:
         self._forward = SimulatedForward(**msgspec.structs.asdict(forward))
+        self._host = host
 
-    def device_ns(self, tokens: int, context_tokens: int) -> int:
-        return round(self._forward.duration_us(tokens, context_tokens) * 1e3)
+    def host_ns(self, step: Step) -> int:
+        host = self._host
+        return round(1e3 * (_us(host.scheduler, step) + _us(host.worker, step)))
+
+    def device_ns(self, step: Step) -> int:
+        """The forward; 0 where nothing was scheduled."""
+        if not step.tokens:
+            return 0
+        us = self._forward.duration_us(step.tokens, step.attended_tokens)
+        return round(1e3 * us)
+
+
+def _us(time: StepTime, step: Step) -> float:
+    return (
+        time.base_us
+        + time.us_per_request * step.requests
+        + time.us_per_new_request * step.new_requests
+        + time.us_per_1k_context_tokens * step.context_tokens / 1e3
+        + time.us_per_1k_cached_blocks * step.cached_blocks / 1e3
+    )
+
+
+def request_ns(time: RequestTime, prompt_tokens: int) -> int:
+    """What one request takes outside of the engine, one way."""
+    us = time.base_us + time.us_per_1k_prompt_tokens * prompt_tokens / 1e3
+    return round(1e3 * us)

@@ -11,9 +11,10 @@ part, and waiting for a result moves it to the end of that forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from vllm import SamplingParams
@@ -25,12 +26,15 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from fleet.counters import Gauges
+from fleet.virtual.cost import Step
 
 # What EngineCoreProc sleeps where requests wait and none could be scheduled.
 IDLE_NS = 1_000_000
+# From a step's connector metadata and the time to what a worker reports.
+Moves = Callable[[Any, int], KVConnectorOutput | None]
 # The executor says that there is room for anything: the blocks are told.
 ENDLESS_BYTES = 1 << 50
 
@@ -45,11 +49,12 @@ class EngineClock:
         self.now_ns = max(self.now_ns, ns)
 
 
-class StepCost(Protocol):
-    """What a step takes, besides waiting for the step before."""
+class Cost(Protocol):
+    """What a step takes, besides waiting for the step before: fleet.virtual.cost."""
 
-    def device_ns(self, tokens: int, context_tokens: int) -> int:
-        """The forward. `context_tokens`: what each token attends to, summed up."""
+    def host_ns(self, step: Step) -> int: ...
+
+    def device_ns(self, step: Step) -> int: ...
 
 
 class StepFuture:
@@ -76,11 +81,15 @@ class NoDevice(Executor):
     def _init_executor(self) -> None:
         self._device_free_ns = 0
 
-    def attach(self, core: EngineCore, clock: EngineClock, cost: StepCost) -> None:
+    def attach(
+        self, core: EngineCore, clock: EngineClock, cost: Cost, moves: Moves | None
+    ) -> None:
         """Before the first step."""
         self._requests = core.scheduler.requests
+        self._pool = core.scheduler.kv_cache_manager.block_pool
         self._clock = clock
         self._cost = cost
+        self._moves = moves
 
     def get_kv_cache_specs(self) -> list[dict]:
         """One layer: all layers of a model have the same blocks."""
@@ -101,19 +110,39 @@ class NoDevice(Executor):
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> StepFuture:
+        step = self._step(scheduler_output)
+        self._clock.now_ns += self._cost.host_ns(step)
         begins_ns = max(self._clock.now_ns, self._device_free_ns)
-        took_ns = 0
-        if tokens := scheduler_output.total_num_scheduled_tokens:
-            context_tokens = _context_tokens(scheduler_output)
-            took_ns = self._cost.device_ns(tokens, context_tokens)
-        self._device_free_ns = begins_ns + took_ns
+        self._device_free_ns = begins_ns + self._cost.device_ns(step)
         output = self._output(scheduler_output)
+        if self._moves is not None:
+            metadata = scheduler_output.kv_connector_metadata
+            output.kv_connector_output = self._moves(metadata, self._clock.now_ns)
         self._launched = StepFuture(self._clock, output, self._device_free_ns)
         return self._launched
 
     def sample_tokens(self, grammar_output: object, non_block: bool) -> StepFuture:
         """With asynchronous scheduling, the output comes from here."""
         return self._launched
+
+    def _step(self, scheduler_output: SchedulerOutput) -> Step:
+        scheduled = scheduler_output.num_scheduled_tokens
+        new = scheduler_output.scheduled_new_reqs
+        cached = scheduler_output.scheduled_cached_reqs
+        before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        before |= {one.req_id: one.num_computed_tokens for one in new}
+        attended = sum(
+            count * before[request_id] + count * (count - 1) // 2
+            for request_id, count in scheduled.items()
+        )
+        return Step(
+            requests=len(scheduled),
+            new_requests=len(new),
+            tokens=scheduler_output.total_num_scheduled_tokens,
+            context_tokens=sum(before.values()),
+            attended_tokens=attended,
+            cached_blocks=len(self._pool.cached_block_hash_to_block),
+        )
 
     def _output(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Token 0 for each request whose known tokens are all computed with this."""
@@ -155,35 +184,29 @@ def _parser() -> FlexibleArgumentParser:
     return make_arg_parser(FlexibleArgumentParser())
 
 
-def _context_tokens(scheduler_output: SchedulerOutput) -> int:
-    """The sum of the positions of all tokens of a step."""
-    scheduled = scheduler_output.num_scheduled_tokens
-    total = 0
-    for new in scheduler_output.scheduled_new_reqs:
-        count = scheduled[new.req_id]
-        total += count * new.num_computed_tokens + count * (count - 1) // 2
-    cached = scheduler_output.scheduled_cached_reqs
-    for req_id, computed in zip(
-        cached.req_ids, cached.num_computed_tokens, strict=True
-    ):
-        count = scheduled[req_id]
-        total += count * computed + count * (count - 1) // 2
-    return total
-
-
 class VirtualEngine:
     """An engine core that is told `arguments`, those of a vLLM server.
 
-    With `overlapping` it schedules asynchronously. Nobody calls it from two places.
+    With `overlapping` it schedules asynchronously. `moves` is the worker side of its
+    connector, where that is to move KV. Nobody calls it from two places.
     """
 
-    def __init__(self, arguments: list[str], cost: StepCost, overlapping: bool) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        cost: Cost,
+        overlapping: bool,
+        moves: Moves | None = None,
+    ) -> None:
         told = AsyncEngineArgs.from_cli_args(_parser().parse_args(arguments))
         config = told.create_engine_config()
         executor = OverlappingNoDevice if overlapping else NoDevice
         self.core = EngineCore(config, executor, log_stats=True)
         self.clock = EngineClock()
-        self.core.model_executor.attach(self.core, self.clock, cost)
+        self.core.model_executor.attach(self.core, self.clock, cost, moves)
+        # Only a GPU's cascade attention asks for it, and it walks a request's blocks.
+        manager = self.core.scheduler.kv_cache_manager
+        manager.get_num_common_prefix_blocks = lambda request_id: [0]
         self.stream_interval = config.scheduler_config.stream_interval
 
     @property

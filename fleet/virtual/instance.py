@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from fleet.counters import Totals, exposition
+from fleet.virtual.cost import request_ns
 from fleet.virtual.engine import VirtualEngine
 from fleet.virtual.loop import VirtualLoop
+from lab.records.host_times import RequestTimes
 from lab.serving.null_engine import cached_tokens
 
 FIRST_EVENT = b'data: {"choices":[{"token_ids":[0]}]}\n\n'
@@ -39,11 +42,11 @@ class VirtualAnswer:
     ) -> None:
         self._instance = instance
         self._id = request_id
-        self._prompt_tokens = len(asked.prompt)
         self._generated = self._streamed = self._cached = 0
         self._chunks: deque[bytes] = deque()
         self._ended = False
         self._more: asyncio.Future[None] = instance.loop.create_future()
+        self.prompt_tokens = len(asked.prompt)
         self.streams = asked.stream
 
     @property
@@ -72,37 +75,36 @@ class VirtualAnswer:
         if not self._ended:
             self._instance.abort(self._id)
 
-    def take(self, output: Any, stream_interval: int, totals: Totals) -> None:
-        """What the engine has generated; vLLM sends several tokens in one event."""
+    def arrive(self, chunk: bytes, last: bool) -> None:
+        self._chunks.append(chunk)
+        self._ended = last
+        if not self._more.done():
+            self._more.set_result(None)
+
+    def made(self, output: Any, stream_interval: int, totals: Totals) -> bytes | None:
+        """The chunk to send now; vLLM puts several tokens into one event."""
         if self._generated == 0 and (counted := cached_tokens(output)):
             self._cached, external = counted
             totals.cached_tokens += self._cached - external
             totals.external_tokens += external
-            totals.computed_tokens += self._prompt_tokens - self._cached
+            totals.computed_tokens += self.prompt_tokens - self._cached
         self._generated += len(output.new_token_ids)
         totals.generation_tokens += len(output.new_token_ids)
-        self._ended = output.finish_reason is not None
+        last = output.finish_reason is not None
         if not self.streams:
-            if self._ended:
-                self._put(self._whole(output))
-            return
+            return self._whole(output) if last else None
         if self._streamed == 0:
             event = FIRST_EVENT
-        elif self._ended or self._generated - self._streamed >= stream_interval:
+        elif last or self._generated - self._streamed >= stream_interval:
             event = EVENT
         else:
-            return
+            return None
         self._streamed = self._generated
-        self._put(event + self._last_events() if self._ended else event)
-
-    def _put(self, chunk: bytes) -> None:
-        self._chunks.append(chunk)
-        if not self._more.done():
-            self._more.set_result(None)
+        return event + self._last_events() if last else event
 
     def _last_events(self) -> bytes:
         usage = {
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self._generated,
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
@@ -114,26 +116,34 @@ class VirtualAnswer:
 
 
 class VirtualInstance:
-    """A server named `name`; nothing happens in it while nothing is asked."""
+    """A server; nothing happens in it while nothing is asked.
 
-    def __init__(self, name: str, engine: VirtualEngine, loop: VirtualLoop) -> None:
-        self.name = name
+    `times` are what it takes besides its engine.
+    """
+
+    def __init__(
+        self, engine: VirtualEngine, loop: VirtualLoop, times: RequestTimes
+    ) -> None:
         self.loop = loop
         self.totals = Totals()
         self._engine = engine
+        self._times = times
         self._answers: dict[str, VirtualAnswer] = {}
         # What came while the engine core was at work.
         self._inbox: list[tuple[str, Asked | None]] = []
         self._busy = False
+        self._free_ns = 0
         self._count = 0
 
     def ask(self, asked: Asked) -> VirtualAnswer:
-        """Hand a request to the engine; its answer has not begun."""
+        """Hand a request to the server; its answer has not begun."""
         self._count += 1
         request_id = str(self._count)
         answer = VirtualAnswer(self, request_id, asked)
         self._answers[request_id] = answer
-        self._post(request_id, asked)
+        took_ns = request_ns(self._times.to_engine, answer.prompt_tokens)
+        self._free_ns = max(self._free_ns, self.loop.now_ns()) + took_ns
+        self._at(self._free_ns, self._post, request_id, asked)
         return answer
 
     def abort(self, request_id: str) -> None:
@@ -141,6 +151,17 @@ class VirtualInstance:
         if self._answers.pop(request_id, None) is not None:
             self.totals.aborted += 1
             self._post(request_id, None)
+
+    def metrics(self, model: str) -> str:
+        """The text of its /metrics."""
+        return exposition(self.totals, self._engine.gauges, model)
+
+    def _at(self, due_ns: int, callback: Callable[..., None], *told: Any) -> None:
+        """Call it then; at once if that is now."""
+        if due_ns > self.loop.now_ns():
+            self.loop.call_at_ns(due_ns, callback, *told)
+        else:
+            callback(*told)
 
     def _post(self, request_id: str, asked: Asked | None) -> None:
         self._inbox.append((request_id, asked))
@@ -156,7 +177,7 @@ class VirtualInstance:
         for request_id, asked in self._inbox:
             if asked is None:
                 engine.abort(request_id)
-            else:
+            elif request_id in self._answers:
                 engine.add(
                     request_id,
                     asked.prompt,
@@ -183,11 +204,11 @@ class VirtualInstance:
         answer = self._answers.get(output.request_id)
         if answer is None:
             return
-        answer.take(output, self._engine.stream_interval, self.totals)
-        if output.finish_reason is not None:
+        chunk = answer.made(output, self._engine.stream_interval, self.totals)
+        last = output.finish_reason is not None
+        if last:
             del self._answers[output.request_id]
             self.totals.finished += 1
-
-    def metrics(self, model: str) -> str:
-        """The text of its /metrics."""
-        return exposition(self.totals, self._engine.gauges, model)
+        if chunk is not None:
+            took_ns = request_ns(self._times.from_engine, answer.prompt_tokens)
+            self._at(self.loop.now_ns() + took_ns, answer.arrive, chunk, last)

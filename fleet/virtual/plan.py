@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import msgspec
 
+from fleet.launch.instance_settings import Transfer
 from fleet.proxy.settings import Settings
 from fleet.replay.options import Options
 from lab.records.arm import PlannedArm
+from lab.records.host_times import RequestTimes, StepTimes
 from lab.records.instances import Instance
 from lab.serving.settings import Forward
 
@@ -32,6 +34,10 @@ class Cell(msgspec.Struct, frozen=True):
     patches: dict[str, str]
     members: list[Member]
     forward: Forward
+    host: StepTimes
+    requests: RequestTimes
+    overlapping: bool
+    transfer: Transfer | None
     vocab_size: int
     max_model_len: int
     proxy: Settings

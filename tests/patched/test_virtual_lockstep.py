@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 from overlapping import Overlapping
 from virtual_lab import (
-    FORWARD_NS,
     MAX_MODEL_LEN,
     Witness,
     drive_real,
@@ -48,14 +47,3 @@ def test_each_step_has_the_same_requests_tokens_and_blocks(model, overlapping, s
     assert answers == answers_really
     assert seen.preemptions > 0
     assert any(len(step["scheduled"]) > 8 for step in seen.seen)
-
-
-@pytest.mark.parametrize("overlapping", [False, True])
-def test_the_engine_s_clock_moves_by_a_forward_per_step(model, overlapping):
-    engine = virtual_engine(model, FEW_BLOCKS, overlapping)
-    engine.add("0", [1] * 100, 20, None)
-    ended_ns = []
-    while engine.has_work:
-        if outputs := engine.step():
-            ended_ns += [engine.clock.now_ns] * len(outputs.outputs)
-    assert ended_ns == [FORWARD_NS * (step + 1) for step in range(20)]

@@ -3,27 +3,43 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fleet.virtual.engine import VirtualEngine
+from fleet.virtual.cost import StepCost
+from fleet.virtual.engine import Moves, VirtualEngine
+from lab.records.host_times import StepTime, StepTimes
 from lab.serving.null_engine import BLOCK_SIZE, NullEngine
+from lab.serving.settings import Forward
 
 MAX_MODEL_LEN = 8_192
 FORWARD_NS = 5_000_000
 STEM_TOKENS = 1_600
+MOONCAKE = {
+    "kv_connector": "MooncakeConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+}
 
 
-class Constant:
-    """Every forward takes the same time."""
+def cost(**scheduler_us: float) -> StepCost:
+    """Every forward takes FORWARD_NS, and the scheduler what is said."""
+    host = StepTimes(scheduler=StepTime(**scheduler_us))
+    return StepCost(Forward(forward_us=FORWARD_NS / 1e3), host)
 
-    def device_ns(self, tokens: int, context_tokens: int) -> int:
-        return FORWARD_NS
 
-
-def virtual_engine(model: Path, num_blocks: int, overlapping: bool) -> VirtualEngine:
+def virtual_engine(
+    model: Path,
+    num_blocks: int,
+    overlapping: bool,
+    moves: Moves | None = None,
+    **scheduler_us: float,
+) -> VirtualEngine:
+    """One with `moves` has Mooncake's connector."""
     arguments = {
         "--model": model,
         "--load-format": "dummy",
@@ -34,8 +50,10 @@ def virtual_engine(model: Path, num_blocks: int, overlapping: bool) -> VirtualEn
         "--max-num-seqs": 64,
     }
     told = [str(part) for pair in arguments.items() for part in pair]
-    switches = ["--skip-tokenizer-init", "--enforce-eager"]
-    return VirtualEngine([*told, *switches], Constant(), overlapping)
+    told += ["--skip-tokenizer-init", "--enforce-eager"]
+    if moves is not None:
+        told += ["--kv-transfer-config", json.dumps(MOONCAKE)]
+    return VirtualEngine(told, cost(**scheduler_us), overlapping, moves)
 
 
 class Round:

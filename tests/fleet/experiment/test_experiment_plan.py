@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_experiment import experiment
 
-from fleet.experiment.__main__ import ExperimentError, check_slots
+from fleet.experiment.__main__ import ExperimentError, check_slots, source
 from fleet.experiment.config import (
     Arm,
     Given,
@@ -22,13 +22,16 @@ from lab.config import ConfigError
 from lab.paths import CONFIGS, REPOSITORY
 
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.toml"))
+# For virtual time, where equal arms are equal to the byte.
+VIRTUAL = {"study"}
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_every_committed_experiment_is_read_and_has_an_aa_pair(path):
     committed = read_experiment(path)
-    assert (REPOSITORY / committed.workload.trace).exists()
-    assert any(run.same_as for run in plan(committed))
+    if path.stem not in VIRTUAL:
+        assert (REPOSITORY / committed.workload.trace).exists()
+        assert any(run.same_as for run in plan(committed))
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
@@ -36,7 +39,7 @@ def test_every_committed_experiment_has_sessions_for_all_its_slots(path, tmp_pat
     committed = read_experiment(path)
     facts = make_workload(
         committed.workload,
-        REPOSITORY / committed.workload.trace,
+        source(committed.workload, tmp_path),
         tmp_path / "trace.jsonl.gz",
         not committed.open_loop,
         committed.seed,

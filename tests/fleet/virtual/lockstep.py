@@ -17,6 +17,7 @@ from pathlib import Path
 from fleet.replay.records import asked_output_tokens
 from fleet.trace import read_trace
 from fleet.trace.prompts import prompt
+from fleet.virtual.cost import Step
 from fleet.virtual.engine import VirtualEngine
 from lab.records.engine_requests import read_engine_requests
 from lab.records.lines import read_lines
@@ -24,7 +25,10 @@ from lab.records.steps import EngineHeader, EngineStep
 
 
 class NoTime:
-    def device_ns(self, tokens: int, context_tokens: int) -> int:
+    def host_ns(self, step: Step) -> int:
+        return 0
+
+    def device_ns(self, step: Step) -> int:
         return 0
 
 

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV moves between virtual engines as Mooncake moves it, over links that take time."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from virtual_lab import FORWARD_NS, virtual_engine
+
+from fleet.launch.instance_settings import Transfer
+from fleet.virtual.transfers import Transfers
+
+PATCHES = ["step_timing_v1", "step_timing_v2"]
+
+SEEDS = [1, 2, 3, 4, 5]
+BLOCK_TOKENS = 16
+# 1 us per block, and 5 us on the way.
+LINK = Transfer(kv_bytes_per_token=1, gbit_s=16 * 8 / 1e3, latency_us=5)
+BLOCK_NS, LATENCY_NS = 1_000, 5_000
+END_NS = 10**9
+
+
+def metadata(send=(), pull=(), dropped=()) -> SimpleNamespace:
+    """A MooncakeConnectorMetadata: `send` and `pull` are (transfer id, blocks)."""
+    pulls = {
+        f"d{each}": SimpleNamespace(transfer_id=each, local_block_ids=[0] * blocks)
+        for each, blocks in pull
+    }
+    return SimpleNamespace(
+        reqs_to_send={f"p{each}": (each, [0] * blocks) for each, blocks in send},
+        reqs_to_recv={"engine": pulls},
+        reqs_not_processed=set(dropped),
+    )
+
+
+def reported(transfers: Transfers, engine: str, now_ns: int) -> tuple[list, list]:
+    found = transfers.step(engine, metadata(), now_ns)
+    return (found.finished_sending, found.finished_recving) if found else ([], [])
+
+
+def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_the_latency():
+    transfers = Transfers(LINK, BLOCK_TOKENS)
+    transfers.step("p", metadata(send=[("a", 300)]), 1_000)
+    transfers.step("d", metadata(pull=[("a", 200)]), 9_000)
+    end_ns = 9_000 + 200 * BLOCK_NS + LATENCY_NS
+    for engine, sides in (("p", (["pa"], [])), ("d", ([], ["da"]))):
+        assert reported(transfers, engine, end_ns - 1) == ([], [])
+        assert reported(transfers, engine, end_ns) == sides
+        assert reported(transfers, engine, END_NS) == ([], [])
+
+
+def test_nothing_moves_before_the_prefill_has_ended():
+    transfers = Transfers(LINK, BLOCK_TOKENS)
+    transfers.step("d", metadata(pull=[("a", 10)]), 0)
+    transfers.step("p", metadata(send=[("a", 0)]), 0)
+    assert reported(transfers, "d", END_NS) == ([], [])
+    transfers.step("p", metadata(send=[("a", 10)]), END_NS)
+    assert reported(transfers, "d", 2 * END_NS) == ([], ["da"])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_link_serves_one_transfer_at_a_time_and_everybody_is_told_once(seed):
+    rng = random.Random(seed)
+    moves = [(*rng.sample("xyz", 2), rng.randrange(1, 50)) for _ in range(12)]
+    transfers = Transfers(LINK, BLOCK_TOKENS)
+    for number, (source, target, blocks) in enumerate(moves):
+        transfers.step(source, metadata(send=[(str(number), blocks)]), number)
+        transfers.step(target, metadata(pull=[(str(number), blocks)]), number)
+    ended_ns = {}
+    for now_ns in range(0, 600 * BLOCK_NS + 2 * LATENCY_NS, 500):
+        for engine in "xyz":
+            for names in reported(transfers, engine, now_ns):
+                for name in names:
+                    assert name not in ended_ns
+                    ended_ns[name] = now_ns
+    assert len(ended_ns) == 2 * len(moves)
+    for link in (0, 1):
+        for engine in "xyz":
+            own = [
+                (ended_ns[f"d{number}"], move[2])
+                for number, move in enumerate(moves)
+                if move[link] == engine
+            ]
+            for (one_ns, _), (other_ns, blocks) in pairwise(own):
+                assert other_ns >= one_ns + blocks * BLOCK_NS - 1_000
+
+
+def test_a_prefill_that_is_given_up_keeps_nobody_waiting():
+    transfers = Transfers(LINK, BLOCK_TOKENS)
+    transfers.step("d", metadata(pull=[("a", 10)]), 0)
+    transfers.step("p", metadata(dropped=["a", "b"]), 7)
+    assert reported(transfers, "d", 7) == ([], ["da"])
+    late = transfers.step("d", metadata(pull=[("b", 10)]), 9)
+    assert late.finished_recving == ["db"]
+
+
+def test_kv_that_nobody_pulls_is_held_as_long_as_mooncake_holds_it():
+    transfers = Transfers(LINK, BLOCK_TOKENS)
+    transfers.step("p", metadata(send=[("a", 10)]), 0)
+    assert reported(transfers, "p", 480 * 10**9) == ([], [])
+    assert reported(transfers, "p", 480 * 10**9 + 1) == (["pa"], [])
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_a_prompt_prefilled_elsewhere_is_pulled_and_both_engines_free_it(
+    model, overlapping
+):
+    transfers = Transfers(LINK, BLOCK_TOKENS)
+    p, d = (
+        virtual_engine(model, 700, overlapping, partial(transfers.step, name))
+        for name in "pd"
+    )
+    prompt, params = list(range(1, 1_601)), {"transfer_id": "a"}
+    p.add("p", prompt, 1, params | {"do_remote_decode": True})
+    pull = {"remote_engine_id": "p", "remote_bootstrap_addr": "http://p"}
+    d.add("d", prompt, 5, params | pull | {"do_remote_prefill": True})
+    external, ended_ns = 0, []
+    while p.has_work or d.has_work:
+        engine = min(
+            (one for one in (p, d) if one.has_work), key=lambda e: e.clock.now_ns
+        )
+        for output in outputs.outputs if (outputs := engine.step()) else []:
+            if output.request_id == "d":
+                external = max(external, output.num_external_computed_tokens)
+                ended_ns.append(engine.clock.now_ns)
+    assert external == len(prompt)
+    assert len(ended_ns) == 5
+    # P's forward, the transfer, and D's forward for the first token at least.
+    least_ns = 2 * FORWARD_NS + 100 * BLOCK_NS + LATENCY_NS
+    assert least_ns <= ended_ns[0] <= least_ns + 2 * FORWARD_NS + 2_000_000
+    # What P has sent, it frees with its next step.
+    p.add("next", [5], 1, None)
+    while p.has_work:
+        p.step()
+    assert [one.core.scheduler.kv_cache_manager.usage for one in (p, d)] == [0, 0]
