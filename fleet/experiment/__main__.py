@@ -93,7 +93,8 @@ def run_experiment(
             stack.enter_context(machine_lock())
             settings = instance_settings(experiment)
             preflight.check_machine(settings, experiment.instances)
-        if any(arm.cache_state == "exact" for arm in experiment.arms.values()):
+        exact = any(arm.cache_state == "exact" for arm in experiment.arms.values())
+        if exact and not virtual:
             kvindexd.build()
         runs = plan(experiment)
         arms = _prepare(experiment, runs, out, resume, virtual)

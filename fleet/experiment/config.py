@@ -74,11 +74,13 @@ class Virtual(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     `host` is a name in configs/hosts/: what engines, connectors and servers take;
     without it they take no time. `scheduling`: whether vLLM schedules a step while the
-    one before runs (`async`), as it does on GPUs and cannot on CPUs.
+    one before runs (`async`), as it does on GPUs and cannot on CPUs. `event_delay_ms`:
+    how long after a step an arm with exact cache state knows what that cached.
     """
 
     host: str | None = None
     scheduling: Literal["sync", "async"] = "sync"
+    event_delay_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

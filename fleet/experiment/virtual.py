@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -47,6 +48,10 @@ PROVENANCE = (
 )
 # Also the order of vLLM's sets of names.
 ALIKE = {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+EVENTS = [
+    "--kv-events-config",
+    '{"enable_kv_cache_events": true, "publisher": "null"}',
+]
 WATCH_EVERY_S = 0.1
 
 
@@ -71,8 +76,6 @@ def check_virtual(experiment: Experiment) -> None:
             )
         if arm.policy == "direct_read":
             raise ConfigError(f"arm {name!r}: --virtual reads from no peer yet")
-        if arm.cache_state == "exact":
-            raise ConfigError(f"arm {name!r}: --virtual knows no exact cache state yet")
 
 
 def host_times(experiment: Experiment, connector: str) -> HostTimes:
@@ -119,7 +122,9 @@ def _cell(
 ) -> tuple[Cell, dict[str, str]]:
     """The run's cell, and the environment of the process for it."""
     experiment, workshop = context.experiment, context.workshop
-    wanted = spec(experiment, run.arm)
+    # Events come to no socket here.
+    wanted = replace(spec(experiment, run.arm), kv_events=False)
+    events = EVENTS if run.arm.cache_state == "exact" else []
     tree, patches = workshop.tree(wanted)
     model = workshop.checkpoint(wanted.settings)
     host = host_times(experiment, run.arm.connector)
@@ -134,12 +139,15 @@ def _cell(
         trace=str(context.trace),
         planned=planned,
         patches=patches,
-        members=[Member(one, server.arguments) for one, server in servers.items()],
+        members=[
+            Member(one, [*server.arguments, *events]) for one, server in servers.items()
+        ],
         forward=wanted.settings.forward,
         host=host.steps[run.arm.connector],
         requests=host.requests,
         overlapping=experiment.virtual.scheduling == "async",
         transfer=wanted.settings.transfer,
+        event_delay_ns=round(experiment.virtual.event_delay_ms * 1e6),
         vocab_size=model.vocab_size,
         max_model_len=wanted.settings.max_model_len,
         proxy=_proxy(run, wanted, list(servers)),

@@ -31,6 +31,7 @@ from fleet.trace import read_trace
 from fleet.virtual.client import MODEL, VirtualLink
 from fleet.virtual.cost import StepCost
 from fleet.virtual.engine import VirtualEngine
+from fleet.virtual.exact import VirtualIndex
 from fleet.virtual.instance import VirtualInstance
 from fleet.virtual.loop import VirtualLoop
 from fleet.virtual.plan import Cell
@@ -89,6 +90,16 @@ def _fleet(cell: Cell, loop: VirtualLoop) -> dict[str, VirtualInstance]:
     return fleet
 
 
+def _index(
+    cell: Cell, fleet: dict[str, VirtualInstance], loop: VirtualLoop
+) -> VirtualIndex | None:
+    if cell.proxy.cache != "exact":
+        return None
+    engines = {name: instance.engine for name, instance in fleet.items()}
+    block_tokens = cell.members[0].instance.block_tokens
+    return VirtualIndex(engines, loop, cell.event_delay_ns, block_tokens)
+
+
 def _no_chance(seed: int) -> None:
     """Have whatever draws, in vLLM too, draw the same in every process."""
     random.seed(seed)
@@ -118,11 +129,13 @@ async def _run(
         decisions = stack.enter_context(log)
         ledger = new_ledger(folder / "replay.jsonl", cell.replay, **told)
         records = stack.enter_context(ledger)
+        index = _index(cell, fleet, loop)
         core = Core(
             instances,
             cell.proxy,
             VirtualUpstream(fleet),
             decisions,
+            index,
             now_ns=loop.now_ns,
         )
         link = VirtualLink(
@@ -137,7 +150,8 @@ async def _run(
         for task in beside:
             task.cancel()
         player.end()
-    breakdown = msgspec.json.encode(Metrics(core, Tokens(None)).breakdown({}))
+    states = index.states() if index else {}
+    breakdown = msgspec.json.encode(Metrics(core, Tokens(None)).breakdown(states))
     (folder / "breakdown.json").write_bytes(breakdown)
     return loop.time()
 

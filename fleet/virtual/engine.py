@@ -18,15 +18,18 @@ from typing import Any, Protocol
 
 import torch
 from vllm import SamplingParams
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
 
 from fleet.counters import Gauges
 from fleet.virtual.cost import Step
@@ -228,6 +231,16 @@ class VirtualEngine:
         kv_transfer_params: dict | None,
     ) -> None:
         """Queue a request that ends after exactly `output_tokens`."""
+        request = self._request(request_id, prompt, output_tokens, kv_transfer_params)
+        self.core.add_request(request)
+
+    def _request(
+        self,
+        request_id: str,
+        prompt: list[int],
+        output_tokens: int,
+        kv_transfer_params: dict | None,
+    ) -> Request:
         extra = kv_transfer_params and {"kv_transfer_params": kv_transfer_params}
         request = EngineCoreRequest(
             request_id=request_id,
@@ -245,7 +258,21 @@ class VirtualEngine:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        self.core.add_request(*self.core.preprocess_add_request(request))
+        return self.core.preprocess_add_request(request)[0]
+
+    def block_hashes(self, prompt: list[int]) -> list[int]:
+        """Of its full blocks, as KV events name them."""
+        hashes = self._request("", prompt, 1, None).block_hashes
+        return [maybe_convert_block_hash(one) for one in hashes]
+
+    def tell_events(self, told: Callable[[list[KVCacheEvent], int], None]) -> None:
+        """Have `told` called with the KV events of each step, and when it ended.
+
+        Only with --kv-events-config.
+        """
+        self.core.scheduler.kv_event_publisher.publish = lambda batch: told(
+            batch.events, self.clock.now_ns
+        )
 
     def abort(self, request_id: str) -> None:
         self.core.abort_requests([request_id])

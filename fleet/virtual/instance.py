@@ -126,7 +126,7 @@ class VirtualInstance:
     ) -> None:
         self.loop = loop
         self.totals = Totals()
-        self._engine = engine
+        self.engine = engine
         self._times = times
         self._answers: dict[str, VirtualAnswer] = {}
         # What came while the engine core was at work.
@@ -154,7 +154,7 @@ class VirtualInstance:
 
     def metrics(self, model: str) -> str:
         """The text of its /metrics."""
-        return exposition(self.totals, self._engine.gauges, model)
+        return exposition(self.totals, self.engine.gauges, model)
 
     def _at(self, due_ns: int, callback: Callable[..., None], *told: Any) -> None:
         """Call it then; at once if that is now."""
@@ -172,7 +172,7 @@ class VirtualInstance:
 
     def _step(self) -> None:
         """What EngineCoreProc's loop does in one round."""
-        engine = self._engine
+        engine = self.engine
         engine.clock.advance_to(self.loop.now_ns())
         for request_id, asked in self._inbox:
             if asked is None:
@@ -204,7 +204,7 @@ class VirtualInstance:
         answer = self._answers.get(output.request_id)
         if answer is None:
             return
-        chunk = answer.made(output, self._engine.stream_interval, self.totals)
+        chunk = answer.made(output, self.engine.stream_interval, self.totals)
         last = output.finish_reason is not None
         if last:
             del self._answers[output.request_id]

@@ -38,6 +38,7 @@ class Cell(msgspec.Struct, frozen=True):
     requests: RequestTimes
     overlapping: bool
     transfer: Transfer | None
+    event_delay_ns: int
     vocab_size: int
     max_model_len: int
     proxy: Settings

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fleet.experiment.virtual import EVENTS
 from fleet.virtual.cost import StepCost
 from fleet.virtual.engine import Moves, VirtualEngine
 from lab.records.host_times import StepTime, StepTimes
@@ -37,6 +38,8 @@ def virtual_engine(
     num_blocks: int,
     overlapping: bool,
     moves: Moves | None = None,
+    max_requests: int = 64,
+    events: bool = False,
     **scheduler_us: float,
 ) -> VirtualEngine:
     """One with `moves` has Mooncake's connector."""
@@ -47,12 +50,14 @@ def virtual_engine(
         "--num-gpu-blocks-override": num_blocks,
         "--max-model-len": min(MAX_MODEL_LEN, (num_blocks - 1) * BLOCK_SIZE),
         "--max-num-batched-tokens": 8_192,
-        "--max-num-seqs": 64,
+        "--max-num-seqs": max_requests,
     }
     told = [str(part) for pair in arguments.items() for part in pair]
     told += ["--skip-tokenizer-init", "--enforce-eager"]
     if moves is not None:
         told += ["--kv-transfer-config", json.dumps(MOONCAKE)]
+    if events:
+        told += EVENTS
     return VirtualEngine(told, cost(**scheduler_us), overlapping, moves)
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fleet.experiment.config import (
-    Workload,
-)
+from fleet.experiment.__main__ import source as experiment_source
+from fleet.experiment.config import Workload
 from fleet.experiment.workload import make_workload
 from fleet.trace import Request, TraceError, read_trace
 from fleet.trace.own import write
+from fleet.trace.twin import Twin
 
 
 def source(folder: Path, sessions: int, turns: int) -> Path:
@@ -87,3 +87,17 @@ def test_a_closed_loop_has_everyone_at_the_gate_and_an_open_one_keeps_arrivals(
 def test_more_sessions_than_there_are_are_refused(tmp_path):
     with pytest.raises(TraceError, match=r"6 sessions where .* 7"):
         load(tmp_path, Workload("t", sessions=7))
+
+
+@pytest.mark.parametrize("given", [{}, {"trace": "t", "twin": Twin()}])
+def test_a_load_is_either_a_file_s_or_made_up(given: dict) -> None:
+    with pytest.raises(ValueError, match="give one of `trace` and `twin`"):
+        Workload(**given)
+
+
+def test_a_made_up_load_has_as_many_requests_as_it_says(tmp_path: Path) -> None:
+    workload = Workload(twin=Twin(requests=500), max_think_s=0)
+    made = experiment_source(workload, tmp_path)
+    facts = make_workload(workload, made, tmp_path / "out.jsonl.gz", True, 0)
+    assert facts.requests == 500
+    assert facts.sessions > 100

@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fleet.analyze.records import ArmRun, read_run
+from fleet.trace import read_trace
+from fleet.virtual.bound import bounds, measured
 from lab.paths import CONFIGS, REPOSITORY
+from lab.serving.settings import Forward
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +90,18 @@ def test_moments_are_in_their_order_and_nobody_is_late(runs: list[ArmRun]) -> No
         for request in one.requests:
             assert request.sent_ns == request.intended_ns
             assert request.sent_ns < request.first_token_ns <= request.end_ns
+
+
+def test_nobody_is_faster_than_alone_with_all_that_was_ever_cached(
+    runs: list[ArmRun], folder: Path
+) -> None:
+    requests = list(read_trace(folder / "trace.jsonl.gz"))
+    for one in runs:
+        forward = msgspec.convert(one.info.profile["forward"], Forward)
+        least = bounds(requests, forward, one.info.profile["max_num_batched_tokens"])
+        for name, found in measured(one.folder).items():
+            assert found.ttft_ms > least[name].ttft_ms - 1e-6
+            assert found.e2e_ms > least[name].e2e_ms - 1e-6
 
 
 def test_a_repeat_brings_the_sessions_in_another_order(runs: list[ArmRun]) -> None:
