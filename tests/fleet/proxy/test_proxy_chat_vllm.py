@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,13 @@ CHATS: list[dict[str, Any]] = [
     {"messages": SAID},
     {"messages": SAID, "tools": [{"type": "function", "function": TOOL}]},
 ]
+BENCH = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 MORE = {"model": SERVED_MODEL, "temperature": 0}
 ASKED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "a <|im|>b c", "max_tokens": 4}),
@@ -131,6 +140,34 @@ def test_the_clients_streams_end_well(instance: Instance, tmp_path: Path) -> Non
         on.idle()
         on.accounted(3)
         assert [end["status"] for end in on.lines("end")] == ["ok"] * 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "path"), [("openai", COMPLETIONS), ("openai-chat", CHAT)]
+)
+def test_vllms_own_benchmark_gets_all_it_asks_for(
+    instance: Instance, model: Path, tmp_path: Path, backend: str, path: str
+) -> None:
+    result = tmp_path / "bench.json"
+    with proxy(tmp_path, [instance], "linear", "--tokenizer", str(model)) as on:
+        command = [sys.executable, "-c", BENCH, "--backend", backend]
+        command += ["--base-url", on.url, "--endpoint", path, "--model", SERVED_MODEL]
+        command += ["--tokenizer", str(model), "--dataset-name", "random"]
+        command += ["--random-input-len", "200", "--random-output-len", "8"]
+        command += ["--num-prompts", "40", "--request-rate", "40", "--ignore-eos"]
+        command += ["--ready-check-timeout-sec", "0", "--disable-tqdm"]
+        command += ["--temperature", "0", "--save-result"]
+        command += ["--result-filename", str(result)]
+        subprocess.run(command, check=True, timeout=300)
+        said = json.loads(result.read_bytes())
+        assert (said["completed"], said["failed"]) == (40, 0)
+        assert said["total_output_tokens"] == 40 * 8
+        on.idle()
+        on.accounted(40)
+        assert {end["status"] for end in on.lines("end")} == {"ok"}
+        told = sum(one["prompt_tokens"] for one in on.lines("decision"))
+        assert b"kvtax_proxy_untokenized_total{" not in on.get("/metrics").body
+        assert said["total_input_tokens"] <= told
 
 
 def test_vllms_refusals_have_the_shape_of_the_api(
