@@ -7,21 +7,28 @@ does not answer, requests go by the mirror, and it is left alone for a moment.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
 from typing import Protocol
+from urllib.parse import urlencode
 
-import aiohttp
 import msgspec
+from multidict import CIMultiDict
 
 from .body import Body
+from .http.client import Pool
 from .settings import SettingsError
+from .top_level import UNREADABLE
 
 TIMEOUT_S = 1.0
+# Below the two minutes after which kvindexd closes an idle connection.
+KEEPALIVE_S = 60.0
 # So that requests do not wait in turn for one that hangs.
 PAUSE_S = 1.0
-ERRORS = (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError)
+ERRORS = (OSError, *UNREADABLE)
+_JSON = CIMultiDict({"Content-Type": "application/json"})
 log = logging.getLogger(__name__)
 
 
@@ -90,30 +97,22 @@ class Kvindexd:
             )
         self._address = address
         self._names = names
-        self._unix = scheme == "unix"
-        self._where = where
-        self._url = "http://kvindexd" if self._unix else f"http://{where}"
+        self._url = address if scheme == "unix" else f"http://{where}"
         self._not_before_s = 0.0
         self.unanswered = 0
 
     async def __aenter__(self) -> Kvindexd:
         """Raises SettingsError if it does not answer, or knows other instances."""
-        path = aiohttp.UnixConnector(self._where, limit=0) if self._unix else None
-        self._session = aiohttp.ClientSession(
-            self._url,
-            connector=path or aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-            headers={"Content-Type": "application/json"},
-        )
+        self._pool = Pool(TIMEOUT_S, TIMEOUT_S, KEEPALIVE_S)
         try:
             states = await self._ask_states()
         except ERRORS as error:
-            await self._session.close()
+            self._pool.close()
             raise SettingsError(
                 f"no kvindexd answers at {self._address}: {error!r}"
             ) from None
         if unknown := [name for name in self._names if name not in states]:
-            await self._session.close()
+            self._pool.close()
             raise SettingsError(
                 f"the kvindexd at {self._address} does not follow {unknown[0]!r}: give "
                 "it and the proxy the same instances file"
@@ -121,7 +120,7 @@ class Kvindexd:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._session.close()
+        self._pool.close()
 
     async def cached_tokens(self, body: Body) -> list[int] | None:
         """As Exact says: not known without token ids, nor without an answer."""
@@ -152,17 +151,27 @@ class Kvindexd:
         asked = {
             name: _string(text) for name, text in given.items() if text[:1] == b'"'
         }
-        async with self._session.post(
-            "/v1/lookup", data=body.prompt, params=asked
-        ) as answer:
-            text = await answer.read()
-            if answer.status in (400, 413):
-                return None
-            answer.raise_for_status()
+        path = f"/v1/lookup?{urlencode(asked)}"
+        status, text = await self._answer("POST", path, body.prompt)
+        if status in (400, 413):
+            return None
         tokens = {one.name: one.tokens for one in _holdings(text).instances}
         return [tokens.get(name, 0) for name in self._names]
 
     async def _ask_states(self) -> dict[str, State]:
-        async with self._session.get("/healthz") as answer:
-            answer.raise_for_status()
-            return {one.name: one for one in _states(await answer.read()).instances}
+        _, text = await self._answer("GET", "/healthz")
+        return {one.name: one for one in _states(text).instances}
+
+    async def _answer(
+        self, method: str, path: str, body: bytes = b""
+    ) -> tuple[int, bytes]:
+        """Status and body. Raises one of ERRORS."""
+        async with asyncio.timeout(TIMEOUT_S):
+            answer = await self._pool.request(method, self._url, path, _JSON, body)
+            try:
+                text = await answer.read()
+            finally:
+                answer.close()
+        if answer.status not in (200, 400, 413):
+            raise OSError(f"HTTP {answer.status}")
+        return answer.status, text

@@ -17,7 +17,8 @@ from multidict import CIMultiDict, MultiMapping
 from lab.records.instances import Instance
 
 from .apis import APIS, Api
-from .http.client import BrokenOff, NoConnection, Pool, Response
+from .http.client import NoConnection, Pool
+from .http.response import BrokenOff, Response
 
 # Below the 5 s after which vLLM closes an idle connection: a request that meets the
 # close half-way would fail for no fault of the instance.

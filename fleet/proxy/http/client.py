@@ -14,9 +14,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from multidict import CIMultiDict, MultiMapping
 
 from .heads import MAX_HEAD_BYTES, written
+from .response import BrokenOff, Response
 
-# Of an answer that nobody takes, before its connection is read no further.
-MAX_AHEAD_BYTES = 1 << 18
 # Up to this, head and body go out as one piece.
 _SMALL_BYTES = 1 << 14
 # Statuses whose answers have no body.
@@ -27,24 +26,26 @@ class NoConnection(OSError):
     """There is none, and nothing has been sent; `__cause__` says why."""
 
 
-class BrokenOff(ConnectionError):
-    """The server has ended the connection, or said what is no HTTP."""
-
-
 class Place(NamedTuple):
-    """Where a server is. `path` comes before that of each request."""
+    """Where a server is. `path` comes before that of each request.
+
+    `socket`: the Unix socket's file; empty for TCP.
+    """
 
     host: str
     port: int
     tls: bool
     path: str
     authority: str
+    socket: str = ""
 
 
 @cache
 def place_of(url: str) -> Place:
-    """Raises ValueError."""
+    """Of an http:// or https:// URL, or unix:///FILE. Raises ValueError."""
     parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return Place("", 0, False, "", "localhost", parts.path)
     tls = parts.scheme == "https"
     port = parts.port or (443 if tls else 80)
     authority = parts.netloc.rpartition("@")[2]
@@ -131,13 +132,17 @@ class Pool:
     async def _connected(self, place: Place) -> _Connection:
         if place.tls and self._tls is None:
             self._tls = ssl.create_default_context()
+        loop, tls = self._loop, self._tls if place.tls else None
+
+        def made() -> _Connection:
+            return _Connection(self, place)
+
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: _Connection(self, place),
-                    place.host,
-                    place.port,
-                    ssl=self._tls if place.tls else None,
+                _, connection = await (
+                    loop.create_unix_connection(made, place.socket)
+                    if place.socket
+                    else loop.create_connection(made, place.host, place.port, ssl=tls)
                 )
         except TimeoutError as error:
             seconds = f"none within {self._connect_timeout_s:g} s"
@@ -145,89 +150,6 @@ class Pool:
         except OSError as error:
             raise NoConnection(*error.args) from error
         return connection
-
-
-class Response:
-    """An answer whose head is here; its body comes by `chunk`."""
-
-    status = 0
-    headers: CIMultiDict[str]
-
-    def __init__(self, connection: _Connection, silence_timeout_s: float) -> None:
-        self._connection = connection
-        self._silence_timeout_s = silence_timeout_s
-        self._pieces: list[bytes] = []
-        self._ahead_bytes = 0
-        self._complete = False
-        self._error: BrokenOff | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def at_end(self) -> bool:
-        """Whether it is known that nothing more comes."""
-        return self._complete and not self._pieces
-
-    async def begun(self) -> None:
-        """Returns when the head is here. Raises as `chunk`."""
-        while not self.status:
-            await self._news()
-
-    async def chunk(self) -> bytes:
-        """All that has come, at least a byte; b"" at the end.
-
-        Raises TimeoutError if nothing comes for too long, and BrokenOff.
-        """
-        while not self._pieces:
-            if self._complete:
-                return b""
-            await self._news()
-        pieces = self._pieces
-        whole = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
-        if self._ahead_bytes > MAX_AHEAD_BYTES and not self._complete:
-            self._connection.resume_reading()
-        self._ahead_bytes = 0
-        return whole
-
-    async def read(self) -> bytes:
-        """All of the rest. Raises as `chunk`."""
-        pieces = []
-        while piece := await self.chunk():
-            pieces.append(piece)
-        return b"".join(pieces)
-
-    def close(self) -> None:
-        """End the connection if there is more to come."""
-        if not self._complete:
-            self._connection.abort()
-
-    def add(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-        before, self._ahead_bytes = self._ahead_bytes, self._ahead_bytes + len(piece)
-        if before <= MAX_AHEAD_BYTES < self._ahead_bytes:
-            self._connection.pause_reading()
-
-    def finish(self, error: BrokenOff | None = None) -> None:
-        """All of it is here, unless there is an error."""
-        self._complete, self._error = error is None, error
-        self.wake()
-
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _news(self) -> None:
-        """Returns when something has come."""
-        if self._error is not None:
-            raise self._error
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        timer = loop.call_later(self._silence_timeout_s, _time_out, self._waiter)
-        try:
-            await self._waiter
-        finally:
-            timer.cancel()
-            self._waiter = None
 
 
 class _Connection(asyncio.Protocol):
@@ -332,8 +254,3 @@ class _Connection(asyncio.Protocol):
         if response is not None:
             response.finish(BrokenOff(what))
         self.abort()
-
-
-def _time_out(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_exception(TimeoutError("nothing came in time"))

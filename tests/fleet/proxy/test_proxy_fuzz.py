@@ -26,6 +26,7 @@ from fleet.proxy.body import Body, BodyError
 from fleet.proxy.client import error_event
 from fleet.proxy.http import client, server
 from fleet.proxy.http.request import Request
+from fleet.proxy.http.response import BrokenOff
 from fleet.proxy.loads import FleetLoad
 from fleet.proxy.relay import relay
 from fleet.proxy.top_level import UNREADABLE, decode, top_level
@@ -136,7 +137,7 @@ async def answered(pieces: list[bytes]) -> list[Any] | None:
     try:
         await response.begun()
         body = await response.read()
-    except client.BrokenOff:
+    except BrokenOff:
         return None
     return [response.status, list(response.headers.items()), body]
 

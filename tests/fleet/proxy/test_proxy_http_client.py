@@ -12,14 +12,8 @@ import pytest
 import uvloop
 from multidict import CIMultiDict
 
-from fleet.proxy.http.client import (
-    MAX_AHEAD_BYTES,
-    BrokenOff,
-    NoConnection,
-    Pool,
-    Response,
-    place_of,
-)
+from fleet.proxy.http.client import NoConnection, Pool, place_of
+from fleet.proxy.http.response import MAX_AHEAD_BYTES, BrokenOff, Response
 
 SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: b\r\n\r\nhello"
 CHUNKED = (
@@ -226,3 +220,4 @@ def test_places_have_the_usual_ports() -> None:
     assert place_of("http://h:8000/v/")[:4] == ("h", 8000, False, "/v")
     assert place_of("https://[::1]")[:4] == ("::1", 443, True, "")
     assert place_of("http://[::1]:81").authority == "[::1]:81"
+    assert place_of("unix:///run/k.sock").socket == "/run/k.sock"

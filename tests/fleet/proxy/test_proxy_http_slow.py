@@ -114,13 +114,13 @@ async def ten_megabytes(request: Request) -> None:
 
 def test_an_answer_is_sent_to_its_end_however_slowly_it_is_taken(soon) -> None:
     async def scenario() -> None:
-        async with serving(ten_megabytes) as dial:
+        async with serving(ten_megabytes, client_timeout_s=0.5) as dial:
             for lines in ((), ("Connection: close",)):
                 wire = await dial()
                 wire.send(ask(b"", *lines))
                 await wire.head()
                 for _ in range(10):
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.08)
                     await wire.reader.readexactly(1_000_000)
 
     uvloop.run(scenario())
