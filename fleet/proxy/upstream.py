@@ -202,56 +202,43 @@ async def _begun(response: Response, name: str, api: Api) -> Answer:
     try:
         if not _streams(response):
             return Answer(response, await response.read(), name)
-        first = await _up_to_token(response, api)
+        first, event, whole = await _up_to_token(response, api)
     except TimeoutError as error:
         raise Lost(504, name, f"{name} sent no first byte in time") from error
     except BrokenOff as error:
         what = f"{name} broke off before its first byte: {error}"
         raise Lost(502, name, what) from error
-    begun = _after_openings(first, api)
-    if not begun:
+    if not event:
         raise Failure(502, name, f"{name} ended the stream before its first byte")
-    event, end, _ = begun.partition(_EVENT_END)
     kind = api.kind(event)
     if kind == "error":
         said = event.decode(errors="replace")
         raise Failure(502, name, f"{name} answered with an error event: {said}")
     if kind == "end":
         raise Failure(502, name, f"{name} ended the stream without a token")
-    if not end and response.at_end:
+    if not whole and response.at_end:
         raise Failure(502, name, f"{name} ended the stream in its first event")
     return Answer(response, first, name)
 
 
-async def _up_to_token(response: Response, api: Api) -> bytes:
-    """The first chunks, up to the end of the first event that is no opening.
+async def _up_to_token(response: Response, api: Api) -> tuple[bytes, bytes, bool]:
+    """The first chunks, the first event in them that is no opening, and if it is whole.
 
-    What that event is decides the status, so all of it must be here. Less of it is
-    returned if the stream ends in it, or if it is longer than MAX_FIRST_EVENT_BYTES.
+    What that event is decides the status, so all of it must be here. Only the stream's
+    end, or MAX_FIRST_EVENT_BYTES, leave less of it. A chat begins with an opening for
+    each choice, naming the role. vLLM writes them also where no token follows.
     """
-    first = b""
-    while len(first) < MAX_FIRST_EVENT_BYTES and _EVENT_END not in _after_openings(
-        first, api
-    ):
+    first, start, end = b"", 0, -1
+    while end < 0 and len(first) < MAX_FIRST_EVENT_BYTES:
         more = await response.chunk()
         if not more:
             break
         first += more
-    return first
-
-
-def _after_openings(first: bytes, api: Api) -> bytes:
-    """A stream without the events at its beginning that come before all tokens.
-
-    A chat begins with one for each choice, naming the role. vLLM writes them also
-    where no token follows.
-    """
-    while first:
-        event, _, rest = first.partition(_EVENT_END)
-        if api.kind(event) != "opening":
-            break
-        first = rest
-    return first
+        end = first.find(_EVENT_END, start)
+        while end >= 0 and api.kind(first[start:end]) == "opening":
+            start = end + len(_EVENT_END)
+            end = first.find(_EVENT_END, start)
+    return first, first[start:] if end < 0 else first[start:end], end >= 0
 
 
 def _streams(response: Response) -> bool:
