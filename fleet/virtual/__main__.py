@@ -18,6 +18,8 @@ from pathlib import Path
 import msgspec
 
 from fleet.virtual.cell import run_cell
+from fleet.virtual.cost import StepCost
+from fleet.virtual.engine import VirtualEngine
 from fleet.virtual.plan import Cell
 from lab.records.arm import ArmRecord
 from lab.records.documents import write_document
@@ -26,6 +28,10 @@ from lab.records.documents import write_document
 def main() -> None:
     plan, jobs = Path(sys.argv[1]), int(sys.argv[2])
     waiting = msgspec.json.decode(plan.read_bytes(), type=list[Cell])
+    # What making an engine imports, the forks need not.
+    first = waiting[0]
+    cost = StepCost(first.forward, first.host)
+    VirtualEngine(first.members[0].arguments, cost, first.overlapping)
     running: dict[int, tuple[Process, Cell]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
