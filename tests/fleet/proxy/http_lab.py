@@ -27,6 +27,7 @@ async def echo(request: Request) -> None:
         "query": request.query,
         "body": request.body.decode("latin-1"),
         "over": request.over_bytes,
+        "headers": sorted(request.headers),
     }
     kind = CIMultiDict({"Content-Type": "application/json"})
     if request.path != "/stream":
@@ -75,9 +76,11 @@ class Wire:
 
 @asynccontextmanager
 async def serving(
-    handle: Handle = echo, client_timeout_s: float = DEADLINE_S
+    handle: Handle = echo,
+    client_timeout_s: float = DEADLINE_S,
+    max_body_bytes: int = LIMIT_BYTES,
 ) -> AsyncIterator[Dial]:
-    serves = Server(handle, LIMIT_BYTES, client_timeout_s)
+    serves = Server(handle, max_body_bytes, client_timeout_s)
     listening = await serves.listen("127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     sweeping = asyncio.create_task(serves.sweep_forever())

@@ -108,19 +108,19 @@ def test_handling_ends_with_the_client_and_a_failure_with_the_connection() -> No
     uvloop.run(scenario())
 
 
-async def ten_megabytes(request: Request) -> None:
-    request.whole(200, CIMultiDict(), b"1" * 10_000_000)
+async def megabytes(request: Request) -> None:
+    request.whole(200, CIMultiDict(), b"1" * 24_000_000)
 
 
 def test_an_answer_is_sent_to_its_end_however_slowly_it_is_taken(soon) -> None:
     async def scenario() -> None:
-        async with serving(ten_megabytes, client_timeout_s=0.5) as dial:
+        async with serving(megabytes, client_timeout_s=0.4) as dial:
             for lines in ((), ("Connection: close",)):
                 wire = await dial()
                 wire.send(ask(b"", *lines))
                 await wire.head()
-                for _ in range(10):
-                    await asyncio.sleep(0.08)
+                for _ in range(24):
+                    await asyncio.sleep(0.04)
                     await wire.reader.readexactly(1_000_000)
 
     uvloop.run(scenario())
@@ -128,7 +128,7 @@ def test_an_answer_is_sent_to_its_end_however_slowly_it_is_taken(soon) -> None:
 
 def test_who_takes_nothing_of_an_answer_is_cut(soon) -> None:
     async def scenario() -> None:
-        async with serving(ten_megabytes, client_timeout_s=0.2) as dial:
+        async with serving(megabytes, client_timeout_s=0.2) as dial:
             wire = await dial()
             wire.send(ask())
             await asyncio.sleep(0.6)
