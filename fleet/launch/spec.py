@@ -72,7 +72,8 @@ def members(
     if spec.kv_events and spec.settings.data_parallel > 1:
         raise SpecError(
             "KV events are wanted of instances with `data_parallel` engines, each with "
-            "a KV cache that no router can address: start an instance for each engine"
+            "a KV cache of its own: start an instance for each engine, or list engines "
+            "that run already, by `data_parallel_rank`, in an instances file"
         )
     return [
         Member(_instance(spec, index, own, sockets), own, gpus[index])

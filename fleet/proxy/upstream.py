@@ -46,6 +46,8 @@ _HOP_BY_HOP = frozenset(
 )
 # These are made anew for each hop. A compressed stream could not be counted.
 _NOT_SENT_ON = _HOP_BY_HOP | {"host", "content-length", "expect", "accept-encoding"}
+# By which vLLM knows the engine that is meant, of several in one server.
+_RANK = "X-data-parallel-rank"
 _NOT_SENT_BACK = _HOP_BY_HOP | {"content-length"}
 
 
@@ -131,6 +133,9 @@ class Upstream:
     ) -> Answer:
         """Post to the instance and wait for its first byte. Raises Failure."""
         name = instance.name
+        if instance.data_parallel_rank is not None:
+            headers = CIMultiDict(headers)
+            headers[_RANK] = str(instance.data_parallel_rank)
         try:
             response = await self._pool.request(
                 "POST", instance.url, path, headers, body
@@ -155,7 +160,8 @@ class Upstream:
         try:
             response = await self._pool.request("GET", url, "", nothing)
             ranks = await response.read()
-            return msgspec.json.decode(ranks, type=dict[str, _Rank])["0"].engine_id
+            by_rank = msgspec.json.decode(ranks, type=dict[str, _Rank])
+            return by_rank[str(instance.data_parallel_rank or 0)].engine_id
         except OSError as error:
             name = None if is_own(error) else instance.name
             raise Lost(502, name, f"{url}: {_named(error)}") from error

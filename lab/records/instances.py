@@ -7,7 +7,7 @@ run already: unknown fields are refused.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -27,12 +27,12 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One vLLM server, as the proxy needs to know it."""
+    """One vLLM server, or one engine of it, as the proxy needs to know it."""
 
     name: str
     """Unlike that of all others."""
     url: str
-    """Root of its HTTP API; unlike that of all others."""
+    """Root of its HTTP API; only engines of one server have the same."""
     role: Role = "both"
     """What the instance is for."""
     connector: ConnectorKind | None = None
@@ -49,6 +49,8 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens per KV cache block."""
     kv_tokens: int | None = None
     """How many tokens of KV it can hold; null: not known, so no policy goes by it."""
+    data_parallel_rank: int | None = None
+    """Which engine of its server it is, from 0; null: the server has no others."""
 
 
 class InstancesFile(
@@ -66,10 +68,19 @@ class InstancesFile(
     def __post_init__(self) -> None:
         if not self.instances:
             raise ValueError("`instances` is empty")
-        for field in ("name", "url"):
-            values = Counter(getattr(instance, field) for instance in self.instances)
-            if twice := [value for value, count in values.items() if count > 1]:
-                raise ValueError(f"two instances have the {field} {twice[0]!r}")
+        names = Counter(instance.name for instance in self.instances)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"two instances have the name {twice[0]!r}")
+        ranks: dict[str, list[int | None]] = defaultdict(list)
+        for instance in self.instances:
+            ranks[instance.url].append(instance.data_parallel_rank)
+        for url, engines in ranks.items():
+            several = len(engines) > 1
+            if several and (None in engines or len({*engines}) < len(engines)):
+                raise ValueError(
+                    f"two instances have the url {url!r}, and not each a "
+                    "`data_parallel_rank` of its own"
+                )
         for instance in self.instances:
             if urlsplit(instance.url).scheme not in ("http", "https"):
                 raise ValueError(f"{instance.name}: {instance.url!r} is no http URL")

@@ -212,7 +212,7 @@ def test_workers_and_engines_are_told_to_vllm_and_one_of_each_is_not(tmp_path):
     assert "--data-parallel-size 3" in words
 
 
-def test_no_router_can_follow_the_caches_of_several_engines_in_one_instance(tmp_path):
+def test_events_of_several_engines_in_one_instance_are_refused(tmp_path):
     changed = msgspec.structs.replace(settings(), data_parallel=2)
     many = dataclasses.replace(
         spec("plain", ["both"], kv_events=True), settings=changed

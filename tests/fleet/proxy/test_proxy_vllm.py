@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from proxy_lab import post, proxy, until
+from proxy_lab import free_port, post, proxy, until
 
 from fleet.instances import write_instances
 from lab.records.instances import Instance
@@ -36,14 +36,17 @@ BLOCK, BLOCKS = 16, 120
 EVENTS_ARRIVE_S = 0.3
 
 
-@pytest.fixture
-def instance(tmp_path: Path) -> Iterator[Instance]:
+@pytest.fixture(params=[1, 2], ids=["one engine", "two engines"])
+def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Instance]]:
     """A null model with room for few prompts, so that blocks get evicted."""
-    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    # vLLM adds an engine's rank, to ports only.
+    port, replay_port = free_port(), free_port()
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
-    events |= {"endpoint": endpoint, "replay_endpoint": replay}
+    events |= {"endpoint": f"tcp://*:{port}"}
+    events |= {"replay_endpoint": f"tcp://*:{replay_port}"}
     settings = msgspec.structs.replace(
         CPU_ENGINE,
+        data_parallel=request.param,
         num_blocks=BLOCKS,
         block_size=BLOCK,
         max_model_len=1024,
@@ -61,17 +64,28 @@ def instance(tmp_path: Path) -> Iterator[Instance]:
     told = resolve(engine, tmp_path, {}).told(PYTHONHASHSEED=HASH_SEED)
     with Server(told) as server:
         server.wait_ready()
-        yield Instance("a", server.url, kv_events=endpoint, kv_events_replay=replay)
+        yield [
+            Instance(
+                f"i{rank}",
+                server.url,
+                kv_events=f"tcp://127.0.0.1:{port + rank}",
+                kv_events_replay=f"tcp://127.0.0.1:{replay_port + rank}",
+                data_parallel_rank=rank,
+            )
+            for rank in range(request.param)
+        ]
 
 
-def test_exact_state_says_what_vllm_reuses(instance: Instance, tmp_path: Path) -> None:
+def test_exact_state_says_what_vllm_reuses(
+    engines: list[Instance], tmp_path: Path
+) -> None:
     random.seed(1)
     prompts: list[list[int]] = [[]]
     file = tmp_path / "instances.json"
-    write_instances(file, [instance])
+    write_instances(file, engines)
     with (
         kvindexd(file, tmp_path / "kvindexd.log") as address,
-        proxy(tmp_path, [instance], "linear", "--kvindexd", address) as on,
+        proxy(tmp_path, engines, "linear", "--kvindexd", address) as on,
     ):
         said, reused = [], []
         for number in range(40):
@@ -87,24 +101,33 @@ def test_exact_state_says_what_vllm_reuses(instance: Instance, tmp_path: Path) -
             details = usage["prompt_tokens_details"] or {}
             reused.append(details.get("cached_tokens", 0))
             on.end(f"r/{number}")
-            (candidate,) = on.lines("decision")[-1]["snapshot"]["candidates"]
-            said.append(candidate["cached_tokens"])
+            decision = on.lines("decision")[-1]
+            candidates = decision["snapshot"]["candidates"]
+            (chosen,) = [
+                one for one in candidates if one["name"] == decision["instance"]
+            ]
+            said.append(chosen["cached_tokens"])
             time.sleep(EVENTS_ARRIVE_S)
         assert said == reused
         assert sum(reused) > 40 * BLOCK
-        cache = on.instances()["a"]["cache"]
-        assert cache["complete"]
-        assert cache["skipped_blocks"] == 0
-        # The mirror knows of no eviction: the two must differ by now.
-        assert cache["exact_tokens"] <= BLOCKS * BLOCK < cache["mirror_tokens"]
-        assert cache["mean_difference_tokens"] > 0
-        reset = urllib.request.Request(
-            f"{instance.url}/reset_prefix_cache", method="POST"
-        )
+        caches = [one["cache"] for one in on.instances().values()]
+        for cache in caches:
+            assert cache["complete"]
+            assert cache["skipped_blocks"] == 0
+            # The mirror knows of no eviction: the two must differ by now.
+            assert cache["exact_tokens"] <= BLOCKS * BLOCK < cache["mirror_tokens"]
+            assert cache["mean_difference_tokens"] > 0
+        url = engines[0].url
+        reset = urllib.request.Request(f"{url}/reset_prefix_cache", method="POST")
         urllib.request.urlopen(reset).close()
         # vLLM publishes what has happened with its next step.
-        post(on.url, {"model": SERVED_MODEL, "prompt": [1], "max_tokens": 1})
+        asked = {"model": SERVED_MODEL, "prompt": [1], "max_tokens": 1}
+        for one in engines:
+            post(url, asked, X_data_parallel_rank=f"{one.data_parallel_rank}")
         until(
-            lambda: on.instances()["a"]["cache"]["exact_tokens"] == 0,
+            lambda: (
+                [one["cache"]["exact_tokens"] for one in on.instances().values()]
+                == [0] * len(engines)
+            ),
             "the reset did not arrive",
         )
