@@ -60,8 +60,9 @@ def engine_environment(
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.nixl),
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.bootstrap),
         "DIRECT_READ_PORT": str(ports.direct_read),
-        "VLLM_PORT": str(ports.vllm_internal),
     }
+    if settings.data_parallel == 1:  # several engines would all begin to look there
+        own_ports["VLLM_PORT"] = str(ports.vllm_internal)
     return inherited | needed | own_ports | settings.server_env
 
 

@@ -210,6 +210,9 @@ def test_workers_and_engines_are_told_to_vllm_and_one_of_each_is_not(tmp_path):
     words = " ".join(server.argv)
     assert "--tensor-parallel-size 2" in words
     assert "--data-parallel-size 3" in words
+    # Engines that look for a port from the same one on at the same time find the same.
+    assert "VLLM_PORT" in alone.env
+    assert "VLLM_PORT" not in server.env
 
 
 def test_events_of_several_engines_in_one_instance_are_refused(tmp_path):
