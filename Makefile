@@ -75,6 +75,9 @@ sending-lag: setup ## how late our load generators send, at 10 to 1,000 requests
 proxy-cost: setup ## what the proxy adds to TTFT, and how much a core carries (needs Go)
 	$(python) -m costs.proxy
 
+virtual-cost: setup ## how fast and how big a fleet in virtual time is, and how far above its floor (5 minutes)
+	$(python) -m costs.virtual
+
 trace-cost: setup ## time and memory of traces of two million requests
 	$(python) -m costs.traces
 
