@@ -28,6 +28,7 @@ from costs.proxy.targets import (
     RATE_RPS,
     WORKERS,
     LoadGenerator,
+    Target,
     build_load_program,
     kvtax_proxy,
     process,
@@ -38,9 +39,9 @@ DECISIONS, BODY_READS = 20_000, 300
 
 
 def take_turns(
-    targets: dict[str, str], rounds: int, one: Callable[[str, str], list[float]]
+    targets: dict[str, Target], rounds: int, one: Callable[[Target, str], list[float]]
 ) -> Samples:
-    """`one` of each target's URL and body, once per round."""
+    """`one` of each target and body, once per round."""
     samples: Samples = defaultdict(list)
     for number in range(rounds):
         names = list(targets) if number % 2 == 0 else list(targets)[::-1]
@@ -54,25 +55,25 @@ def take_turns(
 def measure(
     router: str | None, rounds: int, seconds: float
 ) -> tuple[list[str], Samples, Samples]:
-    """Names of the targets, times in ms, answers per second. Raises RuntimeError."""
+    """Targets, times in ms, and what LoadGenerator.per_s says. Raises RuntimeError."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         program = build_load_program(folder)
         served = stack.enter_context(process(LOAD_CORE, str(program), "serve"))
         server = served.stdout.readline().strip()
-        targets = {DIRECT: server}
+        targets = {DIRECT: Target(server)}
         proxy = kvtax_proxy(server, folder / "proxy.jsonl")
         targets["fleet.proxy"] = stack.enter_context(proxy)
         if router:
             targets["vllm-router"] = stack.enter_context(vllm_router(server, router))
         load = LoadGenerator(program)
         times_ms = take_turns(
-            targets, rounds, lambda url, body: load.times_ms(url, body, seconds)
+            targets, rounds, lambda one, body: load.times_ms(one.url, body, seconds)
         )
         per_s = take_turns(
             targets,
             max(3, rounds // 2),
-            lambda url, body: [load.per_s(url, body, seconds)],
+            lambda one, body: load.per_s(one, body, seconds),
         )
     return list(targets), times_ms, per_s
 
@@ -100,7 +101,9 @@ def main() -> None:
     print(f"## Added TTFT at {RATE_RPS} requests/s, ms\n")
     print(added_table(times_ms, names[1:]))
     print(f"\n## Highest rate, {WORKERS} clients, router on one core, requests/s\n")
-    print(f"Median of the rounds and their range.\n\n{rates_table(per_s, names)}")
+    print(f"Median of the rounds and their range.\n\n{rates_table(per_s, names, 0)}")
+    print("\n## The router's CPU time for each of these requests, us\n")
+    print(rates_table(per_s, names[1:], 1))
     print(f"\n## Decision time, us, p50/p99 of {DECISIONS:,} calls\n")
     print(decisions_table(DECISIONS))
     print(f"\n## A body of 33k ids on the event loop, us, p50/p99 of {BODY_READS}\n")

@@ -42,14 +42,14 @@ def added_table(samples: Samples, targets: list[str]) -> str:
     return table(["", "body", "n", "direct p50/p99", "added p50", "added p99"], rows)
 
 
-def rates_table(samples: Samples, targets: list[str]) -> str:
-    """Median of the rounds and their range, per second."""
+def rates_table(samples: Samples, targets: list[str], column: int) -> str:
+    """Median of the rounds and their range, of what LoadGenerator.per_s says."""
     rows = []
     for name in targets:
         cells = []
         for body in BODIES:
-            rates = [rate for (rate,) in samples[name, body]]
-            middle = np.median(rates)
-            cells.append(f"{middle:,.0f} [{min(rates):,.0f}, {max(rates):,.0f}]")
+            found = [of_round[column] for of_round in samples[name, body]]
+            middle = np.median(found)
+            cells.append(f"{middle:,.0f} [{min(found):,.0f}, {max(found):,.0f}]")
         rows.append([name, *cells])
     return table(["", *BODIES], rows)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from lab.paths import REPOSITORY
 from lab.serving.ports import reserve
@@ -27,6 +29,20 @@ BODIES = {
 }
 ROUTER_CORE, LOAD_CORE = "0", "1"
 START_S = 60.0
+
+
+class Target(NamedTuple):
+    """What requests go to; `pid` is the router's process, None without one."""
+
+    url: str
+    pid: int | None = None
+
+    def cpu_s(self) -> float:
+        """The router's CPU time so far, in ticks of 10 ms."""
+        if self.pid is None:
+            return 0.0
+        stat = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def build_load_program(folder: Path) -> Path:
@@ -61,17 +77,17 @@ def process(core: str, *command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def kvtax_proxy(server: str, log: Path) -> Iterator[str]:
-    """The URL of fleet.proxy in front of `server`."""
+def kvtax_proxy(server: str, log: Path) -> Iterator[Target]:
+    """fleet.proxy in front of `server`."""
     command = [sys.executable, "-m", "fleet.proxy", "--url", f"a={server}"]
     command += ["--policy", "linear", "--log", str(log)]
     with process(ROUTER_CORE, *command) as one:
-        yield one.stdout.readline().strip()
+        yield Target(one.stdout.readline().strip(), one.pid)
 
 
 @contextmanager
-def vllm_router(server: str, command: str) -> Iterator[str]:
-    """The URL of vllm-router, cache-aware. Raises RuntimeError if it does not start."""
+def vllm_router(server: str, command: str) -> Iterator[Target]:
+    """vllm-router, cache-aware. Raises RuntimeError if it does not start."""
     router, metrics = reserve(2)
     options = ["--worker-urls", server, "--policy", "cache_aware"]
     options += ["--host", "127.0.0.1", "--port", str(router.http)]
@@ -83,7 +99,7 @@ def vllm_router(server: str, command: str) -> Iterator[str]:
             if one.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{command} did not start")
             time.sleep(0.2)
-        yield url
+        yield Target(url, one.pid)
 
 
 def _answers(url: str) -> bool:
@@ -105,11 +121,16 @@ class LoadGenerator:
         out = self._run(url, body, "-rate", str(RATE_RPS), "-seconds", str(seconds))
         return [int(us) / 1000 for us in out.split()]
 
-    def per_s(self, url: str, body: str, seconds: float) -> float:
-        """Answers per second to WORKERS clients that wait for each of theirs."""
-        out = self._run(url, body, "-workers", str(WORKERS), "-seconds", str(seconds))
-        done, took = out.split()
-        return int(done) / float(took)
+    def per_s(self, target: Target, body: str, seconds: float) -> list[float]:
+        """Answers per second to WORKERS clients that wait for each of theirs.
+
+        And the router's CPU time for each, in us.
+        """
+        options = "-workers", str(WORKERS), "-seconds", str(seconds)
+        before_s = target.cpu_s()
+        done, took = self._run(target.url, body, *options).split()
+        cpu_s = target.cpu_s() - before_s
+        return [int(done) / float(took), cpu_s / int(done) * 1e6]
 
     def _run(self, url: str, body: str, *options: str) -> str:
         form, tokens = BODIES[body]

@@ -37,5 +37,7 @@ def test_each_target_has_a_row_for_each_body():
 
 
 def test_rates_are_medians_of_the_rounds_with_their_range():
-    rates = {("proxy", body): [[1_000.0], [3_000.0], [2_000.0]] for body in BODIES}
-    assert "2,000 [1,000, 3,000]" in rates_table(rates, ["proxy"])
+    rounds = [[1_000.0, 9.0], [3_000.0, 7.0], [2_000.0, 8.0]]
+    rates = {("proxy", body): rounds for body in BODIES}
+    assert "2,000 [1,000, 3,000]" in rates_table(rates, ["proxy"], 0)
+    assert "8 [7, 9]" in rates_table(rates, ["proxy"], 1)
