@@ -37,6 +37,9 @@ fleet-test: setup ## the fleet's tests, with real vLLM instances (6 minutes)
 proxy-fuzz: setup ## ten million changed requests, answers, bodies and streams for the proxy's readers (15 minutes)
 	FUZZ_CASES=2500000 $(python) -m pytest -m long tests/fleet/proxy/test_proxy_fuzz.py
 
+hosts-test: setup ## virtual time on a Ray cluster of several hosts, one of them lost (needs root; 3 minutes)
+	$(python) -m pytest -m "" tests/hosts
+
 fleet-experiment: setup ## compare routing policies on coding sessions, on four instances (55 minutes)
 	$(python) -m fleet.experiment configs/experiments/policies.toml
 
@@ -80,6 +83,9 @@ virtual-cost: setup ## how fast and how big a fleet in virtual time is, and how 
 
 trace-cost: setup ## time and memory of traces of two million requests
 	$(python) -m costs.traces
+
+hosts-cost: setup ## what handing out a task to a host of a Ray cluster costs
+	$(python) -m costs.hosts
 
 transfer-check: setup ## does Mooncake report a write over TCP before the bytes arrive?
 	$(python) -m lab.serving.transfer_check
@@ -181,8 +187,8 @@ clean: clean-releases ## remove runs, fetched sources and the environment
 	rm -rf runs third_party .venv .uv .setup.lock
 
 .PHONY: help setup fresh-machine-check test test-all test-fast direct-read-test direct-read-storm \
-	fleet-test proxy-fuzz fleet-experiment lint sweep overhead step-cost \
-	direct-read-cost exposure-cost growth-cost listener-cost sending-lag proxy-cost trace-cost \
+	fleet-test hosts-test proxy-fuzz fleet-experiment lint sweep overhead step-cost \
+	direct-read-cost exposure-cost growth-cost listener-cost sending-lag proxy-cost trace-cost hosts-cost \
 	transfer-check bench-report bench-look browser observatory axes-gate-check noisy-sweep verdict-power coverage \
 	vllm-releases upstream-check \
 	upstream-series release-test kvindex-test kvindexd kvindexd-bench kvindex-bench kvindex-figures lock clean-releases clean

@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "lab.load": {"lab.records"},
     "lab.serving": {"blockpatch", "lab.config", "lab.paths", "lab.records"},
     "lab.tiny": {"lab.serving"},
+    "lab.hosts": {"lab.paths", "lab.serving"},
     "microbench": {"lab", "blockpatch", "connectors", "look", "page"},
     "microbench.analysis": ANALYSIS,
     "microbench.summary": ANALYSIS | {"microbench.analysis", "look", "page"},

@@ -13,8 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ from fleet.trace import TraceError
 from fleet.trace.twin import twin
 from lab import run_folder
 from lab.config import ConfigError
+from lab.hosts.errors import HostsError
 from lab.paths import REPOSITORY
 from lab.records import RecordsError
 from lab.records.arm import ArmRecord, PlannedArm, TraceFacts
@@ -51,10 +53,11 @@ class ExperimentError(Exception):
     """The experiment cannot start; the message says what to do."""
 
 
-# All of them before the first run.
+# All of them before the first run, but for HostsError: --resume goes on from there.
 START_ERRORS = (
     ExperimentError,
     ConfigError,
+    HostsError,
     MachineBusy,
     RunFolderError,
     ServerError,
@@ -72,7 +75,9 @@ def main() -> int:
         out = run_folder.choose(
             arguments.out, experiment.name, PLAN_FILE, arguments.resume
         )
-        run_experiment(experiment, out, arguments.resume, arguments.virtual)
+        run_experiment(
+            experiment, out, arguments.resume, arguments.virtual, arguments.ray
+        )
     except START_ERRORS as error:
         print(f"fleet.experiment: {error}", file=sys.stderr)
         return 2
@@ -80,11 +85,15 @@ def main() -> int:
 
 
 def run_experiment(
-    experiment: Experiment, out: Path, resume: bool, virtual: bool
+    experiment: Experiment,
+    out: Path,
+    resume: bool,
+    virtual: bool,
+    ray_address: str | None = None,
 ) -> None:
     """Make all runs of the plan that are not there yet, each in a folder below `out`.
 
-    Raises START_ERRORS before the first.
+    Raises START_ERRORS.
     """
     with ExitStack() as stack:
         if virtual:
@@ -106,9 +115,18 @@ def run_experiment(
             if not (resume and _finished(out / run.folder))
         ]
         make = simulate if virtual else _make_runs
+        if ray_address is not None:
+            make = _on_hosts(ray_address)
         there = len(runs) - len(missing)
         for number, folder in enumerate(make(context, missing, out), there + 1):
             print(f"{number}/{len(runs)}  {_line(folder)}", flush=True)
+
+
+def _on_hosts(address: str) -> Callable[..., Iterator[Path]]:
+    # Ray takes a second to import, and is needed here alone.
+    from fleet.experiment.on_hosts import simulate_on_hosts
+
+    return partial(simulate_on_hosts, address)
 
 
 def _make_runs(
@@ -178,7 +196,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--virtual", action="store_true", help="simulate time: fleet/virtual"
     )
-    return parser.parse_args()
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="make the runs of --virtual on all hosts of this Ray cluster (auto: the "
+        "one that this host is in): docs/hosts.md",
+    )
+    chosen = parser.parse_args()
+    if chosen.ray is not None and not chosen.virtual:
+        parser.error("--ray is for --virtual: real fleets run on one host")
+    return chosen
 
 
 def planned_arm(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of an experiment in virtual time: plans for fleet.virtual, and its process.
+"""The runs of an experiment in virtual time: cells for fleet.virtual, and its process.
 
 The instances are told what those of a fleet in real time would be told. Runs with one
 connector share a process that has imported the connector's private vLLM; the runs
@@ -9,10 +9,12 @@ themselves are forks of it, as many at a time as there are jobs.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -52,7 +54,9 @@ EVENTS = [
     "--kv-events-config",
     '{"enable_kv_cache_events": true, "publisher": "null"}',
 ]
-WATCH_EVERY_S = 0.1
+WATCH_EVERY_S = 0.05
+# Their names must fit into a pipe that nobody reads yet: 64 KiB.
+MOST_WAITING = 100
 
 
 def check_virtual(experiment: Experiment) -> None:
@@ -101,24 +105,112 @@ def simulate(
 
     Raises SpecError, ServerError and preflight.CONFIG_ERRORS before the first.
     """
-    plans: dict[str, list[Cell]] = {}
-    env: dict[str, dict[str, str]] = {}
-    for run, planned in runs:
+    # vLLM in memory takes a gigabyte for each connector.
+    in_turn = sorted(runs, key=_connector)
+    for run, _ in in_turn:
+        context.workshop.tree(spec(context.experiment, run.arm))
+    with Simulation(context) as simulation:
+        for _, same in groupby(in_turn, _connector):
+            left = list(same)
+            while left or simulation.waiting:
+                while left and simulation.waiting < MOST_WAITING:
+                    run, planned = left.pop(0)
+                    simulation.begin(run, planned, out / run.folder)
+                yield from simulation.made()
+                time.sleep(WATCH_EVERY_S)
+
+
+def _connector(run: tuple[Run, PlannedArm]) -> str:
+    return run[0].arm.connector
+
+
+class Simulation:
+    """Makes runs of an experiment, as many at a time as there are cores."""
+
+    def __init__(self, context: ExperimentContext) -> None:
+        self._context = context
+        self._workers: dict[str, _Worker] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Number of runs that were begun and are not made."""
+        return sum(len(worker.waiting) for worker in self._workers.values())
+
+    def begin(self, run: Run, planned: PlannedArm, folder: Path) -> None:
+        """Have `folder` filled with the run's files, in place of an earlier attempt's.
+
+        Raises what making the connector's private vLLM does.
+        """
+        shutil.rmtree(folder, ignore_errors=True)
+        cell, env = _cell(self._context, run, planned, folder)
         connector = run.arm.connector
-        cell, env[connector] = _cell(context, run, planned, out)
-        plans.setdefault(connector, []).append(cell)
-    jobs = len(os.sched_getaffinity(0))
-    for connector, cells in plans.items():
-        plan = context.workshop.folder / f"{connector}.plan.json"
-        plan.write_bytes(msgspec.json.encode(cells))
-        log = plan.with_suffix(".log")
-        command = [sys.executable, "-m", "fleet.virtual", str(plan), str(jobs)]
-        with Supervised(command, env[connector] | ALIKE, log) as worker:
-            yield from _done(cells, worker, log)
+        if connector not in self._workers:
+            for other in list(self._workers):
+                if not self._workers[other].waiting:
+                    self._workers.pop(other).stop()
+            path = self._context.workshop.folder / connector
+            self._workers[connector] = _Worker(path, env)
+        self._workers[connector].begin(cell)
+
+    def made(self) -> list[Path]:
+        """The folders that have their arm.json, which comes last, by now."""
+        return [one for worker in self._workers.values() for one in worker.made()]
+
+    def __enter__(self) -> Simulation:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for worker in self._workers.values():
+            worker.stop()
+
+
+class _Worker:
+    """A process of fleet.virtual. Its pipe, cells and log are beside `path`."""
+
+    def __init__(self, path: Path, env: dict[str, str]) -> None:
+        self.waiting: dict[Path, Cell] = {}
+        self._path = path
+        self._log = path.with_suffix(".log")
+        pipe = path.with_suffix(".pipe")
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+        # To open it for writing alone would wait until somebody reads.
+        self._pipe = os.open(pipe, os.O_RDWR)
+        jobs = len(os.sched_getaffinity(0))
+        command = [sys.executable, "-m", "fleet.virtual", str(pipe), str(jobs)]
+        self._process = Supervised(command, env | ALIKE, self._log)
+
+    def begin(self, cell: Cell) -> None:
+        run = f"{cell.planned.arm}.r{cell.planned.repeat}"
+        file = self._path.with_suffix(f".{run}.json")
+        file.write_bytes(msgspec.json.encode(cell))
+        self.waiting[Path(cell.folder)] = cell
+        os.write(self._pipe, os.fsencode(file) + b"\n")
+
+    def made(self) -> list[Path]:
+        if self._process.poll() is not None:
+            for folder, cell in self.waiting.items():
+                if not (folder / "arm.json").exists():
+                    self._note_unmade(folder, cell)
+        made = [one for one in self.waiting if (one / "arm.json").exists()]
+        for folder in made:
+            del self.waiting[folder]
+        return made
+
+    def stop(self) -> None:
+        self._process.stop()
+        os.close(self._pipe)
+
+    def _note_unmade(self, folder: Path, cell: Cell) -> None:
+        why = f"the simulation ended before this run\n{tail(self._log)}"
+        told = msgspec.structs.asdict(cell.planned)
+        folder.mkdir(parents=True, exist_ok=True)
+        record = ArmRecord(**told, status="failed", error=why)
+        write_document(folder / "arm.json", record)
 
 
 def _cell(
-    context: ExperimentContext, run: Run, planned: PlannedArm, out: Path
+    context: ExperimentContext, run: Run, planned: PlannedArm, folder: Path
 ) -> tuple[Cell, dict[str, str]]:
     """The run's cell, and the environment of the process for it."""
     experiment, workshop = context.experiment, context.workshop
@@ -135,7 +227,7 @@ def _cell(
         for member in members(wanted, ports, no_gpus, workshop.folder)
     }
     cell = Cell(
-        folder=str(out / run.folder),
+        folder=str(folder),
         trace=str(context.trace),
         planned=planned,
         patches=patches,
@@ -177,24 +269,3 @@ def _replay(experiment: Experiment, run: Run, trace: Path) -> Options:
         timeout_s=experiment.request_timeout_s,
         lag_budget_ms=experiment.lag_budget_ms,
     )
-
-
-def _done(cells: list[Cell], worker: Supervised, log: Path) -> Iterator[Path]:
-    """The cells' folders as they get their arm.json, which comes last."""
-    waiting = {Path(cell.folder): cell for cell in cells}
-    while waiting:
-        ended = worker.poll() is not None
-        for folder in [one for one in waiting if (one / "arm.json").exists()]:
-            del waiting[folder]
-            yield folder
-        if ended:
-            break
-        time.sleep(WATCH_EVERY_S)
-    for folder, cell in waiting.items():
-        told = msgspec.structs.asdict(cell.planned)
-        why = f"the simulation ended before this run\n{tail(log)}"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_document(
-            folder / "arm.json", ArmRecord(**told, status="failed", error=why)
-        )
-        yield folder

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the cells of a plan, each in a process of its own: started by fleet.experiment.
+"""Run cells, each in a process of its own: started by fleet.experiment.
 
-    python -m fleet.virtual PLAN.json JOBS
+    python -m fleet.virtual PIPE JOBS
 
-This process imports vLLM, which takes seconds, from the private tree that its
-PYTHONPATH names; the cells are forks of it. A cell that comes to nothing leaves an
-arm.json that says why.
+Each line that comes through the pipe names a file with a cell. This process imports
+vLLM, which takes seconds, from the private tree that its PYTHONPATH names; the cells
+are forks of it. A cell that comes to nothing leaves an arm.json that says why. The
+process ends when nobody has the pipe open to write any more.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from multiprocessing import Process, connection, get_context
@@ -24,26 +26,40 @@ from fleet.virtual.plan import Cell
 from lab.records.arm import ArmRecord
 from lab.records.documents import write_document
 
+PIPE_BYTES = 65_536
+
 
 def main() -> None:
-    plan, jobs = Path(sys.argv[1]), int(sys.argv[2])
-    waiting = msgspec.json.decode(plan.read_bytes(), type=list[Cell])
-    # What making an engine imports, the forks need not.
-    first = waiting[0]
-    cost = StepCost(first.forward, first.host)
-    VirtualEngine(first.members[0].arguments, cost, first.overlapping)
+    pipe, jobs = os.open(sys.argv[1], os.O_RDONLY), int(sys.argv[2])
+    waiting: list[Path] = []
     running: dict[int, tuple[Process, Cell]] = {}
-    while waiting or running:
+    more, rest, first = [pipe], b"", True
+    while more or waiting or running:
         while waiting and len(running) < jobs:
-            cell = waiting.pop(0)
+            cell = msgspec.json.decode(waiting.pop(0).read_bytes(), type=Cell)
+            if first:
+                _import_all(cell)
+                first = False
             process = get_context("fork").Process(target=_run, args=(cell,))
             process.start()
             running[process.sentinel] = process, cell
-        for sentinel in connection.wait(list(running)):
-            process, cell = running.pop(sentinel)
-            process.join()
-            if process.exitcode < 0:
-                _failed(cell, f"its process ended by signal {-process.exitcode}")
+        for ready in connection.wait([*running, *more]):
+            if ready in running:
+                process, cell = running.pop(ready)
+                process.join()
+                if process.exitcode < 0:
+                    _failed(cell, f"its process ended by signal {-process.exitcode}")
+            elif come := os.read(pipe, PIPE_BYTES):
+                *lines, rest = (rest + come).split(b"\n")
+                waiting += [Path(os.fsdecode(line)) for line in lines]
+            else:
+                more = []
+
+
+def _import_all(cell: Cell) -> None:
+    """What making an engine imports, the forks need not."""
+    cost = StepCost(cell.forward, cell.host)
+    VirtualEngine(cell.members[0].arguments, cost, cell.overlapping)
 
 
 def _run(cell: Cell) -> None:

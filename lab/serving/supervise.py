@@ -36,16 +36,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Supervised:
     """A running command with everything it started.
 
-    `command` runs with `env` and both its output streams in `log`.
+    `command` runs with `env` and both its output streams in `log`. Its temporary files
+    go to `scratch`, by default a new folder, which is removed after it has ended.
     """
 
-    def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        env: dict[str, str],
+        log: Path,
+        scratch: Path | None = None,
+    ) -> None:
         # Orphans of a killed supervisor come to us, where stop() finds them.
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._last_seen: list[int] = []
         # vLLM leaves sockets where temporary files go, so those get a place that goes
         # with the command.
-        self._scratch = tempfile.mkdtemp(prefix="kvtax-")
+        self._scratch = str(scratch or tempfile.mkdtemp(prefix="kvtax-"))
         with log.open("ab") as output:
             supervisor = [sys.executable, "-m", "lab.serving.supervise"]
             scratch = {"TMPDIR": self._scratch, "VLLM_RPC_BASE_PATH": self._scratch}

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs of an experiment in virtual time, on the hosts of a Ray cluster."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from fleet.experiment.arm import ExperimentContext
+from fleet.experiment.host import EXPERIMENT, TRACE, Task
+from fleet.experiment.plan import Run
+from lab.hosts.cluster import spread
+from lab.records.arm import PlannedArm
+
+MODULE = "fleet.experiment.host"
+
+
+def simulate_on_hosts(
+    address: str,
+    context: ExperimentContext,
+    runs: list[tuple[Run, PlannedArm]],
+    out: Path,
+) -> Iterator[Path]:
+    """As fleet.experiment.virtual.simulate, on all hosts of the cluster at `address`.
+
+    A run's folder appears whole. Raises HostsError.
+    """
+    files = {
+        EXPERIMENT: msgspec.json.encode(context.experiment),
+        TRACE: context.trace.read_bytes(),
+    }
+    tasks = [msgspec.json.encode(Task(run.folder, planned)) for run, planned in runs]
+    done_by: dict[str, int] = {}
+    for number, host, packed in spread(address, MODULE, files, tasks):
+        run, _ = runs[number]
+        yield _unpacked(packed, context.workshop.folder, out / run.folder)
+        done_by[host] = done_by.get(host, 0) + 1
+    for host, count in sorted(done_by.items()):
+        print(f"{host}: {count} runs", file=sys.stderr)
+
+
+def _unpacked(packed: bytes, aside: Path, folder: Path) -> Path:
+    """Put what a host made into `folder`, by way of a new folder in `aside`."""
+    made = Path(tempfile.mkdtemp(dir=aside)) / folder.name
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        tar.extractall(made, filter="data")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return made.rename(folder)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A host's agent: a Ray actor, which owns the process that does the work there."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+from lab.hosts.asked import PIPE, RESULTS, TASKS
+from lab.hosts.code import Code, code
+from lab.serving.server import tail
+from lab.serving.supervise import Supervised
+
+WATCH_EVERY_S = 0.01
+
+
+class AgentError(Exception):
+    """The host's process came to nothing; the message has the end of its log."""
+
+
+class Agent:
+    """Does tasks on its host by `python -m MODULE FOLDER`, as lab.hosts.asked says.
+
+    `files` are put into the folder before. Whatever ends this process ends that one,
+    too, and removes the folder.
+    """
+
+    def __init__(self, module: str, files: dict[str, bytes]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="kvtax-host-"))
+        for name, content in files.items():
+            (self._folder / name).write_bytes(content)
+        for name in (TASKS, RESULTS):
+            (self._folder / name).mkdir()
+        os.mkfifo(self._folder / PIPE)
+        # To open it for writing alone would wait until somebody reads.
+        self._pipe = os.open(self._folder / PIPE, os.O_RDWR)
+        # The folder goes with the process, but what it said last is wanted then.
+        self._log_fd = os.memfd_create("log")
+        self._log = Path(f"/proc/{os.getpid()}/fd/{self._log_fd}")
+        command = [sys.executable, "-m", module, str(self._folder)]
+        self._process = Supervised(command, dict(os.environ), self._log, self._folder)
+        self._numbers = itertools.count()
+        self._code = code()
+
+    def greet(self) -> tuple[Code, int]:
+        """The host's code, and how many tasks it can do at a time."""
+        return self._code, len(os.sched_getaffinity(0))
+
+    def run(self, task: bytes) -> bytes:
+        """Do it; what came out, as a tar file. Called from several threads at once.
+
+        Raises AgentError.
+        """
+        number = next(self._numbers)
+        (self._folder / TASKS / str(number)).write_bytes(task)
+        os.write(self._pipe, f"{number}\n".encode())
+        result = self._folder / RESULTS / str(number)
+        while not result.exists():
+            if self._process.poll() is not None:
+                self._process.stop()
+                raise AgentError(tail(self._log))
+            time.sleep(WATCH_EVERY_S)
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            tar.add(result, arcname=".")
+        shutil.rmtree(result)
+        return packed.getvalue()
+
+    def close(self) -> None:
+        self._process.stop()
+        os.close(self._pipe)
+        os.close(self._log_fd)

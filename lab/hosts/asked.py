@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces of work that a process is asked for, through files in a folder of its own.
+
+The agent of the host (lab.hosts.agent) makes the folder and starts the process in it:
+
+    FOLDER/asked        a pipe: each line is the number of a task
+    FOLDER/tasks/N      what is to be done
+    FOLDER/results/N    a folder with what came out of it, complete once it is there
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+PIPE, TASKS, RESULTS = "asked", "tasks", "results"
+PIPE_BYTES = 65_536
+
+
+class Asked:
+    """The tasks that come to the process of `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pipe = os.open(folder / PIPE, os.O_RDONLY)
+        self._rest = b""
+        self.open = True
+
+    def come(self, wait_s: float) -> list[tuple[int, bytes]]:
+        """Numbers and contents of tasks that came; waits up to `wait_s` for one.
+
+        `open` is False once none can come any more.
+        """
+        if not self.open or not select.select([self._pipe], [], [], wait_s)[0]:
+            return []
+        told = os.read(self._pipe, PIPE_BYTES)
+        self.open = bool(told)
+        *lines, self._rest = (self._rest + told).split(b"\n")
+        return [
+            (int(line), (self._folder / TASKS / line.decode()).read_bytes())
+            for line in lines
+        ]
+
+    def done(self, number: int, result: Path) -> None:
+        """Hand over the folder `result`, which must be on the same file system."""
+        result.rename(self._folder / RESULTS / str(number))

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spreads tasks over the hosts of a Ray cluster; each is done once."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from lab.hosts.agent import Agent
+from lab.hosts.code import code, differences
+from lab.hosts.errors import HostsError
+
+# Each core has another task waiting, so that it need not wait for one.
+TASKS_PER_CORE = 2
+# Of one agent at a time: each is a thread there.
+MOST_CALLS = 300
+NODES_EVERY_S = 1.0
+WAIT_S = 0.2
+# An agent answers at once; one that takes so long hangs.
+SILENT_S = 60.0
+# So long without any host is too long.
+NO_HOST_S = 60.0
+# A task whose hosts were lost so often may be what ends them.
+MOST_LOST = 3
+CLOSE_S = 30.0
+CONNECT_S = 10.0
+
+
+@dataclass
+class _Host:
+    """A node of the cluster with an agent; `slots` is 0 until it has answered."""
+
+    name: str
+    agent: Any
+    slots: int = 0
+    doing: dict[Any, int] = field(default_factory=dict)
+    asked: Any = None
+    asked_at_s: float = 0.0
+
+
+def spread(
+    address: str, module: str, files: dict[str, bytes], tasks: Sequence[bytes]
+) -> Iterator[tuple[int, str, bytes]]:
+    """Have all `tasks` done by lab.hosts.agent on the hosts of the cluster.
+
+    Yields, as they are done, a task's index, the host's name and its result. A task
+    whose host is lost is done again elsewhere; hosts that come later are used, those
+    with other code are not. Raises HostsError.
+    """
+    try:
+        _require_listener(address)
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (RayError, OSError, ValueError, RuntimeError) as error:
+        raise HostsError(
+            f"no Ray cluster at {address}: {error}\n`ray start --head` begins one, and "
+            "`ray status` says what it has"
+        ) from None
+    hosts = _Hosts(module, files)
+    try:
+        yield from _all_done(hosts, tasks)
+    finally:
+        hosts.close()
+        ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Ray would try for minutes. Raises OSError, or ValueError for no HOST:PORT."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), CONNECT_S).close()
+
+
+def _all_done(
+    hosts: _Hosts, tasks: Sequence[bytes]
+) -> Iterator[tuple[int, str, bytes]]:
+    left = deque(range(len(tasks)))
+    lost = [0] * len(tasks)
+    # A host that is lost may have ended a task before.
+    open_tasks = set(left)
+    while open_tasks:
+        hosts.look()
+        for host in hosts.ready():
+            most = min(host.slots * TASKS_PER_CORE, MOST_CALLS - 2)
+            while left and len(host.doing) < most:
+                task = left.popleft()
+                host.doing[host.agent.run.remote(tasks[task])] = task
+        for host, task, result in hosts.results():
+            open_tasks.remove(task)
+            yield task, host.name, result
+        for task in hosts.take_lost():
+            lost[task] += 1
+            if lost[task] == MOST_LOST:
+                raise HostsError(
+                    f"a task was lost with {MOST_LOST} hosts, the last time with "
+                    f"{hosts.last_loss}"
+                )
+            left.appendleft(task)
+
+
+class _Hosts:
+    """The hosts that are there now, and what they are doing."""
+
+    def __init__(self, module: str, files: dict[str, bytes]) -> None:
+        self._module = module
+        self._files = ray.put(files)
+        self._code = code()
+        self._hosts: dict[str, _Host] = {}
+        self._refused: dict[str, str] = {}
+        self._lost: list[int] = []
+        self._looked_s = 0.0
+        self._seen_s = time.monotonic()
+        self.last_loss = ""
+
+    def look(self) -> None:
+        """See which nodes came or went, and which agents still answer."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < NODES_EVERY_S:
+            return
+        self._looked_s = now_s
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        for node in self._hosts.keys() - alive.keys():
+            self._lose(node, "its node left the cluster")
+        for node in alive.keys() - self._hosts.keys() - self._refused.keys():
+            self._hosts[node] = self._begin(node, alive[node]["NodeManagerAddress"])
+        for node, host in list(self._hosts.items()):
+            self._hear(node, host, now_s)
+        if self._hosts:
+            self._seen_s = now_s
+        elif now_s - self._seen_s > NO_HOST_S:
+            reasons = "; ".join(self._refused.values()) or "the cluster has no node"
+            raise HostsError(f"no host for {NO_HOST_S:.0f} s: {reasons}")
+
+    def ready(self) -> list[_Host]:
+        return [host for host in self._hosts.values() if host.slots]
+
+    def results(self) -> Iterator[tuple[_Host, int, bytes]]:
+        """What has been done; waits a moment if nothing has."""
+        doing = {
+            ref: (node, host)
+            for node, host in self._hosts.items()
+            for ref in host.doing
+        }
+        if not doing:
+            time.sleep(WAIT_S)
+            return
+        done, _ = ray.wait(list(doing), num_returns=len(doing), timeout=0)
+        if not done:
+            done, _ = ray.wait(list(doing), num_returns=1, timeout=WAIT_S)
+        for ref in done:
+            node, host = doing[ref]
+            if node not in self._hosts:
+                continue
+            try:
+                result = ray.get(ref)
+            except RayError as error:
+                self._lose(node, _in_short(error))
+                continue
+            yield host, host.doing.pop(ref), result
+
+    def take_lost(self) -> list[int]:
+        """The tasks whose host was lost since last asked."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def close(self) -> None:
+        """Stop what runs on the hosts."""
+        closing = [host.agent.close.remote() for host in self._hosts.values()]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
+        for host in self._hosts.values():
+            ray.kill(host.agent)
+
+    def _begin(self, node: str, name: str) -> _Host:
+        agent = ray.remote(Agent).options(
+            num_cpus=0,
+            max_concurrency=MOST_CALLS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        return _Host(name, agent.remote(self._module, self._files))
+
+    def _hear(self, node: str, host: _Host, now_s: float) -> None:
+        """Ask the agent for its code, and give the host up if it does not answer."""
+        if host.asked is None:
+            host.asked, host.asked_at_s = host.agent.greet.remote(), now_s
+            return
+        if not ray.wait([host.asked], timeout=0)[0]:
+            if now_s - host.asked_at_s > SILENT_S:
+                self._lose(node, f"its agent did not answer for {SILENT_S:.0f} s")
+            return
+        try:
+            its_code, host.slots = ray.get(host.asked)
+        except RayError as error:
+            self._lose(node, _in_short(error))
+            return
+        host.asked = None
+        if different := differences(self._code, its_code):
+            self._refused[node] = f"{host.name} has other code: {', '.join(different)}"
+            self._lose(node, self._refused[node])
+
+    def _lose(self, node: str, why: str) -> None:
+        host = self._hosts.pop(node)
+        self.last_loss = f"{host.name}: {why}"
+        print(f"given up {self.last_loss}", file=sys.stderr)
+        self._lost += host.doing.values()
+        ray.kill(host.agent)
+
+
+def _in_short(error: RayError) -> str:
+    if isinstance(error, RayTaskError):
+        return str(error.cause)
+    if isinstance(error, RayActorError):
+        return "its agent ended"
+    return str(error)

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of work on hosts, for those who must not import Ray."""
+
+
+class HostsError(Exception):
+    """The hosts cannot do the work; the message says why and what to do."""

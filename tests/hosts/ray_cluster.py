@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray cluster of several hosts on this machine: each has a network of its own.
+
+A host is a network namespace with an address, joined to the others by a bridge in a
+namespace more. A namespace lives as long as a process in it, so nothing of it outlives
+the test. Needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from lab.paths import REPOSITORY
+from lab.serving.supervise import Supervised, descendants, signal_all
+
+RAY = str(Path(sys.executable).with_name("ray"))
+PORT = 6379
+OBJECT_STORE_BYTES = 100_000_000
+READY_S = 60
+
+
+class Namespace:
+    """A network of its own, kept by a process that sleeps."""
+
+    def __init__(self, log: Path) -> None:
+        command = ["unshare", "--net", "sleep", "infinity"]
+        self._keeper = Supervised(command, dict(os.environ), log)
+        while not (pids := self._keeper.pids()) or not _has_own_network(pids[0]):
+            time.sleep(0.01)
+        self.pid = pids[0]
+
+    def inside(self, *command: str) -> list[str]:
+        return ["nsenter", f"--net=/proc/{self.pid}/ns/net", *command]
+
+    def ip(self, words: str) -> None:
+        subprocess.run(self.inside("ip", *words.split()), check=True)
+
+    def stop(self) -> None:
+        self._keeper.stop()
+
+
+class Host:
+    """A node of the cluster, at 10.77.0.`number`; the first is its head."""
+
+    def __init__(self, cluster: RayCluster, number: int) -> None:
+        self.address = f"10.77.0.{number}"
+        self.number = number
+        self._cluster = cluster
+        self._log = cluster.folder / f"host{number}.log"
+        self.network = Namespace(self._log)
+        switch = cluster.switch
+        switch.ip(
+            f"link add p{number} type veth peer name eth0 netns {self.network.pid}"
+        )
+        switch.ip(f"link set p{number} master br0 up")
+        self.network.ip("link set lo up")
+        self.network.ip(f"addr add {self.address}/24 dev eth0")
+        self.network.ip("link set eth0 up")
+        # By the way to anywhere, Ray learns its own address.
+        self.network.ip("route add default dev eth0")
+        self.ray = self._start()
+
+    def _start(self) -> Supervised:
+        role = ["--head", f"--port={PORT}", f"--temp-dir={self._cluster.folder}/ray"]
+        if self.number > 1:
+            role = [f"--address={self._cluster.address}"]
+        command = [RAY, "start", "--block", "--disable-usage-stats", "--num-cpus=1"]
+        command += [*role, f"--node-ip-address={self.address}"]
+        command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        if self.number == 1:
+            command += ["--include-dashboard=false"]
+        env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        return Supervised(self.network.inside(*command), env, self._log)
+
+    def kill(self) -> None:
+        """All of it at once, as when a machine loses its power."""
+        signal_all(descendants(self.ray.supervisor_pid), 9)
+
+    def cut(self) -> None:
+        """Take the host's cable out."""
+        self._cluster.switch.ip(f"link set p{self.number} down")
+
+    def stop(self) -> None:
+        self.ray.stop()
+        self.network.stop()
+
+
+class RayCluster:
+    """`count` hosts; leaving the context ends them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._stack = ExitStack()
+
+    def __enter__(self) -> RayCluster:
+        with ExitStack() as stack:
+            # Ray's sockets are below it, and their names must be short.
+            made = tempfile.TemporaryDirectory(prefix="kvh", ignore_cleanup_errors=True)
+            self.folder = Path(stack.enter_context(made))
+            self.switch = Namespace(self.folder / "switch.log")
+            stack.callback(self.switch.stop)
+            self.switch.ip("link add br0 type bridge")
+            self.switch.ip("link set br0 up")
+            self._stack = stack
+            self.hosts: list[Host] = []
+            for _ in range(self._count):
+                self.add()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @property
+    def address(self) -> str:
+        return f"10.77.0.1:{PORT}"
+
+    def add(self) -> Host:
+        host = Host(self, len(self.hosts) + 1)
+        self._stack.callback(host.stop)
+        self.hosts.append(host)
+        self.wait_for(len(self.hosts))
+        return host
+
+    def on_head(self, *command: str) -> list[str]:
+        """`command`, as it runs on the first host."""
+        return self.hosts[0].network.inside(*command)
+
+    def wait_for(self, count: int) -> None:
+        """Until so many hosts have joined."""
+        asking = self.on_head(sys.executable, "-c", ALIVE, self.address)
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            told = subprocess.run(asking, capture_output=True, text=True)
+            if told.stdout.strip() == str(count):
+                return
+            time.sleep(0.2)
+        raise TimeoutError(f"not {count} hosts within {READY_S} s: {told.stderr}")
+
+
+ALIVE = """
+import sys
+from ray._raylet import GcsClient
+client = GcsClient(address=sys.argv[1])
+print(sum(one.state == 0 for one in client.get_all_node_info().values()))
+"""
+
+
+def _has_own_network(pid: int) -> bool:
+    own = os.readlink("/proc/self/ns/net")
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net") != own
+    except OSError:
+        return False

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is lost, each task is done once, and nothing stays on any host."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from ray_cluster import Host, RayCluster
+
+from lab.paths import REPOSITORY
+from lab.serving.supervise import descendants
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(os.geteuid() != 0, reason="networks of its own need root"),
+]
+
+COUNT, SECONDS = 60, 0.5
+DEADLINE_S = 240
+# A host that was cut off gives up after a minute.
+CLEAN_S = 120
+
+
+@pytest.fixture
+def cluster() -> Iterator[RayCluster]:
+    with RayCluster(3) as cluster:
+        yield cluster
+
+
+class Spreading:
+    """A command that spreads squares over the cluster, and what it has printed."""
+
+    def __init__(self, process: subprocess.Popen, folder: Path) -> None:
+        self.process = process
+        self._folder = folder
+
+    def lines(self) -> list[tuple[int, int, str]]:
+        whole = (self._folder / "out").read_text().rpartition("\n")[0].splitlines()
+        # Ray itself prints that a node is lost.
+        return [tuple(json.loads(line)) for line in whole if line.startswith("[")]
+
+    @property
+    def told(self) -> str:
+        return (self._folder / "err").read_text()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not until():
+            assert self.process.poll() is None, self.told
+            assert time.monotonic() < deadline, self.told
+            time.sleep(0.05)
+
+
+@contextmanager
+def spreading(
+    cluster: RayCluster, folder: Path, count: int = COUNT, seconds: float = SECONDS
+) -> Iterator[Spreading]:
+    command = [sys.executable, "-m", "tests.hosts.spread_squares", cluster.address]
+    command = cluster.on_head(*command, str(count), str(seconds))
+    with (
+        (folder / "out").open("wb") as out,
+        (folder / "err").open("wb") as err,
+        subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=err) as process,
+    ):
+        try:
+            yield Spreading(process, folder)
+        finally:
+            process.kill()
+
+
+def on(host: Host, what: str) -> list[int]:
+    """Processes of this host whose command line has `what`."""
+    return [
+        pid
+        for pid in descendants(host.ray.supervisor_pid)
+        if what in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    ]
+
+
+AGENT, WORK = "ray::Agent", "tests.hosts.squares"
+
+
+def lose_raylet(host: Host) -> None:
+    host.kill()
+
+
+def lose_agent(host: Host) -> None:
+    for pid in on(host, AGENT):
+        os.kill(pid, signal.SIGKILL)
+
+
+def lose_work(host: Host) -> None:
+    """Its supervisor, too, or that would notice and clean up."""
+    for pid in on(host, WORK):
+        os.kill(pid, signal.SIGKILL)
+
+
+def hang_agent(host: Host) -> None:
+    for pid in on(host, AGENT):
+        os.kill(pid, signal.SIGSTOP)
+
+
+def cut(host: Host) -> None:
+    host.cut()
+
+
+def left_behind(cluster: RayCluster) -> list[str]:
+    """Processes of work, and folders of it, wherever they are."""
+    left = [str(path) for path in Path("/tmp").glob("kvtax-host-*")]
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = process.read_text()
+        except OSError:
+            continue
+        if WORK in command and "spread" not in command:
+            left.append(command.replace("\0", " "))
+    return left
+
+
+def nothing_stays(cluster: RayCluster) -> None:
+    deadline = time.monotonic() + CLEAN_S
+    while left_behind(cluster):
+        assert time.monotonic() < deadline, left_behind(cluster)
+        time.sleep(0.1)
+
+
+def all_once(found: Spreading, count: int = COUNT) -> None:
+    assert sorted(line[:2] for line in found.lines()) == [
+        (value, value**2) for value in range(count)
+    ]
+
+
+def test_all_hosts_do_a_share_and_each_task_is_done_once(cluster, tmp_path):
+    with spreading(cluster, tmp_path) as found:
+        assert found.process.wait(DEADLINE_S) == 0, found.told
+    all_once(found)
+    assert {line[2] for line in found.lines()} == {h.address for h in cluster.hosts}
+    nothing_stays(cluster)
+
+
+@pytest.mark.parametrize("fault", [lose_raylet, lose_agent, lose_work, hang_agent, cut])
+def test_a_host_is_lost_and_the_others_do_its_tasks(cluster, tmp_path, fault):
+    lost = cluster.hosts[1]
+    with spreading(cluster, tmp_path) as found:
+        found.wait(lambda: lost.address in {line[2] for line in found.lines()})
+        fault(lost)
+        assert found.process.wait(DEADLINE_S) == 0, found.told
+    assert f"given up {lost.address}" in found.told
+    all_once(found)
+    nothing_stays(cluster)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_command_is_ended_and_nothing_stays_on_any_host(cluster, tmp_path, number):
+    with spreading(cluster, tmp_path, seconds=5) as found:
+        found.wait(lambda: all(on(host, WORK) for host in cluster.hosts))
+        found.process.send_signal(number)
+        found.process.wait(DEADLINE_S)
+    nothing_stays(cluster)
+
+
+def test_two_commands_at_once_do_not_disturb_each_other(cluster, tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    with (
+        spreading(cluster, tmp_path / "one") as one,
+        spreading(cluster, tmp_path / "other") as other,
+    ):
+        for found in (one, other):
+            assert found.process.wait(DEADLINE_S) == 0, found.told
+    all_once(one)
+    all_once(other)
+    nothing_stays(cluster)
+
+
+def test_without_a_cluster_the_command_says_so(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "tests.hosts.spread_squares",
+        "127.0.0.1:1",
+        "1",
+        "0",
+    ]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 2
+    assert "no Ray cluster at 127.0.0.1:1" in done.stderr
