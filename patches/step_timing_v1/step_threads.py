@@ -47,7 +47,9 @@ class ThreadsFile(RecordFile):
         super().flush()
 
     def _record(self) -> ThreadTimes:
-        t_ns, (now_ns, ended_ns) = time.perf_counter_ns(), _cpu_ns_of_threads()
+        # The step first: it has begun by t_ns, however long this thread is held up.
+        step_id, t_ns = self._last_step_id(), time.perf_counter_ns()
+        now_ns, ended_ns = _cpu_ns_of_threads()
         names = _names(now_ns.keys() - self._of_executor)
         # What a thread took before it ended is the process's now.
         gone = self._last_ns.keys() - now_ns.keys()
@@ -58,7 +60,7 @@ class ThreadsFile(RecordFile):
             spent_us = (cpu_ns - self._last_ns.get(thread, 0)) / 1e3
             threads[name] = threads.get(name, 0) + spent_us
         self._last_ns, self._ended_ns = now_ns, max(ended_ns, self._ended_ns)
-        return ThreadTimes(t_ns, self._last_step_id(), threads)
+        return ThreadTimes(t_ns, step_id, threads)
 
 
 def _cpu_ns_of_threads() -> tuple[dict[int, int], int]:
