@@ -149,11 +149,12 @@ def test_the_trees_are_gone_and_no_server_is_left(whole):
 
 
 def test_a_server_that_dies_fails_its_config_and_not_the_others(hurt):
-    """Neither the one before it nor the one after; its other server still counts."""
+    """Neither the one before it nor the one after; its other servers still count."""
     assert hurt.status == 1
     noop = hurt.configs["noop"]
-    assert noop["n_repeats"] == 2
     assert "r0: the server died" in noop["error"]
+    # A server that measured while others slowed the machine down does not count either.
+    assert noop["n_repeats"] == 2 - noop["error"].count("set aside: the machine was")
     lost = noop["requests"]
     assert lost["scheduled"] == lost["ok"] + lost["failed"] + lost["cancelled"]
     assert "some trials failed" in hurt.summary and "`noop`" in hurt.summary
