@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from . import (
+    cache_aware,
     direct_read,
     elastic,
     elastic_study,
@@ -22,6 +23,8 @@ from . import (
     migrate,
     pd_sep,
     round_robin,
+    session_hash,
+    weighted,
 )
 from .decision import Ask, Candidate, Decision, NoInstance, Policy, Snapshot
 
@@ -45,6 +48,9 @@ _MODULES: dict[str, ModuleType] = {
     "load_only": load_only,
     "linear": linear,
     "lmetric": lmetric,
+    "session_hash": session_hash,
+    "cache_aware": cache_aware,
+    "weighted": weighted,
     "pd_sep": pd_sep,
     "elastic": elastic,
     "elastic_study": elastic_study,

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from snapshots import asks, candidate, decide, snapshots
 
 from fleet.policies import (
     POLICIES,
     Ask,
+    Candidate,
     NoInstance,
     PolicyError,
     Snapshot,
@@ -102,6 +106,78 @@ def test_lmetric_multiplies_prefill_work_by_the_batch_it_joins() -> None:
     b = candidate("b", requests=0)
     assert decide("lmetric", [a, b]).scores == {"a": 200 * 4, "b": 1000}
     assert decide("lmetric", [a, b]).instance == "a"
+
+
+def test_cache_aware_takes_the_longest_prefix_above_a_share_of_the_prompt() -> None:
+    busy = candidate("busy", requests=9, cached_tokens=301)
+    idle = candidate("idle", cached_tokens=300)
+    assert decide("cache_aware", [busy, idle]).instance == "busy"
+    assert decide("cache_aware", [busy, idle], prompt_tokens=1004).instance == "idle"
+    assert decide("cache_aware", [busy, idle], match_share=0.31).instance == "idle"
+    alike = candidate("alike", requests=8, cached_tokens=301)
+    assert decide("cache_aware", [busy, alike]).instance == "alike"
+
+
+def test_cache_aware_leaves_the_cache_where_load_is_uneven_by_both_limits() -> None:
+    def chosen(busy: int, idle: int) -> str:
+        cached = candidate("busy", requests=busy, cached_tokens=1000)
+        return decide(
+            "cache_aware", [cached, candidate("idle", requests=idle)]
+        ).instance
+
+    assert chosen(busy=64, idle=0) == "busy"
+    assert chosen(busy=65, idle=0) == "idle"
+    # 65 more, but not one and a half times as many.
+    assert chosen(busy=195, idle=130) == "busy"
+
+
+def test_weighted_adds_up_what_is_cached_the_queue_and_free_kv() -> None:
+    a = candidate("a", requests=4, cached_tokens=500, ongoing_tokens=30, kv_tokens=100)
+    b = candidate("b", requests=1)
+    c = candidate("c", requests=2, cached_tokens=9999)
+    decision = decide("weighted", [a, b, c])
+    assert decision.scores == pytest.approx(
+        {
+            "a": -(3 * 0.5 + 2 * 0 + 2 * 0.7),
+            "b": -(3 * 0 + 2 * 1 + 2 * 1),
+            "c": -(3 * 1 + 2 * 2 / 3 + 2 * 1),
+        }
+    )
+    assert decision.instance == "c"
+    assert decide("weighted", [a, b, c], prefix=0).instance == "b"
+
+
+@given(session=st.text(), count=st.integers(2, 9), gone=st.integers(0, 8))
+def test_session_hash_moves_only_the_sessions_of_the_instance_that_goes(
+    session: str, count: int, gone: int
+) -> None:
+    every = [candidate(f"i{n}") for n in range(count)]
+    left = [one for n, one in enumerate(every) if n != gone % count]
+
+    def chosen(candidates: list[Candidate]) -> str:
+        snapshot = Snapshot(candidates, None, 0, 0)
+        parameters = parameters_of("session_hash", {})
+        ask = Ask(session, 1000)
+        return POLICIES["session_hash"](ask, snapshot, parameters).instance
+
+    if chosen(every) in [one.name for one in left]:
+        assert chosen(left) == chosen(every)
+
+
+def test_session_hash_spreads_sessions_and_requests_without_one() -> None:
+    four = [candidate(name) for name in "abcd"]
+    for asked in (
+        [Ask(f"session {n}", 1000) for n in range(400)],
+        [Ask(None, 1000)] * 400,
+    ):
+        counts = Counter(
+            POLICIES["session_hash"](
+                ask, Snapshot(four, None, n, 0), parameters_of("session_hash", {})
+            ).instance
+            for n, ask in enumerate(asked)
+        )
+        # 100 each; the deviation is 8.7.
+        assert all(65 <= counts[name] <= 135 for name in "abcd")
 
 
 def test_a_tie_goes_to_fewer_requests_then_fewer_tokens_then_in_turn() -> None:
