@@ -38,6 +38,8 @@ from lab.serving.ports import PortsError, reserve
 from lab.serving.server import ServerError, http_ok, tail
 from lab.serving.supervise import Supervised, descendants
 
+# What the folder of an experiment replays.
+TRACE = "trace.jsonl.gz"
 PROXY_DEADLINE_S = 30.0
 # fleet.replay's: all went well, a request failed, requests were sent late. What that
 # means for a comparison is for fleet.analyze.refusals to say.

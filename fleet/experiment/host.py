@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the runs in virtual time that its host is asked for: lab.hosts starts it.
+"""Makes the runs in virtual time that its host is asked for.
 
-python -m fleet.experiment.host FOLDER
+lab.hosts.agent starts it, as python -m fleet.experiment.host FOLDER.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.experiment.arm import ExperimentContext
+from fleet.experiment.arm import TRACE, ExperimentContext
 from fleet.experiment.config import Experiment
 from fleet.experiment.plan import plan
 from fleet.experiment.virtual import WATCH_EVERY_S, Simulation
@@ -20,7 +20,7 @@ from lab.hosts.asked import Asked
 from lab.records.arm import PlannedArm
 from lab.serving.supervise import exit_on_signals
 
-EXPERIMENT, TRACE = "experiment.json", "trace.jsonl.gz"
+EXPERIMENT = "experiment.json"
 
 
 class Task(msgspec.Struct, frozen=True):

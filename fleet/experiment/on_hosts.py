@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.experiment.arm import ExperimentContext
-from fleet.experiment.host import EXPERIMENT, TRACE, Task
+from fleet.experiment.arm import TRACE, ExperimentContext
+from fleet.experiment.host import EXPERIMENT, Task
 from fleet.experiment.plan import Run
 from lab.hosts.cluster import spread
 from lab.records.arm import PlannedArm

@@ -22,19 +22,17 @@ import msgspec
 from fleet.virtual.cell import run_cell
 from fleet.virtual.cost import StepCost
 from fleet.virtual.engine import VirtualEngine
+from fleet.virtual.failed import failed
 from fleet.virtual.plan import Cell
-from lab.records.arm import ArmRecord
-from lab.records.documents import write_document
-
-PIPE_BYTES = 65_536
+from lab.serving.lines import Lines
 
 
 def main() -> None:
-    pipe, jobs = os.open(sys.argv[1], os.O_RDONLY), int(sys.argv[2])
+    files, jobs = Lines(Path(sys.argv[1])), int(sys.argv[2])
     waiting: list[Path] = []
     running: dict[int, tuple[Process, Cell]] = {}
-    more, rest, first = [pipe], b"", True
-    while more or waiting or running:
+    first = True
+    while files.open or waiting or running:
         while waiting and len(running) < jobs:
             cell = msgspec.json.decode(waiting.pop(0).read_bytes(), type=Cell)
             if first:
@@ -43,17 +41,14 @@ def main() -> None:
             process = get_context("fork").Process(target=_run, args=(cell,))
             process.start()
             running[process.sentinel] = process, cell
-        for ready in connection.wait([*running, *more]):
+        for ready in connection.wait([*running, *([files] if files.open else [])]):
             if ready in running:
                 process, cell = running.pop(ready)
                 process.join()
                 if process.exitcode < 0:
-                    _failed(cell, f"its process ended by signal {-process.exitcode}")
-            elif come := os.read(pipe, PIPE_BYTES):
-                *lines, rest = (rest + come).split(b"\n")
-                waiting += [Path(os.fsdecode(line)) for line in lines]
+                    failed(cell, f"its process ended by signal {-process.exitcode}")
             else:
-                more = []
+                waiting += [Path(os.fsdecode(line)) for line in files.come()]
 
 
 def _import_all(cell: Cell) -> None:
@@ -67,14 +62,7 @@ def _run(cell: Cell) -> None:
         run_cell(cell)
     except Exception as error:
         traceback.print_exc()
-        _failed(cell, f"{type(error).__name__}: {error}")
-
-
-def _failed(cell: Cell, why: str) -> None:
-    folder = Path(cell.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    told = msgspec.structs.asdict(cell.planned)
-    write_document(folder / "arm.json", ArmRecord(**told, status="failed", error=why))
+        failed(cell, f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ The agent of the host (lab.hosts.agent) makes the folder and starts the process 
 
 from __future__ import annotations
 
-import os
 import select
 from pathlib import Path
 
+from lab.serving.lines import Lines
+
 PIPE, TASKS, RESULTS = "asked", "tasks", "results"
-PIPE_BYTES = 65_536
 
 
 class Asked:
@@ -23,23 +23,20 @@ class Asked:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pipe = os.open(folder / PIPE, os.O_RDONLY)
-        self._rest = b""
-        self.open = True
+        self._lines = Lines(folder / PIPE)
+
+    @property
+    def open(self) -> bool:
+        """False once no task can come any more."""
+        return self._lines.open
 
     def come(self, wait_s: float) -> list[tuple[int, bytes]]:
-        """Numbers and contents of tasks that came; waits up to `wait_s` for one.
-
-        `open` is False once none can come any more.
-        """
-        if not self.open or not select.select([self._pipe], [], [], wait_s)[0]:
+        """Numbers and contents of tasks that came; waits up to `wait_s` for one."""
+        if not self.open or not select.select([self._lines], [], [], wait_s)[0]:
             return []
-        told = os.read(self._pipe, PIPE_BYTES)
-        self.open = bool(told)
-        *lines, self._rest = (self._rest + told).split(b"\n")
         return [
             (int(line), (self._folder / TASKS / line.decode()).read_bytes())
-            for line in lines
+            for line in self._lines.come()
         ]
 
     def done(self, number: int, result: Path) -> None:

@@ -77,6 +77,8 @@ def _require_listener(address: str) -> None:
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError("an address is HOST:PORT, or auto")
     socket.create_connection((host, int(port)), CONNECT_S).close()
 
 
@@ -85,7 +87,6 @@ def _all_done(
 ) -> Iterator[tuple[int, str, bytes]]:
     left = deque(range(len(tasks)))
     lost = [0] * len(tasks)
-    # A host that is lost may have ended a task before.
     open_tasks = set(left)
     while open_tasks:
         hosts.look()
@@ -204,8 +205,9 @@ class _Hosts:
             return
         host.asked = None
         if different := differences(self._code, its_code):
-            self._refused[node] = f"{host.name} has other code: {', '.join(different)}"
-            self._lose(node, self._refused[node])
+            why = f"it has other code: {', '.join(different)}"
+            self._refused[node] = f"{host.name}: {why}"
+            self._lose(node, why)
 
     def _lose(self, node: str, why: str) -> None:
         host = self._hosts.pop(node)

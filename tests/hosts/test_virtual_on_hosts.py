@@ -14,32 +14,13 @@ import pytest
 from ray_cluster import RayCluster
 
 from lab.paths import REPOSITORY
+from tests.fleet.virtual.two_arms import two_arms
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(os.geteuid() != 0, reason="networks of its own need root"),
 ]
 
-EXPERIMENT = """
-summary = "two instances, in virtual time"
-profile = "h20-30b-a3b"
-instances = 2
-concurrency = [1, 2]
-repeats = 4
-baseline = "linear"
-
-[workload]
-trace = "traces/claude_code_sessions_le62k.jsonl.gz"
-sessions = 8
-max_turns = 3
-max_output_tokens = 40
-
-[arms.linear]
-policy = "linear"
-
-[arms.round_robin]
-policy = "round_robin"
-"""
 RUNS = 16
 DEADLINE_S = 300
 
@@ -47,7 +28,7 @@ DEADLINE_S = 300
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "two_arms.toml"
-    path.write_text(EXPERIMENT)
+    path.write_text(two_arms([1, 2], repeats=4))
     return path
 
 

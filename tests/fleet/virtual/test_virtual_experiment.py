@@ -15,29 +15,10 @@ from fleet.trace import read_trace
 from fleet.virtual.bound import bounds, measured
 from lab.paths import CONFIGS, REPOSITORY
 from lab.serving.settings import Forward
+from tests.fleet.virtual.two_arms import two_arms
 
 pytestmark = pytest.mark.slow
 
-TWO_ARMS = """
-summary = "two instances, in virtual time"
-profile = "h20-30b-a3b"
-instances = 2
-concurrency = [2]
-repeats = 2
-baseline = "linear"
-
-[workload]
-trace = "traces/claude_code_sessions_le62k.jsonl.gz"
-sessions = 8
-max_turns = 3
-max_output_tokens = 40
-
-[arms.linear]
-policy = "linear"
-
-[arms.round_robin]
-policy = "round_robin"
-"""
 DEADLINE_S = 300
 
 
@@ -55,7 +36,7 @@ def run(config: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "two_arms.toml"
-    path.write_text(TWO_ARMS)
+    path.write_text(two_arms([2], repeats=2))
     return path
 
 
