@@ -33,6 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "observatory": {"lab", "blockpatch", "connectors", "microbench", "page"},
     "fleet": {"lab", "blockpatch", "page"},
     "fleet.policies": {"lab.records"},
+    "fleet.virtual": {"fleet", "lab", "connectors"},
     "fleet.analyze": ANALYSIS | {"fleet.policies", "page"},
     "costs": {
         "lab",

@@ -47,47 +47,51 @@ class DirectReadConnector(KVConnectorBase_V1):
         kv_cache_config: "KVCacheConfig",
     ):
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: DirectReadScheduler | None = None
+        self.connector_scheduler: DirectReadScheduler | None = None
         self._worker: DirectReadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = _new_scheduler(vllm_config, kv_cache_config)
+            self.connector_scheduler = _new_scheduler(vllm_config, kv_cache_config)
         else:
             self._worker = _new_worker(vllm_config, kv_cache_config)
 
     def shutdown(self) -> None:
-        for side in (self._scheduler, self._worker):
+        for side in (self.connector_scheduler, self._worker):
             if side is not None:
                 side.shutdown()
 
     # Scheduler side.
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
-        assert self._scheduler is not None
-        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.bind_gpu_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        assert self._scheduler is not None
-        self._scheduler.set_workers(metadata)
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.set_workers(metadata)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        assert self._scheduler is not None
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        assert self.connector_scheduler is not None
+        return self.connector_scheduler.get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        assert self._scheduler is not None
-        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.update_state_after_alloc(
+            request, blocks, num_external_tokens
+        )
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
-        self._scheduler.request_finished(request)
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.request_finished(request)
         return False, None
 
     # A step begins at the end of its schedule() and ends with its update_from_output().
@@ -95,8 +99,10 @@ class DirectReadConnector(KVConnectorBase_V1):
     def build_connector_meta(
         self, scheduler_output: "SchedulerOutput"
     ) -> KVConnectorMetadata:
-        assert self._scheduler is not None
-        return self._scheduler.begin_step(scheduler_output.num_scheduled_tokens)
+        assert self.connector_scheduler is not None
+        return self.connector_scheduler.begin_step(
+            scheduler_output.num_scheduled_tokens
+        )
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
         """Ends the step. It has no events.
@@ -105,8 +111,8 @@ class DirectReadConnector(KVConnectorBase_V1):
         that 0.18.1 calls in every update_from_output: update_connector_output is left
         out where the worker has nothing to report.
         """
-        assert self._scheduler is not None
-        self._scheduler.finish_step()
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.finish_step()
         return ()
 
     # Worker side.

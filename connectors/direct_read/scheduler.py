@@ -52,9 +52,10 @@ class DirectReadScheduler:
         self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._block_size = self._spec.block_size
         self._admission: Admission | None = None
-        self._ledger: BlockLedger | None = None
         self._server: Server | None = None
-        self._lookups: Lookups | None = None
+        # Public: fleet/virtual/reads.py asks the ledgers without a network.
+        self.ledger: BlockLedger | None = None
+        self.lookups: Lookups | None = None
         # By request, until its pull begins. Then None, as for a request without a pull:
         # each pulls once, and after a failure or a preemption it is computed here.
         self._asked: dict[str, Asked | None] = {}
@@ -66,11 +67,11 @@ class DirectReadScheduler:
             self._admission = Admission(block_pool, self._block_size)
         if self._settings.serves:
             readers = self._vllm_config.parallel_config.tensor_parallel_size
-            self._ledger = BlockLedger(block_pool, readers)
+            self.ledger = BlockLedger(block_pool, readers)
 
     def set_workers(self, workers: dict[int, DirectReadHandshake]) -> None:
         """Takes the workers by TP rank. Raises RuntimeError if vLLM lacks a patch."""
-        if self._admission is None and self._ledger is None:
+        if self._admission is None and self.ledger is None:
             raise RuntimeError(
                 "DirectReadConnector: the scheduler did not hand over its block pool, "
                 "apply the patches block_pool_delta_listener and direct_read_hooks"
@@ -89,14 +90,14 @@ class DirectReadScheduler:
             self._vllm_config, {"spec": str(self._spec)} | ranked[0].layout
         )
         if self._settings.pulls:
-            self._lookups = Lookups(self._settings.secret, ours)
-        if self._ledger is not None:
+            self.lookups = Lookups(self._settings.secret, ours)
+        if self.ledger is not None:
             peer = Peer(ours, [worker.address for worker in ranked])
             settings = self._settings
             self._server = Server(
-                self._ledger, peer, settings.secret, settings.host, settings.port
+                self.ledger, peer, settings.secret, settings.host, settings.port
             )
-            self._counts.serves(self._ledger.counters)
+            self._counts.serves(self.ledger.counters)
             logger.info(
                 "Direct read: peers can ask at %s:%d", settings.host, self._server.port
             )
@@ -175,8 +176,8 @@ class DirectReadScheduler:
         """A step with the requests `running` is scheduled; returns what workers do."""
         if self._admission is not None:
             self._admission.end_schedule(running)
-        if self._ledger is not None:
-            self._ledger.begin_step()
+        if self.ledger is not None:
+            self.ledger.begin_step()
         counts = self._counts.take()
         if not self._pulls and not counts:
             return NOTHING_TO_DO
@@ -185,8 +186,8 @@ class DirectReadScheduler:
 
     def finish_step(self) -> None:
         """The output of the oldest step under way has been processed."""
-        if self._ledger is not None:
-            self._ledger.finish_step()
+        if self.ledger is not None:
+            self.ledger.finish_step()
 
     def request_finished(self, request: "Request") -> None:
         self._asked.pop(request.request_id, None)
@@ -194,13 +195,13 @@ class DirectReadScheduler:
             self._admission.finished(request.request_id)
 
     def shutdown(self) -> None:
-        if self._lookups is not None:
-            self._lookups.close()
+        if self.lookups is not None:
+            self.lookups.close()
         if self._server is not None:
             self._server.close()
 
     def _ask(self, request: "Request", first_block: int) -> Asked | None:
-        assert self._lookups is not None
+        assert self.lookups is not None
         address = _address(request.kv_transfer_params["direct_read"])
         # At least one token is left to compute, as there must be one to sample from.
         end_block = (request.num_tokens - 1) // self._block_size
@@ -209,7 +210,7 @@ class DirectReadScheduler:
         # Prompt log probabilities, for example, need a forward pass over all of it.
         if address is None or not hashes or request.skip_reading_prefix_cache:
             return None
-        return Asked(address, first_block, self._lookups.ask(address, hashes))
+        return Asked(address, first_block, self.lookups.ask(address, hashes))
 
 
 def _address(params: Any) -> Address | None:

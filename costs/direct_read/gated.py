@@ -49,7 +49,7 @@ class GatedDirectReadConnector(DirectReadConnector):
 
     def bind_gpu_block_pool(self, gpu_block_pool) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
-        ledger = self._scheduler._ledger
+        ledger = self.connector_scheduler.ledger
         lookup = ledger.lookup
 
         def unsafe_lookup(hashes):

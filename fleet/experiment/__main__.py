@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.experiment.arm import ExperimentContext, make_run
+from fleet.experiment.arm import TRACE, ExperimentContext, make_run
 from fleet.experiment.config import Experiment, Workload, read_experiment
 from fleet.experiment.fleets import instance_settings, spec
 from fleet.experiment.plan import Run, plan
@@ -44,7 +44,6 @@ from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.server import ServerError
 from lab.serving.supervise import exit_on_signals
 
-TRACE = "trace.jsonl.gz"
 TWIN = "twin.jsonl.gz"
 PLAN_FILE = "experiment.json"
 
@@ -98,6 +97,8 @@ def run_experiment(
     with ExitStack() as stack:
         if virtual:
             check_virtual(experiment)
+        elif any(arm.transfer is not None for arm in experiment.arms.values()):
+            raise ConfigError("an arm's `transfer` is for --virtual")
         elif experiment.profile is not None:
             stack.enter_context(machine_lock())
             settings = instance_settings(experiment)

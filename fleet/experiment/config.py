@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from fleet.launch.instance_settings import Transfer
 from fleet.policies import PolicyError, parameters_of
 from fleet.trace.twin import Twin
 from lab.config import ConfigError
@@ -47,7 +48,7 @@ class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """What is compared. Two arms with equal fields are an A/A pair.
 
     `connector` and `roles` are what instances are launched with, so they need a
-    `profile`.
+    `profile`. `transfer` is in place of the profile's, for --virtual alone.
     """
 
     policy: str
@@ -55,6 +56,7 @@ class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     connector: str = DEFAULT_CONNECTOR
     roles: list[Role] = []
     cache_state: Literal["mirror", "exact"] = "mirror"
+    transfer: Transfer | None = None
 
 
 class Given(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -75,12 +77,14 @@ class Virtual(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     `host` is a name in configs/hosts/: what engines, connectors and servers take;
     without it they take no time. `scheduling`: whether vLLM schedules a step while the
     one before runs (`async`), as it does on GPUs and cannot on CPUs. `event_delay_ms`:
-    how long after a step an arm with exact cache state knows what that cached.
+    how long after a step an arm with exact cache state knows what that cached;
+    `event_loss`: the share of the steps of which it learns with a later one.
     """
 
     host: str | None = None
     scheduling: Literal["sync", "async"] = "sync"
     event_delay_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    event_loss: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
 
 
 class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -23,16 +23,17 @@ from fleet.experiment.arm import ExperimentContext
 from fleet.experiment.config import Experiment
 from fleet.experiment.fleets import spec
 from fleet.experiment.plan import Run
-from fleet.launch.spec import FleetSpec, members, server_of
+from fleet.launch.spec import HANDED_OVER, FleetSpec, members, server_of
 from fleet.policies import MOVES_KV
 from fleet.proxy.settings import Settings, resolved
 from fleet.replay.options import Options
+from fleet.virtual.failed import failed
 from fleet.virtual.plan import Cell, Member
 from lab.config import ConfigError
 from lab.paths import CONFIGS
 from lab.records import RecordsError
-from lab.records.arm import ArmRecord, PlannedArm
-from lab.records.documents import read_document, write_document
+from lab.records.arm import PlannedArm
+from lab.records.documents import read_document
 from lab.records.host_times import HostTimes, StepTimes
 from lab.records.instances import Instance
 from lab.serving import preflight
@@ -54,6 +55,7 @@ EVENTS = [
     "--kv-events-config",
     '{"enable_kv_cache_events": true, "publisher": "null"}',
 ]
+UNMADE = "the simulation ended before this run\n{log}"
 WATCH_EVERY_S = 0.05
 # Their names must fit into a pipe that nobody reads yet: 64 KiB.
 MOST_WAITING = 100
@@ -73,13 +75,16 @@ def check_virtual(experiment: Experiment) -> None:
                 )
         preflight.check_connector(wanted.connector)
         host_times(experiment, arm.connector)
-        if arm.policy in MOVES_KV and wanted.connector.transfer != "mooncake":
+        if arm.policy in MOVES_KV and wanted.connector.transfer not in HANDED_OVER:
             raise ConfigError(
-                f"arm {name!r}: --virtual moves KV as Mooncake does: give it a "
-                "`connector` of that kind"
+                f"arm {name!r}: --virtual moves KV as Mooncake and NIXL do: give it a "
+                "`connector` of these kinds"
             )
-        if arm.policy == "direct_read":
-            raise ConfigError(f"arm {name!r}: --virtual reads from no peer yet")
+        if arm.policy == "direct_read" and wanted.connector.transfer != "direct_read":
+            raise ConfigError(
+                f"arm {name!r}: to read from peers, give it a `connector` that can, "
+                "such as direct_read_idle"
+            )
 
 
 def host_times(experiment: Experiment, connector: str) -> HostTimes:
@@ -191,7 +196,7 @@ class _Worker:
         if self._process.poll() is not None:
             for folder, cell in self.waiting.items():
                 if not (folder / "arm.json").exists():
-                    self._note_unmade(folder, cell)
+                    failed(cell, UNMADE.format(log=tail(self._log)))
         made = [one for one in self.waiting if (one / "arm.json").exists()]
         for folder in made:
             del self.waiting[folder]
@@ -200,13 +205,6 @@ class _Worker:
     def stop(self) -> None:
         self._process.stop()
         os.close(self._pipe)
-
-    def _note_unmade(self, folder: Path, cell: Cell) -> None:
-        why = f"the simulation ended before this run\n{tail(self._log)}"
-        told = msgspec.structs.asdict(cell.planned)
-        folder.mkdir(parents=True, exist_ok=True)
-        record = ArmRecord(**told, status="failed", error=why)
-        write_document(folder / "arm.json", record)
 
 
 def _cell(
@@ -238,8 +236,9 @@ def _cell(
         host=host.steps[run.arm.connector],
         requests=host.requests,
         overlapping=experiment.virtual.scheduling == "async",
-        transfer=wanted.settings.transfer,
+        transfer=run.arm.transfer or wanted.settings.transfer,
         event_delay_ns=round(experiment.virtual.event_delay_ms * 1e6),
+        event_loss=experiment.virtual.event_loss,
         vocab_size=model.vocab_size,
         max_model_len=wanted.settings.max_model_len,
         proxy=_proxy(run, wanted, list(servers)),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -16,13 +17,15 @@ from lab.serving.settings import EngineSettings, Forward
 class Transfer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """What moving KV takes in virtual time, one way, between any two instances.
 
-    Instances in real time move the KV of the model that they serve: a null model's is
-    nearly nothing.
+    A prompt's KV is sent in `pieces`: 1 when all of it is computed, as vLLM's Mooncake
+    does; more, such as one per layer, each as soon as it is computed. Instances in real
+    time move the KV of the model that they serve: a null model's is nearly nothing.
     """
 
     kv_bytes_per_token: int
-    gbit_s: float
+    gbit_s: Annotated[float, msgspec.Meta(gt=0)]
     latency_us: float = 0
+    pieces: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     def us(self, tokens: int) -> float:
         """How long their KV keeps a link busy."""

@@ -14,6 +14,7 @@ import uuid
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -33,13 +34,18 @@ from fleet.virtual.cost import StepCost
 from fleet.virtual.engine import VirtualEngine
 from fleet.virtual.exact import VirtualIndex
 from fleet.virtual.instance import VirtualInstance
+from fleet.virtual.links import Links
 from fleet.virtual.loop import VirtualLoop
 from fleet.virtual.plan import Cell
+from fleet.virtual.pulls import Pulls
 from fleet.virtual.transfers import Transfers
 from fleet.virtual.upstream import VirtualUpstream, probe
 from lab.records.arm import ArmRecord, Freshness
 from lab.records.decisions import DecisionsHeader
 from lab.records.documents import write_document
+
+if TYPE_CHECKING:
+    from fleet.virtual.reads import Reads
 
 # Lines of records are kept in memory for so long, in virtual time.
 FLUSH_EVERY_S = 30.0
@@ -79,15 +85,32 @@ def run_cell(cell: Cell) -> None:
 
 def _fleet(cell: Cell, loop: VirtualLoop) -> dict[str, VirtualInstance]:
     cost = StepCost(cell.forward, cell.host)
-    transfers = Transfers(cell.transfer, cell.members[0].instance.block_tokens)
+    workers = _workers(cell, loop)
     fleet = {}
     for member in cell.members:
         one = member.instance
-        moving = one.connector == "mooncake"
-        moves = partial(transfers.step, one.name) if moving else None
+        moves = partial(workers.step, one.name) if workers else None
         engine = VirtualEngine(member.arguments, cost, cell.overlapping, moves)
+        if workers:
+            workers.join(one, engine)
         fleet[one.name] = VirtualInstance(engine, loop, cell.requests)
     return fleet
+
+
+def _workers(cell: Cell, loop: VirtualLoop) -> Transfers | Pulls | Reads | None:
+    """What moves the fleet's KV, all of which has one connector; None: nothing does."""
+    one = cell.members[0].instance
+    links = Links(cell.transfer, one.block_tokens)
+    if one.connector == "mooncake":
+        return Transfers(links)
+    if one.connector == "nixl":
+        return Pulls(links)
+    if one.connector == "direct_read":
+        # Only a vLLM with the connector's patches can import it.
+        from fleet.virtual.reads import Reads
+
+        return Reads(links, loop)
+    return None
 
 
 def _index(
@@ -97,7 +120,10 @@ def _index(
         return None
     engines = {name: instance.engine for name, instance in fleet.items()}
     block_tokens = cell.members[0].instance.block_tokens
-    return VirtualIndex(engines, loop, cell.event_delay_ns, block_tokens)
+    chance = random.Random(f"{cell.seed}/{cell.planned.repeat}/events")
+    return VirtualIndex(
+        engines, loop, cell.event_delay_ns, block_tokens, cell.event_loss, chance
+    )
 
 
 def _no_chance(seed: int) -> None:

@@ -39,6 +39,7 @@ class Cell(msgspec.Struct, frozen=True):
     overlapping: bool
     transfer: Transfer | None
     event_delay_ns: int
+    event_loss: float
     vocab_size: int
     max_model_len: int
     proxy: Settings

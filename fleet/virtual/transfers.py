@@ -3,8 +3,8 @@
 
 The connector's scheduler side, which is vLLM's own, says with each step what may be
 sent and what is to be pulled. A pull begins when the prefill has ended and the links of
-both are free: an instance has one out and one in, and serves them in turn. Each side
-tells its scheduler with its next step after the end, as a worker does.
+both are free. Each side tells its scheduler with its next step after the end, as a
+worker does.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from vllm import envs
 from vllm.v1.outputs import KVConnectorOutput
 
-from fleet.launch.instance_settings import Transfer
-
-INSTANT = Transfer(kv_bytes_per_token=0, gbit_s=1)
+from fleet.virtual.engine import VirtualEngine
+from fleet.virtual.links import Links, told
+from lab.records.instances import Instance
 
 
 class _End(NamedTuple):
@@ -30,20 +30,21 @@ class _End(NamedTuple):
 
 
 class Transfers:
-    """All KV under way in one fleet, with blocks of `block_tokens`."""
+    """All KV under way in one fleet."""
 
-    def __init__(self, times: Transfer | None, block_tokens: int) -> None:
-        self._times = times or INSTANT
-        self._block_tokens = block_tokens
+    def __init__(self, links: Links) -> None:
+        self._links = links
         # By transfer id, as long as the other end is not there.
         self._held: dict[str, _End] = {}
         self._pulls: dict[str, _End] = {}
+        self._begun_ns: dict[str, int] = {}
         self._dropped: set[str] = set()
-        # By engine: when its links are free, and (end, request) of what is under way.
-        self._out_free_ns: dict[str, int] = defaultdict(int)
-        self._in_free_ns: dict[str, int] = defaultdict(int)
+        # By engine: (end, request) of what is under way.
         self._sending: dict[str, list[tuple[int, str]]] = defaultdict(list)
         self._receiving: dict[str, list[tuple[int, str]]] = defaultdict(list)
+
+    def join(self, instance: Instance, engine: VirtualEngine) -> None:
+        """The proxy names a sender by its instance: nothing else need be known."""
 
     def step(self, engine: str, metadata: Any, now_ns: int) -> KVConnectorOutput | None:
         """What the engine's worker does in a step, and what it then reports.
@@ -55,6 +56,8 @@ class Transfers:
             if block_ids:
                 self._held[transfer_id] = _End(engine, request_id, now_ns)
                 self._begin(transfer_id)
+            else:
+                self._begun_ns[transfer_id] = now_ns
         for pulls in metadata.reqs_to_recv.values():
             for request_id, pull in pulls.items():
                 blocks = len(pull.local_block_ids)
@@ -64,11 +67,7 @@ class Transfers:
         for transfer_id in metadata.reqs_not_processed:
             self._drop(transfer_id, now_ns)
         self._expire(engine, now_ns)
-        sent = _until(now_ns, self._sending[engine])
-        received = _until(now_ns, self._receiving[engine])
-        if not sent and not received:
-            return None
-        return KVConnectorOutput(finished_sending=sent, finished_recving=received)
+        return told(self._sending[engine], self._receiving[engine], now_ns)
 
     def _begin(self, transfer_id: str) -> None:
         """Put both ends on the links, once they are there."""
@@ -79,16 +78,11 @@ class Transfers:
             return
         held = self._held.pop(transfer_id)
         del self._pulls[transfer_id]
-        begins_ns = max(
-            held.since_ns,
-            pull.since_ns,
-            self._out_free_ns[held.engine],
-            self._in_free_ns[pull.engine],
+        ready_ns = max(held.since_ns, pull.since_ns)
+        begun_ns = max(self._begun_ns.pop(transfer_id, ready_ns), pull.since_ns)
+        end_ns = self._links.carry(
+            held.engine, pull.engine, pull.blocks, ready_ns, begun_ns
         )
-        tokens = pull.blocks * self._block_tokens
-        gone_ns = begins_ns + round(self._times.us(tokens) * 1e3)
-        self._out_free_ns[held.engine] = self._in_free_ns[pull.engine] = gone_ns
-        end_ns = gone_ns + round(self._times.latency_us * 1e3)
         self._sending[held.engine].append((end_ns, held.request_id))
         self._arrive(pull, end_ns)
 
@@ -100,6 +94,7 @@ class Transfers:
     def _drop(self, transfer_id: str, now_ns: int) -> None:
         """There is nothing to send: the proxy has given both requests up."""
         self._dropped.add(transfer_id)
+        self._begun_ns.pop(transfer_id, None)
         if pull := self._pulls.pop(transfer_id, None):
             self._arrive(pull, now_ns)
 
@@ -110,14 +105,5 @@ class Transfers:
             if held.engine == engine and held.since_ns < oldest_ns:
                 del self._held[transfer_id]
                 self._dropped.add(transfer_id)
+                self._begun_ns.pop(transfer_id, None)
                 self._sending[engine].append((now_ns, held.request_id))
-
-
-def _until(now_ns: int, under_way: list[tuple[int, str]]) -> list[str]:
-    """The requests whose transfers have ended, in their order; they are taken out.
-
-    A list, where vLLM has a set: blocks are freed in the same order in every process.
-    """
-    ended = sorted(one for one in under_way if one[0] <= now_ns)
-    under_way[:] = [one for one in under_way if one[0] > now_ns]
-    return [request_id for _, request_id in ended]

@@ -12,6 +12,7 @@ import pytest
 from virtual_lab import FORWARD_NS, virtual_engine
 
 from fleet.launch.instance_settings import Transfer
+from fleet.virtual.links import Links
 from fleet.virtual.transfers import Transfers
 
 PATCHES = ["step_timing_v1", "step_timing_v2"]
@@ -43,7 +44,7 @@ def reported(transfers: Transfers, engine: str, now_ns: int) -> tuple[list, list
 
 
 def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_the_latency():
-    transfers = Transfers(LINK, BLOCK_TOKENS)
+    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
     transfers.step("p", metadata(send=[("a", 300)]), 1_000)
     transfers.step("d", metadata(pull=[("a", 200)]), 9_000)
     end_ns = 9_000 + 200 * BLOCK_NS + LATENCY_NS
@@ -54,7 +55,7 @@ def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_the_latency():
 
 
 def test_nothing_moves_before_the_prefill_has_ended():
-    transfers = Transfers(LINK, BLOCK_TOKENS)
+    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
     transfers.step("d", metadata(pull=[("a", 10)]), 0)
     transfers.step("p", metadata(send=[("a", 0)]), 0)
     assert reported(transfers, "d", END_NS) == ([], [])
@@ -63,10 +64,29 @@ def test_nothing_moves_before_the_prefill_has_ended():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_pieces_are_sent_as_soon_as_they_and_the_links_are_ready(seed):
+    """Piece by piece, in place of the formula."""
+    rng = random.Random(seed)
+    for _ in range(200):
+        pieces, before, blocks = rng.randrange(1, 60), rng.randrange(99), 60_000
+        took_ns = rng.choice([1_000, 60_000, 600_000, 60_000_000]) * pieces
+        times = Transfer(1, blocks * BLOCK_TOKENS * 8 / took_ns, pieces=pieces)
+        begun_ns, interval_ns = rng.randrange(10**6), rng.randrange(10**6)
+        links = Links(times, BLOCK_TOKENS)
+        gone_ns = before and links.carry("p", "x", before, 0)
+        for piece in range(1, pieces + 1):
+            gone_ns = max(gone_ns, begun_ns + piece * interval_ns) + took_ns // pieces
+        ready_ns = begun_ns + pieces * interval_ns
+        found = links.carry("p", "d", blocks, ready_ns, begun_ns)
+        assert found == pytest.approx(gone_ns, abs=2)
+        assert links.carry("p", "x", 0, 0) == found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_link_serves_one_transfer_at_a_time_and_everybody_is_told_once(seed):
     rng = random.Random(seed)
     moves = [(*rng.sample("xyz", 2), rng.randrange(1, 50)) for _ in range(12)]
-    transfers = Transfers(LINK, BLOCK_TOKENS)
+    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
     for number, (source, target, blocks) in enumerate(moves):
         transfers.step(source, metadata(send=[(str(number), blocks)]), number)
         transfers.step(target, metadata(pull=[(str(number), blocks)]), number)
@@ -90,7 +110,7 @@ def test_a_link_serves_one_transfer_at_a_time_and_everybody_is_told_once(seed):
 
 
 def test_a_prefill_that_is_given_up_keeps_nobody_waiting():
-    transfers = Transfers(LINK, BLOCK_TOKENS)
+    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
     transfers.step("d", metadata(pull=[("a", 10)]), 0)
     transfers.step("p", metadata(dropped=["a", "b"]), 7)
     assert reported(transfers, "d", 7) == ([], ["da"])
@@ -99,17 +119,35 @@ def test_a_prefill_that_is_given_up_keeps_nobody_waiting():
 
 
 def test_kv_that_nobody_pulls_is_held_as_long_as_mooncake_holds_it():
-    transfers = Transfers(LINK, BLOCK_TOKENS)
+    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
     transfers.step("p", metadata(send=[("a", 10)]), 0)
     assert reported(transfers, "p", 480 * 10**9) == ([], [])
     assert reported(transfers, "p", 480 * 10**9 + 1) == (["pa"], [])
+
+
+def test_what_is_sent_while_it_is_computed_is_there_sooner():
+    """From the prefill's beginning on, if the pull is there; else from the pull on."""
+    layers = Transfer(1, LINK.gbit_s, LATENCY_NS / 1e3, pieces=4)
+    for pulled_ns, end_ns in (
+        (0, 1_000_000 + 50 * BLOCK_NS),
+        (1_000_000, 1_000_000 + 200 * BLOCK_NS),
+    ):
+        transfers = Transfers(Links(layers, BLOCK_TOKENS))
+        transfers.step("p", metadata(send=[("a", 0)]), 0)
+        moves = [("d", metadata(pull=[("a", 200)]), pulled_ns)]
+        moves.append(("p", metadata(send=[("a", 200)]), 1_000_000))
+        for engine, told, now_ns in moves:
+            transfers.step(engine, told, now_ns)
+        end_ns += LATENCY_NS
+        assert reported(transfers, "d", end_ns - 1) == ([], [])
+        assert reported(transfers, "d", end_ns) == ([], ["da"])
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_a_prompt_prefilled_elsewhere_is_pulled_and_both_engines_free_it(
     model, overlapping
 ):
-    transfers = Transfers(LINK, BLOCK_TOKENS)
+    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
     p, d = (
         virtual_engine(model, 700, overlapping, partial(transfers.step, name))
         for name in "pd"

@@ -40,9 +40,10 @@ def virtual_engine(
     moves: Moves | None = None,
     max_requests: int = 64,
     events: bool = False,
+    connector: dict[str, Any] = MOONCAKE,
     **scheduler_us: float,
 ) -> VirtualEngine:
-    """One with `moves` has Mooncake's connector."""
+    """One with `moves` has the connector."""
     arguments = {
         "--model": model,
         "--load-format": "dummy",
@@ -55,7 +56,7 @@ def virtual_engine(
     told = [str(part) for pair in arguments.items() for part in pair]
     told += ["--skip-tokenizer-init", "--enforce-eager"]
     if moves is not None:
-        told += ["--kv-transfer-config", json.dumps(MOONCAKE)]
+        told += ["--kv-transfer-config", json.dumps(connector)]
     if events:
         told += EVENTS
     return VirtualEngine(told, cost(**scheduler_us), overlapping, moves)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV moves between virtual engines as NIXL moves it, over links that take time."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import msgspec
+import pytest
+from virtual_lab import FORWARD_NS, virtual_engine
+from vllm import envs
+
+from fleet.launch.instance_settings import Transfer
+from fleet.virtual.instance import Asked, VirtualInstance
+from fleet.virtual.links import Links
+from fleet.virtual.loop import VirtualLoop
+from fleet.virtual.pulls import Pulls
+from lab.records.host_times import RequestTimes
+from lab.records.instances import Instance
+
+PATCHES = ["step_timing_v1", "step_timing_v2", "nixl_cpu_layout"]
+ONLY = "0.18.1"
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+PROMPT = list(range(1, 1_601))
+BLOCKS = 100
+# 10 us per block, and 5 us on the way.
+LINK = Transfer(kv_bytes_per_token=1, gbit_s=16 * 8 / 1e4, latency_us=5)
+BLOCK_NS, LATENCY_NS = 10_000, 5_000
+# vLLM looks at a request that waits for KV once in a millisecond.
+LOOK_NS = 1_000_000
+
+
+class Pair:
+    """The instances `p`, which prefills, and `d`, which reads from it."""
+
+    def __init__(self, model, overlapping: bool) -> None:
+        self.loop = asyncio.get_running_loop()
+        pulls = Pulls(Links(LINK, 16))
+        self.served = {}
+        for name in "pd":
+            moves = partial(pulls.step, name)
+            engine = virtual_engine(model, 700, overlapping, moves, connector=NIXL)
+            pulls.join(Instance(name, f"http://{name}"), engine)
+            self.served[name] = VirtualInstance(engine, self.loop, RequestTimes())
+
+    async def prefilled(self) -> dict:
+        """Where P holds the prompt's KV, in its own words."""
+        asked = Asked(PROMPT, 1, False, {"do_remote_decode": True})
+        answer = self.served["p"].ask(asked)
+        await answer.begin()
+        return msgspec.json.decode(answer.first)["kv_transfer_params"]
+
+    async def decoded(self, params: dict | None) -> int:
+        """Have D answer; how long its first token took, in ns."""
+        begun_ns = self.loop.now_ns()
+        answer = self.served["d"].ask(Asked(PROMPT, 1, kv_transfer_params=params))
+        await answer.begin()
+        return self.loop.now_ns() - begun_ns
+
+    async def used_blocks(self) -> list[float]:
+        """Of both, after a step of each."""
+        for one in self.served.values():
+            await one.ask(Asked([5], 1)).begin()
+        return [one.engine.gauges.usage for one in self.served.values()]
+
+
+def run(what, model, overlapping: bool = False) -> None:
+    async def whole() -> None:
+        await what(Pair(model, overlapping))
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(whole())
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_a_prompt_prefilled_elsewhere_is_read_and_both_engines_free_it(
+    model, overlapping
+):
+    async def read(pair: Pair) -> None:
+        params = await pair.prefilled()
+        assert pair.served["p"].engine.gauges.usage > 0
+        took_ns = await pair.decoded(params)
+        assert pair.served["d"].totals.external_tokens == len(PROMPT)
+        least_ns = BLOCKS * BLOCK_NS + LATENCY_NS + FORWARD_NS
+        assert least_ns <= took_ns <= least_ns + 2 * LOOK_NS + FORWARD_NS
+        assert await pair.used_blocks() == [0, 0]
+
+    run(read, model, overlapping)
+
+
+def test_what_is_cached_already_is_not_read_and_the_holder_frees_it(model):
+    async def cached(pair: Pair) -> None:
+        await pair.decoded(None)
+        params = await pair.prefilled()
+        # All but the block of the last token.
+        assert await pair.decoded(params) < FORWARD_NS + 5 * BLOCK_NS + 2 * LOOK_NS
+        assert await pair.used_blocks() == [0, 0]
+
+    run(cached, model)
+
+
+def test_kv_that_nobody_reads_is_held_as_long_as_nixl_holds_it(model):
+    async def held(pair: Pair) -> None:
+        await pair.prefilled()
+        limit_s = envs.VLLM_NIXL_ABORT_REQUEST_TIMEOUT
+        await asyncio.sleep(limit_s - 2)
+        assert (await pair.used_blocks())[0] > 0
+        await asyncio.sleep(2)
+        assert await pair.used_blocks() == [0, 0]
+
+    run(held, model)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Virtual engines read each other's prefixes by the real connector's scheduler side."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import pytest
+from virtual_lab import FORWARD_NS, virtual_engine
+
+from fleet.launch.instance_settings import Transfer
+from fleet.virtual.instance import Asked, VirtualInstance
+from fleet.virtual.links import Links
+from fleet.virtual.loop import VirtualLoop
+from fleet.virtual.reads import Reads
+from lab.records.host_times import RequestTimes
+from lab.records.instances import Address, Instance
+
+PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
+ONLY = "0.18.1"
+
+CONNECTOR = {
+    "kv_connector": "DirectReadConnector",
+    "kv_connector_module_path": "connectors.direct_read.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+SECRET = "a secret of these tests"
+PROMPT = list(range(1, 1_601))
+# One token has to be computed, and with it its block.
+READABLE_BLOCKS = 99
+# 10 us per block, and 5 us on the way.
+LINK = Transfer(kv_bytes_per_token=1, gbit_s=16 * 8 / 1e4, latency_us=5)
+BLOCK_NS, LATENCY_NS = 10_000, 5_000
+# vLLM looks at a request that waits for KV once in a millisecond.
+LOOK_NS = 1_000_000
+
+
+class Pair:
+    """The instances `a` and `b`; each can read from the other."""
+
+    def __init__(self, model, overlapping: bool, link: Transfer, blocks: int) -> None:
+        loop = asyncio.get_running_loop()
+        reads = Reads(Links(link, 16), loop)
+        self._served = {}
+        for port, name in enumerate("ab", start=1):
+            moves = partial(reads.step, name)
+            engine = virtual_engine(
+                model, blocks, overlapping, moves, connector=CONNECTOR
+            )
+            address = Address("127.0.0.1", port)
+            instance = Instance(name, f"http://{name}", direct_read=address)
+            reads.join(instance, engine)
+            self._served[name] = VirtualInstance(engine, loop, RequestTimes())
+        self._loop = loop
+
+    async def ask(self, name: str, prompt: list[int], peer: int | None = None) -> int:
+        """Ask an instance for a token; how long it took, in ns."""
+        params = peer and {"direct_read": {"host": "127.0.0.1", "port": peer}}
+        begun_ns = self._loop.now_ns()
+        answer = self._served[name].ask(Asked(prompt, 1, kv_transfer_params=params))
+        await answer.begin()
+        while await answer.chunk():
+            pass
+        return self._loop.now_ns() - begun_ns
+
+    def read_tokens(self, name: str) -> int:
+        return self._served[name].totals.external_tokens
+
+    def used(self, name: str) -> float:
+        return self._served[name].engine.gauges.usage
+
+
+def run(
+    what: Callable[[Pair], Awaitable[None]],
+    model,
+    overlapping: bool = False,
+    link: Transfer = LINK,
+    blocks: int = 700,
+) -> None:
+    os.environ["DIRECT_READ_SECRET"] = SECRET
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+
+    async def whole() -> None:
+        await what(Pair(model, overlapping, link, blocks))
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(whole())
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_a_prefix_comes_from_the_peer_in_the_time_of_the_link(model, overlapping):
+    async def read(pair: Pair) -> None:
+        await pair.ask("a", PROMPT)
+        took_ns = await pair.ask("b", PROMPT, peer=1)
+        assert pair.read_tokens("b") == READABLE_BLOCKS * 16
+        # The peer is asked, the blocks come, and the last one is computed.
+        least_ns = READABLE_BLOCKS * BLOCK_NS + 3 * LATENCY_NS + FORWARD_NS
+        assert least_ns <= took_ns <= least_ns + 3 * LOOK_NS
+
+    run(read, model, overlapping)
+
+
+def test_who_asks_no_peer_computes(model):
+    async def computed(pair: Pair) -> None:
+        await pair.ask("a", PROMPT)
+        assert await pair.ask("b", PROMPT) == FORWARD_NS
+        assert pair.read_tokens("b") == 0
+
+    run(computed, model)
+
+
+def test_nothing_is_read_before_it_is_written(model):
+    async def at_once(pair: Pair) -> None:
+        await asyncio.gather(pair.ask("a", PROMPT), pair.ask("b", PROMPT, peer=1))
+        assert pair.read_tokens("b") == 0
+
+    run(at_once, model)
+
+
+def test_what_the_peer_evicts_during_a_read_is_computed(model):
+    """The link takes a second, in which the peer needs all of its blocks."""
+    slow = Transfer(kv_bytes_per_token=1, gbit_s=16 * 8 / 1e7)
+
+    async def evicted(pair: Pair) -> None:
+        await pair.ask("a", PROMPT)
+        reading = asyncio.create_task(pair.ask("b", PROMPT, peer=1))
+        await asyncio.sleep(0.1)
+        await pair.ask("a", [7] * 1_750)
+        assert await reading >= READABLE_BLOCKS * 10_000_000
+        assert await pair.ask("b", PROMPT) == FORWARD_NS
+        assert pair.used("a") == pair.used("b") == 0
+
+    run(evicted, model, link=slow, blocks=112)
