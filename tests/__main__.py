@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the suite two tests at a time: python -m tests [pytest's options, no paths].
 
-BEHIND computes, or starts real engines, and its deadlines are long. It runs at low
-priority beside the tests that watch the clock. ALONE follows, as it wants the whole
-machine. What neither names is in front, so no test is left out. pytest alone runs the
-same tests, one after the other.
+BEHIND starts real engines, or computes, and its deadlines are long. It runs at low
+priority beside the others, of which many watch the clock. ALONE follows, as it wants
+the whole machine. What neither names is in front, so no test is left out. pytest alone
+runs the same tests, one after the other.
 """
 
 from __future__ import annotations
@@ -25,22 +25,10 @@ from lab.paths import REPOSITORY
 from lab.serving.supervise import exit_on_signals
 
 BEHIND = [
-    "tests/blockpatch",
     "tests/patched",
-    "tests/patches",
     "tests/e2e",
-    "tests/fleet/analyze",
-    "tests/fleet/policies",
-    "tests/fleet/trace",
     "tests/fleet/virtual",
     "tests/lab/test_stats.py",
-    "tests/microbench/test_before_after.py",
-    "tests/microbench/test_compare.py",
-    "tests/microbench/test_expected.py",
-    "tests/microbench/test_growth.py",
-    "tests/microbench/test_report.py",
-    "tests/microbench/test_report_refusals.py",
-    "tests/microbench/test_roles.py",
     "tests/test_patched.py",
 ]
 # Two of them measure: of two measurements at once, one is refused. The third says how
