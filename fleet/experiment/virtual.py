@@ -49,8 +49,13 @@ PROVENANCE = (
     "git_commit",
     "git_dirty",
 )
-# Also the order of vLLM's sets of names.
-ALIKE = {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+# Also the order of vLLM's sets of names. A step's records would hold this machine's
+# times.
+ALIKE = {
+    "PYTHONHASHSEED": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "KVTAX_STEP_RECORDS_DIR": "",
+}
 EVENTS = [
     "--kv-events-config",
     '{"enable_kv_cache_events": true, "publisher": "null"}',
