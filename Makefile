@@ -171,6 +171,9 @@ lock: setup ## resolve pyproject.toml into locks/ again
 	        --override upstream-$$version.override --python-version 3.11 \
 	        --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
 	        --no-header -o upstream-$$version.txt; done
+	@cd locks && uv pip compile -q --no-config aiperf.in --python-version 3.11 \
+	    --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
+	    --no-header -o aiperf.txt
 	@cd locks/releases && for input in *.in; do \
 	    uv pip compile -q --no-config $$input --override $${input%.in}.override \
 	        --python-version 3.11 --python-platform x86_64-manylinux_2_28 \

@@ -19,6 +19,7 @@ from tiny_model import ours, tiny_model
 
 from fleet.proxy.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from fleet.proxy.tokenizer import Tokenizer
+from lab.paths import REPOSITORY
 from lab.records.instances import Instance
 from lab.serving.connector import Connector
 from lab.serving.installation import installation
@@ -46,6 +47,7 @@ parser = argparse.ArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
+AIPERF_LOCK = REPOSITORY / "locks" / "aiperf.txt"
 MORE = {"model": SERVED_MODEL, "temperature": 0}
 ASKED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "a <|im|>b c", "max_tokens": 4}),
@@ -168,6 +170,39 @@ def test_vllms_own_benchmark_gets_all_it_asks_for(
         told = sum(one["prompt_tokens"] for one in on.lines("decision"))
         assert b"kvtax_proxy_untokenized_total{" not in on.get("/metrics").body
         assert said["total_input_tokens"] <= told
+
+
+@pytest.fixture(scope="module")
+def aiperf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program, in an environment of its own: it wants other packages than vLLM."""
+    place = tmp_path_factory.mktemp("aiperf") / "venv"
+    uv = REPOSITORY / ".uv" / "bin" / "uv"
+    subprocess.run([uv, "venv", "-q", "--python", sys.executable, place], check=True)
+    python = ["--python", place / "bin" / "python", "--require-hashes"]
+    subprocess.run([uv, "pip", "sync", "-q", *python, AIPERF_LOCK], check=True)
+    return place / "bin" / "aiperf"
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_aiperf_gets_all_it_asks_for(
+    instance: Instance, model: Path, aiperf: Path, tmp_path: Path, endpoint: str
+) -> None:
+    with proxy(tmp_path, [instance], "linear", "--tokenizer", str(model)) as on:
+        command = [aiperf, "profile", "-m", SERVED_MODEL, "--url", on.url]
+        command += ["--endpoint-type", endpoint, "--streaming"]
+        command += ["--tokenizer", model, "--isl", "200", "--osl", "8"]
+        command += ["--extra-inputs", "ignore_eos:true", "--use-server-token-count"]
+        command += ["--request-rate", "40", "--request-count", "40", "--ui", "none"]
+        command += ["--artifact-dir", tmp_path / "aiperf"]
+        subprocess.run(command, check=True, timeout=300, cwd=tmp_path)
+        (result,) = (tmp_path / "aiperf").rglob("profile_export_aiperf.json")
+        said = json.loads(result.read_bytes())
+        assert said["request_count"]["avg"] == 40
+        assert said["output_sequence_length"]["min"] == 8
+        on.idle()
+        on.accounted(40)
+        assert {end["status"] for end in on.lines("end")} == {"ok"}
+        assert b"kvtax_proxy_untokenized_total{" not in on.get("/metrics").body
 
 
 def test_vllms_refusals_have_the_shape_of_the_api(
