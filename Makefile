@@ -40,7 +40,7 @@ proxy-fuzz: setup ## ten million changed requests, answers, bodies and streams f
 hosts-test: setup ## virtual time on a Ray cluster of several hosts, one of them lost (needs root; 3 minutes)
 	$(python) -m pytest -m "" tests/hosts
 
-fleet-experiment: setup ## compare routing policies on coding sessions, on four instances (55 minutes)
+fleet-experiment: setup ## compare routing policies on coding sessions, on four instances (48 minutes)
 	$(python) -m fleet.experiment configs/experiments/policies.toml
 
 lint: setup ## ruff: check and format
