@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
-from itertools import groupby, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 from typing import Any, Protocol
 
 from fleet.replay.options import Options
@@ -48,7 +49,8 @@ class Link(Protocol):
         """Fill in the record to its end, whatever happens."""
 
 
-Next = tuple[Session, Future[Any]]  # and the body of its first turn
+Bodies = deque[Future[Any]]  # of a session's next turns
+Next = tuple[Session, Bodies]
 
 
 class Player:
@@ -109,7 +111,7 @@ class Player:
             prepared = self._prepare([session for _, session in batch])
             for item in prepared:
                 nexts.put_nowait(item)
-            return [body for _, body in prepared]
+            return _bodies(prepared)
 
         async def prepare_ahead() -> None:
             for batch in batches:
@@ -121,34 +123,38 @@ class Player:
         async with asyncio.TaskGroup() as group:
             group.create_task(prepare_ahead())
             for after_ns, _ in arrivals:
-                session, body = await nexts.get()
+                session, bodies = await nexts.get()
                 await self._link.sleep_until(start_ns + after_ns)
                 due_ns = await self._slots.take(start_ns + after_ns)
-                group.create_task(self._play_in_slot(session, body, due_ns))
+                group.create_task(self._play_in_slot(session, bodies, due_ns))
 
     async def _play_in_slot(
-        self, session: Session, body: Future[Any], due_ns: int
+        self, session: Session, bodies: Bodies, due_ns: int
     ) -> None:
-        self._slots.leave(await self._play(session, body, due_ns))
+        self._slots.leave(await self._play(session, bodies, due_ns))
 
     async def _play_closed_loop(self, slots: int) -> None:
         """Keep `slots` sessions in flight for as long as there are any."""
         waiting = iter(self._sessions)
-        nexts = deque(self._prepare(list(islice(waiting, slots))))
+        # All slots begin at one moment. To make second turns then would delay sending.
+        nexts = deque(self._prepare(list(islice(waiting, slots)), turns=2))
 
         async def play_slot(due_ns: int) -> None:
             while nexts:
-                session, body = nexts.popleft()
+                session, bodies = nexts.popleft()
                 nexts.extend(self._prepare(list(islice(waiting, 1))))
-                due_ns = await self._play(session, body, due_ns)
+                due_ns = await self._play(session, bodies, due_ns)
 
-        start_ns = await self._start([body for _, body in nexts])
+        start_ns = await self._start(_bodies(nexts))
         async with asyncio.TaskGroup() as group:
             for _ in range(slots):
                 group.create_task(play_slot(start_ns))
 
-    def _prepare(self, sessions: list[Session]) -> list[Next]:
-        bodies = self._link.prepare([session.turns[0] for session in sessions])
+    def _prepare(self, sessions: list[Session], turns: int = 1) -> list[Next]:
+        """Begin to make the bodies of their first `turns`."""
+        firsts = [session.turns[:turns] for session in sessions]
+        made = iter(self._link.prepare(list(chain.from_iterable(firsts))))
+        bodies = [deque(islice(made, len(first))) for first in firsts]
         return list(zip(sessions, bodies, strict=True))
 
     async def _start(self, bodies: list[Future[Any]]) -> int:
@@ -157,16 +163,15 @@ class Player:
             await ready(body)
         return self._link.now_ns() + LEAD_NS
 
-    async def _play(self, session: Session, body: Future[Any], due_ns: int) -> int:
+    async def _play(self, session: Session, bodies: Bodies, due_ns: int) -> int:
         """Send the turns of a session, each when it is due. Returns the last end_ns."""
         for turn, following in pairwise([*session.turns, None]):
             record = record_of(turn, intended_ns=due_ns)
             await self._link.sleep_until(due_ns)
-            payload = await ready(body)
+            payload = await ready(bodies.popleft())
             think_ns = following and self._scaled_ns(following.think_s)
-            soon = following is not None and think_ns <= AHEAD_NS
-            if soon:
-                (body,) = self._link.prepare([following])
+            if not bodies and following is not None and think_ns <= AHEAD_NS:
+                bodies.extend(self._link.prepare([following]))
             await self._send(session, record, payload)
             del payload  # not in memory for the think time
             if record.status != "ok":
@@ -175,10 +180,9 @@ class Player:
             if following is None:
                 break
             due_ns = record.end_ns + think_ns
-            if not soon:
-                del body
+            if not bodies:
                 await self._link.sleep_until(due_ns - AHEAD_NS)
-                (body,) = self._link.prepare([following])
+                bodies.extend(self._link.prepare([following]))
         return record.end_ns
 
     async def _send(self, session: Session, record: ReplayedRequest, body: Any) -> None:
@@ -200,6 +204,10 @@ class Player:
 
     def _scaled_ns(self, seconds: float) -> int:
         return int(seconds / self._options.time_scale * 1e9)
+
+
+def _bodies(nexts: Iterable[Next]) -> list[Future[Any]]:
+    return [body for _, bodies in nexts for body in bodies]
 
 
 async def ready(body: Future[Any]) -> Any:
