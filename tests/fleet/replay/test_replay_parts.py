@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from concurrent.futures import Future
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -11,9 +15,10 @@ from replay_lab import trace
 
 from fleet.replay.__main__ import main
 from fleet.replay.client import authorization
-from fleet.replay.options import ReplayError
+from fleet.replay.options import Options, ReplayError
+from fleet.replay.play import Player
 from fleet.replay.preflight import Model, check_lengths
-from fleet.replay.records import asked_output_tokens, record_of
+from fleet.replay.records import asked_output_tokens, new_ledger, record_of
 from fleet.replay.sessions import group
 from fleet.replay.window import steady_window
 from lab.load.sse import StreamError, Usage
@@ -75,6 +80,46 @@ def test_the_window_opens_at_the_mean_load_and_closes_when_no_session_can_begin(
     assert window.part(window.start_ns) == "steady"
     assert window.part(window.start_ns - 1) == "warmup"
     assert window.part(window.end_ns) == "drain"
+
+
+class NotedLink:
+    """Answers at once, and notes what is made and sent, in order."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+
+    def now_ns(self) -> int:
+        return 0
+
+    async def sleep_until(self, due_ns: int) -> None:
+        await asyncio.sleep(0)
+
+    def prepare(self, requests):
+        self.noted += [f"make turn {request.turn}" for request in requests]
+        made = [Future() for _ in requests]
+        for body in made:
+            body.set_result(b"")
+        return made
+
+    async def send(self, record, body) -> None:
+        self.noted.append(f"send turn {record.turn}")
+        await asyncio.sleep(0)
+        record.status, record.end_ns = "ok", 0
+
+
+def test_while_all_slots_begin_no_further_turn_of_theirs_is_made(tmp_path):
+    options = Options("", "", max_inflight_sessions=9, closed_loop=True)
+    link = NotedLink()
+    header = {"model": "m", "scheduled": 27, "sessions": 9, "trace_sha256": ""}
+    records = new_ledger(tmp_path / "replay.jsonl", options, **header)
+    player = Player(options, group(trace(9, 3, think_s=0)), link, records)
+    asyncio.run(player.play())
+    begin = link.noted.index("send turn 0")
+    assert Counter(link.noted[:begin]) == {"make turn 0": 9, "make turn 1": 9}
+    assert link.noted[begin : begin + 9] == ["send turn 0"] * 9
+    assert Counter(link.noted) == {
+        f"{verb} turn {turn}": 9 for verb in ("make", "send") for turn in range(3)
+    }
 
 
 def test_slots_that_are_always_taken_are_steady_from_the_start():
