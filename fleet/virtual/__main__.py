@@ -29,6 +29,7 @@ from lab.serving.lines import Lines
 
 def main() -> None:
     files, jobs = Lines(Path(sys.argv[1])), int(sys.argv[2])
+    cores = os.sched_getaffinity(0)
     waiting: list[Path] = []
     running: dict[int, tuple[Process, Cell]] = {}
     first = True
@@ -38,7 +39,7 @@ def main() -> None:
             if first:
                 _import_all(cell)
                 first = False
-            process = get_context("fork").Process(target=_run, args=(cell,))
+            process = get_context("fork").Process(target=_run, args=(cell, cores))
             process.start()
             running[process.sentinel] = process, cell
         for ready in connection.wait([*running, *([files] if files.open else [])]):
@@ -57,7 +58,9 @@ def _import_all(cell: Cell) -> None:
     VirtualEngine(cell.members[0].arguments, cost, cell.overlapping)
 
 
-def _run(cell: Cell) -> None:
+def _run(cell: Cell, cores: set[int]) -> None:
+    # vLLM brings an OpenMP that moves each fork to the first core alone.
+    os.sched_setaffinity(0, cores)
     try:
         run_cell(cell)
     except Exception as error:

@@ -125,30 +125,31 @@ class RayCluster:
         host = Host(self, len(self.hosts) + 1)
         self._stack.callback(host.stop)
         self.hosts.append(host)
-        self.wait_for(len(self.hosts))
+        self.wait_for(host)
         return host
 
     def on_head(self, *command: str) -> list[str]:
         """`command`, as it runs on the first host."""
         return self.hosts[0].network.inside(*command)
 
-    def wait_for(self, count: int) -> None:
-        """Until so many hosts have joined."""
+    def wait_for(self, host: Host) -> None:
+        """Until `host` has joined."""
         asking = self.on_head(sys.executable, "-c", ALIVE, self.address)
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
             told = subprocess.run(asking, capture_output=True, text=True)
-            if told.stdout.strip() == str(count):
+            if host.address in told.stdout.split():
                 return
             time.sleep(0.2)
-        raise TimeoutError(f"not {count} hosts within {READY_S} s: {told.stderr}")
+        raise TimeoutError(f"no {host.address} within {READY_S} s: {told.stderr}")
 
 
 ALIVE = """
 import sys
 from ray._raylet import GcsClient
 client = GcsClient(address=sys.argv[1])
-print(sum(one.state == 0 for one in client.get_all_node_info().values()))
+nodes = client.get_all_node_info().values()
+print(*(one.node_manager_address for one in nodes if one.state == 0))
 """
 
 

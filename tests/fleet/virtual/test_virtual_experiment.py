@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -117,6 +119,30 @@ def test_the_same_experiment_gives_the_same_bytes(
         if (folder / name).read_bytes() != (again / name).read_bytes()
     ]
     assert differ == []
+
+
+def test_runs_may_use_all_cores(config: Path, tmp_path: Path) -> None:
+    module = [sys.executable, "-m", "fleet.experiment", str(config), "--virtual"]
+    process = subprocess.Popen([*module, "--out", str(tmp_path)], cwd=REPOSITORY)
+    last_cores: dict[int, set[int]] = {}
+    while process.poll() is None:
+        last_cores |= simulating_on_cores(tmp_path)
+        time.sleep(0.05)
+    # Processes that simulate: one with vLLM, and its forks.
+    assert len(last_cores) > 1
+    assert all(cores == os.sched_getaffinity(0) for cores in last_cores.values())
+
+
+def simulating_on_cores(files_below: Path) -> dict[int, set[int]]:
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = os.fsdecode((folder / "cmdline").read_bytes())
+            if "fleet.virtual" in command and str(files_below) in command:
+                found[int(folder.name)] = os.sched_getaffinity(int(folder.name))
+        except OSError:
+            continue
+    return found
 
 
 def test_resuming_makes_only_what_is_missing(
