@@ -11,6 +11,7 @@ import msgspec
 
 from lab.config import ConfigError
 from lab.paths import CONFIGS
+from lab.records.documents import write_whole
 from lab.serving.settings import CPU_ENGINE, Forward
 
 # As many attention layers as Qwen3-Coder-30B-A3B has, for the connector's calls per
@@ -87,5 +88,6 @@ def has_weights(folder: Path) -> bool:
 
 def _write(folder: Path, config: dict) -> Checkpoint:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    # A server that starts now may be reading it.
+    write_whole(folder / "config.json", json.dumps(config, indent=1).encode())
     return Checkpoint(folder, config["vocab_size"])
