@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from fleet.experiment.workload import make_workload
 from fleet.launch.instance_settings import read_instance_settings
 from fleet.launch.launched import Workshop, launched, wait_ready
 from fleet.launch.spec import FleetSpec, members, server_of
+from fleet.virtual.forward import main as fit_forward
 from lab.paths import CONFIGS, REPOSITORY
 from lab.records.engine_requests import read_engine_requests
 from lab.records.lines import read_lines
@@ -23,12 +25,16 @@ from lab.records.steps import EngineHeader, EngineStep
 from lab.serving.connector import load_connector
 from lab.serving.environment import record_steps
 from lab.serving.ports import FIRST, staggered
+from lab.serving.settings import Forward
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 # With 8 sessions of up to 62,000 tokens, blocks are evicted and requests wait for some.
 BLOCKS = 10_000
-FORWARD = 0.1
+SETTINGS = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
+FORWARD = Forward(
+    **{name: us / 10 for name, us in msgspec.structs.asdict(SETTINGS.forward).items()}
+)
 WORKLOAD = Workload("", sessions=24, max_turns=5, max_output_tokens=80, max_think_s=0)
 TRACE = REPOSITORY / "traces" / "claude_code_sessions_le62k.jsonl.gz"
 OF_A_STEP = (
@@ -62,16 +68,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     trace, ours = folder / "trace.jsonl.gz", folder / "ours"
     ours.mkdir()
     make_workload(WORKLOAD, TRACE, trace, closed_loop=True, seed=3)
-    settings = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
-    forward = msgspec.structs.asdict(settings.forward)
     spec = FleetSpec(
-        msgspec.structs.replace(
-            settings,
-            num_blocks=BLOCKS,
-            forward=type(settings.forward)(
-                **{name: FORWARD * us for name, us in forward.items()}
-            ),
-        ),
+        msgspec.structs.replace(SETTINGS, num_blocks=BLOCKS, forward=FORWARD),
         "plain",
         msgspec.structs.replace(
             load_connector("plain"),
@@ -141,3 +139,15 @@ def test_each_request_finds_the_same_tokens_cached(
     assert ours == theirs
     cached = OF_A_REQUEST.index("cached_tokens")
     assert sum(one[cached] or 0 for one in ours.values()) > 100_000
+
+
+def test_its_forward_is_found_in_its_records(
+    recorded: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the worker takes on the host adds to each forward, and to each token."""
+    assert not fit_forward([str(recorded[0])])
+    told = tomllib.loads(capsys.readouterr().out)["forward"]
+    assert told["forward_us"] > FORWARD.forward_us
+    assert told["us_per_token"] == pytest.approx(FORWARD.us_per_token, rel=0.15)
+    of_context = pytest.approx(FORWARD.us_per_context_token, rel=0.1)
+    assert told["us_per_context_token"] == of_context
