@@ -21,6 +21,8 @@ from lab.stats.colours import COLOURS, LINES
 matplotlib.use("Agg")
 
 MARKS = {"p50": "o", "p90": "s", "p99": "^"}
+# From here on, what is far off would press all others together.
+FAR_PERCENT = 500
 Document = dict[str, Any]
 
 
@@ -145,6 +147,11 @@ def draw_comparison(points: pl.DataFrame, path: Path) -> None:
             panel.hlines(y, *ends, color="#000000", alpha=0.12, linewidth=7)
         panel.axvline(0, color="#000000", linewidth=0.8)
         panel.set_xlabel("% against the baseline")
+        if max(map(abs, panel.get_xlim())) > FAR_PERCENT:
+            panel.set_xscale("symlog", linthresh=100)
+            panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+            panel.tick_params(axis="x", labelsize=7)
+            panel.set_xlabel("% against the baseline (log beyond 100)")
     _save(figure, path)
 
 
@@ -158,23 +165,52 @@ def interference_bins(analysis: Analysis) -> pl.DataFrame:
 
 
 def draw_interference(bins: pl.DataFrame, path: Path) -> None:
-    """One line per arm: median TPOT by concurrent prefill, with its middle half."""
-    figure, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
-    for index, arm in enumerate(bins["arm"].unique(maintain_order=True)):
-        own = bins.filter(pl.col("arm") == arm)
-        colour = COLOURS[index % len(COLOURS)]
-        x = own["prefill_ktokens"].to_numpy()
-        line = LINES[index // len(COLOURS) % len(LINES)]
-        axes.plot(x, own["p50_ms"], "o" + line, color=colour, label=arm, markersize=4)
-        axes.fill_between(x, own["p25_ms"], own["p75_ms"], color=colour, alpha=0.12)
-    axes.set_xlabel("new tokens in prefill at the same instance (thousands, mean)")
-    axes.set_ylabel("TPOT, p50 (ms)")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(frameon=False, fontsize=10)
-    axes.set_title("requests in bins of equal number; band: p25 to p75", fontsize=10)
+    """A panel per load, one line per arm: median TPOT by concurrent prefill.
+
+    With its middle half as a band.
+    """
+    bins = bins.with_columns(
+        pl.col("arm").str.replace("@.*", "").alias("name"),
+        pl.col("arm").str.extract("@(.*)").alias("load"),
+    )
+    loads = bins["load"].unique(maintain_order=True).to_list()
+    arms = bins["name"].unique(maintain_order=True).to_list()
+    figure, axes = plt.subplots(
+        len(loads),
+        1,
+        figsize=(9.5, 1.2 + 4 * len(loads)),
+        squeeze=False,
+        layout="constrained",
+    )
+    handles = {}
+    for panel, load in zip(axes.flat, loads, strict=True):
+        some = bins.filter(pl.col("load").eq_missing(load))
+        for name in some["name"].unique(maintain_order=True):
+            own = some.filter(pl.col("name") == name)
+            handles[name] = _interference(panel, own, arms.index(name))
+        if load is not None:
+            panel.set_title(f"{load} per instance", loc="left", fontsize=10)
+        panel.set_ylabel("TPOT, p50 (ms)")
+        panel.set_ylim(bottom=0)
+        panel.set_xlim(left=0)
+        panel.grid(axis="y", alpha=0.3)
+    axes.flat[-1].set_xlabel(
+        "new tokens in prefill at the same instance (thousands, mean)"
+    )
+    figure.suptitle("requests in bins of equal number; band: p25 to p75", fontsize=10)
+    figure.legend(
+        handles.values(), handles, loc="outside right upper", frameon=False, fontsize=10
+    )
     _save(figure, path)
+
+
+def _interference(panel: plt.Axes, bins: pl.DataFrame, index: int) -> plt.Artist:
+    colour = COLOURS[index % len(COLOURS)]
+    style = "o" + LINES[index // len(COLOURS) % len(LINES)]
+    x = bins["prefill_ktokens"].to_numpy()
+    (line,) = panel.plot(x, bins["p50_ms"], style, color=colour, markersize=4)
+    panel.fill_between(x, bins["p25_ms"], bins["p75_ms"], color=colour, alpha=0.12)
+    return line
 
 
 def session_curves(analysis: Analysis) -> pl.DataFrame:
