@@ -3,7 +3,7 @@
 #   bash run_all.sh [--profile NAME] [--only CONFIG] [--repeats N] [--model PATH]
 #                   [--python PATH | --vllm VERSION] [--out DIR [--resume]] [--profile-cpu]
 #                   [--connector MODULE:CLASS [--connector-config JSON]] [--limits FILE]
-#                   [--check]
+#                   [--ray ADDRESS] [--check]
 # NAME is a file of configs/profiles/: cpu (the default), cpu-smoke, gpu, ...
 # The run goes to runs/, and its result to SUMMARY.md, report.html, per_config.json and
 # figures/ here.
@@ -13,6 +13,7 @@
 # --connector measures your own connector beside plain vLLM, after a minute in which it is
 # looked at along other axes than cached blocks; --limits says what it may cost.
 # --profile-cpu then samples one more server of each config: where in the code its time goes.
+# --ray measures on all hosts of a Ray cluster (docs/hosts.md).
 # --check only says what would stop the run: status 0 if nothing would, else 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

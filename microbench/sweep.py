@@ -10,22 +10,24 @@ the first repeats is measured again, as often as the profile allows.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import shutil
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from lab import run_folder
 from lab.config import ConfigError
+from lab.hosts.errors import HostsError
 from lab.paths import REPOSITORY
 from lab.records import RecordsError, stacks
 from lab.records.documents import read_document, write_document
-from lab.records.run import PlanEntry, RunRecord
+from lab.records.run import PLAN_FILE, HostRecord, PlanEntry, RunRecord
 from lab.run_folder import RunFolderError
-from lab.serving import preflight, provenance
-from lab.serving.connector import Connector, load_connector
+from lab.serving import provenance
+from lab.serving.connector import load_connector
 from lab.serving.errors import ServerError
 from lab.serving.installation import Installation, installation
 from lab.serving.machine_lock import MachineBusy, machine_lock
@@ -33,7 +35,6 @@ from lab.serving.own_connector import own_connector
 from lab.serving.preflight import PreflightError
 from lab.serving.releases import release
 from lab.serving.supervise import exit_on_signals
-from lab.serving.tree import link_package
 from microbench import report
 from microbench.analysis.expected import outcomes
 from microbench.check import check
@@ -42,25 +43,21 @@ from microbench.fitted import choices, fitted
 from microbench.profile import Profile, load_profile, measured_with
 from microbench.progress import Progress
 from microbench.rounds import configs_of_next_round
-from microbench.trees import build_trees
-from microbench.trial import (
-    PlannedTrial,
-    SweepSettings,
-    TrialRecord,
-    read_finished,
-    run_trial,
-)
-
-PLAN_FILE = "run.json"
+from microbench.trial import PlannedTrial, TrialRecord, read_finished
+from microbench.workshop import Workshop, workshop
 
 
 class SweepError(Exception):
     """The sweep cannot start; the message says what to do."""
 
 
+# Measures the trials of a plan: run_dir, run, plan, resume.
+Rounds = Callable[[Path, RunRecord, list[PlannedTrial], bool], list[TrialRecord]]
+
 ERRORS = (
     SweepError,
     ConfigError,
+    HostsError,
     MachineBusy,
     PreflightError,
     RecordsError,
@@ -127,6 +124,11 @@ def parse_arguments() -> argparse.Namespace:
         help="then sample a further server of each config: where time goes in the code",
     )
     parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="measure on all hosts of a Ray cluster (docs/hosts.md); auto: this one's",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="say what would stop it, and stop there"
     )
     return parser.parse_args()
@@ -149,9 +151,16 @@ def main() -> int:
         )
         # Without --out the result is the repository's own.
         result_dir = arguments.out or REPOSITORY
-        with machine_lock():
+        on_hosts = _on_hosts(arguments) if arguments.ray else None
+        # This machine, too, is asked for by its host's agent.
+        with nullcontext() if on_hosts else machine_lock():
             trials = sweep(
-                run_dir, profile, installed, arguments.resume, arguments.profile_cpu
+                run_dir,
+                profile,
+                installed,
+                arguments.resume,
+                arguments.profile_cpu,
+                on_hosts,
             )
             found = report.report(run_dir, result_dir)
     except ERRORS as error:
@@ -175,96 +184,66 @@ def sweep(
     installed: Installation,
     resume: bool,
     profile_cpu: bool,
+    on_hosts: Rounds | None = None,
 ) -> list[TrialRecord]:
-    """Run all trials of `profile` into `run_dir`, whose trees are gone afterwards.
+    """Run all trials of `profile` into `run_dir`, here or `on_hosts`.
 
-    Raises RunFolderError if `run_dir` holds another run.
+    Raises RunFolderError if `run_dir` holds another run, and HostsError.
     """
-    connectors = profile.connectors()
-    preflight.check_machine(profile, installed=installed)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    trees = run_dir / "trees"
-    # Left by a sweep that was killed.
-    shutil.rmtree(trees, ignore_errors=True)
-    try:
-        base = trees / "base"
-        link_package(installed.package("vllm"), base)
-        preflight.check_import(base, profile, installed)
-        model = profile.checkpoint(run_dir / "model")
-        common = SweepSettings(profile, model, installed)
-        ready = _first_trials(trees, connectors, installed)
+    with workshop(run_dir, profile, installed) as shop:
         rounds = range(profile.repeats)
-        plan = [trial for repeat in rounds for trial in _round(ready, repeat)]
-        run = _begin_run(run_dir, profile, installed, plan, resume)
-        records = _run_all(run_dir, plan, trees, common, resume)
+        plan = [trial for repeat in rounds for trial in shop.round(repeat)]
+        hosts = None if on_hosts is None else []
+        run = _begin_run(run_dir, profile, installed, plan, resume, hosts)
+        run_all = on_hosts or partial(_run_all, shop)
+        records = run_all(run_dir, run, plan, resume)
         while names := configs_of_next_round(run_dir, profile, records):
-            repeat = 1 + max(trial.repeat for trial in run.plan)
-            more = _round({name: ready[name] for name in names}, repeat)
+            # A host measures all configs or none.
+            names = names if on_hosts is None else None
+            more = shop.round(1 + max(trial.repeat for trial in run.plan), names)
             run.plan += _entries(more)
             write_document(run_dir / PLAN_FILE, run)
-            records += _run_all(run_dir, more, trees, common, resume)
+            records += run_all(run_dir, run, more, resume)
         if profile_cpu:
-            _sample(run_dir, ready, trees, common)
+            _sample(run_dir, shop)
         return records
-    finally:
-        shutil.rmtree(trees, ignore_errors=True)
 
 
 def _run_all(
+    shop: Workshop,
     run_dir: Path,
+    run: RunRecord,
     plan: list[PlannedTrial],
-    trees: Path,
-    common: SweepSettings,
     resume: bool,
 ) -> list[TrialRecord]:
     """A record for each trial of the plan, in its order."""
     records = []
     with Progress(plan) as progress:
         for index, planned in enumerate(plan):
-            folder = run_dir / planned.config / f"r{planned.repeat}"
+            folder = run_dir / planned.folder
             progress.begin(index)
             record = read_finished(folder, planned) if resume else None
             if record is None:
-                record = run_trial(folder, planned, trees / planned.config, common)
+                record = shop.run(folder, planned)
             progress.end(index, record)
             records.append(record)
     return records
 
 
-def _sample(
-    run_dir: Path, ready: dict[str, PlannedTrial], trees: Path, common: SweepSettings
-) -> None:
+def _sample(run_dir: Path, shop: Workshop) -> None:
     """One more server of each config, on which nothing is measured."""
-    for name, planned in ready.items():
+    for name, planned in shop.ready.items():
         folder = run_dir / name / stacks.FOLDER
         if any(folder.glob("stacks.*.json")):
             continue
         print(f"run_all: sampling {name}", flush=True)
-        looked_at = dataclasses.replace(common, sampled=True)
-        record = run_trial(folder, planned, trees / name, looked_at)
+        record = shop.run(folder, planned, sampled=True)
         if record.error:
             print(f"run_all: {name} could not be sampled: {record.error}")
 
 
-def _round(ready: dict[str, PlannedTrial], repeat: int) -> list[PlannedTrial]:
-    """A trial of each config, forwards and backwards in turn."""
-    order = list(ready) if repeat % 2 == 0 else list(ready)[::-1]
-    return [dataclasses.replace(ready[name], repeat=repeat) for name in order]
-
-
 def _entries(plan: list[PlannedTrial]) -> list[PlanEntry]:
     return [PlanEntry(trial.config, trial.repeat) for trial in plan]
-
-
-def _first_trials(
-    trees: Path, connectors: dict[str, Connector], installed: Installation
-) -> dict[str, PlannedTrial]:
-    """Each config's first trial, its tree built; it says if a patch does not fit."""
-    patches, errors = build_trees(trees, connectors, installed)
-    return {
-        name: PlannedTrial(name, 0, connector, patches.get(name, {}), errors.get(name))
-        for name, connector in connectors.items()
-    }
 
 
 def _begin_run(
@@ -273,6 +252,7 @@ def _begin_run(
     installed: Installation,
     plan: list[PlannedTrial],
     resume: bool,
+    hosts: list[HostRecord] | None,
 ) -> RunRecord:
     """Write run.json, or check that it is the run that is resumed.
 
@@ -285,6 +265,7 @@ def _begin_run(
         provenance=provenance.collect(hashes, "python -m microbench.sweep", installed),
         configs={trial.config: trial.connector.report for trial in plan},
         plan=_entries(plan),
+        hosts=hosts,
     )
     if not resume:
         write_document(file, record)
@@ -296,7 +277,23 @@ def _begin_run(
         plan_keys=("profile",),
         provenance_keys=(*run_folder.SAME_MACHINE_AND_CODE, "patch_hashes"),
     )
-    return read_document(file, RunRecord)
+    earlier = read_document(file, RunRecord)
+    if (earlier.hosts is None) != (hosts is None):
+        raise RunFolderError(
+            f"cannot resume {run_dir}: it was begun with{'out' * (hosts is not None)} "
+            "--ray, and a run must not mix the two"
+        )
+    return earlier
+
+
+def _on_hosts(arguments: argparse.Namespace) -> Rounds:
+    """Raises SweepError."""
+    if arguments.profile_cpu:
+        raise SweepError("--profile-cpu samples here: leave out --ray")
+    from microbench.on_hosts import run_on_hosts
+
+    python = None if arguments.python == sys.executable else arguments.python
+    return partial(run_on_hosts, arguments.ray, python, arguments.vllm)
 
 
 def _installed(arguments: argparse.Namespace, profile: Profile) -> Installation:

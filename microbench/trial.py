@@ -61,6 +61,11 @@ class PlannedTrial:
     patches: dict[str, str]
     error: str | None = None
 
+    @property
+    def folder(self) -> Path:
+        """Of its records, below that of the run."""
+        return Path(self.config, f"r{self.repeat}")
+
 
 @dataclass(frozen=True)
 class SweepSettings:

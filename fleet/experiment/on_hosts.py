@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 import sys
-import tarfile
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from fleet.experiment.arm import TRACE, ExperimentContext
 from fleet.experiment.host import EXPERIMENT, Task
 from fleet.experiment.plan import Run
 from lab.hosts.cluster import spread
+from lab.hosts.unpack import unpack
 from lab.records.arm import PlannedArm
 
 MODULE = "fleet.experiment.host"
@@ -40,17 +38,14 @@ def simulate_on_hosts(
     done_by: dict[str, int] = {}
     for number, host, packed in spread(address, MODULE, files, tasks):
         run, _ = runs[number]
-        yield _unpacked(packed, context.workshop.folder, out / run.folder)
+        made = unpack(packed, context.workshop.folder)
+        yield _moved(made, out / run.folder)
         done_by[host] = done_by.get(host, 0) + 1
     for host, count in sorted(done_by.items()):
         print(f"{host}: {count} runs", file=sys.stderr)
 
 
-def _unpacked(packed: bytes, aside: Path, folder: Path) -> Path:
-    """Put what a host made into `folder`, by way of a new folder in `aside`."""
-    made = Path(tempfile.mkdtemp(dir=aside)) / folder.name
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-        tar.extractall(made, filter="data")
+def _moved(made: Path, folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     return made.rename(folder)

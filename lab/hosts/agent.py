@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lab.hosts.asked import PIPE, RESULTS, TASKS
+from lab.hosts.asked import PIPE, REFUSED, RESULTS, TASKS
 from lab.hosts.code import Code, code
 from lab.serving.server import tail
 from lab.serving.supervise import Supervised
@@ -23,6 +23,10 @@ WATCH_EVERY_S = 0.01
 
 class AgentError(Exception):
     """The host's process came to nothing; the message has the end of its log."""
+
+
+class HostRefused(Exception):
+    """The host cannot do the work; the message says why."""
 
 
 class Agent:
@@ -56,22 +60,30 @@ class Agent:
     def run(self, task: bytes) -> bytes:
         """Do it; what came out, as a tar file. Called from several threads at once.
 
-        Raises AgentError.
+        Raises AgentError and HostRefused.
         """
         number = next(self._numbers)
+        self._require_process()
         (self._folder / TASKS / str(number)).write_bytes(task)
         os.write(self._pipe, f"{number}\n".encode())
         result = self._folder / RESULTS / str(number)
         while not result.exists():
-            if self._process.poll() is not None:
-                self._process.stop()
-                raise AgentError(tail(self._log))
+            self._require_process()
             time.sleep(WATCH_EVERY_S)
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as tar:
             tar.add(result, arcname=".")
         shutil.rmtree(result)
         return packed.getvalue()
+
+    def _require_process(self) -> None:
+        """Raises AgentError and HostRefused if it has ended."""
+        if (status := self._process.poll()) is None:
+            return
+        self._process.stop()
+        if status == REFUSED:
+            raise HostRefused(self._log.read_text().strip())
+        raise AgentError(tail(self._log))
 
     def close(self) -> None:
         self._process.stop()

@@ -6,6 +6,9 @@ The agent of the host (lab.hosts.agent) makes the folder and starts the process 
     FOLDER/asked        a pipe: each line is the number of a task
     FOLDER/tasks/N      what is to be done
     FOLDER/results/N    a folder with what came out of it, complete once it is there
+
+If this host cannot do the work, whichever task, the process says why and ends with the
+status REFUSED.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from pathlib import Path
 from lab.serving.lines import Lines
 
 PIPE, TASKS, RESULTS = "asked", "tasks", "results"
+# EX_UNAVAILABLE of sysexits.h
+REFUSED = 69
 
 
 class Asked:

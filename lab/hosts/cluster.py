@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from lab.hosts.agent import Agent
+from lab.hosts.agent import Agent, HostRefused
 from lab.hosts.code import code, differences
 from lab.hosts.errors import HostsError
 
@@ -48,13 +48,18 @@ class _Host:
 
 
 def spread(
-    address: str, module: str, files: dict[str, bytes], tasks: Sequence[bytes]
+    address: str,
+    module: str,
+    files: dict[str, bytes],
+    tasks: Sequence[bytes],
+    alone: bool = False,
 ) -> Iterator[tuple[int, str, bytes]]:
     """Have all `tasks` done by lab.hosts.agent on the hosts of the cluster.
 
     Yields, as they are done, a task's index, the host's name and its result. A task
     whose host is lost is done again elsewhere; hosts that come later are used, those
-    with other code are not. Raises HostsError.
+    with other code and those that refuse are not. With `alone` a host gets a task when
+    it has none. Raises HostsError.
     """
     try:
         _require_listener(address)
@@ -66,7 +71,7 @@ def spread(
         ) from None
     hosts = _Hosts(module, files)
     try:
-        yield from _all_done(hosts, tasks)
+        yield from _all_done(hosts, tasks, alone)
     finally:
         hosts.close()
         ray.shutdown()
@@ -83,7 +88,7 @@ def _require_listener(address: str) -> None:
 
 
 def _all_done(
-    hosts: _Hosts, tasks: Sequence[bytes]
+    hosts: _Hosts, tasks: Sequence[bytes], alone: bool
 ) -> Iterator[tuple[int, str, bytes]]:
     left = deque(range(len(tasks)))
     lost = [0] * len(tasks)
@@ -91,15 +96,15 @@ def _all_done(
     while open_tasks:
         hosts.look()
         for host in hosts.ready():
-            most = min(host.slots * TASKS_PER_CORE, MOST_CALLS - 2)
+            most = 1 if alone else min(host.slots * TASKS_PER_CORE, MOST_CALLS - 2)
             while left and len(host.doing) < most:
                 task = left.popleft()
                 host.doing[host.agent.run.remote(tasks[task])] = task
         for host, task, result in hosts.results():
             open_tasks.remove(task)
             yield task, host.name, result
-        for task in hosts.take_lost():
-            lost[task] += 1
+        for task, counts in hosts.take_lost():
+            lost[task] += counts
             if lost[task] == MOST_LOST:
                 raise HostsError(
                     f"a task was lost with {MOST_LOST} hosts, the last time with "
@@ -117,7 +122,7 @@ class _Hosts:
         self._code = code()
         self._hosts: dict[str, _Host] = {}
         self._refused: dict[str, str] = {}
-        self._lost: list[int] = []
+        self._lost: list[tuple[int, bool]] = []
         self._looked_s = 0.0
         self._seen_s = time.monotonic()
         self.last_loss = ""
@@ -163,13 +168,16 @@ class _Hosts:
                 continue
             try:
                 result = ray.get(ref)
+            except HostRefused as refused:
+                self._refuse(node, _in_short(refused))
+                continue
             except RayError as error:
                 self._lose(node, _in_short(error))
                 continue
             yield host, host.doing.pop(ref), result
 
-    def take_lost(self) -> list[int]:
-        """The tasks whose host was lost since last asked."""
+    def take_lost(self) -> list[tuple[int, bool]]:
+        """Tasks whose host was lost since last asked, and whether they may be why."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -205,15 +213,18 @@ class _Hosts:
             return
         host.asked = None
         if different := differences(self._code, its_code):
-            why = f"it has other code: {', '.join(different)}"
-            self._refused[node] = f"{host.name}: {why}"
-            self._lose(node, why)
+            self._refuse(node, f"it has other code: {', '.join(different)}")
 
-    def _lose(self, node: str, why: str) -> None:
+    def _refuse(self, node: str, why: str) -> None:
+        """Use it no more."""
+        self._refused[node] = f"{self._hosts[node].name}: {why}"
+        self._lose(node, why, by_a_task=False)
+
+    def _lose(self, node: str, why: str, by_a_task: bool = True) -> None:
         host = self._hosts.pop(node)
         self.last_loss = f"{host.name}: {why}"
         print(f"given up {self.last_loss}", file=sys.stderr)
-        self._lost += host.doing.values()
+        self._lost += [(task, by_a_task) for task in host.doing.values()]
         ray.kill(host.agent)
 
 

@@ -162,6 +162,24 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
         return getattr(self, f"{metric}_us")
 
 
+class HostEntry(msgspec.Struct):
+    """What one host of several measured."""
+
+    cpu_model: str | None
+    """Model of its CPU."""
+    repeats: list[int]
+    """The repeats that it measured, of all configs."""
+    servers: int
+    """How many servers these are."""
+    servers_that_count: int
+    """Those of them that were measured and are not set aside."""
+    times_as_slow: float | None
+    """Median of how many times as slow as usual in this run its servers were, by work
+    in which no connector has a part; null where none had it recorded."""
+    p50_us: dict[str, dict[str, float]]
+    """By config and time (`schedule`, `step`), the median at the stated |cache|."""
+
+
 class PerConfig(
     msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.per_config/1"
 ):
@@ -181,3 +199,5 @@ class PerConfig(
     """What the run suspects of itself, each with what to do about it."""
     configs: dict[str, ConfigEntry]
     """What was found, by config."""
+    hosts: dict[str, HostEntry] | None = None
+    """What each host measured, by its address; null for a run on one machine."""

@@ -9,6 +9,8 @@ import msgspec
 
 from lab.records.roles import Role
 
+PLAN_FILE = "run.json"
+
 
 class PlanEntry(msgspec.Struct):
     """One trial of the plan."""
@@ -17,6 +19,17 @@ class PlanEntry(msgspec.Struct):
     """Name of the connector config."""
     repeat: int
     """Counts from 0."""
+
+
+class HostRecord(msgspec.Struct):
+    """What one host of several measured."""
+
+    host: str
+    """Its address."""
+    repeats: list[int]
+    """The rounds that it measured, each of them whole."""
+    provenance: dict[str, Any]
+    """The host: as `provenance` of run.json, at its first round."""
 
 
 class RunRecord(msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.run/1"):
@@ -36,3 +49,6 @@ class RunRecord(msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.run
     plan: list[PlanEntry] = []
     """The trials in the order in which they run. A planned trial without a `trial.json`
     counts as failed."""
+    hosts: list[HostRecord] | None = None
+    """Which host measured what; null if all was measured on the machine of
+    `provenance`."""

@@ -185,4 +185,6 @@ def _await_survivors() -> None:
 
 
 def _other_supervisors() -> list[int]:
-    return sorted(supervisors() - set(descendants(os.getpid())))
+    # A host's agent has us run under one.
+    ours = {os.getppid(), *descendants(os.getpid())}
+    return sorted(supervisors() - ours)

@@ -14,6 +14,7 @@ from microbench.analysis.against import (
     noise_floor,
 )
 from microbench.analysis.entry import config_entry
+from microbench.analysis.hosts import host_entries
 from microbench.analysis.latency import requests_to_fill
 from microbench.analysis.levels import Level, Window, choose_window
 from microbench.analysis.measured import Measured, level_all, measure_all
@@ -40,7 +41,8 @@ class Analysis:
 def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> Analysis:
     """Everything per_config.json states about a run."""
     by_config: dict[str, list[LoadedTrial]] = {}
-    for trial in at_usual_speed(trials):
+    counted = at_usual_speed(trials)
+    for trial in counted:
         by_config.setdefault(trial.config, []).append(trial)
     roles = roles_of(run, by_config)
     alike = (roles.baseline, roles.twin)
@@ -70,6 +72,7 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
         slowness_share=next((one.slowness_share for one in measured.values()), {}),
         warnings=[str(doubt) for doubt in doubts[None]],
         configs=entries,
+        hosts=host_entries(run.hosts, counted, measured),
     )
     return Analysis(document, roles, doubts, measured)
 

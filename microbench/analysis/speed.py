@@ -70,9 +70,17 @@ def with_slowness(steps: pl.DataFrame, control: Control | None) -> pl.DataFrame:
 def too_slow(controls: Sequence[Control | None]) -> list[float | None]:
     """How many times slower than usual each trial was, if more than MOST; else None.
 
+    So leaving such trials out favours no config.
+    """
+    times = times_usual(controls)
+    return [one if one is not None and one > MOST else None for one in times]
+
+
+def times_usual(controls: Sequence[Control | None]) -> list[float | None]:
+    """How many times slower than usual each trial was, None for one without a control.
+
     Usual is what the run's trials take at that batch size: a connector that makes steps
-    longer makes batches larger, too, and is not a slow machine. So leaving such trials
-    out favours no config.
+    longer makes batches larger, too, and is not a slow machine.
     """
     known = [control for control in controls if control is not None]
     if not known:
@@ -80,8 +88,7 @@ def too_slow(controls: Sequence[Control | None]) -> list[float | None]:
     usual_us = _usual_us(known)
     ratios = [np.median(one.us / usual_us(one.batch)) for one in known]
     typical, found = float(np.median(ratios)), iter(ratios)
-    times = [None if c is None else float(next(found)) / typical for c in controls]
-    return [one if one is not None and one > MOST else None for one in times]
+    return [None if c is None else float(next(found)) / typical for c in controls]
 
 
 def _sample_of(ends: Ints, steps: pl.DataFrame) -> Ints:

@@ -12,7 +12,7 @@ from lab.records import RecordsError
 from lab.records.documents import read_document
 from lab.records.joined_steps import read_worker_steps
 from lab.records.requests import Requests, read_requests
-from lab.records.run import RunRecord
+from lab.records.run import PLAN_FILE, RunRecord
 from lab.records.trial import TrialRecord
 from microbench.analysis.speed import Control, read_control, with_slowness
 from microbench.analysis.steps import read_engine_steps, step_table
@@ -49,7 +49,7 @@ def load_run(run_dir: Path) -> tuple[RunRecord, list[LoadedTrial]]:
     """
     if not run_dir.is_dir():
         raise RecordsError(f"{run_dir}: no such directory")
-    path = run_dir / "run.json"
+    path = run_dir / PLAN_FILE
     if not path.is_file():
         raise RecordsError(f"{path}: missing; a run directory has one, give its path")
     run = read_document(path, RunRecord)

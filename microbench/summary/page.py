@@ -17,6 +17,7 @@ from microbench.summary.expected import expected_verdicts
 from microbench.summary.figures import CURVES
 from microbench.summary.fixes import before_and_after
 from microbench.summary.growth import answer, hypothesis, level_table, verdicts
+from microbench.summary.hosts import hosts
 from microbench.summary.parts import connector_table, parts_table
 from page.build import build
 from page.document import Figure, Line, Page, Section
@@ -48,6 +49,7 @@ def write_page(analysis: Analysis, servers: list[Section]) -> str:
         reconciliation(document, roles.baseline),
         noise_floor(document),
         reference(document, roles),
+        hosts(document, roles),
         accounts(document),
         *servers,
         provenance(document),

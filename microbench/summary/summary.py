@@ -12,7 +12,9 @@ from microbench.analysis.analysis import Analysis
 from microbench.summary.context import model_note, warnings
 from microbench.summary.expected import expected_verdicts
 from microbench.summary.growth import verdict_words
+from microbench.summary.hosts import hosts
 from microbench.summary.page import QUESTION
+from page.document import Table
 
 FIGURE = "schedule_vs_cache"
 
@@ -28,6 +30,7 @@ def write_summary(analysis: Analysis, figures: list[str]) -> str:
         known and known.note,
         _table(document),
         _figure(figures),
+        _hosts(hosts(document, analysis.roles)),
         "## Warnings",
         warnings(analysis.doubts, document.configs),
         "## More",
@@ -68,6 +71,12 @@ def _table(document: PerConfig) -> str:
             "steps of growth."
         )
     return f"{table(head, rows)}\n\n{note}"
+
+
+def _hosts(found: Table | None) -> str:
+    if found is None:
+        return ""
+    return f"## Hosts\n\n{table(found.columns, found.rows)}\n\n{found.note}"
 
 
 def _figure(figures: list[str]) -> str:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from lab.paths import REPOSITORY
@@ -75,8 +75,22 @@ class Host:
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
         if self.number == 1:
             command += ["--include-dashboard=false"]
-        env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        env = os.environ | {
+            "PYTHONPATH": str(REPOSITORY),
+            "RAY_worker_niceness": str(self._cluster.niceness),
+            # Or Ray wants the token that is in the user's home, if one is.
+            "RAY_AUTH_MODE": "disabled",
+        }
         return Supervised(self.network.inside(*command), env, self._log)
+
+    def processes(self, what: str) -> list[int]:
+        """Those whose command line has `what`."""
+        found = []
+        for pid in descendants(self.ray.supervisor_pid):
+            with suppress(OSError):  # It may have ended by now.
+                if what.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
 
     def kill(self) -> None:
         """All of it at once, as when a machine loses its power."""
@@ -94,8 +108,9 @@ class Host:
 class RayCluster:
     """`count` hosts; leaving the context ends them."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, niceness: int = 0) -> None:
         self._count = count
+        self.niceness = niceness
         self._stack = ExitStack()
 
     def __enter__(self) -> RayCluster:

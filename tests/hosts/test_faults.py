@@ -17,7 +17,6 @@ import pytest
 from ray_cluster import Host, RayCluster
 
 from lab.paths import REPOSITORY
-from lab.serving.supervise import descendants
 
 pytestmark = [
     pytest.mark.long,
@@ -77,15 +76,6 @@ def spreading(
             process.kill()
 
 
-def on(host: Host, what: str) -> list[int]:
-    """Processes of this host whose command line has `what`."""
-    return [
-        pid
-        for pid in descendants(host.ray.supervisor_pid)
-        if what in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-    ]
-
-
 AGENT, WORK = "ray::Agent", "tests.hosts.squares"
 
 
@@ -94,18 +84,18 @@ def lose_raylet(host: Host) -> None:
 
 
 def lose_agent(host: Host) -> None:
-    for pid in on(host, AGENT):
+    for pid in host.processes(AGENT):
         os.kill(pid, signal.SIGKILL)
 
 
 def lose_work(host: Host) -> None:
     """Its supervisor, too, or that would notice and clean up."""
-    for pid in on(host, WORK):
+    for pid in host.processes(WORK):
         os.kill(pid, signal.SIGKILL)
 
 
 def hang_agent(host: Host) -> None:
-    for pid in on(host, AGENT):
+    for pid in host.processes(AGENT):
         os.kill(pid, signal.SIGSTOP)
 
 
@@ -162,7 +152,7 @@ def test_a_host_is_lost_and_the_others_do_its_tasks(cluster, tmp_path, fault):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_command_is_ended_and_nothing_stays_on_any_host(cluster, tmp_path, number):
     with spreading(cluster, tmp_path, seconds=5) as found:
-        found.wait(lambda: all(on(host, WORK) for host in cluster.hosts))
+        found.wait(lambda: all(host.processes(WORK) for host in cluster.hosts))
         found.process.send_signal(number)
         found.process.wait(DEADLINE_S)
     nothing_stays(cluster)

@@ -20,10 +20,10 @@ from lab.serving.connector import Connector, load_connector
 from lab.serving.installation import installation
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.tree import build_tree, link_package
-from microbench import sweep
 from microbench.profile import load_profile
 from microbench.trees import build_trees
 from microbench.trial import PlannedTrial
+from microbench.workshop import Workshop
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +98,7 @@ def test_every_config_can_be_built_and_leaves_the_installed_package_alone(
 def test_configs_alternate_the_direction_so_that_drift_hits_all_alike():
     ready = {name: PlannedTrial(name, 0, Connector("", []), {}) for name in "abc"}
     for repeat, order in ((0, "abc"), (1, "cba")):
-        planned = sweep._round(ready, repeat)
+        planned = Workshop(Path(), None, ready).round(repeat)
         assert [(one.config, one.repeat) for one in planned] == [
             (name, repeat) for name in order
         ]

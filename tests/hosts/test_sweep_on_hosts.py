@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sweep over hosts: each repeat is made whole on one of them, whatever is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ray_cluster import RayCluster
+
+from lab.paths import REPOSITORY
+from lab.records.documents import read_document
+from lab.records.per_config import PerConfig
+from lab.records.run import PLAN_FILE, RunRecord
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(os.geteuid() != 0, reason="networks of its own need root"),
+]
+
+CONFIGS, REPEATS = ["plain", "noop"], 3
+DEADLINE_S = 900
+
+
+@pytest.fixture
+def cluster() -> Iterator[RayCluster]:
+    with RayCluster(2) as cluster:
+        yield cluster
+
+
+class Sweep:
+    """A sweep on the hosts of `cluster`, started on the first."""
+
+    def __init__(self, cluster: RayCluster, out: Path, *more: str) -> None:
+        command = [sys.executable, "-m", "microbench.sweep", "--profile", "cpu-smoke"]
+        for config in CONFIGS:
+            command += ["--only", config]
+        command += ["--repeats", str(REPEATS), "--ray", cluster.address]
+        command = cluster.on_head(*command, "--out", str(out), *more)
+        self._log = out.with_name("log")
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=REPOSITORY, stdout=log, stderr=log
+            )
+
+    @property
+    def told(self) -> str:
+        return self._log.read_text()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not until():
+            assert self.process.poll() is None, self.told
+            assert time.monotonic() < deadline, self.told
+            time.sleep(0.1)
+
+
+def test_a_host_is_lost_and_each_repeat_is_there_once_and_whole(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    sweep = Sweep(cluster, out)
+    lost = cluster.hosts[1]
+    try:
+        sweep.wait(lambda: bool(lost.processes("microbench.driver")))
+        lost.kill()
+        sweep.process.wait(DEADLINE_S)
+    finally:
+        sweep.process.kill()
+    assert f"given up {lost.address}" in sweep.told
+    run = read_document(out / PLAN_FILE, RunRecord)
+    (host,) = run.hosts
+    assert host.host == cluster.hosts[0].address
+    assert sorted(host.repeats) == list(range(REPEATS))
+    found = read_document(out / "per_config.json", PerConfig)
+    (entry,) = found.hosts.values()
+    assert entry.servers == entry.servers_that_count == len(CONFIGS) * REPEATS
+    assert set(entry.p50_us) == set(CONFIGS)
+    assert "## Hosts" in (out / "SUMMARY.md").read_text()
+    assert sweep.process.returncode == 0, sweep.told
+
+
+def test_a_host_whose_workers_yield_to_others_is_not_measured_on(
+    tmp_path: Path,
+) -> None:
+    with RayCluster(1, niceness=15) as cluster:
+        sweep = Sweep(cluster, tmp_path / "run")
+        try:
+            status = sweep.process.wait(DEADLINE_S)
+        finally:
+            sweep.process.kill()
+    assert status == 1
+    assert "10.77.0.1: Ray's workers run at niceness 15" in sweep.told
+    assert "RAY_worker_niceness=0" in sweep.told
