@@ -25,6 +25,8 @@ pytestmark = [
 
 CONFIGS, REPEATS = ["plain", "noop"], 3
 DEADLINE_S = 900
+# Ray notices, the agent ends, its supervisor stops the server.
+GONE_S = 90
 
 
 @pytest.fixture
@@ -34,14 +36,17 @@ def cluster() -> Iterator[RayCluster]:
 
 
 class Sweep:
-    """A sweep on the hosts of `cluster`, started on the first."""
+    """A sweep on the hosts of `cluster`, or on the first alone."""
 
-    def __init__(self, cluster: RayCluster, out: Path, *more: str) -> None:
+    def __init__(
+        self, cluster: RayCluster, out: Path, *more: str, ray: bool = True
+    ) -> None:
         command = [sys.executable, "-m", "microbench.sweep", "--profile", "cpu-smoke"]
         for config in CONFIGS:
             command += ["--only", config]
-        command += ["--repeats", str(REPEATS), "--ray", cluster.address]
-        command = cluster.on_head(*command, "--out", str(out), *more)
+        command += ["--repeats", str(REPEATS), "--out", str(out), *more]
+        command += ["--ray", cluster.address] if ray else []
+        command = cluster.on_head(*command)
         self._log = out.with_name("log")
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -83,6 +88,25 @@ def test_a_host_is_lost_and_each_repeat_is_there_once_and_whole(
     assert set(entry.p50_us) == set(CONFIGS)
     assert "## Hosts" in (out / "SUMMARY.md").read_text()
     assert sweep.process.returncode == 0, sweep.told
+
+
+def test_the_command_is_killed_and_no_server_stays(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with RayCluster(1) as cluster:
+        (host,) = cluster.hosts
+        sweep = Sweep(cluster, out)
+        try:
+            sweep.wait(lambda: bool(host.processes("microbench.driver")))
+        finally:
+            sweep.process.kill()
+        deadline = time.monotonic() + GONE_S
+        while left := host.processes("microbench") + host.processes("vllm"):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+        assert read_document(out / PLAN_FILE, RunRecord).hosts == []
+        alone = Sweep(cluster, out, "--resume", ray=False)
+        assert alone.process.wait(DEADLINE_S) == 1
+    assert "it was begun with --ray" in alone.told
 
 
 def test_a_host_whose_workers_yield_to_others_is_not_measured_on(
