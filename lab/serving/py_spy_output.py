@@ -3,8 +3,9 @@
 
 Its speedscope file has every sample of every thread, and no times. Its log says when
 the process was stopped: first to look up the names of threads, then for each sample,
-and at the end once or twice for samples that are not written any more. So the samples
-of a thread are the first stops in which it was, in order.
+and at the end once or twice for samples that are not written any more. It also says
+when a sample failed, which is then written for no thread. So the samples of a thread
+are the first stops in which it was and which did not fail, in order.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ from pathlib import PurePath
 from lab.records.stacks import Sample, SampledThread
 
 # For RUST_LOG: the lines that are looked for.
-LOGGED = "remoteprocess=debug,py_spy::python_spy=info"
+LOGGED = "remoteprocess=debug,py_spy=warn,py_spy::python_spy=info"
 STOP = re.compile(
     r"\[(\S+)Z DEBUG remoteprocess\S*\] (attached to|detached from) thread (\d+)"
 )
 LOOKED_UP = "looking up thread names"
+FAILED = "Failed to get stack trace from"
+# The only failure without a stop: see _get_stack_traces in py-spy's python_spy.rs.
+NOT_STOPPED = "Failed to suspend process"
 ERRORS = re.compile(r"Samples: \d+ Errors: (\d+)")
 THREAD = re.compile(r'Thread (\d+)(?: "(.*)")?')
 # What is stopped for and not written: the last sample, and those of the thread that
 # samples while the other one ends.
 MOST_UNWRITTEN = 3
+# The part of the samples that may have failed: what fails is missing in the shares.
+MOST_FAILED = 0.2
 
 
 class NotUnderstood(Exception):
@@ -45,12 +51,19 @@ class Stacks:
 
 
 def stops(log: str) -> list[dict[int, int]]:
-    """Each stop for a sample, in order: when each thread stood still, in ns, by tid."""
+    """Each stop for a sample, in order: when each thread stood still, in ns, by tid.
+
+    Without those whose sample failed.
+    """
     found: list[dict[int, int]] = []
     attaching = False
     for line in log.splitlines():
         if LOOKED_UP in line:
             found[-1:] = []
+        elif FAILED in line and NOT_STOPPED not in line:
+            # Another thread logs it, maybe while the next stop begins.
+            failed = len(found) - (2 if attaching else 1)
+            found[failed : failed + 1] = []
         elif told := STOP.search(line):
             if told[2] == "attached to":
                 if not attaching:
@@ -75,14 +88,18 @@ def sampled(speedscope: bytes, log: str) -> Stacks:
         profiles = document["profiles"]
     except (ValueError, KeyError, TypeError) as error:
         raise NotUnderstood(f"this is no file of speedscope's: {error!r}") from None
-    failed = ERRORS.search(log)
-    if failed is None or int(failed[1]):
+    written = max((len(profile["samples"]) for profile in profiles), default=0)
+    counted, failed = ERRORS.search(log), log.count(FAILED)
+    if counted is None or int(counted[1]) != failed:
         raise NotUnderstood(
-            f"{failed[1] if failed else 'an unknown number of'} samples failed, and it "
-            "cannot be told which: try again"
+            f"{counted[1] if counted else 'an unknown number of'} samples failed, and "
+            f"{failed} are named"
+        )
+    if failed > MOST_FAILED * (failed + written):
+        raise NotUnderstood(
+            f"{failed} samples failed, of {failed + written}: try again"
         )
     stopped = stops(log)
-    written = max((len(profile["samples"]) for profile in profiles), default=0)
     if not 0 < written < len(stopped) <= written + MOST_UNWRITTEN:
         raise NotUnderstood(
             f"{written} samples were written, and the process was stopped for "

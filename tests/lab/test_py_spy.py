@@ -12,13 +12,16 @@ import pytest
 
 from lab.paths import REPOSITORY
 from lab.records.stacks import SampledStacks, read_stacks
-from lab.serving.py_spy_output import NotUnderstood, sampled
+from lab.serving.py_spy_output import FAILED, NotUnderstood, sampled
 from tests.lab.living import content
 
 pytestmark = pytest.mark.slow
 
 LATE_NS = 20_000_000
+# More frames than py-spy reads: such a sample fails.
+DEEP = 5000
 # Computes and waits in turn, and says when it did which. A thread waits all the time.
+# Every fourth wait is so many calls deep as its second argument says.
 PROGRAM = """
 import json, sys, threading, time
 
@@ -26,11 +29,18 @@ def computes(until):
     while time.perf_counter() < until:
         pass
 
+def waits(depth):
+    if depth:
+        return waits(depth - 1)
+    time.sleep(0.1)
+
 def waits_in_vain():
     threading.Event().wait()
 
 threading.Thread(target=waits_in_vain, name="waiter", daemon=True).start()
 folder, began, turns = sys.argv[1], time.perf_counter(), []
+depth = int(sys.argv[2])
+sys.setrecursionlimit(depth + 100)
 header = {"schema": "kvtax.engine_step/1", "pid": __import__("os").getpid()}
 open(f"{folder}/engine_step.jsonl", "w").write(json.dumps(header) + "\\n")
 while time.perf_counter() < began + 60:
@@ -39,7 +49,7 @@ while time.perf_counter() < began + 60:
     turns.append((first, time.perf_counter_ns()))
     with open(f"{folder}/turns.partial", "a") as out:
         out.write(json.dumps(turns[-1]) + "\\n")
-    time.sleep(0.1)
+    waits(0 if len(turns) % 4 else depth)
 """
 
 
@@ -48,15 +58,16 @@ def sample(folder: Path, *options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> tuple[Path, SampledStacks]:
+@pytest.fixture(scope="module", params=[0, DEEP], ids=["all read", "some failed"])
+def recorded(request, tmp_path_factory) -> tuple[Path, SampledStacks]:
     folder = tmp_path_factory.mktemp("records")
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    with subprocess.Popen([sys.executable, str(program), str(folder)]) as process:
+    command = [sys.executable, str(program), str(folder), str(request.param)]
+    with subprocess.Popen(command) as process:
         try:
             content(folder / "engine_step.jsonl")
-            done = sample(folder, "--seconds", "5")
+            done = sample(folder, "--seconds", "6")
         finally:
             process.kill()
     assert done.returncode == 0, done.stderr
@@ -175,6 +186,22 @@ def test_the_stop_for_names_and_the_last_ones_are_no_samples(unwritten):
     assert shown == [(stops[at][9], at) for at in samples]
 
 
+@pytest.mark.parametrize("logged_late", [False, True])
+def test_a_sample_that_failed_has_no_time_and_the_others_keep_theirs(logged_late):
+    stops = [{9: 1_000_000 * number, 5: 1} for number in range(1, 50)]
+    lines = log_of(stops, errors=3).splitlines()
+    warned = "[WARN py_spy] Failed to get stack trace from 9: Failed to"
+    for failed in (30, 7):
+        stopped = f"[{_utc(stops[failed][9])} DEBUG remoteprocess] attached to thread 9"
+        at = lines.index(stopped) + (5 if logged_late else 4)
+        lines.insert(at, f"{warned} read")
+    lines.insert(40, f"{warned} suspend process")
+    log = "\n".join(lines)
+    samples = [at for at in range(len(stops) - 1) if at not in (30, 7)]
+    found = sampled(written(t9=samples), log)
+    assert times_of(found, "t9") == [(stops[at][9], at) for at in samples]
+
+
 def test_threads_that_begin_or_end_on_the_way_keep_their_times():
     stops = [
         {9: 1_000 * at, 5: 1_000 * at + 1, 6: 1_000 * at + 2} for at in range(1, 41)
@@ -202,7 +229,8 @@ def test_threads_that_begin_or_end_on_the_way_keep_their_times():
         (written(), log_of([{9: 1}]), "0 samples were written"),
         (written(t9=[1, 2]), log_of([{9: 1}]), "2 samples .* stopped for 1"),
         (written(t9=[1, 2]), log_of([{9: at} for at in range(9)]), "stopped for 9"),
-        (written(t9=[1]), log_of([{9: 1}, {9: 2}], errors=2), "2 samples failed"),
+        (written(t9=[1]), log_of([{9: 1}, {9: 2}], errors=2), "2 samples failed, a"),
+        (written(t9=[1]), log_of([{9: 1}, {9: 2}], 1) + FAILED, "failed, of 2"),
         (written(t9=[1]), "killed", "unknown number"),
         (written(t9=[1], t5=[1]), log_of([{9: 1}, {9: 2}]), "thread 5 has 1 samples"),
     ],
