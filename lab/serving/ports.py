@@ -2,7 +2,8 @@
 """Ports for servers, staggered so that no two servers ever meet.
 
 They lie below the range that the kernel hands out to clients, where a port that is
-free now may be somebody's outgoing connection when the server gets to it.
+free now may be somebody's outgoing connection when the server gets to it. They also
+leave out where Mooncake chooses ports of its own while the servers start.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FIRST, LAST = 10_000, 32_000
+# Mooncake's MC_MIN_RPC_PORT to MC_MAX_RPC_PORT, as it has them by default.
+MOONCAKE = range(15_000, 17_001)
 PORTS_PER_SERVER = 16
 TRIES = 200
 
@@ -46,7 +49,8 @@ def reserve(servers: int, base: int | None = None) -> list[Ports]:
     span = servers * PORTS_PER_SERVER
     if base is not None:
         if (taken := _first_taken(base, span)) is not None:
-            raise PortsError(f"port {taken} is taken: choose another --base-port")
+            why = "Mooncake's to choose" if taken in MOONCAKE else "taken"
+            raise PortsError(f"port {taken} is {why}: choose another --base-port")
         return staggered(base, servers)
     for _ in range(TRIES):
         base = random.randrange(FIRST, LAST - span)
@@ -63,6 +67,8 @@ def staggered(base: int, servers: int) -> list[Ports]:
 
 def _first_taken(base: int, span: int) -> int | None:
     for port in range(base, base + span):
+        if port in MOONCAKE:
+            return port
         with socket.socket() as probe:
             # As servers do: a connection that has only just ended is no obstacle.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

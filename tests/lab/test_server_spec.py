@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lab.serving.connector import Connector, load_connector
 from lab.serving.environment import HASH_SEED
 from lab.serving.errors import ServerError
-from lab.serving.ports import PortsError, reserve
+from lab.serving.ports import MOONCAKE, PORTS_PER_SERVER, PortsError, reserve
 from lab.serving.server_spec import Engine, ServerSpec, resolve
 from lab.serving.settings import CPU_ENGINE
 
@@ -80,6 +80,15 @@ def test_no_two_servers_share_a_port(servers):
     ports = [dataclasses.astuple(own) for own in reserve(servers)]
     everyone = [port for own in ports for port in own]
     assert len(set(everyone)) == len(everyone)
+
+
+def test_no_port_is_one_that_mooncake_may_choose_meanwhile():
+    for _ in range(200):
+        ports = reserve(8)
+        first, last = ports[0].http, ports[-1].http + PORTS_PER_SERVER
+        assert last <= MOONCAKE.start or first >= MOONCAKE.stop
+    with pytest.raises(PortsError, match="port 15000 is Mooncake's to choose"):
+        reserve(1, MOONCAKE.start - 3)
 
 
 def test_ports_that_are_not_there_are_refused():
