@@ -12,7 +12,7 @@ import pytest
 from lab.paths import REPOSITORY
 
 RESULTS = REPOSITORY / "docs" / "results"
-EXPERIMENTS = ("policies", "concurrency", "elastic", "substrate")
+EXPERIMENTS = ("policies", "concurrency", "elastic", "substrate", "exact")
 # Of the prompt tokens, between the ranges of repeats: in real time two repeats of an
 # arm differ by up to 4.7 points.
 NEAR_POINTS = 1.5
