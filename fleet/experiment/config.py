@@ -56,8 +56,8 @@ class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """
 
     policy: str
-    router: Literal["fleet.proxy", "vllm-router"] = OUR_PROXY
     parameters: dict[str, Any] = {}
+    router: Literal["fleet.proxy", "vllm-router"] = OUR_PROXY
     connector: str = DEFAULT_CONNECTOR
     roles: list[Role] = []
     cache_state: Literal["mirror", "exact"] = "mirror"
