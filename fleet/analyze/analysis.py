@@ -37,6 +37,7 @@ from fleet.analyze.warn import (
     run_warnings,
 )
 from fleet.analyze.workload import workload
+from lab.records.arm import OUR_PROXY, ArmRecord
 
 SCHEMA = "kvtax.fleet_analysis/1"
 
@@ -102,7 +103,8 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
         warnings += offline_warnings(arm, offline)
         answered = requests.filter(pl.col("arm") == arm)
         arms[arm] = {
-            "policy": own[0].info.policy,
+            "router": own[0].info.router,
+            "policy": _policy(own[0].info),
             "connector": own[0].info.connector,
             "concurrency": own[0].info.concurrency,
             "outcomes": counted.get(arm),
@@ -139,6 +141,12 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
         ],
     }
     return Analysis(document, finished, requests, points)
+
+
+def _policy(info: ArmRecord) -> str | None:
+    """Its name, with that of a router that is not ours: equal names mean less there."""
+    ours = info.router == OUR_PROXY
+    return info.policy if ours else f"{info.policy} of {info.router}"
 
 
 def by_arm(runs: list[ArmRun]) -> dict[str, list[ArmRun]]:

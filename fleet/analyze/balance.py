@@ -17,9 +17,11 @@ def token_imbalance(requests: pl.DataFrame, instances: list[str]) -> dict[str, A
     """{tokens: {instance: n}, max_over_min} of prompt and generated tokens, ok only.
 
     A prompt counts where it was computed. max_over_min is None where an instance
-    served nothing.
+    served nothing; `tokens` is empty where nobody told who served what.
     """
     ok = requests.filter(pl.col("status") == "ok")
+    if ok["instance"].null_count() == ok.height > 0:
+        return {"tokens": {}, "max_over_min": None}
     generated = pl.col("usage_completion_tokens").fill_null(0)
     parts = pl.concat(
         [

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from fleet.analyze.served import name_instances
 from lab.records import RecordsError
-from lab.records.arm import ArmRecord
+from lab.records.arm import OUR_PROXY, ArmRecord
 from lab.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
 from lab.records.documents import read_document
 from lab.records.lines import read_lines
@@ -55,7 +56,10 @@ def _place(run: ArmRun) -> tuple:
 
 
 def read_arm(folder: Path) -> ArmRun:
-    """The files of one arm and repeat. Without replay.jsonl it has no requests."""
+    """The files of one arm and repeat. Without replay.jsonl it has no requests.
+
+    Behind a router that is not ours, the instances say who served a request.
+    """
     replayed, torn = _records(
         folder / "replay.jsonl", ReplayHeader, ReplayedRequest | ReplayEnd
     )
@@ -63,10 +67,14 @@ def read_arm(folder: Path) -> ArmRun:
         folder / "decisions.jsonl", DecisionsHeader, DecisionRecord | DecisionEnd
     )
     ends = [line for line in replayed if isinstance(line, ReplayEnd)]
+    info = read_document(folder / "arm.json", ArmRecord)
+    requests = [line for line in replayed if isinstance(line, ReplayedRequest)]
+    if info.router != OUR_PROXY:
+        name_instances(requests, folder / "instances")
     return ArmRun(
         folder=folder,
-        info=read_document(folder / "arm.json", ArmRecord),
-        requests=[line for line in replayed if isinstance(line, ReplayedRequest)],
+        info=info,
+        requests=requests,
         end=ends[-1] if ends else None,
         decisions=[line for line in decided if isinstance(line, DecisionRecord)],
         decision_ends=[line for line in decided if isinstance(line, DecisionEnd)],

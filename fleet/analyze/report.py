@@ -14,6 +14,7 @@ from fleet.analyze.report_fleet import (
     migration_table,
     mirror_table,
     policies_table,
+    routers_note,
     substrate_table,
 )
 from fleet.analyze.report_offloads import (
@@ -50,6 +51,7 @@ def write_report(document: Document, figures: list[str]) -> str:
         workload_table(document),
         "## Outcomes",
         outcome_table(document),
+        routers_note(document),
         "## Latency",
         latency_tables(document),
         "## Against the baseline",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fleet.analyze.frames import TITLES
+from lab.records.arm import OUR_PROXY
 from lab.stats.markdown import DASH, Document, interval, number, table
 
 
@@ -27,6 +28,27 @@ def level_text(level: Document | None) -> str:
     if level["ci95"] is None:
         return number(level["value"])
     return f"{number(level['value'])} [{', '.join(map(number, level['ci95']))}]"
+
+
+def routers_note(document: Document) -> str:
+    """What is not known of arms behind a router that is not ours; empty without any."""
+    lines = []
+    for arm, entry in document["arms"].items():
+        if entry["router"] == OUR_PROXY:
+            continue
+        placed = any(repeat["imbalance"]["tokens"] for repeat in entry["repeats"])
+        served = (
+            "which instance served a request is from the instances' own records"
+            if placed
+            else "which instance served a request is not known, so its balance, its "
+            "interference and where its sessions lived are left out, too"
+        )
+        lines.append(
+            f"- `{arm}` ran behind {entry['router']}, which records no decisions: what "
+            "it believed to be cached and what other policies would have decided are "
+            f"left out; {served}"
+        )
+    return "\n".join(lines)
 
 
 def cache_table(document: Document) -> str:

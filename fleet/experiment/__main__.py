@@ -35,11 +35,11 @@ from lab.config import ConfigError
 from lab.hosts.errors import HostsError
 from lab.paths import REPOSITORY
 from lab.records import RecordsError
-from lab.records.arm import ArmRecord, PlannedArm, TraceFacts
+from lab.records.arm import OUR_PROXY, ArmRecord, PlannedArm, TraceFacts
 from lab.records.documents import read_document, write_document
 from lab.records.experiment import ExperimentRecord
 from lab.run_folder import RunFolderError
-from lab.serving import kvindexd, preflight, provenance
+from lab.serving import kvindexd, preflight, provenance, vllm_router
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.server import ServerError
 from lab.serving.supervise import exit_on_signals
@@ -103,9 +103,8 @@ def run_experiment(
             stack.enter_context(machine_lock())
             settings = instance_settings(experiment)
             preflight.check_machine(settings, experiment.instances)
-        exact = any(arm.cache_state == "exact" for arm in experiment.arms.values())
-        if exact and not virtual:
-            kvindexd.build()
+        if not virtual:
+            _prepare_programs(experiment)
         runs = plan(experiment)
         arms = _prepare(experiment, runs, out, resume, virtual)
         workshop = stack.enter_context(Workshop(out / "workshop"))
@@ -121,6 +120,15 @@ def run_experiment(
         there = len(runs) - len(missing)
         for number, folder in enumerate(make(context, missing, out), there + 1):
             print(f"{number}/{len(runs)}  {_line(folder)}", flush=True)
+
+
+def _prepare_programs(experiment: Experiment) -> None:
+    """Build and install what the arms need besides. Raises ServerError."""
+    arms = experiment.arms.values()
+    if any(arm.cache_state == "exact" for arm in arms):
+        kvindexd.build()
+    if any(arm.router != OUR_PROXY for arm in arms):
+        vllm_router.executable()
 
 
 def _on_hosts(address: str) -> Callable[..., Iterator[Path]]:
@@ -217,15 +225,17 @@ def planned_arm(
     virtual: bool = False,
 ) -> PlannedArm:
     launched = spec(experiment, run.arm) if experiment.profile is not None else None
+    ours = run.arm.router == OUR_PROXY
     return PlannedArm(
         experiment=experiment.name,
         arm=run.label,
         repeat=run.repeat,
+        router=OUR_PROXY if ours else f"{run.arm.router} {vllm_router.version()}",
         policy=run.arm.policy,
         parameters=run.arm.parameters,
         connector=run.arm.connector,
         report=launched and launched.connector.report,
-        cache_state=run.arm.cache_state,
+        cache_state=run.arm.cache_state if ours else None,
         concurrency=run.concurrency,
         baseline=run.baseline,
         same_as=run.same_as,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run: a fresh fleet, the proxy, the replay, and what is needed to trust it."""
+"""One run: a fresh fleet, its router, the replay, and what is needed to trust it."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import shutil
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from fleet.experiment.freshness import (
 )
 from fleet.experiment.machine import CpuSampler, engine_lag, machine_load
 from fleet.experiment.plan import Run
+from fleet.experiment.router import RunError, module_command, started_router
 from fleet.instances import InstancesError, write_instances
 from fleet.launch.check import CheckError, http_text
 from fleet.launch.launched import Workshop
@@ -33,21 +33,15 @@ from lab.records.arm import ArmRecord, Freshness, MachineLoad, PlannedArm
 from lab.records.documents import write_document
 from lab.records.instances import Instance
 from lab.serving import preflight
-from lab.serving.kvindexd import kvindexd
-from lab.serving.ports import PortsError, reserve
-from lab.serving.server import ServerError, http_ok, tail
+from lab.serving.ports import PortsError
+from lab.serving.server import ServerError, tail
 from lab.serving.supervise import Supervised, descendants
 
 # What the folder of an experiment replays.
 TRACE = "trace.jsonl.gz"
-PROXY_DEADLINE_S = 30.0
 # fleet.replay's: all went well, a request failed, requests were sent late. What that
 # means for a comparison is for fleet.analyze.refusals to say.
 REPLAYED = (0, 2, 3)
-
-
-class RunError(Exception):
-    """A run came to nothing; the message says why."""
 
 
 RUN_ERRORS = (
@@ -177,38 +171,28 @@ def _keep_metrics(folder: Path, fleet: Fleet, moment: str) -> dict[str, str]:
 def _replay(
     folder: Path, found: _Found, run: Run, context: ExperimentContext, fleet: Fleet
 ) -> CpuSampler:
-    """Raises RunError if the proxy or the replayer did not do its part."""
+    """Raises RunError if the router or the replayer did not do its part."""
     write_instances(folder / "instances.json", fleet.instances)
-    port = reserve(1)[0].http
-    url = f"http://127.0.0.1:{port}"
     env = dict(os.environ)
-    replay_log, proxy_log = folder / "replay.log", folder / "proxy.log"
+    replay_log = folder / "replay.log"
     with ExitStack() as stack:
         if shutil.which("nvidia-smi"):
-            sampler = _module(
+            sampler = module_command(
                 "fleet.experiment.gpu_sampler", "--out", folder / "gpu.csv"
             )
             stack.enter_context(Supervised(sampler, env, folder / "gpu_sampler.log"))
-        proxy_command = _proxy(folder, run, fleet, port)
-        if run.arm.cache_state == "exact":
-            address = stack.enter_context(
-                kvindexd(folder / "instances.json", folder / "kvindexd.log")
-            )
-            proxy_command += ["--kvindexd", address]
-        proxy = stack.enter_context(Supervised(proxy_command, env, proxy_log))
-        _await(url, proxy, proxy_log)
+        router = stack.enter_context(started_router(folder, run.arm, fleet))
         cpu = stack.enter_context(CpuSampler())
         began = time.monotonic()
         with Supervised(
-            _replayer(folder, run, context, fleet, url), env, replay_log
+            _replayer(folder, run, context, fleet, router.url), env, replay_log
         ) as replay:
             while (status := replay.poll()) is None:
                 fleet.check_alive()
-                if proxy.poll() is not None:
-                    raise RunError(f"the proxy ended under load\n{tail(proxy_log)}")
+                router.check_alive()
                 time.sleep(0.2)
         found.replay_s = time.monotonic() - began
-        (folder / "breakdown.json").write_text(http_text(f"{url}/breakdown"))
+        (folder / router.keeps).write_text(http_text(router.told_at))
     _keep_metrics(folder, fleet, "after")
     if status not in REPLAYED:
         raise RunError(f"the replayer ended with status {status}\n{tail(replay_log)}")
@@ -226,29 +210,11 @@ def _machine(cpu: CpuSampler, fleet: Fleet) -> MachineLoad:
     return machine_load(cpu, os.cpu_count() or 1, known)
 
 
-def _await(url: str, proxy: Supervised, log: Path) -> None:
-    deadline = time.monotonic() + PROXY_DEADLINE_S
-    while not http_ok(f"{url}/health"):
-        if proxy.poll() is not None or time.monotonic() > deadline:
-            raise RunError(f"the proxy did not start\n{tail(log)}")
-        time.sleep(0.1)
-
-
-def _proxy(folder: Path, run: Run, fleet: Fleet, port: int) -> list[str]:
-    command = _module("fleet.proxy", "--instances", folder / "instances.json")
-    command += ["--policy", run.arm.policy, "--port", str(port)]
-    command += ["--log", str(folder / "decisions.jsonl")]
-    if fleet.cache_tokens is not None:
-        command += ["--mirror-tokens", str(fleet.cache_tokens)]
-    given = run.arm.parameters.items()
-    return [*command, "--parameters", *(f"{name}={value}" for name, value in given)]
-
-
 def _replayer(
     folder: Path, run: Run, context: ExperimentContext, fleet: Fleet, url: str
 ) -> list[str]:
     experiment = context.experiment
-    command = _module("fleet.replay", "--url", url, "--trace", context.trace)
+    command = module_command("fleet.replay", "--url", url, "--trace", context.trace)
     command += ["--out", str(folder / "replay.jsonl")]
     command += ["--vocab-size", str(fleet.vocab_size)]
     command += ["--time-scale", str(experiment.time_scale)]
@@ -257,7 +223,3 @@ def _replayer(
     in_flight = run.concurrency * len(fleet.instances)
     command += ["--max-inflight-sessions", str(in_flight)]
     return command if experiment.open_loop else [*command, "--closed-loop"]
-
-
-def _module(name: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-m", name, *map(str, arguments)]

@@ -12,7 +12,9 @@ from fleet.launch.instance_settings import Transfer
 from fleet.policies import PolicyError, parameters_of
 from fleet.trace.twin import Twin
 from lab.config import ConfigError
+from lab.records.arm import OUR_PROXY
 from lab.records.instances import Role
+from lab.serving import vllm_router
 from lab.serving.connector import DEFAULT_CONNECTOR
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -47,12 +49,15 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """What is compared. Two arms with equal fields are an A/A pair.
 
+    `router` stands between the replayer and the instances, and decides by its `policy`.
+    `parameters` and `cache_state` are for those of fleet.proxy.
     `connector` and `roles` are what instances are launched with, so they need a
     `profile`. `transfer` is in place of the profile's, for --virtual alone.
     """
 
     policy: str
     parameters: dict[str, Any] = {}
+    router: Literal["fleet.proxy", "vllm-router"] = OUR_PROXY
     connector: str = DEFAULT_CONNECTOR
     roles: list[Role] = []
     cache_state: Literal["mirror", "exact"] = "mirror"
@@ -137,10 +142,33 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
                     f"arm {name!r} has {len(arm.roles)} `roles` for "
                     f"{self.instances} instances"
                 )
-            try:
-                parameters_of(arm.policy, arm.parameters)
-            except PolicyError as error:
-                raise ValueError(f"arm {name!r}: {error}") from None
+            _check_policy(name, arm)
+
+
+def _check_policy(name: str, arm: Arm) -> None:
+    """Raises ValueError if the arm's router does not decide as the arm says."""
+    if arm.router == OUR_PROXY:
+        try:
+            parameters_of(arm.policy, arm.parameters)
+        except PolicyError as error:
+            raise ValueError(f"arm {name!r}: {error}") from None
+        return
+    if arm.policy not in vllm_router.POLICIES:
+        known = ", ".join(vllm_router.POLICIES)
+        raise ValueError(
+            f"arm {name!r}: {arm.router} has no policy {arm.policy!r} that runs here; "
+            f"there are {known}"
+        )
+    for field, is_set in (
+        ("parameters", bool(arm.parameters)),
+        ("cache_state", arm.cache_state != "mirror"),
+        ("roles", bool(arm.roles)),
+    ):
+        if is_set:
+            raise ValueError(
+                f"arm {name!r}: `{field}` is for {OUR_PROXY}: leave it out, as "
+                f"{arm.router} runs with its defaults, on instances that are all alike"
+            )
 
 
 def _refuse_launch_settings(name: str, arm: Arm) -> None:

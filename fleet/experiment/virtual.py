@@ -32,7 +32,7 @@ from fleet.virtual.plan import Cell, Member
 from lab.config import ConfigError
 from lab.paths import CONFIGS
 from lab.records import RecordsError
-from lab.records.arm import PlannedArm
+from lab.records.arm import OUR_PROXY, PlannedArm
 from lab.records.documents import read_document
 from lab.records.host_times import HostTimes, StepTimes
 from lab.records.instances import Instance
@@ -71,6 +71,11 @@ def check_virtual(experiment: Experiment) -> None:
     if experiment.profile is None:
         raise ConfigError("--virtual is for the instances of a `profile`")
     for name, arm in experiment.arms.items():
+        if arm.router != OUR_PROXY:
+            raise ConfigError(
+                f"arm {name!r}: --virtual has no {arm.router}, which runs in real time "
+                "alone: leave the arm or --virtual out"
+            )
         wanted = spec(experiment, arm)
         for field in ("forward", "num_blocks"):
             if getattr(wanted.settings, field) is None:

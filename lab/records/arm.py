@@ -10,6 +10,8 @@ import msgspec
 from lab.records.instances import Instance
 from lab.records.roles import Role
 
+OUR_PROXY = "fleet.proxy"
+
 
 class TraceFacts(msgspec.Struct, frozen=True):
     """The trace that was replayed, and its counts."""
@@ -95,8 +97,11 @@ class PlannedArm(msgspec.Struct, kw_only=True):
     """Name and concurrency: `linear@8`."""
     repeat: int
     """Counts from 0."""
+    router: str = OUR_PROXY
+    """What stood between the replayer and the instances: `fleet.proxy`, or another
+    router and its version, which records no decisions."""
     policy: str | None = None
-    """As in the experiment's file."""
+    """The router's, as in the experiment's file."""
     parameters: dict[str, Any] = {}
     """Of the policy, as in the experiment's file."""
     connector: str | None = None
@@ -105,7 +110,8 @@ class PlannedArm(msgspec.Struct, kw_only=True):
     """The `[report]` table of the connector's config; null for instances that were not
     started here."""
     cache_state: str | None = None
-    """`mirror` or `exact`: how the proxy knows what is cached."""
+    """`mirror` or `exact`: how the proxy knows what is cached; null for another
+    router."""
     concurrency: int | None = None
     """Requests in flight per instance; with `open_loop` at most."""
     baseline: str | None = None

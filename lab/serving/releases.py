@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of other vLLM releases: made when they are first asked for.
 
-Each is a folder of .releases/, installed from its lock in locks/releases/. They share
+Each is a folder of .releases/, installed from its lock in locks/releases/; vllm-router
+(lab/serving/vllm_router.py) has one, too. They share
 what they have in common through links into uv's cache. Packages that a connector needs
 beside them are in .releases/beside/.
 """
@@ -40,14 +41,25 @@ def release(version: str) -> Installation:
             f"no lock for vLLM {version}; there are: {known}. "
             "For another one, install it yourself and name it with --python"
         )
+    place = environment(version, f"vLLM {version}", lock, NEEDED_GIB)
+    return installation(str(place / "bin" / "python"))
+
+
+def environment(name: str, what: str, lock: Path, needed_gib: float) -> Path:
+    """.releases/<name>, with `what` the lock names; installed if it is not there yet.
+
+    Raises ServerError.
+    """
     RELEASES.mkdir(exist_ok=True)
-    place = RELEASES / version
-    with (RELEASES / f"{version}.lock").open("w") as held:
+    place = RELEASES / name
+    with (RELEASES / f"{name}.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         stamp = place / ".installed_lock"
         if not stamp.exists() or stamp.read_bytes() != lock.read_bytes():
+            _require_room(what, needed_gib)
+            print(f"installing {what} into {place}", flush=True)
             _install(place, lock, stamp)
-    return installation(str(place / "bin" / "python"))
+    return place
 
 
 def beside(name: str | None, installed: Installation) -> Path | None:
@@ -75,14 +87,16 @@ def beside(name: str | None, installed: Installation) -> Path | None:
     return place
 
 
-def _install(place: Path, lock: Path, stamp: Path) -> None:
+def _require_room(what: str, needed_gib: float) -> None:
     free_gib = shutil.disk_usage(RELEASES).free / 2**30
-    if free_gib < NEEDED_GIB:
+    if free_gib < needed_gib:
         raise ServerError(
-            f"{free_gib:.1f} GiB of disk free: the environment of vLLM {lock.stem} "
-            f"takes up to {NEEDED_GIB:.0f}. make clean-releases removes others"
+            f"{free_gib:.1f} GiB of disk free: the environment of {what} "
+            f"takes up to {needed_gib:g}. make clean-releases removes others"
         )
-    print(f"run_all: installing vLLM {lock.stem} into {place}", flush=True)
+
+
+def _install(place: Path, lock: Path, stamp: Path) -> None:
     if not (place / "bin" / "python").exists():
         _uv("venv", "-q", "--clear", "--python", sys.executable, str(place))
     stamp.unlink(missing_ok=True)

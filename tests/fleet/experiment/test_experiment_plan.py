@@ -17,6 +17,7 @@ from fleet.experiment.config import (
     read_experiment,
 )
 from fleet.experiment.plan import plan
+from fleet.experiment.virtual import check_virtual
 from fleet.experiment.workload import make_workload
 from lab.config import ConfigError
 from lab.paths import CONFIGS, REPOSITORY
@@ -79,6 +80,25 @@ def test_an_arm_is_compared_at_its_own_concurrency():
     assert runs["a@2"].same_as is runs["b@2"].same_as is None
 
 
+def theirs(**changes) -> Arm:
+    """An arm behind somebody else's router."""
+    return Arm(**({"policy": "cache_aware", "router": "vllm-router"} | changes))
+
+
+def test_a_policy_of_another_router_is_no_aa_twin_of_ours_of_that_name():
+    arms = {"a": Arm("cache_aware"), "theirs": theirs(), "again": theirs()}
+    same = {run.label: run.same_as for run in plan(experiment(arms=arms))}
+    assert same == {"a@8": None, "theirs@8": None, "again@8": "theirs@8"}
+
+
+def test_another_router_is_refused_in_virtual_time():
+    wanted = experiment(
+        standin=None, profile="h20-30b-a3b", arms={"a": Arm("linear"), "b": theirs()}
+    )
+    with pytest.raises(ConfigError, match="arm 'b': --virtual has no vllm-router"):
+        check_virtual(wanted)
+
+
 def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
     arms = {"first": Arm("linear"), "a": Arm("linear"), "last": Arm("linear")}
     same = {run.label: run.same_as for run in plan(experiment(arms=arms))}
@@ -103,6 +123,18 @@ def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
             "1 `roles` for 4",
         ),
         ({"arms": {"a": Arm("linear", connector="noop")}}, "arm 'a': `connector`"),
+        ({"arms": {"a": theirs(policy="linear")}}, "no policy 'linear'.*cache_aware"),
+        ({"arms": {"a": theirs(policy="kv_aware")}}, "no policy 'kv_aware' that runs"),
+        ({"arms": {"a": theirs(parameters={"match_share": 1})}}, "`parameters` is for"),
+        ({"arms": {"a": theirs(cache_state="exact")}}, "`cache_state` is for"),
+        (
+            {
+                "standin": None,
+                "profile": "p",
+                "arms": {"a": theirs(roles=["both"] * 4)},
+            },
+            "`roles` is for",
+        ),
         ({"arms": {"a": Arm("linear", roles=["both"] * 4)}}, "arm 'a': `roles`"),
         (
             {
