@@ -171,9 +171,10 @@ lock: setup ## resolve pyproject.toml into locks/ again
 	        --override upstream-$$version.override --python-version 3.11 \
 	        --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
 	        --no-header -o upstream-$$version.txt; done
-	@cd locks && uv pip compile -q --no-config aiperf.in --python-version 3.11 \
-	    --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
-	    --no-header -o aiperf.txt
+	@cd locks && for name in aiperf vllm-router; do \
+	    uv pip compile -q --no-config $$name.in --python-version 3.11 \
+	        --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
+	        --no-header -o $$name.txt; done
 	@cd locks/releases && for input in *.in; do \
 	    uv pip compile -q --no-config $$input --override $${input%.in}.override \
 	        --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
@@ -183,7 +184,7 @@ lock: setup ## resolve pyproject.toml into locks/ again
 	        --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	        --generate-hashes --no-annotate --no-header -o $${input%.in}.txt; done
 
-clean-releases: ## remove the environments of other vLLM releases
+clean-releases: ## remove the environments of other vLLM releases, and of vllm-router
 	rm -rf .releases
 
 clean: clean-releases ## remove runs, fetched sources and the environment

@@ -6,9 +6,9 @@ the lowest and more than `balance_factor` times it, the least loaded instance. O
 the one with the longest cached prefix, if that is above `match_share` of the prompt;
 the least loaded of several. Otherwise the least loaded.
 
-So decides vllm-router's policy of this name, with these defaults. It matches text with
-a tree of what it sent where, and of little cached it takes the instance with the
-smallest tree; here the proxy's mirror or the KV events say what is cached.
+So decides vllm-router's policy of this name, with these defaults. It matches a prompt
+with a tree of what it sent where, evicted or not; here the proxy's mirror or the KV
+events say what is cached.
 """
 
 from __future__ import annotations

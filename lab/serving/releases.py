@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of other vLLM releases: made when they are first asked for.
 
-Each is a folder of .releases/, installed from its lock in locks/releases/; vllm-router
-(lab/serving/vllm_router.py) has one, too. They share
+Each is a folder of .releases/, installed from its lock in locks/releases/. They share
 what they have in common through links into uv's cache. Packages that a connector needs
-beside them are in .releases/beside/.
+beside them are in .releases/beside/. vllm-router (lab/serving/vllm_router.py) has an
+environment there, too.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_a_router_that_does_not_start_fails_the_run_with_its_last_words(
     program.chmod(0o755)
     monkeypatch.setattr(vllm_router, "executable", lambda: program)
     with (
-        pytest.raises(RunError, match=r"did not start\n.*no workers today"),
+        pytest.raises(RunError, match=r"did not start\n(?s:.*)no workers today"),
         started_router(tmp_path, ARM, fleet()),
     ):
         pass
