@@ -22,7 +22,7 @@ import msgspec
 
 from fleet.experiment.arm import TRACE, ExperimentContext, make_run
 from fleet.experiment.config import Experiment, Workload, read_experiment
-from fleet.experiment.fleets import instance_settings, spec
+from fleet.experiment.fleets import INDEXES, instance_settings, spec
 from fleet.experiment.plan import Run, plan
 from fleet.experiment.virtual import PROVENANCE, check_virtual, simulate
 from fleet.experiment.workload import make_workload
@@ -103,9 +103,9 @@ def run_experiment(
             stack.enter_context(machine_lock())
             settings = instance_settings(experiment)
             preflight.check_machine(settings, experiment.instances)
-        exact = any(arm.cache_state == "exact" for arm in experiment.arms.values())
-        if exact and not virtual:
-            kvindexd.build()
+        for state in {arm.cache_state for arm in experiment.arms.values()}:
+            if state in INDEXES and not virtual:
+                kvindexd.build(INDEXES[state])
         runs = plan(experiment)
         arms = _prepare(experiment, runs, out, resume, virtual)
         workshop = stack.enter_context(Workshop(out / "workshop"))

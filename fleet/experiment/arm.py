@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from fleet.experiment.config import Experiment
-from fleet.experiment.fleets import Fleet, fresh_fleet, instance_settings
+from fleet.experiment.fleets import INDEXES, Fleet, fresh_fleet, instance_settings
 from fleet.experiment.freshness import (
     counted,
     first_step_cached_blocks,
@@ -190,9 +190,10 @@ def _replay(
             )
             stack.enter_context(Supervised(sampler, env, folder / "gpu_sampler.log"))
         proxy_command = _proxy(folder, run, fleet, port)
-        if run.arm.cache_state == "exact":
+        if index := INDEXES.get(run.arm.cache_state):
+            log = folder / f"{index.name}.log"
             address = stack.enter_context(
-                kvindexd(folder / "instances.json", folder / "kvindexd.log")
+                kvindexd(folder / "instances.json", log, program=index)
             )
             proxy_command += ["--kvindexd", address]
         proxy = stack.enter_context(Supervised(proxy_command, env, proxy_log))

@@ -49,13 +49,15 @@ class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     `connector` and `roles` are what instances are launched with, so they need a
     `profile`. `transfer` is in place of the profile's, for --virtual alone.
+    `cache_state`: by its own decisions (`mirror`), or by KV events as kvindexd or as
+    llm-d's code reads them, the proxy knows what is cached.
     """
 
     policy: str
     parameters: dict[str, Any] = {}
     connector: str = DEFAULT_CONNECTOR
     roles: list[Role] = []
-    cache_state: Literal["mirror", "exact"] = "mirror"
+    cache_state: Literal["mirror", "exact", "llm-d"] = "mirror"
     transfer: Transfer | None = None
 
 
