@@ -20,8 +20,8 @@ def mirror_against_exact(folder: Path) -> dict[str, float | int | bool | None] |
 
     Over all instances: the mean of |mirror - exact| over the prompts, at the instance
     that each was sent to, and mirror - exact of all that is cached after the last
-    request (None if that is not counted). None without breakdown.json, or a prompt that was compared. Raises
-    RecordsError.
+    request (None if that is not counted). None without breakdown.json, or a prompt that
+    was compared. Raises RecordsError.
     """
     path = folder / "breakdown.json"
     if not path.exists():
