@@ -17,7 +17,7 @@ func TestProfileTellsWhatLookupsWaitForAndWhatTheyCompute(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, row := range []string{
-		"waits for the lock of `v2.\\(\\*Cache\\).Get`",
+		"waits for the lock of `golang-lru/v2.\\(\\*Cache\\).Get`",
 		"computes the arguments of the trace log",
 		"a lookup computes the arguments of the trace log",
 		"the whole prefix",

@@ -83,12 +83,8 @@ func lockHolder(stack []string) string {
 		if strings.HasPrefix(name, "sync.") || strings.HasPrefix(name, "internal/") || strings.HasPrefix(name, "runtime.") {
 			continue
 		}
-		short := name[strings.LastIndex(name, "/")+1:]
-		before, after, generic := strings.Cut(short, "[...]")
-		if generic {
-			short = before + after
-		}
-		return "`" + short + "`"
+		parts := strings.Split(strings.ReplaceAll(name, "[...]", ""), "/")
+		return "`" + strings.Join(parts[max(0, len(parts)-2):], "/") + "`"
 	}
 	return "Go's runtime"
 }

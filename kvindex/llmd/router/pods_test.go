@@ -21,12 +21,11 @@ const model = "model"
 
 // A publisher sends what vLLM's engines would, to all who listen at some endpoints.
 type publisher struct {
-	t       testing.TB
-	mu      sync.Mutex
-	pub     zmq4.Socket
-	number  uint64
-	asMaps  bool // as vLLM 0.25 and later
-	pending []any
+	t      testing.TB
+	mu     sync.Mutex
+	pub    zmq4.Socket
+	number uint64
+	asMaps bool // as vLLM 0.25 and later
 }
 
 func publish(t testing.TB, endpoints ...string) *publisher {

@@ -11,9 +11,7 @@ package router
 import (
 	"context"
 	"fmt"
-	"maps"
-	"net"
-	"slices"
+	"math"
 
 	"github.com/llm-d/llm-d-inference-scheduler/pkg/plugins/preparedata"
 	"github.com/llm-d/llm-d-kv-cache/pkg/kvcache"
@@ -76,7 +74,7 @@ func (s *Scorer) Score(
 ) map[scheduling.Endpoint]float64 {
 	prompt, err := scheduling.ReadCycleStateKey[*preparedata.TokenizedPromptState](
 		cycle, preparedata.TokenizedPromptStateKey)
-	if request == nil || err != nil {
+	if request == nil || err != nil || len(prompt.TokenIDs) == 0 {
 		log.FromContext(ctx).Error(err, "no request with token ids to score")
 		return nil
 	}
@@ -112,11 +110,10 @@ func (s *Scorer) Blocks(ctx context.Context, ids []uint32, model string) (map[st
 // nothing, and 1.
 func normalised(endpoints []scheduling.Endpoint, held map[string]float64) map[scheduling.Endpoint]float64 {
 	scores := make(map[scheduling.Endpoint]float64, len(endpoints))
-	if len(held) == 0 {
-		held = map[string]float64{"": 0}
+	least, most := math.Inf(1), math.Inf(-1)
+	for _, blocks := range held {
+		least, most = min(least, blocks), max(most, blocks)
 	}
-	all := slices.Collect(maps.Values(held))
-	least, most := slices.Min(all), slices.Max(all)
 	for _, one := range endpoints {
 		blocks, ok := held[address(one)]
 		switch {
@@ -134,5 +131,5 @@ func normalised(endpoints []scheduling.Endpoint, held map[string]float64) map[sc
 // address is the name under which an endpoint's pod publishes.
 func address(one scheduling.Endpoint) string {
 	about := one.GetMetadata()
-	return net.JoinHostPort(about.Address, about.Port)
+	return about.Address + ":" + about.Port
 }

@@ -7,6 +7,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"io"
 	"maps"
 	"math/rand/v2"
 	"net"
@@ -107,12 +108,8 @@ func eventsConfig(t testing.TB, workers int) *kvevents.Config {
 
 // production returns a context with a logger as llm-d's router has it: trace is off.
 func production(t testing.TB) context.Context {
-	return log.IntoContext(t.Context(), zap.New(zap.WriteTo(discard{})))
+	return log.IntoContext(t.Context(), zap.New(zap.WriteTo(io.Discard)))
 }
-
-type discard struct{}
-
-func (discard) Write(text []byte) (int, error) { return len(text), nil }
 
 // endpointsOf returns those of pods that publish under these names.
 func endpointsOf(t testing.TB, pods ...string) []scheduling.Endpoint {

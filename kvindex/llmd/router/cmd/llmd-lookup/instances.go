@@ -4,6 +4,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 )
@@ -21,7 +22,7 @@ type instance struct {
 // one size, as llm-d's index has.
 func readInstances(file string) ([]instance, error) {
 	if file == "" {
-		return nil, fmt.Errorf("-instances FILE is needed")
+		return nil, errors.New("-instances FILE is needed")
 	}
 	data, err := os.ReadFile(file)
 	if err != nil {

@@ -72,6 +72,7 @@ func run(ctx context.Context, arguments []string, stdout, stderr io.Writer) erro
 		ReadTimeout:       requestTimeout,
 		WriteTimeout:      requestTimeout,
 		IdleTimeout:       idleTimeout,
+		BaseContext:       func(net.Listener) context.Context { return ctx },
 	}
 	stopped := context.AfterFunc(ctx, func() { serving.Close() })
 	defer stopped()
