@@ -51,7 +51,9 @@ func started(t *testing.T) func(method, path, kind, body string) (int, string) {
 	ctx, stop := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		ended <- run(ctx, []string{"-instances", file, "-listen", "unix://" + socket}, writer, io.Discard)
+		err := run(ctx, []string{"-instances", file, "-listen", "unix://" + socket}, writer, io.Discard)
+		writer.CloseWithError(err)
+		ended <- err
 	}()
 	t.Cleanup(func() {
 		stop()
