@@ -138,6 +138,7 @@ kvindex-test: ## test the prefix index, its adapter and the patches on llm-d-kv-
 	cd kvindex && go vet ./... && go test -race ./...
 	cd kvindex && go test -run '^$$' -fuzz FuzzIndex -fuzztime 30s .
 	cd kvindex/llmd && go vet ./... && go test -race ./...
+	cd kvindex/llmd/router && go vet ./... && go test -race ./...
 	cd kvindex/cmd/kvbench && CGO_ENABLED=0 go vet ./... && CGO_ENABLED=0 go test ./...
 	cd kvindex/cmd/kvindexd && go vet ./... && go test -race ./...
 	cd kvindex/cmd/kvindexd && go test -run '^$$' -fuzz FuzzDecode -fuzztime 30s ./events
@@ -157,6 +158,16 @@ kvindex-bench: ## compare the prefix index with upstream's and other designs (20
 	bash kvindex/cmd/kvbench/build_variants.sh kvindex/bin
 	cd kvindex && bin/kvbench run -bin bin -traces ../traces -out results.json -rounds 3
 	cd kvindex && bin/kvbench report -in results.json -readme README.md -md RESULTS.md
+
+kvindex-profile: ## where upstream's lookups spend their time, as it is and with Peek (1 minute; needs Go and git)
+	bash kvindex/cmd/kvbench/build_variants.sh kvindex/bin
+	cd kvindex && { printf '# Where upstream spends the time of a lookup\n\nMade by `make kvindex-profile`.\n\n'; \
+	    bin/kvbench profile -name upstream && bin/kvbench-peek profile -name upstream-peek; } > bin/PROFILE.md
+	mv kvindex/bin/PROFILE.md kvindex/PROFILE.md
+
+llmd-bench: ## an answer of llm-d's scorer, with its own index and with kvindex (3 minutes; needs Go)
+	cd kvindex/llmd/router && CGO_ENABLED=0 go test -c -o ../../bin/llmd-bench .
+	for round in 1 2 3; do kvindex/bin/llmd-bench -test.run '^$$' -test.bench Burst -test.benchtime 20x; done
 
 kvindex-figures: setup ## draw kvindex/figures from kvindex/results.json
 	$(python) -m kvindex.figures
@@ -195,4 +206,4 @@ clean: clean-releases ## remove runs, fetched sources and the environment
 	direct-read-cost exposure-cost growth-cost listener-cost sending-lag proxy-cost trace-cost hosts-cost \
 	transfer-check bench-report bench-look browser observatory axes-gate-check noisy-sweep verdict-power coverage \
 	vllm-releases upstream-check \
-	upstream-series release-test kvindex-test kvindexd kvindexd-bench kvindex-bench kvindex-figures lock clean-releases clean
+	upstream-series release-test kvindex-test kvindexd kvindexd-bench kvindex-bench kvindex-profile llmd-bench kvindex-figures lock clean-releases clean

@@ -15,13 +15,13 @@ from lab.records import RecordsError
 from lab.records.breakdown import Breakdown
 
 
-def mirror_against_exact(folder: Path) -> dict[str, float | int | bool] | None:
+def mirror_against_exact(folder: Path) -> dict[str, float | int | bool | None] | None:
     """{prompts, mean_difference_tokens, held_difference_tokens, gaps, complete}.
 
     Over all instances: the mean of |mirror - exact| over the prompts, at the instance
     that each was sent to, and mirror - exact of all that is cached after the last
-    request. None without breakdown.json, or a prompt that was compared. Raises
-    RecordsError.
+    request (None if that is not counted). None without breakdown.json, or a prompt that
+    was compared. Raises RecordsError.
     """
     path = folder / "breakdown.json"
     if not path.exists():
@@ -35,11 +35,12 @@ def mirror_against_exact(folder: Path) -> dict[str, float | int | bool] | None:
     if prompts == 0:
         return None
     compared = [cache for cache in caches if cache.compared_prompts]
+    held = [cache.mirror_minus_exact_tokens for cache in caches]
     apart = sum(c.mean_difference_tokens * c.compared_prompts for c in compared)
     return {
         "prompts": prompts,
         "mean_difference_tokens": round(apart / prompts, 2),
-        "held_difference_tokens": sum(c.mirror_minus_exact_tokens or 0 for c in caches),
+        "held_difference_tokens": None if None in held else sum(held),
         "gaps": sum(cache.gaps or 0 for cache in caches),
         "complete": all(cache.complete for cache in caches),
     }

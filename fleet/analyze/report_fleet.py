@@ -100,17 +100,21 @@ def cache_table(document: Document) -> str:
 
 def mirror_table(document: Document) -> str:
     """The proxy's mirror against the exact cache state; nothing without the latter."""
+    told = [
+        (label, mirror, mirror["held_difference_tokens"])
+        for label, repeat in _repeats(document)
+        if (mirror := repeat["mirror"])
+    ]
     rows = [
         [
             label,
             f"{mirror['prompts']:,}",
             number(mirror["mean_difference_tokens"]),
-            f"{mirror['held_difference_tokens']:+,}",
+            "not counted" if held is None else f"{held:+,}",
             f"{mirror['gaps']}",
             "yes" if mirror["complete"] else "**no**",
         ]
-        for label, repeat in _repeats(document)
-        if (mirror := repeat["mirror"])
+        for label, mirror, held in told
     ]
     if not rows:
         return ""

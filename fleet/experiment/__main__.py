@@ -22,7 +22,7 @@ import msgspec
 
 from fleet.experiment.arm import TRACE, ExperimentContext, make_run
 from fleet.experiment.config import Experiment, Workload, read_experiment
-from fleet.experiment.fleets import instance_settings, spec
+from fleet.experiment.fleets import INDEXES, instance_settings, spec
 from fleet.experiment.plan import Run, plan
 from fleet.experiment.virtual import PROVENANCE, check_virtual, simulate
 from fleet.experiment.workload import make_workload
@@ -125,8 +125,8 @@ def run_experiment(
 def _prepare_programs(experiment: Experiment) -> None:
     """Build and install what the arms need besides. Raises ServerError."""
     arms = experiment.arms.values()
-    if any(arm.cache_state == "exact" for arm in arms):
-        kvindexd.build()
+    for state in {arm.cache_state for arm in arms} & INDEXES.keys():
+        kvindexd.build(INDEXES[state])
     if any(arm.router != OUR_PROXY for arm in arms):
         vllm_router.executable()
 

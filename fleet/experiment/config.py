@@ -53,6 +53,8 @@ class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     `parameters` and `cache_state` are for those of fleet.proxy.
     `connector` and `roles` are what instances are launched with, so they need a
     `profile`. `transfer` is in place of the profile's, for --virtual alone.
+    `cache_state`: by its own decisions (`mirror`), or by KV events as kvindexd or as
+    llm-d's code reads them, the proxy knows what is cached.
     """
 
     policy: str
@@ -60,7 +62,7 @@ class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     router: Literal["fleet.proxy", "vllm-router"] = OUR_PROXY
     connector: str = DEFAULT_CONNECTOR
     roles: list[Role] = []
-    cache_state: Literal["mirror", "exact"] = "mirror"
+    cache_state: Literal["mirror", "exact", "llm-d"] = "mirror"
     transfer: Transfer | None = None
 
 

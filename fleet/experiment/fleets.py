@@ -36,8 +36,11 @@ from lab.records.exposition import cache_config
 from lab.records.instances import Instance
 from lab.serving import preflight
 from lab.serving.connector import load_connector
+from lab.serving.kvindexd import KVINDEXD, LLMD_LOOKUP
 from lab.serving.server import READY_DEADLINE_S
 
+# What follows the instances' KV events, by an arm's `cache_state`.
+INDEXES = {"exact": KVINDEXD, "llm-d": LLMD_LOOKUP}
 # fleet/standin takes any token id.
 STANDIN_VOCABULARY = 32_000
 
@@ -99,7 +102,7 @@ def spec(experiment: Experiment, arm: Arm) -> FleetSpec:
         arm.connector,
         load_connector(arm.connector),
         arm.roles or ["both"] * experiment.instances,
-        kv_events=arm.cache_state == "exact",
+        kv_events=arm.cache_state in INDEXES,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleet.experiment.config import Arm
-from fleet.experiment.fleets import Fleet
+from fleet.experiment.fleets import INDEXES, Fleet
 from lab.records.arm import OUR_PROXY
 from lab.serving import vllm_router
 from lab.serving.kvindexd import kvindexd
@@ -55,9 +55,10 @@ def started_router(folder: Path, arm: Arm, fleet: Fleet) -> Iterator[Router]:
         if arm.router == OUR_PROXY:
             log, told_at, keeps = "proxy.log", f"{url}/breakdown", "breakdown.json"
             command = _proxy(folder, arm, fleet, own.http)
-            if arm.cache_state == "exact":
-                instances = folder / "instances.json"
-                index = kvindexd(instances, folder / "kvindexd.log")
+            if program := INDEXES.get(arm.cache_state):
+                file = folder / "instances.json"
+                log_file = folder / f"{program.name}.log"
+                index = kvindexd(file, log_file, program=program)
                 command += ["--kvindexd", stack.enter_context(index)]
         else:
             log, keeps = "router.log", "router.prom"

@@ -85,6 +85,11 @@ def check_virtual(experiment: Experiment) -> None:
                 )
         preflight.check_connector(wanted.connector)
         host_times(experiment, arm.connector)
+        if arm.cache_state == "llm-d":
+            raise ConfigError(
+                f"arm {name!r}: llm-d's code follows real KV events, and --virtual has "
+                'none: leave the arm out, or give it `cache_state = "exact"`'
+            )
         if arm.policy in MOVES_KV and wanted.connector.transfer not in HANDED_OVER:
             raise ConfigError(
                 f"arm {name!r}: --virtual moves KV as Mooncake and NIXL do: give it a "

@@ -44,18 +44,23 @@ class Holdings(msgspec.Struct):
 
 
 class State(msgspec.Struct):
-    """An instance's state on /healthz; `blocks` by medium, of `block_tokens` each."""
+    """An instance's state on /healthz; `blocks` by medium, of `block_tokens` each.
+
+    `blocks` is None where the index cannot tell (llm-d's).
+    """
 
     name: str
     complete: bool
     gaps: int
     skipped_blocks: int
     block_tokens: int
-    blocks: dict[str, int]
+    blocks: dict[str, int] | None
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> int | None:
         """Held in the GPU."""
+        if self.blocks is None:
+            return None
         return self.blocks.get("GPU", 0) * self.block_tokens
 
 

@@ -90,10 +90,11 @@ class Metrics:
             return CachedTokens(mirror)
         compared = self._router.differences[place]
         total = self._router.difference_tokens[place]
+        exact = state.tokens
         return CachedTokens(
             mirror_tokens=mirror,
-            exact_tokens=state.tokens,
-            mirror_minus_exact_tokens=mirror - state.tokens,
+            exact_tokens=exact,
+            mirror_minus_exact_tokens=None if exact is None else mirror - exact,
             mean_difference_tokens=total / compared if compared else None,
             compared_prompts=compared,
             complete=state.complete,

@@ -110,8 +110,8 @@ class PlannedArm(msgspec.Struct, kw_only=True):
     """The `[report]` table of the connector's config; null for instances that were not
     started here."""
     cache_state: str | None = None
-    """`mirror` or `exact`: how the proxy knows what is cached; null for another
-    router."""
+    """`mirror`, `exact` or `llm-d`: how the proxy knows what is cached; null for
+    another router."""
     concurrency: int | None = None
     """Requests in flight per instance; with `open_loop` at most."""
     baseline: str | None = None

@@ -15,7 +15,7 @@ class CachedTokens(msgspec.Struct):
     mirror_tokens: int | None = None
     """What the proxy believes from its own decisions."""
     exact_tokens: int | None = None
-    """What the KV events say."""
+    """What the KV events say; null where llm-d's code reads them: it does not count."""
     mirror_minus_exact_tokens: int | None = None
     """Above 0: the mirror holds more."""
     mean_difference_tokens: float | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvindexd (kvindex/cmd/kvindexd): built with Go, and run beside instances."""
+"""kvindexd, and what answers like it: built with Go, and run beside instances."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from lab.paths import REPOSITORY
@@ -18,55 +19,74 @@ from lab.serving.errors import ServerError
 from lab.serving.server import tail
 from lab.serving.supervise import Supervised
 
-SOURCES = REPOSITORY / "kvindex" / "cmd" / "kvindexd"
-PROGRAM = REPOSITORY / "kvindex" / "bin" / "kvindexd"
+BINARIES = REPOSITORY / "kvindex" / "bin"
 # PYTHONHASHSEED of instances that we launch, without which vLLM before 0.30 takes a
 # seed for its block hashes that nobody knows.
 HASH_SEED = "0"
 READY_DEADLINE_S = 30.0
 
 
-def build() -> Path:
-    """The program, built from what the sources say now. Raises ServerError."""
+@dataclass(frozen=True)
+class Program:
+    """It follows instances, and answers which of them hold a prompt's leading blocks.
+
+    `sources` is a folder below kvindex/.
+    """
+
+    name: str
+    sources: str
+
+
+KVINDEXD = Program("kvindexd", "cmd/kvindexd")
+LLMD_LOOKUP = Program("llmd-lookup", "llmd/router/cmd/llmd-lookup")
+
+
+def build(program: Program = KVINDEXD) -> Path:
+    """The binary, built from what the sources say now. Raises ServerError."""
     if shutil.which("go") is None:
         raise ServerError(
-            "kvindexd has to be built, and Go is not installed: "
+            f"{program.name} has to be built, and Go is not installed: "
             "install Go 1.25 or later (https://go.dev/dl)"
         )
-    PROGRAM.parent.mkdir(exist_ok=True)
+    BINARIES.mkdir(exist_ok=True)
+    binary = BINARIES / program.name
     built = subprocess.run(
-        ["go", "build", "-o", PROGRAM, "."],
-        cwd=SOURCES,
+        ["go", "build", "-o", binary, "."],
+        cwd=REPOSITORY / "kvindex" / program.sources,
         env=os.environ | {"CGO_ENABLED": "0"},
         capture_output=True,
         text=True,
     )
     if built.returncode != 0:
-        raise ServerError(f"kvindexd cannot be built:\n{built.stderr}")
-    return PROGRAM
+        raise ServerError(f"{program.name} cannot be built:\n{built.stderr}")
+    return binary
 
 
 @contextmanager
-def kvindexd(instances: Path, log: Path, *flags: str) -> Iterator[str]:
-    """The address, unix:///..., of a kvindexd that follows the instances of a file.
+def kvindexd(
+    instances: Path, log: Path, *flags: str, program: Program = KVINDEXD
+) -> Iterator[str]:
+    """The address, unix:///..., of one that follows the instances of a file.
 
     Raises ServerError.
     """
-    program = build()
+    binary = build(program)
     with tempfile.TemporaryDirectory(prefix="kvindexd-") as folder:
         path = Path(folder) / "socket"
-        command = [str(program), "-instances", str(instances)]
+        command = [str(binary), "-instances", str(instances)]
         command += ["-listen", f"unix://{path}", "-hash-seed", HASH_SEED, *flags]
         with Supervised(command, dict(os.environ), log) as process:
-            _wait_ready(process, path, log)
+            if not _answers(process, path):
+                raise ServerError(f"{program.name} did not start\n{tail(log)}")
             yield f"unix://{path}"
 
 
-def _wait_ready(process: Supervised, path: Path, log: Path) -> None:
+def _answers(process: Supervised, path: Path) -> bool:
+    """Whether it came to listen in time."""
     deadline = time.monotonic() + READY_DEADLINE_S
     while process.poll() is None and time.monotonic() < deadline:
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:
-                return
+                return True
         time.sleep(0.02)
-    raise ServerError(f"kvindexd did not start\n{tail(log)}")
+    return False

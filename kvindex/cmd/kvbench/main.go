@@ -5,6 +5,7 @@
 //	kvbench run -bin DIR -traces DIR -out FILE    measures everything
 //	kvbench report -in FILE -readme FILE -md FILE says what was measured
 //	kvbench trial KIND -design NAME ...           measures one thing, for run
+//	kvbench profile -name NAME                    says where upstream's lookups spend their time
 package main
 
 import (
@@ -18,7 +19,7 @@ import (
 	"syscall"
 )
 
-const usage = `usage: kvbench run|report|trial [flags]; each tells its flags with -h`
+const usage = `usage: kvbench run|report|trial|profile [flags]; each tells its flags with -h`
 
 func main() {
 	if err := command(os.Args[1:], os.Stdout, os.Stderr); err != nil && !errors.Is(err, flag.ErrHelp) {
@@ -40,6 +41,8 @@ func command(args []string, stdout, stderr io.Writer) error {
 		return reportCommand(args[1:])
 	case "trial":
 		return trialCommand(args[1:], stdout)
+	case "profile":
+		return profileCommand(args[1:], stdout)
 	}
 	return fmt.Errorf("no command is named %q\n%s", args[0], usage)
 }

@@ -281,6 +281,13 @@ def test_the_mirror_is_held_against_the_exact_state_where_there_is_one(
     assert "`linear` r0 | 30 | 10.0 | -20 | 1 | yes" in write_report(
         analysis.document, []
     )
+    caches["i1"] |= {"exact_tokens": None, "mirror_minus_exact_tokens": None}
+    said = json.dumps({"instances": instances, "decision_us": None})
+    (run / "linear" / "r0" / "breakdown.json").write_text(said)
+    analysis = analyse(read_run(run), MODEL, 100.0)
+    assert "`linear` r0 | 30 | 10.0 | not counted | 1 | yes" in write_report(
+        analysis.document, []
+    )
 
 
 def test_every_quantile_of_a_comparison_has_its_verdict(

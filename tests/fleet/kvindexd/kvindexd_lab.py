@@ -18,7 +18,7 @@ import pytest
 
 from fleet.instances import write_instances
 from lab.records.instances import Instance
-from lab.serving.kvindexd import HASH_SEED, build
+from lab.serving.kvindexd import HASH_SEED, KVINDEXD, Program, build
 
 ENGINE = Path(__file__).parent / "cache_engine.py"
 DEADLINE_S = 30.0
@@ -74,15 +74,27 @@ class Engine:
 
 
 class Index:
-    """A kvindexd that follows engines, on a Unix socket."""
+    """A kvindexd, or what answers like it, that follows engines, on a Unix socket."""
 
-    def __init__(self, engines: list[Engine], folder: Path, *flags: str) -> None:
+    def __init__(
+        self,
+        engines: list[Engine],
+        folder: Path,
+        *flags: str,
+        program: Program = KVINDEXD,
+    ) -> None:
         instances = folder / "instances.json"
         write_instances(instances, [one.instance for one in engines])
         self._engines = engines
-        self._socket = folder / "kvindexd.sock"
-        self._log = folder / "kvindexd.log"
-        self._command = [build(), "-instances", instances, "-hash-seed", HASH_SEED]
+        self._socket = folder / f"{program.name}.sock"
+        self._log = folder / f"{program.name}.log"
+        self._command = [
+            build(program),
+            "-instances",
+            instances,
+            "-hash-seed",
+            HASH_SEED,
+        ]
         self._command += ["-listen", f"unix://{self._socket}", *flags]
         self.start()
 
@@ -91,7 +103,11 @@ class Index:
             self._process = subprocess.Popen(
                 self._command, stdout=subprocess.PIPE, stderr=log, text=True
             )
-        assert self._process.stdout.readline() == f"unix://{self._socket}\n"
+        assert self._process.stdout.readline() == f"{self.address}\n"
+
+    @property
+    def address(self) -> str:
+        return f"unix://{self._socket}"
 
     def stop(self) -> int:
         self._process.terminate()

@@ -162,3 +162,12 @@ def test_stand_ins_have_no_virtual_time(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--virtual is for the instances of a `profile`" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_llm_d_s_code_has_no_virtual_time(tmp_path: Path) -> None:
+    config = tmp_path / "llm_d.toml"
+    config.write_text(two_arms([2], repeats=1) + 'cache_state = "llm-d"\n')
+    done = run(config, tmp_path / "run")
+    assert done.returncode == 2
+    assert "arm 'round_robin': llm-d's code follows real KV events" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -92,7 +92,7 @@ type writers struct {
 type writer struct {
 	index  design.Index
 	pod    string
-	hot    [][]uint64
+	hot    [][]uint64 // that it reports again
 	random *rand.Rand
 	fresh  []uint64
 	next   uint64 // number of its next fresh key
@@ -100,8 +100,8 @@ type writer struct {
 
 // startWriters starts one for each pod. Their events come at a fixed interval, each
 // writer's at a phase of its own.
-func startWriters(index design.Index, hot *hotSet, eventsPerSecond float64, begin time.Time) *writers {
-	interval := time.Duration(writerPods / eventsPerSecond * float64(time.Second))
+func startWriters(index design.Index, hot *hotSet, config BurstConfig, begin time.Time) *writers {
+	interval := time.Duration(writerPods / config.EventsPerSecond * float64(time.Second))
 	w := &writers{
 		each:     make([]writer, writerPods),
 		stopped:  make(chan struct{}),
@@ -111,10 +111,12 @@ func startWriters(index design.Index, hot *hotSet, eventsPerSecond float64, begi
 		w.each[i] = writer{
 			index:  index,
 			pod:    hot.pods[i],
-			hot:    hot.heldBy(i),
 			random: rand.New(rand.NewPCG(uint64(i), 0)),
 			fresh:  make([]uint64, eventKeys),
 			next:   hot.next + uint64(i)<<40,
+		}
+		if !config.FreshOnly {
+			w.each[i].hot = hot.heldBy(i)
 		}
 		first := begin.Add(interval * time.Duration(i) / writerPods)
 		w.running.Go(func() { w.run(&w.each[i], first, interval) })
@@ -143,7 +145,7 @@ func (w *writers) run(one *writer, intended time.Time, interval time.Duration) {
 
 // send reports fresh blocks, or as often blocks of a hot prefix once more.
 func (w *writer) send() {
-	if w.random.IntN(2) == 0 {
+	if len(w.hot) > 0 && w.random.IntN(2) == 0 {
 		prefix := w.hot[w.random.IntN(len(w.hot))]
 		size := min(eventKeys, len(prefix))
 		at := w.random.IntN(len(prefix) - size + 1)
