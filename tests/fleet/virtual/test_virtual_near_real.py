@@ -19,6 +19,7 @@ EXPERIMENTS = (
     "substrate",
     "exact",
     "disaggregation",
+    "elastic_loaded",
 )
 # Of the prompt tokens, between the ranges of repeats: in real time two repeats of an
 # arm differ by up to 5.2 points.
