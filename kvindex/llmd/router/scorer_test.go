@@ -108,7 +108,9 @@ func eventsConfig(t testing.TB, workers int) *kvevents.Config {
 
 // production returns a context with a logger as llm-d's router has it: trace is off.
 func production(t testing.TB) context.Context {
-	return log.IntoContext(t.Context(), zap.New(zap.WriteTo(io.Discard)))
+	logger := zap.New(zap.WriteTo(io.Discard))
+	log.SetLogger(logger) // for what has no context
+	return log.IntoContext(t.Context(), logger)
 }
 
 // endpointsOf returns those of pods that publish under these names.
