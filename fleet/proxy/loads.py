@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# A row: these, and then the fields of an InstanceLoad for each instance.
-_OFFLOADS, _ARRIVALS, _OFFLOADED = range(3)
-_FIRST = 3
+# A row: an InstanceLoad for each instance, and these.
+_OFFLOADS, _ARRIVALS, _OFFLOADED = -3, -2, -1
 
 
 class InstanceLoad(NamedTuple):
@@ -41,7 +40,7 @@ class Totals(NamedTuple):
 
 def row_words(instances: int) -> int:
     """How many int64 a worker's row has."""
-    return _FIRST + _FIELDS * instances
+    return _FIELDS * instances + 3
 
 
 class FleetLoad:
@@ -54,7 +53,7 @@ class FleetLoad:
     def __init__(
         self, names: Iterable[str], rows: np.ndarray | None = None, own: int = 0
     ) -> None:
-        self._at = {n: _FIRST + _FIELDS * place for place, n in enumerate(names)}
+        self._at = {name: _FIELDS * place for place, name in enumerate(names)}
         if rows is None:
             rows = np.zeros((1, row_words(len(self._at))), np.int64)
         # By memoryview: its items are Python's integers, and each is written at once.
@@ -65,15 +64,12 @@ class FleetLoad:
         words = self._rows[0].tolist()
         for row in self._rows[1:]:
             words = [one + other for one, other in zip(words, row, strict=True)]
-        loads = [
-            InstanceLoad._make(words[at : at + _FIELDS]) for at in self._at.values()
-        ]
-        return Totals(
-            loads, *(words[one] for one in (_OFFLOADS, _ARRIVALS, _OFFLOADED))
-        )
+        *of_instances, offloads, arrivals, offloaded = words
+        fields = (of_instances[one::_FIELDS] for one in range(_FIELDS))
+        return Totals(list(map(InstanceLoad, *fields)), offloads, arrivals, offloaded)
 
     def __getitem__(self, name: str) -> InstanceLoad:
-        return self.totals().instances[(self._at[name] - _FIRST) // _FIELDS]
+        return self.totals().instances[self._at[name] // _FIELDS]
 
     @property
     def offloads(self) -> int:
