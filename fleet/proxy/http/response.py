@@ -114,7 +114,7 @@ class Response:
             self._waiter = None
 
     def _watch(self) -> None:
-        """One timer for all the waits of an answer: it looks when the last one began."""
+        """One timer for all waits of an answer: it looks when the last one began."""
         left_s = self._silent_at_s - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._watch)
