@@ -27,11 +27,10 @@ from lab.load.open_files import allow_open_files
 from lab.records.instances import Instance
 
 from .app import serving
-from .http.server import BACKLOG
 from .settings import Settings, SettingsError, resolved
 from .shared import Seat, Shared
 from .tokenizer import TokenizerError
-from .workers import keep
+from .workers import keep, listening
 
 _DEFAULTS = Settings(policy="")
 
@@ -114,19 +113,16 @@ def serve_by_workers(options: argparse.Namespace, instances: list[Instance]) -> 
     """The exit status. Raises SettingsError, PolicyError and OSError."""
     resolved(instances, settings_of(options))
     shared = Shared(options.workers, [one.name for one in instances])
-    family, *_, where = socket.getaddrinfo(
-        options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    # One socket for all: what waits there waits for any of them, also if one dies.
-    with socket.create_server(where, family=family, backlog=BACKLOG) as bound:
-        port = bound.getsockname()[1]
+    bound = listening(options.host, options.port, options.workers)
+    port = bound[0].getsockname()[1]
 
-        def work(seat: Seat, serves: Callable[[], None]) -> int:
-            return status_of(
-                lambda: run(serve(options, instances, lambda _: serves(), bound, seat))
-            )
+    def one(seat: Seat, serves: Callable[[], None]) -> int:
+        at = bound[seat.place], seat
+        return status_of(
+            lambda: run(serve(options, instances, lambda _: serves(), *at))
+        )
 
-        return keep(options.workers, shared, work, lambda: say(options.host, port))
+    return keep(options.workers, shared, one, lambda: say(options.host, port))
 
 
 def say(host: str, port: int) -> None:

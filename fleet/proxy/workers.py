@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 
 from lab.serving.supervise import PR_SET_PDEATHSIG
 
+from .http.server import BACKLOG
 from .shared import Seat, Shared
 
 # Longer than a worker takes that tells its clients, and waits for slow ones.
@@ -54,6 +55,21 @@ class _Worker:
                 self.serves = self.news.recv()
             except EOFError:
                 return
+
+
+def listening(host: str, port: int, workers: int) -> list[socket.socket]:
+    """A socket for each worker, among which the kernel spreads what connects.
+
+    They are ours: what waits at the socket of one that dies waits for the next one.
+    Raises OSError, also if the port is another's that would share it.
+    """
+    family, *_, where = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.create_server(where, family=family) as alone:
+        where = alone.getsockname()
+    several = {"family": family, "backlog": BACKLOG, "reuse_port": True}
+    return [socket.create_server(where, **several) for _ in range(workers)]
 
 
 def keep(

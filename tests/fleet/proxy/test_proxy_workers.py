@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy_lab import Proxy, ask, connect, first_event, named, post, proxy, rest, until
+from proxy_lab import (
+    Proxy,
+    ask,
+    connect,
+    first_event,
+    free_port,
+    named,
+    post,
+    proxy,
+    rest,
+    until,
+)
 
 from fleet.standin.process import Standin
 from lab.serving.supervise import descendants
@@ -145,3 +156,16 @@ def test_what_one_worker_cannot_do_is_said_once_and_ends_all(
         assert on.process.wait(20) == 2
     assert (tmp_path / "0.decisions.0.jsonl").read_text() == "mine"
     assert len(list(tmp_path.glob("*.jsonl"))) == 1
+
+
+def test_a_port_is_not_shared_with_another_proxy(
+    two: list[Standin], tmp_path: Path
+) -> None:
+    port = str(free_port())
+    with (
+        proxy(tmp_path, named(two), *OPTIONS, "--port", port) as on,
+        proxy(tmp_path, named(two), *OPTIONS, "--port", port) as late,
+    ):
+        assert late.url == ""
+        assert late.process.wait(20) == 1
+        assert post(on.url, ask()).status == 200
