@@ -27,6 +27,8 @@ class InstanceLoad(NamedTuple):
 
 
 _FIELDS = len(InstanceLoad._fields)
+_REQUESTS, _ONGOING, _PENDING = range(_FIELDS)
+Row = list[int] | memoryview
 
 
 class Totals(NamedTuple):
@@ -54,14 +56,15 @@ class FleetLoad:
         self, names: Iterable[str], rows: np.ndarray | None = None, own: int = 0
     ) -> None:
         self._at = {name: _FIELDS * place for place, name in enumerate(names)}
-        if rows is None:
-            rows = np.zeros((1, row_words(len(self._at))), np.int64)
-        # By memoryview: its items are Python's integers, and each is written at once.
-        self._rows = [memoryview(row) for row in rows]
+        # Of a memoryview, too, the items are Python's integers, each written at once.
+        alone = [[0] * row_words(len(self._at))]
+        self._rows: list[Row] = (
+            alone if rows is None else [memoryview(row) for row in rows]
+        )
         self._own = self._rows[own]
 
     def totals(self) -> Totals:
-        words = self._rows[0].tolist()
+        words = list(self._rows[0])
         for row in self._rows[1:]:
             words = [one + other for one, other in zip(words, row, strict=True)]
         *of_instances, offloads, arrivals, offloaded = words
@@ -83,8 +86,7 @@ class FleetLoad:
 
     def flight(self, name: str, prompt_tokens: int) -> Flight:
         """One request at instance `name`, in flight inside the context."""
-        at = self._at[name]
-        return Flight(self._own[at : at + _FIELDS], prompt_tokens)
+        return Flight(self._own, self._at[name], prompt_tokens)
 
     @contextmanager
     def offload(self, name: str, prompt_tokens: int, new_tokens: int) -> Iterator[None]:
@@ -99,34 +101,35 @@ class FleetLoad:
 
 
 class Flight:
-    """One request at one instance, whose InstanceLoad is counted in `words`."""
+    """One request at one instance, whose load begins in `words` at `at`."""
 
-    __slots__ = ("_pending", "_tokens", "_words")
+    __slots__ = ("_at", "_pending", "_tokens", "_words")
 
-    def __init__(self, words: memoryview, prompt_tokens: int) -> None:
+    def __init__(self, words: Row, at: int, prompt_tokens: int) -> None:
         self._words = words
+        self._at = at
         self._tokens = prompt_tokens
         self._pending = 0
 
     def __enter__(self) -> Flight:
-        self._words[0] += 1
-        self._words[1] += self._tokens
+        self._words[self._at + _REQUESTS] += 1
+        self._words[self._at + _ONGOING] += self._tokens
         return self
 
     def __exit__(self, *_: object) -> None:
         self.first_token()
-        self._words[1] -= self._tokens
-        self._words[0] -= 1
+        self._words[self._at + _ONGOING] -= self._tokens
+        self._words[self._at + _REQUESTS] -= 1
 
     def prefills(self, new_tokens: int) -> None:
         """`new_tokens` of the prompt are computed here, from now to the first token."""
-        self._words[2] += new_tokens
+        self._words[self._at + _PENDING] += new_tokens
         self._pending += new_tokens
 
     def first_token(self) -> None:
-        self._words[2] -= self._pending
+        self._words[self._at + _PENDING] -= self._pending
         self._pending = 0
 
     def generated(self, tokens: int) -> None:
-        self._words[1] += tokens
+        self._words[self._at + _ONGOING] += tokens
         self._tokens += tokens

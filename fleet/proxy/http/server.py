@@ -211,7 +211,6 @@ class _Connection(asyncio.Protocol):
     def _handle(self, request: Request) -> None:
         self._current = request
         self._task = self._loop.create_task(self._answer(request))
-        self._task.add_done_callback(self._handled)
 
     async def _answer(self, request: Request) -> None:
         """Also returns if the client is gone; the connection says so."""
@@ -222,9 +221,11 @@ class _Connection(asyncio.Protocol):
             pass
         except Exception:
             log.exception("%s %s", request.method, request.path)
+        finally:
+            self._handled(request)
 
-    def _handled(self, _: asyncio.Task) -> None:
-        request, self._current, self._task = self._current, None, None
+    def _handled(self, request: Request) -> None:
+        self._current = self._task = None
         if self._transport.is_closing():
             return
         if request.state != "answered":
