@@ -29,6 +29,7 @@ from . import (
 from .decision import Ask, Candidate, Decision, NoInstance, Policy, Snapshot
 
 __all__ = [
+    "BLIND_TO_CACHES",
     "MOVES_KV",
     "PARAMETERS",
     "POLICIES",
@@ -60,6 +61,8 @@ _MODULES: dict[str, ModuleType] = {
 POLICIES: dict[str, Policy] = {name: one.decide for name, one in _MODULES.items()}
 # Those whose decisions may move KV between instances.
 MOVES_KV = frozenset({"pd_sep", "elastic", "elastic_study", "migrate"})
+# Those that decide the same whatever is cached where.
+BLIND_TO_CACHES = frozenset({"round_robin", "load_only", "session_hash"})
 PARAMETERS: dict[str, type[msgspec.Struct]] = {
     name: one.Parameters for name, one in _MODULES.items()
 }

@@ -13,8 +13,11 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -24,8 +27,10 @@ from lab.load.open_files import allow_open_files
 from lab.records.instances import Instance
 
 from .app import serving
-from .settings import Settings, SettingsError
+from .settings import Settings, SettingsError, resolved
+from .shared import Seat, Shared
 from .tokenizer import TokenizerError
+from .workers import keep, listening
 
 _DEFAULTS = Settings(policy="")
 
@@ -57,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "client_timeout_s": "how long a client may take nothing of its stream",
         "prefill_timeout_s": "for an offloaded prefill",
         "handover_timeout_s": "from an offloaded prefill to the first byte",
+        "workers": "processes that serve, each on a core of its own",
     }.items():
         default = getattr(_DEFAULTS, field)
         option = "--" + field.replace("_", "-")
@@ -76,20 +82,79 @@ def instances_of(options: argparse.Namespace) -> list[Instance]:
     return [Instance(name, url.rstrip("/")) for name, _, url in named]
 
 
-async def serve(options: argparse.Namespace) -> None:
-    instances = instances_of(options)
-    parameters = named_values(options.parameters)
+def settings_of(options: argparse.Namespace) -> Settings:
     known = {n: v for n, v in vars(options).items() if n in Settings.__struct_fields__}
+    parameters = named_values(options.parameters)
     cache = "mirror" if options.kvindexd is None else "exact"
-    settings = Settings(**{**known, "parameters": parameters, "cache": cache})
+    return Settings(**{**known, "parameters": parameters, "cache": cache})
+
+
+async def serve(
+    options: argparse.Namespace,
+    instances: list[Instance],
+    serves: Callable[[int], None],
+    bound: socket.socket | None = None,
+    seat: Seat | None = None,
+) -> None:
+    """Until SIGINT or SIGTERM; `serves` is called with the port once it does."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with serving(
-        instances, settings, options.log, options.host, options.port
-    ) as port:
-        print(f"http://{options.host}:{port}", flush=True)
+    log = options.log
+    if log is not None and seat is not None:
+        log = log.with_stem(f"{log.stem}.{seat.number}")
+    where = options.host, options.port, bound, seat
+    async with serving(instances, settings_of(options), log, *where) as port:
+        serves(port)
         await stop.wait()
+
+
+def serve_by_workers(options: argparse.Namespace, instances: list[Instance]) -> int:
+    """The exit status. Raises SettingsError, PolicyError and OSError."""
+    resolved(instances, settings_of(options))
+    shared = Shared(options.workers, [one.name for one in instances])
+    bound = listening(options.host, options.port, options.workers)
+    port = bound[0].getsockname()[1]
+
+    def one(seat: Seat, serves: Callable[[], None]) -> int:
+        at = bound[seat.place], seat
+        return status_of(
+            lambda: run(serve(options, instances, lambda _: serves(), *at))
+        )
+
+    return keep(options.workers, shared, one, lambda: say(options.host, port))
+
+
+def say(host: str, port: int) -> None:
+    print(f"http://{host}:{port}", flush=True)
+
+
+def run(main: Coroutine[Any, Any, None]) -> int:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
+    return 0
+
+
+def status_of(work: Callable[[], int]) -> int:
+    """The exit status that it returns, or that fits what it raises, which is said."""
+    try:
+        return work()
+    except (InstancesError, PolicyError, SettingsError, TokenizerError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except FileExistsError as error:
+        print(f"{error.filename}: exists already", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def work(options: argparse.Namespace) -> int:
+    instances = instances_of(options)
+    if options.workers != 1:
+        return serve_by_workers(options, instances)
+    return run(serve(options, instances, lambda port: say(options.host, port)))
 
 
 def main() -> int:
@@ -102,19 +167,7 @@ def main() -> int:
     # A request leaves the collector little to find, and a collection walks everything.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(options))
-    except (InstancesError, PolicyError, SettingsError, TokenizerError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except FileExistsError as error:
-        print(f"{error.filename}: exists already", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return status_of(lambda: work(options))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -26,8 +27,10 @@ from .http.request import Request
 from .http.server import Server
 from .kvindexd import Kvindexd, State
 from .metrics import Metrics
+from .peers import Peers
 from .sessions import Sessions
 from .settings import Settings, resolved
+from .shared import Seat
 from .tokenizer import Tokenizer
 from .tokens import Tokens
 from .upstream import Failure, Upstream, open_pool, probe, sent_on
@@ -42,8 +45,12 @@ async def serving(
     log_path: Path | None,
     host: str,
     port: int,
+    bound: socket.socket | None = None,
+    seat: Seat | None = None,
 ) -> AsyncIterator[int]:
     """Serve inside the context, which gives the port.
+
+    One of several workers has a `seat`, and serves where `bound` is.
 
     Raises SettingsError, PolicyError, TokenizerError, FileExistsError, or OSError if it
     cannot listen.
@@ -59,11 +66,12 @@ async def serving(
             exact = await stack.enter_async_context(Kvindexd(settings.kvindexd, names))
         decisions = stack.enter_context(DecisionLog(log_path, header))
         pool = stack.enter_context(closing(open_pool(settings.silence_timeout_s)))
-        proxy = _Proxy(instances, settings, pool, decisions, exact)
+        proxy = _Proxy(instances, settings, pool, decisions, exact, seat)
         server = Server(
             proxy.answer, settings.max_body_bytes, settings.client_timeout_s
         )
-        listening = await server.listen(host, port)
+        await stack.enter_async_context(proxy.peers.answered(proxy.answer_peer))
+        listening = await server.listen(host, port, bound)
         beside = [*proxy.background(), server.sweep_forever()]
         background = [asyncio.create_task(one) for one in beside]
         for task in background:
@@ -90,13 +98,19 @@ class _Proxy:
         pool: Pool,
         decisions: DecisionLog,
         exact: Kvindexd | None,
+        seat: Seat | None = None,
     ) -> None:
         self._instances = instances
         self._pool = pool
         self._decisions = decisions
         self._exact = exact
-        self._core = Core(instances, settings, Upstream(pool), decisions, exact)
-        self._sessions = Sessions()
+        self._core = Core(
+            instances, settings, Upstream(pool), decisions, exact, seat=seat
+        )
+        # Two workers may find sessions of their own, and must not name them alike.
+        own = "kvtax/" if seat is None else f"kvtax/{seat.number}."
+        self._sessions = Sessions(own)
+        self.peers = Peers(seat, pool)
         self._tokens = Tokens(_tokenizer(settings))
         self._metrics = Metrics(self._core, self._tokens, exact)
         self._routes: dict[str, dict[str, Answering]] = {
@@ -133,6 +147,14 @@ class _Proxy:
 
     async def _states(self) -> dict[str, State]:
         return {} if self._exact is None else await self._exact.states()
+
+    async def answer_peer(self, request: Request) -> None:
+        """What another worker asks: this one's part of an answer."""
+        if request.path == "/counts":
+            body = msgspec.json.encode(self._metrics.counts())
+            answer_json(request, 200, body)
+        else:
+            _answer_lines(request, self._decisions.recent)
 
     async def _complete(self, request: Request) -> None:
         """POST to one of the APIs."""
@@ -171,11 +193,14 @@ class _Proxy:
         answer_json(request, 200 if healthy else 503, body)
 
     async def _get_metrics(self, request: Request) -> None:
+        others = await self.peers.counts()
+        text = self._metrics.prometheus(await self._states(), others)
         kind = CIMultiDict({"Content-Type": "text/plain; version=0.0.4"})
-        request.whole(200, kind, self._metrics.prometheus(await self._states()))
+        request.whole(200, kind, text)
 
     async def _get_breakdown(self, request: Request) -> None:
-        breakdown = self._metrics.breakdown(await self._states())
+        others = await self.peers.counts()
+        breakdown = self._metrics.breakdown(await self._states(), others)
         answer_json(request, 200, msgspec.json.encode(breakdown))
 
     async def _get_decisions(self, request: Request) -> None:
@@ -186,13 +211,26 @@ class _Proxy:
             answer_error(request, Failure(400, None, message))
             return
         lines = list(self._decisions.recent)
-        body = b"\n".join(lines[max(0, len(lines) - int(text)) :])
-        kind = CIMultiDict({"Content-Type": "application/jsonl"})
-        request.whole(200, kind, body)
+        if others := await self.peers.decisions():
+            lines = sorted([*lines, *others], key=_at_ns)
+        _answer_lines(request, lines[max(0, len(lines) - int(text)) :])
 
 
 def _tokenizer(settings: Settings) -> Tokenizer | None:
     return None if settings.tokenizer is None else Tokenizer(settings.tokenizer)
+
+
+class _Decision(msgspec.Struct):
+    at_ns: int
+
+
+def _at_ns(line: bytes) -> int:
+    return msgspec.json.decode(line, type=_Decision).at_ns
+
+
+def _answer_lines(request: Request, lines: Iterable[bytes]) -> None:
+    kind = CIMultiDict({"Content-Type": "application/jsonl"})
+    request.whole(200, kind, b"\n".join(lines))
 
 
 def _report_failure(task: asyncio.Task) -> None:

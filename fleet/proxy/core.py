@@ -20,13 +20,17 @@ from .kvindexd import Exact
 from .loads import FleetLoad
 from .mirror import Mirror
 from .offload import Offloader
+from .pins import Pins
 from .router import Router
 from .settings import Settings
+from .shared import Seat
 from .upstream import Upstream
 
 
 class Core:
-    """`settings` as resolved. `exact` is None without `--cache exact`."""
+    """`settings` as resolved. `exact` is None without `--cache exact`, `seat` for a
+    proxy of one process.
+    """
 
     def __init__(
         self,
@@ -36,11 +40,16 @@ class Core:
         decisions: DecisionLog,
         exact: Exact | None = None,
         now_ns: Callable[[], int] = monotonic_ns,
+        seat: Seat | None = None,
     ) -> None:
         count = len(instances)
         self.instances = instances
         self.place = {one.name: place for place, one in enumerate(instances)}
-        self.loads = FleetLoad(self.place)
+        if seat is None:
+            self.loads, pins = FleetLoad(self.place), Pins()
+        else:
+            self.loads = FleetLoad(self.place, seat.shared.loads, seat.place)
+            pins = seat.shared.pins
         self.health = Health(instances, self._on_health, now_ns)
         self.mirror = Mirror(count, settings.mirror_tokens)
         self.router = Router(
@@ -49,6 +58,7 @@ class Core:
             parameters_of(settings.policy, settings.parameters),
             self.mirror,
             self.loads,
+            pins,
             decisions,
             now_ns,
         )

@@ -6,7 +6,7 @@ They are read from the live state when somebody asks; no request pays for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from lab.records.breakdown import (
 )
 
 from .core import Core
+from .counts import Counts, together
 from .kvindexd import Kvindexd, State
 from .tokens import Tokens
 
@@ -37,59 +38,66 @@ CACHE_GAUGES = (
 
 
 class Metrics:
-    """Reads the proxy's parts, and is given the `states` that `exact` has, if any."""
+    """Reads the proxy's parts, and is given the `states` that `exact` has, if any, and
+    what `others` have counted, the other workers.
+    """
 
     def __init__(
         self, core: Core, tokens: Tokens, exact: Kvindexd | None = None
     ) -> None:
-        self._instances = core.instances
-        self._loads = core.loads
-        self._health = core.health
-        self._mirror = core.mirror
+        self._core = core
         self._exact = exact
-        self._router = core.router
-        self._handler = core.handler
-        self._offloads = core.offloader.account
         self._tokens = tokens
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self._states: dict[str, State] = {}
 
-    def breakdown(self, states: dict[str, State]) -> Breakdown:
-        self._states = states
+    def counts(self) -> Counts:
+        """What this worker has counted."""
+        return Counts.of(self._core, self._tokens, self._exact)
+
+    def breakdown(
+        self, states: dict[str, State], others: Sequence[Counts] = ()
+    ) -> Breakdown:
+        self._look(states, others)
         return Breakdown(
             instances={
                 one.name: self._of(place, one.name)
-                for place, one in enumerate(self._instances)
+                for place, one in enumerate(self._core.instances)
             },
             offloads=self._loads.offloads,
             decision_us=self._decision_us(),
         )
 
-    def prometheus(self, states: dict[str, State]) -> bytes:
+    def prometheus(
+        self, states: dict[str, State], others: Sequence[Counts] = ()
+    ) -> bytes:
         """In Prometheus' text format."""
-        self._states = states
+        self._look(states, others)
         return generate_latest(self._registry)
 
+    def _look(self, states: dict[str, State], others: Sequence[Counts]) -> None:
+        self._states = states
+        self._counts = together([self.counts(), *others])
+        self._loads = self._core.loads.totals()
+
     def _of(self, place: int, name: str) -> InstanceBreakdown:
-        load = self._loads[name]
-        ended = self._handler.ended
+        load = self._loads.instances[place]
         return InstanceBreakdown(
-            healthy=name not in self._health.ejected,
+            healthy=name not in self._counts.ejected,
             requests=load.requests,
             ongoing_tokens=load.ongoing_tokens,
             pending_prefill_tokens=load.pending_prefill_tokens,
-            ended={status: n for (one, status), n in ended.items() if one == name},
+            ended={status: n for one, status, n in self._counts.ended if one == name},
             cache=self._cached(place, name),
         )
 
     def _cached(self, place: int, name: str) -> CachedTokens:
-        mirror = round(self._mirror.tokens[place])
+        mirror = round(self._counts.mirror_tokens[place])
         state = self._states.get(name)
         if state is None:
             return CachedTokens(mirror)
-        compared = self._router.differences[place]
-        total = self._router.difference_tokens[place]
+        compared = self._counts.differences[place]
+        total = self._counts.difference_tokens[place]
         exact = state.tokens
         return CachedTokens(
             mirror_tokens=mirror,
@@ -103,7 +111,7 @@ class Metrics:
         )
 
     def _decision_us(self) -> DecisionTimes | None:
-        times = self._router.decision_us
+        times = self._counts.decision_us
         if not times:
             return None
         p50, p99 = np.percentile(times, [50, 99]).round(1).tolist()
@@ -114,31 +122,31 @@ class Metrics:
         ended = CounterMetricFamily(
             "kvtax_proxy_requests", "Requests ended", labels=["instance", "status"]
         )
-        for (name, status), number in self._handler.ended.items():
+        for name, status, number in self._counts.ended:
             ended.add_metric([name or "", status], number)
         yield ended
-        yield from self._offloads.collect()
+        yield from self._core.offloader.account.collect()
         unknown = CounterMetricFamily(
             "kvtax_proxy_untokenized",
             "Prompts in words whose token ids were not told",
             labels=["reason"],
         )
-        for reason, number in self._tokens.unknown.items():
+        for reason, number in self._counts.untokenized.items():
             unknown.add_metric([reason], number)
         yield unknown
         yield CounterMetricFamily(
-            "kvtax_proxy_ejections", "Ejections", value=self._health.ejections
+            "kvtax_proxy_ejections", "Ejections", value=self._counts.ejections
         )
         yield CounterMetricFamily(
             "kvtax_proxy_failed_open",
             "Decisions that took ejected instances for healthy: nobody was left",
-            value=self._handler.failed_open,
+            value=self._counts.failed_open,
         )
         if self._exact is not None:
             yield CounterMetricFamily(
                 "kvtax_proxy_unanswered",
                 "Prompts of token ids that kvindexd did not answer",
-                value=self._exact.unanswered,
+                value=self._counts.unanswered,
             )
         yield GaugeMetricFamily(
             "kvtax_proxy_offloads", "Prefills elsewhere", value=self._loads.offloads
@@ -146,7 +154,8 @@ class Metrics:
         yield from self._gauges()
 
     def _gauges(self) -> Iterator[GaugeMetricFamily]:
-        views = [self._of(p, one.name) for p, one in enumerate(self._instances)]
+        instances = self._core.instances
+        views = [self._of(p, one.name) for p, one in enumerate(instances)]
         for field in INSTANCE_GAUGES:
             yield self._gauge(field, [getattr(view, field) for view in views])
         for field in CACHE_GAUGES:
@@ -162,7 +171,7 @@ class Metrics:
         gauge = GaugeMetricFamily(
             f"kvtax_proxy_{field}", field.replace("_", " "), labels=["instance"]
         )
-        for one, value in zip(self._instances, values, strict=True):
+        for one, value in zip(self._core.instances, values, strict=True):
             if value is not None:
                 gauge.add_metric([one.name], float(value))
         return gauge

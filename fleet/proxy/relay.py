@@ -76,9 +76,9 @@ async def _stream(client: Client, answer: Answer, exchange: Exchange) -> None:
         events = joined.count(api.token) - tail.count(api.token)
         exchange.flight.generated(events)
         end.generated_tokens += events
-        if any(mark in joined for mark in api.errors):
+        if any(map(joined.__contains__, api.errors)):
             end.status, end.error = "failed", f"{name} sent an error event"
-        ending = ending or any(mark in joined for mark in api.ends)
+        ending = ending or any(map(joined.__contains__, api.ends))
         tail = joined[-_TAIL:]
         complete = ending and tail.endswith(b"\n\n")
         if complete and end.error is None:

@@ -18,6 +18,7 @@ from .decision_log import DecisionLog
 from .loads import FleetLoad
 from .mirror import Mirror
 from .pins import Pins
+from .shared import SharedPins
 
 Source = Literal["mirror", "exact"]
 
@@ -44,6 +45,7 @@ class Router:
         parameters: msgspec.Struct,
         mirror: Mirror,
         loads: FleetLoad,
+        pins: Pins | SharedPins,
         log: DecisionLog,
         now_ns: Callable[[], int],
     ) -> None:
@@ -55,9 +57,7 @@ class Router:
         self._loads = loads
         self._log = log
         self._now_ns = now_ns
-        self._pins = Pins()
-        self._arrivals = 0
-        self._offloaded = 0
+        self._pins = pins
         self.difference_tokens = [0] * len(instances)
         self.differences = [0] * len(instances)
         self.decision_us: deque[float] = deque(maxlen=10_000)
@@ -92,8 +92,7 @@ class Router:
         self._log.decided(
             end, attempt, ask, snapshot, decision, body.form, source, decision_us
         )
-        self._arrivals += attempt == 0
-        self._offloaded += decision.prefill is not None
+        self._loads.decided(attempt == 0, decision.prefill is not None)
         self._remember(end.session, body, keys, decision)
         new = {
             one.name: max(0, ask.prompt_tokens - one.cached_tokens)
@@ -109,11 +108,12 @@ class Router:
     def _snapshot(
         self, session: str | None, cached: list[int], without: Collection[str]
     ) -> Snapshot:
+        totals = self._loads.totals()
         candidates = []
         for place, one in enumerate(self._instances):
             if one.name in without:
                 continue
-            load = self._loads[one.name]
+            load = totals.instances[place]
             candidates.append(
                 Candidate(
                     one.name,
@@ -131,9 +131,9 @@ class Router:
         return Snapshot(
             candidates,
             pin and pin.instance,
-            self._arrivals,
-            self._loads.offloads,
-            self._offloaded,
+            totals.arrivals,
+            totals.offloads,
+            totals.offloaded,
             pin.turns if pin else 0,
             pin and pin.at_tokens,
         )

@@ -27,9 +27,13 @@ class _Turn(NamedTuple):
 
 
 class Sessions:
-    """Remembers where the last turns ended, by the key of their last whole piece."""
+    """Remembers where the last turns ended, by the key of their last whole piece.
 
-    def __init__(self) -> None:
+    `prefix`: what the names of its sessions begin with.
+    """
+
+    def __init__(self, prefix: str = "kvtax/") -> None:
+        self._prefix = prefix
         self._turns: OrderedDict[int, list[_Turn]] = OrderedDict()
         self._numbers = count()
 
@@ -43,7 +47,7 @@ class Sessions:
         if pieces < 1:
             return None
         keys = body.keys()[:pieces]
-        session = self._found(prompt, keys) or f"kvtax/{next(self._numbers)}"
+        session = self._found(prompt, keys) or f"{self._prefix}{next(self._numbers)}"
         rest = prompt[pieces * PIECE_BYTES : -1]
         alike = self._turns.pop(keys[-1], [])
         turn = _Turn(len(rest), hash(rest), session)

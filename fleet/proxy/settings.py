@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fleet.policies import MOVES_KV, parameters_of
+from fleet.policies import BLIND_TO_CACHES, MOVES_KV, parameters_of
 from lab.records.instances import Instance
 
 
@@ -17,6 +17,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     `mirror_tokens`: how many tokens the mirror assumes an instance to hold.
     `tokenizer`: the model's folder, for prompts that come as text or chats.
+    `workers`: processes that serve.
 
     `silence_timeout_s`: how long an instance may send nothing, before its first byte
     and after. `client_timeout_s`: how long a client may take nothing of its stream.
@@ -35,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True):
     client_timeout_s: float = 60.0
     prefill_timeout_s: float = 60.0
     handover_timeout_s: float = 30.0
+    workers: int = 1
 
 
 class SettingsError(Exception):
@@ -55,6 +57,8 @@ def resolved(instances: Sequence[Instance], settings: Settings) -> Settings:
 
 def check(instances: Sequence[Instance], settings: Settings) -> None:
     """Raises SettingsError."""
+    if settings.workers != 1:
+        _check_workers(settings)
     if settings.policy == "direct_read":
         _need(instances, "direct_read", "policy direct_read")
     if settings.policy in MOVES_KV:
@@ -66,6 +70,22 @@ def check(instances: Sequence[Instance], settings: Settings) -> None:
                 "policy pd_sep needs instances of role prefill and of role decode "
                 f"(--instances FILE); there are {', '.join(sorted(roles))}"
             )
+
+
+def _check_workers(settings: Settings) -> None:
+    if settings.workers < 1:
+        raise SettingsError(f"--workers {settings.workers}: at least 1 is needed")
+    several = f"--workers {settings.workers}"
+    if settings.policy in MOVES_KV:
+        raise SettingsError(
+            f"{several}: policy {settings.policy} moves KV, which one process has to "
+            "keep account of: leave --workers out"
+        )
+    if settings.kvindexd is None and settings.policy not in BLIND_TO_CACHES:
+        raise SettingsError(
+            f"{several}: policy {settings.policy} goes by what is cached where, and "
+            "each worker would know of its own requests only: give --kvindexd ADDRESS"
+        )
 
 
 def _check_transfer(instances: Sequence[Instance], what: str) -> None:

@@ -38,7 +38,7 @@ def top_level(raw: bytes) -> Fields:
         start, end = found
         fields = decode(raw[:start] + _PLACE + raw[end:])
         if bytes(fields.get("prompt", b"")) == _PLACE:
-            fields["prompt"] = msgspec.Raw(raw[start:end])
+            fields["prompt"] = msgspec.Raw(memoryview(raw)[start:end])
             return fields
     return decode(raw)
 

@@ -39,7 +39,10 @@ class Response:
         self._ahead_bytes = 0
         self._complete = False
         self._error: BrokenOff | None = None
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
+        self._silent_at_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def at_end(self) -> bool:
@@ -89,6 +92,8 @@ class Response:
     def finish(self, error: BrokenOff | None = None) -> None:
         """All of it is here, unless there is an error."""
         self._complete, self._error = error is None, error
+        if self._timer is not None:
+            self._timer.cancel()
         self.wake()
 
     def wake(self) -> None:
@@ -99,16 +104,21 @@ class Response:
         """Returns when something has come."""
         if self._error is not None:
             raise self._error
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        timer = loop.call_later(self._silence_timeout_s, _time_out, self._waiter)
+        self._silent_at_s = self._loop.time() + self._silence_timeout_s
+        if self._timer is None:
+            self._watch()
+        self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:
-            timer.cancel()
             self._waiter = None
 
-
-def _time_out(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_exception(TimeoutError("nothing came in time"))
+    def _watch(self) -> None:
+        """One timer for all waits of an answer: it looks when the last one began."""
+        left_s = self._silent_at_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._watch)
+            return
+        self._timer = None  # the next wait begins anew
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(TimeoutError("nothing came in time"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 
@@ -28,6 +29,8 @@ MIN_BYTES_PER_S = 500
 # For a client to read its error, before what it still sends is answered by a reset.
 LINGER_S = 2.0
 SWEEP_EVERY_S = 1.0
+# Connections that nobody has looked at yet.
+BACKLOG = 4096
 # Requests that a connection may send ahead before it is read no further.
 MAX_AHEAD = 8
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -49,11 +52,17 @@ class Server:
         self.client_timeout_s = client_timeout_s
         self.connections: set[_Connection] = set()
 
-    async def listen(self, host: str, port: int) -> asyncio.Server:
-        """Raises OSError."""
+    async def listen(
+        self, host: str, port: int, bound: socket.socket | None = None
+    ) -> asyncio.Server:
+        """There, or where `bound` is, which may be shared with others.
+
+        Raises OSError.
+        """
         loop = asyncio.get_running_loop()
+        where = {"host": host, "port": port} if bound is None else {"sock": bound}
         return await loop.create_server(
-            lambda: _Connection(self), host, port, backlog=4096
+            lambda: _Connection(self), **where, backlog=BACKLOG
         )
 
     async def sweep_forever(self) -> None:
@@ -202,7 +211,6 @@ class _Connection(asyncio.Protocol):
     def _handle(self, request: Request) -> None:
         self._current = request
         self._task = self._loop.create_task(self._answer(request))
-        self._task.add_done_callback(self._handled)
 
     async def _answer(self, request: Request) -> None:
         """Also returns if the client is gone; the connection says so."""
@@ -213,9 +221,11 @@ class _Connection(asyncio.Protocol):
             pass
         except Exception:
             log.exception("%s %s", request.method, request.path)
+        finally:
+            self._handled(request)
 
-    def _handled(self, _: asyncio.Task) -> None:
-        request, self._current, self._task = self._current, None, None
+    def _handled(self, request: Request) -> None:
+        self._current = self._task = None
         if self._transport.is_closing():
             return
         if request.state != "answered":

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from snapshots import asks, candidate, decide, snapshots
 
 from fleet.policies import (
+    BLIND_TO_CACHES,
     POLICIES,
     Ask,
     Candidate,
@@ -67,6 +68,24 @@ def test_lmetric_has_no_affinity(ask: Ask, snapshot: Snapshot) -> None:
     except NoInstance:
         return
     assert pinned == POLICIES["lmetric"](ask, free, parameters)
+
+
+@pytest.mark.parametrize("policy", sorted(BLIND_TO_CACHES))
+@given(ask=asks, snapshot=snapshots(), cached=st.integers(0, 50_000))
+def test_who_is_blind_to_caches_decides_the_same_whatever_is_cached(
+    policy: str, ask: Ask, snapshot: Snapshot, cached: int
+) -> None:
+    others = [
+        msgspec.structs.replace(one, cached_tokens=cached * place % 7001)
+        for place, one in enumerate(snapshot.candidates)
+    ]
+    elsewhere = msgspec.structs.replace(snapshot, candidates=others)
+    parameters = parameters_of(policy, {})
+    try:
+        decision = POLICIES[policy](ask, snapshot, parameters)
+    except NoInstance:
+        return
+    assert decision == POLICIES[policy](ask, elsewhere, parameters)
 
 
 def test_round_robin_takes_each_in_turn() -> None:

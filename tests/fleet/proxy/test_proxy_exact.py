@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
-from proxy_lab import ask, post, proxy, until
+from proxy_lab import ask, connect, first_event, post, proxy, until
 
 from fleet.instances import write_instances
 from fleet.standin.process import standin
@@ -161,3 +162,37 @@ def test_a_kvindexd_that_ends_costs_no_request(tmp_path: Path) -> None:
                 "mirror",
             ]
             assert b"kvtax_proxy_unanswered_total 1.0" in on.get("/metrics").body
+
+
+def test_every_worker_knows_what_is_cached_and_where_a_session_is(
+    tmp_path: Path,
+) -> None:
+    prompt = list(range(40))
+    with two(tmp_path) as (instances, publisher), ExitStack() as clients:
+        publisher.store(prompt)
+        file = tmp_path / "instances.json"
+        write_instances(file, instances)
+        address = clients.enter_context(kvindexd(file, tmp_path / "kvindexd.log"))
+        options = "--kvindexd", address, "--workers", "2"
+        on = clients.enter_context(proxy(tmp_path, instances, "linear", *options))
+        until(
+            lambda: on.instances()["b"]["cache"]["exact_tokens"] == 40,
+            "the events of before did not arrive",
+        )
+        assert post(on.url, ask([1, 2]), X_Session_Id="at a").status == 200
+        assert post(on.url, ask(prompt), X_Session_Id="at b").status == 200
+        # At once, so that both workers have to do with them.
+        turns = [
+            clients.enter_context(connect(on.url, ask(prompt), X_Session_Id=session))
+            for session in ["at a", "at b"] * 20
+        ]
+        for client in turns:
+            first_event(client)
+        lines = map(json.loads, on.get("/decisions").body.splitlines())
+        went = {(one["session"][-1], one["instance"], one["cache"]) for one in lines}
+        assert went == {("a", "a", "exact"), ("b", "b", "exact")}
+        logs = list(tmp_path.glob("*.decisions.*.jsonl"))
+        until(
+            lambda: all(b'"decision"' in log.read_bytes() for log in logs),
+            "only one worker has decided",
+        )

@@ -180,6 +180,26 @@ def test_silence_counts_from_the_last_byte() -> None:
     uvloop.run(scenario())
 
 
+def test_silence_does_not_count_while_nobody_waits() -> None:
+    head, middle, last = CHUNKED.partition(b"3\r\n")
+
+    async def scenario() -> None:
+        slow = Instance(head, middle + last, pause_s=0.4)
+        async with asking(slow, silence_s=0.3) as (pool, url):
+            response = await ask(pool, url)
+            await response.chunk()
+            await asyncio.sleep(0.35)
+            await response.read()
+        async with asking(Instance(head), silence_s=0.1) as (pool, url):
+            response = await ask(pool, url)
+            await response.chunk()
+            await asyncio.sleep(0.3)
+            with pytest.raises(TimeoutError):
+                await response.chunk()
+
+    uvloop.run(scenario())
+
+
 def test_an_answer_that_nobody_reads_is_not_taken_in() -> None:
     piece = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     head = CHUNKED.partition(b"2\r\n")[0]
