@@ -22,7 +22,7 @@ class Server:
 
     def __init__(self, spec: ServerSpec) -> None:
         self.ports = spec.ports
-        self.url = f"http://127.0.0.1:{spec.ports.http}"
+        self.url = f"http://{spec.ports.host}:{spec.ports.http}"
         self.log = spec.log
         self.supervised = Supervised(spec.argv, spec.env, spec.log)
 
