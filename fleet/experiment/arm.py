@@ -8,34 +8,43 @@ import os
 import shutil
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from fleet.experiment.config import Experiment
-from fleet.experiment.fleets import Fleet, fresh_fleet, instance_settings
+from fleet.experiment.config import Arm, Experiment
+from fleet.experiment.fleets import (
+    LAUNCH_ERRORS,
+    Fleet,
+    fresh_fleet,
+    instance_settings,
+)
 from fleet.experiment.freshness import (
     counted,
     first_step_cached_blocks,
     gpu_used_mib,
     judge,
 )
-from fleet.experiment.machine import CpuSampler, engine_lag, machine_load
+from fleet.experiment.machine import (
+    CpuSampler,
+    engine_lags,
+    gpu_sampler,
+    machine_load,
+)
 from fleet.experiment.plan import Run
-from fleet.instances import InstancesError, write_instances
-from fleet.launch.check import CheckError, http_text
+from fleet.instances import write_instances
+from fleet.launch.check import http_text
 from fleet.launch.launched import Workshop
-from fleet.launch.spec import SpecError
-from lab.records import RecordsError
-from lab.records.arm import ArmRecord, Freshness, MachineLoad, PlannedArm
+from lab.hosts.errors import HostLost, HostsError
+from lab.records.arm import ArmRecord, FleetHost, Freshness, MachineLoad, PlannedArm
 from lab.records.documents import write_document
 from lab.records.instances import Instance
-from lab.serving import preflight
 from lab.serving.kvindexd import kvindexd
-from lab.serving.ports import PortsError, reserve
-from lab.serving.server import ServerError, http_ok, tail
+from lab.serving.ports import reserve
+from lab.serving.server import http_ok, tail
 from lab.serving.supervise import Supervised, descendants
 
 # What the folder of an experiment replays.
@@ -50,25 +59,26 @@ class RunError(Exception):
     """A run came to nothing; the message says why."""
 
 
-RUN_ERRORS = (
-    RunError,
-    RecordsError,
-    CheckError,
-    InstancesError,
-    PortsError,
-    ServerError,
-    SpecError,
-    *preflight.CONFIG_ERRORS,
-)
+RUN_ERRORS = (RunError, HostLost, HostsError, *LAUNCH_ERRORS)
 
 
 @dataclass(frozen=True)
 class ExperimentContext:
-    """What all runs of an experiment have in common."""
+    """What all runs of an experiment have in common.
+
+    `elsewhere` makes fleets on other hosts, as fresh_fleet does on this one.
+    """
 
     experiment: Experiment
     trace: Path
     workshop: Workshop
+    elsewhere: Callable[[Arm, Path], AbstractContextManager[Fleet]] | None = None
+
+    def fleet(self, arm: Arm, folder: Path) -> AbstractContextManager[Fleet]:
+        """A fresh fleet for one run."""
+        if self.elsewhere is not None:
+            return self.elsewhere(arm, folder)
+        return fresh_fleet(self.experiment, arm, self.workshop, folder)
 
 
 @dataclass
@@ -79,6 +89,7 @@ class _Found:
     instances: list[Instance] = field(default_factory=list)
     patches: dict[str, str] = field(default_factory=dict)
     machine: MachineLoad | None = None
+    hosts: list[FleetHost] = field(default_factory=list)
     ready_s: float | None = None
     replay_s: float | None = None
     peak_rss_mib: dict[str, float] = field(default_factory=dict)
@@ -86,8 +97,8 @@ class _Found:
 
 def make_run(
     folder: Path, planned: PlannedArm, run: Run, context: ExperimentContext
-) -> None:
-    """Fill `folder` with one run's files; what goes wrong is in its arm.json.
+) -> Exception | None:
+    """Fill `folder` with one run's files; what went wrong, which is in its arm.json.
 
     Files of an earlier attempt are removed first.
     """
@@ -99,30 +110,26 @@ def make_run(
     error = None
     began = time.monotonic()
     try:
-        with fresh_fleet(
-            context.experiment, run.arm, context.workshop, folder / "instances"
-        ) as fleet:
+        with context.fleet(run.arm, folder / "instances") as fleet:
             found.instances, found.patches = fleet.instances, fleet.patches
-            found.ready_s = fleet.ready_s
+            found.ready_s, found.hosts = fleet.ready_s, fleet.hosts
             _require_cold(folder, found.freshness, fleet)
             cpu = _replay(folder, found, run, context, fleet)
-            found.peak_rss_mib = {
-                each.instance.name: each.server.peak_rss_mib()
-                for each in fleet.launched
-            }
+            found.peak_rss_mib = fleet.peak_rss_mib()
         found.machine = _machine(cpu, fleet)
         _require_cold_in_records(found.freshness, fleet)
     except RUN_ERRORS as failure:
-        error = str(failure)
+        error = failure
     record = ArmRecord(
         **msgspec.structs.asdict(planned),
         **vars(found),
         status="ok" if error is None else "failed",
-        error=error,
+        error=None if error is None else str(error),
         started_utc=now.isoformat(timespec="seconds"),
         wall_s=time.monotonic() - began,
     )
     write_document(folder / "arm.json", record)
+    return error
 
 
 def evidence_before_start(planned: PlannedArm, experiment: Experiment) -> Freshness:
@@ -139,6 +146,10 @@ def evidence_before_start(planned: PlannedArm, experiment: Experiment) -> Freshn
 
 def _require_cold(folder: Path, evidence: Freshness, fleet: Fleet) -> None:
     """Raises RunError if a cache is not cold: the run would mean nothing."""
+    if evidence.survivors is not None:
+        evidence.survivors += fleet.survivors
+    if fleet.gpu_used_mib is not None:
+        evidence.gpu_used_mib = fleet.gpu_used_mib
     for name, text in _keep_metrics(folder, fleet, "before").items():
         evidence.instances[name] = counted(text)
     judge(evidence)
@@ -152,10 +163,11 @@ def _require_cold_in_records(evidence: Freshness, fleet: Fleet) -> None:
     The engines must have ended, so that their records are complete.
     """
     found = {
-        each.instance.name: first_step_cached_blocks(
-            each.folder / "engine_step.jsonl", each.instance.block_tokens
+        each.name: first_step_cached_blocks(
+            fleet.folders[each.name] / "engine_step.jsonl", each.block_tokens
         )
-        for each in fleet.launched
+        for each in fleet.instances
+        if each.name in fleet.folders
     }
     evidence.first_step_cached_blocks = {
         name: blocks for name, blocks in found.items() if blocks is not None
@@ -184,11 +196,7 @@ def _replay(
     env = dict(os.environ)
     replay_log, proxy_log = folder / "replay.log", folder / "proxy.log"
     with ExitStack() as stack:
-        if shutil.which("nvidia-smi"):
-            sampler = _module(
-                "fleet.experiment.gpu_sampler", "--out", folder / "gpu.csv"
-            )
-            stack.enter_context(Supervised(sampler, env, folder / "gpu_sampler.log"))
+        stack.enter_context(gpu_sampler(folder))
         proxy_command = _proxy(folder, run, fleet, port)
         if run.arm.cache_state == "exact":
             address = stack.enter_context(
@@ -197,6 +205,7 @@ def _replay(
             proxy_command += ["--kvindexd", address]
         proxy = stack.enter_context(Supervised(proxy_command, env, proxy_log))
         _await(url, proxy, proxy_log)
+        stack.enter_context(fleet.under_load())
         cpu = stack.enter_context(CpuSampler())
         began = time.monotonic()
         with Supervised(
@@ -216,14 +225,9 @@ def _replay(
 
 
 def _machine(cpu: CpuSampler, fleet: Fleet) -> MachineLoad:
-    lags = {
-        each.instance.name: engine_lag(
-            each.folder / "engine_step.jsonl", each.forward_totals
-        )
-        for each in fleet.launched
-    }
-    known = {name: lag for name, lag in lags.items() if lag is not None}
-    return machine_load(cpu, os.cpu_count() or 1, known)
+    # Each host says so of its own.
+    lags = {} if fleet.hosts else engine_lags(fleet.folders)
+    return machine_load(cpu, os.cpu_count() or 1, lags)
 
 
 def _await(url: str, proxy: Supervised, log: Path) -> None:

@@ -38,7 +38,10 @@ CONNECT_S = 10.0
 
 @dataclass(eq=False)
 class Host:
-    """A node of the cluster with an agent; `slots` is 0 until it has answered."""
+    """A node of the cluster with an agent; `slots` is 0 until it has answered.
+
+    `lost` says why, once it is used no more.
+    """
 
     name: str
     agent: Any
@@ -46,6 +49,7 @@ class Host:
     doing: dict[Any, int] = field(default_factory=dict)
     asked: Any = None
     asked_at_s: float = 0.0
+    lost: str | None = None
 
     def begin(self, task: int, content: bytes) -> None:
         """Have it do a task, known to whoever asks for it by this number."""
@@ -164,6 +168,10 @@ class Hosts:
     def ready(self) -> list[Host]:
         return [host for host in self._hosts.values() if host.slots]
 
+    def settled(self) -> bool:
+        """Whether every host has answered that is there."""
+        return len(self.ready()) == len(self._hosts) > 0
+
     def results(self) -> Iterator[tuple[Host, int, bytes]]:
         """What has been done; waits a moment if nothing has."""
         doing = {
@@ -195,6 +203,11 @@ class Hosts:
         """Tasks whose host was lost since last asked, and whether they may be why."""
         lost, self._lost = self._lost, []
         return lost
+
+    def give_up(self, host: Host, why: str) -> None:
+        """Use it no more as it is; what is on its node begins anew."""
+        for node in [node for node, one in self._hosts.items() if one is host]:
+            self._lose(node, why)
 
     def close(self) -> None:
         """Stop what runs on the hosts."""
@@ -237,7 +250,7 @@ class Hosts:
 
     def _lose(self, node: str, why: str, by_a_task: bool = True) -> None:
         host = self._hosts.pop(node)
-        self.last_loss = f"{host.name}: {why}"
+        self.last_loss = host.lost = f"{host.name}: {why}"
         print(f"given up {self.last_loss}", file=sys.stderr)
         self._lost += [(task, by_a_task) for task in host.doing.values()]
         ray.kill(host.agent)

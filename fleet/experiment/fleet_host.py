@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has one host's part of a fleet, as the host where the command was given asks for it.
+
+lab.hosts.agent starts it, as python -m fleet.experiment.fleet_host FOLDER.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from fleet.experiment.config import Experiment
+from fleet.experiment.fleets import LAUNCH_ERRORS, instance_settings
+from fleet.experiment.our_clock import convert
+from fleet.experiment.part import Part
+from fleet.experiment.part_tasks import (
+    ANSWER,
+    EXPERIMENT,
+    Answer,
+    Done,
+    End,
+    Ended,
+    Failed,
+    Fits,
+    Hello,
+    Load,
+    Seen,
+    Start,
+    Task,
+    Watch,
+)
+from fleet.launch.launched import Workshop
+from lab.config import ConfigError
+from lab.hosts.asked import REFUSED, Asked
+from lab.hosts.clock import Clock, ClockServer, Reading
+from lab.hosts.fit import Unfit, as_without_ray
+from lab.serving import preflight
+from lab.serving.machine_lock import MachineBusy, machine_lock
+from lab.serving.supervise import exit_on_signals
+
+WATCH_EVERY_S = 1.0
+UNFIT = (Unfit, ConfigError, MachineBusy, *preflight.CONFIG_ERRORS)
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    exit_on_signals()
+    experiment = msgspec.json.decode(
+        (folder / EXPERIMENT).read_bytes(), type=Experiment
+    )
+    asked = Asked(folder)
+    with ExitStack() as stack:
+        try:
+            as_without_ray()
+            if experiment.profile is not None:
+                stack.enter_context(machine_lock())
+                preflight.check_machine(instance_settings(experiment))
+        except UNFIT as error:
+            print(error, file=sys.stderr)
+            return REFUSED
+        workshop = stack.enter_context(Workshop(folder / "workshop"))
+        part = Part(experiment, workshop, folder / "part")
+        stack.callback(part.stop)
+        while asked.open:
+            for number, content in asked.come(WATCH_EVERY_S):
+                task = msgspec.json.decode(content, type=Task)
+                made = folder / "answers" / str(number)
+                made.mkdir(parents=True)
+                try:
+                    answer = _answer(task, part, made)
+                except (ConfigError, *LAUNCH_ERRORS) as error:
+                    answer = Failed(str(error))
+                (made / ANSWER).write_bytes(msgspec.json.encode(answer))
+                asked.done(number, made)
+    return 0
+
+
+def _answer(task: Task, part: Part, made: Path) -> Answer:
+    match task:
+        case Hello(host):
+            return Fits(part.room(), ClockServer(host).port)
+        case Start(arm, numbers, host):
+            part.start(arm, numbers, host)
+        case Watch():
+            return Seen(part.ready(), part.peak_rss_mib())
+        case Load():
+            part.begin_load()
+        case End(readings, boot_id):
+            part.stop()
+            if readings:
+                clock = Clock([Reading(*one) for one in readings])
+                convert(part.folder, clock, boot_id)
+            # Logs are wanted also where the records are not what they should be.
+            shutil.copytree(part.folder, made, dirs_exist_ok=True)
+            return Ended(part.machine())
+    return Done()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
