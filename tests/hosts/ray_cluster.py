@@ -46,11 +46,15 @@ class Namespace:
 
 
 class Host:
-    """A node of the cluster, at 10.77.0.`number`; the first is its head."""
+    """A node of the cluster, at 10.77.0.`number`; the first is its head.
 
-    def __init__(self, cluster: RayCluster, number: int) -> None:
+    Its CLOCK_MONOTONIC is `ahead_s` ahead of this machine's.
+    """
+
+    def __init__(self, cluster: RayCluster, number: int, ahead_s: int = 0) -> None:
         self.address = f"10.77.0.{number}"
         self.number = number
+        self._ahead_s = ahead_s
         self._cluster = cluster
         self._log = cluster.folder / f"host{number}.log"
         self.network = Namespace(self._log)
@@ -81,6 +85,9 @@ class Host:
             # Or Ray wants the token that is in the user's home, if one is.
             "RAY_AUTH_MODE": "disabled",
         }
+        if self._ahead_s:
+            # From its next exec on, it is in a time of its own.
+            command = ["unshare", "--time", f"--monotonic={self._ahead_s}", *command]
         return Supervised(self.network.inside(*command), env, self._log)
 
     def processes(self, what: str) -> list[int]:
@@ -106,10 +113,14 @@ class Host:
 
 
 class RayCluster:
-    """`count` hosts; leaving the context ends them."""
+    """`count` hosts; leaving the context ends them.
 
-    def __init__(self, count: int, niceness: int = 0) -> None:
+    The clocks of all but the first are `ahead_s` ahead.
+    """
+
+    def __init__(self, count: int, niceness: int = 0, ahead_s: int = 0) -> None:
         self._count = count
+        self._ahead_s = ahead_s
         self.niceness = niceness
         self._stack = ExitStack()
 
@@ -137,7 +148,7 @@ class RayCluster:
         return f"10.77.0.1:{PORT}"
 
     def add(self) -> Host:
-        host = Host(self, len(self.hosts) + 1)
+        host = Host(self, len(self.hosts) + 1, self._ahead_s if self.hosts else 0)
         self._stack.callback(host.stop)
         self.hosts.append(host)
         self.wait_for(host)
