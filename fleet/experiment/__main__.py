@@ -115,6 +115,11 @@ def run_experiment(
         elif ray_address is not None:
             hosts = stack.enter_context(_fleet_hosts(ray_address, experiment))
             hosts.count = host_count or _begun_on(out, resume) or hosts.most()
+            if experiment.instances % hosts.count:
+                raise ExperimentError(
+                    f"{experiment.instances} instances cannot be on {hosts.count} "
+                    "hosts, the same number on each: give another --hosts"
+                )
         elif experiment.profile is not None:
             stack.enter_context(machine_lock())
             settings = instance_settings(experiment)

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
 from fleet.experiment.config import Arm, Experiment
 from fleet.experiment.fleets import (
-    LAUNCH_ERRORS,
+    FLEET_ERRORS,
     Fleet,
     fresh_fleet,
     instance_settings,
@@ -35,6 +36,13 @@ from fleet.experiment.machine import (
     machine_load,
 )
 from fleet.experiment.plan import Run
+from fleet.experiment.replayers import (
+    Status,
+    Work,
+    merge_shares,
+    replaying_here,
+    shared_out,
+)
 from fleet.instances import write_instances
 from fleet.launch.check import http_text
 from fleet.launch.launched import Workshop
@@ -50,16 +58,13 @@ from lab.serving.supervise import Supervised, descendants
 # What the folder of an experiment replays.
 TRACE = "trace.jsonl.gz"
 PROXY_DEADLINE_S = 30.0
-# fleet.replay's: all went well, a request failed, requests were sent late. What that
-# means for a comparison is for fleet.analyze.refusals to say.
-REPLAYED = (0, 2, 3)
 
 
 class RunError(Exception):
     """A run came to nothing; the message says why."""
 
 
-RUN_ERRORS = (RunError, HostLost, HostsError, *LAUNCH_ERRORS)
+RUN_ERRORS = (RunError, HostLost, HostsError, *FLEET_ERRORS)
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,11 @@ class ExperimentContext:
     elsewhere: Callable[[Arm, Path], AbstractContextManager[Fleet]] | None = None
 
     def fleet(self, arm: Arm, folder: Path) -> AbstractContextManager[Fleet]:
-        """A fresh fleet for one run."""
+        """A fresh fleet for the run with this folder."""
         if self.elsewhere is not None:
             return self.elsewhere(arm, folder)
-        return fresh_fleet(self.experiment, arm, self.workshop, folder)
+        instances = folder / "instances"
+        return fresh_fleet(self.experiment, arm, self.workshop, instances)
 
 
 @dataclass
@@ -110,12 +116,13 @@ def make_run(
     error = None
     began = time.monotonic()
     try:
-        with context.fleet(run.arm, folder / "instances") as fleet:
+        with context.fleet(run.arm, folder) as fleet:
             found.instances, found.patches = fleet.instances, fleet.patches
             found.ready_s, found.hosts = fleet.ready_s, fleet.hosts
             _require_cold(folder, found.freshness, fleet)
             cpu = _replay(folder, found, run, context, fleet)
             found.peak_rss_mib = fleet.peak_rss_mib()
+        merge_shares(folder, context.experiment.replayers)
         found.machine = _machine(cpu, fleet)
         _require_cold_in_records(found.freshness, fleet)
     except RUN_ERRORS as failure:
@@ -189,29 +196,26 @@ def _keep_metrics(folder: Path, fleet: Fleet, moment: str) -> dict[str, str]:
 def _replay(
     folder: Path, found: _Found, run: Run, context: ExperimentContext, fleet: Fleet
 ) -> CpuSampler:
-    """Raises RunError if the proxy or the replayer did not do its part."""
+    """Raises RunError if the proxy did not do its part, ReplayerError."""
     write_instances(folder / "instances.json", fleet.instances)
-    port = reserve(1)[0].http
-    url = f"http://127.0.0.1:{port}"
-    env = dict(os.environ)
-    replay_log, proxy_log = folder / "replay.log", folder / "proxy.log"
+    url = f"http://{fleet.address}:{reserve(1)[0].http}"
+    proxy_log = folder / "proxy.log"
     with ExitStack() as stack:
         stack.enter_context(gpu_sampler(folder))
-        proxy_command = _proxy(folder, run, fleet, port)
+        proxy_command = _proxy(folder, run, fleet, url)
         if run.arm.cache_state == "exact":
             address = stack.enter_context(
                 kvindexd(folder / "instances.json", folder / "kvindexd.log")
             )
             proxy_command += ["--kvindexd", address]
-        proxy = stack.enter_context(Supervised(proxy_command, env, proxy_log))
+        proxy = Supervised(proxy_command, dict(os.environ), proxy_log)
+        stack.callback(proxy.stop)
         _await(url, proxy, proxy_log)
         stack.enter_context(fleet.under_load())
         cpu = stack.enter_context(CpuSampler())
         began = time.monotonic()
-        with Supervised(
-            _replayer(folder, run, context, fleet, url), env, replay_log
-        ) as replay:
-            while (status := replay.poll()) is None:
+        with _replaying(folder, run, context, fleet, url) as status:
+            while status() is None:
                 fleet.check_alive()
                 if proxy.poll() is not None:
                     raise RunError(f"the proxy ended under load\n{tail(proxy_log)}")
@@ -219,9 +223,18 @@ def _replay(
         found.replay_s = time.monotonic() - began
         (folder / "breakdown.json").write_text(http_text(f"{url}/breakdown"))
     _keep_metrics(folder, fleet, "after")
-    if status not in REPLAYED:
-        raise RunError(f"the replayer ended with status {status}\n{tail(replay_log)}")
     return cpu
+
+
+def _replaying(
+    folder: Path, run: Run, context: ExperimentContext, fleet: Fleet, url: str
+) -> AbstractContextManager[Status]:
+    in_flight = run.concurrency * len(fleet.instances)
+    whole = Work(url, fleet.vocab_size, in_flight)
+    works = shared_out(whole, context.experiment.replayers)
+    if fleet.replaying is not None and len(works) > 1:
+        return fleet.replaying(works, context.trace)
+    return replaying_here(context.experiment, context.trace, works, folder)
 
 
 def _machine(cpu: CpuSampler, fleet: Fleet) -> MachineLoad:
@@ -238,30 +251,14 @@ def _await(url: str, proxy: Supervised, log: Path) -> None:
         time.sleep(0.1)
 
 
-def _proxy(folder: Path, run: Run, fleet: Fleet, port: int) -> list[str]:
-    command = _module("fleet.proxy", "--instances", folder / "instances.json")
-    command += ["--policy", run.arm.policy, "--port", str(port)]
+def _proxy(folder: Path, run: Run, fleet: Fleet, url: str) -> list[str]:
+    where = urlsplit(url)
+    command = [sys.executable, "-m", "fleet.proxy"]
+    command += ["--instances", str(folder / "instances.json")]
+    command += ["--policy", run.arm.policy]
+    command += ["--host", where.hostname, "--port", str(where.port)]
     command += ["--log", str(folder / "decisions.jsonl")]
     if fleet.cache_tokens is not None:
         command += ["--mirror-tokens", str(fleet.cache_tokens)]
     given = run.arm.parameters.items()
     return [*command, "--parameters", *(f"{name}={value}" for name, value in given)]
-
-
-def _replayer(
-    folder: Path, run: Run, context: ExperimentContext, fleet: Fleet, url: str
-) -> list[str]:
-    experiment = context.experiment
-    command = _module("fleet.replay", "--url", url, "--trace", context.trace)
-    command += ["--out", str(folder / "replay.jsonl")]
-    command += ["--vocab-size", str(fleet.vocab_size)]
-    command += ["--time-scale", str(experiment.time_scale)]
-    command += ["--timeout", str(experiment.request_timeout_s)]
-    command += ["--lag-budget-ms", str(experiment.lag_budget_ms)]
-    in_flight = run.concurrency * len(fleet.instances)
-    command += ["--max-inflight-sessions", str(in_flight)]
-    return command if experiment.open_loop else [*command, "--closed-loop"]
-
-
-def _module(name: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-m", name, *map(str, arguments)]

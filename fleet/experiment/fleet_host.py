@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from fleet.experiment.config import Experiment
-from fleet.experiment.fleets import LAUNCH_ERRORS, instance_settings
+from fleet.experiment.fleets import FLEET_ERRORS, instance_settings
 from fleet.experiment.our_clock import convert
 from fleet.experiment.part import Part
 from fleet.experiment.part_tasks import (
@@ -26,8 +26,10 @@ from fleet.experiment.part_tasks import (
     Ended,
     Failed,
     Fits,
+    Go,
     Hello,
     Load,
+    Replay,
     Seen,
     Start,
     Task,
@@ -72,7 +74,7 @@ def main() -> int:
                 made.mkdir(parents=True)
                 try:
                     answer = _answer(task, part, made)
-                except (ConfigError, *LAUNCH_ERRORS) as error:
+                except (ConfigError, *FLEET_ERRORS) as error:
                     answer = Failed(str(error))
                 (made / ANSWER).write_bytes(msgspec.json.encode(answer))
                 asked.done(number, made)
@@ -86,9 +88,17 @@ def _answer(task: Task, part: Part, made: Path) -> Answer:
         case Start(arm, numbers, host):
             part.start(arm, numbers, host)
         case Watch():
-            return Seen(part.ready(), part.peak_rss_mib())
+            facts, replayer = part.ready(), part.replayer
+            if replayer is None:
+                return Seen(facts, part.peak_rss_mib())
+            status = replayer.status()
+            return Seen(facts, part.peak_rss_mib(), replayer.gate.ready, status)
         case Load():
             part.begin_load()
+        case Replay(work, trace):
+            part.replay(work, trace)
+        case Go(start_ns):
+            part.replayer.gate.open(start_ns)
         case End(readings, boot_id):
             part.stop()
             if readings:

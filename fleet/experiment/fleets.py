@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from fleet.experiment.config import Arm, Experiment, Given
+from fleet.experiment.replayers import ReplayerError, Status, Work
 from fleet.instances import InstancesError, read_instances
 from fleet.launch.check import CheckError, check_instances, http_text
 from fleet.launch.instance_settings import (
@@ -38,13 +39,14 @@ from lab.records.exposition import cache_config
 from lab.records.instances import Instance
 from lab.serving import preflight
 from lab.serving.connector import load_connector
-from lab.serving.ports import PortsError
+from lab.serving.ports import LOOPBACK, PortsError
 from lab.serving.server import READY_DEADLINE_S, ServerError
 
 # fleet/standin takes any token id.
 STANDIN_VOCABULARY = 32_000
-# What a fresh fleet can fail with.
-LAUNCH_ERRORS = (
+# What a fleet can fail with.
+FLEET_ERRORS = (
+    ReplayerError,
     RecordsError,
     CheckError,
     InstancesError,
@@ -66,8 +68,9 @@ class Fleet:
     `folders` are where those that were started keep their log and records: whole once
     they have ended. `check_alive` raises ServerError or HostLost if one has ended.
     `under_load` is the context in which requests are sent. Over several hosts, `hosts`
-    is filled in as the fleet ends, and `survivors` and `gpu_used_mib` were there before
-    it began.
+    is filled in as the fleet ends, `survivors` and `gpu_used_mib` were there before it
+    began, they reach the proxy at `address`, and `replaying` is in place of
+    replaying_here.
     """
 
     instances: list[Instance]
@@ -81,6 +84,10 @@ class Fleet:
     hosts: list[FleetHost] = field(default_factory=list)
     survivors: list[int] = field(default_factory=list)
     gpu_used_mib: list[int] | None = None
+    address: str = LOOPBACK
+    replaying: Callable[[list[Work], Path], AbstractContextManager[Status]] | None = (
+        None
+    )
 
     @property
     def cache_tokens(self) -> int | None:

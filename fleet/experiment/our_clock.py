@@ -12,7 +12,10 @@ from lab.hosts.clock import Clock
 from lab.records.documents import write_whole
 
 # Of the files that the patches write inside vLLM: lab/records says what they are.
-MOMENTS = ("t_ns", "began_ns", "arrival_ns", "finished_ns", "kv_wait_ns")
+ENGINE_MOMENTS = ("t_ns", "began_ns", "arrival_ns", "finished_ns", "kv_wait_ns")
+# Of a share of replay.jsonl, whose last line is made anew.
+REPLAY_MOMENTS = ("intended_ns", "sent_ns", "first_token_ns", "end_ns")
+MOMENTS = ENGINE_MOMENTS + REPLAY_MOMENTS
 
 
 def convert(folder: Path, clock: Clock, boot_id: str | None) -> None:

@@ -25,6 +25,7 @@ from fleet.experiment.machine import (
     gpu_sampler,
     machine_load,
 )
+from fleet.experiment.replayers import Replayer, Work, share_folder
 from fleet.launch.launched import LaunchedInstance, Workshop, check_alive, launched
 from fleet.standin.process import Standin, standin
 from lab.records.arm import MachineLoad
@@ -62,6 +63,7 @@ class Part:
         self._servers: list[LaunchedInstance] = []
         self._standins: dict[str, Standin] = {}
         self._facts: PartFacts | None = None
+        self.replayer: Replayer | None = None
 
     @property
     def instances(self) -> Path:
@@ -94,6 +96,9 @@ class Part:
             }
             made = [Instance(name, one.url) for name, one in self._standins.items()]
             self._facts = PartFacts(made, STANDIN_VOCABULARY, {}, survivors, None)
+            return
+        if not numbers:
+            self._facts = PartFacts([], 0, {}, survivors, None)
             return
         whole = spec(self._experiment, arm).recording_requests()
         wanted = replace(
@@ -133,6 +138,14 @@ class Part:
             if (status := one.process.poll()) is not None:
                 raise ServerError(f"{name} ended with status {status}")
 
+    def replay(self, work: Work, trace: bytes) -> None:
+        """Begin a replayer of the trace file with this content."""
+        path = self.folder / "trace.jsonl.gz"
+        path.write_bytes(trace)
+        own = share_folder(self.folder, work)
+        self.replayer = Replayer(self._experiment, path, work, own)
+        self._stack.callback(self.replayer.stop)
+
     def begin_load(self) -> None:
         """From here on, to the end, the host is watched."""
         self._load.enter_context(gpu_sampler(self.folder))
@@ -158,4 +171,4 @@ class Part:
         """End whatever runs."""
         self._load.close()
         self._stack.close()
-        self._servers, self._standins = [], {}
+        self._servers, self._standins, self.replayer = [], {}, None

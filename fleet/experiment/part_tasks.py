@@ -9,6 +9,7 @@ import msgspec
 
 from fleet.experiment.config import Arm
 from fleet.experiment.part import PartFacts
+from fleet.experiment.replayers import Work
 from lab.records.arm import MachineLoad
 
 EXPERIMENT = "experiment.json"
@@ -41,14 +42,30 @@ class Watch(msgspec.Struct, tag=True, frozen=True):
 
 
 class Seen(msgspec.Struct, tag=True, frozen=True):
-    """All is well; `facts` once all instances answer."""
+    """All is well; `facts` once all instances answer, and the replayer's exit status
+    once it has ended."""
 
-    facts: PartFacts | None
-    peak_rss_mib: dict[str, float]
+    facts: PartFacts | None = None
+    peak_rss_mib: dict[str, float] = {}
+    replayer_ready: bool = False
+    replayer_status: int | None = None
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
     """Requests are about to come: watch the machine."""
+
+
+class Replay(msgspec.Struct, tag=True, frozen=True):
+    """Begin a replayer of this trace file."""
+
+    work: Work
+    trace: bytes
+
+
+class Go(msgspec.Struct, tag=True, frozen=True):
+    """The replayer shall begin at this moment of its host's clock."""
+
+    start_ns: int
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
@@ -75,5 +92,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-Task = Hello | Start | Watch | Load | End
+Task = Hello | Start | Watch | Load | Replay | Go | End
 Answer = Fits | Seen | Ended | Done | Failed

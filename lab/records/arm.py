@@ -107,6 +107,8 @@ class FleetHost(msgspec.Struct, frozen=True, kw_only=True):
     """Its address in the cluster."""
     instances: list[str]
     """Names of the instances that it had."""
+    replays: bool = False
+    """Whether it sent requests, those of a share of the sessions."""
     machine: MachineLoad | None = None
     """Whether it kept up: as `machine`, with its own instances alone; null if it did
     not come to that."""
@@ -175,8 +177,9 @@ class ArmRecord(PlannedArm, kw_only=True, tag_field="schema", tag="kvtax.arm/1")
     """Whether the machine kept up; of a fleet over several hosts, the one where the
     command was given."""
     hosts: list[FleetHost] = []
-    """The hosts that had the instances; empty where that is this machine alone. Times
-    in all records are by the clock of the host where the command was given."""
+    """The hosts that had the instances or sent requests; empty where that is this
+    machine alone. Times in all records are by the clock of the host where the command
+    was given."""
     started_utc: str | None = None
     """When the run started."""
     ready_s: float | None = None
