@@ -31,6 +31,9 @@ def line(folder: Path) -> str:
             told += f"steps {machine.engine_excess:+.0%} on the simulated forward"
         if machine.saturated:
             told += "\n      NOT VALID: " + machine.saturated
+    for host in record.hosts:
+        if host.machine and host.machine.saturated:
+            told += f"\n      NOT VALID: {host.host}: {host.machine.saturated}"
     if record.error:
         told += "\n      " + record.error.replace("\n", "\n      ")
     return told

@@ -55,7 +55,7 @@ def test_a_time_of_an_evenly_drifting_clock_is_off_by_no_more_than_the_residual(
     clock = Clock(readings)
     first_ns, last_ns = readings[0].at_ns, readings[-1].at_ns
     ours_ns = first_ns + round(share * (last_ns - first_ns))
-    # Of what drifts by 200 us per s, a time that is off by 1 ms is itself off by 0.2 us.
+    # Of what drifts by 200 us per s, a time that is off by 1 ms is off by 0.2 us.
     bound_ns = clock.residual_us * 1e3 + 1_000
     assert abs(clock.ours_ns(there_ns(ours_ns)) - ours_ns) <= bound_ns
     assert abs(clock.there_ns(ours_ns) - there_ns(ours_ns)) <= bound_ns
