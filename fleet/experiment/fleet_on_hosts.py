@@ -100,10 +100,12 @@ class FleetHosts:
             if len(roomy) >= self.count and len(members) >= replayers:
                 break
             if time.monotonic() > deadline_s:
+                lost = self._crew.last_loss
                 raise HostsError(
                     f"a fleet is to be on {self.count} hosts with room for {share} "
                     f"instances, and there are {len(roomy)}, in all {len(members)} for "
-                    f"{replayers} replayers: --resume goes on when there are more"
+                    f"{replayers} replayers{f' ({lost})' if lost else ''}: --resume "
+                    "goes on when there are more"
                 )
             time.sleep(LOOK_EVERY_S)
         # This host comes last: it has the proxy.

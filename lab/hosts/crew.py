@@ -19,10 +19,18 @@ class Crew:
     """Asks the processes on `hosts`; `here` is the address of this one."""
 
     def __init__(self, hosts: Hosts) -> None:
-        self.here: str = ray.util.get_node_ip_address()
+        own = ray.get_runtime_context().get_node_id()
+        (self.here,) = (
+            node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own
+        )
         self._hosts = hosts
         self._numbers = itertools.count()
         self._came: dict[int, bytes] = {}
+
+    @property
+    def last_loss(self) -> str:
+        """The host that was given up last, and why; empty if none was."""
+        return self._hosts.last_loss
 
     def members(self) -> list[Host]:
         """The hosts that are there now; waits until each has said whether it fits.
