@@ -207,12 +207,13 @@ def _take(packed: bytes, host: str, folder: Path) -> Answer:
     """Put a part's files into the run's folder. Raises ServerError."""
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         made = unpack(packed, Path(aside))
-        for room in ("instances", SHARES):
-            (folder / room).mkdir(exist_ok=True)
-            for one in (made / room).glob("*"):
-                one.rename(folder / room / one.name)
-        for one in made.glob("gpu*"):
-            own = folder / "hosts" / host
-            own.mkdir(parents=True, exist_ok=True)
-            one.rename(own / one.name)
+        places = {
+            "instances/*": folder / "instances",
+            f"{SHARES}/*": folder / SHARES,
+            "gpu*": folder / "hosts" / host,
+        }
+        for files, place in places.items():
+            for one in made.glob(files):
+                place.mkdir(parents=True, exist_ok=True)
+                one.rename(place / one.name)
         return _read(made, host)

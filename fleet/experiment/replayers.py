@@ -137,3 +137,4 @@ def merge_shares(folder: Path, replayers: int) -> None:
     merge(shares, folder / RECORDS)
     for share in shares:
         share.unlink()
+        Gate(share.parent).remove()

@@ -28,6 +28,11 @@ class Gate:
     def open(self, start_ns: int) -> None:
         write_whole(self._start, str(start_ns).encode())
 
+    def remove(self) -> None:
+        """Once nobody waits there any more."""
+        self._ready.unlink()
+        self._start.unlink()
+
     async def start_ns(self) -> int:
         """The replayer's side: say that it is ready, and wait for the start."""
         self._ready.touch()

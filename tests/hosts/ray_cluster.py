@@ -21,6 +21,12 @@ from lab.serving.supervise import Supervised, descendants, signal_all
 
 RAY = str(Path(sys.executable).with_name("ray"))
 PORT = 6379
+PORTS = {
+    "runtime-env-agent": 6401,
+    "dashboard-agent-grpc": 6402,
+    "dashboard-agent-listen": 6403,
+    "metrics-export": 6404,
+}
 OBJECT_STORE_BYTES = 100_000_000
 READY_S = 60
 
@@ -77,6 +83,8 @@ class Host:
         command = [RAY, "start", "--block", "--disable-usage-stats", "--num-cpus=1"]
         command += [*role, f"--node-ip-address={self.address}"]
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        # Each host has all ports to itself, so nobody need wait to hear of them.
+        command += [f"--{use}-port={port}" for use, port in PORTS.items()]
         if self.number == 1:
             command += ["--include-dashboard=false"]
         env = os.environ | {
