@@ -201,7 +201,8 @@ def _replay(
     url = f"http://{fleet.address}:{reserve(1)[0].http}"
     proxy_log = folder / "proxy.log"
     with ExitStack() as stack:
-        stack.enter_context(gpu_sampler(folder))
+        if context.elsewhere is None:
+            stack.enter_context(gpu_sampler(folder))
         proxy_command = _proxy(folder, run, fleet, url)
         if run.arm.cache_state == "exact":
             address = stack.enter_context(
