@@ -6,7 +6,6 @@ lab.hosts.agent starts it, as python -m fleet.experiment.fleet_host FOLDER.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -87,12 +86,12 @@ def _answer(task: Task, part: Part, made: Path) -> Answer:
             return Fits(part.room(), ClockServer(host).port)
         case Start(arm, numbers, host):
             part.start(arm, numbers, host)
-        case Watch():
+        case Watch(memory):
             facts, replayer = part.ready(), part.replayer
+            peak_rss_mib = part.peak_rss_mib() if memory else {}
             if replayer is None:
-                return Seen(facts, part.peak_rss_mib())
-            status = replayer.status()
-            return Seen(facts, part.peak_rss_mib(), replayer.gate.ready, status)
+                return Seen(facts, peak_rss_mib)
+            return Seen(facts, peak_rss_mib, replayer.gate.ready, replayer.status())
         case Load():
             part.begin_load()
         case Replay(work, trace):
@@ -104,9 +103,12 @@ def _answer(task: Task, part: Part, made: Path) -> Answer:
             if readings:
                 clock = Clock([Reading(*one) for one in readings])
                 convert(part.folder, clock, boot_id)
-            # Logs are wanted also where the records are not what they should be.
-            shutil.copytree(part.folder, made, dirs_exist_ok=True)
-            return Ended(part.machine())
+            try:
+                return Ended(part.machine())
+            finally:
+                # Logs are wanted also where the records are not what they should be.
+                for one in part.folder.iterdir():
+                    one.rename(made / one.name)
     return Done()
 
 

@@ -89,8 +89,8 @@ class Parts:
 
     def start(self, arm: Arm) -> None:
         """Until all instances answer. Raises CheckError, too."""
-        deadline_s = time.monotonic() + READY_DEADLINE_S
         self._each(lambda one: Start(arm, one.numbers, one.host.name), START_S)
+        deadline_s = time.monotonic() + READY_DEADLINE_S
         self.read_clocks()
         while not all(one.seen.facts for one in self.all):
             if time.monotonic() > deadline_s:
@@ -109,8 +109,8 @@ class Parts:
             with suppress(CheckError):
                 self.read_clocks()
 
-    def watch(self) -> None:
-        for one, seen in self._each(lambda _: Watch(), ANSWER_S):
+    def watch(self, memory: bool = False) -> None:
+        for one, seen in self._each(lambda _: Watch(memory), ANSWER_S):
             one.seen = seen
 
     def read_clocks(self) -> None:
@@ -126,7 +126,7 @@ class Parts:
         self.read_clocks()
         self._each(lambda _: Load(), ANSWER_S)
         yield
-        self.watch()
+        self.watch(memory=True)
         self.read_clocks()
 
     @contextmanager

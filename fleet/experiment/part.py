@@ -118,17 +118,17 @@ class Part:
     def ready(self) -> PartFacts | None:
         """None while an instance does not answer yet."""
         self.check_alive()
+        # Under load nobody asks the servers.
+        if self._facts.instances or not self._servers:
+            return self._facts
         if not all(each.server.is_ready() for each in self._servers):
             return None
-        if not self._facts.instances:
-            settings = instance_settings(self._experiment)
-            told = [
-                msgspec.structs.replace(
-                    each.instance, kv_tokens=kv_tokens(settings, each)
-                )
-                for each in self._servers
-            ]
-            self._facts = msgspec.structs.replace(self._facts, instances=told)
+        settings = instance_settings(self._experiment)
+        told = [
+            msgspec.structs.replace(each.instance, kv_tokens=kv_tokens(settings, each))
+            for each in self._servers
+        ]
+        self._facts = msgspec.structs.replace(self._facts, instances=told)
         return self._facts
 
     def check_alive(self) -> None:
@@ -140,7 +140,7 @@ class Part:
 
     def replay(self, work: Work, trace: bytes) -> None:
         """Begin a replayer of the trace file with this content."""
-        path = self.folder / "trace.jsonl.gz"
+        path = self.folder.with_name("trace.jsonl.gz")
         path.write_bytes(trace)
         own = share_folder(self.folder, work)
         self.replayer = Replayer(self._experiment, path, work, own)

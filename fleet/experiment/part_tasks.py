@@ -38,7 +38,9 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Watch(msgspec.Struct, tag=True, frozen=True):
-    """How is it?"""
+    """How is it? And with `memory`, how much did the instances take at most?"""
+
+    memory: bool = False
 
 
 class Seen(msgspec.Struct, tag=True, frozen=True):
