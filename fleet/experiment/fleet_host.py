@@ -107,7 +107,7 @@ def _answer(task: Task, part: Part, made: Path) -> Answer:
                 return Ended(part.machine())
             finally:
                 # Logs are wanted also where the records are not what they should be.
-                for one in part.folder.iterdir():
+                for one in part.folder.glob("*"):
                     one.rename(made / one.name)
     return Done()
 
