@@ -94,7 +94,10 @@ class Parts:
         self.read_clocks()
         while not all(one.seen.facts for one in self.all):
             if time.monotonic() > deadline_s:
-                raise ServerError(f"not ready after {READY_DEADLINE_S:.0f} s")
+                late = [one.host.name for one in self.all if not one.seen.facts]
+                raise ServerError(
+                    f"not ready after {READY_DEADLINE_S:.0f} s: {', '.join(late)}"
+                )
             time.sleep(WATCH_EVERY_S / 2)
             self.watch()
 
