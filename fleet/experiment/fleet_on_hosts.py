@@ -80,14 +80,15 @@ class FleetHosts:
 
     def _members(self) -> list[Host]:
         """The hosts that can do a part. Raises HostsError."""
-        for host in self._crew.members():
+        members = self._crew.members()
+        for host in members:
             if host not in self._fits:
                 hello = msgspec.json.encode(Hello(host.name))
                 with suppress(HostLost):
                     asked = self._crew.ask(host, hello)
                     (packed,) = self._crew.answers([asked], HELLO_S)
                     self._fits[host] = answer_of(packed, host)
-        return [host for host in self._crew.members() if host in self._fits]
+        return [host for host in members if host in self._fits and host.lost is None]
 
     def _parts(self) -> list[Part]:
         """Who does what. Raises HostsError."""

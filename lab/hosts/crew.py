@@ -9,8 +9,11 @@ from collections.abc import Iterable, Sequence
 
 import ray
 
-from lab.hosts.cluster import Host, Hosts
+from lab.hosts.cluster import SILENT_S, Host, Hosts
 from lab.hosts.errors import HostLost
+
+# An agent that has not answered by then will be given up.
+SETTLE_S = SILENT_S + 30.0
 
 Question = tuple[Host, int]
 
@@ -33,12 +36,13 @@ class Crew:
         return self._hosts.last_loss
 
     def members(self) -> list[Host]:
-        """The hosts that are there now; waits until each has said whether it fits.
+        """The hosts that are there now; those that have just come may take a while.
 
         Raises HostsError if there has been none for a minute.
         """
+        deadline = time.monotonic() + SETTLE_S
         self._hear()
-        while not self._hosts.settled():
+        while not self._hosts.settled() and time.monotonic() < deadline:
             self._hear()
         return self._hosts.ready()
 
