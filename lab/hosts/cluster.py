@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import time
@@ -19,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lab.hosts.agent import Agent, HostRefused
 from lab.hosts.code import code, differences
 from lab.hosts.errors import HostsError
+from lab.serving.supervise import SIGNALS
 
 # Each core has another task waiting, so that it need not wait for one.
 TASKS_PER_CORE = 2
@@ -82,7 +84,11 @@ def hosts_of(address: str, module: str, files: dict[str, bytes]) -> Iterator[Hos
     """
     try:
         _require_listener(address)
+        kept = {number: signal.getsignal(number) for number in SIGNALS}
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        # At SIGTERM Ray would end this process without any cleaning up.
+        for number, handler in kept.items():
+            signal.signal(number, handler)
     except (RayError, OSError, ValueError, RuntimeError) as error:
         raise HostsError(
             f"no Ray cluster at {address}: {error}\n`ray start --head` begins one, and "

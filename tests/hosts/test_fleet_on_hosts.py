@@ -271,12 +271,18 @@ def test_an_instance_that_ends_fails_the_run_and_its_host_stays(two, tmp_path):
     nothing_stays(two)
 
 
-def test_the_command_is_killed_and_no_instance_stays_on_any_host(two, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+)
+def test_the_command_is_ended_and_no_instance_stays_on_any_host(
+    two, tmp_path, number, status
+):
     with experiment(two, tmp_path, standins(step_us=300_000)) as found:
         found.wait(found.is_replaying)
         assert all(host.processes(STANDIN) for host in two.hosts)
-        found.process.send_signal(signal.SIGKILL)
-        found.process.wait(DEADLINE_S)
+        found.process.send_signal(number)
+        assert found.process.wait(DEADLINE_S) == status, found.said
         nothing_stays(two)
     with experiment(two, tmp_path, standins(), "--resume", at="other") as other:
         assert other.process.wait(DEADLINE_S) == 2
