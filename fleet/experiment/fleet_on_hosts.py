@@ -13,7 +13,7 @@ import msgspec
 
 from fleet.experiment.config import Arm, Experiment
 from fleet.experiment.fleets import Fleet
-from fleet.experiment.host_parts import Part, Parts, answer_of
+from fleet.experiment.host_parts import HostPart, HostParts, answer_of
 from fleet.experiment.part_tasks import EXPERIMENT, Fits, Hello
 from fleet.experiment.placement import dealt, most_hosts
 from lab.hosts.cluster import NO_HOST_S, Host, hosts_of
@@ -66,7 +66,7 @@ class FleetHosts:
         Raises HostLost, too, and HostsError if hosts are missing for a minute.
         """
         began_s = time.monotonic()
-        parts = Parts(self._crew, self._parts())
+        parts = HostParts(self._crew, self._parts())
         hosts: list[FleetHost] = []
         try:
             parts.start(arm)
@@ -90,7 +90,7 @@ class FleetHosts:
                     self._fits[host] = answer_of(packed, host)
         return [host for host in members if host in self._fits and host.lost is None]
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[HostPart]:
         """Who does what. Raises HostsError."""
         instances, replayers = self._experiment.instances, self._experiment.replayers
         share = instances // self.count
@@ -114,7 +114,7 @@ class FleetHosts:
         numbers = dict(zip(roomy, dealt(instances, self.count), strict=False))
         replay = self._replay(members, numbers)
         return [
-            Part(
+            HostPart(
                 host,
                 numbers.get(host, []),
                 self._fits[host].clock_port,
@@ -135,7 +135,7 @@ class FleetHosts:
         return free_first[: self._experiment.replayers]
 
     def _fleet(
-        self, parts: Parts, folder: Path, hosts: list[FleetHost], ready_s: float
+        self, parts: HostParts, folder: Path, hosts: list[FleetHost], ready_s: float
     ) -> Fleet:
         facts = [one.seen.facts for one in parts.all if one.numbers]
         made = sorted(

@@ -48,7 +48,7 @@ END_S = 900.0
 
 
 @dataclass
-class Part:
+class HostPart:
     """What one host has of a fleet, and what it said last."""
 
     host: Host
@@ -78,11 +78,11 @@ class Part:
         )
 
 
-class Parts:
+class HostParts:
     """All parts of one fleet. Its methods raise HostLost, and ServerError where a part
     has failed."""
 
-    def __init__(self, crew: Crew, parts: list[Part]) -> None:
+    def __init__(self, crew: Crew, parts: list[HostPart]) -> None:
         self.all = parts
         self._crew = crew
         self._watched_s = self._read_s = time.monotonic()
@@ -175,8 +175,8 @@ class Parts:
         return failures
 
     def _each(
-        self, task: Callable[[Part], Task], within_s: float
-    ) -> list[tuple[Part, Answer]]:
+        self, task: Callable[[HostPart], Task], within_s: float
+    ) -> list[tuple[HostPart, Answer]]:
         """The answer of each part to its `task(part)`; all are asked at once."""
         questions = [self._ask(one, task(one)) for one in self.all]
         packed = self._crew.answers(questions, within_s)
@@ -185,11 +185,11 @@ class Parts:
             for one, content in zip(self.all, packed, strict=True)
         ]
 
-    def _ask_one(self, part: Part, task: Task, within_s: float) -> Answer:
+    def _ask_one(self, part: HostPart, task: Task, within_s: float) -> Answer:
         (packed,) = self._crew.answers([self._ask(part, task)], within_s)
         return answer_of(packed, part.host)
 
-    def _ask(self, part: Part, task: Task) -> Question:
+    def _ask(self, part: HostPart, task: Task) -> Question:
         return self._crew.ask(part.host, msgspec.json.encode(task))
 
 
