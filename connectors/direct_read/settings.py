@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SECRET_VARIABLE = "DIRECT_READ_SECRET"
+HOST_VARIABLE = "DIRECT_READ_HOST"
 PORT_VARIABLE = "DIRECT_READ_PORT"
 OPTIONS = {"host", "port", "mooncake_protocol"}
 
@@ -23,7 +24,7 @@ class Settings:
     """The settings of one engine.
 
     `kv_connector_extra_config` has `host` and `port`, where the side channel
-    listens (127.0.0.1 unless set; the port of the environment variable
+    listens (the environment's DIRECT_READ_HOST, or 127.0.0.1, unless set; its
     DIRECT_READ_PORT, or any free one, unless set; with data parallelism each engine
     takes the port plus its rank), and `mooncake_protocol` (rdma unless set). The
     secret, which all peers share, comes from the environment: what is in the config
@@ -50,7 +51,7 @@ class Settings:
         if port:
             port += vllm_config.parallel_config.data_parallel_index
         return cls(
-            host=extra.get("host", "127.0.0.1"),
+            host=extra.get("host", os.environ.get(HOST_VARIABLE) or "127.0.0.1"),
             port=port,
             protocol=extra.get("mooncake_protocol", "rdma"),
             secret=os.environ[SECRET_VARIABLE].encode(),

@@ -34,6 +34,8 @@ def refusals(runs: list[ArmRun], arm: str, baseline: str) -> list[str]:
         values = {getattr(run.info, name) for run in ours + theirs}
         if len(values) > 1:
             reasons.append(f"{name} differs: {_listed(values)}")
+    if len({_placement(run) for run in ours + theirs}) > 1:
+        reasons.append("the instances were not spread alike over hosts")
     traces = {run.info.trace and run.info.trace.sha256 for run in ours + theirs}
     if len(traces) > 1:
         reasons.append("they replayed different traces")
@@ -60,11 +62,36 @@ def _doubts(run: ArmRun) -> Iterator[str]:
         yield f"it did not begin with cold caches: {warm}"
     if info.machine and info.machine.saturated:
         yield f"the machine did not keep up: {info.machine.saturated}"
+    yield from _of_hosts(run)
     if run.end is None:
         yield "replay.jsonl has no end: the replayer was killed"
     elif not run.end.valid:
         lag_ms = (run.end.lag_ms or {}).get("p99")
         yield f"requests were sent late: lag p99 {lag_ms} ms"
+
+
+def _of_hosts(run: ArmRun) -> Iterator[str]:
+    """Of those that a fleet was on besides this one."""
+    budget_ms = run.end.lag_budget_ms if run.end is not None else None
+    for host in run.info.hosts:
+        if host.machine and host.machine.saturated:
+            yield f"{host.host} did not keep up: {host.machine.saturated}"
+        if host.clock is None or budget_ms is None:
+            continue
+        for what, off_us in (
+            ("drifted by", abs(host.clock.drift_us)),
+            ("is known only to", host.clock.residual_us),
+        ):
+            if off_us / 1e3 > budget_ms:
+                yield (
+                    f"the clock of {host.host} {what} {off_us / 1e3:.1f} ms, more than "
+                    f"`lag_budget_ms` {budget_ms:g}"
+                )
+
+
+def _placement(run: ArmRun) -> tuple[int, ...]:
+    """How many instances each host had; () where that was one host, not by --ray."""
+    return tuple(sorted(len(host.instances) for host in run.info.hosts))
 
 
 def found_warm(requests: list[ReplayedRequest]) -> str | None:

@@ -109,6 +109,9 @@ def arm_warnings(run: ArmRun, requests: pl.DataFrame) -> list[ArmWarning]:
         warn("not_fresh", f"the instances were not fresh: {info.freshness.why}")
     if info.machine and info.machine.saturated:
         warn("machine_saturated", info.machine.saturated)
+    for host in info.hosts:
+        if host.machine and host.machine.saturated:
+            warn("machine_saturated", f"{host.host}: {host.machine.saturated}")
     if run.torn_lines:
         warn("torn_lines", f"{run.torn_lines} torn last lines were dropped")
     if not run.requests:

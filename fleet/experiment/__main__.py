@@ -14,15 +14,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from fleet.experiment.arm import TRACE, ExperimentContext, make_run
 from fleet.experiment.config import Experiment, Workload, read_experiment
 from fleet.experiment.fleets import INDEXES, instance_settings, spec
+from fleet.experiment.outcome import finished, line
 from fleet.experiment.plan import Run, plan
 from fleet.experiment.virtual import PROVENANCE, check_virtual, simulate
 from fleet.experiment.workload import make_workload
@@ -32,11 +34,10 @@ from fleet.trace import TraceError
 from fleet.trace.twin import twin
 from lab import run_folder
 from lab.config import ConfigError
-from lab.hosts.errors import HostsError
+from lab.hosts.errors import HostLost, HostsError
 from lab.paths import REPOSITORY
-from lab.records import RecordsError
-from lab.records.arm import OUR_PROXY, ArmRecord, PlannedArm, TraceFacts
-from lab.records.documents import read_document, write_document
+from lab.records.arm import OUR_PROXY, PlannedArm, TraceFacts
+from lab.records.documents import write_document
 from lab.records.experiment import ExperimentRecord
 from lab.run_folder import RunFolderError
 from lab.serving import kvindexd, preflight, provenance, vllm_router
@@ -44,8 +45,13 @@ from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.server import ServerError
 from lab.serving.supervise import exit_on_signals
 
+if TYPE_CHECKING:
+    from fleet.experiment.fleet_on_hosts import FleetHosts
+
 TWIN = "twin.jsonl.gz"
 PLAN_FILE = "experiment.json"
+# A run that lost a host so often may be what ends them.
+MOST_LOST = 3
 
 
 class ExperimentError(Exception):
@@ -75,7 +81,12 @@ def main() -> int:
             arguments.out, experiment.name, PLAN_FILE, arguments.resume
         )
         run_experiment(
-            experiment, out, arguments.resume, arguments.virtual, arguments.ray
+            experiment,
+            out,
+            arguments.resume,
+            arguments.virtual,
+            arguments.ray,
+            arguments.hosts,
         )
     except START_ERRORS as error:
         print(f"fleet.experiment: {error}", file=sys.stderr)
@@ -89,16 +100,26 @@ def run_experiment(
     resume: bool,
     virtual: bool,
     ray_address: str | None = None,
+    host_count: int | None = None,
 ) -> None:
     """Make all runs of the plan that are not there yet, each in a folder below `out`.
 
     Raises START_ERRORS.
     """
     with ExitStack() as stack:
+        hosts = None
         if virtual:
             check_virtual(experiment)
         elif any(arm.transfer is not None for arm in experiment.arms.values()):
             raise ConfigError("an arm's `transfer` is for --virtual")
+        elif ray_address is not None:
+            hosts = stack.enter_context(_fleet_hosts(ray_address, experiment))
+            hosts.count = host_count or _begun_on(out, resume) or hosts.most()
+            if experiment.instances % hosts.count:
+                raise ExperimentError(
+                    f"{experiment.instances} instances cannot be on {hosts.count} "
+                    "hosts, the same number on each: give another --hosts"
+                )
         elif experiment.profile is not None:
             stack.enter_context(machine_lock())
             settings = instance_settings(experiment)
@@ -106,20 +127,22 @@ def run_experiment(
         if not virtual:
             _prepare_programs(experiment)
         runs = plan(experiment)
-        arms = _prepare(experiment, runs, out, resume, virtual)
+        count = hosts and hosts.count
+        arms = _prepare(experiment, runs, out, resume, virtual, count)
         workshop = stack.enter_context(Workshop(out / "workshop"))
-        context = ExperimentContext(experiment, out / TRACE, workshop)
+        elsewhere = hosts and hosts.fleet
+        context = ExperimentContext(experiment, out / TRACE, workshop, elsewhere)
         missing = [
             (run, arm)
             for run, arm in zip(runs, arms, strict=True)
-            if not (resume and _finished(out / run.folder))
+            if not (resume and finished(out / run.folder))
         ]
         make = simulate if virtual else _make_runs
-        if ray_address is not None:
+        if virtual and ray_address is not None:
             make = _on_hosts(ray_address)
         there = len(runs) - len(missing)
         for number, folder in enumerate(make(context, missing, out), there + 1):
-            print(f"{number}/{len(runs)}  {_line(folder)}", flush=True)
+            print(f"{number}/{len(runs)}  {line(folder)}", flush=True)
 
 
 def _prepare_programs(experiment: Experiment) -> None:
@@ -138,17 +161,43 @@ def _on_hosts(address: str) -> Callable[..., Iterator[Path]]:
     return partial(simulate_on_hosts, address)
 
 
+def _fleet_hosts(
+    address: str, experiment: Experiment
+) -> AbstractContextManager[FleetHosts]:
+    from fleet.experiment.fleet_on_hosts import fleet_hosts
+
+    if experiment.given is not None:
+        raise ConfigError("--ray starts instances, and those of `given` have a host")
+    return fleet_hosts(address, experiment)
+
+
+def _begun_on(out: Path, resume: bool) -> int | None:
+    """On how many hosts each fleet is of the run that is resumed."""
+    return run_folder.read_plan(out / PLAN_FILE).get("hosts") if resume else None
+
+
 def _make_runs(
     context: ExperimentContext, runs: list[tuple[Run, PlannedArm]], out: Path
 ) -> Iterator[Path]:
-    """The runs' folders, one after the other."""
+    """The runs' folders, one after the other. Raises HostsError."""
     for run, arm in runs:
-        make_run(out / run.folder, arm, run, context)
+        for _ in range(MOST_LOST):
+            failure = make_run(out / run.folder, arm, run, context)
+            if not isinstance(failure, HostLost):
+                break
+            print(f"{run.folder}: a host was lost: {failure}", file=sys.stderr)
         yield out / run.folder
+        if isinstance(failure, HostsError):
+            raise failure
 
 
 def _prepare(
-    experiment: Experiment, runs: list[Run], out: Path, resume: bool, virtual: bool
+    experiment: Experiment,
+    runs: list[Run],
+    out: Path,
+    resume: bool,
+    virtual: bool,
+    hosts: int | None,
 ) -> list[PlannedArm]:
     """Put trace and plan into `out`; what arm.json will say of each of `runs`.
 
@@ -168,7 +217,7 @@ def _prepare(
         if virtual:
             versions = {name: versions[name] for name in PROVENANCE}
         arms = [planned_arm(experiment, run, facts, versions, virtual) for run in runs]
-        _keep_plan(out, experiment, facts, versions, resume)
+        _keep_plan(out, experiment, facts, versions, resume, hosts)
         shutil.move(made, out / TRACE)
     return arms
 
@@ -208,12 +257,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="make the runs of --virtual on all hosts of this Ray cluster (auto: the "
-        "one that this host is in): docs/hosts.md",
+        help="have each fleet on several hosts of this Ray cluster (auto: the one that "
+        "this host is in), or the runs of --virtual on all of them: docs/hosts.md",
+    )
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="with --ray, on how many hosts each fleet is (default: as many as can "
+        "have the same number of instances each)",
     )
     chosen = parser.parse_args()
-    if chosen.ray is not None and not chosen.virtual:
-        parser.error("--ray is for --virtual: real fleets run on one host")
+    if chosen.hosts is not None and (chosen.ray is None or chosen.virtual):
+        parser.error("--hosts is for fleets in real time, with --ray")
     return chosen
 
 
@@ -250,7 +306,12 @@ def planned_arm(
 
 
 def _keep_plan(
-    out: Path, experiment: Experiment, facts: TraceFacts, versions: dict, resume: bool
+    out: Path,
+    experiment: Experiment,
+    facts: TraceFacts,
+    versions: dict,
+    resume: bool,
+    hosts: int | None,
 ) -> None:
     """Write the plan into `out`, or check that it is the one that is resumed.
 
@@ -261,9 +322,13 @@ def _keep_plan(
         experiment=msgspec.to_builtins(experiment),
         trace=facts,
         plan=[run.folder for run in plan(experiment)],
+        hosts=hosts,
         versions=versions,
     )
     if resume:
+        if (begun := _begun_on(out, resume)) != hosts:
+            on = f"with --ray, on {begun} hosts" if begun else "without --ray"
+            raise RunFolderError(f"cannot resume {out}: its fleets are made {on}")
         run_folder.check_resumable(
             out,
             run_folder.read_plan(file),
@@ -275,31 +340,6 @@ def _keep_plan(
         return
     out.mkdir(parents=True, exist_ok=True)
     write_document(file, now)
-
-
-def _finished(folder: Path) -> bool:
-    """Whether an earlier attempt made this run, and it went well."""
-    try:
-        return read_document(folder / "arm.json", ArmRecord).status == "ok"
-    except RecordsError:
-        return False
-
-
-def _line(folder: Path) -> str:
-    record = read_document(folder / "arm.json", ArmRecord)
-    line = f"{record.arm:24} r{record.repeat}  {record.status}"
-    if record.replay_s is not None:
-        line += f"  ready {record.ready_s:.0f} s, replay {record.replay_s:.0f} s"
-    if (machine := record.machine) is not None:
-        line += f", cores {machine.busy_mean:.0%} busy ({machine.busy_own:.0%} ours)"
-        if machine.engine_excess is not None:
-            line += f", forwards {machine.engine_late:+.0%}, "
-            line += f"steps {machine.engine_excess:+.0%} on the simulated forward"
-        if machine.saturated:
-            line += "\n      NOT VALID: " + machine.saturated
-    if record.error:
-        line += "\n      " + record.error.replace("\n", "\n      ")
-    return line
 
 
 if __name__ == "__main__":

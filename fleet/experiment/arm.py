@@ -7,62 +7,75 @@ import datetime
 import os
 import shutil
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from fleet.experiment.config import Experiment
-from fleet.experiment.fleets import Fleet, fresh_fleet, instance_settings
+from fleet.experiment.config import Arm, Experiment
+from fleet.experiment.fleets import (
+    FLEET_ERRORS,
+    Fleet,
+    fresh_fleet,
+    instance_settings,
+)
 from fleet.experiment.freshness import (
     counted,
     first_step_cached_blocks,
     gpu_used_mib,
     judge,
 )
-from fleet.experiment.machine import CpuSampler, engine_lag, machine_load
+from fleet.experiment.machine import (
+    CpuSampler,
+    engine_lags,
+    gpu_sampler,
+    machine_load,
+)
 from fleet.experiment.plan import Run
-from fleet.experiment.router import RunError, module_command, started_router
-from fleet.instances import InstancesError, write_instances
-from fleet.launch.check import CheckError, http_text
+from fleet.experiment.replayers import (
+    Status,
+    Work,
+    merge_shares,
+    replaying_here,
+    shared_out,
+)
+from fleet.experiment.router import RunError, started_router
+from fleet.instances import write_instances
+from fleet.launch.check import http_text
 from fleet.launch.launched import Workshop
-from fleet.launch.spec import SpecError
-from lab.records import RecordsError
-from lab.records.arm import ArmRecord, Freshness, MachineLoad, PlannedArm
+from lab.hosts.errors import HostLost, HostsError
+from lab.records.arm import ArmRecord, FleetHost, Freshness, MachineLoad, PlannedArm
 from lab.records.documents import write_document
 from lab.records.instances import Instance
-from lab.serving import preflight
-from lab.serving.ports import PortsError
-from lab.serving.server import ServerError, tail
-from lab.serving.supervise import Supervised, descendants
+from lab.serving.supervise import descendants
 
 # What the folder of an experiment replays.
 TRACE = "trace.jsonl.gz"
-# fleet.replay's: all went well, a request failed, requests were sent late. What that
-# means for a comparison is for fleet.analyze.refusals to say.
-REPLAYED = (0, 2, 3)
 
 
-RUN_ERRORS = (
-    RunError,
-    RecordsError,
-    CheckError,
-    InstancesError,
-    PortsError,
-    ServerError,
-    SpecError,
-    *preflight.CONFIG_ERRORS,
-)
+RUN_ERRORS = (RunError, HostLost, HostsError, *FLEET_ERRORS)
 
 
 @dataclass(frozen=True)
 class ExperimentContext:
-    """What all runs of an experiment have in common."""
+    """What all runs of an experiment have in common.
+
+    `elsewhere` makes fleets on other hosts, as fresh_fleet does on this one.
+    """
 
     experiment: Experiment
     trace: Path
     workshop: Workshop
+    elsewhere: Callable[[Arm, Path], AbstractContextManager[Fleet]] | None = None
+
+    def fleet(self, arm: Arm, folder: Path) -> AbstractContextManager[Fleet]:
+        """A fresh fleet for the run with this folder."""
+        if self.elsewhere is not None:
+            return self.elsewhere(arm, folder)
+        instances = folder / "instances"
+        return fresh_fleet(self.experiment, arm, self.workshop, instances)
 
 
 @dataclass
@@ -73,6 +86,7 @@ class _Found:
     instances: list[Instance] = field(default_factory=list)
     patches: dict[str, str] = field(default_factory=dict)
     machine: MachineLoad | None = None
+    hosts: list[FleetHost] = field(default_factory=list)
     ready_s: float | None = None
     replay_s: float | None = None
     peak_rss_mib: dict[str, float] = field(default_factory=dict)
@@ -80,8 +94,8 @@ class _Found:
 
 def make_run(
     folder: Path, planned: PlannedArm, run: Run, context: ExperimentContext
-) -> None:
-    """Fill `folder` with one run's files; what goes wrong is in its arm.json.
+) -> Exception | None:
+    """Fill `folder` with one run's files; what went wrong, which is in its arm.json.
 
     Files of an earlier attempt are removed first.
     """
@@ -93,30 +107,27 @@ def make_run(
     error = None
     began = time.monotonic()
     try:
-        with fresh_fleet(
-            context.experiment, run.arm, context.workshop, folder / "instances"
-        ) as fleet:
+        with context.fleet(run.arm, folder) as fleet:
             found.instances, found.patches = fleet.instances, fleet.patches
-            found.ready_s = fleet.ready_s
+            found.ready_s, found.hosts = fleet.ready_s, fleet.hosts
             _require_cold(folder, found.freshness, fleet)
             cpu = _replay(folder, found, run, context, fleet)
-            found.peak_rss_mib = {
-                each.instance.name: each.server.peak_rss_mib()
-                for each in fleet.launched
-            }
+            found.peak_rss_mib = fleet.peak_rss_mib()
+        merge_shares(folder, context.experiment.replayers)
         found.machine = _machine(cpu, fleet)
         _require_cold_in_records(found.freshness, fleet)
     except RUN_ERRORS as failure:
-        error = str(failure)
+        error = failure
     record = ArmRecord(
         **msgspec.structs.asdict(planned),
         **vars(found),
         status="ok" if error is None else "failed",
-        error=error,
+        error=None if error is None else str(error),
         started_utc=now.isoformat(timespec="seconds"),
         wall_s=time.monotonic() - began,
     )
     write_document(folder / "arm.json", record)
+    return error
 
 
 def evidence_before_start(planned: PlannedArm, experiment: Experiment) -> Freshness:
@@ -133,6 +144,10 @@ def evidence_before_start(planned: PlannedArm, experiment: Experiment) -> Freshn
 
 def _require_cold(folder: Path, evidence: Freshness, fleet: Fleet) -> None:
     """Raises RunError if a cache is not cold: the run would mean nothing."""
+    if evidence.survivors is not None:
+        evidence.survivors += fleet.survivors
+    if fleet.gpu_used_mib is not None:
+        evidence.gpu_used_mib = fleet.gpu_used_mib
     for name, text in _keep_metrics(folder, fleet, "before").items():
         evidence.instances[name] = counted(text)
     judge(evidence)
@@ -146,10 +161,11 @@ def _require_cold_in_records(evidence: Freshness, fleet: Fleet) -> None:
     The engines must have ended, so that their records are complete.
     """
     found = {
-        each.instance.name: first_step_cached_blocks(
-            each.folder / "engine_step.jsonl", each.instance.block_tokens
+        each.name: first_step_cached_blocks(
+            fleet.folders[each.name] / "engine_step.jsonl", each.block_tokens
         )
-        for each in fleet.launched
+        for each in fleet.instances
+        if each.name in fleet.folders
     }
     evidence.first_step_cached_blocks = {
         name: blocks for name, blocks in found.items() if blocks is not None
@@ -171,55 +187,38 @@ def _keep_metrics(folder: Path, fleet: Fleet, moment: str) -> dict[str, str]:
 def _replay(
     folder: Path, found: _Found, run: Run, context: ExperimentContext, fleet: Fleet
 ) -> CpuSampler:
-    """Raises RunError if the router or the replayer did not do its part."""
+    """Raises RunError if the router did not do its part, ReplayerError."""
     write_instances(folder / "instances.json", fleet.instances)
-    env = dict(os.environ)
-    replay_log = folder / "replay.log"
     with ExitStack() as stack:
-        if shutil.which("nvidia-smi"):
-            sampler = module_command(
-                "fleet.experiment.gpu_sampler", "--out", folder / "gpu.csv"
-            )
-            stack.enter_context(Supervised(sampler, env, folder / "gpu_sampler.log"))
+        if context.elsewhere is None:
+            stack.enter_context(gpu_sampler(folder))
         router = stack.enter_context(started_router(folder, run.arm, fleet))
+        stack.enter_context(fleet.under_load())
         cpu = stack.enter_context(CpuSampler())
         began = time.monotonic()
-        with Supervised(
-            _replayer(folder, run, context, fleet, router.url), env, replay_log
-        ) as replay:
-            while (status := replay.poll()) is None:
+        with _replaying(folder, run, context, fleet, router.url) as status:
+            while status() is None:
                 fleet.check_alive()
                 router.check_alive()
                 time.sleep(0.2)
         found.replay_s = time.monotonic() - began
         (folder / router.keeps).write_text(http_text(router.told_at))
     _keep_metrics(folder, fleet, "after")
-    if status not in REPLAYED:
-        raise RunError(f"the replayer ended with status {status}\n{tail(replay_log)}")
     return cpu
 
 
-def _machine(cpu: CpuSampler, fleet: Fleet) -> MachineLoad:
-    lags = {
-        each.instance.name: engine_lag(
-            each.folder / "engine_step.jsonl", each.forward_totals
-        )
-        for each in fleet.launched
-    }
-    known = {name: lag for name, lag in lags.items() if lag is not None}
-    return machine_load(cpu, os.cpu_count() or 1, known)
-
-
-def _replayer(
+def _replaying(
     folder: Path, run: Run, context: ExperimentContext, fleet: Fleet, url: str
-) -> list[str]:
-    experiment = context.experiment
-    command = module_command("fleet.replay", "--url", url, "--trace", context.trace)
-    command += ["--out", str(folder / "replay.jsonl")]
-    command += ["--vocab-size", str(fleet.vocab_size)]
-    command += ["--time-scale", str(experiment.time_scale)]
-    command += ["--timeout", str(experiment.request_timeout_s)]
-    command += ["--lag-budget-ms", str(experiment.lag_budget_ms)]
+) -> AbstractContextManager[Status]:
     in_flight = run.concurrency * len(fleet.instances)
-    command += ["--max-inflight-sessions", str(in_flight)]
-    return command if experiment.open_loop else [*command, "--closed-loop"]
+    whole = Work(url, fleet.vocab_size, in_flight)
+    works = shared_out(whole, context.experiment.replayers)
+    if fleet.replaying is not None and len(works) > 1:
+        return fleet.replaying(works, context.trace)
+    return replaying_here(context.experiment, context.trace, works, folder)
+
+
+def _machine(cpu: CpuSampler, fleet: Fleet) -> MachineLoad:
+    # Each host says so of its own.
+    lags = {} if fleet.hosts else engine_lags(fleet.folders)
+    return machine_load(cpu, os.cpu_count() or 1, lags)

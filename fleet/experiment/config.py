@@ -104,6 +104,8 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     says, and `concurrency` is the most that are in flight: who arrives then waits.
     `standin` takes stand-ins instead of vLLM, with these options of fleet/standin, for
     tests of the experiment itself. `virtual` means something to --virtual alone.
+    `replayers` processes send the requests, each those of a share of the sessions, in a
+    share of the places; over hosts each is on one of its own.
     """
 
     summary: str
@@ -119,6 +121,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     open_loop: bool = False
     time_scale: Positive = 1.0
     time_factor: Positive = 1.0
+    replayers: Count = 1
     repeats: Count = 2
     seed: int = 0
     request_timeout_s: Positive = 300.0
@@ -131,6 +134,8 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             raise ValueError("give one of `profile`, `given` and `standin`")
         if self.time_factor != 1 and self.profile is None:
             raise ValueError("`time_factor` is for the forward of a `profile`")
+        if self.replayers > self.instances * min(self.concurrency):
+            raise ValueError("fewer requests are in flight than there are `replayers`")
         if self.baseline not in self.arms:
             known = ", ".join(self.arms)
             raise ValueError(

@@ -8,14 +8,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from fleet.experiment.config import Arm, Experiment, Given
-from fleet.instances import read_instances
+from fleet.experiment.replayers import ReplayerError, Status, Work
+from fleet.instances import InstancesError, read_instances
 from fleet.launch.check import CheckError, check_instances, http_text
 from fleet.launch.instance_settings import (
     InstanceSettings,
@@ -29,20 +30,34 @@ from fleet.launch.launched import (
     launched,
     wait_ready,
 )
-from fleet.launch.spec import FleetSpec
+from fleet.launch.spec import FleetSpec, SpecError
 from fleet.standin.process import standin
 from lab.paths import CONFIGS
+from lab.records import RecordsError
+from lab.records.arm import FleetHost
 from lab.records.exposition import cache_config
 from lab.records.instances import Instance
 from lab.serving import preflight
 from lab.serving.connector import load_connector
 from lab.serving.kvindexd import KVINDEXD, LLMD_LOOKUP
-from lab.serving.server import READY_DEADLINE_S
+from lab.serving.ports import LOOPBACK, PortsError
+from lab.serving.server import READY_DEADLINE_S, ServerError
 
 # What follows the instances' KV events, by an arm's `cache_state`.
 INDEXES = {"exact": KVINDEXD, "llm-d": LLMD_LOOKUP}
 # fleet/standin takes any token id.
 STANDIN_VOCABULARY = 32_000
+# What a fleet can fail with.
+FLEET_ERRORS = (
+    ReplayerError,
+    RecordsError,
+    CheckError,
+    InstancesError,
+    PortsError,
+    ServerError,
+    SpecError,
+    *preflight.CONFIG_ERRORS,
+)
 
 
 def _alive() -> None:
@@ -53,16 +68,29 @@ def _alive() -> None:
 class Fleet:
     """The instances that a run sends its requests to.
 
-    `launched` are the vLLM instances of this machine. `check_alive` raises ServerError
-    if one has ended.
+    `folders` are where those that were started keep their log and records: whole once
+    they have ended. `check_alive` raises ServerError or HostLost if one has ended.
+    `under_load` is the context in which requests are sent. Over several hosts, `hosts`
+    is filled in as the fleet ends, `survivors` and `gpu_used_mib` were there before it
+    began, they reach the proxy at `address`, and `replaying` is in place of
+    replaying_here.
     """
 
     instances: list[Instance]
     vocab_size: int
     ready_s: float
-    launched: list[LaunchedInstance] = field(default_factory=list)
+    folders: dict[str, Path] = field(default_factory=dict)
     patches: dict[str, str] = field(default_factory=dict)
     check_alive: Callable[[], None] = _alive
+    peak_rss_mib: Callable[[], dict[str, float]] = dict
+    under_load: Callable[[], AbstractContextManager[None]] = nullcontext
+    hosts: list[FleetHost] = field(default_factory=list)
+    survivors: list[int] = field(default_factory=list)
+    gpu_used_mib: list[int] | None = None
+    address: str = LOOPBACK
+    replaying: Callable[[list[Work], Path], AbstractContextManager[Status]] | None = (
+        None
+    )
 
     @property
     def cache_tokens(self) -> int | None:
@@ -114,7 +142,7 @@ def _launched(
     preflight.check_connector(wanted.connector)
     with launched(wanted, workshop, folder) as servers:
         ready_s = wait_ready(servers)
-        held = [_cache_tokens(wanted.settings, server) for server in servers]
+        held = [kv_tokens(wanted.settings, server) for server in servers]
         yield Fleet(
             instances=[
                 msgspec.structs.replace(server.instance, kv_tokens=tokens)
@@ -122,13 +150,16 @@ def _launched(
             ],
             vocab_size=workshop.checkpoint(wanted.settings).vocab_size,
             ready_s=ready_s,
-            launched=servers,
+            folders={each.instance.name: each.folder for each in servers},
             patches=workshop.tree(wanted)[1],
             check_alive=lambda: check_alive(servers),
+            peak_rss_mib=lambda: {
+                each.instance.name: each.server.peak_rss_mib() for each in servers
+            },
         )
 
 
-def _cache_tokens(settings: InstanceSettings, server: LaunchedInstance) -> int | None:
+def kv_tokens(settings: InstanceSettings, server: LaunchedInstance) -> int | None:
     """How much an instance can cache, None if vLLM does not tell.
 
     Raises CheckError if it does not answer.

@@ -13,17 +13,22 @@ There are three signs:
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 
+from fleet.launch.launched import FORWARD_TOTALS
 from lab.records.arm import EngineLag, MachineLoad
 from lab.records.step_table import read_steps
 from lab.records.steps import EngineHeader
-from lab.serving.supervise import descendants
+from lab.serving.supervise import Supervised, descendants
 
 BUSY_LIMIT = 0.9
 # Shares of the simulated forward, over a run. Beside steps of 5 to 10 ms a machine with
@@ -118,6 +123,30 @@ def machine_load(
         engine_excess=excess,
         saturated="; ".join(why) or None,
     )
+
+
+def engine_lags(folders: dict[str, Path]) -> dict[str, EngineLag]:
+    """Of the instances that simulate, by name, from the folders of all.
+
+    Raises RecordsError.
+    """
+    lags = {
+        name: engine_lag(folder / "engine_step.jsonl", folder / FORWARD_TOTALS)
+        for name, folder in folders.items()
+    }
+    return {name: lag for name, lag in lags.items() if lag is not None}
+
+
+@contextmanager
+def gpu_sampler(folder: Path) -> Iterator[None]:
+    """Writes `gpu.csv` in `folder` meanwhile, where there is nvidia-smi."""
+    if not shutil.which("nvidia-smi"):
+        yield
+        return
+    command = [sys.executable, "-m", "fleet.experiment.gpu_sampler"]
+    command += ["--out", str(folder / "gpu.csv")]
+    with Supervised(command, dict(os.environ), folder / "gpu_sampler.log"):
+        yield
 
 
 def engine_lag(records: Path, totals: Path) -> EngineLag | None:

@@ -50,7 +50,7 @@ def started_router(folder: Path, arm: Arm, fleet: Fleet) -> Iterator[Router]:
     Raises RunError, PortsError, ServerError.
     """
     own, metrics = reserve(2)
-    url = f"http://127.0.0.1:{own.http}"
+    url = f"http://{fleet.address}:{own.http}"
     with ExitStack() as stack:
         if arm.router == OUR_PROXY:
             log, told_at, keeps = "proxy.log", f"{url}/breakdown", "breakdown.json"
@@ -82,7 +82,7 @@ def _await(router: Router) -> None:
 
 def _proxy(folder: Path, arm: Arm, fleet: Fleet, port: int) -> list[str]:
     command = module_command("fleet.proxy", "--instances", folder / "instances.json")
-    command += ["--policy", arm.policy, "--port", str(port)]
+    command += ["--policy", arm.policy, "--host", fleet.address, "--port", str(port)]
     command += ["--log", str(folder / "decisions.jsonl")]
     if fleet.cache_tokens is not None:
         command += ["--mirror-tokens", str(fleet.cache_tokens)]
@@ -95,7 +95,7 @@ def _vllm_router(arm: Arm, fleet: Fleet, port: int, metrics_port: int) -> list[s
     command = [str(vllm_router.executable()), "--policy", arm.policy]
     command += ["--worker-urls", *(one.url for one in fleet.instances)]
     command += ["--worker-startup-check-interval", "1", "--log-level", "warning"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--host", fleet.address, "--port", str(port)]
     return [*command, "--prometheus-port", str(metrics_port)]
 
 

@@ -20,7 +20,7 @@ from fleet.launch.spec import FleetSpec, Member, SpecError, members, server_of
 from lab.records.instances import Instance
 from lab.serving.installation import installation
 from lab.serving.null_model import Checkpoint
-from lab.serving.ports import reserve
+from lab.serving.ports import LOOPBACK, reserve
 from lab.serving.server import Server, ServerError, tail
 from lab.serving.tree import build_tree
 
@@ -82,16 +82,21 @@ class Workshop:
 
 @contextmanager
 def launched(
-    spec: FleetSpec, workshop: Workshop, folder: Path, base_port: int | None = None
+    spec: FleetSpec,
+    workshop: Workshop,
+    folder: Path,
+    base_port: int | None = None,
+    host: str = LOOPBACK,
 ) -> Iterator[list[LaunchedInstance]]:
     """The instances that have begun to start, each with a folder below `folder`.
 
-    Leaving the context stops them all. Raises SpecError, PortsError.
+    They listen on the address `host`. Leaving the context stops them all.
+    Raises SpecError, PortsError.
     """
     sockets = Path(tempfile.mkdtemp(prefix="kvtax-events-"))
     started: list[LaunchedInstance] = []
     try:
-        ports = reserve(len(spec.roles), base_port)
+        ports = reserve(len(spec.roles), base_port, host)
         for member in members(spec, ports, shared_out(spec), sockets):
             started.append(_start(spec, workshop, folder, member))
         yield started

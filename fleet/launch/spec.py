@@ -13,7 +13,7 @@ from fleet.launch.instance_settings import InstanceSettings
 from lab.records.instances import Address, Instance, Role
 from lab.serving.connector import Connector
 from lab.serving.kvindexd import HASH_SEED
-from lab.serving.ports import Ports
+from lab.serving.ports import LOOPBACK, Ports
 from lab.serving.server_spec import Engine, ServerSpec, resolve
 
 KV_ROLES: dict[Role, str] = {
@@ -31,13 +31,18 @@ class SpecError(Exception):
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """A fleet to be launched on this machine: an instance for each of `roles`."""
+    """A fleet to be launched on this machine: an instance for each of `roles`.
+
+    Where it is a part of one over several hosts, `numbers` are those of its instances
+    in the whole.
+    """
 
     settings: InstanceSettings
     connector_name: str
     connector: Connector
     roles: list[Role] = field(default_factory=lambda: ["both"])
     kv_events: bool = False
+    numbers: list[int] | None = None
 
     def recording_requests(self) -> FleetSpec:
         """With a record of each request, where there is one of each step.
@@ -64,7 +69,7 @@ class Member:
 def members(
     spec: FleetSpec, ports: list[Ports], gpus: list[list[int]], sockets: Path
 ) -> list[Member]:
-    """A member for each role; ZMQ's sockets are in the folder `sockets`.
+    """A member for each role; ZMQ's sockets on loopback are in the folder `sockets`.
 
     Raises SpecError if the connector cannot play one of the roles, or if events are
     wanted of an instance with several KV caches.
@@ -90,23 +95,32 @@ def _instance(spec: FleetSpec, index: int, ports: Ports, sockets: Path) -> Insta
             f"role {role} needs a connector that moves KV, and {spec.connector_name} "
             f"has no `transfer` of {' or '.join(HANDED_OVER)} in its TOML"
         )
-    bootstrap = f"http://127.0.0.1:{ports.bootstrap}"
+    number = spec.numbers[index] if spec.numbers else index
+    bootstrap = f"http://{ports.host}:{ports.bootstrap}"
     # Only who sends KV has a bootstrap server.
     bootstraps = transfer == "mooncake" and role != "decode"
-    side = Address("127.0.0.1", ports.direct_read)
-    events = f"ipc://{sockets}/{index}"
+    side = Address(ports.host, ports.direct_read)
+    events, replay = _event_endpoints(index, ports, sockets)
     return Instance(
-        name=f"i{index}",
-        url=f"http://127.0.0.1:{ports.http}",
+        name=f"i{number}",
+        url=f"http://{ports.host}:{ports.http}",
         role=role,
         connector=transfer,
         bootstrap_url=bootstrap if bootstraps else None,
         direct_read=side if transfer == "direct_read" else None,
         kv_events=events if spec.kv_events else None,
-        kv_events_replay=f"{events}.replay" if spec.kv_events else None,
+        kv_events_replay=replay if spec.kv_events else None,
         block_tokens=spec.settings.block_size,
         kv_tokens=_kv_tokens(spec.settings),
     )
+
+
+def _event_endpoints(index: int, ports: Ports, sockets: Path) -> tuple[str, str]:
+    """Of ZMQ, for its KV events and for missed ones."""
+    if ports.host == LOOPBACK:
+        return f"ipc://{sockets}/{index}", f"ipc://{sockets}/{index}.replay"
+    url = f"tcp://{ports.host}"
+    return f"{url}:{ports.kv_events}", f"{url}:{ports.kv_events_replay}"
 
 
 def _kv_tokens(settings: InstanceSettings) -> int | None:
@@ -147,7 +161,8 @@ def server_of(
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
-            "endpoint": made.kv_events,
+            # vLLM would connect to an address, and wait there for ever.
+            "endpoint": made.kv_events.replace(f"tcp://{member.ports.host}", "tcp://*"),
             "replay_endpoint": made.kv_events_replay,
         }
         arguments += ["--kv-events-config", json.dumps(events)]

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from fleet.replay.gate import Gate
 from fleet.replay.options import Options, ReplayError
 from fleet.replay.progress import print_forever, summary
 from fleet.replay.run import Replay
@@ -51,7 +52,8 @@ def main() -> int:
     try:
         options = Options(**fields)
         sessions = group(read_trace(arguments.trace), arguments.request_limit)
-        replay = Replay(options, sessions, arguments.out)
+        gate = arguments.gate and Gate(arguments.gate)
+        replay = Replay(options, sessions, arguments.out, gate)
         return asyncio.run(_replay(replay, arguments.progress))
     except (ReplayError, TraceError) as error:
         parser.error(str(error))
@@ -138,8 +140,28 @@ def _parser() -> _Parser:
         default=default.warmup_s,
         help="the steady window begins no sooner (default 0)",
     )
+    add(
+        "--share",
+        type=_share,
+        metavar="I/N",
+        help="only every Nth session, from the Ith on, which counts from 0: other "
+        "replayers send the others",
+    )
+    add(
+        "--gate",
+        type=Path,
+        metavar="FOLDER",
+        help="begin at the moment that its file `start` holds: fleet/replay/gate.py",
+    )
     add("--progress", action="store_true", help="one line per second on stderr")
     return parser
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, _, replayers = text.partition("/")
+    if not (number.isdigit() and replayers.isdigit() and int(number) < int(replayers)):
+        raise argparse.ArgumentTypeError(f"{text}: I/N with I below N expected")
+    return int(number), int(replayers)
 
 
 def _at_least(least: float, kind: type = int) -> Callable[[str], float]:

@@ -14,7 +14,8 @@ class Options(msgspec.Struct, frozen=True):
     """`time_scale` divides the trace's times: 20 is twenty times faster.
 
     Sessions begin when the trace says, and wait while `max_inflight_sessions` are in
-    flight. With `closed_loop` they only wait for that.
+    flight. With `closed_loop` they only wait for that. A replayer with the `share`
+    (0, 3) sends the first of every three sessions, and has slots of its own.
     """
 
     url: str
@@ -25,6 +26,7 @@ class Options(msgspec.Struct, frozen=True):
     max_inflight_sessions: int | None = None
     closed_loop: bool = False
     request_limit: int | None = None
+    share: tuple[int, int] | None = None
     timeout_s: float = 600.0
     lag_budget_ms: float = 50.0
     warmup_s: float = 0.0

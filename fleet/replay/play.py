@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from itertools import chain, groupby, islice, pairwise
 from typing import Any, Protocol
@@ -58,11 +58,24 @@ class Player:
 
     A session whose turn failed ends there, its remaining turns are recorded as
     cancelled: they would continue a conversation that did not take place.
+
+    The trace begins at `origin_s` of its own time: with the first session, unless
+    others send that one. Once all is ready, `begin` says when to begin: soon, unless
+    others do.
     """
 
     def __init__(
-        self, options: Options, sessions: list[Session], link: Link, records: Ledger
+        self,
+        options: Options,
+        sessions: list[Session],
+        link: Link,
+        records: Ledger,
+        origin_s: float | None = None,
+        begin: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
+        first_s = sessions[0].turns[0].arrival_s
+        self._origin_s = first_s if origin_s is None else origin_s
+        self._begin = begin or self._soon_ns
         self._options = options
         self._sessions = sessions
         self._link = link
@@ -97,9 +110,8 @@ class Player:
 
     async def _play_open_loop(self) -> None:
         """Begin every session when it arrives, or when it then gets a slot."""
-        origin_s = self._sessions[0].turns[0].arrival_s
         arrivals = [
-            (self._scaled_ns(session.turns[0].arrival_s - origin_s), session)
+            (self._scaled_ns(session.turns[0].arrival_s - self._origin_s), session)
             for session in self._sessions
         ]
         # What is due soon is prepared before the start, the rest batch by batch.
@@ -158,9 +170,12 @@ class Player:
         return list(zip(sessions, bodies, strict=True))
 
     async def _start(self, bodies: list[Future[Any]]) -> int:
-        """When the replay starts: shortly after these bodies are ready."""
+        """When the replay starts: once these bodies are ready."""
         for body in bodies:
             await ready(body)
+        return await self._begin()
+
+    async def _soon_ns(self) -> int:
         return self._link.now_ns() + LEAD_NS
 
     async def _play(self, session: Session, bodies: Bodies, due_ns: int) -> int:

@@ -12,11 +12,12 @@ from typing import Any
 
 from fleet.replay.bodies import Bodies
 from fleet.replay.client import ReplayClient
+from fleet.replay.gate import Gate
 from fleet.replay.options import Options
 from fleet.replay.play import Player
 from fleet.replay.preflight import check_lengths, check_vocabulary, find_model
 from fleet.replay.records import new_ledger
-from fleet.replay.sessions import Session
+from fleet.replay.sessions import Session, share_of
 from lab.load.alarm import Alarm
 from lab.load.client import open_session
 from lab.load.ledger import Ledger
@@ -37,15 +38,27 @@ class HttpLink:
 
 
 class Replay:
-    """Sends the sessions of a trace and records every request of them in `out`."""
+    """Sends the sessions of a trace, or a share of them, and records every request.
+
+    The records are in `out`. It begins when `gate` says, if there is one. Raises
+    ReplayError.
+    """
 
     records: Ledger
     player: Player
 
-    def __init__(self, options: Options, sessions: list[Session], out: Path) -> None:
+    def __init__(
+        self,
+        options: Options,
+        sessions: list[Session],
+        out: Path,
+        gate: Gate | None = None,
+    ) -> None:
         self.options = options
-        self.sessions = sessions
-        self.scheduled = sum(len(session.turns) for session in sessions)
+        self.origin_s = sessions[0].turns[0].arrival_s
+        self.sessions = share_of(sessions, options.share)
+        self.scheduled = sum(len(session.turns) for session in self.sessions)
+        self.gate = gate
         self.out = out
         self.stop = Stop()
 
@@ -70,7 +83,14 @@ class Replay:
                 new_ledger(self.out, self.options, **header) as self.records,
             ):
                 link = HttpLink(client, bodies, alarm)
-                self.player = Player(self.options, self.sessions, link, self.records)
+                self.player = Player(
+                    self.options,
+                    self.sessions,
+                    link,
+                    self.records,
+                    self.origin_s,
+                    self.gate and self.gate.start_ns,
+                )
                 return await self._recorded()
 
     async def _recorded(self) -> ReplayEnd:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lab.hosts.agent import Agent, HostRefused
 from lab.hosts.code import code, differences
 from lab.hosts.errors import HostsError
+from lab.serving.supervise import SIGNALS
 
 # Each core has another task waiting, so that it need not wait for one.
 TASKS_PER_CORE = 2
@@ -35,9 +38,12 @@ CLOSE_S = 30.0
 CONNECT_S = 10.0
 
 
-@dataclass
-class _Host:
-    """A node of the cluster with an agent; `slots` is 0 until it has answered."""
+@dataclass(eq=False)
+class Host:
+    """A node of the cluster with an agent; `slots` is 0 until it has answered.
+
+    `lost` says why, once it is used no more.
+    """
 
     name: str
     agent: Any
@@ -45,6 +51,11 @@ class _Host:
     doing: dict[Any, int] = field(default_factory=dict)
     asked: Any = None
     asked_at_s: float = 0.0
+    lost: str | None = None
+
+    def begin(self, task: int, content: bytes) -> None:
+        """Have it do a task, known to whoever asks for it by this number."""
+        self.doing[self.agent.run.remote(content)] = task
 
 
 def spread(
@@ -61,17 +72,31 @@ def spread(
     with other code and those that refuse are not. With `alone` a host gets a task when
     it has none. Raises HostsError.
     """
+    with hosts_of(address, module, files) as hosts:
+        yield from _all_done(hosts, tasks, alone)
+
+
+@contextmanager
+def hosts_of(address: str, module: str, files: dict[str, bytes]) -> Iterator[Hosts]:
+    """The hosts of the cluster, each with an agent; leaving the context ends those.
+
+    Raises HostsError.
+    """
     try:
         _require_listener(address)
+        kept = {number: signal.getsignal(number) for number in SIGNALS}
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        # At SIGTERM Ray would end this process without any cleaning up.
+        for number, handler in kept.items():
+            signal.signal(number, handler)
     except (RayError, OSError, ValueError, RuntimeError) as error:
         raise HostsError(
             f"no Ray cluster at {address}: {error}\n`ray start --head` begins one, and "
             "`ray status` says what it has"
         ) from None
-    hosts = _Hosts(module, files)
+    hosts = Hosts(module, files)
     try:
-        yield from _all_done(hosts, tasks, alone)
+        yield hosts
     finally:
         hosts.close()
         ray.shutdown()
@@ -88,7 +113,7 @@ def _require_listener(address: str) -> None:
 
 
 def _all_done(
-    hosts: _Hosts, tasks: Sequence[bytes], alone: bool
+    hosts: Hosts, tasks: Sequence[bytes], alone: bool
 ) -> Iterator[tuple[int, str, bytes]]:
     left = deque(range(len(tasks)))
     lost = [0] * len(tasks)
@@ -99,7 +124,7 @@ def _all_done(
             most = 1 if alone else min(host.slots * TASKS_PER_CORE, MOST_CALLS - 2)
             while left and len(host.doing) < most:
                 task = left.popleft()
-                host.doing[host.agent.run.remote(tasks[task])] = task
+                host.begin(task, tasks[task])
         for host, task, result in hosts.results():
             open_tasks.remove(task)
             yield task, host.name, result
@@ -113,14 +138,14 @@ def _all_done(
             left.appendleft(task)
 
 
-class _Hosts:
+class Hosts:
     """The hosts that are there now, and what they are doing."""
 
     def __init__(self, module: str, files: dict[str, bytes]) -> None:
         self._module = module
         self._files = ray.put(files)
         self._code = code()
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: dict[str, Host] = {}
         self._refused: dict[str, str] = {}
         self._lost: list[tuple[int, bool]] = []
         self._looked_s = 0.0
@@ -146,10 +171,14 @@ class _Hosts:
             reasons = "; ".join(self._refused.values()) or "the cluster has no node"
             raise HostsError(f"no host for {NO_HOST_S:.0f} s: {reasons}")
 
-    def ready(self) -> list[_Host]:
+    def ready(self) -> list[Host]:
         return [host for host in self._hosts.values() if host.slots]
 
-    def results(self) -> Iterator[tuple[_Host, int, bytes]]:
+    def settled(self) -> bool:
+        """Whether every host has answered that is there."""
+        return len(self.ready()) == len(self._hosts) > 0
+
+    def results(self) -> Iterator[tuple[Host, int, bytes]]:
         """What has been done; waits a moment if nothing has."""
         doing = {
             ref: (node, host)
@@ -181,6 +210,11 @@ class _Hosts:
         lost, self._lost = self._lost, []
         return lost
 
+    def give_up(self, host: Host, why: str) -> None:
+        """Use it no more as it is; what is on its node begins anew."""
+        for node in [node for node, one in self._hosts.items() if one is host]:
+            self._lose(node, why)
+
     def close(self) -> None:
         """Stop what runs on the hosts."""
         closing = [host.agent.close.remote() for host in self._hosts.values()]
@@ -189,15 +223,15 @@ class _Hosts:
         for host in self._hosts.values():
             ray.kill(host.agent)
 
-    def _begin(self, node: str, name: str) -> _Host:
+    def _begin(self, node: str, name: str) -> Host:
         agent = ray.remote(Agent).options(
             num_cpus=0,
             max_concurrency=MOST_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        return _Host(name, agent.remote(self._module, self._files))
+        return Host(name, agent.remote(self._module, self._files))
 
-    def _hear(self, node: str, host: _Host, now_s: float) -> None:
+    def _hear(self, node: str, host: Host, now_s: float) -> None:
         """Ask the agent for its code, and give the host up if it does not answer."""
         if host.asked is None:
             host.asked, host.asked_at_s = host.agent.greet.remote(), now_s
@@ -222,7 +256,7 @@ class _Hosts:
 
     def _lose(self, node: str, why: str, by_a_task: bool = True) -> None:
         host = self._hosts.pop(node)
-        self.last_loss = f"{host.name}: {why}"
+        self.last_loss = host.lost = f"{host.name}: {why}"
         print(f"given up {self.last_loss}", file=sys.stderr)
         self._lost += [(task, by_a_task) for task in host.doing.values()]
         ray.kill(host.agent)

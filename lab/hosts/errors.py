@@ -4,3 +4,7 @@
 
 class HostsError(Exception):
     """The hosts cannot do the work; the message says why and what to do."""
+
+
+class HostLost(Exception):
+    """A host is gone that was asked for something; the message says which and why."""

@@ -88,6 +88,36 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Why the run is not valid; null if the machine kept up."""
 
 
+class HostClock(msgspec.Struct, frozen=True, kw_only=True):
+    """How another host's clock went, by that of the host that sent the requests."""
+
+    ahead_us: float
+    """How much it was ahead before the first request."""
+    drift_us: float
+    """How much more after the last one; that is taken out."""
+    residual_us: float
+    """How wrong times of that host may still be: half of the longest round trip of a
+    reading, and what the clock did besides drifting evenly."""
+    readings: int
+    """How often it was read."""
+
+
+class FleetHost(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the hosts that a fleet was on."""
+
+    host: str
+    """Its address in the cluster."""
+    instances: list[str]
+    """Names of the instances that it had."""
+    replays: bool = False
+    """Whether it sent requests, those of a share of the sessions."""
+    machine: MachineLoad | None = None
+    """Whether it kept up: as `machine`, with its own instances alone; null if it did
+    not come to that."""
+    clock: HostClock | None = None
+    """Its clock; null if that was not read."""
+
+
 class PlannedArm(msgspec.Struct, kw_only=True):
     """One run of an experiment, as planned."""
 
@@ -150,7 +180,12 @@ class ArmRecord(PlannedArm, kw_only=True, tag_field="schema", tag="kvtax.arm/1")
     freshness: Freshness | None = None
     """Whether the caches were cold."""
     machine: MachineLoad | None = None
-    """Whether the machine kept up."""
+    """Whether the machine kept up; of a fleet over several hosts, the one where the
+    command was given."""
+    hosts: list[FleetHost] = []
+    """The hosts that had the instances or sent requests; empty where that is this
+    machine alone. Times in all records are by the clock of the host where the command
+    was given."""
     started_utc: str | None = None
     """When the run started."""
     ready_s: float | None = None

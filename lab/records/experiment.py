@@ -21,5 +21,8 @@ class ExperimentRecord(
     """What all runs replay."""
     plan: list[str]
     """The runs' folders, in the order in which they run."""
+    hosts: int | None = None
+    """On how many hosts each fleet is; null: on the one where the command is given, not
+    by --ray."""
     versions: dict[str, Any]
     """As `provenance` in `run.json`."""

@@ -49,7 +49,9 @@ def engine_environment(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_HOST_IP": ports.host,
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": ports.host,
+        "DIRECT_READ_HOST": ports.host,
     }
     if settings.flavour == "cpu":
         needed["LD_PRELOAD"] = os.pathsep.join(cpu_preload(installed))

@@ -17,6 +17,7 @@ from pathlib import Path
 FIRST, LAST = 10_000, 32_000
 # Mooncake's MC_MIN_RPC_PORT to MC_MAX_RPC_PORT, as it has them by default.
 MOONCAKE = range(15_000, 17_001)
+LOOPBACK = "127.0.0.1"
 PORTS_PER_SERVER = 16
 TRIES = 200
 
@@ -27,21 +28,24 @@ class PortsError(Exception):
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of one server.
+    """The ports of one server, which listens on the address `host`.
 
     `bootstrap` is Mooncake's, `nixl` and `direct_read` are side channels of those
-    connectors; `vllm_internal` is where vLLM begins to look for the ports it chooses
-    itself.
+    connectors; KV events come by `kv_events` where there are other hosts;
+    `vllm_internal` is where vLLM begins to look for the ports it chooses itself.
     """
 
     http: int
     bootstrap: int
     nixl: int
     direct_read: int
+    kv_events: int
+    kv_events_replay: int
     vllm_internal: int
+    host: str = LOOPBACK
 
 
-def reserve(servers: int, base: int | None = None) -> list[Ports]:
+def reserve(servers: int, base: int | None = None, host: str = LOOPBACK) -> list[Ports]:
     """Ports for so many servers, free a moment ago, from `base` on if given.
 
     Raises PortsError.
@@ -51,18 +55,18 @@ def reserve(servers: int, base: int | None = None) -> list[Ports]:
         if (taken := _first_taken(base, span)) is not None:
             why = "Mooncake's to choose" if taken in MOONCAKE else "taken"
             raise PortsError(f"port {taken} is {why}: choose another --base-port")
-        return staggered(base, servers)
+        return staggered(base, servers, host)
     for _ in range(TRIES):
         base = random.randrange(FIRST, LAST - span)
         if _first_taken(base, span) is None:
-            return staggered(base, servers)
+            return staggered(base, servers, host)
     raise PortsError(f"no {span} free ports in a row between {FIRST} and {LAST}")
 
 
-def staggered(base: int, servers: int) -> list[Ports]:
+def staggered(base: int, servers: int, host: str = LOOPBACK) -> list[Ports]:
     """Ports for so many servers, from `base` on, whether they are free or not."""
     starts = range(base, base + servers * PORTS_PER_SERVER, PORTS_PER_SERVER)
-    return [Ports(*range(start, start + 5)) for start in starts]
+    return [Ports(*range(start, start + 7), host) for start in starts]
 
 
 def _first_taken(base: int, span: int) -> int | None:

@@ -22,7 +22,7 @@ class Server:
 
     def __init__(self, spec: ServerSpec) -> None:
         self.ports = spec.ports
-        self.url = f"http://127.0.0.1:{spec.ports.http}"
+        self.url = f"http://{spec.ports.host}:{spec.ports.http}"
         self.log = spec.log
         self.supervised = Supervised(spec.argv, spec.env, spec.log)
 
@@ -30,15 +30,21 @@ class Server:
         """Seconds until the server answered. Raises ServerError."""
         started = time.monotonic()
         while (waited_s := time.monotonic() - started) < READY_DEADLINE_S:
-            if self.supervised.poll() is not None:
-                raise ServerError(f"vLLM exited while starting\n{tail(self.log)}")
-            if http_ok(f"{self.url}/health"):
-                self._check_is_ours()
+            if self.is_ready():
                 return waited_s
             time.sleep(0.1)
         raise ServerError(
             f"vLLM not ready after {READY_DEADLINE_S:.0f} s\n{tail(self.log)}"
         )
+
+    def is_ready(self) -> bool:
+        """Whether it answers. Raises ServerError if it has ended while starting."""
+        if self.supervised.poll() is not None:
+            raise ServerError(f"vLLM exited while starting\n{tail(self.log)}")
+        if not http_ok(f"{self.url}/health"):
+            return False
+        self._check_is_ours()
+        return True
 
     def _check_is_ours(self) -> None:
         owner = listener_pid(self.ports.http)

@@ -74,20 +74,20 @@ def resolve(
     more = beside(engine.connector.beside, installed)
     env = engine_environment(engine.tree, engine.settings, ports, installed, more)
     return ServerSpec(
-        argv=_command(engine, ports.http),
+        argv=_command(engine, ports),
         env=env | engine.connector.env | record_steps(folder, label),
         ports=ports,
         log=folder / "server.log",
     )
 
 
-def _command(engine: Engine, port: int) -> list[str]:
+def _command(engine: Engine, ports: Ports) -> list[str]:
     settings = engine.settings
     arguments = {
         "--model": engine.model,
         "--served-model-name": SERVED_MODEL,
-        "--host": "127.0.0.1",
-        "--port": port,
+        "--host": ports.host,
+        "--port": ports.http,
         "--block-size": settings.block_size,
         "--max-model-len": settings.max_model_len,
         "--max-num-batched-tokens": settings.max_num_batched_tokens,

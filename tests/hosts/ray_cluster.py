@@ -21,6 +21,12 @@ from lab.serving.supervise import Supervised, descendants, signal_all
 
 RAY = str(Path(sys.executable).with_name("ray"))
 PORT = 6379
+PORTS = {
+    "runtime-env-agent": 6401,
+    "dashboard-agent-grpc": 6402,
+    "dashboard-agent-listen": 6403,
+    "metrics-export": 6404,
+}
 OBJECT_STORE_BYTES = 100_000_000
 READY_S = 60
 
@@ -46,11 +52,15 @@ class Namespace:
 
 
 class Host:
-    """A node of the cluster, at 10.77.0.`number`; the first is its head."""
+    """A node of the cluster, at 10.77.0.`number`; the first is its head.
 
-    def __init__(self, cluster: RayCluster, number: int) -> None:
+    Its CLOCK_MONOTONIC is `ahead_s` ahead of this machine's.
+    """
+
+    def __init__(self, cluster: RayCluster, number: int, ahead_s: int = 0) -> None:
         self.address = f"10.77.0.{number}"
         self.number = number
+        self._ahead_s = ahead_s
         self._cluster = cluster
         self._log = cluster.folder / f"host{number}.log"
         self.network = Namespace(self._log)
@@ -73,6 +83,8 @@ class Host:
         command = [RAY, "start", "--block", "--disable-usage-stats", "--num-cpus=1"]
         command += [*role, f"--node-ip-address={self.address}"]
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        # Each host has all ports to itself, so nobody need wait to hear of them.
+        command += [f"--{use}-port={port}" for use, port in PORTS.items()]
         if self.number == 1:
             command += ["--include-dashboard=false"]
         env = os.environ | {
@@ -81,6 +93,9 @@ class Host:
             # Or Ray wants the token that is in the user's home, if one is.
             "RAY_AUTH_MODE": "disabled",
         }
+        if self._ahead_s:
+            # From its next exec on, it is in a time of its own.
+            command = ["unshare", "--time", f"--monotonic={self._ahead_s}", *command]
         return Supervised(self.network.inside(*command), env, self._log)
 
     def processes(self, what: str) -> list[int]:
@@ -106,10 +121,14 @@ class Host:
 
 
 class RayCluster:
-    """`count` hosts; leaving the context ends them."""
+    """`count` hosts; leaving the context ends them.
 
-    def __init__(self, count: int, niceness: int = 0) -> None:
+    The clocks of all but the first are `ahead_s` ahead.
+    """
+
+    def __init__(self, count: int, niceness: int = 0, ahead_s: int = 0) -> None:
         self._count = count
+        self._ahead_s = ahead_s
         self.niceness = niceness
         self._stack = ExitStack()
 
@@ -137,7 +156,7 @@ class RayCluster:
         return f"10.77.0.1:{PORT}"
 
     def add(self) -> Host:
-        host = Host(self, len(self.hosts) + 1)
+        host = Host(self, len(self.hosts) + 1, self._ahead_s if self.hosts else 0)
         self._stack.callback(host.stop)
         self.hosts.append(host)
         self.wait_for(host)

@@ -14,7 +14,7 @@ from fleet.analyze.analysis import Analysis, analyse
 from fleet.analyze.records import read_run
 from fleet.analyze.report import write_report
 from fleet.policies import POLICIES, Ask, Candidate, Snapshot, parameters_of
-from lab.records.arm import ArmRecord, Freshness, MachineLoad
+from lab.records.arm import ArmRecord, FleetHost, Freshness, MachineLoad
 from lab.records.decisions import DecisionRecord, DecisionsHeader
 from lab.records.documents import write_document
 from lab.records.instances import Instance
@@ -37,7 +37,7 @@ class Truth:
     `wrong_belief`: tokens that the proxy takes to be cached and are not;
     `short_answers`: requests that got fewer tokens than asked for; `giants`: sessions
     of ten times the tokens; `misplaced`: decisions recorded as another instance's;
-    `held`: sessions that waited for a slot.
+    `held`: sessions that waited for a slot; `hosts`: those of a fleet over several.
     """
 
     arm: str
@@ -64,6 +64,7 @@ class Truth:
     fresh: bool = True
     valid: bool = True
     held: int = 0
+    hosts: list[FleetHost] = field(default_factory=list)
 
 
 def write_run(folder: Path, truths: list[Truth], seed: int = 1) -> Path:
@@ -209,6 +210,7 @@ def _write(
         same_as=truth.same_as,
         freshness=Freshness(fresh=truth.fresh, why=None if truth.fresh else "warm"),
         machine=MachineLoad(saturated=truth.saturated),
+        hosts=truth.hosts,
         status=truth.status,
         error=None if truth.status == "ok" else "an instance ended",
     )

@@ -302,15 +302,21 @@ def test_counters_are_summed_over_their_labels() -> None:
     assert totals["vllm:prefix_cache_hits_total"] == 1_200
 
 
-def test_gpu_use_is_taken_while_requests_were_under_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "name"), [("gpu.csv", "0"), ("hosts/10.0.0.2/gpu.csv", "10.0.0.2 0")]
+)
+def test_gpu_use_is_taken_while_requests_were_under_way(
+    file: str, name: str, tmp_path: Path
+) -> None:
     rows = [
         row(at, f"0, {busy}, {memory}, 100, 1500")
         for at, busy, memory in ((5, 100, 90), (15, 40, 10), (25, 60, 30), (99, 0, 0))
     ]
-    (tmp_path / "gpu.csv").write_text("\n".join([HEADER, *rows]) + "\n")
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("\n".join([HEADER, *rows]) + "\n")
     requests = pl.DataFrame({"sent_ns": [10, 20], "end_ns": [18, 30]})
     assert gpu_use(tmp_path, requests) == {
-        "0": {
+        name: {
             "samples": 2,
             "utilization_percent": 50.0,
             "memory_used_mib_max": 30.0,

@@ -111,6 +111,7 @@ def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
         ({"baseline": "c"}, "'c' is no arm"),
         ({"profile": "p"}, "one of"),
         ({"standin": None}, "one of"),
+        ({"replayers": 33}, "fewer requests are in flight than .* `replayers`"),
         ({"time_factor": 2.0}, "`time_factor` is for the forward of a `profile`"),
         ({"arms": {"a": Arm("lineer")}}, "arm 'a'.*lineer"),
         ({"arms": {"a": Arm("linear", {"alfa": 1})}}, "arm 'a'.*alfa"),

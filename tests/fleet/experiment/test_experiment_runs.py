@@ -201,6 +201,27 @@ def test_a_restart_program_that_is_not_there_is_in_arm_json(tmp_path):
     assert "`restart` (no-such-program) cannot be run" in failed.info.error
 
 
+def test_several_replayers_send_each_request_once_and_leave_one_file(tmp_path):
+    config = tmp_path / "shared.toml"
+    config.write_text(f"replayers = 3\n{SMOKE.read_text()}")
+    result = run(config, tmp_path / "run")
+    found = read_run(tmp_path / "run")
+    assert len(found) == len(plan(read_experiment(SMOKE))), result.stderr
+    for one in found:
+        assert one.info.status == "ok", one.info.error
+        ids = [request.id for request in one.requests]
+        assert len(ids) == len(set(ids)) == one.info.trace.requests
+        assert {decision.id for decision in one.decisions} == set(ids)
+        assert one.end.scheduled == one.end.ok == len(ids)
+        assert len(list(one.folder.rglob("replay.jsonl"))) == 1
+        assert len(list(one.folder.glob("replayers/*/replay.log"))) == 3
+
+
+def test_without_ray_nothing_of_ray_is_imported():
+    script = "import sys, fleet.experiment.__main__; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True)
+
+
 def test_an_open_loop_keeps_the_traces_arrivals_and_the_cap(tmp_path):
     """Ten sessions arrive over minutes, here within a second, and two may be served."""
     config = tmp_path / "open.toml"
