@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from ray_cluster import Host, RayCluster
 
 from lab.paths import REPOSITORY
+from tests.hosts.ray_cluster import Host, RayCluster
 
 pytestmark = [
     pytest.mark.long,

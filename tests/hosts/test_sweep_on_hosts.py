@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ray_cluster import RayCluster
 
 from lab.paths import REPOSITORY
 from lab.records.documents import read_document
 from lab.records.per_config import PerConfig
 from lab.records.run import PLAN_FILE, RunRecord
+from tests.hosts.ray_cluster import RayCluster
 
 pytestmark = [
     pytest.mark.long,
