@@ -6,7 +6,6 @@ lab.hosts.agent starts it, as python -m microbench.host FOLDER.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import msgspec
 
 from lab.config import ConfigError
 from lab.hosts.asked import REFUSED, Asked
+from lab.hosts.undisturbed import Unfit, as_without_ray
 from lab.records.documents import write_whole
 from lab.serving import provenance
 from lab.serving.errors import ServerError
@@ -51,10 +51,6 @@ class Round(msgspec.Struct, frozen=True):
     repeat: int
 
 
-class Unfit(Exception):
-    """What is measured on this host would not be what the sweep asks for."""
-
-
 ERRORS = (Unfit, ConfigError, MachineBusy, PreflightError, ServerError)
 
 
@@ -64,10 +60,10 @@ def main() -> int:
     job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
     asked = Asked(folder)
     try:
-        _as_without_ray()
+        as_without_ray()
         installed = job.installed()
         found = provenance.collect({}, "bash run_all.sh --ray", installed)
-        _require(found["package_versions"], job.packages)
+        require(found["package_versions"], job.packages)
         with machine_lock(), workshop(folder / "shop", job.profile, installed) as shop:
             while asked.open:
                 for number, content in asked.come(WATCH_EVERY_S):
@@ -88,19 +84,8 @@ def _measure(shop: Workshop, one: Round, made: Path) -> None:
         print(planned.folder, trial.status, trial.error or "", flush=True)
 
 
-def _as_without_ray() -> None:
-    """Servers are to run as they do without Ray. Raises Unfit."""
-    # Ray sets it to 1 in its workers. PyTorch would have one thread.
-    os.environ.pop("OMP_NUM_THREADS", None)
-    if (niceness := os.nice(0)) > 0:
-        raise Unfit(
-            f"Ray's workers run at niceness {niceness} there, and wait for all other "
-            "processes: set RAY_worker_niceness=0 for `ray start`"
-        )
-
-
-def _require(here: dict[str, str], packages: dict[str, str]) -> None:
-    """Raises Unfit."""
+def require(here: dict[str, str], packages: dict[str, str]) -> None:
+    """The packages `here` must be those of the first host. Raises Unfit."""
     for name in sorted(here.keys() | packages.keys()):
         if here.get(name) != packages.get(name):
             raise Unfit(

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lab.hosts.agent import Agent, HostRefused
 from lab.hosts.code import code, differences
 from lab.hosts.errors import HostsError
+from lab.hosts.progress import Progress
 
 # Each core has another task waiting, so that it need not wait for one.
 TASKS_PER_CORE = 2
@@ -53,14 +54,16 @@ def spread(
     files: dict[str, bytes],
     tasks: Sequence[bytes],
     alone: bool = False,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[int, str, bytes]]:
     """Have all `tasks` done by lab.hosts.agent on the hosts of the cluster.
 
     Yields, as they are done, a task's index, the host's name and its result. A task
     whose host is lost is done again elsewhere; hosts that come later are used, those
     with other code and those that refuse are not. With `alone` a host gets a task when
-    it has none. Raises HostsError.
+    it has none. `progress` hears who does what. Raises HostsError.
     """
+    progress = progress or Progress()
     try:
         _require_listener(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
@@ -69,9 +72,9 @@ def spread(
             f"no Ray cluster at {address}: {error}\n`ray start --head` begins one, and "
             "`ray status` says what it has"
         ) from None
-    hosts = _Hosts(module, files)
+    hosts = _Hosts(module, files, progress)
     try:
-        yield from _all_done(hosts, tasks, alone)
+        yield from _all_done(hosts, tasks, alone, progress)
     finally:
         hosts.close()
         ray.shutdown()
@@ -88,7 +91,7 @@ def _require_listener(address: str) -> None:
 
 
 def _all_done(
-    hosts: _Hosts, tasks: Sequence[bytes], alone: bool
+    hosts: _Hosts, tasks: Sequence[bytes], alone: bool, progress: Progress
 ) -> Iterator[tuple[int, str, bytes]]:
     left = deque(range(len(tasks)))
     lost = [0] * len(tasks)
@@ -100,8 +103,10 @@ def _all_done(
             while left and len(host.doing) < most:
                 task = left.popleft()
                 host.doing[host.agent.run.remote(tasks[task])] = task
+                progress.begins(host.name, task)
         for host, task, result in hosts.results():
             open_tasks.remove(task)
+            progress.ends(host.name, task)
             yield task, host.name, result
         for task, counts in hosts.take_lost():
             lost[task] += counts
@@ -116,8 +121,11 @@ def _all_done(
 class _Hosts:
     """The hosts that are there now, and what they are doing."""
 
-    def __init__(self, module: str, files: dict[str, bytes]) -> None:
+    def __init__(
+        self, module: str, files: dict[str, bytes], progress: Progress
+    ) -> None:
         self._module = module
+        self._progress = progress
         self._files = ray.put(files)
         self._code = code()
         self._hosts: dict[str, _Host] = {}
@@ -195,6 +203,7 @@ class _Hosts:
             max_concurrency=MOST_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
+        self._progress.comes(name)
         return _Host(name, agent.remote(self._module, self._files))
 
     def _hear(self, node: str, host: _Host, now_s: float) -> None:
@@ -224,6 +233,7 @@ class _Hosts:
         host = self._hosts.pop(node)
         self.last_loss = f"{host.name}: {why}"
         print(f"given up {self.last_loss}", file=sys.stderr)
+        self._progress.leaves(host.name, why)
         self._lost += [(task, by_a_task) for task in host.doing.values()]
         ray.kill(host.agent)
 

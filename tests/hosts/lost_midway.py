@@ -48,8 +48,8 @@ def main() -> int:
     different = differences(files(hosts), files(here))
     print(f"- {runs} runs over hosts in {over_s:,.0f} s, here in {here_s:,.0f} s")
     print(f"- {lost} was killed when {lost_at} runs were done; then another one came")
-    for host, count in re.findall(r"^([\d.]+): (\d+) runs$", told, re.MULTILINE):
-        print(f"- {host}: {count} runs")
+    for line in re.findall(r"^[\d.]+: \d+ done.*$", told, re.MULTILINE):
+        print(f"- {line}")
     print(f"- {len(files(here)):,} files; different: {different or 'none'}")
     return int(bool(different))
 
