@@ -217,6 +217,9 @@ class _Hosts:
             return
         try:
             its_code, host.slots = ray.get(host.asked)
+        except HostRefused as refused:
+            self._refuse(node, _in_short(refused))
+            return
         except RayError as error:
             self._lose(node, _in_short(error))
             return

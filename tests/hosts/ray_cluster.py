@@ -23,6 +23,8 @@ RAY = str(Path(sys.executable).with_name("ray"))
 PORT = 6379
 OBJECT_STORE_BYTES = 100_000_000
 READY_S = 60
+# Another file at a path, for one host alone.
+MOUNTED = 'mount --bind "$0" "$1" && shift && exec "$@"'
 
 
 class Namespace:
@@ -34,6 +36,7 @@ class Namespace:
         while not (pids := self._keeper.pids()) or not _has_own_network(pids[0]):
             time.sleep(0.01)
         self.pid = pids[0]
+        self.name = os.readlink(f"/proc/{self.pid}/ns/net")
 
     def inside(self, *command: str) -> list[str]:
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", *command]
@@ -46,9 +49,18 @@ class Namespace:
 
 
 class Host:
-    """A node of the cluster, at 10.77.0.`number`; the first is its head."""
+    """A node of the cluster, at 10.77.0.`number`; the first is its head.
 
-    def __init__(self, cluster: RayCluster, number: int) -> None:
+    It has `env` besides, and `instead`: paths that hold other files there.
+    """
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        number: int,
+        env: dict[str, str],
+        instead: dict[Path, Path],
+    ) -> None:
         self.address = f"10.77.0.{number}"
         self.number = number
         self._cluster = cluster
@@ -64,9 +76,9 @@ class Host:
         self.network.ip("link set eth0 up")
         # By the way to anywhere, Ray learns its own address.
         self.network.ip("route add default dev eth0")
-        self.ray = self._start()
+        self.ray = self._start(env, instead)
 
-    def _start(self) -> Supervised:
+    def _start(self, env: dict[str, str], instead: dict[Path, Path]) -> Supervised:
         role = ["--head", f"--port={PORT}", f"--temp-dir={self._cluster.folder}/ray"]
         if self.number > 1:
             role = [f"--address={self._cluster.address}"]
@@ -80,7 +92,11 @@ class Host:
             "RAY_worker_niceness": str(self._cluster.niceness),
             # Or Ray wants the token that is in the user's home, if one is.
             "RAY_AUTH_MODE": "disabled",
+            **env,
         }
+        for path, other in instead.items():
+            bound = [MOUNTED, str(other), str(path)]
+            command = ["unshare", "--mount", "sh", "-c", *bound, *command]
         return Supervised(self.network.inside(*command), env, self._log)
 
     def processes(self, what: str) -> list[int]:
@@ -99,6 +115,9 @@ class Host:
     def cut(self) -> None:
         """Take the host's cable out."""
         self._cluster.switch.ip(f"link set p{self.number} down")
+
+    def mend(self) -> None:
+        self._cluster.switch.ip(f"link set p{self.number} up")
 
     def stop(self) -> None:
         self.ray.stop()
@@ -136,12 +155,27 @@ class RayCluster:
     def address(self) -> str:
         return f"10.77.0.1:{PORT}"
 
-    def add(self) -> Host:
-        host = Host(self, len(self.hosts) + 1)
+    def add(
+        self,
+        env: dict[str, str] | None = None,
+        instead: dict[Path, Path] | None = None,
+    ) -> Host:
+        host = Host(self, len(self.hosts) + 1, env or {}, instead or {})
         self._stack.callback(host.stop)
         self.hosts.append(host)
         self.wait_for(host)
         return host
+
+    def processes(self, what: str) -> list[str]:
+        """Commands with `what` in them that run on any host, whoever started them."""
+        networks = {host.network.name for host in self.hosts}
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # It may have ended by now.
+                command = (process / "cmdline").read_text().replace("\0", " ")
+                if what in command and os.readlink(process / "ns" / "net") in networks:
+                    found.append(command)
+        return found
 
     def on_head(self, *command: str) -> list[str]:
         """`command`, as it runs on the first host."""

@@ -15,7 +15,7 @@ def test_what_a_report_sets_beside_each_other_is_one_piece_of_work():
         for connector in matrix.connectors
     ]
     together = compared(cells, matrix.claims)
-    assert sorted(sum(together, [])) == sorted(cells)
+    assert sorted(cell for some in together for cell in some) == sorted(cells)
     pairs = {
         ((one.release, one.beside), (one.release, one.connector))
         for one in matrix.claims
