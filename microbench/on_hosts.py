@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from lab.hosts.cluster import spread
+from lab.hosts.apart import spread
 from lab.hosts.progress import Progress
 from lab.hosts.unpack import unpack
 from lab.records.documents import read_document, write_document

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.hosts.cluster import spread
+from lab.hosts.apart import spread
 from lab.paths import REPOSITORY
 from lab.serving.ports import reserve
 from lab.serving.supervise import Supervised, exit_on_signals

@@ -12,7 +12,7 @@ import msgspec
 from fleet.experiment.arm import TRACE, ExperimentContext
 from fleet.experiment.host import EXPERIMENT, Task
 from fleet.experiment.plan import Run
-from lab.hosts.cluster import spread
+from lab.hosts.apart import spread
 from lab.hosts.progress import Progress
 from lab.hosts.unpack import unpack
 from lab.records.arm import ArmRecord, PlannedArm

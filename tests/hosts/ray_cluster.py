@@ -88,7 +88,7 @@ class Host:
         if self.number == 1:
             command += ["--include-dashboard=false"]
         env = os.environ | {
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": str(self._cluster.checkout),
             "RAY_worker_niceness": str(self._cluster.niceness),
             # Or Ray wants the token that is in the user's home, if one is.
             "RAY_AUTH_MODE": "disabled",
@@ -125,11 +125,14 @@ class Host:
 
 
 class RayCluster:
-    """`count` hosts; leaving the context ends them."""
+    """`count` hosts with the code of `checkout`; leaving the context ends them."""
 
-    def __init__(self, count: int, niceness: int = 0) -> None:
+    def __init__(
+        self, count: int, niceness: int = 0, checkout: Path = REPOSITORY
+    ) -> None:
         self._count = count
         self.niceness = niceness
+        self.checkout = checkout
         self._stack = ExitStack()
 
     def __enter__(self) -> RayCluster:
