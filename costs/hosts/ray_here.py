@@ -25,7 +25,7 @@ def ray_here() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="kvh", ignore_cleanup_errors=True) as made:
         address = f"127.0.0.1:{reserve(1)[0].http}"
         env = os.environ | {"PYTHONPATH": str(REPOSITORY), "RAY_worker_niceness": "0"}
-        # Not a `Supervised`: a sweep refuses to start beside what another run supervises.
+        # Not a `Supervised`: a sweep refuses to start beside what others supervise.
         with (Path(made) / "log").open("wb") as log:
             process = subprocess.Popen(
                 _head(address, made), env=env, stdout=log, stderr=log
@@ -41,14 +41,10 @@ def ray_here() -> Iterator[str]:
 def _head(address: str, folder: str) -> list[str]:
     host, _, port = address.rpartition(":")
     command = ["setpriv", "--pdeathsig", "TERM"]
-    command += [
-        str(Path(sys.executable).with_name("ray")),
-        "start",
-        "--head",
-        "--block",
-    ]
-    command += ["--block", f"--port={port}", f"--node-ip-address={host}", "--disable-usage-stats"]
-    return [*command, "--include-dashboard=false", f"--temp-dir={folder}/ray"]
+    command += [str(Path(sys.executable).with_name("ray")), "start", "--head"]
+    command += [f"--port={port}", f"--node-ip-address={host}", "--disable-usage-stats"]
+    command += ["--block", "--include-dashboard=false", f"--temp-dir={folder}/ray"]
+    return command
 
 
 def _wait_for(address: str) -> None:
