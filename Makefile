@@ -101,7 +101,7 @@ verdict-power: setup ## how small a growth a sweep still catches, from the run R
 	$(python) -m costs.power $(RUN) --flat noop --flat liars/honest --flat liars/constant --draws 8
 
 observatory: setup ## what every connector costs per step on every release (hours, 12 GB; goes on where it was stopped)
-	$(python) -m observatory
+	$(python) -m observatory $(if $(RAY),--ray $(RAY))
 
 axes-gate-check: setup ## does the gate along the axes catch broken connectors? (40 minutes)
 	$(python) -m costs.axes_gate

@@ -39,7 +39,8 @@ def spread(
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     told = (theirs, os.getpid(), address, module, files, tasks, alone)
-    process = context.Process(target=_serve, args=told)
+    # A daemon ends with us even if nobody closes this generator.
+    process = context.Process(target=_serve, args=told, daemon=True)
     process.start()
     theirs.close()
     try:
