@@ -14,5 +14,6 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # Servers must not wait for whatever else runs, and Ray's workers must find the checkout.
 # symmetric-run looks for `ray` in PATH.
 export RAY_worker_niceness=0 PYTHONPATH=$PWD PATH=$PWD/.venv/bin:$PATH
-srun ray symmetric-run --address "$first:6379" --min-nodes "$SLURM_JOB_NUM_NODES" \
-    --disable-usage-stats -- "$@" --ray auto
+# A task is one process to Slurm, and would be bound to one core.
+srun --cpu-bind=none ray symmetric-run --address "$first:6379" \
+    --min-nodes "$SLURM_JOB_NUM_NODES" --disable-usage-stats -- "$@" --ray auto

@@ -24,7 +24,7 @@ NEEDED = {"RAY_worker_niceness": "0", "PYTHONPATH": "/kvtax"}
 # What Slurm would do, on one node.
 STUBS = {
     "scontrol": "#!/bin/sh\necho 127.0.0.1\n",
-    "srun": '#!/bin/sh\nexec "$@"\n',
+    "srun": '#!/bin/sh\nshift\nexec "$@"\n',
 }
 # `ray stop` ends all that is Ray's, so it must see nobody else's.
 ALONE = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
