@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -235,7 +234,6 @@ class _Hosts:
     def _lose(self, node: str, why: str, by_a_task: bool = True) -> None:
         host = self._hosts.pop(node)
         self.last_loss = f"{host.name}: {why}"
-        print(f"given up {self.last_loss}", file=sys.stderr)
         self._progress.leaves(host.name, why)
         self._lost += [(task, by_a_task) for task in host.doing.values()]
         ray.kill(host.agent)

@@ -35,8 +35,9 @@ class Progress:
         self._names = names
         self._rows: dict[str, _Row] = {}
         console = Console(stderr=True)
-        # What is printed meanwhile comes above it.
-        live = Live(self, console=console, refresh_per_second=2)
+        # What is printed meanwhile comes above it, unless it goes to a file.
+        both = sys.stdout.isatty()
+        live = Live(self, console=console, refresh_per_second=2, redirect_stdout=both)
         self._live = live if console.is_terminal else None
 
     def __enter__(self) -> Progress:
@@ -68,6 +69,7 @@ class Progress:
 
     def leaves(self, host: str, why: str) -> None:
         """What it was doing is for others."""
+        print(f"given up {host}: {why}", file=sys.stderr)
         row = self._rows[host]
         row.lost += len(row.doing)
         row.doing.clear()
