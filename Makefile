@@ -84,8 +84,15 @@ virtual-cost: setup ## how fast and how big a fleet in virtual time is, and how 
 trace-cost: setup ## time and memory of traces of two million requests
 	$(python) -m costs.traces
 
-hosts-cost: setup ## what handing out a task to a host of a Ray cluster costs
+hosts-cost: setup ## what handing out a task to a host of a Ray cluster costs, and many runs (4 minutes)
 	$(python) -m costs.hosts
+	$(python) -m costs.hosts.cells
+
+hosts-with-and-without: setup ## does Ray on a host change what a sweep measures there? (13 minutes)
+	$(python) -m costs.hosts.with_and_without
+
+hosts-study: setup ## 400 runs in virtual time on three hosts, one lost midway, and here: equal bytes? (needs root)
+	$(python) -m tests.hosts.lost_midway configs/experiments/seeds.toml --out runs/hosts-study
 
 transfer-check: setup ## does Mooncake report a write over TCP before the bytes arrive?
 	$(python) -m lab.serving.transfer_check
@@ -94,7 +101,7 @@ verdict-power: setup ## how small a growth a sweep still catches, from the run R
 	$(python) -m costs.power $(RUN) --flat noop --flat liars/honest --flat liars/constant --draws 8
 
 observatory: setup ## what every connector costs per step on every release (hours, 12 GB; goes on where it was stopped)
-	$(python) -m observatory
+	$(python) -m observatory $(if $(RAY),--ray $(RAY))
 
 axes-gate-check: setup ## does the gate along the axes catch broken connectors? (40 minutes)
 	$(python) -m costs.axes_gate
@@ -204,6 +211,7 @@ clean: clean-releases ## remove runs, fetched sources and the environment
 .PHONY: help setup fresh-machine-check test test-all test-fast direct-read-test direct-read-storm \
 	fleet-test hosts-test proxy-fuzz fleet-experiment lint sweep overhead step-cost \
 	direct-read-cost exposure-cost growth-cost listener-cost sending-lag proxy-cost trace-cost hosts-cost \
+	hosts-with-and-without hosts-study \
 	transfer-check bench-report bench-look browser observatory axes-gate-check noisy-sweep verdict-power coverage \
 	vllm-releases upstream-check \
 	upstream-series release-test kvindex-test kvindexd kvindexd-bench kvindex-bench kvindex-profile llmd-bench kvindex-figures lock clean-releases clean

@@ -63,7 +63,7 @@ def main() -> int:
         as_without_ray()
         installed = job.installed()
         found = provenance.collect({}, "bash run_all.sh --ray", installed)
-        _require(found["package_versions"], job.packages)
+        require(found["package_versions"], job.packages)
         with machine_lock(), workshop(folder / "shop", job.profile, installed) as shop:
             while asked.open:
                 for number, content in asked.come(WATCH_EVERY_S):
@@ -84,8 +84,8 @@ def _measure(shop: Workshop, one: Round, made: Path) -> None:
         print(planned.folder, trial.status, trial.error or "", flush=True)
 
 
-def _require(here: dict[str, str], packages: dict[str, str]) -> None:
-    """Raises Unfit."""
+def require(here: dict[str, str], packages: dict[str, str]) -> None:
+    """The packages `here` must be those of the first host. Raises Unfit."""
     for name in sorted(here.keys() | packages.keys()):
         if here.get(name) != packages.get(name):
             raise Unfit(

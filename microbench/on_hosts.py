@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from lab.hosts.cluster import spread
+from lab.hosts.apart import spread
+from lab.hosts.progress import Progress
 from lab.hosts.unpack import unpack
 from lab.records.documents import read_document, write_document
 from lab.records.run import PLAN_FILE, HostRecord, RunRecord
@@ -49,14 +50,17 @@ def run_on_hosts(
     )
     files = {JOB: msgspec.json.encode(job)}
     tasks = [msgspec.json.encode(Round(repeat)) for repeat in rounds]
-    for task, host, packed in spread(address, MODULE, files, tasks, alone=True):
-        own = [planned for planned in plan if planned.repeat == rounds[task]]
-        facts = _take(packed, own, run_dir)
-        note(run, host, rounds[task], facts)
-        write_document(run_dir / PLAN_FILE, run)
-        records = _records(run_dir, own)
-        ok = sum(record.status == "ok" for record in records)
-        print(f"repeat {rounds[task]} on {host}: {ok} of {len(own)} ok", flush=True)
+    with Progress([f"repeat {repeat}" for repeat in rounds]) as progress:
+        done = spread(address, MODULE, files, tasks, alone=True, progress=progress)
+        for task, host, packed in done:
+            own = [planned for planned in plan if planned.repeat == rounds[task]]
+            facts = _take(packed, own, run_dir)
+            note(run, host, rounds[task], facts)
+            write_document(run_dir / PLAN_FILE, run)
+            ok = sum(record.status == "ok" for record in _records(run_dir, own))
+            if ok < len(own):
+                progress.failed(host)
+            print(f"repeat {rounds[task]} on {host}: {ok} of {len(own)} ok", flush=True)
     return _records(run_dir, plan)
 
 

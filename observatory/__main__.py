@@ -2,6 +2,7 @@
 """Measure every connector on every release: configs/observatory.toml.
 
     python -m observatory [--release VERSION] [--connector CONFIG] [--again]
+        [--ray ADDRESS]
 
 Cells that are there already are kept, so a run that was stopped goes on where it was.
 Ends with docs/observatory.md, the page of all cells, and the same for a browser.
@@ -11,29 +12,42 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 
 import msgspec
 
 from lab.config import ConfigError
+from lab.hosts.errors import HostsError
 from lab.paths import REPOSITORY
 from lab.records import RecordsError
 from lab.records.documents import write_whole
+from lab.records.observatory_cell import CellRecord
 from lab.serving.connector import Connector, load_connector
 from lab.serving.errors import ServerError
 from lab.serving.installation import Installation
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.releases import release as environment_of
 from lab.serving.supervise import exit_on_signals
-from observatory.cell import measure
-from observatory.matrix import read_matrix
+from observatory.cell import measured
+from observatory.matrix import Matrix, read_matrix
 from observatory.page import page
-from observatory.reasons import reason
 from observatory.results import place, read_cells
 from page.build import build
 from page.markdown import page_of
 
+COMMAND = "python -m observatory"
 PAGE = REPOSITORY / "docs" / "observatory.md"
 HTML = REPOSITORY / "docs" / "results" / "observatory" / "report.html"
+
+Cells = list[tuple[str, str]]
+ERRORS = (
+    ConfigError,
+    HostsError,
+    MachineBusy,
+    RecordsError,
+    ServerError,
+    OSError,
+)
 
 
 def main() -> int:
@@ -48,6 +62,11 @@ def main() -> int:
     parser.add_argument(
         "--again", action="store_true", help="measure cells that are there already"
     )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="measure on all hosts of a Ray cluster (docs/hosts.md); auto: this one's",
+    )
     chosen = parser.parse_args()
     exit_on_signals()
     try:
@@ -61,15 +80,18 @@ def main() -> int:
         # All at once, so that what is not there is said before an hour of measuring.
         configs = {connector: load_connector(connector) for _, connector in cells}
         installed = {release: environment_of(release) for release, _ in cells}
-        with machine_lock():
-            for number, (release, connector) in enumerate(cells, 1):
-                print(f"observatory: {number} of {len(cells)}: ", end="", flush=True)
-                _measure(release, connector, configs[connector], installed[release])
+        if chosen.ray is None:
+            made = _measure_here(cells, configs, installed)
+        else:
+            made = _on_hosts(chosen.ray, cells, matrix, installed)
+        for number, cell in enumerate(made, 1):
+            print(f"observatory: {number} of {len(cells)}: {_line(cell)}", flush=True)
+            _keep(cell)
         found = read_cells(matrix.releases, matrix.connectors)
         told = page(matrix, found)
         write_whole(PAGE, told.encode())
         write_whole(HTML, html(told).encode())
-    except (ConfigError, RecordsError, ServerError, MachineBusy, OSError) as error:
+    except ERRORS as error:
         print(f"observatory: {error}", file=sys.stderr)
         return 1
     print(f"observatory: {PAGE.relative_to(REPOSITORY)}; open {HTML}")
@@ -81,18 +103,35 @@ def html(text: str) -> str:
     return build(page_of(text, PAGE.parent, "Made by make observatory."))
 
 
-def _measure(
-    release: str, connector: str, config: Connector, installed: Installation
-) -> None:
-    found = measure(connector, release, config, installed, "python -m observatory")
-    if found.error:
-        found = msgspec.structs.replace(found, error=reason(found.error))
-    told = found.error or "measured"
-    print(f"vLLM {release}, {connector}: {told}, {found.wall_s:.0f} s", flush=True)
-    file = place(release, connector)
+def _measure_here(
+    cells: Cells, configs: dict[str, Connector], installed: dict[str, Installation]
+) -> Iterator[CellRecord]:
+    with machine_lock():
+        for release, connector in cells:
+            config, release_of = configs[connector], installed[release]
+            yield measured(connector, release, config, release_of, COMMAND)
+
+
+def _on_hosts(
+    address: str, cells: Cells, matrix: Matrix, installed: dict[str, Installation]
+) -> Iterator[CellRecord]:
+    # Ray takes a second to import, and is needed here alone.
+    from observatory.on_hosts import measure_on_hosts
+
+    return measure_on_hosts(address, cells, matrix.claims, installed)
+
+
+def _line(cell: CellRecord) -> str:
+    where = f" on {cell.host}" if cell.host else ""
+    told = cell.error or "measured"
+    return f"vLLM {cell.release}, {cell.connector}{where}: {told}, {cell.wall_s:.0f} s"
+
+
+def _keep(cell: CellRecord) -> None:
+    file = place(cell.release, cell.connector)
     file.parent.mkdir(parents=True, exist_ok=True)
     # On one line: indented, the matrix would be ten megabytes.
-    write_whole(file, msgspec.json.encode(found) + b"\n")
+    write_whole(file, msgspec.json.encode(cell) + b"\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import polars as pl
 
 from lab.records.joined_steps import method_columns, read_worker_steps
@@ -28,7 +29,7 @@ from lab.serving.releases import beside
 from lab.serving.settings import CPU_ENGINE
 from microbench.analysis.steps import read_engine_steps, step_table
 from observatory.axes import AXES
-from observatory.reasons import not_in_release
+from observatory.reasons import not_in_release, reason
 
 # Every second pass goes down the levels, so that a drift of the machine falls out.
 PASSES, FEWEST_PASSES = 9, 6
@@ -71,6 +72,16 @@ def measure(
         means_us=means,
         error=error,
     )
+
+
+def measured(
+    name: str, release: str, connector: Connector, installed: Installation, command: str
+) -> CellRecord:
+    """As measure; an error is the reason alone, not the engine's log."""
+    found = measure(name, release, connector, installed, command)
+    if found.error:
+        found = msgspec.structs.replace(found, error=reason(found.error))
+    return found
 
 
 def run(

@@ -15,6 +15,7 @@ from observatory.results import place
 ARROW = "\N{RIGHTWARDS ARROW}"
 MARK = "\N{DAGGER}"
 Cells = dict[tuple[str, str], CellRecord]
+Marks = dict[str | None, int]
 
 HEAD = """
 # The observatory: what connectors cost per step, by release
@@ -54,6 +55,13 @@ CLAIMS = """
 What users reported, and what the cell shows. A curve is level: µs per step.
 """
 
+HOSTS = """
+## Hosts
+
+The cells are of several hosts, each cell of one. So what it says of growth holds as it
+stands. Levels of cells of different hosts must not be compared.
+"""
+
 
 def page(matrix: Matrix, cells: Cells) -> str:
     """The whole text, Markdown."""
@@ -61,6 +69,7 @@ def page(matrix: Matrix, cells: Cells) -> str:
         HEAD.strip(),
         _matrix(SUMMARY, matrix, cells, _idle),
         _stand_ins(matrix),
+        _hosts(cells),
         *(_along(axis, matrix, cells) for axis in AXES),
         _claims(matrix, cells),
         _reasons(cells),
@@ -70,9 +79,10 @@ def page(matrix: Matrix, cells: Cells) -> str:
 
 
 def _matrix(head: str, matrix: Matrix, cells: Cells, told) -> str:
+    marks = _marks(cells)
     rows = [
         [_name(matrix, one)]
-        + [_cell(cells.get((release, one)), told) for release in matrix.releases]
+        + [_cell(cells.get((release, one)), told, marks) for release in matrix.releases]
         for one in matrix.connectors
     ]
     return f"{head.strip()}\n\n{table(['connector', *matrix.releases], rows)}"
@@ -83,10 +93,30 @@ def _name(matrix: Matrix, connector: str) -> str:
     return f"`{connector.removeprefix('observatory/')}`{mark}"
 
 
-def _cell(cell: CellRecord | None, told) -> str:
+def _cell(cell: CellRecord | None, told, marks: Marks) -> str:
     if cell is None:
         return "not measured"
-    return "[no](#what-does-not-start)" if cell.error else told(cell)
+    if cell.error:
+        return "[no](#what-does-not-start)"
+    mark = f" <br> *host {marks[cell.host]}*" if marks else ""
+    return told(cell) + mark
+
+
+def _marks(cells: Cells) -> Marks:
+    """A number for each host; none if there is one."""
+    hosts = sorted({one.host for one in cells.values() if not one.error}, key=str)
+    return {host: number for number, host in enumerate(hosts, 1) if len(hosts) > 1}
+
+
+def _hosts(cells: Cells) -> str:
+    rows = []
+    for host, number in _marks(cells).items():
+        own = [one for one in cells.values() if one.host == host and not one.error]
+        cpu = own[0].provenance.get("cpu_model")
+        name = host or "without `--ray`"
+        rows.append([str(number), name, cpu or DASH, str(len(own))])
+    head = ["host", "address", "CPU", "cells"]
+    return f"{HOSTS.strip()}\n\n{table(head, rows)}" if rows else ""
 
 
 def _idle(cell: CellRecord) -> str:
@@ -182,9 +212,16 @@ def _answer(claim: Claim, cells: Cells) -> list[str]:
     )
     told = verdict(claim.axis, found)
     if other := cells.get((claim.release, claim.beside)):
-        plain = growth(other, claim.axis, claim.time)
-        told = f"{found.slope:+.1f}, and {plain.slope:+.1f} of `{claim.beside}`"
+        told = _beside(claim, cell, found, other)
     return [claim.where, claim.claim, looked_at, curve, told]
+
+
+def _beside(claim: Claim, cell: CellRecord, found: Growth, other: CellRecord) -> str:
+    if other.host != cell.host:
+        told = verdict(claim.axis, found)
+        return f"{told}; `{claim.beside}` is of another host, and not compared"
+    plain = growth(other, claim.axis, claim.time)
+    return f"{found.slope:+.1f}, and {plain.slope:+.1f} of `{claim.beside}`"
 
 
 def _reasons(cells: Cells) -> str:

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
-import sys
-import tempfile
 import time
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
-from lab.hosts.cluster import spread
-from lab.paths import REPOSITORY
-from lab.serving.ports import reserve
-from lab.serving.supervise import Supervised, exit_on_signals
+from costs.hosts.ray_here import ray_here
+from lab.hosts.apart import spread
+from lab.serving.supervise import exit_on_signals
 
 MODULE = "costs.hosts.nothing"
 # About what a run in virtual time leaves of 300 requests.
 RESULT_BYTES = 200_000
-READY_S = 60
 
 
 def main() -> None:
@@ -35,11 +28,8 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=2_000)
     chosen = parser.parse_args()
     exit_on_signals()
-    with tempfile.TemporaryDirectory(prefix="kvh", ignore_cleanup_errors=True) as made:
-        address = f"127.0.0.1:{reserve(1)[0].http}"
-        with Supervised(head(address, made), environment(), Path(made) / "log"):
-            wait_for(address)
-            moments_s = seconds_of_tasks(address, chosen.tasks)
+    with ray_here() as address:
+        moments_s = seconds_of_tasks(address, chosen.tasks)
     # The first result comes when the host's process has started.
     each_ms = (moments_s[-1] - moments_s[0]) / (len(moments_s) - 1) * 1e3
     print("| tasks | first result after, s | ms per task | the 90 % between, ms |")
@@ -49,28 +39,6 @@ def main() -> None:
         f"| {chosen.tasks:,} | {moments_s[0]:.1f} | {each_ms:.2f} | "
         f"{low_ms:.2f} to {high_ms:.2f} |"
     )
-
-
-def head(address: str, folder: str) -> list[str]:
-    host, _, port = address.rpartition(":")
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"]
-    command += [f"--port={port}", f"--node-ip-address={host}", "--disable-usage-stats"]
-    return [*command, "--include-dashboard=false", f"--temp-dir={folder}/ray"]
-
-
-def wait_for(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    deadline_s = time.monotonic() + READY_S
-    while True:
-        with suppress(ConnectionRefusedError):
-            return socket.create_connection((host, int(port))).close()
-        if time.monotonic() > deadline_s:
-            raise SystemExit(f"no Ray at {address} within {READY_S} s")
-        time.sleep(0.2)
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(REPOSITORY)}
 
 
 def seconds_of_tasks(address: str, count: int) -> list[float]:

@@ -19,6 +19,7 @@ from fleet.experiment.placement import dealt, most_hosts
 from lab.hosts.cluster import NO_HOST_S, Host, hosts_of
 from lab.hosts.crew import Crew
 from lab.hosts.errors import HostLost, HostsError
+from lab.hosts.progress import Progress
 from lab.records.arm import FleetHost
 from lab.serving.ports import LOOPBACK
 
@@ -32,7 +33,7 @@ HELLO_S = 180.0
 def fleet_hosts(address: str, experiment: Experiment) -> Iterator[FleetHosts]:
     """The hosts of the cluster. Raises HostsError."""
     files = {EXPERIMENT: msgspec.json.encode(experiment)}
-    with hosts_of(address, MODULE, files) as hosts:
+    with hosts_of(address, MODULE, files, Progress()) as hosts:
         yield FleetHosts(experiment, Crew(hosts))
 
 

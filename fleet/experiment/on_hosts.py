@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +12,11 @@ import msgspec
 from fleet.experiment.arm import TRACE, ExperimentContext
 from fleet.experiment.host import EXPERIMENT, Task
 from fleet.experiment.plan import Run
-from lab.hosts.cluster import spread
+from lab.hosts.apart import spread
+from lab.hosts.progress import Progress
 from lab.hosts.unpack import unpack
-from lab.records.arm import PlannedArm
+from lab.records.arm import ArmRecord, PlannedArm
+from lab.records.documents import read_document
 
 MODULE = "fleet.experiment.host"
 
@@ -35,14 +36,14 @@ def simulate_on_hosts(
         TRACE: context.trace.read_bytes(),
     }
     tasks = [msgspec.json.encode(Task(run.folder, planned)) for run, planned in runs]
-    done_by: dict[str, int] = {}
-    for number, host, packed in spread(address, MODULE, files, tasks):
-        run, _ = runs[number]
-        made = unpack(packed, context.workshop.folder)
-        yield _moved(made, out / run.folder)
-        done_by[host] = done_by.get(host, 0) + 1
-    for host, count in sorted(done_by.items()):
-        print(f"{host}: {count} runs", file=sys.stderr)
+    with Progress([run.folder for run, _ in runs]) as progress:
+        done = spread(address, MODULE, files, tasks, progress=progress)
+        for number, host, packed in done:
+            run, _ = runs[number]
+            made = _moved(unpack(packed, context.workshop.folder), out / run.folder)
+            if read_document(made / "arm.json", ArmRecord).status != "ok":
+                progress.failed(host)
+            yield made
 
 
 def _moved(made: Path, folder: Path) -> Path:

@@ -19,6 +19,8 @@ from lab.serving.server import tail
 from lab.serving.supervise import Supervised
 
 WATCH_EVERY_S = 0.01
+# With less, work fails in ways of its own.
+LEAST_FREE_MIB = 64
 
 
 class AgentError(Exception):
@@ -54,7 +56,11 @@ class Agent:
         self._code = code()
 
     def greet(self) -> tuple[Code, int]:
-        """The host's code, and how many tasks it can do at a time."""
+        """The host's code, and how many tasks it can do at a time.
+
+        Raises HostRefused.
+        """
+        self._require_disk()
         return self._code, len(os.sched_getaffinity(0))
 
     def run(self, task: bytes) -> bytes:
@@ -74,7 +80,17 @@ class Agent:
         with tarfile.open(fileobj=packed, mode="w") as tar:
             tar.add(result, arcname=".")
         shutil.rmtree(result)
+        # What failed may have failed for that, and said something else.
+        self._require_disk()
         return packed.getvalue()
+
+    def _require_disk(self) -> None:
+        """Raises HostRefused if it is full."""
+        free_mib = shutil.disk_usage(tempfile.gettempdir()).free / 2**20
+        if free_mib < LEAST_FREE_MIB:
+            raise HostRefused(
+                f"its disk is full: {free_mib:.0f} MiB free in {tempfile.gettempdir()}"
+            )
 
     def _require_process(self) -> None:
         """Raises AgentError and HostRefused if it has ended."""

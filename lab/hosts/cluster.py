@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lab.hosts.agent import Agent, HostRefused
 from lab.hosts.code import code, differences
 from lab.hosts.errors import HostsError
+from lab.hosts.progress import Progress
 from lab.serving.supervise import SIGNALS
 
 # Each core has another task waiting, so that it need not wait for one.
@@ -64,20 +64,24 @@ def spread(
     files: dict[str, bytes],
     tasks: Sequence[bytes],
     alone: bool = False,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[int, str, bytes]]:
     """Have all `tasks` done by lab.hosts.agent on the hosts of the cluster.
 
     Yields, as they are done, a task's index, the host's name and its result. A task
     whose host is lost is done again elsewhere; hosts that come later are used, those
     with other code and those that refuse are not. With `alone` a host gets a task when
-    it has none. Raises HostsError.
+    it has none. `progress` hears who does what. Raises HostsError.
     """
-    with hosts_of(address, module, files) as hosts:
-        yield from _all_done(hosts, tasks, alone)
+    progress = progress or Progress()
+    with hosts_of(address, module, files, progress) as hosts:
+        yield from _all_done(hosts, tasks, alone, progress)
 
 
 @contextmanager
-def hosts_of(address: str, module: str, files: dict[str, bytes]) -> Iterator[Hosts]:
+def hosts_of(
+    address: str, module: str, files: dict[str, bytes], progress: Progress
+) -> Iterator[Hosts]:
     """The hosts of the cluster, each with an agent; leaving the context ends those.
 
     Raises HostsError.
@@ -94,7 +98,7 @@ def hosts_of(address: str, module: str, files: dict[str, bytes]) -> Iterator[Hos
             f"no Ray cluster at {address}: {error}\n`ray start --head` begins one, and "
             "`ray status` says what it has"
         ) from None
-    hosts = Hosts(module, files)
+    hosts = Hosts(module, files, progress)
     try:
         yield hosts
     finally:
@@ -113,7 +117,7 @@ def _require_listener(address: str) -> None:
 
 
 def _all_done(
-    hosts: Hosts, tasks: Sequence[bytes], alone: bool
+    hosts: Hosts, tasks: Sequence[bytes], alone: bool, progress: Progress
 ) -> Iterator[tuple[int, str, bytes]]:
     left = deque(range(len(tasks)))
     lost = [0] * len(tasks)
@@ -125,8 +129,10 @@ def _all_done(
             while left and len(host.doing) < most:
                 task = left.popleft()
                 host.begin(task, tasks[task])
+                progress.begins(host.name, task)
         for host, task, result in hosts.results():
             open_tasks.remove(task)
+            progress.ends(host.name, task)
             yield task, host.name, result
         for task, counts in hosts.take_lost():
             lost[task] += counts
@@ -141,8 +147,11 @@ def _all_done(
 class Hosts:
     """The hosts that are there now, and what they are doing."""
 
-    def __init__(self, module: str, files: dict[str, bytes]) -> None:
+    def __init__(
+        self, module: str, files: dict[str, bytes], progress: Progress
+    ) -> None:
         self._module = module
+        self._progress = progress
         self._files = ray.put(files)
         self._code = code()
         self._hosts: dict[str, Host] = {}
@@ -229,6 +238,7 @@ class Hosts:
             max_concurrency=MOST_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
+        self._progress.comes(name)
         return Host(name, agent.remote(self._module, self._files))
 
     def _hear(self, node: str, host: Host, now_s: float) -> None:
@@ -242,6 +252,9 @@ class Hosts:
             return
         try:
             its_code, host.slots = ray.get(host.asked)
+        except HostRefused as refused:
+            self._refuse(node, _in_short(refused))
+            return
         except RayError as error:
             self._lose(node, _in_short(error))
             return
@@ -257,7 +270,7 @@ class Hosts:
     def _lose(self, node: str, why: str, by_a_task: bool = True) -> None:
         host = self._hosts.pop(node)
         self.last_loss = host.lost = f"{host.name}: {why}"
-        print(f"given up {self.last_loss}", file=sys.stderr)
+        self._progress.leaves(host.name, why)
         self._lost += [(task, by_a_task) for task in host.doing.values()]
         ray.kill(host.agent)
 

@@ -22,6 +22,8 @@ class CellRecord(
     """A config in `configs/connectors/`, or the name of a user's own connector."""
     provenance: dict[str, Any]
     """As `provenance` in `run.json`."""
+    host: str | None = None
+    """The address of the host of several that measured it; null without `--ray`."""
     wall_s: float
     """What the cell took, its start included."""
     levels: dict[str, list[int]] = {}

@@ -176,7 +176,9 @@ class HostEntry(msgspec.Struct):
     times_as_slow: float | None
     """Median of how many times as slow as usual in this run its servers were, by work
     in which no connector has a part; null where none had it recorded."""
-    p50_us: dict[str, dict[str, float]]
+    send_lag_p99_ms: float | None = None
+    """How late the load was sent to that one of its servers where it was latest."""
+    p50_us: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     """By config and time (`schedule`, `step`), the median at the stated |cache|."""
 
 

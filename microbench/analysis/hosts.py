@@ -14,6 +14,7 @@ import polars as pl
 
 from lab.records.per_config import HostEntry
 from lab.records.run import HostRecord
+from microbench.analysis.latency import send_lag_ms
 from microbench.analysis.levels import Level
 from microbench.analysis.measured import Measured
 from microbench.analysis.speed import times_usual
@@ -45,6 +46,7 @@ def host_entries(
             servers=len(own),
             servers_that_count=sum(trial.steps is not None for trial, _ in own),
             times_as_slow=round(float(np.median(known)), 3) if known else None,
+            send_lag_p99_ms=(send_lag_ms([trial for trial, _ in own]) or {}).get("p99"),
             p50_us={
                 name: levels
                 for name, one in measured.items()

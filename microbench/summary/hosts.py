@@ -21,7 +21,7 @@ def hosts(document: PerConfig, roles: Roles) -> Table | None:
         return None
     shown = [name for name in (roles.baseline, roles.twin) if name in document.configs]
     head = ["host", "CPU", "repeats", "servers", "set aside or failed"]
-    head += ["times as slow"]
+    head += ["times as slow", "send lag p99, ms"]
     head += [f"{name}: {time}" for name in shown for time in ("schedule", "step")]
     rows = [
         [name, *_facts(one), *_levels(one, shown)]
@@ -37,6 +37,7 @@ def _facts(one: HostEntry) -> list[str]:
         str(one.servers),
         str(one.servers - one.servers_that_count),
         number(one.times_as_slow, 2),
+        number(one.send_lag_p99_ms, 2),
     ]
 
 

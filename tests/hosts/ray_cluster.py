@@ -29,6 +29,8 @@ PORTS = {
 }
 OBJECT_STORE_BYTES = 100_000_000
 READY_S = 60
+# Another file at a path, for one host alone.
+MOUNTED = 'mount --bind "$0" "$1" && shift && exec "$@"'
 
 
 class Namespace:
@@ -40,6 +42,7 @@ class Namespace:
         while not (pids := self._keeper.pids()) or not _has_own_network(pids[0]):
             time.sleep(0.01)
         self.pid = pids[0]
+        self.name = os.readlink(f"/proc/{self.pid}/ns/net")
 
     def inside(self, *command: str) -> list[str]:
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", *command]
@@ -54,10 +57,18 @@ class Namespace:
 class Host:
     """A node of the cluster, at 10.77.0.`number`; the first is its head.
 
-    Its CLOCK_MONOTONIC is `ahead_s` ahead of this machine's.
+    It has `env` besides, and `instead`: paths that hold other files there. Its
+    CLOCK_MONOTONIC is `ahead_s` ahead of this machine's.
     """
 
-    def __init__(self, cluster: RayCluster, number: int, ahead_s: int = 0) -> None:
+    def __init__(
+        self,
+        cluster: RayCluster,
+        number: int,
+        env: dict[str, str],
+        instead: dict[Path, Path],
+        ahead_s: int,
+    ) -> None:
         self.address = f"10.77.0.{number}"
         self.number = number
         self._ahead_s = ahead_s
@@ -74,9 +85,9 @@ class Host:
         self.network.ip("link set eth0 up")
         # By the way to anywhere, Ray learns its own address.
         self.network.ip("route add default dev eth0")
-        self.ray = self._start()
+        self.ray = self._start(env, instead)
 
-    def _start(self) -> Supervised:
+    def _start(self, env: dict[str, str], instead: dict[Path, Path]) -> Supervised:
         role = ["--head", f"--port={PORT}", f"--temp-dir={self._cluster.folder}/ray"]
         if self.number > 1:
             role = [f"--address={self._cluster.address}"]
@@ -88,14 +99,18 @@ class Host:
         if self.number == 1:
             command += ["--include-dashboard=false"]
         env = os.environ | {
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": str(self._cluster.checkout),
             "RAY_worker_niceness": str(self._cluster.niceness),
             # Or Ray wants the token that is in the user's home, if one is.
             "RAY_AUTH_MODE": "disabled",
+            **env,
         }
         if self._ahead_s:
             # From its next exec on, it is in a time of its own.
             command = ["unshare", "--time", f"--monotonic={self._ahead_s}", *command]
+        for path, other in instead.items():
+            bound = [MOUNTED, str(other), str(path)]
+            command = ["unshare", "--mount", "sh", "-c", *bound, *command]
         return Supervised(self.network.inside(*command), env, self._log)
 
     def processes(self, what: str) -> list[int]:
@@ -115,21 +130,31 @@ class Host:
         """Take the host's cable out."""
         self._cluster.switch.ip(f"link set p{self.number} down")
 
+    def mend(self) -> None:
+        self._cluster.switch.ip(f"link set p{self.number} up")
+
     def stop(self) -> None:
         self.ray.stop()
         self.network.stop()
 
 
 class RayCluster:
-    """`count` hosts; leaving the context ends them.
+    """`count` hosts with the code of `checkout`; leaving the context ends them.
 
     The clocks of all but the first are `ahead_s` ahead.
     """
 
-    def __init__(self, count: int, niceness: int = 0, ahead_s: int = 0) -> None:
+    def __init__(
+        self,
+        count: int,
+        niceness: int = 0,
+        checkout: Path = REPOSITORY,
+        ahead_s: int = 0,
+    ) -> None:
         self._count = count
         self._ahead_s = ahead_s
         self.niceness = niceness
+        self.checkout = checkout
         self._stack = ExitStack()
 
     def __enter__(self) -> RayCluster:
@@ -155,12 +180,28 @@ class RayCluster:
     def address(self) -> str:
         return f"10.77.0.1:{PORT}"
 
-    def add(self) -> Host:
-        host = Host(self, len(self.hosts) + 1, self._ahead_s if self.hosts else 0)
+    def add(
+        self,
+        env: dict[str, str] | None = None,
+        instead: dict[Path, Path] | None = None,
+    ) -> Host:
+        ahead_s = self._ahead_s if self.hosts else 0
+        host = Host(self, len(self.hosts) + 1, env or {}, instead or {}, ahead_s)
         self._stack.callback(host.stop)
         self.hosts.append(host)
         self.wait_for(host)
         return host
+
+    def processes(self, what: str) -> list[str]:
+        """Commands with `what` in them that run on any host, whoever started them."""
+        networks = {host.network.name for host in self.hosts}
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # It may have ended by now.
+                command = (process / "cmdline").read_text().replace("\0", " ")
+                if what in command and os.readlink(process / "ns" / "net") in networks:
+                    found.append(command)
+        return found
 
     def on_head(self, *command: str) -> list[str]:
         """`command`, as it runs on the first host."""

@@ -11,7 +11,7 @@ import json
 import sys
 import tarfile
 
-from lab.hosts.cluster import spread
+from lab.hosts.apart import spread
 from lab.hosts.errors import HostsError
 from lab.serving.supervise import exit_on_signals
 

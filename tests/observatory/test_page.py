@@ -81,6 +81,37 @@ def test_a_report_can_be_answered_beside_another_config():
     assert "and +0.0 [+0.0, +0.0] of `noop`" in row
 
 
+def of_hosts(**hosts: str) -> str:
+    """The page of two cells that a report sets beside each other."""
+    claim = Claim(
+        "vLLM #1", "walks", "mooncake_both", "running", "0.32.0", beside="noop"
+    )
+    cells = {
+        ("0.32.0", name): msgspec.structs.replace(made(name), host=host)
+        for name, host in hosts.items()
+    }
+    return page(msgspec.structs.replace(MATRIX, claims=[claim]), cells)
+
+
+def test_cells_of_several_hosts_are_marked_and_never_compared():
+    text = of_hosts(noop="10.0.0.1", mooncake_both="10.0.0.2")
+    assert "| 1 | 10.0.0.1 |" in text
+    rows = [
+        line for line in text.splitlines() if line.startswith("| `mooncake_both` |")
+    ]
+    assert len(rows) == TABLES
+    assert all("*host 2*" in row for row in rows)
+    (row,) = [line for line in text.splitlines() if "vLLM #1" in line]
+    assert "`noop` is of another host, and not compared" in row
+
+
+def test_cells_of_one_host_of_a_cluster_are_compared_and_not_marked():
+    text = of_hosts(noop="10.0.0.1", mooncake_both="10.0.0.1")
+    (row,) = [line for line in text.splitlines() if "vLLM #1" in line]
+    assert "of `noop` |" in row
+    assert "*host" not in text
+
+
 def test_a_stand_in_is_said_wherever_the_connector_is_named():
     text = told(stand_ins={"mooncake_cpu_layout": "the layout of a CPU's cache"})
     rows = [line for line in text.splitlines() if line.startswith("| `mooncake_both`")]

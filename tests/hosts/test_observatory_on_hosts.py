@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells of the observatory over hosts: each is there once, and says who measured it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.paths import REPOSITORY
+from lab.records.documents import read_document
+from lab.records.observatory_cell import CellRecord
+from tests.hosts.ray_cluster import RayCluster
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(os.geteuid() != 0, reason="networks of its own need root"),
+]
+
+RELEASE, CONNECTORS = "0.18.1", ["noop", "plain"]
+DEADLINE_S = 600
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of this one, as the observatory writes into its own."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=REPOSITORY, capture_output=True, check=True)
+    copy = tmp_path / "checkout"
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (REPOSITORY / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, copy / name)
+    (copy / ".venv").symlink_to(REPOSITORY / ".venv")
+    return copy
+
+
+def test_two_cells_are_measured_by_two_hosts_and_the_page_says_so(
+    checkout: Path,
+) -> None:
+    command = [sys.executable, "-m", "observatory", "--release", RELEASE, "--again"]
+    for connector in CONNECTORS:
+        command += ["--connector", connector]
+    with RayCluster(2, checkout=checkout) as cluster:
+        command = cluster.on_head(*command, "--ray", cluster.address)
+        done = subprocess.run(
+            command, cwd=checkout, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert cluster.processes("observatory.") == []
+    results = checkout / "docs" / "results" / "observatory"
+    cells = [
+        read_document(results / RELEASE / f"{one}.json", CellRecord)
+        for one in CONNECTORS
+    ]
+    assert [cell.error for cell in cells] == [None, None]
+    hosts = {host.address for host in cluster.hosts}
+    assert {cell.host for cell in cells} == hosts
+    page = (checkout / "docs" / "observatory.md").read_text()
+    for host in hosts:
+        assert f"| {host} |" in page
+        assert f"{host}: 1 done" in done.stderr
