@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.experiment.arm import TRACE, ExperimentContext, make_run
+from fleet.experiment.arm import TRACE, ExperimentContext, finished, make_run
 from fleet.experiment.config import Experiment, Workload, read_experiment
 from fleet.experiment.fleets import instance_settings, spec
 from fleet.experiment.plan import Run, plan
@@ -34,7 +34,6 @@ from lab import run_folder
 from lab.config import ConfigError
 from lab.hosts.errors import HostsError
 from lab.paths import REPOSITORY
-from lab.records import RecordsError
 from lab.records.arm import ArmRecord, PlannedArm, TraceFacts
 from lab.records.documents import read_document, write_document
 from lab.records.experiment import ExperimentRecord
@@ -43,16 +42,22 @@ from lab.serving import kvindexd, preflight, provenance
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.server import ServerError
 from lab.serving.supervise import exit_on_signals
+from lab.store.errors import StoreError
 
 TWIN = "twin.jsonl.gz"
 PLAN_FILE = "experiment.json"
+# Makes runs in virtual time: context, runs, out.
+Simulate = Callable[
+    [ExperimentContext, list[tuple[Run, PlannedArm]], Path], Iterator[Path]
+]
 
 
 class ExperimentError(Exception):
     """The experiment cannot start; the message says what to do."""
 
 
-# All of them before the first run, but for HostsError: --resume goes on from there.
+# All of them before the first run, but for those of hosts and stores: --resume goes on
+# from there.
 START_ERRORS = (
     ExperimentError,
     ConfigError,
@@ -61,6 +66,7 @@ START_ERRORS = (
     RunFolderError,
     ServerError,
     SpecError,
+    StoreError,
     TraceError,
     *preflight.CONFIG_ERRORS,
 )
@@ -71,12 +77,12 @@ def main() -> int:
     exit_on_signals()
     try:
         experiment = read_experiment(arguments.config)
+        stored = arguments.store is not None
         out = run_folder.choose(
-            arguments.out, experiment.name, PLAN_FILE, arguments.resume
+            arguments.out, experiment.name, PLAN_FILE, arguments.resume, stored
         )
-        run_experiment(
-            experiment, out, arguments.resume, arguments.virtual, arguments.ray
-        )
+        on_hosts = _on_hosts(arguments, out)
+        run_experiment(experiment, out, arguments.resume, arguments.virtual, on_hosts)
     except START_ERRORS as error:
         print(f"fleet.experiment: {error}", file=sys.stderr)
         return 2
@@ -88,7 +94,7 @@ def run_experiment(
     out: Path,
     resume: bool,
     virtual: bool,
-    ray_address: str | None = None,
+    on_hosts: Simulate | None = None,
 ) -> None:
     """Make all runs of the plan that are not there yet, each in a folder below `out`.
 
@@ -107,27 +113,32 @@ def run_experiment(
         if exact and not virtual:
             kvindexd.build()
         runs = plan(experiment)
-        arms = _prepare(experiment, runs, out, resume, virtual)
+        arms = _prepare(experiment, runs, out, virtual)
         workshop = stack.enter_context(Workshop(out / "workshop"))
         context = ExperimentContext(experiment, out / TRACE, workshop)
         missing = [
             (run, arm)
             for run, arm in zip(runs, arms, strict=True)
-            if not (resume and _finished(out / run.folder))
+            if not (resume and finished(out / run.folder))
         ]
-        make = simulate if virtual else _make_runs
-        if ray_address is not None:
-            make = _on_hosts(ray_address)
+        make = on_hosts or (simulate if virtual else _make_runs)
         there = len(runs) - len(missing)
         for number, folder in enumerate(make(context, missing, out), there + 1):
             print(f"{number}/{len(runs)}  {_line(folder)}", flush=True)
 
 
-def _on_hosts(address: str) -> Callable[..., Iterator[Path]]:
+def _on_hosts(arguments: argparse.Namespace, out: Path) -> Simulate | None:
+    """None without --ray. Raises StoreError."""
+    if arguments.ray is None:
+        return None
     # Ray takes a second to import, and is needed here alone.
     from fleet.experiment.on_hosts import simulate_on_hosts
+    from lab.store.store import store_of_run
 
-    return partial(simulate_on_hosts, address)
+    store = arguments.store and store_of_run(
+        arguments.store, out.name, arguments.resume
+    )
+    return partial(simulate_on_hosts, arguments.ray, store)
 
 
 def _make_runs(
@@ -140,7 +151,7 @@ def _make_runs(
 
 
 def _prepare(
-    experiment: Experiment, runs: list[Run], out: Path, resume: bool, virtual: bool
+    experiment: Experiment, runs: list[Run], out: Path, virtual: bool
 ) -> list[PlannedArm]:
     """Put trace and plan into `out`; what arm.json will say of each of `runs`.
 
@@ -160,7 +171,7 @@ def _prepare(
         if virtual:
             versions = {name: versions[name] for name in PROVENANCE}
         arms = [planned_arm(experiment, run, facts, versions, virtual) for run in runs]
-        _keep_plan(out, experiment, facts, versions, resume)
+        _keep_plan(out, experiment, facts, versions)
         shutil.move(made, out / TRACE)
     return arms
 
@@ -203,7 +214,14 @@ def _arguments() -> argparse.Namespace:
         help="make the runs of --virtual on all hosts of this Ray cluster (auto: the "
         "one that this host is in): docs/hosts.md",
     )
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="with --ray: where hosts put their runs; a shared folder, s3://...",
+    )
     chosen = parser.parse_args()
+    if chosen.store is not None and chosen.ray is None:
+        parser.error("--store is for --ray: here runs are in --out")
     if chosen.ray is not None and not chosen.virtual:
         parser.error("--ray is for --virtual: real fleets run on one host")
     return chosen
@@ -240,7 +258,7 @@ def planned_arm(
 
 
 def _keep_plan(
-    out: Path, experiment: Experiment, facts: TraceFacts, versions: dict, resume: bool
+    out: Path, experiment: Experiment, facts: TraceFacts, versions: dict
 ) -> None:
     """Write the plan into `out`, or check that it is the one that is resumed.
 
@@ -253,7 +271,7 @@ def _keep_plan(
         plan=[run.folder for run in plan(experiment)],
         versions=versions,
     )
-    if resume:
+    if file.exists():
         run_folder.check_resumable(
             out,
             run_folder.read_plan(file),
@@ -265,14 +283,6 @@ def _keep_plan(
         return
     out.mkdir(parents=True, exist_ok=True)
     write_document(file, now)
-
-
-def _finished(folder: Path) -> bool:
-    """Whether an earlier attempt made this run, and it went well."""
-    try:
-        return read_document(folder / "arm.json", ArmRecord).status == "ok"
-    except RecordsError:
-        return False
 
 
 def _line(folder: Path) -> str:

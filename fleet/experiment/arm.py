@@ -30,7 +30,7 @@ from fleet.launch.launched import Workshop
 from fleet.launch.spec import SpecError
 from lab.records import RecordsError
 from lab.records.arm import ArmRecord, Freshness, MachineLoad, PlannedArm
-from lab.records.documents import write_document
+from lab.records.documents import read_document, write_document
 from lab.records.instances import Instance
 from lab.serving import preflight
 from lab.serving.kvindexd import kvindexd
@@ -261,3 +261,11 @@ def _replayer(
 
 def _module(name: str, *arguments: object) -> list[str]:
     return [sys.executable, "-m", name, *map(str, arguments)]
+
+
+def finished(folder: Path) -> bool:
+    """Whether an earlier attempt made this run, and it went well."""
+    try:
+        return read_document(folder / "arm.json", ArmRecord).status == "ok"
+    except RecordsError:
+        return False

@@ -5,42 +5,50 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from fleet.experiment.arm import TRACE, ExperimentContext
+from fleet.experiment.arm import TRACE, ExperimentContext, finished
 from fleet.experiment.host import EXPERIMENT, Task
 from fleet.experiment.plan import Run
-from lab.hosts.cluster import spread
-from lab.hosts.unpack import unpack
+from lab.hosts.delivered import Work, delivered
 from lab.records.arm import PlannedArm
+from lab.store.store import Store
 
 MODULE = "fleet.experiment.host"
 
 
 def simulate_on_hosts(
     address: str,
+    store: Store | None,
     context: ExperimentContext,
     runs: list[tuple[Run, PlannedArm]],
     out: Path,
 ) -> Iterator[Path]:
     """As fleet.experiment.virtual.simulate, on all hosts of the cluster at `address`.
 
-    A run's folder appears whole. Raises HostsError.
+    A run's folder appears whole. Raises HostsError and StoreError.
     """
     files = {
         EXPERIMENT: msgspec.json.encode(context.experiment),
         TRACE: context.trace.read_bytes(),
     }
-    tasks = [msgspec.json.encode(Task(run.folder, planned)) for run, planned in runs]
-    done_by: dict[str, int] = {}
-    for number, host, packed in spread(address, MODULE, files, tasks):
-        run, _ = runs[number]
-        made = unpack(packed, context.workshop.folder)
-        yield _moved(made, out / run.folder)
-        done_by[host] = done_by.get(host, 0) + 1
+    tasks = {
+        run.folder: msgspec.json.encode(Task(run.folder, planned))
+        for run, planned in runs
+    }
+    work = Work(MODULE, files, tasks)
+    done_by: Counter[str] = Counter()
+
+    def good(name: str, made: Path) -> bool:
+        return finished(made)
+
+    for done in delivered(address, work, context.workshop.folder, store, good):
+        yield _moved(done.folder, out / done.name)
+        done_by[done.host] += 1
     for host, count in sorted(done_by.items()):
         print(f"{host}: {count} runs", file=sys.stderr)
 

@@ -3,30 +3,28 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import shutil
 import sys
-import tarfile
 import tempfile
 import time
 from pathlib import Path
 
 from lab.hosts.asked import PIPE, REFUSED, RESULTS, TASKS
 from lab.hosts.code import Code, code
+from lab.hosts.errors import HostRefused
+from lab.hosts.place import Place, Result, put, require
 from lab.serving.server import tail
 from lab.serving.supervise import Supervised
 
 WATCH_EVERY_S = 0.01
+# With less, what is written may be cut off: no result is taken.
+LEAST_FREE_BYTES = 16 << 20
 
 
 class AgentError(Exception):
     """The host's process came to nothing; the message has the end of its log."""
-
-
-class HostRefused(Exception):
-    """The host cannot do the work; the message says why."""
 
 
 class Agent:
@@ -57,33 +55,44 @@ class Agent:
         """The host's code, and how many tasks it can do at a time."""
         return self._code, len(os.sched_getaffinity(0))
 
-    def run(self, task: bytes) -> bytes:
-        """Do it; what came out, as a tar file. Called from several threads at once.
+    def run(self, task: bytes, place: Place | None = None) -> Result:
+        """Do it, and put what came out into its `place`, or hand it over without one.
 
-        Raises AgentError and HostRefused.
+        Called from several threads at once. Raises AgentError and HostRefused.
         """
         number = next(self._numbers)
         self._require_process()
+        if place is not None:
+            require(place)
         (self._folder / TASKS / str(number)).write_bytes(task)
         os.write(self._pipe, f"{number}\n".encode())
         result = self._folder / RESULTS / str(number)
         while not result.exists():
             self._require_process()
             time.sleep(WATCH_EVERY_S)
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w") as tar:
-            tar.add(result, arcname=".")
+        self._require_room()
+        delivered = put(result, place)
         shutil.rmtree(result)
-        return packed.getvalue()
+        return delivered
 
     def _require_process(self) -> None:
         """Raises AgentError and HostRefused if it has ended."""
         if (status := self._process.poll()) is None:
             return
+        self._require_room()
         self._process.stop()
         if status == REFUSED:
             raise HostRefused(self._log.read_text().strip())
         raise AgentError(tail(self._log))
+
+    def _require_room(self) -> None:
+        """Raises HostRefused if the disk is full: that is no fault of the task."""
+        free_bytes = shutil.disk_usage(self._folder.parent).free
+        if free_bytes < LEAST_FREE_BYTES:
+            raise HostRefused(
+                f"its disk is full: {free_bytes / 1e6:.0f} MB are free in "
+                f"{self._folder.parent}"
+            )
 
     def close(self) -> None:
         self._process.stop()

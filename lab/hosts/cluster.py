@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from lab.hosts.agent import Agent, HostRefused
+from lab.hosts.agent import Agent
 from lab.hosts.code import code, differences
-from lab.hosts.errors import HostsError
+from lab.hosts.errors import HostRefused, HostsError
+from lab.hosts.place import Place, Result
 
 # Each core has another task waiting, so that it need not wait for one.
 TASKS_PER_CORE = 2
@@ -33,6 +34,14 @@ NO_HOST_S = 60.0
 MOST_LOST = 3
 CLOSE_S = 30.0
 CONNECT_S = 10.0
+
+
+# Where a task's result goes that is made by the host of this name.
+PlaceOf = Callable[[int, str], Place | None]
+
+
+def at_hand(task: int, host: str) -> None:
+    """Results come to us."""
 
 
 @dataclass
@@ -53,13 +62,14 @@ def spread(
     files: dict[str, bytes],
     tasks: Sequence[bytes],
     alone: bool = False,
-) -> Iterator[tuple[int, str, bytes]]:
+    place: PlaceOf = at_hand,
+) -> Iterator[tuple[int, str, Result]]:
     """Have all `tasks` done by lab.hosts.agent on the hosts of the cluster.
 
     Yields, as they are done, a task's index, the host's name and its result. A task
     whose host is lost is done again elsewhere; hosts that come later are used, those
     with other code and those that refuse are not. With `alone` a host gets a task when
-    it has none. Raises HostsError.
+    it has none. `place` says where results are put. Raises HostsError.
     """
     try:
         _require_listener(address)
@@ -71,7 +81,7 @@ def spread(
         ) from None
     hosts = _Hosts(module, files)
     try:
-        yield from _all_done(hosts, tasks, alone)
+        yield from _all_done(hosts, tasks, alone, place)
     finally:
         hosts.close()
         ray.shutdown()
@@ -88,8 +98,8 @@ def _require_listener(address: str) -> None:
 
 
 def _all_done(
-    hosts: _Hosts, tasks: Sequence[bytes], alone: bool
-) -> Iterator[tuple[int, str, bytes]]:
+    hosts: _Hosts, tasks: Sequence[bytes], alone: bool, place: PlaceOf
+) -> Iterator[tuple[int, str, Result]]:
     left = deque(range(len(tasks)))
     lost = [0] * len(tasks)
     open_tasks = set(left)
@@ -99,7 +109,8 @@ def _all_done(
             most = 1 if alone else min(host.slots * TASKS_PER_CORE, MOST_CALLS - 2)
             while left and len(host.doing) < most:
                 task = left.popleft()
-                host.doing[host.agent.run.remote(tasks[task])] = task
+                into = place(task, host.name)
+                host.doing[host.agent.run.remote(tasks[task], into)] = task
         for host, task, result in hosts.results():
             open_tasks.remove(task)
             yield task, host.name, result
@@ -149,7 +160,7 @@ class _Hosts:
     def ready(self) -> list[_Host]:
         return [host for host in self._hosts.values() if host.slots]
 
-    def results(self) -> Iterator[tuple[_Host, int, bytes]]:
+    def results(self) -> Iterator[tuple[_Host, int, Result]]:
         """What has been done; waits a moment if nothing has."""
         doing = {
             ref: (node, host)

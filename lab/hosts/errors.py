@@ -4,3 +4,7 @@
 
 class HostsError(Exception):
     """The hosts cannot do the work; the message says why and what to do."""
+
+
+class HostRefused(Exception):
+    """The host cannot do the work; the message says why."""
