@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An object store on this machine, in memory, which refuses writes when told to.
+
+    python -m tests.lab.s3_server HOST PORT FILE
+
+While FILE is there, it answers each write as S3 does that is too busy.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from lab.serving.supervise import Supervised
+
+READY_S = 300
+BUCKET = "results"
+WRITES = ("PUT", "POST")
+TOO_BUSY = b"<Error><Code>SlowDown</Code><Message>Please try again</Message></Error>"
+
+
+class S3Server:
+    """The process, with its log and FILE in `folder`."""
+
+    def __init__(self, folder: Path, host: str, port: int, *inside: str) -> None:
+        self.endpoint = f"http://{host}:{port}"
+        self._address = host, port
+        self._busy = folder / "busy"
+        command = [sys.executable, "-m", "tests.lab.s3_server", host, str(port)]
+        command = [*inside, *command, str(self._busy)]
+        self._process = Supervised(command, dict(os.environ), folder / "s3.log")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its users have in theirs."""
+        return {
+            "AWS_ACCESS_KEY_ID": "made",
+            "AWS_SECRET_ACCESS_KEY": "up",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "FSSPEC_S3_ENDPOINT_URL": self.endpoint,
+        }
+
+    def wait(self) -> None:
+        deadline_s = time.monotonic() + READY_S
+        while True:
+            try:
+                return socket.create_connection(self._address).close()
+            except OSError:
+                assert self._process.poll() is None, "the object store ended"
+                assert time.monotonic() < deadline_s, "the object store does not listen"
+            time.sleep(0.1)
+
+    def refuse(self) -> None:
+        self._busy.touch()
+
+    def accept(self) -> None:
+        self._busy.unlink()
+
+    def hang(self) -> None:
+        for pid in self._process.pids():
+            os.kill(pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        for pid in self._process.pids():
+            os.kill(pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        self._process.stop()
+
+
+def main() -> None:
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import run_simple
+
+    host, port, busy = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    store = DomainDispatcherApplication(create_backend_app)
+
+    def answer(environ, respond):
+        if environ["REQUEST_METHOD"] in WRITES and busy.exists():
+            environ["wsgi.input"].read()
+            respond("503 Slow Down", [("Content-Type", "application/xml")])
+            return [TOO_BUSY]
+        return store(environ, respond)
+
+    run_simple(host, port, answer, threaded=True)
+
+
+if __name__ == "__main__":
+    main()
