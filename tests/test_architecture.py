@@ -46,6 +46,7 @@ ROOMS: dict[str, set[str]] = {
         "look",
     },
     "look": ANALYSIS | {"page"},
+    "look.hosts": ANALYSIS | {"look", "lab.hosts", "lab.serving.supervise"},
     "page": set(),
     "upstream": {"lab", "blockpatch"},
     "kvindex": {"lab.paths", "lab.stats"},

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,17 @@ def spread(
     with other code and those that refuse are not. With `alone` a host gets a task when
     it has none. `place` says where results are put. Raises HostsError.
     """
+    with connected(address):
+        hosts = _Hosts(module, files)
+        try:
+            yield from _all_done(hosts, tasks, alone, place)
+        finally:
+            hosts.close()
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """In the cluster at `address`. Raises HostsError."""
     try:
         _require_listener(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
@@ -79,11 +91,9 @@ def spread(
             f"no Ray cluster at {address}: {error}\n`ray start --head` begins one, and "
             "`ray status` says what it has"
         ) from None
-    hosts = _Hosts(module, files)
     try:
-        yield from _all_done(hosts, tasks, alone, place)
+        yield
     finally:
-        hosts.close()
         ray.shutdown()
 
 
@@ -180,10 +190,10 @@ class _Hosts:
             try:
                 result = ray.get(ref)
             except HostRefused as refused:
-                self._refuse(node, _in_short(refused))
+                self._refuse(node, in_short(refused))
                 continue
             except RayError as error:
-                self._lose(node, _in_short(error))
+                self._lose(node, in_short(error))
                 continue
             yield host, host.doing.pop(ref), result
 
@@ -220,7 +230,7 @@ class _Hosts:
         try:
             its_code, host.slots = ray.get(host.asked)
         except RayError as error:
-            self._lose(node, _in_short(error))
+            self._lose(node, in_short(error))
             return
         host.asked = None
         if different := differences(self._code, its_code):
@@ -239,7 +249,8 @@ class _Hosts:
         ray.kill(host.agent)
 
 
-def _in_short(error: RayError) -> str:
+def in_short(error: RayError) -> str:
+    """What went wrong, without Ray's stack."""
     if isinstance(error, RayTaskError):
         return str(error.cause)
     if isinstance(error, RayActorError):

@@ -13,7 +13,16 @@ from lab.paths import REPOSITORY
 from lab.serving.installation import installation
 
 # What decides what comes out of a piece of work.
-ROOMS = ("blockpatch", "configs", "connectors", "fleet", "lab", "microbench", "patches")
+ROOMS = (
+    "blockpatch",
+    "configs",
+    "connectors",
+    "fleet",
+    "lab",
+    "look",
+    "microbench",
+    "patches",
+)
 # Of the environment that setup.sh makes: its lock, and that it was installed whole.
 INSTALLED = ".venv/.installed_lock"
 

@@ -51,6 +51,8 @@ class Store:
             self._files, self._root = url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError, OSError) as error:
             raise StoreError(f"{url}: {error}") from None
+        # s3fs would try each request five times, in each of our tries.
+        self._files.retries = 1
         # A folder's path is then a whole one.
         self.url = self._files.unstrip_protocol(self._root)
         self._is_folder = isinstance(self._files, LocalFileSystem)

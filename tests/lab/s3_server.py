@@ -41,6 +41,8 @@ class S3Server:
             "AWS_ACCESS_KEY_ID": "made",
             "AWS_SECRET_ACCESS_KEY": "up",
             "AWS_DEFAULT_REGION": "us-east-1",
+            # That the client tries again is ours to do.
+            "AWS_MAX_ATTEMPTS": "1",
             "FSSPEC_S3_ENDPOINT_URL": self.endpoint,
         }
 
@@ -75,13 +77,14 @@ class S3Server:
 def main() -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import run_simple
+    from werkzeug.wsgi import get_input_stream
 
     host, port, busy = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     store = DomainDispatcherApplication(create_backend_app)
 
     def answer(environ, respond):
         if environ["REQUEST_METHOD"] in WRITES and busy.exists():
-            environ["wsgi.input"].read()
+            get_input_stream(environ).read()
             respond("503 Slow Down", [("Content-Type", "application/xml")])
             return [TOO_BUSY]
         return store(environ, respond)

@@ -96,7 +96,7 @@ def test_bytes_that_were_changed_are_refused(url: str, tmp_path: Path) -> None:
     whole = system.cat_file(path)
     for changed in (whole[:-1], whole[:50_000] + b"x" + whole[50_001:], b""):
         system.pipe_file(path, changed)
-        with pytest.raises(StoreError, match="plain/r0 is not what 10.0.0.1 put there"):
+        with pytest.raises(StoreError, match=r"plain/r0 is not what .* put there"):
             store.fetch("plain/r0", piece, tmp_path / "fetched")
         assert not (tmp_path / "fetched").exists()
     system.rm_file(path)
@@ -166,14 +166,6 @@ def test_hosts_that_put_the_same_piece_do_not_disturb_its_readers(
         assert reader.result() > 0
 
 
-def refuse(s3: S3Server) -> None:
-    s3.refuse()
-
-
-def hang(s3: S3Server) -> None:
-    s3.hang()
-
-
 @pytest.mark.parametrize(
     ("begin", "end"),
     [(S3Server.refuse, S3Server.accept), (S3Server.hang, S3Server.go_on)],
@@ -204,7 +196,7 @@ def test_a_store_that_refuses_on_is_given_up_and_has_nothing(
     store = Store(f"s3://{BUCKET}/{tmp_path.name}")
     s3.refuse()
     try:
-        with pytest.raises(StoreError, match="refused for 3 s: .*try again"):
+        with pytest.raises(StoreError, match=r"refused for 3 s: .*try again"):
             put(store, made(tmp_path / "made"))
     finally:
         s3.accept()
@@ -222,7 +214,7 @@ def test_a_full_disk_has_no_half_piece_and_takes_the_next(
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", full], check=True)
     try:
         store = Store(str(full / "store"))
-        with pytest.raises(StoreError, match="refused for 1 s: .*No space left"):
+        with pytest.raises(StoreError, match=r"refused for 1 s: .*No space left"):
             put(store, made(tmp_path / "big", 2_000_000))
         assert (store.pieces(), tars(store.url)) == ({}, [])
         piece = put(store, made(tmp_path / "small"), "r1")
