@@ -24,7 +24,7 @@ SCHEMA = "kvtax.summed/1"
 TOLD = "kvtax_summed"
 
 
-class Server(msgspec.Struct, frozen=True, order=True):
+class Server(msgspec.Struct, frozen=True):
     """One engine lifetime. By time: `us` per step, and per 1,000 cached blocks."""
 
     name: str
@@ -73,13 +73,13 @@ def summed(folder: Path, host: str) -> Summed:
 def together(several: Iterable[Summed]) -> Summed:
     """Raises RecordsError if a server is in two of them."""
     several = list(several)
-    servers = sorted(server for one in several for server in one.servers)
+    servers = [server for one in several for server in one.servers]
     names = [server.name for server in servers]
     if twice := {name for name in names if names.count(name) > 1}:
         raise RecordsError(f"{', '.join(sorted(twice))} would be counted twice")
     return Summed(
         merged(one.counts for one in several),
-        servers,
+        sorted(servers, key=lambda server: server.name),
         [warning for one in several for warning in one.warnings],
     )
 

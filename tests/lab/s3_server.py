@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from lab.serving.supervise import Supervised
 
 READY_S = 300
 BUCKET = "results"
+LISTENS = "Running on http"
 WRITES = ("PUT", "POST")
 TOO_BUSY = b"<Error><Code>SlowDown</Code><Message>Please try again</Message></Error>"
 
@@ -26,13 +27,22 @@ TOO_BUSY = b"<Error><Code>SlowDown</Code><Message>Please try again</Message></Er
 class S3Server:
     """The process, with its log and FILE in `folder`."""
 
-    def __init__(self, folder: Path, host: str, port: int, *inside: str) -> None:
+    def __init__(self, folder: Path, host: str, port: int) -> None:
         self.endpoint = f"http://{host}:{port}"
-        self._address = host, port
+        self._folder, self._host, self._port = folder, host, port
         self._busy = folder / "busy"
-        command = [sys.executable, "-m", "tests.lab.s3_server", host, str(port)]
-        command = [*inside, *command, str(self._busy)]
-        self._process = Supervised(command, dict(os.environ), folder / "s3.log")
+
+    def start(self, inside: Callable[..., list[str]] = lambda *command: [*command]):
+        """Returns when it listens; `inside` is what a command becomes elsewhere."""
+        module = [sys.executable, "-m", "tests.lab.s3_server"]
+        command = inside(*module, self._host, str(self._port), str(self._busy))
+        log = self._folder / "s3.log"
+        self._process = Supervised(command, dict(os.environ), log)
+        deadline_s = time.monotonic() + READY_S
+        while LISTENS not in log.read_text(errors="replace"):
+            assert self._process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline_s, "the object store does not listen"
+            time.sleep(0.1)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -45,16 +55,6 @@ class S3Server:
             "AWS_MAX_ATTEMPTS": "1",
             "FSSPEC_S3_ENDPOINT_URL": self.endpoint,
         }
-
-    def wait(self) -> None:
-        deadline_s = time.monotonic() + READY_S
-        while True:
-            try:
-                return socket.create_connection(self._address).close()
-            except OSError:
-                assert self._process.poll() is None, "the object store ended"
-                assert time.monotonic() < deadline_s, "the object store does not listen"
-            time.sleep(0.1)
 
     def refuse(self) -> None:
         self._busy.touch()

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from s3_server import BUCKET, S3Server
 
 from lab.serving.ports import reserve
 from lab.store import __main__ as command
 from lab.store import store as module
 from lab.store.errors import StoreError
 from lab.store.store import Store, store_of_run
+from tests.lab.s3_server import BUCKET, S3Server
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="to mount needs root")
 
@@ -34,8 +34,8 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         for name, value in server.environment.items():
             patch.setenv(name, value)
         fsspec.config.set_conf_env(fsspec.config.conf)
+        server.start()
         try:
-            server.wait()
             fsspec.filesystem("s3").mkdir(BUCKET)
             yield server
         finally:
@@ -234,7 +234,8 @@ def test_without_s3fs_it_is_said_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(fsspec.registry._registry, "s3", raising=False)
+    known = sys.modules["fsspec.registry"]._registry
+    monkeypatch.delitem(known, "s3", raising=False)
     with pytest.raises(StoreError, match="Install s3fs"):
         Store("s3://bucket/run")
 
