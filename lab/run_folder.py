@@ -20,16 +20,23 @@ class RunFolderError(Exception):
     """The folder cannot be used for this run; the message says what to do."""
 
 
-def choose(given: Path | None, name: str, plan_file: str, resume: bool) -> Path:
+def choose(
+    given: Path | None,
+    name: str,
+    plan_file: str,
+    resume: bool,
+    stored: bool = False,
+) -> Path:
     """The folder to use: `given`, or runs/<time>-<name>. Makes nothing.
 
-    `plan_file` is the file that a folder has if a run was begun in it.
+    `plan_file` is the file that a folder has if a run was begun in it. With `stored`
+    what is resumed may be in a store alone.
     Raises RunFolderError if it holds a run that is not to be resumed, or none that is.
     """
     if given is not None and given.exists() and not given.is_dir():
         raise RunFolderError(f"{given} is a file: --out wants a folder")
     holds_a_run = given is not None and (given / plan_file).exists()
-    if resume and not holds_a_run:
+    if resume and not holds_a_run and not (stored and given):
         raise RunFolderError("--resume needs --out and the folder of a run to resume")
     if holds_a_run and not resume:
         raise RunFolderError(

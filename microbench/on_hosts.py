@@ -7,17 +7,15 @@ Configs are compared within a round, so a host that is slower is so for all of t
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 
 import msgspec
 
-from lab.hosts.apart import spread
-from lab.hosts.progress import Progress
-from lab.hosts.unpack import unpack
+from lab.hosts.delivered import Work, delivered
 from lab.records.documents import read_document, write_document
 from lab.records.run import PLAN_FILE, HostRecord, RunRecord
 from lab.records.trial import TrialRecord
+from lab.store.store import Store
 from microbench.host import JOB, PROVENANCE, Job, Round
 from microbench.profile import Profile
 from microbench.trial import PlannedTrial, read_finished
@@ -29,6 +27,7 @@ def run_on_hosts(
     address: str,
     python: str | None,
     vllm: str | None,
+    store: Store | None,
     run_dir: Path,
     run: RunRecord,
     plan: list[PlannedTrial],
@@ -37,7 +36,7 @@ def run_on_hosts(
     """A record for each trial of the plan, which holds whole rounds.
 
     A round that is done is in `run_dir`, and in run.json who made it. With `resume`
-    rounds are left out of which all trials are ok. Raises HostsError.
+    rounds are left out of which all trials are ok. Raises HostsError and StoreError.
     """
     profile = msgspec.convert(run.profile, Profile)
     job = Job(profile, python, vllm, run.provenance["package_versions"])
@@ -48,19 +47,32 @@ def run_on_hosts(
             if not (resume and read_finished(run_dir / planned.folder, planned))
         }
     )
-    files = {JOB: msgspec.json.encode(job)}
-    tasks = [msgspec.json.encode(Round(repeat)) for repeat in rounds]
-    with Progress([f"repeat {repeat}" for repeat in rounds]) as progress:
-        done = spread(address, MODULE, files, tasks, alone=True, progress=progress)
-        for task, host, packed in done:
-            own = [planned for planned in plan if planned.repeat == rounds[task]]
-            facts = _take(packed, own, run_dir)
-            note(run, host, rounds[task], facts)
-            write_document(run_dir / PLAN_FILE, run)
-            ok = sum(record.status == "ok" for record in _records(run_dir, own))
-            if ok < len(own):
-                progress.failed(host)
-            print(f"repeat {rounds[task]} on {host}: {ok} of {len(own)} ok", flush=True)
+    work = Work(
+        MODULE,
+        {JOB: msgspec.json.encode(job)},
+        {_name(repeat): msgspec.json.encode(Round(repeat)) for repeat in rounds},
+        alone=True,
+    )
+    own = {
+        _name(repeat): [planned for planned in plan if planned.repeat == repeat]
+        for repeat in rounds
+    }
+
+    def good(name: str, made: Path) -> bool:
+        return all(read_finished(made / one.folder, one) for one in own[name])
+
+    for done in delivered(address, work, run_dir, store, good):
+        planned = own[done.name]
+        for one in planned:
+            _replace(run_dir / one.folder, done.folder / one.folder)
+        facts = msgspec.json.decode((done.folder / PROVENANCE).read_bytes())
+        note(run, done.host, planned[0].repeat, facts)
+        write_document(run_dir / PLAN_FILE, run)
+        ok = sum(record.status == "ok" for record in _records(run_dir, planned))
+        print(
+            f"repeat {planned[0].repeat} on {done.host}: {ok} of {len(planned)} ok",
+            flush=True,
+        )
     return _records(run_dir, plan)
 
 
@@ -80,13 +92,9 @@ def note(run: RunRecord, host: str, repeat: int, facts: dict) -> None:
     known[host].repeats.append(repeat)
 
 
-def _take(packed: bytes, plan: list[PlannedTrial], run_dir: Path) -> dict:
-    """Put the folders of `plan` into `run_dir`; the provenance of who made them."""
-    with tempfile.TemporaryDirectory(dir=run_dir) as aside:
-        made = unpack(packed, Path(aside))
-        for planned in plan:
-            _replace(run_dir / planned.folder, made / planned.folder)
-        return msgspec.json.decode((made / PROVENANCE).read_bytes())
+def _name(repeat: int) -> str:
+    """Of a round, as a store names it."""
+    return f"r{repeat}"
 
 
 def _replace(folder: Path, made: Path) -> None:

@@ -35,6 +35,7 @@ from lab.serving.own_connector import own_connector
 from lab.serving.preflight import PreflightError
 from lab.serving.releases import release
 from lab.serving.supervise import exit_on_signals
+from lab.store.errors import StoreError
 from microbench import report
 from microbench.analysis.expected import outcomes
 from microbench.check import check
@@ -63,6 +64,7 @@ ERRORS = (
     RecordsError,
     RunFolderError,
     ServerError,
+    StoreError,
 )
 
 
@@ -129,6 +131,11 @@ def parse_arguments() -> argparse.Namespace:
         help="measure on all hosts of a Ray cluster (docs/hosts.md); auto: this one's",
     )
     parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="with --ray: where hosts put what they measured; a shared folder, s3://...",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="say what would stop it, and stop there"
     )
     return parser.parse_args()
@@ -146,12 +153,13 @@ def main() -> int:
         profile = fitted(profile)
         for choice in choices(profile):
             print(f"run_all: {choice}")
+        stored = arguments.store is not None
         run_dir = run_folder.choose(
-            arguments.out, arguments.profile, PLAN_FILE, arguments.resume
+            arguments.out, arguments.profile, PLAN_FILE, arguments.resume, stored
         )
         # Without --out the result is the repository's own.
         result_dir = arguments.out or REPOSITORY
-        on_hosts = _on_hosts(arguments) if arguments.ray else None
+        on_hosts = _on_hosts(arguments, run_dir)
         # This machine, too, is asked for by its host's agent.
         with nullcontext() if on_hosts else machine_lock():
             trials = sweep(
@@ -194,7 +202,7 @@ def sweep(
         rounds = range(profile.repeats)
         plan = [trial for repeat in rounds for trial in shop.round(repeat)]
         hosts = None if on_hosts is None else []
-        run = _begin_run(run_dir, profile, installed, plan, resume, hosts)
+        run = _begin_run(run_dir, profile, installed, plan, hosts)
         run_all = on_hosts or partial(_run_all, shop)
         records = run_all(run_dir, run, plan, resume)
         while names := configs_of_next_round(run_dir, profile, records):
@@ -251,7 +259,6 @@ def _begin_run(
     profile: Profile,
     installed: Installation,
     plan: list[PlannedTrial],
-    resume: bool,
     hosts: list[HostRecord] | None,
 ) -> RunRecord:
     """Write run.json, or check that it is the run that is resumed.
@@ -267,7 +274,7 @@ def _begin_run(
         plan=_entries(plan),
         hosts=hosts,
     )
-    if not resume:
+    if not file.exists():
         write_document(file, record)
         return record
     run_folder.check_resumable(
@@ -286,14 +293,22 @@ def _begin_run(
     return earlier
 
 
-def _on_hosts(arguments: argparse.Namespace) -> Rounds:
-    """Raises SweepError."""
+def _on_hosts(arguments: argparse.Namespace, run_dir: Path) -> Rounds | None:
+    """None without --ray. Raises SweepError and StoreError."""
+    if arguments.ray is None:
+        if arguments.store is not None:
+            raise SweepError("--store is for --ray: here results are in --out")
+        return None
     if arguments.profile_cpu:
         raise SweepError("--profile-cpu samples here: leave out --ray")
+    from lab.store.store import store_of_run
     from microbench.on_hosts import run_on_hosts
 
     python = None if arguments.python == sys.executable else arguments.python
-    return partial(run_on_hosts, arguments.ray, python, arguments.vllm)
+    store = arguments.store and store_of_run(
+        arguments.store, run_dir.name, arguments.resume
+    )
+    return partial(run_on_hosts, arguments.ray, python, arguments.vllm, store)
 
 
 def _installed(arguments: argparse.Namespace, profile: Profile) -> Installation:

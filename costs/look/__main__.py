@@ -10,35 +10,19 @@ the kernel. Prints Markdown.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 from costs.look.made_up_servers import write_servers
+from costs.look.processes import taken_by
 from lab.serving.supervise import exit_on_signals
 
 
 def look(name: str, folder: Path) -> str:
     """Look at `folder`; its row of the table."""
-    started = time.perf_counter()
-    command = [sys.executable, "-m", "look", str(folder / "records")]
-    process = subprocess.Popen(
-        [*command, "--out", str(folder / "report.html")], stdout=subprocess.DEVNULL
-    )
-    try:
-        _, status, usage = os.wait4(process.pid, 0)
-    except BaseException:
-        process.kill()
-        raise
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"look exits {process.returncode}")
-    wall_s = time.perf_counter() - started
-    cpu_s = usage.ru_utime + usage.ru_stime
-    return f"| {name} | {wall_s:.1f} | {cpu_s:.1f} | {usage.ru_maxrss / 1024:,.0f} |"
+    page = str(folder / "report.html")
+    taken = taken_by("look", str(folder / "records"), "--out", page)
+    return f"| {name} | {taken.cells} |"
 
 
 def main() -> None:

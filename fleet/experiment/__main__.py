@@ -44,6 +44,7 @@ from lab.serving import kvindexd, preflight, provenance, vllm_router
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.server import ServerError
 from lab.serving.supervise import exit_on_signals
+from lab.store.errors import StoreError
 
 if TYPE_CHECKING:
     from fleet.experiment.fleet_on_hosts import FleetHosts
@@ -52,13 +53,18 @@ TWIN = "twin.jsonl.gz"
 PLAN_FILE = "experiment.json"
 # A run that lost a host so often may be what ends them.
 MOST_LOST = 3
+# Makes runs in virtual time: context, runs, out.
+Simulate = Callable[
+    [ExperimentContext, list[tuple[Run, PlannedArm]], Path], Iterator[Path]
+]
 
 
 class ExperimentError(Exception):
     """The experiment cannot start; the message says what to do."""
 
 
-# All of them before the first run, but for HostsError: --resume goes on from there.
+# All of them before the first run, but for those of hosts and stores: --resume goes on
+# from there.
 START_ERRORS = (
     ExperimentError,
     ConfigError,
@@ -67,6 +73,7 @@ START_ERRORS = (
     RunFolderError,
     ServerError,
     SpecError,
+    StoreError,
     TraceError,
     *preflight.CONFIG_ERRORS,
 )
@@ -77,8 +84,9 @@ def main() -> int:
     exit_on_signals()
     try:
         experiment = read_experiment(arguments.config)
+        stored = arguments.store is not None
         out = run_folder.choose(
-            arguments.out, experiment.name, PLAN_FILE, arguments.resume
+            arguments.out, experiment.name, PLAN_FILE, arguments.resume, stored
         )
         run_experiment(
             experiment,
@@ -87,6 +95,7 @@ def main() -> int:
             arguments.virtual,
             arguments.ray,
             arguments.hosts,
+            arguments.store,
         )
     except START_ERRORS as error:
         print(f"fleet.experiment: {error}", file=sys.stderr)
@@ -101,6 +110,7 @@ def run_experiment(
     virtual: bool,
     ray_address: str | None = None,
     host_count: int | None = None,
+    store_url: str | None = None,
 ) -> None:
     """Make all runs of the plan that are not there yet, each in a folder below `out`.
 
@@ -114,7 +124,7 @@ def run_experiment(
             raise ConfigError("an arm's `transfer` is for --virtual")
         elif ray_address is not None:
             hosts = stack.enter_context(_fleet_hosts(ray_address, experiment))
-            hosts.count = host_count or _begun_on(out, resume) or hosts.most()
+            hosts.count = host_count or _begun_on(out) or hosts.most()
             if experiment.instances % hosts.count:
                 raise ExperimentError(
                     f"{experiment.instances} instances cannot be on {hosts.count} "
@@ -128,7 +138,7 @@ def run_experiment(
             _prepare_programs(experiment)
         runs = plan(experiment)
         count = hosts and hosts.count
-        arms = _prepare(experiment, runs, out, resume, virtual, count)
+        arms = _prepare(experiment, runs, out, virtual, count)
         workshop = stack.enter_context(Workshop(out / "workshop"))
         elsewhere = hosts and hosts.fleet
         context = ExperimentContext(experiment, out / TRACE, workshop, elsewhere)
@@ -139,7 +149,7 @@ def run_experiment(
         ]
         make = simulate if virtual else _make_runs
         if virtual and ray_address is not None:
-            make = _on_hosts(ray_address)
+            make = _on_hosts(ray_address, store_url, out, resume)
         there = len(runs) - len(missing)
         for number, folder in enumerate(make(context, missing, out), there + 1):
             print(f"{number}/{len(runs)}  {line(folder)}", flush=True)
@@ -154,11 +164,14 @@ def _prepare_programs(experiment: Experiment) -> None:
         vllm_router.executable()
 
 
-def _on_hosts(address: str) -> Callable[..., Iterator[Path]]:
+def _on_hosts(address: str, store_url: str | None, out: Path, resume: bool) -> Simulate:
+    """Raises StoreError."""
     # Ray takes a second to import, and is needed here alone.
     from fleet.experiment.on_hosts import simulate_on_hosts
+    from lab.store.store import store_of_run
 
-    return partial(simulate_on_hosts, address)
+    store = store_url and store_of_run(store_url, out.name, resume)
+    return partial(simulate_on_hosts, address, store)
 
 
 def _fleet_hosts(
@@ -171,9 +184,10 @@ def _fleet_hosts(
     return fleet_hosts(address, experiment)
 
 
-def _begun_on(out: Path, resume: bool) -> int | None:
+def _begun_on(out: Path) -> int | None:
     """On how many hosts each fleet is of the run that is resumed."""
-    return run_folder.read_plan(out / PLAN_FILE).get("hosts") if resume else None
+    file = out / PLAN_FILE
+    return run_folder.read_plan(file).get("hosts") if file.exists() else None
 
 
 def _make_runs(
@@ -195,7 +209,6 @@ def _prepare(
     experiment: Experiment,
     runs: list[Run],
     out: Path,
-    resume: bool,
     virtual: bool,
     hosts: int | None,
 ) -> list[PlannedArm]:
@@ -217,7 +230,7 @@ def _prepare(
         if virtual:
             versions = {name: versions[name] for name in PROVENANCE}
         arms = [planned_arm(experiment, run, facts, versions, virtual) for run in runs]
-        _keep_plan(out, experiment, facts, versions, resume, hosts)
+        _keep_plan(out, experiment, facts, versions, hosts)
         shutil.move(made, out / TRACE)
     return arms
 
@@ -267,9 +280,16 @@ def _arguments() -> argparse.Namespace:
         help="with --ray, on how many hosts each fleet is (default: as many as can "
         "have the same number of instances each)",
     )
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="with --ray: where hosts put their runs; a shared folder, s3://...",
+    )
     chosen = parser.parse_args()
     if chosen.hosts is not None and (chosen.ray is None or chosen.virtual):
         parser.error("--hosts is for fleets in real time, with --ray")
+    if chosen.store is not None and (chosen.ray is None or not chosen.virtual):
+        parser.error("--store is for --virtual with --ray: other runs are in --out")
     return chosen
 
 
@@ -310,7 +330,6 @@ def _keep_plan(
     experiment: Experiment,
     facts: TraceFacts,
     versions: dict,
-    resume: bool,
     hosts: int | None,
 ) -> None:
     """Write the plan into `out`, or check that it is the one that is resumed.
@@ -325,8 +344,8 @@ def _keep_plan(
         hosts=hosts,
         versions=versions,
     )
-    if resume:
-        if (begun := _begun_on(out, resume)) != hosts:
+    if file.exists():
+        if (begun := _begun_on(out)) != hosts:
             on = f"with --ray, on {begun} hosts" if begun else "without --ray"
             raise RunFolderError(f"cannot resume {out}: its fleets are made {on}")
         run_folder.check_resumable(

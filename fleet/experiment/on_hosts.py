@@ -11,39 +11,41 @@ import msgspec
 
 from fleet.experiment.arm import TRACE, ExperimentContext
 from fleet.experiment.host import EXPERIMENT, Task
+from fleet.experiment.outcome import finished
 from fleet.experiment.plan import Run
-from lab.hosts.apart import spread
-from lab.hosts.progress import Progress
-from lab.hosts.unpack import unpack
-from lab.records.arm import ArmRecord, PlannedArm
-from lab.records.documents import read_document
+from lab.hosts.delivered import Work, delivered
+from lab.records.arm import PlannedArm
+from lab.store.store import Store
 
 MODULE = "fleet.experiment.host"
 
 
 def simulate_on_hosts(
     address: str,
+    store: Store | None,
     context: ExperimentContext,
     runs: list[tuple[Run, PlannedArm]],
     out: Path,
 ) -> Iterator[Path]:
     """As fleet.experiment.virtual.simulate, on all hosts of the cluster at `address`.
 
-    A run's folder appears whole. Raises HostsError.
+    A run's folder appears whole. Raises HostsError and StoreError.
     """
     files = {
         EXPERIMENT: msgspec.json.encode(context.experiment),
         TRACE: context.trace.read_bytes(),
     }
-    tasks = [msgspec.json.encode(Task(run.folder, planned)) for run, planned in runs]
-    with Progress([run.folder for run, _ in runs]) as progress:
-        done = spread(address, MODULE, files, tasks, progress=progress)
-        for number, host, packed in done:
-            run, _ = runs[number]
-            made = _moved(unpack(packed, context.workshop.folder), out / run.folder)
-            if read_document(made / "arm.json", ArmRecord).status != "ok":
-                progress.failed(host)
-            yield made
+    tasks = {
+        run.folder: msgspec.json.encode(Task(run.folder, planned))
+        for run, planned in runs
+    }
+    work = Work(MODULE, files, tasks)
+
+    def good(name: str, made: Path) -> bool:
+        return finished(made)
+
+    for done in delivered(address, work, context.workshop.folder, store, good):
+        yield _moved(done.folder, out / done.name)
 
 
 def _moved(made: Path, folder: Path) -> Path:

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import shutil
 import sys
-import tarfile
 import tempfile
 import time
 from pathlib import Path
 
 from lab.hosts.asked import PIPE, REFUSED, RESULTS, TASKS
 from lab.hosts.code import Code, code
+from lab.hosts.errors import HostRefused
+from lab.hosts.place import Place, Result, put, require
 from lab.serving.server import tail
 from lab.serving.supervise import Supervised
 
@@ -25,10 +25,6 @@ LEAST_FREE_MIB = 64
 
 class AgentError(Exception):
     """The host's process came to nothing; the message has the end of its log."""
-
-
-class HostRefused(Exception):
-    """The host cannot do the work; the message says why."""
 
 
 class Agent:
@@ -63,26 +59,26 @@ class Agent:
         self._require_disk()
         return self._code, len(os.sched_getaffinity(0))
 
-    def run(self, task: bytes) -> bytes:
-        """Do it; what came out, as a tar file. Called from several threads at once.
+    def run(self, task: bytes, place: Place | None = None) -> Result:
+        """Do it, and put what came out into its `place`, or hand it over without one.
 
-        Raises AgentError and HostRefused.
+        Called from several threads at once. Raises AgentError and HostRefused.
         """
         number = next(self._numbers)
         self._require_process()
+        if place is not None:
+            require(place)
         (self._folder / TASKS / str(number)).write_bytes(task)
         os.write(self._pipe, f"{number}\n".encode())
         result = self._folder / RESULTS / str(number)
         while not result.exists():
             self._require_process()
             time.sleep(WATCH_EVERY_S)
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w") as tar:
-            tar.add(result, arcname=".")
+        delivered = put(result, place)
         shutil.rmtree(result)
         # What failed may have failed for that, and said something else.
         self._require_disk()
-        return packed.getvalue()
+        return delivered
 
     def _require_disk(self) -> None:
         """Raises HostRefused if it is full."""
@@ -96,6 +92,7 @@ class Agent:
         """Raises AgentError and HostRefused if it has ended."""
         if (status := self._process.poll()) is None:
             return
+        self._require_disk()
         self._process.stop()
         if status == REFUSED:
             raise HostRefused(self._log.read_text().strip())

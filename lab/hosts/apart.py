@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lab.hosts.errors import HostsError
+from lab.hosts.place import PlaceOf, Result, at_hand
 from lab.hosts.progress import Progress
 from lab.serving.supervise import PR_SET_PDEATHSIG, exit_on_signals
 
@@ -32,13 +33,17 @@ def spread(
     files: dict[str, bytes],
     tasks: Sequence[bytes],
     alone: bool = False,
+    place: PlaceOf = at_hand,
     progress: Progress | None = None,
-) -> Iterator[tuple[int, str, bytes]]:
-    """As lab.hosts.cluster.spread; HostsError also if the cluster is lost."""
+) -> Iterator[tuple[int, str, Result]]:
+    """As lab.hosts.cluster.spread; HostsError also if the cluster is lost.
+
+    `place` is pickled.
+    """
     progress = progress or Progress()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    told = (theirs, os.getpid(), address, module, files, tasks, alone)
+    told = (theirs, os.getpid(), address, module, files, tasks, alone, place)
     # A daemon ends with us even if nobody closes this generator.
     process = context.Process(target=_serve, args=told, daemon=True)
     process.start()
@@ -86,6 +91,7 @@ def _serve(
     files: dict[str, bytes],
     tasks: Sequence[bytes],
     alone: bool,
+    place: PlaceOf,
 ) -> None:
     exit_on_signals()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -95,8 +101,8 @@ def _serve(
     from lab.hosts.cluster import spread as spread_here
 
     try:
-        done = spread_here(address, module, files, tasks, alone, _Telling(theirs))
-        for result in done:
+        telling = _Telling(theirs)
+        for result in spread_here(address, module, files, tasks, alone, place, telling):
             theirs.send(("result", result))
         theirs.send(None)
     except HostsError as error:

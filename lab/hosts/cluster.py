@@ -16,9 +16,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from lab.hosts.agent import Agent, HostRefused
+from lab.hosts.agent import Agent
 from lab.hosts.code import code, differences
-from lab.hosts.errors import HostsError
+from lab.hosts.errors import HostRefused, HostsError
+from lab.hosts.place import Place, PlaceOf, Result, at_hand
 from lab.hosts.progress import Progress
 from lab.serving.supervise import SIGNALS
 
@@ -53,9 +54,9 @@ class Host:
     asked_at_s: float = 0.0
     lost: str | None = None
 
-    def begin(self, task: int, content: bytes) -> None:
+    def begin(self, task: int, content: bytes, place: Place | None = None) -> None:
         """Have it do a task, known to whoever asks for it by this number."""
-        self.doing[self.agent.run.remote(content)] = task
+        self.doing[self.agent.run.remote(content, place)] = task
 
 
 def spread(
@@ -64,18 +65,20 @@ def spread(
     files: dict[str, bytes],
     tasks: Sequence[bytes],
     alone: bool = False,
+    place: PlaceOf = at_hand,
     progress: Progress | None = None,
-) -> Iterator[tuple[int, str, bytes]]:
+) -> Iterator[tuple[int, str, Result]]:
     """Have all `tasks` done by lab.hosts.agent on the hosts of the cluster.
 
     Yields, as they are done, a task's index, the host's name and its result. A task
     whose host is lost is done again elsewhere; hosts that come later are used, those
     with other code and those that refuse are not. With `alone` a host gets a task when
-    it has none. `progress` hears who does what. Raises HostsError.
+    it has none. `place` says where results are put, `progress` hears who does what.
+    Raises HostsError.
     """
     progress = progress or Progress()
     with hosts_of(address, module, files, progress) as hosts:
-        yield from _all_done(hosts, tasks, alone, progress)
+        yield from _all_done(hosts, tasks, alone, place, progress)
 
 
 @contextmanager
@@ -86,6 +89,17 @@ def hosts_of(
 
     Raises HostsError.
     """
+    with connected(address):
+        hosts = Hosts(module, files, progress)
+        try:
+            yield hosts
+        finally:
+            hosts.close()
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """In the cluster at `address`. Raises HostsError."""
     try:
         _require_listener(address)
         kept = {number: signal.getsignal(number) for number in SIGNALS}
@@ -98,11 +112,9 @@ def hosts_of(
             f"no Ray cluster at {address}: {error}\n`ray start --head` begins one, and "
             "`ray status` says what it has"
         ) from None
-    hosts = Hosts(module, files, progress)
     try:
-        yield hosts
+        yield
     finally:
-        hosts.close()
         ray.shutdown()
 
 
@@ -117,8 +129,12 @@ def _require_listener(address: str) -> None:
 
 
 def _all_done(
-    hosts: Hosts, tasks: Sequence[bytes], alone: bool, progress: Progress
-) -> Iterator[tuple[int, str, bytes]]:
+    hosts: Hosts,
+    tasks: Sequence[bytes],
+    alone: bool,
+    place: PlaceOf,
+    progress: Progress,
+) -> Iterator[tuple[int, str, Result]]:
     left = deque(range(len(tasks)))
     lost = [0] * len(tasks)
     open_tasks = set(left)
@@ -128,7 +144,7 @@ def _all_done(
             most = 1 if alone else min(host.slots * TASKS_PER_CORE, MOST_CALLS - 2)
             while left and len(host.doing) < most:
                 task = left.popleft()
-                host.begin(task, tasks[task])
+                host.begin(task, tasks[task], place(task, host.name))
                 progress.begins(host.name, task)
         for host, task, result in hosts.results():
             open_tasks.remove(task)
@@ -187,7 +203,7 @@ class Hosts:
         """Whether every host has answered that is there."""
         return len(self.ready()) == len(self._hosts) > 0
 
-    def results(self) -> Iterator[tuple[Host, int, bytes]]:
+    def results(self) -> Iterator[tuple[Host, int, Result]]:
         """What has been done; waits a moment if nothing has."""
         doing = {
             ref: (node, host)
@@ -207,10 +223,10 @@ class Hosts:
             try:
                 result = ray.get(ref)
             except HostRefused as refused:
-                self._refuse(node, _in_short(refused))
+                self._refuse(node, in_short(refused))
                 continue
             except RayError as error:
-                self._lose(node, _in_short(error))
+                self._lose(node, in_short(error))
                 continue
             yield host, host.doing.pop(ref), result
 
@@ -253,10 +269,10 @@ class Hosts:
         try:
             its_code, host.slots = ray.get(host.asked)
         except HostRefused as refused:
-            self._refuse(node, _in_short(refused))
+            self._refuse(node, in_short(refused))
             return
         except RayError as error:
-            self._lose(node, _in_short(error))
+            self._lose(node, in_short(error))
             return
         host.asked = None
         if different := differences(self._code, its_code):
@@ -275,7 +291,8 @@ class Hosts:
         ray.kill(host.agent)
 
 
-def _in_short(error: RayError) -> str:
+def in_short(error: RayError) -> str:
+    """What went wrong, without Ray's stack."""
     if isinstance(error, RayTaskError):
         return str(error.cause)
     if isinstance(error, RayActorError):

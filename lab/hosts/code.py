@@ -20,6 +20,7 @@ ROOMS = (
     "fleet",
     "lab",
     "locks",
+    "look",
     "microbench",
     "observatory",
     "patches",

@@ -8,3 +8,7 @@ class HostsError(Exception):
 
 class HostLost(Exception):
     """A host is gone that was asked for something; the message says which and why."""
+
+
+class HostRefused(Exception):
+    """The host cannot do the work; the message says why."""

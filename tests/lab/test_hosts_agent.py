@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 import tarfile
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +18,11 @@ from living import alive, eventually
 
 from lab.hosts.agent import Agent, AgentError
 from lab.hosts.code import Code, differences, source_sha256
+from lab.hosts.errors import HostRefused
+from lab.hosts.place import Place, Unstored
 from lab.paths import REPOSITORY
+from lab.store import store as store_module
+from lab.store.store import Store, store_of_run
 
 MODULE = "tests.hosts.squares"
 
@@ -64,6 +71,78 @@ def test_nothing_outlives_an_agent_that_is_killed():
         assert (Path(folder) / "tasks").is_dir()
         owner.kill()
     eventually(lambda: not Path(folder).exists() and not alive(int(supervisor)))
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    agent = Agent(MODULE, {})
+    yield agent
+    agent.close()
+
+
+def place(store: Store, name: str) -> Place:
+    return Place(store.url, store.word, name, "what was asked", "10.0.0.1")
+
+
+def test_with_a_store_a_result_is_there_and_does_not_come_back(
+    agent: Agent, tmp_path: Path
+):
+    store = store_of_run(str(tmp_path), "run", resume=False)
+    piece = agent.run(b"7 0", place(store, "plain/r0"))
+    assert store.pieces() == {"plain/r0": piece}
+    assert (piece.work, piece.host) == ("what was asked", "10.0.0.1")
+    store.fetch("plain/r0", piece, tmp_path / "fetched")
+    assert (tmp_path / "fetched" / "square").read_text() == "49"
+    assert list((agent._folder / "results").iterdir()) == []
+
+
+def test_a_result_that_the_store_refuses_is_not_lost(
+    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(store_module, "PATIENCE_S", 0.6)
+    store = store_of_run(str(tmp_path), "run", resume=False)
+    (tmp_path / "run" / "plain").write_text("in the way")
+    result = agent.run(b"7 0", place(store, "plain/r0"))
+    assert isinstance(result, Unstored)
+    assert square(result.packed) == 49
+    assert "refused for 1 s" in result.why
+    assert store.pieces() == {}
+
+
+def test_a_host_that_does_not_see_the_store_does_not_begin(
+    agent: Agent, tmp_path: Path
+):
+    store = store_of_run(str(tmp_path), "run", resume=False)
+    elsewhere = Place(f"file://{tmp_path}/own", store.word, "r0", "", "10.0.0.1")
+    with pytest.raises(HostRefused, match="name a folder that all hosts share"):
+        agent.run(b"die", elsewhere)
+    assert square(agent.run(b"3 0")) == 9
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to mount needs root")
+def test_what_is_made_on_a_full_disk_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", disk]
+    subprocess.run(command, check=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    store = store_of_run(str(tmp_path / "store"), "run", resume=False)
+    try:
+        agent = Agent(MODULE, {})
+        try:
+            agent.run(b"2 0", place(store, "r0"))
+            (disk / "others").write_bytes(bytes(30 << 20))
+            with pytest.raises(HostRefused, match=r"its disk is full: .* MB are free"):
+                agent.run(b"3 0", place(store, "r1"))
+            with pytest.raises(HostRefused, match="its disk is full"):
+                agent.run(b"die", place(store, "r2"))
+        finally:
+            agent.close()
+        assert list(store.pieces()) == ["r0"]
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_byte_or_a_name_makes_other_code_and_bytecode_does_not(tmp_path):
