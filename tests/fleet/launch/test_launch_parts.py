@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,14 +24,13 @@ from fleet.launch.instance_settings import (
 )
 from fleet.launch.spec import FleetSpec, Member, SpecError, members, server_of
 from lab.config import ConfigError
-from lab.paths import CONFIGS, REPOSITORY
+from lab.paths import CONFIGS
 from lab.records.instances import Instance
 from lab.serving import preflight
 from lab.serving.connector import load_connector
 from lab.serving.ports import PortsError, reserve
 from lab.serving.preflight import PreflightError
 from lab.serving.server_spec import ServerSpec
-from lab.serving.settings import Forward
 from tests.fake_gpu import H100, path_with_gpus
 
 PROFILES = sorted((CONFIGS / "fleet").glob("*.toml"))
@@ -336,42 +333,3 @@ def test_a_wrong_instances_file_is_refused_by_name_and_reason(
     path.write_bytes(msgspec.json.encode(document))
     with pytest.raises(InstancesError, match=rf"instances\.json.*{what}"):
         read_instances(path)
-
-
-@pytest.fixture
-def simulated_forward(monkeypatch):
-    plugin = REPOSITORY / "lab" / "serving" / "vllm_plugin" / "kvtax_null_model"
-    # The file alone: the package beside it imports vLLM when it is registered.
-    monkeypatch.syspath_prepend(str(plugin))
-    import forward
-
-    yield forward
-    del sys.modules["forward"]
-
-
-COSTS = [
-    Forward(1000),
-    Forward(500, 10),
-    Forward(500, 10, 0.5),
-]
-
-
-@pytest.mark.parametrize("cost", COSTS, ids=str)
-def test_a_forward_takes_what_its_tokens_and_their_context_cost(
-    cost, simulated_forward, monkeypatch, tmp_path
-):
-    totals = tmp_path / "totals"
-    monkeypatch.setenv("KVTAX_FORWARD_TOTALS", str(totals))
-    forward = simulated_forward.SimulatedForward(**msgspec.structs.asdict(cost))
-    # A prefill of 20 tokens from position 100 on, and a decode at 7.
-    positions = torch.tensor([*range(100, 120), 7])
-    for _ in range(3):
-        forward.wait(positions)
-    context = sum(range(100, 120)) + 7
-    expected_us = (
-        cost.forward_us + cost.us_per_token * 21 + cost.us_per_context_token * context
-    )
-    forwards, simulated_ns, slept_ns = np.fromfile(totals, np.int64)
-    assert forwards == 3
-    assert simulated_ns == pytest.approx(3000 * expected_us, rel=1e-6)
-    assert slept_ns >= simulated_ns
