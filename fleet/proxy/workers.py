@@ -96,7 +96,7 @@ def keep(
                     if one.process.exitcode is None:
                         continue
                     if not one.serves:
-                        return one.process.exitcode or 1
+                        return max(1, one.process.exitcode)  # < 0: by a signal
                     what = "worker %d ended (%s) and is replaced"
                     log.warning(what, one.number, one.process.exitcode)
                     shared.clear(one.place)
