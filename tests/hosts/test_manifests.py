@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,13 +95,15 @@ def test_the_slurm_script_runs_a_command_on_its_cluster_and_ends_it(tmp_path: Pa
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "RAY_AUTH_MODE": "disabled",
     }
-    done = subprocess.run(
-        [*ALONE, "sh", "-c", script, "sh", *command, "--out", str(out)],
-        env=os.environ | slurm,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    # Ray's sockets are below it, and their names must be short.
+    with tempfile.TemporaryDirectory(prefix="kvh", ignore_cleanup_errors=True) as made:
+        done = subprocess.run(
+            [*ALONE, "sh", "-c", script, "sh", *command, "--out", str(out)],
+            env=os.environ | slurm | {"TMPDIR": made},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(out.glob("*/r0/arm.json"))) == 2
     assert "127.0.0.1: 2 done" in done.stderr
