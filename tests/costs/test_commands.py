@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -53,6 +54,14 @@ def test_a_small_fleet_is_looked_at_twice():
     for look in ("first, of JSON", "second, of what the first kept"):
         assert f"| {look} |" in text
     assert "The page has 0." in text
+
+
+def test_what_three_hosts_count_is_what_one_would():
+    text = run("costs.look.merged", "--steps", "9000", "--servers", "3")
+    assert "Counts of merged and whole are equal." in text
+    _, _, table = text.partition("% off |")
+    off = [float(row) for row in re.findall(r"\| ([\d.]+)% \|", table)]
+    assert len(off) > 2 and max(off) <= 1.0
 
 
 def test_small_traces_are_made_described_and_sampled():
