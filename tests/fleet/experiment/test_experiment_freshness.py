@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from small_experiment import experiment
 
-from fleet.experiment.__main__ import planned_arm
 from fleet.experiment.arm import evidence_before_start
 from fleet.experiment.config import Given
 from fleet.experiment.freshness import COUNTERS, counted, judge
 from fleet.experiment.plan import plan
+from fleet.experiment.prepare import planned_arm
 from lab.paths import CONFIGS
 from lab.records.arm import Freshness, TraceFacts
 from tests.fake_gpu import H100, path_with_gpus

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_experiment import experiment
 
-from fleet.experiment.__main__ import ExperimentError, check_slots, source
 from fleet.experiment.config import (
     Arm,
     Given,
     read_experiment,
 )
 from fleet.experiment.plan import plan
+from fleet.experiment.prepare import ExperimentError, check_slots, source
 from fleet.experiment.virtual import check_virtual
 from fleet.experiment.workload import make_workload
 from lab.config import ConfigError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fleet.experiment.__main__ import source as experiment_source
 from fleet.experiment.config import Workload
+from fleet.experiment.prepare import source as experiment_source
 from fleet.experiment.workload import make_workload
 from fleet.trace import Request, TraceError, read_trace
 from fleet.trace.own import write
