@@ -4,6 +4,7 @@ package main
 
 import (
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -17,6 +18,8 @@ const (
 	ofFormatting = "podsPerKeyPrintHelper"
 	ofGC         = "runtime.gcBgMarkWorker"
 )
+
+var typeArguments = regexp.MustCompile(`\[.*\]`)
 
 // sum adds up the nanoseconds of a profile's samples by what kind calls their stacks; ""
 // leaves one out.
@@ -83,7 +86,7 @@ func lockHolder(stack []string) string {
 		if strings.HasPrefix(name, "sync.") || strings.HasPrefix(name, "internal/") || strings.HasPrefix(name, "runtime.") {
 			continue
 		}
-		parts := strings.Split(strings.ReplaceAll(name, "[...]", ""), "/")
+		parts := strings.Split(typeArguments.ReplaceAllString(name, ""), "/")
 		return "`" + strings.Join(parts[max(0, len(parts)-2):], "/") + "`"
 	}
 	return "Go's runtime"
