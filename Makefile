@@ -91,7 +91,7 @@ hosts-cost: setup ## what handing out a task to a host of a Ray cluster costs, a
 hosts-with-and-without: setup ## does Ray on a host change what a sweep measures there? (13 minutes)
 	$(python) -m costs.hosts.with_and_without
 
-hosts-study: setup ## 400 runs in virtual time on three hosts, one lost midway, and here: equal bytes? (needs root)
+hosts-study: setup ## 120 runs in virtual time on three hosts, one lost midway, and here: equal bytes? (needs root)
 	$(python) -m tests.hosts.lost_midway configs/experiments/seeds.toml --out runs/hosts-study
 
 transfer-check: setup ## does Mooncake report a write over TCP before the bytes arrive?
