@@ -63,6 +63,8 @@ class Host:
         self._ahead_s = ahead_s
         self._cluster = cluster
         self._log = cluster.folder / f"host{number}.log"
+        # Of all that runs on it.
+        self.scratch = cluster.folder / f"tmp{number}"
         self.network = Namespace(self._log)
         switch = cluster.switch
         switch.ip(
@@ -96,7 +98,8 @@ class Host:
         if self._ahead_s:
             # From its next exec on, it is in a time of its own.
             command = ["unshare", "--time", f"--monotonic={self._ahead_s}", *command]
-        return Supervised(self.network.inside(*command), env, self._log)
+        self.scratch.mkdir()
+        return Supervised(self.network.inside(*command), env, self._log, self.scratch)
 
     def processes(self, what: str) -> list[int]:
         """Those whose command line has `what`."""
