@@ -74,6 +74,8 @@ class Host:
         self._ahead_s = ahead_s
         self._cluster = cluster
         self._log = cluster.folder / f"host{number}.log"
+        # Of all that runs on it.
+        self.scratch = cluster.folder / f"tmp{number}"
         self.network = Namespace(self._log)
         switch = cluster.switch
         switch.ip(
@@ -111,7 +113,8 @@ class Host:
         for path, other in instead.items():
             bound = [MOUNTED, str(other), str(path)]
             command = ["unshare", "--mount", "sh", "-c", *bound, *command]
-        return Supervised(self.network.inside(*command), env, self._log)
+        self.scratch.mkdir()
+        return Supervised(self.network.inside(*command), env, self._log, self.scratch)
 
     def processes(self, what: str) -> list[int]:
         """Those whose command line has `what`."""

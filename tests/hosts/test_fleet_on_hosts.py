@@ -145,7 +145,8 @@ def processes(cluster: RayCluster) -> list[int]:
 
 def nothing_stays(cluster: RayCluster) -> None:
     def folders() -> list[Path]:
-        return list(Path("/tmp").glob("kvtax-host-*"))
+        scratches = [host.scratch for host in cluster.hosts]
+        return [one for path in scratches for one in path.glob("kvtax-host-*")]
 
     await_(
         lambda: not processes(cluster) and not folders(),
