@@ -57,16 +57,16 @@ class Namespace:
 class Host:
     """A node of the cluster, at 10.77.0.`number`; the first is its head.
 
-    It has `env` besides, and `instead`: paths that hold other files there. Its
-    CLOCK_MONOTONIC is `ahead_s` ahead of this machine's.
+    `instead`: paths that hold other files there. What runs on it has its temporary files
+    in `scratch`. Its CLOCK_MONOTONIC is `ahead_s` ahead of this machine's.
     """
 
     def __init__(
         self,
         cluster: RayCluster,
         number: int,
-        env: dict[str, str],
         instead: dict[Path, Path],
+        scratch: Path | None,
         ahead_s: int,
     ) -> None:
         self.address = f"10.77.0.{number}"
@@ -74,8 +74,7 @@ class Host:
         self._ahead_s = ahead_s
         self._cluster = cluster
         self._log = cluster.folder / f"host{number}.log"
-        # Of all that runs on it.
-        self.scratch = cluster.folder / f"tmp{number}"
+        self.scratch = scratch or cluster.folder / f"tmp{number}"
         self.network = Namespace(self._log)
         switch = cluster.switch
         switch.ip(
@@ -87,9 +86,9 @@ class Host:
         self.network.ip("link set eth0 up")
         # By the way to anywhere, Ray learns its own address.
         self.network.ip("route add default dev eth0")
-        self.ray = self._start(env, instead)
+        self.ray = self._start(instead)
 
-    def _start(self, env: dict[str, str], instead: dict[Path, Path]) -> Supervised:
+    def _start(self, instead: dict[Path, Path]) -> Supervised:
         role = ["--head", f"--port={PORT}", f"--temp-dir={self._cluster.folder}/ray"]
         if self.number > 1:
             role = [f"--address={self._cluster.address}"]
@@ -105,7 +104,6 @@ class Host:
             "RAY_worker_niceness": str(self._cluster.niceness),
             # Or Ray wants the token that is in the user's home, if one is.
             "RAY_AUTH_MODE": "disabled",
-            **env,
         }
         if self._ahead_s:
             # From its next exec on, it is in a time of its own.
@@ -113,7 +111,7 @@ class Host:
         for path, other in instead.items():
             bound = [MOUNTED, str(other), str(path)]
             command = ["unshare", "--mount", "sh", "-c", *bound, *command]
-        self.scratch.mkdir()
+        self.scratch.mkdir(exist_ok=True)
         return Supervised(self.network.inside(*command), env, self._log, self.scratch)
 
     def processes(self, what: str) -> list[int]:
@@ -185,11 +183,11 @@ class RayCluster:
 
     def add(
         self,
-        env: dict[str, str] | None = None,
         instead: dict[Path, Path] | None = None,
+        scratch: Path | None = None,
     ) -> Host:
         ahead_s = self._ahead_s if self.hosts else 0
-        host = Host(self, len(self.hosts) + 1, env or {}, instead or {}, ahead_s)
+        host = Host(self, len(self.hosts) + 1, instead or {}, scratch, ahead_s)
         self._stack.callback(host.stop)
         self.hosts.append(host)
         self.wait_for(host)

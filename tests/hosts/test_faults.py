@@ -201,7 +201,7 @@ def test_a_host_with_other_code_is_named_and_gets_no_task(tmp_path, instead, nam
 
 def test_a_disk_runs_full_and_other_hosts_do_what_was_begun(small_disk, tmp_path):
     with RayCluster(1) as cluster:
-        full = cluster.add(env={"TMPDIR": str(small_disk)})
+        full = cluster.add(scratch=small_disk)
         with spreading(cluster, tmp_path) as found:
             found.wait(lambda: full.address in {line[2] for line in found.lines()})
             (small_disk / "filler").write_bytes(bytes(90 << 20))
