@@ -57,7 +57,7 @@ class Namespace:
 class Host:
     """A node of the cluster, at 10.77.0.`number`; the first is its head.
 
-    `instead`: paths that hold other files there. What runs on it has its temporary files
+    `instead`: paths that hold other files there. Temporary files of what runs on it are
     in `scratch`. Its CLOCK_MONOTONIC is `ahead_s` ahead of this machine's.
     """
 

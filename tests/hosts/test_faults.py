@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,7 +115,8 @@ def cut_for_a_while(host: Host) -> None:
 
 def left_behind(cluster: RayCluster) -> list[str]:
     """Processes of work, and folders of it, wherever they are."""
-    folders = Path(tempfile.gettempdir()).glob("kvtax-host-*")
+    scratches = [host.scratch for host in cluster.hosts]
+    folders = [one for path in scratches for one in path.glob("kvtax-host-*")]
     return [*map(str, folders), *cluster.processes(f"{WORK} ")]
 
 
