@@ -23,7 +23,7 @@ from lab.paths import CONFIGS, REPOSITORY
 
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.toml"))
 # For virtual time, where equal arms are equal to the byte.
-VIRTUAL = {"connectors", "reads", "study", "transfers"}
+VIRTUAL = {"connectors", "reads", "seeds", "study", "transfers"}
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
