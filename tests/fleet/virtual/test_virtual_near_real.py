@@ -20,6 +20,8 @@ EXPERIMENTS = (
     "exact",
     "disaggregation",
     "elastic_loaded",
+    "nixl",
+    "open_loop",
 )
 # Of the prompt tokens, between the ranges of repeats: in real time two repeats of an
 # arm differ by up to 5.2 points.
