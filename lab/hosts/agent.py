@@ -36,11 +36,11 @@ class Agent:
 
     def __init__(self, module: str, files: dict[str, bytes]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kvtax-host-"))
-        for name, content in files.items():
-            (self._folder / name).write_bytes(content)
-        for name in (TASKS, RESULTS):
-            (self._folder / name).mkdir()
-        os.mkfifo(self._folder / PIPE)
+        try:
+            self._fill(files)
+        except OSError:
+            shutil.rmtree(self._folder)
+            raise
         # To open it for writing alone would wait until somebody reads.
         self._pipe = os.open(self._folder / PIPE, os.O_RDWR)
         # The folder goes with the process, but what it said last is wanted then.
@@ -50,6 +50,13 @@ class Agent:
         self._process = Supervised(command, dict(os.environ), self._log, self._folder)
         self._numbers = itertools.count()
         self._code = code()
+
+    def _fill(self, files: dict[str, bytes]) -> None:
+        for name, content in files.items():
+            (self._folder / name).write_bytes(content)
+        for name in (TASKS, RESULTS):
+            (self._folder / name).mkdir()
+        os.mkfifo(self._folder / PIPE)
 
     def greet(self) -> tuple[Code, int]:
         """The host's code, and how many tasks it can do at a time.

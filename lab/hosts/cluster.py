@@ -59,6 +59,15 @@ class Host:
         self.doing[self.agent.run.remote(content, place)] = task
 
 
+@dataclass
+class _Leaving:
+    """An agent that is used no more, and how long it may take to clean up."""
+
+    agent: Any
+    closing: Any
+    until_s: float
+
+
 def spread(
     address: str,
     module: str,
@@ -173,6 +182,7 @@ class Hosts:
         self._hosts: dict[str, Host] = {}
         self._refused: dict[str, str] = {}
         self._lost: list[tuple[int, bool]] = []
+        self._leaving: dict[str, _Leaving] = {}
         self._looked_s = 0.0
         self._seen_s = time.monotonic()
         self.last_loss = ""
@@ -186,7 +196,9 @@ class Hosts:
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         for node in self._hosts.keys() - alive.keys():
             self._lose(node, "its node left the cluster")
-        for node in alive.keys() - self._hosts.keys() - self._refused.keys():
+        self._let_go(now_s)
+        used = self._hosts.keys() | self._refused.keys() | self._leaving.keys()
+        for node in alive.keys() - used:
             self._hosts[node] = self._begin(node, alive[node]["NodeManagerAddress"])
         for node, host in list(self._hosts.items()):
             self._hear(node, host, now_s)
@@ -242,11 +254,13 @@ class Hosts:
 
     def close(self) -> None:
         """Stop what runs on the hosts."""
-        closing = [host.agent.close.remote() for host in self._hosts.values()]
+        for node in list(self._hosts):
+            self._part(node)
+        closing = [one.closing for one in self._leaving.values()]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
-        for host in self._hosts.values():
-            ray.kill(host.agent)
+        for one in self._leaving.values():
+            ray.kill(one.agent)
 
     def _begin(self, node: str, name: str) -> Host:
         agent = ray.remote(Agent).options(
@@ -284,11 +298,24 @@ class Hosts:
         self._lose(node, why, by_a_task=False)
 
     def _lose(self, node: str, why: str, by_a_task: bool = True) -> None:
-        host = self._hosts.pop(node)
+        host = self._part(node)
         self.last_loss = host.lost = f"{host.name}: {why}"
         self._progress.leaves(host.name, why)
         self._lost += [(task, by_a_task) for task in host.doing.values()]
-        ray.kill(host.agent)
+
+    def _part(self, node: str) -> Host:
+        """Have the agent clean up: Ray, when it ends one, ends its supervisor, too."""
+        host = self._hosts.pop(node)
+        until_s = time.monotonic() + CLOSE_S
+        self._leaving[node] = _Leaving(host.agent, host.agent.close.remote(), until_s)
+        return host
+
+    def _let_go(self, now_s: float) -> None:
+        """End the agents that have cleaned up, or do not come to it."""
+        for node, one in list(self._leaving.items()):
+            if now_s > one.until_s or ray.wait([one.closing], timeout=0)[0]:
+                ray.kill(one.agent)
+                del self._leaving[node]
 
 
 def in_short(error: RayError) -> str:

@@ -28,6 +28,7 @@ PR_SET_CHILD_SUBREAPER = 36
 # vLLM gives its engine core 5 s of its own; what the command leaves behind gets less.
 TERM_GRACE_S = 15.0
 ORPHAN_GRACE_S = 3.0
+REMOVALS = 50
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -199,9 +200,18 @@ def main() -> int:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         _stop_tree(process)
-        shutil.rmtree(scratch, ignore_errors=True)
+        _remove(Path(scratch))
         announcement.close()
     return process.wait()
+
+
+def _remove(scratch: Path) -> None:
+    """Again where somebody who has not heard of our end puts a file into it."""
+    for _ in range(REMOVALS):
+        shutil.rmtree(scratch, ignore_errors=True)
+        if not scratch.exists():
+            return
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":
