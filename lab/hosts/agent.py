@@ -81,10 +81,10 @@ class Agent:
         while not result.exists():
             self._require_process()
             time.sleep(WATCH_EVERY_S)
-        delivered = put(result, place)
-        shutil.rmtree(result)
         # What failed may have failed for that, and said something else.
         self._require_disk()
+        delivered = put(result, place)
+        shutil.rmtree(result)
         return delivered
 
     def _require_disk(self) -> None:

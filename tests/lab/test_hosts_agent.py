@@ -125,7 +125,7 @@ def test_what_is_made_on_a_full_disk_does_not_count(
 ):
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", disk]
+    command = ["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", disk]
     subprocess.run(command, check=True)
     monkeypatch.setattr(tempfile, "tempdir", str(disk))
     store = store_of_run(str(tmp_path / "store"), "run", resume=False)
@@ -133,8 +133,8 @@ def test_what_is_made_on_a_full_disk_does_not_count(
         agent = Agent(MODULE, {})
         try:
             agent.run(b"2 0", place(store, "r0"))
-            (disk / "others").write_bytes(bytes(30 << 20))
-            with pytest.raises(HostRefused, match=r"its disk is full: .* MB are free"):
+            (disk / "others").write_bytes(bytes(60 << 20))
+            with pytest.raises(HostRefused, match=r"its disk is full: .* MiB free"):
                 agent.run(b"3 0", place(store, "r1"))
             with pytest.raises(HostRefused, match="its disk is full"):
                 agent.run(b"die", place(store, "r2"))

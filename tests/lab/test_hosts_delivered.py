@@ -32,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The tasks that the cluster would be asked for."""
     asked = []
 
-    def spread(address, module, files, tasks, alone, place):
+    def spread(address, module, files, tasks, alone, place, progress):
         asked.extend(tasks)
         return iter(())
 

@@ -85,7 +85,9 @@ def test_what_the_store_has_is_in_the_run_and_only_the_rest_is_measured(
 ) -> None:
     works = []
 
-    def spread(address, module, files, tasks, alone, place) -> Iterator[tuple]:
+    def spread(
+        address, module, files, tasks, alone, place, progress
+    ) -> Iterator[tuple]:
         """Measures each on the host b, which puts it into the store."""
         for number, task in enumerate(tasks):
             repeat = msgspec.json.decode(task, type=Round).repeat
