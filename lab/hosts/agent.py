@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from lab.serving.supervise import Supervised
 WATCH_EVERY_S = 0.01
 # With less, work fails in ways of its own.
 LEAST_FREE_MIB = 64
+# Whoever asked it every second may be gone, or cut off. Ray can take minutes to see it.
+ALONE_S = 90.0
+ALONE_STATUS = 1
 
 
 class AgentError(Exception):
@@ -31,7 +35,7 @@ class Agent:
     """Does tasks on its host by `python -m MODULE FOLDER`, as lab.hosts.asked says.
 
     `files` are put into the folder before. Whatever ends this process ends that one,
-    too, and removes the folder.
+    too, and removes the folder. It ends by itself if nobody greets it for ALONE_S.
     """
 
     def __init__(self, module: str, files: dict[str, bytes]) -> None:
@@ -50,6 +54,8 @@ class Agent:
         self._process = Supervised(command, dict(os.environ), self._log, self._folder)
         self._numbers = itertools.count()
         self._code = code()
+        self._greeted_s = time.monotonic()
+        threading.Thread(target=self._end_when_alone, daemon=True).start()
 
     def _fill(self, files: dict[str, bytes]) -> None:
         for name, content in files.items():
@@ -63,6 +69,7 @@ class Agent:
 
         Raises HostRefused.
         """
+        self._greeted_s = time.monotonic()
         self._require_disk()
         return self._code, len(os.sched_getaffinity(0))
 
@@ -104,6 +111,12 @@ class Agent:
         if status == REFUSED:
             raise HostRefused(self._log.read_text().strip())
         raise AgentError(tail(self._log))
+
+    def _end_when_alone(self) -> None:
+        while (left_s := self._greeted_s + ALONE_S - time.monotonic()) > 0:
+            time.sleep(left_s)
+        self._process.stop()
+        os._exit(ALONE_STATUS)
 
     def close(self) -> None:
         self._process.stop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lab.hosts.cluster in a process of its own, which Ray ends when the cluster is lost.
+"""What uses Ray, in a process of its own, which Ray ends when the cluster is lost.
 
 Ray does not say so by an exception: it ends the process that asks it, at once when the
 host's own part of the cluster dies, within a minute when the first host does.
@@ -11,20 +11,34 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 from lab.hosts.errors import HostsError
 from lab.hosts.place import PlaceOf, Result, at_hand
 from lab.hosts.progress import Progress
-from lab.serving.supervise import PR_SET_PDEATHSIG, exit_on_signals
+from lab.serving.supervise import PR_SET_PDEATHSIG, SIGNALS, exit_on_signals
 
+# RESULT, or a method of Progress, with arguments.
+Message = tuple[str, tuple[Any, ...]]
+Say = Callable[[Message], None]
+
+RESULT = "result"
 CLOSE_S = 40.0
 LOST = (
     "the Ray cluster is lost: its first host ended, or what this host has of it. "
     "--resume goes on, on another cluster"
 )
+
+
+def call(work: Callable[[], None]) -> None:
+    """Have `work`, which is pickled, done. Raises what it raises, and HostsError if
+    the cluster is lost."""
+    with _told_by(_call, work) as messages:
+        list(messages)
 
 
 def spread(
@@ -41,22 +55,32 @@ def spread(
     `place` is pickled.
     """
     progress = progress or Progress()
+    told = (address, module, files, tasks, alone, place)
+    with _told_by(_spread, *told) as messages:
+        for what, arguments in messages:
+            if what == RESULT:
+                yield arguments
+            else:
+                getattr(progress, what)(*arguments)
+
+
+@contextmanager
+def _told_by(
+    target: Callable[..., None], *arguments: Any
+) -> Iterator[Iterator[Message]]:
+    """What a process says that calls `target` with what it says it by, and `arguments`.
+
+    The iterator raises what `target` raises, and HostsError if the process has ended.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    told = (theirs, os.getpid(), address, module, files, tasks, alone, place)
+    begun = (target, theirs, os.getpid(), *arguments)
     # A daemon ends with us even if nobody closes this generator.
-    process = context.Process(target=_serve, args=told, daemon=True)
+    process = context.Process(target=_serve, args=begun, daemon=True)
     process.start()
     theirs.close()
     try:
-        while (message := _next(ours)) is not None:
-            what, arguments = message
-            if what == "result":
-                yield arguments
-            elif what == "error":
-                raise HostsError(*arguments)
-            else:
-                getattr(progress, what)(*arguments)
+        yield _messages(ours)
     finally:
         process.terminate()
         process.join(CLOSE_S)
@@ -65,27 +89,42 @@ def spread(
         ours.close()
 
 
-def _next(ours: Connection) -> tuple[str, tuple[Any, ...]] | None:
-    """None after the last one. Raises HostsError if the process has ended before."""
+def _messages(ours: Connection) -> Iterator[Message]:
     try:
-        return ours.recv()
+        while (message := ours.recv()) is not None:
+            if isinstance(message, Exception):
+                raise message
+            yield message
     except (EOFError, ConnectionResetError):
         raise HostsError(LOST) from None
 
 
-class _Telling:
-    """A Progress whose methods are told to `theirs`."""
-
-    def __init__(self, theirs: Connection) -> None:
-        self._theirs = theirs
-
-    def __getattr__(self, name: str):
-        return lambda *arguments: self._theirs.send((name, arguments))
-
-
 def _serve(
-    theirs: Connection,
-    parent: int,
+    target: Callable[..., None], theirs: Connection, parent: int, *arguments: Any
+) -> None:
+    exit_on_signals()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    last = None
+    try:
+        target(theirs.send, *arguments)
+    except Exception as error:
+        # On its way it loses where it was raised.
+        error.add_note(traceback.format_exc())
+        last = error
+    # What Ray does at its end must not be interrupted.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    theirs.send(last)
+
+
+def _call(_: Say, work: Callable[[], None]) -> None:
+    work()
+
+
+def _spread(
+    say: Say,
     address: str,
     module: str,
     files: dict[str, bytes],
@@ -93,17 +132,19 @@ def _serve(
     alone: bool,
     place: PlaceOf,
 ) -> None:
-    exit_on_signals()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        return
     # Ray takes a second to import, and is needed here alone.
     from lab.hosts.cluster import spread as spread_here
 
-    try:
-        telling = _Telling(theirs)
-        for result in spread_here(address, module, files, tasks, alone, place, telling):
-            theirs.send(("result", result))
-        theirs.send(None)
-    except HostsError as error:
-        theirs.send(("error", error.args))
+    telling = _Telling(say)
+    for result in spread_here(address, module, files, tasks, alone, place, telling):
+        say((RESULT, result))
+
+
+class _Telling:
+    """A Progress whose methods are said."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: self._say((name, arguments))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.hosts.apart import CLOSE_S
 from lab.paths import REPOSITORY
 from tests.hosts.ray_cluster import Host, RayCluster
 
@@ -163,6 +164,16 @@ def test_the_first_host_is_lost_and_the_command_says_so(cluster, tmp_path):
         cluster.hosts[0].kill()
         assert found.process.wait(DEADLINE_S) == 2, found.told
     assert "the Ray cluster is lost" in found.told
+    nothing_stays(cluster)
+
+
+def test_a_command_without_its_cluster_ends_when_it_is_told_to(cluster, tmp_path):
+    """Ray would have it wait for a minute."""
+    with spreading(cluster, tmp_path, seconds=2) as found:
+        found.wait(lambda: len(found.lines()) >= COUNT // 6)
+        cluster.hosts[0].kill()
+        found.process.terminate()
+        assert found.process.wait(CLOSE_S + 10) == 143, found.told
     nothing_stays(cluster)
 
 

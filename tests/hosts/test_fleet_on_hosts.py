@@ -260,6 +260,20 @@ def _lose_and_resume(cluster: RayCluster, tmp_path: Path) -> None:
     assert (kept.folder / "arm.json").stat().st_mtime_ns == kept_at
 
 
+def test_the_first_host_is_lost_and_the_command_says_so(tmp_path):
+    with RayCluster(2, ahead_s=AHEAD_S) as cluster:
+        with experiment(cluster, tmp_path, standins(step_us=300_000)) as found:
+            found.wait(found.is_replaying)
+            cluster.hosts[0].kill()
+            assert found.process.wait(DEADLINE_S) == 2, found.said
+        assert "the Ray cluster is lost" in found.said
+        await_(
+            lambda: not cluster.processes("fleet."),
+            lambda: cluster.processes("fleet."),
+        )
+        nothing_stays(cluster)
+
+
 def test_an_instance_that_ends_fails_the_run_and_its_host_stays(two, tmp_path):
     with experiment(two, tmp_path, standins(repeats=2, step_us=200_000)) as found:
         found.wait(found.is_replaying)

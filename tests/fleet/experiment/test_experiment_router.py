@@ -13,7 +13,7 @@ import pytest
 from small_experiment import experiment
 
 from fleet.analyze.records import ArmRun, read_run
-from fleet.experiment.__main__ import run_experiment
+from fleet.experiment.all_runs import run_experiment
 from fleet.experiment.config import Arm
 from fleet.experiment.fleets import Fleet
 from fleet.experiment.router import RunError, started_router
