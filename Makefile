@@ -37,7 +37,7 @@ fleet-test: setup ## the fleet's tests, with real vLLM instances (16 minutes)
 proxy-fuzz: setup ## ten million changed requests, answers, bodies and streams for the proxy's readers (15 minutes)
 	FUZZ_CASES=2500000 $(python) -m pytest -m long tests/fleet/proxy/test_proxy_fuzz.py
 
-hosts-test: setup ## virtual time, a sweep and fleets on a Ray cluster, hosts of which are lost (needs root; 20 minutes)
+hosts-test: setup ## virtual time, a sweep and fleets on a Ray cluster, hosts of which are lost (needs root; 35 minutes)
 	$(python) -m pytest -m "" tests/hosts
 
 fleet-experiment: setup ## compare routing policies on coding sessions, on four instances (48 minutes)

@@ -30,7 +30,7 @@ COUNT, SECONDS = 30, 1.0
 DEADLINE_S = 600
 # The store stands in the first host's network.
 S3_PORT = 5555
-REFUSED_S = 20
+REFUSED_S = 60
 
 
 @pytest.fixture
