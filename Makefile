@@ -30,7 +30,7 @@ direct-read-test: setup ## direct read: the storm, a million hostile frames, two
 direct-read-storm: setup ## direct read: 10,000 requests on two real engines, with controls that must fail (10 minutes)
 	$(python) -m costs.direct_read.storm --requests 10000 --out runs/direct_read_storm.json
 
-fleet-test: setup ## the fleet's tests, with real vLLM instances (16 minutes)
+fleet-test: setup vllm-releases ## the fleet's tests, with real vLLM instances (20 minutes)
 	$(python) -m pytest -m "" tests/fleet tests/e2e/test_fleet_launch.py \
 	    tests/e2e/test_fleet_workers.py tests/e2e/test_offloads.py
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lab.paths import REPOSITORY
 from lab.serving.ports import reserve
+from lab.serving.server import tail
 
 READY_S = 60
 
@@ -31,7 +32,7 @@ def ray_here() -> Iterator[str]:
                 _head(address, made), env=env, stdout=log, stderr=log
             )
         try:
-            _wait_for(address)
+            _wait_for(address, process, Path(log.name))
             yield address
         finally:
             process.terminate()
@@ -44,15 +45,16 @@ def _head(address: str, folder: str) -> list[str]:
     command += [str(Path(sys.executable).with_name("ray")), "start", "--head"]
     command += [f"--port={port}", f"--node-ip-address={host}", "--disable-usage-stats"]
     command += ["--block", "--include-dashboard=false", f"--temp-dir={folder}/ray"]
-    return command
+    # Else Ray keeps 10002 to 19999 for them, and refuses any other use of these.
+    return [*command, "--min-worker-port=0", "--max-worker-port=0"]
 
 
-def _wait_for(address: str) -> None:
+def _wait_for(address: str, process: subprocess.Popen, log: Path) -> None:
     host, _, port = address.rpartition(":")
     deadline_s = time.monotonic() + READY_S
     while True:
         with suppress(ConnectionRefusedError):
             return socket.create_connection((host, int(port))).close()
-        if time.monotonic() > deadline_s:
-            raise SystemExit(f"no Ray at {address} within {READY_S} s")
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise SystemExit(f"no Ray at {address} within {READY_S} s:\n{tail(log)}")
         time.sleep(0.2)
