@@ -18,8 +18,13 @@ ROOMS = sorted(
     and entry.name not in ("third_party", "runs")
 )
 # Results say how they were made, by the names of that time. The descriptions of the
-# series for upstream name files of vLLM.
-EXEMPT = ("docs/results/*", "docs/results/*/*", "patches/upstream/[0-9]*")
+# series for upstream name files of vLLM. Benchmarks are built from upstream's sources.
+EXEMPT = (
+    "docs/results/*",
+    "docs/results/*/*",
+    "patches/upstream/[0-9]*",
+    "kvindex/bin/**/*.md",
+)
 # Rooms whose READMEs list their files by bare name.
 LISTED = ("costs", "fleet", "lab", "microbench", "upstream")
 
