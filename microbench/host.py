@@ -7,6 +7,7 @@ lab.hosts.agent starts it, as python -m microbench.host FOLDER.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from lab.serving import provenance
 from lab.serving.errors import ServerError
 from lab.serving.installation import Installation, installation
 from lab.serving.machine_lock import MachineBusy, machine_lock
-from lab.serving.preflight import PreflightError
+from lab.serving.preflight import PreflightError, check_machine
 from lab.serving.releases import release
 from lab.serving.supervise import exit_on_signals
 from microbench.profile import Profile
@@ -64,7 +65,12 @@ def main() -> int:
         installed = job.installed()
         found = provenance.collect({}, "bash run_all.sh --ray", installed)
         require(found["package_versions"], job.packages)
-        with machine_lock(), workshop(folder / "shop", job.profile, installed) as shop:
+        with ExitStack() as stack:
+            stack.enter_context(machine_lock())
+            check_machine(job.profile, installed=installed)
+            shop = stack.enter_context(
+                workshop(folder / "shop", job.profile, installed)
+            )
             while asked.open:
                 for number, content in asked.come(WATCH_EVERY_S):
                     one = msgspec.json.decode(content, type=Round)

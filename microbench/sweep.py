@@ -32,7 +32,7 @@ from lab.serving.errors import ServerError
 from lab.serving.installation import Installation, installation
 from lab.serving.machine_lock import MachineBusy, machine_lock
 from lab.serving.own_connector import own_connector
-from lab.serving.preflight import PreflightError
+from lab.serving.preflight import PreflightError, check_machine
 from lab.serving.releases import release
 from lab.serving.supervise import exit_on_signals
 from lab.store.errors import StoreError
@@ -196,8 +196,11 @@ def sweep(
 ) -> list[TrialRecord]:
     """Run all trials of `profile` into `run_dir`, here or `on_hosts`.
 
-    Raises RunFolderError if `run_dir` holds another run, and HostsError.
+    Raises RunFolderError if `run_dir` holds another run, PreflightError if this machine
+    cannot measure and is to, and HostsError.
     """
+    if on_hosts is None:
+        check_machine(profile, installed=installed)
     with workshop(run_dir, profile, installed) as shop:
         rounds = range(profile.repeats)
         plan = [trial for repeat in rounds for trial in shop.round(repeat)]
@@ -209,7 +212,7 @@ def sweep(
             # A host measures all configs or none.
             names = names if on_hosts is None else None
             more = shop.round(1 + max(trial.repeat for trial in run.plan), names)
-            run.plan += _entries(more)
+            run.plan += [PlanEntry(trial.config, trial.repeat) for trial in more]
             write_document(run_dir / PLAN_FILE, run)
             records += run_all(run_dir, run, more, resume)
         if profile_cpu:
@@ -250,10 +253,6 @@ def _sample(run_dir: Path, shop: Workshop) -> None:
             print(f"run_all: {name} could not be sampled: {record.error}")
 
 
-def _entries(plan: list[PlannedTrial]) -> list[PlanEntry]:
-    return [PlanEntry(trial.config, trial.repeat) for trial in plan]
-
-
 def _begin_run(
     run_dir: Path,
     profile: Profile,
@@ -271,7 +270,7 @@ def _begin_run(
         profile=msgspec.to_builtins(profile),
         provenance=provenance.collect(hashes, "python -m microbench.sweep", installed),
         configs={trial.config: trial.connector.report for trial in plan},
-        plan=_entries(plan),
+        plan=[PlanEntry(trial.config, trial.repeat) for trial in plan],
         hosts=hosts,
     )
     if not file.exists():

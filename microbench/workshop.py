@@ -56,7 +56,6 @@ def workshop(
     so in its trial.
     """
     connectors = profile.connectors()
-    preflight.check_machine(profile, installed=installed)
     folder.mkdir(parents=True, exist_ok=True)
     trees = folder / "trees"
     # Left by a sweep that was killed.
