@@ -46,7 +46,7 @@ def run_experiment(
 ) -> None:
     """Make all runs of the plan that are not there yet, each in a folder below `out`.
 
-    Raises START_ERRORS.
+    Raises START_ERRORS of fleet.experiment.__main__.
     """
     with ExitStack() as stack:
         hosts = None
