@@ -55,8 +55,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         statuses = run_all(folder, options)
-        count = print_sum(folder, statuses, time.monotonic() - begun_s)
-    return int(count == 0 or any(status not in FINE for status in statuses.values()))
+        reports = {part: cases(folder / f"{part}.xml") for part in statuses}
+    print_sum(statuses, reports, time.monotonic() - begun_s)
+    if None in reports.values() or not any(reports.values()):
+        return 1
+    return int(any(status not in FINE for status in statuses.values()))
 
 
 def run_all(folder: Path, options: list[str]) -> dict[str, int]:
@@ -105,17 +108,23 @@ def stop(parts: list[subprocess.Popen]) -> None:
             part.kill()
 
 
-def print_sum(folder: Path, statuses: dict[str, int], taken_s: float) -> int:
-    """What failed, then a line such as pytest's own; returns how many tests ran."""
+def cases(report: Path) -> list[ElementTree.Element] | None:
+    """The tests that pytest reported; None if it ended without its report."""
+    try:
+        return list(ElementTree.parse(report).iter("testcase"))
+    except (FileNotFoundError, ElementTree.ParseError):
+        return None
+
+
+def print_sum(statuses: dict[str, int], reports: dict, taken_s: float) -> None:
+    """What failed, then a line such as pytest's own."""
     counts = Counter()
     for part, status in statuses.items():
-        if status not in (*FINE, pytest.ExitCode.TESTS_FAILED):
-            print(f"FAILED the part {part}: pytest ended with status {status}")
-        try:
-            cases = list(ElementTree.parse(folder / f"{part}.xml").iter("testcase"))
-        except (FileNotFoundError, ElementTree.ParseError):
-            continue
-        for case in cases:
+        told = reports[part]
+        if told is None or status not in (*FINE, pytest.ExitCode.TESTS_FAILED):
+            how = "" if told is not None else ", without its report"
+            print(f"FAILED the part {part}: pytest ended with status {status}{how}")
+        for case in told or []:
             ended = [inner.tag for inner in case if inner.tag in OUTCOMES] or ["passed"]
             counts[OUTCOMES.get(ended[0], "passed")] += 1
             if ended[0] in ("failure", "error"):
@@ -123,7 +132,6 @@ def print_sum(folder: Path, statuses: dict[str, int], taken_s: float) -> int:
     text = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     duration = timedelta(seconds=round(taken_s))
     print(f" {text or 'no tests'} in {taken_s:.2f}s ({duration}) ".center(80, "="))
-    return counts.total()
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class Agent:
         self._numbers = itertools.count()
         self._code = code()
         self._greeted_s = time.monotonic()
+        self._closed = threading.Event()
         threading.Thread(target=self._end_when_alone, daemon=True).start()
 
     def _fill(self, files: dict[str, bytes]) -> None:
@@ -114,11 +115,13 @@ class Agent:
 
     def _end_when_alone(self) -> None:
         while (left_s := self._greeted_s + ALONE_S - time.monotonic()) > 0:
-            time.sleep(left_s)
+            if self._closed.wait(left_s):
+                return
         self._process.stop()
         os._exit(ALONE_STATUS)
 
     def close(self) -> None:
+        self._closed.set()
         self._process.stop()
         os.close(self._pipe)
         os.close(self._log_fd)

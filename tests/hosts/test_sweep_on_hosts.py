@@ -84,7 +84,7 @@ def test_a_host_is_lost_and_each_repeat_is_there_once_and_whole(
     assert sorted(host.repeats) == list(range(REPEATS))
     found = read_document(out / "per_config.json", PerConfig)
     (entry,) = found.hosts.values()
-    # How many of them count is the analysis' business: this machine may be slow at times.
+    # How many of them count is the analysis' business: this machine may be slow.
     assert entry.servers == len(CONFIGS) * REPEATS
     for repeat in range(REPEATS):
         assert f"repeat {repeat} on {host.host}: 2 of 2 ok" in sweep.told

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from living import alive, eventually
 
-from lab.hosts.agent import Agent, AgentError
+from lab.hosts.agent import ALONE_STATUS, Agent, AgentError
 from lab.hosts.code import Code, differences, source_sha256
 from lab.hosts.errors import HostRefused
 from lab.hosts.place import Place, Unstored
@@ -71,6 +71,28 @@ def test_nothing_outlives_an_agent_that_is_killed():
         assert (Path(folder) / "tasks").is_dir()
         owner.kill()
     eventually(lambda: not Path(folder).exists() and not alive(int(supervisor)))
+
+
+@pytest.mark.parametrize(
+    ("closing", "status"), [("pass", ALONE_STATUS), ("agent.close()", 0)]
+)
+def test_an_agent_that_nobody_greets_ends_its_process_unless_it_was_closed(
+    closing: str, status: int
+):
+    program = f"""
+import time
+from lab.hosts import agent as module
+module.ALONE_S = 0.2
+agent = module.Agent("{MODULE}", {{}})
+print(agent._folder, flush=True)
+{closing}
+time.sleep(5)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE
+    )
+    assert ended.returncode == status
+    assert not Path(ended.stdout.decode().strip()).exists()
 
 
 @pytest.fixture
