@@ -85,6 +85,7 @@ def header(node: ast.stmt) -> str:
     return ast.unparse(node).removesuffix("pass").rstrip()
 
 
+@pytest.mark.slow
 def test_blocks_at_any_real_statement_come_and_go_without_a_trace(vllm, tmp_path):
     before = snapshot(vllm.root)
     outcomes: Counter[str] = Counter()
@@ -127,6 +128,7 @@ def test_blocks_at_any_real_statement_come_and_go_without_a_trace(vllm, tmp_path
     assert outcomes["applied"] >= 10, outcomes
 
 
+@pytest.mark.slow
 def test_every_statement_that_is_unique_in_its_scope_is_found(vllm):
     for path in FILES:
         lines = parse((vllm.root / path).read_bytes()).lines

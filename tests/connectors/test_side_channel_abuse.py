@@ -81,6 +81,7 @@ def test_who_has_nothing_to_ask_for_a_long_time_is_shown_out(serves, monkeypatch
     assert works(serves)
 
 
+@pytest.mark.slow
 def test_who_does_not_prove_himself_is_shown_out(serves, monkeypatch):
     with Wire(serves.port) as friend, Wire(serves.port) as stranger:
         friend.hello()

@@ -109,6 +109,7 @@ def test_close_ends_what_is_kept_and_what_is_still_in_use_after_that(serves):
     assert not one.is_connected()
 
 
+@pytest.mark.slow
 def test_one_that_the_server_has_ended_is_noticed(kept, serves, monkeypatch):
     with kept.to(at(serves)) as quiet:
         there = set(serves._connections)

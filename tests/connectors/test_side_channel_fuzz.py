@@ -154,6 +154,7 @@ def fuzz(num_connections: int) -> Counter[str]:
     return Counter(served=served, refused=server.num_refused)
 
 
+@pytest.mark.slow
 def test_a_thousand_connections():
     with logged() as lines:
         counts = fuzz(1_000)

@@ -8,6 +8,7 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from lab.paths import REPOSITORY
 
@@ -27,6 +28,7 @@ def test_a_sweep_beside_it_is_not_refused_and_its_exit_status_is_passed_on():
     assert (done.returncode, done.stdout) == (3, "[]\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_the_neighbour_takes_cpu_and_goes_with_a_killed_parent():
     parent = psutil.Popen([*STRESSOR, "sleep", "30"], cwd=REPOSITORY)
     try:

@@ -46,6 +46,7 @@ def test_every_host_on_kubernetes_has_what_a_measurement_needs():
         assert container["resources"]["limits"] == container["resources"]["requests"]
 
 
+@pytest.mark.slow
 def test_ray_on_kubernetes_is_the_locked_one_and_knows_its_flags():
     version = yaml.safe_load(KUBERAY.read_text())["spec"]["rayVersion"]
     lock = (REPOSITORY / "locks" / "cpu.txt").read_text()
@@ -63,6 +64,7 @@ def test_the_image_has_the_checkout_where_the_cluster_looks_for_it():
     assert "PATH=/kvtax/.venv/bin:" in DOCKERFILE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(FOLDER.iterdir()), ids=lambda file: file.name)
 def test_the_commands_that_a_file_names_exist(file):
     text = file.read_text()

@@ -82,11 +82,11 @@ def test_an_agent_that_nobody_greets_ends_its_process_unless_it_was_closed(
     program = f"""
 import time
 from lab.hosts import agent as module
-module.ALONE_S = 0.2
+module.ALONE_S = 0.1
 agent = module.Agent("{MODULE}", {{}})
 print(agent._folder, flush=True)
 {closing}
-time.sleep(5)
+time.sleep(1)
 """
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE

@@ -66,6 +66,7 @@ def test_a_profile_that_holds_it_is_recorded_and_served():
     assert set(served.patches) == {*connector.patches, *profile.patches}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "why"),
     [

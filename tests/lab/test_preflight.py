@@ -59,6 +59,7 @@ def test_the_gpu_profile_is_refused_without_a_gpu(monkeypatch):
         preflight.check_machine(load_profile("gpu"))
 
 
+@pytest.mark.slow
 def test_a_server_of_another_run_is_waited_for_and_then_refused(tmp_path, monkeypatch):
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     # A supervisor that is not below us: as one left by a sweep killed just now.

@@ -77,6 +77,7 @@ def test_a_fifth_of_the_steps_stolen_at_large_cache_hardly_moves_the_slope():
     assert slope_of(stolen).value == pytest.approx(2.0, abs=0.4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_the_interval_covers_the_true_slope_near_its_nominal_95_percent(repeats: int):
     runs = 80

@@ -73,6 +73,7 @@ def tars(url: str) -> list[str]:
     return [path for path in system.find(root) if path.endswith(".tar")]
 
 
+@pytest.mark.slow
 def test_what_one_host_puts_another_fetches(url: str, tmp_path: Path) -> None:
     result = made(tmp_path / "made", 20_000_000)
     put(Store(url), result)
@@ -115,6 +116,7 @@ def test_half_a_manifest_is_none(url: str, tmp_path: Path) -> None:
         assert store.pieces() == {}
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_a_whole_piece_or_none(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     result = made(tmp_path / "made", 30_000_000)
@@ -166,6 +168,7 @@ def test_hosts_that_put_the_same_piece_do_not_disturb_its_readers(
         assert reader.result() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("begin", "end"),
     [(S3Server.refuse, S3Server.accept), (S3Server.hang, S3Server.go_on)],
@@ -189,6 +192,7 @@ def test_a_store_that_refuses_for_a_while_gets_the_piece_then(
     assert files(tmp_path / "fetched") == files(result)
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_on_is_given_up_and_has_nothing(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

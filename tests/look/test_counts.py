@@ -59,12 +59,14 @@ def near(found: float, exact: float) -> bool:
     return abs(found - exact) <= max(ALPHA * abs(exact) * (1 + 1e-6), 1e-3) + 5e-4
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(step, max_size=30), st.lists(step, max_size=30))
 def test_to_count_two_parts_and_add_is_to_count_all(one, other):
     assert merged([counted(one), counted(other)]).equals(counted(one + other))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(step, max_size=20), min_size=3, max_size=3))
 def test_the_order_in_which_hosts_are_added_does_not_matter(parts):
@@ -75,6 +77,7 @@ def test_the_order_in_which_hosts_are_added_does_not_matter(parts):
     assert merged([]).equals(NOTHING)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(step, min_size=1, max_size=60))
 def test_every_quantile_of_every_time_is_within_the_stated_error(rows):

@@ -163,6 +163,7 @@ def test_a_wrong_address_says_what_is_wanted(tmp_path, address):
         serve(Watched(tmp_path), address)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["--follow"], ["--prometheus", "127.0.0.1:0"]])
 def test_watching_ends_at_once_with_ctrl_c(tmp_path: Path, how):
     folder = served(tmp_path / "records", steps=20).write()

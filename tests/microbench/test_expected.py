@@ -32,6 +32,7 @@ def run_all(folder, monkeypatch, expected: dict[str, str]) -> int:
     return sweep.main()
 
 
+@pytest.mark.slow
 def test_a_sweep_that_finds_what_it_must_ends_well(tmp_path, monkeypatch):
     assert run_all(tmp_path / "run", monkeypatch, {"walk": "grows"}) == 0
     summary = (tmp_path / "run" / "SUMMARY.md").read_text()
@@ -40,6 +41,7 @@ def test_a_sweep_that_finds_what_it_must_ends_well(tmp_path, monkeypatch):
     assert row[:4] == ["walk", "grows", "grows", "right"]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_misses_names_the_config_and_both_verdicts(
     tmp_path, monkeypatch, capsys
 ):
@@ -52,6 +54,7 @@ def test_a_sweep_that_misses_names_the_config_and_both_verdicts(
     assert "Known verdicts: 2, of which 1 false flat, 1 false grows." in summary
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nothing_is_known_says_nothing(tmp_path, monkeypatch):
     assert run_all(tmp_path / "run", monkeypatch, {}) == 0
     assert "Known verdicts" not in (tmp_path / "run" / "SUMMARY.md").read_text()

@@ -65,6 +65,7 @@ def verdict_of(trials: list[LoadedTrial]) -> str:
     return document.configs["plain"].verdict
 
 
+@pytest.mark.slow
 def test_a_flat_cost_is_never_called_growing_on_a_noisy_machine():
     rng = np.random.default_rng(0)
     for seed in range(8):

@@ -40,6 +40,7 @@ def configs(reported: Path) -> dict[str, Any]:
     return json.loads((reported / "per_config.json").read_text())["configs"]
 
 
+@pytest.mark.slow
 def test_verdicts_tell_growth_from_drift_and_from_failure(configs: dict[str, Any]):
     verdicts = {name: entry["verdict"] for name, entry in configs.items()}
     assert verdicts == {
@@ -171,6 +172,7 @@ def test_the_page_draws_what_the_figures_csv_hold(reported: Path):
         assert shown == curve["p50_us"].to_list()
 
 
+@pytest.mark.slow
 def test_a_curve_that_bends_is_not_called_a_line(tmp_path: Path):
     folder = write_run(tmp_path, [Truth(HASH, slope=1.0, build_meta=1.0)], repeats=3)
     for path in (folder / HASH).glob("r*/engine_step.jsonl"):
@@ -190,6 +192,7 @@ def test_a_curve_that_bends_is_not_called_a_line(tmp_path: Path):
     assert "not in a straight line: it gets steeper" in told
 
 
+@pytest.mark.slow
 def test_doubts_are_told(tmp_path: Path):
     folder = write_run(
         tmp_path, [Truth("plain"), Truth("noop", build_meta=0.2)], steps=900

@@ -41,6 +41,7 @@ def patched(request, tmp_path_factory) -> Tree:
     return tree
 
 
+@pytest.mark.slow
 def test_schedule_is_timed_from_its_first_call_to_its_only_return(patched):
     schedule = function(patched, SCHEDULER, "Scheduler.schedule")
     begin = one(schedule, "ENGINE_STEPS.schedule_began_ns = now_ns()")

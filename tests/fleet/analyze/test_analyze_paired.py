@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
+import pytest
 from made_frames import requests
 
 from fleet.analyze.paired import paired
@@ -54,6 +55,7 @@ def test_half_a_percent_is_seen_through_any_noise_that_both_have() -> None:
     assert faster == {"value": 100.0, "ci95": [100.0, 100.0]}
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_where_sessions_are_hit_differently() -> None:
     """By 10 % on average, more or less per session and repeat: 95 % of 100 hold it."""
     rng = np.random.default_rng(3)

@@ -12,6 +12,7 @@ from analyze_runs import Truth, analysed
 from fleet.analyze.warn import REMEDIES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "truth"),
     [

@@ -27,6 +27,7 @@ def restarted(*command: str, instances: int = 1, file: Path = Path("none")) -> N
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("restart", "what"),
     [

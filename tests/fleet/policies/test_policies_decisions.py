@@ -23,6 +23,7 @@ from fleet.policies import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @given(ask=asks, snapshot=snapshots())
 def test_a_decision_names_instances_that_are_there_and_may_do_it(
@@ -45,6 +46,7 @@ def test_a_decision_names_instances_that_are_there_and_may_do_it(
     assert decision == POLICIES[policy](ask, snapshot, parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @given(ask=asks, snapshot=snapshots())
 def test_the_lowest_score_wins_unless_the_session_is_pinned(

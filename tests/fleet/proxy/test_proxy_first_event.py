@@ -94,6 +94,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAILURES)
 def test_no_cut_makes_a_failure_a_200(case: str) -> None:
     path, whole = FAILURES[case]

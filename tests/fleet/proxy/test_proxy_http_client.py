@@ -164,6 +164,7 @@ def test_an_answer_that_is_given_up_takes_its_connection_along() -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.slow
 def test_silence_counts_from_the_last_byte() -> None:
     drips = [CHUNKED[n : n + 1] for n in range(len(CHUNKED))]
 

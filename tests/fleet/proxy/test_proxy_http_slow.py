@@ -61,6 +61,7 @@ def test_who_sends_slowly_but_steadily_is_waited_for(soon) -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.slow
 def test_idle_connections_end_and_those_that_are_answered_do_not(soon) -> None:
     async def scenario() -> None:
         goes_on = asyncio.Event()
@@ -112,6 +113,7 @@ async def megabytes(request: Request) -> None:
     request.whole(200, CIMultiDict(), b"1" * 24_000_000)
 
 
+@pytest.mark.slow
 def test_an_answer_is_sent_to_its_end_however_slowly_it_is_taken(soon) -> None:
     async def scenario() -> None:
         async with serving(megabytes, client_timeout_s=0.4) as dial:

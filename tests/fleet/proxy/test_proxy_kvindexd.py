@@ -115,6 +115,7 @@ async def garble() -> web.Response:
     return web.Response(body=b"no JSON")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [hang, fail, garble])
 def test_without_an_answer_the_next_prompts_do_not_wait_for_one(
     tmp_path: Path, answer, monkeypatch
