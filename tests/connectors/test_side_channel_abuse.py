@@ -91,6 +91,7 @@ def test_who_does_not_prove_himself_is_shown_out(serves, monkeypatch):
         assert friend.hello() == PEER
 
 
+@pytest.mark.slow
 def test_who_does_not_read_his_replies_holds_up_only_himself(serves):
     with Wire(serves.port) as wire:
         wire.hello()

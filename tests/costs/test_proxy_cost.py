@@ -30,6 +30,7 @@ def test_what_is_added_is_the_difference_whatever_the_machine_does(percent):
     assert found.ci95 == pytest.approx((1.5, 1.5))
 
 
+@pytest.mark.slow
 def test_each_target_has_a_row_for_each_body():
     rows = added_table(samples(), ["proxy"]).splitlines()[2:]
     assert len(rows) == len(BODIES)

@@ -233,6 +233,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", ["requests", "replay"])
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_file_of_a_client_is_named_and_the_others_are_joined(

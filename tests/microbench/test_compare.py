@@ -225,6 +225,7 @@ def test_a_missing_file_is_bad_input_and_no_broken_limit(tmp_path, capsys, missi
     assert "missing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @given(
     slope=st.floats(-50, 50), more=st.floats(0, 50), half=st.floats(0.01, 20),
     at_most=st.floats(-20, 20),

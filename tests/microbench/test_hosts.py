@@ -30,6 +30,7 @@ def host(name: str, *repeats: int) -> HostRecord:
     return HostRecord(name, list(repeats), {"cpu_model": f"CPU of {name}"})
 
 
+@pytest.mark.slow
 def test_each_host_has_the_levels_of_its_own_repeats(tmp_path: Path) -> None:
     offsets = (0.0, SLOWER_US, 0.0, SLOWER_US)
     configs = [Truth("plain", repeat_offsets=offsets), Truth("noop", fails="broken")]
@@ -47,6 +48,7 @@ def test_each_host_has_the_levels_of_its_own_repeats(tmp_path: Path) -> None:
     assert len(page_of(tmp_path)["by_title"]["Hosts"]["rows"]) == 2
 
 
+@pytest.mark.slow
 def test_a_run_on_one_machine_has_no_table_of_hosts(tmp_path: Path) -> None:
     write_run(tmp_path, [Truth("plain")])
     report(tmp_path, tmp_path)

@@ -15,6 +15,7 @@ from fleet.analyze.sessions import MIN_SESSIONS, SessionDraws
 from lab.stats.interval import stated
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     """Sessions of 5 requests that share an offset: 95 % of 150 intervals hold 10."""
     rng = np.random.default_rng(3)

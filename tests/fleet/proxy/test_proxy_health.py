@@ -121,6 +121,7 @@ async def before(*engines: Engine | Instance) -> AsyncIterator[Client]:
         yield Client(session, f"http://127.0.0.1:{port}")
 
 
+@pytest.mark.slow
 def test_an_instance_that_answers_health_only_is_out_for_longer_each_time() -> None:
     async def scenario() -> None:
         engine = Engine(serves=0)
@@ -137,6 +138,7 @@ def test_an_instance_that_answers_health_only_is_out_for_longer_each_time() -> N
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_bad_polls_count_in_a_row_only() -> None:
     async def scenario() -> None:
         flickers, dead = Engine(polls=(200, 503, 503)), Engine(polls=(503,))

@@ -181,6 +181,7 @@ def test_silence_counts_from_the_last_byte() -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.slow
 def test_silence_does_not_count_while_nobody_waits() -> None:
     head, middle, last = CHUNKED.partition(b"3\r\n")
 
@@ -201,6 +202,7 @@ def test_silence_does_not_count_while_nobody_waits() -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_reads_is_not_taken_in() -> None:
     piece = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     head = CHUNKED.partition(b"2\r\n")[0]

@@ -128,6 +128,7 @@ def test_an_answer_is_sent_to_its_end_however_slowly_it_is_taken(soon) -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.slow
 def test_who_takes_nothing_of_an_answer_is_cut(soon) -> None:
     async def scenario() -> None:
         async with serving(megabytes, client_timeout_s=0.2) as dial:

@@ -14,6 +14,7 @@ from trace_commands import MOONCAKE, fails
 from fleet.trace import Request, own
 
 
+@pytest.mark.slow
 def test_nothing_is_written_of_a_torn_trace(tmp_path, capsys):
     torn = tmp_path / "torn.gz"
     torn.write_bytes(MOONCAKE.read_bytes()[:-500])

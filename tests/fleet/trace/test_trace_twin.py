@@ -35,6 +35,7 @@ def test_a_twin_of_a_tenth_has_every_figure_within_2_percent(seed):
     assert {name: share for name, share in off.items() if abs(share) > 0.02} == {}
 
 
+@pytest.mark.slow
 def test_the_twin_of_a_hundredth_is_near(tmp_path, capsys):
     out = tmp_path / "t.gz"
     assert run("twin", "--requests", 20_000, "--out", out) == 0
