@@ -2,8 +2,9 @@
 """Ports for servers, staggered so that no two servers ever meet.
 
 They lie below the range that the kernel hands out to clients, where a port that is
-free now may be somebody's outgoing connection when the server gets to it. They also
-leave out where Mooncake chooses ports of its own while the servers start.
+free now may be somebody's outgoing connection when the server gets to it. They lie
+above those that Ray gives its workers by default (10,002 to 19,999), and those that
+Mooncake chooses for itself while the servers start.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-FIRST, LAST = 10_000, 32_000
+FIRST, LAST = 20_000, 32_000
 # Mooncake's MC_MIN_RPC_PORT to MC_MAX_RPC_PORT, as it has them by default.
 MOONCAKE = range(15_000, 17_001)
 LOOPBACK = "127.0.0.1"
