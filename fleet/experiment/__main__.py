@@ -103,13 +103,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--store",
         metavar="URL",
-        help="with --ray: where hosts put their runs; a shared folder, s3://...",
+        help="where runs are put, besides --out; a shared folder, s3://...",
     )
     chosen = parser.parse_args()
     if chosen.hosts is not None and (chosen.ray is None or chosen.virtual):
         parser.error("--hosts is for fleets in real time, with --ray")
-    if chosen.store is not None and (chosen.ray is None or not chosen.virtual):
-        parser.error("--store is for --virtual with --ray: other runs are in --out")
+    if chosen.store is not None and chosen.virtual and chosen.ray is None:
+        parser.error("--store with --virtual is for --ray: here runs are in --out")
     return chosen
 
 

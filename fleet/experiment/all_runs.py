@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleet.experiment.arm import TRACE, ExperimentContext, make_run
+from fleet.experiment.arm import TRACE, ExperimentContext, MakeRuns, make_run
 from fleet.experiment.config import Experiment
 from fleet.experiment.fleets import INDEXES, instance_settings
 from fleet.experiment.outcome import finished, line
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 # A run that lost a host so often may be what ends them.
 MOST_LOST = 3
-# Makes runs in virtual time: context, runs, out.
-Simulate = Callable[
-    [ExperimentContext, list[tuple[Run, PlannedArm]], Path], Iterator[Path]
-]
 
 
 def run_experiment(
@@ -82,6 +78,8 @@ def run_experiment(
         make = simulate if virtual else _make_runs
         if virtual and ray_address is not None:
             make = _on_hosts(ray_address, store_url, out, resume)
+        elif store_url is not None:
+            make = _stored(make, store_url, count, out, resume)
         there = len(runs) - len(missing)
         for number, folder in enumerate(make(context, missing, out), there + 1):
             print(f"{number}/{len(runs)}  {line(folder)}", flush=True)
@@ -96,7 +94,7 @@ def _prepare_programs(experiment: Experiment) -> None:
         vllm_router.executable()
 
 
-def _on_hosts(address: str, store_url: str | None, out: Path, resume: bool) -> Simulate:
+def _on_hosts(address: str, store_url: str | None, out: Path, resume: bool) -> MakeRuns:
     """Raises StoreError."""
     # Ray takes a second to import, and is needed here alone.
     from fleet.experiment.on_hosts import simulate_on_hosts
@@ -104,6 +102,19 @@ def _on_hosts(address: str, store_url: str | None, out: Path, resume: bool) -> S
 
     store = store_url and store_of_run(store_url, out.name, resume)
     return partial(simulate_on_hosts, address, store)
+
+
+def _stored(
+    make: MakeRuns, store_url: str, hosts: int | None, out: Path, resume: bool
+) -> MakeRuns:
+    """Raises StoreError."""
+    # What a store takes is imported only where there is one.
+    from fleet.experiment.stored import make_or_fetch
+    from lab.store.store import store_of_run
+
+    return partial(
+        make_or_fetch, make, store_of_run(store_url, out.name, resume), hosts
+    )
 
 
 def _fleet_hosts(

@@ -7,7 +7,7 @@ import datetime
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +76,12 @@ class ExperimentContext:
             return self.elsewhere(arm, folder)
         instances = folder / "instances"
         return fresh_fleet(self.experiment, arm, self.workshop, instances)
+
+
+# Makes runs, and says the folder of each when it is made.
+MakeRuns = Callable[
+    [ExperimentContext, list[tuple[Run, PlannedArm]], Path], Iterator[Path]
+]
 
 
 @dataclass

@@ -20,6 +20,7 @@ from ray_cluster import Host, RayCluster
 
 from fleet.analyze.records import ArmRun, read_run
 from lab.paths import REPOSITORY
+from lab.store.store import Store
 
 pytestmark = [
     pytest.mark.long,
@@ -198,9 +199,11 @@ def three() -> Iterator[RayCluster]:
 
 @pytest.mark.parametrize("replayers", [1, 2])
 def test_a_fleet_over_hosts_with_other_clocks_ends_well(two, tmp_path, replayers):
-    with experiment(two, tmp_path, standins(replayers)) as found:
+    store = str(tmp_path / "store")
+    with experiment(two, tmp_path, standins(replayers), "--store", store) as found:
         status = found.process.wait(DEADLINE_S)
     (run,) = found.runs()
+    assert set(Store(f"{store}/run").pieces()) == {"linear@2/r0"}, found.said
     has_served_each_request_once(run)
     on_hosts(run, two.hosts)
     ahead_s = {one.host: one.clock.ahead_us / 1e6 for one in run.info.hosts}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from fleet.standin.process import standin
 from lab.paths import CONFIGS, REPOSITORY
 from lab.records.instances import Instance
 from lab.serving.supervise import descendants
+from lab.store.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -134,6 +136,34 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
     """When each file was last written, and what is in it."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_runs_that_a_store_has_outlive_their_folder(tmp_path):
+    out, store = tmp_path / "run", str(tmp_path / "store")
+    # The report may refuse to compare, on a machine that tests share.
+    made = run(SMOKE, out, "--store", store)
+    planned = {one.folder for one in plan(read_experiment(SMOKE))}
+    assert set(Store(f"{store}/run").pieces()) == planned, made.stderr
+    before = arm_documents(out)
+    shutil.rmtree(out)
+    # A half that nobody finished is no reason to leave out what the store has.
+    (out / sorted(planned)[0]).mkdir(parents=True)
+    again = run(SMOKE, out, "--store", store, "--resume")
+    assert arm_documents(out) == before, again.stderr
+    assert len(read_run(out)) == len(planned)
+    other = tmp_path / "other.toml"
+    other.write_text(SMOKE.read_text().replace("max_turns = 3", "max_turns = 2"))
+    shutil.rmtree(out)
+    refused = run(other, out, "--store", store, "--resume")
+    assert refused.returncode == 2
+    assert "give another --out" in refused.stderr
+    assert set(Store(f"{store}/run").pieces()) == planned
+
+
+def arm_documents(out: Path) -> dict[Path, bytes]:
+    return {
+        path.relative_to(out): path.read_bytes() for path in out.glob("*/*/arm.json")
+    }
 
 
 def test_more_slots_than_sessions_are_refused_before_anything_starts(tmp_path):
