@@ -115,7 +115,7 @@ bench-report: setup ## time and memory of analysing 10 million steps
 bench-look: setup ## time and memory of a look at 100 million steps of 64 servers (15 minutes, 9 GB of disk)
 	$(python) -m costs.look
 
-bench-merge: setup ## 100 million steps counted on three hosts and merged, against on one (20 minutes, 9 GB of disk)
+bench-merge: setup ## 100 million steps counted on three hosts and merged, against on one (15 minutes, 9 GB of disk)
 	$(python) -m costs.look.merged
 
 coverage: setup ## do intervals over a few server processes hold the truth? (simulated)
