@@ -1,11 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Apply, revert and inspect the source patches of an installed package.
+"""Apply, revert and inspect source patches of an installed package: `kvtax patch`.
 
-Without --patch: the set step_timing_v2 of patches/sets.toml, that is the patches
-step_timing_v1, step_timing_v2 and request_timing, which record steps and requests.
-``--patch step_timing_v2`` is that one patch alone.
-Runs with any Python >= 3.11; see --help.
+Needs nothing but Python >= 3.11. Without --patch: the set `records`, which
+records steps and requests.
 """
 
 import sys
@@ -14,7 +12,16 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent
 sys.path.insert(0, str(REPOSITORY))
 
-from blockpatch.cli import main  # noqa: E402
+# This file must parse on the Pythons that it refuses.
+if sys.version_info < (3, 11):  # noqa: UP036
+    print(
+        "refused: apply_step_timing_v2.py needs Python >= 3.11, and this is "
+        f"{sys.version.split()[0]}; use a newer one and name the tree with --target",
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
+from kvtax.patcher.cli import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(None, REPOSITORY / "patches", default_set="step_timing_v2"))
+    sys.exit(main(__doc__, REPOSITORY))

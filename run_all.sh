@@ -1,20 +1,32 @@
 #!/usr/bin/env bash
 # The main job: measure what each KV connector costs per engine step, and report.
-#   bash run_all.sh [--profile NAME] [--only CONFIG] [--repeats N] [--model PATH]
-#                   [--python PATH | --vllm VERSION] [--out DIR [--resume]] [--profile-cpu]
+# Installs what is missing (setup.sh), then runs `kvtax sweep` with the same options.
+#
+#   bash run_all.sh [--profile NAME] [--only CONFIG]... [--repeats N] [--model PATH]
 #                   [--connector MODULE:CLASS [--connector-config JSON]] [--limits FILE]
-#                   [--ray ADDRESS] [--check]
-# NAME is a file of configs/profiles/: cpu (the default), cpu-smoke, gpu, ...
-# The run goes to runs/, and its result to SUMMARY.md, report.html, per_config.json and
-# figures/ here.
-# With --out DIR, everything goes to DIR alone.
-# --python measures the vLLM of another Python, and leaves it as it is; --vllm a release
-# of locks/releases/, in an environment that is made for it (up to 9 GB).
-# --connector measures your own connector beside plain vLLM, after a minute in which it is
-# looked at along other axes than cached blocks; --limits says what it may cost.
-# --profile-cpu then samples one more server of each config: where in the code its time goes.
-# --ray measures on all hosts of a Ray cluster (docs/hosts.md).
-# --check only says what would stop the run: status 0 if nothing would, else 1.
+#                   [--python PATH | --vllm VERSION] [--out DIR [--resume]]
+#                   [--profile-cpu] [--ray ADDRESS [--store URL]] [--check | --report RUN]
+#
+# The run goes to runs/, its result to SUMMARY.md, report.html, per_config.json and
+# figures/ here; with --out DIR, everything goes to DIR.
+#   --profile NAME       a file of configs/profiles/: cpu (the default), cpu-smoke, gpu ...
+#   --only CONFIG        measure this config (repeatable)
+#   --repeats N          servers per config (default: the profile's)
+#   --model PATH         real weights (gpu profile)
+#   --connector CLASS    measure your own connector: along all axes (a minute), then
+#                        beside plain vLLM and a no-op
+#   --connector-config   JSON object, added to its kv_transfer_config
+#   --limits FILE        limits to check, such as configs/limits/ci.toml
+#   --python PATH        measure the vLLM of this Python, and leave it as it is
+#   --vllm VERSION       measure this release, in a new environment (up to 9 GB)
+#   --resume             keep the finished trials of --out
+#   --profile-cpu        then sample one more server of each config: where CPU time goes
+#   --ray ADDRESS        measure on all hosts of a Ray cluster (docs/hosts.md)
+#   --store URL          with --ray: hosts write results to this folder or s3:// URL
+#   --check              only list what would stop the run
+#   --report RUN         only analyse the folder of a run again
+# Exit codes: 0 good, 1 a limit is broken or a verdict is not the expected one, 2 bad
+# input, 3 could not measure, 130 and 143 ended by a signal.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -24,25 +36,19 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exit
 fi
 
-profile=cpu check='' before='' module=microbench.sweep
-for argument; do
-    [[ $argument == --connector || $argument == --connector=* ]] && module=observatory.own
-    [[ $before == --profile ]] && profile=$argument
-    [[ $argument == --profile=* ]] && profile=${argument#*=}
-    [[ $argument == --check ]] && check=yes
-    before=$argument
-done
+profile=cpu option='.* --profile[ =]([^ ]+)'
+if [[ " $*" =~ $option ]]; then profile=${BASH_REMATCH[1]}; fi
 
-# Checking must not put another flavour in the place of an environment.
+# A check or a report must not replace an installed environment by another flavour's.
 flavour=''
-if [[ -z $check || ! -f .venv/.installed_lock ]]; then
+if [[ ! -f .venv/.installed_lock || " $* " != *" --check "* && " $* " != *" --report"* ]]; then
     flavour=$(sed -n 's/^flavour *= *"\(.*\)".*/\1/p' "configs/profiles/$profile.toml" 2>/dev/null || true)
 fi
 if [[ $flavour == gpu ]] && ! type -P nvidia-smi >/dev/null; then
     echo "run_all: profile $profile needs a GPU, and there is no nvidia-smi here;" \
         "--profile cpu runs without one" >&2
-    exit 1
+    exit 3
 fi
-# Without a flavour, the one that is installed is kept.
+# Without a flavour, setup.sh keeps the installed one.
 bash setup.sh ${flavour:+"$flavour"}
-exec .venv/bin/python -m "$module" "$@"
+exec .venv/bin/python -m kvtax sweep "$@"

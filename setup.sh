@@ -126,6 +126,7 @@ install_environment() {
     cp "$lock" "$stamp"
     "$uv" pip sync -q --compile-bytecode --require-hashes \
         --python .venv/bin/python "$lock"
+    "$uv" pip install -q --no-deps --no-build-isolation --python .venv/bin/python -e .
     complete_stamp >"$stamp"
 }
 
@@ -141,7 +142,7 @@ make_environment() {
 
 complete_stamp() {
     cat "$lock"
-    echo "# bytecode compiled"
+    echo "# bytecode compiled, kvtax installed from this checkout"
 }
 
 is_installed() { [[ -x .venv/bin/python ]] && cmp -s <(complete_stamp) "$stamp"; }

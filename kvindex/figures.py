@@ -10,7 +10,7 @@ import matplotlib
 import polars as pl
 from matplotlib import pyplot as plt
 
-from lab.stats.colours import COLOURS
+from kvtax.report import COLOURS
 
 matplotlib.use("Agg")
 
@@ -70,7 +70,7 @@ def usable(trials: list[dict]) -> pl.DataFrame:
 
 
 def draw_bursts(table: pl.DataFrame, path: Path) -> None:
-    """A line from p50 to p99 per index, a panel per shape."""
+    """Draw a line from p50 to p99 per index, a panel per shape."""
     shapes = table.select("readers", "blocks").unique(maintain_order=True).rows()
     order = table.filter(readers=shapes[0][0], blocks=shapes[0][1])["index"].to_list()
     figure, panels = plt.subplots(

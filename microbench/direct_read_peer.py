@@ -5,11 +5,12 @@ Run by microbench.trial beside a server that is ready, as `python -m
 microbench.direct_read_peer TRIAL_FOLDER PORT BLOCK_SIZE READS_PER_S`, until it is
 stopped. PORT is the server's side channel on the loopback interface.
 
-It makes the driver's prompts from the trial's plan and hashes them as vLLM does. At
-each turn it asks for the next prompt, and if that is not there yet, reads the newest
-that was: so it reads a whole prompt at any |cache|, and what it costs cannot grow with
-how much there is to be found. Each read is a line of reads.jsonl (docs/records.md),
-whose header says that it began.
+It makes the driver's prompts from the trial's plan and hashes them as vLLM does; the
+short ones of holds are left out. At each turn it asks for the next prompt, and if that
+is not there yet, reads the newest that was: so it reads a whole prompt at any |cache|,
+and what it costs cannot grow with how much there is to be found. After a reset neither
+is there, and it asks for later ones. Each read is a line of reads.jsonl
+(docs/records.md), whose header says that it began.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from pathlib import Path
 import msgspec
 
 from connectors.direct_read.reader import Read, Reader, new_engine
-from lab.load.plan import Plan, read_plan
-from lab.load.prompts import bodies
-from lab.records.line_file import LineFile
-from lab.records.reads import ReadRecord, ReadsHeader
-from lab.serving.supervise import exit_on_signals
+from kvtax.load.plan import Plan, read_plan
+from kvtax.load.prompts import bodies
+from kvtax.records.files import LineFile
+from kvtax.records.run import ReadRecord, ReadsHeader
+from kvtax.signals import exit_on_signals
+
+# How far beyond the newest prompt it asks, in this order.
+AHEAD = (1, 0, 2, 4, 8, 16, 32)
 
 
 def prompt_hashes(plan: Plan, block_size: int) -> list[list[bytes]]:
-    """Block hashes of each prompt, without its last token, as a peer asks for them.
+    """Block hashes of each whole prompt, without its last token, as a peer asks.
 
     They are those of a server with the same PYTHONHASHSEED and the default algorithm.
     """
@@ -45,21 +49,22 @@ def prompt_hashes(plan: Plan, block_size: int) -> list[list[bytes]]:
             yield parent
 
     init_none_hash(sha256)
-    return [list(hashes(msgspec.json.decode(body)["prompt"])) for body in bodies(plan)]
+    prompts = (msgspec.json.decode(body)["prompt"] for body in bodies(plan))
+    return [list(hashes(one)) for one in prompts if len(one) == plan.prompt_tokens]
 
 
 def reads(reader: Reader, prompts: list[list[bytes]], per_s: float) -> Iterator[Read]:
-    """Reads as long as it is asked for more, `per_s` in a second."""
+    """Read `per_s` times a second until the process ends."""
     newest = 0
     due_s = time.monotonic()
     while True:
-        for index in range(newest, newest + 2)[::-1]:
+        for index in (newest + ahead for ahead in AHEAD):
             if index < len(prompts) and (read := reader.read(prompts[index])).offered:
                 newest = index
                 break
         yield read
         now_s = time.monotonic()
-        # What could not be read in time is not made up for in a burst.
+        # Reads that came too late are not made up for in a burst.
         due_s = max(due_s + 1 / per_s, now_s)
         time.sleep(due_s - now_s)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TOML files under configs/profiles/: how a sweep is done."""
+"""Profiles of sweeps: the TOML files under configs/profiles/."""
 
 from __future__ import annotations
 
@@ -8,20 +8,44 @@ from typing import Literal
 
 import msgspec
 
-from lab.config import read_toml
-from lab.load.plan import Phase as PlannedPhase
-from lab.load.plan import Plan
-from lab.paths import CONFIGS
-from lab.records.phases import Phase
-from lab.serving.connector import Connector, load_connector
-from lab.serving.null_model import Checkpoint, real_model, write_null_model
-from lab.serving.settings import EngineSettings, Forward
+from kvtax.config import read_toml
+from kvtax.engine.connector import Connector, load_connector
+from kvtax.engine.null_model import Checkpoint, real_model, write_null_model
+from kvtax.engine.settings import EngineSettings, Forward
+from kvtax.load.plan import Phase as PlannedPhase
+from kvtax.load.plan import Plan
+from kvtax.paths import CONFIGS
+from kvtax.records.requests import Phase
+
+
+class Ladder(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Levels of |cache| that are held, as shares of num_blocks; a level of 1 evicts.
+
+    `passes` go up all levels, each after a reset. A level is held while `decoders`
+    requests decode `output_tokens` tokens each. Meanwhile `arrivals` come, one each
+    `1 / arrivals_rps` s, which are too short to fill a block.
+    """
+
+    levels: list[float]
+    passes: int
+    decoders: int
+    output_tokens: int
+    arrivals: int
+    arrivals_rps: float
+
+
+# Prompts of the requests that decode while a level is held, and of those that arrive:
+# with its answer, one of these fills no block of 16 tokens.
+DECODER_TOKENS, ARRIVAL_TOKENS, ANSWER_TOKENS = 16, 12, 2
+# As fast as the driver can send without falling behind.
+FILL_RPS, DECODERS_RPS = 100.0, 100.0
 
 
 class Load(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What the driver sends: see lab.load.plan.Plan.
+    """Load of the driver: see kvtax.load.plan.Plan.
 
-    The cache is filled, held full and reset `cycles` times.
+    The cache grows once from empty to full, and is full for `plateau_requests`. Then
+    come the levels of the `ladder`.
     """
 
     prompt_tokens: int
@@ -29,14 +53,13 @@ class Load(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     rate_rps: float
     arrival: str
     plateau_requests: int
-    after_reset_requests: int
     lag_budget_ms: float
     request_timeout_s: float
-    cycles: int = 1
+    ladder: Ladder
 
 
 class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """How a sweep is done: configs/profiles/<name>.toml.
+    """Settings of a sweep: configs/profiles/<name>.toml.
 
     |cache| grows to nearly `num_blocks`. With `null_model` the null model is served,
     whose forward sleeps for `forward_us`; else `model`, a checkpoint folder or a name
@@ -44,8 +67,8 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
     Each config is measured on `repeats` servers, and one that is then undecided on up
     to `most_repeats`, while all trials take less than `minutes`. `mooncake_protocol`
     replaces what the configs say; "auto" is rdma where an RDMA port is up, else tcp
-    (microbench.fitted). `patches` are added to those of each config. `own` are
-    connectors without a file in configs/connectors/ (lab.serving.own_connector).
+    (microbench.machine_fit). `patches` are added to those of each config. `own` are
+    connectors without a file in configs/connectors/ (kvtax.engine.own_connector).
     """
 
     summary: str
@@ -63,7 +86,7 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
     own: dict[str, Connector] = msgspec.field(default_factory=dict)
 
     def connectors(self) -> dict[str, Connector]:
-        """The configs to be measured, by name. Raises ConfigError."""
+        """Return the configs to measure, by name. Raises ConfigError."""
         return {name: self._connector(name) for name in self.configs}
 
     def _connector(self, name: str) -> Connector:
@@ -82,7 +105,7 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
         )
 
     def checkpoint(self, folder: Path) -> Checkpoint:
-        """The model to be served, made in `folder` if it is not there already.
+        """Return the model to serve; make it in `folder` if it is missing.
 
         Raises ConfigError if there is no such model.
         """
@@ -92,13 +115,14 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
         return real_model(folder, self.model, self.layers)
 
     def plan(self, model: str, vocab_size: int, seed: int) -> Plan:
-        """The driver's plan: fill the cache, hold it full, reset it, start over."""
+        """Plan the driver's requests: growth, plateau, and the passes of the ladder."""
         load = self.load
-        # The last token of a request is sampled but never computed, hence - 1.
-        blocks_per_request = (
-            load.prompt_tokens + load.output_tokens - 1
-        ) // self.block_size
-        growth_requests = -(-self.num_blocks // blocks_per_request)
+        growth_requests = -(-self.num_blocks // self._blocks(load.output_tokens))
+        passes = [
+            phase
+            for number in range(load.ladder.passes)
+            for phase in self._pass(number)
+        ]
         return Plan(
             model=model,
             seed=seed,
@@ -109,34 +133,65 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
             lag_budget_ms=load.lag_budget_ms,
             request_timeout_s=load.request_timeout_s,
             phases=[
-                phase
-                for cycle in range(load.cycles)
-                for phase in self._cycle(cycle, growth_requests)
-            ]
-            + [
-                PlannedPhase(
-                    Phase.AFTER_RESET.label,
-                    load.after_reset_requests,
-                    load.rate_rps,
-                    reset_prefix_cache=True,
-                )
+                PlannedPhase(Phase.GROWTH.label, growth_requests, load.rate_rps),
+                PlannedPhase(Phase.PLATEAU.label, load.plateau_requests, load.rate_rps),
+                *passes,
             ],
         )
 
-    def _cycle(self, cycle: int, growth_requests: int) -> list[PlannedPhase]:
-        """Fill the cache, after a reset unless it is new, and hold it full."""
-        load = self.load
-        return [
-            PlannedPhase(
-                Phase.GROWTH.named(cycle),
-                growth_requests,
-                load.rate_rps,
-                reset_prefix_cache=cycle > 0,
-            ),
-            PlannedPhase(
-                Phase.PLATEAU.named(cycle), load.plateau_requests, load.rate_rps
-            ),
-        ]
+    def _blocks(self, output_tokens: int) -> int:
+        """Return how many blocks a request of the load's prompt leaves in the cache."""
+        # The last token of a request is sampled but never computed, hence - 1.
+        return (self.load.prompt_tokens + output_tokens - 1) // self.block_size
+
+    def _pass(self, number: int) -> list[PlannedPhase]:
+        """Fill the cache to each level in turn, and hold it there."""
+        ladder = self.load.ladder
+        phases: list[PlannedPhase] = []
+        held_blocks = ladder.decoders * (
+            (DECODER_TOKENS + ladder.output_tokens - 1) // self.block_size
+        )
+        filled = 0
+        for place, share in enumerate(ladder.levels):
+            more = share * self.num_blocks - filled
+            if share == 1.0:
+                # Blocks that are counted twice, and what a request holds meanwhile.
+                more += 2 * self._blocks(1)
+            requests = round(more / self._blocks(1))
+            if place == 0:
+                # Peers that read find a prompt at every level.
+                requests = max(requests, 1)
+            if requests > 0:
+                phases.append(
+                    PlannedPhase(
+                        Phase.FILL.at(number, place),
+                        requests,
+                        FILL_RPS,
+                        after_answers=True,
+                        output_tokens=1,
+                    )
+                )
+                filled += requests * self._blocks(1)
+            phases += [
+                PlannedPhase(
+                    f"{Phase.FILL.at(number, place)}.decoders",
+                    ladder.decoders,
+                    DECODERS_RPS,
+                    after_answers=True,
+                    prompt_tokens=DECODER_TOKENS,
+                    output_tokens=ladder.output_tokens,
+                ),
+                PlannedPhase(
+                    Phase.HOLD.at(number, place),
+                    ladder.arrivals,
+                    ladder.arrivals_rps,
+                    prompt_tokens=ARRIVAL_TOKENS,
+                    output_tokens=ANSWER_TOKENS,
+                ),
+            ]
+            filled += held_blocks
+        phases[0] = msgspec.structs.replace(phases[0], reset_prefix_cache=True)
+        return phases
 
 
 def load_profile(name: str) -> Profile:

@@ -15,28 +15,26 @@ from pathlib import Path
 
 import msgspec
 
-from lab.records import RecordsError
-from lab.records.documents import read_document, write_document
-from lab.records.lines import read_lines
-from lab.records.reads import ReadRecord, ReadsHeader
-from lab.records.steps import first_step
-from lab.records.trial import ReadCounts, TrialRecord
-from lab.serving.companion import accompanied
-from lab.serving.connector import Connector
-from lab.serving.environment import HASH_SEED
-from lab.serving.installation import Installation
-from lab.serving.null_model import Checkpoint
-from lab.serving.ports import Ports, PortsError
-from lab.serving.py_spy import Sampler, SamplingError, processes
-from lab.serving.server import Server, ServerError, tail
-from lab.serving.server_spec import SERVED_MODEL, Engine, resolve
-from lab.serving.supervise import Supervised
+from kvtax.engine.companion import accompanied
+from kvtax.engine.connector import Connector
+from kvtax.engine.environment import HASH_SEED
+from kvtax.engine.installation import Installation
+from kvtax.engine.null_model import Checkpoint
+from kvtax.engine.ports import Ports, PortsError
+from kvtax.engine.py_spy import Sampler, SamplingError, processes
+from kvtax.engine.server import Server, ServerError, tail
+from kvtax.engine.server_spec import SERVED_MODEL, Engine, resolve
+from kvtax.engine.supervise import Supervised
+from kvtax.records import RecordsError
+from kvtax.records.files import read_document, read_lines, write_document
+from kvtax.records.life import only_life
+from kvtax.records.run import ReadCounts, ReadRecord, ReadsHeader, TrialRecord
+from kvtax.records.steps import first_step
 from microbench.profile import Profile
 
 SENT_LATE = 3
 DRIVER_ERRORS = {
     2: "a request failed",
-    SENT_LATE: "requests were sent late: the run is not valid",
     4: "the prefix cache could not be reset",
     64: "the driver did not understand its plan",
 }
@@ -52,7 +50,7 @@ class TrialError(Exception):
 class PlannedTrial:
     """One server lifetime to come: the `repeat`-th of a config.
 
-    `patches` are the hashes of its private tree; `error` says why it cannot be run.
+    `patches` are the hashes of its patches; `error` says why it cannot be run.
     """
 
     config: str
@@ -63,13 +61,13 @@ class PlannedTrial:
 
     @property
     def folder(self) -> Path:
-        """Of its records, below that of the run."""
+        """Folder of the trial's records, below the run's."""
         return Path(self.config, f"r{self.repeat}")
 
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What all trials of a sweep have in common.
+    """Settings shared by all trials of a sweep.
 
     With `sampled` py-spy looks on, so that nothing can be measured.
     """
@@ -82,7 +80,7 @@ class SweepSettings:
 
 @dataclass
 class _Measured:
-    """What a trial found out, as far as it came."""
+    """Facts of a trial, as far as it came."""
 
     ready_s: float | None = None
     peak_rss_mib: float | None = None
@@ -90,7 +88,7 @@ class _Measured:
 
 
 def run_trial(
-    folder: Path, planned: PlannedTrial, tree: Path, common: SweepSettings
+    folder: Path, planned: PlannedTrial, overlay: Path, common: SweepSettings
 ) -> TrialRecord:
     """Fill `folder` with one server lifetime's records and its trial.json.
 
@@ -105,7 +103,7 @@ def run_trial(
     measured, error = _Measured(), planned.error
     if error is None:
         try:
-            _measure(folder, planned, tree, common, measured)
+            _measure(folder, planned, overlay, common, measured)
         except (
             ServerError,
             PortsError,
@@ -132,7 +130,7 @@ def run_trial(
 
 
 def read_finished(folder: Path, planned: PlannedTrial) -> TrialRecord | None:
-    """The record that an earlier sweep left in `folder` of this trial, if it is ok."""
+    """Read the record of this trial from an earlier sweep, if it is ok."""
     try:
         done = read_document(folder / "trial.json", TrialRecord)
     except RecordsError:
@@ -143,11 +141,11 @@ def read_finished(folder: Path, planned: PlannedTrial) -> TrialRecord | None:
 def _measure(
     folder: Path,
     planned: PlannedTrial,
-    tree: Path,
+    overlay: Path,
     common: SweepSettings,
     measured: _Measured,
 ) -> None:
-    """Raises ServerError, PortsError, TrialError, RecordsError and SamplingError.
+    """Run server and driver; raise the errors that run_trial catches.
 
     `measured` then holds what there was.
     """
@@ -162,7 +160,7 @@ def _measure(
     model, installed = common.model.folder, common.installed
     with contextlib.ExitStack() as stack:
         told = stack.enter_context(accompanied(connector, folder, installed))
-        engine = Engine(tree, profile, told, model, installed)
+        engine = Engine(overlay, profile, told, model, installed)
         server = stack.enter_context(Server(resolve(engine, folder, label)))
         measured.ready_s = server.wait_ready()
         with _peer(folder, connector, profile.block_size, server.ports):
@@ -174,9 +172,8 @@ def _measure(
 
 
 def _drive(folder: Path, server: Server, sampled: bool) -> None:
-    command = [sys.executable, "-m", "microbench.driver", "--url", server.url]
-    command += ["--plan", str(folder / "plan.json")]
-    command += ["--out", str(folder / "requests.jsonl")]
+    command = [sys.executable, "-m", "microbench.driver", server.url]
+    command += [str(folder / "plan.json"), str(folder / "requests.jsonl")]
     with contextlib.ExitStack() as stack:
         driver = stack.enter_context(
             Supervised(command, dict(os.environ), folder / "driver.log")
@@ -188,12 +185,15 @@ def _drive(folder: Path, server: Server, sampled: bool) -> None:
                     f"the server died under load\n{tail(folder / 'server.log')}"
                 )
             if sampled and sampler is None and (pids := _recorded(folder)):
-                sampler = stack.enter_context(Sampler(pids, folder, SAMPLED_S))
+                sampler = stack.enter_context(
+                    Sampler(pids, only_life(folder), SAMPLED_S)
+                )
             time.sleep(0.1)
         if sampler is not None:
             sampler.result()
-    # Sampling holds the driver up, too.
-    if status != 0 and not (sampled and status == SENT_LATE):
+    # Late requests spoil growth and latencies, which then do not count (LoadedTrial),
+    # and not what is held.
+    if status not in (0, SENT_LATE):
         raise TrialError(
             DRIVER_ERRORS.get(status, f"the driver ended with status {status}")
             + f"\n{tail(folder / 'driver.log')}"
@@ -204,14 +204,14 @@ def _drive(folder: Path, server: Server, sampled: bool) -> None:
 def _peer(
     folder: Path, connector: Connector, block_size: int, ports: Ports
 ) -> Iterator[None]:
-    """A peer that reads from the server, where the connector is to have one."""
+    """Run the peer that reads from the server, if the connector has one."""
     if connector.reads_per_s is None:
         yield
         return
     command = [sys.executable, "-m", "microbench.direct_read_peer", str(folder)]
     command += [str(ports.direct_read), str(block_size), str(connector.reads_per_s)]
     log = folder / "peer.log"
-    # What hashes and secret depend on is as in the server.
+    # Hash seed and secret are the server's.
     env = os.environ | {"PYTHONHASHSEED": HASH_SEED} | connector.env
     with Supervised(command, env, log) as peer:
         deadline_s = time.monotonic() + PEER_READY_DEADLINE_S
@@ -227,7 +227,7 @@ def _peer(
 
 
 def _count_reads(folder: Path) -> ReadCounts:
-    """How many reads there were, and blocks. Raises TrialError if none was valid."""
+    """Count reads and blocks. Raises TrialError if no block was valid."""
     reads = read_lines(folder / "reads.jsonl", ReadsHeader, ReadRecord).records
     began = [read.t_ns for read in reads]
     counts = ReadCounts(
@@ -246,20 +246,19 @@ def _count_reads(folder: Path) -> ReadCounts:
 
 def _recorded(folder: Path) -> list[int]:
     """Engine and workers, once the first records name them."""
-    files = (folder / "engine_step.jsonl", folder / "worker_step.r0.jsonl")
-    if not all(file.exists() and file.stat().st_size for file in files):
-        return []
-    return processes(folder)
+    life = only_life(folder)
+    files = (life / "engine_step.jsonl", life / "worker_step.r0.jsonl")
+    return processes(life) if all(file.exists() for file in files) else []
 
 
 def _check_fresh(folder: Path, profile: Profile) -> None:
-    """The first engine step must find a cache that holds only its own prompt."""
-    first = first_step(folder / "engine_step.jsonl")
+    """Check that the first engine step found only its own prompt in the cache."""
+    first = first_step(only_life(folder) / "engine_step.jsonl")
     found = first and first.found_blocks(profile.block_size)
     if found is None:
         raise TrialError(
             "the engine did not record what its first step found cached: does the "
-            "config have the patches step_timing_v1 and step_timing_v2?"
+            "config have the patch step_timing_v2?"
         )
     if first.step_id != 0 or found > 0:
         raise TrialError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all trials of a sweep use on one machine: a tree per config, and the model."""
+"""Patches and model, shared by all trials of a sweep on one machine."""
 
 from __future__ import annotations
 
@@ -10,66 +10,89 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.serving import preflight
-from lab.serving.installation import Installation
-from lab.serving.tree import link_package
+from kvtax.engine import preflight
+from kvtax.engine.connector import Connector
+from kvtax.engine.installation import Installation
+from kvtax.engine.overlay import build_overlay
 from microbench.profile import Profile
-from microbench.trees import build_trees
 from microbench.trial import PlannedTrial, SweepSettings, TrialRecord, run_trial
 
 
 @dataclass(frozen=True)
 class Workshop:
-    """Where trials are made; `ready` is the first trial of each config."""
+    """Settings of trials, and an overlay for each config.
 
-    trees: Path
+    `ready` holds the first trial of each.
+    """
+
+    overlays: Path
     common: SweepSettings
     ready: dict[str, PlannedTrial]
 
     def round(
         self, repeat: int, names: Iterable[str] | None = None
     ) -> list[PlannedTrial]:
-        """A trial of each of `names` or of all configs, forwards and backwards in turn.
+        """Plan a trial of each of `names`, or of all configs.
 
-        So a machine that warms up or slows down does so for all of them alike.
+        Even repeats go forwards, odd ones backwards, so that a drift of the machine
+        affects all configs alike.
         """
         order = list(self.ready if names is None else names)
         if repeat % 2:
             order.reverse()
-        return [dataclasses.replace(self.ready[one], repeat=repeat) for one in order]
+        return [dataclasses.replace(self.ready[name], repeat=repeat) for name in order]
 
     def run(
         self, folder: Path, planned: PlannedTrial, sampled: bool = False
     ) -> TrialRecord:
-        """As microbench.trial.run_trial."""
+        """Run the trial as microbench.trial.run_trial does."""
         common = dataclasses.replace(self.common, sampled=sampled)
-        return run_trial(folder, planned, self.trees / planned.config, common)
+        return run_trial(folder, planned, self.overlays / planned.config, common)
 
 
 @contextmanager
 def workshop(
     folder: Path, profile: Profile, installed: Installation
 ) -> Iterator[Workshop]:
-    """Make it in `folder`, where the model stays; the trees are gone afterwards.
+    """Build overlays and model in `folder`; the overlays are deleted at the end.
 
-    Raises PreflightError if nothing can be measured. A config alone that cannot be says
-    so in its trial.
+    Raises PreflightError if nothing can be measured. A config that cannot be measured
+    has its error in its trial.
     """
     connectors = profile.connectors()
     folder.mkdir(parents=True, exist_ok=True)
-    trees = folder / "trees"
+    overlays = folder / "overlays"
     # Left by a sweep that was killed.
-    shutil.rmtree(trees, ignore_errors=True)
+    shutil.rmtree(overlays, ignore_errors=True)
+    overlays.mkdir()
     try:
-        base = trees / "base"
-        link_package(installed.package("vllm"), base)
-        preflight.check_import(base, profile, installed)
+        installed = preflight.check_import(overlays, profile, installed)
         model = profile.checkpoint(folder / "model")
-        patches, errors = build_trees(trees, connectors, installed)
+        patches, errors = build_overlays(overlays, connectors, installed)
         ready = {
-            name: PlannedTrial(name, 0, one, patches.get(name, {}), errors.get(name))
-            for name, one in connectors.items()
+            name: PlannedTrial(name, 0, conn, patches.get(name, {}), errors.get(name))
+            for name, conn in connectors.items()
         }
-        yield Workshop(trees, SweepSettings(profile, model, installed), ready)
+        yield Workshop(overlays, SweepSettings(profile, model, installed), ready)
     finally:
-        shutil.rmtree(trees, ignore_errors=True)
+        shutil.rmtree(overlays, ignore_errors=True)
+
+
+def build_overlays(
+    folder: Path, connectors: dict[str, Connector], installed: Installation
+) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Build an overlay per config; return patch hashes, and errors of the rest."""
+    patches: dict[str, dict[str, str]] = {}
+    errors: dict[str, str] = {}
+    for name, connector in connectors.items():
+        try:
+            preflight.check_connector(connector, installed)
+            patches[name] = build_overlay(
+                folder / name,
+                connector.patches,
+                connector.patch_parameters,
+                installed,
+            )
+        except preflight.CONFIG_ERRORS as error:
+            errors[name] = f"preflight: {error}"
+    return patches, errors

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Many container images forbid Python to keep bytecode. Then each process that a test
@@ -19,3 +21,30 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+# Folders whose tests share servers: one worker of pytest-xdist runs all of each.
+TOGETHER = ("tests/patched/", "tests/e2e/")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
+    """Begin with what takes longest, or one worker would end with it alone."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Give each test file to one worker, and each folder of TOGETHER, too."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadFolderScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folders = (folder for folder in TOGETHER if nodeid.startswith(folder))
+            return next(folders, super()._split_scope(nodeid))
+
+    return LoadFolderScheduling(config, log)
+
+
+@pytest.fixture(scope="session")
+def installed_vllm():
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lab.paths import REPOSITORY
-from lab.serving.installation import Installation, installation
-from lab.serving.releases import release as environment_of
+from kvtax.engine.installation import Installation, installation
+from kvtax.engine.releases import release as environment_of
+from kvtax.paths import REPOSITORY
 
 INSTALLED = os.environ.get("TEST_VLLM", "0.18.1")
 

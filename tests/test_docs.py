@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.paths import REPOSITORY
+from kvtax.cli import COMMANDS
+from kvtax.paths import REPOSITORY
 
 ROOMS = sorted(
     entry.name
@@ -25,8 +26,10 @@ EXEMPT = (
     "patches/upstream/[0-9]*",
     "kvindex/bin/**/*.md",
 )
+# A value of a record, not a file.
+VALUES = ("kvtax/N",)
 # Rooms whose READMEs list their files by bare name.
-LISTED = ("costs", "fleet", "lab", "microbench", "upstream")
+LISTED = ("benchmarks", "kvtax", "microbench", "tools")
 
 
 def documents() -> list[Path]:
@@ -61,7 +64,9 @@ def missing_files(page: Path) -> list[str]:
     path = rf"(?<![\w./<{{-])(?:{'|'.join(ROOMS)})/[\w./*-]*\w/?(?![\w<{{])"
     quoted = re.findall(r"`([^`\n]+)`|^ {4}(.+)$", text, flags=re.MULTILINE)
     named = [found for pair in quoted for found in re.findall(path, "".join(pair))]
-    missing = [one for one in named if not any(REPOSITORY.glob(one))]
+    missing = [
+        one for one in named if one not in VALUES if not any(REPOSITORY.glob(one))
+    ]
     if any(page.is_relative_to(REPOSITORY / room) for room in LISTED):
         there = {file.name for file in page.parent.rglob("*.py")}
         missing += sorted(set(re.findall(r"`(\w+\.py)`", text)) - there)
@@ -78,6 +83,9 @@ def missing_commands(page: Path) -> list[str]:
         file = REPOSITORY / module.replace(".", "/")
         if not (file.with_suffix(".py").exists() or (file / "__main__.py").exists()):
             missing.append(f"python -m {module}")
+    subcommands = {command.name for command in COMMANDS}
+    used = re.findall(r"(?:^ {4}|`|bin/|uvx )kvtax ([a-z]+)", text, flags=re.MULTILINE)
+    missing += [f"kvtax {name}" for name in used if name not in subcommands]
     return missing
 
 
@@ -102,13 +110,40 @@ def test_what_does_not_exist_is_noticed(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# Here\n[a](none.md) [b](#none) [c](#here) [d](page.md) [e](https://none)\n"
-        "`lab/none.py`, `lab/paths.py`, `make none`, `make test`\n"
-        "`python -m lab.none`\n"
-        "and\n\n    python tests/none.py && python -m fleet.trace\n"
+        "`kvtax/none.py`, `kvtax/paths.py`, `make none`, `make test`\n"
+        "`python -m kvtax.none` `kvtax none x` `kvtax look y`\n"
+        "and\n\n    python tests/none.py && python -m kvtax look x\n"
     )
     assert dead_links(page) == ["none.md", "#none"]
-    assert missing_files(page) == ["lab/none.py", "tests/none.py"]
-    assert missing_commands(page) == ["make none", "python -m lab.none"]
+    assert missing_files(page) == ["kvtax/none.py", "tests/none.py"]
+    assert missing_commands(page) == ["make none", "python -m kvtax.none", "kvtax none"]
+
+
+def glossary() -> set[str]:
+    """Return the words of the glossary's terms, in the singular."""
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    _, _, rows = page.partition("## Glossary")
+    terms = re.findall(r"^\| (.+?) \|", rows, flags=re.MULTILINE)
+    words = re.findall(r"[a-z]+", " ".join(terms).lower())
+    return {word.removesuffix("s") for word in words}
+
+
+def schemas() -> set[str]:
+    """Return the names of the schemas of all files that kvtax writes."""
+    sources = (REPOSITORY / "kvtax").rglob("*.py")
+    found = [re.findall(r'"kvtax\.(\w+)/\d+"', file.read_text()) for file in sources]
+    return {name for names in found for name in names}
+
+
+def test_a_schema_has_words_of_the_glossary():
+    assert "engine_step" in schemas()
+    words = glossary()
+    foreign = {
+        name: strange
+        for name in sorted(schemas())
+        if (strange := {word.removesuffix("s") for word in name.split("_")} - words)
+    }
+    assert foreign == {}, "use the glossary's words, or add a term to it"
 
 
 def test_the_readme_stays_short():

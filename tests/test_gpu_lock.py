@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.paths import REPOSITORY
+from kvtax.paths import REPOSITORY
 from tests.fake_gpu import H100, path_with_gpus
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -49,7 +49,7 @@ def test_every_configs_patches_apply(python):
 
 def test_nothing_but_the_driver_stops_the_gpu_profile(python, tmp_path):
     done = subprocess.run(
-        [python, "-m", "microbench.sweep", "--profile", "gpu", "--check"],
+        [python, "-m", "kvtax", "sweep", "--profile", "gpu", "--check"],
         cwd=REPOSITORY,
         env=os.environ | {"PATH": path_with_gpus(tmp_path, H100)},
         capture_output=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvindex.cmd.kvindexd.events import messages
 from kvindex.figures import bursts, usable
 
 KVINDEX = Path(__file__).parents[1] / "kvindex"
@@ -30,3 +31,10 @@ def test_figures_draw_what_was_measured():
     for table, name in ((bursts(trials), "bursts"), (usable(trials), "usable")):
         committed = (KVINDEX / "figures" / f"{name}.csv").read_text()
         assert table.write_csv() == committed
+
+
+def test_the_committed_messages_are_those_that_the_releases_publish():
+    committed = messages.FILE.read_text()
+    if missing := json.loads(committed).keys() - messages.releases().keys():
+        pytest.skip(f"no sources of {', '.join(missing)}: run make vllm-releases")
+    assert messages.document() == committed

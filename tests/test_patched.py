@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from lab.paths import REPOSITORY
+from kvtax.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
 INSIDE = """
 import os
+import sys
 import pytest
 
 PATCHES = ["block_pool_delta_listener"]
@@ -28,9 +29,8 @@ NAMES = {"good": 1, "bad": 2}
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("number", [1, 2])
 def test_of(name, number):
-    import vllm
-    path = vllm.__path__[0] + "/v1/core/block_pool_listener.py"
-    assert os.path.exists(path), "not patched"
+    listener = "vllm.v1.core.block_pool_listener"
+    assert any(finder.find_spec(listener) for finder in sys.meta_path), "not patched"
     print("printed")
     assert name == "good", "not good"
 
@@ -51,13 +51,22 @@ def test_crash():
 def test_after_the_crash():
     pass
 """
+FOR_ANOTHER = 'PATCHES = []\nONLY = "0.0"\ndef test_it(): assert False\n'
+UNREADABLE = {
+    "class": "PATCHES = []\nclass TestMore:\n    def test_it(self): pass\n",
+    "values": "PATCHES = []\n"
+    "@pytest.mark.parametrize('n', range(3))\ndef test_it(n): pass\n",
+    "mark": "PATCHES = []\n@pytest.mark.skip\ndef test_it(): pass\n",
+    "patches": "PATCHES = names()\n",
+}
 
 
-def run(folder: Path, module: str) -> dict[str, str]:
-    """What pytest says in its summary, by test."""
+def run(folder: Path, modules: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """What pytest prints, and the word of its summary for each test."""
     for name in ("conftest.py", "inside.py", "inside_run.py"):
         shutil.copy(REPOSITORY / "tests" / "patched" / name, folder)
-    (folder / "test_inside.py").write_text(module)
+    for name, module in modules.items():
+        (folder / f"test_{name}.py").write_text(module)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  long\n")
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-rA", "-m", "not long", "."],
@@ -68,44 +77,28 @@ def run(folder: Path, module: str) -> dict[str, str]:
         timeout=300,
         check=False,
     )
-    summary = r"^(PASSED|FAILED|ERROR) test_inside.py(?:::)?(\S*)"
+    summary = r"^(PASSED|FAILED|ERROR) test_(\S*)"
     found = re.findall(summary, ended.stdout, re.MULTILINE)
-    return {"output": ended.stdout} | {test: word for word, test in found}
+    return ended.stdout, {test: word for word, test in found}
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_each_test_ends_as_it_did_inside(tmp_path):
-    found = run(tmp_path, INSIDE)
-    output = found.pop("output")
+    output, found = run(tmp_path, {"inside": INSIDE, "other": FOR_ANOTHER})
     assert found == {
-        "test_of[1-good]": "PASSED",
-        "test_of[2-good]": "PASSED",
-        "test_of[1-bad]": "FAILED",
-        "test_of[2-bad]": "FAILED",
-        "test_crash": "FAILED",
-        "test_after_the_crash": "FAILED",
+        "inside.py::test_of[1-good]": "PASSED",
+        "inside.py::test_of[2-good]": "PASSED",
+        "inside.py::test_of[1-bad]": "FAILED",
+        "inside.py::test_of[2-bad]": "FAILED",
+        "inside.py::test_crash": "FAILED",
+        "inside.py::test_after_the_crash": "FAILED",
     }, output
     assert "for a reason" in output
     assert "AssertionError: not good" in output
     assert "--- Captured stdout call ---\nprinted" in output
-
-
-@pytest.mark.parametrize(
-    "hidden",
-    [
-        "class TestMore:\n    def test_it(self): pass\n",
-        "@pytest.mark.parametrize('n', range(3))\ndef test_it(n): pass\n",
-        "@pytest.mark.skip\ndef test_it(): pass\n",
-        "PATCHES = names()\n",
-    ],
-)
-def test_what_cannot_be_read_off_the_text_is_refused(tmp_path, hidden):
-    found = run(tmp_path, f"{hidden}PATCHES = []\n")
-    assert "1 error" in found["output"]
-
-
-def test_what_is_for_another_release_alone_is_skipped(tmp_path):
-    module = 'PATCHES = []\nONLY = "0.0"\ndef test_it(): assert False\n'
-    output = run(tmp_path, module)["output"]
-    assert "1 skipped" in output
     assert "what it tests is for 0.0 alone" in output
+
+
+def test_what_cannot_be_read_off_the_text_is_refused(tmp_path):
+    _, found = run(tmp_path, UNREADABLE)
+    assert found == {f"{name}.py": "ERROR" for name in UNREADABLE}

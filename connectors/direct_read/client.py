@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a peer's side channel what it is, what it has, and what was still valid.
+"""Client of a peer's side channel: description, lookups, validations.
 
 A client is one connection, and the connection stands for the peer's process: addresses
 and offers that came over it belong to that process, and the connection ends with it. So
@@ -13,7 +13,9 @@ import contextlib
 import socket
 import threading
 import time
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 from connectors.direct_read.protocol import (
     GREETING_BYTES,
@@ -66,7 +68,7 @@ class _Connection:
         return self._receive_exactly(length)
 
     def is_quiet(self) -> bool:
-        """Whether nothing arrived: no end of the connection, no unasked reply."""
+        """Return whether nothing arrived, neither a reply nor the connection's end."""
         try:
             self._sock.settimeout(0)
             self._sock.recv(1, socket.MSG_PEEK)
@@ -126,7 +128,7 @@ class Client:
         return self.peer
 
     def is_connected(self) -> bool:
-        """Whether the connection is there, as far as can be seen without asking.
+        """Return whether the connection seems alive, without sending anything.
 
         For a client that no other thread uses now.
         """
@@ -193,3 +195,79 @@ class Client:
             raise ConnectionError("not connected, say hello first")
         connection.deadline_s = deadline_s
         return connection
+
+
+# Addresses come with requests, so the number that is kept must have a limit.
+MAX_KEPT = 64
+# Less than the server lets a quiet one be (server.IDLE_S): it should not end while
+# somebody begins to use it.
+KEPT_S = 30.0
+Address = tuple[str, int]
+
+
+class _Kept(NamedTuple):
+    address: Address
+    client: Client
+    since_s: float
+
+
+class Connections:
+    """Connections to peers, reused for the next request to the same peer.
+
+    A new connection wakes the peer's side channel four times more than the request
+    itself, and each time takes the GIL from the peer's engine. A reused connection
+    wakes it only for the request. For any number of threads: each has a connection for
+    itself during a request.
+    """
+
+    def __init__(self, secret: bytes, timeout_s: float = 2.0) -> None:
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._kept: list[_Kept] = []  # last used last
+        self._max_kept = MAX_KEPT
+
+    @contextmanager
+    def to(self, address: Address) -> Iterator[Client]:
+        """Yield a client that has said hello to the process that is there now.
+
+        Raises DirectReadError. An error inside the block ends the connection.
+        """
+        client = self._take(address)
+        try:
+            if not client.is_connected():
+                client.hello()
+            yield client
+        except BaseException:
+            client.close()
+            raise
+        self._keep(_Kept(address, client, time.monotonic()))
+
+    def close(self) -> None:
+        """End unused connections now, and those in use after their use."""
+        self._max_kept = 0
+        self._end_surplus()
+
+    def _take(self, address: Address) -> Client:
+        self._end_surplus()
+        with self._lock:
+            for place in reversed(range(len(self._kept))):
+                if self._kept[place].address == address:
+                    return self._kept.pop(place).client
+        return Client(*address, self._secret, self._timeout_s)
+
+    def _keep(self, used: _Kept) -> None:
+        with self._lock:
+            self._kept.append(used)
+        self._end_surplus()
+
+    def _end_surplus(self) -> None:
+        """End connections above the limit, and those unused for too long."""
+        expired_s = time.monotonic() - KEPT_S
+        with self._lock:
+            too_many = len(self._kept) - self._max_kept
+            too_old = sum(one.since_s < expired_s for one in self._kept)
+            first = max(too_many, too_old)
+            ending, self._kept = self._kept[:first], self._kept[first:]
+        for one in ending:
+            one.client.close()

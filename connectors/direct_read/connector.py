@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from connectors.direct_read.metadata import DirectReadMetadata
 from connectors.direct_read.metrics import DirectReadPromMetrics, DirectReadStats
+from connectors.direct_read.puller import DirectReadMetadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,7 +105,7 @@ class DirectReadConnector(KVConnectorBase_V1):
         )
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
-        """Ends the step. It has no events.
+        """End the step. There are no events.
 
         vLLM has no hook for the end of a step. This is the only method of a connector
         that 0.18.1 calls in every update_from_output: update_connector_output is left

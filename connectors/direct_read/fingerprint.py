@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two instances must have in common to read each other's KV cache.
+"""Fingerprint of the properties that two instances must share to read each other.
 
 Equal block hashes mean equal tokens, LoRA name and cache salt. A fingerprint makes sure
 that the bytes behind them mean the same, and have the same layout in memory. It does
@@ -23,7 +23,7 @@ PLACES = {"_name_or_path", "_commit_hash"}
 def of(
     vllm_config: VllmConfig, kv_cache_spec_summary: dict[str, str]
 ) -> dict[str, str]:
-    """An instance's fingerprint: name and value of each thing that must be equal.
+    """Return an instance's fingerprint: name and value of each property.
 
     `kv_cache_spec_summary` is what only the KV cache itself can tell: number of groups,
     their spec, layout. Call it once the scheduler has initialised NONE_HASH.
@@ -62,7 +62,7 @@ def of(
 
 
 def difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """What differs, in words that name it and both values; None if nothing does."""
+    """Describe each difference with both values; return None if there is none."""
     differing = [
         f"{name} is {ours.get(name, 'not given')} here and "
         f"{theirs.get(name, 'not given')} there"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of an instance's cached blocks another one may read, and which reads count.
+"""Ledger of the cached blocks that a peer may read, and of the reads that count.
 
 Nothing is pinned, copied or locked. The engine thread notes each block that is cached
 and counts its steps. Another thread looks up and validates; it only reads what the
@@ -53,7 +53,7 @@ NEVER = 1 << 62
 
 @dataclass
 class Counters:
-    """What was asked, in lookups and in blocks."""
+    """Counts of lookups and blocks."""
 
     lookups: int = 0
     # Lookups whose offer is shorter than what was asked for, by the reason.
@@ -69,7 +69,7 @@ class Counters:
 
 
 class _Held(NamedTuple):
-    """What an offer is validated against."""
+    """State that an offer is validated against."""
 
     blocks: list[KVCacheBlock]
     keys: list[BlockHashWithGroupId]
@@ -157,7 +157,7 @@ class BlockLedger(BlockPoolListener):
         return Offer(token, [block.block_id for block in blocks], stopped)
 
     def validate(self, token: int) -> int:
-        """Number of the offer's leading blocks that are still what was offered.
+        """Return how many of the offer's leading blocks are still valid.
 
         Call it when their bytes have arrived. An unknown token has no valid blocks;
         a token is forgotten after its last reader or its deadline.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks peers what they have of a prompt, in threads, so the engine never waits."""
+"""Lookups of a prompt's blocks at peers, in threads, so the engine never waits."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vllm.logger import init_logger
 
 from connectors.direct_read import fingerprint
-from connectors.direct_read.connections import Address, Connections
+from connectors.direct_read.client import Address, Connections
 from connectors.direct_read.ledger import TOKEN_LIFETIME_S
 from connectors.direct_read.protocol import DirectReadError, Offer, Peer
 
@@ -27,7 +27,7 @@ MAX_REMEMBERED = 1024
 
 @dataclass(frozen=True)
 class Found:
-    """What a peer offers, and where to read it. `failed` if it did not answer."""
+    """A peer's offer, and where to read it. `failed` if the peer did not answer."""
 
     offer: Offer
     peer: Peer | None
@@ -42,7 +42,7 @@ NOTHING = Found(Offer(0, [], ""), None, float("inf"), failed=True)
 
 
 class Lookups:
-    """Asks peers, as the engine with this fingerprint."""
+    """Lookups at peers for the engine with this fingerprint."""
 
     def __init__(self, secret: bytes, ours: dict[str, str]) -> None:
         self._connections = Connections(secret)
@@ -52,7 +52,7 @@ class Lookups:
         self._told: set[tuple[Address, str]] = set()
 
     def ask(self, address: Address, hashes: list[bytes]) -> Future[Found]:
-        """The future never fails."""
+        """Look up in a thread. The future never fails."""
         return self._executor.submit(self._ask, address, hashes)
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class DirectReadPromMetrics(KVConnectorPromMetrics):
 
 
 class SchedulerCounts:
-    """What the scheduler side counts, until it is taken.
+    """Counts of the scheduler side until the next `take`.
 
     vLLM asks a scheduler connector for stats only in steps in which a worker
     connector has some, so the counts go to the worker and come back with its own.
@@ -90,7 +90,7 @@ class SchedulerCounts:
         self._counts["blocks_offered"] += len(found.offer.block_ids)
 
     def take(self) -> dict[str, int]:
-        """The counts since the last call; called each step."""
+        """Return the counts since the last call; called each step."""
         served = self._served
         if served is not None and served.lookups != self._served_lookups:
             lookups, in_flight = served.lookups, served.stopped_in_flight

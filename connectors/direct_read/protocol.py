@@ -54,11 +54,11 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Hello(Message, tag="hello"):
-    """Who are you? Answered with a Peer."""
+    """Request for the peer's description. The reply is a Peer."""
 
 
 class Lookup(Message, tag="lookup"):
-    """Which of these blocks, from the first on, can be read? Answered with an Offer.
+    """Request for the leading run of readable blocks. The reply is an Offer.
 
     The hashes are block hashes as in `request.block_hashes`, without a group id.
     """
@@ -70,13 +70,13 @@ class Lookup(Message, tag="lookup"):
 
 
 class Validate(Message, tag="validate"):
-    """Are the blocks of an offer still what they were? Answered with a Validated."""
+    """Request to validate an offer's blocks. The reply is a Validated."""
 
     token: UInt
 
 
 class WorkerAddress(Message):
-    """Where one worker's KV cache can be read.
+    """Addresses of one worker's KV cache.
 
     `base_addresses` and `block_bytes` have one entry for each registered tensor: a
     block is at `base_addresses[i] + block_id * block_bytes[i]`.
@@ -88,7 +88,7 @@ class WorkerAddress(Message):
 
 
 class Peer(Message, tag="peer"):
-    """What an instance is (see fingerprint.py), and its workers by TP rank."""
+    """An instance's fingerprint (see fingerprint.py), and its workers by TP rank."""
 
     fingerprint: dict[str, str]
     workers: list[WorkerAddress]
@@ -109,7 +109,7 @@ class Offer(Message, tag="offer"):
 
 
 class Validated(Message, tag="validated"):
-    """How many leading blocks of the offer were still cached when it was asked."""
+    """Number of leading blocks of the offer that were still cached."""
 
     num_blocks: UInt
 
@@ -123,7 +123,7 @@ _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 def check_secret(secret: bytes) -> bytes:
-    """Raises ValueError if the secret is too short."""
+    """Return the secret. Raises ValueError if it is too short."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(f"the secret must have at least {MIN_SECRET_BYTES} bytes")
     return secret
@@ -140,7 +140,7 @@ def new_nonce() -> bytes:
 
 
 def nonce_of(greeting: bytes) -> bytes:
-    """The nonce of a greeting. Raises ProtocolError if the frame is none."""
+    """Return the nonce of a greeting. Raises ProtocolError if the frame is none."""
     if len(greeting) != GREETING_BYTES or not greeting.startswith(MAGIC):
         raise ProtocolError("no greeting of direct read")
     return greeting[len(MAGIC) :]
@@ -166,7 +166,7 @@ class Seal:
         self._num_sent = self._num_received = 0
 
     def seal(self, message: Request | Reply) -> bytes:
-        """The frame's content. Raises ProtocolError if the message is too long."""
+        """Return the frame's content. Raises ProtocolError if it is too long."""
         payload = _encode(message)
         if MAC_BYTES + len(payload) > MAX_FRAME_BYTES:
             raise ProtocolError(f"a message of {len(payload)} bytes is too long")
@@ -175,7 +175,7 @@ class Seal:
         return mac + payload
 
     def open(self, content: bytes) -> Any:
-        """The message in a frame's content.
+        """Return the message in a frame's content.
 
         Raises ProtocolError if it is not authentic, or is not the expected message.
         """

@@ -9,9 +9,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from connectors.direct_read.connections import Connections
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from connectors.direct_read.client import Connections
 from connectors.direct_read.protocol import DirectReadError, WorkerAddress
 from connectors.direct_read.reads import (
     LostTrackError,
@@ -83,7 +88,7 @@ class Puller:
         self._executor.submit(self._pull, pull, fence)
 
     def is_busy(self) -> bool:
-        """Whether there are pulls that take_pulled has not returned yet."""
+        """Return whether there are pulls that take_pulled has not returned yet."""
         return bool(self._pulling)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
@@ -91,7 +96,7 @@ class Puller:
         self._unwanted.update(self._pulling.intersection(request_ids))
 
     def take_pulled(self) -> list[Pulled]:
-        """The pulls that have ended since the last call."""
+        """Return the pulls that have ended since the last call."""
         if not self._pulled:
             return []
         pulled = [self._pulled.popleft() for _ in range(len(self._pulled))]
@@ -101,7 +106,7 @@ class Puller:
         return pulled
 
     def close(self) -> None:
-        """Returns once nothing is in flight."""
+        """Close; return once nothing is in flight."""
         self.cancel(list(self._pulling))
         self._executor.shutdown(wait=True)
         self._connections.close()
@@ -127,7 +132,7 @@ class Puller:
         self._pulled.append(self._report(pull, arrived, valid))
 
     def _read(self, pull: Pull) -> int:
-        """How many leading blocks have arrived."""
+        """Read the blocks and return how many leading ones arrived."""
         theirs = pull.workers[self._rank]
         if theirs.block_bytes != self._ours.block_bytes:
             raise DirectReadError("the peer's blocks have other sizes than ours")
@@ -150,7 +155,7 @@ class Puller:
         )
 
     def _num_valid(self, pull: Pull, arrived: int) -> int:
-        """How many of them stayed valid for as long as they were read."""
+        """Return how many of the arrived blocks stayed valid during the read."""
         # Another process may be there now: it does not know the token.
         with self._connections.to((pull.host, pull.port)) as client:
             valid = client.validate(pull.token) - pull.skipped
@@ -166,3 +171,19 @@ class Puller:
             "bytes_pulled": valid * sum(self._ours.block_bytes),
         }
         return Pulled(pull.request_id, pull.block_ids[valid:], counts)
+
+
+@dataclass
+class DirectReadMetadata(KVConnectorMetadata):
+    """For one step. `counts` are the scheduler's: see metrics.py."""
+
+    pulls: list[Pull] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class DirectReadHandshake(KVConnectorHandshakeMetadata):
+    """A worker's memory: where it is, and how it is laid out."""
+
+    address: WorkerAddress
+    layout: dict[str, str]

@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 from mooncake.engine import TransferEngine
 
-from connectors.direct_read.client import Client
-from connectors.direct_read.connections import Connections
+from connectors.direct_read.client import Client, Connections
 from connectors.direct_read.protocol import Offer
 from connectors.direct_read.reads import Region, read_blocks
 
@@ -38,7 +37,7 @@ class Read(msgspec.Struct):
 
 
 def new_engine() -> TransferEngine:
-    """A transfer engine over TCP. Raises RuntimeError if there can be none."""
+    """Make a transfer engine over TCP. Raises RuntimeError if there can be none."""
     engine = TransferEngine()
     if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
         raise RuntimeError("Mooncake cannot use TCP on the loopback interface")
@@ -88,7 +87,7 @@ class Reader:
             return client.lookup(hashes[: self._max_blocks])
 
     def pull(self, offer: Offer) -> int:
-        """How many leading blocks have arrived, one after the other in our memory."""
+        """Read the offer's blocks and return how many leading ones arrived."""
         return read_blocks(
             self.engine,
             self.session,
@@ -103,7 +102,7 @@ class Reader:
             return client.validate(offer.token)
 
     def read(self, hashes: list[bytes]) -> Read:
-        """Raises DirectReadError if the peer does not answer."""
+        """Look up, read and validate. Raises DirectReadError if the peer is silent."""
         began_ns = time.perf_counter_ns()
         offer = self.look_up(hashes)
         offered_ns = time.perf_counter_ns()

@@ -145,7 +145,7 @@ def _begin(
 
 
 def _poll(engine: TransferEngine, in_flight: dict[int, Run]) -> list[int]:
-    """The reads that have ended, with how; they are not in flight any more."""
+    """Remove the reads that have ended from `in_flight` and return their statuses."""
     ended = []
     for batch_id, run in list(in_flight.items()):
         try:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler side: asks peers what they have, and answers what is here."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,13 +13,16 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from connectors.direct_read import fingerprint
-from connectors.direct_read.admission import Admission
 from connectors.direct_read.ledger import BlockLedger
-from connectors.direct_read.lookups import Address, Found, Lookups
-from connectors.direct_read.metadata import DirectReadHandshake, DirectReadMetadata
+from connectors.direct_read.lookups import (
+    OFFER_LIFETIME_S,
+    Address,
+    Found,
+    Lookups,
+)
 from connectors.direct_read.metrics import SchedulerCounts
 from connectors.direct_read.protocol import MAX_HASHES, Peer
-from connectors.direct_read.puller import Pull
+from connectors.direct_read.puller import DirectReadHandshake, DirectReadMetadata, Pull
 from connectors.direct_read.server import Server
 from connectors.direct_read.settings import Settings
 
@@ -46,14 +51,15 @@ class Asked:
 
 
 class DirectReadScheduler:
-    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"):
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
         self._settings = Settings.of(vllm_config, kv_cache_config)
         self._vllm_config = vllm_config
         self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._block_size = self._spec.block_size
         self._admission: Admission | None = None
         self._server: Server | None = None
-        # Public: fleet/virtual/reads.py asks the ledgers without a network.
+        # Public, with offer_lifetime_s: a simulation reads ledgers without a network.
+        self.offer_lifetime_s = OFFER_LIFETIME_S
         self.ledger: BlockLedger | None = None
         self.lookups: Lookups | None = None
         # By request, until its pull begins. Then None, as for a request without a pull:
@@ -62,7 +68,7 @@ class DirectReadScheduler:
         self._pulls: list[Pull] = []
         self._counts = SchedulerCounts()
 
-    def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
+    def bind_gpu_block_pool(self, block_pool: BlockPool) -> None:
         if self._settings.pulls:
             self._admission = Admission(block_pool, self._block_size)
         if self._settings.serves:
@@ -70,7 +76,7 @@ class DirectReadScheduler:
             self.ledger = BlockLedger(block_pool, readers)
 
     def set_workers(self, workers: dict[int, DirectReadHandshake]) -> None:
-        """Takes the workers by TP rank. Raises RuntimeError if vLLM lacks a patch."""
+        """Set the workers by TP rank. Raises RuntimeError if vLLM lacks a patch."""
         if self._admission is None and self.ledger is None:
             raise RuntimeError(
                 "DirectReadConnector: the scheduler did not hand over its block pool, "
@@ -103,7 +109,7 @@ class DirectReadScheduler:
             )
 
     def get_num_new_matched_tokens(
-        self, request: "Request", num_computed_tokens: int
+        self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if self._admission is None:
             return 0, False
@@ -113,8 +119,8 @@ class DirectReadScheduler:
             return None, False
         return num_blocks * self._block_size, num_blocks > 0
 
-    def _num_offered(self, request: "Request", num_computed_tokens: int) -> int | None:
-        """How many further blocks its peer has; None while that is not known."""
+    def _num_offered(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return how many further blocks the peer has; None while the lookup runs."""
         params = request.kv_transfer_params
         if not params or "direct_read" not in params:
             return 0
@@ -141,7 +147,7 @@ class DirectReadScheduler:
         return num_blocks
 
     def update_state_after_alloc(
-        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         asked = self._asked.get(request.request_id)
         if asked is None:
@@ -173,7 +179,7 @@ class DirectReadScheduler:
         self._admission.pulls(request)
 
     def begin_step(self, running: Iterable[str]) -> DirectReadMetadata:
-        """A step with the requests `running` is scheduled; returns what workers do."""
+        """Begin a step with the requests `running`; return the workers' tasks."""
         if self._admission is not None:
             self._admission.end_schedule(running)
         if self.ledger is not None:
@@ -185,11 +191,11 @@ class DirectReadScheduler:
         return DirectReadMetadata(pulls, counts)
 
     def finish_step(self) -> None:
-        """The output of the oldest step under way has been processed."""
+        """End the oldest step under way: its output has been processed."""
         if self.ledger is not None:
             self.ledger.finish_step()
 
-    def request_finished(self, request: "Request") -> None:
+    def request_finished(self, request: Request) -> None:
         self._asked.pop(request.request_id, None)
         if self._admission is not None:
             self._admission.finished(request.request_id)
@@ -200,7 +206,7 @@ class DirectReadScheduler:
         if self._server is not None:
             self._server.close()
 
-    def _ask(self, request: "Request", first_block: int) -> Asked | None:
+    def _ask(self, request: Request, first_block: int) -> Asked | None:
         assert self.lookups is not None
         address = _address(request.kv_transfer_params["direct_read"])
         # At least one token is left to compute, as there must be one to sample from.
@@ -214,7 +220,7 @@ class DirectReadScheduler:
 
 
 def _address(params: Any) -> Address | None:
-    """The address in a request's parameters; None if it is not one."""
+    """Return the address in a request's parameters, or None."""
     try:
         host, port = params["host"], params["port"]
     except (TypeError, KeyError):
@@ -228,10 +234,73 @@ def _address(params: Any) -> Address | None:
 
 
 def _is_host(host: Any) -> bool:
-    """Whether it can be a name or an address, and is fit for the log."""
+    """Return whether `host` can be a name or an address, and is fit for the log."""
     return (
         isinstance(host, str)
         and 0 < len(host) <= MAX_HOST_CHARACTERS
         and host.isascii()
         and host.isprintable()
     )
+
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.request import Request
+
+
+class Admission:
+    """Rules for giving blocks to requests: pulls must never stop the engine.
+
+    A request that pulls gets its blocks before it runs, and cannot be preempted. vLLM
+    0.18.1 gives it only the blocks for what it pulls, and looks at waiting requests
+    only up to the first that does not fit. So an engine can stop for good, with nothing
+    running, when all blocks belong to requests that wait for more blocks, or to
+    requests queued behind one that has none. Later releases prevent this; on 0.18.1 the
+    connector must, by two rules:
+
+    - Only so many requests pull at a time that all of them fit, with the rest of their
+      blocks.
+    - A request without blocks that does not fit lets those that have blocks pass, and
+      no other request after it.
+
+    All methods are for the scheduler's thread.
+    """
+
+    def __init__(self, block_pool: BlockPool, block_size: int) -> None:
+        self._pool = block_pool
+        self._block_size = block_size
+        # One block is never given out.
+        self._usable_blocks = block_pool.num_gpu_blocks - 1
+        # Requests that have pulled blocks and have not run yet, and what they need.
+        self._waiting: dict[str, int] = {}
+        self._held_back = False
+
+    def admits(self, request: Request, pulls: bool) -> bool:
+        """Decide, in queue order, if a request may have blocks in this schedule()."""
+        # It has none any more if nothing of its pull is of use.
+        self._waiting.pop(request.request_id, None)
+        if self._held_back:
+            return False
+        if self._waiting:
+            needed = self._needed_blocks(request)
+            self._held_back = needed > self._pool.get_num_free_blocks() or (
+                pulls and needed + sum(self._waiting.values()) > self._usable_blocks
+            )
+        return not self._held_back
+
+    def pulls(self, request: Request) -> None:
+        """Note that the request has blocks now."""
+        self._waiting[request.request_id] = self._needed_blocks(request)
+
+    def end_schedule(self, running: Iterable[str]) -> None:
+        """End a schedule() that made a step of the requests `running`."""
+        self._held_back = False
+        if self._waiting:
+            for request_id in running:
+                self._waiting.pop(request_id, None)
+
+    def finished(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+
+    def _needed_blocks(self, request: Request) -> int:
+        return -(-request.num_tokens // self._block_size)

@@ -71,7 +71,7 @@ class _Connection:
         self.to_send = bytearray(framed(MAGIC + self._nonce))
 
     def next_content(self) -> bytes | None:
-        """The next frame's content, once it is there. Raises ProtocolError."""
+        """Return the next frame's content, once it is there. Raises ProtocolError."""
         if len(self.received) < LENGTH.size:
             return None
         (length,) = LENGTH.unpack_from(self.received)
@@ -89,7 +89,7 @@ class _Connection:
         return content
 
     def request_in(self, content: bytes) -> Request | None:
-        """Raises ProtocolError if it is not authentic, or no message."""
+        """Open a frame. Raises ProtocolError if it is not authentic, or no message."""
         if self._seal is None:
             nonces = self._nonce, nonce_of(content)
             self._seal = Seal(self._secret, *nonces, server=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user sets for direct reads, and what they cannot work with."""
+"""Settings of direct reads, and the configurations that they refuse."""
 
 import os
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Settings:
     def of(
         cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
     ) -> "Settings":
-        """Raises ValueError with what to change if direct reads cannot be on."""
+        """Read the settings. Raises ValueError with the change that is needed."""
         if reason := _refusal(vllm_config, kv_cache_config):
             raise ValueError(f"DirectReadConnector: {reason}")
         transfer = vllm_config.kv_transfer_config

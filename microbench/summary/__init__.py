@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people read of a run: SUMMARY.md and the figures, from what was analysed."""
+"""Reports of an analysed run: SUMMARY.md, report.html and figures."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config adds to a step and to TPOT, and what is noise."""
+"""Tables of a config's addition to a step and to TPOT, and of the noise floor."""
 
 from __future__ import annotations
 
-from lab.records.per_config import ConfigEntry, PerConfig
-from lab.stats.markdown import DASH, interval, number
-from microbench.analysis.metrics import METRICS
+from kvtax.cost.metrics import METRICS
+from kvtax.records.per_config import ConfigEntry, PerConfig
+from kvtax.report.document import Table
+from kvtax.stats.markdown import DASH, interval, number
 from microbench.summary.figures import PARTS
-from page.document import Table
 
 
 def attribution(document: PerConfig) -> Table:
@@ -38,15 +38,13 @@ def reconciliation(document: PerConfig, baseline: str | None) -> Table | None:
         if not added:
             continue
         row = [name]
-        for modes in added["forward_ms"].values():
-            for mode in ("sync", "async"):
-                percent = modes[mode]["percent"]
-                row.append(
-                    f"{modes[mode]['ms']:+.3f} ms"
-                    + ("" if percent is None else f" ({percent:+.1f} %)")
-                )
+        for modes in added.forward_ms.values():
+            for mode in (modes["sync"], modes["async"]):
+                known = mode.percent is not None
+                percent = f" ({mode.percent:+.1f} %)" if known else ""
+                row.append(f"{mode.ms:+.3f} ms{percent}")
         row.append(_measured_ms(document.configs[baseline], entry))
-        rows.append((list(added["forward_ms"]), row))
+        rows.append((list(added.forward_ms), row))
     if not rows:
         return None
     head = ["config"]
@@ -81,8 +79,8 @@ def reconciliation(document: PerConfig, baseline: str | None) -> Table | None:
 
 
 def _measured_ms(baseline: ConfigEntry, entry: ConfigEntry) -> str:
-    """By how much TPOT differs from the baseline's, p50 and p90."""
-    plateau = entry.tpot_addition["measured_phase"] == "plateau"
+    """Format the difference of TPOT from the baseline's, p50 and p90."""
+    plateau = entry.tpot_addition.measured_phase == "plateau"
     before, after = (
         one.tpot_plateau_ms if plateau else one.tpot_ms for one in (baseline, entry)
     )
@@ -92,7 +90,7 @@ def _measured_ms(baseline: ConfigEntry, entry: ConfigEntry) -> str:
 
 
 def noise_floor(document: PerConfig) -> Table | None:
-    """The A/A pair, and which configs do not differ from the baseline; None without."""
+    """Tabulate the A/A pair and the configs within its noise; None without a pair."""
     noise = document.noise_floor
     if noise.pair is None:
         return None
@@ -107,7 +105,7 @@ def noise_floor(document: PerConfig) -> Table | None:
         for name, entry in document.configs.items()
         if entry.vs_plain
         for metric, difference in entry.vs_plain.items()
-        if difference["within_noise"]
+        if difference.within_noise
     ]
     note = f"{baseline} and {twin} are the same thing run twice. "
     if within:
@@ -116,3 +114,38 @@ def noise_floor(document: PerConfig) -> Table | None:
         note += f"In p50, every other config differs from {baseline} by more."
     head = ["A/A difference", "slope µs/1k", "p50 µs"]
     return Table(title="Noise floor", note=note, columns=head, rows=rows)
+
+
+# Parts that take less per step (us) are only in per_config.json.
+LEAST_US = 1.0
+
+
+def parts_table(document: PerConfig) -> Table:
+    """Tabulate the costliest methods, and threads of the engine's process."""
+    rows = []
+    for name, entry in document.configs.items():
+        for kind in ("methods", "threads"):
+            for part, told in (getattr(entry, kind) or {}).items():
+                if told.us_per_step >= LEAST_US:
+                    rows.append(
+                        [
+                            name,
+                            part if kind == "methods" else f"thread {part}",
+                            number(told.calls_per_step, 2),
+                            number(told.us_per_step),
+                            interval(told.slope_per_1k_blocks, 2),
+                        ]
+                    )
+    head = ["config", "method or thread", "calls per step", "µs per step"]
+    note = (
+        "Means over the steps of the holds; of a method without the connector's "
+        "methods that it calls, of a thread its CPU time. Parts below "
+        f"{LEAST_US:g} µs are only in per_config.json."
+    )
+    return Table(
+        title="Method by method, thread by thread",
+        note=note,
+        columns=[*head, "slope per 1k blocks"],
+        rows=rows,
+        open=False,
+    )

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run itself: machine, provenance, doubts."""
+"""Tables of the run: machine, provenance, warnings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lab.records.per_config import ConfigEntry, PerConfig
-from lab.records.warning import RunWarning
-from lab.stats.markdown import DASH, interval, number, spread
-from microbench.analysis.roles import Roles
-from page.document import Doubt, Table
+from kvtax.cost.roles import Roles
+from kvtax.records.per_config import ConfigEntry, HostEntry, PerConfig
+from kvtax.records.warning import RunWarning
+from kvtax.report.document import Table
+from kvtax.stats.markdown import DASH, number, spread
 
 FACTS = (
     "date_utc",
@@ -30,7 +30,7 @@ FACTS = (
 
 
 def model_note(document: PerConfig) -> str:
-    """What kind of model the run used, so that nobody takes it for another."""
+    """Describe the profile and the kind of model."""
     profile = document.profile
     if not profile.get("null_model"):
         return f"Profile {profile.get('name')}, a real model."
@@ -43,59 +43,11 @@ def model_note(document: PerConfig) -> str:
     )
 
 
-def reference(document: PerConfig, roles: Roles) -> Table | None:
-    """The reference study's numbers beside this run's; never mixed.
-
-    None without a config that has such numbers.
-    """
-    rows = []
-    for name, role in roles.of.items():
-        if told := role.reference:
-            slope, p50 = told.schedule_slope_us_per_1k_blocks, told.schedule_p50_us
-            finished = told.get_finished_us
-            rows += [
-                [
-                    f"{roles.label(name).strip('`')}, reference",
-                    f"{slope:+.1f}",
-                    number(p50, 0),
-                    number(told.build_meta_p50_us, 0),
-                    "/".join(number(us, 0) for us in finished) if finished else DASH,
-                ],
-                [f"{name}, this run", *_ours(document.configs[name])],
-            ]
-    if not rows:
-        return None
-    head = ["whose", "schedule slope µs/1k", "schedule p50 µs", "build_meta p50 µs"]
-    cpu = document.provenance.get("cpu_model") or "an unnamed CPU"
-    at = document.window and document.window.at_cache_blocks
-    null = document.profile.get("null_model")
-    note = (
-        "Reference: H20 96 GB, a real 30B model, levels at 16,600 cached blocks. This "
-        f"run: {cpu}, {'null model, no GPU' if null else 'a real model'}, levels at "
-        f"{number(at, 0)} cached blocks. Another machine and another load: compare "
-        "ratios and signs, not µs."
-    )
-    head.append("get_finished µs p50/p90/p99")
-    return Table(title="Beside the reference study", note=note, columns=head, rows=rows)
-
-
-def _ours(entry: ConfigEntry) -> list[str]:
-    """This run's cells of a row of `reference`."""
-    if entry.verdict == "failed":
-        return [DASH] * 4
-    return [
-        interval(entry.slope_us_per_1k_blocks["schedule"]),
-        number((entry.schedule_us or {}).get("p50")),
-        number((entry.build_meta_us or {}).get("p50")),
-        spread(entry.get_finished_us),
-    ]
-
-
 def provenance(document: PerConfig) -> Table:
     """Command, versions, machine and patches."""
     facts = document.provenance
     rows = [["run", str(facts.get("command_line"))]]
-    rows.append(["report", "python -m microbench.report RUN_DIR"])
+    rows.append(["report", "kvtax sweep --report RUN"])
     for key in FACTS:
         if facts.get(key) is not None:
             rows.append([key, str(facts[key])])
@@ -109,7 +61,7 @@ def provenance(document: PerConfig) -> Table:
 
 
 def accounts(document: PerConfig) -> Table:
-    """What became of every request and record, and the latencies of users."""
+    """Tabulate the counts of requests and records, and the latencies."""
     rows = []
     for name, entry in document.configs.items():
         counts, records, lag = entry.requests, entry.records, entry.lag_ms
@@ -128,28 +80,27 @@ def accounts(document: PerConfig) -> Table:
 
 def doubts_of(
     doubts: Mapping[str | None, list[RunWarning]], configs: Mapping[str, ConfigEntry]
-) -> list[Doubt]:
-    """What the run suspects of itself; `doubts` are by config, the run's under None."""
+) -> list[RunWarning]:
+    """List all warnings; `doubts` are by config, the run's under None."""
     found = [
-        Doubt(
-            where=name,
+        RunWarning(
+            kind="trials_failed",
+            place=name,
             message=f"failed: {entry.error}",
-            remedy="See the trial's server.log; run_all.sh --resume makes it again",
+            remedy="Read the trial's server.log; kvtax sweep --resume runs it again",
         )
         for name, entry in configs.items()
         if entry.verdict == "failed"
     ]
     return found + [
-        Doubt(where=name or "", message=doubt.message, remedy=doubt.remedy.rstrip("."))
-        for name, told in doubts.items()
-        for doubt in told
+        doubt.within(name or "") for name, told in doubts.items() for doubt in told
     ]
 
 
 def warnings(
     doubts: Mapping[str | None, list[RunWarning]], configs: Mapping[str, ConfigEntry]
 ) -> str:
-    """A line of Markdown for each kind of doubt: where, an example, what to do."""
+    """Render a line per kind of warning: places, what was found, the remedy."""
     kinds: dict[str, dict[str, list[str]]] = {}
     remedies = {}
     for name, found in doubts.items():
@@ -164,9 +115,51 @@ def warnings(
     ]
     for kind, where in kinds.items():
         names = ", ".join(f"`{n}`" if n != "the run" else n for n in where)
-        first = next(iter(where.values()))[0]
-        example = first if len(where) == 1 else f"for example, {first}"
+        if len(configs) > 1 and set(configs) <= set(where):
+            names = "all configs"
+        said = "; ".join(dict.fromkeys(m for own in where.values() for m in own))
         lines.append(
-            f"- **{kind.replace('_', ' ')}** ({names}): {example}. *{remedies[kind]}*"
+            f"- **{kind.replace('_', ' ')}** ({names}): {said}. *{remedies[kind]}*"
         )
     return "\n".join(lines) or "None."
+
+
+NOTE = (
+    "Each host measured all configs in each of its repeats. A server is set aside if "
+    "it was more than 1.5 times as slow as usual in this run, by work in which no "
+    "connector has a part. `schedule()` and step: p50 in µs at the stated |cache|."
+)
+
+
+def hosts(document: PerConfig, roles: Roles) -> Table | None:
+    """Tabulate the hosts; None for a run on one machine."""
+    if not document.hosts:
+        return None
+    shown = [name for name in (roles.baseline, roles.twin) if name in document.configs]
+    head = ["host", "CPU", "repeats", "servers", "set aside or failed"]
+    head += ["times as slow", "send lag p99, ms"]
+    head += [f"{name}: {time}" for name in shown for time in ("schedule", "step")]
+    rows = [
+        [name, *_facts(one), *_levels(one, shown)]
+        for name, one in document.hosts.items()
+    ]
+    return Table(title="Hosts", note=NOTE, columns=head, rows=rows)
+
+
+def _facts(one: HostEntry) -> list[str]:
+    return [
+        one.cpu_model or DASH,
+        ", ".join(map(str, one.repeats)),
+        str(one.servers),
+        str(one.servers - one.servers_that_count),
+        number(one.times_as_slow, 2),
+        number(one.send_lag_p99_ms, 2),
+    ]
+
+
+def _levels(one: HostEntry, shown: list[str]) -> list[str]:
+    return [
+        number(one.p50_us.get(name, {}).get(time))
+        for name in shown
+        for time in ("schedule", "step")
+    ]

@@ -1,18 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run, each a PNG with the numbers it draws in a CSV beside it."""
+"""The curves of a run against |cache|: for report.html, and two as PNG and CSV."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 import polars as pl
 from matplotlib import pyplot as plt
 
-from lab.stats.colours import COLOURS, LINES
-from microbench.analysis.analysis import Analysis
-from microbench.summary.curves import binned_curves
+from kvtax.cost.analysis import Analysis
+from kvtax.cost.levels import thin
+from kvtax.cost.measured import Measured
+from kvtax.records.requests import Phase
+from kvtax.report import COLOURS, LINES
+from kvtax.stats.median_slope import batch_held_us, group_of, make_cells, slope_value
+
+BINS = 30
+MIN_STEPS_PER_BIN = 20
+MAX_STEPS = 300_000
+BAND = {"p25_us": 0.25, "p50_us": 0.5, "p75_us": 0.75}
+
+
+def binned_curves(measured: Mapping[str, Measured], time: str) -> pl.DataFrame:
+    """p25, p50, p75 of `time` in the growth phase by |cache| bin and config.
+
+    Repeat and batch size are held as in the verdict (batch_held_us), with the slope of
+    the very times that are drawn. Bins are as wide in every config.
+    """
+    growths = {
+        name: thin(
+            one.steps.filter(pl.col("phase") == Phase.GROWTH), MAX_STEPS
+        ).drop_nulls(time)
+        for name, one in measured.items()
+    }
+    drawn = {name: growth for name, growth in growths.items() if growth.height}
+    if not drawn:
+        return pl.DataFrame(schema={"config": pl.String})
+    top = max(growth["cache_blocks"].max() for growth in drawn.values())
+    width = max(top, 1) / BINS
+    return pl.concat(
+        _binned(_held(growth, time), width).select(
+            pl.lit(name).alias("config"), "cache_blocks", "steps", *BAND
+        )
+        for name, growth in drawn.items()
+    )
+
+
+def _held(growth: pl.DataFrame, time: str) -> pl.DataFrame:
+    """Columns cache_blocks and us: `time` with repeat and batch size held."""
+    blocks = growth["cache_blocks"].cast(pl.Float64).to_numpy()
+    repeat, batch = (
+        growth[name].cast(pl.Int64).to_numpy() for name in ("repeat", "batch")
+    )
+    us = batch_held_us(
+        growth[time].cast(pl.Float64).to_numpy(),
+        blocks,
+        group_of(repeat, batch),
+        slope_value(make_cells(growth, (time,)), time),
+    )
+    return pl.DataFrame({"cache_blocks": blocks, "us": us})
+
+
+def _binned(held: pl.DataFrame, width: float) -> pl.DataFrame:
+    """One row per bin of `width` blocks that has enough steps, at its middle."""
+    place = (pl.col("cache_blocks") // width).clip(0, BINS - 1).alias("bin")
+    return (
+        held.group_by(place)
+        .agg(
+            pl.len().alias("steps"),
+            *(
+                pl.col("us").quantile(q, "linear").round(3).alias(column)
+                for column, q in BAND.items()
+            ),
+        )
+        .filter(pl.col("steps") >= MIN_STEPS_PER_BIN)
+        .sort("bin")
+        .with_columns(((pl.col("bin") + 0.5) * width).round(1).alias("cache_blocks"))
+    )
+
 
 matplotlib.use("Agg")
 
@@ -27,10 +94,6 @@ PARTS = (
     "update",
     "other",
 )
-PART_COLOURS = (
-    "#0072B2", "#D55E00", "#F0E442", "#999999", "#000000", "#CC79A7", "#56B4E9",
-    "#009E73", "#DDDDDD",
-)  # fmt: skip
 BEFORE_AFTER = "before_after"
 # Figure: what it draws and its label, of all configs but in BEFORE_AFTER.
 CURVES = {
@@ -39,16 +102,19 @@ CURVES = {
     "step_vs_cache": ("step_us", "engine step time, p50 (µs)"),
     "build_meta_vs_cache": ("build_meta_us", "build_connector_meta, p50 (µs)"),
 }
+# Those that documents show.
+FILES = ("schedule_vs_cache", BEFORE_AFTER)
 
 
 def draw_all(analysis: Analysis, folder: Path) -> list[str]:
-    """Write every figure that has data into `folder`; the names written."""
+    """Write the FILES that have data into `folder`; return their names."""
     folder.mkdir(parents=True, exist_ok=True)
     plt.rcParams.update(
         {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
     )
     written = []
-    for name, (time, label) in CURVES.items():
+    for name in FILES:
+        time, label = CURVES[name]
         curves = binned_curves(analysis.measured, time)
         if name == BEFORE_AFTER:
             shown = analysis.roles.before_after
@@ -57,11 +123,6 @@ def draw_all(analysis: Analysis, folder: Path) -> list[str]:
             curves.write_csv(folder / f"{name}.csv")
             draw_curves(curves, label, folder / f"{name}.png")
             written.append(name)
-    parts = attribution_table(analysis)
-    if parts.height:
-        parts.write_csv(folder / "attribution.csv")
-        draw_attribution(parts, folder / "attribution.png")
-        written.append("attribution")
     return written
 
 
@@ -125,35 +186,3 @@ def _label_ends(axes: plt.Axes, ends: list[tuple[float, float, str, str]]) -> No
                 "shrinkA": 0,
             },
         )
-
-
-def attribution_table(analysis: Analysis) -> pl.DataFrame:
-    """The parts of a step at the stated |cache|, one row per config, in us."""
-    rows = [
-        {"config": name} | entry.attribution_us
-        for name, entry in analysis.document.configs.items()
-        if entry.attribution_us
-    ]
-    return pl.DataFrame(rows, infer_schema_length=None)
-
-
-def draw_attribution(parts: pl.DataFrame, path: Path) -> None:
-    """Stacked bars, with the whole step's time written at the end."""
-    figure, axes = plt.subplots(
-        figsize=(9.5, 1.9 + 0.42 * parts.height), layout="constrained"
-    )
-    names = parts["config"].to_list()
-    left = np.zeros(len(names))
-    for part, colour in zip(PARTS, PART_COLOURS, strict=True):
-        width = parts[part].cast(pl.Float64).fill_null(0).to_numpy()
-        drawn = np.maximum(width, 0)
-        axes.barh(names, drawn, left=left, color=colour, label=part, height=0.7)
-        left = left + drawn
-    for name, end, step in zip(names, left, parts["step"], strict=True):
-        axes.annotate(f" {step:,.0f} µs", (end, name), va="center", fontsize=10)
-    axes.invert_yaxis()
-    axes.set_xlim(right=left.max() * 1.12)
-    axes.set_xlabel("part of a decode-only engine step (µs, interquartile mean)")
-    figure.legend(loc="outside upper center", ncols=3, fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

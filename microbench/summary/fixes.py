@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
-from lab.records.per_config import ConfigEntry, PerConfig, Stated
-from lab.records.roles import AimOfConfig
-from lab.stats.aims import Aim, judge
-from lab.stats.interval import Interval
-from lab.stats.markdown import DASH, TIMES, interval, spread
-from microbench.analysis.roles import Roles
-from page.document import Section, Table
+from kvtax.cost.roles import Roles
+from kvtax.records.per_config import ConfigEntry, PerConfig
+from kvtax.records.run import AimOfConfig
+from kvtax.report.document import Section, Table
+from kvtax.stats import Estimate
+from kvtax.stats.aims import Aim, judge
+from kvtax.stats.markdown import DASH, TIMES, interval, spread
 
 # The reference study states steps and TPOT at p90.
 P50_AND_P90 = ("p50", "p90")
@@ -53,15 +51,12 @@ def _row(name: str, entry: ConfigEntry) -> list[str]:
     return [*cells, spread(entry.tpot_ms, 3, P50_AND_P90)]
 
 
-def _ratio(ratio: Stated | None) -> str:
-    if ratio is None or ratio["ci95"] is None:
-        return DASH
-    low, high = ratio["ci95"]
-    return f"{ratio['value']:.3f} [{low:.3f}, {high:.3f}]"
+def _ratio(ratio: Estimate | None) -> str:
+    return f"{ratio:.3f}" if ratio and ratio.ci95 else DASH
 
 
 def _reads(name: str, entry: ConfigEntry) -> list[str]:
-    """What peers read in the meantime, if they did: one sentence."""
+    """Describe the peers' reads in one sentence, empty without reads."""
     reads = entry.reads
     if reads is None:
         return []
@@ -82,12 +77,11 @@ def _aims(
     for name in present:
         for told in roles.of[name].aims:
             aim, measured = _aim(name, configs[name], told, roles.floor)
-            if measured is None or measured["ci95"] is None:
+            if measured is None or measured.ci95 is None:
                 missing.append(str(aim))
             else:
-                found = msgspec.convert(measured, Interval)
-                judged = judge(found, aim)
-                rows.append([aim.what, aim.bound, aim.whose, f"{found:,.3f}", judged])
+                found, judged = f"{measured:,.3f}", judge(measured, aim)
+                rows.append([aim.what, aim.bound, aim.whose, found, judged])
     note = f"Not measured: {'; '.join(missing)}." if missing else ""
     head = ["what", "aim", "whose", "found", "judged"]
     return Table(title="Aims", note=note, columns=head, rows=rows)
@@ -95,8 +89,8 @@ def _aims(
 
 def _aim(
     name: str, entry: ConfigEntry, told: AimOfConfig, floor: str | None
-) -> tuple[Aim, Stated | None]:
-    """An aim in words, and what was measured of it."""
+) -> tuple[Aim, Estimate | None]:
+    """Describe an aim and the measured value."""
     time = f"{told.metric}_us of {name}"
     if told.quantity == "times_floor":
         what, unit = f"p50 of {time}", f"{TIMES} that of {floor}"

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configs grow with |cache|, in words, and how each verdict was reached."""
+"""Verdicts in words, and how each was reached."""
 
 from __future__ import annotations
 
-from lab.records.per_config import ConfigEntry, NoiseFloor, PerConfig
-from lab.stats.markdown import DASH, interval, number, spread
-from microbench.analysis.metrics import (
-    LEVELS,
-    MARGIN_US_PER_1K_BLOCKS,
-    METRICS,
-    PARTS,
-)
-from microbench.analysis.roles import Roles
-from microbench.analysis.verdict import AGREEING_SHARE, LINEAR_R2
-from page.document import Table, Verdict, Verdicts, Words
+from collections import Counter
+
+from kvtax.cost.metrics import ALL_PARTS, LEVELS, MARGIN_US_PER_1K_BLOCKS
+from kvtax.cost.roles import Roles, outcomes
+from kvtax.cost.verdict import RARE
+from kvtax.cost.warn import open_metrics
+from kvtax.records.per_config import ConfigEntry, PerConfig
+from kvtax.report.document import Table, Verdict, Verdicts, Words
+from kvtax.stats.markdown import DASH, interval, number, spread
 
 PER = "µs per 1,000 cached blocks"
-# Of one config and of several, what matters most first.
+# Words for one config and for several, most important verdict first.
 SAID = {
     "grows": ("grows with |cache|", "grow with |cache|"),
     "drifts": ("drifts", "drift"),
@@ -27,7 +25,7 @@ SAID = {
 
 
 def verdicts(document: PerConfig) -> Verdicts:
-    """The verdict on each config, in words, with what it rests on."""
+    """Build the verdicts of all configs, with their evidence."""
     return Verdicts(
         title="Does the cost grow with |cache|?",
         verdicts=[
@@ -35,7 +33,7 @@ def verdicts(document: PerConfig) -> Verdicts:
                 name=name,
                 verdict=entry.verdict,
                 words=verdict_words(entry),
-                reasons=_reasons(entry, document.noise_floor),
+                reasons=_reasons(entry),
             )
             for name, entry in sorted(
                 document.configs.items(),
@@ -46,7 +44,7 @@ def verdicts(document: PerConfig) -> Verdicts:
 
 
 def answer(document: PerConfig) -> str:
-    """A sentence: which configs grow, and how many do not."""
+    """Summarize in a sentence which configs grow, and how many stay flat."""
     told = []
     for verdict, (one, several) in SAID.items():
         names = [n for n, of in document.configs.items() if of.verdict == verdict]
@@ -58,156 +56,181 @@ def answer(document: PerConfig) -> str:
 
 
 def verdict_words(entry: ConfigEntry) -> str:
-    """A sentence on what was found of a config, and what its calls take."""
+    """Describe a config's verdict in a sentence."""
     said = {
         "grows": _growth,
-        "flat": lambda _: f"at most {MARGIN_US_PER_1K_BLOCKS:g} {PER}",
+        "flat": _flat,
         "drifts": lambda _: (
-            "the cost rises but does not fall at the reset, so the "
-            "reason is something other than |cache|"
+            "the cost rises from pass to pass but not with the level, so something "
+            "other than |cache| is the cause, such as all that was ever cached"
         ),
         "inconclusive": _undecided,
         "failed": lambda entry: entry.error or "no trial went well",
     }[entry.verdict](entry)
-    if not entry.connector:
-        return f"{said}."
-    mean = entry.connector["us_per_step"]["mean"]
-    return f"{said}. Its calls take {number(mean)} µs per step."
+    return f"{said}."
 
 
 def _growth(entry: ConfigEntry) -> str:
-    growing = [m for m, verdict in entry.verdict_of.items() if verdict == "grows"]
-    slope = interval(entry.slope_us_per_1k_blocks[growing[0]])
-    text = f"{slope} {PER} in {growing[0]}"
-    level = entry.level_us(growing[0]) if growing[0] in LEVELS else None
+    metric = next(m for m, verdict in entry.verdict_of.items() if verdict == "grows")
+    slope = interval(entry.slope_us_per_1k_blocks[metric])
+    text = f"{slope} {PER} in {metric} ({entry.held[metric].shape})"
+    level = entry.level_us(metric) if metric in LEVELS else None
     if level:
         text += (
             f", p50 {number(level['p50'])} µs at {level['at_cache_blocks']:,} blocks"
         )
-    return f"{text}; the cost falls when the prefix cache is reset"
+    return text
+
+
+def _flat(entry: ConfigEntry) -> str:
+    """State the bounds of the sum of the parts and of the whole step."""
+    bounds = {
+        ALL_PARTS: "in all its parts together",
+        "step_cpu": "in the CPU time of the whole step",
+    }
+    told = [
+        f"{number(entry.held[metric].most_us_per_1k_blocks)} {words}"
+        for metric, words in bounds.items()
+        if metric in entry.held
+    ]
+    most = ", ".join(told) or f"{MARGIN_US_PER_1K_BLOCKS:g}"
+    falls = any(held.shape == "falls" for held in entry.held.values())
+    return f"at most, in {PER}: {most}" + ("; a cost falls with |cache|" * falls)
 
 
 def _undecided(entry: ConfigEntry) -> str:
-    of = {name: told for name, told in entry.verdict_of.items() if name in PARTS}
-    undecided = [name for name, told in of.items() if told != "flat"]
+    if not entry.held:
+        return "too few holds to know any level"
+    undecided = open_metrics(entry)
     if not undecided:
-        return "the whole step grows, and no part of it does"
+        return "the whole step grows, but none of its parts"
     told = []
     for name in undecided:
-        fall = (entry.reset_check or {}).get(name)
-        known = "not measured"
-        if fall:
-            known = f"falls by {interval(fall['fall_us_per_1k_blocks'])} {PER}"
-        told.append(f"{name} ({known} at a reset)")
+        held = entry.held[name]
+        rare = ", by its rare steps" if held.shape == RARE else ""
+        told.append(
+            f"{name} (at most {number(held.most_us_per_1k_blocks)} {PER}{rare})"
+        )
     return f"undecided in {', '.join(told)}"
 
 
-def _reasons(entry: ConfigEntry, noise: NoiseFloor) -> Table | None:
-    """Each metric's slope and fall, with what two runs of the same config differ by."""
+def _reasons(entry: ConfigEntry) -> Table | None:
+    """Each metric's levels, with its slope and the most that it can rise."""
+    if not entry.held:
+        return None
     rows = []
-    for metric in METRICS:
-        part = (entry.reset_check or {}).get(metric)
-        if metric not in entry.verdict_of:
-            continue
+    for metric, held in entry.held.items():
+        verdict = entry.verdict_of[metric]
         rows.append(
             [
                 metric,
-                entry.verdict_of[metric],
+                f"{verdict}, {held.shape}" if held.shape else verdict,
                 interval(entry.slope_us_per_1k_blocks[metric], 2),
-                interval(part["fall_us_per_1k_blocks"], 2) if part else DASH,
-                number(noise.slope_floor(metric), 2),
-                number(noise.fall_floor(metric), 2),
-                *(number(part[k]) if part else DASH for k in ("before_us", "after_us")),
+                number(held.most_us_per_1k_blocks, 2),
+                number(held.drift_us_per_pass, 1),
+                *(number(us) for us in held.us),
             ]
         )
-    if not rows:
-        return None
+    blocks = next(iter(entry.held.values())).cache_blocks
     return Table(
         title="How the verdict was reached",
-        note="Slope while |cache| grows, fall when the prefix cache is reset, both in "
-        f"{PER}; floors: what two runs of the same config differ by. Grows: slope or "
-        "fall is above the margin for certain, and the other is at least "
-        f"{AGREEING_SHARE:.0%} of it. Before and after: µs around the reset, batch "
-        "sizes held.",
-        columns=[
-            *("metric", "verdict", "slope", "fall"),
-            *("slope floor", "fall floor", "before µs", "after µs"),
-        ],
+        note="Slope through the levels, and the most that a level can lie above a "
+        f"lower one (95 %), both in {PER}; drift in µs per pass. Grows: some level "
+        "lies above a lower one by more than the margin for certain. Flat: none can.",
+        columns=["metric", "verdict", "slope", "at most", "drift"]
+        + [f"µs at {n:,} blocks" for n in blocks],
         rows=rows,
     )
 
 
 def level_table(document: PerConfig) -> Table:
-    """One row per config: its times at the same |cache|, and their slopes."""
+    """One row per config: its times at the stated |cache|."""
     rows = []
     for name, entry in document.configs.items():
-        blocks, slopes = entry.cache_blocks, entry.slope_us_per_1k_blocks
-        step, overhead = entry.step_us or {}, entry.overhead_us or {}
+        connector = entry.connector
         rows.append(
             [
                 name,
-                f"{entry.n_decode_steps:,}",
-                f"{blocks['min']:,}{DASH}{blocks['max']:,}" if blocks else DASH,
                 spread(entry.schedule_us),
-                interval(slopes["schedule"]),
-                f"{number(overhead.get('p50'))}/{number(overhead.get('p90'))}",
-                interval(slopes["overhead"]),
-                f"{number(step.get('p50'))}/{number(step.get('p90'))}",
-                interval(slopes["step"]),
-                spread(entry.build_meta_us),
-                spread(entry.get_finished_us),
+                spread(entry.overhead_us),
+                spread(entry.step_us),
+                number(connector and connector.us_per_step),
+                interval(connector.slope_per_1k_blocks, 2) if connector else DASH,
+                interval(entry.growth_slope_us_per_1k_blocks),
             ]
         )
-    head = ["config", "decode-only steps", "|cache| blocks"]
-    head += ["schedule µs p50/p90/p99", "schedule slope µs/1k"]
-    head += ["overhead µs p50/p90", "overhead slope µs/1k"]
-    head += ["step µs p50/p90", "step slope µs/1k"]
-    head += ["build_meta µs", "get_finished µs"]
+    head = ["config", "schedule µs p50/p90/p99", "overhead µs", "step µs"]
+    head += ["connector's calls, µs per step", "their slope µs/1k"]
+    head += ["schedule slope in growth µs/1k"]
     window = document.window
     note = "No level could be stated: see the warnings."
     if window:
-        mix = ", ".join(f"{b}: {s:.0%}" for b, s in window.batch_mix.items())
         note = (
-            f"Times are at {window.at_cache_blocks:,} cached blocks (±5 %), the "
-            "highest |cache| that all configs reached, with every config weighted to "
-            f"the same mix of batch sizes ({mix}). Slopes are those of medians in the "
-            "growth phases, within one server and one batch size. schedule contains "
-            "build_meta; overhead is schedule, update and the connector's calls in "
-            "the worker; step contains everything, the model too. A dash: not "
-            "measured or not there."
+            f"Times are at {window.at_cache_blocks:,} cached blocks, with as many "
+            "requests decoding in every config. overhead is schedule, update and the "
+            "connector's calls in the worker; step contains everything, the model too. "
+            "The last column is the slope while the cache fills under an open load, as "
+            "the reference study measured it; a machine that changes its speed "
+            "meanwhile tilts it, so its interval says too little."
         )
-    return Table(title="Levels and slopes", note=note, columns=head, rows=rows)
+    return Table(title="Levels", note=note, columns=head, rows=rows)
 
 
 def hypothesis(document: PerConfig, roles: Roles, name: str) -> Words:
     """Is the cost of config `name` linear in |cache|?"""
     label = roles.label(name).strip("`")
     said = _hypothesis(name, document.configs[name])
-    return Words(title=f"{label}: is its cost linear in |cache|?", paragraphs=[said])
+    title = f"H5: is the cost of {label} linear in |cache|?"
+    return Words(title=title, paragraphs=[said])
 
 
 def _hypothesis(name: str, entry: ConfigEntry) -> str:
     if entry.verdict == "failed":
         return f"Not tested: {name} failed ({entry.error})."
-    line = entry.linearity
     slope = interval(entry.slope_us_per_1k_blocks["schedule"])
-    verdict = entry.verdict_of["schedule"]
-    if verdict != "grows" or line is None:
+    held = entry.held.get("schedule")
+    if held is None or entry.verdict_of["schedule"] != "grows":
         return (
-            f"Not supported by this run: the schedule() slope of {name} is {slope} µs "
-            f"per 1,000 blocks, verdict {verdict}."
+            f"Not supported by this run: the schedule() slope of {name} is {slope} "
+            f"µs per 1,000 blocks, verdict {entry.verdict_of.get('schedule')}."
         )
-    lower, upper = line["slope_lower_half"], line["slope_upper_half"]
-    shape = "steeper" if upper["value"] > lower["value"] else "flatter"
-    said = {
-        "yes": "Supported: growth is a straight line.",
-        "no": f"Grows, but not in a straight line: it gets {shape}.",
-        "undecided": "Grows; whether in a straight line is undecided in this run.",
-    }[line["linear"]]
+    levels = ", ".join(
+        f"{us:,.0f} at {n:,}" for us, n in zip(held.us, held.cache_blocks, strict=True)
+    )
+    said = f"It grows, but not in a straight line: {held.shape}."
+    if held.shape == "linear":
+        said = "Supported: its levels are consistent with a straight line."
     return (
         f"{said} schedule() of {name}: {slope} µs per 1,000 blocks; "
-        f"{interval(lower)} in the lower half of |cache|, {interval(upper)} in the "
-        "upper (alike if they differ by less than a third); a line explains "
-        f"{line['r2']:.1%} of the variance of the binned medians (enough: "
-        f"{LINEAR_R2:.0%})."
+        f"p50 in µs at so many blocks: {levels}."
+    )
+
+
+def expected_verdicts(document: PerConfig, roles: Roles) -> Table | None:
+    """Tabulate expected and found verdicts; None if none is expected."""
+    found = outcomes(document, roles)
+    if not found:
+        return None
+    head = ["config", "must be", "is called", "so", "by these metrics, µs/1k"]
+    rows = []
+    for one in found:
+        why = _metrics_behind(document.configs[one.config])
+        rows.append([one.config, one.expected, one.found, one.kind, why])
+    counts = Counter(one.kind for one in found)
+    count = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    return Table(
+        title="Configs whose verdict is known",
+        note=f"Known verdicts: {len(found)}, of which {count}.",
+        columns=head,
+        rows=rows,
+    )
+
+
+def _metrics_behind(entry: ConfigEntry) -> str:
+    """Name the metrics with the verdict of the whole, each with its slope and shape."""
+    slopes = entry.slope_us_per_1k_blocks
+    return "; ".join(
+        f"{metric} {interval(slopes[metric])} {entry.held[metric].shape or ''}".strip()
+        for metric, verdict in entry.verdict_of.items()
+        if verdict == entry.verdict != "flat" and slopes[metric]
     )

@@ -1,41 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""report.html of a run: the answer on the first screen, and all that it rests on."""
+"""report.html of a run: the answer first, then its evidence."""
 
 from __future__ import annotations
 
-from microbench.analysis.analysis import Analysis
-from microbench.summary.additions import attribution, noise_floor, reconciliation
+from pathlib import Path
+
+from kvtax.cost.analysis import Analysis
+from kvtax.cost.trials import LoadedTrial
+from kvtax.look.discover import common_clock, discover
+from kvtax.look.instances import read_instance
+from kvtax.look.page import time_line
+from kvtax.records import stacks
+from kvtax.report import render
+from kvtax.report.document import Figure, Flame, Line, Page, Section, TimeLine
+from microbench.summary import study
+from microbench.summary.additions import (
+    attribution,
+    noise_floor,
+    parts_table,
+    reconciliation,
+)
 from microbench.summary.context import (
     accounts,
     doubts_of,
+    hosts,
     model_note,
     provenance,
-    reference,
 )
-from microbench.summary.curves import binned_curves
-from microbench.summary.expected import expected_verdicts
-from microbench.summary.figures import CURVES
+from microbench.summary.figures import CURVES, binned_curves
 from microbench.summary.fixes import before_and_after
-from microbench.summary.growth import answer, hypothesis, level_table, verdicts
-from microbench.summary.hosts import hosts
-from microbench.summary.parts import connector_table, parts_table
-from page.build import build
-from page.document import Figure, Line, Page, Section
+from microbench.summary.growth import (
+    answer,
+    expected_verdicts,
+    hypothesis,
+    level_table,
+    verdicts,
+)
 
 QUESTION = (
     "What does a KV connector cost per engine step, and does that grow with |cache|, "
     "the number of cached block hashes?"
 )
-# What users wait for: the answer's figure.
+# Figure beside the answer: the time that users wait for.
 FIRST = "before_after"
 
 
 def write_page(analysis: Analysis, servers: list[Section]) -> str:
-    """The whole file as text; `servers` show single ones."""
+    """Render the page; `servers` are the sections on single servers."""
     document, roles = analysis.document, analysis.roles
     figures = {name: curve_figure(analysis, name) for name in CURVES}
     first, *others = [figures.pop(FIRST), *figures.values()]
     sections = [
+        study.table_of(document, roles),
         verdicts(document),
         first,
         expected_verdicts(document, roles),
@@ -43,32 +59,30 @@ def write_page(analysis: Analysis, servers: list[Section]) -> str:
         *(hypothesis(document, roles, name) for name in roles.named("hypothesis")),
         *others,
         level_table(document),
-        connector_table(document),
         parts_table(document),
         attribution(document),
         reconciliation(document, roles.baseline),
         noise_floor(document),
-        reference(document, roles),
         hosts(document, roles),
         accounts(document),
         *servers,
         provenance(document),
     ]
-    return build(
+    return render.html(
         Page(
             title="What a KV connector costs per engine step",
             question=QUESTION,
             answer=[answer(document), model_note(document)],
             warnings=doubts_of(analysis.doubts, document.configs),
             sections=[section for section in sections if section is not None],
-            made="Another repeat's moments, or a trace of them: python -m look "
+            made="Another repeat's moments, or a trace of them: kvtax look "
             "RUN_DIR/CONFIG/r1. Every figure: per_config.json.",
         )
     )
 
 
 def curve_figure(analysis: Analysis, name: str) -> Figure | None:
-    """A time against |cache|, a line per config; None if nothing was measured."""
+    """Draw a time against |cache|, a line per config; None without data."""
     time, label = CURVES[name]
     curves = binned_curves(analysis.measured, time)
     if not curves.height:
@@ -94,3 +108,48 @@ def curve_figure(analysis: Analysis, name: str) -> Figure | None:
         x=x,
         lines=lines,
     )
+
+
+# Few enough that a page of twelve configs stays well below 3 MB.
+INTERVALS = 300
+REQUESTS = 200
+
+
+def moments(run_dir: Path, trials: list[LoadedTrial]) -> list[TimeLine]:
+    """Build a folded time line per measured config, of its first good repeat.
+
+    Raises RecordsError for files that `load_run` would not have read either.
+    """
+    first: dict[str, int] = {}
+    for trial in trials:
+        if trial.error is None and trial.engine_steps:
+            first.setdefault(trial.config, trial.repeat)
+    return [
+        _moments(f"{config} r{repeat}", run_dir / config / f"r{repeat}")
+        for config, repeat in first.items()
+    ]
+
+
+def code(run_dir: Path, trials: list[LoadedTrial]) -> list[Flame]:
+    """Build a folded flame graph per process of each sampled config.
+
+    Raises RecordsError if its records cannot be read.
+    """
+    shown = []
+    for config in dict.fromkeys(trial.config for trial in trials):
+        folder = run_dir / config / stacks.FOLDER
+        if any(folder.rglob("stacks.*.json")):
+            (found, *_), _ = discover(folder)
+            for flame in read_instance(found).flames:
+                flame.title, flame.open = f"{config}: {flame.title}", False
+                shown.append(flame)
+    return shown
+
+
+def _moments(name: str, folder: Path) -> TimeLine:
+    (found, *_), _ = discover(folder)
+    line = time_line(
+        found.name, read_instance(found), common_clock([found]), INTERVALS, REQUESTS
+    )
+    line.title, line.open = f"Every moment of {name}", False
+    return line

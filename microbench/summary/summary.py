@@ -1,34 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SUMMARY.md: what a person reads first. The rest is in report.html.
+"""SUMMARY.md, the first page on a run; report.html has the rest.
 
 Every number in it is from the document per_config.json.
 """
 
 from __future__ import annotations
 
-from lab.records.per_config import ConfigEntry, PerConfig
-from lab.stats.markdown import DASH, TIMES, number, spread, table
-from microbench.analysis.analysis import Analysis
-from microbench.summary.context import model_note, warnings
-from microbench.summary.expected import expected_verdicts
-from microbench.summary.growth import verdict_words
-from microbench.summary.hosts import hosts
+from kvtax.cost.analysis import Analysis
+from kvtax.records.per_config import ConfigEntry, PerConfig
+from kvtax.report.document import Table
+from kvtax.stats.markdown import TIMES, table
+from microbench.summary import study
+from microbench.summary.context import hosts, model_note, warnings
+from microbench.summary.growth import (
+    answer,
+    expected_verdicts,
+    level_table,
+    verdict_words,
+)
 from microbench.summary.page import QUESTION
-from page.document import Table
 
 FIGURE = "schedule_vs_cache"
 
 
 def write_summary(analysis: Analysis, figures: list[str]) -> str:
-    """The whole text; `figures` are the names in figures/ that were drawn."""
+    """Render SUMMARY.md; `figures` are the names of the drawn figures."""
     document = analysis.document
     known = expected_verdicts(document, analysis.roles)
     sections = [
         "# What a KV connector costs per engine step",
-        f"{QUESTION} {model_note(document)}",
+        f"{QUESTION} {answer(document)}",
+        _shown(study.table_of(document, analysis.roles)),
+        study.reconciliation(document, analysis.roles),
+        model_note(document),
+        "## Verdicts",
         _verdicts(document.configs),
         known and known.note,
-        _table(document),
+        _shown(level_table(document)),
         _figure(figures),
         _hosts(hosts(document, analysis.roles)),
         "## Warnings",
@@ -40,37 +48,17 @@ def write_summary(analysis: Analysis, figures: list[str]) -> str:
 
 
 def _verdicts(configs: dict[str, ConfigEntry]) -> str:
-    return "\n".join(
-        f"- `{name}`: **{entry.verdict}**: {verdict_words(entry)}"
-        for name, entry in configs.items()
-    )
+    """List the configs by verdict; those that say the same share a line."""
+    said: dict[str, list[str]] = {}
+    for name, entry in configs.items():
+        words = f"**{entry.verdict}**: {verdict_words(entry)}"
+        said.setdefault(words, []).append(f"`{name}`")
+    return "\n".join(f"- {', '.join(names)}: {words}" for words, names in said.items())
 
 
-def _table(document: PerConfig) -> str:
-    rows = []
-    for name, entry in document.configs.items():
-        calls = (entry.connector or {}).get("us_per_step", {}).get("mean")
-        rows.append(
-            [
-                f"`{name}`",
-                DASH if calls is None else number(calls),
-                spread(entry.schedule_us, names=("p50", "p90")),
-                spread(entry.step_us, names=("p50", "p90")),
-                spread(entry.tpot_ms, 3, ("p50", "p90")),
-                entry.verdict,
-            ]
-        )
-    head = ["config", "connector's calls, µs per step", "schedule µs p50/p90"]
-    head += ["step µs p50/p90", "TPOT ms p50/p90", "verdict"]
-    window = document.window
-    note = "No level could be stated: see the warnings."
-    if window:
-        note = (
-            f"`schedule()` and step at {window.at_cache_blocks:,} cached blocks, every "
-            "config at the same mix of batch sizes; the connector's calls over all "
-            "steps of growth."
-        )
-    return f"{table(head, rows)}\n\n{note}"
+def _shown(found: Table) -> str:
+    rows = [[f"`{row[0]}`", *row[1:]] for row in found.rows]
+    return f"{table(found.columns, rows)}\n\n{found.note}"
 
 
 def _hosts(found: Table | None) -> str:
@@ -91,10 +79,9 @@ def _figure(figures: list[str]) -> str:
 def _more(document: PerConfig) -> str:
     facts = document.provenance
     return (
-        "[report.html](report.html) opens in a browser, from disk: how each verdict "
-        "was reached, what each method takes, before and after the fixes, noise, "
-        "requests, and how this was made. [per_config.json](per_config.json) is for "
-        "programs.\n\n"
+        "`report.html`, written beside this file, opens in a browser: the evidence for "
+        "each verdict, the time of each method, the fixes, noise, requests and "
+        "provenance. [per_config.json](per_config.json) is for programs.\n\n"
         f"Run: `{facts.get('command_line')}`, {facts.get('date_utc')}, vLLM "
         f"{facts.get('vllm_version')}, {facts.get('cpu_count')} {TIMES} "
         f"{facts.get('cpu_model')}, commit {facts.get('git_commit')}."

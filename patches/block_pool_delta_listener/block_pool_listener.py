@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class BlockPoolListener(ABC):
-    """Is told of every change to what a block pool's prefix cache holds.
+    """Observer of every change to the contents of a block pool's prefix cache.
 
     The calls come in order, in the scheduler's thread, from within the block
     pool: they must be quick, must not raise and must not change the pool.
@@ -20,20 +20,20 @@ class BlockPoolListener(ABC):
 
     @abstractmethod
     def on_block_cached(self, key: BlockHashWithGroupId, block_id: int) -> None:
-        """The block can be found by the key from now on."""
+        """Note that the key finds the block from now on."""
 
     @abstractmethod
     def on_block_evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
-        """The block can no longer be found by the key."""
+        """Note that the key no longer finds the block."""
 
     @abstractmethod
     def on_cache_reset(self) -> None:
-        """No block can be found by any key any more."""
+        """Note that no key finds a block any more."""
 
 
 @dataclass
 class BlockHashChanges:
-    """What brings a map from key to block id up to date with the prefix cache.
+    """Changes that bring a map from key to block id up to date.
 
     Args:
         cleared: Whether to forget all keys first.
@@ -54,7 +54,7 @@ class BlockHashChanges:
 
 
 class BlockHashTracker(BlockPoolListener):
-    """Collects the changes to a block pool's prefix cache until they are taken.
+    """Collector of the changes to a block pool's prefix cache until they are taken.
 
     Only the changed keys are noted, each once however often it changed; which
     block holds a key is looked up when the changes are taken. If they are not
@@ -83,7 +83,7 @@ class BlockHashTracker(BlockPoolListener):
         self._cleared = True
 
     def take(self) -> BlockHashChanges | None:
-        """The changes since the last call, or None if there are none."""
+        """Return the changes since the last call, or None if there are none."""
         if not (self._changed or self._cleared):
             return None
         block_map = self._block_pool.cached_block_hash_to_block

@@ -45,13 +45,13 @@ class BlockHashDelta(Protocol):
 
 class BlockHashSource(Protocol):
     def take(self) -> BlockHashDelta | None:
-        """What changed since the last call; None if nothing did."""
+        """Return the changes since the last call; None if there are none."""
 
 
 def block_hash_source(
     config: KVTransferConfig, block_pool: "BlockPool"
 ) -> BlockHashSource:
-    """The source that the config asks for. Raises ValueError if it names none."""
+    """Make the source that the config names. Raises ValueError if it names none."""
     extra = config.kv_connector_extra_config
     if "serve_direct_reads" in extra:
         raise ValueError(f"serve_direct_reads is no option any more; {HOW_TO_ASK}")

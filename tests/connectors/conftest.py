@@ -2,9 +2,9 @@
 from contextlib import closing
 
 import pytest
-from wire import SECRET, FakeLedger, serving
 
 from connectors.direct_read.client import Client
+from tests.connectors.wire import SECRET, FakeLedger, serving
 
 
 @pytest.fixture

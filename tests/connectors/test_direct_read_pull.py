@@ -9,10 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
-from fake_engine import (
+
+from connectors.direct_read.protocol import Offer, Peer, WorkerAddress
+from connectors.direct_read.puller import Pull, Puller
+from connectors.direct_read.reads import FAILED, LostTrackError, read_blocks
+from tests.connectors.fake_engine import (
     BASES,
     BLOCK_BYTES,
     PEER_BASES,
@@ -21,14 +25,7 @@ from fake_engine import (
     Fate,
     regions,
 )
-
-from connectors.direct_read.protocol import Offer, Peer, WorkerAddress
-from connectors.direct_read.puller import Pull, Puller
-from connectors.direct_read.reads import FAILED, LostTrackError, read_blocks
-from connectors.direct_read.server import Server
-
-SECRET = b"a secret of enough bytes"
-DEADLINE_S = 10.0
+from tests.connectors.wire import SECRET, serving, wait_for
 
 
 class FakeLedger:
@@ -53,29 +50,26 @@ def pulling(
     engine, ledger = FakeEngine(fates), FakeLedger(valid)
     theirs = WorkerAddress("peer:1", PEER_BASES, BLOCK_BYTES)
     ours = WorkerAddress("us:1", BASES, BLOCK_BYTES)
-    server = Server(ledger, Peer({}, [theirs]), SECRET)
-    puller = Puller(engine, ours, 0, SECRET)
+    with (
+        serving(ledger, Peer({}, [theirs])) as server,
+        closing(Puller(engine, ours, 0, SECRET)) as puller,
+    ):
 
-    def pull(name: str = "a", skipped: int = 0, port: int = server.port) -> Pull:
-        ids = [1, 3, 5, 7]
-        peer_ids = [2, 2, 4, 9]
-        return Pull(name, "127.0.0.1", port, 77, skipped, [theirs], peer_ids, ids)
+        def pull(name: str = "a", skipped: int = 0, port: int = server.port) -> Pull:
+            ids, peer_ids = [1, 3, 5, 7], [2, 2, 4, 9]
+            return Pull(name, "127.0.0.1", port, 77, skipped, [theirs], peer_ids, ids)
 
-    try:
-        yield puller, engine, ledger, pull
-    finally:
-        engine.released.set()
-        puller.close()
-        server.close()
+        try:
+            yield puller, engine, ledger, pull
+        finally:
+            engine.released.set()
 
 
 def reported(puller: Puller) -> list[tuple[str, list[int]]]:
     """The next report."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not (pulled := puller.take_pulled()):
-        assert time.monotonic() < deadline_s, "no report"
-        time.sleep(0.001)
-    return [(one.request_id, one.failed_block_ids) for one in pulled]
+    pulled: list = []
+    wait_for(lambda: pulled.extend(puller.take_pulled()) or pulled)
+    return [(pull.request_id, pull.failed_block_ids) for pull in pulled]
 
 
 @pytest.mark.parametrize(
@@ -115,9 +109,9 @@ def test_where_nothing_arrived_nothing_is_asked():
 
 def test_a_peer_that_cannot_be_asked_has_nothing_valid():
     with pulling([]) as (puller, engine, _, pull):
-        other = Server(FakeLedger(100), Peer({}, []), b"another secret, of 16+")
-        other.close()
-        puller.begin(pull(port=other.port))
+        with serving() as gone:
+            pass
+        puller.begin(pull(port=gone.port))
         assert reported(puller) == [("a", [1, 3, 5, 7])]
         engine.assert_quiet()
 
@@ -197,10 +191,3 @@ def test_blocks_of_reads_that_cannot_be_followed_are_never_given_back():
 
 def raises(batch_id):
     raise RuntimeError("out of order")
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fake_engine import BASES, PEER_BASES, PENDING, FakeEngine, Fate, block, regions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,15 @@ from connectors.direct_read.reads import (
     MAX_IN_FLIGHT,
     contiguous_runs,
     read_blocks,
+)
+from tests.connectors.fake_engine import (
+    BASES,
+    PEER_BASES,
+    PENDING,
+    FakeEngine,
+    Fate,
+    block,
+    regions,
 )
 
 

@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from connectors.direct_read.memory import device_fence, regions_of
-from connectors.direct_read.metadata import DirectReadMetadata
+from connectors.direct_read.puller import DirectReadMetadata
 from connectors.direct_read.settings import Settings
+from connectors.direct_read.worker import device_fence, regions_of
 
 pytestmark = pytest.mark.long
 

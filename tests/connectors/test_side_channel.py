@@ -7,17 +7,6 @@ import threading
 
 import msgspec
 import pytest
-from wire import (
-    NONCES,
-    OTHER_SECRET,
-    PEER,
-    SECRET,
-    FakeLedger,
-    Wire,
-    seal_payload,
-    seals,
-    works,
-)
 
 from connectors.direct_read.client import Client
 from connectors.direct_read.protocol import (
@@ -38,9 +27,18 @@ from connectors.direct_read.protocol import (
     framed,
 )
 from connectors.direct_read.server import Server
-
-HASHES = [bytes([n]) * 32 for n in range(10)]
-
+from tests.connectors.wire import (
+    HASHES,
+    NONCES,
+    OTHER_SECRET,
+    PEER,
+    SECRET,
+    FakeLedger,
+    Wire,
+    authentic,
+    seals,
+    works,
+)
 
 # What it is for.
 
@@ -140,7 +138,7 @@ def test_no_frame_counts_after_one_that_is_not_authentic(serves, ledger):
         wire.hello()
         asked = [wire.seal.seal(Lookup(HASHES)) for _ in range(100)]
         forged = bytes(len(asked[0]))
-        wire.sock.sendall(b"".join(map(framed, [forged, *asked])))
+        wire.send(forged, *asked)
         assert wire.is_ended()
     assert (ledger.lookups, serves.num_refused) == (0, 1)
 
@@ -229,7 +227,7 @@ def test_what_is_no_message_ends_the_connection_although_it_is_authentic(
     for payload in payloads:
         with Wire(serves.port) as wire:
             wire.hello()
-            wire.send(seal_payload(wire.seal, payload))
+            wire.send(authentic(wire.seal, payload))
             assert wire.is_ended()
     assert works(serves)
     assert (ledger.lookups, serves.num_refused) == (0, len(payloads))

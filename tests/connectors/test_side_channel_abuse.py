@@ -12,7 +12,6 @@ from contextlib import ExitStack, closing
 
 import msgspec
 import pytest
-from wire import PEER, SECRET, Wire, logged, seal_payload, seals, serving, works
 
 from connectors.direct_read import server
 from connectors.direct_read.client import Client
@@ -27,10 +26,17 @@ from connectors.direct_read.protocol import (
     Validated,
     framed,
 )
-from connectors.direct_read.server import Server
-
-HASHES = [bytes([n]) * 32 for n in range(10)]
-
+from tests.connectors.wire import (
+    HASHES,
+    PEER,
+    SECRET,
+    Wire,
+    authentic,
+    logged,
+    seals,
+    serving,
+    works,
+)
 
 # What it withstands.
 
@@ -108,7 +114,7 @@ def test_frames_that_come_all_at_once_or_byte_by_byte_are_answered(serves):
     with Wire(serves.port) as wire:
         contents = [wire.seal.seal(Hello())]
         contents += [wire.seal.seal(Lookup([b"h" * 32] * 500)) for _ in range(20)]
-        wire.sock.sendall(b"".join(map(framed, contents)))
+        wire.send(*contents)
         assert wire.seal.open(wire.receive()) == PEER
         for _ in contents[1:]:
             assert len(wire.seal.open(wire.receive()).block_ids) == 500
@@ -133,10 +139,9 @@ def test_a_ledger_that_fails_ends_that_connection_alone(ledger):
 
 def test_close_ends_the_thread_the_port_and_all_connections(ledger):
     with serving(ledger) as serves:
-        wire = Wire(serves.port)
-        serves.close()
-        assert wire.is_ended()
-        wire.close()
+        with Wire(serves.port) as wire:
+            serves.close()
+            assert wire.is_ended()
         assert not serves._thread.is_alive()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", serves.port), 1)
@@ -159,8 +164,7 @@ def test_a_client_stands_for_one_process_of_the_peer(ledger):
             client.lookup(HASHES)
         client.hello()
         offer = client.lookup(HASHES)
-    new = Server(ledger, PEER, SECRET, port=port)
-    try:
+    with closing(client), serving(ledger, port=port):
         with pytest.raises(DirectReadError):
             client.validate(offer.token)
         for ask in (lambda: client.lookup(HASHES), lambda: client.validate(1)):
@@ -168,9 +172,6 @@ def test_a_client_stands_for_one_process_of_the_peer(ledger):
                 ask()
         assert client.hello() == PEER
         assert client.lookup(HASHES).block_ids
-    finally:
-        client.close()
-        new.close()
 
 
 def test_a_client_waits_no_longer_than_it_was_told():
@@ -242,7 +243,7 @@ def test_no_hash_is_in_any_log_error_or_repr(serves, client, ledger, caplog):
             payload = msgspec.msgpack.encode(wrong)
             with Wire(serves.port) as wire:
                 wire.hello()
-                wire.send(seal_payload(wire.seal, payload))
+                wire.send(authentic(wire.seal, payload))
                 assert wire.is_ended()
             texts += said_of(payload)
         # The hash in place of text: no UTF-8, and Python would quote it.
@@ -266,6 +267,6 @@ def said_of(payload: bytes) -> list[str]:
     """Everything that opening an authentic frame with this payload raises."""
     client, server = seals()
     with pytest.raises(ProtocolError) as raised:
-        server.open(seal_payload(client, payload))
+        server.open(authentic(client, payload))
     error = raised.value
     return ["".join(traceback.format_exception(error)), repr(error), str(error)]

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack, closing
 
 import msgspec
 import pytest
-from wire import PEER, SECRET, serving
 
-from connectors.direct_read import connections, server
-from connectors.direct_read.connections import Connections
+from connectors.direct_read import server
+from connectors.direct_read.client import Connections
 from connectors.direct_read.protocol import DirectReadError
 from connectors.direct_read.server import Server
+from tests.connectors.wire import HASHES, PEER, SECRET, serving, wait_for
 
-HASHES = [bytes([n]) * 32 for n in range(10)]
+CLIENT = "connectors.direct_read.client"
 
 
 @pytest.fixture
@@ -54,10 +53,7 @@ def test_a_peer_that_was_started_anew_is_met_anew(kept, ledger):
         with kept.to(at(serves)) as client:
             assert client.peer == PEER
     other = msgspec.structs.replace(PEER, fingerprint={"model": "another"})
-    with (
-        closing(Server(ledger, other, SECRET, port=port)) as serves,
-        kept.to(at(serves)) as client,
-    ):
+    with serving(ledger, other, port) as serves, kept.to(at(serves)) as client:
         assert client.peer == other
         assert client.lookup(HASHES).block_ids
 
@@ -79,7 +75,7 @@ def test_a_peer_that_is_gone_is_a_failure(kept, ledger):
 
 
 def test_no_more_are_kept_than_were_used_last(ledger, monkeypatch):
-    monkeypatch.setattr(connections, "MAX_KEPT", 2)
+    monkeypatch.setattr(f"{CLIENT}.MAX_KEPT", 2)
     with closing(Connections(SECRET)) as kept, ExitStack() as stack:
         peers = [stack.enter_context(serving(ledger)) for _ in range(3)]
         clients = []
@@ -92,7 +88,7 @@ def test_no_more_are_kept_than_were_used_last(ledger, monkeypatch):
 def test_one_that_nobody_has_used_for_long_is_not_kept(kept, serves, monkeypatch):
     with kept.to(at(serves)) as old:
         pass
-    monkeypatch.setattr(connections, "KEPT_S", 0)
+    monkeypatch.setattr(f"{CLIENT}.KEPT_S", 0)
     with kept.to(at(serves)) as client:
         assert client is not old
         assert not old.is_connected()
@@ -116,10 +112,7 @@ def test_one_that_the_server_has_ended_is_noticed(kept, serves, monkeypatch):
     with monkeypatch.context() as soon:
         soon.setattr(server, "IDLE_S", 0)
         soon.setattr(server, "TICK_S", 0.01)
-        deadline = time.monotonic() + 20
-        while quiet.is_connected():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: not quiet.is_connected(), 20)
     with kept.to(at(serves)) as client:
         assert client.lookup(HASHES).block_ids
         assert serves._connections.isdisjoint(there)

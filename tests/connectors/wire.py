@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from connectors.direct_read.client import Client
@@ -27,6 +28,7 @@ from connectors.direct_read.server import Server
 
 SECRET = b"a secret of enough bytes"
 OTHER_SECRET = b"another one of enough bytes"
+HASHES = [bytes([n]) * 32 for n in range(10)]
 NONCES = (b"server nonce ...", b"client nonce ...")
 PEER = Peer(
     {"model": "m", "block_size": "16"}, [WorkerAddress("host:1234", [4096], [512])]
@@ -69,12 +71,9 @@ def logged() -> Iterator[list[str]]:
 
 
 @contextmanager
-def serving(ledger: object | None = None, secret: bytes = SECRET):
-    server = Server(ledger or FakeLedger(), PEER, secret)
-    try:
+def serving(ledger: object | None = None, peer: Peer = PEER, port: int = 0):
+    with closing(Server(ledger or FakeLedger(), peer, SECRET, port=port)) as server:
         yield server
-    finally:
-        server.close()
 
 
 class Wire:
@@ -90,8 +89,8 @@ class Wire:
         assert len(greeting) == GREETING_BYTES
         self.seal = Seal(secret, nonce_of(greeting), nonce, server=False)
 
-    def send(self, content: bytes) -> None:
-        self.sock.sendall(framed(content))
+    def send(self, *contents: bytes) -> None:
+        self.sock.sendall(b"".join(map(framed, contents)))
 
     def receive(self) -> bytes:
         """The next frame's content. Raises EOFError, or TimeoutError."""
@@ -102,15 +101,6 @@ class Wire:
         self.send(self.seal.seal(Hello()))
         return self.seal.open(self.receive())
 
-    def is_silent(self, for_s: float = 0.2) -> bool:
-        """Whether nothing arrives, not even the end of the connection."""
-        self.sock.settimeout(for_s)
-        try:
-            self.sock.recv(1)
-        except TimeoutError:
-            return True
-        return False
-
     def is_ended(self) -> bool:
         """Whether the server has ended the connection, without a word."""
         try:
@@ -118,14 +108,11 @@ class Wire:
         except ConnectionError:
             return True
 
-    def close(self) -> None:
-        self.sock.close()
-
     def __enter__(self) -> Wire:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        self.sock.close()
 
     def _exactly(self, num_bytes: int) -> bytes:
         data = b""
@@ -137,6 +124,13 @@ class Wire:
         return data
 
 
+def wait_for(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
 def works(serves: Server) -> bool:
     with closing(Client("127.0.0.1", serves.port, SECRET)) as client:
         return client.hello() == PEER
@@ -144,14 +138,9 @@ def works(serves: Server) -> bool:
 
 def seals(client: bytes = SECRET, server: bytes = SECRET) -> tuple[Seal, Seal]:
     """Both ends of one connection."""
-    return (
-        Seal(client, *NONCES, server=False),
-        Seal(server, *NONCES, server=True),
-    )
+    return Seal(client, *NONCES, server=False), Seal(server, *NONCES, server=True)
 
 
-def seal_payload(seal: Seal, payload: bytes) -> bytes:
-    """An authentic frame with any payload; its reply has not been counted."""
-    mac = seal._mac(seal._sends, seal._num_sent, payload)
-    seal._num_sent += 1
-    return mac + payload
+def authentic(seal: Seal, payload: bytes) -> bytes:
+    """An authentic frame with any payload, which does not count as sent."""
+    return seal._mac(seal._sends, seal._num_sent, payload) + payload

@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import asyncio
+import inspect
+
 import pytest
 
-from lab.serving.preflight import require_honest_transfers
-from lab.tiny.server import BLOCK_TOKENS
-from lab.tiny.servers import Reference, TinyServers, ready
+from kvtax.engine.preflight import require_honest_transfers
+from kvtax.engine.tiny.server import BLOCK_TOKENS
+from kvtax.engine.tiny.servers import Reference, TinyServers, ready
 from tests.releases import INSTALLED, under_test
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine to its end."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="package")

@@ -19,18 +19,18 @@ import numpy as np
 import pytest
 import zmq
 
-from fleet.instances import read_instances, write_instances
-from fleet.launch.instance_settings import read_instance_settings
-from lab.paths import CONFIGS, REPOSITORY
-from lab.records.instances import Instance
-from lab.serving.server import READY_DEADLINE_S
-from lab.serving.server_spec import SERVED_MODEL
-from lab.serving.supervise import descendants
+from kvtax.engine.server import READY_DEADLINE_S
+from kvtax.engine.server_spec import SERVED_MODEL
+from kvtax.engine.supervise import descendants
+from kvtax.fleet.instances import read_instances, write_instances
+from kvtax.fleet.launch.instance_settings import read_instance_settings
+from kvtax.paths import CONFIGS, REPOSITORY
+from kvtax.records.instances import Instance
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PROFILE = CONFIGS / "fleet" / "h20-30b-a3b.toml"
-LAUNCH = [sys.executable, "-m", "fleet.launch"]
+LAUNCH = [sys.executable, "-m", "kvtax", "fleet", "launch"]
 STOP_DEADLINE_S = 40.0
 
 
@@ -96,7 +96,7 @@ def test_an_instances_file_that_is_wrong_about_them_is_told_how(instances, tmp_p
     wrong = [msgspec.structs.replace(one, block_tokens=64) for one in instances]
     write_instances(tmp_path / "wrong.json", wrong)
     checked = check(tmp_path / "wrong.json")
-    assert checked.returncode == 1
+    assert checked.returncode == 3
     assert "i1: blocks have 16 tokens, not 64" in checked.stderr
 
 
@@ -153,7 +153,7 @@ def test_a_second_fleet_on_the_same_ports_is_refused(instances, tmp_path):
         capture_output=True,
         text=True,
     )
-    assert refused.returncode == 2
+    assert refused.returncode == 3
     assert f"port {port} is taken" in refused.stderr
 
 

@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from fleet.launch.instance_settings import read_instance_settings
-from fleet.launch.launched import Workshop, launched, wait_ready
-from fleet.launch.spec import FleetSpec
-from lab.paths import CONFIGS
-from lab.records.exposition import cache_config
-from lab.serving.connector import load_connector
-from lab.serving.server_spec import SERVED_MODEL
+from kvtax.engine.connector import load_connector
+from kvtax.engine.server_spec import SERVED_MODEL
+from kvtax.fleet.launch.instance_settings import read_instance_settings
+from kvtax.fleet.launch.launched import Workshop, launched, wait_ready
+from kvtax.fleet.launch.spec import FleetSpec
+from kvtax.paths import CONFIGS
+from kvtax.records.exposition import cache_config
+from kvtax.records.life import only_life
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -51,8 +52,9 @@ def test_both_workers_record_every_step_and_one_counts_its_time(tmp_path):
             told = cache_config(response.read().decode())
         forwards, simulated_ns, slept_ns = np.fromfile(one.forward_totals, np.int64)
     assert told["num_gpu_blocks"] > 1_000
-    by_rank = [steps(one.folder / f"worker_step.r{rank}.jsonl") for rank in (0, 1)]
-    of_engine = steps(one.folder / "engine_step.jsonl")
+    life = only_life(one.folder)
+    by_rank = [steps(life / f"worker_step.r{rank}.jsonl") for rank in (0, 1)]
+    of_engine = steps(life / "engine_step.jsonl")
     assert by_rank == [of_engine, of_engine]
     # Both together would count twice as many; vLLM's warming up is one, too.
     assert 8 <= forwards < 2 * 8

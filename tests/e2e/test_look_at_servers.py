@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import time
@@ -15,19 +16,19 @@ import aiohttp
 import polars as pl
 import pytest
 
-from blockpatch import load_sets
-from fleet.trace import Request, own
-from lab.paths import PATCHES, REPOSITORY
-from lab.serving.server_spec import SERVED_MODEL
-from lab.serving.tree import build_tree
-from lab.tiny.checkpoint import VOCAB_SIZE, prompt
-from lab.tiny.server import TinyServer
-from lab.tiny.servers import KV_TRANSFER, NEEDED, TinyServers, ready
-from look.clients import on_the_way_us, read_clients
-from look.found import find
-from look.instances import Instance, read_instance
-from look.split import STEP_PARTS, WAITS
-from page.document import Flame
+from kvtax.engine.overlay import build_overlay
+from kvtax.engine.server_spec import SERVED_MODEL
+from kvtax.engine.tiny.checkpoint import VOCAB_SIZE, prompt
+from kvtax.engine.tiny.server import TinyServer
+from kvtax.engine.tiny.servers import KV_TRANSFER, NEEDED, TinyServers, ready
+from kvtax.fleet.trace import Request, write_trace
+from kvtax.look.clients import on_the_way_us, read_clients
+from kvtax.look.discover import discover
+from kvtax.look.instances import Instance, read_instance
+from kvtax.look.requests import STEP_PARTS, WAITS
+from kvtax.patcher import load_sets
+from kvtax.paths import PATCHES, REPOSITORY
+from kvtax.report.document import Flame
 
 from .pair import pull_params, send_params
 
@@ -103,8 +104,8 @@ def drive(server: TinyServer, folder: Path) -> None:
         "phases": [{"name": "growth", "requests": DRIVEN, "rate_rps": 10}],
     }
     (folder / "plan.json").write_text(json.dumps(plan))
-    sent_by = ["microbench.driver", "--plan", str(folder / "plan.json")]
-    run(*sent_by, "--url", server.url, "--out", str(folder / "requests.jsonl"))
+    sent_by = ["microbench.driver", server.url, str(folder / "plan.json")]
+    run(*sent_by, str(folder / "requests.jsonl"))
 
 
 def replay(server: TinyServer, folder: Path) -> None:
@@ -124,8 +125,8 @@ def replay(server: TinyServer, folder: Path) -> None:
         for turn in range(TURNS)
     ]
     requests.sort(key=lambda request: request.arrival_s)
-    own.write(folder / "trace.jsonl", {"requests": len(requests)}, requests)
-    sent_by = ["fleet.replay", "--trace", str(folder / "trace.jsonl")]
+    write_trace(folder / "trace.jsonl", {"requests": len(requests)}, requests)
+    sent_by = ["kvtax", "fleet", "replay", "--trace", str(folder / "trace.jsonl")]
     sent_by += ["--vocab-size", str(VOCAB_SIZE), "--lag-budget-ms", "10000"]
     run(*sent_by, "--url", server.url, "--out", str(folder / "replay.jsonl"))
 
@@ -147,17 +148,16 @@ def run(module: str, *arguments: str) -> str:
 @pytest.fixture(scope="module")
 def served(lab: TinyServers, tmp_path_factory) -> Served:
     folder = tmp_path_factory.mktemp("look")
-    tree = folder / "tree"
-    patches = [*NEEDED, *load_sets(PATCHES)["step_timing_v2"]]
-    package = lab.installed.package("vllm")
-    build_tree(tree, package, patches, {"DELAY_US": 500}, lab.installed)
+    overlay = folder / "overlay"
+    patches = [*NEEDED, *load_sets(PATCHES)["records"]]
+    build_overlay(overlay, patches, {"DELAY_US": 500}, lab.installed)
     records = folder / "records"
 
     def instance(name: str, ids: str) -> TinyServer:
         (records / name).mkdir(parents=True)
         return TinyServer(
             folder / name,
-            tree,
+            overlay,
             lab.checkpoint,
             KV_TRANSFER["mooncake"] | {"kv_role": "kv_both"},
             {
@@ -178,20 +178,23 @@ def served(lab: TinyServers, tmp_path_factory) -> Served:
         # Records reach the files four times a second, also while the servers run.
         time.sleep(1)
         page = folder / "report.html"
-        told = run("look", str(records), "--out", str(page))
-        found, warnings = find(records)
+        told = run("kvtax", "look", str(records), "--out", str(page))
+        found, warnings = discover(records)
         joined = read_clients(records, found)
-        instances = {one.name: joined.joined(read_instance(one)) for one in found}
+        instances = {
+            one.name.partition("/")[0]: joined.joined(read_instance(one))
+            for one in found
+        }
         asyncio.run(sampled(d, records / "d"))
     assert warnings == joined.warnings == []
-    (after,) = find(records / "d")[0]
+    (after,) = discover(records / "d")[0]
     flames = read_instance(after).flames
     return Served(client_ms, instances, told, page.read_text(), flames)
 
 
 async def sampled(server: TinyServer, records: Path) -> None:
     """Sample a server for five seconds in which it decodes."""
-    command = [sys.executable, "-m", "lab.serving.py_spy", str(records)]
+    command = [sys.executable, "-m", "kvtax.engine.py_spy", str(records)]
     sampler = await asyncio.create_subprocess_exec(
         *command, "--seconds", "5", cwd=REPOSITORY
     )
@@ -254,9 +257,10 @@ def test_the_parts_of_each_request_add_up(served):
 
 
 def test_the_table_and_the_page_name_what_the_connector_took(served):
-    assert "d: vLLM " in served.told and "p: vLLM " in served.told
+    for name in ("d", "p"):
+        assert re.search(rf"^{name}/\S+: vLLM ", served.told, re.MULTILINE)
     assert "worker.get_finished" in served.told
-    assert "Of a request's time, the connector's calls were" in served.told
+    assert "The connector's share of a request's time" in served.told
     assert "cmpl-pulled0-0" in served.page
     assert "Warnings" not in served.told
 

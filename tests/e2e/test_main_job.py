@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from lab.paths import REPOSITORY
-from lab.serving.installation import installation
-from lab.serving.supervise import descendants
+from kvtax.engine.installation import installation
+from kvtax.engine.supervise import descendants
+from kvtax.paths import REPOSITORY
+from kvtax.records.life import only_life
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.serial]
 
 RUN_ALL = ["bash", str(REPOSITORY / "run_all.sh"), "--profile", "cpu-smoke"]
 
@@ -55,9 +56,16 @@ def hurt(tmp_path_factory) -> Sweep:
     folder = tmp_path_factory.mktemp("sweep")
     sweep = subprocess.Popen([*RUN_ALL, "--out", folder])
     try:
-        records = folder / "noop" / "r0" / "engine_step.jsonl"
-        eventually(lambda: records.exists() and records.stat().st_size > 10_000, 240)
-        header = json.loads(records.read_text().partition("\n")[0])
+        trial = folder / "noop" / "r0"
+
+        def records() -> Path:
+            return only_life(trial) / "engine_step.jsonl"
+
+        def recorded_some_steps() -> bool:
+            return records().exists() and records().stat().st_size > 10_000
+
+        eventually(recorded_some_steps, 240)
+        header = json.loads(records().read_text().partition("\n")[0])
         os.kill(header["pid"], signal.SIGKILL)
         return ended(folder, sweep.wait(900))
     finally:
@@ -96,18 +104,21 @@ def configs(whole) -> dict:
     return whole.configs
 
 
-def test_the_hash_walk_grows_with_cache_and_falls_after_the_reset(configs):
+def test_the_hash_walk_grows_with_the_level_at_which_the_cache_is_held(configs):
     walk = configs["mooncake_both_hash_sync"]
     assert walk["verdict"] == "grows"
-    low, high = walk["slope_us_per_1k_blocks"]["schedule"]["ci95"]
-    assert 10 < low < high < 200
-    assert walk["reset_check"]["schedule"]["fall_us_per_1k_blocks"]["ci95"][0] > 0
+    # How steep it is depends on the machine.
+    assert walk["slope_us_per_1k_blocks"]["schedule"]["ci95"][0] > 10
+    held = walk["held"]["schedule"]
+    assert held["us"][0] < held["us"][2] < held["us"][4]
+    # A level is held as full as the profile says, though requests hold some blocks.
+    shares = [blocks / 12_000 for blocks in held["cache_blocks"]]
+    assert shares == pytest.approx([0.0, 0.3, 0.6, 0.92, 1.0], abs=0.05)
 
 
 @pytest.mark.parametrize("name", ["plain", "noop"])
 def test_configs_without_the_walk_grow_at_most_a_third_as_fast(configs, name):
-    # Three servers each on a shared machine tell them from the walk by far; it takes
-    # the A/A pair of the full profile to call them flat.
+    # A server or two on a shared machine tell them from the walk by far.
     walk = configs["mooncake_both_hash_sync"]["slope_us_per_1k_blocks"]
     slope = configs[name]["slope_us_per_1k_blocks"]
     for metric in ("schedule", "overhead"):
@@ -144,17 +155,17 @@ def test_every_engine_step_has_its_worker_step(configs):
 
 
 def test_the_trees_are_gone_and_no_server_is_left(whole):
-    assert not (whole.folder / "trees").exists()
+    assert not (whole.folder / "overlays").exists()
     assert not [pid for pid in descendants(1) if belongs_to(pid, whole.folder)]
 
 
 def test_a_server_that_dies_fails_its_config_and_not_the_others(hurt):
     """Neither the one before it nor the one after; its other servers still count."""
-    assert hurt.status == 1
+    assert hurt.status == 3
     noop = hurt.configs["noop"]
     assert "r0: the server died" in noop["error"]
     # A server that measured while others slowed the machine down does not count either.
-    assert noop["n_repeats"] == 2 - noop["error"].count("set aside: the machine was")
+    assert noop["n_repeats"] == 1 - noop["error"].count("set aside: the machine was")
     lost = noop["requests"]
     assert lost["scheduled"] == lost["ok"] + lost["failed"] + lost["cancelled"]
     assert "some trials failed" in hurt.summary and "`noop`" in hurt.summary
@@ -167,14 +178,14 @@ def test_a_resumed_run_measures_what_failed_and_nothing_twice(hurt, whole):
     failed = {name for name, trial in hurt.trials.items() if trial.status != "ok"}
     again = {name for name in hurt.trials if hurt.trials[name] != whole.trials[name]}
     assert again == failed
-    assert "noop/r0" in failed and len(failed) < len(hurt.trials) == 9
+    assert "noop/r0" in failed and len(failed) < len(hurt.trials) == 6
 
 
 def test_a_finished_run_is_not_overwritten(whole):
     again = subprocess.run(
         [*RUN_ALL, "--out", whole.folder], stderr=subprocess.PIPE, text=True
     )
-    assert again.returncode == 1
+    assert again.returncode == 2
     assert "--resume" in again.stderr
 
 
@@ -192,7 +203,7 @@ def test_a_sweep_stopped_in_the_middle_leaves_no_process_and_no_port(
     before = package_digest("vllm")
     arguments = ["--profile", "cpu-smoke", "--only", "mooncake_both", "--out", tmp_path]
     sweep = subprocess.Popen(
-        [sys.executable, "-m", "microbench.sweep", *arguments], cwd=REPOSITORY
+        [sys.executable, "-m", "kvtax", "sweep", *arguments], cwd=REPOSITORY
     )
     requests = tmp_path / "mooncake_both" / "r0" / "requests.jsonl"
     eventually(lambda: requests.exists() and requests.stat().st_size > 0, 180)
@@ -243,5 +254,6 @@ def listening_ports(processes: list[int]) -> set[int]:
 def test_the_sweep_ends_with_a_page_that_has_every_verdict(whole, configs):
     text = (whole.folder / "report.html").read_text()
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    told = {one["name"]: one["verdict"] for one in data["sections"][0]["verdicts"]}
+    (shown,) = (one for one in data["sections"] if "verdicts" in one)
+    told = {one["name"]: one["verdict"] for one in shown["verdicts"]}
     assert told == {name: config["verdict"] for name, config in configs.items()}

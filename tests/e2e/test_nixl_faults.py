@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from lab.serving.ports import reserve
-from lab.tiny.checkpoint import prompt
-from lab.tiny.server import (
+from kvtax.engine.ports import reserve
+from kvtax.engine.tiny.checkpoint import prompt
+from kvtax.engine.tiny.server import (
     BLOCK_TOKENS,
     NUM_BLOCKS,
     Answer,
@@ -27,7 +27,7 @@ from lab.tiny.server import (
     aborted,
     occupied,
 )
-from lab.tiny.servers import Reference, TinyServers, ready
+from kvtax.engine.tiny.servers import Reference, TinyServers, ready
 
 from .pair import route
 
@@ -94,48 +94,39 @@ def bench(lab: TinyServers, reference: Reference) -> Iterator[Bench]:
         yield Bench(p, d, reference)
 
 
-def test_abort_before_it_is_scheduled(bench):
-    async def scenario() -> None:
-        await bench.well(seed=80_000)
-        asked = prompt(80_001, TOKENS)
-        async with occupied(bench.d, MAX_SEQS):
-            params = await bench.prefilled(asked)
-            pull = bench.pulling(asked, params)
-            await bench.d.has(waiting=1)
-            await aborted(pull)
-            await bench.p.settle()
-        await bench.well(seed=80_002)
-
-    asyncio.run(scenario())
+async def test_abort_before_it_is_scheduled(bench):
+    await bench.well(seed=80_000)
+    asked = prompt(80_001, TOKENS)
+    async with occupied(bench.d, MAX_SEQS):
+        params = await bench.prefilled(asked)
+        pull = bench.pulling(asked, params)
+        await bench.d.has(waiting=1)
+        await aborted(pull)
+        await bench.p.settle()
+    await bench.well(seed=80_002)
     # P was told, and did not wait for the request to expire.
     assert "Releasing expired KV blocks" not in bench.p.log.read_text()
 
 
-def test_abort_while_it_waits_for_remote_kv(bench):
-    async def scenario() -> None:
-        await bench.well(seed=81_000)
-        async with bench.stuck_pull(prompt(81_001, TOKENS)) as pull:
-            await aborted(pull)
-            await bench.d.has(waiting=0)
-            # P may still send, so the blocks must not be given to another.
-            await bench.d.complete([0], 2)
-            held = (await bench.d.counters()).used_blocks
-            assert held == -(-TOKENS // BLOCK_TOKENS)
-        await bench.well(seed=81_002)
-
-    asyncio.run(scenario())
+async def test_abort_while_it_waits_for_remote_kv(bench):
+    await bench.well(seed=81_000)
+    async with bench.stuck_pull(prompt(81_001, TOKENS)) as pull:
+        await aborted(pull)
+        await bench.d.has(waiting=0)
+        # P may still send, so the blocks must not be given to another.
+        await bench.d.complete([0], 2)
+        held = (await bench.d.counters()).used_blocks
+        assert held == -(-TOKENS // BLOCK_TOKENS)
+    await bench.well(seed=81_002)
 
 
-def test_prefill_side_stopped_past_its_timeout(bench):
-    async def scenario() -> None:
-        asked = prompt(82_000, TOKENS)
-        await bench.well(seed=82_001)
-        async with bench.stuck_pull(asked) as pull:
-            await asyncio.sleep(TIMEOUT_S + 1)
-        await bench.right(pull, asked)
-        await bench.well(seed=82_002)
-
-    asyncio.run(scenario())
+async def test_prefill_side_stopped_past_its_timeout(bench):
+    asked = prompt(82_000, TOKENS)
+    await bench.well(seed=82_001)
+    async with bench.stuck_pull(asked) as pull:
+        await asyncio.sleep(TIMEOUT_S + 1)
+    await bench.right(pull, asked)
+    await bench.well(seed=82_002)
 
 
 @pytest.mark.xfail(
@@ -144,32 +135,26 @@ def test_prefill_side_stopped_past_its_timeout(bench):
     reason="vLLM 0.18.1: D reads blocks of P that have expired and become another's; P "
     "logs 'Potentially invalid KV blocks', and nobody tells D (upstream issue 52234)",
 )
-def test_a_pull_that_comes_after_the_prefill_side_has_reused_the_blocks(bench):
-    async def scenario() -> None:
-        asked = prompt(83_000, TOKENS)
-        await bench.reference.tokens([asked])
-        params = await bench.prefilled(asked)
-        await asyncio.sleep(TIMEOUT_S + 1)
-        await bench.p.settle()
-        for seed in range(NUM_BLOCKS * BLOCK_TOKENS // 4000 + 1):
-            await bench.p.complete(prompt(83_001 + seed, 4000), 1)
-        await bench.right(bench.pulling(asked, params), asked)
-
-    asyncio.run(scenario())
+async def test_a_pull_that_comes_after_the_prefill_side_has_reused_the_blocks(bench):
+    asked = prompt(83_000, TOKENS)
+    await bench.reference.tokens([asked])
+    params = await bench.prefilled(asked)
+    await asyncio.sleep(TIMEOUT_S + 1)
+    await bench.p.settle()
+    for seed in range(NUM_BLOCKS * BLOCK_TOKENS // 4000 + 1):
+        await bench.p.complete(prompt(83_001 + seed, 4000), 1)
+    await bench.right(bench.pulling(asked, params), asked)
 
 
-def test_prefill_side_killed_while_it_is_read(bench):
-    async def scenario() -> None:
-        asked, later = prompt(84_000, TOKENS), prompt(84_001, TOKENS)
-        await bench.well(seed=84_002)
-        params = await bench.prefilled(later)
-        async with bench.stuck_pull(asked) as pull:
-            bench.p.kill()
-            await bench.right(pull, asked)
-        await bench.right(bench.pulling(later, params), later)
-        await bench.d.settle()
-
-    asyncio.run(scenario())
+async def test_prefill_side_killed_while_it_is_read(bench):
+    asked, later = prompt(84_000, TOKENS), prompt(84_001, TOKENS)
+    await bench.well(seed=84_002)
+    params = await bench.prefilled(later)
+    async with bench.stuck_pull(asked) as pull:
+        bench.p.kill()
+        await bench.right(pull, asked)
+    await bench.right(bench.pulling(later, params), later)
+    await bench.d.settle()
 
 
 @pytest.mark.xfail(
@@ -178,20 +163,17 @@ def test_prefill_side_killed_while_it_is_read(bench):
     reason="vLLM 0.18.1: D's engine dies of a KeyError in get_finished after a failed "
     "handshake (upstream issue 40993)",
 )
-def test_prefill_side_that_was_never_met_is_gone(bench):
-    async def scenario() -> None:
-        asked = prompt(85_000, TOKENS)
-        closed_port = reserve(1)[0].http
-        params = {
-            "do_remote_prefill": True,
-            "remote_engine_id": "gone",
-            "remote_request_id": "gone",
-            "remote_block_ids": [list(range(1, 2 + TOKENS // BLOCK_TOKENS))],
-            "remote_host": "127.0.0.1",
-            "remote_port": closed_port,
-            "tp_size": 1,
-        }
-        await bench.right(bench.pulling(asked, params), asked)
-        await bench.d.settle()
-
-    asyncio.run(scenario())
+async def test_prefill_side_that_was_never_met_is_gone(bench):
+    asked = prompt(85_000, TOKENS)
+    closed_port = reserve(1)[0].http
+    params = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "gone",
+        "remote_request_id": "gone",
+        "remote_block_ids": [list(range(1, 2 + TOKENS // BLOCK_TOKENS))],
+        "remote_host": "127.0.0.1",
+        "remote_port": closed_port,
+        "tp_size": 1,
+    }
+    await bench.right(bench.pulling(asked, params), asked)
+    await bench.d.settle()

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lab.paths import REPOSITORY
-from lab.records.documents import read_document
-from lab.records.observatory_cell import CellRecord
-from observatory.fit import growth
-from observatory.gate import NOT_STARTED
+from kvtax.axes.fit import growth
+from kvtax.paths import REPOSITORY
+from kvtax.records.files import read_document
+from kvtax.records.observatory_cell import CellRecord
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.serial]
 
 HONEST = "from connectors.noop import NoopConnector as Mine\n"
-# 5 us per running request, and per run of neighbours among a new request's blocks.
+# 5 us per running request, and per run of neighbours among a new request's blocks;
+# 0.8 us per block of a prompt that is looked up.
 BROKEN = """
 import time
 from itertools import pairwise
@@ -36,18 +36,23 @@ class Mine(NoopConnector):
         take(5 * len(scheduler_output.num_scheduled_tokens))
         return super().build_connector_meta(scheduler_output)
 
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        take(0.8 * (request.num_prompt_tokens // 16))
+        return 0, False
+
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         ids = blocks.get_block_ids()[0]
         take(5 * (1 + sum(after != before + 1 for before, after in pairwise(ids))))
 """
 LIMITS = '[axes.running]\norder = { connector = "constant" }\n'
 META = "scheduler.build_connector_meta_us"
+LOOKED_UP = "scheduler.get_num_new_matched_tokens_us"
 ALLOCATED = "scheduler.update_state_after_alloc_us"
 
 
 def gate(folder: Path, code: str, *options: object) -> subprocess.CompletedProcess:
     (folder / "mine.py").write_text(code)
-    command = [sys.executable, "-m", "observatory.gate", "--connector", "mine:Mine"]
+    command = [sys.executable, "-m", "kvtax", "gate", "mine:Mine"]
     return subprocess.run(
         [*command, *map(str, options)],
         cwd=REPOSITORY,
@@ -63,10 +68,12 @@ def broken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("broken")
     (folder / "limits.toml").write_text(LIMITS)
     cell = folder / "cell.json"
-    told = ["--limits", folder / "limits.toml", "--out", cell]
+    summary = folder / "summary.md"
+    told = ["--limits", folder / "limits.toml", "--out", cell, "--summary", summary]
     run = gate(folder, BROKEN, *told, "--junit", folder / "junit.xml")
     assert cell.exists(), run.stderr
     assert "<failure" in (folder / "junit.xml").read_text()
+    run.summary = summary.read_text()
     return run, read_document(cell, CellRecord)
 
 
@@ -90,6 +97,30 @@ def test_an_arriving_request_lies_in_as_many_fragments_as_the_level_says(broken)
     assert growth(cell, "fragments", META).order == "constant"
 
 
+def test_a_look_up_of_the_prompts_blocks_grows_with_the_prompt_alone(broken):
+    _, cell = broken
+    found = growth(cell, "prompt", LOOKED_UP)
+    assert found.order == "linear"
+    # 62.5 blocks in 1,000 tokens.
+    assert found.slope.ci95[0] <= 0.8 * 62.5 * 1.05
+    assert found.slope.ci95[1] >= 0.8 * 62.5
+    others = [axis for axis in cell.means_us if axis != "prompt"]
+    assert {growth(cell, axis, LOOKED_UP).order for axis in others} == {"constant"}
+    assert growth(cell, "prompt", META).order == "constant"
+    # A walk of the block ids; if no two were neighbours, it would take 300 more.
+    assert growth(cell, "prompt", ALLOCATED).slope.ci95[1] < 30
+
+
+def test_the_summary_is_a_sentence_and_a_table(broken):
+    run, _ = broken
+    sentence, table = run.summary.split("\n\n")
+    assert sentence.startswith("Cost gate: failed. 1 of 1 limits broken")
+    assert "growth of connector along running is linear" in sentence
+    (row,) = [line for line in table.splitlines() if "an arriving prompt" in line]
+    assert row.startswith("| 64 to 8,128 tokens of an arriving prompt |")
+    assert row.endswith(f"| {LOOKED_UP.removesuffix('_us')} |")
+
+
 def test_the_gate_ends_with_1_and_names_what_grew_along_what(broken):
     run, _ = broken
     assert run.returncode == 1, run.stderr
@@ -98,28 +129,34 @@ def test_the_gate_ends_with_1_and_names_what_grew_along_what(broken):
 
 def test_a_connector_that_does_not_start_is_told_with_its_reason(tmp_path):
     run = gate(tmp_path, "")
-    assert run.returncode == NOT_STARTED
+    assert run.returncode == 3
     assert "Mine not found in mine" in run.stderr
 
 
 @pytest.mark.long
-def test_the_example_workflow_passes_what_is_honest_and_names_what_got_worse(tmp_path):
-    workflow = yaml.safe_load((REPOSITORY / "observatory/workflow.yml").read_text())
-    (measure,) = [
-        step for step in workflow["jobs"]["gate"]["steps"] if "setup.sh" in str(step)
+def test_the_action_passes_what_is_honest_and_names_what_got_worse(tmp_path):
+    action = yaml.safe_load((REPOSITORY / "action.yml").read_text())
+    (script,) = [
+        step["run"] for step in action["runs"]["steps"] if step.get("id") == "gate"
     ]
-    # The release that is installed.
-    script = measure["run"].replace('--vllm "$VLLM"', "")
-    (tmp_path / "kvtax").symlink_to(REPOSITORY)
+    place, old = tmp_path / "kvtax", tmp_path / "old.json"
+    (place / "bin").mkdir(parents=True)
+    (place / "bin" / "kvtax").symlink_to(Path(sys.executable).with_name("kvtax"))
     (tmp_path / "limits.toml").write_text(LIMITS)
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    told = workflow["env"] | {"CONNECTOR": "mine:Mine", "PYTHONPATH": str(tmp_path)}
+    told = {
+        "PLACE": str(place),
+        "CONNECTOR": "mine:Mine",
+        "CONFIG": "",
+        "LIMITS": "limits.toml",
+        "SINCE": str(old),
+        "GITHUB_OUTPUT": str(tmp_path / "output"),
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
+    }
 
     def step() -> subprocess.CompletedProcess:
-        # As GitHub runs it; `..` of the link is the repository of the connector.
         return subprocess.run(
-            ["bash", "-eo", "pipefail", "-c", script.replace("../", f"{tmp_path}/")],
-            cwd=REPOSITORY,
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
+            cwd=tmp_path,
             env=os.environ | told,
             capture_output=True,
             text=True,
@@ -128,9 +165,9 @@ def test_the_example_workflow_passes_what_is_honest_and_names_what_got_worse(tmp
     (tmp_path / "mine.py").write_text(HONEST)
     honest = step()
     assert honest.returncode == 0, honest.stderr
-    (tmp_path / "after.json").rename(tmp_path / "before.json")
+    (place / "cell.json").rename(old)
     (tmp_path / "mine.py").write_text(BROKEN)
     worse = step()
     assert worse.returncode == 1
-    report = (tmp_path / "report.md").read_text()
-    assert "slope of scheduler.build_connector_meta along running, since" in report
+    summary = (tmp_path / "summary.md").read_text()
+    assert "slope of scheduler.build_connector_meta along running, since" in summary

@@ -18,29 +18,30 @@ import aiohttp
 import msgspec
 import pytest
 
-from fleet.analyze.engine_phases import PHASES, engine_phases
-from fleet.analyze.records import ArmRun
-from fleet.instances import write_instances
-from fleet.launch.instance_settings import read_instance_settings
-from fleet.launch.launched import LaunchedInstance, Workshop, launched, wait_ready
-from fleet.launch.spec import FleetSpec
-from lab.paths import CONFIGS
-from lab.records.arm import ArmRecord
-from lab.records.decisions import (
+from kvtax.engine.connector import load_connector
+from kvtax.engine.ports import reserve
+from kvtax.engine.server import http_ok
+from kvtax.engine.server_spec import SERVED_MODEL
+from kvtax.engine.supervise import Supervised
+from kvtax.engine.tiny.checkpoint import MAX_TOKENS, prompt
+from kvtax.engine.tiny.server import ANSWER_TOKENS, BLOCK_TOKENS, NUM_BLOCKS, Tokens
+from kvtax.engine.tiny.servers import Reference, TinyServers
+from kvtax.fleet.analyze.arm_runs import ArmRun
+from kvtax.fleet.analyze.offloads import ENGINE_PHASES as PHASES
+from kvtax.fleet.analyze.offloads import engine_phases
+from kvtax.fleet.instances import write_instances
+from kvtax.fleet.launch.instance_settings import read_instance_settings
+from kvtax.fleet.launch.launched import LaunchedInstance, Workshop, launched, wait_ready
+from kvtax.fleet.launch.spec import FleetSpec
+from kvtax.paths import CONFIGS
+from kvtax.records.arm import ArmRecord
+from kvtax.records.decisions import (
     DecisionEnd,
     DecisionRecord,
     DecisionsHeader,
     Offload,
 )
-from lab.records.lines import read_lines
-from lab.serving.connector import load_connector
-from lab.serving.ports import reserve
-from lab.serving.server import http_ok
-from lab.serving.server_spec import SERVED_MODEL
-from lab.serving.supervise import Supervised
-from lab.tiny.checkpoint import MAX_TOKENS, prompt
-from lab.tiny.server import ANSWER_TOKENS, BLOCK_TOKENS, NUM_BLOCKS, Tokens
-from lab.tiny.servers import Reference, TinyServers
+from kvtax.records.files import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -75,7 +76,7 @@ def elastic(lab: TinyServers, request: pytest.FixtureRequest) -> Iterator[Elasti
     instances.mkdir()
     with (
         Workshop(folder / "workshop") as workshop,
-        launched(spec.recording_requests(), workshop, instances) as fleet,
+        launched(spec, workshop, instances) as fleet,
     ):
         wait_ready(fleet)
         file, port = folder / "instances.json", reserve(1)[0].http
@@ -91,7 +92,7 @@ def elastic(lab: TinyServers, request: pytest.FixtureRequest) -> Iterator[Elasti
 
 def proxy(file: Path, port: int) -> list[str]:
     limits = [f"warm_tokens={BLOCK_TOKENS}", f"heavy_tokens={HEAVY_TOKENS}"]
-    command = [sys.executable, "-m", "fleet.proxy", "--instances", str(file)]
+    command = [sys.executable, "-m", "kvtax", "proxy", "--instances", str(file)]
     command += ["--policy", "elastic", "--port", str(port)]
     command += ["--log", str(file.with_name("decisions.jsonl"))]
     return [*command, "--parameters", *limits]
@@ -131,36 +132,28 @@ async def pulled_tokens(elastic: Elastic) -> int:
     return int(total)
 
 
-def test_an_offloaded_answer_is_a_single_instances(
+async def test_an_offloaded_answer_is_a_single_instances(
     elastic: Elastic, reference: Reference
 ):
     heavy = [prompt(seed, tokens) for seed, tokens in enumerate((65, 200, 1000, 4001))]
-
-    async def scenario() -> None:
-        for tokens, expected in zip(heavy, await reference.tokens(heavy), strict=True):
-            before = await pulled_tokens(elastic)
-            answered, prefilled = await ask(elastic.proxy_url, tokens)
-            assert answered == expected
-            assert prefilled is not None
-            pulled = await pulled_tokens(elastic) - before
-            # In both cases D computes what is not a whole block.
-            assert pulled >= len(tokens) - BLOCK_TOKENS
-
-    asyncio.run(scenario())
+    for tokens, expected in zip(heavy, await reference.tokens(heavy), strict=True):
+        before = await pulled_tokens(elastic)
+        answered, prefilled = await ask(elastic.proxy_url, tokens)
+        assert answered == expected
+        assert prefilled is not None
+        pulled = await pulled_tokens(elastic) - before
+        # In both cases D computes what is not a whole block.
+        assert pulled >= len(tokens) - BLOCK_TOKENS
 
 
-def test_a_light_prompt_stays_and_is_answered_as_well(
+async def test_a_light_prompt_stays_and_is_answered_as_well(
     elastic: Elastic, reference: Reference
 ):
     light = prompt(50, HEAVY_TOKENS - 4)
-
-    async def scenario() -> None:
-        (expected,) = await reference.tokens([light])
-        answered, prefilled = await ask(elastic.proxy_url, light)
-        assert answered == expected
-        assert prefilled is None
-
-    asyncio.run(scenario())
+    (expected,) = await reference.tokens([light])
+    answered, prefilled = await ask(elastic.proxy_url, light)
+    assert answered == expected
+    assert prefilled is None
 
 
 def test_both_engines_tell_the_phases_of_an_offload(elastic: Elastic):

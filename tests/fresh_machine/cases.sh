@@ -109,7 +109,7 @@ names_packages() {
 # Starts one, and stops it as soon as it is ready.
 SERVER='
 cd /home/me/kvtax
-.venv/bin/python -m fleet.launch --instances 1 --connector mooncake_both --folder ../fleet &
+.venv/bin/kvtax fleet launch --instances 1 --connector mooncake_both --folder ../fleet &
 until [[ -f ../fleet/instances.json ]]; do
     kill -0 $! 2>/dev/null || exit 1
     sleep 1

@@ -15,14 +15,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from fleet.experiment.config import read_experiment
-from fleet.experiment.plan import plan
-from lab.paths import REPOSITORY
-from lab.serving.supervise import exit_on_signals
-from tests.hosts.ray_cluster import RayCluster
+from kvtax.fleet.experiment.config import read_experiment
+from kvtax.fleet.experiment.experiment_plan import plan
+from kvtax.paths import REPOSITORY
+from kvtax.signals import exit_on_signals
+from tests.hosts.ray_cluster import HeadCommand, RayCluster
 
 HOSTS, LOST = 3, 1
 # With 1 a comparison is refused, or a run failed: that, too, must be so in both.
@@ -46,7 +45,8 @@ def main() -> int:
         told, lost_at = over_hosts(cluster, chosen.config, hosts, runs // 3)
         lost = cluster.hosts[LOST].address
     over_s = time.monotonic() - began_s
-    done = subprocess.run(command(chosen.config, here), cwd=REPOSITORY)
+    here_command = [sys.executable, "-m", *command(chosen.config, here)]
+    done = subprocess.run(here_command, cwd=REPOSITORY)
     assert done.returncode in ENDED
     here_s = time.monotonic() - began_s - over_s
     different = differences(files(hosts), files(here))
@@ -59,8 +59,7 @@ def main() -> int:
 
 
 def command(config: Path, out: Path, *more: str) -> list[str]:
-    module = [sys.executable, "-m", "fleet.experiment", str(config), "--virtual"]
-    return [*module, "--out", str(out), *more]
+    return ["kvtax", "fleet", str(config), "--virtual", "--out", str(out), *more]
 
 
 def over_hosts(
@@ -68,36 +67,22 @@ def over_hosts(
 ) -> tuple[str, int]:
     """Make it on `cluster`; a host is killed when `after` runs are done, one comes.
 
-    What the command said, and how many runs were done then.
+    What the command printed, and how many runs were done then.
     """
-    log = out.with_name("hosts.log")
-    run = cluster.on_head(*command(config, out, "--ray", cluster.address))
-    with log.open("wb") as told:
-        process = subprocess.Popen(run, cwd=REPOSITORY, stdout=told, stderr=told)
-        try:
-            wait(process, lambda: made(out) >= after, deadline_s)
-            cluster.hosts[LOST].kill()
-            lost_at = made(out)
-            cluster.add()
-            status = process.wait(deadline_s)
-        finally:
-            process.kill()
-    assert status in ENDED, log.read_text()
-    return log.read_text(), lost_at
+    module = command(config, out, "--ray", cluster.address)
+    with HeadCommand(
+        cluster, out.with_name("hosts.log"), *module, deadline_s=deadline_s
+    ) as run:
+        run.wait(lambda: made(out) >= after)
+        cluster.hosts[LOST].kill()
+        lost_at = made(out)
+        cluster.add()
+        assert run.status() in ENDED, run.printed
+    return run.printed, lost_at
 
 
 def made(out: Path) -> int:
     return len(list(out.glob("*/r*/arm.json")))
-
-
-def wait(
-    process: subprocess.Popen, until: Callable[[], bool], deadline_s: float
-) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not until():
-        assert process.poll() is None, "it ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -8,17 +8,27 @@ the test. Needs root.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
 
-from lab.paths import REPOSITORY
-from lab.serving.supervise import Supervised, descendants, signal_all
+import pytest
 
+from kvtax.engine.supervise import Supervised, descendants, signal_all
+from kvtax.paths import REPOSITORY
+
+# Marks of a test on a cluster.
+ON_CLUSTER = [
+    pytest.mark.long,
+    pytest.mark.skipif(os.geteuid() != 0, reason="networks of its own need root"),
+]
 RAY = str(Path(sys.executable).with_name("ray"))
 PORT = 6379
 PORTS = {
@@ -204,6 +214,18 @@ class RayCluster:
                     found.append(command)
         return found
 
+    def nothing_stays(self, *commands: str, within_s: float) -> None:
+        """Wait until no process of `commands` and no folder of work is left."""
+
+        def left() -> list[object]:
+            folders = (host.scratch.glob("kvtax-host-*") for host in self.hosts)
+            return [*chain(*folders, *map(self.processes, commands))]
+
+        deadline_s = time.monotonic() + within_s
+        while left():
+            assert time.monotonic() < deadline_s, left()
+            time.sleep(0.1)
+
     def on_head(self, *command: str) -> list[str]:
         """`command`, as it runs on the first host."""
         return self.hosts[0].network.inside(*command)
@@ -218,6 +240,55 @@ class RayCluster:
                 return
             time.sleep(0.2)
         raise TimeoutError(f"no {host.address} within {READY_S} s: {told.stderr}")
+
+
+class HeadCommand:
+    """`python -m MODULE ...` on the first host, and what it has printed.
+
+    Leaving the context kills it.
+    """
+
+    def __init__(
+        self, cluster: RayCluster, log: Path, *module: str, deadline_s: float
+    ) -> None:
+        self._log, self._errors = log, log.with_name(f"{log.name}.err")
+        self._deadline_s = deadline_s
+        with self._log.open("wb") as out, self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                cluster.on_head(sys.executable, "-m", *module),
+                cwd=REPOSITORY,
+                stdout=out,
+                stderr=errors,
+            )
+
+    def __enter__(self) -> HeadCommand:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def printed(self) -> str:
+        return self._log.read_text() + self._errors.read_text()
+
+    @property
+    def lines(self) -> list[list]:
+        """The lines of JSON; Ray itself prints that a node is lost."""
+        whole = self._log.read_text().rpartition("\n")[0].splitlines()
+        return [json.loads(line) for line in whole if line.startswith("[")]
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait for a condition that becomes true while the command runs."""
+        deadline_s = time.monotonic() + self._deadline_s
+        while not until():
+            assert self.process.poll() is None, self.printed
+            assert time.monotonic() < deadline_s, self.printed
+            time.sleep(0.05)
+
+    def status(self) -> int:
+        """Wait for the end; return the exit code."""
+        return self.process.wait(self._deadline_s)
 
 
 ALIVE = """

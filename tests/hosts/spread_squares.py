@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spreads squares over a cluster: a line of JSON for each, as soon as it is done.
+"""Squares made on a cluster: a line of JSON for each, as soon as it is done.
 
-python -m tests.hosts.spread_squares ADDRESS COUNT SECONDS_EACH
+python -m tests.hosts.spread_squares ADDRESS COUNT SECONDS_EACH [STORE]
 """
 
 from __future__ import annotations
 
-import io
 import json
 import sys
-import tarfile
+import tempfile
+from pathlib import Path
 
-from lab.hosts.apart import spread
-from lab.hosts.errors import HostsError
-from lab.serving.supervise import exit_on_signals
+from kvtax.hosts.errors import HostsError, StoreError
+from kvtax.hosts.store import store_of_run
+from kvtax.hosts.work import Work, finished_tasks
+from kvtax.signals import exit_on_signals
 
 
 def main() -> int:
-    address, count, seconds = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    address, count, seconds, *url = sys.argv[1:]
     exit_on_signals()
-    tasks = [f"{value} {seconds}".encode() for value in range(count)]
+    tasks = {f"s/{value}": f"{value} {seconds}".encode() for value in range(int(count))}
+    work = Work("tests.hosts.squares", {}, tasks)
     try:
-        for index, host, packed in spread(address, "tests.hosts.squares", {}, tasks):
-            with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-                square = int(tar.extractfile("./square").read())
-            print(json.dumps([index, square, host]), flush=True)
-    except HostsError as error:
+        store = store_of_run(*url, "run", resume=True) if url else None
+        with tempfile.TemporaryDirectory() as aside:
+            for task in finished_tasks(address, work, Path(aside), store):
+                square = int((task.folder / "square").read_text())
+                value = int(task.name.removeprefix("s/"))
+                print(json.dumps([value, square, task.host]), flush=True)
+    except (HostsError, StoreError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -14,17 +14,17 @@ import sys
 import time
 from pathlib import Path
 
-from lab.hosts.asked import Asked
-from lab.serving.supervise import exit_on_signals
+from kvtax.hosts.worker import Tasks
+from kvtax.signals import exit_on_signals
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     exit_on_signals()
-    asked = Asked(folder)
+    tasks = Tasks(folder)
     due: dict[int, tuple[float, int]] = {}
-    while asked.open or due:
-        for number, content in asked.come(0.005):
+    while tasks.open or due:
+        for number, content in tasks.come(0.005):
             if content == b"die":
                 print("these are my last words", flush=True)
                 os._exit(1)
@@ -35,7 +35,7 @@ def main() -> None:
             made = folder / f"made{number}"
             made.mkdir()
             (made / "square").write_text(str(due.pop(number)[1]))
-            asked.done(number, made)
+            tasks.done(number, made)
 
 
 if __name__ == "__main__":

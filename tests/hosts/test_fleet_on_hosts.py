@@ -6,26 +6,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from ray_cluster import Host, RayCluster
 
-from fleet.analyze.records import ArmRun, read_run
-from lab.paths import REPOSITORY
-from lab.store.store import Store
+from kvtax.fleet.analyze.arm_runs import ArmRun, read_run
+from kvtax.hosts.store import Store
+from kvtax.records.life import only_life
+from tests.hosts.ray_cluster import ON_CLUSTER, HeadCommand, Host, RayCluster
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(os.geteuid() != 0, reason="networks of its own need root"),
-]
+pytestmark = ON_CLUSTER
 
 # Stand-ins that take their time, so that a run lasts long enough to be disturbed.
 STANDINS = """
@@ -39,7 +32,7 @@ baseline = "linear"
 lag_budget_ms = 1000
 
 [workload]
-trace = "traces/claude_code_sessions_le62k.jsonl.gz"
+trace = "traces/claude_code_sessions_le62k.jsonl.xz"
 sessions = 10
 max_turns = 3
 max_output_tokens = 8
@@ -59,7 +52,7 @@ baseline = "pools"
 lag_budget_ms = 10000
 
 [workload]
-trace = "traces/claude_code_sessions_le62k.jsonl.gz"
+trace = "traces/claude_code_sessions_le62k.jsonl.xz"
 sessions = 4
 max_turns = 2
 max_output_tokens = 8
@@ -74,55 +67,28 @@ roles = ["prefill", "decode"]
 AHEAD_S = 1000
 DEADLINE_S = 900
 GONE_S = 90
-STANDIN, PROXY = "fleet.standin", "fleet.proxy"
-
-
-@contextmanager
-def experiment(
-    cluster: RayCluster, folder: Path, config: str, *more: str, at: str = "config"
-) -> Iterator[Experiment]:
-    path = folder / f"{at}.toml"
-    path.write_text(config)
-    found = Experiment(cluster, path, folder / "run", more)
-    try:
-        yield found
-    finally:
-        found.process.kill()
-        found.process.wait()
+STANDIN = "kvtax.fleet.standin"
 
 
 def standins(replayers: int = 1, repeats: int = 1, step_us: int = 20_000) -> str:
     return STANDINS.format(replayers=replayers, repeats=repeats, step_us=step_us)
 
 
-class Experiment:
-    """The command on the head, and what it has said and made."""
+class Experiment(HeadCommand):
+    """The experiment over the cluster's hosts, and its runs in folder/run."""
 
     def __init__(
-        self, cluster: RayCluster, config: Path, out: Path, more: tuple[str, ...]
+        self, cluster: RayCluster, folder: Path, config: str, *more: str
     ) -> None:
-        command = [sys.executable, "-m", "fleet.experiment", str(config)]
-        command += ["--out", str(out), "--ray", cluster.address, *more]
-        self.out = out
-        self._log = out.with_name("log")
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                cluster.on_head(*command), cwd=REPOSITORY, stdout=log, stderr=log
-            )
-
-    @property
-    def said(self) -> str:
-        return self._log.read_text()
+        self.out = folder / "run"
+        path = folder / "config.toml"
+        path.write_text(config)
+        command = ["kvtax", "fleet", str(path), "--out", str(self.out)]
+        command += ["--ray", cluster.address, *more]
+        super().__init__(cluster, folder / "log", *command, deadline_s=DEADLINE_S)
 
     def runs(self) -> list[ArmRun]:
         return read_run(self.out)
-
-    def wait(self, until: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not until():
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.1)
 
     def is_replaying(self, run: str = "linear@2/r0") -> bool:
         """Whether some requests have ended."""
@@ -130,29 +96,9 @@ class Experiment:
         return records.exists() and records.read_bytes().count(b'"request"') > 3
 
 
-def await_(condition: Callable[[], bool], what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + GONE_S
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.1)
-
-
-def processes(cluster: RayCluster) -> list[int]:
-    kinds = (STANDIN, PROXY, "fleet.replay", "fleet.experiment", "vllm.entrypoints")
-    return [
-        pid for host in cluster.hosts for kind in kinds for pid in host.processes(kind)
-    ]
-
-
 def nothing_stays(cluster: RayCluster) -> None:
-    def folders() -> list[Path]:
-        scratches = [host.scratch for host in cluster.hosts]
-        return [one for path in scratches for one in path.glob("kvtax-host-*")]
-
-    await_(
-        lambda: not processes(cluster) and not folders(),
-        lambda: (processes(cluster), folders()),
-    )
+    kinds = (STANDIN, "kvtax proxy", "kvtax fleet", "vllm.entrypoints", "fleet.")
+    cluster.nothing_stays(*kinds, within_s=GONE_S)
 
 
 def has_served_each_request_once(run: ArmRun) -> None:
@@ -200,10 +146,10 @@ def three() -> Iterator[RayCluster]:
 @pytest.mark.parametrize("replayers", [1, 2])
 def test_a_fleet_over_hosts_with_other_clocks_ends_well(two, tmp_path, replayers):
     store = str(tmp_path / "store")
-    with experiment(two, tmp_path, standins(replayers), "--store", store) as found:
-        status = found.process.wait(DEADLINE_S)
+    with Experiment(two, tmp_path, standins(replayers), "--store", store) as found:
+        status = found.status()
     (run,) = found.runs()
-    assert set(Store(f"{store}/run").pieces()) == {"linear@2/r0"}, found.said
+    assert set(Store(f"{store}/run").pieces()) == {"linear@2/r0"}, found.printed
     has_served_each_request_once(run)
     on_hosts(run, two.hosts)
     ahead_s = {one.host: one.clock.ahead_us / 1e6 for one in run.info.hosts}
@@ -215,21 +161,21 @@ def test_a_fleet_over_hosts_with_other_clocks_ends_well(two, tmp_path, replayers
     assert [one.replays for one in run.info.hosts] == [replayers > 1] * 2
     assert all(one.machine.busy_mean is not None for one in run.info.hosts)
     assert (found.out / "report.md").exists()
-    assert status in (0, 1), found.said
+    assert status in (0, 1), found.printed
     nothing_stays(two)
 
 
 def test_a_host_is_lost_and_the_run_is_made_again_on_those_that_are_left(
     three, tmp_path
 ):
-    with experiment(three, tmp_path, standins(step_us=300_000)) as found:
+    with Experiment(three, tmp_path, standins(step_us=300_000)) as found:
         found.wait(found.is_replaying)
         lost = three.hosts[1]
         assert lost.processes(STANDIN)
         lost.kill()
-        found.process.wait(DEADLINE_S)
-    assert f"given up {lost.address}" in found.said
-    assert "linear@2/r0: a host was lost" in found.said
+        found.status()
+    assert f"given up {lost.address}" in found.printed
+    assert "linear@2/r0: a host was lost" in found.printed
     (run,) = found.runs()
     has_served_each_request_once(run)
     on_hosts(run, [three.hosts[0], three.hosts[2]])
@@ -243,21 +189,21 @@ def test_with_too_few_hosts_left_the_run_has_failed_and_resume_makes_it(tmp_path
 
 def _lose_and_resume(cluster: RayCluster, tmp_path: Path) -> None:
     config, lost = standins(repeats=2, step_us=100_000), cluster.hosts[1]
-    with experiment(cluster, tmp_path, config) as found:
+    with Experiment(cluster, tmp_path, config) as found:
         found.wait(lambda: found.is_replaying("linear@2/r1"))
         lost.kill()
-        assert found.process.wait(DEADLINE_S) == 2, found.said
-    assert "--resume goes on" in found.said
+        assert found.status() == 3, found.printed
+    assert "--resume goes on" in found.printed
     kept, failed = found.runs()
     has_served_each_request_once(kept)
     assert failed.info.status == "failed"
-    assert "a fleet is to be on 2 hosts" in failed.info.error
+    assert "a fleet needs 2 hosts" in failed.info.error
     assert lost.address in failed.info.error
     nothing_stays(cluster)
     kept_at = (kept.folder / "arm.json").stat().st_mtime_ns
     cluster.add()
-    with experiment(cluster, tmp_path, config, "--resume") as found:
-        assert found.process.wait(DEADLINE_S) in (0, 1), found.said
+    with Experiment(cluster, tmp_path, config, "--resume") as found:
+        assert found.status() in (0, 1), found.printed
     for run in found.runs():
         has_served_each_request_once(run)
     assert (kept.folder / "arm.json").stat().st_mtime_ns == kept_at
@@ -265,24 +211,20 @@ def _lose_and_resume(cluster: RayCluster, tmp_path: Path) -> None:
 
 def test_the_first_host_is_lost_and_the_command_says_so(tmp_path):
     with RayCluster(2, ahead_s=AHEAD_S) as cluster:
-        with experiment(cluster, tmp_path, standins(step_us=300_000)) as found:
+        with Experiment(cluster, tmp_path, standins(step_us=300_000)) as found:
             found.wait(found.is_replaying)
             cluster.hosts[0].kill()
-            assert found.process.wait(DEADLINE_S) == 2, found.said
-        assert "the Ray cluster is lost" in found.said
-        await_(
-            lambda: not cluster.processes("fleet."),
-            lambda: cluster.processes("fleet."),
-        )
+            assert found.status() == 3, found.printed
+        assert "the Ray cluster is lost" in found.printed
         nothing_stays(cluster)
 
 
 def test_an_instance_that_ends_fails_the_run_and_its_host_stays(two, tmp_path):
-    with experiment(two, tmp_path, standins(repeats=2, step_us=200_000)) as found:
+    with Experiment(two, tmp_path, standins(repeats=2, step_us=200_000)) as found:
         found.wait(found.is_replaying)
         (pid,) = two.hosts[1].processes(STANDIN)
         os.kill(pid, signal.SIGKILL)
-        assert found.process.wait(DEADLINE_S) == 1, found.said
+        assert found.status() == 1, found.printed
     failed, after = found.runs()
     assert f"{two.hosts[1].address}: i0 ended" in failed.info.error
     has_served_each_request_once(after)
@@ -296,22 +238,22 @@ def test_an_instance_that_ends_fails_the_run_and_its_host_stays(two, tmp_path):
 def test_the_command_is_ended_and_no_instance_stays_on_any_host(
     two, tmp_path, number, status
 ):
-    with experiment(two, tmp_path, standins(step_us=300_000)) as found:
+    with Experiment(two, tmp_path, standins(step_us=300_000)) as found:
         found.wait(found.is_replaying)
         assert all(host.processes(STANDIN) for host in two.hosts)
         found.process.send_signal(number)
-        assert found.process.wait(DEADLINE_S) == status, found.said
+        assert found.status() == status, found.printed
         nothing_stays(two)
-    with experiment(two, tmp_path, standins(), "--resume", at="other") as other:
-        assert other.process.wait(DEADLINE_S) == 2
-    assert "cannot resume" in other.said
+    with Experiment(two, tmp_path, standins(), "--resume") as other:
+        assert other.status() == 2
+    assert "cannot resume" in other.printed
 
 
 def test_kv_goes_from_one_host_to_the_other_and_engine_records_are_by_one_clock(
     two, tmp_path
 ):
-    with experiment(two, tmp_path, REAL) as found:
-        found.process.wait(DEADLINE_S)
+    with Experiment(two, tmp_path, REAL) as found:
+        found.status()
     (run,) = found.runs()
     has_served_each_request_once(run)
     on_hosts(run, two.hosts)
@@ -329,8 +271,10 @@ def test_kv_goes_from_one_host_to_the_other_and_engine_records_are_by_one_clock(
     for instance in ("i0", "i1"):
         folder = run.folder / "instances" / instance
         assert (folder / "server.log").exists()
-        lines = (folder / "engine_request.jsonl").read_text().splitlines()[1:]
-        arrivals = [json.loads(line)["arrival_ns"] for line in lines]
+        requests = (only_life(folder) / "engine_request.jsonl").read_text()
+        arrivals = [
+            json.loads(line)["arrival_ns"] for line in requests.splitlines()[1:]
+        ]
         assert len(arrivals) == len(run.requests)
         assert all(begun_ns < one < ended_ns for one in arrivals)
     analysis = json.loads((found.out / "analysis.json").read_text())

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lab.paths import REPOSITORY
-from tests.fleet.virtual.two_arms import two_arms
+from kvtax.paths import REPOSITORY
+from tests.fleet.simulate.two_arms import two_arms
 
 FOLDER = REPOSITORY / "docs" / "hosts"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
@@ -70,7 +70,7 @@ def test_the_commands_that_a_file_names_exist(file):
     text = file.read_text()
     for named in re.findall(r"docs/hosts/[\w.]+", text):
         assert (REPOSITORY / named).exists()
-    asking = [sys.executable, "-m", "microbench.sweep", "--help"]
+    asking = [sys.executable, "-m", "kvtax", "sweep", "--help"]
     known = subprocess.run(asking, cwd=REPOSITORY, capture_output=True, text=True)
     for command in re.findall(r"^#.*bash run_all\.sh (.*)$", text, re.MULTILINE):
         assert set(re.findall(r"--[\w-]+", command)) <= set(
@@ -88,7 +88,7 @@ def test_the_slurm_script_runs_a_command_on_its_cluster_and_ends_it(tmp_path: Pa
     config = tmp_path / "two_arms.toml"
     config.write_text(two_arms([1], repeats=1))
     out = tmp_path / "run"
-    command = ["python", "-m", "fleet.experiment", str(config), "--virtual"]
+    command = ["python", "-m", "kvtax", "fleet", str(config), "--virtual"]
     script = f'ip link set lo up && bash {SLURM} "$@"; status=$?; ps ax; exit $status'
     slurm = {
         "SLURM_SUBMIT_DIR": str(REPOSITORY),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,15 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lab.paths import REPOSITORY
-from lab.records.documents import read_document
-from lab.records.observatory_cell import CellRecord
-from tests.hosts.ray_cluster import RayCluster
+from kvtax.paths import REPOSITORY
+from kvtax.records.observatory_cell import read_cells
+from tests.hosts.ray_cluster import ON_CLUSTER, RayCluster
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(os.geteuid() != 0, reason="networks of its own need root"),
-]
+pytestmark = ON_CLUSTER
 
 RELEASE, CONNECTORS = "0.18.1", ["noop", "plain"]
 DEADLINE_S = 600
@@ -42,7 +37,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_two_cells_are_measured_by_two_hosts_and_the_page_says_so(
     checkout: Path,
 ) -> None:
-    command = [sys.executable, "-m", "observatory", "--release", RELEASE, "--again"]
+    command = [sys.executable, "-m", "kvtax", "axes", "--release", RELEASE, "--again"]
     for connector in CONNECTORS:
         command += ["--connector", connector]
     with RayCluster(2, checkout=checkout) as cluster:
@@ -51,12 +46,10 @@ def test_two_cells_are_measured_by_two_hosts_and_the_page_says_so(
             command, cwd=checkout, capture_output=True, text=True, timeout=DEADLINE_S
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert cluster.processes("observatory.") == []
+        assert cluster.processes("kvtax.axes") == []
     results = checkout / "docs" / "results" / "observatory"
-    cells = [
-        read_document(results / RELEASE / f"{one}.json", CellRecord)
-        for one in CONNECTORS
-    ]
+    kept = read_cells(results / f"{RELEASE}.jsonl.xz")
+    cells = [cell for cell in kept if cell.connector in CONNECTORS]
     assert [cell.error for cell in cells] == [None, None]
     hosts = {host.address for host in cluster.hosts}
     assert {cell.host for cell in cells} == hosts

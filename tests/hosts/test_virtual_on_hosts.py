@@ -3,30 +3,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lab.paths import REPOSITORY
-from tests.fleet.virtual.two_arms import two_arms
-from tests.hosts.lost_midway import (
-    LOST,
-    command,
-    differences,
-    files,
-    made,
-    over_hosts,
-    wait,
-)
-from tests.hosts.ray_cluster import RayCluster
+from kvtax.paths import REPOSITORY
+from tests.fleet.simulate.two_arms import two_arms
+from tests.hosts.lost_midway import LOST, command, differences, files, made, over_hosts
+from tests.hosts.ray_cluster import ON_CLUSTER, HeadCommand, RayCluster
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(os.geteuid() != 0, reason="networks of its own need root"),
-]
+pytestmark = ON_CLUSTER
 
 RUNS = 16
 DEADLINE_S = 300
@@ -42,7 +31,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def on_one_host(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("one") / "run"
-    subprocess.run(command(config, out), cwd=REPOSITORY, check=True, timeout=DEADLINE_S)
+    alone = [sys.executable, "-m", *command(config, out)]
+    subprocess.run(alone, cwd=REPOSITORY, check=True, timeout=DEADLINE_S)
     return out
 
 
@@ -65,22 +55,17 @@ def test_the_first_host_is_lost_and_another_cluster_does_the_rest(
     config: Path, on_one_host: Path, tmp_path: Path
 ) -> None:
     out, log = tmp_path / "run", tmp_path / "log"
-    with RayCluster(2) as cluster, log.open("wb") as told:
-        run = cluster.on_head(*command(config, out, "--ray", cluster.address))
-        process = subprocess.Popen(run, cwd=REPOSITORY, stdout=told, stderr=told)
-        try:
-            wait(process, lambda: made(out) >= 2, DEADLINE_S)
+    with RayCluster(2) as cluster:
+        module = command(config, out, "--ray", cluster.address)
+        with HeadCommand(cluster, log, *module, deadline_s=DEADLINE_S) as lost:
+            lost.wait(lambda: made(out) >= 2)
             cluster.hosts[0].kill()
-            assert process.wait(DEADLINE_S) == 2, log.read_text()
-        finally:
-            process.kill()
-        assert "the Ray cluster is lost" in log.read_text()
+            assert lost.status() == 3, lost.printed
+        assert "the Ray cluster is lost" in lost.printed
         done = made(out)
     with RayCluster(1) as cluster:
-        more = command(config, out, "--resume", "--ray", cluster.address)
-        resumed = subprocess.run(
-            cluster.on_head(*more), cwd=REPOSITORY, capture_output=True, text=True
-        )
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"{cluster.hosts[0].address}: {RUNS - done} done" in resumed.stderr
+        module = command(config, out, "--resume", "--ray", cluster.address)
+        with HeadCommand(cluster, log, *module, deadline_s=DEADLINE_S) as resumed:
+            assert resumed.status() == 0, resumed.printed
+    assert f"{cluster.hosts[0].address}: {RUNS - done} done" in resumed.printed
     assert differences(files(out), files(on_one_host)) == []

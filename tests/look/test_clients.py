@@ -5,30 +5,202 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+import polars as pl
 import pytest
-from made_up_clients import (
-    BEFORE_US,
-    WAY_BACK_US,
-    WAY_THERE_US,
-    drive,
-    driven,
-    outcome,
-    replay,
-    replayed,
-    serve,
-)
 
-from lab.records.engine_requests import ids_of_completion
-from look.__main__ import main
-from look.clients import Clients, read_clients
-from look.found import find
-from look.instances import Instance, read_instance
+from kvtax.look.clients import Clients, read_clients
+from kvtax.look.discover import discover
+from kvtax.look.instances import Instance, read_instance
+from kvtax.records.engine_requests import hashed_id, ids_of_completion
+from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader
+from kvtax.records.requests import DriverEnd, PhaseStart, RequestRecord, RequestsHeader
+from tests.look.conftest import main
+from tests.look.made_up_server import served
+
+# What every request waited for outside its engine.
+BEFORE_US, WAY_THERE_US, WAY_BACK_US = 300, 1_000, 2_000
+ENDED = {"scheduled": 0, "ok": 0, "failed": 0, "cancelled": 0}
+
+
+def serve(
+    folder: Path,
+    names: Sequence[str],
+    *,
+    ids: str = "hashed",
+    seed: int = 1,
+    output_tokens: int | None = None,
+) -> dict[str, dict]:
+    """A server of requests with these X-Request-Ids: what it recorded of each."""
+    server = served(folder, steps=8 * len(names), seed=seed)
+    server.header["ids"] = ids
+    assert len(server.requests) == len(names)
+    for name, request in zip(names, server.requests, strict=True):
+        request["id"] = ids_of_completion(name)[ids == "hashed"]
+        request["before_engine_us"] = BEFORE_US
+        if output_tokens is not None:
+            request["output_tokens"] = output_tokens
+    for request in server.requests:
+        request["ttft_ends_ns"] = server.ends_ns(request["first_token_step"])
+        request["e2e_ends_ns"] = server.ends_ns(request["last_step"])
+    server.write()
+    return dict(zip(names, server.requests, strict=True))
+
+
+def outcome(request: dict) -> dict:
+    """How it went for its client."""
+    outside_ns = (BEFORE_US + WAY_THERE_US) * 1_000
+    return {
+        "status": "ok",
+        "sent_ns": request["arrival_ns"] - outside_ns,
+        "first_token_ns": request["ttft_ends_ns"] + WAY_BACK_US * 1_000,
+        "end_ns": request["e2e_ends_ns"] + WAY_BACK_US * 1_000,
+    }
+
+
+def driven(requests: dict[str, dict]) -> list[RequestRecord]:
+    return [
+        RequestRecord(
+            id=int(name),
+            phase="growth",
+            prompt_tokens=request["prompt_tokens"],
+            output_tokens=request["output_tokens"],
+            **outcome(request),
+        )
+        for name, request in requests.items()
+    ]
+
+
+def replayed(requests: dict[str, dict]) -> list[ReplayedRequest]:
+    return [
+        ReplayedRequest(
+            id=name,
+            session=name.partition("/")[0],
+            turn=0,
+            usage_prompt_tokens=request["prompt_tokens"],
+            usage_completion_tokens=request["output_tokens"],
+            **outcome(request),
+        )
+        for name, request in requests.items()
+    ]
+
+
+def ms(request: dict) -> tuple[float, float]:
+    """The client's TTFT and E2E."""
+    told = outcome(request)
+    return tuple(
+        (told[moment] - told["sent_ns"]) / 1e6
+        for moment in ("first_token_ns", "end_ns")
+    )
+
+
+def aiperf(path: Path, requests: dict[str, dict]) -> Path:
+    """`profile_export.jsonl`; aiperf's own token counts are those of its tokenizer."""
+    lines = []
+    for number, (name, request) in enumerate(requests.items()):
+        ttft_ms, e2e_ms = ms(request)
+        metadata = {
+            "session_num": number,
+            "x_request_id": name,
+            "x_correlation_id": f"c{number}",
+            "request_start_ns": 1_800_000_000_000_000_000 + number,
+            "request_end_ns": 1_800_000_000_000_000_000 + round(e2e_ms * 1e6),
+            "worker_id": "worker_1",
+            "benchmark_phase": "profiling",
+            "was_cancelled": False,
+            "cancellation_time_ns": None,
+        }
+        metrics = {
+            "input_sequence_length": {"value": 3, "unit": "tokens"},
+            "output_sequence_length": {"value": 4, "unit": "tokens"},
+            "time_to_first_token": {"value": ttft_ms, "unit": "ms"},
+            "inter_chunk_latency": {"value": [1.5, 2.5], "unit": "ms"},
+            "request_latency": {"value": e2e_ms, "unit": "ms"},
+        }
+        lines.append({"metadata": metadata, "metrics": metrics, "error": None})
+    return write_json(path, *lines)
+
+
+def guidellm(path: Path, requests: dict[str, dict], prefix: str = "cmpl-") -> Path:
+    """`benchmarks.json`."""
+    successful = []
+    for name, request in requests.items():
+        ttft_ms, e2e_ms = ms(request)
+        successful.append(
+            {
+                "type_": "generative_request_stats",
+                "request_id": f"own-{name}",
+                "response_id": f"{prefix}{name}",
+                "request_latency": e2e_ms / 1e3,
+                "time_to_first_token_ms": ttft_ms,
+                "prompt_tokens": 1,
+                "output_tokens": 1,
+                "info": {"timings": {"request_start": 1.8e9}},
+            }
+        )
+    broken_down = {"successful": successful, "incomplete": [], "errored": []}
+    return write_json(
+        path,
+        {
+            "type_": "generative_benchmarks_report",
+            "metadata": {"version": 1, "guidellm_version": "0.8.1"},
+            "args": {"backend": "openai_http"},
+            "benchmarks": [{"type_": "generative_benchmark", "requests": broken_down}],
+        },
+    )
+
+
+def vllm_bench(path: Path, requests: dict[str, dict], **more) -> Path:
+    """What `vllm bench serve --save-result --save-detailed` writes."""
+    times = [ms(request) for request in requests.values()]
+    return write_json(
+        path,
+        {
+            "date": "20261125-101010",
+            "backend": "openai",
+            "num_prompts": len(times),
+            "completed": len(times),
+            **more,
+            "input_lens": [5] * len(times),
+            "output_lens": [6] * len(times),
+            "ttfts": [ttft / 1e3 for ttft, _ in times],
+            "itls": [[(e2e - ttft) / 2e3] * 2 for ttft, e2e in times],
+            "start_times": [353399.7] * len(times),
+            "generated_texts": ["input_lens"] * len(times),
+            "errors": [""] * len(times),
+        },
+    )
+
+
+def write_json(path: Path, *lines: dict) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def write_lines(path: Path, *lines: msgspec.Struct) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+    return path
+
+
+def drive(folder: Path, records: list[RequestRecord]) -> Path:
+    head = (RequestsHeader(scheduled=len(records)), PhaseStart("growth", 0))
+    return write_lines(folder / "requests.jsonl", *head, *records, DriverEnd(**ENDED))
+
+
+def replay(folder: Path, records: list[ReplayedRequest]) -> Path:
+    return write_lines(
+        folder / "replay.jsonl", ReplayHeader(), *records, ReplayEnd(**ENDED)
+    )
 
 
 def joined(folder: Path) -> tuple[list[Instance], Clients]:
-    found, warnings = find(folder)
+    found, warnings = discover(folder)
     assert warnings == []
     clients = read_clients(folder, found)
     return [clients.joined(read_instance(one)) for one in found], clients
@@ -82,10 +254,8 @@ def test_the_table_and_the_page_say_what_lies_outside_the_engine(tmp_path, capsy
     drive(tmp_path / "r", driven(serve(tmp_path / "r", numbers(50))))
     page = tmp_path / "page.html"
     assert main([str(tmp_path / "r"), "--out", str(page)]) == 0
-    told = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
-    rows = {
-        row[1]: [one.strip() for one in row if one][1:] for row in told if len(row) > 3
-    }
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    rows = {row[1]: row[2:] for row in lines if len(row) > 3 and "of it" in row[1]}
     assert rows["of it before the engine"] == ["0.3", "0.3", "0.3"]
     assert rows["of it on the way"] == ["3.0", "3.0", "3.0"]
     data = page.read_text().partition('id="data">')[2].partition("</script>")[0]
@@ -121,6 +291,18 @@ def test_each_trial_of_a_sweep_has_its_own_driver(tmp_path):
     instances, clients = joined(tmp_path)
     assert [known(one) for one in instances] == [30, 30, 30]
     assert clients.warnings == []
+
+
+def test_a_trial_of_a_sweep_shows_its_requests(tmp_path, capsys):
+    """The driver's file lies beside the folder of the engine's life."""
+    trial = tmp_path / "run" / "noop" / "r0"
+    life = trial / "20261125T183022.123456Z-host-dp0-77"
+    drive(trial, driven(serve(life, numbers(30))))
+    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
+    told = capsys.readouterr().out
+    assert ", 30 requests" in told
+    assert "waited most" in told and "client's E2E" in told
+    assert "Warnings" not in told
 
 
 @pytest.mark.parametrize("place", ["run", "run/records", "run/records/client"])
@@ -220,7 +402,9 @@ def test_a_torn_last_line_of_a_client_is_counted(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     ((instance,), clients) = joined(tmp_path)
     assert known(instance) == 10
-    assert kinds(clients) == {"torn_lines": "requests.jsonl: torn last line left out"}
+    assert [(w.kind, w.place) for w in clients.warnings] == [
+        ("torn_lines", "requests.jsonl")
+    ]
 
 
 BAD = {
@@ -251,10 +435,10 @@ def test_a_bad_file_of_a_client_is_named_and_the_others_are_joined(
     files[client].write_text(change(files[client].read_text()))
     instances, clients = joined(tmp_path)
     assert sorted(known(one) for one in instances) == [0, 10]
-    (message,) = [kinds(clients)["client_unreadable"]]
+    message = kinds(clients)["client_unreadable"]
     assert f"{client}.jsonl" in message
     assert told in message
-    assert main([str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert main([str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
     assert f"{client}.jsonl" in capsys.readouterr().out
 
 
@@ -281,3 +465,155 @@ def test_every_request_of_a_client_is_joined_or_counted(tmp_path, seed):
 def test_an_id_is_hashed_as_the_patch_does():
     # printf cmpl-s/0-0 | b2sum -l 64; tests/patched/ has the patch say the same.
     assert ids_of_completion("s/0") == ("cmpl-s/0-0", "8eddeece075d824a")
+
+
+def as_chats(folder: Path, names: list[str]) -> None:
+    """Have the server's requests be chats."""
+    path = folder / "engine_request.jsonl"
+    text = path.read_text()
+    for name in names:
+        chat = hashed_id(f"chatcmpl-{name}")
+        text = text.replace(ids_of_completion(name)[1], chat)
+    path.write_text(text)
+
+
+UUIDS = [f"7609a2e7-aa53-4ab1-98f4-{number:012x}" for number in range(50)]
+BENCH = [f"bench-{number}" for number in range(50)]
+OTHERS = {
+    "aiperf": lambda path, sent: aiperf(path / "profile_export.jsonl", sent),
+    "guidellm": lambda path, sent: guidellm(path / "benchmarks.json", sent),
+    "bench, prefix": lambda path, sent: vllm_bench(
+        path / "openai-infqps.json", sent, request_id_prefix="bench-"
+    ),
+    "bench, ids": lambda path, sent: vllm_bench(
+        path / "result.json", sent, request_ids=list(sent)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["completions", "chats"])
+@pytest.mark.parametrize("client", OTHERS)
+def test_clients_of_other_programs_are_joined(tmp_path, client, kind, capsys):
+    names = BENCH if "bench" in client else UUIDS
+    recorded = serve(tmp_path / "records", names)
+    if kind == "chats":
+        as_chats(tmp_path / "records", names)
+    if (client, kind) == ("guidellm", "chats"):
+        guidellm(tmp_path / "benchmarks.json", recorded, "chatcmpl-")
+    else:
+        OTHERS[client](tmp_path, recorded)
+    ((instance,), clients) = joined(tmp_path / "records")
+    assert clients.warnings == instance.warnings == []
+    assert known(instance) == 50
+    by_client = {
+        name.removeprefix("chat").removeprefix("cmpl-"): (name, request)
+        for name, request in zip(
+            instance.requests.sort("arrival_ns")["client_id"],
+            sorted(recorded.items(), key=lambda item: item[1]["arrival_ns"]),
+            strict=True,
+        )
+    }
+    for name, (_, (sent, request)) in by_client.items():
+        assert name == sent
+        row = instance.requests.row(
+            by_predicate=pl.col("client_id").str.ends_with(name), named=True
+        )
+        told = outcome(request)
+        for span, moment in (("ttft", "first_token_ns"), ("e2e", "end_ns")):
+            us = (told[moment] - told["sent_ns"]) / 1e3
+            assert row[f"client_{span}_us"] == pytest.approx(us)
+    assert main([str(tmp_path / "records"), "--out", str(tmp_path / "page.html")]) == 0
+    slowest = instance.requests.sort("client_e2e_us").row(-1, named=True)
+    (line,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(f"  {slowest['client_id']} ") and " to " in line
+    ]
+    assert line.endswith(f"  {slowest['first_step']} to {slowest['last_step']}")
+
+
+def test_a_prefill_elsewhere_is_not_what_a_client_of_another_program_waited_for(
+    tmp_path,
+):
+    serve(tmp_path / "p", UUIDS, output_tokens=1)
+    sent = serve(tmp_path / "d", UUIDS, output_tokens=30)
+    aiperf(tmp_path / "profile_export.jsonl", sent)
+    (d, p), clients = joined(tmp_path)
+    assert (d.name, known(d), known(p)) == ("d", 50, 0)
+    assert clients.warnings == []
+
+
+def test_a_client_without_ids_says_what_would_give_them(tmp_path):
+    vllm_bench(tmp_path / "result.json", serve(tmp_path / "r", BENCH))
+    ((instance,), clients) = joined(tmp_path)
+    assert known(instance) == 0
+    (warning,) = clients.warnings
+    assert warning.message == "50 requests have no id by which the server knows them"
+    assert "--metadata request_id_prefix" in warning.remedy
+
+
+def test_documents_that_only_resemble_a_client_s_are_none(tmp_path):
+    serve(tmp_path / "r", BENCH)
+    (tmp_path / "r" / "config.json").write_text('{"x_request_id": 1, "metrics": {}}')
+    (tmp_path / "r" / "notes.json").write_text("{")
+    (tmp_path / "r" / "binary.json").write_bytes(b"\xff\x00" * 99)
+    ((instance,), clients) = joined(tmp_path)
+    assert clients.warnings == []
+    assert known(instance) == 0
+
+
+@pytest.mark.parametrize("bad", ["{", '"\\ud800', "\x00", '{"metadata": 2**99}', "[]"])
+def test_a_bad_line_of_aiperf_hides_no_other(tmp_path, bad):
+    path = aiperf(tmp_path / "profile_export.jsonl", serve(tmp_path / "r", UUIDS))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], bad, *lines[3:]]))
+    ((instance,), clients) = joined(tmp_path)
+    assert known(instance) == 50
+    (warning,) = clients.warnings
+    assert "profile_export.jsonl:4: " in warning.message
+
+
+def test_a_count_that_cannot_be_is_not_known(tmp_path):
+    path = aiperf(tmp_path / "profile_export.jsonl", serve(tmp_path / "r", UUIDS))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    count = {"value": 1e300, "unit": "tokens"}
+    lines[1]["metrics"]["usage_prompt_tokens"] = count
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ((instance,), clients) = joined(tmp_path)
+    assert clients.warnings == []
+    assert known(instance) == 50
+
+
+def test_results_whose_lists_differ_are_named_and_hide_nothing(tmp_path, capsys):
+    sent = serve(tmp_path / "records", BENCH)
+    path = vllm_bench(tmp_path / "records" / "result.json", sent)
+    result = json.loads(path.read_text())
+    result["ttfts"].pop()
+    path.write_text(json.dumps(result))
+    assert main([str(tmp_path / "records"), "--out", str(tmp_path / "o.html")]) == 2
+    told = capsys.readouterr().out
+    assert f"{path}: lists of different lengths" in told
+    assert ", 50 requests" in told
+
+
+def test_requests_of_aiperf_without_a_stream_or_an_answer(tmp_path):
+    path = aiperf(tmp_path / "profile_export.jsonl", serve(tmp_path / "r", UUIDS))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1]["error"] = {"code": 499, "type": "RequestCancellationError"}
+    lines[2]["metadata"]["was_cancelled"] = True
+    lines[3]["metrics"] = {"error_isl": {"value": 5, "unit": "tokens"}}
+    for line in lines[4:]:
+        del line["metrics"]["time_to_first_token"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ((instance,), clients) = joined(tmp_path)
+    assert known(instance) == 47
+    assert instance.requests["client_ttft_us"].count() == 1
+    assert kinds(clients)["client_failed"].startswith("3 requests")
+
+
+def test_without_a_file_of_requests_the_remedy_is_to_record_them(tmp_path):
+    drive(tmp_path, driven(serve(tmp_path, numbers(10))))
+    (tmp_path / "engine_request.jsonl").unlink()
+    _, clients = joined(tmp_path)
+    (warning,) = clients.warnings
+    assert "there is no engine_request.jsonl" in warning.remedy

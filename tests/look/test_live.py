@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from made_up_server import Server, served
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from lab.paths import REPOSITORY
-from look.follow import follow, spark, view
-from look.live import Totals, Watched
-from look.prometheus import serve
+from kvtax.look.live import Totals, Watched, follow, spark, view
+from kvtax.look.prometheus import serve
+from kvtax.paths import REPOSITORY
+from tests.look.made_up_server import FIRST_NS, Server, served
 
 METHOD = "worker.get_finished"
 
@@ -67,8 +69,45 @@ def test_a_line_that_is_no_record_is_counted(tmp_path):
     assert Watched(server.folder).read()["records"].bad_lines == 1
 
 
+def test_what_cannot_be_is_counted_and_in_no_sum(tmp_path):
+    server = served(tmp_path / "records", steps=20)
+    path = server.write() / "engine_step.jsonl"
+    before = Watched(server.folder).read()["records"]
+    bad = (
+        b'{"step_id":1,"t_ns":-5}',
+        b'{"step_id":1,"t_ns":%d}' % 2**63,
+        b'{"step_id":1,"t_ns":5,"step_us":1e300}',
+        b'{"step_id":1,"t_ns":5,"step_us":-7}',
+        b'{"step_id":1,"t_ns":5,"connector_self_us":{"x":1e308}}',
+        b"\xff",
+        b"\0" * 100,
+    )
+    with path.open("ab") as file:
+        file.writelines(line + b"\n" for line in bad)
+    after = Watched(server.folder).read()["records"]
+    assert (after.bad_lines, after.steps) == (len(bad), 20)
+    assert after.by_method_us == before.by_method_us
+    assert after.covered_us == before.covered_us
+
+
+def test_a_life_that_is_removed_is_let_go_of(tmp_path):
+    """Its numbers, and its files, which would keep the disk full."""
+    server = served(tmp_path / "one", steps=20)
+    for folder in (server.write(), served(tmp_path / "two", steps=20).write()):
+        assert folder.is_dir()
+    watched = Watched(tmp_path)
+    assert set(watched.read()) == {"one", "two"}
+    shutil.rmtree(server.folder)
+    assert set(watched.read()) == {"two"}
+    links = Path("/proc/self/fd").iterdir()
+    held = [os.readlink(link) for link in links if link.is_file()]
+    assert not [path for path in held if path.startswith(str(server.folder))]
+    server.write()
+    assert watched.read()["one"].steps == 20
+
+
 def test_what_is_shown_is_of_the_last_second(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("look.follow.EVERY_S", 0.01)
+    monkeypatch.setattr("kvtax.look.live.EVERY_S", 0.01)
     folder = served(tmp_path / "records", steps=100).write()
     follow(Watched(folder), seconds=0.05)
     shown = capsys.readouterr().out
@@ -80,7 +119,7 @@ def test_what_is_shown_is_of_the_last_second(tmp_path, capsys, monkeypatch):
 def test_of_the_requests_that_ended_since_the_longest_are_shown(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("look.follow.EVERY_S", 0.01)
+    monkeypatch.setattr("kvtax.look.live.EVERY_S", 0.01)
     server = served(tmp_path / "records", steps=100)
     folder = server.write()
     path = folder / "engine_request.jsonl"
@@ -143,18 +182,81 @@ def test_the_dashboard_asks_for_metrics_that_there_are(tmp_path):
         there = {key[0] for key in scraped(f"http://127.0.0.1:{http.server_port}/")}
     finally:
         http.shutdown()
-    board = json.loads((REPOSITORY / "look" / "grafana.json").read_text())
-    asked = " ".join(
-        target["expr"] for panel in board["panels"] for target in panel["targets"]
+    board = json.loads((REPOSITORY / "kvtax" / "look" / "grafana.json").read_text())
+    asked = {name for text in texts(board) for name in re.findall(r"kvtax:\w+", text)}
+    assert len(asked) > 8
+    assert asked <= there
+
+
+def texts(value) -> list[str]:
+    """All strings of a JSON value."""
+    if isinstance(value, str):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value
+    return (
+        [t for one in inside for t in texts(one)]
+        if isinstance(value, dict | list)
+        else []
     )
-    named = {word for word in there if word in asked}
-    words = {
-        part.partition("{")[0].rpartition("(")[2]
-        for part in asked.replace(" ", "\n").splitlines()
-        if "kvtax:" in part
-    }
-    assert words
-    assert words <= named
+
+
+def test_scrapers_at_the_same_moment_get_each_record_once(tmp_path):
+    """As an HA pair of Prometheus does."""
+    server = served(tmp_path / "records", steps=8_000)
+    whole = (server.write() / "engine_step.jsonl").read_bytes().splitlines(True)
+    growing = server.folder / "engine_step.jsonl"
+    growing.write_bytes(b"".join(whole[:1]))
+    http = serve(Watched(server.folder), "127.0.0.1:0")
+    url = f"http://127.0.0.1:{http.server_port}/metrics"
+    count = ("kvtax:step_seconds_count", ("instance_name", "records"))
+    try:
+        for end in range(1_001, len(whole) + 1, 1_000):
+            growing.write_bytes(b"".join(whole[:end]))
+            with ThreadPoolExecutor(6) as pool:
+                pages = list(pool.map(scraped, [url] * 6))
+            assert {page[count] for page in pages} == {end - 1}
+            bad = ("kvtax:bad_record_lines_total", ("instance_name", "records"))
+            assert {page[bad] for page in pages} == {0}
+    finally:
+        http.shutdown()
+
+
+def test_what_was_written_before_a_file_was_begun_anew_is_read(tmp_path):
+    server = served(tmp_path / "records", steps=50)
+    path = server.write() / "engine_step.jsonl"
+    head, *lines = path.read_bytes().splitlines(True)
+    path.write_bytes(head + b"".join(lines[:10]))
+    watched = Watched(server.folder)
+    assert watched.read()["records"].steps == 10
+    with path.open("ab") as file:
+        file.writelines(lines[10:30])
+    os.replace(path, f"{path}.1")
+    path.write_bytes(head + b"".join(lines[30:]))
+    assert watched.read()["records"].steps == 50
+
+
+def test_overlapping_steps_cover_their_time_once(tmp_path):
+    server = Server(tmp_path / "records")
+    for _ in range(100):
+        server.step(model_us=9_815, build_meta_us=500, get_finished_us=0)
+    for step in server.steps:
+        step["t_ns"] = FIRST_NS + 5_000_000 * step["step_id"]
+    totals = Watched(server.write()).read()["records"]
+    assert totals.covered_us == pytest.approx(99 * 5_000 + 9_980)
+
+
+def test_a_connector_that_was_not_timed_has_no_metric(tmp_path):
+    server = served(tmp_path / "records", steps=30)
+    for record in (*server.steps, *server.workers):
+        for name in ("connector_calls", "connector_us", "connector_self_us"):
+            del record[name]
+    http = serve(Watched(server.write()), "127.0.0.1:0")
+    try:
+        page = scraped(f"http://127.0.0.1:{http.server_port}/metrics")
+    finally:
+        http.shutdown()
+    parts = [dict(key[1:]).get("part") for key in page if "step_part" in key[0]]
+    assert sorted(filter(None, parts)) == ["model", "scheduler"]
 
 
 @pytest.mark.parametrize("address", ["9109", "localhost:", "127.0.0.1:http"])
@@ -168,7 +270,7 @@ def test_a_wrong_address_says_what_is_wanted(tmp_path, address):
 def test_watching_ends_at_once_with_ctrl_c(tmp_path: Path, how):
     folder = served(tmp_path / "records", steps=20).write()
     process = subprocess.Popen(
-        [sys.executable, "-m", "look", str(folder), *how],
+        [sys.executable, "-m", "kvtax", "look", str(folder), *how],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -179,5 +281,5 @@ def test_watching_ends_at_once_with_ctrl_c(tmp_path: Path, how):
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=10)
-    assert process.returncode == 0
+    assert process.returncode == 130
     assert "Traceback" not in errors

@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from made_up_server import FIRST_NS, Server, served
 
-from lab.records import RecordsError
-from look.__main__ import main
-from look.instances import read_instances
+from kvtax.look.instances import read_instances
+from kvtax.look.live import Watched, follow
+from kvtax.records import RecordsError
+from tests.look.conftest import main
+from tests.look.made_up_server import FIRST_NS, Server, served
 
 
 def look(folder, tmp_path, capsys) -> tuple[int, str, str]:
@@ -18,7 +19,8 @@ def look(folder, tmp_path, capsys) -> tuple[int, str, str]:
     page = tmp_path / "page.html"
     status = main([str(folder), "--out", str(page)])
     captured = capsys.readouterr()
-    return status, captured.out + captured.err, page.read_text() if status == 0 else ""
+    told = captured.out + captured.err
+    return status, told, page.read_text() if page.exists() else ""
 
 
 @pytest.fixture
@@ -43,27 +45,27 @@ def test_whole_records_give_a_table_and_a_page(records, tmp_path, capsys):
 
 def test_a_folder_without_records_says_how_they_are_made(tmp_path, capsys):
     status, told, _ = look(tmp_path, tmp_path, capsys)
-    assert status == 1
+    assert status == 2
     assert "KVTAX_STEP_RECORDS_DIR" in told
     with pytest.raises(RecordsError, match="no such directory"):
         read_instances(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
-    ("file", "left_out"),
+    ("file", "place"),
     [
-        ("engine_step.jsonl", "engine_step.jsonl: 1 torn last line"),
-        ("worker_step.r0.jsonl", "worker_step: 1 torn last line"),
-        ("engine_request.jsonl", "engine_request.jsonl: torn last line"),
+        ("engine_step.jsonl", "engine_step.jsonl"),
+        ("worker_step.r0.jsonl", "worker_step"),
+        ("engine_request.jsonl", "engine_request.jsonl"),
     ],
 )
-def test_a_torn_last_line_is_counted(records, tmp_path, capsys, file, left_out):
+def test_a_torn_last_line_is_counted(records, tmp_path, capsys, file, place):
     with (records / file).open("a") as out:
         out.write('{"step_id": 40')
     status, told, page = look(records, tmp_path, capsys)
     assert status == 0
-    assert left_out in told
-    assert left_out in page
+    assert f"{place}: " in told and "torn last line" in told
+    assert f'/{place}"' in page and "torn last line" in page
 
 
 @pytest.mark.parametrize("bad", ["{", '{"step_id": NaN, "t_ns": 1}', "null", "\x00"])
@@ -71,7 +73,7 @@ def test_a_bad_line_in_the_middle_names_file_and_line(records, tmp_path, capsys,
     break_file(records / "engine_step.jsonl", lambda lines: lines.insert(7, f"{bad}\n"))
     other = served(records / "second").write()
     status, told, _ = look(records, tmp_path, capsys)
-    assert status == 0
+    assert status == 2
     assert "engine_step.jsonl:8: " in told
     assert other.name in told
 
@@ -81,7 +83,7 @@ def test_another_schema_is_named_and_the_others_are_shown(records, tmp_path, cap
     path = records / "engine_step.jsonl"
     path.write_text(path.read_text().replace("engine_step/1", "engine_step/9", 1))
     status, told, _ = look(records, tmp_path, capsys)
-    assert status == 0
+    assert status == 2
     assert "kvtax.engine_step/9" in told
     assert "second: vLLM 0.18.1, 400 steps" in told
 
@@ -157,9 +159,9 @@ def test_records_without_step_timing_v2_are_still_shown(tmp_path, capsys):
             del step[name]
     status, told, _ = look(server.write(), tmp_path, capsys)
     assert status == 0
-    assert "records of step_timing_v1 alone" in told
+    assert "records without |cache|" in told
     (line,) = [line for line in told.splitlines() if "1,000 cached blocks" in line]
-    assert line.endswith("unknown: not recorded")
+    assert "not recorded" in line
 
 
 def test_a_server_without_a_connector_has_no_methods(tmp_path, capsys):
@@ -192,6 +194,50 @@ def test_two_servers_stand_side_by_side(tmp_path, capsys):
         assert row[6] == pytest.approx(instance.steps["connector_us"].mean(), abs=0.1)
 
 
+def life(folder, number: int, rank: int = 0, pid: int = 7, seed: int = 1) -> Server:
+    """A life of an engine, as the recorder names its folder."""
+    name = f"20261125T18302{number}.123456Z-gpu-a-dp{rank}-{pid + number}"
+    server = served(folder / name, seed=seed)
+    for record in (*server.steps, *server.workers):
+        record["t_ns"] += number * 10**11
+    server.requests.clear()
+    return server
+
+
+def test_lives_and_engines_are_told_apart_and_summed_up(tmp_path, capsys):
+    folder = tmp_path / "records"
+    for number, rank in ((1, 0), (2, 0), (1, 1)):
+        life(folder, number, rank, seed=number + rank).write()
+    status, told, page = look(folder, tmp_path, capsys)
+    assert status == 0
+    assert "In all: 2 engines with 3 lives, 1,200 steps in " in told
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert data["answer"][0].startswith("In all: 2 engines with 3 lives")
+    lines = [s for s in data["sections"] if s["kind"] == "timeline"]
+    restarted, other = sorted(lines, key=lambda line: -len(line["t_s"]))
+    assert restarted["title"] == "gpu-a-dp0"
+    assert restarted["restarts_s"] == [pytest.approx(100, abs=1)]
+    assert other["restarts_s"] == []
+    assert restarted["t_s"] == sorted(restarted["t_s"])
+    assert sum(restarted["steps"]) == 800
+    for values in (*restarted["parts"].values(), restarted["slowest_us"]):
+        assert len(values) == len(restarted["t_s"])
+    gap = restarted["steps"].index(0, 40)
+    assert all(values[gap] is None for values in restarted["parts"].values())
+
+
+def test_one_life_of_several_that_cannot_be_read_hides_no_other(tmp_path, capsys):
+    folder = tmp_path / "records"
+    for number in (1, 2, 3):
+        life(folder, number).write()
+    bad = next(folder.glob("*-9")) / "engine_step.jsonl"
+    bad.write_text("")
+    status, told, _ = look(folder, tmp_path, capsys)
+    assert status == 2
+    assert f"{bad}:1: no header line" in told
+    assert "In all: 1 engine with 2 lives, 800 steps" in told
+
+
 def test_sampled_steps_say_so_and_split_no_request(tmp_path, capsys):
     server = served(tmp_path / "records")
     server.header["every"] = 10
@@ -201,3 +247,56 @@ def test_sampled_steps_say_so_and_split_no_request(tmp_path, capsys):
     assert "40 steps, one in 10, in" in told
     assert "one step in 10 was recorded" in told
     assert "waited most" not in told
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred \u202egnp.exe \x9b5n \u2028 a\tb"
+
+
+def test_control_characters_in_names_are_shown_and_not_obeyed(
+    tmp_path, capsys, monkeypatch
+):
+    server = served(tmp_path / "records")
+    for request in server.requests:
+        request["id"] = HOSTILE
+    for record in server.workers:
+        for name in ("connector_calls", "connector_us", "connector_self_us"):
+            record[name] = {HOSTILE: record[name]["get_finished"]}
+    server.release = HOSTILE
+    folder = server.write()
+    path = folder / "worker_step.r0.jsonl"
+    name = json.dumps(HOSTILE)
+    path.write_text(path.read_text().replace('"get_finished"', name, 1))
+    (folder / HOSTILE).mkdir()
+    (folder / HOSTILE / "requests.jsonl").write_text("{")
+    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 2
+    monkeypatch.setattr("kvtax.look.live.EVERY_S", 0.01)
+    follow(Watched(folder), seconds=0.02)
+    told = capsys.readouterr().out
+    assert "\\x1b]0;owned\\x07" in told
+    assert "\\u202egnp.exe" in told
+    obeyed = set(told) - {"\n"}
+    assert not [c for c in obeyed if not c.isprintable()]
+
+
+def test_the_page_lies_beside_the_records_and_no_other_is_overwritten(
+    records, tmp_path, capsys, monkeypatch
+):
+    committed = tmp_path / "checkout" / "report.html"
+    committed.parent.mkdir()
+    committed.write_text("committed")
+    (records / "report.html").write_text("of the sweep")
+    monkeypatch.chdir(committed.parent)
+    assert main([str(records)]) == 0
+    assert f"wrote {records / 'look.html'}" in capsys.readouterr().out
+    assert (records / "look.html").read_text().startswith("<!doctype html>")
+    assert committed.read_text() == "committed"
+    assert (records / "report.html").read_text() == "of the sweep"
+    assert [path.name for path in committed.parent.iterdir()] == ["report.html"]
+
+
+def test_a_page_that_cannot_be_written_says_what_to_do(records, capsys):
+    (records / "look.html.partial").mkdir()
+    assert main([str(records)]) == 2
+    captured = capsys.readouterr()
+    assert "400 steps" in captured.out
+    assert "name another file with --out" in captured.err

@@ -7,13 +7,12 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from made_up_server import FIRST_NS, Server, served
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
-from look.__main__ import main
-from look.clocks import one_clock
-from look.found import find
-from look.perfetto import COUNTERS
+from kvtax.look.discover import common_clock, discover
+from kvtax.look.perfetto import COUNTERS
+from tests.look.conftest import main
+from tests.look.made_up_server import FIRST_NS, Server, served
 
 Slices = dict[str, list[tuple[str, int, int]]]
 
@@ -145,10 +144,10 @@ def test_a_window_holds_what_has_a_part_in_it(tmp_path):
 
 
 def test_too_many_steps_for_a_browser_ask_for_a_window(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("look.perfetto.MOST_STEPS", 100)
+    monkeypatch.setattr("kvtax.look.perfetto.MOST_STEPS", 100)
     folder = served(tmp_path / "records", steps=101).write()
     options = ["--out", str(tmp_path / "p.html"), "--perfetto", str(tmp_path / "t")]
-    assert main([str(folder), *options]) == 1
+    assert main([str(folder), *options]) == 2
     assert "101 steps are too many for one trace" in capsys.readouterr().err
     assert not (tmp_path / "t").exists()
 
@@ -181,8 +180,8 @@ def two_hosts(folder: Path, other: dict) -> Path:
     ],
 )
 def test_two_hosts_are_aligned_by_their_wall_clocks(tmp_path, other, apart_s, kinds):
-    found, _ = find(two_hosts(tmp_path, other))
-    clock = one_clock(found)
+    found, _ = discover(two_hosts(tmp_path, other))
+    clock = common_clock(found)
     assert [warning.kind for warning in clock.warnings] == kinds
     since = {one.name: clock.since_zero_ns(one.name, one.first_ns) for one in found}
     assert min(since.values()) == 0

@@ -4,29 +4,44 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import polars as pl
 
-from lab.records.documents import write_document
-from lab.records.line_file import LineFile
-from lab.records.phases import Phase
-from lab.records.requests import (
+from kvtax.cli import main
+from kvtax.engine.connector import connector_names, load_connector
+from kvtax.records.files import LineFile, write_document
+from kvtax.records.made_up import FIRST_NS, STEP_NS, step_columns, write_lines
+from kvtax.records.requests import (
     DriverEnd,
+    Phase,
     PhaseStart,
     RequestRecord,
     RequestsHeader,
 )
-from lab.records.run import PlanEntry, RunRecord
-from lab.records.steps import EngineHeader, WorkerHeader
-from lab.records.trial import ReadCounts, TrialRecord
+from kvtax.records.run import PlanEntry, ReadCounts, Role, RunRecord, TrialRecord
+from kvtax.records.steps import EngineHeader, WorkerHeader
 
-STEP_NS = 300_000
-FIRST_NS = 10**14
+
+class Report(NamedTuple):
+    """What a sweep wrote: per_config.json, SUMMARY.md, and the data of report.html."""
+
+    folder: Path
+    document: dict[str, Any]
+    summary: str
+    page: dict[str, Any]
+
+
+def report_of(folder: Path) -> Report:
+    """Analyse the run in `folder`, and read the report."""
+    assert main(["sweep", "--report", str(folder)]) == 0
+    document = json.loads((folder / "per_config.json").read_text())
+    summary = (folder / "SUMMARY.md").read_text()
+    return Report(folder, document, summary, page_of(folder))
 
 
 def page_of(folder: Path) -> dict[str, Any]:
@@ -43,7 +58,7 @@ class Truth:
 
     name: str
     slope: float = 0.0  # us per 1,000 blocks, in schedule()
-    drift: float = 0.0  # the same by time instead of |cache|: no fall at the reset
+    drift: float = 0.0  # the same by time, of the whole trial, instead of |cache|
     build_meta: float | None = None
     get_finished: float | None = None
     repeat_offsets: tuple[float, ...] = (0.0,)
@@ -67,22 +82,67 @@ def with_outliers(rng: np.random.Generator, us: np.ndarray, share: float) -> np.
     return np.where(hit, us * rng.uniform(2, 100, len(us)), us)
 
 
+LADDER = {
+    "levels": [0.0, 0.3, 0.6, 0.92, 1.0],
+    "passes": 5,
+    "decoders": 8,
+    "output_tokens": 200,
+    "arrivals": 8,
+    "arrivals_rps": 12.0,
+}
+# A hold has a prefill in so many steps.
+PREFILL_EVERY = 20
+
+
+class Span(NamedTuple):
+    """A phase of a trial: its first step, how many it has, and the level of a hold."""
+
+    name: str
+    first: int
+    count: int
+    level: int | None = None
+
+
+def layout(steps: int) -> list[Span]:
+    """A quarter growth, a tenth plateau, and the holds of the passes."""
+    growth, plateau = steps // 4, steps // 10
+    spans = [Span("growth", 0, growth), Span("plateau", growth, plateau)]
+    levels, passes = LADDER["levels"], LADDER["passes"]
+    each = (steps - growth - plateau) // (len(levels) * passes)
+    first = growth + plateau
+    for number in range(passes):
+        for level in range(len(levels)):
+            spans.append(Span(Phase.HOLD.at(number, level), first, each, level))
+            first += each
+    # The last has what is left over.
+    spans[-1] = spans[-1]._replace(count=steps - spans[-1].first)
+    return spans
+
+
 def trial_steps(
     truth: Truth, repeat: int, seed: int, steps: int, blocks: int
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Engine and worker records: 60 % growth, 25 % plateau, 15 % after the reset."""
+    """Engine and worker records of the phases of `layout`."""
     rng = np.random.default_rng(seed)
-    growth, plateau = int(steps * 0.6), int(steps * 0.25)
-    after = steps - growth - plateau
-    cache = np.concatenate(
-        [
-            np.linspace(0, blocks, growth),
-            np.full(plateau, blocks) - rng.integers(0, 50, plateau),
-            np.linspace(0, blocks * 0.1, after),
-        ]
-    ).astype(int)
-    # The batch grows with |cache|, as the load of a filling server does.
-    batch = np.clip(np.round(3 + 4 * cache / blocks + rng.normal(0, 1.5, steps)), 1, 9)
+    number = np.arange(steps)
+    cache = np.zeros(steps)
+    batch = np.full(steps, LADDER["decoders"])
+    prefill = np.where(number % PREFILL_EVERY == PREFILL_EVERY - 1, 512, 0)
+    batch = batch + (prefill > 0)
+    for span in layout(steps):
+        own = slice(span.first, span.first + span.count)
+        if span.name == "growth":
+            cache[own] = np.linspace(0, blocks, span.count)
+            # The batch grows with |cache|, as the load of a filling server does.
+            sizes = 3 + 4 * cache[own] / blocks + rng.normal(0, 1.5, span.count)
+            batch[own] = np.clip(np.round(sizes), 1, 9)
+        elif span.level is None:
+            cache[own] = blocks - rng.integers(0, 50, span.count)
+        else:
+            share = LADDER["levels"][span.level]
+            more = np.linspace(0, 0.01, span.count)
+            cache[own] = blocks * np.minimum(share + more, 1.0)
+    cache = cache.astype(int)
     time = np.linspace(0, blocks, steps)
     grown = truth.slope * cache / 1_000 + truth.drift * time / 1_000
     noise = np.abs(ar1(rng, steps, 0.9, 4)) + rng.exponential(4, steps)
@@ -93,27 +153,22 @@ def trial_steps(
     finished = (truth.get_finished or 0.0) + rng.exponential(0.5, steps)
     execute = 150 + 2 * batch + finished + 1.2 + rng.exponential(6, steps)
     update = 30 + rng.exponential(3, steps)
-    prefill = np.where(rng.random(steps) < 0.1, 512, 0)
-    engine = {
-        "step_id": np.arange(steps),
-        "t_ns": FIRST_NS + np.arange(steps) * STEP_NS,
-        "schedule_us": schedule.round(3),
-        "step_us": (schedule + execute + update + 12).round(3),
-        "running": batch.astype(int),
-        "waiting": np.zeros(steps, int),
-        "scheduled": batch.astype(int),
-        "prefill_tokens": prefill,
-        "decode_tokens": batch.astype(int),
-        "cache_size": cache,
-        "free_blocks": blocks - cache,
-        "preemptions": np.zeros(steps, int),
-        "update_us": update.round(3),
-    }
-    worker = {
-        "step_id": np.arange(steps),
-        "t_ns": engine["t_ns"] + 60_000,
-        "execute_model_us": execute.round(3),
-    }
+    engine = step_columns(
+        "engine",
+        number,
+        schedule_us=schedule.round(3),
+        step_us=(schedule + execute + update + 12).round(3),
+        running=batch.astype(int),
+        scheduled=batch.astype(int),
+        prefill_tokens=prefill,
+        decode_tokens=batch.astype(int),
+        cache_size=cache,
+        free_blocks=blocks - cache,
+        update_us=update.round(3),
+    )
+    worker = step_columns(
+        "worker", np.arange(steps), execute_model_us=execute.round(3)
+    ) | {"t_ns": engine["t_ns"] + 60_000}
     if truth.build_meta is not None:
         engine["build_meta_us"] = (meta + grown).round(3)
         worker |= {
@@ -125,32 +180,22 @@ def trial_steps(
     return pl.DataFrame(engine), pl.DataFrame(worker)
 
 
-def write_records(path: Path, header: msgspec.Struct, records: pl.DataFrame) -> None:
-    """A JSON lines file with its header line."""
-    with path.open("wb") as file:
-        file.write(msgspec.json.encode(header) + b"\n")
-        records.write_ndjson(file)
-
-
 def write_requests(path: Path, steps: int, tpot_ms: float) -> None:
     """The driver's records of a trial of `steps` steps: 10 requests per phase."""
-    growth, plateau = int(steps * 0.6), int(steps * 0.25)
-    starts_ns = {
-        Phase.GROWTH: FIRST_NS,
-        Phase.PLATEAU: FIRST_NS + growth * STEP_NS,
-        Phase.AFTER_RESET: FIRST_NS + (growth + plateau) * STEP_NS,
-    }
-    with LineFile(path, RequestsHeader(plan={}, scheduled=30)) as file:
-        for phase, start_ns in starts_ns.items():
-            reset_ns = start_ns if phase is Phase.AFTER_RESET else None
-            file.append(PhaseStart(phase.label, start_ns, reset_ns))
+    spans = layout(steps)
+    count = 10 * len(spans)
+    with LineFile(path, RequestsHeader(plan={}, scheduled=count)) as file:
+        for place, span in enumerate(spans):
+            start_ns = FIRST_NS + span.first * STEP_NS
+            reset_ns = start_ns if span.level == 0 else None
+            file.append(PhaseStart(span.name, start_ns, reset_ns))
             for index in range(10):
                 sent_ns = start_ns + index * 1_000_000
                 first_ns = sent_ns + 5_000_000
                 file.append(
                     RequestRecord(
-                        id=10 * phase + index,
-                        phase=phase.label,
+                        id=10 * place + index,
+                        phase=span.name,
                         status="ok",
                         http_status=200,
                         prompt_tokens=4096,
@@ -163,8 +208,8 @@ def write_requests(path: Path, steps: int, tpot_ms: float) -> None:
                 )
         file.append(
             DriverEnd(
-                scheduled=30,
-                ok=30,
+                scheduled=count,
+                ok=count,
                 failed=0,
                 cancelled=0,
                 lag_ms={"p50": 0.1, "p99": 0.5, "max": 0.9},
@@ -172,6 +217,14 @@ def write_requests(path: Path, steps: int, tpot_ms: float) -> None:
                 valid=True,
             )
         )
+
+
+PROFILE = {
+    "name": "synthetic",
+    "null_model": True,
+    "forward_us": 0,
+    "load": {"ladder": LADDER},
+}
 
 
 def write_run(
@@ -185,13 +238,14 @@ def write_run(
     """A whole run directory; `changes` go into run.json."""
     folder.mkdir(parents=True, exist_ok=True)
     told = {
-        "profile": {"name": "synthetic", "null_model": True, "forward_us": 0},
+        "profile": PROFILE,
         "provenance": {
             "vllm_version": "0.18.1",
             "cpu_model": "made up",
             "command_line": "none: synthetic",
         },
         "plan": [PlanEntry(t.name, r) for r in range(repeats) for t in truths],
+        "configs": configured_roles(truth.name for truth in truths),
     }
     write_document(folder / "run.json", RunRecord(**told | changes))
     for number, truth in enumerate(truths):
@@ -199,6 +253,12 @@ def write_run(
             seed = 1_000 * number + repeat
             write_trial(folder, truth, repeat, seed, steps, blocks)
     return folder
+
+
+def configured_roles(names: Iterable[str]) -> dict[str, Role]:
+    """Return the roles that configs/connectors/ gives to `names`."""
+    known = set(connector_names())
+    return {name: load_connector(name).report for name in names if name in known}
 
 
 def write_trial(
@@ -220,8 +280,8 @@ def write_trial(
     if truth.fails:
         return trial
     engine, worker = trial_steps(truth, repeat, seed, steps, blocks)
-    write_records(trial / "engine_step.jsonl", EngineHeader(pid=1), engine)
-    write_records(trial / "worker_step.r0.jsonl", WorkerHeader(pid=1), worker)
+    write_lines(trial / "engine_step.jsonl", EngineHeader(pid=1), [engine])
+    write_lines(trial / "worker_step.r0.jsonl", WorkerHeader(pid=1), [worker])
     tpot_ms = float(engine["step_us"].median()) / 1e3
     write_requests(trial / "requests.jsonl", steps, tpot_ms)
     return trial

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
+
+from kvtax.fleet.standin.process import standin
 
 pytestmark = pytest.mark.slow
 
@@ -35,29 +35,17 @@ def make_plan(requests=40, rate_rps=200.0, **changes) -> dict:
     }
 
 
-class Standin(NamedTuple):
-    process: subprocess.Popen
-    url: str
-
-
-@contextmanager
-def standin_process():
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.standin"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        try:
-            yield Standin(process, f"http://127.0.0.1:{int(process.stdout.readline())}")
-        finally:
-            process.kill()
+@pytest.fixture(scope="module")
+def server():
+    with standin() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def standin():
-    with standin_process() as server:
-        yield server
+def slow_server():
+    """A server that takes 50 ms per token."""
+    with standin("--step-us", "50000") as running:
+        yield running
 
 
 class Drive:
@@ -67,9 +55,9 @@ class Drive:
         self.out = tmp_path / "requests.jsonl"
         plan_file = tmp_path / "plan.json"
         plan_file.write_text(json.dumps(plan))
-        program = f"import sys\n{before}\nfrom microbench.driver.__main__ import main\n"
-        command = [sys.executable, "-c", program + "sys.exit(main())"]
-        command += ["--url", url, "--plan", plan_file, "--out", self.out]
+        program = f"import sys\n{before}\nfrom microbench.driver import main\n"
+        command = [sys.executable, "-c", program + "sys.exit(main(*sys.argv[1:]))"]
+        command += [url, plan_file, self.out]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
@@ -116,13 +104,14 @@ def drive(tmp_path, url, plan, before="") -> Result:
 
 
 def test_every_request_carries_its_id_and_ends_ok_with_times_in_order_and_its_tokens(
-    standin, tmp_path
+    server, tmp_path
 ):
     phases = [
         {"name": "growth", "requests": 20, "rate_rps": 200.0},
         {"name": "plateau", "requests": 10, "rate_rps": 100.0},
     ]
-    result = drive(tmp_path, standin.url, make_plan(phases=phases))
+    urllib.request.urlopen(f"{server.url}/arrivals").close()
+    result = drive(tmp_path, server.url, make_plan(phases=phases))
     assert result.code == 0, result.stderr
     assert result.stderr == ""
     assert len(result.having("ok")) == 30
@@ -130,8 +119,8 @@ def test_every_request_carries_its_id_and_ends_ok_with_times_in_order_and_its_to
         times = ["intended_ns", "sent_ns", "first_token_ns", "end_ns"]
         assert sorted(times, key=request.get) == times
         assert request["output_tokens"] == 4
-    with urllib.request.urlopen(f"{standin.url}/request_ids") as answer:
-        sent = json.load(answer)[-30:]
+    with urllib.request.urlopen(f"{server.url}/arrivals") as answer:
+        sent = [request_id for _, request_id in json.load(answer)]
     assert sorted(sent) == sorted(str(request["id"]) for request in result.requests)
     growth, plateau = result.phases
     assert plateau["start_ns"] - growth["start_ns"] == 100_000_000, "no pause"
@@ -141,16 +130,17 @@ def test_every_request_carries_its_id_and_ends_ok_with_times_in_order_and_its_to
 
 REASONS = [
     "no complete answer within 2 s",
-    "HTTP 500: engine is dead",
+    "engine is dead",
     "in-band error",
     "stream ended without [DONE]",
     "usage says 40 and 3",
 ]
 
 
-def test_failed_requests_are_recorded_with_the_reason(standin, tmp_path):
-    plan = make_plan(requests=60, model="mixed", request_timeout_s=2.0)
-    result = drive(tmp_path, standin.url, plan)
+def test_failed_requests_are_recorded_with_the_reason(server, tmp_path):
+    server.set_faults("none", "hang", "http500", "inband", "truncated", "short")
+    result = drive(tmp_path, server.url, make_plan(requests=60, request_timeout_s=2.0))
+    server.set_faults()
     assert result.code == 2
     errors = [request["error"] for request in result.having("failed")]
     for reason in REASONS:
@@ -160,9 +150,8 @@ def test_failed_requests_are_recorded_with_the_reason(standin, tmp_path):
 
 
 def test_every_request_is_recorded_when_the_server_is_killed_mid_stream(tmp_path):
-    with standin_process() as server:
-        plan = make_plan(requests=400, rate_rps=100.0, model="slow")
-        run = Drive(tmp_path, server.url, plan)
+    with standin("--step-us", "50000") as server:
+        run = Drive(tmp_path, server.url, make_plan(requests=400, rate_rps=100.0))
         run.wait_for_requests(10)
         server.process.kill()
         result = run.finish()
@@ -175,10 +164,9 @@ def test_every_request_is_recorded_when_the_server_is_killed_mid_stream(tmp_path
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_cancels_the_rest_and_leaves_a_complete_file(
-    standin, tmp_path, signum
+    slow_server, tmp_path, signum
 ):
-    plan = make_plan(requests=1000, rate_rps=100.0, model="slow")
-    run = Drive(tmp_path, standin.url, plan)
+    run = Drive(tmp_path, slow_server.url, make_plan(requests=1000, rate_rps=100.0))
     run.wait_for_requests(10)
     run.process.send_signal(signum)
     result = run.finish()
@@ -191,9 +179,9 @@ def test_a_signal_cancels_the_rest_and_leaves_a_complete_file(
     assert signum.name in result.stderr
 
 
-def test_a_signal_before_the_first_request_leaves_a_complete_file(standin, tmp_path):
+def test_a_signal_before_the_first_request_leaves_a_complete_file(server, tmp_path):
     plan = make_plan(requests=2000, prompt_tokens=10_000)
-    run = Drive(tmp_path, standin.url, plan)
+    run = Drive(tmp_path, server.url, plan)
     run.wait_for_requests(0)
     run.process.send_signal(signal.SIGTERM)
     result = run.finish()
@@ -202,8 +190,8 @@ def test_a_signal_before_the_first_request_leaves_a_complete_file(standin, tmp_p
     assert result.end["valid"] is False
 
 
-def test_a_killed_driver_leaves_whole_lines_but_for_the_last(standin, tmp_path):
-    run = Drive(tmp_path, standin.url, make_plan(requests=2000, rate_rps=200.0))
+def test_a_killed_driver_leaves_whole_lines_but_for_the_last(server, tmp_path):
+    run = Drive(tmp_path, server.url, make_plan(requests=2000, rate_rps=200.0))
     run.wait_for_requests(22)
     run.process.kill()
     run.process.communicate()
@@ -215,22 +203,22 @@ def test_a_killed_driver_leaves_whole_lines_but_for_the_last(standin, tmp_path):
 
 
 def test_a_stalled_server_does_not_delay_sends(tmp_path):
-    with standin_process() as server:
-        # Request 30 of 59 stalls the server for 2 s, past the last send at 1 s.
-        plan = make_plan(requests=59, rate_rps=59.0, model="stall/30")
-        result = drive(tmp_path, server.url, plan)
+    with standin() as server:
+        # Request 30 of 59 freezes the server for 2 s, past the last send at 1 s.
+        server.set_faults(*["none"] * 29, "freeze", *["none"] * 29)
+        result = drive(tmp_path, server.url, make_plan(requests=59, rate_rps=59.0))
     assert result.code == 0, result.stderr
     stalled = max(result.requests, key=lambda r: r["end_ns"] - r["sent_ns"])
     assert stalled["end_ns"] - stalled["sent_ns"] > 2e9
     assert max(r["sent_ns"] for r in result.requests) < stalled["end_ns"]
 
 
-def test_a_slow_disk_does_not_delay_sends(standin, tmp_path):
+def test_a_slow_disk_does_not_delay_sends(server, tmp_path):
     """The first write takes until the last request is sent."""
     slow_write = """
 import threading
-from lab.load.client import Client
-from lab.load.ledger import Ledger
+from kvtax.load.client import Client
+from kvtax.load.ledger import Ledger
 sent, before = threading.Event(), iter(range(99))
 request, write = Client.request, Ledger._write
 async def counted(self, *args):
@@ -242,14 +230,14 @@ def slow(self, lines):
     write(self, lines)
 Client.request, Ledger._write = counted, slow
 """
-    result = drive(tmp_path, standin.url, make_plan(requests=100), slow_write)
+    result = drive(tmp_path, server.url, make_plan(requests=100), slow_write)
     assert result.code == 0, result.stderr
     assert len(result.having("ok")) == 100
 
 
-def test_records_that_cannot_be_written_stop_the_run(standin, tmp_path):
+def test_records_that_cannot_be_written_stop_the_run(server, tmp_path):
     full_disk = """
-from lab.load.ledger import Ledger
+from kvtax.load.ledger import Ledger
 write = Ledger._write
 def full(self, lines):
     if b"request" in lines and not lines.startswith(b'{"schema"'):
@@ -258,16 +246,16 @@ def full(self, lines):
 Ledger._write = full
 """
     plan = make_plan(requests=4000, rate_rps=100.0)
-    run = Drive(tmp_path, standin.url, plan, full_disk)
+    run = Drive(tmp_path, server.url, plan, full_disk)
     _, stderr = run.process.communicate(timeout=10)
     assert run.process.returncode == 2
     assert "No space left on device" in stderr
 
 
-def test_a_slow_event_loop_makes_the_run_invalid(standin, tmp_path):
+def test_a_slow_event_loop_makes_the_run_invalid(server, tmp_path):
     slow_send = """
 import time
-from lab.load.client import Client
+from kvtax.load.client import Client
 request = Client.request
 async def slow(self, *args):
     time.sleep(0.02)
@@ -275,7 +263,7 @@ async def slow(self, *args):
 Client.request = slow
 """
     result = drive(
-        tmp_path, standin.url, make_plan(rate_rps=100.0, lag_budget_ms=50.0), slow_send
+        tmp_path, server.url, make_plan(rate_rps=100.0, lag_budget_ms=50.0), slow_send
     )
     assert result.code == 3
     assert result.end["ok"] == 40
@@ -284,28 +272,22 @@ Client.request = slow
     assert "RUN NOT VALID" in result.stderr
 
 
-def reset_plan(**changes) -> dict:
+def reset_plan() -> dict:
     return make_plan(
         phases=[
             {"name": "growth", "requests": 10, "rate_rps": 100.0},
             {
-                "name": "after_reset",
+                "name": "hold.0.0",
                 "requests": 5,
                 "rate_rps": 100.0,
                 "reset_prefix_cache": True,
             },
         ],
-        **changes,
     )
 
 
-def ignore_resets(server: Standin, n: int) -> None:
-    url = f"{server.url}/ignore_resets?n={n}"
-    urllib.request.urlopen(urllib.request.Request(url, method="POST")).close()
-
-
-def test_a_reset_comes_after_the_drain_and_before_the_phase(standin, tmp_path):
-    result = drive(tmp_path, standin.url, reset_plan(model="slow"))
+def test_a_reset_comes_after_the_drain_and_before_the_phase(slow_server, tmp_path):
+    result = drive(tmp_path, slow_server.url, reset_plan())
     assert result.code == 0, result.stderr
     after = result.phases[1]
     assert after["reset_ns"] < after["start_ns"]
@@ -314,33 +296,80 @@ def test_a_reset_comes_after_the_drain_and_before_the_phase(standin, tmp_path):
     assert min(r["sent_ns"] for r in result.requests[10:]) > after["start_ns"]
 
 
-def test_a_reset_that_did_not_happen_is_tried_again(standin, tmp_path):
-    ignore_resets(standin, 2)
-    assert drive(tmp_path, standin.url, reset_plan()).code == 0
+def test_a_phase_waits_for_all_answers_before_it_if_it_says_so(slow_server, tmp_path):
+    phases = [
+        {"name": "fill.0.1", "requests": 3, "rate_rps": 100.0, "output_tokens": 1},
+        {"name": "fill.0.1.decoders", "requests": 2, "rate_rps": 100.0,
+         "after_answers": True, "prompt_tokens": 16, "output_tokens": 12},
+        {"name": "hold.0.1", "requests": 2, "rate_rps": 20.0, "prompt_tokens": 12,
+         "output_tokens": 2},
+    ]  # fmt: skip
+    result = drive(tmp_path, slow_server.url, make_plan(phases=phases))
+    assert result.code == 0, result.stderr
+    filled, decoders, arrivals = (
+        [r for r in result.requests if r["phase"] == phase["name"]] for phase in phases
+    )
+    assert max(r["end_ns"] for r in filled) < min(r["sent_ns"] for r in decoders)
+    # What arrives in the hold does not wait for those that decode.
+    assert max(r["sent_ns"] for r in arrivals) < min(r["end_ns"] for r in decoders)
+    for phase, made in zip(phases, (filled, decoders, arrivals), strict=True):
+        for request in made:
+            assert request["output_tokens"] == phase["output_tokens"]
+            assert request["prompt_tokens"] == phase.get("prompt_tokens", 40)
 
 
-def test_a_reset_that_never_happens_fails_the_run(standin, tmp_path):
-    ignore_resets(standin, 1000)
-    soon = "import microbench.driver.reset as r; r.RESET_TIMEOUT_S = 0.5"
-    result = drive(tmp_path, standin.url, reset_plan(), soon)
-    ignore_resets(standin, 0)
+def test_the_lag_of_what_was_not_to_be_on_time_does_not_count(server, tmp_path):
+    slow_fill = """
+import time
+from kvtax.load.client import Client
+request = Client.request
+async def slow(self, record, *args):
+    if record.phase.startswith("fill"):
+        time.sleep(0.1)
+    await request(self, record, *args)
+Client.request = slow
+"""
+    phases = [
+        {"name": "fill.0.0", "requests": 4, "rate_rps": 1000.0, "after_answers": True},
+        {"name": "hold.0.0", "requests": 9, "rate_rps": 50.0, "after_answers": False,
+         "reset_prefix_cache": True},
+    ]  # fmt: skip
+    plan = make_plan(phases=phases, lag_budget_ms=90.0)
+    result = drive(tmp_path, server.url, plan, slow_fill)
+    assert result.code == 0, result.stderr
+    assert result.end["lag_ms"]["max"] < 90
+    late = make_plan(phases=[phases[0] | {"after_answers": False}], lag_budget_ms=90.0)
+    (tmp_path / "requests.jsonl").unlink()
+    assert drive(tmp_path, server.url, late, slow_fill).code == 3
+
+
+def test_a_reset_that_did_not_happen_is_tried_again(server, tmp_path):
+    server.set_faults(ignored_resets=2)
+    assert drive(tmp_path, server.url, reset_plan()).code == 0
+
+
+def test_a_reset_that_never_happens_fails_the_run(server, tmp_path):
+    server.set_faults(ignored_resets=1000)
+    soon = "import microbench.cache_reset as r; r.RESET_TIMEOUT_S = 0.5"
+    result = drive(tmp_path, server.url, reset_plan(), soon)
+    server.set_faults()
     assert result.code == 4
     assert (result.end["ok"], result.end["cancelled"]) == (10, 5)
     assert "prefix cache not reset" in result.stderr
     assert len(result.phases) == 1
 
 
-def test_a_bad_plan_sends_and_writes_nothing(standin, tmp_path):
-    run = Drive(tmp_path, standin.url, make_plan(rate=3))
+def test_a_bad_plan_sends_and_writes_nothing(server, tmp_path):
+    run = Drive(tmp_path, server.url, make_plan(rate=3))
     _, stderr = run.process.communicate()
     assert run.process.returncode == 64
     assert "unknown field `rate`" in stderr
     assert not run.out.exists()
 
 
-def test_records_are_never_overwritten(standin, tmp_path):
+def test_records_are_never_overwritten(server, tmp_path):
     (tmp_path / "requests.jsonl").write_text("kept")
-    run = Drive(tmp_path, standin.url, make_plan())
+    run = Drive(tmp_path, server.url, make_plan())
     _, stderr = run.process.communicate()
     assert run.process.returncode == 64
     assert "never overwritten" in stderr

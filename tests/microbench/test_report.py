@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run directory becomes a report that says what is true, and no more."""
+"""A run becomes a report that says what is true, and no more, or it is refused."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import polars as pl
 import pytest
-from synthetic import Truth, page_of, write_run
 
-from lab.records.run import RunRecord
-from microbench import report
-from microbench.analysis.analysis import analyse
-from microbench.analysis.remedies import REMEDIES, Kind
-from microbench.analysis.trials import load_run
+from kvtax.cli import main
+from kvtax.cost.analysis import analyse
+from kvtax.cost.remedies import REMEDIES, Kind
+from kvtax.cost.trials import load_run
+from kvtax.records.requests import Phase
+from microbench.summary.figures import BINS, binned_curves
+from tests.microbench.synthetic import Report, Truth, report_of, write_run
 
 HASH = "mooncake_both_hash_sync"
 TRUTHS = [
@@ -23,21 +27,19 @@ TRUTHS = [
     Truth("plain_aa"),
     Truth("mooncake_both", build_meta=1.2, get_finished=70.0),
     Truth(HASH, slope=85.0, build_meta=2.0, repeat_offsets=(0.0, 40.0)),
-    Truth("drifter", drift=20.0, build_meta=1.0),
+    Truth("drifter", drift=40.0, build_meta=1.0),
     Truth("broken", fails="the server died"),
 ]
 
 
 @pytest.fixture(scope="module")
-def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_run(tmp_path_factory.mktemp("run"), TRUTHS)
-    assert report.main([str(folder)]) == 0
-    return folder
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return report_of(write_run(tmp_path_factory.mktemp("run"), TRUTHS))
 
 
 @pytest.fixture(scope="module")
-def configs(reported: Path) -> dict[str, Any]:
-    return json.loads((reported / "per_config.json").read_text())["configs"]
+def configs(report: Report) -> dict[str, Any]:
+    return report.document["configs"]
 
 
 @pytest.mark.slow
@@ -59,18 +61,41 @@ def test_every_config_has_the_same_fields_in_the_same_order(configs: dict[str, A
     assert all(names == fields["plain"] for names in fields.values()), fields
 
 
-def test_what_grew_falls_at_the_reset_by_as_much_and_a_drift_does_not(
+def test_what_grew_rises_with_the_level_and_a_drift_from_pass_to_pass(
     configs: dict[str, Any],
 ):
     for metric in ("schedule", "step"):
-        fall = configs[HASH]["reset_check"][metric]["fall_us_per_1k_blocks"]
-        slope = configs[HASH]["slope_us_per_1k_blocks"][metric]["value"]
-        assert fall["value"] == pytest.approx(slope, rel=0.1) and fall["ci95"][0] > 0
-    drifter = configs["drifter"]["reset_check"]["schedule"]["fall_us_per_1k_blocks"]
-    assert (
-        drifter["ci95"][1]
-        < 0.5 * configs["drifter"]["slope_us_per_1k_blocks"]["schedule"]["value"]
+        held = configs[HASH]["held"][metric]
+        slope = configs[HASH]["slope_us_per_1k_blocks"][metric]
+        assert slope["ci95"][0] <= 85.0 <= slope["ci95"][1]
+        assert slope["value"] == pytest.approx(85.0, rel=0.03)
+        rises = np.diff(held["us"]) / np.diff(held["cache_blocks"]) * 1_000
+        assert rises == pytest.approx(85.0, rel=0.1)
+        assert (held["shape"], abs(held["drift_us_per_pass"]) < 10) == ("linear", True)
+    drifter = configs["drifter"]
+    low, high = drifter["slope_us_per_1k_blocks"]["schedule"]["ci95"]
+    assert low < 0 < high
+    # 40 us per 1,000 of 16,000 blocks over the trial, 0.13 of which is a pass.
+    assert drifter["held"]["schedule"]["drift_us_per_pass"] == pytest.approx(
+        83, rel=0.1
     )
+
+
+def test_the_slope_while_the_cache_fills_is_stated_beside_that_of_the_levels(
+    configs: dict[str, Any],
+):
+    growth = configs[HASH]["growth_slope_us_per_1k_blocks"]
+    assert growth["value"] == pytest.approx(85.0, rel=0.03)
+
+
+def test_levels_are_stated_at_the_highest_below_a_full_cache(report: Report):
+    window = report.document["window"]
+    assert window["at_cache_blocks"] == pytest.approx(0.925 * 16_000, rel=0.01)
+    for entry in report.document["configs"].values():
+        if entry["schedule_us"]:
+            assert entry["schedule_us"]["at_cache_blocks"] == window["at_cache_blocks"]
+            level = entry["held"]["schedule"]["us"][3]
+            assert entry["schedule_us"]["p50"] == pytest.approx(level, rel=0.1)
 
 
 def test_parts_of_a_step_sum_to_the_step(configs: dict[str, Any]):
@@ -109,63 +134,76 @@ def test_the_addition_to_tpot_agrees_with_the_measured_one(configs: dict[str, An
 
 
 def test_the_measured_addition_to_tpot_is_stated_at_p90_too(
-    reported: Path, configs: dict[str, Any]
+    report: Report, configs: dict[str, Any]
 ):
     before, after = (configs[n]["tpot_plateau_ms"] for n in ("plain", "mooncake_both"))
     added = "/".join(f"{after[q] - before[q]:+.3f}" for q in ("p50", "p90"))
-    rows = page_of(reported)["by_title"]["What it adds to TPOT"]["rows"]
+    rows = report.page["by_title"]["What it adds to TPOT"]["rows"]
     (row,) = (row for row in rows if row[0] == "mooncake_both")
     assert row[-1] == added
 
 
-def test_every_figure_has_its_data_beside_it(reported: Path):
-    figures = sorted((reported / "figures").glob("*.png"))
-    assert len(figures) >= 3
+def test_every_figure_has_its_data_beside_it(report: Report):
+    figures = sorted((report.folder / "figures").glob("*.png"))
+    assert [one.stem for one in figures] == ["before_after", "schedule_vs_cache"]
     for figure in figures:
         assert pl.read_csv(figure.with_suffix(".csv")).height > 0
 
 
-def test_the_summary_states_verdict_hypothesis_and_machine(reported: Path):
-    text = (reported / "SUMMARY.md").read_text()
+def test_the_summary_states_verdict_hypothesis_and_machine(report: Report):
+    text = report.summary
     assert f"- `{HASH}`: **grows**: +" in text
     assert "null model" in text and "the server died" in text
     assert "figures/schedule_vs_cache.png" in text
-    page = page_of(reported)
-    supported = "Supported: growth is a straight line."
-    linear = page["by_title"]["hash walk: is its cost linear in |cache|?"]
+    page = report.page
+    supported = "Supported: its levels are consistent with a straight line."
+    linear = page["by_title"]["H5: is the cost of hash walk linear in |cache|?"]
     assert linear["paragraphs"][0].startswith(supported)
-    reference = page["by_title"]["Beside the reference study"]
-    assert "+85.6" in [cell for row in reference["rows"] for cell in row]
+    study = page["by_title"]["H5: cost per step"]
+    assert "+85.6" in [cell for row in study["rows"] for cell in row]
+    assert f"| `{HASH}` | +85." in text and "+85.6" in text
 
 
 def test_a_person_reads_the_summary_in_a_few_minutes(
-    reported: Path, configs: dict[str, Any]
+    report: Report, configs: dict[str, Any]
 ):
-    text = (reported / "SUMMARY.md").read_text()
-    (head,) = (line for line in text.splitlines() if line.startswith("| config"))
-    assert head.count("|") == 7
+    text = report.summary
+    heads = [line for line in text.splitlines() if line.startswith("| config")]
+    assert [head.count("|") for head in heads] == [8, 8]
+    verdicts = text.partition("## Verdicts\n\n")[2].partition("\n\n")[0]
     for name, config in configs.items():
-        assert text.count(f"- `{name}`: **{config['verdict']}**") == 1
-    assert len(text.splitlines()) < 3 * len(configs) + 40
+        (told,) = (
+            line
+            for line in verdicts.splitlines()
+            if f"`{name}`" in line.partition(":")[0]
+        )
+        assert told.partition(": ")[2].startswith(f"**{config['verdict']}**")
+    assert len(text.splitlines()) < 4 * len(configs) + 40
 
 
 def test_the_page_says_how_each_verdict_was_reached(
-    reported: Path, configs: dict[str, Any]
+    report: Report, configs: dict[str, Any]
 ):
-    page = page_of(reported)
-    told = {one["name"]: one for one in page["sections"][0]["verdicts"]}
+    page = report.page
+    section = page["by_title"]["Does the cost grow with |cache|?"]
+    told = {one["name"]: one for one in section["verdicts"]}
     assert set(told) == set(configs)
     for name, config in configs.items():
         assert told[name]["verdict"] == config["verdict"]
         reasons = told[name]["reasons"]
-        found = {row[0]: row[1] for row in reasons["rows"]} if reasons else {}
-        assert found == config["verdict_of"]
+        rows = {row[0]: row[1:] for row in reasons["rows"]} if reasons else {}
+        found = {metric: row[0].partition(",")[0] for metric, row in rows.items()}
+        assert found == (config["verdict_of"] if config["held"] else {})
+        for metric, held in config["held"].items():
+            assert len(rows[metric]) == 4 + len(held["us"])
+            assert rows[metric][2] == f"{held['most_us_per_1k_blocks']:,.2f}"
+    shape = told[HASH]["reasons"]["rows"][0][1]
+    assert shape == "grows, linear"
 
 
-def test_the_page_draws_what_the_figures_csv_hold(reported: Path):
-    page = page_of(reported)
-    drawn = pl.read_csv(reported / "figures" / "schedule_vs_cache.csv")
-    section = page["by_title"]["schedule() time, p50 (µs) against |cache|"]
+def test_the_page_draws_what_the_figures_csv_hold(report: Report):
+    drawn = pl.read_csv(report.folder / "figures" / "schedule_vs_cache.csv")
+    section = report.page["by_title"]["schedule() time, p50 (µs) against |cache|"]
     for line in section["lines"]:
         curve = drawn.filter(pl.col("config") == line["name"])
         shown = [y for y in line["y"] if y is not None]
@@ -183,13 +221,12 @@ def test_a_curve_that_bends_is_not_called_a_line(tmp_path: Path):
             record["schedule_us"] += extra
             record["step_us"] += extra
         path.write_text("\n".join([header, *map(json.dumps, records)]) + "\n")
-    assert report.main([str(folder)]) == 0
     (told,) = (
         section["paragraphs"][0]
-        for section in page_of(folder)["sections"]
+        for section in report_of(folder).page["sections"]
         if "linear" in section["title"]
     )
-    assert "not in a straight line: it gets steeper" in told
+    assert "It grows, but not in a straight line: curved." in told
 
 
 @pytest.mark.slow
@@ -202,16 +239,16 @@ def test_doubts_are_told(tmp_path: Path):
     path = folder / "noop" / "r1" / "requests.jsonl"
     text = path.read_text()
     text = text.replace('"status":"ok"', '"status":"failed"', 2)
-    text = text.replace('"ok":30,"failed":0', '"ok":28,"failed":2')
+    count = text.count('"type":"request"')
+    text = text.replace(f'"ok":{count},"failed":0', f'"ok":{count - 2},"failed":2')
     path.write_text(text.replace('"valid":true', '"valid":false'))
-    assert report.main([str(folder)]) == 0
-    shown = " ".join(one["message"] for one in page_of(folder)["warnings"])
-    for doubt in ("1 torn last", "2 of 60 requests failed", "sent late"):
+    report = report_of(folder)
+    shown = " ".join(one["message"] for one in report.page["warnings"])
+    for doubt in ("1 torn last", f"2 of {2 * count} requests failed", "sent late"):
         assert doubt in shown, doubt
-    summary = (folder / "SUMMARY.md").read_text()
-    for warning in page_of(folder)["warnings"]:
-        assert f"*{warning['remedy']}.*" in summary
-    document = json.loads((folder / "per_config.json").read_text())
+    for warning in report.page["warnings"]:
+        assert f"*{warning['remedy']}*" in report.summary
+    document = report.document
     told = [*document["warnings"], *document["configs"]["noop"]["warnings"]]
     assert len(told) >= 4
     for warning in told:
@@ -229,25 +266,149 @@ def test_a_failed_repeat_is_named_and_the_others_are_used(tmp_path: Path):
     path = folder / "plain" / "r1" / "trial.json"
     facts = json.loads(path.read_text()) | {"status": "failed", "error": "no port"}
     path.write_text(json.dumps(facts))
-    _, trials = load_run(folder)
-    entry = analyse(RunRecord(), trials, None).document.configs["plain"]
+    run, trials = load_run(folder)
+    entry = analyse(run, trials, None).document.configs["plain"]
     assert entry.n_repeats == 1 and entry.error == "r1: no port"
     assert entry.verdict != "failed"
 
 
 def test_the_page_shows_each_moment_of_a_server_of_every_measured_config(
-    reported: Path,
+    report: Report,
 ):
-    sections = page_of(reported)["sections"]
+    sections = report.page["sections"]
     lines = {one["title"]: one for one in sections if one["kind"] == "timeline"}
     measured = [truth.name for truth in TRUTHS if truth.fails is None]
     assert list(lines) == [f"Every moment of {name} r0" for name in measured]
     for name in measured:
         line = lines[f"Every moment of {name} r0"]
-        records = (reported / name / "r0" / "engine_step.jsonl").read_bytes()
+        records = (report.folder / name / "r0" / "engine_step.jsonl").read_bytes()
         assert sum(line["steps"]) == records.count(b'"step_us"')
         assert not line["open"]
     walk = lines[f"Every moment of {HASH} r0"]
     assert max(walk["slowest_us"], key=lambda us: us or 0) >= max(
         sum(of) for of in zip(*walk["parts"].values(), strict=True) if None not in of
     )
+
+
+STEPS, BLOCKS = 3_000, 15_000
+
+
+def growth(repeat: int, slope: float) -> pl.DataFrame:
+    """A growth phase whose batch size, 7 us each, rises with |cache|."""
+    blocks = np.linspace(0, BLOCKS, STEPS)
+    jitter = np.arange(STEPS) % 3
+    batch = (2 + blocks / 5_000 + jitter).astype(int)
+    us = 100 + 7.0 * batch + 30.0 * repeat
+    return pl.DataFrame(
+        {
+            "repeat": repeat,
+            "phase": Phase.GROWTH,
+            "batch": batch,
+            "cache_blocks": blocks.astype(int),
+            "schedule_us": us + slope * blocks / 1_000,
+            "build_meta_us": us,
+        }
+    )
+
+
+@pytest.fixture
+def measured():
+    steps = pl.concat([growth(repeat, slope=20.0) for repeat in range(2)])
+    return {"one": SimpleNamespace(steps=steps)}
+
+
+def test_a_curve_rises_by_the_slope_of_its_own_time(measured):
+    for time, slope in (("schedule_us", 20.0), ("build_meta_us", 0.0)):
+        curve = binned_curves(measured, time)
+        assert curve.height == BINS
+        fit = np.polyfit(curve["cache_blocks"], curve["p50_us"], 1)
+        assert fit[0] * 1_000 == pytest.approx(slope, abs=0.1)
+
+
+def test_the_band_holds_neither_repeats_nor_batch_sizes(measured):
+    curve = binned_curves(measured, "build_meta_us")
+    assert (curve["p75_us"] - curve["p25_us"]).max() < 0.01
+
+
+def test_a_time_that_no_config_measured_has_no_curve(measured):
+    steps = measured["one"].steps.with_columns(build_meta_us=pl.lit(None, pl.Float64))
+    assert binned_curves(
+        {"one": SimpleNamespace(steps=steps)}, "build_meta_us"
+    ).is_empty()
+
+
+def break_nothing_there(folder: Path) -> str:
+    (folder / "run.json").unlink()
+    return "run.json: missing"
+
+
+def break_run_schema(folder: Path) -> str:
+    (folder / "run.json").write_text('{"schema": "kvtax.run/9"}')
+    return "schema is 'kvtax.run/9', this reader needs 'kvtax.run/1'"
+
+
+def break_role(folder: Path) -> str:
+    run = json.loads((folder / "run.json").read_text())
+    run["configs"] = {"plain": {"role": "referee"}}
+    (folder / "run.json").write_text(json.dumps(run))
+    return "'referee' - at `$.configs"
+
+
+def break_record_schema(folder: Path) -> str:
+    path = folder / "plain" / "r0" / "engine_step.jsonl"
+    path.write_text(path.read_text().replace("engine_step/1", "engine_step/2", 1))
+    return "schema is 'kvtax.engine_step/2'"
+
+
+def break_engine_file(folder: Path) -> str:
+    (folder / "plain" / "r0" / "engine_step.jsonl").unlink()
+    return "engine_step.jsonl: missing"
+
+
+def break_worker_file(folder: Path) -> str:
+    (folder / "plain" / "r0" / "worker_step.r0.jsonl").unlink()
+    return "no worker_step.r*.jsonl"
+
+
+def break_requests_file(folder: Path) -> str:
+    (folder / "plain" / "r0" / "requests.jsonl").unlink()
+    return "requests.jsonl: missing"
+
+
+def break_by_second_engine(folder: Path) -> str:
+    trial = folder / "plain" / "r0"
+    (trial / "another life").mkdir()
+    shutil.copy(trial / "engine_step.jsonl", trial / "another life")
+    return "2 engine lives"
+
+
+def break_by_foreign_scheduler(folder: Path) -> str:
+    path = folder / "plain" / "r0" / "engine_step.jsonl"
+    path.write_text(path.read_text().replace("cache_size", "other_size"))
+    return "the scheduler has no block pool of vLLM's"
+
+
+def break_by_a_run_without_levels(folder: Path) -> str:
+    run = json.loads((folder / "run.json").read_text())
+    del run["profile"]["load"]["ladder"]
+    (folder / "run.json").write_text(json.dumps(run))
+    return "the profile has no ladder"
+
+
+def break_plan(folder: Path) -> str:
+    (folder / "run.json").write_text('{"schema": "kvtax.run/1", "plan": []}')
+    return "the plan is empty"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [value for name, value in sorted(globals().items()) if name.startswith("break_")],
+)
+def test_a_run_that_cannot_be_read_is_bad_input(
+    damage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = write_run(tmp_path, [Truth("plain")], repeats=1, steps=300)
+    message = damage(folder)
+    assert main(["sweep", "--report", str(folder)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "SUMMARY.md").exists()

@@ -3,24 +3,28 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from synthetic import Truth, write_run
 
-from lab.paths import CONFIGS
-from lab.records.run import RunRecord
-from lab.serving.connector import load_connector
-from microbench import report
-from microbench.analysis.roles import roles_of
+from kvtax.cli import main
+from kvtax.cost.roles import Outcome
+from kvtax.engine.connector import connector_names, load_connector
+from kvtax.records.run import Role
+from microbench.profile import load_profile
+from tests.microbench.synthetic import (
+    Report,
+    Truth,
+    page_of,
+    report_of,
+    write_run,
+)
 
-pytestmark = pytest.mark.slow
-
-CONNECTORS = sorted(file.stem for file in (CONFIGS / "connectors").glob("*.toml"))
+CONNECTORS = [name for name in connector_names() if "/" not in name]
 TRUTHS = [
     Truth("plain"),
     Truth("plain_aa"),
@@ -30,21 +34,9 @@ TRUTHS = [
 ]
 
 
-def reported(folder: Path, truths: list[Truth], **run: Any) -> tuple[Any, str]:
-    """per_config.json and SUMMARY.md of a made-up run."""
-    write_run(folder, truths, repeats=1, steps=1_500, **run)
-    assert report.main([str(folder)]) == 0
-    document = json.loads((folder / "per_config.json").read_text())
-    return document, (folder / "SUMMARY.md").read_text()
-
-
-def test_a_run_carries_the_roles_that_its_configs_had():
-    written = {
-        name: msgspec.to_builtins(load_connector(name).report) for name in CONNECTORS
-    }
-    told = roles_of(msgspec.convert({"configs": written}, RunRecord), CONNECTORS)
-    assert told == roles_of(RunRecord(), CONNECTORS)
-    assert (told.baseline, told.twin, told.floor) == ("plain", "plain_aa", "noop")
+def reported(folder: Path, truths: list[Truth], **run: Any) -> Report:
+    """The report of a made-up run."""
+    return report_of(write_run(folder, truths, repeats=1, steps=1_500, **run))
 
 
 def test_other_names_with_the_same_roles_give_the_same_report(tmp_path: Path):
@@ -54,38 +46,104 @@ def test_other_names_with_the_same_roles_give_the_same_report(tmp_path: Path):
     }
     renamed = [replace(truth, name=names[truth.name]) for truth in TRUTHS]
     # The roles of the first run are those of the TOML files.
-    first, summary = reported(tmp_path / "a", TRUTHS)
-    second, other = reported(tmp_path / "b", renamed, configs=roles)
+    first = reported(tmp_path / "a", TRUTHS)
+    second = reported(tmp_path / "b", renamed, configs=roles)
     # Longer names first: one is the start of another.
+    other = second.summary
     for old in sorted(names, key=len, reverse=True):
         other = other.replace(names[old], old)
-    assert other == summary
-    assert list(second["configs"].values()) == list(first["configs"].values())
+    assert other == first.summary
+    assert list(second.document["configs"].values()) == list(
+        first.document["configs"].values()
+    )
 
 
+@pytest.mark.slow
 def test_a_config_without_a_role_is_measured_like_any_other(tmp_path: Path):
-    document, summary = reported(
+    report = reported(
         tmp_path, [Truth("newcomer", build_meta=3.0)], configs={"newcomer": {}}
     )
-    entry = document["configs"]["newcomer"]
+    entry = report.document["configs"]["newcomer"]
     assert entry["verdict"] != "failed" and entry["schedule_us"]["p50"] > 0
     assert entry["vs_plain"] is None and entry["vs_noop"] is None
-    assert "| `newcomer` |" in summary
+    assert "| `newcomer` |" in report.summary
 
 
+@pytest.mark.slow
 def test_of_two_baselines_the_first_counts_and_the_reader_is_told(tmp_path: Path):
     roles = {name: {"role": "baseline"} for name in ("first", "second")}
-    document, _ = reported(tmp_path, [Truth("first"), Truth("second")], configs=roles)
+    truths = [Truth("first"), Truth("second")]
+    document = reported(tmp_path, truths, configs=roles).document
     assert document["configs"]["first"]["vs_plain"] is None
     assert document["configs"]["second"]["vs_plain"]
     assert any("first, second have the role" in text for text in document["warnings"])
 
 
-def test_an_unknown_role_in_run_json_is_a_clear_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+KNOWN = "Configs whose verdict is known"
+
+
+def run_all(folder, monkeypatch, expected: dict[str, str]) -> int:
+    """Return the exit code of a sweep in which `walk` grows and `plain` is flat."""
+
+    def made_up(run_dir, *_):
+        write_run(run_dir, [Truth("plain"), Truth("walk", slope=40.0)], configs=roles)
+        return []
+
+    roles = {name: Role(expected=verdict) for name, verdict in expected.items()}
+    monkeypatch.setattr("microbench.sweep.sweep", made_up)
+    # Nothing is measured here, so another process may be measuring.
+    monkeypatch.setattr("kvtax.engine.machine_lock.machine_lock", nullcontext)
+    return main(["sweep", "--out", str(folder)])
+
+
+@pytest.mark.slow
+def test_a_sweep_that_finds_what_it_must_ends_well(tmp_path, monkeypatch):
+    assert run_all(tmp_path / "run", monkeypatch, {"walk": "grows"}) == 0
+    summary = (tmp_path / "run" / "SUMMARY.md").read_text()
+    assert "Known verdicts: 1, of which 1 right." in summary
+    (row,) = page_of(tmp_path / "run")["by_title"][KNOWN]["rows"]
+    assert row[:4] == ["walk", "grows", "grows", "right"]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_misses_names_the_config_and_both_verdicts(
+    tmp_path, monkeypatch, capsys
 ):
-    configs = {"plain": {"role": "referee"}}
-    folder = write_run(tmp_path, TRUTHS[:1], repeats=1, steps=300, configs=configs)
-    assert report.main([str(folder)]) == 1
-    message = capsys.readouterr().err
-    assert "run.json: " in message and "'referee' - at `$.configs" in message
+    told = {"walk": "flat", "plain": "grows"}
+    assert run_all(tmp_path / "run", monkeypatch, told) == 1
+    printed = capsys.readouterr().out
+    assert "walk: expected flat, found grows" in printed
+    assert "plain: expected grows, found flat" in printed
+    summary = (tmp_path / "run" / "SUMMARY.md").read_text()
+    assert "Known verdicts: 2, of which 1 false flat, 1 false grows." in summary
+
+
+@pytest.mark.slow
+def test_a_run_in_which_nothing_is_known_says_nothing(tmp_path, monkeypatch):
+    assert run_all(tmp_path / "run", monkeypatch, {}) == 0
+    assert "Known verdicts" not in (tmp_path / "run" / "SUMMARY.md").read_text()
+    assert KNOWN not in page_of(tmp_path / "run")["by_title"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "kind"),
+    [
+        ("grows", "grows", "right"),
+        ("grows", "flat", "false flat"),
+        ("drifts", "flat", "false flat"),
+        ("flat", "grows", "false grows"),
+        ("drifts", "grows", "false grows"),
+        ("grows", "drifts", "wrong"),
+        ("flat", "inconclusive", "undecided"),
+        ("flat", "failed", "undecided"),
+    ],
+)
+def test_no_answer_is_told_from_a_wrong_one(expected, found, kind):
+    assert Outcome("some", expected, found).kind == kind
+
+
+def test_the_profile_measures_every_connector_with_a_known_cost():
+    known = {name for name in connector_names() if name.startswith("synthetic/")}
+    configs = load_profile("synthetic").configs
+    assert known <= set(configs)
+    assert len(configs) == len(set(configs))

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from synthetic import FIRST_NS, STEP_NS, Truth, write_run
 
-from lab.records import RecordsError
-from lab.records.joined_steps import overhead_us, read_worker_steps
-from lab.records.requests import PhaseStart
-from microbench.analysis.steps import read_engine_steps
-from microbench.analysis.trials import load_run, load_trial
+from kvtax.cost.analysis import analyse
+from kvtax.cost.steps import read_engine_steps
+from kvtax.cost.trials import load_run, load_trial
+from kvtax.records import RecordsError
+from kvtax.records.requests import Phase, PhaseStart
+from kvtax.records.step_table import overhead_us, read_worker_steps
+from tests.microbench.synthetic import FIRST_NS, STEP_NS, Truth, write_run
 
 HEADER = {"schema": "kvtax.engine_step/1", "clock": "CLOCK_MONOTONIC"}
 
@@ -54,18 +55,35 @@ def test_only_decode_only_steps_of_a_phase_are_kept(tmp_path: Path):
         if line["prefill_tokens"] == 0 and line["decode_tokens"] > 0
     ]
     assert steps is not None and steps["step_id"].to_list() == wanted
-    assert steps["phase"].unique().sort().to_list() == [0, 1, 2]
+    assert steps["phase"].unique().sort().to_list() == [0, 1, 3]
 
 
-def test_after_reset_begins_at_the_reset_and_not_at_the_phase_record(tmp_path: Path):
+def test_a_pass_begins_at_its_reset_and_not_at_the_phase_record(tmp_path: Path):
     lines = [HEADER] + [engine_record(step) for step in range(10)]
     write_lines(tmp_path / "engine_step.jsonl", lines)
     phases = [
         PhaseStart("growth", FIRST_NS),
-        PhaseStart("after_reset", FIRST_NS, reset_ns=FIRST_NS + 6 * STEP_NS),
+        PhaseStart("hold.0.0", FIRST_NS, reset_ns=FIRST_NS + 6 * STEP_NS),
     ]
     engine = read_engine_steps(tmp_path, phases).frame
-    assert engine["phase"].to_list() == [0] * 6 + [2] * 4
+    assert engine["phase"].to_list() == [0] * 6 + [3] * 4
+
+
+def test_a_step_has_the_pass_and_the_level_that_it_was_held_at(tmp_path: Path):
+    lines = [HEADER] + [engine_record(step) for step in range(12)]
+    write_lines(tmp_path / "engine_step.jsonl", lines)
+    names = ["growth", "fill.0.0.decoders", "hold.0.0", "fill.0.1", "hold.0.1"]
+    names += ["fill.1.0.decoders"]
+    phases = []
+    for number, name in enumerate(names):
+        start_ns = FIRST_NS + 2 * number * STEP_NS
+        reset_ns = start_ns if name.endswith("0.decoders") else None
+        phases.append(PhaseStart(name, start_ns, reset_ns))
+    engine = read_engine_steps(tmp_path, phases).frame
+    fill, hold = int(Phase.FILL), int(Phase.HOLD)
+    assert engine["phase"].to_list()[::2] == [0, fill, hold, fill, hold, fill]
+    assert engine["cycle"].to_list()[::2] == [0, 1, 1, 1, 1, 2]
+    assert engine["level"].to_list()[::2] == [0, 0, 0, 1, 1, 0]
 
 
 def test_steps_join_by_id_even_out_of_order_and_missing_ones_are_counted(
@@ -158,3 +176,16 @@ def test_overhead_is_scheduler_and_connector_without_the_model():
     )
     # Without a worker record the connector's part is unknown, not zero.
     assert steps.select(overhead_us([])).to_series().to_list() == [90.0, None]
+
+
+def test_a_trial_that_was_sent_late_counts_for_what_is_held_alone(tmp_path: Path):
+    folder = write_run(tmp_path, [Truth("plain")], repeats=1, steps=4_000)
+    path = folder / "plain" / "r0" / "requests.jsonl"
+    path.write_text(path.read_text().replace('"valid":true', '"valid":false'))
+    trial = load_trial(folder, "plain", 0)
+    assert trial.late and trial.error is None
+    assert trial.steps["phase"].unique().to_list() == [Phase.HOLD]
+    entry = analyse(*load_run(folder), None).document.configs["plain"]
+    assert entry.verdict_of["schedule"] == "flat"
+    assert entry.tpot_ms is None and entry.growth_slope_us_per_1k_blocks is None
+    assert any("sent late" in warning for warning in entry.warnings)

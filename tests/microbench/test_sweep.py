@@ -1,52 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sweep refuses, and what it does not let one bad config spoil."""
+"""What a sweep refuses, what one bad config does not spoil, and when it goes on."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import shutil
+from itertools import groupby
 from pathlib import Path
 
+import msgspec
 import pytest
 
-import blockpatch
-from lab.config import ConfigError
-from lab.paths import CONFIGS, PATCHES, REPOSITORY
-from lab.serving.connector import Connector, load_connector
-from lab.serving.installation import installation
-from lab.serving.machine_lock import MachineBusy, machine_lock
-from lab.serving.tree import build_tree, link_package
-from microbench.profile import load_profile
-from microbench.trees import build_trees
+from kvtax import patcher
+from kvtax.cli import Exit, main
+from kvtax.config import ConfigError
+from kvtax.engine import machine_lock as machine_lock_module
+from kvtax.engine.connector import Connector, connector_names, load_connector
+from kvtax.engine.installation import installation
+from kvtax.engine.machine_lock import machine_lock
+from kvtax.engine.overlay import build_overlay
+from kvtax.load.plan import Phase as PlannedPhase
+from kvtax.load.plan import read_plan
+from kvtax.patcher.at_import import SOURCES
+from kvtax.paths import CONFIGS, PATCHES
+from kvtax.records.requests import Phase, level_of
+from kvtax.records.run import TrialRecord
+from microbench.profile import Profile, load_profile
+from microbench.sweep import configs_of_next_round, undecided
 from microbench.trial import PlannedTrial
-from microbench.workshop import Workshop
+from microbench.workshop import Workshop, build_overlays
+from tests.microbench.synthetic import Truth, write_run, write_trial
 
 pytestmark = pytest.mark.slow
 
 PROFILES = sorted(file.stem for file in (CONFIGS / "profiles").glob("*.toml"))
-CONNECTORS = sorted(file.stem for file in (CONFIGS / "connectors").glob("*.toml"))
-
-LOCK_DEADLINE_S = 300.0
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "microbench.sweep", *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-
-
-@pytest.fixture(scope="module")
-def trees(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("trees")
-    link_package(installation().package("vllm"), folder / "base")
-    return folder
+CONNECTORS = [name for name in connector_names() if "/" not in name]
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -65,6 +53,62 @@ def test_every_profile_fills_its_cache_within_one_lifetime(name):
     assert tokens < profile.max_model_len
 
 
+def passes_of(profile: Profile) -> list[list[PlannedPhase]]:
+    """The phases of each pass over the ladder."""
+    _, _, *phases = profile.plan("model", vocab_size=1000, seed=0).phases
+    grouped = groupby(phases, lambda phase: phase.name.split(".")[1])
+    return [list(of_pass) for _, of_pass in grouped]
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_pass_holds_every_level_after_filling_the_cache_to_it(name):
+    profile = load_profile(name)
+    ladder, plan = profile.load.ladder, profile.plan("model", 1000, seed=0)
+    one_request = (plan.prompt_tokens + 1) // profile.block_size
+    passes = passes_of(profile)
+    assert len(passes) == ladder.passes
+    for number, phases in enumerate(passes):
+        blocks, filled = 0, 0
+        for phase in phases:
+            prompt, answer = plan.shape(phase)
+            # The last token of an answer is never computed.
+            more = phase.requests * ((prompt + answer - 1) // profile.block_size)
+            if phase.name.endswith(".decoders"):
+                filled = blocks
+            elif Phase.of(phase.name) is Phase.HOLD:
+                level = level_of(phase.name)
+                assert phase.name == Phase.HOLD.at(number, level)
+                target = ladder.levels[level] * profile.num_blocks
+                assert abs(filled - target) <= one_request or filled > target == (
+                    profile.num_blocks
+                )
+                # What arrives leaves no block, so the level holds.
+                assert more == 0
+            blocks += more
+        levels = [level_of(p.name) for p in phases if Phase.of(p.name) is Phase.HOLD]
+        assert levels == list(range(len(ladder.levels)))
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_only_the_first_phase_of_a_pass_resets_and_only_holds_do_not_wait(name):
+    for phases in passes_of(load_profile(name)):
+        assert [phase.reset_prefix_cache for phase in phases] == [True] + [False] * (
+            len(phases) - 1
+        )
+        for phase in phases:
+            assert phase.after_answers == (Phase.of(phase.name) is Phase.FILL)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_plan_can_be_read_and_its_levels_rise(name, tmp_path):
+    profile = load_profile(name)
+    path = tmp_path / "plan.json"
+    path.write_bytes(msgspec.json.encode(profile.plan("model", 1000, seed=0)))
+    assert read_plan(path) == profile.plan("model", 1000, seed=0)
+    levels = profile.load.ladder.levels
+    assert levels == sorted(set(levels)) and levels[-1] == 1.0
+
+
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
 def test_the_full_profiles_reach_the_reference_studys_cache_size(name):
     assert load_profile(name).num_blocks > 17_500
@@ -72,26 +116,22 @@ def test_the_full_profiles_reach_the_reference_studys_cache_size(name):
 
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_every_config_can_be_built_and_leaves_the_installed_package_alone(
-    name, trees, tmp_path
+    name, tmp_path
 ):
     target = installation().package("vllm") / "v1/core/sched/scheduler.py"
     before = target.read_bytes()
     connector = load_connector(name)
-    hashes = build_tree(
-        tmp_path / "tree",
-        trees / "base" / "vllm",
-        connector.patches,
-        connector.patch_parameters,
-    )
-    patches = blockpatch.load_patches(PATCHES)
-    release = blockpatch.Tree(trees / "base" / "vllm").version
+    overlay = tmp_path / "overlay"
+    hashes = build_overlay(overlay, connector.patches, connector.patch_parameters)
+    patches = patcher.load_patches(PATCHES)
+    release = patcher.Tree(installation().package("vllm")).version
     assert list(hashes) == [
         patch
         for patch in connector.patches
         if patches[patch].package != "vllm" or patches[patch].is_needed(release)
     ]
-    patched = tmp_path / "tree" / "vllm/v1/core/sched/scheduler.py"
-    assert b"BLOCK_BEGIN step_timing_v1" in patched.read_bytes()
+    patched = overlay / SOURCES / "vllm/v1/engine/core.py"
+    assert b"BLOCK_BEGIN step_timing_v2" in patched.read_bytes()
     assert target.read_bytes() == before
 
 
@@ -104,26 +144,27 @@ def test_configs_alternate_the_direction_so_that_drift_hits_all_alike():
         ]
 
 
-def test_a_config_whose_patch_does_not_fit_does_not_sink_the_others(trees, tmp_path):
-    base = tmp_path / "base" / "vllm"
-    link_package(trees / "base" / "vllm", base.parent)
-    connector_file = base / (
+def test_a_config_whose_patch_does_not_fit_does_not_sink_the_others(
+    tmp_path, monkeypatch
+):
+    connector_file = (
         "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
     )
-    changed = connector_file.read_text().replace("return meta", "return (meta, 1)")
-    connector_file.unlink()
-    connector_file.write_text(changed)
+    read = patcher.Tree.read
+
+    def changed(tree: patcher.Tree, path: str) -> bytes | None:
+        text = read(tree, path)
+        if text is not None and path == connector_file:
+            return text.replace(b"return meta", b"return (meta, 1)")
+        return text
+
+    monkeypatch.setattr(patcher.Tree, "read", changed)
     configs = {
         name: load_connector(name) for name in ("noop", "mooncake_both_hash_sync")
     }
-    patches, errors = build_trees(tmp_path, configs, installation())
+    patches, errors = build_overlays(tmp_path, configs, installation())
     assert set(patches) == {"noop"}
     assert "return meta" in errors["mooncake_both_hash_sync"]
-
-
-def test_an_unknown_config_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="nixl_both"):
-        load_connector("nixl")
 
 
 def test_a_misspelt_field_is_refused_by_name(tmp_path, monkeypatch):
@@ -131,7 +172,7 @@ def test_a_misspelt_field_is_refused_by_name(tmp_path, monkeypatch):
     text = (CONFIGS / "connectors" / "noop.toml").read_text()
     file = tmp_path / "connectors" / "noop.toml"
     file.write_text(text.replace("summary", "sumary"))
-    monkeypatch.setattr("lab.serving.connector.CONFIGS", tmp_path)
+    monkeypatch.setattr("kvtax.engine.connector.CONFIGS", tmp_path)
     with pytest.raises(ConfigError, match=r"noop\.toml.*sumary"):
         load_connector("noop")
 
@@ -147,36 +188,84 @@ def test_a_misspelt_field_is_refused_by_name(tmp_path, monkeypatch):
     ],
 )
 def test_a_wrong_command_line_is_refused_before_anything_starts(
-    arguments, message, tmp_path
+    arguments, message, tmp_path, capsys
 ):
-    done = run("--out", str(tmp_path / "run"), *arguments)
-    assert done.returncode == 1
-    assert message in done.stderr
+    assert main(["sweep", "--out", str(tmp_path / "run"), *arguments]) == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-@contextmanager
-def machine_held() -> Iterator[None]:
-    """By us, as soon as nobody else has it: another checkout may be measuring."""
-    deadline_s = time.monotonic() + LOCK_DEADLINE_S
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(machine_lock())
-                break
-            except MachineBusy:
-                assert time.monotonic() < deadline_s, "the machine is held by others"
-                time.sleep(0.1)
-        yield
+def test_a_second_sweep_on_the_same_machine_is_refused(tmp_path, monkeypatch, capsys):
+    # The machine's own lock may be held by a measurement beside.
+    name = f"\0kvtax-test-{os.getpid()}"
+    monkeypatch.setattr(machine_lock_module, "MEASUREMENT", name)
+    with machine_lock():
+        assert main(["sweep", "--out", str(tmp_path / "run")]) == Exit.NOT_MEASURED
+    assert "another sweep or experiment is running" in capsys.readouterr().err
 
 
-def test_a_second_sweep_on_the_same_machine_is_refused(tmp_path):
-    with machine_held():
-        done = run("--out", str(tmp_path / "run"))
-    assert done.returncode == 1
-    assert "another sweep or experiment is running" in done.stderr
+WALL_S = 60.0
 
 
-def test_the_tree_shares_its_data_with_the_installed_package(trees):
-    original = installation().package("vllm") / "envs.py"
-    assert os.stat(original).st_ino == os.stat(trees / "base/vllm/envs.py").st_ino
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """A walk that grows, a config that never does, and one with half of its servers."""
+    truths = [
+        Truth("walk", slope=40.0),
+        Truth("plain"),
+        Truth("unsure", slope=2.0, repeat_offsets=(0.0, 60.0)),
+    ]
+    return write_run(tmp_path_factory.mktemp("run"), truths, repeats=3)
+
+
+def trials(repeats: int = 3) -> list[TrialRecord]:
+    return [
+        TrialRecord(
+            config=name,
+            repeat=repeat,
+            status="ok",
+            num_blocks=1,
+            block_size=16,
+            wall_s=WALL_S,
+        )
+        for name in ("walk", "plain", "unsure")
+        for repeat in range(repeats)
+    ]
+
+
+def profile(**changes: float) -> Profile:
+    wanted = {"repeats": 3, "most_repeats": 5, "minutes": 60.0} | changes
+    return msgspec.structs.replace(load_profile("cpu"), **wanted)
+
+
+def test_what_is_undecided_is_measured_again_and_nothing_else(run_dir):
+    assert configs_of_next_round(run_dir, profile(), trials()) == ["unsure"]
+
+
+def test_no_config_is_measured_on_more_servers_than_the_profile_allows(run_dir):
+    assert configs_of_next_round(run_dir, profile(most_repeats=3), trials()) == []
+
+
+def test_a_sweep_ends_within_its_time(run_dir):
+    # Nine trials of a minute each.
+    assert configs_of_next_round(run_dir, profile(minutes=9.5), trials()) == []
+    assert configs_of_next_round(run_dir, profile(minutes=10.0), trials()) == ["unsure"]
+
+
+def test_a_config_that_lost_servers_is_measured_again(run_dir):
+    # They were set aside, or failed: fewer count than the profile asks for.
+    asked = profile(repeats=4)
+    found = configs_of_next_round(run_dir, asked, trials())
+    assert set(found) == {"walk", "plain", "unsure"}
+
+
+def test_what_needs_least_to_be_decided_comes_first(tmp_path):
+    wide = Truth("wide", slope=2.0)
+    truths = [wide, Truth("plain"), Truth("narrow", slope=2.0)]
+    folder = write_run(tmp_path, truths, repeats=2)
+    # The same at the margin, known from a quarter of the steps.
+    shutil.rmtree(folder / "wide")
+    for repeat in range(2):
+        write_trial(folder, wide, repeat, seed=repeat, steps=1_000, blocks=16_000)
+    found = undecided(folder, repeats=2)
+    assert found.index("narrow") < found.index("wide")

@@ -5,9 +5,8 @@ A module says in PATCHES which patches its vLLM has, and in RELEASE which releas
 if not the one under test. If what it tests is for one release alone, it says so in
 ONLY, and is skipped on others. Out here the module is read, never imported.
 
-All selected tests of the same vLLM run in one pytest on a private patched tree
-(inside.py is its plugin). The first of them starts it; each waits for the outcome of
-its namesake.
+All selected tests of the same vLLM run in one pytest inside it (inside.py is its
+plugin). The first of them starts it; each waits for the outcome of its namesake.
 
 What cannot be read off the syntax tree is refused: no test goes unseen.
 """
@@ -22,9 +21,9 @@ from pathlib import Path
 
 import pytest
 from inside_run import InsideRun
-from releases import INSTALLED, package_of, under_test
 
-from lab.serving.installation import installation
+from kvtax.engine.installation import installation
+from tests.releases import INSTALLED, package_of, under_test
 
 RUNS = pytest.StashKey[dict[tuple[str, ...], InsideRun]]()
 
@@ -60,7 +59,7 @@ class PatchedModule(pytest.File):
             match ast.unparse(decorator).removeprefix("pytest.mark.").split("(")[0]:
                 case "parametrize" if len(decorator.args) == 2:
                     ids.append([str(v) for v in self._value(decorator.args[1], module)])
-                case "long" as mark:
+                case ("long" | "serial") as mark:
                     marks.append(mark)
                 case _:
                     text = ast.unparse(decorator)

@@ -17,10 +17,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from costs.growth.connectors import Subject
-from costs.growth.scheduler import BLOCK_SIZE, LoneScheduler
-from costs.growth.twin import Twin
-from costs.growth.variants import before_and_after
+from kvtax.engine.before_after import Twin, before_and_after
+from kvtax.engine.scheduler_alone import BLOCK_SIZE, LoneScheduler, Subject
 
 THOROUGH = settings(
     max_examples=150,

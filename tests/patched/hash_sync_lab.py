@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine with Mooncake's connector, its block pool against the worker's map.
 
-Metadata is pickled on its way to the worker, as it is between processes.
+Metadata is pickled on its way to the worker, as it is between processes. There may be
+several engines in the process; each steps with its own connector.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm import envs
+from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 
-from lab.serving.connector import load_connector
-from lab.serving.null_engine import BLOCK_SIZE, NullEngine
+from kvtax.engine.connector import load_connector
+from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
+from kvtax.engine.ports import reserve
 
 CONFIGS = {"walk": "mooncake_both_hash_sync", "deltas": "mooncake_both_delta"}
 NUM_BLOCKS = 80
@@ -38,7 +41,8 @@ class Witness:
         }[source]
         self._engine = engine
         self.pool: BlockPool = engine.core.scheduler.kv_cache_manager.block_pool
-        worker = get_kv_transfer_group().connector_worker
+        self._connector = get_kv_transfer_group()
+        worker = self._connector.connector_worker
         self.block_ids: dict[bytes, int] = worker.block_ids_by_hash
         self.unseen: set[bytes] = set()
         self.counts: Counter[str] = Counter()
@@ -49,14 +53,18 @@ class Witness:
         insert, pop = BlockHashToBlockMap.insert, BlockHashToBlockMap.pop
 
         def watched_insert(block_map, key, block):
-            self.counts["duplicates"] += key in block_map._cache
+            duplicate = key in block_map._cache
             insert(block_map, key, block)
+            if block_map is not self.pool.cached_block_hash_to_block:
+                return
+            self.counts["duplicates"] += duplicate
             if self.block_ids.get(key) == block.block_id:
                 self.unseen.discard(key)
 
         def watched_pop(block_map, key, block_id):
             block = pop(block_map, key, block_id)
-            if block is not None:
+            own = block_map is self.pool.cached_block_hash_to_block
+            if own and block is not None:
                 self.counts["evictions"] += 1
                 if self.block_ids.get(key) == block_id:
                     self.unseen.add(key)
@@ -93,6 +101,7 @@ class Witness:
         scheduler = self._engine.core.scheduler
         if not scheduler.has_requests():
             return
+        kv_transfer_state._KV_CONNECTOR_AGENT = self._connector
         self._engine.core.step()
         self.counts["steps"] += 1
         block_map = self.pool.cached_block_hash_to_block
@@ -132,6 +141,8 @@ class Witness:
 def watched_engine(model: Path, source: str) -> tuple[NullEngine, Witness]:
     """The engine of the config with that source, after a long random workload."""
     config = load_connector(CONFIGS[source]).kv_transfer_config
+    kv_transfer_state._KV_CONNECTOR_AGENT = None  # an earlier engine's
+    envs.VLLM_MOONCAKE_BOOTSTRAP_PORT = reserve(1)[0].bootstrap
     engine = NullEngine(model, {"kv_buffer_device": "cpu"} | config, NUM_BLOCKS)
     witness = Witness(engine, source)
     for seed in range(SEEDS):

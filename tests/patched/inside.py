@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.serving.null_model import null_checkpoint
+from kvtax.engine.null_model import null_checkpoint
 
 WORST_FIRST = ("failed", "skipped", "passed")
 

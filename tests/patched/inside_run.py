@@ -10,13 +10,13 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from lab.serving.environment import engine_environment
-from lab.serving.installation import Installation
-from lab.serving.ports import reserve
-from lab.serving.server import tail
-from lab.serving.settings import CPU_ENGINE
-from lab.serving.supervise import Supervised
-from lab.serving.tree import build_tree
+from kvtax.engine.environment import engine_environment
+from kvtax.engine.installation import Installation
+from kvtax.engine.overlay import build_overlay
+from kvtax.engine.ports import reserve
+from kvtax.engine.server import tail
+from kvtax.engine.settings import CPU_ENGINE
+from kvtax.engine.supervise import Supervised
 
 HERE = Path(__file__).parent
 POLL_S = 0.05
@@ -25,7 +25,7 @@ ON_A_CPU = ("cpu_uniproc", "cpu_small_blocks")
 
 
 class InsideRun:
-    """Runs `tests` (each PATH::NAME) on a private tree of the package `vllm`.
+    """Runs `tests` (each PATH::NAME) on the package `vllm`, patched.
 
     `installed` is the Python that does it. `options` are pytest's; what is long has
     been left out of the tests already.
@@ -43,9 +43,13 @@ class InsideRun:
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         self._log, self._results = folder / "log", folder / "results.jsonl"
-        build_tree(folder / "tree", vllm, [*patches, *ON_A_CPU], {}, installed)
-        env = engine_environment(folder / "tree", CPU_ENGINE, reserve(1)[0], installed)
-        env["PYTHONPATH"] += os.pathsep + os.pathsep.join(map(str, (HERE, HERE.parent)))
+        overlay = folder / "overlay"
+        build_overlay(overlay, [*patches, *ON_A_CPU], {}, installed, vllm)
+        env = engine_environment(overlay, CPU_ENGINE, reserve(1)[0], installed)
+        path = [env["PYTHONPATH"], HERE, HERE.parent]
+        if vllm != installed.package("vllm"):
+            path.append(vllm.parent)
+        env["PYTHONPATH"] = os.pathsep.join(map(str, path))
         env["INSIDE_RESULTS"] = str(self._results)
         plugins = ["--noconftest", "-p", "inside", "-p", "no:cacheprovider", "-m", ""]
         command = installed.command("-m", "pytest", *plugins, *options, *tests)

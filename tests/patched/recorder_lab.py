@@ -1,34 +1,178 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real engine that records its steps, with connectors that know what they cost."""
+"""A real engine that records its steps, with connectors of known cost.
+
+The engine, in the same process, loads the connectors from this module.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import random
+import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import FunctionType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import vllm
 from overlapping import Overlapping
-from recorder_connectors import LOG, SAVED, Call
 from v2_runner import connector_output
 from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.v1 import step_records
-from vllm.v1.core.sched import scheduler as scheduler_module
+from vllm.distributed.kv_transfer.kv_connector import factory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.kvtax_probe import engine as engine_recorder
+from vllm.kvtax_probe import install, record_engine
+from vllm.kvtax_probe import worker as worker_recorder
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core as core_module
-from vllm.v1.worker import gpu_worker, kv_connector_model_runner_mixin
-from vllm.v1.worker.gpu import kv_connector as v2_kv_connector
+from vllm.v1.executor import ray_utils
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.worker import kv_connector_model_runner_mixin, worker_base
 
-from lab.records.lines import read_lines
-from lab.records.steps import EngineHeader, EngineStep, WorkerHeader, WorkerStep
-from lab.serving import null_engine
-from lab.serving.null_engine import NOOP, NullEngine
+from connectors.noop import NoopConnector
+from kvtax.engine import null_engine
+from kvtax.engine.null_engine import NOOP, NullEngine
+from kvtax.records.files import Lines, read_lines
+from kvtax.records.life import only_life
+from kvtax.records.steps import (
+    EngineHeader,
+    EngineStep,
+    WorkerHeader,
+    WorkerStep,
+    calls_by_method,
+    method_fields,
+)
+
+SPIN_US = 100
+
+
+class Call(NamedTuple):
+    """A call of a method, as the connector itself timed it."""
+
+    side: str
+    name: str
+    us: float
+
+
+# Calls in their order, and what the lab adds: ("scheduled", step_id) and the like.
+LOG: list[tuple] = []
+# What was saved: layer, shape of its KV cache, kind of metadata.
+SAVED: set[tuple] = set()
+
+
+class Plain(NoopConnector):
+    def request_finished(self, request, block_ids):
+        # As MultiConnector asks for it.
+        return False, None
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        SAVED.add((layer_name, tuple(kv_layer.shape), type(attn_metadata).__name__))
+
+    def of_its_own(self) -> None:
+        """Not in vLLM's interface; build_connector_meta() calls it."""
+
+
+def _busy(name: str, original: FunctionType) -> FunctionType:
+    def method(self, *args, **kwargs):
+        began_ns = time.perf_counter_ns()
+        while time.perf_counter_ns() - began_ns < SPIN_US * 1e3:
+            pass
+        if name == "build_connector_meta":
+            self.of_its_own()
+        result = original(self, *args, **kwargs)
+        us = (time.perf_counter_ns() - began_ns) / 1e3
+        LOG.append(Call(self.role.name, name, us))
+        return result
+
+    return method
+
+
+# All methods of an instance that anybody may call, whatever the release has.
+METHODS = {
+    name: getattr(Plain, name)
+    for name in dir(Plain)
+    if not name.startswith("_") and isinstance(getattr(Plain, name), FunctionType)
+}
+Busy = type("Busy", (Plain,), {name: _busy(name, METHODS[name]) for name in METHODS})
+
+
+class Burner(NoopConnector):
+    """Its methods do nothing, and a thread of its worker takes a core."""
+
+    stopped = threading.Event()
+    took_us: ClassVar[list[float]] = []
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.WORKER:
+            thread = threading.Thread(target=self._burn, name="burner", daemon=True)
+            thread.start()
+
+    def _burn(self) -> None:
+        text = bytes(1 << 20)
+        while not self.stopped.is_set():
+            hashlib.sha256(text)  # without the GIL
+        self.took_us.append(time.thread_time_ns() / 1e3)
+
+
+# CPU time of the thread that Spawner starts in each step.
+SPAWNED_US = 1_000
+
+
+class Spawner(NoopConnector):
+    """Each step starts a thread that works a moment and ends, and waits for none."""
+
+    def start_load_kv(self, forward_context, **kwargs) -> None:
+        threading.Thread(target=self._work, daemon=True).start()
+
+    @staticmethod
+    def _work() -> None:
+        while time.thread_time_ns() < SPAWNED_US * 1_000:
+            pass
+
+
+PERIODIC_US = 10_000
+
+
+class Periodic(NoopConnector):
+    """Each twentieth step has work on the scheduler's side."""
+
+    def build_connector_meta(self, scheduler_output):
+        self._steps = getattr(self, "_steps", -1) + 1
+        if self._steps % 20 == 0:
+            time.sleep(PERIODIC_US / 1e6)
+        return super().build_connector_meta(scheduler_output)
+
+
+class OwnScheduler(Scheduler):
+    """A scheduler whose schedule() is not vLLM's."""
+
+    def schedule(self, *arguments, **options):
+        time.sleep(SPIN_US / 1e6)
+        return super().schedule(*arguments, **options)
+
+
+# None without Ray, and in later releases, whose workers of Ray are as all others.
+RayWorker = getattr(ray_utils, "RayWorkerWrapper", None)
+
+
+class ThroughRay(UniProcExecutor):
+    """Has its worker execute the model as Ray's compiled graph does."""
+
+    def execute_model(self, scheduler_output, non_block=False):
+        worker = self.driver_worker
+        worker.__class__, worker.compiled_dag_cuda_device_set = RayWorker, True
+        output: Future = Future()
+        output.set_result(worker.execute_model_ray((scheduler_output, None)))
+        return output if non_block else output.result()
+
 
 # So few that requests are preempted.
 NUM_BLOCKS = 60
@@ -37,19 +181,24 @@ NUM_BLOCKS = 60
 ENOUGH_BLOCKS = {"0.28.0": 600}
 # A tenth of it would do.
 MOST_STEPS = 5_000
-ENGINE = (step_records, scheduler_module, core_module)
-WORKER = (
-    step_records,
-    gpu_worker,
-    kv_connector_model_runner_mixin,
-    v2_kv_connector,
-)
+# What the recorder wraps.
+SEAMS = [
+    (
+        core_module,
+        core_module.EngineCore,
+        ("add_request", "step", "step_with_batch_queue"),
+    ),
+    (worker_base, worker_base.WorkerWrapperBase, ("execute_model",)),
+    (factory, factory.KVConnectorFactory, ("create_connector",)),
+]
+if RayWorker:
+    SEAMS.append((ray_utils, RayWorker, ("execute_model_ray",)))
 
 
 def config(name: str) -> dict[str, Any]:
     return {
         "kv_connector": name,
-        "kv_connector_module_path": "recorder_connectors",
+        "kv_connector_module_path": "recorder_lab",
         "kv_role": "kv_both",
     }
 
@@ -71,19 +220,23 @@ CONFIGS = {
 
 
 @contextmanager
-def recording(folder: Path) -> Iterator[None]:
+def recording(folder: Path, **settings: int) -> Iterator[None]:
     """This process records into `folder` what engines made meanwhile do."""
-    engine = step_records.EngineStepRecorder(str(folder))
-    worker = step_records.WorkerStepRecorder(str(folder))
+    recorders: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        for module in ENGINE:
-            patch.setattr(module, "ENGINE_STEPS", engine)
-        for module in WORKER:
-            patch.setattr(module, "WORKER_STEPS", worker)
+        patch.setenv("KVTAX_STEP_RECORDS_DIR", str(folder))
+        for module, owner, names in SEAMS:
+            patch.setattr(module, "_kvtax_recorded", False, raising=False)
+            for name in names:
+                patch.setattr(owner, name, vars(owner)[name])
+        for module in (engine_recorder, worker_recorder):
+            patch.setattr(module, "at_exit", lambda close: recorders.append(close))
+            for name, value in {"CPU_EVERY": 1, **settings}.items():
+                patch.setattr(module, name, value)
+        install()
         yield
-        worker._append()
-        for recorder in (engine, worker):
-            recorder._file.flush()
+        for close in recorders:
+            close()
 
 
 @dataclass
@@ -103,11 +256,26 @@ class Recorded:
                 yield step, self.truth[side][step_id]
 
 
+def by_id(side: str, file: Lines) -> dict[int, Any]:
+    """The records by step, with what they leave out."""
+    fields = method_fields(side, file.header.methods)
+    for step in file.records:
+        calls, self_us = calls_by_method(step, fields)
+        us = {name: getattr(step, field) for name, field in fields.items()}
+        known = {name: value for name, value in us.items() if value is not None}
+        step.connector_us = self_us | known | step.connector_us
+        step.connector_calls, step.connector_self_us = calls, self_us
+    return {step.step_id: step for step in file.records}
+
+
 def new_engine(
-    kv_transfer: dict[str, Any] | None, model: Path, num_blocks: int = NUM_BLOCKS
+    kv_transfer: dict[str, Any] | None,
+    model: Path,
+    num_blocks: int = NUM_BLOCKS,
+    **engine_args: Any,
 ) -> NullEngine:
     kv_transfer_state._KV_CONNECTOR_AGENT = None  # an earlier engine's
-    return NullEngine(model, kv_transfer, num_blocks)
+    return NullEngine(model, kv_transfer, num_blocks, **engine_args)
 
 
 @cache
@@ -129,16 +297,18 @@ def run(model: Path, folder: Path, how: str) -> Recorded:
                 "_get_kv_connector_output",
                 staticmethod(connector_output(engine.core.vllm_config)),
             )
+        record_engine(engine.core)
         _note_steps(engine)
         _serve(engine)
-    engine_file = read_lines(folder / "engine_step.jsonl", EngineHeader, EngineStep)
-    worker_file = read_lines(folder / "worker_step.r0.jsonl", WorkerHeader, WorkerStep)
+    life = only_life(folder)
+    engine_file = read_lines(life / "engine_step.jsonl", EngineHeader, EngineStep)
+    worker_file = read_lines(life / "worker_step.r0.jsonl", WorkerHeader, WorkerStep)
     return Recorded(
         engine_file.header,
         worker_file.header,
         {
-            "SCHEDULER": {step.step_id: step for step in engine_file.records},
-            "WORKER": {step.step_id: step for step in worker_file.records},
+            "SCHEDULER": by_id("scheduler", engine_file),
+            "WORKER": by_id("worker", worker_file),
         },
         {"SCHEDULER": _of_scheduler(), "WORKER": _of_worker()},
         _scheduled_early(),

@@ -9,14 +9,15 @@ from itertools import pairwise
 import pytest
 from recorder_lab import recording
 
-from lab.records.device import read_device_steps
-from lab.serving.null_engine import NOOP, NullEngine
-from lab.serving.null_model import write_null_model
-from lab.serving.settings import Forward
-from look.exposed import exposed
-from look.instances import read_instances
+from kvtax.engine.null_engine import NOOP, NullEngine
+from kvtax.engine.null_model import write_null_model
+from kvtax.engine.settings import Forward
+from kvtax.look.critical_path import exposed
+from kvtax.look.instances import read_instances
+from kvtax.records.life import only_life
+from kvtax.records.steps import read_device_steps
 
-PATCHES = ["step_timing_v1", "step_timing_v2"]
+PATCHES = ["step_timing_v2"]
 
 FORWARD_US = 20_000
 TOKENS = 30
@@ -60,7 +61,7 @@ def test_forwards_run_one_after_the_other_for_as_long_as_they_take(
     slow_model, tmp_path, monkeypatch, executor_name
 ):
     decode(slow_model, tmp_path, monkeypatch, executor_name)
-    device = read_device_steps(tmp_path / "device_step.jsonl").records
+    device = read_device_steps(only_life(tmp_path) / "device_step.jsonl").records
     assert len(device) >= TOKENS
     for one in device:
         assert one.ended_ns - one.began_ns == FORWARD_US * 1_000
@@ -73,13 +74,17 @@ def test_the_host_s_work_is_hidden_only_where_steps_overlap(
     slow_model, tmp_path, monkeypatch, executor_name
 ):
     step_us = decode(slow_model, tmp_path, monkeypatch, executor_name)
-    device = read_device_steps(tmp_path / "device_step.jsonl").records
+    device = read_device_steps(only_life(tmp_path) / "device_step.jsonl").records
     ((instance,), _) = read_instances(tmp_path)
     table = exposed(instance.steps, device)
+    alone = instance.covered_us / instance.steps["step_us"].sum()
     waited_us = table["exposed.scheduler_us"] + table["exposed.model_us"]
     if executor_name == "NullDeviceExecutor":
         assert step_us > FORWARD_US + waited_us.median()
         assert waited_us.median() > 100
+        assert alone == pytest.approx(1, abs=1e-3)
     else:
         assert step_us < 1.1 * FORWARD_US
         assert waited_us.median() == 0
+        # Two steps are in flight, and their time counts once.
+        assert 0.45 < alone < 0.65

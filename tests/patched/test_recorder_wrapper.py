@@ -3,20 +3,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import functools
 import inspect
+import multiprocessing
 import threading
+import time
 from functools import cached_property
 from types import SimpleNamespace
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1 import step_records
-from vllm.v1.step_connector import ConnectorCalls
+from vllm.kvtax_probe import install
+from vllm.kvtax_probe.connector import (
+    FREQUENT_CALLS,
+    STEP_METHODS,
+    ConnectorTimer,
+    fill,
+)
 
 from connectors.noop import NoopConnector
 
-PATCHES = ["step_timing_v1", "step_timing_v2"]
+PATCHES = ["step_timing_v2"]
 
 
 class Connector(NoopConnector):
@@ -71,7 +81,7 @@ class Connector(NoopConnector):
 
 @pytest.fixture
 def calls():
-    return ConnectorCalls()
+    return ConnectorTimer()
 
 
 @pytest.fixture
@@ -82,16 +92,24 @@ def connector(calls):
 
 
 def taken(calls) -> SimpleNamespace:
-    step = SimpleNamespace(connector_calls=None)
-    calls.move_to(step)
-    return step
+    """Calls and times by method since the last time, with none left out."""
+    record = SimpleNamespace()
+    fill(record, calls.take(), calls.methods, {})
+    self_us = record.connector_self_us or {}
+    return SimpleNamespace(
+        connector_calls=dict.fromkeys(self_us, 1) | (record.connector_calls or {}),
+        connector_us=self_us | (record.connector_us or {}),
+        connector_self_us=self_us,
+    )
 
 
 def test_public_methods_are_timed_and_nothing_else(calls, connector):
     own = {"tell", "tell_all", "later", "fail", "again"}
-    # As NoopConnector has it; its other methods return at once.
-    assert set(calls.methods) == own | {"build_connector_meta"}
-    assert set(vars(connector)) == own | {"build_connector_meta", "told"}
+    # They have fields of their own; NoopConnector's other methods return at once.
+    steps = {name for name in STEP_METHODS if hasattr(connector, name)}
+    assert set(calls.methods) == own | steps
+    assert set(vars(connector)) == own | steps | {"told"}
+    assert not calls.not_timed
 
 
 def test_it_stays_what_it_was(connector):
@@ -127,19 +145,26 @@ def test_a_call_that_raises_is_counted_and_raises(calls, connector):
     assert self_us["fail"] == pytest.approx(total_us - self_us["tell"])
 
 
-def test_a_generator_runs_in_its_own_time(calls, connector):
+def test_a_generator_stays_lazy_and_its_work_has_its_time(calls, connector):
     items = connector.later()
+    assert connector.told == []
+    assert next(items) == 1
+    assert connector.told == ["x"]
+    items.close()
+    assert list(items) == []
     step = taken(calls)
-    assert step.connector_calls == {"later": 1, "tell": 2}
-    assert list(items) == [1, 2]
+    assert step.connector_calls == {"later": 1, "tell": 1}
+    assert step.connector_us["later"] > step.connector_us["tell"]
 
 
 def test_of_a_method_that_calls_itself_no_time_is_its_own_twice(calls, connector):
     connector.again(5)
     step = taken(calls)
     assert step.connector_calls == {"again": 6, "tell": 1}
-    assert sum(step.connector_self_us.values()) == pytest.approx(calls.self_ns / 1e3)
-    assert step.connector_us["again"] > calls.self_ns / 1e3
+    assert sum(step.connector_self_us.values()) == pytest.approx(
+        calls.total_self_ns / 1e3
+    )
+    assert step.connector_us["again"] > calls.total_self_ns / 1e3
 
 
 def test_calls_in_other_threads_pass_by(calls, connector):
@@ -147,20 +172,128 @@ def test_calls_in_other_threads_pass_by(calls, connector):
     thread.start()
     thread.join()
     assert connector.told == ["a", "b"]
-    assert taken(calls).connector_calls is None
+    assert taken(calls).connector_calls == {}
 
 
-def test_calls_are_taken_once_and_added_to_what_a_step_has(calls, connector):
+def test_calls_are_taken_once(calls, connector):
     connector.tell("a")
-    step = taken(calls)
-    connector.tell("b")
-    calls.move_to(step)
-    assert step.connector_calls == {"tell": 2}
-    assert taken(calls).connector_calls is None
+    assert taken(calls).connector_calls == {"tell": 1}
+    assert taken(calls).connector_calls == {}
 
 
-def test_without_recording_a_connector_is_left_alone():
-    assert step_records.ENGINE_STEPS is None
-    connector = Connector()
-    assert step_records.timed(connector, KVConnectorRole.WORKER) is connector
-    assert set(vars(connector)) == {"told"}
+class Unusual(Connector):
+    """Has methods of every kind that a connector may have."""
+
+    def __init__(self):
+        super().__init__()
+        self.get_finished = functools.partial(self.tell, "finished")
+
+    def __setattr__(self, name, value):
+        if name not in ("told", "get_finished"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+    @functools.lru_cache  # noqa: B019
+    def cached(self, word):
+        return self.tell(word)
+
+    def once(self, word):
+        return self.tell(word)
+
+    partly = functools.partialmethod(once, "partly")
+
+    async def awaited(self):
+        return self.tell("awaited")
+
+    class Called:
+        def __call__(self):
+            return "called"
+
+    called = Called()
+
+
+def test_methods_of_every_kind_do_what_they_did(calls):
+    connector = Unusual()
+    calls.wrap(connector)
+    assert connector.cached("a") == connector.cached("a") == 1
+    assert connector.cached.cache_info().hits == 1
+    connector.cached.cache_clear()
+    assert connector.cached("a") == 2
+    assert connector.partly() == 3
+    assert connector.get_finished() == 4
+    assert asyncio.run(connector.awaited()) == 5
+    assert connector.called() == "called"
+    # What it held of its own methods before it was timed is not timed.
+    counts = taken(calls).connector_calls
+    assert counts == {"cached": 3, "partly": 1, "get_finished": 1, "tell": 4}
+    assert set(calls.not_timed) == {"awaited", "called"}
+
+
+class Slotted:
+    """No class of vLLM's, and without a __dict__."""
+
+    __slots__ = ()
+
+    def work(self):
+        return ["done"].pop()
+
+
+def test_what_cannot_be_timed_is_named_with_the_reason(calls):
+    connector = Slotted()
+    calls.wrap(connector)
+    assert connector.work() == "done"
+    assert calls.methods == []
+    assert calls.not_timed == {"work": "the connector's attributes cannot be set"}
+
+
+def test_a_class_that_is_patched_later_is_followed(calls, connector, monkeypatch):
+    monkeypatch.setattr(Connector, "tell", lambda self, word: f"patched {word}")
+    assert connector.tell("a") == "patched a"
+    assert taken(calls).connector_calls == {"tell": 1}
+
+
+def test_a_copy_has_its_own_state(connector):
+    other = copy.deepcopy(connector)
+    other.tell("to the copy")
+    assert (other.told, connector.told) == (["to the copy"], [])
+
+
+def test_a_helper_process_can_be_started_with_a_method(connector):
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        assert pool.apply(connector.tell_all, (["a", "b"],)) == [1, 2]
+
+
+def test_a_method_of_each_layer_is_counted_always_and_timed_in_drawn_steps(
+    calls, connector
+):
+    for number in range(6):
+        calls.draw(number % 3 == 0)
+        for _ in range(4 * FREQUENT_CALLS):
+            connector.tell("a")
+        step = taken(calls)
+        assert step.connector_calls == {"tell": 4 * FREQUENT_CALLS}
+        assert ("tell" in step.connector_us) == (number % 3 == 0), number
+
+
+def test_a_method_that_takes_long_is_timed_however_often_it_is_called(calls):
+    class Slow(Connector):
+        def tell(self, word):
+            time.sleep(0.0001)
+
+    connector = Slow()
+    calls.wrap(connector)
+    for number in range(4):
+        calls.draw(drawn=number == 0)
+        for _ in range(2 * FREQUENT_CALLS):
+            connector.tell("a")
+        assert taken(calls).connector_us["tell"] > 2 * FREQUENT_CALLS * 100
+
+
+def test_without_a_folder_nothing_is_wrapped(monkeypatch):
+    from vllm.v1.engine.core import EngineCore
+
+    monkeypatch.delenv("KVTAX_STEP_RECORDS_DIR", raising=False)
+    step = EngineCore.step
+    install()
+    assert EngineCore.step is step

@@ -1,15 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each request has one record, and it says what became of it in which steps."""
+"""Each request has one record, which agrees with a witness inside the engine."""
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
-from recorder_lab import new_engine
-from request_lab import FROM_ELSEWHERE, LATE, recording_requests, run
+import vllm
+from overlapping import Overlapping
+from recorder_lab import ENOUGH_BLOCKS, new_engine, recording
+from vllm.kvtax_probe import record_engine
 
-from lab.records.engine_requests import ids_of_completion, read_engine_requests
+from connectors.noop import NoopConnector
+from kvtax.engine import null_engine
+from kvtax.records.engine_requests import (
+    EngineRequest,
+    ids_of_completion,
+    read_engine_requests,
+)
+from kvtax.records.files import Lines
+from kvtax.records.life import only_life
 
-PATCHES = ["step_timing_v1", "step_timing_v2", "request_timing"]
+LATE = {
+    "kv_connector": "Late",
+    "kv_connector_module_path": __name__,
+    "kv_role": "kv_both",
+}
+# So few that requests are preempted.
+NUM_BLOCKS = 40
+# Prompts of at least so many tokens come from elsewhere, as far as whole blocks go.
+FROM_ELSEWHERE = 100
+WORKER_STEPS_UNTIL_THERE = 4
+MOST_STEPS = 5_000
+
+# The requests that wait for KV, with the worker's steps until theirs is there.
+_coming: dict[str, int] = {}
+
+
+class Late(NoopConnector):
+    """Brings the KV of long prompts, some steps after it was asked for it."""
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block_size = vllm_config.cache_config.block_size
+        self._brought: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        whole = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
+        more = whole - num_computed_tokens
+        brought = request.request_id in self._brought
+        if request.num_prompt_tokens < FROM_ELSEWHERE or more <= 0 or brought:
+            return 0, False
+        return more, True
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        if num_external_tokens:
+            self._brought.add(request.request_id)
+            _coming[request.request_id] = WORKER_STEPS_UNTIL_THERE
+
+    def get_finished(self, finished_req_ids):
+        there = set()
+        for request_id in list(_coming):
+            _coming[request_id] -= 1
+            if not _coming[request_id]:
+                del _coming[request_id]
+                there.add(request_id)
+        return None, there or None
+
+
+@dataclass
+class Seen:
+    """A request as somebody saw it who looked at the engine after every call."""
+
+    prompt_tokens: int
+    steps: list[int] = field(default_factory=list)
+    """Steps that scheduled it."""
+    token_steps: list[int] = field(default_factory=list)
+    """Steps that brought it tokens."""
+    preempted: list[int] = field(default_factory=list)
+    tokens: int = 0
+    external_tokens: int = 0
+    waited_for_kv: bool = False
+    aborted: bool = False
+
+
+@dataclass
+class Recorded:
+    requests: dict[str, EngineRequest]
+    seen: dict[str, Seen]
+    begun_ns: int
+    ended_ns: int
+
+
+@contextmanager
+def plain_ids() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVTAX_REQUEST_IDS", "plain")
+        yield patch
+
+
+@cache
+def run(model: Path, folder: Path, how: str) -> Recorded:
+    """`how`: one step at a time, or two in flight."""
+    folder = folder / how
+    folder.mkdir()
+    _coming.clear()
+    num_blocks = NUM_BLOCKS
+    begun_ns = time.perf_counter_ns()
+    with plain_ids() as patch, recording(folder):
+        if how == "two_steps_in_flight":
+            num_blocks = ENOUGH_BLOCKS.get(vllm.__version__, NUM_BLOCKS)
+            executor = SimpleNamespace(get_class=lambda _: Overlapping)
+            patch.setattr(null_engine, "Executor", executor)
+        engine = new_engine(LATE, model, num_blocks)
+        record_engine(engine.core)
+        seen = _watch(engine)
+        _serve(engine, seen)
+    lines = read_engine_requests(only_life(folder) / "engine_request.jsonl")
+    return Recorded(
+        {request.id: request for request in lines.records},
+        seen,
+        begun_ns,
+        time.perf_counter_ns(),
+    )
+
+
+def _watch(engine) -> dict[str, Seen]:
+    """What schedule() and update_from_output() tell, without a look at the patch."""
+    seen: dict[str, Seen] = {}
+    scheduler = engine.core.scheduler
+    add, schedule = scheduler.add_request, scheduler.schedule
+    update = scheduler.update_from_output
+
+    def watched_add(request):
+        seen[request.request_id] = Seen(request.num_prompt_tokens)
+        return add(request)
+
+    def watched_schedule(*told):
+        output = schedule(*told)
+        for request_id in output.num_scheduled_tokens:
+            seen[request_id].steps.append(output.step_id)
+        for request_id in output.preempted_req_ids or ():
+            seen[request_id].preempted.append(output.step_id)
+        for request_id, one in seen.items():
+            request = scheduler.requests.get(request_id)
+            if request is not None:
+                waits = request.status.name == "WAITING_FOR_REMOTE_KVS"
+                one.waited_for_kv |= waits
+        return output
+
+    def watched_update(output, *rest):
+        result = update(output, *rest)
+        for outputs in result.values():
+            for one in outputs.outputs:
+                if one.new_token_ids:
+                    seen[one.request_id].tokens += len(one.new_token_ids)
+                    seen[one.request_id].token_steps.append(output.step_id)
+                told = null_engine.cached_tokens(one)
+                if told is not None and not seen[one.request_id].external_tokens:
+                    seen[one.request_id].external_tokens = told[1]
+        return result
+
+    scheduler.add_request, scheduler.schedule = watched_add, watched_schedule
+    scheduler.update_from_output = watched_update
+    return seen
+
+
+def _serve(engine, seen: dict[str, Seen]) -> None:
+    """Arrivals, cached prefixes, KV from elsewhere, aborts and preemptions."""
+    chance = random.Random(7)
+    prompts = [[n + 1] * chance.randrange(1, 200) for n in range(12)]
+    for _ in range(40):
+        request = engine.add(chance.choice(prompts), chance.randrange(1, 60))
+        for _ in range(chance.randrange(6)):
+            if engine.core.scheduler.has_requests():
+                engine.core.step_fn()
+        if chance.random() < 0.1 and request in engine.core.scheduler.requests:
+            seen[request].aborted = True
+            engine.core.abort_requests([request])
+    for _ in range(MOST_STEPS):
+        if not (engine.core.scheduler.has_requests() or engine.core.batch_queue):
+            return
+        engine.core.step_fn()
+    raise AssertionError(f"not at an end after {MOST_STEPS} steps")
+
+
+PATCHES = ["step_timing_v2"]
 
 HOW = ["one_step_at_a_time", "two_steps_in_flight"]
 
@@ -95,33 +278,29 @@ def test_an_aborted_request_says_so(model, folder, how):
 
 
 def test_a_request_that_never_ended_is_recorded_without_an_end(model, tmp_path):
-    with recording_requests(tmp_path) as recorder:
+    with recording(tmp_path):
         engine = new_engine(LATE, model)
         engine.add([1] * 20, 50)
         for _ in range(3):
             engine.core.step()
-        recorder._append_open()
-    (request,) = read_engine_requests(tmp_path / "engine_request.jsonl").records
+    (request,) = recorded(tmp_path).records
     assert request.first_step is not None
     assert request.finished_ns is None
 
 
 def test_ids_are_hashed_and_lose_what_vllm_added(model, tmp_path):
-    with recording_requests(tmp_path, plain_ids=False) as recorder:
-        name = recorder._name("chatcmpl-mine-0a1b2c3d")
-        completion = recorder._name("cmpl-s/0-0-0a1b2c3d")
+    with recording(tmp_path):
         engine = new_engine(LATE, model)
         engine.add([1] * 20, 2)
         engine.run_to_end()
-    lines = read_engine_requests(tmp_path / "engine_request.jsonl")
+        name = engine.core._kvtax_recorder._requests._name
+    lines = recorded(tmp_path)
     assert lines.header.ids == "hashed"
-    assert lines.records[0].id == recorder._name("0") != "0"
+    assert lines.records[0].id == name("0") != "0"
     # printf chatcmpl-mine | b2sum -l 64
-    assert name == recorder._name("chatcmpl-mine") == "ab5f599a47caf3c2"
-    assert completion == ids_of_completion("s/0")[1]
+    assert name("chatcmpl-mine-0a1b2c3d") == name("chatcmpl-mine") == "ab5f599a47caf3c2"
+    assert name("cmpl-s/0-0-0a1b2c3d") == ids_of_completion("s/0")[1]
 
 
-def test_without_a_folder_nothing_is_recorded():
-    from vllm.v1 import step_requests
-
-    assert step_requests.REQUESTS is None
+def recorded(folder: Path) -> Lines:
+    return read_engine_requests(only_life(folder) / "engine_request.jsonl")

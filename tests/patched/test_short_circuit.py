@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import vllm
+from mooncake_tables import BLOCKS, EDITS
 from short_circuit_lab import (
     QUIET_STEPS,
     SHORT_CIRCUIT,
     Bench,
+    asks_in_the_engine,
     asks_when_quiet,
     mutant,
     stuck_send_in_the_engine,
 )
-from short_circuit_tables import BLOCKS, EDITS
 from variants import CONNECTOR, block_ids
 
 PATCHES = ["mooncake_cpu_layout"]
@@ -41,12 +42,14 @@ def test_loops_are_asked_only_if_they_have_something_to_report(bench, release):
     assert bench.lockstep(release)["counts"]["asks_in_vain"] == 0
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("version", ["upstream", "patched"])
 def test_free_running_threads_lose_double_and_delay_nothing(bench, version):
     """Known ids by the next step, stuck and failed sends within 1 s of the timeout."""
     check_stress(bench.stress("installed", version))
 
 
+@pytest.mark.serial
 def test_free_running_threads_of_the_later_release_lose_nothing_either(bench):
     check_stress(bench.stress("later", "patched"))
 
@@ -57,6 +60,7 @@ def check_stress(run: dict) -> None:
     assert len(run["counts"]) == 7
 
 
+@pytest.mark.serial
 def test_free_running_threads_report_the_ids_that_upstream_reports(bench):
     upstream, patched = (bench.stress("installed", v) for v in ("upstream", "patched"))
     assert patched["reported"] == upstream["reported"]
@@ -72,6 +76,12 @@ def test_nothing_is_asked_of_the_loops_when_nothing_can_be_reported(bench, relea
 def test_upstream_asks_both_loops_in_every_step(bench):
     asks = asks_when_quiet(bench.party("installed", "upstream"))
     assert set(asks.values()) == {2 * QUIET_STEPS}
+
+
+def test_the_engines_steps_ask_no_loop_when_nothing_is_transferred(bench):
+    """Without the patch each asks both."""
+    assert asks_in_the_engine(bench, "upstream", steps=50) == 2 * 50
+    assert asks_in_the_engine(bench, "patched", steps=50) == 0
 
 
 def test_a_stuck_send_is_freed_in_time_and_transfers_still_end(bench):

@@ -11,15 +11,14 @@ import pytest
 from virtual_lab import FORWARD_NS, virtual_engine
 from vllm import envs
 
-from fleet.launch.instance_settings import Transfer
-from fleet.virtual.instance import Asked, VirtualInstance
-from fleet.virtual.links import Links
-from fleet.virtual.loop import VirtualLoop
-from fleet.virtual.pulls import Pulls
-from lab.records.host_times import RequestTimes
-from lab.records.instances import Instance
+from kvtax.fleet.launch.instance_settings import Transfer
+from kvtax.fleet.simulate.transfers import Links, NixlTransfers
+from kvtax.fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
+from kvtax.fleet.simulate.virtual_loop import VirtualLoop
+from kvtax.records.host_times import RequestTimes
+from kvtax.records.instances import Instance
 
-PATCHES = ["step_timing_v1", "step_timing_v2", "nixl_cpu_layout"]
+PATCHES = ["step_timing_v2"]
 ONLY = "0.18.1"
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
@@ -37,7 +36,7 @@ class Pair:
 
     def __init__(self, model, overlapping: bool) -> None:
         self.loop = asyncio.get_running_loop()
-        pulls = Pulls(Links(LINK, 16))
+        pulls = NixlTransfers(Links(LINK, 16))
         self.served = {}
         for name in "pd":
             moves = partial(pulls.step, name)
@@ -47,22 +46,24 @@ class Pair:
 
     async def prefilled(self) -> dict:
         """Where P holds the prompt's KV, in its own words."""
-        asked = Asked(PROMPT, 1, False, {"do_remote_decode": True})
-        answer = self.served["p"].ask(asked)
+        asked = VirtualRequest(PROMPT, 1, False, {"do_remote_decode": True})
+        answer = self.served["p"].request(asked)
         await answer.begin()
         return msgspec.json.decode(answer.first)["kv_transfer_params"]
 
     async def decoded(self, params: dict | None) -> int:
         """Have D answer; how long its first token took, in ns."""
         begun_ns = self.loop.now_ns()
-        answer = self.served["d"].ask(Asked(PROMPT, 1, kv_transfer_params=params))
+        answer = self.served["d"].request(
+            VirtualRequest(PROMPT, 1, kv_transfer_params=params)
+        )
         await answer.begin()
         return self.loop.now_ns() - begun_ns
 
     async def used_blocks(self) -> list[float]:
         """Of both, after a step of each."""
         for one in self.served.values():
-            await one.ask(Asked([5], 1)).begin()
+            await one.request(VirtualRequest([5], 1)).begin()
         return [one.engine.gauges.usage for one in self.served.values()]
 
 

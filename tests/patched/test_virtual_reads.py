@@ -11,13 +11,12 @@ from functools import partial
 import pytest
 from virtual_lab import FORWARD_NS, virtual_engine
 
-from fleet.launch.instance_settings import Transfer
-from fleet.virtual.instance import Asked, VirtualInstance
-from fleet.virtual.links import Links
-from fleet.virtual.loop import VirtualLoop
-from fleet.virtual.reads import Reads
-from lab.records.host_times import RequestTimes
-from lab.records.instances import Address, Instance
+from kvtax.fleet.launch.instance_settings import Transfer
+from kvtax.fleet.simulate.transfers import DirectReads, Links
+from kvtax.fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
+from kvtax.fleet.simulate.virtual_loop import VirtualLoop
+from kvtax.records.host_times import RequestTimes
+from kvtax.records.instances import Address, Instance
 
 PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
 ONLY = "0.18.1"
@@ -44,7 +43,7 @@ class Pair:
 
     def __init__(self, model, overlapping: bool, link: Transfer, blocks: int) -> None:
         loop = asyncio.get_running_loop()
-        reads = Reads(Links(link, 16), loop)
+        reads = DirectReads(Links(link, 16), loop)
         self._served = {}
         for port, name in enumerate("ab", start=1):
             moves = partial(reads.step, name)
@@ -61,7 +60,9 @@ class Pair:
         """Ask an instance for a token; how long it took, in ns."""
         params = peer and {"direct_read": {"host": "127.0.0.1", "port": peer}}
         begun_ns = self._loop.now_ns()
-        answer = self._served[name].ask(Asked(prompt, 1, kv_transfer_params=params))
+        answer = self._served[name].request(
+            VirtualRequest(prompt, 1, kv_transfer_params=params)
+        )
         await answer.begin()
         while await answer.chunk():
             pass

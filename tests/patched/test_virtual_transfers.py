@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import pytest
 from virtual_lab import FORWARD_NS, virtual_engine
 
-from fleet.launch.instance_settings import Transfer
-from fleet.virtual.links import Links
-from fleet.virtual.transfers import Transfers
+from kvtax.fleet.launch.instance_settings import Transfer
+from kvtax.fleet.simulate.transfers import Links, MooncakeTransfers
 
-PATCHES = ["step_timing_v1", "step_timing_v2"]
+PATCHES = ["step_timing_v2"]
 
 SEEDS = [1, 2, 3, 4, 5]
 BLOCK_TOKENS = 16
@@ -38,13 +37,15 @@ def metadata(send=(), pull=(), dropped=()) -> SimpleNamespace:
     )
 
 
-def reported(transfers: Transfers, engine: str, now_ns: int) -> tuple[list, list]:
+def reported(
+    transfers: MooncakeTransfers, engine: str, now_ns: int
+) -> tuple[list, list]:
     found = transfers.step(engine, metadata(), now_ns)
     return (found.finished_sending, found.finished_recving) if found else ([], [])
 
 
 def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_the_latency():
-    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
+    transfers = MooncakeTransfers(Links(LINK, BLOCK_TOKENS))
     transfers.step("p", metadata(send=[("a", 300)]), 1_000)
     transfers.step("d", metadata(pull=[("a", 200)]), 9_000)
     end_ns = 9_000 + 200 * BLOCK_NS + LATENCY_NS
@@ -55,7 +56,7 @@ def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_the_latency():
 
 
 def test_nothing_moves_before_the_prefill_has_ended():
-    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
+    transfers = MooncakeTransfers(Links(LINK, BLOCK_TOKENS))
     transfers.step("d", metadata(pull=[("a", 10)]), 0)
     transfers.step("p", metadata(send=[("a", 0)]), 0)
     assert reported(transfers, "d", END_NS) == ([], [])
@@ -86,7 +87,7 @@ def test_pieces_are_sent_as_soon_as_they_and_the_links_are_ready(seed):
 def test_a_link_serves_one_transfer_at_a_time_and_everybody_is_told_once(seed):
     rng = random.Random(seed)
     moves = [(*rng.sample("xyz", 2), rng.randrange(1, 50)) for _ in range(12)]
-    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
+    transfers = MooncakeTransfers(Links(LINK, BLOCK_TOKENS))
     for number, (source, target, blocks) in enumerate(moves):
         transfers.step(source, metadata(send=[(str(number), blocks)]), number)
         transfers.step(target, metadata(pull=[(str(number), blocks)]), number)
@@ -110,7 +111,7 @@ def test_a_link_serves_one_transfer_at_a_time_and_everybody_is_told_once(seed):
 
 
 def test_a_prefill_that_is_given_up_keeps_nobody_waiting():
-    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
+    transfers = MooncakeTransfers(Links(LINK, BLOCK_TOKENS))
     transfers.step("d", metadata(pull=[("a", 10)]), 0)
     transfers.step("p", metadata(dropped=["a", "b"]), 7)
     assert reported(transfers, "d", 7) == ([], ["da"])
@@ -119,7 +120,7 @@ def test_a_prefill_that_is_given_up_keeps_nobody_waiting():
 
 
 def test_kv_that_nobody_pulls_is_held_as_long_as_mooncake_holds_it():
-    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
+    transfers = MooncakeTransfers(Links(LINK, BLOCK_TOKENS))
     transfers.step("p", metadata(send=[("a", 10)]), 0)
     assert reported(transfers, "p", 480 * 10**9) == ([], [])
     assert reported(transfers, "p", 480 * 10**9 + 1) == (["pa"], [])
@@ -132,7 +133,7 @@ def test_what_is_sent_while_it_is_computed_is_there_sooner():
         (0, 1_000_000 + 50 * BLOCK_NS),
         (1_000_000, 1_000_000 + 200 * BLOCK_NS),
     ):
-        transfers = Transfers(Links(layers, BLOCK_TOKENS))
+        transfers = MooncakeTransfers(Links(layers, BLOCK_TOKENS))
         transfers.step("p", metadata(send=[("a", 0)]), 0)
         moves = [("d", metadata(pull=[("a", 200)]), pulled_ns)]
         moves.append(("p", metadata(send=[("a", 200)]), 1_000_000))
@@ -147,7 +148,7 @@ def test_what_is_sent_while_it_is_computed_is_there_sooner():
 def test_a_prompt_prefilled_elsewhere_is_pulled_and_both_engines_free_it(
     model, overlapping
 ):
-    transfers = Transfers(Links(LINK, BLOCK_TOKENS))
+    transfers = MooncakeTransfers(Links(LINK, BLOCK_TOKENS))
     p, d = (
         virtual_engine(model, 700, overlapping, partial(transfers.step, name))
         for name in "pd"

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Collection
@@ -21,12 +22,17 @@ from itertools import count
 from pathlib import Path
 from types import ModuleType
 
-import blockpatch
-from lab.paths import PATCHES
+from kvtax import patcher
+from kvtax.patcher.at_import import SOURCES
+from kvtax.paths import PATCHES
 
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
 SCHEDULER = "v1/core/sched/scheduler.py"
 STATS = "v1/metrics/stats.py"
+
+# The running package, and the files of it that are patched at import.
+RUNNING = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+OVERLAY = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0], SOURCES, "vllm")
 
 _numbers = count()
 
@@ -50,15 +56,15 @@ def without_garbage_collection(function):
 
 
 @without_garbage_collection
-def patch(name: str, without: str | None = None) -> blockpatch.Patch:
+def patch(name: str, without: str | None = None) -> patcher.Patch:
     """A patch of ours, with one of its blocks left out if it is named."""
-    loaded = blockpatch.load_patch(PATCHES / name)
+    loaded = patcher.load_patch(PATCHES / name)
     blocks = tuple(block for block in loaded.blocks if block.id != without)
     assert (len(blocks) < len(loaded.blocks)) == (without is not None), without
     return dataclasses.replace(loaded, blocks=blocks)
 
 
-def edited(patch: blockpatch.Patch, block: str, old: str, new: str) -> blockpatch.Patch:
+def edited(patch: patcher.Patch, block: str, old: str, new: str) -> patcher.Patch:
     """The patch with one thing wrong in one of its blocks."""
     blocks = list(patch.blocks)
     (index,) = (i for i, spec in enumerate(blocks) if spec.id == block)
@@ -71,14 +77,14 @@ def edited(patch: blockpatch.Patch, block: str, old: str, new: str) -> blockpatc
 @without_garbage_collection
 def block_ids(name: str, package: Path, file: str) -> list[str]:
     """The blocks of a patch that are for one file of the release of `package`."""
-    version = blockpatch.Tree(package).version
-    blocks = blockpatch.load_patch(PATCHES / name).blocks
-    return [b.id for b in blocks if b.file == file and b.active(version)]
+    loaded = patcher.load_patch(PATCHES / name)
+    blocks = patcher.active_blocks(patcher.Tree(package, only_read=True), loaded)
+    return [block.id for block in blocks if block.file == file]
 
 
 @without_garbage_collection
 def patched_source(
-    package: Path, file: str, patches: list[blockpatch.Patch], place: Path
+    package: Path, file: str, patches: list[patcher.Patch], place: Path
 ) -> Path:
     """A copy of one file of `package` in a new folder below `place`.
 
@@ -86,9 +92,11 @@ def patched_source(
     """
     tree = place / str(next(_numbers)) / package.name
     for path in (file, "__init__.py", "_version.py"):
-        if (package / path).exists():
+        patched = package == RUNNING and (OVERLAY / path).exists()
+        source = (OVERLAY if patched else package) / path
+        if source.exists():
             (tree / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(package / path, tree / path)
+            shutil.copy(source, tree / path)
     metadata = package.parent / "PKG-INFO"
     if metadata.exists():
         shutil.copy(metadata, tree.parent)
@@ -98,7 +106,7 @@ def patched_source(
         )
         for patch in patches
     ]
-    blockpatch.apply(blockpatch.Tree(tree), parts)
+    patcher.apply(patcher.Tree(tree), parts)
     return tree / file
 
 

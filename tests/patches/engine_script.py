@@ -17,7 +17,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lab.serving.null_engine import BLOCK_SIZE, NOOP, NullEngine, cached_tokens
+from kvtax.engine.null_engine import BLOCK_SIZE, NOOP, NullEngine, cached_tokens
 
 NUM_BLOCKS = 2_000
 STEP_FILES = ("engine_step", "worker_step.r0")
@@ -124,27 +124,24 @@ def workload(engine: NullEngine) -> dict:
     return phases
 
 
-def record_to(directory: Path) -> list[logging.LogRecord]:
-    """New recorders for this engine, into `directory`; what they log."""
-    from vllm.v1 import step_record_file, step_records
-    from vllm.v1.core.sched import scheduler
-    from vllm.v1.engine import core
-    from vllm.v1.worker import gpu_worker, kv_connector_model_runner_mixin
+def record_to(engine: NullEngine, directory: Path) -> list[logging.LogRecord]:
+    """Record this engine into `directory` from here on; what the recorder logs."""
+    from vllm.kvtax_probe import logger
+    from vllm.kvtax_probe.engine import EngineRecorder
+    from vllm.kvtax_probe.worker import WorkerRecorder
 
-    engine_steps = step_records.EngineStepRecorder(str(directory))
-    worker_steps = step_records.WorkerStepRecorder(str(directory))
-    # The connector has been made.
-    engine_steps.calls = step_records.ENGINE_STEPS.calls
-    worker_steps.calls = step_records.WORKER_STEPS.calls
-    for module in (scheduler, core):
-        module.ENGINE_STEPS = engine_steps
-    for module in (gpu_worker, kv_connector_model_runner_mixin):
-        module.WORKER_STEPS = worker_steps
+    os.environ["KVTAX_STEP_RECORDS_DIR"] = str(directory)
+    core, worker = engine.core, engine.core.model_executor.driver_worker
+    core._kvtax_recorder.close()
+    core._kvtax_recorder.detach()
+    worker._kvtax_recorder.close()
+    core._kvtax_recorder = EngineRecorder(core)
+    worker._kvtax_recorder = WorkerRecorder(worker)
 
     messages: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = messages.append
-    step_record_file.logger.handlers[:] = [handler]
+    logger.handlers[:] = [handler]
     return messages
 
 
@@ -171,37 +168,27 @@ def serve(engine: NullEngine) -> int:
 
 
 def unwritable(engine: NullEngine, directory: Path) -> dict:
-    """Directories in which no record file can be made."""
-    taken = directory / "taken"
-    taken.mkdir()
-    for name in ("engine_step.jsonl", "worker_step.r0.jsonl"):
-        (taken / name).write_text("records of another engine\n")
-    found = {}
-    for place in (taken, directory / "missing"):
-        messages = record_to(place)
-        found[place.name] = {
-            "steps": serve(engine) + serve(engine),
-            "errors": [message.getMessage() for message in messages],
-        }
-    messages = record_to(directory)
+    """Settings with which no record file can be made, or that are wrong."""
+    (directory / "a file").write_text("not a folder")
+    messages = record_to(engine, directory / "a file")
+    found = {"no_folder": {"steps": serve(engine) + serve(engine)}}
+    found["no_folder"]["errors"] = [message.getMessage() for message in messages]
     os.environ["KVTAX_STEP_RECORDS_LABEL"] = "{not json"
-    found["bad_label"] = {
-        "steps": serve(engine),
-        "errors": [message.getMessage() for message in messages],
-    }
+    messages = record_to(engine, directory / "bad label")
+    found["bad_label"] = {"steps": serve(engine)}
+    found["bad_label"]["errors"] = [message.getMessage() for message in messages]
     os.environ["KVTAX_STEP_RECORDS_LABEL"] = "{}"
     return found
 
 
 def full_disk(engine: NullEngine, directory: Path) -> dict:
     """Writing fails once a file has 6,000 bytes, then could go on."""
-    directory.mkdir()
     time.sleep(0.6)  # two flushes: earlier records must not meet the limit
-    messages = record_to(directory)
+    messages = record_to(engine, directory)
 
     def errors() -> list[str]:
         """About the steps' files; other files of this process meet the limit, too."""
-        names = [str(directory / f"{name}.jsonl") for name in STEP_FILES]
+        names = [f"/{name}.jsonl" for name in STEP_FILES]
         told = [message.getMessage() for message in messages]
         return [text for text in told if any(name in text for name in names)]
 
@@ -245,8 +232,7 @@ class SlowExecutor:
 
 def batch_queue(engine: NullEngine, directory: Path) -> dict:
     """Two steps in flight: N + 1 is scheduled before N is updated."""
-    directory.mkdir()
-    record_to(directory)
+    record_to(engine, directory)
     core, scheduler = engine.core, engine.core.scheduler
     events = []
     schedule, update = scheduler.schedule, scheduler.update_from_output

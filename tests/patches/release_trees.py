@@ -7,28 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from releases import package_of
 
-import blockpatch
-from blockpatch import Patch, Tree
-from lab.paths import PATCHES
-from lab.serving.installation import installation
+from kvtax import patcher
+from kvtax.engine.installation import installation
+from kvtax.patcher import Patch, Tree
+from kvtax.paths import CONFIGS, PATCHES
+from tests.releases import package_of
 
-ALL = blockpatch.load_patches(PATCHES)
-V1, V2 = ALL["step_timing_v1"], ALL["step_timing_v2"]
-RELEASES = sorted({version for patch in (V1, V2) for version in patch.tested})
-
-SCHEDULER = "v1/core/sched/scheduler.py"
-CORE = "v1/engine/core.py"
-WORKER = "v1/worker/gpu_worker.py"
-MIXIN = "v1/worker/kv_connector_model_runner_mixin.py"
-V2_RUNNER = "v1/worker/gpu/kv_connector.py"
-FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
-MULTI = "distributed/kv_transfer/kv_connector/v1/multi_connector.py"
-# What step timing adds whole.
-RECORDER = {
-    f"v1/step_{name}.py" for name in ("records", "record_file", "connector", "threads")
-}
+ALL = patcher.load_patches(PATCHES)
+STEP_TIMING = ALL["step_timing_v2"]
+TESTED = patcher.load_releases(CONFIGS / "releases.toml")
+RELEASES = [release.version for release in TESTED["vllm"]]
 
 
 def copy_of(patch: Patch, source: Path, place: Path) -> Tree:
@@ -52,7 +41,7 @@ def copy_of_installed(patch: Patch, place: Path) -> Tree:
 
 def copy_of_release(version: str, place: Path) -> Tree:
     """A private copy of one release's Python files."""
-    return copy_of(V1, package_of(version), place)
+    return copy_of(STEP_TIMING, package_of(version), place)
 
 
 def python_files(tree: Tree) -> dict[str, bytes]:

@@ -6,14 +6,15 @@ from __future__ import annotations
 import ast
 
 import pytest
-from releases import package_of
 
-import blockpatch
-from lab.paths import PATCHES
+from kvtax import patcher
+from kvtax.paths import PATCHES
+from tests.patches.release_trees import TESTED
+from tests.releases import package_of
 
 pytestmark = pytest.mark.slow
 
-PATCH = blockpatch.load_patch(PATCHES / "block_pool_delta_listener")
+PATCH = patcher.load_patch(PATCHES / "block_pool_delta_listener")
 MUTATING = {"pop", "popitem", "clear", "update", "setdefault"}
 
 
@@ -40,7 +41,7 @@ def writers(module: ast.Module, attribute: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("release", PATCH.tested)
+@pytest.mark.parametrize("release", PATCH.tested(TESTED))
 def test_keys_enter_and_leave_only_where_the_patch_listens(installed_vllm, release):
     """Also on the release whose pool cannot be run here."""
     package = package_of(release)

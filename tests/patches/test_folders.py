@@ -3,15 +3,26 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 
-import blockpatch
-from lab.paths import CONFIGS, PATCHES
+from kvtax import patcher
+from kvtax.paths import CONFIGS, PATCHES, REPOSITORY
 
-LOADED = blockpatch.load_patches(PATCHES)
+LOADED = patcher.load_patches(PATCHES)
+RELEASES = patcher.load_releases(CONFIGS / "releases.toml")
+# Documents that a command writes.
+GENERATED = ("docs/results/", "docs/observatory.md")
+
+
+def page_of(name: str) -> Path:
+    """The README of a patch that has more to say than a section."""
+    return PATCHES / name / "README.md"
 
 
 def measured() -> set[str]:
@@ -21,28 +32,82 @@ def measured() -> set[str]:
         *(CONFIGS / "profiles").glob("*.toml"),
     ]
     tables = [tomllib.loads(path.read_text()) for path in files]
-    names = {name for table in tables for name in table.get("patches", [])}
-    return names.union(*blockpatch.load_sets(PATCHES).values())
-
-
-@pytest.mark.parametrize("name", LOADED)
-def test_a_patch_is_part_of_a_config_or_its_readme_says_how_to_apply_it(name):
-    readme = (PATCHES / name / "README.md").read_text()
-    assert name in measured() or f"--apply --patch {name}" in readme
+    # A family's file has a table for each config.
+    tables += [t for file in tables for t in file.values() if isinstance(t, dict)]
+    # A file holds one config, or a family of them by name.
+    tables += [value for table in tables for value in table.values()]
+    named = [table.get("patches", []) for table in tables if isinstance(table, dict)]
+    names = {name for patches in named for name in patches}
+    return names.union(*patcher.load_sets(PATCHES).values())
 
 
 def test_configs_and_sets_name_only_patches_that_are_there():
     assert measured() <= LOADED.keys()
 
 
-def test_the_table_of_patches_lists_each_of_them_with_its_releases():
+def test_the_table_of_patches_lists_each_and_links_its_section_or_its_page():
     text = (PATCHES / "README.md").read_text()
-    rows = re.findall(r"^\| \[`(\w+)`\]\(\1/\) \| (\w+) \| ([\d., ]+) \|", text, re.M)
-    assert rows == [
-        (name, LOADED[name].package, ", ".join(LOADED[name].tested))
-        for name, *_ in rows
+    rows = re.findall(r"^\| \[`(\w+)`\]\(([^)]+)\) \| (\w+) \|", text, re.M)
+    assert sorted(rows) == [
+        (
+            name,
+            f"{name}/README.md" if page_of(name).exists() else f"#{name}",
+            patch.package,
+        )
+        for name, patch in LOADED.items()
     ]
-    assert sorted(name for name, *_ in rows) == sorted(LOADED)
+    sections = set(re.findall(r"^### (\w+)$", text, re.M))
+    assert sections == {name for name in LOADED if not page_of(name).exists()}
+
+
+def test_each_release_that_has_a_cpu_build_has_its_lock_and_each_lock_its_release():
+    releases = [release for list_ in RELEASES.values() for release in list_]
+    locks = {release.lock for release in releases if release.lock}
+    assert {lock for lock in locks if not (REPOSITORY / lock).is_file()} == set()
+    of_releases = (REPOSITORY / "locks" / "releases").glob("*.txt")
+    unlisted = {str(path.relative_to(REPOSITORY)) for path in of_releases} - locks
+    assert unlisted == set(), "add them to configs/releases.toml"
+    misnamed = [
+        release
+        for release in releases
+        if (lock := release.lock or "").startswith("locks/releases/")
+        and lock != f"locks/releases/{release.version}.txt"
+    ]
+    assert misnamed == []
+
+
+@pytest.mark.parametrize(
+    ("path", "table"),
+    [
+        ("blockhash/testdata/vectors.json", "made"),
+        ("events/testdata/messages.json", None),
+    ],
+)
+def test_kvindexd_is_tested_with_the_hashes_and_events_of_each_release(path, table):
+    document = json.loads((REPOSITORY / "kvindex/cmd/kvindexd" / path).read_text())
+    versions = [release.version for release in RELEASES["vllm"]]
+    assert list(document[table] if table else document) == versions
+
+
+def test_no_file_repeats_the_list_of_releases():
+    """Five of its versions in one line are a list: read configs/releases.toml."""
+    version = "|".join(re.escape(release.version) for release in RELEASES["vllm"])
+    a_list = re.compile(rf"(?:(?<![\d.])(?:{version})(?![\d.]).*?){{5}}")
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "*.md", "*.toml", "*.py", "*.sh", "Makefile"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
+    repeated = [
+        f"{path}:{number}"
+        for path in filter(None, files)
+        if not path.startswith(GENERATED) and (REPOSITORY / path).is_file()
+        for number, line in enumerate((REPOSITORY / path).read_text().splitlines(), 1)
+        if a_list.search(line)
+    ]
+    assert repeated == []
 
 
 def test_every_file_beside_a_manifest_is_added_by_some_patch():
@@ -51,10 +116,11 @@ def test_every_file_beside_a_manifest_is_added_by_some_patch():
         manifest = tomllib.loads((PATCHES / name / "patch.toml").read_text())
         for file in manifest.get("file", []):
             sources.add((PATCHES / name / file["source"]).resolve())
+    # The recorder is a package of its own, all of which goes in.
+    recorder = REPOSITORY / "probe" / "kvtax_probe"
     found = {path for name in LOADED for path in (PATCHES / name).rglob("*.py")}
+    found |= set(recorder.glob("*.py"))
     assert found == sources
     others = {path.name for name in LOADED for path in (PATCHES / name).iterdir()}
-    assert others - {path.name for path in sources} - {"__pycache__"} == {
-        "patch.toml",
-        "README.md",
-    }
+    others -= {path.name for path in sources} | {"__pycache__"}
+    assert others == {"patch.toml", "README.md"}

@@ -6,39 +6,23 @@ from __future__ import annotations
 import ast
 
 import pytest
-from hook_places import (
-    check_step_ends_right_after_update,
-    names_imported,
-    names_of_recorders,
-)
-from release_trees import (
+
+from kvtax import patcher
+from kvtax.patcher import Tree
+from kvtax.patcher.at_import import SOURCES
+from kvtax.paths import PATCHES
+from tests.patches.release_trees import (
     ALL,
-    CORE,
-    FACTORY,
-    MIXIN,
-    MULTI,
-    RECORDER,
     RELEASES,
-    SCHEDULER,
-    V1,
-    V2,
-    V2_RUNNER,
-    WORKER,
+    STEP_TIMING,
+    TESTED,
     changed,
     copy_of_installed,
     copy_of_release,
     python_files,
 )
 
-import blockpatch
-from blockpatch import Tree
-
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def vllm(tmp_path) -> Tree:
-    return copy_of_installed(V1, tmp_path)
 
 
 @pytest.fixture(params=RELEASES)
@@ -48,21 +32,35 @@ def release(request, tmp_path) -> Tree:
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [(name, version) for name, patch in ALL.items() for version in patch.tested],
+    [
+        (name, version)
+        for name, patch in ALL.items()
+        for version in patch.tested(TESTED)
+    ],
 )
-def test_every_patch_comes_and_goes_to_the_byte(name, version, tmp_path):
+def test_every_patch_comes_and_goes_to_the_byte_and_is_the_same_at_import(
+    name, version, tmp_path
+):
     patch = ALL[name]
     if patch.package == "vllm":
         tree = copy_of_release(version, tmp_path)
     else:
         tree = copy_of_installed(patch, tmp_path)
     before = python_files(tree)
-    blockpatch.apply(tree, [patch])
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    patcher.write_overlay(overlay, patcher.plan_imports([patch], {}, lambda _: tree))
+    patcher.apply(tree, [patch])
     after = python_files(tree)
+    at_import = overlay / SOURCES / tree.package
+    assert {
+        str(path.relative_to(at_import)): path.read_bytes()
+        for path in at_import.rglob("*.py")
+    } == {path: after[path] for path in changed(before, after)}
     for path in changed(before, after):
         compile(after[path], path, "exec", dont_inherit=True)
     assert changed(before, after)
-    blockpatch.revert(tree, [patch.name])
+    patcher.revert(tree, [patch.name])
     assert python_files(tree) == before
 
 
@@ -79,52 +77,89 @@ def test_all_vllm_patches_together_come_and_go_to_the_byte(release, left_out):
     patches = [
         patch
         for patch in ALL.values()
-        if patch.package == "vllm" and release.version in patch.tested
+        if patch.package == "vllm" and release.version in patch.tested(TESTED)
         if patch.name != left_out
     ]
     before = python_files(release)
-    blockpatch.apply(release, patches)
+    patcher.apply(release, patches)
     for patch in patches:
-        blockpatch.revert(release, [patch.name])
+        patcher.revert(release, [patch.name])
     assert python_files(release) == before
-
-
-def test_v1_survives_v2s_apply_and_revert(vllm):
-    before = python_files(vllm)
-    blockpatch.apply(vllm, [V1])
-    v1_alone = python_files(vllm)
-    blockpatch.apply(vllm, [V2])
-    both = python_files(vllm)
-    blockpatch.revert(vllm, [V2.name])
-    assert python_files(vllm) == v1_alone
-    blockpatch.revert(vllm, [V1.name])
-    assert python_files(vllm) == before
-
-    blockpatch.apply(vllm, [V2])
-    blockpatch.apply(vllm, [V1])
-    assert python_files(vllm) == both
-    blockpatch.revert(vllm, [V2.name])
-    assert python_files(vllm) == v1_alone
 
 
 @pytest.mark.parametrize(
-    "names", [[V1.name], [V2.name], [V1.name, V2.name]], ids="+".join
+    "version", ["0.19.0", "0.29.0", "0.34.0.dev1", "0.1.dev2", "dev"]
 )
-def test_step_timing_fits_the_release_and_goes_to_the_byte(release, names):
+def test_the_default_set_fits_by_the_code_whatever_the_version(release, version):
+    patches = [ALL[name] for name in patcher.load_sets(PATCHES)["records"]]
+    expected = patcher.check(release, patches).changes
+    (release.root / "_version.py").write_text(f"version = {version!r}\n")
     before = python_files(release)
-    blockpatch.apply(release, [ALL[name] for name in names])
-    after = python_files(release)
-    files = changed(before, after)
-    for path in files:
-        compile(after[path], path, "exec", dont_inherit=True)
-    expected = {*RECORDER, SCHEDULER, CORE}
-    if V2.name in names:
-        expected |= {WORKER, MIXIN, V2_RUNNER, FACTORY, MULTI}
-    assert files == expected
-    for path in files - RECORDER:
-        module = ast.parse(after[path])
-        assert names_of_recorders(module) == names_imported(module)
-    for name in ("step", "step_with_batch_queue"):
-        check_step_ends_right_after_update(release, name, len(names))
-    blockpatch.revert(release, names)
-    assert python_files(release) == before
+    tree = Tree(release.root)
+    assert tree.version == version
+    assert patcher.apply(tree, patches).changes == expected
+    assert patcher.apply(tree, patches).changes == ()
+    patcher.revert(tree, [patch.name for patch in patches])
+    assert python_files(tree) == before
+
+
+LEFT_OUT = {
+    # The code of the releases from ... on: what each patch has for other code only.
+    "cpu_streams": {
+        "0.18.1": {"simple_worker", "simple_backend", "simple_copy", "store"}
+        | {"hf3fs", "hf3fs_mock", "hf3fs_layout"},
+        "0.22.1": {"hf3fs_layout"},
+        "0.25.1": set(),
+        "0.30.0": {"hf3fs_layout"},
+    },
+    "mooncake_cpu_layout": {
+        "0.18.1": {"one_region"},
+        "0.22.1": {"import", "one_region"},
+        "0.25.1": {"import"},
+        "0.28.0": {"import", "one_region"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_the_parts_that_are_for_other_code_are_left_out_and_no_others(name, release):
+    (left_out,) = [
+        parts
+        for since, parts in LEFT_OUT[name].items()
+        if since == max(s for s in LEFT_OUT[name] if s <= release.version)
+    ]
+    active = {spec.id for spec in patcher.active_blocks(release, ALL[name])}
+    assert {spec.id for spec in ALL[name].blocks} - active == left_out
+
+
+def test_a_failed_pull_is_for_0_18_and_the_rest_of_the_abort_race_for_all(release):
+    patch = ALL["kv_transfer_abort_race"]
+    active = patcher.active_blocks(release, patch)
+    groups = {spec.optional for spec in active}
+    assert ("failed_pulls" in groups) == (release.version == "0.18.1")
+    assert ("empty_pull" in groups) == (release.version < "0.32")
+    assert ("refused_by_name" in groups) == ("0.30" <= release.version < "0.33")
+    assert {spec.id for spec in patch.blocks if not spec.optional} <= {
+        spec.id for spec in active
+    }
+
+
+def test_step_timing_is_two_calls_where_vllm_loads_its_plugins(release):
+    patcher.apply(release, [STEP_TIMING])
+    for path, function in (
+        ("v1/engine/core.py", "__init__"),
+        ("v1/worker/worker_base.py", "init_worker"),
+    ):
+        source = (release.root / path).read_text()
+        (place,) = (
+            body
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.FunctionDef) and node.name == function
+            for body in [[ast.unparse(statement) for statement in node.body]]
+            if "install()" in body
+        )
+        loads = place.index("load_general_plugins()")
+        assert place[loads + 1 : loads + 3] == [
+            "from vllm.kvtax_probe import install",
+            "install()",
+        ]

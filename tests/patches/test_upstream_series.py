@@ -9,11 +9,16 @@ from typing import NamedTuple
 
 import pytest
 
-from lab.paths import REPOSITORY
-from upstream.check import judge
-from upstream.outcomes import differences, read_outcomes
-from upstream.release import PART, Release, Repository, UpstreamError, load_releases
-from upstream.series import patched_code
+from kvtax.paths import REPOSITORY
+from tools.upstream.check import differences, judge, read_outcomes
+from tools.upstream.release import (
+    PART,
+    Release,
+    Repository,
+    UpstreamError,
+    load_releases,
+)
+from tools.upstream.series import patched_code
 
 pytestmark = pytest.mark.slow
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a script of this folder on a patched private tree of the installed vLLM."""
+"""Starts a script of this folder on the installed vLLM, patched."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import json
 import subprocess
 from pathlib import Path
 
-from releases import under_test
-
-from lab.serving.environment import engine_environment, record_steps
-from lab.serving.null_model import null_checkpoint
-from lab.serving.ports import reserve
-from lab.serving.server import tail
-from lab.serving.settings import CPU_ENGINE
-from lab.serving.supervise import Supervised
-from lab.serving.tree import build_tree
+from kvtax.engine.environment import engine_environment, record_steps
+from kvtax.engine.null_model import null_checkpoint
+from kvtax.engine.overlay import build_overlay
+from kvtax.engine.ports import reserve
+from kvtax.engine.server import tail
+from kvtax.engine.settings import CPU_ENGINE
+from kvtax.engine.supervise import Supervised
+from tests.releases import under_test
 
 DEADLINE_S = 240
 # What an engine with the null model needs here on later releases.
@@ -44,9 +43,9 @@ class ScriptProcess:
         self._result = folder / "result.json"
         model = null_checkpoint(folder / "model")
         installed = under_test()
-        vllm, tree = installed.package("vllm"), folder / "tree"
-        build_tree(tree, vllm, [*patches, *ON_A_CPU], {}, installed)
-        env = engine_environment(tree, CPU_ENGINE, reserve(1)[0], installed)
+        overlay = folder / "overlay"
+        build_overlay(overlay, [*patches, *ON_A_CPU], {}, installed)
+        env = engine_environment(overlay, CPU_ENGINE, reserve(1)[0], installed)
         if recording:
             env |= record_steps(self.records, {"test": 1})
         path = Path(__file__).with_name(script)

@@ -4,13 +4,17 @@ go 1.25.0
 
 require (
 	github.com/HdrHistogram/hdrhistogram-go v1.4.0
-	github.com/google/pprof v0.0.0-20260202012954-cb029daf43ef
 	github.com/hashicorp/golang-lru/v2 v2.0.7
 	github.com/llm-d/llm-d-kv-cache v0.9.0
-	github.com/maypok86/otter/v2 v2.4.0
-	github.com/puzpuzpuz/xsync/v4 v4.5.0
 	kvtax/kvindex v0.0.0
 	sigs.k8s.io/controller-runtime v0.21.0
+)
+
+require (
+	github.com/google/pprof v0.0.0-20260202012954-cb029daf43ef // indirect
+	github.com/stretchr/testify v1.12.1 // indirect
+	github.com/ulikunitz/xz v0.5.17
+	go.yaml.in/yaml/v3 v3.0.5 // indirect
 )
 
 require (
@@ -78,7 +82,6 @@ require (
 	k8s.io/klog/v2 v2.130.1 // indirect
 	k8s.io/kube-openapi v0.0.0-20250318190949-c8a335a9a2ff // indirect
 	k8s.io/utils v0.0.0-20241104100929-3ea5e8cea738 // indirect
-	kvtax/kvindex/llmd v0.0.0
 	sigs.k8s.io/json v0.0.0-20241010143419-9aa6b5e7a4b3 // indirect
 	sigs.k8s.io/randfill v1.0.0 // indirect
 	sigs.k8s.io/structured-merge-diff/v4 v4.6.0 // indirect

@@ -37,26 +37,10 @@ func TestMain(m *testing.M) {
 
 const oursDesign = "kvindex"
 
-// binaries returns a folder with all binaries, each this one.
-func binaries(t *testing.T) string {
-	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	folder := t.TempDir()
-	for _, c := range burstDesigns {
-		if err := os.Symlink(self, filepath.Join(folder, c.binary)); err != nil && !errors.Is(err, fs.ErrExist) {
-			t.Fatal(err)
-		}
-	}
-	return folder
-}
-
-func TestEveryContestantIsADesign(t *testing.T) {
-	for _, c := range slices.Concat(burstDesigns, scalingDesigns, walkDesigns, memoryDesigns, writesDesigns, replayDesigns) {
-		if !slices.Contains(design.Names(), c.design) {
-			t.Errorf("%s: no design is named %q", c.name, c.design)
+func TestEveryPlannedDesignExists(t *testing.T) {
+	for _, name := range slices.Concat(burstDesigns, walkDesigns, replayDesigns) {
+		if !slices.Contains(design.Names(), name) {
+			t.Errorf("no design is named %q", name)
 		}
 	}
 }
@@ -72,7 +56,7 @@ func TestEqualSeedsPlanEqualRuns(t *testing.T) {
 	if text(1) != text(1) || text(1) == text(2) {
 		t.Error("the order does not go by the seed")
 	}
-	for _, part := range []string{"round 3, GOMAXPROCS 1: burst upstream ", "round 1, GOMAXPROCS 2: burst merged ", "round 1, GOMAXPROCS 4: burst upstream-peek "} {
+	for _, part := range []string{"round 3, GOMAXPROCS 1: burst upstream ", "round 1, GOMAXPROCS 2: burst merged ", "round 1, GOMAXPROCS 4: burst kvindex "} {
 		if !strings.Contains(text(1), part) {
 			t.Errorf("no %q in\n%s", part, text(1))
 		}
@@ -84,7 +68,7 @@ func TestAQuickRunOfSomeKindsIsReported(t *testing.T) {
 	t.Setenv(asKvbench, "1")
 	folder := t.TempDir()
 	out, readme := filepath.Join(folder, "results.json"), filepath.Join(folder, "README.md")
-	err := runCommand(context.Background(), []string{"-bin", binaries(t), "-out", out, "-quick", "-only", "writes"}, io.Discard)
+	err := runCommand(context.Background(), []string{"-out", out, "-quick", "-only", "writes"}, io.Discard)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -114,10 +98,9 @@ func TestAQuickRunOfSomeKindsIsReported(t *testing.T) {
 func TestATrialThatFailsIsRecordedAndFailsTheRun(t *testing.T) {
 	t.Setenv(asKvbench, "1")
 	out := filepath.Join(t.TempDir(), "results.json")
-	ours := contestant{oursDesign, mainBinary, oursDesign}
-	err := runFlags{bin: binaries(t), out: out}.run(context.Background(), []spec{
-		{ours, results.KindReplay, 1, 1, flags("trace", "conversation", "traces", t.TempDir())(ours), time.Second},
-		{ours, results.KindWrites, 1, 1, flags("capacity", 1_000, "duration", time.Millisecond)(ours), time.Second},
+	err := runFlags{out: out}.run(context.Background(), []spec{
+		{oursDesign, results.KindReplay, 1, 1, flags("trace", "conversation", "traces", t.TempDir())(oursDesign), time.Second},
+		{oursDesign, results.KindWrites, 1, 1, flags("capacity", 1_000, "duration", time.Millisecond)(oursDesign), time.Second},
 	}, io.Discard)
 	if err == nil || !strings.Contains(err.Error(), "1 of 2 trials failed") {
 		t.Fatalf("%v", err)
@@ -134,13 +117,6 @@ func TestATrialThatFailsIsRecordedAndFailsTheRun(t *testing.T) {
 	}
 }
 
-func TestARunWithoutItsBinariesIsRefused(t *testing.T) {
-	err := runCommand(context.Background(), []string{"-bin", t.TempDir(), "-only", "burst"}, io.Discard)
-	if err == nil || !strings.Contains(err.Error(), "kvbench-peek") {
-		t.Errorf("%v", err)
-	}
-}
-
 func TestASecondRunOnTheSameFileIsRefused(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "results.json")
 	unlock, err := results.Lock(out)
@@ -148,7 +124,7 @@ func TestASecondRunOnTheSameFileIsRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer unlock()
-	err = runCommand(context.Background(), []string{"-bin", binaries(t), "-out", out, "-quick", "-only", "writes"}, io.Discard)
+	err = runCommand(context.Background(), []string{"-out", out, "-quick", "-only", "writes"}, io.Discard)
 	if err == nil || !strings.Contains(err.Error(), "another run") {
 		t.Errorf("%v", err)
 	}
@@ -159,8 +135,11 @@ func TestAnInterruptedRunLeavesItsResultsAndNoProcess(t *testing.T) {
 	for _, signal := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGKILL} {
 		t.Run(signal.String(), func(t *testing.T) {
 			out := filepath.Join(t.TempDir(), "results.json")
-			bin := binaries(t)
-			run := exec.Command(filepath.Join(bin, mainBinary), "run", "-bin", bin, "-out", out, "-quick", "-only", "memory,walk")
+			self, err := os.Executable()
+			if err != nil {
+				t.Fatal(err)
+			}
+			run := exec.Command(self, "run", "-out", out, "-quick", "-only", "memory,walk")
 			run.Env = append(os.Environ(), asKvbench+"=1")
 			var stderr bytes.Buffer
 			run.Stderr = &stderr

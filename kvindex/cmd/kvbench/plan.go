@@ -12,42 +12,16 @@ import (
 	"kvtax/kvindex/cmd/kvbench/trial"
 )
 
-// A contestant is an index in the tables: a design in one of the binaries.
-type contestant struct {
-	name   string
-	binary string
-	design string
-}
-
-const mainBinary = "kvbench"
-
-// ours returns contestants of the main binary.
-func ours(names ...string) []contestant {
-	var all []contestant
-	for _, name := range names {
-		all = append(all, contestant{name, mainBinary, name})
-	}
-	return all
-}
-
-// variants are upstream's design built with patches to upstream.
-var variants = []contestant{
-	{"upstream-peek", "kvbench-peek", "upstream"},
-	{"upstream-guarded", "kvbench-guarded", "upstream"},
-	{"upstream-promote", "kvbench-promote", "upstream"},
-}
-
+// Designs that take part in each kind of trial.
 var (
-	burstDesigns = slices.Concat(ours("upstream"), variants,
-		ours("merged", "sharded", "xsync-sieve", "otter", "kvindex-map", "kvindex"))
-	scalingDesigns = ours("upstream", "merged", "kvindex")
+	burstDesigns   = []string{"upstream", "merged", "kvindex"}
+	scalingDesigns = burstDesigns
 	// Upstream is not among those that walk 4 million keys: it would need 10 GB.
-	walkDesigns   = ours("merged", "kvindex-map", "kvindex")
-	memoryDesigns = ours("upstream", "merged", "xsync-sieve", "kvindex")
-	writesDesigns = ours("upstream", "merged", "sharded", "xsync-sieve", "otter", "kvindex")
+	walkDesigns   = []string{"merged", "kvindex"}
+	memoryDesigns = burstDesigns
+	writesDesigns = burstDesigns
 	// Upstream is slow at it, and its recency is that of exact-lru.
-	replayDesigns = ours("exact-lru", "exact-lru-tail-first", "merged", "sharded", "xsync-sieve", "otter", "kvindex")
-	peekDesign    = variants[:1]
+	replayDesigns = []string{"exact-lru", "merged", "kvindex"}
 )
 
 // A shape is the size of a burst. The first is the one that is measured on fewer cores,
@@ -64,16 +38,15 @@ var shapes = []shape{
 }
 
 // replays are the capacities for each trace: from some that hold little of it to some
-// that hold most. Upstream's peek takes a minute for each of the last.
+// that hold most.
 var replays = []struct {
 	trace      string
 	capacities []int
-	designs    []contestant
 }{
-	{"synthetic", []int{10_000, 40_000, 80_000}, slices.Concat(peekDesign, replayDesigns)},
-	{"sessions-le62k", []int{2_000, 5_000, 10_000}, slices.Concat(peekDesign, replayDesigns)},
-	{"conversation", []int{10_000, 40_000, 80_000}, slices.Concat(peekDesign, replayDesigns)},
-	{"sessions-any", []int{20_000, 40_000, 80_000}, replayDesigns},
+	{"synthetic", []int{10_000, 40_000, 80_000}},
+	{"sessions-le62k", []int{2_000, 5_000, 10_000}},
+	{"conversation", []int{10_000, 40_000, 80_000}},
+	{"sessions-any", []int{20_000, 40_000, 80_000}},
 }
 
 // memoryPods are the pods that hold a key, and how many keys there are then: a filling
@@ -105,7 +78,7 @@ var (
 
 // A spec is one trial to be run.
 type spec struct {
-	contestant
+	design     string
 	kind       string
 	round      int
 	gomaxprocs int
@@ -114,7 +87,7 @@ type spec struct {
 }
 
 func (s spec) String() string {
-	return fmt.Sprintf("round %d, GOMAXPROCS %d: %s %s %v", s.round, s.gomaxprocs, s.kind, s.name, s.args)
+	return fmt.Sprintf("round %d, GOMAXPROCS %d: %s %s %v", s.round, s.gomaxprocs, s.kind, s.design, s.args)
 }
 
 // A planner lists the trials of a run.
@@ -127,7 +100,7 @@ type planner struct {
 	specs  []spec
 }
 
-// plan returns all trials, those of a round together, and in each round the contestants
+// plan returns all trials, those of a round together, and in each round the designs
 // in another order. What does not depend on time is measured once.
 func plan(kinds []string, rounds, cores int, quick bool, traces string, seed uint64) []spec {
 	p := &planner{sizes: fullSizes, kinds: kinds, cores: cores, traces: traces, random: rand.New(rand.NewPCG(seed, 0))}
@@ -145,8 +118,8 @@ func plan(kinds []string, rounds, cores int, quick bool, traces string, seed uin
 	return p.specs
 }
 
-// add plans a trial of each contestant, in random order.
-func (p *planner) add(kind string, round, gomaxprocs int, expected time.Duration, designs []contestant, args func(contestant) []string) {
+// add plans a trial of each design, in random order.
+func (p *planner) add(kind string, round, gomaxprocs int, expected time.Duration, designs []string, args func(design string) []string) {
 	if !slices.Contains(p.kinds, kind) {
 		return
 	}
@@ -168,7 +141,7 @@ func (p *planner) scaling(round int) {
 	}
 }
 
-func (p *planner) burst(round, gomaxprocs int, s shape, designs []contestant) {
+func (p *planner) burst(round, gomaxprocs int, s shape, designs []string) {
 	period := s.period / p.sizes.shorten
 	args := flags("capacity", p.sizes.capacity, "readers", s.readers, "blocks", s.blocks,
 		"bursts", p.sizes.bursts, "period", period)
@@ -189,15 +162,15 @@ func (p *planner) writes(round int) {
 func (p *planner) memory() {
 	for _, m := range memoryPods {
 		for _, sets := range trial.PodSets {
-			p.add(results.KindMemory, 1, p.cores, 3*time.Second, memoryDesigns, func(c contestant) []string {
+			p.add(results.KindMemory, 1, p.cores, 3*time.Second, memoryDesigns, func(design string) []string {
 				keys := m.keys
 				if sets == trial.DifferentSets {
 					keys = m.keysIfDifferent
 				}
-				if c.design == "upstream" {
+				if design == "upstream" {
 					keys = min(keys, m.keysUpstream)
 				}
-				return flags("keys", max(100, keys/p.sizes.memoryPart), "pods", m.pods, "sets", sets)(c)
+				return flags("keys", max(100, keys/p.sizes.memoryPart), "pods", m.pods, "sets", sets)(design)
 			})
 		}
 	}
@@ -206,7 +179,7 @@ func (p *planner) memory() {
 func (p *planner) replays() {
 	for _, r := range replays[:p.sizes.replays] {
 		for _, capacity := range r.capacities[:p.sizes.capacities] {
-			p.add(results.KindReplay, 1, p.cores, 2*time.Second, r.designs,
+			p.add(results.KindReplay, 1, p.cores, 2*time.Second, replayDesigns,
 				flags("trace", r.trace, "traces", p.traces, "capacity", capacity))
 		}
 	}
@@ -214,9 +187,9 @@ func (p *planner) replays() {
 
 // flags returns what gives a trial these flags and its design. They come in pairs of
 // name and value.
-func flags(pairs ...any) func(contestant) []string {
-	return func(c contestant) []string {
-		args := []string{"-design", c.design}
+func flags(pairs ...any) func(design string) []string {
+	return func(design string) []string {
+		args := []string{"-design", design}
 		for i := 0; i < len(pairs); i += 2 {
 			args = append(args, fmt.Sprint("-", pairs[i]), fmt.Sprint(pairs[i+1]))
 		}

@@ -3,14 +3,16 @@
 package main
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"os"
-	"path/filepath"
+	"os/exec"
 	"runtime"
 	"slices"
 	"strings"
@@ -21,7 +23,6 @@ import (
 
 // runFlags are those of the run command.
 type runFlags struct {
-	bin    string
 	traces string
 	out    string
 	rounds int
@@ -36,7 +37,6 @@ func runCommand(ctx context.Context, args []string, stderr io.Writer) error {
 	var f runFlags
 	flags := flag.NewFlagSet("kvbench run", flag.ContinueOnError)
 	flags.SetOutput(stderr)
-	flags.StringVar(&f.bin, "bin", "", "folder of the binaries that build_variants.sh makes")
 	flags.StringVar(&f.traces, "traces", "", "folder of the traces")
 	flags.StringVar(&f.out, "out", "results.json", "file for the results")
 	flags.IntVar(&f.rounds, "rounds", 5, "how often each trial that takes time is run")
@@ -48,10 +48,6 @@ func runCommand(ctx context.Context, args []string, stderr io.Writer) error {
 	}
 	if f.quick {
 		f.rounds = 1
-	}
-	var err error
-	if f.bin, err = filepath.Abs(f.bin); err != nil { // a bare name is looked for on the PATH
-		return err
 	}
 	kinds := strings.Split(f.only, ",")
 	for _, kind := range kinds {
@@ -76,16 +72,6 @@ func runCommand(ctx context.Context, args []string, stderr io.Writer) error {
 
 // checkInputs refuses a run for which something is missing before it begins.
 func checkInputs(f runFlags, specs []spec) error {
-	var missing []string
-	for _, s := range specs {
-		path := filepath.Join(f.bin, s.binary)
-		if _, err := os.Stat(path); err != nil && !slices.Contains(missing, path) {
-			missing = append(missing, path)
-		}
-	}
-	if len(missing) > 0 {
-		return fmt.Errorf("-bin: there is no %s: build_variants.sh makes it", strings.Join(missing, ", "))
-	}
 	for _, s := range specs {
 		if _, err := os.Stat(f.traces); s.kind == results.KindReplay && err != nil {
 			return fmt.Errorf("-traces: %w", err)
@@ -99,7 +85,11 @@ func (f runFlags) run(ctx context.Context, specs []spec, stderr io.Writer) error
 	// A trial dies with the thread that started it.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	provenance, err := results.Machine(filepath.Join(f.bin, mainBinary))
+	binary, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	provenance, err := results.Machine(binary)
 	if err != nil {
 		return err
 	}
@@ -108,7 +98,7 @@ func (f runFlags) run(ctx context.Context, specs []spec, stderr io.Writer) error
 	progress := newProgress(specs)
 	failed := 0
 	for _, s := range specs {
-		t := runTrial(ctx, f.bin, s)
+		t := runTrial(ctx, binary, s)
 		if ctx.Err() != nil {
 			return fmt.Errorf("interrupted: %s has %d of %d trials", f.out, len(file.Trials), len(specs))
 		}
@@ -157,4 +147,70 @@ func (p *progress) done(stderr io.Writer, s spec, t results.Trial) {
 		outcome = fmt.Sprintf("p50 %.0f us, p99 %.0f us, %.0f events/s", t.Burst.Latency.P50Us, t.Burst.Latency.P99Us, t.Burst.EventsPerSecond)
 	}
 	fmt.Fprintf(stderr, "%d/%d, %v left; %v; %s\n", p.finished, p.total, time.Duration(left).Round(time.Second), s, outcome)
+}
+
+const (
+	// A burst trial stops by itself after a minute, others end sooner; one that does not
+	// is killed.
+	killAfter = 3 * time.Minute
+	// waitDelay is how long a killed trial may keep its output open.
+	waitDelay = 5 * time.Second
+	// stderrBytes is how much of the end of a failed trial's stderr is kept.
+	stderrBytes = 2000
+)
+
+// runTrial runs one trial in a process of its own, and returns when that is gone. The
+// process is killed when the context ends.
+func runTrial(ctx context.Context, binary string, s spec) results.Trial {
+	t := results.Trial{
+		Kind:        s.kind,
+		Design:      s.design,
+		Round:       s.round,
+		GOMAXPROCS:  s.gomaxprocs,
+		Args:        withoutFolders(s.args),
+		LoadAverage: results.LoadAverage(),
+	}
+	limited, cancel := context.WithTimeout(ctx, killAfter)
+	defer cancel()
+	var stdout, stderr bytes.Buffer
+	child := exec.CommandContext(limited, binary, append([]string{"trial", s.kind}, s.args...)...)
+	child.Env = append(os.Environ(), fmt.Sprint("GOMAXPROCS=", s.gomaxprocs))
+	child.Stdout, child.Stderr = &stdout, &stderr
+	child.WaitDelay = waitDelay
+	child.SysProcAttr = diesWithParent()
+
+	begin, busy := time.Now(), results.BusySeconds()
+	err := child.Run()
+	elapsed := time.Since(begin).Seconds()
+	t.Seconds, t.OtherCores = elapsed, -1
+	if after := results.BusySeconds(); busy >= 0 && child.ProcessState != nil {
+		own := child.ProcessState.UserTime() + child.ProcessState.SystemTime()
+		t.OtherCores = max(0, (after-busy-own.Seconds())/elapsed)
+	}
+	if err == nil {
+		err = json.Unmarshal(stdout.Bytes(), t.Result())
+	}
+	if err != nil {
+		t.Burst, t.Walk, t.Memory, t.Writes, t.Replay = nil, nil, nil, nil, nil
+		t.Failure = failure(limited, err, stderr.Bytes())
+	}
+	return t
+}
+
+// failure says why a trial has no result.
+func failure(ctx context.Context, err error, stderr []byte) string {
+	if ctx.Err() == context.DeadlineExceeded {
+		err = fmt.Errorf("killed after %v", killAfter)
+	}
+	end := stderr[max(0, len(stderr)-stderrBytes):]
+	return strings.TrimSpace(fmt.Sprintf("%v\n%s", err, strings.ToValidUTF8(string(end), "?")))
+}
+
+// withoutFolders returns flags without the one that is another on each machine.
+func withoutFolders(args []string) []string {
+	kept := slices.Clone(args)
+	if i := slices.Index(kept, "-traces"); i >= 0 {
+		kept = slices.Delete(kept, i, i+2)
+	}
+	return kept
 }

@@ -65,8 +65,8 @@ func run(ctx context.Context, s *settings, stdout io.Writer, log *slog.Logger) e
 	following, stop := context.WithCancel(ctx)
 	defer stop()
 	var background sync.WaitGroup
-	for _, one := range f.Instances() {
-		background.Go(func() { feed.Run(following, log.With("instance", one.Name), one.Source, one) })
+	for _, instance := range f.Instances() {
+		background.Go(func() { feed.Run(following, log.With("instance", instance.Name), instance.Source, instance) })
 	}
 	if s.snapshot != "" {
 		background.Go(func() { saveOften(following, f, s, log) })
@@ -122,8 +122,8 @@ func saveOften(ctx context.Context, f *fleet.Fleet, s *settings, log *slog.Logge
 
 func listenAll(s *settings) ([]net.Listener, error) {
 	var all []net.Listener
-	for _, one := range s.listen {
-		listener, err := one.listen(s.tls)
+	for _, address := range s.listen {
+		listener, err := address.listen(s.tls)
 		if err != nil {
 			for _, earlier := range all {
 				earlier.Close()

@@ -9,6 +9,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"strings"
 	"time"
@@ -44,7 +45,7 @@ func parse(arguments []string, stderr io.Writer) (*settings, error) {
 		return s.addAddress(text)
 	})
 	seed := flags.String("hash-seed", "", "the PYTHONHASHSEED of the instances; vLLM 0.30 and later need none")
-	flags.IntVar(&s.fleet.MaxBlocks, "max-blocks", 4_000_000, "different blocks known at most: about 55 bytes for each")
+	flags.IntVar(&s.fleet.MaxBlocks, "max-blocks", 4_000_000, "different blocks known at most: about 46 bytes for each")
 	memoMiB := flags.Int("memo-mib", 64, "memory for the names of the prompts that were asked for")
 	maxBodyMiB := flags.Int64("max-body-mib", 16, "a longer request is refused")
 	flags.StringVar(&s.snapshot, "snapshot", "", "a `FILE` to start from, and to write at the end")
@@ -104,7 +105,7 @@ func (s *settings) add(name, events, replay string) error {
 	return nil
 }
 
-// readInstances reads a file as fleet.launch writes it, and fleet.proxy reads it.
+// readInstances reads a file as kvtax.fleet.launch writes it, and kvtax.fleet.proxy reads it.
 func (s *settings) readInstances(file string) error {
 	if file == "" {
 		if len(s.fleet.Instances) == 0 {
@@ -116,7 +117,7 @@ func (s *settings) readInstances(file string) error {
 	if err != nil {
 		return err
 	}
-	var found struct {
+	var document struct {
 		Schema    string
 		Instances []struct {
 			Name   string
@@ -124,14 +125,14 @@ func (s *settings) readInstances(file string) error {
 			Replay string `json:"kv_events_replay"`
 		}
 	}
-	if err := json.Unmarshal(data, &found); err != nil {
+	if err := json.Unmarshal(data, &document); err != nil {
 		return fmt.Errorf("%s: %w", file, err)
 	}
-	if found.Schema != "kvtax.instances/1" {
-		return fmt.Errorf("%s: its schema is %q, not kvtax.instances/1", file, found.Schema)
+	if document.Schema != "kvtax.instances/1" {
+		return fmt.Errorf("%s: its schema is %q, not kvtax.instances/1", file, document.Schema)
 	}
-	for _, one := range found.Instances {
-		if err := s.add(one.Name, one.Events, one.Replay); err != nil {
+	for _, instance := range document.Instances {
+		if err := s.add(instance.Name, instance.Events, instance.Replay); err != nil {
 			return fmt.Errorf("%s: %w", file, err)
 		}
 	}
@@ -162,4 +163,57 @@ func (s *settings) readTLS(certificate, key string) error {
 	}
 	s.tls = &tls.Config{Certificates: []tls.Certificate{pair}, NextProtos: []string{"h2", "http/1.1"}}
 	return nil
+}
+
+// An address is where to listen.
+type address struct {
+	network string // "unix" or "tcp"
+	where   string
+}
+
+func (s *settings) addAddress(text string) error {
+	if path, ok := strings.CutPrefix(text, "unix://"); ok && path != "" {
+		s.listen = append(s.listen, address{"unix", path})
+		return nil
+	}
+	where, ok := strings.CutPrefix(text, "tcp://")
+	if _, _, err := net.SplitHostPort(where); !ok || err != nil {
+		return fmt.Errorf("unix:///PATH or tcp://HOST:PORT is needed, not %q", text)
+	}
+	s.listen = append(s.listen, address{"tcp", where})
+	return nil
+}
+
+// String is the address as a client needs it.
+func (a address) String(listener net.Listener) string {
+	if a.network == "unix" {
+		return "unix://" + a.where
+	}
+	return "tcp://" + listener.Addr().String()
+}
+
+// listen listens; on TCP with TLS, if there is a configuration for it.
+func (a address) listen(config *tls.Config) (net.Listener, error) {
+	if a.network == "unix" {
+		a.removeStale()
+	}
+	listener, err := net.Listen(a.network, a.where)
+	if err != nil || config == nil || a.network == "unix" {
+		return listener, err
+	}
+	return tls.NewListener(listener, config), nil
+}
+
+// removeStale removes a socket that a killed process has left: nobody answers there.
+func (a address) removeStale() {
+	info, err := os.Stat(a.where)
+	if err != nil || info.Mode()&os.ModeSocket == 0 {
+		return
+	}
+	conn, err := net.DialTimeout(a.network, a.where, time.Second)
+	if err == nil {
+		conn.Close()
+		return
+	}
+	os.Remove(a.where)
 }

@@ -84,9 +84,9 @@ func (s *Scorer) Score(
 		return nil
 	}
 	state := &prefix.SchedulingContextState{PrefixCacheServers: map[prefix.ServerID]int{}}
-	for _, one := range endpoints {
-		if blocks := held[address(one)]; blocks > 0 {
-			state.PrefixCacheServers[prefix.ServerID(one.GetMetadata().NamespacedName)] = int(blocks)
+	for _, endpoint := range endpoints {
+		if blocks := held[address(endpoint)]; blocks > 0 {
+			state.PrefixCacheServers[prefix.ServerID(endpoint.GetMetadata().NamespacedName)] = int(blocks)
 		}
 	}
 	cycle.Write(plugin.StateKey(s.TypedName().String()), state)
@@ -99,11 +99,11 @@ func (s *Scorer) Blocks(ctx context.Context, ids []uint32, model string) (map[st
 	if err != nil || len(keys) == 0 {
 		return nil, err
 	}
-	found, err := s.index.Lookup(ctx, keys, nil)
+	pods, err := s.index.Lookup(ctx, keys, nil)
 	if err != nil {
 		return nil, err
 	}
-	return s.blocks.Score(ctx, keys, found)
+	return s.blocks.Score(ctx, keys, pods)
 }
 
 // normalised puts what pods hold between 0, for the one with least or an endpoint with
@@ -114,22 +114,22 @@ func normalised(endpoints []scheduling.Endpoint, held map[string]float64) map[sc
 	for _, blocks := range held {
 		least, most = min(least, blocks), max(most, blocks)
 	}
-	for _, one := range endpoints {
-		blocks, ok := held[address(one)]
+	for _, endpoint := range endpoints {
+		blocks, ok := held[address(endpoint)]
 		switch {
 		case !ok:
-			scores[one] = 0
+			scores[endpoint] = 0
 		case least == most:
-			scores[one] = 1
+			scores[endpoint] = 1
 		default:
-			scores[one] = (blocks - least) / (most - least)
+			scores[endpoint] = (blocks - least) / (most - least)
 		}
 	}
 	return scores
 }
 
 // address is the name under which an endpoint's pod publishes.
-func address(one scheduling.Endpoint) string {
-	about := one.GetMetadata()
-	return about.Address + ":" + about.Port
+func address(endpoint scheduling.Endpoint) string {
+	metadata := endpoint.GetMetadata()
+	return metadata.Address + ":" + metadata.Port
 }

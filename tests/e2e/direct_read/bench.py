@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three servers that read from each other, and the tokens to expect of them."""
+"""Three servers that read from each other, and the tokens to expect of them.
+
+What their tests share: A's size, B's moments, evictions.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from costs.direct_read.engines import GatedServer
-from lab.tiny.checkpoint import prompt
-from lab.tiny.server import BLOCK_TOKENS, SETTLE_DEADLINE_S, Answer, Tokens
-from lab.tiny.servers import Reference
+from benchmarks.gated_servers import GatedServer
+from benchmarks.gates import LOOKUP, MID_READ, READ, VALIDATE
+from kvtax.engine.tiny.checkpoint import prompt
+from kvtax.engine.tiny.server import BLOCK_TOKENS, SETTLE_DEADLINE_S, Answer, Tokens
+from kvtax.engine.tiny.servers import Reference
+
+# Blocks of A: two prompts of LONG_TOKENS are more than it can cache.
+SMALL_BLOCKS = 300
+LONG_TOKENS = 4001
+# Where B can be held in a pull, in order.
+MOMENTS = [LOOKUP, READ, MID_READ, VALIDATE]
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,11 @@ class ReadBench:
             await self.b.settle()
             pulled = (await self.counted())[0] - before
         assert pulled == full_blocks(asked) * BLOCK_TOKENS
+
+
+async def evict_all(bench: ReadBench, seed: int) -> None:
+    for number in range(2):
+        await bench.a.complete(prompt(seed + number, LONG_TOKENS), 1)
 
 
 def full_blocks(asked: Tokens) -> int:

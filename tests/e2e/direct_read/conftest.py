@@ -6,23 +6,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from costs.direct_read.engines import GatedServer, direct_read_tree
-from lab.tiny.servers import Reference, TinyServers, ready
+from benchmarks.gated_servers import GatedServer, direct_read_overlay
+from kvtax.engine.tiny.servers import Reference, TinyServers, ready
 
-from .bench import ReadBench
-from .scenarios import SMALL_BLOCKS
+from .bench import SMALL_BLOCKS, ReadBench
 
 
 @pytest.fixture(scope="package")
 def bench(lab: TinyServers, reference: Reference) -> Iterator[ReadBench]:
-    tree = direct_read_tree(lab)
+    overlay = direct_read_overlay(lab)
     elsewhere = shutil.copytree(lab.checkpoint, lab.folder / "elsewhere")
     with ready(
-        GatedServer(lab, tree, "read_a", num_blocks=SMALL_BLOCKS, multi=True),
-        GatedServer(lab, tree, "read_b", checkpoint=elsewhere),
+        GatedServer(lab, overlay, "read_a", num_blocks=SMALL_BLOCKS, multi=True),
+        GatedServer(lab, overlay, "read_b", checkpoint=elsewhere),
         GatedServer(
             lab,
-            tree,
+            overlay,
             "read_foreign",
             checkpoint=lab.other_weights,
             num_blocks=SMALL_BLOCKS,

@@ -11,7 +11,7 @@ import asyncio
 
 import pytest
 
-from costs.direct_read.gates import (
+from benchmarks.gates import (
     LOOKUP,
     OFFER_IN_FLIGHT,
     READ,
@@ -19,116 +19,96 @@ from costs.direct_read.gates import (
     TRUST_ALL,
     VALIDATE,
 )
-from lab.tiny.checkpoint import prompt
+from kvtax.engine.tiny.checkpoint import prompt
 
-from .bench import full_blocks
-from .scenarios import MOMENTS, evict_all, run
+from .bench import MOMENTS, evict_all, full_blocks
 
 pytestmark = pytest.mark.long
 
 
-def test_blocks_still_being_computed_are_not_offered(bench):
-    async def scenario() -> None:
-        asked = prompt(105_000, 1000)
-        computed = bench.a.complete(asked)
-        async with bench.a.held_at(STEP, computed) as theirs, bench.pulled(0):
-            await bench.right(bench.ask(asked), asked)
-        await bench.right(theirs, asked)
-        assert await bench.a.count("served_in_flight") == 1
-
-    run(scenario)
+async def test_blocks_still_being_computed_are_not_offered(bench):
+    asked = prompt(105_000, 1000)
+    computed = bench.a.complete(asked)
+    async with bench.a.held_at(STEP, computed) as theirs, bench.pulled(0):
+        await bench.right(bench.ask(asked), asked)
+    await bench.right(theirs, asked)
+    assert await bench.a.count("served_in_flight") == 1
 
 
-def test_control_without_in_flight_exclusion_tokens_are_wrong(bench):
-    async def scenario() -> None:
-        asked = prompt(106_000, 1000)
-        bench.a.close_gate(OFFER_IN_FLIGHT)
-        try:
-            async with (
-                bench.a.held_at(STEP, bench.a.complete(asked)) as theirs,
-                bench.pulled(full_blocks(asked)),
-            ):
-                await bench.wrong(bench.ask(asked), asked)
-        finally:
-            bench.a.open_gate(OFFER_IN_FLIGHT)
-        await theirs
-
-    run(scenario)
+async def test_control_without_in_flight_exclusion_tokens_are_wrong(bench):
+    asked = prompt(106_000, 1000)
+    bench.a.close_gate(OFFER_IN_FLIGHT)
+    try:
+        async with (
+            bench.a.held_at(STEP, bench.a.complete(asked)) as theirs,
+            bench.pulled(full_blocks(asked)),
+        ):
+            await bench.wrong(bench.ask(asked), asked)
+    finally:
+        bench.a.open_gate(OFFER_IN_FLIGHT)
+    await theirs
 
 
 @pytest.mark.parametrize("gate", MOMENTS)
-def test_blocks_evicted_meanwhile_are_computed(bench, gate):
-    async def scenario() -> None:
-        asked = prompt(107_000 + MOMENTS.index(gate), 1000)
-        await bench.prepare(asked)
-        rejected = await bench.b.count("blocks_rejected")
-        async with bench.pulled(0):
-            async with bench.b.held_at(gate, bench.ask(asked)) as answer:
-                await evict_all(bench, seed=107_100)
-            await bench.right(answer, asked)
-        rejected = await bench.b.count("blocks_rejected") - rejected
-        assert rejected == (0 if gate == LOOKUP else full_blocks(asked))
-
-    run(scenario)
+async def test_blocks_evicted_meanwhile_are_computed(bench, gate):
+    asked = prompt(107_000 + MOMENTS.index(gate), 1000)
+    await bench.prepare(asked)
+    rejected = await bench.b.count("blocks_rejected")
+    async with bench.pulled(0):
+        async with bench.b.held_at(gate, bench.ask(asked)) as answer:
+            await evict_all(bench, seed=107_100)
+        await bench.right(answer, asked)
+    rejected = await bench.b.count("blocks_rejected") - rejected
+    assert rejected == (0 if gate == LOOKUP else full_blocks(asked))
 
 
-def test_blocks_evicted_and_cached_again_meanwhile_are_computed(bench):
-    async def scenario() -> None:
-        asked = prompt(108_000, 1000)
-        await bench.prepare(asked)
-        async with bench.pulled(0):
-            async with bench.b.held_at(VALIDATE, bench.ask(asked)) as answer:
-                await evict_all(bench, seed=108_100)
-                await bench.a.complete(asked, 1)
-            await bench.right(answer, asked)
-
-    run(scenario)
-
-
-def test_control_without_validation_tokens_are_wrong(bench):
-    async def scenario() -> None:
-        asked = prompt(109_000, 1000)
-        await bench.prepare(asked)
-        bench.b.close_gate(TRUST_ALL)
-        try:
-            async with bench.pulled(full_blocks(asked)):
-                async with bench.b.held_at(READ, bench.ask(asked)) as answer:
-                    await evict_all(bench, seed=109_100)
-                await bench.wrong(answer, asked)
-        finally:
-            bench.b.open_gate(TRUST_ALL)
-
-    run(scenario)
-
-
-def test_eviction_storm(bench):
-    """A evicts all the time while B reads, and each prompt is asked for twice."""
-
-    async def scenario() -> None:
-        prompts = [prompt(110_000 + i, 300 + 90 * i) for i in range(12)]
-        await bench.reference.tokens(prompts)
-        over = asyncio.Event()
-
-        async def churn() -> None:
-            number = 0
-            while not over.is_set():
-                number += 1
-                await bench.a.complete(prompt(110_100 + number, 1500), 1)
-
-        async def one(asked) -> None:
+async def test_blocks_evicted_and_cached_again_meanwhile_are_computed(bench):
+    asked = prompt(108_000, 1000)
+    await bench.prepare(asked)
+    async with bench.pulled(0):
+        async with bench.b.held_at(VALIDATE, bench.ask(asked)) as answer:
+            await evict_all(bench, seed=108_100)
             await bench.a.complete(asked, 1)
-            await bench.right(bench.ask(asked), asked)
-            await bench.right(bench.ask(asked), asked)
+        await bench.right(answer, asked)
 
-        offered = await bench.b.count("blocks_offered")
-        churning = [asyncio.create_task(churn()) for _ in range(2)]
-        try:
-            for three in (prompts[i : i + 3] for i in range(0, 12, 3)):
-                await asyncio.gather(*map(one, three))
-        finally:
-            over.set()
-            await asyncio.gather(*churning)
-        await asyncio.gather(bench.a.settle(), bench.b.settle())
-        assert await bench.b.count("blocks_offered") > offered
 
-    run(scenario)
+async def test_control_without_validation_tokens_are_wrong(bench):
+    asked = prompt(109_000, 1000)
+    await bench.prepare(asked)
+    bench.b.close_gate(TRUST_ALL)
+    try:
+        async with bench.pulled(full_blocks(asked)):
+            async with bench.b.held_at(READ, bench.ask(asked)) as answer:
+                await evict_all(bench, seed=109_100)
+            await bench.wrong(answer, asked)
+    finally:
+        bench.b.open_gate(TRUST_ALL)
+
+
+async def test_eviction_storm(bench):
+    """A evicts all the time while B reads, and each prompt is asked for twice."""
+    prompts = [prompt(110_000 + i, 300 + 90 * i) for i in range(12)]
+    await bench.reference.tokens(prompts)
+    over = asyncio.Event()
+
+    async def churn() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            await bench.a.complete(prompt(110_100 + number, 1500), 1)
+
+    async def one(asked) -> None:
+        await bench.a.complete(asked, 1)
+        await bench.right(bench.ask(asked), asked)
+        await bench.right(bench.ask(asked), asked)
+
+    offered = await bench.b.count("blocks_offered")
+    churning = [asyncio.create_task(churn()) for _ in range(2)]
+    try:
+        for three in (prompts[i : i + 3] for i in range(0, 12, 3)):
+            await asyncio.gather(*map(one, three))
+    finally:
+        over.set()
+        await asyncio.gather(*churning)
+    await asyncio.gather(bench.a.settle(), bench.b.settle())
+    assert await bench.b.count("blocks_offered") > offered

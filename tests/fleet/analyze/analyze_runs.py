@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fleet runs with known truth, written as the experiment, replayer and proxy would."""
+"""Fleet runs and frames of requests with known truth."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import polars as pl
 
-from fleet.analyze.analysis import Analysis, analyse
-from fleet.analyze.records import read_run
-from fleet.analyze.report import write_report
-from fleet.policies import POLICIES, Ask, Candidate, Snapshot, parameters_of
-from lab.records.arm import ArmRecord, FleetHost, Freshness, MachineLoad
-from lab.records.decisions import DecisionRecord, DecisionsHeader
-from lab.records.documents import write_document
-from lab.records.instances import Instance
-from lab.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader, Steady
-from lab.records.roles import Role
+from kvtax.engine.connector import load_connector
+from kvtax.fleet.analyze.analysis import Analysis, analyse
+from kvtax.fleet.analyze.arm_runs import read_run
+from kvtax.fleet.analyze.fleet_report import report_page
+from kvtax.fleet.analyze.frames import requests_frame
+from kvtax.fleet.policies import (
+    POLICIES,
+    Candidate,
+    RequestInfo,
+    Snapshot,
+    parameters_of,
+)
+from kvtax.records.arm import ArmRecord, FleetHost, Freshness, MachineLoad
+from kvtax.records.decisions import DecisionRecord, DecisionsHeader
+from kvtax.records.files import write_document
+from kvtax.records.instances import Instance
+from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader, Steady
+from kvtax.records.run import Role
+from kvtax.report import render
 
 INSTANCES = ("i0", "i1", "i2", "i3")
 FIRST_NS = 10**14
@@ -30,8 +40,8 @@ MODEL = "qwen3-coder-30b-a3b"
 
 @dataclass(frozen=True)
 class Truth:
-    """One arm. `report` is what its arm.json says of the connector; None, as in older
-    runs: nothing. `slower` multiplies TTFT and TPOT of every request of the baseline's.
+    """One arm. `report` is the role in its arm.json; None: that of the connector's
+    config. `slower` multiplies TTFT and TPOT of every request of the baseline's.
 
     `hidden_hits`, `hidden_queries`: what an instance counts and no request is told;
     `wrong_belief`: tokens that the proxy takes to be cached and are not;
@@ -107,9 +117,9 @@ def write_arm(folder: Path, truth: Truth, repeat: int, seed: int) -> None:
                 index * TURNS + turn,
                 0,
             )
-            ask = Ask(session, prompt)
+            request = RequestInfo(session, prompt)
             parameters = parameters_of(truth.policy, truth.parameters)
-            decision = POLICIES[truth.policy](ask, snapshot, parameters)
+            decision = POLICIES[truth.policy].decide(request, snapshot, parameters)
             cached = context if decision.instance == pinned else 0
             pinned = decision.instance
             ttft_ns = int((20 + (prompt - cached) * 0.05) * noise * truth.slower * 1e6)
@@ -203,7 +213,7 @@ def _write(
         repeat=repeat,
         policy=truth.policy,
         connector=truth.connector,
-        report=truth.report,
+        report=truth.report or load_connector(truth.connector).report,
         concurrency=truth.concurrency,
         instances=[Instance(name, f"http://{name}") for name in INSTANCES],
         baseline=truth.baseline,
@@ -243,7 +253,38 @@ def lines(path: Path, records: list[Any]) -> None:
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in records))
 
 
+def text_of(analysis: Analysis) -> str:
+    """Render the report as Markdown, without figures."""
+    return render.markdown(report_page(analysis.results))
+
+
 def analysed(run: Path, *truths: Truth) -> tuple[Analysis, str]:
     """A run made of `truths`, analysed, and its report; without figures."""
     analysis = analyse(read_run(write_run(run, list(truths))), MODEL, 100.0)
-    return analysis, write_report(analysis.document, [])
+    return analysis, text_of(analysis)
+
+
+AB = ["a", "b"]
+
+
+def requests(rows: list[dict]) -> pl.DataFrame:
+    """A requests_frame of `rows`: what they leave out is a plain ok request."""
+    empty = requests_frame([])
+    plain = {
+        "status": "ok",
+        "turn": 0,
+        "session": "s",
+        "arm": "x",
+        "repeat": 0,
+        "usage_prompt_tokens": 100,
+        "usage_completion_tokens": 0,
+        "output_tokens": 0,
+    }
+    full = [
+        dict.fromkeys(empty.columns)
+        | {"id": f"r{i}", "first_token_ns": row.get("sent_ns")}
+        | plain
+        | row
+        for i, row in enumerate(rows)
+    ]
+    return pl.DataFrame(full, schema=empty.schema)

@@ -9,26 +9,32 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from analyze_runs import prom
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_frames import AB, requests
 
-from fleet.analyze import interference
-from fleet.analyze.accumulation import accumulation
-from fleet.analyze.balance import hotspot, token_imbalance
-from fleet.analyze.belief import belief
-from fleet.analyze.cache import apc
-from fleet.analyze.frames import NOTHING
-from fleet.analyze.gpu import gpu_use
-from fleet.analyze.load import ongoing_tokens, step_function
-from fleet.analyze.migration import Link, migrations
-from fleet.analyze.outcomes import outcomes
-from fleet.analyze.records import ArmRun
-from fleet.analyze.report_fleet import migration_table
-from fleet.analyze.sessions import SessionDraws
-from fleet.experiment.gpu_sampler import HEADER, row
-from lab.records.exposition import sample_totals
+from kvtax.fleet.analyze import interference
+from kvtax.fleet.analyze.analysis import Migration
+from kvtax.fleet.analyze.arm_runs import ArmRun
+from kvtax.fleet.analyze.cache import apc, belief
+from kvtax.fleet.analyze.frames import NOTHING
+from kvtax.fleet.analyze.instance_tables import migration_table
+from kvtax.fleet.analyze.load import (
+    GpuUse,
+    Held,
+    Imbalance,
+    Skew,
+    accumulation,
+    gpu_use,
+    hotspot,
+    ongoing_tokens,
+    step_function,
+    token_imbalance,
+)
+from kvtax.fleet.analyze.request_tables import outcomes
+from kvtax.fleet.analyze.what_if import Link, migrations
+from kvtax.fleet.experiment.machine import GPU_HEADER, gpu_row
+from kvtax.stats.quantiles import SessionDraws
+from tests.fleet.analyze.analyze_runs import AB, prom, requests
 
 SECOND = 10**9
 
@@ -42,9 +48,11 @@ intervals = st.lists(
 )
 
 
-@given(intervals)
+@given(intervals, st.integers(0, 60), st.integers(1, 30))
 @settings(deadline=None, max_examples=60)
-def test_load_at_any_moment_is_the_sum_of_what_is_under_way(spans: list) -> None:
+def test_load_is_what_is_under_way_and_its_mean_over_an_interval_the_overlap(
+    spans: list, start: int, length: int
+) -> None:
     frame = pl.DataFrame(
         [
             {"start_ns": s, "end_ns": s + d, "weight": w, "instance": i}
@@ -56,22 +64,7 @@ def test_load_at_any_moment_is_the_sum_of_what_is_under_way(spans: list) -> None
         for column, name in enumerate(AB):
             under_way = sum(w for s, d, w, i in spans if i == name and s <= at < s + d)
             assert load[column] == under_way
-
-
-@given(intervals, st.integers(0, 60), st.integers(1, 30))
-@settings(deadline=None, max_examples=60)
-def test_mean_load_over_an_interval_is_the_overlap(
-    spans: list, start: int, length: int
-) -> None:
-    frame = pl.DataFrame(
-        [
-            {"start_ns": s, "end_ns": s + d, "weight": w, "instance": i}
-            for s, d, w, i in spans
-        ]
-    )
-    mean = step_function(frame, AB).mean_between(
-        "a", np.array([start]), np.array([start + length])
-    )
+    mean = steps.mean_between("a", np.array([start]), np.array([start + length]))
     overlap = sum(
         w * max(0, min(s + d, start + length) - max(s, start))
         for s, d, w, i in spans
@@ -88,13 +81,13 @@ def test_imbalance_is_max_over_min_and_counts_a_prompt_where_it_was_computed() -
         ]
     )
     found = token_imbalance(frame, AB)
-    assert found == {"tokens": {"a": 150, "b": 100}, "max_over_min": 1.5}
+    assert found == Imbalance({"a": 150, "b": 100}, 1.5)
 
 
 def test_an_idle_instance_has_no_ratio() -> None:
     found = token_imbalance(requests([{"instance": "a"}]), AB)
-    assert found["tokens"]["b"] == 0
-    assert found["max_over_min"] is None
+    assert found.tokens["b"] == 0
+    assert found.max_over_min is None
 
 
 def test_hotspot_is_time_weighted_and_ignores_idle_time() -> None:
@@ -106,11 +99,11 @@ def test_hotspot_is_time_weighted_and_ignores_idle_time() -> None:
             {"instance": "b", "sent_ns": 7 * SECOND, "end_ns": 10 * SECOND},
         ]
     )
-    assert hotspot(frame, AB) == {"mean": 1.25, "p99": 2.0}
+    assert hotspot(frame, AB) == Skew(1.25, 2.0)
     window = 7 * SECOND, 9 * SECOND
-    assert hotspot(frame, AB, window) == {"mean": 1.0, "p99": 1.0}
+    assert hotspot(frame, AB, window) == Skew(1.0, 1.0)
     window = SECOND // 2, 8 * SECOND
-    assert hotspot(frame, AB, window) == {"mean": 1.3333, "p99": 2.0}
+    assert hotspot(frame, AB, window) == Skew(1.3333, 2.0)
 
 
 def test_a_session_lives_where_its_last_request_went() -> None:
@@ -122,9 +115,9 @@ def test_a_session_lives_where_its_last_request_went() -> None:
         ]
     )
     found = accumulation(frame, AB)
-    assert found["sessions"]["a"] == {"mean": 0.67, "peak": 1}
-    assert found["sessions"]["b"] == {"mean": 0.33, "peak": 1}
-    assert found["sessions_skew"] == {"mean": 2.0, "p99": 2.0}
+    assert found.sessions["a"] == Held(0.67, 1)
+    assert found.sessions["b"] == Held(0.33, 1)
+    assert found.sessions_skew == Skew(2.0, 2.0)
 
 
 def test_interference_finds_the_slope_that_was_put_in() -> None:
@@ -139,10 +132,10 @@ def test_interference_finds_the_slope_that_was_put_in() -> None:
         }
     )
     found = interference.slope(points, SessionDraws(points["session"]))
-    low, high = found["slope_ms_per_ktoken"]["ci95"]
+    low, high = found.slope_ms_per_ktoken.ci95
     assert low < 0.25 < high
     assert high - low < 0.08
-    assert found["base_ms"] == pytest.approx(8, abs=0.3)
+    assert found.base_ms == pytest.approx(8, abs=0.3)
 
 
 def test_interference_sees_only_prefill_beside_the_decode() -> None:
@@ -194,12 +187,12 @@ def test_migrating_evens_out_two_long_sessions_on_one_instance() -> None:
             )
     link = Link(kv_bytes_per_token=100_000, bandwidth_gbit_s=8)
     never, tenth, fifth, _ = migrations(requests(rows), AB, link)
-    assert never["migrations"] == 0
-    assert tenth["migrations"] == fifth["migrations"] == 1
-    assert fifth["max_over_min"] < tenth["max_over_min"] < never["max_over_min"]
+    assert never.migrations == 0
+    assert tenth.migrations == fifth.migrations == 1
+    assert fifth.max_over_min < tenth.max_over_min < never.max_over_min
     # The context before turn 5, 4,001 tokens x 100,000 bytes, over 1e9 bytes/s.
-    assert fifth["moved_tokens"] == 4_001
-    assert fifth["transfer_ms_total"] == pytest.approx(400.1)
+    assert fifth.moved_tokens == 4_001
+    assert fifth.transfer_ms_total == pytest.approx(400.1)
 
 
 def test_a_rule_that_no_session_is_long_enough_for_was_not_tried() -> None:
@@ -217,14 +210,11 @@ def test_a_rule_that_no_session_is_long_enough_for_was_not_tried() -> None:
     ]
     link = Link(kv_bytes_per_token=1, bandwidth_gbit_s=1)
     policies = migrations(requests(rows), AB, link)
-    chances = {one["every_turns"]: one["chances"] for one in policies}
+    chances = {rule.every_turns: rule.chances for rule in policies}
     assert chances == {None: 0, 10: 0, 5: 2, 2: 6}
-    migration = {"of": "x", "model": "m", "kv_bytes_per_token": 1}
-    migration |= {"bandwidth_gbit_s": 1.0, "policies": policies}
-    text = migration_table({"migration": migration})
-    assert "Not tried: every 10 turns. No session is so long." in text
-    assert "| every 10 turns" not in text
-    assert "| every 5 turns" in text
+    table = migration_table(Migration("x", "m", 1, 1.0, policies))
+    assert "Not tried: every 10 turns" in table.note
+    assert [row[0] for row in table.rows] == ["never", "every 5 turns", "every 2 turns"]
 
 
 def arm_of(before: str, after: str) -> ArmRun:
@@ -234,29 +224,29 @@ def arm_of(before: str, after: str) -> ArmRun:
 def test_apc_is_the_rise_of_the_counters() -> None:
     frame = requests([{"instance": "a", "cached_tokens": 300}])
     found = apc(arm_of(prom(5_000, 1_200), prom(6_000, 1_500)), frame)
-    assert found["instances"]["a"]["apc"] == found["overall"]["apc"] == 0.3
-    assert found["overall"]["agrees"]
+    assert found.instances["a"].apc == found.overall.apc == 0.3
+    assert found.overall.agrees
 
 
 def test_a_failed_request_may_explain_hits_that_no_usage_tells() -> None:
     counters = arm_of(prom(100, 100), prom(1_100, 900))
     told = {"instance": "a", "cached_tokens": 300}
     lost = {"instance": "a", "status": "failed", "input_tokens": 500}
-    assert apc(counters, requests([told, lost]))["overall"]["agrees"] is True
-    assert apc(counters, requests([told]))["overall"]["agrees"] is False
+    assert apc(counters, requests([told, lost])).overall.agrees is True
+    assert apc(counters, requests([told])).overall.agrees is False
 
 
 def test_counters_that_went_back_give_no_apc() -> None:
     frame = requests([{"instance": "a", "cached_tokens": 300}])
     found = apc(arm_of(prom(5_000, 1_200), prom(6_000, 900)), frame)
-    assert found["overall"]["apc"] is None
-    assert found["instances"]["a"]["queries"] is None
+    assert found.overall.apc is None
+    assert found.instances["a"].queries is None
 
 
 def test_an_arm_that_offloads_cannot_be_checked() -> None:
     row = {"instance": "a", "prefill_instance": "b", "cached_tokens": 0}
     found = apc(arm_of(prom(100, 100), prom(1_100, 900)), requests([row]))
-    assert found["overall"]["agrees"] is None
+    assert found.overall.agrees is None
 
 
 def test_under_way_are_prompt_and_asked_output_and_prefill_elsewhere() -> None:
@@ -283,23 +273,17 @@ def test_belief_is_told_apart_by_its_error_and_skips_prompts_from_elsewhere() ->
     rows = [{"believed_cached": b, "cached_tokens": c} for b, c in pairs]
     elsewhere = {"believed_cached": 0, "cached_tokens": 900, "prefill_instance": "b"}
     found = belief(requests([*rows, elsewhere]), block_tokens=16)
-    shares = {name: found[name] for name in ("n", "exact", "too_high", "too_low")}
-    assert shares == {"n": 4, "exact": 0.5, "too_high": 0.25, "too_low": 0.25}
-    assert found["mean_error_tokens"] == (16 + 400 - 100) / 4
+    shares = found.n, found.exact, found.too_high, found.too_low
+    assert shares == (4, 0.5, 0.25, 0.25)
+    assert found.mean_error_tokens == (16 + 400 - 100) / 4
 
 
 def test_failure_modes_are_listed_most_frequent_first() -> None:
     rows = [{"status": "failed", "error": e} for e in ("rare", "often", "often")]
     found = outcomes(requests([*rows, {"fallback": "cap"}]))["x"]
-    modes = found["modes"]
-    assert found["fallbacks"] == {"cap": 1}
+    modes = found.modes
+    assert found.fallbacks == {"cap": 1}
     assert list(modes.items()) == [("failed: often", 2), ("failed: rare", 1)]
-
-
-def test_counters_are_summed_over_their_labels() -> None:
-    totals = sample_totals(prom(5_000, 1_200))
-    assert totals["vllm:prefix_cache_queries_total"] == 5_000
-    assert totals["vllm:prefix_cache_hits_total"] == 1_200
 
 
 @pytest.mark.parametrize(
@@ -309,17 +293,17 @@ def test_gpu_use_is_taken_while_requests_were_under_way(
     file: str, name: str, tmp_path: Path
 ) -> None:
     rows = [
-        row(at, f"0, {busy}, {memory}, 100, 1500")
+        gpu_row(at, f"0, {busy}, {memory}, 100, 1500")
         for at, busy, memory in ((5, 100, 90), (15, 40, 10), (25, 60, 30), (99, 0, 0))
     ]
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).write_text("\n".join([HEADER, *rows]) + "\n")
+    (tmp_path / file).write_text("\n".join([GPU_HEADER, *rows]) + "\n")
     requests = pl.DataFrame({"sent_ns": [10, 20], "end_ns": [18, 30]})
     assert gpu_use(tmp_path, requests) == {
-        name: {
-            "samples": 2,
-            "utilization_percent": 50.0,
-            "memory_used_mib_max": 30.0,
-            "power_w": 100.0,
-        }
+        name: GpuUse(
+            samples=2,
+            utilization_percent=50.0,
+            memory_used_mib_max=30.0,
+            power_w=100.0,
+        )
     }

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from analyze_runs import Truth, write_run
 
-from fleet.analyze.records import read_run
-from fleet.analyze.refusals import found_warm, refusals
-from lab.records.arm import FleetHost, HostClock, MachineLoad
+from kvtax.fleet.analyze.arm_runs import read_run
+from kvtax.fleet.analyze.refusals import found_warm, refusals
+from kvtax.records.arm import FleetHost, HostClock, MachineLoad
+from tests.fleet.analyze.analyze_runs import Truth, write_run
 
 
 def pair(folder: Path, **worse) -> list:

@@ -7,16 +7,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
-from analyze_runs import INSTANCES, MODEL, SESSIONS, TURNS, Truth, analysed, write_run
 
-from fleet.analyze.__main__ import main
-from fleet.analyze.analysis import analyse
-from fleet.analyze.comparison import verdict
-from fleet.analyze.records import read_run
-from fleet.analyze.report import write_report
-from fleet.policies.size_class import CLASSES
-from lab.records.roles import Role
+from kvtax.cli import Exit, main
+from kvtax.fleet.analyze.analysis import analyse
+from kvtax.fleet.analyze.arm_runs import read_run
+from kvtax.fleet.analyze.comparison import NO_DIFFERENCE, verdict
+from kvtax.fleet.analyze.figures import draw_latency
+from kvtax.fleet.policies.decision import CLASSES
+from kvtax.records.estimate import Estimate
+from kvtax.records.run import Role
+from tests.fleet.analyze.analyze_runs import (
+    INSTANCES,
+    MODEL,
+    SESSIONS,
+    TURNS,
+    Truth,
+    analysed,
+    text_of,
+    write_run,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +46,7 @@ TRUTHS = [
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("run"), TRUTHS)
-    assert main([str(folder), "--out", str(folder / "out")]) == 0
+    assert main(["fleet", "analyze", str(folder), "--out", str(folder / "out")]) == 0
     return folder / "out"
 
 
@@ -53,10 +64,22 @@ def compared(document: dict[str, Any], arm: str) -> dict[str, Any]:
     return next(one for one in document["comparisons"] if one["arm"] == arm)
 
 
-def test_every_request_is_in_the_outcomes(document: dict[str, Any]) -> None:
+def test_every_request_and_every_instance_is_counted(document: dict[str, Any]) -> None:
+    assert document["arms"]["linear"]["belief"]["exact"] == 1.0
     for entry in document["arms"].values():
         assert entry["outcomes"]["ok"] == entry["outcomes"]["n"] == N
-        assert entry["latency"]["all"]["all"]["n"] == N
+        classes = entry["latency"]["all"]
+        parts = sum(classes[kind]["n"] for kind in CLASSES if kind in classes)
+        assert parts == classes["all"]["n"] == N
+        for repeat in entry["repeats"]:
+            assert set(repeat["apc"]["instances"]) == set(INSTANCES)
+            assert set(repeat["imbalance"]["tokens"]) == set(INSTANCES)
+            assert set(repeat["accumulation"]["sessions"]) == set(INSTANCES)
+            overall = repeat["apc"]["overall"]
+            assert overall["agrees"] is True
+            assert overall["hits"] == overall["cached_tokens"]
+            assert overall["apc"] == round(overall["hits"] / overall["queries"], 5)
+            assert overall["apc"] == overall["apc_usage"]
 
 
 def test_a_slower_arm_is_slower_by_what_it_is_slower(document: dict[str, Any]) -> None:
@@ -74,14 +97,16 @@ def test_equal_arms_do_not_differ(document: dict[str, Any], text: str) -> None:
     for levels in pair["percent"].values():
         low, high = levels["p50"]["ci95"]
         assert low <= 0 <= high
-    assert "Noise floor: `linear_aa` is `linear` run again" in text
+    assert "`linear_aa` is `linear` run again" in text
 
 
 def test_the_answer_comes_first(text: str) -> None:
     answers = text.split("## Outcomes")[0]
-    slow = answers.split("**`slow` against `linear`**\n")[1].split("\n- ")[0]
-    for line, quantile in zip(slow.splitlines(), ("p50", "p90"), strict=True):
-        assert line.startswith(f"  - {quantile}: **TTFT, TPOT, E2E higher**: TTFT +")
+    for quantile in ("p50", "p90"):
+        line = f"- `slow` against `linear`, {quantile}: **higher**: TTFT +"
+        assert line in answers
+    # Arms without a difference are counted, not listed.
+    assert "`lmetric` against" not in answers or "no significant difference" in answers
 
 
 def test_what_is_said_is_about_the_whole_interval() -> None:
@@ -91,31 +116,12 @@ def test_what_is_said_is_about_the_whole_interval() -> None:
         (-6, -9, -3, "within the noise floor"),
         (6, 4.5, 7, "higher"),
         (-6, -7, -5, "lower"),
-        (6, -1, 9, "not shown to differ"),
+        (6, -1, 9, NO_DIFFERENCE),
     ):
-        level = {"value": value, "ci95": [low, high]}
+        level = Estimate(value, (low, high))
         assert verdict(level, [-4, 4]) == said
         alone = verdict(level, None)
         assert alone.endswith("unknown)") == (low > 0 or high < 0)
-
-
-def test_classes_partition_the_requests(document: dict[str, Any]) -> None:
-    for entry in document["arms"].values():
-        classes = entry["latency"]["all"]
-        parts = sum(classes[kind]["n"] for kind in CLASSES if kind in classes)
-        assert parts == classes["all"]["n"]
-
-
-def test_apc_is_hits_over_queries_and_agrees_with_usage(
-    document: dict[str, Any],
-) -> None:
-    for entry in document["arms"].values():
-        for repeat in entry["repeats"]:
-            overall = repeat["apc"]["overall"]
-            assert overall["agrees"] is True
-            assert overall["hits"] == overall["cached_tokens"]
-            assert overall["apc"] == round(overall["hits"] / overall["queries"], 5)
-            assert overall["apc"] == overall["apc_usage"]
 
 
 def test_a_policy_agrees_with_its_own_record(document: dict[str, Any]) -> None:
@@ -148,10 +154,6 @@ def test_an_arm_that_must_not_be_compared_is_in_no_chain(tmp_path: Path) -> None
     assert layers == ["plain", "noop"]
 
 
-def test_the_proxys_belief_is_what_the_server_said(document: dict[str, Any]) -> None:
-    assert document["arms"]["linear"]["belief"]["exact"] == 1.0
-
-
 def test_substrate_adds_what_each_connector_adds(document: dict[str, Any]) -> None:
     chain = next(
         one
@@ -172,7 +174,7 @@ def test_a_connector_that_only_the_run_knows_has_its_place(tmp_path: Path) -> No
     truths = [
         Truth("linear", repeats=1, report=Role(layer=7)),
         Truth("mine", connector="mine", repeats=1, report=mine),
-        Truth("unplaced", connector="unplaced", repeats=1),
+        Truth("unplaced", connector="unplaced", repeats=1, report=Role()),
     ]
     analysis, text = analysed(tmp_path, *truths)
     layers = [step["layer"] for step in analysis.document["substrate"][0]["steps"]]
@@ -194,14 +196,6 @@ def test_a_sound_run_has_no_warnings(document: dict[str, Any], text: str) -> Non
     assert kinds <= {"aa_differs"}
 
 
-def test_every_instance_is_in_every_table(document: dict[str, Any]) -> None:
-    for entry in document["arms"].values():
-        for repeat in entry["repeats"]:
-            assert set(repeat["apc"]["instances"]) == set(INSTANCES)
-            assert set(repeat["imbalance"]["tokens"]) == set(INSTANCES)
-            assert set(repeat["accumulation"]["sessions"]) == set(INSTANCES)
-
-
 def test_a_refused_comparison_is_said_first_and_has_no_number(tmp_path: Path) -> None:
     """One arm failed requests that the other did not: no difference may be stated."""
     truths = Truth("linear", repeats=1), Truth("fast", slower=0.5, repeats=1, fails=9)
@@ -210,8 +204,8 @@ def test_a_refused_comparison_is_said_first_and_has_no_number(tmp_path: Path) ->
     assert not analysis.sound
     assert compared["percent"] is None
     first = text.split("## Outcomes")[0]
-    assert "**Not compared: `fast` with `linear`**\n  - requests that did not" in first
-    assert "lower" not in first
+    assert "**Not compared: `fast` with `linear`**: requests that did not" in first
+    assert "**lower" not in first
 
 
 def test_failure_modes_are_counted_and_ok_of_n_is_said(tmp_path: Path) -> None:
@@ -278,16 +272,12 @@ def test_the_mirror_is_held_against_the_exact_state_where_there_is_one(
         "complete": True,
     }
     assert without["mirror"] is None
-    assert "`linear` r0 | 30 | 10.0 | -20 | 1 | yes" in write_report(
-        analysis.document, []
-    )
+    assert "`linear` r0 | 30 | 10.0 | -20 | 1 | yes" in text_of(analysis)
     caches["i1"] |= {"exact_tokens": None, "mirror_minus_exact_tokens": None}
     said = json.dumps({"instances": instances, "decision_us": None})
     (run / "linear" / "r0" / "breakdown.json").write_text(said)
     analysis = analyse(read_run(run), MODEL, 100.0)
-    assert "`linear` r0 | 30 | 10.0 | not counted | 1 | yes" in write_report(
-        analysis.document, []
-    )
+    assert "`linear` r0 | 30 | 10.0 | not counted | 1 | yes" in text_of(analysis)
 
 
 def test_every_quantile_of_a_comparison_has_its_verdict(
@@ -303,14 +293,37 @@ def test_every_quantile_of_a_comparison_has_its_verdict(
                 for row in table.splitlines()
                 for one in row.split("|")
                 if one.strip().startswith(f"{value:+.1f} % [")
-                and one.strip().endswith(slow["verdicts"][metric][quantile])
             }
-            assert cell.endswith(f"]: {slow['verdicts'][metric][quantile]}")
+            verdict = slow["verdicts"][metric][quantile]
+            said = "no significant difference" if verdict == NO_DIFFERENCE else verdict
+            assert cell.endswith(f"]: {said}")
 
 
 def test_a_folder_without_a_run_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert "not a fleet run" in capsys.readouterr().err
+    assert main(["fleet", "analyze", str(tmp_path)]) == Exit.BAD_INPUT
+    assert str(tmp_path) in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_answers_of_one_token_have_a_figure_without_tpot(tmp_path: Path) -> None:
+    """A logarithmic axis without a point must not cost the run its report."""
+    point = {"metric": "ttft_ms", "arm": "linear", "quantile": "p50"}
+    points = pl.DataFrame([point | {"value": 9.0, "low": 8.0, "high": 10.0}])
+    draw_latency(points, tmp_path / "latency.png")
+    assert (tmp_path / "latency.png").stat().st_size > 0
+
+
+def test_numbers_are_written_though_a_figure_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> list[str]:
+        raise ValueError("no figure")
+
+    monkeypatch.setattr("kvtax.fleet.analyze.figures.draw_all", fail)
+    run = write_run(tmp_path / "run", [Truth("linear", repeats=1)])
+    with pytest.raises(ValueError, match="no figure"):
+        main(["fleet", "analyze", str(run), "--out", str(tmp_path / "out")])
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"analysis.json", "report.md", "report.html"}

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small experiment on stand-ins, for tests that change one thing in it."""
+"""Small experiments on stand-ins, for tests that change one thing in them."""
 
 from __future__ import annotations
 
-from fleet.experiment.config import (
-    Arm,
-    Experiment,
-    Workload,
-)
+from kvtax.fleet.experiment.config import Arm, Experiment, Workload
+from kvtax.paths import CONFIGS
+
+SMOKE = CONFIGS / "experiments" / "smoke.toml"
+# Tests share their machine, so that whether it kept up is not for them to say.
+OF_THE_MACHINE = ("the machine did not keep up", "requests were sent late")
 
 
 def experiment(**changes) -> Experiment:

@@ -8,19 +8,19 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_experiment import experiment
 
-from fleet.experiment.config import (
-    Arm,
-    Given,
-    read_experiment,
+from kvtax.config import ConfigError
+from kvtax.fleet.experiment.config import Arm, Given, read_experiment
+from kvtax.fleet.experiment.experiment_plan import (
+    ExperimentError,
+    check_slots,
+    plan,
+    source,
 )
-from fleet.experiment.plan import plan
-from fleet.experiment.prepare import ExperimentError, check_slots, source
-from fleet.experiment.virtual import check_virtual
-from fleet.experiment.workload import make_workload
-from lab.config import ConfigError
-from lab.paths import CONFIGS, REPOSITORY
+from kvtax.fleet.experiment.virtual import check_virtual
+from kvtax.fleet.experiment.workload import make_workload
+from kvtax.paths import CONFIGS, REPOSITORY
+from tests.fleet.experiment.small_experiment import experiment
 
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.toml"))
 # For virtual time, where equal arms are equal to the byte.
@@ -64,7 +64,7 @@ def test_each_arm_runs_once_a_repeat_and_repeats_alternate_in_direction(
     repeats, concurrency
 ):
     runs = plan(experiment(repeats=repeats, concurrency=concurrency))
-    assert set(Counter(run.folder for run in runs).values()) == {1}
+    assert set(Counter(run.name for run in runs).values()) == {1}
     by_repeat = defaultdict(list)
     for run in runs:
         by_repeat[run.repeat].append(run.label)
@@ -91,12 +91,24 @@ def test_a_policy_of_another_router_is_no_aa_twin_of_ours_of_that_name():
     assert same == {"a@8": None, "theirs@8": None, "again@8": "theirs@8"}
 
 
-def test_another_router_is_refused_in_virtual_time():
-    wanted = experiment(
-        standin=None, profile="h20-30b-a3b", arms={"a": Arm("linear"), "b": theirs()}
-    )
-    with pytest.raises(ConfigError, match="arm 'b': --virtual has no vllm-router"):
-        check_virtual(wanted)
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        (
+            {"standin": [], "profile": None},
+            "--virtual is for the instances of a `profile`",
+        ),
+        ({"arms": {"a": theirs()}}, "arm 'a': --virtual has no vllm-router"),
+        (
+            {"arms": {"a": Arm("linear", cache_state="llm-d")}},
+            "arm 'a': llm-d's code follows real KV events",
+        ),
+    ],
+)
+def test_what_runs_in_real_time_alone_is_refused_in_virtual_time(changes, what):
+    launched = {"standin": None, "profile": "h20-30b-a3b"}
+    with pytest.raises(ConfigError, match=what):
+        check_virtual(experiment(**(launched | changes)))
 
 
 def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():

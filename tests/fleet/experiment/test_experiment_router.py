@@ -10,25 +10,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_experiment import experiment
 
-from fleet.analyze.records import ArmRun, read_run
-from fleet.experiment.all_runs import run_experiment
-from fleet.experiment.config import Arm
-from fleet.experiment.fleets import Fleet
-from fleet.experiment.router import RunError, started_router
-from lab.paths import CONFIGS, REPOSITORY
-from lab.records.instances import Instance
-from lab.serving import releases, vllm_router
-from lab.serving.errors import ServerError
+from kvtax.engine import releases, vllm_router
+from kvtax.engine.errors import ServerError
+from kvtax.engine.ports import LOOPBACK
+from kvtax.fleet.analyze.arm_runs import ArmRun, read_run
+from kvtax.fleet.experiment.config import Arm
+from kvtax.fleet.experiment.executors import RunOptions, run_experiment
+from kvtax.fleet.experiment.router import RunError, started_router
+from kvtax.paths import REPOSITORY
+from kvtax.records.instances import Instance
+from tests.fleet.experiment.small_experiment import OF_THE_MACHINE, SMOKE
 
-SMOKE = CONFIGS / "experiments" / "smoke.toml"
 THEIRS = """
 [arms.vllm_router]
 router = "vllm-router"
 policy = "cache_aware"
 """
-OF_THE_MACHINE = ("the machine did not keep up", "requests were sent late")
 ARM = Arm("cache_aware", router="vllm-router")
 
 
@@ -37,7 +35,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The smoke experiment with an arm behind vllm-router, on stand-ins."""
     place = tmp_path_factory.mktemp("router")
     (place / "routed.toml").write_text(SMOKE.read_text() + THEIRS)
-    command = [sys.executable, "-m", "fleet.experiment", str(place / "routed.toml")]
+    command = [sys.executable, "-m", "kvtax", "fleet", str(place / "routed.toml")]
     subprocess.run([*command, "--out", str(place / "run")], cwd=REPOSITORY)
     return place / "run"
 
@@ -80,8 +78,7 @@ def test_it_is_compared_with_our_policies_or_only_the_machine_forbids_it(
     assert f"ran behind {theirs.info.router}, which records no decisions" in report
 
 
-def fleet() -> Fleet:
-    return Fleet([Instance("i0", "http://127.0.0.1:9")], 32_000, 0.0)
+INSTANCES = [Instance("i0", "http://127.0.0.1:9")]
 
 
 def test_a_router_that_does_not_start_fails_the_run_with_its_last_words(
@@ -93,7 +90,7 @@ def test_a_router_that_does_not_start_fails_the_run_with_its_last_words(
     monkeypatch.setattr(vllm_router, "executable", lambda: program)
     with (
         pytest.raises(RunError, match=r"did not start\n(?s:.*)no workers today"),
-        started_router(tmp_path, ARM, fleet()),
+        started_router(tmp_path, ARM, INSTANCES, LOOPBACK),
     ):
         pass
 
@@ -105,8 +102,9 @@ def test_what_cannot_be_installed_is_named_before_anything_starts(
     (tmp_path / "uv").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(releases, "RELEASES", tmp_path / "releases")
-    wanted = experiment(arms={"a": Arm("linear"), "theirs": ARM})
+    config = tmp_path / "routed.toml"
+    config.write_text(SMOKE.read_text() + THEIRS)
     what = r"vllm-router [0-9.]+ is needed.*locks/vllm-router\.txt.*uv venv failed"
     with pytest.raises(ServerError, match=what):
-        run_experiment(wanted, tmp_path / "run", resume=False, virtual=False)
+        run_experiment(config, RunOptions(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

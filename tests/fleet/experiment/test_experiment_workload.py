@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fleet.experiment.config import Workload
-from fleet.experiment.prepare import source as experiment_source
-from fleet.experiment.workload import make_workload
-from fleet.trace import Request, TraceError, read_trace
-from fleet.trace.own import write
-from fleet.trace.twin import Twin
+from kvtax.fleet.experiment.config import Workload
+from kvtax.fleet.experiment.experiment_plan import source as experiment_source
+from kvtax.fleet.experiment.workload import make_workload
+from kvtax.fleet.trace import Request, TraceError, read_trace, write_trace
+from kvtax.fleet.trace.twin import Twin
 
 
 def source(folder: Path, sessions: int, turns: int) -> Path:
@@ -33,7 +32,7 @@ def source(folder: Path, sessions: int, turns: int) -> Path:
         for turn in range(turns)
     ]
     requests.sort(key=lambda one: one.arrival_s)
-    write(path, {"requests": len(requests)}, requests)
+    write_trace(path, {"requests": len(requests)}, requests)
     return path
 
 

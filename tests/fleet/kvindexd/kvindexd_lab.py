@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from fleet.instances import write_instances
-from lab.records.instances import Instance
-from lab.serving.kvindexd import HASH_SEED, KVINDEXD, Program, build
+from kvtax.engine.kvindexd import HASH_SEED, KVINDEXD, Program, build
+from kvtax.fleet.instances import write_instances
+from kvtax.records.instances import Instance
 
 ENGINE = Path(__file__).parent / "cache_engine.py"
 DEADLINE_S = 30.0

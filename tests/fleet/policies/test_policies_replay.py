@@ -8,10 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fleet.policies import POLICIES, Ask, Candidate, Snapshot, parameters_of
-from fleet.policies.replay import main
-from fleet.proxy.decision_log import DecisionLog
-from lab.records.decisions import DecisionEnd, DecisionsHeader
+from kvtax.fleet.policies import (
+    POLICIES,
+    Candidate,
+    RequestInfo,
+    Snapshot,
+    parameters_of,
+)
+from kvtax.fleet.policies.replay import decide_again
+from kvtax.fleet.proxy.decision_log import DecisionLog
+from kvtax.records import RecordsError
+from kvtax.records.decisions import DecisionEnd, DecisionsHeader
 
 
 def snapshot(number: int) -> Snapshot:
@@ -43,8 +50,8 @@ def record(tmp_path: Path):
         )
         with DecisionLog(path, header) as log:
             for number in range(200):
-                ask = Ask("s", 500 + number * 211)
-                decision = POLICIES[policy](ask, snapshot(number), parameters)
+                ask = RequestInfo("s", 500 + number * 211)
+                decision = POLICIES[policy].decide(ask, snapshot(number), parameters)
                 end = DecisionEnd(str(number), number, "s", status="ok")
                 log.decided(
                     end, 0, ask, snapshot(number), decision, "ids", "mirror", 1.0
@@ -56,42 +63,42 @@ def record(tmp_path: Path):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_recorded_policy_decides_identically(policy, record, capsys) -> None:
+def test_the_recorded_policy_decides_identically(policy, record):
     given = {"alpha": 0.3} if "alpha" in dir(parameters_of(policy, {})) else {}
     path = record(policy, given)
-    assert main([str(path)]) == 0
-    assert "200 decisions" in capsys.readouterr().out
+    again = decide_again(path)
+    assert (again.decisions, again.reproduced) == (200, True)
 
 
-def test_another_policy_is_compared_with_what_was_decided(record, capsys) -> None:
+def test_another_policy_is_compared_with_the_recorded_decisions(record):
     path = record("round_robin", {})
-    assert main([str(path), "--policy", "load_only"]) == 0
+    compared = decide_again(path, "load_only")
     parameters = parameters_of("load_only", {})
     differ = 0
     for line in path.read_bytes().splitlines():
         one = msgspec.json.decode(line)
         if one.get("type") == "decision":
             number = one["number"]
-            ask = Ask("s", one["prompt_tokens"])
-            again = POLICIES["load_only"](ask, snapshot(number), parameters)
+            ask = RequestInfo("s", one["prompt_tokens"])
+            again = POLICIES["load_only"].decide(ask, snapshot(number), parameters)
             differ += again.instance != one["instance"]
     assert 0 < differ < 200
-    assert f"instance differs in {differ} " in capsys.readouterr().out
+    assert compared.differ["instance"] == differ
+    assert compared.reproduced
 
 
-def test_a_decision_that_does_not_follow_is_found(record, capsys) -> None:
+def test_a_decision_that_does_not_follow_is_found(record):
     path = record("load_only", {})
     text = path.read_text().replace('"reason":"least load"', '"reason":"a hunch"', 1)
     path.write_text(text)
-    assert main([str(path)]) == 1
-    assert "not reproduced" in capsys.readouterr().err
+    assert not decide_again(path).reproduced
 
 
-def test_a_torn_last_line_is_passed_over(record, capsys) -> None:
+def test_a_torn_last_line_is_left_out(record):
     path = record("linear", {})
     with path.open("ab") as file:
         file.write(b'{"type":"decision","id":"torn')
-    assert main([str(path)]) == 0
+    assert decide_again(path).decisions == 200
 
 
 @pytest.mark.parametrize(
@@ -107,9 +114,9 @@ def test_a_torn_last_line_is_passed_over(record, capsys) -> None:
         ),
     ],
 )
-def test_what_is_no_decisions_file_is_refused(text, said, tmp_path, capsys) -> None:
+def test_other_files_are_refused_with_a_reason(text, said, tmp_path):
     path = tmp_path / "decisions.jsonl"
     if text is not None:
         path.write_text(text)
-    assert main([str(path)]) == 2
-    assert said in capsys.readouterr().err
+    with pytest.raises(RecordsError, match=said):
+        decide_again(path)

@@ -1,12 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
-from proxy_lab import SLOW
+import uvloop
 
-from fleet.standin.process import Standin, standin
+from kvtax.fleet.standin.process import Standin, standin
+from tests.fleet.proxy.proxy_lab import SLOW
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, as the proxy runs."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    uvloop.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from fleet.instances import write_instances
-from fleet.standin.process import Standin
-from lab.paths import REPOSITORY
-from lab.records.instances import Instance
+from kvtax.fleet.instances import write_instances
+from kvtax.fleet.standin.process import Standin
+from kvtax.paths import REPOSITORY
+from kvtax.records.instances import Instance
 
 DEADLINE_S = 20.0
 # 5 ms a token: an answer of 400 tokens takes two seconds.
@@ -158,7 +158,7 @@ def proxy(
         folder / f"{number}.decisions.jsonl",
     )
     write_instances(file, instances)
-    command = [sys.executable, "-m", "fleet.proxy", "--instances", str(file)]
+    command = [sys.executable, "-m", "kvtax", "proxy", "--instances", str(file)]
     command += ["--policy", policy, "--log", str(log), *options]
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An instance that fails: every request ends in a clear error and one end line."""
+"""An instance that fails, a proxy that is stopped or killed, and several workers."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
+import socket
 import time
+from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from proxy_lab import (
+
+from kvtax.engine.supervise import descendants
+from kvtax.fleet.standin.process import standin
+from kvtax.records.instances import Instance
+from tests.fleet.proxy.proxy_lab import (
     DONE,
     SLOW,
+    Proxy,
     ask,
     connect,
     first_event,
@@ -25,15 +34,10 @@ from proxy_lab import (
     until,
 )
 
-from fleet.standin.process import Standin, standin
-from lab.records.instances import Instance
-
 pytestmark = pytest.mark.slow
 
 
-def test_an_instance_killed_in_mid_stream_ends_with_an_error_event(
-    two: list[Standin], tmp_path: Path
-) -> None:
+def test_an_instance_killed_in_mid_stream_ends_with_an_error_event(two, tmp_path):
     with standin(*SLOW) as one, proxy(tmp_path, named([one, two[1]])) as on:
         with connect(on.url, ask(max_tokens=400), X_Request_Id="cut") as client:
             begun = first_event(client)
@@ -54,9 +58,7 @@ def test_an_instance_killed_in_mid_stream_ends_with_an_error_event(
         on.accounted(4)
 
 
-def test_a_hung_instance_is_given_up_ejected_and_taken_back(
-    two: list[Standin], tmp_path: Path
-) -> None:
+def test_a_hung_instance_is_given_up_ejected_and_taken_back(two, tmp_path):
     with proxy(tmp_path, named(two), "round_robin", "--silence-timeout-s", "1") as on:
         with connect(on.url, ask(max_tokens=400), X_Request_Id="mid") as client:
             first_event(client)
@@ -80,9 +82,7 @@ def test_a_hung_instance_is_given_up_ejected_and_taken_back(
         on.accounted(6)
 
 
-def test_without_open_files_left_no_instance_is_to_blame(
-    two: list[Standin], tmp_path: Path
-) -> None:
+def test_without_open_files_left_no_instance_is_to_blame(two, tmp_path):
     with proxy(tmp_path, named(two)) as on, ExitStack() as clients:
         pid = on.process.pid
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -105,18 +105,27 @@ def test_without_open_files_left_no_instance_is_to_blame(
         on.idle()
 
 
-def test_no_failure_is_answered_with_200(two: list[Standin], tmp_path: Path) -> None:
+FAULTS = {
+    "http500": (500, "engine is dead"),
+    "hang": (504, "did not answer in time"),
+    "hang_first": (504, "sent no first byte in time"),
+    # Under a status 200, if the first event is good.
+    "truncated": (200, "ended its answer without [DONE]"),
+    "cut": (200, "broke off in the middle"),
+    "inband": (200, "engine died"),
+}
+
+
+def test_no_failure_is_passed_off_as_a_complete_answer(two, tmp_path):
     with proxy(tmp_path, named(two), "round_robin", "--silence-timeout-s", "1") as on:
-        said = {
-            "http500": (500, "engine is dead"),
-            "hang": (504, "did not answer in time"),
-            "hang_first": (504, "sent no first byte in time"),
-        }
-        for fault, (status, message) in said.items():
+        for fault, (status, message) in FAULTS.items():
             answer = post(on.url, ask(), X_Standin_Fault=fault, X_Request_Id=fault)
             assert (answer.status, on.end(fault)["http_status"]) == (status, status)
-            assert message in answer.error["message"]
-            assert answer.headers["Content-Type"].startswith("application/json")
+            assert on.end(fault)["status"] == "failed"
+            assert message in answer.body.decode()
+            assert DONE not in answer.body or fault == "inband"
+            kind = "application/json" if status != 200 else "text/event-stream"
+            assert answer.headers["Content-Type"].startswith(kind)
         for one in two:
             one.set_faults(after=0)
         for fault in ("none", "inband", "none", "cut", "none", "truncated"):
@@ -129,34 +138,12 @@ def test_no_failure_is_answered_with_200(two: list[Standin], tmp_path: Path) -> 
                 assert answer.status == 502 or b'"error"' in answer.body
                 assert DONE not in answer.body or b"engine died" in answer.body
         on.idle()
-        on.accounted(15)
+        on.accounted(18)
         statuses = [end["status"] for end in on.lines("end")]
-        assert (statuses.count("ok"), statuses.count("failed")) == (6, 9)
+        assert (statuses.count("ok"), statuses.count("failed")) == (6, 12)
 
 
-def test_a_stream_that_only_ends_is_not_passed_off_as_complete(
-    two: list[Standin], tmp_path: Path
-) -> None:
-    with proxy(tmp_path, named(two)) as on:
-        for fault, said in {
-            "truncated": "ended its answer without [DONE]",
-            "cut": "broke off in the middle",
-        }.items():
-            answer = post(on.url, ask(), X_Standin_Fault=fault, X_Request_Id=fault)
-            assert said in answer.error["message"]
-            assert answer.error["instance"] in "ab"
-            assert DONE not in answer.body
-            assert said in on.end(fault)["error"]
-        inband = post(on.url, ask(), X_Standin_Fault="inband", X_Request_Id="inband")
-        assert b"engine died" in inband.body
-        assert on.end("inband")["status"] == "failed"
-        on.idle()
-        on.accounted(3)
-
-
-def test_a_refused_connection_is_tried_once_elsewhere(
-    two: list[Standin], tmp_path: Path
-) -> None:
+def test_a_refused_connection_is_tried_once_elsewhere(two, tmp_path):
     nobody = [Instance(name, f"http://127.0.0.1:{free_port()}") for name in "xyz"]
     with proxy(tmp_path, [nobody[0], *named(two)]) as on:
         answer = post(on.url, ask(), X_Request_Id="moved")
@@ -177,3 +164,178 @@ def test_a_refused_connection_is_tried_once_elsewhere(
         assert "no connection to" in answer.error["message"]
         on.idle()
         on.accounted(2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_proxy_tells_its_clients_and_its_log(two, tmp_path, number):
+    with proxy(tmp_path, named(two)) as on, ExitStack() as clients:
+        two[1].set_faults("hang")
+        mid = clients.enter_context(connect(on.url, ask(max_tokens=4000)))
+        begun = first_event(mid)
+        early = clients.enter_context(connect(on.url, ask()))
+        until(lambda: on.instances()["b"]["requests"] == 1, "not sent on")
+        on.process.send_signal(number)
+        assert b"the proxy was stopped" in begun + rest(mid)
+        answer = rest(early)
+        assert b"503 Service Unavailable" in answer
+        assert b"the proxy was stopped" in answer
+        assert on.process.wait(20) == 128 + number
+        assert [end["status"] for end in on.lines("end")] == ["proxy_stopped"] * 2
+
+
+def test_a_killed_and_restarted_proxy_serves_again_and_keeps_the_old_log(two, tmp_path):
+    port = str(free_port())
+    with proxy(tmp_path, named(two), "linear", "--port", port) as on:
+        assert post(on.url, ask(), X_Request_Id="done").status == 200
+        on.end("done")
+        with connect(on.url, ask(max_tokens=4000), X_Request_Id="lost") as client:
+            first_event(client)
+            until(lambda: len(on.lines("decision")) == 2, "decision not written")
+            on.process.kill()
+            rest(client)
+        decided = {one["id"] for one in on.lines("decision")}
+        ended = {one["id"] for one in on.lines("end")}
+        assert decided - ended == {"lost"}
+    with proxy(tmp_path, named(two), "linear", "--port", port) as again:
+        assert post(again.url, ask()).status == 200
+        assert again.instances()["a"]["requests"] == 0
+        until(
+            lambda: all(one.metrics()["vllm:num_requests_running"] == 0 for one in two),
+            "an instance still works for the killed proxy",
+        )
+
+
+WORKERS = 3
+OPTIONS = ("load_only", "--workers", str(WORKERS))
+
+
+def workers_of(on: Proxy) -> set[int]:
+    return set(descendants(on.process.pid))
+
+
+def decisions(on: Proxy) -> list[dict[str, Any]]:
+    """Of all workers, the oldest first."""
+    return list(map(json.loads, on.get("/decisions?n=1000").body.splitlines()))
+
+
+def deciders(on: Proxy) -> set[str]:
+    """The logs of those that have decided something."""
+    logs = on.log.parent.glob("*.decisions.*.jsonl")
+    return {log.name for log in logs if b'"decision"' in log.read_bytes()}
+
+
+def what_is_left(client: socket.socket) -> bytes:
+    """Of an answer whose server may have been killed."""
+    try:
+        return rest(client)
+    except ConnectionResetError:
+        return b""
+
+
+def gone(pid: int) -> bool:
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        )
+    except OSError:
+        return True
+
+
+def test_each_worker_decides_by_the_load_of_all_and_none_is_left_over(two, tmp_path):
+    with proxy(tmp_path, named(two), *OPTIONS) as on, ExitStack() as clients:
+        big = clients.enter_context(connect(on.url, ask([5] * 3000, 2000)))
+        first_event(big)
+        # Each goes where the big one is not, whoever decides; at once, so that no
+        # worker has the time to take them all.
+        small = [
+            clients.enter_context(connect(on.url, ask(max_tokens=4))) for _ in range(40)
+        ]
+        for client in small:
+            first_event(client)
+        chosen = [one["instance"] for one in decisions(on)]
+        assert Counter(chosen[1:]) == {({"a", "b"} - {chosen[0]}).pop(): 40}
+        until(lambda: len(deciders(on)) > 1, "only one worker has decided")
+        assert sum(one["requests"] for one in on.instances().values()) >= 1
+        big.close()
+        on.idle()
+
+
+def test_any_worker_speaks_for_all(two, tmp_path):
+    with proxy(tmp_path, named(two), *OPTIONS) as on:
+        with ExitStack() as clients:
+            asked = [clients.enter_context(connect(on.url, ask())) for _ in range(30)]
+            for client in asked:
+                first_event(client)
+        on.idle()
+        for _ in range(2 * WORKERS):
+            ended = [sum(one["ended"].values()) for one in on.instances().values()]
+            assert sum(ended) == 30
+            lines = on.get("/metrics").body.decode().splitlines()
+            counts = [one for one in lines if one.startswith("kvtax_proxy_requests_t")]
+            assert sum(float(one.split()[-1]) for one in counts) == 30
+            times = [one["at_ns"] for one in decisions(on)]
+            assert len(times) == 30
+            assert times == sorted(times)
+
+
+def test_a_killed_worker_is_replaced_and_what_it_had_is_no_load(two, tmp_path):
+    with proxy(tmp_path, named(two), *OPTIONS) as on:
+        before = workers_of(on)
+        assert len(before) == WORKERS
+        assert post(on.url, ask(), X_Session_Id="s").status == 200
+        with connect(on.url, ask(max_tokens=4000)) as client:
+            first_event(client)
+            for worker in before:
+                os.kill(worker, signal.SIGKILL)
+                until(lambda: len(workers_of(on)) == WORKERS, "not replaced")
+                assert post(on.url, ask()).status == 200
+            what_is_left(client)
+        assert not before & workers_of(on)
+        on.idle()
+        assert post(on.url, ask(), X_Session_Id="s").status == 200
+        turns = [one for one in decisions(on) if one["session"] == "s"]
+        assert turns[-1]["snapshot"]["pinned_turns"] == 1
+        until(
+            lambda: all(one.metrics()["vllm:num_requests_running"] == 0 for one in two),
+            "an instance still works for a killed worker",
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_the_proxy(two, tmp_path, number):
+    with proxy(tmp_path, named(two), *OPTIONS) as on:
+        workers = workers_of(on)
+        with connect(on.url, ask(max_tokens=4000)) as client:
+            begun = first_event(client)
+            on.process.send_signal(number)
+            told = b"the proxy was stopped" in begun + what_is_left(client)
+        status = on.process.wait(20)
+        until(lambda: all(map(gone, workers)), "a worker is left")
+        if number != signal.SIGKILL:
+            assert told
+            assert status == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("log", "options"),
+    [("0.decisions.jsonl", ()), ("0.decisions.0.jsonl", OPTIONS)],
+    ids=["one process", "workers"],
+)
+def test_a_log_that_exists_is_not_written_over(two, tmp_path, log, options):
+    (tmp_path / log).write_text("mine")
+    with proxy(tmp_path, named(two), *options) as on:
+        assert on.url == ""
+        assert on.process.wait(20) == 2
+    assert (tmp_path / log).read_text() == "mine"
+    assert len(list(tmp_path.glob("*.jsonl"))) == 1
+
+
+def test_a_port_is_not_shared_with_another_proxy(two, tmp_path):
+    port = str(free_port())
+    with (
+        proxy(tmp_path, named(two), *OPTIONS, "--port", port) as on,
+        proxy(tmp_path, named(two), *OPTIONS, "--port", port) as late,
+    ):
+        assert late.url == ""
+        assert late.process.wait(20) == 2
+        assert post(on.url, ask()).status == 200

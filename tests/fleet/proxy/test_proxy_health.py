@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only an instance that may be down is ejected, and back when it answers /health."""
+"""An instance's health: what its first event and its failures say of it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from time import monotonic
 
 import aiohttp
 import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
-from proxy_lab import ask
 
-from fleet.instances import Instance
-from fleet.proxy import health
-from fleet.proxy.app import serving
-from fleet.proxy.settings import Settings
+from kvtax.fleet.proxy import health
+from kvtax.fleet.proxy.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from kvtax.fleet.proxy.service import Endpoint, serving
+from kvtax.fleet.proxy.settings import Settings
+from kvtax.fleet.proxy.upstream import MAX_FIRST_EVENT_BYTES
+from kvtax.records.instances import Instance
+from tests.fleet.proxy.proxy_lab import ask
 
 # A tenth, and a fiftieth, of the proxy's own, so that doubling can be watched.
 MIN_OUT_S, POLL_EVERY_S = 0.1, 0.02
 DEADLINE_S = 20
+RANK = "X-data-parallel-rank"
 
 
 @pytest.fixture(autouse=True)
@@ -36,32 +40,43 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class Engine:
     """Answers polls with `polls` in turn, and requests with the status `serves`.
 
-    Status 0 breaks the connection off.
+    Status 0 breaks the connection off. With `pieces` an answer is a stream that comes
+    in these pieces, and then `ends` or stays open.
     """
 
     def __init__(self, polls: tuple[int, ...] = (200,), serves: int = 200) -> None:
         self.polls, self.serves = polls, serves
         self.polled = 0
+        self.pieces: list[bytes] = []
+        self.ends = True
+        self.ranks: list[list[str]] = []
 
-    def app(self) -> web.Application:
-        app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_post("/v1/completions", self._complete)
-        return app
-
-    async def _health(self, _: web.Request) -> web.Response:
+    async def health(self, _: web.Request) -> web.Response:
         self.polled += 1
         return web.Response(status=self.polls[self.polled % len(self.polls)])
 
-    async def _complete(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.ranks.append(request.headers.getall(RANK, []))
         if not self.serves:
             request.transport.abort()
-        return web.json_response({}, status=self.serves or 500)
+        if not self.pieces:
+            return web.json_response({}, status=self.serves or 500)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in self.pieces:
+            await response.write(piece)
+            await asyncio.sleep(0.005)
+        if not self.ends:
+            await asyncio.sleep(60)
+        return response
 
 
 @asynccontextmanager
 async def listening(engine: Engine) -> AsyncIterator[str]:
-    runner = web.AppRunner(engine.app())
+    app = web.Application()
+    app.router.add_get("/health", engine.health)
+    app.router.add_post("/{path:.*}", engine.answer)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"
@@ -87,11 +102,13 @@ class Client:
     async def ejections(self) -> float:
         return await self.counted("kvtax_proxy_ejections")
 
-    async def send(self) -> tuple[int, str | None]:
+    async def send(
+        self, path: str = COMPLETIONS, **headers: str
+    ) -> tuple[int, str | None]:
         """The answer's status, and the instance that it is from."""
         body = ask(max_tokens=1, stream=False)
-        url = f"{self._url}/v1/completions"
-        async with self._session.post(url, json=body) as answer:
+        url = self._url + path
+        async with self._session.post(url, json=body, headers=headers) as answer:
             return answer.status, answer.headers.get("X-Kvtax-Instance")
 
     async def seconds_out(self) -> float:
@@ -115,75 +132,61 @@ async def before(*engines: Engine | Instance) -> AsyncIterator[Client]:
             else Instance(name, await stack.enter_async_context(listening(one)))
             for name, one in zip("abc", engines, strict=False)
         ]
-        at = serving(places, Settings("round_robin"), None, "127.0.0.1", 0)
+        at = serving(places, Settings("round_robin"), None, Endpoint("127.0.0.1", 0))
         port = await stack.enter_async_context(at)
         session = await stack.enter_async_context(aiohttp.ClientSession())
         yield Client(session, f"http://127.0.0.1:{port}")
 
 
 @pytest.mark.slow
-def test_an_instance_that_answers_health_only_is_out_for_longer_each_time() -> None:
-    async def scenario() -> None:
-        engine = Engine(serves=0)
-        async with before(engine) as client:
-            out_s = [await client.seconds_out() for _ in range(3)]
-            for times, took_s in zip((1, 2, 4), out_s, strict=True):
-                assert took_s > 0.9 * times * MIN_OUT_S
-            engine.serves = 200
-            assert await client.send() == (200, "a")
-            # It has answered a request: the shortest time again, not the eightfold.
-            engine.serves = 0
-            assert await client.seconds_out() < 7 * MIN_OUT_S
-
-    asyncio.run(scenario())
+async def test_an_instance_that_answers_health_only_is_out_for_longer_each_time():
+    engine = Engine(serves=0)
+    async with before(engine) as client:
+        out_s = [await client.seconds_out() for _ in range(3)]
+        for times, took_s in zip((1, 2, 4), out_s, strict=True):
+            assert took_s > 0.9 * times * MIN_OUT_S
+        engine.serves = 200
+        assert await client.send() == (200, "a")
+        # It has answered a request: the shortest time again, not the eightfold.
+        engine.serves = 0
+        assert await client.seconds_out() < 7 * MIN_OUT_S
 
 
 @pytest.mark.slow
-def test_bad_polls_count_in_a_row_only() -> None:
-    async def scenario() -> None:
-        flickers, dead = Engine(polls=(200, 503, 503)), Engine(polls=(503,))
-        async with before(flickers, dead) as client, asyncio.timeout(DEADLINE_S):
-            while flickers.polled < 30 or not await client.ejected():
-                await asyncio.sleep(POLL_EVERY_S)
-            assert await client.ejected() == ["b"]
-            assert await client.ejections() == 1
-
-    asyncio.run(scenario())
+async def test_bad_polls_count_in_a_row_only():
+    flickers, dead = Engine(polls=(200, 503, 503)), Engine(polls=(503,))
+    async with before(flickers, dead) as client, asyncio.timeout(DEADLINE_S):
+        while flickers.polled < 30 or not await client.ejected():
+            await asyncio.sleep(POLL_EVERY_S)
+        assert await client.ejected() == ["b"]
+        assert await client.ejections() == 1
 
 
 @pytest.mark.parametrize("status", [400, 500, 503])
-def test_an_answer_ejects_nobody_whatever_its_status(status: int) -> None:
-    async def scenario() -> None:
-        async with before(Engine(serves=status)) as client:
-            for _ in range(10):
-                assert (await client.send())[0] == status
-            assert await client.ejections() == 0
-
-    asyncio.run(scenario())
+async def test_an_answer_ejects_nobody_whatever_its_status(status):
+    async with before(Engine(serves=status)) as client:
+        for _ in range(10):
+            assert (await client.send())[0] == status
+        assert await client.ejections() == 0
 
 
 @pytest.mark.parametrize("number", [errno.EADDRNOTAVAIL, errno.EMFILE])
-def test_without_ports_or_files_no_instance_is_to_blame(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_ports_or_files_no_instance_is_to_blame(number, monkeypatch):
     async def fail(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    async def scenario() -> None:
-        async with before(Engine(), Engine()) as client:
-            assert await client.ejected() == []  # this connection is kept
-            loop = asyncio.get_running_loop()
-            monkeypatch.setattr(loop, "create_connection", fail)
-            assert (await client.send())[0] == 503
-            await asyncio.sleep(10 * POLL_EVERY_S)
-            assert await client.ejections() == 0
-
-    asyncio.run(scenario())
+    async with before(Engine(), Engine()) as client:
+        assert await client.ejected() == []  # this connection is kept
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "create_connection", fail)
+        assert (await client.send())[0] == 503
+        await asyncio.sleep(10 * POLL_EVERY_S)
+        assert await client.ejections() == 0
 
 
-def test_a_name_that_nobody_can_look_up_is_tried_elsewhere_and_blamed_on_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_name_that_nobody_can_look_up_is_tried_elsewhere_and_blamed_on_nobody(
+    monkeypatch,
+):
     look_up = socket.getaddrinfo
 
     def fail(host: str, *rest: object, **named: object) -> list:
@@ -193,48 +196,123 @@ def test_a_name_that_nobody_can_look_up_is_tried_elsewhere_and_blamed_on_nobody(
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
 
-    async def scenario() -> None:
-        async with before(Instance("a", "http://a.invalid:1"), Engine()) as client:
-            for _ in range(4):
-                assert await client.send() == (200, "b")
-            await asyncio.sleep(10 * POLL_EVERY_S)
-            assert await client.ejections() == 0
-
-    asyncio.run(scenario())
+    async with before(Instance("a", "http://a.invalid:1"), Engine()) as client:
+        for _ in range(4):
+            assert await client.send() == (200, "b")
+        await asyncio.sleep(10 * POLL_EVERY_S)
+        assert await client.ejections() == 0
 
 
-def test_if_nobody_is_left_requests_go_to_all_of_them(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def scenario() -> None:
-        engines = Engine(polls=(503,)), Engine(polls=(503,))
-        async with before(*engines) as client, asyncio.timeout(DEADLINE_S):
-            while len(await client.ejected()) < 2:
-                await asyncio.sleep(POLL_EVERY_S)
-            assert {await client.send() for _ in range(2)} == {(200, "a"), (200, "b")}
-            assert await client.counted("kvtax_proxy_failed_open") == 2
-            # One that is back gets all of them.
-            engines[1].polls = (200,)
-            while len(await client.ejected()) == 2:
-                await asyncio.sleep(POLL_EVERY_S)
-            assert {await client.send() for _ in range(3)} == {(200, "b")}
-            assert await client.counted("kvtax_proxy_failed_open") == 2
-
-    asyncio.run(scenario())
+async def test_if_nobody_is_left_requests_go_to_all_of_them(caplog):
+    engines = Engine(polls=(503,)), Engine(polls=(503,))
+    async with before(*engines) as client, asyncio.timeout(DEADLINE_S):
+        while len(await client.ejected()) < 2:
+            await asyncio.sleep(POLL_EVERY_S)
+        assert {await client.send() for _ in range(2)} == {(200, "a"), (200, "b")}
+        assert await client.counted("kvtax_proxy_failed_open") == 2
+        # One that is back gets all of them.
+        engines[1].polls = (200,)
+        while len(await client.ejected()) == 2:
+            await asyncio.sleep(POLL_EVERY_S)
+        assert {await client.send() for _ in range(3)} == {(200, "b")}
+        assert await client.counted("kvtax_proxy_failed_open") == 2
     said = [one.getMessage() for one in caplog.records if "all are" in one.getMessage()]
     assert said == ["all are ejected: requests go to them as if none were"]
 
 
-def test_if_no_instance_of_the_role_is_left_its_ejected_ones_are_tried() -> None:
-    async def scenario() -> None:
-        prefills, decodes = Engine(), Engine(polls=(503,))
-        async with (
-            listening(prefills) as p,
-            before(Instance("p", p, role="prefill"), decodes) as client,
-            asyncio.timeout(DEADLINE_S),
-        ):
-            while await client.ejected() != ["b"]:
-                await asyncio.sleep(POLL_EVERY_S)
-            assert await client.send() == (200, "b")
+async def test_if_no_instance_of_the_role_is_left_its_ejected_ones_are_tried():
+    prefills, decodes = Engine(), Engine(polls=(503,))
+    async with (
+        listening(prefills) as p,
+        before(Instance("p", p, role="prefill"), decodes) as client,
+        asyncio.timeout(DEADLINE_S),
+    ):
+        while await client.ejected() != ["b"]:
+            await asyncio.sleep(POLL_EVERY_S)
+        assert await client.send() == (200, "b")
 
-    asyncio.run(scenario())
+
+ROLE = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
+ERROR = b'data: {"error": {"message": "engine died"}}\n\n'
+USAGE = b'data: {"choices": [], "usage": {"total_tokens": 1}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+START = b'event: message_start\ndata: {"type":"message_start"}\n\n'
+NOTHING = b'event: message_delta\ndata: {"usage":{"output_tokens":0}}\n\n'
+SPENT = b'event: message_delta\ndata: {"usage":{"output_tokens":1}}\n\n'
+WRONG = b'event: error\ndata: {"type":"error"}\n\n'
+CREATED = b'event: response.created\ndata: {"response":{"usage":null}}\n\n'
+COMPLETED = (
+    b'event: response.completed\ndata: {"response":{"usage":{"output_tokens":0}}}'
+)
+
+
+async def status(
+    engine: Engine,
+    client: Client,
+    *pieces: bytes,
+    ends: bool = True,
+    path: str = COMPLETIONS,
+) -> int:
+    """The status of the answer when the stream comes in these pieces."""
+    engine.pieces, engine.ends = list(pieces), ends
+    return (await client.send(path))[0]
+
+
+FAILURES = {
+    "error": (CHAT, ERROR),
+    "usage": (CHAT, USAGE + DONE),
+    "end": (CHAT, DONE),
+    "role, error": (CHAT, ROLE + ERROR),
+    "role, usage": (CHAT, ROLE + USAGE + DONE),
+    "role, end": (CHAT, ROLE + DONE),
+    "message, error": (MESSAGES, START + WRONG),
+    "message, end": (MESSAGES, START + NOTHING),
+    "response, error": (RESPONSES, CREATED + WRONG),
+    "response, end": (RESPONSES, CREATED + COMPLETED + b"\n\n"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAILURES)
+async def test_no_cut_makes_a_failure_a_200(case):
+    path, whole = FAILURES[case]
+
+    engine = Engine()
+    async with before(engine) as client:
+        for cut in range(1, len(whole), 3):
+            got = await status(engine, client, whole[:cut], whole[cut:], path=path)
+            assert got == 502, f"{whole[:cut]} | {whole[cut:]}"
+        single = (bytes([one]) for one in whole)
+        assert await status(engine, client, *single, path=path) == 502
+
+
+async def test_a_stream_that_ends_in_its_first_event_is_a_failure():
+    engine = Engine()
+    async with before(engine) as client:
+        assert await status(engine, client, b'data: {"err') == 502
+        assert await status(engine, client, ROLE, TOKEN[:-2]) == 502
+
+
+async def test_an_answer_waits_for_its_first_event_and_for_no_more():
+    engine = Engine()
+    async with before(engine) as client, asyncio.timeout(20):
+        first_of = partial(status, engine, client, ends=False)
+        assert await first_of(TOKEN) == 200
+        assert await first_of(TOKEN[:9], TOKEN[9:]) == 200
+        # A model may have nothing to say, and have computed for it.
+        assert await first_of(START, SPENT, path=MESSAGES) == 200
+        # Nor for the end of an event that has none.
+        endless = b"data: " + b"x" * MAX_FIRST_EVENT_BYTES
+        assert await first_of(endless) == 200
+
+
+async def test_a_request_names_the_engine_that_it_is_for():
+    engine = Engine()
+    async with listening(engine) as url:
+        both = [Instance(f"i{n}", url, data_parallel_rank=n) for n in (0, 1)]
+        async with before(*both) as client:
+            for _ in both:
+                assert (await client.send(**{RANK: "7"}))[0] == 200
+    assert sorted(engine.ranks) == [["0"], ["1"]]

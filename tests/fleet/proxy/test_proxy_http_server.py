@@ -1,18 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP towards clients: what is asked is understood, and what is no HTTP refused."""
+"""The proxy reads HTTP as other servers do, and bounds what a client can cost."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
-from http_lab import LIMIT_BYTES, ask, echo, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from fleet.proxy.http.request import Request
+from kvtax.fleet.proxy import http_server as server
+from kvtax.fleet.proxy.http_server import Handle, Request, Server
+
+LIMIT_BYTES = 1000
+DEADLINE_S = 10
+Dial = Callable[[], Awaitable["Wire"]]
+
+
+async def echo(request: Request) -> None:
+    """Says what it was asked; a path of its own asks for a stream."""
+    said = {
+        "method": request.method,
+        "path": request.path,
+        "query": request.query,
+        "body": request.body.decode("latin-1"),
+        "over": request.over_bytes,
+        "headers": sorted(request.headers),
+    }
+    kind = CIMultiDict({"Content-Type": "application/json"})
+    if request.path != "/stream":
+        request.whole(200, kind, json.dumps(said).encode())
+        return
+    request.begin(200, kind)
+    for piece in (b"one,", b"", b"two,"):
+        request.write(piece)
+        await asyncio.sleep(0)
+    request.end(b"three")
+
+
+class Wire:
+    """A client that sends and reads bytes."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, *pieces: bytes) -> None:
+        self.writer.write(b"".join(pieces))
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        async with asyncio.timeout(DEADLINE_S):
+            raw = await self.reader.readuntil(b"\r\n\r\n")
+        first, *lines = raw.decode().strip().split("\r\n")
+        named = (line.split(": ", 1) for line in lines)
+        return int(first.split()[1]), dict(named)
+
+    async def answer(self) -> tuple[int, dict]:
+        """Status and JSON of an answer that is not a stream."""
+        status, headers = await self.head()
+        body = await self.reader.readexactly(int(headers["Content-Length"]))
+        return status, json.loads(body)
+
+    async def rest(self) -> bytes:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.reader.read()
+
+    async def is_gone(self) -> None:
+        """Returns once the server has ended the connection in the middle."""
+        with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+            await self.answer()
+
+
+@asynccontextmanager
+async def serving(
+    handle: Handle = echo,
+    client_timeout_s: float = DEADLINE_S,
+    max_body_bytes: int = LIMIT_BYTES,
+) -> AsyncIterator[Dial]:
+    serves = Server(handle, max_body_bytes, client_timeout_s)
+    listening = await serves.listen("127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    sweeping = asyncio.create_task(serves.sweep_forever())
+    wires: list[Wire] = []
+
+    async def dial() -> Wire:
+        wires.append(Wire(*await asyncio.open_connection("127.0.0.1", port)))
+        return wires[-1]
+
+    try:
+        yield dial
+    finally:
+        for wire in wires:
+            wire.writer.close()
+        sweeping.cancel()
+        listening.close()
+        await serves.close()
+        assert serves.connections == set()
+
+
+def ask(body: bytes = b"", *lines: str, path: str = "/a?b=c") -> bytes:
+    head = [f"POST {path} HTTP/1.1", "Host: h", f"Content-Length: {len(body)}", *lines]
+    return "\r\n".join([*head, "", ""]).encode() + body
+
 
 CHUNKED = (
     b"POST /chunks HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -24,7 +119,7 @@ SAID = [("/a", "hello"), ("/chunks", "wikipedia"), ("/g", ""), ("/a", "x")]
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, len(SENT)), max_size=5))
-def test_requests_are_answered_in_turn_however_tcp_cuts_them(cuts: list[int]) -> None:
+def test_requests_are_answered_in_turn_however_tcp_cuts_them(cuts):
     async def scenario() -> None:
         async with serving() as dial:
             wire = await dial()
@@ -43,31 +138,25 @@ def test_requests_are_answered_in_turn_however_tcp_cuts_them(cuts: list[int]) ->
     uvloop.run(scenario())
 
 
-def test_a_connection_that_sends_far_ahead_is_read_no_further_than_answered() -> None:
-    async def scenario() -> None:
-        async with serving() as dial:
-            wire = await dial()
-            wire.send(*(ask(b"%d" % n) for n in range(500)))
-            for n in range(500):
-                assert (await wire.answer())[1]["body"] == str(n)
-
-    uvloop.run(scenario())
+async def test_a_connection_that_sends_far_ahead_is_read_no_further_than_answered():
+    async with serving() as dial:
+        wire = await dial()
+        wire.send(*(ask(b"%d" % n) for n in range(500)))
+        for n in range(500):
+            assert (await wire.answer())[1]["body"] == str(n)
 
 
-def test_only_a_head_counts_as_one() -> None:
-    async def scenario() -> None:
-        async with serving(max_body_bytes=10**6) as dial:
-            wire = await dial()
-            wire.send(ask() * 1500, ask()[:20])  # nor what came before it
-            await asyncio.sleep(0.05)
-            wire.send(ask()[20:], ask(b"x" * 10**6))
-            for _ in range(1502):
-                assert (await wire.answer())[0] == 200
-
-    uvloop.run(scenario())
+async def test_only_a_head_counts_as_one():
+    async with serving(max_body_bytes=10**6) as dial:
+        wire = await dial()
+        wire.send(ask() * 1500, ask()[:20])  # nor what came before it
+        await asyncio.sleep(0.05)
+        wire.send(ask()[20:], ask(b"x" * 10**6))
+        for _ in range(1502):
+            assert (await wire.answer())[0] == 200
 
 
-def test_who_sends_ahead_and_reads_nothing_is_answered_no_further() -> None:
+async def test_who_sends_ahead_and_reads_nothing_is_answered_no_further():
     handled = 0
 
     async def large(request: Request) -> None:
@@ -75,19 +164,16 @@ def test_who_sends_ahead_and_reads_nothing_is_answered_no_further() -> None:
         handled += 1
         request.whole(200, CIMultiDict(), b" " * 499_999 + b"0")
 
-    async def scenario() -> None:
-        async with serving(large) as dial:
-            wire = await dial()
-            wire.send(ask() * 60)
-            await asyncio.sleep(0.3)
-            assert 0 < handled < 40
-            for _ in range(60):
-                assert await wire.answer() == (200, 0)
-
-    uvloop.run(scenario())
+    async with serving(large) as dial:
+        wire = await dial()
+        wire.send(ask() * 60)
+        await asyncio.sleep(0.3)
+        assert 0 < handled < 40
+        for _ in range(60):
+            assert await wire.answer() == (200, 0)
 
 
-def test_nothing_follows_an_answer_but_the_next_one() -> None:
+async def test_nothing_follows_an_answer_but_the_next_one():
     """The proxy may be stopped, or a prefill be given up, at any moment."""
 
     async def wordy(request: Request) -> None:
@@ -96,84 +182,69 @@ def test_nothing_follows_an_answer_but_the_next_one() -> None:
         request.write(b"too late")
         request.end(b"too late")
 
-    async def scenario() -> None:
-        async with serving(wordy) as dial:
-            wire = await dial()
-            wire.send(ask(path="/stream"), ask(b"next", "Connection: close"))
-            assert (await wire.head())[0] == 200
-            await wire.reader.readuntil(b"three\r\n0\r\n\r\n")
-            assert (await wire.answer())[1]["body"] == "next"
-            assert await wire.rest() == b""
-
-    uvloop.run(scenario())
+    async with serving(wordy) as dial:
+        wire = await dial()
+        wire.send(ask(path="/stream"), ask(b"next", "Connection: close"))
+        assert (await wire.head())[0] == 200
+        await wire.reader.readuntil(b"three\r\n0\r\n\r\n")
+        assert (await wire.answer())[1]["body"] == "next"
+        assert await wire.rest() == b""
 
 
-def test_a_stream_comes_in_chunks_and_to_http_1_0_until_the_end() -> None:
-    async def scenario() -> None:
-        async with serving() as dial:
-            wire = await dial()
-            wire.send(ask(path="/stream"), ask(b"next", "Connection: close"))
-            status, headers = await wire.head()
-            assert (status, headers["Transfer-Encoding"]) == (200, "chunked")
-            whole = await wire.rest()
-            chunks = b"4\r\none,\r\n4\r\ntwo,\r\n5\r\nthree\r\n0\r\n\r\n"
-            assert whole.startswith(chunks)
-            assert b'"body": "next"' in whole.removeprefix(chunks)
-            old = await dial()
-            old.send(b"GET /stream HTTP/1.0\r\n\r\n")
-            assert "Transfer-Encoding" not in (await old.head())[1]
-            assert await old.rest() == b"one,two,three"
-
-    uvloop.run(scenario())
+async def test_a_stream_comes_in_chunks_and_to_http_1_0_until_the_end():
+    async with serving() as dial:
+        wire = await dial()
+        wire.send(ask(path="/stream"), ask(b"next", "Connection: close"))
+        status, headers = await wire.head()
+        assert (status, headers["Transfer-Encoding"]) == (200, "chunked")
+        whole = await wire.rest()
+        chunks = b"4\r\none,\r\n4\r\ntwo,\r\n5\r\nthree\r\n0\r\n\r\n"
+        assert whole.startswith(chunks)
+        assert b'"body": "next"' in whole.removeprefix(chunks)
+        old = await dial()
+        old.send(b"GET /stream HTTP/1.0\r\n\r\n")
+        assert "Transfer-Encoding" not in (await old.head())[1]
+        assert await old.rest() == b"one,two,three"
 
 
-def test_head_gets_the_head_and_expect_is_told_to_go_on() -> None:
-    async def scenario() -> None:
-        async with serving() as dial:
-            wire = await dial()
-            wire.send(b"HEAD /h HTTP/1.1\r\nHost: h\r\n\r\n")
-            status, headers = await wire.head()
-            assert status == 200
-            assert int(headers["Content-Length"]) > 0
-            asked = ask(b"body", "Expect: 100-continue")
-            wire.send(asked[:-4])
-            assert (await wire.head())[0] == 100
-            wire.send(asked[-4:])
-            assert (await wire.answer())[1]["body"] == "body"
-            # But not into another answer.
-            wire.send(ask(path="/stream"), ask(b"b", "Expect: 100-continue"))
-            whole = await wire.reader.readuntil(b'"over": null')
-            assert b"100 Continue" not in whole
-
-    uvloop.run(scenario())
+async def test_head_gets_the_head_and_expect_is_told_to_go_on():
+    async with serving() as dial:
+        wire = await dial()
+        wire.send(b"HEAD /h HTTP/1.1\r\nHost: h\r\n\r\n")
+        status, headers = await wire.head()
+        assert status == 200
+        assert int(headers["Content-Length"]) > 0
+        asked = ask(b"body", "Expect: 100-continue")
+        wire.send(asked[:-4])
+        assert (await wire.head())[0] == 100
+        wire.send(asked[-4:])
+        assert (await wire.answer())[1]["body"] == "body"
+        # But not into another answer.
+        wire.send(ask(path="/stream"), ask(b"b", "Expect: 100-continue"))
+        whole = await wire.reader.readuntil(b'"over": null')
+        assert b"100 Continue" not in whole
 
 
-def test_a_target_may_be_a_whole_url() -> None:
-    async def scenario() -> None:
-        async with serving() as dial:
-            wire = await dial()
-            wire.send(b"GET http://elsewhere:80/v1/models?a=b HTTP/1.1\r\n\r\n")
-            said = (await wire.answer())[1]
-            assert (said["path"], said["query"]) == ("/v1/models", "a=b")
-
-    uvloop.run(scenario())
+async def test_a_target_may_be_a_whole_url():
+    async with serving() as dial:
+        wire = await dial()
+        wire.send(b"GET http://elsewhere:80/v1/models?a=b HTTP/1.1\r\n\r\n")
+        said = (await wire.answer())[1]
+        assert (said["path"], said["query"]) == ("/v1/models", "a=b")
 
 
-def test_a_body_is_read_also_where_another_protocol_is_offered() -> None:
+async def test_a_body_is_read_also_where_another_protocol_is_offered():
     """As Java's HTTP client does it with each first request."""
     lines = "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: x"
 
-    async def scenario() -> None:
-        async with serving() as dial:
-            for cut in (1, 30, 120, 150):
-                wire = await dial()
-                asked = ask(b"upgrade me", *lines)
-                wire.send(asked[:-cut])
-                await asyncio.sleep(0.01)
-                wire.send(asked[-cut:])
-                assert (await wire.answer())[1]["body"] == "upgrade me"
-
-    uvloop.run(scenario())
+    async with serving() as dial:
+        for cut in (1, 30, 120, 150):
+            wire = await dial()
+            asked = ask(b"upgrade me", *lines)
+            wire.send(asked[:-cut])
+            await asyncio.sleep(0.01)
+            wire.send(asked[-cut:])
+            assert (await wire.answer())[1]["body"] == "upgrade me"
 
 
 @pytest.mark.parametrize(
@@ -197,43 +268,170 @@ def test_a_body_is_read_also_where_another_protocol_is_offered() -> None:
         (CHUNKED.partition(b"4\r\n")[0] + b"4;a=" + b"x" * 400_000, 431),
     ],
 )
-def test_what_is_no_request_is_refused_and_the_connection_ends(
-    sent: bytes, status: int
-) -> None:
+async def test_what_is_no_request_is_refused_and_the_connection_ends(sent, status):
     async def never(_: Request) -> None:
         raise AssertionError
 
-    async def scenario() -> None:
-        async with serving(never) as dial:
-            wire = await dial()
-            wire.send(sent)
-            assert (await wire.head())[0] == status
-            await wire.rest()
-
-    uvloop.run(scenario())
+    async with serving(never) as dial:
+        wire = await dial()
+        wire.send(sent)
+        assert (await wire.head())[0] == status
+        await wire.rest()
 
 
-def test_too_large_a_body_is_known_before_it_is_here() -> None:
+async def test_too_large_a_body_is_known_before_it_is_here():
     announced = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % 2**30
     endless = CHUNKED.partition(b"4\r\n")[0] + b"40000000\r\n" + b"x" * 2 * LIMIT_BYTES
 
-    async def scenario() -> None:
-        async with serving() as dial:
-            for sent in (announced, endless):
-                wire = await dial()
-                wire.send(sent)
-                status, said = await wire.answer()
-                assert (status, said["over"]) == (200, LIMIT_BYTES)
-                assert await wire.rest() == b""
-
-    uvloop.run(scenario())
-
-
-def test_a_client_that_is_still_sending_gets_to_read_its_refusal() -> None:
-    async def scenario() -> None:
-        async with serving() as dial:
+    async with serving() as dial:
+        for sent in (announced, endless):
             wire = await dial()
-            wire.send(ask(b"x" * 3_000_000))
-            assert (await wire.answer())[1]["over"] == LIMIT_BYTES
+            wire.send(sent)
+            status, said = await wire.answer()
+            assert (status, said["over"]) == (200, LIMIT_BYTES)
+            assert await wire.rest() == b""
 
-    uvloop.run(scenario())
+
+async def test_a_client_that_is_still_sending_gets_to_read_its_refusal():
+    async with serving() as dial:
+        wire = await dial()
+        wire.send(ask(b"x" * 3_000_000))
+        assert (await wire.answer())[1]["over"] == LIMIT_BYTES
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred times as impatient."""
+    monkeypatch.setattr(server, "SWEEP_EVERY_S", 0.01)
+    monkeypatch.setattr(server, "REQUEST_S", 0.2)
+    monkeypatch.setattr(server, "KEEPALIVE_S", 0.3)
+    monkeypatch.setattr(server, "LINGER_S", 0.1)
+
+
+@pytest.mark.parametrize(
+    "begun", [b"P", b"POST / HTTP/1.1\r\nA: b\r\n", ask(b"1234567")[:-3]]
+)
+async def test_who_sends_a_request_too_slowly_is_told_and_cut(soon, begun):
+    async def drip(wire: Wire) -> None:
+        while True:
+            wire.send(b"a")
+            await asyncio.sleep(0.05)
+
+    async with serving() as dial:
+        wire = await dial()
+        wire.send(begun)
+        if begun.endswith(b"\n"):
+            dripping = asyncio.create_task(drip(wire))
+        assert (await wire.head())[0] == 408
+        await wire.rest()
+        if begun.endswith(b"\n"):
+            dripping.cancel()
+
+
+async def test_who_sends_slowly_but_steadily_is_waited_for(soon):
+    async with serving() as dial:
+        wire = await dial()
+        asked = ask(b"x" * 900)
+        wire.send(asked[:-900])
+        for _ in range(9):
+            wire.send(b"x" * 100)  # at 2,000 bytes per second
+            await asyncio.sleep(0.05)
+        assert (await wire.answer())[1]["body"] == "x" * 900
+
+
+@pytest.mark.slow
+async def test_idle_connections_end_and_those_that_are_answered_do_not(soon):
+    goes_on = asyncio.Event()
+
+    async def slow(request: Request) -> None:
+        await goes_on.wait()
+        await echo(request)
+
+    async with serving(slow) as dial:
+        idle, busy = await dial(), await dial()
+        busy.send(ask(b"still here"))
+        assert await idle.rest() == b""
+        await asyncio.sleep(0.5)
+        goes_on.set()
+        assert (await busy.answer())[1]["body"] == "still here"
+        assert await busy.rest() == b""
+
+
+async def test_handling_ends_with_the_client_and_a_failure_with_the_connection():
+    gone, asked = asyncio.Event(), asyncio.Event()
+
+    async def handle(request: Request) -> None:
+        if request.path == "/fails":
+            raise ValueError("on purpose")
+        asked.set()
+        try:
+            await asyncio.sleep(DEADLINE_S)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+
+    async with serving(handle) as dial, asyncio.timeout(DEADLINE_S):
+        wire = await dial()
+        wire.send(ask())
+        await asked.wait()
+        wire.writer.close()
+        await gone.wait()
+        fails = await dial()
+        fails.send(ask(path="/fails"))
+        await fails.is_gone()
+
+
+async def megabytes(request: Request) -> None:
+    request.whole(200, CIMultiDict(), b"1" * 24_000_000)
+
+
+@pytest.mark.slow
+async def test_an_answer_is_sent_to_its_end_however_slowly_it_is_taken(soon):
+    async with serving(megabytes, client_timeout_s=0.4) as dial:
+        for lines in ((), ("Connection: close",)):
+            wire = await dial()
+            wire.send(ask(b"", *lines))
+            await wire.head()
+            for _ in range(24):
+                await asyncio.sleep(0.04)
+                await wire.reader.readexactly(1_000_000)
+
+
+@pytest.mark.slow
+async def test_who_takes_nothing_of_an_answer_is_cut(soon):
+    requests: list[Request] = []
+
+    async def handle(request: Request) -> None:
+        requests.append(request)
+        await megabytes(request)
+
+    async with serving(handle, client_timeout_s=0.2) as dial:
+        wire = await dial()
+        wire.send(ask())
+        async with asyncio.timeout(DEADLINE_S):
+            while not (requests and requests[0].connection._transport.is_closing()):
+                await asyncio.sleep(0.01)
+        await wire.is_gone()
+
+
+async def test_a_server_that_ends_answers_what_it_has_been_asked(soon):
+    async def slow(request: Request) -> None:
+        await asyncio.sleep(0.05)
+        await echo(request)
+
+    serves = Server(slow, LIMIT_BYTES, DEADLINE_S)
+    listening = await serves.listen("127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    wire, idle = [
+        Wire(*await asyncio.open_connection("127.0.0.1", port)) for _ in range(2)
+    ]
+    wire.send(ask(b"last"))
+    await asyncio.sleep(0.02)
+    listening.close()
+    ending = asyncio.create_task(serves.close())
+    assert (await wire.answer())[1]["body"] == "last"
+    assert await wire.rest() == await idle.rest() == b""
+    for one in (wire, idle):
+        one.writer.close()
+    await ending
+    assert serves.connections == set()

@@ -6,25 +6,29 @@ from __future__ import annotations
 import http.server
 import json
 import random
+import re
+import subprocess
 import sys
 import threading
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from proxy_lab import DEADLINE_S, ask, connect, post, proxy, rest
 
-from fleet.policies import POLICIES
-from fleet.policies.replay import main as replay
-from fleet.proxy.__main__ import main
-from fleet.standin.process import Standin, standin
-from lab.records.instances import Address, Instance
+from kvtax.cli import main
+from kvtax.fleet.policies import POLICIES
+from kvtax.fleet.policies.replay import decide_again
+from kvtax.fleet.standin.process import Standin, standin
+from kvtax.paths import REPOSITORY
+from kvtax.records.instances import Address, Instance
+from tests.fleet.proxy.proxy_lab import DEADLINE_S, ask, connect, post, proxy, rest
 
 pytestmark = pytest.mark.slow
+SERVE = ["proxy", "--url", "http://127.0.0.1:1", "--policy", "lmetric"]
 WORDS = "the quick brown fox jumps over the lazy dog\n" * 400
 
 
@@ -46,9 +50,7 @@ def chat(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-def test_an_answer_is_passed_on_byte_for_byte(
-    three: list[Standin], instances: list[Instance], tmp_path: Path
-) -> None:
+def test_an_answer_is_passed_on_byte_for_byte(three, instances, tmp_path):
     shapes = [
         ("/v1/completions", ask()),
         ("/v1/completions", ask(WORDS, 50, stream_options={"include_usage": True})),
@@ -86,9 +88,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_prompt_goes_where_its_prefix_is_in_every_form(
-    form: str, instances: list[Instance], tmp_path: Path
-) -> None:
+def test_a_prompt_goes_where_its_prefix_is_in_every_form(form, instances, tmp_path):
     path, prompt = FORMS[form]
     with proxy(tmp_path, instances, "lmetric") as on:
         first = post(on.url, {**ask(), **prompt(2)}, path)
@@ -110,7 +110,7 @@ def test_a_prompt_goes_where_its_prefix_is_in_every_form(
         assert on.instances()[name]["cache"]["mirror_tokens"] >= half
 
 
-def test_a_session_stays_where_it_is(instances: list[Instance], tmp_path: Path) -> None:
+def test_a_session_stays_where_it_is(instances, tmp_path):
     with proxy(tmp_path, instances, "linear") as on:
         for turn in range(4):
             for session in range(5):
@@ -130,9 +130,7 @@ def test_a_session_stays_where_it_is(instances: list[Instance], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"pd_sep"}))
-def test_recorded_decisions_replay_identically(
-    policy: str, instances: list[Instance], tmp_path: Path
-) -> None:
+def test_recorded_decisions_replay_identically(policy, instances, tmp_path):
     random.seed(policy)
     options = (
         ["--parameters", "warm_tokens=50", "heavy_tokens=100"]
@@ -154,7 +152,7 @@ def test_recorded_decisions_replay_identically(
         on.idle()
         on.accounted(60)
         assert len(on.lines("decision")) == 60
-    assert replay([str(on.log)]) == 0
+    assert decide_again(on.log).reproduced
 
 
 @contextmanager
@@ -187,7 +185,7 @@ def echo() -> Iterator[str]:
         server.shutdown()
 
 
-def test_headers_that_concern_one_connection_are_not_sent_on(tmp_path: Path) -> None:
+def test_headers_that_concern_one_connection_are_not_sent_on(tmp_path):
     with echo() as a, proxy(tmp_path, [Instance("a", a)]) as on:
         headers = ["Connection: close, X-Secret", "Connection: x-other,"]
         headers += ["X-Secret: 1", "X-Other: 1", "Proxy-Connection: close", "X-End: 1"]
@@ -201,9 +199,7 @@ def test_headers_that_concern_one_connection_are_not_sent_on(tmp_path: Path) -> 
         assert b"x-hop" not in back
 
 
-def test_a_peer_to_read_from_is_named_by_the_proxy_and_only_by_it(
-    tmp_path: Path,
-) -> None:
+def test_a_peer_to_read_from_is_named_by_the_proxy_and_only_by_it(tmp_path):
     prompt = list(range(3000))
     with echo() as a, echo() as b:
         places = [
@@ -237,9 +233,7 @@ def test_a_peer_to_read_from_is_named_by_the_proxy_and_only_by_it(
             assert on.lines("decision")[-1]["read_from"] == name
 
 
-def test_what_the_proxy_says_of_itself(
-    instances: list[Instance], tmp_path: Path
-) -> None:
+def test_what_the_proxy_says_of_itself(instances, tmp_path):
     with proxy(tmp_path, instances, "load_only") as on:
         for number in range(12):
             post(on.url, ask(), X_Request_Id=f"r/{number}")
@@ -268,25 +262,48 @@ def test_what_the_proxy_says_of_itself(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options",
     [
-        (
-            ["--url", "a=http://h:1", "--policy", "elastic"],
-            "all need the connector",
-        ),
-        (
-            ["--url", "a=http://h:1", "--policy", "linear", "--kvindexd", "unix:///no"],
-            "no kvindexd answers at unix:///no",
-        ),
-        (["--url", "a", "--policy", "linear"], "NAME=http://... expected"),
-        (["--instances", "/nowhere", "--policy", "linear"], "/nowhere"),
+        ["--url", "a=http://h:1", "--policy", "elastic"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--kvindexd", "unix:///no"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--parameters", "alpha=x"],
+        ["--url", "a", "--policy", "linear"],
+        ["--instances", "/nowhere", "--policy", "linear"],
     ],
 )
-def test_what_cannot_work_is_refused_at_start(
-    options: list[str], said: str, capsys, monkeypatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["proxy", *options])
-    assert main() == 2
+def test_a_proxy_that_cannot_work_ends_with_2_and_a_message(options, capsys):
+    assert main(["proxy", *options]) == 2
     printed = capsys.readouterr()
-    assert said in printed.err
+    assert printed.err.startswith("kvtax: ")
     assert printed.out == ""
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def test_without_the_extra_there_is_help_and_a_remedy():
+    without = "import sys; sys.modules['uvloop'] = None; from kvtax.cli import main; "
+    given = python(f"{without}sys.exit(main(['proxy', '--help']))")
+    assert given.returncode == 0
+    assert "kvtax[proxy]" in given.stdout
+    served = python(f"{without}sys.exit(main({SERVE!r}))")
+    assert served.returncode == 2
+    assert "kvtax[proxy]" in served.stderr
+
+
+def test_the_proxy_imports_nothing_beyond_its_extra():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["proxy"]]
+    names = {re.split(r"[>=\[]", one)[0].replace("-", "_") for one in needed}
+    loads = python("import sys; print(*sys.modules)").stdout.split()
+    listed = python(
+        "import sys, kvtax.cli.proxy, kvtax.fleet.proxy.service\n"
+        "tops = {name.partition('.')[0]: one for name, one in sys.modules.items()\n"
+        "        if 'site-packages' in (getattr(one, '__file__', None) or '')}\n"
+        "print(*tops)"
+    ).stdout.split()
+    # Packages that those need.
+    others = {"markupsafe", "typing_extensions", "kvtax"}
+    assert set(listed) - names - others - set(loads) == set()

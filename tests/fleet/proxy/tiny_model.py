@@ -14,9 +14,9 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from fleet.proxy.tokenizer import Tokenizer
-from fleet.proxy.top_level import top_level
-from lab.paths import REPOSITORY
+from kvtax.fleet.proxy.body import top_level
+from kvtax.fleet.proxy.tokenizer import Tokenizer
+from kvtax.paths import REPOSITORY
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,11 +12,11 @@ from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
-from fleet.replay.options import Options
-from fleet.replay.run import Replay
-from fleet.replay.sessions import group
-from fleet.trace import Request, own
-from lab.paths import REPOSITORY
+from kvtax.fleet.replay.options import Options
+from kvtax.fleet.replay.replayer import Replay
+from kvtax.fleet.replay.sessions import group
+from kvtax.fleet.trace import Request, trace_file
+from kvtax.paths import REPOSITORY
 
 BLOCK_TOKENS = 16
 
@@ -52,7 +52,7 @@ def trace(
 
 
 def write_trace(path: Path, requests: list[Request]) -> Path:
-    own.write(path, {"requests": len(requests)}, requests)
+    trace_file.write_trace(path, {"requests": len(requests)}, requests)
     return path
 
 
@@ -129,7 +129,8 @@ class ReplayProcess:
 
     def __init__(self, url: str, trace: Path, out: Path, *options: str) -> None:
         self.out = out
-        command = [sys.executable, "-m", "fleet.replay", "--url", url]
+        command = [sys.executable, "-m", "kvtax", "fleet", "replay"]
+        command += ["--url", url]
         command += ["--trace", str(trace), "--out", str(out), *options]
         self.process = subprocess.Popen(
             command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True

@@ -9,7 +9,11 @@ import signal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_lab import (
+
+from kvtax.cli import Exit
+from kvtax.fleet.standin.process import standin
+from kvtax.fleet.standin.server import FAULTS
+from tests.fleet.replay.replay_lab import (
     Lines,
     ReplayProcess,
     assert_accounted_for,
@@ -18,9 +22,6 @@ from replay_lab import (
     trace,
     write_trace,
 )
-
-from fleet.standin.faults import FAULTS
-from fleet.standin.process import standin
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +90,7 @@ def test_a_failed_turn_says_why_and_takes_the_rest_of_its_session_along(
     path = write_trace(tmp_path / "t.jsonl", trace(1, 4))
     run = ReplayProcess(server.url, path, tmp_path / "o.jsonl", "--timeout", "2")
     code, stderr = run.finish()
-    assert code == 2
+    assert code == Exit.NOT_MEASURED
     assert "1 ok, 1 failed, 2 cancelled of 4" in stderr
     ok, failed, *cancelled = Lines(run.out).records
     assert ok["status"] == "ok"
@@ -105,7 +106,7 @@ def test_a_server_that_dies_fails_what_it_served_and_loses_no_record(tmp_path):
         run = ReplayProcess(dying.url, path, tmp_path / "o.jsonl")
         code, _ = run.finish()
     lines = Lines(run.out)
-    assert code == 2
+    assert code == Exit.NOT_MEASURED
     assert_accounted_for(lines, requests)
     errors = " ".join(record["error"] for record in lines.having("failed"))
     assert "ClientConnectorError" in errors

@@ -11,17 +11,20 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from replay_lab import trace
 
-from fleet.replay.__main__ import main
-from fleet.replay.client import authorization
-from fleet.replay.options import Options, ReplayError
-from fleet.replay.play import Player
-from fleet.replay.preflight import Model, check_lengths
-from fleet.replay.records import asked_output_tokens, new_ledger, record_of
-from fleet.replay.sessions import group
-from fleet.replay.window import steady_window
-from lab.load.sse import StreamError, Usage
+from kvtax.cli import Exit, main
+from kvtax.fleet.replay.http_link import Model, authorization, check_lengths
+from kvtax.fleet.replay.options import Options, ReplayError
+from kvtax.fleet.replay.play import Player
+from kvtax.fleet.replay.sessions import (
+    asked_output_tokens,
+    group,
+    new_ledger,
+    record_of,
+    steady_window,
+)
+from kvtax.load.sse import StreamError, Usage
+from tests.fleet.replay.replay_lab import trace
 
 
 def changed(request, **fields):
@@ -175,19 +178,21 @@ BAD_LINES = {
     "closed loop": (["--closed-loop"], "--max-inflight-sessions"),
     "no number": (["--timeout", "soon"], "--timeout"),
     "not finite": (["--time-scale", "inf"], "--time-scale"),
-    "below": (["--max-inflight-sessions", "0"], "must be 1 or more"),
+    "below": (["--max-inflight-sessions", "0"], "0: Expected `int` >= 1"),
     "no url": (["--url", "localhost:8000"], "must begin with http"),
     "no trace": (["--trace", "/nowhere"], "/nowhere"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
-def test_a_bad_command_line_exits_64_and_says_why(case, monkeypatch, capsys, tmp_path):
+def test_a_bad_command_line_is_bad_input_and_the_option_is_named(
+    case, capsys, tmp_path
+):
     options, reason = BAD_LINES[case]
-    monkeypatch.setattr("fleet.replay.__main__.exit_on_signals", lambda: None)
-    command = ["replay", "--url", "http://x", "--trace", "t", "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", [*command, *options])
-    with pytest.raises(SystemExit) as exit:
-        main()
-    assert exit.value.code == 64
+    command = ["--url", "http://x", "--trace", "t", "--out", str(tmp_path), *options]
+    try:
+        status = main(["fleet", "replay", *command])
+    except SystemExit as exit:
+        status = exit.code
+    assert status == Exit.BAD_INPUT
     assert reason in capsys.readouterr().err

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The replayer against a server that answers: when it sends, what it records, what it
-refuses, and what it says of itself."""
+refuses; several replayers, each with a share of the sessions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from replay_lab import (
+
+from kvtax.cli import Exit
+from kvtax.fleet.replay.shares import Gate, merge
+from kvtax.fleet.standin.process import standin
+from kvtax.paths import REPOSITORY
+from tests.fleet.replay.replay_lab import (
     Lines,
     ReplayProcess,
     assert_accounted_for,
@@ -21,9 +26,6 @@ from replay_lab import (
     trace,
     write_trace,
 )
-
-from fleet.standin.process import standin
-from lab.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
@@ -193,7 +195,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_sent(server, tmp_path,
     requests, options, reason = REFUSED[case]
     before = server.metrics()["vllm:prefix_cache_queries_total"]
     code, stderr, out = replay(server.url, requests, tmp_path, *options)
-    assert code == 64
+    assert code == Exit.BAD_INPUT
     assert reason in stderr
     assert not out.exists()
     assert server.metrics()["vllm:prefix_cache_queries_total"] == before
@@ -201,7 +203,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_sent(server, tmp_path,
 
 def test_a_server_that_is_not_there_is_refused(tmp_path):
     code, stderr, out = replay("http://127.0.0.1:9", trace(1), tmp_path)
-    assert code == 64
+    assert code == Exit.BAD_INPUT
     assert "is the server running?" in stderr
     assert not out.exists()
 
@@ -209,7 +211,7 @@ def test_a_server_that_is_not_there_is_refused(tmp_path):
 def test_records_are_never_overwritten(server, tmp_path):
     (tmp_path / "o.jsonl").write_text("mine")
     code, stderr, out = replay(server.url, trace(1), tmp_path)
-    assert code == 64
+    assert code == Exit.BAD_INPUT
     assert "never overwritten" in stderr
     assert out.read_text() == "mine"
 
@@ -219,7 +221,7 @@ def test_a_torn_trace_is_refused(server, tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     run = ReplayProcess(server.url, path, tmp_path / "o.jsonl")
     code, stderr = run.finish()
-    assert code == 64
+    assert code == Exit.BAD_INPUT
     assert "torn" in stderr
     assert not run.out.exists()
 
@@ -227,10 +229,10 @@ def test_a_torn_trace_is_refused(server, tmp_path):
 def patched(server, tmp_path, before: str, requests) -> tuple[int, str, Path]:
     """Replay with some of the replayer's code changed."""
     path = write_trace(tmp_path / "t.jsonl", requests)
-    program = f"import sys\n{before}\nfrom fleet.replay.__main__ import main\n"
+    program = f"import sys\n{before}\nfrom kvtax.cli import main\n"
     out = tmp_path / "o.jsonl"
-    command = [sys.executable, "-c", program + "sys.exit(main())", "--url", server.url]
-    command += ["--trace", str(path), "--out", str(out)]
+    command = [sys.executable, "-c", program + "sys.exit(main())", "fleet", "replay"]
+    command += ["--url", server.url, "--trace", str(path), "--out", str(out)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     return done.returncode, done.stderr, out
 
@@ -238,7 +240,7 @@ def patched(server, tmp_path, before: str, requests) -> tuple[int, str, Path]:
 def test_a_replay_past_its_lag_budget_is_marked_invalid(server, tmp_path):
     slow = """
 import time
-from fleet.replay.client import ReplayClient
+from kvtax.fleet.replay.http_link import ReplayClient
 send = ReplayClient.send
 async def slow(self, *args):
     time.sleep(0.03)
@@ -247,7 +249,7 @@ ReplayClient.send = slow
 """
     code, stderr, out = patched(server, tmp_path, slow, trace(30, 1, gap_s=0.005))
     end = Lines(out).end
-    assert code == 3
+    assert code == Exit.NOT_MEASURED
     assert end["ok"] == 30
     assert end["valid"] is False
     assert end["lag_ms"]["p99"] > end["lag_budget_ms"]
@@ -256,7 +258,7 @@ ReplayClient.send = slow
 
 def test_a_full_disk_stops_the_replay(server, tmp_path):
     full = """
-from lab.load.ledger import Ledger
+from kvtax.load.ledger import Ledger
 write = Ledger._write
 def full(self, lines):
     if b'"request"' in lines:
@@ -265,28 +267,99 @@ def full(self, lines):
 Ledger._write = full
 """
     code, stderr, _ = patched(server, tmp_path, full, trace(1000, 1, gap_s=0.05))
-    assert code == 2
+    assert code == Exit.BAD_INPUT
     assert "No space left on device" in stderr
 
 
 def test_a_plain_openai_server_without_cached_tokens_is_replayed(tmp_path):
-    """lab.load.trivial_server: no /v1/models, no cached tokens, no other header."""
+    """No /v1/models, no cached tokens."""
     requests = trace(5, 3)
     path = write_trace(tmp_path / "t.jsonl", requests)
-    with subprocess.Popen(
-        [sys.executable, "-m", "lab.load.trivial_server"],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as server:
-        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+    with standin("--plain", "--model", "m") as server:
         out = tmp_path / "o.jsonl"
-        run = ReplayProcess(url, path, out, "--model", "m", *ANY_LAG)
+        run = ReplayProcess(server.url, path, out, "--model", "m", *ANY_LAG)
         code, stderr = run.finish()
-        server.kill()
     assert code == 0, stderr
     lines = Lines(out)
     assert_accounted_for(lines, requests)
     for record in lines.records:
         assert record["cached_tokens"] is None
         assert record["instance"] is None
+
+
+REPLAYERS = 3
+LEAD_NS = 500_000_000
+DEADLINE_S = 120.0
+
+
+def shared(folder: Path, requests: list, *options: str) -> tuple[int, Lines]:
+    """When it was to begin, and what the replayers wrote together."""
+    path = write_trace(folder / "t.jsonl", requests)
+    with standin() as server:
+        replayers, gates, outs = [], [], []
+        for number in range(REPLAYERS):
+            own = folder / str(number)
+            own.mkdir()
+            gates.append(Gate(own))
+            outs.append(own / "replay.jsonl")
+            told = ["--share", f"{number}/{REPLAYERS}", "--gate", str(own), *ANY_LAG]
+            replayers.append(ReplayProcess(server.url, path, outs[-1], *told, *options))
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(gate.ready for gate in gates):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        start_ns = time.perf_counter_ns() + LEAD_NS
+        for gate in gates:
+            gate.open(start_ns)
+        for one in replayers:
+            code, said = one.finish()
+            assert code == 0, said
+    merge(outs, folder / "o.jsonl")
+    return start_ns, Lines(folder / "o.jsonl")
+
+
+def test_each_request_is_sent_once_when_one_replayer_would_have_sent_it(tmp_path):
+    requests = trace(20, 3, gap_s=0.05, think_s=0.02)
+    start_ns, lines = shared(tmp_path, requests)
+    assert_accounted_for(lines, requests)
+    assert_closed_loop_inside(lines, requests, 1)
+    first_s = min(one.arrival_s for one in requests)
+    for record in lines.records:
+        if record["turn"] == 0:
+            after_ns = (record["arrival_s"] - first_s) * 1e9
+            assert abs(record["intended_ns"] - start_ns - after_ns) <= 1
+    assert lines.header["replayers"] == REPLAYERS
+    assert lines.header["options"]["share"] is None
+    window = lines.end["steady"]
+    assert start_ns <= window["start_ns"] < window["end_ns"]
+    ended = [one["end_ns"] for one in lines.records]
+    assert all(before <= after for before, after in pairwise(ended))
+
+
+def test_in_a_closed_loop_all_places_together_are_filled_and_no_more(tmp_path):
+    requests = trace(18, 2, think_s=0)
+    options = ["--closed-loop", "--max-inflight-sessions", "2"]
+    start_ns, lines = shared(tmp_path, requests, *options)
+    assert_accounted_for(lines, requests)
+    assert lines.header["options"]["max_inflight_sessions"] == 2 * REPLAYERS
+    firsts = [one for one in lines.records if one["intended_ns"] == start_ns]
+    assert len(firsts) == 2 * REPLAYERS
+
+
+def test_where_a_replayer_was_killed_the_whole_has_no_end(tmp_path):
+    requests = trace(9, 1)
+    shared(tmp_path, requests)
+    outs = [tmp_path / str(number) / "replay.jsonl" for number in range(REPLAYERS)]
+    killed = outs[1].read_text().splitlines(keepends=True)[:-1]
+    outs[1].write_text("".join(killed))
+    merge(outs, tmp_path / "again.jsonl")
+    assert Lines(tmp_path / "again.jsonl").end is None
+
+
+def test_more_replayers_than_sessions_are_refused(tmp_path):
+    path = write_trace(tmp_path / "t.jsonl", trace(2, 1))
+    told = ["--share", "2/3", "--gate", str(tmp_path)]
+    run = ReplayProcess("http://127.0.0.1:1", path, tmp_path / "o.jsonl", *told)
+    code, said = run.finish()
+    assert code == Exit.BAD_INPUT
+    assert "2 sessions cannot be shared by 3 replayers" in said

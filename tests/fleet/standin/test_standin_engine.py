@@ -12,8 +12,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.standin.cache import BlockCache
-from fleet.standin.engine import Engine, Sequence, Shape
+from kvtax.fleet.standin.standin_engine import BlockCache, Engine, Sequence, Shape
 
 PROMPTS = st.lists(
     st.lists(st.integers(0, 1), min_size=1, max_size=20), min_size=1, max_size=12

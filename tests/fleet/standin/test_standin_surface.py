@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from fleet.standin.process import standin
+from kvtax.fleet.standin.process import standin
 
 pytestmark = pytest.mark.slow
 

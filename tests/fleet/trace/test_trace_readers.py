@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every trace format is read as what it means."""
+"""Every format is read as what it means, and its prompts hit as its hashes do."""
 
 from __future__ import annotations
 
+import hashlib
+
+import numpy as np
 import pytest
-from trace_rows import CHAT, MOONCAKE, REQUEST, SESSION, SESSION_B, header, put
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fleet.trace import Request, TraceError, own, read_trace
-from fleet.trace.sessions import FIRST_SHARED_ID
+from kvtax.fleet.trace import Request, TraceError, read_trace, write_trace
+from kvtax.fleet.trace.prompts import prompt
+from kvtax.fleet.trace.sessions import FIRST_SHARED_ID
+from tests.fleet.trace.trace_commands import (
+    CHAT,
+    MOONCAKE,
+    REQUEST,
+    SESSION,
+    SESSION_B,
+    header,
+    put,
+)
 
 
-@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.jsonl.xz"])
 def test_our_own_format_comes_back_as_it_was_written(tmp_path, name):
     requests = [
         Request(0.0, "a", 0, 40, 3, [7, 2**63 - 1], 16),
@@ -18,14 +32,15 @@ def test_our_own_format_comes_back_as_it_was_written(tmp_path, name):
         Request(0.5, "a", 1, 50, 3, [7, 8, 9], 16, 0.125),
     ]
     path = tmp_path / name
-    own.write(path, {"requests": 3, "source": "here"}, requests)
+    write_trace(path, {"requests": 3, "source": "here"}, requests)
     assert list(read_trace(path)) == requests
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
 def test_a_file_is_unpacked_for_what_it_is_not_for_its_name(tmp_path):
-    packed = put(tmp_path / "t.gz", header(), REQUEST)
-    assert len(list(read_trace(packed.rename(tmp_path / "t.jsonl")))) == 1
+    for packing in ("gz", "xz"):
+        packed = put(tmp_path / f"t.{packing}", header(), REQUEST)
+        assert len(list(read_trace(packed.rename(tmp_path / "t.jsonl")))) == 1
 
 
 def test_mooncake_requests_are_sessions_of_one_turn(tmp_path):
@@ -139,3 +154,102 @@ def test_a_sub_agent_that_begins_like_its_session_has_the_same_blocks(tmp_path):
 def test_one_block_more_or_less_is_no_other_block_size(tmp_path, tokens):
     path = put(tmp_path / "t", header(), {**REQUEST, "input_tokens": tokens})
     assert [request.input_tokens for request in read_trace(path)] == [tokens]
+
+
+SMALLEST_BLOCK = {32_000: 5, 257: 8, 5: 32, 3: 64, 152_064: 4}
+ids = st.integers(0, 2**63 - 1)
+
+
+def request(hashes: list[int], input_tokens: int, block_tokens: int, **more) -> Request:
+    where = {"session": "s", "turn": 0} | more
+    return Request(
+        0.0, where["session"], where["turn"], input_tokens, 1, hashes, block_tokens
+    )
+
+
+def common(a: list, b: list) -> int:
+    """The length of the longest common prefix."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> tuple[list[Request], int]:
+    """Prompts of few ids, with partial last blocks and tails, and a vocabulary."""
+    vocab_size = draw(st.sampled_from(sorted(SMALLEST_BLOCK)))
+    size = SMALLEST_BLOCK[vocab_size] + draw(st.integers(0, 8))
+    some = draw(st.lists(ids, min_size=1, max_size=4, unique=True))
+    requests = []
+    for turn in range(draw(st.integers(2, 6))):
+        hashes = draw(st.lists(st.sampled_from(some), max_size=6))
+        length = len(hashes) * size + draw(st.integers(-size, size))
+        if length > 0:
+            requests.append(request(hashes, length, size, turn=turn))
+    return requests, vocab_size
+
+
+@settings(deadline=None)
+@given(traces())
+def test_prefix_hits_of_tokens_are_those_of_hashes(trace):
+    requests, vocab_size = trace
+    for one in requests:
+        for other in requests:
+            if one is other:
+                continue
+            size = one.block_tokens
+            full = min(one.input_tokens, other.input_tokens) // size
+            by_hash = min(common(one.hashes, other.hashes), full)
+            tokens = [prompt(each, vocab_size).tolist() for each in (one, other)]
+            assert common(*tokens) // size == by_hash
+
+
+@settings(deadline=None)
+@given(st.lists(ids, max_size=5), st.integers(1, 40), st.integers(2, 200_000))
+def test_a_prompt_has_its_length_and_real_tokens(hashes, offset, vocab_size):
+    length = len(hashes) * 64 + offset - 20
+    if length < 1 or vocab_size < 3:
+        return
+    tokens = prompt(request(hashes, length, 64), vocab_size)
+    assert (tokens.dtype, tokens.shape) == (np.int32, (length,))
+    assert tokens.min() >= 1
+    assert tokens.max() < vocab_size
+
+
+def test_tokens_use_the_whole_vocabulary_evenly():
+    tokens = prompt(request(list(range(2000)), 128_000, 64), 1001)
+    counts = np.bincount(tokens, minlength=1001)[1:]
+    # 128 a token; of 1,000 Poisson counts none is 6 standard deviations off.
+    assert counts.min() > 128 - 6 * 128**0.5
+    assert counts.max() < 128 + 6 * 128**0.5
+
+
+@pytest.mark.parametrize("vocab_size", SMALLEST_BLOCK)
+def test_neighbouring_ids_have_other_blocks_even_where_blocks_are_smallest(vocab_size):
+    size = SMALLEST_BLOCK[vocab_size]
+    tokens = prompt(request(list(range(5000)), 5000 * size, size), vocab_size)
+    assert len(np.unique(tokens.reshape(5000, size), axis=0)) == 5000
+    with pytest.raises(ValueError, match="bigger vocabulary"):
+        prompt(request([1], size - 1, size - 1), vocab_size)
+
+
+def test_a_tail_is_that_of_its_session_and_turn():
+    def tail(**where) -> list[int]:
+        return prompt(request([1], 128, 64, **where), 32_000)[64:].tolist()
+
+    tails = [tail(), tail(turn=1), tail(session="t"), tail(session="s/0", turn=1)]
+    assert len({tuple(each) for each in tails}) == 4
+    assert tail() == tails[0]
+
+
+def test_a_prompt_its_hashes_do_not_cover_is_refused():
+    with pytest.raises(ValueError, match="s/0: 1 blocks of 16 tokens are 16"):
+        prompt(request([1], 33, 16), 32_000)
+
+
+def test_every_version_in_every_process_makes_the_same_prompt():
+    """Recorded runs stay comparable."""
+    made = prompt(request([0, 5, 2**63 - 1], 200, 64), 32_000)
+    digest = hashlib.sha256(made.astype("<i4").tobytes()).hexdigest()
+    assert digest.startswith("22aacc47820155eb")

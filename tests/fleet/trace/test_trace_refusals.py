@@ -1,14 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace that is not what it claims to be is refused, with file and line."""
+"""A bad trace is refused with file and line; an output is whole or not there."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from trace_rows import CHAT, MOONCAKE, REQUEST, SESSION, SESSION_B, header, put
 
-from fleet.trace import TraceError, own, read_trace
+from kvtax.fleet.trace import Request, TraceError, read_trace, write_trace
+from kvtax.fleet.trace.trace_file import SCHEMA
+from tests.fleet.trace.trace_commands import (
+    CHAT,
+    CONVERSATION,
+    MOONCAKE,
+    REQUEST,
+    SESSION,
+    SESSION_B,
+    fails,
+    header,
+    put,
+)
 
 
 def test_a_missing_or_an_empty_file_is_named(tmp_path):
@@ -37,7 +52,7 @@ def with_nested(**changes: object) -> dict:
 REFUSED = {
     "no known fields": ([{"a": 1}], ["line 1", "fields a", "mooncake"]),
     "not an object": (["[1]"], ["line 1", "object"]),
-    "another schema": ([{"schema": "x/2"}], ["line 1", "'x/2'", own.SCHEMA]),
+    "another schema": ([{"schema": "x/2"}], ["line 1", "'x/2'", SCHEMA]),
     "an unknown field": ([header(), edit(REQUEST, x=1)], ["line 2", "`x`"]),
     "a missing field": ([header(), {"arrival_s": 0}], ["line 2", "session"]),
     "a turn left out": ([header(), edit(REQUEST, turn=1)], ["line 2", "turn 0 should"]),
@@ -144,11 +159,15 @@ def test_a_last_line_without_its_end_is_whole_if_it_can_be_read(tmp_path):
     assert len(list(read_trace(put(tmp_path / "t", MOONCAKE, MOONCAKE, end="")))) == 2
 
 
-@pytest.mark.parametrize("lost", [1, 8, 9, 200])
-def test_torn_gzip_data_is_refused(tmp_path, lost):
-    path = put(tmp_path / "t.gz", *[MOONCAKE] * 2000)
-    path.write_bytes(path.read_bytes()[:-lost])
-    with pytest.raises(TraceError, match=r"line \d+: torn gzip data"):
+@pytest.mark.parametrize("packing", ["gz", "xz"])
+@pytest.mark.parametrize("lost", [0, 1, 8, 9, 100])
+def test_incomplete_or_damaged_packed_data_is_refused(tmp_path, packing, lost):
+    path = put(tmp_path / f"t.{packing}", *[MOONCAKE] * 2000)
+    data = bytearray(path.read_bytes())
+    if not lost:
+        data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data[: len(data) - lost])
+    with pytest.raises(TraceError, match=r"line \d+" if not lost else "or damaged"):
         list(read_trace(path))
 
 
@@ -162,10 +181,58 @@ def test_a_text_that_is_none_is_refused(tmp_path):
         list(read_trace(path))
 
 
-def test_a_damaged_gzip_file_is_refused(tmp_path):
-    path = put(tmp_path / "t.gz", *[MOONCAKE] * 2000)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
-    with pytest.raises(TraceError, match=r"line \d+"):
-        list(read_trace(path))
+@pytest.mark.slow
+def test_nothing_is_written_of_a_torn_trace(tmp_path, capsys):
+    torn = tmp_path / "torn.gz"
+    torn.write_bytes(CONVERSATION.read_bytes()[:-500])
+    rest = ("--target-requests", 5, "--seed", 0, "--out", tmp_path / "cut")
+    fails(capsys, "incomplete or damaged", "sample", torn, *rest)
+    fails(capsys, "incomplete or damaged", "stats", torn)
+    assert list(tmp_path.iterdir()) == [torn]
+
+
+def test_an_output_that_cannot_be_written_is_an_error(tmp_path, capsys):
+    out = tmp_path / "nowhere" / "t"
+    fails(capsys, "No such file", "synth", "--sessions", 3, "--out", out)
+
+
+def test_an_older_output_stays_if_writing_fails(tmp_path):
+    out = tmp_path / "t"
+    out.write_text("older")
+    with pytest.raises(TraceError, match="1 requests came, 2 were counted"):
+        write_trace(out, {"requests": 2}, [Request(0.0, "a", 0, 1, 1, [], 16)])
+    assert out.read_text() == "older"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_killed_command_leaves_no_partial_trace(tmp_path, number):
+    out = tmp_path / "t.jsonl"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "kvtax",
+            "trace",
+            "synth",
+            "--sessions=100000",
+            "--out",
+            out,
+        ]
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not any(p.stat().st_size > 1 << 20 for p in tmp_path.iterdir()):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        status = process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+    assert not out.exists()
+    if number != signal.SIGKILL:
+        assert status == 128 + number
+        assert not list(tmp_path.iterdir())

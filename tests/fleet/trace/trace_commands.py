@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of `python -m fleet.trace`, called in this process."""
+"""`kvtax trace` in this process, and rows and files of every trace format."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pytest
 
-from fleet.trace import Request, own
-from fleet.trace.__main__ import main
-from lab.paths import REPOSITORY
+from kvtax.cli import Exit, main
+from kvtax.fleet.trace import Request, write_trace
+from kvtax.fleet.trace.trace_file import SCHEMA
+from kvtax.paths import REPOSITORY
 
 TRACES = REPOSITORY / "traces"
-LE62K = TRACES / "claude_code_sessions_le62k.jsonl.gz"
-ANY = TRACES / "claude_code_sessions_any.jsonl.gz"
-MOONCAKE = TRACES / "mooncake_conversation_trace.jsonl.gz"
+LE62K = TRACES / "claude_code_sessions_le62k.jsonl.xz"
+ANY = TRACES / "claude_code_sessions_any.jsonl.xz"
+CONVERSATION = TRACES / "mooncake_conversation_trace.jsonl.xz"
 
 
 def stats(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
-    assert main(["stats", "--json", *map(str, arguments)]) == 0
+    assert main(["trace", "stats", "--json", *map(str, arguments)]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
+    return main(["trace", *map(str, arguments)])
 
 
 def header_of(path: Path) -> dict:
@@ -40,13 +43,104 @@ def trace_of(path: Path, turns: dict[str, list[tuple[float, int]]]) -> Path:
         for turn, (arrival_s, tokens) in enumerate(every)
     ]
     requests.sort(key=lambda request: request.arrival_s)
-    own.write(path, {"requests": len(requests)}, requests)
+    write_trace(path, {"requests": len(requests)}, requests)
     return path
 
 
 def fails(capsys, says: str, *arguments: object) -> None:
-    assert run(*arguments) == 1
+    try:
+        status = run(*arguments)
+    except SystemExit as parser_exit:
+        status = parser_exit.code
+    assert status == Exit.BAD_INPUT
     captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
+    assert captured.err.startswith(("kvtax: ", "usage: kvtax trace"))
     assert says in captured.err
     assert captured.out == ""
+
+
+REQUEST = {
+    "arrival_s": 1.5,
+    "session": "a",
+    "turn": 0,
+    "input_tokens": 40,
+    "output_tokens": 3,
+    "hashes": [7, 8],
+    "block_tokens": 16,
+}
+MOONCAKE = {
+    "timestamp": 1500,
+    "input_length": 1030,
+    "output_length": 5,
+    "hash_ids": [0, 1, 2],
+}
+CHAT = {
+    "chat_id": 5,
+    "parent_chat_id": -1,
+    "timestamp": 1.25,
+    "input_length": 40,
+    "output_length": 7,
+    "type": "text",
+    "turn": 1,
+    "hash_ids": [1, 2, 3],
+}
+SESSION = {
+    "id": "a",
+    "models": ["m"],
+    "block_size": 64,
+    "hash_id_scope": "local",
+    "tool_tokens": 100,
+    "system_tokens": 40,
+    "requests": [
+        {"t": 0.5, "type": "n", "in": 130, "out": 9, "hash_ids": [1, 2], "api_time": 4},
+        {
+            "t": 10,
+            "type": "s",
+            "in": 190,
+            "out": 8,
+            "hash_ids": [1, 2, 3],
+            "think_time": 5,
+        },
+        {
+            "t": 70,
+            "type": "subagent",
+            "agent_id": "explore",
+            "tool_tokens": 64,
+            "requests": [
+                {"t": 0, "type": "n", "in": 64, "out": 1, "hash_ids": [7]},
+                {"t": 20.25, "type": "n", "in": 70, "out": 1, "hash_ids": [8]},
+                {
+                    "t": 30,
+                    "type": "subagent",
+                    "requests": [
+                        {"t": 1, "type": "n", "in": 64, "out": 1, "hash_ids": [9]}
+                    ],
+                },
+            ],
+        },
+        {
+            "t": 80,
+            "type": "n",
+            "in": 190,
+            "out": 8,
+            "hash_ids": [1, 2, 3],
+            "think_time": 75,
+        },
+    ],
+}
+SESSION_B = {
+    **SESSION,
+    "id": "b",
+    "requests": [{"t": 0, "type": "n", "in": 130, "out": 9, "hash_ids": [1, 5]}],
+}
+
+
+def put(path: Path, *rows: dict | str, end: str = "\n") -> Path:
+    text = "\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + end
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(text.encode()))
+    return path
+
+
+def header(**more: object) -> dict:
+    return {"schema": SCHEMA, **more}

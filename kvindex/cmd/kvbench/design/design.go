@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package design holds the prefix indexes under test behind one interface: upstream's,
-// ours, and the other shapes that such an index could have.
+// the shape that llm-d's router merged, ours, and an exact LRU as the reference.
 package design
 
 import (
 	"fmt"
 	"slices"
 	"strings"
+
+	"kvtax/kvindex"
 )
 
 // An Index is a prefix index under test. Its methods may be called at any time from any
@@ -40,13 +42,8 @@ var designs = []struct {
 }{
 	{"upstream", newUpstream},
 	{"merged", newMerged},
-	{"sharded", newSharded},
-	{"xsync-sieve", newSieve},
-	{"otter", newOtter},
-	{"kvindex-map", newKvindexMap},
 	{"kvindex", newKvindex},
 	{"exact-lru", newExactLRU},
-	{"exact-lru-tail-first", newExactLRUTailFirst},
 }
 
 // Names returns the names of the designs, in the order in which reports name them.
@@ -74,4 +71,37 @@ func New(name string, capacity, podsPerKey int) (Index, error) {
 		return nil, fmt.Errorf("design %s: %w", name, err)
 	}
 	return index, nil
+}
+
+// kvindexIndex is the index of package kvindex.
+type kvindexIndex struct {
+	*kvindex.Index[string]
+}
+
+func newKvindex(capacity, podsPerKey int) (Index, error) {
+	x, err := kvindex.New[string](kvindex.Config{Capacity: capacity, MaxPodsPerKey: podsPerKey})
+	return kvindexIndex{x}, err
+}
+
+func (x kvindexIndex) Add(chain []uint64, pod string) { x.Index.Add(chain, pod) }
+
+func (x kvindexIndex) Evict(key uint64, pod string) { x.Index.Evict(key, pod) }
+
+func (x kvindexIndex) NewReader() Reader { return &kvindexReader{index: x.Index} }
+
+type kvindexReader struct {
+	index  *kvindex.Index[string]
+	scores []kvindex.PodScore[string]
+}
+
+func (r *kvindexReader) Lookup(chain []uint64) {
+	r.scores = r.index.Score(chain, r.scores)
+}
+
+func (r *kvindexReader) Prefix() int {
+	best := 0
+	for _, score := range r.scores {
+		best = max(best, score.Blocks)
+	}
+	return best
 }

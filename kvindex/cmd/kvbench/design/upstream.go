@@ -10,8 +10,6 @@ import (
 	"github.com/llm-d/llm-d-kv-cache/pkg/kvcache/kvblock"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/log/zap"
-
-	"kvtax/kvindex/llmd"
 )
 
 // upstream is an index with the interface of llm-d-kv-cache, called as its router and
@@ -23,12 +21,6 @@ type upstream struct {
 
 func newUpstream(capacity, podsPerKey int) (Index, error) {
 	index, err := kvblock.NewInMemoryIndex(upstreamConfig(capacity, podsPerKey))
-	return upstream{index, production()}, err
-}
-
-// newKvindexMap is package kvindex behind upstream's interface.
-func newKvindexMap(capacity, podsPerKey int) (Index, error) {
-	index, err := llmd.New(upstreamConfig(capacity, podsPerKey))
 	return upstream{index, production()}, err
 }
 
@@ -78,9 +70,6 @@ func must(err error) {
 // Len returns the number of keys held. Upstream's index does not tell, so it is read off
 // the map inside; then nothing else may use the index meanwhile.
 func (x upstream) Len() int {
-	if sized, ok := x.index.(interface{ Len() int }); ok {
-		return sized.Len()
-	}
 	return mapLen(reflect.ValueOf(x.index))
 }
 

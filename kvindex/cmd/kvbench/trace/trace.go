@@ -7,13 +7,15 @@ package trace
 import (
 	"bufio"
 	"cmp"
-	"compress/gzip"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"slices"
 	"time"
+
+	"github.com/ulikunitz/xz"
 )
 
 // A Request is one prompt.
@@ -62,7 +64,7 @@ func checkLength(blocks, blockTokens, inputTokens int) error {
 	return nil
 }
 
-// eachLine calls read with the lines of a gzip file. Errors name the file and the line,
+// eachLine calls read with the lines of an xz file. Errors name the file and the line,
 // counted from 1.
 func eachLine(path string, read func(line []byte) error) error {
 	file, err := os.Open(path)
@@ -70,9 +72,9 @@ func eachLine(path string, read func(line []byte) error) error {
 		return fmt.Errorf("trace: %w", err)
 	}
 	defer file.Close()
-	unzipped, err := gzip.NewReader(bufio.NewReader(file))
+	unzipped, err := xz.NewReader(bufio.NewReader(file))
 	if err != nil {
-		return fmt.Errorf("trace %s: not a gzip file: %w", path, err)
+		return fmt.Errorf("trace %s: not an xz file: %w", path, err)
 	}
 	lines := bufio.NewReader(unzipped)
 	for n := 1; ; n++ {
@@ -90,4 +92,111 @@ func eachLine(path string, read func(line []byte) error) error {
 			return fmt.Errorf("trace %s, line %d: %w", path, n, err)
 		}
 	}
+}
+
+// conversationBlockTokens is the block size of Mooncake's traces, which do not name it.
+const conversationBlockTokens = 512
+
+// Conversation reads a trace in the format of Mooncake's FAST'25 release: a line is a
+// request, and equal hash ids anywhere in the file are equal blocks of 512 tokens.
+func Conversation(path string) ([]Request, error) {
+	var requests []Request
+	err := eachLine(path, func(line []byte) error {
+		var r struct {
+			TimestampMs int64    `json:"timestamp"`
+			InputLength int      `json:"input_length"`
+			HashIDs     []uint32 `json:"hash_ids"`
+		}
+		if err := json.Unmarshal(line, &r); err != nil {
+			return err
+		}
+		if err := checkLength(len(r.HashIDs), conversationBlockTokens, r.InputLength); err != nil {
+			return err
+		}
+		requests = append(requests, Request{
+			At:      time.Duration(r.TimestampMs) * time.Millisecond,
+			Chain:   chainOf(0, r.HashIDs),
+			Session: -1,
+		})
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	byTime(requests)
+	return requests, nil
+}
+
+// sessionInterval is the time from the start of a session to that of the next. It is
+// our choice: the trace only has times within a session.
+const sessionInterval = time.Minute
+
+// session is a line of the trace.
+type session struct {
+	BlockTokens int              `json:"block_size"`
+	HashIDScope string           `json:"hash_id_scope"`
+	Requests    []sessionRequest `json:"requests"`
+}
+
+// A sessionRequest is one call of the model, or the work of a subagent: a list of calls
+// with times from its start.
+type sessionRequest struct {
+	Seconds     float64          `json:"t"`
+	Type        string           `json:"type"`
+	InputTokens int              `json:"in"`
+	HashIDs     []uint32         `json:"hash_ids"`
+	Requests    []sessionRequest `json:"requests"`
+}
+
+// Sessions reads a trace in the format of kv-cache-tester: a line is a session of a
+// coding agent. Hash ids are those of one session, so no two sessions share a block.
+// Session i starts i minutes after the first.
+func Sessions(path string) ([]Request, error) {
+	var requests []Request
+	number := 0
+	err := eachLine(path, func(line []byte) error {
+		var s session
+		if err := json.Unmarshal(line, &s); err != nil {
+			return err
+		}
+		if s.HashIDScope != "local" || s.BlockTokens < 1 {
+			return fmt.Errorf("hash_id_scope is %q and block_size %d; only local ids and a positive size are known",
+				s.HashIDScope, s.BlockTokens)
+		}
+		if len(s.Requests) == 0 {
+			return errors.New("a session without requests")
+		}
+		var err error
+		requests, err = s.flatten(requests, number, s.Requests, time.Duration(number)*sessionInterval)
+		number++
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	byTime(requests)
+	return requests, nil
+}
+
+// flatten appends the calls among some requests, whose times count from start.
+func (s *session) flatten(requests []Request, number int, some []sessionRequest, start time.Duration) ([]Request, error) {
+	for _, r := range some {
+		at := start + time.Duration(r.Seconds*float64(time.Second))
+		if r.Type == "subagent" {
+			var err error
+			if requests, err = s.flatten(requests, number, r.Requests, at); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		if err := checkLength(len(r.HashIDs), s.BlockTokens, r.InputTokens); err != nil {
+			return nil, fmt.Errorf("the request at %v s: %w", r.Seconds, err)
+		}
+		requests = append(requests, Request{
+			At:      at,
+			Chain:   chainOf(uint32(number), r.HashIDs),
+			Session: number,
+		})
+	}
+	return requests, nil
 }

@@ -4,7 +4,6 @@ package trace
 
 import (
 	"bytes"
-	"compress/gzip"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -12,14 +11,19 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/ulikunitz/xz"
 )
 
 const traces = "../../../../traces/"
 
-func gzipped(t *testing.T, text string) []byte {
+func compressed(t *testing.T, text string) []byte {
 	t.Helper()
 	var b bytes.Buffer
-	w := gzip.NewWriter(&b)
+	w, err := xz.NewWriter(&b)
+	if err != nil {
+		t.Fatal(err)
+	}
 	if _, err := w.Write([]byte(text)); err != nil {
 		t.Fatal(err)
 	}
@@ -31,7 +35,7 @@ func gzipped(t *testing.T, text string) []byte {
 
 func write(t *testing.T, content []byte) (path string) {
 	t.Helper()
-	path = filepath.Join(t.TempDir(), "trace.jsonl.gz")
+	path = filepath.Join(t.TempDir(), "trace.jsonl.xz")
 	if err := os.WriteFile(path, content, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -57,7 +61,7 @@ func oneLineEach(s string) string {
 }
 
 func TestConversationGivesRequestsInTimeOrder(t *testing.T) {
-	requests, err := Conversation(write(t, gzipped(t, conversationLines)))
+	requests, err := Conversation(write(t, compressed(t, conversationLines)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -72,7 +76,7 @@ func TestConversationGivesRequestsInTimeOrder(t *testing.T) {
 
 func TestSessionsStartAMinuteApartAndSubagentsAreFlattened(t *testing.T) {
 	lines := strings.ReplaceAll(oneLineEach(sessionLines), "\n\t", " ")
-	requests, err := Sessions(write(t, gzipped(t, lines)))
+	requests, err := Sessions(write(t, compressed(t, lines)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -105,32 +109,32 @@ func TestATraceThatIsNotWhatItSaysIsRefused(t *testing.T) {
 	sessions := func(path string) error { _, err := Sessions(path); return err }
 	first, _, _ := strings.Cut(conversationLines, "\n")
 	firstSession, secondSession, _ := strings.Cut(strings.ReplaceAll(oneLineEach(sessionLines), "\n\t", " "), "\n")
-	whole := gzipped(t, strings.Repeat(conversationLines, 50))
+	whole := compressed(t, strings.Repeat(conversationLines, 50))
 	for _, test := range []struct {
 		name    string
 		read    func(path string) error
 		content []byte
 		says    []string
 	}{
-		{"too many tokens", conversation, gzipped(t, first+"\n"+strings.Replace(first, "1030", "9000", 1)+"\n"),
+		{"too many tokens", conversation, compressed(t, first+"\n"+strings.Replace(first, "1030", "9000", 1)+"\n"),
 			[]string{"line 2", "3 blocks of 512 tokens are 1536 tokens", "9000"}},
-		{"too few tokens", conversation, gzipped(t, strings.Replace(first, "1030", "1023", 1)+"\n"),
+		{"too few tokens", conversation, compressed(t, strings.Replace(first, "1030", "1023", 1)+"\n"),
 			[]string{"line 1", "1536", "1023"}},
-		{"another block size", sessions, gzipped(t, firstSession+"\n"+strings.Replace(secondSession, "64", "16", 1)),
+		{"another block size", sessions, compressed(t, firstSession+"\n"+strings.Replace(secondSession, "64", "16", 1)),
 			[]string{"line 2", "2 blocks of 16 tokens are 32 tokens", "130", "at 0 s"}},
-		{"within a subagent", sessions, gzipped(t, strings.Replace(firstSession, `"hash_ids": [8]`, `"hash_ids": [8, 9, 10]`, 1)+"\n"),
+		{"within a subagent", sessions, compressed(t, strings.Replace(firstSession, `"hash_ids": [8]`, `"hash_ids": [8, 9, 10]`, 1)+"\n"),
 			[]string{"line 1", "192", "64", "at 20.25 s"}},
-		{"another scope", sessions, gzipped(t, strings.Replace(firstSession, "local", "global", 1)+"\n"),
+		{"another scope", sessions, compressed(t, strings.Replace(firstSession, "local", "global", 1)+"\n"),
 			[]string{"line 1", `"global"`}},
-		{"no requests", sessions, gzipped(t, `{"block_size": 64, "hash_id_scope": "local"}`+"\n"),
+		{"no requests", sessions, compressed(t, `{"block_size": 64, "hash_id_scope": "local"}`+"\n"),
 			[]string{"line 1", "without requests"}},
-		{"a line that is not JSON", conversation, gzipped(t, first+"\n{\"timestamp\": 1,\n"),
+		{"a line that is not JSON", conversation, compressed(t, first+"\n{\"timestamp\": 1,\n"),
 			[]string{"line 2", "JSON"}},
-		{"an id that is none", conversation, gzipped(t, strings.Replace(first, "0, 1, 2", "0, -1, 2", 1)+"\n"),
+		{"an id that is none", conversation, compressed(t, strings.Replace(first, "0, 1, 2", "0, -1, 2", 1)+"\n"),
 			[]string{"line 1", "-1"}},
-		{"torn gzip", conversation, whole[:len(whole)-20], []string{"line ", "torn"}},
-		{"torn text", conversation, gzipped(t, first+"\n"+first[:20]), []string{"line 2", "torn"}},
-		{"no gzip", conversation, []byte(conversationLines), []string{"gzip"}},
+		{"torn xz", conversation, whole[:len(whole)-20], []string{"line ", "torn"}},
+		{"torn text", conversation, compressed(t, first+"\n"+first[:20]), []string{"line 2", "torn"}},
+		{"no xz", conversation, []byte(conversationLines), []string{"xz"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			path := write(t, test.content)
@@ -160,9 +164,9 @@ func TestTheRealTracesAreWhole(t *testing.T) {
 		read                       func(string) ([]Request, error)
 		requests, blocks, sessions int
 	}{
-		{"mooncake_conversation_trace.jsonl.gz", Conversation, 12_031, 288_500, 1},
-		{"claude_code_sessions_le62k.jsonl.gz", Sessions, 734, 384_095, 44},
-		{"claude_code_sessions_any.jsonl.gz", Sessions, 6_493, 13_187_022, 110},
+		{"mooncake_conversation_trace.jsonl.xz", Conversation, 12_031, 288_500, 1},
+		{"claude_code_sessions_le62k.jsonl.xz", Sessions, 734, 384_095, 44},
+		{"claude_code_sessions_any.jsonl.xz", Sessions, 6_493, 13_187_022, 110},
 	} {
 		t.Run(test.file, func(t *testing.T) {
 			requests, err := test.read(traces + test.file)
@@ -181,5 +185,40 @@ func TestTheRealTracesAreWhole(t *testing.T) {
 				t.Error("not in time order")
 			}
 		})
+	}
+}
+
+func TestEqualSeedsGiveEqualTraces(t *testing.T) {
+	one, same, other := Synthetic(1, 200), Synthetic(1, 200), Synthetic(2, 200)
+	if !reflect.DeepEqual(one, same) {
+		t.Error("the same seed gave another trace")
+	}
+	if reflect.DeepEqual(one, other) {
+		t.Error("another seed gave the same trace")
+	}
+}
+
+func TestATurnContinuesTheTurnBefore(t *testing.T) {
+	last := map[int][]uint64{}
+	owner := map[uint64]int{}
+	turns := 0
+	for i, r := range Synthetic(1, 2_000) {
+		before := last[r.Session]
+		if len(before) > 0 {
+			turns++
+			if !slices.Equal(before, r.Chain[:len(before)]) || len(r.Chain) == len(before) {
+				t.Fatalf("request %d does not continue session %d", i, r.Session)
+			}
+		}
+		for _, key := range r.Chain[len(before):] {
+			if of, ok := owner[key]; ok {
+				t.Fatalf("request %d: sessions %d and %d share a block", i, of, r.Session)
+			}
+			owner[key] = r.Session
+		}
+		last[r.Session] = r.Chain
+	}
+	if turns < 1_000 {
+		t.Errorf("only %d of 2,000 requests continue a session", turns)
 	}
 }

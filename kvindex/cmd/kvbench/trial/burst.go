@@ -26,20 +26,8 @@ type BurstConfig struct {
 	Period   time.Duration // from one burst to the next
 	// EventsPerSecond is what all writers together are meant to send.
 	EventsPerSecond float64
-	// FreshOnly: no pod reports a block of a hot prefix again, so that only being read
-	// keeps it in the index.
-	FreshOnly bool
-	// Filled is called once the index is filled, before anything is measured.
-	Filled func()
 	// Deadline is when the trial stops, finished or not.
 	Deadline time.Time
-}
-
-// A Lookup is one that ended: what its reader waited for, and how much of its prefix the
-// best pod was found to hold, from 0 to 1.
-type Lookup struct {
-	Service time.Duration // from the beginning to the end
-	Found   float64
 }
 
 // A lookup is one reader's part in a burst.
@@ -48,7 +36,6 @@ type lookup struct {
 	latency time.Duration // from the burst's intended release to the end
 	service time.Duration // from the beginning to the end
 	done    atomic.Bool   // set last: the rest may be read
-	found   float64       // of the prefix, once the burst is collected
 }
 
 // A burst is the lookups that were meant to begin at one moment.
@@ -72,18 +59,12 @@ type bursts struct {
 
 // Burst fills an index, and measures lookups of hot prefixes while writers write.
 func Burst(index design.Index, config BurstConfig) (*results.Burst, error) {
-	result, _, err := BurstLookups(index, config)
-	return result, err
-}
-
-// BurstLookups is Burst, and returns each lookup that ended, too; none if not all did.
-func BurstLookups(index design.Index, config BurstConfig) (*results.Burst, []Lookup, error) {
 	if config.Readers < 1 || config.Bursts < 1 || config.Period <= 0 || config.EventsPerSecond <= 0 {
-		return nil, nil, errors.New("a burst trial needs readers, bursts, a period and events")
+		return nil, errors.New("a burst trial needs readers, bursts, a period and events")
 	}
 	hot, err := newHotSet(config.Blocks, config.Capacity)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	hot.fill(index, config.Capacity)
 	b := &bursts{config: config, index: index, hot: hot, covered: coverage{min: 1}}
@@ -95,26 +76,8 @@ func BurstLookups(index design.Index, config BurstConfig) (*results.Burst, []Loo
 		Capacity:              config.Capacity,
 		AllocsPerLookup:       b.warm(),
 	}
-	if config.Filled != nil {
-		config.Filled()
-	}
 	b.measure(result)
-	if result.Stopped {
-		return result, nil, nil
-	}
-	return result, b.ended(), nil
-}
-
-func (b *bursts) ended() []Lookup {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	var all []Lookup
-	for _, one := range b.started {
-		for i := range one.lookups {
-			all = append(all, Lookup{one.lookups[i].service, one.lookups[i].found})
-		}
-	}
-	return all
+	return result, nil
 }
 
 // warm makes readers for a burst and for the next one, which start while it is running,
@@ -260,10 +223,9 @@ func (b *bursts) collect(done *burst) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for i := range done.lookups {
-		l := &done.lookups[i]
-		l.found = float64(l.reader.Prefix()) / float64(b.config.Blocks)
-		b.covered.add(l.found)
-		b.idle = append(b.idle, l.reader)
+		reader := done.lookups[i].reader
+		b.covered.add(float64(reader.Prefix()) / float64(b.config.Blocks))
+		b.idle = append(b.idle, reader)
 	}
 }
 

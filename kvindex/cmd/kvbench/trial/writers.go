@@ -114,9 +114,7 @@ func startWriters(index design.Index, hot *hotSet, config BurstConfig, begin tim
 			random: rand.New(rand.NewPCG(uint64(i), 0)),
 			fresh:  make([]uint64, eventKeys),
 			next:   hot.next + uint64(i)<<40,
-		}
-		if !config.FreshOnly {
-			w.each[i].hot = hot.heldBy(i)
+			hot:    hot.heldBy(i),
 		}
 		first := begin.Add(interval * time.Duration(i) / writerPods)
 		w.running.Go(func() { w.run(&w.each[i], first, interval) })
@@ -126,7 +124,7 @@ func startWriters(index design.Index, hot *hotSet, config BurstConfig, begin tim
 
 // run sends an event at every intended time. If it is late it sends at once: a slow
 // index does not get fewer events.
-func (w *writers) run(one *writer, intended time.Time, interval time.Duration) {
+func (w *writers) run(writer *writer, intended time.Time, interval time.Duration) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
@@ -137,7 +135,7 @@ func (w *writers) run(one *writer, intended time.Time, interval time.Duration) {
 		case <-timer.C:
 		}
 		late := time.Since(intended)
-		one.send()
+		writer.send()
 		w.note(late)
 		intended = intended.Add(interval)
 	}

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lab.paths import REPOSITORY
+from kvtax.patcher.patch import load_releases
+from kvtax.paths import CONFIGS, REPOSITORY
 
 FILE = Path(__file__).parent / "testdata" / "vectors.json"
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
@@ -34,13 +35,14 @@ FUNCTIONS = re.compile(
 
 
 def releases() -> dict[str, Path]:
-    """The vllm folder of each release in third_party/, by release."""
-    found = REPOSITORY.glob("third_party/vllm-*/vllm")
-    return {path.parent.name.removeprefix("vllm-"): path for path in sorted(found)}
+    """Return the fetched vllm folder of each release in configs/releases.toml."""
+    listed = load_releases(CONFIGS / "releases.toml")["vllm"]
+    folder = REPOSITORY / "third_party"
+    return {r.version: folder / f"vllm-{r.version}" / "vllm" for r in listed}
 
 
 def hashing_of(vllm: Path) -> Any:
-    """The release's vllm/utils/hashing.py as a module."""
+    """Load the release's vllm/utils/hashing.py as a module."""
     spec = importlib.util.spec_from_file_location(
         "hashing", vllm / "utils" / "hashing.py"
     )
@@ -50,7 +52,7 @@ def hashing_of(vllm: Path) -> Any:
 
 
 def functions_of(vllm: Path) -> dict[str, Any]:
-    """What makes a request's block hashes; NONE_HASH is for the caller to set."""
+    """Return vLLM's block hasher; the caller sets NONE_HASH."""
     tree = ast.parse((vllm / "v1" / "core" / "kv_cache_utils.py").read_text())
     tree.body = [
         node
@@ -88,7 +90,7 @@ def prompts() -> Iterator[dict[str, Any]]:
 
 
 def hashes(functions: dict[str, Any], fn: Callable, prompt: dict) -> list[str]:
-    """The block hashes of a prompt, in hex."""
+    """Return the block hashes of a prompt, in hex."""
     lora = None
     if "lora" in prompt:
         lora = SimpleNamespace(
@@ -134,7 +136,7 @@ def vectors(vllm: Path) -> Iterator[dict[str, Any]]:
 
 
 def document() -> str:
-    """What testdata/vectors.json holds."""
+    """Return the content of testdata/vectors.json."""
     made = {release: list(vectors(path)) for release, path in releases().items()}
     whole = {"block_tokens": BLOCK_TOKENS, "prompts": list(prompts()), "made": made}
     return json.dumps(whole, indent=1) + "\n"

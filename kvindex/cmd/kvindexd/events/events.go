@@ -254,3 +254,117 @@ func readName(b []byte) (uint64, []byte, error) {
 	hash, b, err := msgp.ReadBytesZC(b)
 	return blockhash.Name(hash), b, err
 }
+
+// maxKeyDepth is more than vLLM has: an image is a tuple in the tuple of keys.
+const maxKeyDepth = 4
+
+// FirstKeys returns the extra keys of the first block, as published: without tags.
+func (e *Event) FirstKeys() (blockhash.Keys, error) {
+	if e.firstKeys == nil {
+		return nil, nil
+	}
+	keys, _, err := readKeys(e.firstKeys, maxKeyDepth)
+	return keys, err
+}
+
+// skipKeys returns the first of the lists of extra keys that b begins with, nil if it is
+// null or there is none, and what is after all of them.
+func skipKeys(b []byte) (first, rest []byte, err error) {
+	count, b, err := msgp.ReadArrayHeaderBytes(b)
+	for n := range count {
+		if n == 0 && !msgp.IsNil(b) {
+			first = b
+		}
+		if err == nil {
+			b, err = msgp.Skip(b)
+		}
+	}
+	return first, b, err
+}
+
+func readKeys(b []byte, depth int) (blockhash.Keys, []byte, error) {
+	count, b, err := msgp.ReadArrayHeaderBytes(b)
+	if err != nil {
+		return nil, b, err
+	}
+	if depth == 0 {
+		return nil, b, fmt.Errorf("extra keys more than %d deep", maxKeyDepth)
+	}
+	keys := blockhash.Keys{}
+	for range count {
+		var key any
+		switch msgp.NextType(b) {
+		case msgp.StrType:
+			key, b, err = msgp.ReadStringBytes(b)
+		case msgp.BinType:
+			key, b, err = msgp.ReadBytesBytes(b, nil)
+		case msgp.ArrayType:
+			key, b, err = readKeys(b, depth-1)
+		default:
+			key, b, err = msgp.ReadIntBytes(b)
+		}
+		if err != nil {
+			return nil, b, err
+		}
+		keys = append(keys, key)
+	}
+	return keys, b, nil
+}
+
+// TokenIDs are token ids that nobody has decoded yet: most events need none of them.
+type TokenIDs struct {
+	count   int
+	encoded []byte
+}
+
+// Len returns their number.
+func (t TokenIDs) Len() int { return t.count }
+
+// Append appends the first n of them to ids.
+func (t TokenIDs) Append(ids []uint32, n int) ([]uint32, error) {
+	b := t.encoded
+	for range min(n, t.count) {
+		id, rest, err := msgp.ReadUint32Bytes(b)
+		if err != nil {
+			return ids, err
+		}
+		ids = append(ids, id)
+		b = rest
+	}
+	return ids, nil
+}
+
+// skipTokenIDs returns the list that b begins with, and what is after it.
+func skipTokenIDs(b []byte) (TokenIDs, []byte, error) {
+	count, b, err := msgp.ReadArrayHeaderBytes(b)
+	if err != nil {
+		return TokenIDs{}, b, err
+	}
+	end := 0
+	for range count {
+		if end >= len(b) {
+			return TokenIDs{}, b, msgp.ErrShortBytes
+		}
+		size := sizeOfUint(b[end])
+		if size == 0 {
+			return TokenIDs{}, b, fmt.Errorf("a token id that is no number: 0x%x", b[end])
+		}
+		end += size
+	}
+	if end > len(b) {
+		return TokenIDs{}, b, msgp.ErrShortBytes
+	}
+	return TokenIDs{int(count), b[:end]}, b[end:], nil
+}
+
+// sizeOfUint returns how many bytes the number takes whose first byte is given, 0 if it
+// is none, or below 0.
+func sizeOfUint(first byte) int {
+	switch {
+	case first < 0x80:
+		return 1
+	case 0xcc <= first && first <= 0xcf:
+		return 1 + 1<<(first-0xcc)
+	}
+	return 0
+}

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from lab.paths import REPOSITORY
+from kvtax.patcher.patch import load_releases
+from kvtax.paths import CONFIGS, REPOSITORY
 
 FILE = Path(__file__).parent / "testdata" / "messages.json"
 STRUCTS = (
@@ -34,14 +34,17 @@ ExternalBlockHash = bytes | int
 
 
 def releases() -> dict[str, Path]:
-    """The kv_events.py of each release in third_party/, oldest first."""
-    found = REPOSITORY.glob("third_party/vllm-*/vllm/distributed/kv_events.py")
-    named = {path.parents[2].name.removeprefix("vllm-"): path for path in found}
-    return dict(sorted(named.items(), key=lambda one: _numbers(one[0])))
+    """Return the fetched kv_events.py of each release, oldest first."""
+    listed = load_releases(CONFIGS / "releases.toml")["vllm"]
+    file = Path("vllm", "distributed", "kv_events.py")
+    return {
+        r.version: REPOSITORY / "third_party" / f"vllm-{r.version}" / file
+        for r in listed
+    }
 
 
 def structs_of(path: Path) -> dict[str, Any]:
-    """The event structs that a kv_events.py defines, by name."""
+    """Return the event structs that a kv_events.py defines, by name."""
     tree = ast.parse(path.read_text())
     tree.body = [
         node
@@ -101,7 +104,7 @@ LATER = {
 
 
 def messages(path: Path) -> Iterator[dict[str, Any]]:
-    """The messages of one release: what they are, as sent (hex), and as meant."""
+    """Return the messages of one release: kind, bytes (hex) and meaning."""
     structs = structs_of(path)
     for name, events in samples():
         yield _message(name, structs, events)
@@ -136,12 +139,8 @@ def for_json(value: Any) -> Any:
     )
 
 
-def _numbers(release: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", release)]
-
-
 def document() -> str:
-    """What testdata/messages.json holds, a message per line."""
+    """Return the content of testdata/messages.json, a message per line."""
     lines = [
         f"{json.dumps(release)}: [\n"
         + ",\n".join(json.dumps(message) for message in messages(path))

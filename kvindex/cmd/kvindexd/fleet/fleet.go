@@ -6,7 +6,9 @@ package fleet
 import (
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
+	"sync/atomic"
 
 	"kvtax/kvindex"
 	"kvtax/kvindex/cmd/kvindexd/blockhash"
@@ -41,7 +43,7 @@ type holder struct {
 
 const (
 	maxMedia    = 8
-	maxWays     = 64
+	maxSchemes  = 64
 	maxAdapters = 4096
 )
 
@@ -56,7 +58,7 @@ type Fleet struct {
 	// quiet is held by whoever wants that nothing changes; by events for reading.
 	quiet    sync.RWMutex
 	media    set[string] // the first is the GPU's
-	ways     set[names.Way]
+	schemes  set[names.HashScheme]
 	adapters set[string]
 }
 
@@ -77,13 +79,13 @@ func New(config Config, log *slog.Logger) (*Fleet, error) {
 		maxBlocks: config.MaxBlocks,
 		seeds:     config.Seeds,
 	}
-	f.media.most, f.ways.most, f.adapters.most = maxMedia, maxWays, maxAdapters
+	f.media.most, f.schemes.most, f.adapters.most = maxMedia, maxSchemes, maxAdapters
 	f.media.add(events.GPU)
-	for n, one := range config.Instances {
-		if f.Instance(one.Name) != nil {
-			return nil, fmt.Errorf("two instances have the name %q", one.Name)
+	for n, instance := range config.Instances {
+		if f.Instance(instance.Name) != nil {
+			return nil, fmt.Errorf("two instances have the name %q", instance.Name)
 		}
-		f.instances = append(f.instances, newInstance(f, uint16(n), one, log))
+		f.instances = append(f.instances, newInstance(f, uint16(n), instance, log))
 	}
 	return f, nil
 }
@@ -93,9 +95,9 @@ func (f *Fleet) Instances() []*Instance { return f.instances }
 
 // Instance returns the one of a name, or nil.
 func (f *Fleet) Instance(name string) *Instance {
-	for _, one := range f.instances {
-		if one.Name == name {
-			return one
+	for _, instance := range f.instances {
+		if instance.Name == name {
+			return instance
 		}
 	}
 	return nil
@@ -107,9 +109,9 @@ func (f *Fleet) Blocks() int { return f.index.Len() }
 // MaxBlocks returns how many may be known.
 func (f *Fleet) MaxBlocks() int { return f.maxBlocks }
 
-// told returns how an instance names blocks, by its name for the first block of a prompt,
+// schemeOf returns how an instance names blocks, by its name for the first block of a prompt,
 // with the extra keys that were published.
-func (f *Fleet) told(name uint64, ids []uint32, keys blockhash.Keys) (names.Way, bool) {
+func (f *Fleet) schemeOf(name uint64, ids []uint32, keys blockhash.Keys) (names.HashScheme, bool) {
 	for _, algorithm := range blockhash.Algorithms {
 		h := blockhash.New(algorithm)
 		for _, seed := range f.seeds {
@@ -117,9 +119,41 @@ func (f *Fleet) told(name uint64, ids []uint32, keys blockhash.Keys) (names.Way,
 			bare := h.Block(&before, ids, keys)
 			tagged := h.Block(&before, ids, keys.Tagged())
 			if name == bare.Name() || name == tagged.Name() {
-				return names.Way{Algorithm: algorithm, Seed: seed, BlockTokens: len(ids)}, true
+				return names.HashScheme{Algorithm: algorithm, Seed: seed, BlockTokens: len(ids)}, true
 			}
 		}
 	}
-	return names.Way{}, false
+	return names.HashScheme{}, false
+}
+
+// A set is a few things in the order in which they came, at most so many. It is read
+// without a lock.
+type set[T comparable] struct {
+	most int
+	mu   sync.Mutex
+	has  atomic.Pointer[[]T]
+}
+
+// all returns what there is. It must not be changed.
+func (s *set[T]) all() []T {
+	if has := s.has.Load(); has != nil {
+		return *has
+	}
+	return nil
+}
+
+// add returns the place of a thing that is there from now on; -1 if there is no room.
+func (s *set[T]) add(value T) int {
+	if n := slices.Index(s.all(), value); n >= 0 {
+		return n
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n := slices.Index(s.all(), value)
+	if n < 0 && len(s.all()) < s.most {
+		n = len(s.all())
+		more := append(slices.Clone(s.all()), value)
+		s.has.Store(&more)
+	}
+	return n
 }

@@ -15,15 +15,15 @@ import (
 	"kvtax/kvindex/cmd/kvindexd/names"
 )
 
-// A Naming is what is known of how an instance names its blocks.
-type Naming string
+// A HashStatus is the hash algorithm of an instance, or why that is not known.
+type HashStatus string
 
 const (
-	// NotTold: no prompt was stored yet that could tell.
-	NotTold Naming = "not told yet"
-	// Foreign: with no algorithm and none of the seeds that are known here. Nothing of
-	// the instance is kept, as no prompt could ever be found in it.
-	Foreign Naming = "another seed"
+	// HashPending: the instance has not stored the first block of a prompt yet.
+	HashPending HashStatus = "not told yet"
+	// HashUnrecognized: no known algorithm and seed give the instance's hashes. Its blocks
+	// are not kept, as no prompt could ever be found in it.
+	HashUnrecognized HashStatus = "another seed"
 )
 
 // An Instance takes the KV events of one vLLM. It is a feed.Taker.
@@ -34,9 +34,9 @@ type Instance struct {
 	number uint16
 	log    *slog.Logger
 
-	// answers is how its blocks are named while there is an answer to give: the way is
-	// told, and the state is that of a publisher that is connected.
-	answers atomic.Pointer[names.Way]
+	// answers is how its blocks are named while there is an answer to give: the scheme is
+	// known, and the state is that of a publisher that is connected.
+	answers atomic.Pointer[names.HashScheme]
 	// tiered is set once it held a block elsewhere than in the GPU.
 	tiered atomic.Bool
 
@@ -52,13 +52,13 @@ type Instance struct {
 
 // state is what a snapshot keeps of an instance, beside its blocks.
 type state struct {
-	Position feed.Position
-	Complete bool
-	Naming   Naming
-	Way      names.Way
-	// Again counts the further blocks of the same hash in the same place: a hash is
+	Position   feed.Position
+	Complete   bool
+	Naming     HashStatus
+	HashScheme names.HashScheme
+	// Refcounts counts the further blocks of the same hash in the same place: a hash is
 	// gone with the last of them.
-	Again map[place]uint32
+	Refcounts map[place]uint32
 	// Held counts the different blocks in each medium.
 	Held [maxMedia]int
 }
@@ -89,7 +89,7 @@ func newInstance(f *Fleet, number uint16, config InstanceConfig, log *slog.Logge
 }
 
 func emptyState() state {
-	return state{Naming: NotTold, Again: make(map[place]uint32)}
+	return state{Naming: HashPending, Refcounts: make(map[place]uint32)}
 }
 
 // Position is how far the events were taken.
@@ -136,7 +136,7 @@ func (i *Instance) drop(why string) {
 // forget takes its blocks from the index.
 func (i *Instance) forget() {
 	i.fleet.index.ClearFunc(func(h holder) bool { return h.instance == i.number })
-	clear(i.state.Again)
+	clear(i.state.Refcounts)
 	i.state.Held = [maxMedia]int{}
 }
 
@@ -173,9 +173,9 @@ func (i *Instance) Disconnected(why error) {
 
 // answer lets lookups find the instance, if there is an answer to give.
 func (i *Instance) answer() {
-	if i.connected && i.state.Way.BlockTokens > 0 {
-		way := i.state.Way
-		i.answers.Store(&way)
+	if i.connected && i.state.HashScheme.BlockTokens > 0 {
+		scheme := i.state.HashScheme
+		i.answers.Store(&scheme)
 	}
 }
 
@@ -195,15 +195,15 @@ func (i *Instance) apply(e *events.Event) error {
 }
 
 // stored keeps blocks, unless they are of another size than the first of the instance, or
-// of a further group of layers, or have names that cannot be told from token ids.
+// of a further group of layers, or have hashes that no prompt can give.
 func (i *Instance) stored(e *events.Event) {
-	if i.state.Naming == NotTold {
-		i.tell(e)
+	if i.state.Naming == HashPending {
+		i.detectScheme(e)
 	}
 	medium, ok := i.medium(e)
-	size := i.state.Way.BlockTokens
+	size := i.state.HashScheme.BlockTokens
 	sized := e.BlockTokens == 0 || size == 0 || e.BlockTokens == size
-	if !ok || !sized || e.Group != 0 || i.state.Naming == Foreign {
+	if !ok || !sized || e.Group != 0 || i.state.Naming == HashUnrecognized {
 		i.counts.Skipped += uint64(len(e.Names))
 		return
 	}
@@ -217,14 +217,14 @@ func (i *Instance) stored(e *events.Event) {
 	i.fresh = i.fresh[:0]
 	for _, name := range e.Names {
 		if i.fleet.index.Holds(name, at) {
-			i.state.Again[place{name, medium}]++
+			i.state.Refcounts[place{name, medium}]++
 		} else {
 			i.fresh = append(i.fresh, name)
 		}
 	}
 	i.fleet.index.Add(i.fresh, at)
 	i.state.Held[medium] += len(i.fresh)
-	if len(i.state.Again) > i.fleet.maxBlocks {
+	if len(i.state.Refcounts) > i.fleet.maxBlocks {
 		i.drop("more further blocks of the same hashes than -max-blocks")
 	}
 }
@@ -237,10 +237,10 @@ func (i *Instance) removed(e *events.Event) {
 	at := holder{i.number, medium}
 	for _, name := range e.Names {
 		here := place{name, medium}
-		if more := i.state.Again[here]; more > 1 {
-			i.state.Again[here]--
+		if more := i.state.Refcounts[here]; more > 1 {
+			i.state.Refcounts[here]--
 		} else if more == 1 {
-			delete(i.state.Again, here)
+			delete(i.state.Refcounts, here)
 		} else if i.fleet.index.Holds(name, at) {
 			i.fleet.index.Evict(name, at)
 			i.state.Held[medium]--
@@ -258,10 +258,10 @@ func (i *Instance) medium(e *events.Event) (uint8, bool) {
 	return uint8(n), n >= 0
 }
 
-// tell finds out how the instance names blocks: from the first block of a prompt, whose
+// detectScheme finds out how the instance names blocks: from the first block of a prompt, whose
 // name depends on nothing but the seed and what is published with it. With an adapter, a
 // name that is not recognised says nothing: it may depend on the adapter's path.
-func (i *Instance) tell(e *events.Event) {
+func (i *Instance) detectScheme(e *events.Event) {
 	size := e.BlockTokens
 	if e.HasParent || e.Lookahead || e.Group != 0 || len(e.Names) == 0 ||
 		size < 1 || size > blockhash.MaxBlockTokens || e.TokenIDs.Len() < size {
@@ -275,18 +275,63 @@ func (i *Instance) tell(e *events.Event) {
 	if err != nil {
 		return
 	}
-	way, ok := i.fleet.told(e.Names[0], ids, keys)
+	scheme, ok := i.fleet.schemeOf(e.Names[0], ids, keys)
 	if !ok && len(e.LoRA) > 0 {
 		return
 	}
 	if !ok {
-		i.state.Naming = Foreign
+		i.state.Naming = HashUnrecognized
 		i.log.Warn("it names its blocks with a seed that is not known here: nothing of it can be " +
 			"found. Start it with PYTHONHASHSEED set, and kvindexd with the same -hash-seed")
 		i.forget()
 		return
 	}
-	i.state.Naming, i.state.Way = Naming(way.Algorithm), way
-	i.fleet.ways.add(way)
+	i.state.Naming, i.state.HashScheme = HashStatus(scheme.Algorithm), scheme
+	i.fleet.schemes.add(scheme)
 	i.answer()
+}
+
+// A Status is what there is to say of an instance.
+type Status struct {
+	Name        string         `json:"name"`
+	Connected   bool           `json:"connected"`
+	Complete    bool           `json:"complete"`
+	Naming      HashStatus     `json:"naming"`
+	BlockTokens int            `json:"block_tokens"`
+	Blocks      map[string]int `json:"blocks"`
+	NextBatch   uint64         `json:"next_batch"`
+	Batches     uint64         `json:"batches"`
+	Events      uint64         `json:"events"`
+	Gaps        uint64         `json:"gaps"`
+	Missed      uint64         `json:"missed_batches"`
+	Dropped     uint64         `json:"dropped"`
+	Skipped     uint64         `json:"skipped_blocks"`
+	Why         string         `json:"why,omitempty"`
+}
+
+// Status says how it is with the instance. Complete: all its events since its start, or
+// since its cache was last empty, have been taken. Blocks: by medium.
+func (i *Instance) Status() Status {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	blocks := make(map[string]int)
+	for medium, name := range i.fleet.media.all() {
+		blocks[name] = i.state.Held[medium]
+	}
+	return Status{
+		Name:        i.Name,
+		Connected:   i.connected,
+		Complete:    i.state.Complete,
+		Naming:      i.state.Naming,
+		BlockTokens: i.state.HashScheme.BlockTokens,
+		Blocks:      blocks,
+		NextBatch:   i.state.Position.Next,
+		Batches:     i.counts.Batches,
+		Events:      i.counts.Events,
+		Gaps:        i.counts.Gaps,
+		Missed:      i.counts.Missed,
+		Dropped:     i.counts.Dropped,
+		Skipped:     i.counts.Skipped,
+		Why:         i.why,
+	}
 }

@@ -42,7 +42,7 @@ func (f *Fleet) Medium(n uint8) string { return f.media.all()[n] }
 // A Reader looks prompts up. It keeps buffers, so it is for one goroutine at a time.
 type Reader struct {
 	fleet    *Fleet
-	namers   map[names.Way]*names.Namer
+	namers   map[names.HashScheme]*names.Namer
 	names    []uint64
 	scores   []kvindex.PodScore[holder]
 	further  []kvindex.PodScore[holder]
@@ -51,7 +51,7 @@ type Reader struct {
 
 // NewReader returns a Reader of the fleet.
 func (f *Fleet) NewReader() *Reader {
-	return &Reader{fleet: f, namers: make(map[names.Way]*names.Namer)}
+	return &Reader{fleet: f, namers: make(map[names.HashScheme]*names.Namer)}
 }
 
 // Lookup returns what each instance holds of a prompt, in the order of the fleet. With
@@ -59,10 +59,10 @@ func (f *Fleet) NewReader() *Reader {
 // It is valid until the next call.
 func (r *Reader) Lookup(q *Query) []Holding {
 	r.holdings = r.holdings[:0]
-	for _, one := range r.fleet.instances {
-		holding := Holding{Instance: one}
-		if way := one.answers.Load(); way != nil {
-			holding.BlockTokens = way.BlockTokens
+	for _, instance := range r.fleet.instances {
+		holding := Holding{Instance: instance}
+		if scheme := instance.answers.Load(); scheme != nil {
+			holding.BlockTokens = scheme.BlockTokens
 		}
 		r.holdings = append(r.holdings, holding)
 	}
@@ -75,11 +75,11 @@ func (r *Reader) Lookup(q *Query) []Holding {
 	if extra.LoRA == "" && slices.Contains(r.fleet.adapters.all(), q.Model) {
 		extra.LoRA = q.Model
 	}
-	for _, way := range r.fleet.ways.all() {
-		namer := r.namers[way]
+	for _, scheme := range r.fleet.schemes.all() {
+		namer := r.namers[scheme]
 		if namer == nil {
-			namer = names.NewNamer(r.fleet.memo, way)
-			r.namers[way] = namer
+			namer = names.NewNamer(r.fleet.memo, scheme)
+			r.namers[scheme] = namer
 		}
 		for _, style := range extra.Styles() {
 			r.names = namer.Append(r.names[:0], ids, &extra, style, r.held)

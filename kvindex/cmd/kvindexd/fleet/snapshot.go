@@ -78,10 +78,10 @@ func (f *Fleet) write(file io.Writer) error {
 
 func (f *Fleet) writeHeader(out *bufio.Writer) error {
 	header := snapshotHeader{Media: f.media.all(), Adapters: f.adapters.all()}
-	for _, one := range f.instances {
-		one.mu.Lock()
-		defer one.mu.Unlock()
-		header.Instances = append(header.Instances, snapshotInstance{one.Name, one.Source, one.state})
+	for _, instance := range f.instances {
+		instance.mu.Lock()
+		defer instance.mu.Unlock()
+		header.Instances = append(header.Instances, snapshotInstance{instance.Name, instance.Source, instance.state})
 	}
 	var encoded bytes.Buffer
 	if err := gob.NewEncoder(&encoded).Encode(&header); err != nil {
@@ -129,26 +129,26 @@ func (f *Fleet) Load(path string) error {
 
 // readInstances returns which instance each one of the snapshot is, or nil.
 func (f *Fleet) readInstances(saved []snapshotInstance) []*Instance {
-	found := make([]*Instance, len(saved))
-	for n, one := range saved {
-		instance := f.Instance(one.Name)
-		if instance == nil || instance.Source != one.Source || one.State.Naming == Foreign {
+	instances := make([]*Instance, len(saved))
+	for n, entry := range saved {
+		instance := f.Instance(entry.Name)
+		if instance == nil || instance.Source != entry.Source || entry.State.Naming == HashUnrecognized {
 			continue // of a foreign one nothing was kept, and the seeds may be others now
 		}
-		found[n] = instance
-		again := instance.state.Again
-		instance.state = one.State
-		if instance.state.Again == nil { // gob leaves out what is empty
-			instance.state.Again = again
+		instances[n] = instance
+		refcounts := instance.state.Refcounts
+		instance.state = entry.State
+		if instance.state.Refcounts == nil { // gob leaves out what is empty
+			instance.state.Refcounts = refcounts
 		}
 		for medium, blocks := range instance.state.Held {
 			instance.tiered.Store(instance.tiered.Load() || medium > 0 && blocks > 0)
 		}
-		if one.State.Way.BlockTokens > 0 {
-			f.ways.add(one.State.Way)
+		if entry.State.HashScheme.BlockTokens > 0 {
+			f.schemes.add(entry.State.HashScheme)
 		}
 	}
-	return found
+	return instances
 }
 
 func (f *Fleet) readBlocks(records []byte, instances []*Instance) error {

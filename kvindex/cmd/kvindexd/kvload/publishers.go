@@ -3,8 +3,10 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"math/rand/v2"
 	"sync"
@@ -13,6 +15,8 @@ import (
 
 	"github.com/go-zeromq/zmq4"
 	"github.com/tinylib/msgp/msgp"
+
+	"kvtax/kvindex/cmd/kvindexd/blockhash"
 )
 
 // publishers stand for the instances: each has a PUB and a ROUTER socket, as vLLM has.
@@ -36,25 +40,25 @@ type publisher struct {
 func publishAll(l *load, folder string, prompts []prompt) (*publishers, error) {
 	p := &publishers{load: l, ending: make(chan struct{})}
 	for n := range l.Instances {
-		one := &publisher{
+		instance := &publisher{
 			events: fmt.Sprintf("ipc://%s/%d", folder, n),
 			replay: fmt.Sprintf("ipc://%s/%d.replay", folder, n),
 			pub:    zmq4.NewPub(context.Background()),
 			router: zmq4.NewRouter(context.Background()),
 		}
-		p.all = append(p.all, one)
+		p.all = append(p.all, instance)
 		for i := range prompts {
 			if held := prompts[i].held[n]; held > 0 {
-				one.batches = append(one.batches, stored(prompts[i].hashes[:held], prompts[i].ids, l.BlockTokens))
+				instance.batches = append(instance.batches, stored(prompts[i].hashes[:held], prompts[i].ids, l.BlockTokens))
 			}
 		}
-		if err := one.pub.Listen(one.events); err != nil {
+		if err := instance.pub.Listen(instance.events); err != nil {
 			return nil, err
 		}
-		if err := one.router.Listen(one.replay); err != nil {
+		if err := instance.router.Listen(instance.replay); err != nil {
 			return nil, err
 		}
-		go one.repeat()
+		go instance.repeat()
 	}
 	return p, nil
 }
@@ -90,9 +94,9 @@ func (p *publishers) stop() int64 {
 }
 
 func (p *publishers) close() {
-	for _, one := range p.all {
-		one.pub.Close()
-		one.router.Close()
+	for _, publisher := range p.all {
+		publisher.pub.Close()
+		publisher.router.Close()
 	}
 }
 
@@ -107,15 +111,15 @@ func (p *publisher) publish(batch []byte) {
 // repeat answers replays.
 func (p *publisher) repeat() {
 	for {
-		asked, err := p.router.Recv()
+		request, err := p.router.Recv()
 		if err != nil {
 			return
 		}
 		p.mu.Lock()
-		for n := binary.BigEndian.Uint64(asked.Frames[2]); n < uint64(len(p.batches)); n++ {
-			p.router.Send(zmq4.NewMsgFrom(asked.Frames[0], nil, nil, binary.BigEndian.AppendUint64(nil, n), p.batches[n]))
+		for n := binary.BigEndian.Uint64(request.Frames[2]); n < uint64(len(p.batches)); n++ {
+			p.router.Send(zmq4.NewMsgFrom(request.Frames[0], nil, nil, binary.BigEndian.AppendUint64(nil, n), p.batches[n]))
 		}
-		p.router.Send(zmq4.NewMsgFrom(asked.Frames[0], nil, nil, binary.BigEndian.AppendUint64(nil, 1<<64-1), nil))
+		p.router.Send(zmq4.NewMsgFrom(request.Frames[0], nil, nil, binary.BigEndian.AppendUint64(nil, 1<<64-1), nil))
 		p.mu.Unlock()
 	}
 }
@@ -175,4 +179,70 @@ func appendHashes(b []byte, hashes [][]byte) []byte {
 		b = msgp.AppendBytes(b, hash)
 	}
 	return b
+}
+
+const hashSeed = "0"
+
+// A prompt is what is asked for, and what the answer must be.
+type prompt struct {
+	ids     []uint32
+	hashes  [][]byte
+	held    []int // leading blocks, by instance
+	request []byte
+}
+
+// makePrompts returns prompts of random ids, of which instances hold the more the higher
+// their number.
+func makePrompts(l *load) []prompt {
+	random := rand.New(rand.NewPCG(1, 1))
+	hasher := blockhash.New(blockhash.SHA256)
+	prompts := make([]prompt, l.Prompts)
+	for n := range prompts {
+		prompt := &prompts[n]
+		prompt.ids = make([]uint32, l.IDs)
+		for i := range prompt.ids {
+			prompt.ids[i] = random.Uint32N(150_000)
+		}
+		hash := hasher.Seed(hashSeed)
+		for start := 0; start+l.BlockTokens < l.IDs; start += l.BlockTokens {
+			hash = hasher.Block(&hash, prompt.ids[start:start+l.BlockTokens], nil)
+			prompt.hashes = append(prompt.hashes, bytes.Clone(hash.Bytes()))
+		}
+		for instance := range l.Instances {
+			prompt.held = append(prompt.held, len(prompt.hashes)*(instance+1)/l.Instances)
+		}
+		prompt.request = request(prompt.ids, l.JSON)
+	}
+	return prompts
+}
+
+func request(ids []uint32, asJSON bool) []byte {
+	kind, body := "application/octet-stream", []byte(nil)
+	if asJSON {
+		kind = "application/json"
+		body, _ = json.Marshal(ids)
+	} else {
+		for _, id := range ids {
+			body = binary.LittleEndian.AppendUint32(body, id)
+		}
+	}
+	head := fmt.Sprintf("POST /v1/lookup HTTP/1.1\r\nHost: kvindexd\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n", kind, len(body))
+	return append([]byte(head), body...)
+}
+
+// check compares an answer with what the instances hold.
+func (p *prompt) check(answer []byte) error {
+	var response struct{ Instances []struct{ Blocks int } }
+	if err := json.Unmarshal(answer, &response); err != nil {
+		return fmt.Errorf("%w: %s", err, answer)
+	}
+	if len(response.Instances) != len(p.held) {
+		return fmt.Errorf("%d instances, not %d", len(response.Instances), len(p.held))
+	}
+	for n, instance := range response.Instances {
+		if instance.Blocks != p.held[n] {
+			return fmt.Errorf("instance %d: %d blocks, not %d", n, instance.Blocks, p.held[n])
+		}
+	}
+	return nil
 }

@@ -18,8 +18,8 @@ import (
 	"kvtax/kvindex/cmd/kvindexd/blockhash"
 )
 
-// A Way is how an instance names its blocks.
-type Way struct {
+// A HashScheme is the hash algorithm, seed and block size with which an instance names blocks.
+type HashScheme struct {
 	Algorithm   blockhash.Algorithm
 	Seed        string
 	BlockTokens int
@@ -59,19 +59,19 @@ func (m *Memo) slot(key xxh3.Uint128) *atomic.Pointer[span] {
 	return &m.slots[at]
 }
 
-// A Namer names blocks in one way. It keeps buffers, so it is for one goroutine at a time.
+// A Namer names blocks by one scheme. It keeps buffers, so it is for one goroutine at a time.
 type Namer struct {
 	memo   *Memo
-	way    Way
+	scheme HashScheme
 	hasher *blockhash.Hasher
 	seed   blockhash.Hash
 	text   []byte
 }
 
 // NewNamer returns a Namer with that memo.
-func NewNamer(memo *Memo, way Way) *Namer {
-	hasher := blockhash.New(way.Algorithm)
-	return &Namer{memo: memo, way: way, hasher: hasher, seed: hasher.Seed(way.Seed)}
+func NewNamer(memo *Memo, scheme HashScheme) *Namer {
+	hasher := blockhash.New(scheme.Algorithm)
+	return &Namer{memo: memo, scheme: scheme, hasher: hasher, seed: hasher.Seed(scheme.Seed)}
 }
 
 // Append appends the names of the blocks of ids to names, in order, with the extra keys
@@ -79,7 +79,7 @@ func NewNamer(memo *Memo, way Way) *Namer {
 // in the memo: nobody has what follows, so that need not be hashed. The names of the
 // incomplete block at the end are left out.
 func (n *Namer) Append(names []uint64, ids []uint32, extra *blockhash.Extra, style blockhash.Style, held func(uint64) bool) []uint64 {
-	size := n.way.BlockTokens
+	size := n.scheme.BlockTokens
 	before := len(names)
 	known := func() bool { return len(names) == before || held(names[len(names)-1]) }
 	parent := &n.seed
@@ -119,7 +119,7 @@ func (n *Namer) Append(names []uint64, ids []uint32, extra *blockhash.Extra, sty
 
 // root is the key before the first span: of all that every block's name depends on.
 func (n *Namer) root(extra *blockhash.Extra, style blockhash.Style) xxh3.Uint128 {
-	n.text = fmt.Appendf(n.text[:0], "%q %d %q %q %q", n.way, style, extra.LoRA, extra.LoRAPath, extra.Salt)
+	n.text = fmt.Appendf(n.text[:0], "%q %d %q %q %q", n.scheme, style, extra.LoRA, extra.LoRAPath, extra.Salt)
 	return xxh3.Hash128Seed(n.text, n.memo.seed)
 }
 
@@ -127,8 +127,8 @@ func (n *Namer) root(extra *blockhash.Extra, style blockhash.Style) xxh3.Uint128
 func (n *Namer) key(key xxh3.Uint128, ids []uint32, extra *blockhash.Extra, style blockhash.Style, start, end int) xxh3.Uint128 {
 	if len(extra.Images) > 0 {
 		n.text = n.text[:0]
-		for at := start; at < end; at += n.way.BlockTokens {
-			n.text = fmt.Appendf(n.text, "%q", extra.Keys(style, at, at+n.way.BlockTokens))
+		for at := start; at < end; at += n.scheme.BlockTokens {
+			n.text = fmt.Appendf(n.text, "%q", extra.Keys(style, at, at+n.scheme.BlockTokens))
 		}
 		key = xxh3.Hash128Seed(n.text, key.Lo)
 	}

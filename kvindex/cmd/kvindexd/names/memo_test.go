@@ -15,19 +15,19 @@ import (
 func always(uint64) bool { return true }
 
 // hashed names blocks one by one, as vLLM does.
-func hashed(way Way, ids []uint32, extra *blockhash.Extra, style blockhash.Style) []uint64 {
+func hashed(scheme HashScheme, ids []uint32, extra *blockhash.Extra, style blockhash.Style) []uint64 {
 	var names []uint64
-	h := blockhash.New(way.Algorithm)
-	parent := h.Seed(way.Seed)
-	for start := 0; start+way.BlockTokens <= len(ids); start += way.BlockTokens {
-		end := start + way.BlockTokens
+	h := blockhash.New(scheme.Algorithm)
+	parent := h.Seed(scheme.Seed)
+	for start := 0; start+scheme.BlockTokens <= len(ids); start += scheme.BlockTokens {
+		end := start + scheme.BlockTokens
 		parent = h.Block(&parent, ids[start:end], extra.Keys(style, start, end))
 		names = append(names, parent.Name())
 	}
 	return names
 }
 
-var ways = []Way{
+var schemes = []HashScheme{
 	{blockhash.SHA256, "0", 16},
 	{blockhash.SHA256, "1", 16},
 	{blockhash.SHA256CBOR, "0", 16},
@@ -36,7 +36,7 @@ var ways = []Way{
 }
 
 // TestNamesAreTheHashesWhateverWasAskedBefore: one memo, much too small, for prompts that
-// share prefixes, tell images apart, and come in several ways and styles at once.
+// share prefixes, tell images apart, and come in several schemes and styles at once.
 func TestNamesAreTheHashesWhateverWasAskedBefore(t *testing.T) {
 	memo := NewMemo(40 * SpanBytes)
 	var all sync.WaitGroup
@@ -44,8 +44,8 @@ func TestNamesAreTheHashesWhateverWasAskedBefore(t *testing.T) {
 		all.Go(func() {
 			random := rand.New(rand.NewPCG(seed, 1))
 			var namers []*Namer
-			for _, way := range ways {
-				namers = append(namers, NewNamer(memo, way))
+			for _, scheme := range schemes {
+				namers = append(namers, NewNamer(memo, scheme))
 			}
 			for range 500 {
 				ids := make([]uint32, random.IntN(600))
@@ -63,10 +63,10 @@ func TestNamesAreTheHashesWhateverWasAskedBefore(t *testing.T) {
 					extra.Images = []blockhash.Image{{ID: fmt.Sprint(random.IntN(2)), Offset: random.IntN(9) * 60, Tokens: 20}}
 				}
 				style := blockhash.Style(random.IntN(3))
-				n := random.IntN(len(ways))
+				n := random.IntN(len(schemes))
 				got := namers[n].Append([]uint64{7}, ids, extra, style, always)
-				if want := append([]uint64{7}, hashed(ways[n], ids, extra, style)...); !slices.Equal(got, want) {
-					t.Errorf("%d ids in way %v with %v: wrong names", len(ids), ways[n], extra)
+				if want := append([]uint64{7}, hashed(schemes[n], ids, extra, style)...); !slices.Equal(got, want) {
+					t.Errorf("%d ids in scheme %v with %v: wrong names", len(ids), schemes[n], extra)
 					return
 				}
 			}
@@ -76,13 +76,13 @@ func TestNamesAreTheHashesWhateverWasAskedBefore(t *testing.T) {
 }
 
 func TestNobodyHashesWhatNobodyHolds(t *testing.T) {
-	way := ways[0]
-	ids := make([]uint32, 1000*way.BlockTokens)
-	want := hashed(way, ids, &blockhash.Extra{}, blockhash.Tagged)
+	scheme := schemes[0]
+	ids := make([]uint32, 1000*scheme.BlockTokens)
+	want := hashed(scheme, ids, &blockhash.Extra{}, blockhash.Tagged)
 	for _, heldBlocks := range []int{0, 5, 8, 100, 993, 1000} {
 		held := func(name uint64) bool { return slices.Contains(want[:heldBlocks], name) }
 		memo := NewMemo(1 << 20)
-		got := NewNamer(memo, way).Append(nil, ids, &blockhash.Extra{}, blockhash.Tagged, held)
+		got := NewNamer(memo, scheme).Append(nil, ids, &blockhash.Extra{}, blockhash.Tagged, held)
 		if !slices.Equal(got, want[:len(got)]) {
 			t.Errorf("%d held: wrong names", heldBlocks)
 		}
@@ -101,7 +101,7 @@ func BenchmarkAppend(b *testing.B) {
 					ids[i] = rand.Uint32N(150_000)
 				}
 				memo := NewMemo(16 << 20)
-				namer := NewNamer(memo, Way{blockhash.SHA256, "0", size})
+				namer := NewNamer(memo, HashScheme{blockhash.SHA256, "0", size})
 				var names []uint64
 				b.ReportAllocs()
 				for b.Loop() {

@@ -9,6 +9,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -89,4 +90,50 @@ func listen(address string) (net.Listener, error) {
 		return nil, fmt.Errorf("-listen %s: unix:///PATH or tcp://HOST:PORT is needed", address)
 	}
 	return net.Listen(network, where)
+}
+
+const schema = "kvtax.instances/1"
+
+// An instance is one vLLM engine, as a line of instances.json has it.
+type instance struct {
+	Name        string `json:"name"`
+	Events      string `json:"kv_events"`
+	BlockTokens int    `json:"block_tokens"`
+}
+
+// readInstances reads a file as kvtax.fleet.launch writes it. All instances must have blocks of
+// one size, as llm-d's index has.
+func readInstances(file string) ([]instance, error) {
+	if file == "" {
+		return nil, errors.New("-instances FILE is needed")
+	}
+	data, err := os.ReadFile(file)
+	if err != nil {
+		return nil, err
+	}
+	var document struct {
+		Schema    string
+		Instances []instance
+	}
+	if err := json.Unmarshal(data, &document); err != nil {
+		return nil, fmt.Errorf("%s: %w", file, err)
+	}
+	if document.Schema != schema || len(document.Instances) == 0 {
+		return nil, fmt.Errorf("%s: its schema is %q with %d instances, %s with at least one is needed",
+			file, document.Schema, len(document.Instances), schema)
+	}
+	for n := range document.Instances {
+		instance := &document.Instances[n]
+		if instance.BlockTokens == 0 {
+			instance.BlockTokens = 16 // what a file may leave out
+		}
+		if instance.Events == "" {
+			return nil, fmt.Errorf("%s: %s has no `kv_events`: start it with --kv-events-config, and say where", file, instance.Name)
+		}
+		if first := document.Instances[0]; instance.BlockTokens != first.BlockTokens {
+			return nil, fmt.Errorf("%s: blocks of %d tokens at %s and of %d at %s: llm-d's index has one size",
+				file, first.BlockTokens, first.Name, instance.BlockTokens, instance.Name)
+		}
+	}
+	return document.Instances, nil
 }

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"context"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -11,6 +12,12 @@ import (
 	"math"
 	"mime"
 	"net/http"
+	"sync"
+
+	"github.com/llm-d/llm-d-kv-cache/pkg/kvcache"
+	"github.com/llm-d/llm-d-kv-cache/pkg/kvcache/kvblock"
+	"github.com/llm-d/llm-d-kv-cache/pkg/kvevents"
+	"github.com/llm-d/llm-d-kv-cache/pkg/kvevents/engineadapter"
 )
 
 // maxBodyBytes is kvindexd's default.
@@ -52,22 +59,22 @@ func (f *fleet) lookup(w http.ResponseWriter, r *http.Request) {
 		answer(w, status, map[string]string{"error": err.Error()})
 		return
 	}
-	asked := r.URL.Query()
-	model := asked.Get("lora")
+	params := r.URL.Query()
+	model := params.Get("lora")
 	if model == "" {
-		model = asked.Get("model")
+		model = params.Get("model")
 	}
 	blocks, err := f.blocks(r.Context(), ids, model)
 	if err != nil {
 		answer(w, http.StatusInternalServerError, map[string]string{"error": err.Error()})
 		return
 	}
-	found := make([]holding, len(f.instances))
-	for n, one := range f.instances {
-		score := blocks[one.Name]
-		found[n] = holding{one.Name, one.BlockTokens, int(math.Round(score * float64(one.BlockTokens))), score}
+	holdings := make([]holding, len(f.instances))
+	for n, instance := range f.instances {
+		score := blocks[instance.Name]
+		holdings[n] = holding{instance.Name, instance.BlockTokens, int(math.Round(score * float64(instance.BlockTokens))), score}
 	}
-	answer(w, http.StatusOK, map[string]any{"instances": found})
+	answer(w, http.StatusOK, map[string]any{"instances": holdings})
 }
 
 // readIDs reads a prompt: a JSON array, or little-endian numbers of four bytes.
@@ -94,14 +101,83 @@ func readIDs(r *http.Request) (ids []uint32, err error) {
 
 func (f *fleet) health(w http.ResponseWriter, _ *http.Request) {
 	states := make([]state, len(f.instances))
-	for n, one := range f.instances {
-		states[n] = state{Name: one.Name, BlockTokens: one.BlockTokens}
+	for n, instance := range f.instances {
+		states[n] = state{Name: instance.Name, BlockTokens: instance.BlockTokens}
 	}
 	answer(w, http.StatusOK, map[string]any{"instances": states})
 }
 
-func answer(w http.ResponseWriter, status int, said any) {
+func answer(w http.ResponseWriter, status int, body any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
-	json.NewEncoder(w).Encode(said) // who asked may be gone
+	json.NewEncoder(w).Encode(body) // who asked may be gone
+}
+
+// A fleet is instances, and llm-d's index of what they hold.
+type fleet struct {
+	instances []instance
+	indexer   *kvcache.Indexer
+	adapters  sync.Map // names of LoRA adapters that there are blocks of
+}
+
+// follow follows the instances' events until ctx is done.
+func follow(ctx context.Context, instances []instance, seed string) (*fleet, error) {
+	tokens, err := kvblock.NewChunkedTokenDatabase(&kvblock.TokenProcessorConfig{
+		BlockSizeTokens: instances[0].BlockTokens, HashSeed: seed,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("token processor: %w", err)
+	}
+	config, err := kvcache.NewDefaultConfig()
+	if err != nil {
+		return nil, err
+	}
+	f := &fleet{instances: instances}
+	if f.indexer, err = kvcache.NewKVCacheIndexer(ctx, config, tokens); err != nil {
+		return nil, fmt.Errorf("indexer: %w", err)
+	}
+	for _, instance := range instances {
+		// One worker: llm-d takes the events of one pod in turn, too.
+		pool := kvevents.NewPool(&kvevents.Config{Concurrency: 1}, f.indexer.KVBlockIndex(), tokens,
+			&named{engineadapter.NewVLLMAdapter(), instance.Name, &f.adapters})
+		pool.Start(ctx)
+		context.AfterFunc(ctx, func() { pool.Shutdown(context.WithoutCancel(ctx)) })
+		subscribers := kvevents.NewSubscriberManager(pool)
+		if err := subscribers.EnsureSubscriber(ctx, instance.Name, instance.Events, "", true); err != nil {
+			return nil, fmt.Errorf("subscriber of %s: %w", instance.Name, err)
+		}
+	}
+	return f, nil
+}
+
+// named reads messages as llm-d does, but tells by their connection whose they are. llm-d
+// takes that from a topic, kv@POD@MODEL, which an instance need not have.
+type named struct {
+	kvevents.EngineAdapter
+	instance string
+	adapters *sync.Map
+}
+
+func (n *named) ShardingKey(*kvevents.RawMessage) string { return n.instance }
+
+func (n *named) ParseMessage(message *kvevents.RawMessage) (pod, model string, batch kvevents.EventBatch, err error) {
+	_, _, batch, err = n.EngineAdapter.ParseMessage(message)
+	for _, event := range batch.Events {
+		if stored, ok := event.(*kvevents.BlockStoredEvent); ok && stored.LoraName != nil {
+			n.adapters.Store(*stored.LoraName, true)
+		}
+	}
+	return n.instance, "", batch, err
+}
+
+// blocks returns how many leading blocks of a prompt each instance holds, weighted as
+// llm-d does: 1 in the GPU, 0.8 in memory. The model counts if it is an adapter's name.
+func (f *fleet) blocks(ctx context.Context, ids []uint32, model string) (map[string]float64, error) {
+	if len(ids) > 0 {
+		ids = ids[:len(ids)-1] // vLLM computes at least one
+	}
+	if _, ok := f.adapters.Load(model); !ok {
+		model = ""
+	}
+	return f.indexer.ScoreTokens(ctx, ids, model, nil, nil)
 }

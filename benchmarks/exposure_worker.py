@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine core on a null device, under load, for one config and way of scheduling.
+
+Run by benchmarks.exposure on a patched vLLM. Requests arrive whatever the engine does,
+and each is noted as a client would see it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections import deque
+from itertools import count
+from pathlib import Path
+
+from kvtax_null_model.device import (
+    NullDeviceExecutor,
+    OverlappingNullDeviceExecutor,
+)
+
+from benchmarks.exposure_connector import DELAY_US
+from kvtax.engine.engine_process import serve
+from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
+
+EXECUTORS = {"sync": NullDeviceExecutor, "async": OverlappingNullDeviceExecutor}
+FILLING_TOKENS = 256 * BLOCK_SIZE
+POLL_S = 0.0005
+
+
+class Bench:
+    def __init__(self, model: Path, kv_transfer: dict | None, sizes: dict, how: str):
+        self.engine = NullEngine(model, kv_transfer, executor=EXECUTORS[how], **sizes)
+        self.numbers = count(1)
+
+    def prompt(self, tokens: int) -> list[int]:
+        """One that shares no block with any other."""
+        high, low = divmod(next(self.numbers), 900)
+        return [high + 1, low + 1] * (tokens // 2)
+
+    def finish(self) -> None:
+        core = self.engine.core
+        while core.scheduler.has_requests() or core.batch_queue:
+            core.step_fn()
+
+
+def fill(bench: Bench, blocks: int) -> int:
+    """Cache at least so many blocks; how many there are."""
+    pool = bench.engine.core.scheduler.kv_cache_manager.block_pool
+    while len(pool.cached_block_hash_to_block) < blocks:
+        bench.engine.add(bench.prompt(FILLING_TOKENS), 1)
+        bench.finish()
+    return len(pool.cached_block_hash_to_block)
+
+
+def load(
+    bench: Bench,
+    delay_us: dict[str, float],
+    rate_rps: float,
+    requests: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    seed: int,
+) -> tuple[int, int, list[float], list[float]]:
+    """Return the steps [first, end), and TTFT and TPOT in ms of each request.
+
+    Arrivals are a Poisson process of `rate_rps`; all at once if it is 0.
+    """
+    DELAY_US.update(delay_us)
+    chance = random.Random(seed)
+    due_s, at_s = deque(), 0.0
+    for _ in range(requests):
+        due_s.append(at_s)
+        at_s += chance.expovariate(rate_rps) if rate_rps else 0.0
+    core = bench.engine.core
+    recorder = core._kvtax_recorder
+    first_step = recorder.next_step_id
+    began_s = time.perf_counter()
+    tokens_s: dict[str, list[float]] = {}
+    arrival_s: dict[str, float] = {}
+    while due_s or core.scheduler.has_requests() or core.batch_queue:
+        now_s = time.perf_counter() - began_s
+        while due_s and due_s[0] <= now_s:
+            due = due_s.popleft()
+            request = bench.engine.add(bench.prompt(prompt_tokens), output_tokens)
+            arrival_s[request] = due
+        if not core.scheduler.has_requests() and not core.batch_queue:
+            time.sleep(min(max(due_s[0] - now_s, 0), POLL_S))
+            continue
+        outputs, _ = core.step_fn()
+        now_s = time.perf_counter() - began_s
+        for of_client in (outputs or {}).values():
+            for one in of_client.outputs:
+                times = tokens_s.setdefault(one.request_id, [])
+                times += [now_s] * len(one.new_token_ids)
+    DELAY_US.update(dict.fromkeys(DELAY_US, 0.0))
+    ttft_ms = [1e3 * (tokens_s[one][0] - at) for one, at in arrival_s.items()]
+    tpot_ms = [
+        1e3 * (times[-1] - times[0]) / (len(times) - 1) for times in tokens_s.values()
+    ]
+    return first_step, recorder.next_step_id, ttft_ms, tpot_ms
+
+
+def main() -> None:
+    model, given, how, socket = sys.argv[1:]
+    options = json.loads(given)
+    bench = Bench(Path(model), options["kv_transfer"], options["sizes"], how)
+    serve(bench, socket, fill, load)
+
+
+if __name__ == "__main__":
+    main()

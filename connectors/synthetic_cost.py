@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV connector of known cost per step, to check measurements against.
+
+The connector moves no KV and only spends time in its methods, as configured by the
+list of `Cost`, `costs`, in `kv_connector_extra_config`. Needs the patch
+`direct_read_hooks`, or a vLLM with its own `bind_gpu_block_pool`.
+"""
+
+import functools
+import math
+import threading
+import time
+from dataclasses import dataclass
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from connectors.noop import NoopConnector
+
+SCHEDULER_METHODS = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "request_finished_all_groups",
+    "update_connector_output",
+    "take_events",
+)
+WORKER_METHODS = (
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "has_connector_metadata",
+    "wait_for_save",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
+# In place of a method: a thread of the connector, with a pause between two costs.
+THREAD = "thread"
+THREAD_PAUSE_S = 0.003
+
+
+@dataclass(frozen=True)
+class Step(KVConnectorMetadata):
+    """State of the newest step; the worker receives a copy."""
+
+    number: int = 0
+    cache_blocks: int = 0
+    running: int = 0
+    context_tokens: int = 0
+    prefills: bool = False
+
+
+class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Time spent in one method; a call takes the sum of all terms.
+
+    `method` is a method of the connector, or THREAD. The cost arises in every step, or
+    in each `every`-th; with `prefill_only` only in steps with new prompts; with `layer`
+    only in the hook of that layer; with `from_blocks` only with so many cached blocks.
+    Blocks count beyond `beyond_blocks`, and a call takes no more than `at_most_us`.
+    With `waits`, the method sleeps and leaves the GIL and the core to others.
+    """
+
+    method: str
+    us: float = 0
+    us_per_1k_blocks: float = 0
+    us_per_1k_blocks_squared: float = 0
+    us_per_running_request: float = 0
+    us_per_1k_context_tokens: float = 0
+    us_per_s: float = 0
+    beyond_blocks: int = 0
+    from_blocks: int = 0
+    at_most_us: float = math.inf
+    every: int = 1
+    prefill_only: bool = False
+    layer: int | None = None
+    waits: bool = False
+
+    def __post_init__(self) -> None:
+        known = (*SCHEDULER_METHODS, *WORKER_METHODS, THREAD)
+        if self.method not in known:
+            raise ValueError(
+                f"no method {self.method!r}; the connector has {', '.join(known)}"
+            )
+
+    def us_of(self, step: Step, age_s: float) -> float:
+        """Return the cost of a call in `step`; `age_s` is the connector's age."""
+        if step.number % self.every or (self.prefill_only and not step.prefills):
+            return 0.0
+        if step.cache_blocks < self.from_blocks:
+            return 0.0
+        blocks_1k = max(step.cache_blocks - self.beyond_blocks, 0) / 1_000
+        us = (
+            self.us
+            + self.us_per_1k_blocks * blocks_1k
+            + self.us_per_1k_blocks_squared * blocks_1k**2
+            + self.us_per_running_request * step.running
+            + self.us_per_1k_context_tokens * step.context_tokens / 1_000
+            + self.us_per_s * age_s
+        )
+        return min(us, self.at_most_us)
+
+
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Empty report: makes vLLM call `update_connector_output` in each step."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return self
+
+
+class SyntheticCostConnector(NoopConnector):
+    def __init__(self, vllm_config, role, kv_cache_config) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._costs = msgspec.convert(options["costs"], list[Cost])
+        self._made_s = time.monotonic()
+        self._step = Step()
+        self._block_pool = None
+        for cost in self._costs:
+            if cost.method != THREAD:
+                # All other methods stay as cheap as those of a connector that does
+                # nothing.
+                free = getattr(self, cost.method)
+                setattr(self, cost.method, self._with_cost(free, cost))
+            elif role == KVConnectorRole.SCHEDULER:
+                threading.Thread(target=self._spend_for_ever, daemon=True).start()
+
+    def bind_gpu_block_pool(self, gpu_block_pool) -> None:
+        self._block_pool = gpu_block_pool
+
+    def build_connector_meta(self, scheduler_output) -> Step:
+        scheduled = scheduler_output.num_scheduled_tokens
+        new = scheduler_output.scheduled_new_reqs
+        running = scheduler_output.scheduled_cached_reqs
+        before = sum(request.num_computed_tokens for request in new)
+        before += sum(running.num_computed_tokens)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        self._step = Step(
+            number=self._step.number + 1,
+            cache_blocks=len(self._block_pool.cached_block_hash_to_block),
+            running=len(scheduled),
+            context_tokens=before + tokens,
+            prefills=bool(new) or tokens > len(scheduled),
+        )
+        return self._step
+
+    def bind_connector_metadata(self, connector_metadata: Step) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._step = connector_metadata
+
+    def build_connector_worker_meta(self) -> WorkerReport:
+        return WorkerReport()
+
+    def _with_cost(self, free, cost: Cost):
+        """Return a method that calls `free`, then spends the cost."""
+
+        @functools.wraps(free)
+        def method(*args, **kwargs):
+            result = free(*args, **kwargs)
+            if cost.layer is None or f"layers.{cost.layer}." in args[0]:
+                self._spend(cost)
+            return result
+
+        return method
+
+    def _spend(self, cost: Cost) -> None:
+        us = cost.us_of(self._step, time.monotonic() - self._made_s)
+        if us and cost.waits:
+            time.sleep(us / 1e6)
+        elif us:
+            # By the thread's own clock: while it is preempted, no work is done.
+            end_ns = time.thread_time_ns() + us * 1e3
+            while time.thread_time_ns() < end_ns:
+                pass
+
+    def _spend_for_ever(self) -> None:
+        while True:
+            time.sleep(THREAD_PAUSE_S)
+            for cost in self._costs:
+                if cost.method == THREAD:
+                    self._spend(cost)

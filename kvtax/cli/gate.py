@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what a connector costs per engine step, and check it against limits.
+
+Takes about a minute. An engine core of vLLM runs on the CPU with a model that computes
+nothing, and is held at levels of cached blocks, running requests, context, arrivals,
+an arriving prompt's length and fragments. Prints Markdown.
+
+MODULE:CLASS is importable in the environment that has vLLM, or from the working folder.
+Exit codes: 0 all limits kept; 1 a limit is broken, or a method grows that did not in
+the cell of --since; 2 bad input; 3 the connector could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from kvtax.cli.options import add_limits
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `kvtax gate`."""
+    parser.add_argument(
+        "connector",
+        metavar="MODULE:CLASS",
+        help="the connector; or the name of one that vLLM has",
+    )
+    parser.add_argument(
+        "--connector-config", metavar="JSON", help="added to vLLM's kv_transfer_config"
+    )
+    python = parser.add_mutually_exclusive_group()
+    python.add_argument(
+        "--python",
+        metavar="PATH",
+        default=sys.executable,
+        help="interpreter whose vLLM is measured, left as it is (default: this one)",
+    )
+    python.add_argument(
+        "--vllm",
+        metavar="VERSION",
+        help="release that is installed for this (needs a checkout)",
+    )
+    add_limits(parser, "TOML file with [axes.*] tables")
+    parser.add_argument(
+        "--since", type=Path, metavar="OLD", help="cell of an older commit (--out)"
+    )
+    parser.add_argument("--out", type=Path, metavar="CELL", help="write the cell")
+    parser.add_argument(
+        "--summary",
+        type=Path,
+        metavar="FILE",
+        help="append one sentence and one table, for the summary of a CI step",
+    )
+    parser.add_argument(
+        "--repository",
+        type=Path,
+        metavar="DIR",
+        help="the connector's repository, for the commit in the cell",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the gate; return 1 if a limit is broken. Raises as kvtax.axes.gate.gate."""
+    from kvtax.axes.gate import GateOptions, gate, markdown
+
+    # The working folder is on the path of the engine, as with `python -m`.
+    paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    names = GateOptions.__dataclass_fields__
+    result = gate(GateOptions(**{name: getattr(arguments, name) for name in names}))
+    print(markdown(result), end="")
+    return int(result.worse)

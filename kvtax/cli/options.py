@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several subcommands have, and options that are fields of a struct."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
+
+if TYPE_CHECKING:
+    import msgspec
+
+    Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+def add_fields(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> None:
+    """Add an option for each field of `kind` that has a description."""
+    for field, field_type, text in _described(kind):
+        name = "--" + field.name.replace("_", "-")
+        value_type = get_args(field_type)[0]
+        if value_type is bool:
+            parser.add_argument(name, action="store_true", help=text)
+            continue
+        default = None if field.required else field.default
+        if default is not None:
+            text += f" (default: {str(default).removesuffix('.0')})"
+        parser.add_argument(
+            name,
+            type=str if value_type is str else _parser_of(field_type),
+            required=field.required,
+            default=default,
+            metavar=None if value_type is str else "N",
+            help=text,
+        )
+
+
+def fields_of(
+    arguments: argparse.Namespace, kind: type[Struct], **others: Any
+) -> Struct:
+    """Make the struct whose options `add_fields` has added, with its `others`."""
+    named = {field.name for field, _, _ in _described(kind)} - others.keys()
+    return kind(**{name: getattr(arguments, name) for name in named}, **others)
+
+
+def _described(
+    kind: type[msgspec.Struct],
+) -> Iterator[tuple[msgspec.structs.FieldInfo, Any, str]]:
+    """Yield the fields with a description, their types without None, the texts."""
+    import msgspec
+
+    for field in msgspec.structs.fields(kind):
+        is_annotated = get_origin(field.type) is Annotated
+        types = [field.type] if is_annotated else get_args(field.type)
+        for field_type in types:
+            if get_origin(field_type) is Annotated:
+                yield field, field_type, get_args(field_type)[1].description
+
+
+def _parser_of(field_type: Any) -> Callable[[str], float]:
+    """Return a parser of numbers within the bounds of the type."""
+    import msgspec
+
+    value_type = get_args(field_type)[0]
+
+    def parse(text: str) -> float:
+        try:
+            number: float = msgspec.convert(value_type(text), field_type)
+        except msgspec.ValidationError as error:
+            raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+        if not math.isfinite(number):
+            raise argparse.ArgumentTypeError(f"{text} is not finite")
+        return number
+
+    parse.__name__ = value_type.__name__
+    return parse
+
+
+def add_limits(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add --limits, and --junit for the outcome of the checks."""
+    parser.add_argument("--limits", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+
+
+def add_parameters(parser: argparse.ArgumentParser) -> None:
+    """Add --parameters of a routing policy."""
+    parser.add_argument(
+        "--parameters",
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
+        help="parameters of the policy",
+    )
+
+
+def add_ray(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, text: str
+) -> None:
+    """Add --ray; `text` says what the hosts are for."""
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help=f"{text} of this Ray cluster, or auto: the cluster of this host "
+        "(docs/hosts.md)",
+    )
+
+
+def add_model(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add --model of the estimates that need a model's shape."""
+    parser.add_argument(
+        "--model",
+        default="qwen3-coder-30b-a3b",
+        help=f"{text}a name in configs/models, or a config.json (default: %(default)s)",
+    )

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Route requests to many vLLM instances, by load and by what is cached where.
+
+Needs the extra `proxy`: pip install 'kvtax[proxy]'. Prints the proxy's URL as its first
+line and serves until SIGINT or SIGTERM. The smallest instances file is one line:
+
+    instances = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+
+Policies that move KV, and kvindexd, need more fields: docs/records.md, instances.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kvtax.cli.options import add_fields, add_parameters, fields_of
+from kvtax.fleet.policies import POLICIES, named_values
+from kvtax.fleet.proxy.settings import Settings
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `kvtax proxy`."""
+    instances = parser.add_mutually_exclusive_group(required=True)
+    instances.add_argument(
+        "--instances",
+        type=Path,
+        metavar="FILE",
+        help="TOML or JSON file of the instances, such as instances.json of a fleet",
+    )
+    instances.add_argument(
+        "--url", action="append", metavar="[NAME=]URL", help="an instance; repeatable"
+    )
+    parser.add_argument(
+        "--policy",
+        choices=list(POLICIES),
+        required=True,
+        metavar="POLICY",
+        help=f"how to route requests: {', '.join(POLICIES)}",
+    )
+    add_parameters(parser)
+    parser.add_argument(
+        "--kvindexd",
+        metavar="ADDRESS",
+        help="look up what is cached where in this kvindexd: unix:///PATH or "
+        "tcp://HOST:PORT (default: estimate from the proxy's own decisions)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="folder of the served model, to compute token ids of text and chats",
+    )
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="new file for decisions.jsonl"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to serve (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="port to serve (default: a free one)"
+    )
+    add_fields(parser, Settings)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal; raises InstancesError, SettingsError and OSError."""
+    from kvtax.fleet.instances import instances_of_urls, read_instances
+    from kvtax.fleet.proxy.service import Endpoint, serve
+
+    if arguments.instances is not None:
+        instances = read_instances(arguments.instances)
+    else:
+        instances = instances_of_urls(arguments.url)
+    settings = fields_of(
+        arguments,
+        Settings,
+        policy=arguments.policy,
+        parameters=named_values(arguments.parameters),
+        cache="mirror" if arguments.kvindexd is None else "exact",
+        kvindexd=arguments.kvindexd,
+        tokenizer=arguments.tokenizer,
+    )
+    endpoint = Endpoint(arguments.host, arguments.port)
+    return serve(instances, settings, arguments.log, endpoint)

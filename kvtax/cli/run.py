@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a command with vLLM patched as it is imported; no installed file is touched.
+
+    kvtax run --records /records -- vllm serve ...
+    kvtax run --fix mooncake_get_finished_short_circuit -- vllm serve ...
+
+The exit code is that of the command, which gets the signals that come here. Patches
+that do not fit are refused before it starts, with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtax import patcher
+from kvtax.config import ConfigError
+from kvtax.patcher import cli
+from kvtax.paths import CONFIGS, PATCHES
+
+RECORDS = "records"  # the set of patches that record
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `kvtax run`."""
+    parser.add_argument(
+        "--records",
+        type=Path,
+        metavar="DIR",
+        help="record each engine step in this folder, for kvtax look",
+    )
+    parser.add_argument(
+        "--fix",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="PATCH",
+        help="apply these patches (kvtax patch --list shows them)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=cli.assignment,
+        metavar="NAME=VALUE",
+        help="a parameter of a patch; VALUE is a Python literal",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="show what would be applied to which release, and run nothing; exit code "
+        "1 if a patch does not fit",
+    )
+    parser.add_argument(
+        "--python", help="the Python that has vLLM, where the command does not show it"
+    )
+    parser.add_argument(
+        "command", nargs="+", metavar="-- COMMAND", help="such as vllm serve MODEL"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command, or check the patches; return the exit code."""
+    from kvtax.engine.foreground import run_in_foreground
+
+    try:
+        plans = _plans(arguments)
+    except (patcher.LockedError, patcher.ParameterError, patcher.UnfinishedError):
+        raise
+    except patcher.BlockPatchError as error:
+        if not arguments.check:
+            raise
+        print(f"does not fit: {error}")
+        return 1
+    if arguments.check:
+        _report(plans)
+        return 0
+    for tree, patches, _ in plans:
+        names = ", ".join(patch.name for patch in patches)
+        print(f"kvtax: {cli.title(tree)} gets {names}", file=sys.stderr, flush=True)
+    overlay = Path(tempfile.mkdtemp(prefix="kvtax-run-"))
+    patcher.write_overlay(overlay, plans)
+    env = _environment(overlay, arguments.records)
+    return run_in_foreground(arguments.command, env, overlay)
+
+
+def _plans(arguments: argparse.Namespace) -> list[patcher.ImportPlan]:
+    """Plan the patches for the packages that the command would import."""
+    from kvtax.engine.command_python import python_of
+    from kvtax.engine.overlay import named_patches
+
+    names = [*arguments.fix]
+    if arguments.records:
+        names += patcher.load_sets(PATCHES)[RECORDS]
+    if not names:
+        raise ConfigError("nothing to apply: give --records DIR or --fix PATCH")
+    used = python_of(arguments.command, arguments.python)
+    return patcher.plan_imports(
+        named_patches([*dict.fromkeys(names)]),
+        dict(arguments.set),
+        lambda package: patcher.Tree(used.package(package), only_read=True),
+    )
+
+
+def _environment(overlay: Path, records: Path | None) -> dict[str, str]:
+    path = [str(overlay), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    if records:
+        records.mkdir(parents=True, exist_ok=True)
+        env["KVTAX_STEP_RECORDS_DIR"] = str(records.absolute())
+    return env
+
+
+def _report(plans: Sequence[patcher.ImportPlan]) -> None:
+    releases = patcher.load_releases(CONFIGS / "releases.toml")
+    for tree, patches, plan in plans:
+        cli.report(tree, plan, "check")
+        cli.report_fit(tree, patches, releases)

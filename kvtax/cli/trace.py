@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read, describe, sample, anonymise and make request traces of LLM services.
+
+A trace is a file of JSON lines, plain, gzip or xz, in one of five formats; its first
+line shows which. An output is written whole or not at all, packed as its name says.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from kvtax.cli.options import add_fields, fields_of
+
+if TYPE_CHECKING:
+    from kvtax.fleet.trace import Request
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of `kvtax trace`."""
+    actions = parser.add_subparsers(
+        metavar="ACTION", required=True, parser_class=_LazyParser
+    )
+    for name, summary, add_arguments, action in (
+        ("stats", "describe a trace, as Markdown", _add_stats, _stats),
+        ("sample", "take whole sessions at random", _add_sample, _sample),
+        ("anonymise", "turn a request log into a trace", _add_anonymise, _anonymise),
+        ("synth", "make a trace of agentic sessions", _add_synth, _synth),
+        ("twin", "make a trace like the reference study's", _add_twin, _twin),
+    ):
+        actions.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            add_arguments=add_arguments,
+        ).set_defaults(action=action)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the action. Raises TraceError."""
+    arguments.action(arguments)
+    return 0
+
+
+class _LazyParser(argparse.ArgumentParser):
+    """Parser that adds its arguments on use: modules with the options import numpy."""
+
+    def __init__(
+        self,
+        *,
+        add_arguments: Callable[[argparse.ArgumentParser], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._add_arguments: Callable[[argparse.ArgumentParser], None] | None = (
+            add_arguments
+        )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Add the arguments, then parse."""
+        if self._add_arguments is not None:
+            self._add_arguments(self)
+            self._add_arguments = None
+        return super().parse_known_args(args, namespace)
+
+
+def _add_stats(parser: argparse.ArgumentParser) -> None:
+    from kvtax.fleet.trace.stats import TOP_SESSIONS
+
+    _add_source(parser)
+    parser.add_argument(
+        "--cache-blocks",
+        type=_positive,
+        metavar="N",
+        help="also compute the hit rate of an LRU cache of N blocks",
+    )
+    parser.add_argument(
+        "--sessions",
+        type=_positive,
+        default=TOP_SESSIONS,
+        metavar="N",
+        help=f"number of the largest sessions to list (default: {TOP_SESSIONS})",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument(
+        "--beside-study",
+        action="store_true",
+        help="print only the figures known of the reference study's trace, and this "
+        "trace's beside them",
+    )
+
+
+def _stats(arguments: argparse.Namespace) -> None:
+    import msgspec
+
+    from kvtax.fleet.trace.stats import describe
+    from kvtax.fleet.trace.stats_tables import beside_study, markdown
+
+    stats = describe(
+        _read(arguments),
+        arguments.file.name,
+        arguments.cache_blocks,
+        arguments.sessions,
+    )
+    if arguments.json:
+        print(msgspec.json.encode(stats).decode())
+    elif arguments.beside_study:
+        print(beside_study(stats), end="")
+    else:
+        print(markdown(stats), end="")
+
+
+def _add_sample(parser: argparse.ArgumentParser) -> None:
+    _add_source(parser)
+    parser.add_argument(
+        "--target-requests",
+        type=_positive,
+        required=True,
+        metavar="N",
+        help="take sessions until they have N requests",
+    )
+    parser.add_argument(
+        "--seed", type=_natural, required=True, help="decides which sessions"
+    )
+    _add_out(parser)
+
+
+def _sample(arguments: argparse.Namespace) -> None:
+    from kvtax.fleet.trace.sample import sample
+
+    header = sample(
+        arguments.file,
+        arguments.out,
+        target_requests=arguments.target_requests,
+        seed=arguments.seed,
+        read=lambda: _read(arguments),
+        options=dict(_options(arguments)),
+    )
+    source = header["source"]
+    print(
+        f"{arguments.out}: {header['requests']:,} of {source['requests']:,} requests, "
+        f"{source['sessions_chosen']:,} of {source['sessions']:,} sessions"
+    )
+
+
+def _add_anonymise(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", type=Path, help="request log: JSON lines, plain or packed"
+    )
+    parser.add_argument("out", type=Path, help="trace to write")
+    _add_block_tokens(parser)
+    _add_tokens(parser)
+
+
+def _anonymise(arguments: argparse.Namespace) -> None:
+    from kvtax.fleet.trace import log
+    from kvtax.fleet.trace.log_prompt import Tokens
+
+    tokens = Tokens(arguments.chars_per_token, arguments.tokenizer)
+    block_tokens = arguments.block_tokens or log.BLOCK_TOKENS
+    header, read = log.anonymise(arguments.file, arguments.out, tokens, block_tokens)
+    print(f"{arguments.out}: {header['requests']:,} requests")
+    if read.counted_tokens:
+        print(
+            f"prompts: {read.counted_tokens:,} tokens in the log's usage fields, "
+            f"{read.estimated_tokens:,} estimated"
+        )
+        if tokens.chars_per_token is not None:
+            fitting = tokens.chars_per_token * read.estimated_tokens
+            fitting /= read.counted_tokens
+            print(f"--chars-per-token {fitting:.2f} would make them equal")
+
+
+def _add_synth(parser: argparse.ArgumentParser) -> None:
+    from kvtax.fleet.trace.synth import Shape
+
+    add_fields(parser, Shape)
+    _add_out(parser)
+
+
+def _synth(arguments: argparse.Namespace) -> None:
+    from kvtax.fleet.trace.synth import Shape, synth
+
+    header = synth(fields_of(arguments, Shape), arguments.out)
+    source = header["source"]
+    print(
+        f"{arguments.out}: {header['requests']:,} requests, {source['blocks']:,} "
+        f"blocks, reuse {source['intra_session_reuse']:.4f} in sessions and "
+        f"{source['cross_session_reuse']:.4f} across them"
+    )
+
+
+def _add_twin(parser: argparse.ArgumentParser) -> None:
+    from kvtax.fleet.trace.twin import Twin
+
+    add_fields(parser, Twin)
+    _add_out(parser)
+
+
+def _twin(arguments: argparse.Namespace) -> None:
+    from kvtax.fleet.trace.twin import Twin, twin
+
+    header = twin(fields_of(arguments, Twin), arguments.out)
+    print(f"{arguments.out}: {header['requests']:,} requests")
+
+
+class _ReadOptions(TypedDict):
+    format: str | None
+    block_tokens: int | None
+    session_interval_s: float
+    share_prefix: bool
+    chars_per_token: float
+    tokenizer: str | None
+
+
+def _options(arguments: argparse.Namespace) -> _ReadOptions:
+    return {
+        "format": arguments.format,
+        "block_tokens": arguments.block_tokens,
+        "session_interval_s": arguments.session_interval_s,
+        "share_prefix": arguments.share_prefix,
+        "chars_per_token": arguments.chars_per_token,
+        "tokenizer": arguments.tokenizer and str(arguments.tokenizer),
+    }
+
+
+def _read(arguments: argparse.Namespace) -> Iterator[Request]:
+    from kvtax.fleet.trace import read_trace
+
+    return read_trace(arguments.file, **_options(arguments))
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    from kvtax.fleet.trace import FORMATS
+    from kvtax.fleet.trace.sessions import SESSION_INTERVAL_S
+
+    parser.add_argument("file", type=Path, help="trace: JSON lines, plain or packed")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="format, if the first line does not show it"
+    )
+    _add_block_tokens(parser)
+    _add_tokens(parser)
+    parser.add_argument(
+        "--session-interval-s",
+        type=_seconds,
+        default=SESSION_INTERVAL_S,
+        metavar="S",
+        help="sessions format: seconds from a session's start to the next one's "
+        f"(default: {SESSION_INTERVAL_S:g})",
+    )
+    parser.add_argument(
+        "--share-prefix",
+        action="store_true",
+        help="sessions format: tool and system prompts of equal lengths are equal",
+    )
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="trace to write; packed if its name ends in .gz or .xz",
+    )
+
+
+def _add_block_tokens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--block-tokens",
+        type=_positive,
+        metavar="N",
+        help="block size of mooncake traces (default: 512), of bailian traces and "
+        "request logs (default: 16)",
+    )
+
+
+def _add_tokens(parser: argparse.ArgumentParser) -> None:
+    """Add the two ways to count the tokens of a request log's texts."""
+    from kvtax.fleet.trace.log_prompt import CHARS_PER_TOKEN
+
+    parser.add_argument(
+        "--chars-per-token",
+        type=_ratio,
+        default=CHARS_PER_TOKEN,
+        metavar="X",
+        help="request logs: estimate one token for X characters "
+        f"(default: {CHARS_PER_TOKEN:g})",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="request logs: count tokens with this tokenizer.json, or the one in this "
+        "folder (needs the extra [proxy])",
+    )
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{number} is not from 0 to 2^63")
+    return number
+
+
+def _positive(text: str) -> int:
+    if number := _natural(text):
+        return number
+    raise argparse.ArgumentTypeError("0 is not positive")
+
+
+def _ratio(text: str) -> float:
+    number = float(text)
+    if not 0.1 <= number <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0.1 to 100")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a time")
+    return number

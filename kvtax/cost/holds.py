@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds of a config: what each metric takes while |cache| stays at one level."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from kvtax.cost.metrics import SLOWNESS, Metric, number
+from kvtax.cost.speed import CONTROL
+from kvtax.records.requests import Phase
+from kvtax.stats.held import Holds
+
+PLACE = ("repeat", "cycle", "level")
+# What is cut off at the slow end: a cost in fewer steps is for the mean to see.
+SLOWEST = 0.01
+
+
+def held_steps(steps: pl.DataFrame, decoders: int) -> pl.DataFrame:
+    """Select the steps of holds in which all of their decoders run."""
+    return steps.filter(pl.col("phase") == Phase.HOLD, pl.col("batch") >= decoders)
+
+
+def places(held: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
+    """Build a row per hold: place, |cache|, time in s, how slow the machine was.
+
+    Two works in which no connector has a part say how slow, each as a multiple of the
+    server's median: the thread that packs outputs (`slowness`), and what the engine's
+    thread does besides scheduling and the connector's calls (`slowness_of_engine`).
+    """
+    of_holds = held.group_by(PLACE).agg(
+        pl.col("cache_blocks").mean(),
+        (pl.col("t_ns").mean() / 1e9).alias("time_s"),
+    )
+    outputs = (
+        threads.filter(
+            pl.col("phase") == Phase.HOLD, pl.col("thread").str.contains(CONTROL)
+        )
+        .group_by(PLACE)
+        .agg((pl.col("us").sum() / pl.col("steps").sum()).alias("slowness"))
+    )
+    rest = pl.col("thread_cpu_us") - pl.col("scheduler_cpu_us")
+    of_engine = (
+        held.filter("decode_only")
+        .group_by(PLACE)
+        .agg(rest.median().alias("rest"), pl.col("worker_calls_us").median())
+        .with_columns(
+            (
+                pl.col("rest")
+                - _cpu_share(held) * pl.col("worker_calls_us").fill_null(0)
+            ).alias("slowness_of_engine")
+        )
+        .drop("rest", "worker_calls_us")
+    )
+    table = of_holds.join(outputs, on=PLACE, how="left").join(
+        of_engine, on=PLACE, how="left"
+    )
+    ratios = [pl.col(name) / pl.col(name).median().over("repeat") for name in SLOWNESS]
+    known = [pl.when(one > 0).then(one).otherwise(1.0) for one in ratios]
+    return table.with_columns(
+        one.fill_nan(1.0).fill_null(1.0).alias(name)
+        for name, one in zip(SLOWNESS, known, strict=True)
+    ).sort(PLACE)
+
+
+def _cpu_share(held: pl.DataFrame) -> float:
+    """Compute which share of the connector's time in the worker is CPU time.
+
+    By regression over steps: the CPU time of the thread has a call that works, and not
+    one that waits. The slowest tenth, where stalls are, is left out.
+    """
+    calls = pl.col("worker_calls_us")
+    rest = (pl.col("thread_cpu_us") - pl.col("scheduler_cpu_us")).alias("rest")
+    own = (
+        held.filter("decode_only")
+        .select(rest, calls)
+        .drop_nulls()
+        .filter(calls <= calls.quantile(0.9))
+    )
+    spread = number(own["worker_calls_us"].var())
+    if own.height < 3 or spread <= 0:
+        return 1.0
+    shared = own.select(pl.cov("rest", "worker_calls_us")).item()
+    return min(max(float(shared) / spread, 0.0), 1.0)
+
+
+def holds_of(
+    held: pl.DataFrame, at: pl.DataFrame, metric: Metric, robust: bool = True
+) -> Holds | None:
+    """Compute what `metric` is in each hold; None where it was not measured.
+
+    A median is one, and a mean leaves out the slowest hundredth, unless not `robust`:
+    then it is the mean of all.
+    """
+    time = pl.col(metric.time)
+    own = held.filter(time.is_finite())
+    if metric.steps != "all":
+        own = own.filter(metric.steps)
+    if not robust:
+        value = time.mean()
+    elif metric.middle == "median":
+        value = time.median()
+    else:
+        value = time.filter(time <= time.quantile(1 - SLOWEST, "higher")).mean()
+    found = own.group_by(PLACE).agg(value.alias("us"), pl.len().alias("n"))
+    rows = at.join(found.filter(pl.col("n") >= metric.least_steps), on=PLACE).sort(
+        PLACE
+    )
+    if not rows.height:
+        return None
+    return Holds(
+        server=rows["repeat"].cast(pl.Int64).to_numpy(),
+        level=rows["level"].cast(pl.Int64).to_numpy(),
+        x=rows["cache_blocks"].to_numpy() / 1_000,
+        time_s=rows["time_s"].to_numpy(),
+        slowness=rows.select(metric.controls).to_numpy(),
+        values=rows["us"].cast(pl.Float64).to_numpy(),
+    )

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roles of the configs in a run's report, as run.json has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvtax.records.per_config import PerConfig
+from kvtax.records.run import Role, RoleName, RunRecord, Verdict
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles of a run's configs, by name and in the run's order."""
+
+    of: dict[str, Role]
+
+    def named(self, role: RoleName) -> list[str]:
+        """Return the configs that have `role`."""
+        return [name for name, its in self.of.items() if its.role == role]
+
+    def _first(self, role: RoleName) -> str | None:
+        return next(iter(self.named(role)), None)
+
+    @property
+    def baseline(self) -> str | None:
+        """Config that all others are compared with; None if the run has none."""
+        return self._first("baseline")
+
+    @property
+    def twin(self) -> str | None:
+        """Second config that is identical to the baseline."""
+        return self._first("twin")
+
+    @property
+    def floor(self) -> str | None:
+        """Config of the no-op connector."""
+        return self._first("floor")
+
+    @property
+    def before_after(self) -> list[str]:
+        """Configs of the figure "before and after the fixes", in its order."""
+        places = {n: r.before_after for n, r in self.of.items() if r.before_after}
+        return sorted(places, key=places.__getitem__)
+
+    def label(self, name: str) -> str:
+        """Return the name of a config in prose."""
+        return self.of[name].label or f"`{name}`"
+
+
+def roles_of(run: RunRecord, names: Iterable[str]) -> Roles:
+    """Return the roles of the configs `names` of `run`."""
+    return Roles({name: run.configs.get(name, Role()) for name in names})
+
+
+Kind = Literal["right", "false flat", "false grows", "wrong", "undecided"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Expected and found verdict of a config."""
+
+    config: str
+    expected: Verdict
+    found: Verdict
+
+    @property
+    def kind(self) -> Kind:
+        """`undecided` is no answer, a failed config's too; `wrong` is another error."""
+        if self.found == self.expected:
+            return "right"
+        if self.found in ("inconclusive", "failed"):
+            return "undecided"
+        if self.found == "flat":
+            return "false flat"
+        return "false grows" if self.found == "grows" else "wrong"
+
+    def __str__(self) -> str:
+        return f"{self.config}: expected {self.expected}, found {self.found}"
+
+
+def outcomes(document: PerConfig, roles: Roles) -> list[Outcome]:
+    """One for each config whose role names a verdict, in the run's order."""
+    return [
+        Outcome(name, expected, entry.verdict)
+        for name, entry in document.configs.items()
+        if (expected := roles.of[name].expected) is not None
+    ]

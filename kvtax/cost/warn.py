@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings of a run and its configs."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from kvtax.cost.levels import MAX_STEPS, thin
+from kvtax.cost.metrics import ALL_PARTS, MARGIN_US_PER_1K_BLOCKS, PARTS, margin_of
+from kvtax.cost.remedies import doubt
+from kvtax.cost.roles import Roles
+from kvtax.records.per_config import ConfigEntry, NoiseFloor
+from kvtax.records.run import RunRecord
+from kvtax.records.warning import RunWarning
+
+
+def undecided(entry: ConfigEntry) -> list[RunWarning]:
+    """Warn of an inconclusive config, and name what is undecided."""
+    if entry.verdict != "inconclusive" or not entry.held:
+        return []
+    if not (open_ := open_metrics(entry)):
+        return [doubt("undecided", "the step grows, but none of its parts")]
+    known = [
+        f"{name} (at most {entry.held[name].most_us_per_1k_blocks:.1f} us per 1,000 "
+        "blocks)"
+        for name in open_
+    ]
+    return [doubt("undecided", f"undecided in {', '.join(known)}")]
+
+
+def open_metrics(entry: ConfigEntry) -> list[str]:
+    """List the parts, or their sum, that are undecided."""
+    parts = [name for name in entry.verdict_of if name in (*PARTS, ALL_PARTS)]
+    parts = parts or ["schedule", "overhead"]
+    return [name for name in parts if entry.verdict_of.get(name) == "inconclusive"]
+
+
+def doubtfulness(entry: ConfigEntry) -> float:
+    """Compute the largest bound of an undecided part, as a multiple of its margin.
+
+    Of configs without a verdict, the one with the least is measured again first.
+    """
+    return max(
+        (
+            entry.held[name].most_us_per_1k_blocks / margin_of(name)
+            for name in open_metrics(entry)
+        ),
+        default=0.0,
+    )
+
+
+FEW_STEPS = 200
+# A step that takes this many times the median of its batch size was interrupted.
+SLOW_TIMES = 5
+SLOW_SHARE = 0.01
+MISSING_SHARE = 0.01
+
+
+def config_warnings(entry: ConfigEntry, steps: pl.DataFrame) -> list[RunWarning]:
+    """Reasons to doubt the numbers of one config."""
+    found = []
+    if entry.error:
+        message = f"some trials failed and are left out: {entry.error}"
+        found.append(doubt("trials_failed", message))
+    return [
+        *found,
+        *_of_estimates(entry),
+        *_of_records(entry),
+        *_of_requests(entry),
+        *_of_speed(steps),
+    ]
+
+
+def _of_estimates(entry: ConfigEntry) -> list[RunWarning]:
+    found = []
+    if entry.n_window_steps < FEW_STEPS:
+        message = (
+            f"{entry.n_window_steps} decode-only steps at the stated |cache| "
+            f"(fewer than {FEW_STEPS})"
+        )
+        found.append(doubt("few_steps", message))
+    if not entry.held:
+        found.append(doubt("no_slope", "too few holds to know a level"))
+    return found
+
+
+def _of_records(entry: ConfigEntry) -> list[RunWarning]:
+    found, records = [], entry.records
+    missing, steps = records["engine_without_worker"], records["engine_steps"]
+    if missing > MISSING_SHARE * steps:
+        message = f"{missing} of {steps} steps lack worker records"
+        found.append(doubt("no_worker_records", message))
+    if torn := records["torn_lines"]:
+        found.append(doubt("torn_lines", f"{torn} torn last lines were dropped"))
+    return found
+
+
+def _of_requests(entry: ConfigEntry) -> list[RunWarning]:
+    found, requests = [], entry.requests
+    scheduled = requests["scheduled"]
+    for what in ("failed", "cancelled"):
+        if requests[what]:
+            message = f"{requests[what]} of {scheduled} requests {what}"
+            found.append(doubt("requests_lost", message))
+    if scheduled != sum(requests[k] for k in ("ok", "failed", "cancelled")):
+        found.append(doubt("not_reconciled", "requests do not reconcile"))
+    lag = entry.lag_ms
+    if lag and not lag["valid"]:
+        message = (
+            f"the driver sent late: lag p99 {lag['p99']} ms, budget {lag['budget']} ms"
+        )
+        found.append(doubt("sent_late", message))
+    return found
+
+
+def _of_speed(steps: pl.DataFrame) -> list[RunWarning]:
+    share = interrupted_share(thin(steps, MAX_STEPS))
+    if share <= SLOW_SHARE:
+        return []
+    message = (
+        f"{share:.1%} of the steps took over {SLOW_TIMES} times the median of their "
+        "batch size: the cores were shared or stolen"
+    )
+    return [doubt("interrupted", message)]
+
+
+def interrupted_share(steps: pl.DataFrame) -> float:
+    """Share of steps longer than SLOW_TIMES the median of their batch size."""
+    median = pl.col("step_us").median().alias("usual")
+    usual = steps.lazy().group_by("batch").agg(median)
+    share = (
+        steps.lazy()
+        .select("batch", "step_us")
+        .join(usual, on="batch")
+        .select((pl.col("step_us") > SLOW_TIMES * pl.col("usual")).mean())
+        .collect()
+        .item()
+    )
+    return float(share or 0.0)
+
+
+def run_warnings(run: RunRecord, roles: Roles, noise: NoiseFloor) -> list[RunWarning]:
+    """Reasons to doubt the run as a whole."""
+    found = []
+    if run.provenance.get("git_dirty"):
+        message = "the run was made from a tree with uncommitted changes"
+        found.append(doubt("uncommitted", message))
+    if noise.pair is None:
+        message = "no A/A pair: differences have no noise floor"
+        found.append(doubt("no_noise_floor", message))
+    for role in ("baseline", "twin", "floor"):
+        if len(names := roles.named(role)) > 1:
+            message = f"{', '.join(names)} have the role {role}: the first counts"
+            found.append(doubt("role_twice", message))
+    for metric, slope in (noise.slope_us_per_1k_blocks or {}).items():
+        if slope.floor > MARGIN_US_PER_1K_BLOCKS:
+            message = (
+                f"the A/A pair differs by up to {slope.floor:.1f} us per 1,000 "
+                f"blocks in {metric}: smaller slopes are noise"
+            )
+            found.append(doubt("high_noise_floor", message))
+    return found

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports for servers, staggered so that no two servers ever meet.
+
+They lie below the range that the kernel hands out to clients, where a port that is
+free now may be somebody's outgoing connection when the server gets to it. They lie
+above those that Ray gives its workers by default (10,002 to 19,999), and those that
+Mooncake chooses for itself while the servers start.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+FIRST, LAST = 20_000, 32_000
+# Mooncake's MC_MIN_RPC_PORT to MC_MAX_RPC_PORT, as it has them by default.
+MOONCAKE = range(15_000, 17_001)
+LOOPBACK = "127.0.0.1"
+PORTS_PER_SERVER = 16
+TRIES = 200
+
+
+class PortsError(Exception):
+    """No free ports where they were wanted; the message says which is taken."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The ports of one server, which listens on the address `host`.
+
+    `bootstrap` is Mooncake's, `nixl` and `direct_read` are side channels of those
+    connectors; KV events come by `kv_events` where there are other hosts;
+    `vllm_internal` is where vLLM begins to look for the ports it chooses itself.
+    """
+
+    http: int
+    bootstrap: int
+    nixl: int
+    direct_read: int
+    kv_events: int
+    kv_events_replay: int
+    vllm_internal: int
+    host: str = LOOPBACK
+
+
+def reserve(servers: int, base: int | None = None, host: str = LOOPBACK) -> list[Ports]:
+    """Ports for so many servers, free a moment ago, from `base` on if given.
+
+    Raises PortsError.
+    """
+    span = servers * PORTS_PER_SERVER
+    if base is not None:
+        if (taken := _first_taken(base, span)) is not None:
+            why = "Mooncake's to choose" if taken in MOONCAKE else "taken"
+            raise PortsError(f"port {taken} is {why}: choose another --base-port")
+        return staggered(base, servers, host)
+    for _ in range(TRIES):
+        base = random.randrange(FIRST, LAST - span)
+        if _first_taken(base, span) is None:
+            return staggered(base, servers, host)
+    raise PortsError(f"no {span} free ports in a row between {FIRST} and {LAST}")
+
+
+def staggered(base: int, servers: int, host: str = LOOPBACK) -> list[Ports]:
+    """Ports for so many servers, from `base` on, whether they are free or not."""
+    starts = range(base, base + servers * PORTS_PER_SERVER, PORTS_PER_SERVER)
+    return [
+        Ports(
+            http=start,
+            bootstrap=start + 1,
+            nixl=start + 2,
+            direct_read=start + 3,
+            kv_events=start + 4,
+            kv_events_replay=start + 5,
+            vllm_internal=start + 6,
+            host=host,
+        )
+        for start in starts
+    ]
+
+
+def _first_taken(base: int, span: int) -> int | None:
+    for port in range(base, base + span):
+        if port in MOONCAKE:
+            return port
+        with socket.socket() as probe:
+            # As servers do: a connection that has only just ended is no obstacle.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except (OSError, OverflowError):
+                return port
+    return None
+
+
+def listener_pid(port: int) -> int | None:
+    """Find the process that listens on a TCP port of this host, as /proc tells."""
+    wanted = f":{port:04X}"
+    inodes = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[1].endswith(wanted) and fields[3] == "0A":  # LISTEN
+            inodes.add(f"socket:[{fields[9]}]")
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(link) in inodes:
+                return int(link.parts[2])
+        except OSError:
+            continue
+    return None

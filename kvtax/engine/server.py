@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a vLLM server from its resolved spec, and proves that it is the one."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from kvtax.engine.errors import ServerError
+from kvtax.engine.ports import listener_pid
+from kvtax.engine.server_spec import ServerSpec
+from kvtax.engine.supervise import Supervised
+
+# NIXL takes 100 to 150 s to start when eight instances start at once.
+READY_DEADLINE_S = 360.0
+
+
+class Server:
+    """One vLLM server with all its processes. Starts when made."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.ports = spec.ports
+        self.url = f"http://{spec.ports.host}:{spec.ports.http}"
+        self.log = spec.log
+        self.supervised = Supervised(spec.argv, spec.env, spec.log)
+
+    def wait_ready(self) -> float:
+        """Seconds until the server answered. Raises ServerError."""
+        started = time.monotonic()
+        while (waited_s := time.monotonic() - started) < READY_DEADLINE_S:
+            if self.is_ready():
+                return waited_s
+            time.sleep(0.1)
+        raise ServerError(
+            f"vLLM not ready after {READY_DEADLINE_S:.0f} s\n{tail(self.log)}"
+        )
+
+    def is_ready(self) -> bool:
+        """Return whether the server answers. Raises ServerError if it has ended."""
+        if self.supervised.poll() is not None:
+            raise ServerError(f"vLLM exited while starting\n{tail(self.log)}")
+        if not http_ok(f"{self.url}/health"):
+            return False
+        self._check_is_ours()
+        return True
+
+    def _check_is_ours(self) -> None:
+        owner = listener_pid(self.ports.http)
+        if owner not in self.supervised.pids():
+            raise ServerError(
+                f"port {self.ports.http} is answered by process {owner}, "
+                "not by our server"
+            )
+
+    def peak_rss_mib(self) -> float:
+        """Sum of the peak resident memory of all its processes, in MiB."""
+        return sum(_peak_rss_kib(pid) for pid in self.supervised.pids()) / 1024
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.supervised.stop()
+
+
+def http_ok(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def tail(log: Path, lines: int = 25) -> str:
+    text = log.read_text(errors="replace").splitlines()[-lines:]
+    return "\n".join([f"--- end of {log}", *text])
+
+
+def _peak_rss_kib(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1])
+    return 0

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time that a forward would take on the device that the null model stands for."""
+
+import os
+import time
+
+import numpy
+import torch
+
+
+class SimulatedForward:
+    """Duration of a forward on the simulated device, and the wait for it.
+
+    forward_us + us_per_token * tokens of the batch + us_per_context_token * the sum of
+    their positions: what a token attends to, prefilled or decoded.
+
+    The sleep releases the GIL, as waiting for a GPU does, so that the connector's own
+    threads run as they would beside a real model.
+
+    Where KVTAX_FORWARD_TOTALS names a file, it holds three int64: forwards so far,
+    their nanoseconds as simulated and as slept. It is a mapping, so that whoever
+    watches sees it grow and the process may be killed. Of several workers that compute
+    a step together, one is `counted`.
+    """
+
+    def __init__(
+        self,
+        forward_us: float,
+        us_per_token: float,
+        us_per_context_token: float,
+        counted: bool = True,
+    ) -> None:
+        self.forward_us = forward_us
+        self.us_per_token = us_per_token
+        self.us_per_context_token = us_per_context_token
+        path = os.environ.get("KVTAX_FORWARD_TOTALS")
+        self.totals: numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.int64]] | None = (
+            numpy.memmap(path, numpy.int64, "w+", shape=(3,))
+            if path and counted
+            else None
+        )
+
+    def duration_us(self, tokens: int, context_tokens: float) -> float:
+        """Compute the duration of a forward over `tokens`.
+
+        `context_tokens`: those that each of them attends to, summed up.
+        """
+        us = self.forward_us + self.us_per_token * tokens
+        return us + self.us_per_context_token * context_tokens
+
+    def duration_at_us(self, positions: torch.Tensor) -> float:
+        """Compute the duration of a forward; `positions`: [tokens] of one step."""
+        context_tokens = int(positions.sum()) if self.us_per_context_token else 0
+        return self.duration_us(positions.shape[0], context_tokens)
+
+    def wait(self, positions: torch.Tensor) -> None:
+        """`positions`: [tokens] of one step."""
+        started_ns = time.perf_counter_ns()
+        simulated_us = self.duration_at_us(positions)
+        time.sleep(simulated_us / 1e6)
+        if self.totals is not None:
+            slept_ns = time.perf_counter_ns() - started_ns
+            self.totals += (1, int(simulated_us * 1e3), slept_ns)

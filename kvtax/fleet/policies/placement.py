@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that place a request on one instance, which prefills and decodes."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from .decision import (
+    Candidate,
+    Decision,
+    Parameters,
+    Policy,
+    RequestInfo,
+    Snapshot,
+    least,
+    new_tokens,
+    placed,
+    serving,
+)
+
+HASH_BYTES = 8
+
+
+def decide_round_robin(
+    request: RequestInfo, snapshot: Snapshot, parameters: Parameters
+) -> Decision:
+    """Choose each instance in turn, whatever it holds and however loaded it is.
+
+    score = how many turns the instance still has to wait; arrivals modulo their number.
+    """
+    candidates = serving(snapshot)
+    count = len(candidates)
+    turn = snapshot.arrivals % count
+    scores = [float((index - turn) % count) for index in range(count)]
+    return placed(candidates, scores, turn, "next in turn")
+
+
+def decide_load_only(
+    request: RequestInfo, snapshot: Snapshot, parameters: Parameters
+) -> Decision:
+    """Choose the least loaded instance, blind to what is cached where.
+
+    score = ongoing tokens (prompt and generated, of the requests in flight).
+    """
+    candidates = serving(snapshot)
+    scores = [float(candidate.ongoing_tokens) for candidate in candidates]
+    return least(candidates, scores, snapshot, "least load")
+
+
+def decide_session_hash(
+    request: RequestInfo, snapshot: Snapshot, parameters: Parameters
+) -> Decision:
+    """Choose a session's instance by a hash of its name, whatever the load.
+
+    score = a hash of session and instance, between 0 and 1 (rendezvous hashing: Thaler
+    and Ravishankar, 1998). If an instance comes or goes, only the sessions that it gets
+    or had move. A request without a session is a session of its own.
+    """
+    candidates = serving(snapshot)
+    session = f"#{snapshot.arrivals}" if request.session is None else request.session
+    scores = [_hash(f"{session}\0{candidate.name}") for candidate in candidates]
+    return least(candidates, scores, snapshot, "the session's hash")
+
+
+def _hash(text: str) -> float:
+    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=HASH_BYTES)
+    return float(int.from_bytes(digest.digest()) / 256**HASH_BYTES)
+
+
+def decide_lmetric(
+    request: RequestInfo, snapshot: Snapshot, parameters: Parameters
+) -> Decision:
+    """Choose by the work in front of the first token times the batch it joins.
+
+    score = (pending prefill tokens + the request's new tokens) * (requests + 1). No
+    session affinity, no override, no parameter.
+
+    LMetric (arXiv:2603.15202) multiplies the prefill tokens an instance would have to
+    compute by its batch size. The batch is counted with this request in it: without,
+    all idle instances would score 0, whatever they have cached.
+    """
+    candidates = serving(snapshot)
+    scores = [
+        float(
+            (candidate.pending_prefill_tokens + new_tokens(request, candidate))
+            * (candidate.requests + 1)
+        )
+        for candidate in candidates
+    ]
+    return least(candidates, scores, snapshot, "lowest score")
+
+
+class LinearParameters(Parameters, frozen=True):
+    """`alpha`: ongoing tokens that one cached token is worth."""
+
+    alpha: float = 1.0
+    overload: float = 2.0
+
+
+def decide_linear(
+    request: RequestInfo, snapshot: Snapshot, parameters: LinearParameters
+) -> Decision:
+    """Keep a session on its instance; place others by load and cached prefix.
+
+    score = ongoing tokens - alpha * cached tokens. A session's instance is kept unless
+    its ongoing tokens are above `overload` times the mean; then the lowest score
+    decides. As an instance's load is at most n times the mean of n, an `overload` of n
+    or more never moves a session: with two instances the default of 2 does not.
+
+    Linear combinations of load and cache hit are what LMetric (arXiv:2603.15202,
+    section 2) compares with; the session pin and its override are those of the
+    reference study.
+    """
+    candidates = serving(snapshot)
+    scores = [
+        candidate.ongoing_tokens - parameters.alpha * candidate.cached_tokens
+        for candidate in candidates
+    ]
+    if snapshot.pinned is None:
+        return least(candidates, scores, snapshot, "lowest score")
+    names = [candidate.name for candidate in candidates]
+    if snapshot.pinned not in names:
+        reason = "lowest score: the pinned instance is not there"
+        return least(candidates, scores, snapshot, reason)
+    index = names.index(snapshot.pinned)
+    if not _overloaded(candidates[index], candidates, parameters.overload):
+        return placed(candidates, scores, index, "pinned")
+    reason = f"override: pinned is above {parameters.overload:g}x mean load"
+    return least(candidates, scores, snapshot, reason)
+
+
+def _overloaded(candidate: Candidate, among: list[Candidate], factor: float) -> bool:
+    """Return whether its ongoing tokens are above `factor` times the mean."""
+    total = sum(other.ongoing_tokens for other in among)
+    return candidate.ongoing_tokens * len(among) > factor * total
+
+
+class CacheAwareParameters(Parameters, frozen=True):
+    """Share of the prompt; requests; a factor of them."""
+
+    match_share: float = 0.3
+    balance_requests: int = 64
+    balance_factor: float = 1.5
+
+
+def decide_cache_aware(
+    request: RequestInfo, snapshot: Snapshot, parameters: CacheAwareParameters
+) -> Decision:
+    """Choose the longest cached prefix, unless load is uneven or little is cached.
+
+    With requests in flight as load: where the highest is more than `balance_requests`
+    above the lowest and more than `balance_factor` times it, the least loaded instance.
+    Otherwise the longest cached prefix, if that is above `match_share` of the prompt;
+    the least loaded of several. Otherwise the least loaded.
+
+    vllm-router's policy of this name decides so, with these defaults. It matches a
+    prompt with a tree of earlier prompts, evicted or not; here the cached prefix comes
+    from the proxy's mirror or the KV events.
+    """
+    candidates = serving(snapshot)
+    loads = [candidate.requests for candidate in candidates]
+    lowest_load, highest_load = min(loads), max(loads)
+    cached = max(candidate.cached_tokens for candidate in candidates)
+    scores = [float(load) for load in loads]
+    if (
+        highest_load - lowest_load > parameters.balance_requests
+        and highest_load > parameters.balance_factor * lowest_load
+    ):
+        reason = "uneven load: the least"
+    elif cached > parameters.match_share * request.prompt_tokens:
+        reason = "longest cached prefix"
+        scores = [-float(candidate.cached_tokens) for candidate in candidates]
+    else:
+        reason = "little is cached: the least load"
+    return least(candidates, scores, snapshot, reason)
+
+
+class WeightedParameters(Parameters, frozen=True):
+    """Weights of the three scores."""
+
+    prefix: float = 3.0
+    queue: float = 2.0
+    kv: float = 2.0
+
+
+def decide_weighted(
+    request: RequestInfo, snapshot: Snapshot, parameters: WeightedParameters
+) -> Decision:
+    """Choose by a sum of three scores between 0 and 1, each with its weight.
+
+    - prefix: the share of the prompt that is cached there;
+    - queue: 1 for the instance with the fewest requests in flight, 0 for the most;
+    - kv: the share of its KV that no request in flight takes; 1 if its size is unknown.
+
+    llm-d's router scores so by default, with these weights. Its queue counts the
+    requests that wait in vLLM, which it reads from the instances' metrics; this proxy
+    reads none.
+    """
+    candidates = serving(snapshot)
+    most = max(candidate.requests for candidate in candidates)
+    spread = max(1, most - min(candidate.requests for candidate in candidates))
+    # Lower is better in a decision.
+    scores = [
+        -(
+            parameters.prefix
+            * min(1.0, candidate.cached_tokens / max(1, request.prompt_tokens))
+            + parameters.queue * (most - candidate.requests) / spread
+            + parameters.kv * _free_kv(candidate)
+        )
+        for candidate in candidates
+    ]
+    return least(candidates, scores, snapshot, "highest weighted score")
+
+
+def _free_kv(candidate: Candidate) -> float:
+    if not candidate.kv_tokens:
+        return 1.0
+    return max(0.0, 1 - candidate.ongoing_tokens / candidate.kv_tokens)
+
+
+POLICIES = {
+    "round_robin": Policy(decide_round_robin, Parameters, sees_caches=False),
+    "load_only": Policy(decide_load_only, Parameters, sees_caches=False),
+    "linear": Policy(decide_linear, LinearParameters),
+    "lmetric": Policy(decide_lmetric, Parameters),
+    "session_hash": Policy(decide_session_hash, Parameters, sees_caches=False),
+    "cache_aware": Policy(decide_cache_aware, CacheAwareParameters),
+    "weighted": Policy(decide_weighted, WeightedParameters),
+}

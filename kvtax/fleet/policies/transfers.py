@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that move KV between instances, or let an instance read a peer's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .decision import (
+    HEAVY_ABOVE_TOKENS,
+    HUGE_ABOVE_TOKENS,
+    WARM_BELOW_TOKENS,
+    Candidate,
+    Decision,
+    NoInstance,
+    Parameters,
+    Policy,
+    RequestInfo,
+    Snapshot,
+    has_room,
+    least,
+    lowest,
+    new_tokens,
+    placed,
+    serving,
+)
+from .placement import LinearParameters, decide_linear
+
+
+class PdSepParameters(Parameters, frozen=True):
+    """Limits of a transfer, as in elastic."""
+
+    prefill_timeout_s: float | None = None
+    kv_share: float = 0.9
+
+
+def decide_pd_sep(
+    request: RequestInfo, snapshot: Snapshot, parameters: PdSepParameters
+) -> Decision:
+    """Prefill every prompt in one fixed pool and decode in the other.
+
+    Decode: the instance of role `decode` with the fewest ongoing tokens. Prefill: that
+    of role `prefill` with the fewest tokens to compute before ours are done, its
+    pending prefill tokens + the request's new tokens there. Without a healthy prefill
+    instance, or where no decode instance has room for the KV to arrive, the decode
+    instance does both. DistServe (arXiv:2401.09670) and Splitwise (arXiv:2311.18677)
+    are where the pools come from. Raises NoInstance without a decode instance.
+    """
+    decode = [
+        candidate for candidate in snapshot.candidates if candidate.role == "decode"
+    ]
+    prefill = [
+        candidate for candidate in snapshot.candidates if candidate.role == "prefill"
+    ]
+    if not decode:
+        raise NoInstance("no healthy instance of role decode")
+    with_room = [
+        candidate
+        for candidate in decode
+        if has_room(request, candidate, parameters.kv_share)
+    ]
+    reason = "least load of each pool"
+    if not prefill:
+        reason = "no healthy prefill instance: co-located"
+    elif not with_room:
+        reason = "no room for KV to arrive: co-located"
+    pool = with_room or decode
+    scores = [float(candidate.ongoing_tokens) for candidate in pool]
+    decision = least(pool, scores, snapshot, reason)
+    if not (prefill and with_room):
+        return decision
+    source = _least_prefill(request, prefill, snapshot)
+    return msgspec.structs.replace(
+        decision, prefill=source.name, prefill_timeout_s=parameters.prefill_timeout_s
+    )
+
+
+def _least_prefill(
+    request: RequestInfo, pool: list[Candidate], snapshot: Snapshot
+) -> Candidate:
+    """Return the instance that would finish the prompt's prefill first."""
+    work = [
+        float(candidate.pending_prefill_tokens + new_tokens(request, candidate))
+        for candidate in pool
+    ]
+    return pool[lowest(pool, work, snapshot.arrivals)]
+
+
+class ElasticParameters(LinearParameters, frozen=True):
+    """linear's parameters; limits in new tokens; the most offloads under way; the share
+    of an instance's KV that may be in flight for more to arrive.
+    """
+
+    warm_tokens: int = WARM_BELOW_TOKENS
+    heavy_tokens: int = HEAVY_ABOVE_TOKENS
+    max_offloads: int = 2
+    prefill_on: Literal["least_prefill", "in_turn"] = "least_prefill"
+    prefill_timeout_s: float | None = None
+    kv_share: float = 0.9
+
+
+class ElasticStudyParameters(ElasticParameters, frozen=True):
+    """elastic's parameters with the constants of the reference study: four offloads
+    under way (it had eight instances), prefill in turn, 120 s for a prefill.
+    """
+
+    max_offloads: int = 4
+    prefill_on: Literal["least_prefill", "in_turn"] = "in_turn"
+    prefill_timeout_s: float | None = 120.0
+
+
+def decide_elastic(
+    request: RequestInfo, snapshot: Snapshot, parameters: ElasticParameters
+) -> Decision:
+    """Place like linear, but prefill a heavy prompt on another instance.
+
+    With new = prompt tokens - cached tokens at the instance that linear chooses: WARM
+    below `warm_tokens`, MEDIUM up to `heavy_tokens`, HEAVY above (HUGE above 50,000).
+    WARM and MEDIUM prefill where they decode. A HEAVY or HUGE prompt prefills on
+    another instance, and its KV moves: by `prefill_on` the one with the fewest pending
+    prefill tokens + new tokens there, or the next in turn. It stays where it decodes if
+    `max_offloads` are under way, if there is no room for its KV to arrive, or if that
+    other instance is overloaded: more prefill tokens pending there than here, new ones
+    included.
+    """
+    chosen = decide_linear(request, snapshot, parameters)
+    here = _candidate(snapshot.candidates, chosen.instance)
+    new = new_tokens(request, here)
+    if new < parameters.warm_tokens:
+        return msgspec.structs.replace(chosen, kind="WARM")
+    if new <= parameters.heavy_tokens:
+        return msgspec.structs.replace(chosen, kind="MEDIUM")
+
+    kind = "HUGE" if new > max(parameters.heavy_tokens, HUGE_ABOVE_TOKENS) else "HEAVY"
+
+    def co_located(why: str) -> Decision:
+        return msgspec.structs.replace(
+            chosen, kind=kind, reason=f"{why}: not offloaded"
+        )
+
+    others = [
+        candidate
+        for candidate in snapshot.candidates
+        if candidate is not here and candidate.role != "decode"
+    ]
+    if not others:
+        return co_located("no other prefill instance")
+    if snapshot.offloads >= parameters.max_offloads:
+        return co_located(f"{snapshot.offloads} offloads under way")
+    if not has_room(request, here, parameters.kv_share):
+        return co_located(f"{here.name} has no room for KV to arrive")
+    if parameters.prefill_on == "in_turn":
+        source = others[snapshot.offloaded % len(others)]
+    else:
+        source = _least_prefill(request, others, snapshot)
+    if source.pending_prefill_tokens > here.pending_prefill_tokens + new:
+        return co_located(f"{source.name} is overloaded")
+    return msgspec.structs.replace(
+        chosen,
+        kind=kind,
+        prefill=source.name,
+        reason="heavy: offloaded",
+        prefill_timeout_s=parameters.prefill_timeout_s,
+    )
+
+
+def _candidate(candidates: list[Candidate], name: str) -> Candidate:
+    return next(candidate for candidate in candidates if candidate.name == name)
+
+
+class MigrateParameters(LinearParameters, frozen=True):
+    """linear's parameters; when to move; limits of a transfer, as in elastic."""
+
+    every_turns: int = 10
+    grown_tokens: int = 20_000
+    max_offloads: int = 2
+    prefill_timeout_s: float | None = None
+    kv_share: float = 0.9
+
+
+def decide_migrate(
+    request: RequestInfo, snapshot: Snapshot, parameters: MigrateParameters
+) -> Decision:
+    """Place like linear, but move sessions on, with their KV, as they grow.
+
+    A session is due to leave its instance before every `every_turns`-th turn there, or
+    when its prompt has grown by `grown_tokens` there; 0 is never. It then goes to the
+    instance with the fewest ongoing tokens, if these are fewer than where it is: it
+    decodes and stays there, while the prompt is prefilled where its cache is, and its
+    KV moves once. It stays if no instance has less to do and room for the KV, or if
+    `max_offloads` prefills for another instance are under way.
+
+    A move costs the transfer of the prompt's KV and the time of the hand-over; it gains
+    the difference of the ongoing tokens, which the snapshot has.
+    """
+    chosen = decide_linear(request, snapshot, parameters)
+    why = _move_reason(request, snapshot, parameters)
+    if why is None or chosen.instance != snapshot.pinned:
+        return chosen
+
+    def stays(because: str) -> Decision:
+        return msgspec.structs.replace(chosen, reason=f"pinned: {why}, but {because}")
+
+    if snapshot.offloads >= parameters.max_offloads:
+        return stays(f"{snapshot.offloads} offloads under way")
+    targets = [
+        candidate
+        for candidate in serving(snapshot)
+        if candidate.name == chosen.instance
+        or has_room(request, candidate, parameters.kv_share)
+    ]
+    loads = [float(candidate.ongoing_tokens) for candidate in targets]
+    best = lowest(targets, loads, snapshot.arrivals)
+    here = _candidate(targets, chosen.instance)
+    if targets[best].ongoing_tokens >= here.ongoing_tokens:
+        return stays("nobody has less to do and room")
+    if here.role == "decode":
+        return stays("its instance does not prefill")
+    return msgspec.structs.replace(
+        placed(targets, loads, best, f"{why}: moved"),
+        prefill=here.name,
+        moves_from=here.name,
+        prefill_timeout_s=parameters.prefill_timeout_s,
+    )
+
+
+def _move_reason(
+    request: RequestInfo, snapshot: Snapshot, parameters: MigrateParameters
+) -> str | None:
+    """Return why the session should leave its instance, if it should."""
+    if 0 < parameters.every_turns <= snapshot.pinned_turns:
+        return f"{snapshot.pinned_turns} turns there"
+    if snapshot.pinned_at_tokens is not None:
+        grown = request.prompt_tokens - snapshot.pinned_at_tokens
+        if 0 < parameters.grown_tokens <= grown:
+            return f"{grown} tokens longer"
+    return None
+
+
+class DirectReadParameters(LinearParameters, frozen=True):
+    """linear's parameters, and the smallest gain that is worth a look-up."""
+
+    min_gain_tokens: int = 512
+
+
+def decide_direct_read(
+    request: RequestInfo, snapshot: Snapshot, parameters: DirectReadParameters
+) -> Decision:
+    """Place like linear, and name a peer that has more of the prefix.
+
+    read_from = the other healthy instance with the longest cached prefix, if it is at
+    least `min_gain_tokens` longer than the chosen instance's. The chosen instance then
+    reads those blocks out of the peer's memory (connectors/direct_read) instead of
+    computing them. Ties go to the first in order: reading costs the peer next to
+    nothing.
+    """
+    chosen = decide_linear(request, snapshot, parameters)
+    here = _candidate(snapshot.candidates, chosen.instance)
+    peer = max(snapshot.candidates, key=lambda candidate: candidate.cached_tokens)
+    if peer.cached_tokens - here.cached_tokens < parameters.min_gain_tokens:
+        return chosen
+    return msgspec.structs.replace(chosen, read_from=peer.name)
+
+
+POLICIES = {
+    "pd_sep": Policy(decide_pd_sep, PdSepParameters, moves_kv=True, needs_pools=True),
+    "elastic": Policy(decide_elastic, ElasticParameters, moves_kv=True),
+    "elastic_study": Policy(decide_elastic, ElasticStudyParameters, moves_kv=True),
+    "migrate": Policy(decide_migrate, MigrateParameters, moves_kv=True),
+    "direct_read": Policy(decide_direct_read, DirectReadParameters, reads_peers=True),
+}

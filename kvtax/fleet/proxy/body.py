@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's body: the prompt as routing needs it, and the payloads for instances.
+
+Only the top level of the JSON is parsed; the prompt stays bytes, and the prompt of a
+chat is its tools, system prompt and messages in a row. Prefix keys are chained hashes
+of fixed-size pieces of these bytes, so that token ids, text and chats are routed alike.
+Keys live as long as this process: Python's own salted hash makes them (SipHash, 64
+bits), and a collision would be a wrong estimate, not a wrong answer.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from abc import ABC, abstractmethod
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from .apis import APIS, COMPLETIONS, UNREADABLE, Api
+
+# Bytes of a piece: 300 to 400 token ids, or 512 tokens of text. Half the size would be
+# twice as fine and cost a 33k-token prompt another 0.1 ms.
+PIECE_BYTES = 2048
+# Bytes of a token of text: typical of English text and code in common vocabularies.
+BYTES_PER_TOKEN = 4
+
+Form = Literal["ids", "text", "chat", "other"]
+Fields = dict[str, msgspec.Raw]
+# The request that an upstream sends: JSON over HTTP, a struct in virtual time.
+Payload = TypeVar("Payload")
+_encode = msgspec.json.encode
+_decode = msgspec.json.Decoder(Fields).decode
+_TRANSFER = "kv_transfer_params"
+_DECIDE_CACHE = ("model", "cache_salt", "previous_response_id")
+
+# Bytes of a prompt below which a parser is as fast as the search for an array of ids.
+_LONG_BYTES = 8192
+_NAME = b'"prompt"'
+_OPENS = re.compile(rb"\s*:\s*\[")
+# Stands for the array while the rest is parsed. No client can guess it: where it comes
+# out as the prompt, the array was the prompt and not part of something else.
+_PLACE = b"[%d]" % secrets.randbits(63)
+
+# vLLM leaves this header out (entrypoints/anthropic/serving.py, 0.18.1).
+BILLING = "x-anthropic-billing-header"
+_MARK = "cache_control"
+_HINTS = (_MARK.encode(), BILLING.encode())
+
+
+class BodyError(Exception):
+    """The body is no JSON object."""
+
+
+class RequestBody(ABC, Generic[Payload]):
+    """A request's prompt, and the payloads to send to instances.
+
+    `raw`: the payload without KV transfer. `session`: the session of a request that
+    names none itself. `fields`: the JSON of each field.
+    """
+
+    api: Api = APIS[COMPLETIONS]
+    session: str | None = None
+    raw: Payload
+    prompt: bytes
+    prompt_tokens: int
+    form: Form
+    fields: Fields
+    _has_computed_ids = False
+    _keys: list[int] | None = None
+
+    @abstractmethod
+    def with_transfer(self, params: dict[str, Any]) -> Payload:
+        """Return the payload with these kv_transfer_params."""
+
+    @abstractmethod
+    def prefill_only(self, params: dict[str, Any]) -> Payload:
+        """Return the payload that prefills the prompt and answers with one token."""
+
+    def take_ids(self, ids: bytes) -> None:
+        """Replace the prompt by its token ids, a JSON array."""
+        self.prompt, self._keys = ids, None
+        self.prompt_tokens = _commas(ids) + 1
+        self._has_computed_ids = True
+
+    @property
+    def has_ids(self) -> bool:
+        return self._has_computed_ids or self.form == "ids"
+
+    def text(self, field: str) -> bytes:
+        """Return a field's JSON, empty without the field."""
+        return bytes(self.fields.get(field, b""))
+
+    @property
+    def single(self) -> bool:
+        """Return whether one answer to one prompt is requested."""
+        single = self.text("n") in (b"", b"1", b"null") and not self.text("best_of")
+        return single and self.form != "other" and not self.text("use_beam_search")
+
+    def tokens_in(self, pieces: int) -> int:
+        """Return the tokens in the first `pieces` pieces, all but the last at most.
+
+        vLLM computes at least the last token of a prompt, whatever it has cached.
+        """
+        end = pieces * PIECE_BYTES
+        tokens = _commas(self.prompt[:end]) if self.has_ids else end // BYTES_PER_TOKEN
+        return min(tokens, self.prompt_tokens - 1)
+
+    def keys(self) -> list[int]:
+        """Return the keys of the prompt's whole pieces.
+
+        The first key includes whatever else decides what is cached: the model, the
+        salt, and the answer that the prompt continues.
+        """
+        if self._keys is None:
+            self._keys = self._chained()
+        return self._keys
+
+    def _chained(self) -> list[int]:
+        prompt = self.prompt
+        key = hash(tuple(map(self.text, _DECIDE_CACHE)))
+        keys = []
+        for start in range(0, len(prompt) - PIECE_BYTES + 1, PIECE_BYTES):
+            key = hash((key, prompt[start : start + PIECE_BYTES]))
+            keys.append(key)
+        return keys
+
+
+class Body(RequestBody[bytes]):
+    """A JSON body; `raw` is the client's bytes, without fields that it must not set."""
+
+    def __init__(self, raw: bytes, api: Api = APIS[COMPLETIONS]) -> None:
+        """Read the body of a request to `api`. Raises BodyError."""
+        self.api = api
+        is_chat = api.path != COMPLETIONS
+        try:
+            self.fields = top_level(raw)
+            self.raw = _encode(self.fields) if self._strip() else raw
+            parts = [self.text(name) for name in api.prompt]
+            self.prompt = b"".join(map(normalize_chat, parts) if is_chat else parts)
+        except msgspec.ValidationError:
+            raise BodyError("the body is no JSON object") from None
+        except UNREADABLE as error:
+            raise BodyError(f"the body is no valid JSON: {error}") from None
+        self.form = "chat" if is_chat else _form_of(self.prompt)
+        if self.has_ids:
+            self.prompt_tokens = _commas(self.prompt) + 1
+        else:
+            self.prompt_tokens = len(self.prompt) // BYTES_PER_TOKEN + 1
+
+    def with_transfer(self, params: dict[str, Any]) -> bytes:
+        return _encode({**self.fields, _TRANSFER: params})
+
+    def prefill_only(self, params: dict[str, Any]) -> bytes:
+        left_out = ("stream_options", "min_tokens", "max_completion_tokens")
+        fields: dict[str, Any] = {
+            name: value for name, value in self.fields.items() if name not in left_out
+        }
+        if self.form == "chat":
+            fields["max_completion_tokens"] = 1
+        return _encode({**fields, "max_tokens": 1, "stream": False, _TRANSFER: params})
+
+    def _strip(self) -> bool:
+        """Remove kv_transfer_params; return whether there were any.
+
+        A client that could set them could make an instance connect anywhere. vLLM also
+        takes them from `vllm_xargs`.
+        """
+        had_params = self.fields.pop(_TRANSFER, None) is not None
+        extra = self.fields.get("vllm_xargs")
+        if extra is None:
+            return had_params
+        try:
+            arguments = _decode(extra)
+        except msgspec.DecodeError:
+            return had_params
+        if arguments.pop(_TRANSFER, None) is None:
+            return had_params
+        self.fields["vllm_xargs"] = msgspec.Raw(_encode(arguments))
+        return True
+
+
+def top_level(raw: bytes) -> Fields:
+    """Parse the top level of a JSON object; each value stays bytes.
+
+    A parser reads token ids digit by digit. A long array of them is found by searches
+    at the speed of memory, taken out, and the rest is parsed: a long `prompt` of only
+    digits, commas, points, signs and blanks is taken for an array of ids, and errors
+    inside it are the instance's to refuse.
+
+    Raises one of UNREADABLE, of which msgspec.ValidationError means: no object.
+    """
+    span = _long_ids(raw) if len(raw) >= _LONG_BYTES else None
+    if span is not None:
+        start, end = span
+        fields = _decode(raw[:start] + _PLACE + raw[end:])
+        if bytes(fields.get("prompt", b"")) == _PLACE:
+            fields["prompt"] = msgspec.Raw(memoryview(raw)[start:end])
+            return fields
+    return _decode(raw)
+
+
+def _long_ids(raw: bytes) -> tuple[int, int] | None:
+    """Return the span of the first prompt's array, brackets included.
+
+    None if there is no such array, or if it holds anything else than numbers.
+    """
+    name = raw.find(_NAME)
+    opens = _OPENS.match(raw, name + len(_NAME)) if name >= 0 else None
+    if opens is None:
+        return None
+    start, end = opens.end() - 1, raw.find(b"]", opens.end()) + 1
+    if end - start < _LONG_BYTES:
+        return None
+    inside = np.frombuffer(raw, np.uint8, end - start - 2, start + 1)
+    # All from "," to "9": these two, "-", "." and "/". Below "," it wraps around.
+    numbers = np.count_nonzero(inside - np.uint8(ord(",")) <= ord("9") - ord(","))
+    blanks = np.count_nonzero(inside == ord(" ")) if numbers < len(inside) else 0
+    return (start, end) if numbers + blanks == len(inside) else None
+
+
+def normalize_chat(raw: bytes) -> bytes:
+    """Remove from a part of a chat what changes each turn and no model sees.
+
+    Anthropic's clients mark the newest messages with `cache_control`, and move the
+    marks with each turn. Claude Code begins its system prompt with a billing header
+    that has a hash of the request. Raises one of UNREADABLE.
+    """
+    if not any(hint in raw for hint in _HINTS):
+        return raw
+    return _encode(_normalized(msgspec.json.decode(raw)))
+
+
+def _normalized(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: _normalized(part) for name, part in value.items() if name != _MARK
+        }
+    if isinstance(value, list):
+        return [_normalized(part) for part in value if not _is_billing(part)]
+    return value
+
+
+def _is_billing(block: Any) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(BILLING)
+
+
+def _commas(prompt: bytes) -> int:
+    if len(prompt) < 4096:
+        return prompt.count(b",")
+    # Four times as fast as bytes.count.
+    return int(np.count_nonzero(np.frombuffer(prompt, np.uint8) == ord(",")))
+
+
+def _form_of(prompt: bytes) -> Form:
+    start = prompt[:64].lstrip()
+    if start.startswith(b'"'):
+        return "text"
+    inside = start[1:].lstrip()[:1]
+    return "ids" if start.startswith(b"[") and inside.isdigit() else "other"

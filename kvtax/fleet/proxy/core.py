@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy without HTTP, by any clock: each request from its arrival to its end line.
+
+`service.py` puts it behind a port; in virtual time it routes to simulated instances.
+
+An answer is passed on byte for byte, without parsing events: the first chunk is the
+first token, and tokens, errors and the end are found as bytes. A stream that breaks
+off, or ends without its API's end mark ([DONE], for example), ends for the client with
+an error event; so does a stream that is cancelled because the proxy stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+from time import monotonic_ns
+from typing import Generic
+
+from kvtax.fleet.policies import NoInstance, parameters_of
+from kvtax.records.instances import Instance
+
+from .apis import APIS
+from .body import Payload
+from .decision_log import DecisionLog
+from .exchange import Client, Exchange
+from .health import Health
+from .http_server import ClientStalled
+from .kvindexd import Exact
+from .loads import FleetLoad, Seat
+from .offload import UNTRIED, GivenUp, Offloader
+from .router import Mirror, Route, Router
+from .session_affinity import Pins
+from .settings import Settings
+from .upstream import Answer, Failure, Unreachable, Upstream
+
+# Seconds for clients that read slowly to take the error when the proxy stops.
+STOP_GRACE_S = 1.0
+STOPPED = "the proxy was stopped"
+# Bytes before a chunk that are searched with it: no mark in apis.py is longer.
+_TAIL = 32
+log = logging.getLogger(__name__)
+
+
+class Core(Generic[Payload]):
+    """Answers completion requests; decides, counts and remembers.
+
+    `settings` are resolved. `exact` is None without `--kvindexd`, `seat` for a proxy of
+    one process. `ended` counts requests by (instance, status); `failed_open` counts
+    decisions that took ejected instances for healthy, because no other was left.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        settings: Settings,
+        upstream: Upstream[Payload],
+        decisions: DecisionLog,
+        exact: Exact[Payload] | None = None,
+        now_ns: Callable[[], int] = monotonic_ns,
+        seat: Seat | None = None,
+    ) -> None:
+        self.instances = {instance.name: instance for instance in instances}
+        rows = () if seat is None else (seat.shared.loads, seat.place)
+        self.loads = FleetLoad(self.instances, *rows)
+        self.health = Health(instances, self._on_health, now_ns)
+        self.mirror = Mirror(len(instances), settings.mirror_tokens)
+        self.router = Router(
+            instances,
+            settings.policy,
+            parameters_of(settings.policy, settings.parameters),
+            self.mirror,
+            self.loads,
+            Pins() if seat is None else seat.shared.pins,
+            decisions,
+            now_ns,
+        )
+        self.offloader = Offloader(
+            upstream,
+            self.loads,
+            self.health,
+            settings.prefill_timeout_s,
+            settings.handover_timeout_s,
+            now_ns,
+        )
+        self._upstream = upstream
+        self._exact = exact
+        self._decisions = decisions
+        self._now_ns = now_ns
+        self._numbers = count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.stopping = False
+        self.ended: Counter[tuple[str | None, str]] = Counter()
+        self.failed_open = 0
+
+    def _on_health(self, name: str, healthy: bool) -> None:
+        """Empty the mirror of an ejected instance: it may restart without a cache."""
+        if not healthy:
+            self.mirror.clear(list(self.instances).index(name))
+
+    async def handle(self, client: Client[Payload]) -> None:
+        """Answer a request to one of the APIs."""
+        exchange = Exchange(client, next(self._numbers))
+        end = exchange.end
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await self._answer(exchange)
+        except Failure as failure:
+            self._refuse(exchange, failure)
+        except (asyncio.CancelledError, ConnectionResetError) as error:
+            if self.stopping:
+                end.status, end.error = "proxy_stopped", STOPPED
+                client.refuse(Failure(503, None, STOPPED))
+                return
+            if end.status is None:
+                stalled = isinstance(error, ClientStalled)
+                end.status, end.error = "client_gone", str(error) if stalled else None
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        except Exception as error:
+            log.exception("request %s", end.id)
+            message = f"the proxy failed: {type(error).__name__}: {error}"
+            self._refuse(exchange, Failure(500, None, message))
+        finally:
+            self._tasks.discard(task)
+            self._decisions.ended(end)
+            self.ended[end.instance, str(end.status)] += 1
+
+    async def stop(self) -> None:
+        """End the requests in flight, each with an error and an end line."""
+        self.stopping = True
+        for _ in range(2):
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=STOP_GRACE_S)
+
+    def _refuse(self, exchange: Exchange[Payload], failure: Failure) -> None:
+        end = exchange.end
+        refused = failure.status < 500 or failure.instance is None
+        end.status = "refused" if refused else "failed"
+        end.error, end.http_status = str(failure), failure.status
+        exchange.client.refuse(failure)
+
+    async def _answer(self, exchange: Exchange[Payload]) -> None:
+        await exchange.read_body()
+        if self._exact is not None:
+            exchange.cached_tokens = await self._exact.cached_tokens(exchange.body)
+        tried: set[str] = set()
+        for attempt in (0, 1):
+            route = self._route(exchange, attempt, tried)
+            name = route.decision.instance
+            try:
+                with self.loads.flight(name, route.prompt_tokens) as exchange.flight:
+                    await self._relay(exchange)
+                    return
+            except Failure as error:
+                self.health.failed(error)
+                tried.add(name)
+                another = attempt == 0 and len(tried) < len(self.instances)
+                if not (another and isinstance(error, Unreachable)):
+                    raise
+        raise AssertionError
+
+    def _route(
+        self, exchange: Exchange[Payload], attempt: int, tried: set[str]
+    ) -> Route:
+        """Choose an instance that is not in `tried`; note it in the exchange."""
+        try:
+            route = self._open_route(exchange, attempt, tried)
+        except NoInstance as error:
+            raise Failure(503, None, str(error)) from None
+        exchange.route, exchange.end.instance = route, route.decision.instance
+        return route
+
+    def _open_route(
+        self, exchange: Exchange[Payload], attempt: int, tried: set[str]
+    ) -> Route:
+        """Choose a healthy instance; if there is none, choose as if none were ejected.
+
+        An ejection is a guess, and no other instance is left. Raises NoInstance.
+        """
+        request = exchange.end, exchange.body, exchange.cached_tokens, attempt
+        try:
+            return self.router.route(*request, tried | self.health.ejected)
+        except NoInstance:
+            route = self.router.route(*request, tried)
+            self.failed_open += 1
+            return route
+
+    async def _relay(self, exchange: Exchange[Payload]) -> None:
+        answer = await self._request(exchange)
+        try:
+            await relay(exchange, answer, lambda: self.stopping, self._now_ns())
+        finally:
+            answer.close()
+            if answer.lost is not None:
+                self.health.failed(answer.lost)
+        if exchange.end.status == "ok":
+            self.health.succeeded(exchange.route.decision.instance)
+
+    async def _request(self, exchange: Exchange[Payload]) -> Answer:
+        """Return the instance's answer, once its first byte is here."""
+        decision = exchange.route.decision
+        d = self.instances[decision.instance]
+        if decision.prefill is not None:
+            p = self.instances[decision.prefill]
+            answer = await self._offload(exchange, p, d)
+            if answer is not None:
+                return answer
+        exchange.flight.prefills(exchange.route.new_tokens[d.name])
+        payload = exchange.body.raw
+        if decision.read_from is not None and exchange.body.api.transfers:
+            peer = self.instances[decision.read_from].direct_read
+            assert peer is not None  # settings.check
+            params = {"direct_read": {"host": peer.host, "port": peer.port}}
+            payload = exchange.body.with_transfer(params)
+        return await self._upstream.request(d, exchange.path, exchange.headers, payload)
+
+    async def _offload(
+        self, exchange: Exchange[Payload], p: Instance, d: Instance
+    ) -> Answer | None:
+        """Prefill on P and decode on D.
+
+        Returns None if D has to prefill itself; the end line's `fallback` says why.
+        """
+        end = exchange.end
+        try:
+            answer = await self.offloader.offload(exchange, p, d)
+        except GivenUp as error:
+            if error.failure not in UNTRIED:
+                log.warning("request %s: %s; prefill on %s", end.id, error, d.name)
+            end.fallback = str(error)
+            return None
+        end.prefill_instance = p.name
+        return answer
+
+
+async def relay(
+    exchange: Exchange[Payload],
+    answer: Answer,
+    stopping: Callable[[], bool],
+    now_ns: int,
+) -> None:
+    """Send an answer, begun `now_ns`, to the client; fill in the exchange's end line.
+
+    Raises ConnectionResetError if the client is gone, or takes nothing for too long.
+    """
+    end, headers, client = exchange.end, answer.headers, exchange.client
+    headers["X-Kvtax-Instance"] = str(end.instance)
+    if end.prefill_instance is not None:
+        headers["X-Kvtax-Prefill"] = end.prefill_instance
+    end.http_status = answer.status
+    end.first_byte_ns = now_ns
+    exchange.flight.first_token()
+    if not answer.streams:
+        end.status = "ok" if answer.status < 400 else "failed"
+        if end.status == "failed":
+            end.error = answer.first[:300].decode(errors="replace")
+        client.whole(answer.status, headers, answer.first)
+        return
+    await client.begin(answer.status, headers)
+    failure = None
+    try:
+        await _stream(exchange, answer)
+    except Failure as error:
+        end.status, failure = "failed", error
+    except asyncio.CancelledError:
+        if not stopping():
+            raise
+        end.status, failure = "proxy_stopped", Failure(502, end.instance, STOPPED)
+    if failure is not None:
+        end.error = str(failure)
+        await client.break_off(failure)
+    elif end.error is None:
+        end.status = "ok"
+    await client.end()
+
+
+async def _stream(exchange: Exchange[Payload], answer: Answer) -> None:
+    """Pass the chunks on as fast as the client takes them. Raises Failure.
+
+    A last chunk that is known to be the last goes out in one write with the end.
+    """
+    client, end = exchange.client, exchange.end
+    api, name = APIS[client.path], str(end.instance)
+    tail, ending, complete = b"\n", False, False
+    chunk = answer.first
+    while chunk:
+        joined = tail + chunk
+        events = joined.count(api.token) - tail.count(api.token)
+        exchange.flight.generated(events)
+        end.generated_tokens += events
+        if any(map(joined.__contains__, api.errors)):
+            end.status, end.error = "failed", f"{name} sent an error event"
+        ending = ending or any(map(joined.__contains__, api.ends))
+        tail = joined[-_TAIL:]
+        complete = ending and tail.endswith(b"\n\n")
+        if complete and end.error is None:
+            # Nothing is missing from here on: OpenAI's client hangs up after [DONE].
+            end.status = "ok"
+        if complete and answer.at_end:
+            await client.end(chunk)
+            return
+        await client.write(chunk)
+        chunk = await answer.chunk()
+    if not complete:
+        mark = api.ends[0].decode().partition(": ")[2]
+        raise Failure(502, name, f"{name} ended its answer without {mark}")

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request on its way through the proxy, and the client that sent it.
+
+Client is all that the rest of the proxy knows of a client: over HTTP, or in virtual
+time.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol
+
+import msgspec
+from multidict import CIMultiDict, MultiMapping
+
+from kvtax.records.decisions import DecisionEnd
+
+from .apis import APIS, COMPLETIONS, MESSAGES, RESPONSES
+from .body import Body, BodyError, Payload, RequestBody
+from .http_server import Request
+from .loads import Flight
+from .router import Route
+from .session_affinity import Sessions
+from .tokenizer import Tokens
+from .upstream import Failure, forwarded
+
+# From docs.anthropic.com/en/api/errors.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class Client(Protocol[Payload]):
+    """The sender of a request. Sending raises ConnectionResetError if it is gone."""
+
+    @property
+    def path(self) -> str:
+        """The path of the API."""
+
+    @property
+    def headers(self) -> MultiMapping[str]:
+        """The request's headers."""
+
+    async def body(self) -> RequestBody[Payload]:
+        """Read the body. Raises Failure if it is too large or no JSON object."""
+
+    def refuse(self, failure: Failure) -> None:
+        """Answer with an error, instead of anything else."""
+
+    def whole(self, status: int, headers: MultiMapping[str], body: bytes) -> None:
+        """Answer with all of `body`."""
+
+    async def begin(self, status: int, headers: MultiMapping[str]) -> None:
+        """Begin a stream."""
+
+    async def write(self, chunk: bytes) -> None:
+        """Send the stream's next chunk, as fast as the client takes it."""
+
+    async def end(self, chunk: bytes = b"") -> None:
+        """Send the stream's last chunk."""
+
+    async def break_off(self, failure: Failure) -> None:
+        """Send an error event in place of the rest; `end` follows."""
+
+
+class HttpClient:
+    """A Client over HTTP."""
+
+    def __init__(self, request: Request, sessions: Sessions, tokens: Tokens) -> None:
+        self._request = request
+        self._sessions = sessions
+        self._tokens = tokens
+        self.path = request.path
+        self.headers = request.headers
+
+    async def body(self) -> Body:
+        raw = read(self._request)
+        try:
+            body = Body(raw, APIS[self.path])
+        except BodyError as error:
+            raise Failure(400, None, str(error)) from None
+        # From the client's bytes: a template may write the history anew.
+        if "X-Session-Id" not in self.headers:
+            body.session = self._sessions.of(body)
+        await self._tokens.find(body)
+        return body
+
+    def refuse(self, failure: Failure) -> None:
+        answer_error(self._request, failure)
+
+    def whole(self, status: int, headers: MultiMapping[str], body: bytes) -> None:
+        self._request.whole(status, headers, body)
+
+    async def begin(self, status: int, headers: MultiMapping[str]) -> None:
+        self._request.begin(status, headers)
+
+    async def write(self, chunk: bytes) -> None:
+        self._request.write(chunk)
+        if self._request.connection.held_up:
+            await self._request.connection.taken()
+
+    async def end(self, chunk: bytes = b"") -> None:
+        self._request.end(chunk)
+        if self._request.connection.held_up:
+            await self._request.connection.taken()
+
+    async def break_off(self, failure: Failure) -> None:
+        # A blank line first, to end a torn event.
+        self._request.keep_alive = False
+        await self.write(b"\n\n" + error_event(failure, self.path))
+
+
+def read(request: Request) -> bytes:
+    """Return the request's body. Raises Failure if it is too large."""
+    if (limit := request.over_bytes) is not None:
+        raise Failure(413, None, f"the body is too large: at most {limit} bytes")
+    return request.body
+
+
+def error_json(error: Failure, path: str = COMPLETIONS) -> bytes:
+    """Encode an error as the API at `path` does, with the instance that failed."""
+    status, text = error.status, {"message": str(error), "instance": error.instance}
+    if path.startswith(MESSAGES):
+        kind = _ANTHROPIC_TYPES.get(status, "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, **text}})
+    openai = {**text, "type": "proxy_error", "param": None, "code": status}
+    return msgspec.json.encode({"error": openai})
+
+
+def error_event(error: Failure, path: str) -> bytes:
+    """Encode an error inside a stream of the API at `path`."""
+    data = error_json(error, path)
+    if path == RESPONSES:
+        # OpenAI's clients look for `error`, its documentation has a type and a message.
+        fields = {"type": "error", "message": str(error), "error": msgspec.Raw(data)}
+        data = msgspec.json.encode({**fields, **msgspec.json.decode(data)})
+    event = b"data: " + data + b"\n\n"
+    return b"event: error\n" + event if path in (MESSAGES, RESPONSES) else event
+
+
+def answer_json(request: Request, status: int, body: bytes) -> None:
+    """Answer with this JSON."""
+    request.whole(status, CIMultiDict({"Content-Type": "application/json"}), body)
+
+
+def answer_error(request: Request, failure: Failure) -> None:
+    """Answer with an error in the form of the request's API."""
+    answer_json(request, failure.status, error_json(failure, request.path))
+
+
+class Exchange(Generic[Payload]):
+    """A request from its arrival to its end.
+
+    `end`: its last line in the decision log, filled in on the way. `body`: there after
+    `read_body`. `cached_tokens`: tokens of the prompt that each instance has cached,
+    None where unknown. `route`, `flight`: there once an instance has been chosen; a
+    second attempt replaces them.
+    """
+
+    __slots__ = (
+        "body",
+        "cached_tokens",
+        "client",
+        "end",
+        "flight",
+        "headers",
+        "route",
+    )
+    body: RequestBody[Payload]
+    route: Route
+    flight: Flight
+
+    def __init__(self, client: Client[Payload], number: int) -> None:
+        self.client = client
+        self.headers = forwarded(client.headers)
+        self.cached_tokens: list[int] | None = None
+        self.end = DecisionEnd(
+            id=client.headers.get("X-Request-Id") or f"kvtax/{number}",
+            number=number,
+            session=client.headers.get("X-Session-Id"),
+        )
+
+    @property
+    def path(self) -> str:
+        return self.client.path
+
+    async def read_body(self) -> None:
+        """Read the body. Raises Failure if it is too large or no JSON object."""
+        self.body = await self.client.body()
+        if self.end.session is None:
+            self.end.session = self.body.session

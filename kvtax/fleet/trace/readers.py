@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a trace in any known format; its first line shows which.
+
+The two formats of public traces with one request per line are here.
+
+Mooncake (github.com/kvcache-ai/Mooncake, FAST25-release/traces) does not record
+sessions: every request is a session of one turn.
+
+Qwen-Bailian (github.com/alibaba-edu/qwen-bailian-usagetraces-anon) has chats that
+continue other chats. A session is a chain of `parent_chat_id`, named by the chat it
+began with. A second answer to the same chat begins a session, whose parent is the
+first's; so does a chat whose parent is not in the file. `turn` is counted anew for
+that reason. The trace does not record how long an answer took: a think time is the time
+since the turn before was sent, service time included. Ids need not extend those of the
+turn before: chat templates drop thinking tokens, and the last block's padding gets
+filled.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from os import PathLike
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvtax.fleet.trace import log, sessions, trace_file
+from kvtax.fleet.trace.log import body_of
+from kvtax.fleet.trace.log_prompt import CHARS_PER_TOKEN, Tokens
+from kvtax.fleet.trace.request import (
+    BlockHash,
+    Count,
+    Positive,
+    Request,
+    Seconds,
+    TraceError,
+    length_problem,
+)
+from kvtax.fleet.trace.trace_file import Lines
+
+FORMATS = ("own", "mooncake", "bailian", "sessions", "log")
+
+_ANY = msgspec.json.Decoder(dict[str, Any])
+
+
+def read_trace(
+    path: str | PathLike[str],
+    *,
+    format: str | None = None,
+    block_tokens: int | None = None,
+    session_interval_s: float = sessions.SESSION_INTERVAL_S,
+    share_prefix: bool = False,
+    chars_per_token: float = CHARS_PER_TOKEN,
+    tokenizer: str | PathLike[str] | None = None,
+) -> Iterator[Request]:
+    """Yield the requests of a trace file, plain or packed, in order of arrival.
+
+    `block_tokens` is for the formats that do not name it, `mooncake`, `bailian` and
+    `log`; `session_interval_s` and `share_prefix` are for `sessions`: see sessions.py.
+    `chars_per_token` and `tokenizer` are for `log`: see blocks.py.
+
+    Raises TraceError: the file, or something in it, is not what it should be. Raised
+    when the reader gets there: the requests before it are good.
+    """
+    lines = Lines(path)
+    rows = iter(lines)
+    first = next(rows, None)
+    if first is None:
+        raise TraceError(f"{path}: the file is empty: a trace has at least one line")
+    rows = itertools.chain([first], rows)
+    format = format or detect(lines, first)
+    if block_tokens is not None and format in ("own", "sessions"):
+        raise TraceError(
+            f"{path}: this format names its block size: leave --block-tokens out"
+        )
+    if tokenizer is not None and format != "log":
+        raise TraceError(f"{path}: it has its token counts: leave --tokenizer out")
+    if format == "own":
+        requests = trace_file.read(lines, rows)
+    elif format == "mooncake":
+        requests = _read_mooncake(lines, rows, block_tokens or MOONCAKE_BLOCK_TOKENS)
+    elif format == "bailian":
+        requests = _read_bailian(lines, rows, block_tokens or BAILIAN_BLOCK_TOKENS)
+    elif format == "log":
+        tokens = Tokens(chars_per_token, tokenizer)
+        requests = log.read(lines, rows, tokens, block_tokens or log.BLOCK_TOKENS)
+    elif format == "sessions":
+        yield from sessions.read(
+            lines, rows, interval_s=session_interval_s, share_prefix=share_prefix
+        )
+        return
+    else:
+        raise TraceError(f"format {format!r} is none of {', '.join(FORMATS)}")
+    yield from _checked(lines, requests)
+
+
+def detect(lines: Lines, first: bytes) -> str:
+    """Recognise the format of a trace by its first line.
+
+    Raises TraceError: no known format begins like this.
+    """
+    row = lines.decode(_ANY, first)
+    if "schema" in row:
+        return "own"
+    if "requests" in row:
+        return "sessions"
+    if body_of(row) is not None:
+        return "log"
+    if "chat_id" in row:
+        return "bailian"
+    if "timestamp" in row and "hash_ids" in row:
+        return "mooncake"
+    raise lines.error(
+        f"no known trace format begins with the fields {', '.join(row) or 'of nothing'}"
+        f": convert it to one of {', '.join(FORMATS)}"
+    )
+
+
+def _checked(lines: Lines, requests: Iterator[Request]) -> Iterator[Request]:
+    """Yield requests; refuse those out of order or of another block size."""
+    last_s, block_tokens = 0.0, None
+    for request in requests:
+        if request.arrival_s < last_s:
+            raise lines.error(
+                f"it arrives at {request.arrival_s} s, the one before at {last_s} s: "
+                "sort the file by arrival"
+            )
+        if block_tokens not in (None, request.block_tokens):
+            raise lines.error(
+                f"blocks of {request.block_tokens} tokens after blocks of "
+                f"{block_tokens}: a trace has one block size"
+            )
+        problem = length_problem(
+            len(request.hashes), request.block_tokens, request.input_tokens
+        )
+        if problem:
+            raise lines.error(problem)
+        last_s, block_tokens = request.arrival_s, request.block_tokens
+        yield request
+
+
+BAILIAN_BLOCK_TOKENS = 16  # the file names say so: _blksz_16
+
+
+class BailianRow(msgspec.Struct):
+    """A line; `type` (text, search, image, file) and `turn` are not needed."""
+
+    chat_id: int
+    timestamp: Seconds
+    input_length: Positive
+    output_length: Count
+    hash_ids: list[BlockHash]
+    parent_chat_id: int = -1  # none
+
+
+_BAILIAN_ROW = msgspec.json.Decoder(BailianRow)
+
+
+class _Chat(NamedTuple):
+    """The part of a chat that later chats refer to."""
+
+    session: str
+    turn: int
+    arrival_s: float
+
+
+def _read_bailian(
+    lines: Lines, rows: Iterator[bytes], block_tokens: int = BAILIAN_BLOCK_TOKENS
+) -> Iterator[Request]:
+    """Yield the requests of a trace. Memory: 300 bytes per request, for its children.
+
+    Raises TraceError: a line is not what it should be.
+    """
+    chats: dict[int, _Chat] = {}
+    continued: set[int] = set()
+    for line in rows:
+        row = lines.decode(_BAILIAN_ROW, line)
+        if row.chat_id in chats:
+            raise lines.error(f"chat_id {row.chat_id} is there twice: rename one")
+        before = chats.get(row.parent_chat_id)
+        think_s = parent = None
+        if before is None or row.parent_chat_id in continued:
+            chat = _Chat(str(row.chat_id), 0, row.timestamp)
+            parent = before and before.session
+        else:
+            continued.add(row.parent_chat_id)
+            chat = _Chat(before.session, before.turn + 1, row.timestamp)
+            think_s = max(0.0, row.timestamp - before.arrival_s)
+        chats[row.chat_id] = chat
+        yield Request(
+            arrival_s=row.timestamp,
+            session=chat.session,
+            turn=chat.turn,
+            input_tokens=row.input_length,
+            output_tokens=row.output_length,
+            hashes=row.hash_ids,
+            block_tokens=block_tokens,
+            think_s=think_s,
+            parent=parent,
+        )
+
+
+MOONCAKE_BLOCK_TOKENS = 512  # the traces do not name it
+
+
+class MooncakeRow(msgspec.Struct):
+    """A line."""
+
+    timestamp: Seconds  # milliseconds
+    input_length: Positive
+    output_length: Count
+    hash_ids: list[BlockHash]
+
+
+_MOONCAKE_ROW = msgspec.json.Decoder(MooncakeRow)
+
+
+def _read_mooncake(
+    lines: Lines, rows: Iterator[bytes], block_tokens: int = MOONCAKE_BLOCK_TOKENS
+) -> Iterator[Request]:
+    """Yield the requests of a trace.
+
+    Raises TraceError: a line is not what it should be.
+    """
+    for number, line in enumerate(rows):
+        row = lines.decode(_MOONCAKE_ROW, line)
+        yield Request(
+            arrival_s=row.timestamp / 1e3,
+            session=str(number),
+            turn=0,
+            input_tokens=row.input_length,
+            output_tokens=row.output_length,
+            hashes=row.hash_ids,
+            block_tokens=block_tokens,
+        )

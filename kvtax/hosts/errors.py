@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of work on hosts; to import them needs neither Ray nor fsspec."""
+
+
+class HostsError(Exception):
+    """The hosts cannot do the work; the message says why and what to do."""
+
+    exit_code = 3
+
+
+class HostLost(Exception):
+    """A host with a task is gone; the message says which and why."""
+
+
+class HostRefused(Exception):
+    """The host cannot do the work; the message says why."""
+
+
+class StoreError(Exception):
+    """The store is unusable or lacks a result; the message says which and why."""
+
+    exit_code = 3

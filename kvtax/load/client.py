@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request over HTTP: send it, read its stream, say how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from time import perf_counter_ns
+from typing import Generic, TypeVar
+
+import aiohttp
+from aiohttp.payload import BytesPayload
+
+from kvtax.load.plan import Plan
+from kvtax.load.sse import CompletionStream, StreamError, Usage
+from kvtax.records.requests import Outcome, RequestRecord
+
+Kind = TypeVar("Kind", bound=Outcome)
+
+# Below the 5 s after which vLLM closes an idle connection: a request that meets the
+# close half-way would fail for no fault of the server.
+KEEPALIVE_S = 2.0
+
+
+def allow_open_files() -> None:
+    """Allow as many sockets as there are requests in flight."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def open_session() -> aiohttp.ClientSession:
+    """Open a session in which no request waits for another (with TCP_NODELAY)."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+        skip_auto_headers=("User-Agent", "Accept-Encoding"),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+class _StampedBody(BytesPayload):
+    """Notes when the first byte of the body is handed to the socket."""
+
+    def __init__(self, body: bytes, record: Outcome) -> None:
+        super().__init__(body, content_type="application/json")
+        self._record = record
+
+    async def write_with_length(self, writer, content_length) -> None:
+        self._record.sent_ns = perf_counter_ns()
+        await super().write_with_length(writer, content_length)
+
+
+class Client(Generic[Kind]):
+    """Sends requests to one server and keeps a record of each, of one kind."""
+
+    stopped = "driver stopped"  # the error of a request that is cancelled
+    now_ns = staticmethod(perf_counter_ns)
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, timeout_s: float
+    ) -> None:
+        self._post = session.post
+        self._url = f"{url}/v1/completions"
+        self._timeout_s = timeout_s
+
+    async def request(
+        self, record: Kind, body: bytes, headers: dict[str, str] | None = None
+    ) -> None:
+        """Fill in the record to its end, whatever happens.
+
+        Only cancellation is raised on, with the record at "cancelled".
+        """
+        record.status = "failed"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._exchange(record, body, headers)
+            record.status = "ok"
+        except TimeoutError:
+            record.error = f"no complete answer within {self._timeout_s:g} s"
+        except asyncio.CancelledError:
+            record.status = "cancelled"
+            record.error = self.stopped
+            raise
+        except StreamError as error:
+            record.error = str(error)
+        except Exception as error:  # every request ends in a record
+            record.error = f"{type(error).__name__}: {error}"
+        finally:
+            if record.status != "ok":
+                record.end_ns = self.now_ns()
+
+    def take_head(self, record: Kind, response: aiohttp.ClientResponse) -> None:
+        """Note what the response's head says."""
+        record.http_status = response.status
+
+    def take_usage(self, record: Kind, usage: Usage) -> None:
+        """Note the server's token counts. Raises StreamError if they are wrong."""
+        raise NotImplementedError
+
+    def take_end(self, record: Kind, stream: CompletionStream) -> None:
+        """Note how the stream ended. Raises StreamError unless it ended well."""
+        usage = stream.usage()
+        record.end_ns = stream.last_token_ns
+        self.take_usage(record, usage)
+
+    async def _exchange(
+        self, record: Kind, body: bytes, headers: dict[str, str] | None
+    ) -> None:
+        stream = CompletionStream()
+        payload = _StampedBody(body, record)
+        async with self._post(self._url, data=payload, headers=headers) as response:
+            self.take_head(record, response)
+            if response.status != 200:
+                text = (await response.content.read(500)).decode(errors="replace")
+                raise StreamError(f"HTTP {response.status}: {text}")
+            try:
+                async for piece in response.content.iter_any():
+                    stream.feed(piece, perf_counter_ns())
+            finally:
+                record.first_token_ns = stream.first_token_ns
+        self.take_end(record, stream)
+
+
+class PlanClient(Client[RequestRecord]):
+    """Sends the requests of one plan."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, plan: Plan) -> None:
+        super().__init__(session, url, plan.request_timeout_s)
+        self._shapes = {phase.name: plan.shape(phase) for phase in plan.phases}
+
+    def take_usage(self, record: RequestRecord, usage: Usage) -> None:
+        record.output_tokens = usage.completion_tokens
+        usage.check(*self._shapes[record.phase])

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests as clients saw them, which shows the time outside the engine.
+
+Load generators record how long each request took, and send its id as `X-Request-Id`
+(kvtax.look.client_files). A client's request is the engine's that goes by this id and
+has as many prompt and output tokens: a prefill that was sent elsewhere, or a try that
+failed, goes by the same id and has other numbers. Where the client does not know what
+the server counted, it is the one with most output tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import polars as pl
+
+from kvtax.look.client_files import (
+    KINDS,
+    ClientRequest,
+    is_client_file,
+    read_client_file,
+)
+from kvtax.look.discover import ServerFiles, files_below
+from kvtax.look.instances import Instance
+from kvtax.look.requests import FILE
+from kvtax.records import RecordsError
+from kvtax.records.engine_requests import hashed_id, read_engine_requests
+from kvtax.records.parts import parts_of
+from kvtax.records.warning import RunWarning
+from kvtax.report.document import Cell
+
+SPANS = {"ttft": "client's TTFT", "e2e": "client's E2E"}
+SHARES = (0.5, 0.9, 0.99)
+TOKENS = ("prompt_tokens", "output_tokens")
+TIMES = ("client_ttft_us", "client_e2e_us")
+KEY: dict[str, type[pl.DataType]] = {"id": pl.String, **dict.fromkeys(TOKENS, pl.Int64)}
+SENT: dict[str, pl.DataType | type[pl.DataType]] = {
+    "client_id": pl.String,
+    "id": pl.List(pl.String),
+    **{f"client_{name}": pl.Int64 for name in TOKENS},
+    **dict.fromkeys(TIMES, pl.Float64),
+}
+OUTSIDE = ("client_id", *TIMES)
+
+
+@dataclass(frozen=True)
+class Clients:
+    """KEY and OUTSIDE of requests that clients sent to each instance, by its name."""
+
+    seen: dict[str, pl.DataFrame]
+    warnings: list[RunWarning]
+
+    def joined(self, instance: Instance) -> Instance:
+        """Add OUTSIDE to the requests of `instance`, null without a client."""
+        if instance.name not in self.seen:
+            return instance
+        requests = instance.requests.join(
+            self.seen[instance.name], on=[*KEY], how="left", maintain_order="left"
+        )
+        # A client measures from before a request's arrival to after its end.
+        shorter = pl.any_horizontal(
+            pl.col(f"client_{span}_us") < pl.col(f"{span}_us") for span in SPANS
+        ).fill_null(value=False)
+        doubtful = _warnings(
+            "",
+            client_shorter=(
+                requests.filter(shorter).height,
+                "{:,} requests took the client less time than the engine",
+                "Their client times are left out; is the client file of another run?",
+            ),
+        )
+        return replace(
+            instance,
+            requests=requests.with_columns(pl.when(~shorter).then(pl.col(*OUTSIDE))),
+            warnings=[*instance.warnings, *doubtful],
+        )
+
+
+def read_clients(folder: Path, found: Sequence[ServerFiles]) -> Clients:
+    """Read what clients of the instances `found` wrote below `folder`, or beside it."""
+    seen: dict[str, pl.DataFrame] = {}
+    warnings: list[RunWarning] = []
+    failed = unmatched = several = 0
+    unrecorded: set[str] = set()
+    for files, instances in _groups(folder, found):
+        sent, doubtful = _read(files)
+        warnings += doubtful
+        answered = sent.drop_nulls("client_e2e_us")
+        matched = _matched(answered, {one.path.parent for one in instances})
+        alone = matched.filter(
+            pl.col("client").is_unique(), pl.col("request").is_unique()
+        )
+        failed += sent.height - answered.height
+        unmatched += answered.height - matched["client"].n_unique()
+        several += matched["client"].n_unique() - alone.height
+        unrecorded |= {one.name for one in instances if not _has_requests(one)}
+        if alone.height:
+            seen |= {one.name: alone.select(*KEY, *OUTSIDE) for one in instances}
+    why = (
+        f"there is no {FILE} of {', '.join(sorted(unrecorded))}: record with today's "
+        "step_timing_v2"
+        if unrecorded
+        else "see whether what stands between passes X-Request-Id on"
+    )
+    warnings += _warnings(
+        "",
+        client_failed=(
+            failed,
+            "{:,} requests of clients were not answered in full",
+            "They are in no figure of the clients; see their `error`",
+        ),
+        client_unmatched=(
+            unmatched,
+            "{:,} requests of clients are none that an engine recorded",
+            f"Their time outside the engine is unknown; {why}",
+        ),
+        client_several=(
+            several,
+            "{:,} requests of clients may each be several that an engine recorded",
+            "They are left out; give each request an id of its own",
+        ),
+    )
+    return Clients(seen, warnings)
+
+
+def on_the_way_us(span: str) -> pl.Expr:
+    """Compute the client's wait outside the server, or before its tokens were sent."""
+    inside = pl.col("before_engine_us") + pl.col(f"{span}_us")
+    return pl.col(f"client_{span}_us") - inside
+
+
+def outside(requests: pl.DataFrame) -> list[list[Cell]]:
+    """Tabulate what clients waited for: its name; p50, p90 and p99 in ms.
+
+    Over the requests that a client recorded; empty if there are none.
+    """
+    if TIMES[0] not in requests.columns:
+        return []
+    rows = []
+    for span, whole in SPANS.items():
+        known = requests.drop_nulls(f"client_{span}_us")
+        if not known.height:
+            continue
+        parts = {
+            whole: pl.col(f"client_{span}_us"),
+            "of it before the engine": pl.col("before_engine_us"),
+            "of it in the engine": pl.col(f"{span}_us"),
+            "of it on the way": on_the_way_us(span),
+        }
+        for name, us in parts.items():
+            ms = known.select(us / 1e3).to_series()
+            rows.append([name, *(ms.quantile(share) for share in SHARES)])
+    return rows
+
+
+def _groups(
+    folder: Path, found: Sequence[ServerFiles]
+) -> Iterator[tuple[list[Path], list[ServerFiles]]]:
+    """Clients' files, and the instances that they tell of.
+
+    An instance's are in the nearest folder above it that has some: a sweep has a
+    driver for each server. Files above no instance tell of those that have none.
+    """
+    places: dict[Path, list[Path]] = {}
+    beside = (p for kind in KINDS for p in folder.resolve().parent.glob(kind))
+    below = (p for kind in KINDS for p in files_below(folder, kind))
+    for path in sorted({path.resolve() for path in (*beside, *below)}):
+        if path.is_file() and is_client_file(path):
+            places.setdefault(path.parent, []).append(path)
+    instances: dict[Path | None, list[ServerFiles]] = {None: []}
+    for one in found:
+        above = (place for place in one.path.resolve().parents if place in places)
+        instances.setdefault(next(above, None), []).append(one)
+    others = [
+        path for place in places if place not in instances for path in places[place]
+    ]
+    for place, told in instances.items():
+        if files := others if place is None else places[place]:
+            yield files, told
+
+
+def _has_requests(instance: ServerFiles) -> bool:
+    return any(part.is_file() for part in parts_of(instance.path.parent / FILE))
+
+
+def _read(files: Sequence[Path]) -> tuple[pl.DataFrame, list[RunWarning]]:
+    """Make a row per request of these clients; warn of what is wrong with the files."""
+    rows: list[ClientRequest] = []
+    warnings = []
+    for path in files:
+        try:
+            told = read_client_file(path)
+        except RecordsError as error:
+            remedy = "What this client saw is left out; see the file"
+            warnings.append(
+                RunWarning("client_unreadable", path.name, str(error), remedy)
+            )
+            continue
+        rows += told.requests
+        warnings += _warnings(
+            path.name,
+            torn_lines=(
+                told.torn_lines,
+                "torn last line left out",
+                "Nothing: a stopped writer leaves one",
+            ),
+            bad_lines=(
+                len(told.bad_lines),
+                f"{{:,}} bad lines left out, the first: {''.join(told.bad_lines[:1])}",
+                "See the file",
+            ),
+            client_without_id=(
+                told.without_id,
+                "{:,} requests have no id by which the server knows them",
+                told.remedy,
+            ),
+        )
+    table = pl.DataFrame(rows, SENT, orient="row", strict=False)
+    return table.with_row_index("client"), warnings
+
+
+def _matched(answered: pl.DataFrame, folders: set[Path]) -> pl.DataFrame:
+    """Pair each client's request with one that an engine recorded."""
+    recorded = pl.concat([pl.DataFrame(schema=KEY), *map(_recorded, sorted(folders))])
+    # An engine's header says which of the two its ids are.
+    sent = answered.explode("id")
+    sent = pl.concat([sent, sent.with_columns(_hashed(sent["id"]))])
+    pairs = recorded.with_row_index("request").join(sent, on="id")
+    equal = [
+        (pl.col(f"client_{name}") == pl.col(name)).fill_null(value=True)
+        for name in TOKENS
+    ]
+    most = pl.col("output_tokens").max().over("client")
+    counted = pl.col("client_output_tokens").is_not_null()
+    return pairs.filter(*equal).filter(counted | (pl.col("output_tokens") == most))
+
+
+def _hashed(ids: pl.Series) -> pl.Series:
+    return pl.Series("id", map(hashed_id, ids), pl.String)
+
+
+def _recorded(folder: Path) -> pl.DataFrame:
+    """Read KEY of the requests that ended; none where kvtax.look.requests warns."""
+    rows = []
+    with suppress(RecordsError):
+        records = read_engine_requests(folder / FILE, strict=False).records
+        rows = [
+            (one.id, one.prompt_tokens, one.output_tokens)
+            for one in records
+            if one.finished_ns is not None
+        ]
+    return pl.DataFrame(rows, KEY, orient="row", strict=False)
+
+
+def _warnings(place: str, **told: tuple[int, str, str]) -> list[RunWarning]:
+    """Make a warning of each kind whose count is above 0: count, message, remedy."""
+    return [
+        RunWarning(kind, place, message.format(count), remedy)
+        for kind, (count, message, remedy) in told.items()
+        if count
+    ]

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers whose records lie in a folder, and one clock for all of them.
+
+Records of many servers may exceed the memory, so servers are discovered first, and
+their steps are read one after the other.
+
+Records are of CLOCK_MONOTONIC, which the processes of a host share and hosts do not.
+Each file names its kernel and the wall clock at its beginning, so another host's
+moments can be shifted, as exactly as the two wall clocks agree.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvtax.records import RecordsError
+from kvtax.records.files import Lines, read_header
+from kvtax.records.parts import parts_of, whole
+from kvtax.records.step_table import StepFile
+from kvtax.records.steps import EngineHeader, first_step
+from kvtax.records.warning import RunWarning
+
+# Name of the folder that the recorder makes for each life of an engine.
+LIFE = re.compile(r"\d{8}T\d{6}\.\d+Z-(?P<host>.+)-dp(?P<rank>\d+)-(?P<pid>\d+)")
+
+
+@dataclass(frozen=True)
+class ServerFiles:
+    """One engine lifetime: its engine_step.jsonl, and when its first step began."""
+
+    name: str
+    path: Path
+    header: EngineHeader
+    first_ns: int | None
+
+    @property
+    def engine(self) -> str:
+        """Name the engine that had this life: the folder, its host and rank."""
+        life = LIFE.fullmatch(self.path.parent.name)
+        if life is None:
+            return self.name
+        engine = f"{life['host']}-dp{life['rank']}"
+        return self.name.removesuffix(self.path.parent.name) + engine
+
+
+def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
+    """All instances below `folder`, and what is wrong with those that cannot be read.
+
+    Raises RecordsError if there are no step records at all.
+    """
+    if not folder.is_dir():
+        raise RecordsError(f"{folder}: no such directory")
+    there = files_below(folder, "engine_step*.jsonl*")
+    paths = sorted({path for path in map(whole, there) if path.suffix == ".jsonl"})
+    if not paths:
+        raise RecordsError(
+            f"{folder}: no engine_step.jsonl here or below; was the server started "
+            "with KVTAX_STEP_RECORDS_DIR, and is its vLLM patched "
+            "(python apply_step_timing_v2.py --status)?"
+        )
+    found, warnings = [], []
+    for path in paths:
+        name = name_of(folder, path)
+        try:
+            found.append(_found(name, path))
+        except RecordsError as error:
+            warnings.append(unreadable(name, error))
+    releases = {one.header.vllm_version for one in found}
+    if len(releases) > 1:
+        listed = ", ".join(sorted(str(release) for release in releases))
+        warnings.append(
+            RunWarning(
+                "several_releases",
+                "",
+                f"the instances run different vLLM releases: {listed}",
+                "Compare instances of one release",
+            )
+        )
+    return found, warnings
+
+
+def files_below(folder: Path, pattern: str) -> list[Path]:
+    """Find the files whose names match; folders may be removed meanwhile."""
+    return sorted(
+        Path(parent, name)
+        for parent, folders, names in os.walk(folder)
+        for name in fnmatch.filter([*folders, *names], pattern)
+    )
+
+
+def name_of(folder: Path, path: Path) -> str:
+    """Name the instance of a file below `folder` by where the file lies."""
+    inside = path.parent.relative_to(folder)
+    name = str(inside) if inside.parts else folder.resolve().name
+    is_one_of_several = path.match("engine_step?*.jsonl")
+    return f"{name}/{path.stem}" if is_one_of_several else name
+
+
+def unreadable(
+    name: str, error: RecordsError | OSError, remedy: str = "The instance is left out"
+) -> RunWarning:
+    """Warn of an instance, or a file, that is not what it should be."""
+    return RunWarning("unreadable", name, str(error), f"{remedy}; see the file")
+
+
+def stranger(path: Path, why: str) -> RunWarning:
+    """Warn of a file that lies beside records to which it does not belong."""
+    remedy = (
+        "The file is left out; keep the records of each life in a folder of its own"
+    )
+    return RunWarning("another_life", path.name, f"{path}: {why}", remedy)
+
+
+def left_out(name: str, file: StepFile | Lines[Any]) -> list[RunWarning]:
+    """Warn of lines and parts of a file that are left out."""
+    warnings = []
+    if lines := file.torn_lines:
+        told = f"{lines} torn last line{'s'[: lines > 1]} left out"
+        remedy = "Nothing: a stopped writer leaves one"
+        warnings.append(RunWarning("torn_lines", name, told, remedy))
+    if file.bad:
+        first, *others = file.bad
+        more = f", and {len(others):,} more like it" if others else ""
+        remedy = "They are left out, the rest is shown; see the file"
+        warnings.append(RunWarning("bad_lines", name, f"{first}{more}", remedy))
+    return warnings
+
+
+def _found(name: str, path: Path) -> ServerFiles:
+    oldest, *newer = parts_of(path)
+    try:
+        header = read_header(oldest, EngineHeader)
+    except RecordsError:
+        if not newer:
+            raise
+        oldest, header = newer[0], read_header(newer[0], EngineHeader)
+    first = first_step(oldest)
+    return ServerFiles(name, path, header, None if first is None else first.t_ns)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """`shift_ns` by instance, to be added to its moments; `zero_ns` is the first step.
+
+    `unix_ns` is the wall clock at `zero_ns`, None where no file tells. `warnings` say
+    how far the clocks can be trusted; there are none if they are one.
+    """
+
+    zero_ns: int
+    shift_ns: dict[str, int]
+    unix_ns: int | None
+    warnings: tuple[RunWarning, ...] = ()
+
+    def since_zero_ns(self, name: str, t_ns: int) -> int:
+        """Shift a moment of the instance `name` to the common clock."""
+        return t_ns + self.shift_ns.get(name, 0) - self.zero_ns
+
+    @property
+    def utc(self) -> str:
+        """When the first step began, in words."""
+        if self.unix_ns is None:
+            return "at an unknown time"
+        moment = datetime.fromtimestamp(self.unix_ns / 1e9, UTC)
+        return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def common_clock(instances: Sequence[ServerFiles]) -> Clock:
+    """Take the clock of the first instance for all; only those with steps count."""
+    shown = [one for one in instances if one.first_ns is not None]
+    if not shown:
+        return Clock(0, {}, None)
+    first = shown[0]
+    ahead_ns = _ahead_ns(first)
+    shifts: dict[str, int] = {}
+    unknown, others = [], []
+    for one in shown:
+        shifts[one.name] = 0
+        if one.header.boot_id == first.header.boot_id is not None:
+            continue
+        own_ns = _ahead_ns(one)
+        if one is first:
+            continue
+        if own_ns is not None and ahead_ns is not None:
+            shifts[one.name] = own_ns - ahead_ns
+            others.append(one.name)
+        else:
+            unknown.append(one.name)
+    zero_ns = min((one.first_ns or 0) + shifts[one.name] for one in shown)
+    return Clock(
+        zero_ns,
+        shifts,
+        None if ahead_ns is None else zero_ns + ahead_ns,
+        _warnings(others, unknown),
+    )
+
+
+def _ahead_ns(instance: ServerFiles) -> int | None:
+    """Compute how far the wall clock is ahead of the instance's own."""
+    header = instance.header
+    if header.began_ns is None or header.began_unix_ns is None:
+        return None
+    return header.began_unix_ns - header.began_ns
+
+
+def _warnings(others: list[str], unknown: list[str]) -> tuple[RunWarning, ...]:
+    warnings = []
+    if others:
+        message = (
+            f"{', '.join(others)} ran on other hosts: moments are aligned by the wall "
+            "clocks, and are off by as much as these differ"
+        )
+        remedy = "Keep the hosts' clocks in step"
+        warnings.append(RunWarning("other_hosts", "", message, remedy))
+    if unknown:
+        message = (
+            f"{', '.join(unknown)} do not say which clock is theirs: their moments are "
+            "taken as those of one host"
+        )
+        remedy = "Apply the patches of today; older ones did not record it"
+        warnings.append(RunWarning("unknown_clock", "", message, remedy))
+    return tuple(warnings)

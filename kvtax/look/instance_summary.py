@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Summary of one instance, shared by terminal and page: costs, covariates, requests.
+
+A server's own traffic is no experiment: |cache|, running requests and context rise and
+fall together. So all covariates are fitted at once, on means over blocks of
+neighbouring steps, time among them, and a covariate that hardly moved, went one way
+only, or moved together with another, is reported as unknown. A slope shows that the
+cost moved with it, not that it is the reason: `kvtax sweep` measures that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from kvtax.look.clients import outside
+from kvtax.look.critical_path import exposed_per_step
+from kvtax.look.instances import Instance
+from kvtax.report.document import Cell
+from kvtax.stats import Estimate
+from kvtax.stats.distribution import as_float
+from kvtax.stats.least_squares import (
+    STRETCHES,
+    jackknifed_slopes,
+    share_explained_by_others,
+)
+
+BLOCK_STEPS = 50
+# Mean step over the time between two ends from which steps are called overlapping.
+MOST_ALONE = 1.05
+# Correlation with the other axes above which two cannot be told apart: a variance
+# inflation of 10 (Marquardt 1970).
+MOST_EXPLAINED = 0.9
+# Ways from the lowest to the highest quarter of its range, or back, that an axis must
+# have gone. What went one way is confounded with time: a machine that slows down, or
+# has spells, then looks like a cost. See test_slopes_of_nothing.
+FEWEST_SWINGS = 3
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A covariate of costs, and the units of its slope."""
+
+    column: str
+    per: float
+    unit: str
+    least_range: float
+
+
+AXES = {
+    "cache": Axis("cache_size", 1_000, "1,000 cached blocks", 500),
+    "running": Axis("running", 1, "running request", 3),
+    "context": Axis("used_blocks", 1_000, "1,000 blocks in use", 500),
+    "prefill": Axis("prefill_tokens", 1_000, "1,000 prompt tokens", 100),
+}
+
+
+def used_blocks(steps: pl.DataFrame) -> pl.DataFrame:
+    """Add `used_blocks`: what running requests hold, up to a constant."""
+    most = steps["free_blocks"].max()
+    return steps.with_columns(
+        (pl.lit(most) - pl.col("free_blocks")).alias("used_blocks")
+    )
+
+
+# Slope in us per step by axis, or why it is not known.
+Slopes = dict[str, Estimate | str]
+
+
+def moves(steps: pl.DataFrame, times: Sequence[str]) -> dict[str, Slopes]:
+    """For each of the columns `times`: the slope of its mean along each axis."""
+    blocks = _blocks(used_blocks(steps), times)
+    unknown = _unmoved(blocks)
+    axes = {name: axis for name, axis in AXES.items() if name not in unknown}
+    if not axes or not times:
+        return {time: {**unknown} for time in times}
+    columns = [blocks[axis.column].to_numpy() / axis.per for axis in axes.values()]
+    matrix = np.stack([*columns, np.linspace(0, 1, blocks.height)], axis=1)
+    together = share_explained_by_others(matrix) > MOST_EXPLAINED
+    for name in np.array([*axes])[together[:-1]]:
+        unknown[name] = "it moved together with the others"
+    told = {}
+    for time, slopes in zip(
+        times, jackknifed_slopes(matrix, blocks.select(times).to_numpy()), strict=True
+    ):
+        known = dict(zip(axes, slopes[:-1], strict=True)) | unknown
+        told[time] = {name: known[name] for name in AXES}
+    return told
+
+
+def _blocks(steps: pl.DataFrame, times: Sequence[str]) -> pl.DataFrame:
+    """Means over blocks of neighbouring steps."""
+    columns = [*times, *(axis.column for axis in AXES.values())]
+    number = (pl.int_range(pl.len()) // BLOCK_STEPS).set_sorted()
+    return (
+        steps.select(*columns, number.alias("block"))
+        .group_by("block", maintain_order=True)
+        .agg(pl.col(columns).mean())
+    )
+
+
+def _swings(column: pl.Series, least_range: float) -> int | None:
+    """Count the ways from low to high and back; None if the range is too small."""
+    low, high = (as_float(column.quantile(share)) for share in (0.05, 0.95))
+    if high - low < least_range:
+        return None
+    quarter = (high - low) / 4
+    values = column.to_numpy()
+    side = np.where(values < low + quarter, -1, np.where(values > high - quarter, 1, 0))
+    return int(np.count_nonzero(np.diff(side[side != 0])))
+
+
+def _unmoved(blocks: pl.DataFrame) -> dict[str, str]:
+    """Name the axes that say nothing about these blocks, and why."""
+    if blocks.height < 2 * STRETCHES:
+        return dict.fromkeys(AXES, f"fewer than {2 * STRETCHES * BLOCK_STEPS:,} steps")
+    told = {}
+    for name, axis in AXES.items():
+        column = blocks[axis.column]
+        if column.null_count():
+            told[name] = "not recorded"
+        elif (swings := _swings(column, axis.least_range)) is None:
+            told[name] = "it hardly changed"
+        elif swings < FEWEST_SWINGS:
+            told[name] = "it hardly went up and down, so time may be the reason"
+    return told
+
+
+PARTS = {
+    "model_us": "model",
+    "scheduler_us": "scheduler",
+    "connector_us": "connector",
+    "other_us": "other",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Times in us per step, over all steps; `share` of the time in which steps ran."""
+
+    name: str
+    column: str
+    calls_per_step: float | None
+    mean_us: float
+    p50_us: float
+    p99_us: float
+    most_us: float
+    share: float
+    exposed_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of one instance, the connector's among `parts` where it is known.
+
+    A step ended every `period_us` while any ran: less than a step takes, where steps
+    overlap. `connector_ms_per_s` is per second in which steps ran. `exposed_us` of a
+    part is what a device beside the host waited for it (kvtax.look.critical_path); None
+    where no device was recorded.
+    """
+
+    steps: int
+    seconds: float
+    period_us: float
+    step: Part
+    parts: list[Part]
+    methods: list[Part]
+
+    @property
+    def connector(self) -> Part | None:
+        return next((p for p in self.parts if p.column == "connector_us"), None)
+
+    @property
+    def connector_ms_per_s(self) -> float | None:
+        return 1e3 * self.connector.share if self.connector else None
+
+    @property
+    def overlap(self) -> str:
+        """Say in words how often steps ended; empty where they do not overlap."""
+        if self.step.mean_us < MOST_ALONE * self.period_us:
+            return ""
+        return f"steps overlap, one ended every {self.period_us:,.0f} µs"
+
+
+def cost(instance: Instance) -> Cost | None:
+    """Compute the cost, None without steps; the method that takes most comes first."""
+    steps = instance.steps
+    if not steps.height:
+        return None
+    covered_us = instance.covered_us or 1.0
+    felt_us = exposed_per_step(steps, instance.device)
+    known = [name for name in PARTS if steps[name].count()]
+    step, *parts = (
+        replace(_part(steps, name, covered_us), exposed_us=felt_us.get(name))
+        for name in ("step_us", *known, *instance.methods)
+    )
+    parts, methods = parts[: len(known)], parts[len(known) :]
+    # All time that is in no other part, as that of overlapping steps is in several.
+    *others, rest = parts
+    left = max(0.0, 1.0 - sum(part.share for part in others))
+    return Cost(
+        steps=steps.height,
+        seconds=(steps["end_ns"].max() - steps["t_ns"][0]) / 1e9,
+        period_us=covered_us / steps.height,
+        step=replace(step, share=1.0),
+        parts=[*others, replace(rest, share=left)],
+        methods=sorted(methods, key=lambda part: -part.mean_us),
+    )
+
+
+def _part(steps: pl.DataFrame, column: str, covered_us: float) -> Part:
+    us = steps[column]
+    p50_us, p99_us = quantiles(us, (0.5, 0.99))
+    calls = column.removesuffix("_us") + "_calls"
+    return Part(
+        name=PARTS.get(column, column.removesuffix("_us")),
+        column=column,
+        calls_per_step=(
+            as_float(steps[calls].mean()) if calls in steps.columns else None
+        ),
+        mean_us=as_float(us.mean()),
+        p50_us=p50_us,
+        p99_us=p99_us,
+        most_us=as_float(us.max()),
+        share=float(us.sum()) / covered_us,
+    )
+
+
+def quantiles(us: pl.Series, shares: Sequence[float]) -> list[float]:
+    """Find the values nearest to these quantiles, as Series.quantile does, of a column
+    without nulls. All at once takes half the time."""
+    at = [math.floor((len(us) - 1) * share + 0.5) for share in shares]
+    return [float(one) for one in np.partition(us.to_numpy(), at)[at]]
+
+
+def felt(requests: pl.DataFrame) -> dict[str, dict[str, float]]:
+    """Compute p50 and p99 of the connector's share of TTFT and of a request's time.
+
+    A request that waited 3 ms for the connector's calls, of 100 ms, felt 0.03.
+    """
+    told = {}
+    for span, whole in (("ttft", "ttft_us"), ("e2e", "e2e_us")):
+        column = f"{span}.connector_us"
+        if column not in requests.columns:
+            continue
+        share = (requests[column] / requests[whole]).drop_nulls()
+        if len(share):
+            told[span] = {
+                "p50": as_float(share.quantile(0.5)),
+                "p99": as_float(share.quantile(0.99)),
+            }
+    return told
+
+
+def waited_most(requests: pl.DataFrame, count: int) -> pl.DataFrame:
+    """Select the requests that waited longest for the connector, if that is known."""
+    known = "e2e.connector_us" in requests.columns
+    by = "e2e.connector_us" if known else "e2e_us"
+    return requests.sort(by, descending=True).head(count)
+
+
+@dataclass(frozen=True)
+class InstanceSummary:
+    """An instance and what was found of it; `cost` is None without steps.
+
+    `slopes` are by time: `connector_us` and each of the connector's methods, if there
+    are any. `felt` is
+    the connector's share of what requests waited for, `outside` what their clients did.
+    """
+
+    instance: Instance
+    cost: Cost | None
+    slopes: dict[str, Slopes]
+    felt: dict[str, dict[str, float]]
+    outside: list[list[Cell]]
+
+    @property
+    def title(self) -> str:
+        """Server and release, and how much of it was recorded."""
+        instance = self.instance
+        release = f"vLLM {instance.vllm_version or 'of unknown release'}"
+        if self.cost is None:
+            return f"{instance.name}: {release}, no steps"
+        every = instance.header.every
+        steps = f"{self.cost.steps:,} steps" + (
+            f", one in {every}," if every > 1 else ""
+        )
+        return (
+            f"{instance.name}: {release}, {steps} in {self.cost.seconds:,.0f} s, "
+            f"{instance.requests.height:,} requests"
+        )
+
+
+def summarise(instance: Instance) -> InstanceSummary:
+    """Compute everything that terminal and page show of the instance."""
+    times = ("connector_us", *instance.methods) if instance.methods else ()
+    return InstanceSummary(
+        instance,
+        cost(instance),
+        moves(instance.steps, times),
+        felt(instance.requests),
+        outside(instance.requests),
+    )

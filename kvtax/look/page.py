@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a folder of records: tables as in the terminal, and each moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import polars as pl
+
+from kvtax.look.clients import SHARES, on_the_way_us
+from kvtax.look.discover import Clock
+from kvtax.look.instance_summary import (
+    AXES,
+    PARTS,
+    Cost,
+    InstanceSummary,
+    Part,
+    waited_most,
+)
+from kvtax.look.instances import Instance
+from kvtax.look.lives import joined
+from kvtax.look.requests import STEP_PARTS, WAITS
+from kvtax.look.together import Together
+from kvtax.records.warning import RunWarning
+from kvtax.report import render
+from kvtax.report.document import (
+    Cell,
+    Flame,
+    Gauge,
+    Page,
+    Requests,
+    Section,
+    Table,
+    TimeLine,
+)
+from kvtax.stats import Estimate
+
+# As many as a wide screen can show; fewer for each of many instances, so that the file
+# stays below 3 MB.
+INTERVALS = 1_000
+ALL_INTERVALS = 6_000
+REQUESTS = 4_000
+ON_THE_WAY = (
+    "Before the engine: in the server, from a request's arrival there until the "
+    "scheduler got it. On the way: all else, as to the server and back, a proxy "
+    "between, and the server's work on the answer. Quantiles of parts do not add up; "
+    "the parts of a single request do."
+)
+
+
+class PageOfRecords:
+    """A page that is made of one instance after the other, `count` in all."""
+
+    def __init__(self, folder: Path, clock: Clock, count: int) -> None:
+        self._folder, self._clock, self._count = folder, clock, max(count, 1)
+        self._answer: list[str] = []
+        self._warnings: list[RunWarning] = []
+        self._sections: list[Section] = []
+        self._lines: dict[str, int] = {}
+
+    def add(self, engine: str, summary: InstanceSummary) -> None:
+        """Add tables, time line and flames of an instance, a life of `engine`."""
+        instance = summary.instance
+        self._warnings += [w.within(instance.name) for w in instance.warnings]
+        if summary.cost is None:
+            self._answer.append(f"{summary.title}.")
+            return
+        self._answer.append(_answer(summary, summary.cost))
+        name = instance.name if self._count > 1 else "The server"
+        intervals = min(INTERVALS, ALL_INTERVALS // self._count)
+        requests = REQUESTS // self._count
+        line = time_line(name, instance, self._clock, intervals, requests)
+        self._add_line(engine, line)
+        self._sections += [
+            _cost_table(name, summary.cost),
+            _covariates_table(name, summary),
+            *(_named(flame, name) for flame in instance.flames),
+        ]
+        if summary.outside:
+            self._sections.append(_clients_table(name, summary.outside))
+
+    def _add_line(self, engine: str, line: TimeLine) -> None:
+        """Add a time line, or put it behind that of the engine's life before."""
+        at = self._lines.setdefault(engine, len(self._sections))
+        if at == len(self._sections):
+            self._sections.append(line)
+            return
+        before = self._sections[at]
+        assert isinstance(before, TimeLine)
+        named = msgspec.structs.replace(before, title=engine)
+        self._sections[at] = joined(named, line)
+
+    def text(self, warnings: list[RunWarning], together: Together) -> str:
+        """Render the file; `warnings` are those of no single instance."""
+        sections, answer = self._sections, self._answer
+        if together.words:
+            sections = [together.table, *sections]
+            answer = [f"{together.words}.", *answer]
+        return render.html(
+            Page(
+                title=f"What the connector costs: {self._folder.resolve().name}",
+                question="What does the KV connector add to the engine steps of this "
+                "server, what does that move with, and which requests waited for it?",
+                answer=answer,
+                warnings=[*warnings, *self._warnings],
+                sections=sections,
+                made=f"Made by kvtax look from {self._count} instance"
+                f"{'s'[: self._count != 1]}.",
+            )
+        )
+
+
+def _named(flame: Flame, name: str) -> Flame:
+    return msgspec.structs.replace(flame, title=f"{name}: {flame.title}")
+
+
+def _answer(summary: InstanceSummary, cost: Cost) -> str:
+    words = f"{summary.title}. A step takes {cost.step.mean_us:,.0f} µs on average"
+    if cost.overlap:
+        words += f" ({cost.overlap})"
+    if cost.connector is None:
+        return words + ", and what the connector's calls take is unknown."
+    words += (
+        f", and the connector's calls {cost.connector.mean_us:,.1f} µs of it: "
+        f"{cost.connector.share:.1%} of the time"
+    )
+    if cost.methods[0].mean_us > 0:
+        most = cost.methods[0]
+        words += f", most of that {most.name} ({most.mean_us:,.1f} µs)"
+    moved = [
+        f"{slope:+,.1f} µs per {AXES[name].unit}"
+        for name, slope in summary.slopes.get("connector_us", {}).items()
+        if isinstance(slope, Estimate) and slope.low > 0
+    ]
+    if moved:
+        words += f". It moved with: {'; '.join(moved)}"
+    if share := summary.felt.get("e2e"):
+        words += (
+            f". Of a request's time the connector's calls were {share['p50']:.2%} at "
+            f"the median and {share['p99']:.2%} at p99"
+        )
+    return words + "."
+
+
+def _cost_table(name: str, cost: Cost) -> Table:
+    def row(part: Part, words: str) -> list[Cell]:
+        times = (part.mean_us, part.p50_us, part.p99_us, part.most_us)
+        calls, exposed_us = part.calls_per_step, part.exposed_us
+        return [
+            words,
+            *(round(us, 2) for us in times),
+            round(100 * part.share, 2),
+            None if calls is None else round(calls, 3),
+            None if exposed_us is None else round(exposed_us, 2),
+        ]
+
+    *parts, other = [row(part, part.name) for part in (cost.step, *cost.parts)]
+    methods = [row(one, f"connector: {one.name}") for one in cost.methods]
+    per_second = (
+        "What the connector takes is unknown"
+        if cost.connector_ms_per_s is None
+        else "Per second of steps, the connector takes "
+        f"{cost.connector_ms_per_s:,.1f} ms"
+    )
+    overlap = f" ({cost.overlap})" if cost.overlap else ""
+    return Table(
+        title=f"{name}: what a step takes",
+        note="Over all steps, none left out. A method's time is without that of the "
+        f"methods it called. {per_second}. Percent are of the time in which steps "
+        f"ran{overlap}. Exposed: what a device beside the host waited for; a dash "
+        "where none was recorded.",
+        columns=[
+            *("part", "mean µs", "p50 µs", "p99 µs", "most µs", "% of time", "calls"),
+            "exposed µs",
+        ],
+        rows=[*parts, *methods, other],
+    )
+
+
+def _covariates_table(name: str, summary: InstanceSummary) -> Table:
+    rows: list[list[Cell]] = []
+    for column, slopes in summary.slopes.items():
+        for axis, slope in slopes.items():
+            what = [part_name(column), AXES[axis].unit]
+            if isinstance(slope, str):
+                rows.append([*what, None, None, None, slope])
+            else:
+                numbers = (slope.value, slope.low, slope.high)
+                rows.append([*what, *(round(one, 3) for one in numbers), ""])
+    return Table(
+        title=f"{name}: what the connector's time moved with",
+        note="All covariates fitted at once, on means over 50 steps; 95 % intervals. A "
+        "slope shows what moved together in recorded traffic, not what is the reason: "
+        "kvtax sweep measures that.",
+        columns=["calls", "per", "µs per step", "low", "high", "why not known"],
+        rows=rows,
+        open=False,
+    )
+
+
+def _clients_table(name: str, outside: list[list[Cell]]) -> Table:
+    return Table(
+        title=f"{name}: what clients waited for",
+        note=ON_THE_WAY,
+        columns=["ms", *(f"p{100 * share:.0f}" for share in SHARES)],
+        rows=[
+            [part, *(round(q, 3) if isinstance(q, float) else q for q in quantiles)]
+            for part, *quantiles in outside
+        ],
+    )
+
+
+# Methods with a layer of their own in the figure.
+OWN_LAYER = 4
+# Per interval on average, so that few are empty while the server works.
+FEWEST_STEPS = 10
+
+
+def time_line(
+    name: str, instance: Instance, clock: Clock, intervals: int, most_requests: int
+) -> TimeLine:
+    """Means over equal intervals of time, each with its slowest step."""
+    steps = instance.steps
+    begin_ns, end_ns = (
+        int(steps["t_ns"][0]),
+        int(steps.select(pl.col("end_ns").max()).item()),
+    )
+    intervals = max(min(intervals, steps.height // FEWEST_STEPS), 1)
+    width_ns = max((end_ns - begin_ns) // intervals, 1)
+    layers = _layers(instance)
+    everything = ["model_us", "scheduler_us", "other_us", *instance.methods]
+    used = pl.lit(steps["free_blocks"].max()) - pl.col("free_blocks")
+    gauges = {
+        "|cache|, blocks": pl.col("cache_size"),
+        "blocks in use": used,
+        "running": pl.col("running"),
+        "waiting": pl.col("waiting"),
+    }
+    interval = ((pl.col("t_ns") - begin_ns) // width_ns).set_sorted()
+    found = (
+        steps.with_columns(**{f"gauge.{n}": of for n, of in gauges.items()})
+        .with_row_index("row")
+        .group_by(interval.alias("interval"))
+        .agg(
+            pl.len().alias("steps"),
+            *(of.mean().alias(f"layer.{n}") for n, of in layers.items()),
+            pl.col("row").get(pl.col("step_us").arg_max()),
+            *(pl.col(f"gauge.{n}").mean() for n in gauges),
+        )
+    )
+    slowest = steps.select("step_id", "step_us", *everything)[found["row"]]
+    found = found.hstack(slowest.select(pl.all().name.prefix("slowest.")))
+    last = (end_ns - begin_ns) // width_ns
+    since_ns = clock.since_zero_ns(instance.name, begin_ns)
+    every = pl.DataFrame({"interval": pl.int_range(last + 1, eager=True)})
+    rows = every.join(found, on="interval", how="left", maintain_order="left")
+
+    def numbers(column: str) -> list[float | None]:
+        return rows[column].cast(pl.Float64).round(1).to_list()
+
+    return TimeLine(
+        title=name,
+        note=f"{steps.height:,} steps in intervals of {width_ns / 1e9:,.3f} s, from "
+        f"the first step of all, {clock.utc}.",
+        t_s=[round((since_ns + i * width_ns) / 1e9, 6) for i in range(last + 1)],
+        steps=rows["steps"].fill_null(0).to_list(),
+        parts={n: numbers(f"layer.{n}") for n in layers},
+        slowest_us=numbers("slowest.step_us"),
+        slowest_step=rows["slowest.step_id"].to_list(),
+        slowest_parts={part_name(n): numbers(f"slowest.{n}") for n in everything},
+        gauges=[
+            Gauge(name=n, values=numbers(f"gauge.{n}"), of_requests="ing" in n)
+            for n in gauges
+        ],
+        requests=_requests(instance, clock, most_requests),
+    )
+
+
+def _layers(instance: Instance) -> dict[str, pl.Expr]:
+    """Choose the stacked layers, lowest first: the connector lies on the model."""
+    methods = sorted(instance.methods, key=lambda name: -instance.steps[name].sum())
+    own, rest = methods[:OWN_LAYER], methods[OWN_LAYER:]
+    layers = {"model": pl.col("model_us"), "scheduler": pl.col("scheduler_us")}
+    layers |= {part_name(name): pl.col(name) for name in own}
+    if rest:
+        layers["other calls of the connector"] = pl.sum_horizontal(rest)
+    return layers | {"other": pl.col("other_us")}
+
+
+def part_name(column: str) -> str:
+    return PARTS.get(column, column.removesuffix("_us"))
+
+
+def _requests(instance: Instance, clock: Clock, most: int) -> Requests | None:
+    """Select requests: of too many, those that waited longest for the connector."""
+    requests = instance.requests
+    if not requests.height:
+        return None
+    shown = waited_most(requests, most)
+
+    def ms(column: str) -> list[Cell]:
+        if column not in shown.columns:
+            return [None] * shown.height
+        return (shown[column] / 1e3).round(3).to_list()
+
+    def seconds(column: str) -> list[float]:
+        moved_ns = clock.since_zero_ns(instance.name, 0)
+        return ((shown[column] + moved_ns) / 1e9).round(6).to_list()
+
+    parts = ("connector_us", *WAITS, *(p for p in STEP_PARTS if p != "connector_us"))
+    columns: dict[str, list[Cell]] = {
+        f"{_wait_name(part)} ms": ms(f"e2e.{part}") for part in (*parts, "other_us")
+    }
+    columns |= {
+        "E2E ms": ms("e2e_us"),
+        "TTFT ms": ms("ttft_us"),
+        "TPOT ms": ms("tpot_us"),
+        "connector in TTFT ms": ms("ttft.connector_us"),
+    }
+    for fact in ("prompt_tokens", "cached_tokens", "external_tokens", "output_tokens"):
+        columns[fact.replace("_", " ")] = shown[fact].to_list()
+    columns["first step"] = shown["first_step"].to_list()
+    columns["last step"] = shown["last_step"].to_list()
+    columns["preemptions"] = shown["preemptions"].to_list()
+    columns["ended by"] = shown["finish_reason"].to_list()
+    if "client_e2e_us" in shown.columns:
+        shown = shown.with_columns(on_the_way_us("e2e").alias("way_us"))
+        columns |= {
+            "client's id": shown["client_id"].to_list(),
+            "client's E2E ms": ms("client_e2e_us"),
+            "client's TTFT ms": ms("client_ttft_us"),
+            "before the engine ms": ms("before_engine_us"),
+            "on the way ms": ms("way_us"),
+        }
+    columns |= {
+        f"{name.removesuffix('_us')} ms": ms(f"e2e.{name}") for name in instance.methods
+    }
+    return Requests(
+        total=requests.height,
+        ids=shown["id"].to_list(),
+        arrival_s=seconds("arrival_ns"),
+        end_s=seconds("end_ns"),
+        columns=columns,
+    )
+
+
+def _wait_name(part: str) -> str:
+    names = {"queued_us": "queued", "kv_wait_us": "waiting for KV"}
+    return names.get(part) or PARTS[part]

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of an instance: those that ended, each with what its time went to.
+
+What the time of requests went to, for all requests of an instance at once.
+
+From its arrival to its last token a request either waits to be scheduled, waits for KV
+from another instance, or takes part in the engine's steps. The time of a step is that
+of its parts, and what lies between the end of a step and the start of the next is
+`other`. So the parts of a request add up to its time by construction.
+
+All requests of a step wait for the same work at the same time. The waits of two
+requests are never added up: the sum would count that work twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from kvtax.look.discover import left_out, stranger
+from kvtax.records import RecordsError
+from kvtax.records.engine_requests import EngineRequest, read_engine_requests
+from kvtax.records.parts import parts_of
+from kvtax.records.step_table import method_columns
+from kvtax.records.steps import EngineHeader, another_life
+from kvtax.records.warning import RunWarning
+from kvtax.stats.distribution import Floats, Ints
+
+FILE = "engine_request.jsonl"
+FACTS: dict[str, pl.DataType | type[pl.DataType]] = {
+    "id": pl.String,
+    "arrival_ns": pl.Int64,
+    "end_ns": pl.Int64,
+    "finish_reason": pl.String,
+    "prompt_tokens": pl.Int64,
+    "cached_tokens": pl.Int64,
+    "external_tokens": pl.Int64,
+    "output_tokens": pl.Int64,
+    "preemptions": pl.Int64,
+    "before_engine_us": pl.Float64,
+    "kv_wait_ns": pl.List(pl.Int64),
+    "preempted_steps": pl.List(pl.Int64),
+    "first_step": pl.Int64,
+    "first_token_step": pl.Int64,
+    "last_step": pl.Int64,
+    "ttft_us": pl.Float64,
+    "tpot_us": pl.Float64,
+    "e2e_us": pl.Float64,
+}
+NO_REQUESTS = pl.DataFrame(schema=FACTS)
+
+
+def read_requests(
+    folder: Path, steps: pl.DataFrame, header: EngineHeader
+) -> tuple[pl.DataFrame, list[RunWarning]]:
+    """Make a row per request that ended within `steps`, in order of arrival.
+
+    Its columns are FACTS and those of kvtax.look.requests. Requests that cannot be
+    placed are counted in a warning.
+    """
+    path = folder / FILE
+    if not any(part.exists() for part in parts_of(path)):
+        return NO_REQUESTS, []
+    if (every := header.every) > 1:
+        sampled = RunWarning(
+            "sampled",
+            FILE,
+            f"one step in {every} was recorded: waits of single requests are unknown",
+            "Record every step to see it: unset KVTAX_STEP_RECORDS_EVERY",
+        )
+        return NO_REQUESTS, [sampled]
+    try:
+        lines = read_engine_requests(path, strict=False)
+    except RecordsError as error:
+        remedy = "The requests are left out; see the file"
+        bad = RunWarning("requests_unreadable", FILE, str(error), remedy)
+        return NO_REQUESTS, [bad]
+    if why := another_life(header, lines.header):
+        return NO_REQUESTS, [stranger(path, why)]
+    recorded = _table(lines.records)
+    ended = recorded.filter(pl.col("finished_ns").is_not_null())
+    possible = ended.filter(_possible())
+    table = split(possible, steps).drop("finished_ns").sort("arrival_ns")
+    warnings = left_out(FILE, lines)
+    for count, kind, told, remedy in (
+        (
+            recorded.height - ended.height,
+            "unended_requests",
+            "{:,} requests had not ended when the engine stopped",
+            "They are left out of the table of requests",
+        ),
+        (
+            ended.height - possible.height,
+            "impossible_requests",
+            "{:,} requests ended before they began, or have counts below zero",
+            "They are left out; look at the host's clock",
+        ),
+        (
+            possible.height - table.height,
+            "unplaced_requests",
+            "{:,} requests name steps that are not recorded",
+            "They are left out; steps are missing, or step_timing was not applied",
+        ),
+    ):
+        if count:
+            warnings.append(RunWarning(kind, FILE, told.format(count), remedy))
+    return table, warnings
+
+
+def _possible() -> pl.Expr:
+    """Select requests whose moments are in order, and whose counts are not negative."""
+
+    def ascending(moments: pl.Expr) -> pl.Expr:
+        after = pl.element() >= pl.element().shift(1)
+        return moments.list.drop_nulls().list.eval(after).list.all()
+
+    counts = ("prompt_tokens", "output_tokens", "preemptions")
+    return pl.all_horizontal(
+        ascending(pl.concat_list("arrival_ns", "finished_ns")),
+        ascending(pl.concat_list(*NAMED_STEPS)),
+        ascending(pl.col("preempted_steps")),
+        ascending(pl.col("kv_wait_ns")),
+        pl.all_horizontal(pl.col(counts) >= 0),
+        pl.col("before_engine_us").fill_null(0) >= 0,
+    )
+
+
+def _table(requests: list[EngineRequest]) -> pl.DataFrame:
+    """Make a row per record and a column per field."""
+    fields = EngineRequest.__struct_fields__
+    types = {name: (FACTS | {"finished_ns": pl.Int64})[name] for name in fields}
+    if not requests:
+        return pl.DataFrame(schema=types)
+    columns = zip(*map(msgspec.structs.astuple, requests), strict=True)
+    # InstanceSummary the types at once, lists are made five times as slowly.
+    return pl.DataFrame(dict(zip(fields, columns, strict=True))).cast(pl.Schema(types))
+
+
+WAITS = ("queued_us", "kv_wait_us")
+STEP_PARTS = ("model_us", "scheduler_us", "connector_us")
+NAMED_STEPS = ("first_step", "first_token_step", "last_step")
+# The row of a step that is not there, or that nobody named.
+ABSENT = -1
+
+
+def split(requests: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
+    """Select `requests` whose steps are all there, and split their time.
+
+    `requests` have the fields of an EngineRequest as columns, and have ended. Added are
+    `end_ns`, `ttft_us`, `tpot_us` and `e2e_us`, and in us `ttft.PART` and `e2e.PART`
+    for each part of WAITS, of STEP_PARTS, `other_us` and each method of the connector.
+    Those until the first token are null without one.
+    """
+    rows = _Rows(steps)
+    found = np.array([rows.of(requests[name]) for name in NAMED_STEPS])
+    named = np.array([requests[name].is_not_null() for name in NAMED_STEPS])
+    placed = ((found != ABSENT) == named).all(axis=0)
+    requests, (first, token, last) = requests.filter(placed), found[:, placed]
+    finished_ns = requests["finished_ns"].to_numpy()
+    end_ns = np.where(last == ABSENT, finished_ns, rows.end_ns[last])
+    # One that ended between two steps was in those that had begun.
+    begun = np.searchsorted(rows.begin_ns, end_ns, "right") - 1
+    last = np.where(last == ABSENT, begun, last)
+    waits = _Waits(rows, requests, first)
+    spans = {
+        "ttft": waits.until(token, rows.end_ns[token]),
+        "e2e": waits.until(last, end_ns),
+    }
+    told = pl.DataFrame({"end_ns": end_ns, **dict(_parts(spans, steps))})
+    has_token = pl.col("first_token_step").is_not_null()
+    further = pl.col("output_tokens") - 1
+    tpot_us = (pl.col("e2e_us") - pl.col("ttft_us")) / further
+    return requests.hstack(told).with_columns(
+        pl.when(has_token).then(pl.col("^ttft[._].*$")),
+        pl.when(has_token & (further > 0)).then(tpot_us).alias("tpot_us"),
+    )
+
+
+class _Rows:
+    """The steps by row; the moments of ABSENT, which is the last row, say nothing."""
+
+    def __init__(self, steps: pl.DataFrame) -> None:
+        beyond = np.iinfo(np.int64).max
+        self._ids: Ints = np.append(steps["step_id"].to_numpy(), beyond)
+        self.begin_ns: Ints = np.append(steps["t_ns"].to_numpy(), beyond)
+        self.end_ns: Ints = np.append(steps["end_ns"].to_numpy(), beyond)
+
+    def of(self, step_ids: pl.Series) -> Ints:
+        """Find the rows of these steps; ABSENT for null and for an unrecorded step."""
+        wanted = step_ids.fill_null(ABSENT).to_numpy()
+        at = np.searchsorted(self._ids[:-1], wanted)
+        is_there = (self._ids[at] == wanted) & (at < len(self._ids) - 1)
+        return np.where(is_there, at, ABSENT)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A stretch of each request's time, from its arrival on: in us, (requests,).
+
+    Request `of[i]` was in the steps from row `start[i]` to before `stop[i]`, or, where
+    `sign[i]` is -1, was not.
+    """
+
+    whole_us: Floats
+    queued_us: Floats
+    kv_wait_us: Floats
+    of: Ints
+    start: Ints
+    stop: Ints
+    sign: Ints
+
+    def inside(self, before_us: Floats) -> Floats:
+        """Sum up us in the span's steps, given the sums before each row."""
+        us = self.sign * (before_us[self.stop] - before_us[self.start])
+        total: Floats = np.bincount(self.of, us, len(self.whole_us)).astype(float)
+        return total
+
+
+class _Waits:
+    """Waits of requests: their kind and their beginning."""
+
+    def __init__(self, rows: _Rows, requests: pl.DataFrame, first: Ints) -> None:
+        self._rows, self._first = rows, first
+        self._arrival_ns: Ints = requests["arrival_ns"].to_numpy()
+        preempted = _pairs_of(requests["preempted_steps"])
+        # Preempted, until it went on: it was not in these steps, it queued.
+        self._paused = preempted["of"].to_numpy()
+        self._gone, self._came = rows.of(preempted["begin"]), rows.of(preempted["end"])
+        self._kv = _pairs_of(requests["kv_wait_ns"])
+
+    def until(self, last: Ints, until_ns: Ints) -> _Span:
+        """Make the span from arrival to `until_ns`, the end of the step at `last`."""
+        rows, first = self._rows, self._first
+        begun = np.flatnonzero(first != ABSENT)
+        scheduled_ns = np.where(first == ABSENT, until_ns, rows.begin_ns[first])
+        of, gone, came = self._paused, self._gone, self._came
+        counts = (first[of] != ABSENT) & (gone != ABSENT) & (gone <= last[of])
+        of, gone, came = of[counts], gone[counts], came[counts]
+        after = last[of] + 1
+        came = np.where(came == ABSENT, after, np.minimum(came, after))
+        back_ns = np.where(came == after, until_ns[of], rows.begin_ns[came])
+        queued = pl.DataFrame(
+            {
+                "of": np.append(np.arange(len(first)), of),
+                "since": np.append(self._arrival_ns, rows.begin_ns[gone]),
+                "until": np.append(scheduled_ns, back_ns),
+            }
+        )
+        queued_ns = np.bincount(queued["of"], queued["until"] - queued["since"])
+        kv_wait_ns = self._kv_wait_ns(queued, until_ns)
+        return _Span(
+            whole_us=(until_ns - self._arrival_ns) / 1e3,
+            queued_us=(queued_ns - kv_wait_ns) / 1e3,
+            kv_wait_us=kv_wait_ns / 1e3,
+            of=np.append(begun, of),
+            start=np.append(first[begun], gone),
+            stop=np.append(last[begun] + 1, came),
+            sign=np.append(np.ones_like(begun), -np.ones_like(of)),
+        )
+
+    def _kv_wait_ns(self, queued: pl.DataFrame, until_ns: Ints) -> Floats:
+        """Sum up ns in which each queued request waited for KV."""
+        last_ns = pl.Series(until_ns[self._kv["of"].to_numpy()])
+        both = self._kv.with_columns(pl.col("end").fill_null(last_ns)).join(
+            queued, on="of"
+        )
+        begin, end = (
+            pl.max_horizontal("begin", "since"),
+            pl.min_horizontal("end", "until"),
+        )
+        ns = both.select((end - begin).clip(lower_bound=0)).to_series()
+        total = np.bincount(both["of"], ns.to_numpy(), len(until_ns)).astype(float)
+        return np.asarray(total)
+
+
+def _pairs_of(lists: pl.Series) -> pl.DataFrame:
+    """`of`, the row of each pair, its `begin`, and its `end`, which may be null."""
+    rows = (lists.list.len() > 0).arg_true()
+    told = [
+        (row, *pair)
+        for row, moments in zip(rows, lists.gather(rows).to_list(), strict=True)
+        for pair in pairs(moments)
+    ]
+    columns = dict.fromkeys(("of", "begin", "end"), pl.Int64)
+    return pl.DataFrame(told, columns, orient="row")
+
+
+def pairs(moments: list[int], last: int | None = None) -> list[tuple[int, int | None]]:
+    """(begin, end) of a list that has them in turn; `last` where the end is missing."""
+    ends = [*moments[1::2], *([last] if len(moments) % 2 else [])]
+    return list(zip(moments[::2], ends, strict=True))
+
+
+def _parts(
+    spans: dict[str, _Span], steps: pl.DataFrame
+) -> Iterator[tuple[str, Floats]]:
+    """Yield the parts of each span, by column."""
+    left_us = {}
+    for name, span in spans.items():
+        yield f"{name}_us", span.whole_us
+        yield f"{name}.queued_us", span.queued_us
+        yield f"{name}.kv_wait_us", span.kv_wait_us
+        left_us[name] = span.whole_us - span.queued_us - span.kv_wait_us
+    before_us = np.zeros(steps.height + 1)
+    for part in (*STEP_PARTS, *method_columns(steps)):
+        if steps.height and not steps[part].count():
+            continue
+        np.cumsum(steps[part].to_numpy(), out=before_us[1:])
+        for name, span in spans.items():
+            us = span.inside(before_us)
+            yield f"{name}.{part}", us
+            if part in STEP_PARTS:
+                left_us[name] = left_us[name] - us
+    for name, us in left_us.items():
+        yield f"{name}.other_us", us

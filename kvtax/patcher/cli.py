@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments and actions of `kvtax patch` and of apply_step_timing_v2.py."""
+
+import argparse
+import ast
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import engine
+from .choice import active_blocks
+from .errors import (
+    BlockPatchError,
+    LockedError,
+    ManifestError,
+    ParameterError,
+    TargetError,
+    UnfinishedError,
+)
+from .journal import pending, settle
+from .manifest import load_patches, load_sets
+from .patch import Patch, Release, load_releases
+from .plan import Plan
+from .target import Tree, find_package, locate
+
+DEFAULT_SET = "records"
+UNREAD = 3  # exit code
+_EPILOG = """\
+exit codes: 0 done, or nothing to do; 1 --check found that a patch does not fit;
+2 refused, the tree as it was; 3 done, but a file with a broken or foreign BLOCK line
+was left alone. Ctrl-C and SIGTERM wait until the change is whole. After a kill, the
+next --apply or --revert finishes or undoes the change that was under way, or gives it
+up if somebody has changed the files since. Other actions never write.
+"""
+
+
+def main(
+    description: str | None, repository: Path, argv: Sequence[str] | None = None
+) -> int:
+    """Run the command line of apply_step_timing_v2.py and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    configure(parser)
+    try:
+        code = run(parser.parse_args(argv), repository)
+        sys.stdout.flush()
+    except BlockPatchError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader left early; the action is done
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments: one action, some patches, one target."""
+    parser.epilog = _EPILOG
+    action = parser.add_mutually_exclusive_group(required=True)
+    for name, text in {
+        "apply": "apply the patches; those applied already are brought up to date",
+        "revert": "take the patches out again, to the identical bytes, and list them; "
+        "without --patch those of the default set that were not applied by name",
+        "status": "show for every patch whether the tree has it",
+        "check": "show whether the patches would apply; change nothing",
+        "diff": "print what the patches change, against the tree without them",
+        "list": "list the patches and the releases they are tested on",
+    }.items():
+        action.add_argument(
+            f"--{name}", dest="action", action="store_const", const=name, help=text
+        )
+    parser.add_argument(
+        "--patch",
+        action="append",
+        metavar="NAME",
+        help="a single patch, never a set; may be repeated; status shows all without "
+        f"it (default: the set {DEFAULT_SET!r} of patches/sets.toml)",
+    )
+    parser.add_argument(
+        "--target",
+        type=Path,
+        metavar="DIR",
+        help="the package directory, a directory that contains it, or a source tree "
+        "(default: what this Python would import, else the repository's .venv)",
+    )
+    parser.add_argument(
+        "--discard-edits",
+        action="store_true",
+        help="with --revert: take out blocks that somebody edited, too; the file as it "
+        "is stays beside it as FILE.edited",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=assignment,
+        metavar="NAME=VALUE",
+        help="a parameter of a patch; VALUE is a Python literal",
+    )
+
+
+def run(args: argparse.Namespace, repository: Path) -> int:
+    """Run one action and return the exit code. Raises BlockPatchError.
+
+    `repository` holds patches/ and configs/releases.toml, and maybe a .venv.
+    """
+    folder = repository / "patches"
+    if args.set and args.action not in ("apply", "check", "diff"):
+        raise ParameterError("--set goes with --apply, --check or --diff")
+    if args.discard_edits and args.action != "revert":
+        raise ParameterError("--discard-edits goes with --revert")
+    if args.action == "list":
+        _list(load_patches(folder), load_sets(folder), _releases(repository))
+    elif args.action == "status":
+        return _status(load_patches(folder), args, repository)
+    elif args.action == "revert":
+        return _revert(
+            _names(args, folder), _manifests_if_sound(folder), args, repository
+        )
+    else:
+        patches = _select(load_patches(folder), _names(args, folder))
+        return _put(patches, args, repository)
+    return 0
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """Read a parameter, NAME=VALUE. Raises ArgumentTypeError."""
+    name, equals, value = text.partition("=")
+    try:
+        if not (name and equals):
+            raise ValueError
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=VALUE with a Python literal (strings in quotes)"
+        ) from None
+
+
+def _releases(repository: Path) -> Mapping[str, list[Release]]:
+    return load_releases(repository / "configs" / "releases.toml")
+
+
+def _names(args: argparse.Namespace, folder: Path) -> list[str]:
+    if args.patch:
+        return list(dict.fromkeys(args.patch))
+    sets = load_sets(folder)
+    if DEFAULT_SET not in sets:
+        raise ManifestError(
+            f"{folder / 'sets.toml'} has no set {DEFAULT_SET!r}; name a --patch"
+        )
+    return sets[DEFAULT_SET]
+
+
+def _select(known: dict[str, Patch], names: list[str]) -> list[Patch]:
+    for name in names:
+        if name not in known:
+            raise ManifestError(
+                f"no patch {name!r}; there are {', '.join(sorted(known)) or 'none'}"
+            )
+    return [known[name] for name in names]
+
+
+def _manifests_if_sound(folder: Path) -> dict[str, Patch]:
+    """Load the manifests, {} if one is broken: to revert, they only name packages."""
+    try:
+        return load_patches(folder)
+    except ManifestError:
+        return {}
+
+
+def _tree(package: str, target: Path | None, repository: Path) -> Tree:
+    if target is not None:
+        return locate(package, target)
+    fallbacks = repository.glob(".venv/lib/python3*/site-packages")
+    return Tree(find_package(package, fallbacks))
+
+
+def _trees(
+    packages: Iterable[str], target: Path | None, repository: Path
+) -> list[Tree]:
+    """Find the trees of those packages that exist. Raises TargetError if none does."""
+    names = sorted(packages)
+    if target is not None and (target / "__init__.py").is_file():
+        names = [target.absolute().name]
+    trees, misses = [], []
+    for name in names:
+        try:
+            trees.append(_tree(name, target, repository))
+        except TargetError as error:
+            misses.append(error)
+    if not trees:
+        raise misses[0] if misses else TargetError("name the tree with --target")
+    return trees
+
+
+def title(tree: Tree) -> str:
+    """Name a tree by package, version and place."""
+    return f"{tree.package} {tree.version or '(version unknown)'} in {tree.root}"
+
+
+def _put(patches: list[Patch], args: argparse.Namespace, repository: Path) -> int:
+    """Apply, check or diff. Every tree is checked before the first is changed."""
+    named = bool(args.patch)
+    jobs = engine.split_by_package(
+        patches,
+        dict(args.set),
+        lambda package: _tree(package, args.target, repository),
+    )
+    if args.action == "apply":
+        for tree, _, _ in jobs:
+            settle(tree)
+    try:
+        plans = [engine.check(*job, named=named) for job in jobs]
+    except (LockedError, UnfinishedError):
+        raise
+    except BlockPatchError as error:
+        if args.action != "check":
+            raise
+        print(f"does not fit: {error}")
+        return 1
+    if args.action == "apply":
+        plans = [engine.apply(*job, named=named) for job in jobs]
+    for (tree, mine, _), plan in zip(jobs, plans, strict=True):
+        if args.action == "diff":
+            print(plan.diff(), end="")
+            continue
+        report(tree, plan, args.action)
+        if args.action == "check":
+            report_fit(tree, mine, _releases(repository))
+    return _report_unread([why for plan in plans for why in plan.unread])
+
+
+def _report_unread(reasons: Sequence[str]) -> int:
+    """Print why files were left alone; return the exit code."""
+    for why in reasons:
+        print(f"left alone: {why}", file=sys.stderr)
+    return UNREAD if reasons else 0
+
+
+def report(tree: Tree, plan: Plan, action: str) -> None:
+    """Print what `action` did to the tree, or would do to it (`check`)."""
+    print(title(tree))
+    if plan.removed:
+        print(f"  reverted: {', '.join(plan.removed)}")
+    for name in plan.kept:
+        print(f"  kept: {name}, applied by name; --revert --patch {name} takes it out")
+    for change in plan.changes:
+        would = "would be " if action == "check" else ""
+        print(f"  {would}{change.kind}: {change.path}")
+    if not plan.changes and not plan.kept:
+        state = "not applied" if action == "revert" else "already applied"
+        print(f"  nothing to do, {state}")
+
+
+def report_fit(
+    tree: Tree, patches: list[Patch], releases: Mapping[str, list[Release]]
+) -> None:
+    """Print for each of the patches, which fit the tree, whether that is tested."""
+    present = _applied(engine.status(tree)) | {patch.name for patch in patches}
+    for patch in patches:
+        tested = patch.tested(releases)
+        if tree.version and tree.version.partition("+")[0] in tested:
+            print(f"  {patch.name}: fits; {tree.version} is a tested release")
+        else:
+            print(
+                f"  {patch.name}: fits, but is not tested on this release "
+                f"({', '.join(tested) or 'none'} are)"
+            )
+        active = {spec.id for spec in active_blocks(tree, patch)}
+        left = dict.fromkeys(s.id for s in patch.blocks if s.id not in active)
+        if left:
+            print(f"    left out, for other code than this: {', '.join(left)}")
+        _report_relations(patch, present)
+
+
+def _report_relations(patch: Patch, present: set[str]) -> None:
+    for kind, other, why in patch.relations:
+        there = "there" if other in present else "not there"
+        print(f"    {kind} {other} ({there}): {why}")
+
+
+def _applied(statuses: Mapping[str, engine.PatchStatus]) -> set[str]:
+    return {name for name, status in statuses.items() if status.state != "not applied"}
+
+
+def _revert(
+    names: list[str],
+    known: dict[str, Patch],
+    args: argparse.Namespace,
+    repository: Path,
+) -> int:
+    everywhere = not known.keys() >= set(names)
+    packages = {
+        patch.package for patch in known.values() if everywhere or patch.name in names
+    }
+    trees = _trees(packages, args.target, repository)
+    of_set = not args.patch
+    plans = [
+        engine.revert(tree, names, of_set, known, args.discard_edits) for tree in trees
+    ]
+    for tree, plan in zip(trees, plans, strict=True):
+        report(tree, plan, "revert")
+    return _report_unread([why for plan in plans for why in plan.unread])
+
+
+def _status(known: dict[str, Patch], args: argparse.Namespace, repository: Path) -> int:
+    reasons: list[str] = []
+    packages = {patch.package for patch in known.values()}
+    for tree in _trees(packages, args.target, repository):
+        print(title(tree))
+        if left := pending(tree):
+            print(f"  interrupted: {left}")
+        mine = [patch for patch in known.values() if patch.package == tree.package]
+        statuses = engine.status(tree, mine)
+        for name, status in statuses.items():
+            if args.patch and name not in args.patch:
+                continue
+            values = "".join(f", {k}={v!r}" for k, v in status.parameters.items())
+            where = f" ({', '.join(status.files)}{values})" if status.files else ""
+            unknown = "" if status.sha256 else ", no manifest here"
+            print(f"  {name}: {status.state}{unknown}{where}")
+            if name in known and status.files:
+                _report_relations(known[name], _applied(statuses))
+        reasons += engine.unreadable(tree)
+    return _report_unread(reasons)
+
+
+def _list(
+    known: dict[str, Patch],
+    sets: dict[str, list[str]],
+    releases: Mapping[str, list[Release]],
+) -> None:
+    for patch in known.values():
+        values = "".join(f", {k}={v!r}" for k, v in patch.parameters.items())
+        print(f"{patch.name} ({patch.package}{values}): {patch.summary}")
+        tested = ", ".join(patch.tested(releases)) or "no release"
+        print(f"  tested with {tested}; sha256 {patch.sha256[:16]}")
+        for kind, other, why in patch.relations:
+            print(f"  {kind} {other}: {why}")
+    for name, members in sets.items():
+        print(f"set {name}: {', '.join(members)}")

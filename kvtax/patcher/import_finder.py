@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Import patched modules in place of a package's own, whose files stay as they are.
+
+A copy of this file is the `sitecustomize.py` of an overlay, a folder that
+kvtax.patcher.at_import writes; with the overlay on PYTHONPATH every Python process runs
+it at its start. It needs only the standard library, Python >= 3.10, and nothing of
+kvtax. Most of those processes import nothing patched, so modules that take milliseconds
+to import (json, collections, importlib.util) are imported where they are needed.
+
+A patched module has the name, `__file__` and package data of the module that it
+replaces. Its code comes from the overlay's source file, which tracebacks and `inspect`
+show.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import CodeType, ModuleType
+
+# A line for each module: its name, the SHA-256 of the file that it replaces, or ADDED,
+# and the patched source, a path from the overlay's folder.
+MODULES = "patched_modules.txt"
+ADDED = "-"
+
+
+class RefusedError(RuntimeError):
+    """A file differs from the one that was planned for.
+
+    No ImportError: packages go on without a module that raises one.
+    """
+
+
+class PatchedLoader(SourceFileLoader):
+    """Loads the source file `patched` as the module whose own file is `path`."""
+
+    def __init__(self, name: str, path: str, patched: str) -> None:
+        super().__init__(name, path)
+        self.patched = patched
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Read the code from the overlay's cache, or compile the source into it.
+
+        The cache is written under `python -B` too, as the overlay belongs to one run.
+        """
+        tag = f"{sys.implementation.cache_tag}-{sys.flags.optimize}"
+        cache = f"{self.patched}.{tag}.code"
+        try:
+            with open(cache, "rb") as file:
+                code: CodeType = marshal.loads(file.read())
+            return code
+        except (OSError, ValueError, EOFError, TypeError):
+            code = self.source_to_code(self.get_data(self.patched), self.patched)
+        try:
+            part = f"{cache}.{os.getpid()}"
+            with open(part, "wb") as file:
+                file.write(marshal.dumps(code))
+            os.replace(part, cache)
+        except OSError:  # a full disk, or another user's overlay
+            pass
+        return code
+
+    def get_source(self, fullname: str) -> str:
+        """Return the patched text."""
+        import importlib.util
+
+        return importlib.util.decode_source(self.get_data(self.patched))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the patched code; let `inspect` find its text under the module's path."""
+        import linecache
+
+        text = self.get_source(module.__name__)
+        lines = text.splitlines(keepends=True)
+        # Without a modification time the entry is never compared with the file.
+        linecache.cache[self.path] = (len(text), None, lines, self.path)
+        super().exec_module(module)
+
+
+class PatchedFinder:
+    """Finds the modules of the overlay in `folder`, before all other finders."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        with open(os.path.join(folder, MODULES), encoding="utf-8") as file:
+            lines = (line.split() for line in file)
+            self._modules = {name: (sha256, path) for name, sha256, path in lines}
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Find a patched module. Raises RefusedError if its own file is another now."""
+        if fullname not in self._modules:
+            return None
+        import importlib.util
+
+        sha256, source = self._modules[fullname]
+        own = self._own_spec(fullname, path, target)
+        patched = os.path.join(self._folder, source)
+        if sha256 == ADDED:
+            # A module of an added package is found in the overlay itself.
+            if own is not None and own.origin != patched:
+                raise RefusedError(
+                    f"{own.origin}: a patch adds this module, and the package has one "
+                    "of its own now; start again with kvtax run"
+                )
+            loader = PatchedLoader(fullname, patched, patched)
+            return importlib.util.spec_from_file_location(
+                fullname, patched, loader=loader
+            )
+        if own is None or own.origin is None:
+            return None
+        if hasattr(own.loader, "patched"):
+            raise RefusedError(
+                f"{own.origin} is patched by another kvtax run around this one; name "
+                "all patches in one of the two"
+            )
+        _require(own.origin, sha256)
+        spec = importlib.util.spec_from_file_location(
+            fullname,
+            own.origin,
+            loader=PatchedLoader(fullname, own.origin, patched),
+            submodule_search_locations=own.submodule_search_locations,
+        )
+        if spec is not None:
+            spec.cached = None  # the bytecode there is that of the own file
+        return spec
+
+    def _own_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+
+def _require(file: str, sha256: str) -> None:
+    """Raise RefusedError unless `file` has that hash."""
+    import hashlib
+
+    with open(file, "rb") as opened:
+        if hashlib.sha256(opened.read()).hexdigest() != sha256:
+            raise RefusedError(
+                f"{file} is not the file that the patches were planned for: the "
+                "package was changed since, or this Python has another one; start "
+                "again with kvtax run"
+            )
+
+
+def install(folder: str) -> PatchedFinder:
+    """Import the patched modules of the overlay in `folder` from now on."""
+    finder = PatchedFinder(folder)
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
+def _run_hidden_sitecustomize(folder: str) -> None:
+    """Run the sitecustomize that the one in `folder` hides from this Python."""
+    behind = sys.path[sys.path.index(folder) + 1 :]
+    spec = PathFinder.find_spec("sitecustomize", behind)
+    if spec is not None and spec.loader is not None:
+        import importlib.util
+
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize":
+    install(os.path.dirname(__file__))
+    _run_hidden_sitecustomize(os.path.dirname(__file__))

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Package tree to be patched: its place, version and patched files."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+from .blocks import MARK, SENTINEL
+from .errors import TargetError
+
+JOURNAL = ".blockpatch-journal"
+LOCK = ".blockpatch.lock"
+_VERSION_PY = re.compile(
+    r"""^(?:__version__|version)\b[^=\n]*=(?:\s*\w+\s*=)*\s*['"]([^'"]+)['"]""", re.M
+)
+_METADATA = re.compile(r"^Version:\s*(\S+)", re.M)
+
+
+class Tree:
+    """One package directory. Raises TargetError for another path.
+
+    A tree that is `only_read` may hold symbolic links to its files.
+    """
+
+    def __init__(self, target: Path | str, only_read: bool = False):
+        path = Path(target).absolute()
+        if not (path / "__init__.py").is_file():
+            raise TargetError(f"{path} is not a package directory (no __init__.py)")
+        self.package = path.name
+        self.root = path.resolve()
+        self._path = path
+        self._only_read = only_read
+
+    def __repr__(self) -> str:
+        return f"Tree({str(self._path)!r})"
+
+    @cached_property
+    def version(self) -> str | None:
+        """Version in ``_version.py``, else in the metadata beside it, else None."""
+        parent = self._path.parent
+        infos = parent.glob(f"{self.package.replace('-', '_')}-*.dist-info/METADATA")
+        sources = [(self.root / "_version.py", _VERSION_PY)]
+        sources += [(path, _METADATA) for path in sorted(infos)]
+        sources += [(parent / "PKG-INFO", _METADATA)]
+        for path, pattern in sources:
+            if path.is_file():
+                match = pattern.search(path.read_text(errors="replace"))
+                if match:
+                    return match[1]
+        return None
+
+    def read(self, path: str) -> bytes | None:
+        """Read a file of the tree; None if there is none.
+
+        Raises TargetError if a symbolic link is on the way: replacing it would cut the
+        link, and writing through it would edit a file that is not the tree's.
+        """
+        place = self.root
+        for part in Path(path).parts:
+            place = place / part
+            if place.is_symlink() and not self._only_read:
+                raise TargetError(
+                    f"{place} is a symbolic link; patch the tree that holds the file"
+                )
+        try:
+            return place.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise TargetError(f"{place} cannot be read: {error.strerror}") from None
+
+    def scan(self) -> dict[str, bytes]:
+        """Read by path every Python file in the tree that holds a sentinel."""
+        found = {}
+        try:
+            for path in _python_files(self.root, self._only_read):
+                with open(path, "rb") as file:
+                    text = file.read()
+                if MARK in text and any(map(SENTINEL.match, text.splitlines())):
+                    found[os.path.relpath(path, self.root)] = text
+        except OSError as error:
+            raise TargetError(
+                f"{error.filename} cannot be read: {error.strerror}"
+            ) from None
+        return found
+
+
+def _python_files(folder: Path | str, links: bool) -> Iterator[str]:
+    """Yield the paths of Python files below `folder`, with `links` linked ones too."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name not in ("__pycache__", JOURNAL):
+                    yield from _python_files(entry.path, links)
+            elif entry.name.endswith(".py") and entry.is_file(follow_symlinks=links):
+                yield entry.path
+
+
+def find_package(name: str, fallbacks: Iterable[Path | str] = ()) -> Path:
+    """Find the directory of the package that this Python would import, without import.
+
+    ``fallbacks`` are directories to look in after that. Raises TargetError.
+    """
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    found = (spec and spec.submodule_search_locations) or ()
+    places = [Path(location) for location in found]
+    for place in [*places, *(Path(folder) / name for folder in fallbacks)]:
+        if (place / "__init__.py").is_file():
+            return place
+    raise TargetError(
+        f"no package {name!r} in this Python environment; name its place with --target"
+    )
+
+
+def locate(package: str, target: Path | str) -> Tree:
+    """Find the tree of ``package`` at ``target``, in it, or in its ``src``."""
+    place = Path(target).absolute()
+    inside = [place / package, place / "src" / package]
+    for path in [place, *inside] if place.name == package else inside:
+        if (path / "__init__.py").is_file():
+            return Tree(path)
+    raise TargetError(
+        f"no package {package!r} at {place}; --target takes the package directory, "
+        "a directory that contains it, or a source tree"
+    )

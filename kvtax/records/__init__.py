@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every file of a run: one struct per record, with a line of description per field.
+
+A file is a JSON document (documents.py) or JSON lines that begin with a header
+(lines.py). Its first field, `schema`, says which: it is the tag of the struct that is
+the document or the header. docs/records.md is made from the structs (tables.py).
+"""
+
+
+class RecordsError(Exception):
+    """A file is missing, torn in the middle, or not what it should be."""
+
+    exit_code = 2

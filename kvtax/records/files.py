@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a run: JSON documents, and JSON lines with a header.
+
+The schema of a file is the tag of the struct that is its document or its header. A
+document is written whole or not at all. A writer of lines that is killed leaves at most
+one torn last line; a reader drops it and counts it. A bad line anywhere else means that
+the file is not what it claims to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+
+from kvtax.records import RecordsError
+from kvtax.records.parts import opened
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+class _Named(msgspec.Struct):
+    schema: str | None = None
+
+
+def schema_of(kind: type[msgspec.Struct]) -> str:
+    """Return the schema that `kind` declares: kvtax.<name>/<version>."""
+    return str(kind.__struct_config__.tag)
+
+
+def decode(path: Path, text: bytes, kind: type[Kind]) -> Kind:
+    """Decode `text` as a `kind`.
+
+    Raises RecordsError naming both schemas if it is of another one, and
+    msgspec.DecodeError if it is no JSON or a field is wrong.
+    """
+    found = msgspec.json.decode(text, type=_Named).schema
+    if found != schema_of(kind):
+        raise RecordsError(
+            f"{path}: schema is {found!r}, this reader needs {schema_of(kind)!r}; "
+            "use the kvtax version that wrote the run"
+        )
+    return msgspec.json.decode(text, type=kind)
+
+
+def read_document(path: Path, kind: type[Kind]) -> Kind:
+    """Read `kind` from `path`; RecordsError if missing, bad or of another schema."""
+    try:
+        return decode(path, path.read_bytes(), kind)
+    except FileNotFoundError:
+        raise RecordsError(f"{path}: missing") from None
+    except OSError as error:
+        raise RecordsError(f"{path}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordsError(f"{path}: {error}") from None
+
+
+def write_document(path: Path, document: msgspec.Struct | dict[str, Any]) -> None:
+    """Write `document` as indented JSON, whole or not at all."""
+    write_whole(path, msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `path`, so that a killed writer leaves the old file, or none."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+Header = TypeVar("Header", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class Lines(Generic[Header]):
+    """Content of a file of JSON lines.
+
+    `bad` names the lines that are left out.
+    """
+
+    header: Header
+    records: list[Any]
+    torn_lines: int
+    bad: list[str]
+
+
+def read_lines(
+    path: Path,
+    header_kind: type[Header],
+    record_kind: Any,
+    limit: int | None = None,
+    strict: bool = True,
+) -> Lines[Header]:
+    """Read the header of `path` and its records, at most the first `limit`.
+
+    `record_kind` is a struct, or a union of tagged ones. Raises RecordsError if the
+    file is missing, without a header or of another schema, and names file and line if a
+    line is bad. If not `strict`, bad lines are left out instead.
+    """
+    header, records = None, []
+    bad: list[str] = []
+    torn: RecordsError | None = None
+    decode_record = msgspec.json.Decoder(record_kind).decode
+    try:
+        with opened(path) as file:
+            for number, line in enumerate(file, start=1):
+                if header is not None and len(records) == limit:
+                    break
+                if torn is not None:
+                    if strict:
+                        raise torn
+                    bad.append(str(torn))
+                    torn = None
+                try:
+                    if not line.endswith(b"\n"):
+                        raise msgspec.DecodeError("the line is cut off")
+                    if number == 1:
+                        header = decode(path, line, header_kind)
+                    else:
+                        records.append(decode_record(line))
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    wrong = RecordsError(f"{path}:{number}: bad record: {error}")
+                    if is_torn(line):
+                        torn = wrong
+                    elif strict:
+                        raise wrong from None
+                    else:
+                        bad.append(str(wrong))
+    except FileNotFoundError:
+        raise RecordsError(f"{path}: missing") from None
+    except OSError as error:
+        raise RecordsError(f"{path}: {error.strerror}") from None
+    if header is None:
+        raise RecordsError(f"{path}:1: no header line")
+    return Lines(header, records, int(torn is not None), bad)
+
+
+def read_header(path: Path, header_kind: type[Header]) -> Header:
+    """Read the header of `path`; RecordsError without one, or of another schema."""
+    return read_lines(path, header_kind, msgspec.Raw, limit=0).header
+
+
+def is_torn(line: bytes) -> bool:
+    """Decide whether a last line is torn: cut off, or no JSON."""
+    if not line.endswith(b"\n"):
+        return True
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return True
+    return False
+
+
+FLUSH_EVERY_S = 0.25
+
+
+class LineFile:
+    """Writes `path`, which must not exist yet (FileExistsError).
+
+    The header is written at once (OSError), the lines by a thread of their own, so that
+    a slow disk delays no request.
+    `flush_forever` and the result of `flush` raise OSError if that fails. The lines of
+    that flush are lost then, and the file ends with the last line before them.
+    """
+
+    def __init__(self, path: Path, header: msgspec.Struct) -> None:
+        self._lines: list[bytes] = []
+        self._encode = msgspec.json.Encoder().encode
+        self._file = path.open("xb", buffering=0)
+        try:
+            _write_all(self._file, self._encode(header) + b"\n")
+        except OSError:
+            self._file.close()
+            path.unlink()
+            raise
+        self._writer = ThreadPoolExecutor(1, "lines")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()
+        self._writer.shutdown()
+        self._file.close()
+
+    def append(self, line: Any) -> None:
+        """Add a line; it is on disk after the next flush."""
+        self._lines.append(self._encode(line) + b"\n")
+
+    def flush(self) -> Future[None]:
+        """Have all lines so far handed to the kernel, in order."""
+        lines, self._lines = self._lines, []
+        return self._writer.submit(self._write, b"".join(lines))
+
+    def _write(self, lines: bytes) -> None:
+        before = self._file.tell()
+        try:
+            _write_all(self._file, lines)
+        except OSError:
+            # What is written later must not follow a torn line.
+            self._file.seek(before)
+            self._file.truncate()
+            raise
+
+    async def flush_forever(self) -> None:
+        """Flush at the promised interval until cancelled."""
+        while True:
+            await asyncio.sleep(FLUSH_EVERY_S)
+            # Cancelled before the thread has come to it, a write would never happen.
+            await asyncio.shield(asyncio.wrap_future(self.flush()))
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    """Write all of `data`: a full disk takes a part before it reports an error."""
+    while data:
+        data = data[file.write(data) :]

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""instances.json: the instances of a fleet, in a fixed order.
+
+The launcher writes it, the proxy reads it, and a user may write one for servers that
+run already: unknown fields are refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+Role = Literal["both", "prefill", "decode"]
+ConnectorKind = Literal["noop", "mooncake", "nixl", "direct_read"]
+
+
+class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Address of a listening socket."""
+
+    host: str
+    """Name or IP address."""
+    port: int
+    """TCP port."""
+
+
+class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One vLLM server, or one engine of it, as the proxy needs to know it."""
+
+    name: str
+    """Unlike that of all others."""
+    url: str
+    """Root of its HTTP API; only engines of one server have the same."""
+    role: Role = "both"
+    """What the instance is for."""
+    connector: ConnectorKind | None = None
+    """The kind of transfer that the instance can take part in; null: plain vLLM."""
+    bootstrap_url: str | None = None
+    """Mooncake's bootstrap server; null where there is none."""
+    direct_read: Address | None = None
+    """Side channel of `direct_read`; null where there is none."""
+    kv_events: str | None = None
+    """ZMQ endpoint of the KV events; null where there is none."""
+    kv_events_replay: str | None = None
+    """ZMQ endpoint that repeats missed KV events; null where there is none."""
+    block_tokens: int = 16
+    """Tokens per KV cache block."""
+    kv_tokens: int | None = None
+    """How many tokens of KV it can hold; null: not known, so no policy goes by it."""
+    data_parallel_rank: int | None = None
+    """Which engine of its server it is, from 0; null: the server has no others."""
+
+
+class InstancesFile(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag_field="schema",
+    tag="kvtax.instances/1",
+):
+    """The instances of a fleet."""
+
+    instances: list[Instance]
+    """At least one."""
+
+    def __post_init__(self) -> None:
+        if not self.instances:
+            raise ValueError("`instances` is empty")
+        names = Counter(instance.name for instance in self.instances)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"two instances have the name {twice[0]!r}")
+        ranks: dict[str, list[int | None]] = defaultdict(list)
+        for instance in self.instances:
+            ranks[instance.url].append(instance.data_parallel_rank)
+        for url, engines in ranks.items():
+            several = len(engines) > 1
+            if several and (None in engines or len({*engines}) < len(engines)):
+                raise ValueError(
+                    f"two instances have the url {url!r}, and not each a "
+                    "`data_parallel_rank` of its own"
+                )
+        for instance in self.instances:
+            if urlsplit(instance.url).scheme not in ("http", "https"):
+                raise ValueError(f"{instance.name}: {instance.url!r} is no http URL")
+            if instance.block_tokens < 1:
+                raise ValueError(f"{instance.name}: `block_tokens` is not above 0")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made-up step records for tests and benchmarks, from the table of step fields.
+
+write_steps(trial / "engine_step.jsonl", EngineHeader(pid=1),
+            step_columns("engine", ids, schedule_us=times))
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from kvtax.records.steps import FIELDS, EngineHeader, WorkerHeader
+
+FIRST_NS = 10**14
+STEP_NS = 300_000
+# The first field of a line is never null.
+NULL = re.compile(rb',"\w+":null')
+Columns = dict[str, Any]
+
+
+def step_columns(
+    side: Literal["engine", "worker"], ids: NDArray[np.int64], **given: Any
+) -> Columns:
+    """Make a column per count, 0 unless `given`, and those times that are `given`.
+
+    Steps begin every 300 us. Raises TypeError for a name that is no step field.
+    """
+    known = {field.name: field for field in FIELDS if field.side == side}
+    if unknown := given.keys() - known:
+        raise TypeError(f"not fields of {side} steps: {', '.join(sorted(unknown))}")
+    columns: Columns = {"step_id": ids, "t_ns": FIRST_NS + ids * STEP_NS}
+    for name, field in known.items():
+        if name in given:
+            columns[name] = given[name]
+        elif field.unit in ("requests", "tokens", "blocks"):
+            columns[name] = np.zeros(len(ids), int)
+    return columns
+
+
+def call_columns(us: Mapping[str, NDArray[np.float64]]) -> Columns:
+    """Make the columns by method of one call per step, each without inner calls."""
+    times = pl.DataFrame(dict(us))
+    calls = times.select(pl.lit(1).repeat_by(pl.len()).explode().alias(n) for n in us)
+    return {
+        "connector_calls": calls.to_struct(),
+        "connector_us": times.to_struct(),
+        "connector_self_us": times.to_struct(),
+    }
+
+
+def write_steps(
+    path: Path, header: EngineHeader | WorkerHeader, *batches: Columns
+) -> None:
+    """Write a step file: its header, then the records of each batch of columns."""
+    write_lines(path, header, (pl.DataFrame(columns) for columns in batches))
+
+
+def write_lines(
+    path: Path, header: msgspec.Struct, batches: Iterable[pl.DataFrame]
+) -> None:
+    """Write a file of JSON lines: its header, then a line per row of each batch.
+
+    A field that is null is left out, as the recorder does.
+    """
+    with path.open("wb") as file:
+        file.write(msgspec.json.encode(header) + b"\n")
+        for batch in batches:
+            lines = io.BytesIO()
+            batch.write_ndjson(lines)
+            file.write(NULL.sub(b"", lines.getbuffer()))

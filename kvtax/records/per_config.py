@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""per_config.json: the results of a run, config by config.
+
+An estimate is `{value, ci95}`; quantiles are `{p50, p90, p99}`; what was not measured
+is null. "By time" is by `schedule`, `overhead` and `step`, which have a level each; "by
+metric" is by these and by what else has a slope and a verdict. An interval holds in
+95 % of runs, over all looks that the profile allows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvtax.records.estimate import Estimate
+from kvtax.records.run import ReadCounts, Verdict
+
+Quantiles = dict[str, int | float]
+
+
+class WindowRecord(msgspec.Struct):
+    """Steps at which levels are stated."""
+
+    at_cache_blocks: int
+    """|cache| at the highest level below a full cache: the median over the configs."""
+    requests_to_fill: dict[str, float] | None
+    """Requests until |cache| is that full, by APC."""
+
+
+class NoiseDifference(Estimate, frozen=True, kw_only=True):
+    """Difference of the baseline and its twin."""
+
+    floor: float
+    """Its size: a smaller difference is within noise."""
+
+
+class BaselineDifference(Estimate, frozen=True, kw_only=True):
+    """Difference of a config from the baseline."""
+
+    within_noise: bool = False
+    """Whether the interval holds 0, or the A/A pair differs by more."""
+
+
+class PartCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A method of the connector, or a thread of the engine's process."""
+
+    calls_per_step: float | None = None
+    """Calls of the method; absent for a thread."""
+    slope_per_1k_blocks: Estimate | None
+    """Growth of `us_per_step`."""
+    us_per_step: float
+    """Time of the method without the connector's methods that it called; CPU time of
+    the thread."""
+
+
+class HeldLevels(msgspec.Struct, frozen=True):
+    """A metric at the levels at which |cache| was held."""
+
+    cache_blocks: list[int]
+    """|cache| at each level."""
+    us: list[float]
+    """The metric there: a median, or a mean without the slowest hundredth of the
+    steps."""
+    mean_us: list[float] | None
+    """The mean over all steps; null for a median."""
+    most_us_per_1k_blocks: float
+    """For certain (95 %) no level lies above a lower one by more than this times the
+    range of |cache|; by `mean_us`, too."""
+    drift_us_per_pass: float
+    """By how much it rises from one pass to the next, whatever the level."""
+    shape: str | None
+    """Of one that grows: `linear`, `step`, `only when full`, `saturating`, `curved`,
+    `not monotone`, or `rare` if only the mean over all steps shows it. Of one that is
+    inconclusive, `rare` is what keeps it from flat. `falls` of one that is flat."""
+
+
+class Addition(msgspec.Struct, frozen=True):
+    """Predicted addition to TPOT."""
+
+    ms: float
+    """In ms."""
+    percent: float | None
+    """Of the baseline's."""
+
+
+class TpotAddition(msgspec.Struct, frozen=True):
+    """Addition of a config to the baseline's TPOT."""
+
+    forward_ms: dict[str, dict[str, Addition]]
+    """Predictions by forward time (the run's own first), for `sync` and `async`."""
+    measured_tpot_p50_ms: float | None
+    """Measured difference of the medians."""
+    measured_phase: str
+    """Of which requests: `plateau`, or `all`."""
+
+
+class NoiseFloor(msgspec.Struct):
+    """Difference of two runs of the same thing, the baseline and its twin."""
+
+    pair: tuple[str, str] | None = None
+    """The A/A configs; null if the run has no such pair."""
+    slope_us_per_1k_blocks: dict[str, NoiseDifference] | None = None
+    """Difference of the slopes, by metric."""
+    p50_us: dict[str, NoiseDifference] | None = None
+    """Difference of the medians at the stated |cache|, by time."""
+
+    def slope_floor(self, metric: str) -> float:
+        """Return the size of the difference; 0 without a pair."""
+        return _floor(self.slope_us_per_1k_blocks, metric)
+
+    def p50_floor(self, metric: str) -> float:
+        """Return the size of the difference; 0 without a pair."""
+        return _floor(self.p50_us, metric)
+
+
+def _floor(differences: dict[str, NoiseDifference] | None, metric: str) -> float:
+    difference = (differences or {}).get(metric)
+    return difference.floor if difference else 0.0
+
+
+class ConfigEntry(msgspec.Struct, kw_only=True):
+    """Results of one config; the defaults are those of a config that failed."""
+
+    n_decode_steps: int = 0
+    """Decode-only steps in all phases."""
+    n_repeats: int = 0
+    """Trials that went well."""
+    cache_blocks: dict[str, int] | None = None
+    """`min` and `max` |cache| of the decode-only steps."""
+    slope_us_per_1k_blocks: dict[str, Estimate | None]
+    """Growth by metric (`kvtax/cost/metrics.py`); null where it was not
+    measured."""
+    n_window_steps: int = 0
+    """Steps behind the levels: at most 100,000, thinned evenly."""
+    schedule_us: Quantiles | None = None
+    """Time in `schedule()`, with `at_cache_blocks`, the |cache| of all levels."""
+    overhead_us: Quantiles | None = None
+    """What scheduler and connector take: `schedule_us` + `update_us` + the connector's
+    calls in the worker (`bind_us`, `start_load_kv_us`, `wait_for_save_us`,
+    `get_finished_us`) of the same step, with `at_cache_blocks`."""
+    step_us: Quantiles | None = None
+    """Time of the whole step, with `at_cache_blocks`."""
+    build_meta_us: Quantiles | None = None
+    """Time in `build_connector_meta`, a part of `schedule_us`."""
+    update_us: Quantiles | None = None
+    """Time in `update_from_output()`."""
+    get_finished_us: Quantiles | None = None
+    """Time in the worker's `get_finished`."""
+    start_load_kv_us: Quantiles | None = None
+    """Time in the worker's `start_load_kv`."""
+    bind_us: Quantiles | None = None
+    """Time in the worker's `bind_connector_metadata`."""
+    wait_for_save_us: Quantiles | None = None
+    """Time in the worker's `wait_for_save`."""
+    execute_model_us: Quantiles | None = None
+    """Time in the worker's `execute_model`, the connector's calls included."""
+    attribution_us: dict[str, float | None] | None = None
+    """Parts that sum to `step`: means over the middle half of the steps, by
+    `step_us`."""
+    ttft_ms: Quantiles | None = None
+    """Time to first token from the intended send, over the ok requests of growth and
+    plateau, as are the five below."""
+    ttft_sent_ms: Quantiles | None = None
+    """Time to first token from the actual send."""
+    tpot_ms: Quantiles | None = None
+    """Time per output token after the first."""
+    tpot_plateau_ms: Quantiles | None = None
+    """The same for the plateau alone."""
+    e2e_ms: Quantiles | None = None
+    """Time to the last token from the intended send."""
+    e2e_sent_ms: Quantiles | None = None
+    """Time to the last token from the actual send."""
+    requests: dict[str, int]
+    """`scheduled`, `ok`, `failed`, `cancelled`, summed over the repeats."""
+    lag_ms: dict[str, float | bool | None] | None
+    """Send lag of the worst repeat, its `budget`, and whether all were `valid`."""
+    records: dict[str, int]
+    """`engine_steps` and `worker_steps` that were read, `engine_without_worker`
+    (decode-only steps without a worker record), `torn_lines`."""
+    reads: ReadCounts | None = None
+    """That of trial.json, summed over the repeats; null where no peer was to read."""
+    connector: PartCost | None = None
+    """All calls of the connector, over the steps of all holds."""
+    methods: dict[str, PartCost] | None = None
+    """The same by method, as `scheduler.NAME` or `worker.NAME`."""
+    threads: dict[str, PartCost] | None = None
+    """CPU time by thread of the engine's process."""
+    held: dict[str, HeldLevels] = msgspec.field(default_factory=dict)
+    """What each metric is at the levels of |cache|."""
+    growth_slope_us_per_1k_blocks: Estimate | None = None
+    """Slope of the time in `schedule()` while |cache| grows under an open load, without
+    what servers differ by."""
+    verdict_of: dict[str, Verdict]
+    """The verdict on each metric alone, of those that were measured."""
+    verdict: Verdict = "failed"
+    """The verdict on the config."""
+    error: str | None = None
+    """Errors of its failed trials."""
+    warnings: list[str] = []
+    """Doubts, each with what to do about it."""
+    vs_plain: dict[str, BaselineDifference] | None = None
+    """Difference of p50 from the baseline, by time."""
+    tpot_addition: TpotAddition | None = None
+    """What the config adds to the baseline's TPOT."""
+    vs_noop: dict[str, Estimate | None] | None = None
+    """Ratio of p50 to that of the floor, by time."""
+
+    def level_us(self, metric: str) -> Quantiles | None:
+        """Return the quantiles of `schedule`, `overhead` or `step`."""
+        levels = {
+            "schedule": self.schedule_us,
+            "overhead": self.overhead_us,
+            "step": self.step_us,
+        }
+        return levels[metric]
+
+
+class HostEntry(msgspec.Struct):
+    """Results of one host of several."""
+
+    cpu_model: str | None
+    """Model of its CPU."""
+    repeats: list[int]
+    """The repeats that it measured, of all configs."""
+    servers: int
+    """How many servers these are."""
+    servers_that_count: int
+    """Those of them that were measured and are not set aside."""
+    times_as_slow: float | None
+    """Median of how many times as slow as usual in this run its servers were, by work
+    in which no connector has a part; null where none had it recorded."""
+    send_lag_p99_ms: float | None = None
+    """How late the load was sent to that one of its servers where it was latest."""
+    p50_us: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    """By config and time (`schedule`, `step`), the median at the stated |cache|."""
+
+
+class PerConfig(
+    msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.per_config/2"
+):
+    """The results of a run."""
+
+    provenance: dict[str, Any]
+    """That of run.json, and `report_git_commit`, the commit of the analysis."""
+    profile: dict[str, Any]
+    """That of run.json."""
+    window: WindowRecord | None
+    """Where levels are stated; null if the configs have nothing in common."""
+    noise_floor: NoiseFloor
+    """How far two runs of the same thing are apart."""
+    warnings: list[str]
+    """What the run suspects of itself, each with what to do about it."""
+    configs: dict[str, ConfigEntry]
+    """What was found, by config."""
+    hosts: dict[str, HostEntry] | None = None
+    """What each host measured, by its address; null for a run on one machine."""

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reason to doubt a number: one type for sweeps, fleets, gates and `kvtax look`."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RunWarning(msgspec.Struct, frozen=True):
+    """A reason to doubt a number, and what to do about it."""
+
+    kind: str
+    """What is doubtful, in a word or two: `few_sessions`."""
+    place: str
+    """Config, arm, instance or file that it is about; empty for the whole run."""
+    message: str
+    """The finding with its figures, without a full stop."""
+    remedy: str
+    """What to do about it, as a sentence in the imperative."""
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.remedy.rstrip('.')}."
+
+    def within(self, place: str) -> RunWarning:
+        """Put `place`, such as an instance's name, in front of the warning's own."""
+        inner = "/".join(filter(None, (place, self.place)))
+        return RunWarning(self.kind, inner, self.message, self.remedy)

@@ -1,0 +1,33 @@
+"use strict";
+// Shows the page's data, section by section.
+
+const SHOW = {
+  words: showWords,
+  picture: showPicture,
+  table: showTable,
+  figure: showFigure,
+  verdicts: showVerdicts,
+  timeline: showTimeLine,
+  flame: showFlame,
+};
+
+{
+  const page = JSON.parse(document.getElementById("data").textContent);
+  document.getElementById("head").append(
+    el("h1", {}, page.title),
+    page.question ? el("p", { class: "note" }, page.question) : "",
+    ...paragraphs(page.answer));
+  const main = document.getElementById("content");
+  const shown = page.sections.map((section) => SHOW[section.kind](section));
+  // On the first screen: a verdict and its figure side by side, or the first section.
+  const two = page.sections[0]?.kind === "verdicts" && page.sections[1]?.kind === "figure";
+  const first = el("div", { class: two ? "first two" : "first" },
+    ...shown.splice(0, two ? 2 : 1));
+  main.replaceChildren(...[first, showWarnings(page.warnings), ...shown].filter(Boolean));
+  document.getElementById("foot").append(el("p", {}, page.made));
+  fitCharts();
+  addEventListener("resize", fitCharts);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    charts.forEach(({ plot }) => plot.redraw(false, true));
+  });
+}

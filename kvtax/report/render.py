@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Renderers of a page: `html` (one file, no network), `markdown` and `terminal`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+import msgspec
+
+from kvtax.records.warning import RunWarning
+from kvtax.report.document import (
+    Cell,
+    Figure,
+    Flame,
+    Page,
+    Picture,
+    Section,
+    Table,
+    TimeLine,
+    Verdicts,
+    Words,
+)
+
+HERE = Path(__file__).parent
+ASSETS = HERE / "assets"
+UPLOT = HERE / "uplot"
+SCRIPTS = ("parts.js", "chart.js", "timeline.js", "flame.js", "page.js")
+# Nothing is fetched from anywhere, whatever a name in the data may hold.
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "img-src data: blob:"
+)
+DASH = "\N{EN DASH}"
+# What a terminal obeys, and what turns the order of its text around.
+CONTROLS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)
+MARKS = re.compile(r"`([^`]+)`|\*\*(.+?)\*\*")
+LINK = re.compile(r"\[([^\]]+)\]\([^)\s]+\)")
+# Places that a line of Markdown names for one kind of warning.
+SHOWN_PLACES = 8
+
+
+def html(page: Page) -> str:
+    """Render one HTML file with its data, style and scripts inside."""
+    # Inside a script element only "<" can end it; in JSON it may be escaped.
+    data = msgspec.json.encode(page).decode().replace("<", "\\u003c")
+    style = _text(UPLOT / "uPlot.min.css") + _text(ASSETS / "page.css")
+    scripts = [_text(UPLOT / "uPlot.iife.min.js")]
+    scripts += [_text(ASSETS / name) for name in SCRIPTS]
+    code = "\n".join(f"<script>\n{script}\n</script>" for script in scripts)
+    parts = {
+        "POLICY": POLICY,
+        "TITLE": escape(plain(page.title)),
+        "STYLE": style,
+        "LICENCE": _text(UPLOT / "LICENSE"),
+        "SCRIPTS": code,
+        "DATA": data,
+    }
+    # In one pass, so that names of parts inside the data stay as they are.
+    template = _text(ASSETS / "page.html")
+    return re.sub("@([A-Z]+)@", lambda name: parts[name[1]], template)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def markdown(page: Page) -> str:
+    """Render Markdown. Time lines and flames are left out: they need the HTML page."""
+    parts = [f"# {page.title}", page.question, *_joined(page.answer)]
+    heading = None
+    for section in page.sections:
+        hidden = isinstance(section, Table) and not section.open
+        if section.title != heading and not hidden:
+            heading = section.title
+            parts.append(f"## {heading}")
+        parts += _section_markdown(section)
+    if page.warnings:
+        parts += ["## Warnings", "\n".join(warning_list(page.warnings))]
+    parts.append(page.made)
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _section_markdown(section: Section) -> list[str]:
+    match section:
+        case Words():
+            return _joined(section.paragraphs)
+        case Table():
+            table = _table_markdown(section)
+            if section.open:
+                return [section.note, table]
+            summary = f"<details><summary>{section.title}</summary>"
+            return [summary, section.note, table, "</details>"]
+        case Picture():
+            return [f"![{section.title}]({section.file})" if section.file else ""]
+        case Verdicts():
+            return [
+                "\n".join(
+                    f"- `{one.name}`: **{one.verdict}**: {one.words}"
+                    for one in section.verdicts
+                )
+            ]
+        case Figure():
+            names = [f"{section.x_label}", *(line.name for line in section.lines)]
+            columns: list[Sequence[Cell]] = [section.x]
+            columns += [line.y for line in section.lines]
+            rows = [list(row) for row in zip(*columns, strict=True)]
+            lines = Table(title=section.title, columns=names, rows=rows)
+            return [section.note, _table_markdown(lines)]
+        case TimeLine() | Flame():
+            return [section.note, "Shown on the HTML page."]
+
+
+def _joined(paragraphs: Iterable[str]) -> list[str]:
+    """Join neighbouring list items to one block; other paragraphs stay apart."""
+    blocks: list[str] = []
+    after_item = False
+    for paragraph in paragraphs:
+        item = paragraph.lstrip().startswith("- ")
+        if item and after_item:
+            blocks[-1] += f"\n{paragraph}"
+        else:
+            blocks.append(paragraph)
+        after_item = item
+    return blocks
+
+
+def _table_markdown(table: Table) -> str:
+    head = [_cell_markdown(name) for name in table.columns]
+    rows = [[_cell_markdown(cell) for cell in row] for row in table.rows]
+    align = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, align, *rows])
+
+
+def _cell_markdown(cell: Cell) -> str:
+    text = cell if isinstance(cell, str) else number(cell)
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " <br> ")
+
+
+def warning_list(warnings: Iterable[RunWarning]) -> Iterator[str]:
+    """List the warnings by kind and message in Markdown, with what to do about each."""
+    kinds: dict[str, dict[str, list[str]]] = {}
+    remedies: dict[str, str] = {}
+    for warning in warnings:
+        messages = kinds.setdefault(warning.kind, {})
+        messages.setdefault(warning.message, []).append(warning.place)
+        remedies[warning.kind] = warning.remedy.rstrip(".")
+    for kind, messages in kinds.items():
+        yield f"- **{kind.replace('_', ' ')}**"
+        for message, places in messages.items():
+            named = [f"`{place}`" for place in places if place]
+            more = len(named) - SHOWN_PLACES
+            where = ", ".join(named[:SHOWN_PLACES]) + (f", {more} more" * (more > 0))
+            yield f"  - {where}: {message}" if where else f"  - {message}"
+        yield f"  - **What to do:** {remedies[kind]}."
+
+
+def terminal(page: Page) -> str:
+    """Render lines of plain text: answers, open tables, verdicts and warnings."""
+    lines = [plain(paragraph) for paragraph in (page.title, *page.answer) if paragraph]
+    for section in page.sections:
+        lines += _section_lines(section)
+    lines += warning_lines(page.warnings)
+    return "\n".join(lines)
+
+
+def warning_lines(warnings: Iterable[RunWarning]) -> list[str]:
+    """Render a heading and a line for each warning; nothing without one."""
+    shown = [f"{w.place}: {w}" if w.place else str(w) for w in warnings]
+    return ["", "Warnings", *(f"  {visible(s)}" for s in shown)] if shown else []
+
+
+def _section_lines(section: Section) -> list[str]:
+    match section:
+        case Words():
+            return ["", *filter(None, [section.title]), *map(plain, section.paragraphs)]
+        case Table() if section.open:
+            rows: list[Sequence[Cell]] = [section.columns, *section.rows]
+            cells = [
+                [plain(c) if isinstance(c, str) else number(c) for c in row]
+                for row in rows
+            ]
+            note = [f"  ({plain(section.note)})"] if section.note else []
+            return ["", *filter(None, [section.title]), *aligned(cells), *note]
+        case Verdicts():
+            words = (
+                f"{one.name}: {one.verdict}: {one.words}" for one in section.verdicts
+            )
+            return ["", section.title, *map(plain, words)]
+    return []
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Align cells in lines, the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def plain(text: str) -> str:
+    """Remove the marks of links, code and emphasis, and show control characters."""
+    words = LINK.sub(r"\1", text)
+    bare = MARKS.sub(lambda mark: mark[1] or mark[2], words).replace("\n", "; ")
+    return visible(bare)
+
+
+def visible(text: str) -> str:
+    """Show control characters as escapes: a name in records may be a client's."""
+    return CONTROLS.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
+
+
+def number(value: float | None) -> str:
+    """Format with as many digits as are read, as the HTML page does; None is a dash."""
+    if value is None:
+        return DASH
+    whole = float(value).is_integer() or abs(value) >= 1_000
+    return f"{value:,.{0 if whole else 1 if abs(value) >= 10 else 2}f}"

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of one run: a new one, or an earlier run to go on with."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvtax.paths import REPOSITORY
+
+# What a run must not mix; that of an earlier part of it is in its provenance.
+SAME_MACHINE_AND_CODE = ("package_versions", "host", "git_commit")
+
+
+class RunFolderError(Exception):
+    """The folder cannot be used for this run; the message says what to do."""
+
+    exit_code = 2
+
+
+def choose(
+    given: Path | None,
+    name: str,
+    plan_file: str,
+    resume: bool,
+    stored: bool = False,
+) -> Path:
+    """Choose the folder: `given`, or runs/<time>-<name>. Make nothing.
+
+    `plan_file` is the file that a folder has if a run was begun in it. With `stored`
+    what is resumed may be in a store alone.
+    Raises RunFolderError if it holds a run that is not to be resumed, or none that is.
+    """
+    if given is not None and given.exists() and not given.is_dir():
+        raise RunFolderError(f"{given} is a file: --out wants a folder")
+    holds_a_run = given is not None and (given / plan_file).exists()
+    if resume and not holds_a_run and not (stored and given):
+        raise RunFolderError("--resume needs --out and the folder of a run to resume")
+    if holds_a_run and not resume:
+        raise RunFolderError(
+            f"{given} holds a run already: add --resume, or another --out"
+        )
+    if given is None:
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+        given = REPOSITORY / "runs" / f"{now}-{name}"
+    return given.resolve()
+
+
+def read_plan(file: Path) -> dict[str, Any]:
+    """Read the plan document of an earlier run. Raises RunFolderError."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict)
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunFolderError(
+            f"cannot resume {file.parent}: {file.name} cannot be read: {error}"
+        ) from None
+
+
+def check_resumable(
+    folder: Path,
+    earlier: Mapping[str, Any],
+    now: Mapping[str, Any],
+    plan_keys: Iterable[str],
+    provenance_keys: Iterable[str] = SAME_MACHINE_AND_CODE,
+    provenance: str = "provenance",
+) -> None:
+    """May the run that `earlier` describes go on as `now`?
+
+    Both are the run's plan document. Raises RunFolderError unless `plan_keys` of the
+    two are equal, and `provenance_keys` of what stands under `provenance`.
+    """
+    for key in plan_keys:
+        if earlier[key] != now[key]:
+            raise RunFolderError(f"cannot resume {folder}: its {key} is another")
+    for key in sorted(provenance_keys):
+        if earlier[provenance][key] != now[provenance][key]:
+            raise RunFolderError(
+                f"cannot resume {folder}: {key} has changed since, and a run must not "
+                "mix the two"
+            )

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weighted quantiles, and medians and quantiles with intervals.
+
+`median_estimate` is a median at a given mix of batch sizes. Direct standardisation:
+each batch size weighs its share in a common mix, whatever its share in one config, so
+that two configs are compared at the same batch sizes.
+
+`median_of_passes` needs no model: a sign test.
+
+`SessionDraws` draws sessions (cluster bootstrap: Davison and Hinkley 1997, 3.8).
+Requests of one session share their prefix, their instance and their think times, so the
+session is drawn with replacement, and all its requests in all repeats with it. Every
+arm is drawn with the same sessions, so a difference between two arms is paired. How
+much one run differs from the next is not in these draws:
+kvtax.stats.processes.RunSpread adds it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import polars as pl
+
+from kvtax.records.estimate import Estimate
+from kvtax.stats.distribution import REPLICATES, SEED, Distribution, Floats, Ints
+from kvtax.stats.resampling import resample_blocks
+
+HISTOGRAM_BINS = 400
+# Fewer sessions than this give no interval worth stating.
+MIN_SESSIONS = 8
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+# A quantile with less than one request beyond it is the maximum under another name.
+MIN_REQUESTS = {"p50": 1, "p90": 10, "p99": 100}
+# Weights held at once: replicates x requests, 8 bytes each.
+CHUNK = 4_000_000
+# Probability of each tail outside a 95 % interval.
+TAIL = 0.025
+
+
+def weighted_medians(ordered: Floats, weights: Floats) -> Floats:
+    """Compute the weighted median of `ordered` (n,) for each row of `weights`."""
+    total = np.cumsum(weights, axis=1)
+    middle = (total < total[:, -1:] / 2).sum(axis=1)
+    medians: Floats = ordered[np.minimum(middle, len(ordered) - 1)].astype(float)
+    medians[total[:, -1] <= 0] = np.nan
+    return medians
+
+
+def weighted_quantiles(
+    values: Floats, weights: Floats, quantiles: tuple[float, ...]
+) -> list[float]:
+    """Smallest values at which the summed weight reaches each quantile."""
+    order = np.argsort(values)
+    total = np.cumsum(weights[order])
+    index = np.searchsorted(total, np.asarray(quantiles) * total[-1] * (1 - 1e-12))
+    return [float(v) for v in values[order][np.minimum(index, len(values) - 1)]]
+
+
+def mix_weights(batch: Ints, mix: dict[int, float]) -> Floats:
+    """Weight of each step so that batch size b weighs mix[b] in all; 0 outside it."""
+    weights = np.zeros(len(batch))
+    for size, share in mix.items():
+        member = batch == size
+        if member.any():
+            weights[member] = share / member.sum()
+    return weights
+
+
+def median_estimate(
+    values: Floats,
+    batch: Ints,
+    mix: dict[int, float],
+    block: Ints,
+    repeat_of_block: Ints,
+    seed: int = SEED,
+) -> Distribution:
+    """Median of `values` in the mix of batch sizes, with a block bootstrap.
+
+    `values`, `batch` and `block` are (steps,). The draws come from histograms, one per
+    block and batch size, summed as drawn and weighted to the mix again. They have 400
+    bins between the 10th and 90th percentile: no median falls outside, and the bins
+    stay fine however long the tail.
+    """
+    weights = mix_weights(batch, mix)
+    value = weighted_quantiles(values, weights, (0.5,))[0]
+    low, high = weighted_quantiles(values, weights, (0.1, 0.9))
+    edges = np.linspace(low, max(high, low + 1e-9), HISTOGRAM_BINS + 1)
+    place = np.clip(np.searchsorted(edges, values, "right") - 1, 0, HISTOGRAM_BINS - 1)
+    blocks = len(repeat_of_block)
+    counts = resample_blocks(repeat_of_block, REPLICATES, np.random.default_rng(seed))
+    # One product for all sizes: in many small ones BLAS's threads wait for each other.
+    sizes = np.array(sorted(mix))
+    own = np.isin(batch, sizes)
+    histogram = np.searchsorted(sizes, batch[own]) * HISTOGRAM_BINS + place[own]
+    flat = np.bincount(
+        block[own] * (len(sizes) * HISTOGRAM_BINS) + histogram,
+        minlength=blocks * len(sizes) * HISTOGRAM_BINS,
+    ).reshape(blocks, -1)
+    drawn = (counts @ flat.astype(float)).reshape(
+        REPLICATES, len(sizes), HISTOGRAM_BINS
+    )
+    share = np.array([mix[size] for size in sizes]) / np.maximum(drawn.sum(axis=2), 1)
+    heights = np.einsum("rsb,rs->rb", drawn, share)
+    draws = weighted_medians((edges[:-1] + edges[1:]) / 2, heights)
+    return Distribution(value, np.where(np.isfinite(draws), draws, value))
+
+
+def median_of_passes(values: Floats) -> Estimate:
+    """Compute the median of few samples, and an interval between two of them.
+
+    By a sign test: of 9 samples, the second and the eighth, so that one spoilt pass
+    does not widen the interval. With 5 samples or fewer the interval is from least to
+    most.
+    """
+    ordered = np.sort(values)
+    outside = _samples_outside(len(ordered))
+    ends = float(ordered[outside]), float(ordered[-1 - outside])
+    return Estimate(float(np.median(ordered)), ends)
+
+
+def _samples_outside(samples: int) -> int:
+    """Count the samples at each end that are not in the interval; 0 for few samples."""
+    outside, chance = 0, 0.0
+    while True:
+        # Probability that at most `outside` samples are above the true median.
+        chance += math.comb(samples, outside) / 2**samples
+        if chance > TAIL:
+            return max(outside - 1, 0)
+        outside += 1
+
+
+class SessionDraws:
+    """Draws of sessions: `counts` of each in each replicate, (replicates, s)."""
+
+    def __init__(self, sessions: pl.Series, seed: int = SEED) -> None:
+        names = sorted(set(sessions.drop_nulls().to_list()))
+        self._index = {name: index for index, name in enumerate(names)}
+        self.counts: Floats = np.zeros((REPLICATES, 0))
+        if names:
+            share = np.full(len(names), 1 / len(names))
+            drawn = np.random.default_rng(seed).multinomial
+            self.counts = drawn(len(names), share, size=REPLICATES).astype(float)
+
+    def index_of(self, sessions: pl.Series) -> Ints:
+        return sessions.replace_strict(self._index, return_dtype=pl.Int64).to_numpy()
+
+    def quantiles(
+        self, values: pl.Series, sessions: pl.Series
+    ) -> dict[str, Distribution | None]:
+        """p50, p90, p99 of `values` (n,) that are not null, with draws.
+
+        None for a quantile that has too few requests. With fewer than MIN_SESSIONS
+        sessions the draws are NaN: a value without an interval.
+        """
+        known = values.is_not_null()
+        numbers = values.filter(known).to_numpy().astype(float)
+        owners = self.index_of(sessions.filter(known))
+        wanted = {k: q for k, q in QUANTILES.items() if len(numbers) >= MIN_REQUESTS[k]}
+        found: dict[str, Distribution | None] = dict.fromkeys(QUANTILES)
+        if not wanted:
+            return found
+        points = tuple(wanted.values())
+        levels = weighted_quantiles(numbers, np.ones(len(numbers)), points)
+        draws: Floats = np.full((REPLICATES, len(points)), np.nan)
+        if len(np.unique(owners)) >= MIN_SESSIONS:
+            draws = self._draws(numbers, owners, points, levels)
+        for column, (name, level) in enumerate(zip(wanted, levels, strict=True)):
+            found[name] = Distribution(level, draws[:, column])
+        return found
+
+    def _draws(
+        self,
+        numbers: Floats,
+        owners: Ints,
+        points: tuple[float, ...],
+        levels: list[float],
+    ) -> Floats:
+        """(replicates, points); where none of the sessions was drawn, the level."""
+        order = np.argsort(numbers)
+        numbers, owners = numbers[order], owners[order]
+        rows = max(CHUNK // len(numbers), 1)
+        parts = []
+        for start in range(0, REPLICATES, rows):
+            total = np.cumsum(self.counts[start : start + rows, owners], axis=1)
+            part = np.tile(np.asarray(levels, float), (len(total), 1))
+            for row, sums in enumerate(total):
+                if sums[-1] > 0:
+                    at = np.searchsorted(sums, np.asarray(points) * sums[-1] - 1e-9)
+                    part[row] = numbers[np.minimum(at, len(numbers) - 1)]
+            parts.append(part)
+        return np.concatenate(parts)

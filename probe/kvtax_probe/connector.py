@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timer of a connector's methods, whatever methods the connector or release has.
+
+A wrapper is an attribute of the instance and shadows the method. The class stays as it
+is, and so does all that isinstance() says. A wrapper is a bound method of the connector
+as the method is, so it is pickled, copied and compared as that.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Generator, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+now_ns = time.perf_counter_ns
+get_ident = threading.get_ident
+
+# Methods that vLLM calls once a step: timed even where they do nothing, since their
+# times have fields of their own.
+STEP_METHODS = (
+    "build_connector_meta",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_save",
+    "get_finished",
+    "get_transfer_results",
+)
+# A method that is called so often in a step, as by each layer, and takes so little, is
+# timed in drawn steps only: watching it would cost as much as it does.
+FREQUENT_CALLS = 16
+FREQUENT_NS = 10_000
+# The code of a method that does no more than return a constant.
+_CONSTANT = {"RESUME", "LOAD_CONST", "LOAD_SMALL_INT", "RETURN_VALUE", "RETURN_CONST"}
+
+
+# Calls of a method: its index, how many, their time in ns, and that without the calls
+# of timed methods that they made. Times of -1 are not known: only counted.
+Calls = tuple[int, int, int, int]
+
+
+def fill(
+    record: Any, calls: list[Calls], methods: list[str], fields: dict[str, str]
+) -> None:
+    """Set a record's fields by method; `fields` names the fields of some methods.
+
+    Left out is what a reader knows: one call, a time equal to the self time, and a
+    self time equal to the field of the method.
+    """
+    counts: dict[str, int] = {}
+    us: dict[str, float] = {}
+    self_us: dict[str, float] = {}
+    for i, (count, ns, self_ns) in _sums(calls).items():
+        name = methods[i]
+        if count != 1:
+            counts[name] = count
+        if ns < 0:
+            continue
+        field = fields.get(name)
+        if field is not None:
+            setattr(record, field, ns / 1e3)
+            if count == 1 and ns == self_ns:
+                continue
+        self_us[name] = self_ns / 1e3
+        if ns != self_ns:
+            us[name] = ns / 1e3
+    record.connector_calls = counts or None
+    record.connector_us = us or None
+    record.connector_self_us = self_us or None
+
+
+def _sums(calls: list[Calls]) -> dict[int, tuple[int, int, int]]:
+    sums: dict[int, tuple[int, int, int]] = {}
+    for i, count, ns, self_ns in calls:
+        if i in sums:
+            before = sums[i]
+            count += before[0]
+            known = ns >= 0 and before[1] >= 0
+            ns = before[1] + ns if known else -1
+            self_ns = before[2] + self_ns if known else -1
+        sums[i] = count, ns, self_ns
+    return sums
+
+
+class ConnectorTimer:
+    """Times of the connector's methods on one side, the scheduler's or the worker's.
+
+    Only calls in `thread` count; those in others may overlap, and pass by.
+    """
+
+    __slots__ = (
+        "_counts",
+        "_frequent",
+        "_wrappers",
+        "calls",
+        "drawn",
+        "methods",
+        "not_timed",
+        "thread",
+        "total_self_ns",
+    )
+
+    def __init__(self) -> None:
+        self.methods: list[str] = []
+        self.not_timed: dict[str, str] = {}
+        self.thread = get_ident()
+        # Time of all timed calls so far; what it grows by within a call is its
+        # children's.
+        self.total_self_ns = 0
+        self.drawn = True
+        # Timed calls since the last take(), and how many were counted by method.
+        self.calls: list[Calls] = []
+        self._counts: list[int] = []
+        # By index: (connector, name, wrapper that times, wrapper that counts).
+        self._wrappers: list[tuple[Any, str, MethodType, MethodType]] = []
+        self._frequent: set[int] = set()
+
+    def wrap(self, connector: Any, prefix: str = "") -> None:
+        """Time the connector's public methods, and those of the connectors in it."""
+        for name in dir(type(connector)):
+            if not name.startswith("_"):
+                self._wrap_method(connector, name, prefix)
+        for number, child in enumerate(_children(connector)):
+            self.wrap(child, f"{prefix}{type(child).__name__}[{number}].")
+
+    def take(self) -> list[Calls]:
+        """Return the calls since the last time."""
+        calls, self.calls = self.calls, []
+        if self._frequent and not self.drawn:
+            for i in self._frequent:
+                if count := self._counts[i]:
+                    calls.append((i, count, -1, -1))
+                    self._counts[i] = 0
+        if len(calls) > FREQUENT_CALLS:
+            self._find_frequent(calls)
+        return calls
+
+    def draw(self, drawn: bool) -> None:
+        """Begin a step, in which methods that are called often are timed if `drawn`."""
+        if self.drawn is not drawn:
+            self.drawn = drawn
+            if self._frequent:
+                self._swap_frequent()
+
+    def _find_frequent(self, calls: list[Calls]) -> None:
+        for i, (count, ns, _) in _sums(calls).items():
+            if count > FREQUENT_CALLS and 0 <= ns < count * FREQUENT_NS:
+                self._frequent.add(i)
+        self._swap_frequent()
+
+    def _swap_frequent(self) -> None:
+        for i in self._frequent:
+            connector, name, timed, counted = self._wrappers[i]
+            object.__setattr__(connector, name, timed if self.drawn else counted)
+
+    def _wrap_method(self, connector: Any, name: str, prefix: str) -> None:
+        attribute = inspect.getattr_static(connector, name)
+        if not _may_take_time(attribute, name):
+            return
+        is_own = name in getattr(connector, "__dict__", ())
+        reason = _why_not_timed(attribute, is_own)
+        if reason is None:
+            i = len(self.methods)
+            timed, counted = self._wrapped(connector, name, attribute, i)
+            try:
+                # A connector may guard its attributes by a __setattr__ of its own.
+                object.__setattr__(connector, name, timed)
+            except (AttributeError, TypeError):
+                reason = "the connector's attributes cannot be set"
+        if reason is not None:
+            self.not_timed[prefix + name] = reason
+            return
+        self.methods.append(prefix + name)
+        self._wrappers.append((connector, name, timed, counted))
+        self._counts.append(0)
+
+    def _wrapped(
+        self, connector: Any, name: str, attribute: Any, i: int
+    ) -> tuple[MethodType, MethodType]:
+        """Return the wrappers of method `i`, one that times and one that counts."""
+        counts = self._counts
+        # The class is asked at each call: a plugin may patch it later.
+        owner = type(connector)
+        if name in getattr(connector, "__dict__", ()):
+            owner = _Own(name, attribute)
+
+        def timed(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            if get_ident() != self.thread:
+                return getattr(owner, name)(self_, *args, **kwargs)
+            before_ns = self.total_self_ns
+            began_ns = now_ns()
+            try:
+                result = getattr(owner, name)(self_, *args, **kwargs)
+            finally:
+                took_ns = now_ns() - began_ns
+                self_ns = took_ns - self.total_self_ns + before_ns
+                self.calls.append((i, 1, took_ns, self_ns))
+                self.total_self_ns = before_ns + took_ns
+            # A compiled generator is of a type of its own.
+            if type(result).__name__ == "generator":
+                return TimedGenerator(result, self, i)
+            return result
+
+        def counted(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            if get_ident() == self.thread:
+                counts[i] += 1
+            return getattr(owner, name)(self_, *args, **kwargs)
+
+        return (
+            MethodType(_dressed(timed, name, attribute), connector),
+            MethodType(_dressed(counted, name, attribute), connector),
+        )
+
+    def add_time(self, i: int, took_ns: int, before_ns: int) -> None:
+        """Add the time of work that a method left for later.
+
+        `before_ns` is the total before that work, which other methods may have shared.
+        """
+        self_ns = took_ns - self.total_self_ns + before_ns
+        self.calls.append((i, 0, took_ns, self_ns))
+        self.total_self_ns = before_ns + took_ns
+
+
+class TimedGenerator(Generator):
+    """A generator that runs when it is asked for a value, as the one within."""
+
+    def __init__(self, generator: Generator, timer: ConnectorTimer, method: int):
+        self._generator, self._timer, self._method = generator, timer, method
+
+    def send(self, value: Any) -> Any:
+        return self._run(self._generator.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._run(self._generator.throw, *error)
+
+    def close(self) -> None:
+        self._run(self._generator.close)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def _run(self, call: Any, *args: Any) -> Any:
+        if get_ident() != self._timer.thread:
+            return call(*args)
+        before_ns = self._timer.total_self_ns
+        began_ns = now_ns()
+        try:
+            return call(*args)
+        finally:
+            self._timer.add_time(self._method, now_ns() - began_ns, before_ns)
+
+
+class _Own:
+    """A callable that an instance has in place of its class's method."""
+
+    def __init__(self, name: str, call: Any):
+        setattr(self, name, lambda self_, *args, **kwargs: call(*args, **kwargs))
+
+
+def _dressed(wrapper: FunctionType, name: str, attribute: Any) -> FunctionType:
+    """Give a wrapper the name and the attributes of what it wraps.
+
+    The name is the one by which pickle finds the method.
+    """
+    functools.update_wrapper(wrapper, attribute)
+    for extra in set(dir(attribute)) - set(dir(wrapper)):
+        if not extra.startswith("__"):
+            setattr(wrapper, extra, getattr(attribute, extra))
+    wrapper.__name__ = name
+    return wrapper
+
+
+def _may_take_time(attribute: Any, name: str) -> bool:
+    """Return whether a public attribute is a method that can take time.
+
+    Excluded are methods that only return a constant, and those inherited from vLLM's
+    base class: attention calls some of them twice a layer.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if isinstance(attribute, (staticmethod, classmethod, property, type)):
+        return False
+    if not callable(attribute) and not isinstance(attribute, functools.partialmethod):
+        return False
+    if name in STEP_METHODS:
+        return True
+    if attribute is inspect.getattr_static(KVConnectorBase_V1, name, None):
+        return False
+    return not isinstance(attribute, FunctionType) or not _CONSTANT.issuperset(
+        instruction.opname for instruction in dis.get_instructions(attribute)
+    )
+
+
+def _why_not_timed(attribute: Any, is_own: bool) -> str | None:
+    if inspect.iscoroutinefunction(attribute) or inspect.isasyncgenfunction(attribute):
+        return "an async method: its work runs in an event loop"
+    if not is_own and not hasattr(attribute, "__get__"):
+        return "an object that is called, not a method"
+    return None
+
+
+def _children(connector: Any) -> Iterator[Any]:
+    """Yield the connectors that a connector holds, as MultiConnector does."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    for value in list(getattr(connector, "__dict__", {}).values()):
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, KVConnectorBase_V1):
+                yield one
+
+
+_timers: dict[str, ConnectorTimer] = {}
+
+
+def time_connector(connector: Any) -> None:
+    """Time a connector that was made for its role, `SCHEDULER` or `WORKER`."""
+    timer = _timers[connector.role.name] = ConnectorTimer()
+    timer.wrap(connector)
+
+
+def timer_of(role: str) -> ConnectorTimer:
+    """Return the timer of the connector that was made last for a role."""
+    return _timers.setdefault(role, ConnectorTimer())

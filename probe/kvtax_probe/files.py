@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSONL files that are written while the engine serves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import datetime, timezone
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .settings import MAX_BYTES, MAX_S, label
+
+logger = logging.getLogger("vllm.kvtax_probe")
+
+FLUSH_INTERVAL_S = 0.25
+# Records encoded before the interpreter is given away.
+BATCH = 32
+
+
+def at_exit(close: Callable[[], None]) -> None:
+    """Call `close` when the process ends, in the children of multiprocessing too."""
+    Finalize(None, close, exitpriority=10)
+
+
+def records_directory() -> Path:
+    return Path(os.environ["KVTAX_STEP_RECORDS_DIR"])
+
+
+def new_life(dp_rank: int) -> str:
+    """Name the folder of an engine's life: start, host, data-parallel rank, pid."""
+    start = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
+    return f"{start}-{socket.gethostname()}-dp{dp_rank}-{os.getpid()}"
+
+
+class RecordFile:
+    """JSONL file to which a background thread appends records in whole lines.
+
+    If the file cannot be written, that is logged once and records are dropped from then
+    on: the engine keeps serving. A file that has half of what the limits allow becomes
+    NAME.jsonl.1, in the place of an older one. A file whose folder was removed is begun
+    anew. `shape` makes a record ready to be encoded, in the background thread.
+    """
+
+    def __init__(
+        self,
+        life: str,
+        name: str,
+        schema: str,
+        header: Callable[[], dict[str, Any]] = dict,
+        shape: Callable[[Any], Any] = lambda record: record,
+    ):
+        self.path = records_directory() / life / f"{name}.jsonl"
+        self._life, self._schema, self._header = life, schema, header
+        self._shape = shape
+        self._pending: deque[Any] = deque()
+        self.append = self._pending.append
+        self._encoder = msgspec.json.Encoder()
+        self._lock = threading.Lock()
+        self._descriptor = -1
+        self._bytes, self._began_s = 0, 0.0
+        self.stopped = False
+        try:
+            self._open()
+        except OSError:
+            self._stop()
+            return
+        threading.Thread(target=self._run, name=f"records-{name}", daemon=True).start()
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        with self._lock:
+            if self.stopped or not self._pending:
+                return
+            try:
+                self._rotate_if_due()
+                while count := min(len(self._pending), BATCH):
+                    batch = [self._shape(self._pending.popleft()) for _ in range(count)]
+                    self._write(self._encoder.encode_lines(batch))
+                    # An engine that waits for the interpreter gets it here.
+                    time.sleep(0)
+            except Exception:
+                self._stop()
+
+    def _rotate_if_due(self) -> None:
+        if os.fstat(self._descriptor).st_nlink == 0:
+            logger.error("kvtax: %s was removed: it is begun anew", self.path)
+            os.close(self._descriptor)
+            self._open()
+            return
+        age_s = time.monotonic() - self._began_s
+        if self._bytes > MAX_BYTES / 2 or age_s > MAX_S / 2:
+            older = self._descriptor
+            self._open()
+            os.close(older)
+
+    def _open(self) -> None:
+        """Begin the file. One that is there already becomes the older half."""
+        header = self._encoder.encode(
+            {
+                "schema": self._schema,
+                "life": self._life,
+                **_header_of_process(),
+                **self._header(),
+            }
+        )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = f"{self.path}.new"
+        self._descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._bytes, self._began_s = 0, time.monotonic()
+        try:
+            self._write(header + b"\n")
+        except OSError:
+            os.unlink(new)
+            raise
+        if self.path.exists():
+            os.replace(self.path, f"{self.path}.1")
+        os.replace(new, self.path)
+
+    def _run(self) -> None:
+        while not self.stopped:
+            time.sleep(FLUSH_INTERVAL_S)
+            self.flush()
+
+    def _write(self, data: bytes) -> None:
+        self._bytes += len(data)
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def _stop(self) -> None:
+        logger.exception("kvtax: %s gets no records from here on", self.path)
+        # The flag as well: a record appended meanwhile must not follow a torn line.
+        self.stopped = True
+        self.append = lambda record: None
+        self._pending.clear()
+
+
+def _header_of_process() -> dict[str, Any]:
+    from vllm.version import __version__ as vllm_version
+
+    return {
+        "clock": "CLOCK_MONOTONIC",
+        "units": {"t_ns": "ns", "*_us": "us"},
+        "vllm_version": vllm_version,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "began_ns": time.perf_counter_ns(),
+        "began_unix_ns": time.time_ns(),
+        "boot_id": _boot_id(),
+        "label": label(),
+    }
+
+
+def _boot_id() -> str | None:
+    """Return the id of the running kernel, whose CLOCK_MONOTONIC this is."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None

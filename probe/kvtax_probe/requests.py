@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""engine_request.jsonl: the life of each request, and in which engine steps.
+
+Request ids are hashed, unless KVTAX_REQUEST_IDS is "plain".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import msgspec
+
+from .files import RecordFile
+
+# Suffix by which vLLM makes the client's ids unique.
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+
+now_ns = time.perf_counter_ns
+
+
+class RequestRecord(msgspec.Struct, omit_defaults=True, gc=False):
+    """One request; events that never happened are left out of the line."""
+
+    id: str
+    arrival_ns: int
+    prompt_tokens: int
+    before_engine_us: float | None = None
+    first_step: int | None = None
+    first_token_step: int | None = None
+    last_step: int | None = None
+    finished_ns: int | None = None
+    finish_reason: str | None = None
+    cached_tokens: int | None = None
+    external_tokens: int | None = None
+    output_tokens: int = 0
+    preemptions: int = 0
+    preempted_steps: list[int] = []
+    kv_wait_ns: list[int] = []
+
+
+class RequestRecorder:
+    """Recorder of a scheduler's requests, in the engine's one thread.
+
+    A step costs a few checks. Only requests that wait for their first token, or that
+    start, stop or finish in the step, are looked at.
+    """
+
+    def __init__(self, life: str, scheduler: Any):
+        self._life = life
+        self._plain_ids = os.environ.get("KVTAX_REQUEST_IDS") == "plain"
+        self._scheduler = scheduler
+        self._file: RecordFile | None = None
+        self.detached = False
+        self._open: dict[str, RequestRecord] = {}
+        self._without_token: set[str] = set()
+        # Requests that got blocks for the connector's KV in this step, and when.
+        self.with_external_kv: list[tuple[Any, int]] = []
+        self._step_id: int | None = None
+        if hasattr(scheduler, "add_request") and hasattr(scheduler, "_free_request"):
+            scheduler.add_request = self._preceded(scheduler.add_request, self._add)
+            scheduler._free_request = self._preceded(
+                scheduler._free_request, self._finish
+            )
+        connector = getattr(scheduler, "connector", None)
+        if hasattr(connector, "update_state_after_alloc"):
+            self._watch_allocations(connector)
+
+    def note_scheduled(self) -> None:
+        """Note the requests that wait for KV since this step."""
+        for request, t_ns in self.with_external_kv:
+            record = self._open.get(request.request_id)
+            waits = request.status.name == "WAITING_FOR_REMOTE_KVS"
+            if record is not None and waits and len(record.kv_wait_ns) % 2 == 0:
+                record.kv_wait_ns = [*record.kv_wait_ns, t_ns]
+        self.with_external_kv.clear()
+
+    def begin_update(self, step_id: int, scheduler_output: Any, output: Any) -> None:
+        """Note the scheduled requests of a step whose model has run."""
+        self._step_id = step_id
+        for new in scheduler_output.scheduled_new_reqs:
+            self._note_first_step(new.req_id, self._scheduler.requests.get(new.req_id))
+        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            self._note_resumed(request_id)
+        for request_id in scheduler_output.preempted_req_ids or ():
+            record = self._open.get(request_id)
+            if record is not None:
+                record.preempted_steps = [*record.preempted_steps, step_id]
+        transfers = getattr(output, "kv_connector_output", None)
+        if transfers is not None:
+            for request_id in transfers.finished_recving or ():
+                record = self._open.get(request_id)
+                if record is not None and len(record.kv_wait_ns) % 2:
+                    record.kv_wait_ns.append(now_ns())
+
+    def end_update(self) -> None:
+        """Note the requests that got their first token in the step."""
+        if self._without_token:
+            for request_id in list(self._without_token):
+                request = self._scheduler.requests.get(request_id)
+                if request is not None and request.num_output_tokens:
+                    self._open[request_id].first_token_step = self._step_id
+                    self._without_token.discard(request_id)
+        self._step_id = None
+
+    def _preceded(
+        self, call: Callable[..., Any], first: Callable[[Any], None]
+    ) -> Callable[..., Any]:
+        """Return `call`, which gives its first argument to `first` before it runs."""
+
+        def preceded(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.detached:
+                first(request)
+            return call(request, *args, **kwargs)
+
+        return preceded
+
+    def close(self) -> None:
+        """Write what is left, and the requests that have not ended."""
+        if self._file is not None:
+            for record in self._open.values():
+                self._file.append(record)
+            self._open.clear()
+            self._file.flush()
+
+    def _watch_allocations(self, connector: Any) -> None:
+        allocated = connector.update_state_after_alloc
+
+        def update_state_after_alloc(
+            self_: Any, request: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if not self.detached:
+                self.with_external_kv.append((request, now_ns()))
+            return allocated(request, *args, **kwargs)
+
+        # A bound method, as in connector.py.
+        watched = MethodType(update_state_after_alloc, connector)
+        try:
+            object.__setattr__(connector, "update_state_after_alloc", watched)
+        except (AttributeError, TypeError):
+            return
+
+    def _add(self, request: Any) -> None:
+        if self._file is None:
+            self._file = RecordFile(
+                self._life,
+                "engine_request",
+                "kvtax.engine_request/1",
+                lambda: {"ids": "plain" if self._plain_ids else "hashed"},
+            )
+        if request.request_id in self._open:
+            # A streaming session adds to a request that runs.
+            return
+        record = RequestRecord(
+            self._name(request.request_id), now_ns(), request.num_prompt_tokens
+        )
+        record.before_engine_us = max(time.time() - request.arrival_time, 0) * 1e6
+        self._open[request.request_id] = record
+
+    def _finish(self, request: Any) -> None:
+        """End the record of a request, in a step or between two."""
+        record = self._open.pop(request.request_id, None)
+        if record is None or self._file is None:
+            return
+        record.finished_ns = now_ns()
+        record.last_step = self._step_id
+        record.output_tokens = request.num_output_tokens
+        record.preemptions = request.num_preemptions
+        reason = request.get_finished_reason()
+        record.finish_reason = None if reason is None else str(reason)
+        if request.request_id in self._without_token:
+            self._without_token.discard(request.request_id)
+            if request.num_output_tokens:
+                record.first_token_step = self._step_id
+        self._file.append(record)
+
+    def _note_first_step(self, request_id: str, request: Any) -> None:
+        record = self._open.get(request_id)
+        if record is None or request is None:
+            return
+        if record.first_step is not None:
+            # The V2 model runner gets a resumed request as a new one.
+            self._note_resumed(request_id)
+            return
+        record.first_step = self._step_id
+        self._without_token.add(request_id)
+        # From 0.20 on in PrefillStats, until the first output takes it.
+        stats = getattr(request, "prefill_stats", None)
+        if stats is not None:
+            record.cached_tokens = stats.num_local_cached_tokens
+            record.external_tokens = stats.num_external_cached_tokens
+        elif hasattr(request, "num_external_computed_tokens"):
+            record.external_tokens = request.num_external_computed_tokens
+            record.cached_tokens = request.num_cached_tokens - record.external_tokens
+
+    def _note_resumed(self, request_id: str) -> None:
+        record = self._open.get(request_id)
+        if record is not None and len(record.preempted_steps) % 2:
+            record.preempted_steps.append(self._step_id)
+
+    def _name(self, request_id: str) -> str:
+        name = _SUFFIX.sub("", request_id)
+        if self._plain_ids:
+            return name
+        return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cell tells how a cost grows, and says so where it cannot tell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtax.axes.axes import AXES
+from kvtax.axes.fit import grows, growth, steepest
+from tests.axes.cells import META, made
+
+EACH_AXIS = pytest.mark.parametrize("axis", AXES)
+
+
+def curve(axis: str, power: float, rise_us: float):
+    """10 us, and `rise_us` more at the last level."""
+    last = AXES[axis].levels[-1]
+    return lambda level: 10.0 + rise_us * (level / last) ** power
+
+
+@EACH_AXIS
+@pytest.mark.parametrize(
+    ("power", "rise_us", "order"),
+    [
+        (0, 0.0, "constant"),
+        (1, 20.0, "constant"),
+        (1, 1_000.0, "linear"),
+        (2, 1_000.0, "quadratic"),
+    ],
+)
+def test_the_order_of_growth_is_told(axis, power, rise_us, order):
+    cell = made(**{axis: curve(axis, power, rise_us)})
+    found = growth(cell, axis, META)
+    assert found.order == order
+    assert grows(AXES[axis], found.slope) is (order != "constant")
+    others = [one for one in AXES if one != axis]
+    assert all(growth(cell, one, META).order == "constant" for one in others)
+
+
+@EACH_AXIS
+def test_noise_as_large_as_the_growth_ends_in_cannot_tell(axis):
+    cell = made(noise=0.8, **{axis: curve(axis, 1, 100.0)})
+    assert growth(cell, axis, META).order == "cannot tell"
+
+
+@EACH_AXIS
+def test_growth_between_linear_and_quadratic_is_neither(axis):
+    cell = made(noise=0.001, **{axis: curve(axis, 1.5, 1_000.0)})
+    assert growth(cell, axis, META).order == "cannot tell"
+    assert grows(AXES[axis], growth(cell, axis, META).slope)
+
+
+@EACH_AXIS
+def test_the_slope_is_per_unit_of_the_axis(axis):
+    told = AXES[axis]
+    cell = made(noise=0, **{axis: lambda level: 10.0 + 7.0 * level / told.per})
+    found = growth(cell, axis, META)
+    assert found.slope.value == pytest.approx(7.0)
+    assert found.level_us[-1] == pytest.approx(10 + 7 * told.levels[-1] / told.per)
+    assert found.passes == 9
+
+
+def test_the_interval_of_a_slope_holds_the_truth_in_95_of_100_cells():
+    rng = np.random.default_rng(7)
+    held = 0
+    for _ in range(400):
+        cell = made()
+        levels = np.array(AXES["running"].levels)
+        us = 10 + 0.5 * levels + rng.standard_normal((9, len(levels)))
+        cell.means_us["running"][META] = us.tolist()
+        low, high = growth(cell, "running", META).slope.ci95
+        held += low <= 0.5 <= high
+    assert 0.92 <= held / 400 <= 0.98
+
+
+def test_a_pass_that_the_machine_spoilt_changes_nothing():
+    cell = made(running=curve("running", 1, 1_000.0))
+    passes = cell.means_us["running"][META]
+    passes[7] = [us * (3 if level % 2 else 1) for level, us in enumerate(passes[0])]
+    assert growth(cell, "running", META).order == "linear"
+
+
+def test_the_method_that_grows_most_is_named():
+    cell = made(running=curve("running", 1, 500.0))
+    assert steepest(cell, "running") == META
+    assert steepest(cell, "context") is None
+
+
+def test_a_time_that_was_not_taken_has_no_growth():
+    assert growth(made(), "running", "worker.get_finished_us") is None

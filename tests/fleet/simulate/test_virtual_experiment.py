@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An experiment in virtual time: the files of one in real time, and the same bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import mean
+
+import msgspec
+import pytest
+
+from kvtax.engine.settings import Forward
+from kvtax.fleet.analyze.arm_runs import ArmRun, read_run
+from kvtax.fleet.simulate.bound import above, bounds, measured
+from kvtax.fleet.trace import read_trace
+from kvtax.paths import REPOSITORY
+from tests.fleet.simulate.two_arms import run, two_arms
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "two_arms.toml"
+    path.write_text(two_arms([2], repeats=2))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("first") / "run"
+    done = run(config, out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> list[ArmRun]:
+    return read_run(folder)
+
+
+def test_every_request_ends_well_and_was_decided_once(runs: list[ArmRun]) -> None:
+    assert len(runs) == 4
+    for one in runs:
+        assert one.info.status == "ok"
+        assert one.info.virtual
+        assert one.info.freshness.fresh
+        assert len(one.requests) == one.info.trace.requests
+        assert {request.status for request in one.requests} == {"ok"}
+        ids = {request.id for request in one.requests}
+        assert {end.id for end in one.decision_ends} == ids
+        assert {decision.id for decision in one.decisions} == ids
+
+
+def test_moments_are_in_their_order_and_nobody_is_late(runs: list[ArmRun]) -> None:
+    for one in runs:
+        for request in one.requests:
+            assert request.sent_ns == request.intended_ns
+            assert request.sent_ns < request.first_token_ns <= request.end_ns
+
+
+def test_nobody_is_faster_than_alone_with_all_that_was_ever_cached(
+    runs: list[ArmRun], folder: Path
+) -> None:
+    requests = list(read_trace(folder / "trace.jsonl.gz"))
+    for one in runs:
+        forward = msgspec.convert(one.info.profile["forward"], Forward)
+        least = bounds(requests, forward, one.info.profile["max_num_batched_tokens"])
+        for name, found in measured(one).items():
+            assert found.ttft_ms > least[name].ttft_ms - 1e-6
+            assert found.e2e_ms > least[name].e2e_ms - 1e-6
+
+
+def test_the_bound_stands_beside_the_last_repeat(
+    runs: list[ArmRun], folder: Path
+) -> None:
+    shown = above(folder)
+    for arm in ("linear@2", "round_robin@2"):
+        *_, last = (run for run in runs if run.info.arm == arm)
+        assert last.info.repeat == 1
+        ttft_ms = mean(latency.ttft_ms for latency in measured(last).values())
+        assert f"| `{arm}` | {ttft_ms:,.1f} (" in shown
+
+
+def test_a_repeat_brings_the_sessions_in_another_order(runs: list[ArmRun]) -> None:
+    def begun(repeat: int) -> list[str]:
+        (one,) = (
+            run
+            for run in runs
+            if run.info.repeat == repeat and run.info.policy == "linear"
+        )
+        firsts = [request for request in one.requests if request.turn == 0]
+        firsts.sort(key=lambda request: request.intended_ns)
+        return [request.session for request in firsts]
+
+    assert begun(0) != begun(1)
+    assert sorted(begun(0)) == sorted(begun(1))
+
+
+def test_the_same_experiment_gives_the_same_bytes(
+    config: Path, folder: Path, tmp_path: Path
+) -> None:
+    again = tmp_path / "run"
+    assert run(config, again).returncode == 0
+    files = sorted(
+        path.relative_to(folder)
+        for kind in ("*.json", "*.jsonl", "*.gz", "*.prom", "*.md")
+        for path in folder.rglob(kind)
+    )
+    assert len(files) > 4 * 5
+    differ = [
+        str(name)
+        for name in files
+        if (folder / name).read_bytes() != (again / name).read_bytes()
+    ]
+    assert differ == []
+
+
+def test_runs_may_use_all_cores(config: Path, tmp_path: Path) -> None:
+    module = [sys.executable, "-m", "kvtax", "fleet", str(config), "--virtual"]
+    process = subprocess.Popen([*module, "--out", str(tmp_path)], cwd=REPOSITORY)
+    last_cores: dict[int, set[int]] = {}
+    while process.poll() is None:
+        last_cores |= simulating_on_cores(tmp_path)
+        time.sleep(0.05)
+    # Processes that simulate: one with vLLM, and its forks.
+    assert len(last_cores) > 1
+    assert all(cores == os.sched_getaffinity(0) for cores in last_cores.values())
+
+
+def simulating_on_cores(files_below: Path) -> dict[int, set[int]]:
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = os.fsdecode((folder / "cmdline").read_bytes())
+            if "kvtax.fleet.simulate" in command and str(files_below) in command:
+                found[int(folder.name)] = os.sched_getaffinity(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_resuming_makes_only_what_is_missing(
+    config: Path, folder: Path, tmp_path: Path
+) -> None:
+    kept, lost = "linear@2/r0/arm.json", "round_robin@2/r1"
+    before = (folder / kept).stat().st_mtime_ns
+    (folder / lost / "arm.json").rename(tmp_path / "arm.json")
+    assert run(config, folder, "--resume").returncode == 0
+    assert (folder / kept).stat().st_mtime_ns == before
+    made = (folder / lost / "arm.json").read_bytes()
+    assert made == (tmp_path / "arm.json").read_bytes()

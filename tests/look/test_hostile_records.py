@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One bad value or file hides no other; what belongs elsewhere is refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from kvtax.look import instances
+from kvtax.look.discover import discover
+from kvtax.look.instance_summary import cost
+from kvtax.look.instances import Instance, read_instances
+from kvtax.look.requests import STEP_PARTS, WAITS
+from kvtax.records.files import is_torn
+from tests.look.conftest import main
+from tests.look.made_up_server import FIRST_NS, Server, served
+
+STEPS = 400
+ENGINE, WORKER, REQUEST = (
+    "engine_step.jsonl",
+    "worker_step.r0.jsonl",
+    "engine_request.jsonl",
+)
+
+
+@pytest.fixture
+def records(tmp_path) -> Path:
+    return served(tmp_path / "records", STEPS).write()
+
+
+def only(folder: Path) -> Instance:
+    ((instance,), warnings) = read_instances(folder)
+    assert warnings == []
+    return instance
+
+
+def shown(folder: Path, capsys) -> tuple[int, str]:
+    status = main([str(folder)])
+    return status, capsys.readouterr().out
+
+
+def replace_line(path: Path, number: int, line: bytes) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[number - 1] = line + b"\n"
+    path.write_bytes(b"".join(lines))
+
+
+def changed(path: Path, number: int, **values) -> bytes:
+    line = json.loads(path.read_bytes().splitlines()[number - 1])
+    return json.dumps(line | values).encode()
+
+
+BAD_LINES = {
+    "t_ns of 64 bits": {"t_ns": 2**64},
+    "t_ns of 63 bits": {"t_ns": 2**63},
+    "cache_size of 31 bits": {"cache_size": 2**31},
+    "cache_size a string": {"cache_size": "many"},
+    "NaN": {"step_us": float("nan")},
+    "infinite": {"step_us": float("inf")},
+    "no step_id": {"step_id": None},
+    "no t_ns": {"t_ns": None},
+    "t_ns below zero": {"t_ns": -(2**63)},
+    "t_ns beyond what sums can hold": {"t_ns": 2**63 - 1},
+    "step_id below zero": {"step_id": -5},
+    "1e400": b'{"step_id": 5, "t_ns": 1, "step_us": 1e400}',
+    "NULs": b"\0" * 4096,
+    "UTF-8": b'{"step_id": 5, "t_ns": 1, "id": "\xff\xfe"}',
+    "no JSON": b"{",
+    "a list": b"[1, 2]",
+    "null": b"null",
+}
+
+
+@pytest.mark.parametrize("number", [2, 8, 401])
+@pytest.mark.parametrize("bad", BAD_LINES)
+@pytest.mark.parametrize("file", [ENGINE, WORKER])
+def test_a_bad_step_is_left_out_and_named(records, capsys, file, bad, number):
+    path, value = records / file, BAD_LINES[bad]
+    if file == WORKER and isinstance(value, dict):
+        # A worker's record has no counts, only times.
+        value = {
+            name if name in ("t_ns", "step_id") else "execute_model_us": one
+            for name, one in value.items()
+        }
+        if bad == "cache_size of 31 bits":
+            value = {"execute_model_us": [1]}
+    line = value if isinstance(value, bytes) else changed(path, number, **value)
+    replace_line(path, number, line)
+    status, told = shown(records, capsys)
+    assert_named(status, told, path, number, is_last=number == 401, line=line)
+    assert "400 steps" in told if file == WORKER else "399 steps" in told
+    # Without those that were in the step.
+    assert any(f", {count} requests" in told for count in (50, 49, 48))
+
+
+def assert_named(
+    status: int, told: str, path: Path, number: int, is_last: bool, line: bytes
+) -> None:
+    """A bad line is a fault that is named; a torn last one is what a kill leaves."""
+    if is_last and is_torn(line + b"\n"):
+        assert status == 0
+        assert "1 torn last line" in told
+    else:
+        assert status == 2
+        assert f"{path}:{number}: " in told
+
+
+BAD_REQUESTS = {
+    "prompt_tokens of 64 bits": {"prompt_tokens": 2**64},
+    "arrival_ns of 63 bits": {"arrival_ns": 2**63},
+    "kv_wait_ns of 63 bits": {"kv_wait_ns": [2**63, 2**63 + 5]},
+    "NaN": {"before_engine_us": float("nan")},
+    "UTF-8": b'{"id": "\xff\xfe", "arrival_ns": 1, "prompt_tokens": 1}',
+    "NULs": b"\0" * 4096,
+    "no JSON": b"{",
+}
+
+
+@pytest.mark.parametrize("number", [2, 8, 51])
+@pytest.mark.parametrize("bad", BAD_REQUESTS)
+def test_a_bad_request_is_left_out_and_named(records, capsys, bad, number):
+    path, value = records / REQUEST, BAD_REQUESTS[bad]
+    line = value if isinstance(value, bytes) else changed(path, number, **value)
+    replace_line(path, number, line)
+    status, told = shown(records, capsys)
+    assert_named(status, told, path, number, is_last=number == 51, line=line)
+    assert "400 steps in" in told and ", 49 requests" in told
+
+
+IMPOSSIBLE = {
+    "ended before it arrived": {"arrival_ns": 2**62},
+    "ended before its arrival by all bits": {"finished_ns": -(2**63)},
+    "last step before the first": {
+        "first_step": 90,
+        "first_token_step": 80,
+        "last_step": 70,
+    },
+    "preempted out of order": {"preempted_steps": [45, 31, 20, 49]},
+    "negative tokens": {"output_tokens": -5},
+    "negative wait": {"kv_wait_ns": [9, 5]},
+}
+
+
+@pytest.mark.parametrize("bad", IMPOSSIBLE)
+def test_an_impossible_request_is_in_no_quantile(records, bad):
+    path = records / REQUEST
+    replace_line(path, 8, changed(path, 8, **IMPOSSIBLE[bad]))
+    instance = only(records)
+    (warning,) = instance.warnings
+    assert (warning.kind, warning.message[:2]) == ("impossible_requests", "1 ")
+    assert instance.requests.height == 49
+    times = ["ttft_us", "e2e_us", *(f"e2e.{part}" for part in (*WAITS, *STEP_PARTS))]
+    assert instance.requests.select(times).min().row(0) >= (0,) * len(times)
+
+
+@pytest.mark.parametrize("number", [-1, 2**63 - 1, 10**6])
+def test_a_request_of_a_step_that_is_not_there_is_counted(records, number):
+    path = records / REQUEST
+    steps = dict.fromkeys(("first_step", "first_token_step", "last_step"), number)
+    replace_line(path, 8, changed(path, 8, preempted_steps=[], **steps))
+    instance = only(records)
+    (warning,) = instance.warnings
+    assert warning.kind == "unplaced_requests"
+    assert instance.requests.height == 49
+
+
+IMPOSSIBLE_STEPS = {
+    "cache_size": -1,
+    "running": -3,
+    "schedule_us": 1e300,
+    "step_us": 1e300,
+    "update_us": 1e30,
+    "connector_self_us": {"build_connector_meta": 1e300},
+    "connector_calls": {"build_connector_meta": -7},
+}
+
+
+@pytest.mark.parametrize("field", IMPOSSIBLE_STEPS)
+def test_an_impossible_step_is_in_no_quantile(tmp_path, field):
+    server = served(tmp_path / "records")
+    server.requests.clear()
+    server.steps[5][field] = IMPOSSIBLE_STEPS[field]
+    instance = only(server.write())
+    assert instance.steps.height == STEPS - 1
+    ((kind, message),) = [(one.kind, one.message) for one in instance.warnings]
+    assert (kind, message[:8]) == ("impossible_steps", "1 steps ")
+    assert cost(instance).connector.most_us < 10_000
+
+
+def test_steps_of_negative_times_are_in_no_quantile(tmp_path):
+    server = served(tmp_path / "records")
+    server.requests.clear()
+    server.steps[5]["schedule_us"] = -50.0
+    server.steps[6]["connector_self_us"] = {"build_connector_meta": -500.0}
+    server.workers[7]["execute_model_us"] = -9.0
+    instance = only(server.write())
+    assert instance.steps.height == STEPS - 3
+    assert "3 steps took less than nothing" in instance.warnings[0].message
+
+
+def test_a_method_that_the_header_lacks_keeps_its_time(tmp_path):
+    server = served(tmp_path / "records")
+    for record in (*server.steps, *server.workers):
+        record["connector_self_us"]["late_hook"] = 5_000.0
+        record["connector_calls"]["late_hook"] = 2
+        record["step_us"] = record.get("step_us", 0) + 10_000
+    told = cost(only(server.write()))
+    late = {part.name: part for part in told.methods if "late_hook" in part.name}
+    assert set(late) == {"scheduler.late_hook", "worker.late_hook"}
+    for part in late.values():
+        assert part.mean_us == pytest.approx(5_000)
+        assert part.calls_per_step == 2
+    assert told.connector.mean_us > 10_000
+
+
+def rotated(path: Path, at: int = 200) -> None:
+    """Move the first `at` records to the older part."""
+    head, *lines = path.read_bytes().splitlines(keepends=True)
+    path.with_name(f"{path.name}.1").write_bytes(b"".join([head, *lines[:at]]))
+    path.write_bytes(b"".join([head, *lines[at:]]))
+
+
+def packed(path: Path) -> None:
+    path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+
+
+def same(folder: Path, whole: Instance) -> None:
+    instance = only(folder)
+    assert instance.steps.equals(whole.steps)
+    assert instance.requests.equals(whole.requests)
+    assert instance.warnings == []
+
+
+def test_rotated_and_compressed_files_are_read_as_the_whole_ones(records, capsys):
+    whole = only(records)
+    for name in (ENGINE, WORKER, REQUEST):
+        rotated(records / name, 20 if name == REQUEST else 200)
+    same(records, whole)
+    for name in (ENGINE, WORKER, REQUEST):
+        packed(records / f"{name}.1")
+    same(records, whole)
+    for name in (ENGINE, WORKER, REQUEST):
+        packed(records / name)
+    same(records, whole)
+    assert shown(records, capsys)[0] == 0
+
+
+def test_compressed_content_under_the_old_name_is_read(records):
+    whole = only(records)
+    path = records / ENGINE
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    same(records, whole)
+
+
+def test_a_writer_that_was_killed_between_two_moves_leaves_the_older_part(records):
+    whole = only(records)
+    for name in (ENGINE, WORKER, REQUEST):
+        (records / name).rename(records / f"{name}.1")
+    (records / f"{ENGINE}.new").write_text('{"schema":"kvtax.engine_st')
+    same(records, whole)
+
+
+@pytest.mark.parametrize("header", ['{"schema":"kvtax.engine_st', ""])
+def test_a_disk_that_filled_at_a_rotation_leaves_the_older_part(
+    records, capsys, header
+):
+    for name in (ENGINE, WORKER, REQUEST):
+        (records / name).rename(records / f"{name}.1")
+        (records / name).write_text(header)
+    status, told = shown(records, capsys)
+    assert "400 steps in" in told and ", 50 requests" in told
+    assert status == 2
+    for name in (ENGINE, WORKER, REQUEST):
+        assert f"{records / name}:1: no header line" in told
+    assert only(records).steps["model_us"].sum() > 0
+
+
+@pytest.mark.parametrize("head", [b'{"schema":"kvtax.', b"", b"{\n", b"\0" * 4096])
+@pytest.mark.parametrize(
+    "file", [ENGINE, WORKER, REQUEST, "device_step.jsonl", "stacks.7.json"]
+)
+def test_a_file_without_a_header_is_named_and_hides_no_other(
+    records, capsys, file, head
+):
+    served(records / "second").write()
+    path = records / file
+    path.write_bytes(head)
+    status, told = shown(records, capsys)
+    assert status == 2
+    line = "" if file.endswith(".json") else ":1: no header line"
+    assert f"{path}{line}" in told
+    assert told.count("400 steps in") == 2 - (file == ENGINE)
+
+
+@pytest.mark.parametrize("field", ["began_ns", "began_unix_ns"])
+def test_a_header_whose_moment_cannot_be_is_named(tmp_path, capsys, field):
+    server = served(tmp_path / "records")
+    server.header |= {"began_ns": 1, "began_unix_ns": 2} | {field: 10**30}
+    status, told = shown(server.write(), capsys)
+    assert status == 2
+    assert f"{server.folder / ENGINE}:1: bad record" in told
+
+
+def test_lines_that_end_as_on_windows_are_read(records):
+    whole = only(records)
+    for path in records.iterdir():
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    same(records, whole)
+
+
+SAMPLE = {"t_ns": FIRST_NS, "thread": 0, "stack": 0}
+
+
+@pytest.mark.parametrize("bad", [{"t_ns": 2**64}, {"thread": 1}, {"stack": -1}])
+def test_samples_that_cannot_be_are_named_and_hide_nothing(records, capsys, bad):
+    path = records / "stacks.7.json"
+    stacks = {
+        "schema": "kvtax.sampled_stacks/1",
+        "pid": 7,
+        "rate_hz": 25,
+        "py_spy": "0.4",
+        "threads": [{"tid": 7, "name": "MainThread"}],
+        "frames": ["step (core.py:1)"],
+        "stacks": [[0]],
+        "samples": [[*(SAMPLE | bad).values()]],
+    }
+    path.write_text(json.dumps(stacks))
+    status, told = shown(records, capsys)
+    assert status == 2
+    assert f"{path}: " in told and "400 steps in" in told
+
+
+def test_a_bad_forward_is_left_out_and_named(records, capsys):
+    path = records / "device_step.jsonl"
+    step = '{"step_id":1,"launched_ns":1,"began_ns":1,"ended_ns":%d}\n'
+    head = '{"schema":"kvtax.device_step/1"}\n'
+    path.write_text(head + "".join(step % end for end in (5, 2**64, -1)))
+    status, told = shown(records, capsys)
+    assert status == 2
+    assert f"{path}:3: " in told and "and 1 more" in told and "400 steps in" in told
+
+
+@pytest.mark.parametrize("file", [ENGINE, WORKER, REQUEST, "device_step.jsonl"])
+def test_a_folder_of_a_file_s_name_is_named_and_hides_no_other(records, capsys, file):
+    served(records / "second").write()
+    path = records / file
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    status, told = shown(records, capsys)
+    assert status == 2
+    assert f"{path}: Is a directory" in told
+    assert told.count("400 steps in") == 2 - (file == ENGINE)
+
+
+def test_a_life_that_is_removed_meanwhile_hides_no_other(records, monkeypatch, capsys):
+    served(records / "second").write()
+    read = instances.read_steps
+
+    def removed(path, *args, **kwargs):
+        steps = read(path, *args, **kwargs)
+        if path.parent == records:
+            for one in records.glob("*.jsonl"):
+                one.unlink()
+        return steps
+
+    monkeypatch.setattr(instances, "read_steps", removed)
+    monkeypatch.setattr(instances, "FEWEST_STEPS", 10)
+    main([str(records)])
+    assert "second: vLLM 0.18.1, 400 steps in" in capsys.readouterr().out
+
+
+def test_a_damaged_compressed_file_is_named(records, capsys):
+    other = served(records / "second").write()
+    path = records / WORKER
+    data = bytearray(gzip.compress(path.read_bytes()))
+    data[len(data) // 2 :] = random.Random(1).randbytes(len(data) // 2)
+    path.write_bytes(data)
+    status, told = shown(records, capsys)
+    assert status == 2
+    assert str(path) in told
+    assert other.name in told and told.count("400 steps in") == 2
+
+
+HEADERS = {
+    "kernel": {"boot_id": "another"},
+    "vLLM": {"vllm_version": "0.32.0"},
+}
+
+
+@pytest.mark.parametrize("fact", HEADERS)
+@pytest.mark.parametrize("file", [WORKER, REQUEST, f"{ENGINE}.1", f"{REQUEST}.1"])
+def test_a_file_of_another_life_is_refused_by_name(tmp_path, capsys, file, fact):
+    server = served(tmp_path / "records")
+    server.header |= {"boot_id": "one", "pid": 1}
+    path = server.write() / file
+    rotated(server.folder / ENGINE)
+    rotated(server.folder / REQUEST, 20)
+    replace_line(path, 1, changed(path, 1, **HEADERS[fact]))
+    status, told = shown(server.folder, capsys)
+    assert status == 2
+    assert f"{path}: of another life of the engine: {fact} " in told
+    steps = 200 if file == f"{ENGINE}.1" else 400
+    assert f"{steps} steps in" in told
+    if file == f"{REQUEST}.1":
+        assert ", 30 requests" in told
+
+
+@pytest.mark.parametrize("file", [REQUEST, f"{ENGINE}.1"])
+def test_a_file_of_another_engine_core_is_refused_by_name(tmp_path, capsys, file):
+    server = served(tmp_path / "records")
+    server.header |= {"boot_id": "one", "pid": 1}
+    path = server.write() / file
+    rotated(server.folder / ENGINE)
+    replace_line(path, 1, changed(path, 1, pid=99))
+    status, told = shown(server.folder, capsys)
+    assert status == 2
+    assert f"{path}: of another life of the engine: process id 99, not 1" in told
+
+
+def test_a_rank_of_a_second_life_in_the_folder_is_not_joined(tmp_path, capsys):
+    """Rank 1 is of a restart with two ranks; its first files could not be begun."""
+    first = served(tmp_path / "records").write()
+    whole = only(first)
+    later = Server(tmp_path / "later")
+    later.now_us = 60e6
+    for _ in range(STEPS):
+        later.step(model_us=9_000)
+    rank = (later.write() / WORKER).read_text()
+    (first / "worker_step.r1.jsonl").write_text(rank)
+    instance = only(first)
+    assert instance.steps.equals(whole.steps)
+    assert cost(instance).step.mean_us == cost(whole).step.mean_us
+    status, told = shown(first, capsys)
+    assert status == 2
+    assert "worker_step.r1.jsonl: of another life of the engine: 100% of its" in told
+
+
+def test_ranks_of_one_life_are_joined_while_steps_overlap(tmp_path):
+    server = Server(tmp_path / "records")
+    for _ in range(STEPS):
+        server.step(model_us=9_000)
+    for step, worker in zip(server.steps, server.workers, strict=True):
+        step["t_ns"] -= 4_500_000 * step["step_id"]
+        worker["t_ns"] -= 4_500_000 * step["step_id"] - 3_000_000
+    instance = only(server.write())
+    assert instance.warnings == []
+    assert instance.steps["execute_model_us"].null_count() == 0
+
+
+def test_a_symbolic_link_to_the_folder_shows_no_server_twice(records):
+    (records / "loop").symlink_to(records)
+    found, _ = discover(records)
+    assert len(found) == 1
+
+
+def test_a_method_that_could_not_be_timed_is_named_once(tmp_path):
+    server = served(tmp_path / "records")
+    why = "a compiled method that cannot be wrapped"
+    server.header["not_timed"] = {"get_finished": why}
+    folder = server.write()
+    text = (folder / WORKER).read_text()
+    (folder / "worker_step.r1.jsonl").write_text(text)
+    told = [(one.place, one.message) for one in only(folder).warnings]
+    message = f"not timed: {why}"
+    assert told == [
+        ("scheduler.get_finished", message),
+        ("worker.get_finished", message),
+    ]

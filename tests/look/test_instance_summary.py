@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The summary of an instance: costs, and what they move with."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import polars as pl
+import pytest
+
+from kvtax.look import instances
+from kvtax.look.discover import discover
+from kvtax.look.instance_summary import (
+    AXES,
+    PARTS,
+    cost,
+    moves,
+    quantiles,
+    summarise,
+    used_blocks,
+)
+from kvtax.look.instances import one_by_one, read_instances
+from kvtax.records.warning import RunWarning
+from kvtax.stats import Estimate
+from kvtax.stats.distribution import t_quantile
+from kvtax.stats.least_squares import STRETCHES
+from tests.look.conftest import main
+from tests.look.made_up_server import FIRST_NS, Server, served
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 50, 99, 100, 101, 10_000])
+@pytest.mark.parametrize("seed", range(3))
+def test_quantiles_are_those_of_the_series(count, seed):
+    rng = np.random.default_rng(seed)
+    us = pl.Series(rng.exponential(50, count).round(1), dtype=pl.Float32)
+    shares = (0.0, 0.5, 0.9, 0.99, 1.0)
+    assert quantiles(us, shares) == [us.quantile(share) for share in shares]
+
+
+def test_a_part_is_told_as_its_steps_were(tmp_path):
+    ((instance,), _) = read_instances(served(tmp_path / "records").write())
+    told = cost(instance)
+    for part in (told.step, *told.parts, *told.methods):
+        us = instance.steps[part.column]
+        assert part.mean_us == us.mean()
+        assert part.most_us == us.max()
+        assert (part.p50_us, part.p99_us) == (us.quantile(0.5), us.quantile(0.99))
+
+
+def test_each_method_and_their_sum_have_slopes(tmp_path):
+    ((instance,), _) = read_instances(served(tmp_path / "records", 2_500).write())
+    told = summarise(instance)
+    assert list(told.slopes) == ["connector_us", *instance.methods]
+    whole = told.slopes["connector_us"]["cache"].value
+    parts = [told.slopes[name]["cache"].value for name in instance.methods]
+    assert sum(parts) == pytest.approx(whole, abs=1e-4)
+
+
+@pytest.fixture
+def three(tmp_path):
+    for name in "abc":
+        served(tmp_path / name, steps=50).write()
+    return tmp_path
+
+
+def test_one_bad_instance_is_a_warning_in_its_place(three):
+    with (three / "b" / "engine_step.jsonl").open("a") as file:
+        file.write('{"step_id": 0, "t_ns": 1}\n')
+    found, _ = discover(three)
+    first, bad, last = one_by_one(found)
+    assert (first.name, last.name) == ("a", "c")
+    assert isinstance(bad, RunWarning)
+    assert "step_id 0 twice" in bad.message
+
+
+def test_the_next_instance_is_read_while_one_is_looked_at_and_no_more(
+    three, monkeypatch
+):
+    read = {name: threading.Event() for name in "abc"}
+    read_instance = instances.read_instance
+
+    def noted(found):
+        read[found.name].set()
+        return read_instance(found)
+
+    monkeypatch.setattr(instances, "read_instance", noted)
+    found, _ = discover(three)
+    reading = one_by_one(found)
+    assert next(reading).name == "a"
+    assert read["b"].wait(10)
+    assert not read["c"].wait(0.2)
+    assert [one.name for one in reading] == ["b", "c"]
+
+
+def traffic(rng: np.random.Generator, steps: int = 20_000) -> pl.DataFrame:
+    """A day in small: load goes up and down, and the cache fills and is reset."""
+    moment = np.arange(steps) / steps
+    running = np.clip(12 + 8 * np.sin(14 * moment) + rng.normal(0, 2, steps), 1, None)
+    used = 40 * running + 600 * np.sin(23 * moment + 1) + 700
+    return pl.DataFrame(
+        {
+            "cache_size": (12_000 * ((3 * moment) % 1)).astype(int),
+            "running": running.astype(int),
+            "free_blocks": (20_000 - used).astype(int),
+            "prefill_tokens": np.where(rng.random(steps) < 0.05, 2_000, 0),
+        }
+    )
+
+
+def noise(rng: np.random.Generator, steps: int) -> np.ndarray:
+    """us, remembered over some hundred steps, with stalls."""
+    shocks = rng.normal(0, 3, steps)
+    slow = np.convolve(shocks, np.exp(-np.arange(300) / 100), "same")
+    return slow / 5 + rng.exponential(5, steps) + 300 * (rng.random(steps) < 0.001)
+
+
+def moved(steps: pl.DataFrame) -> dict[str, Estimate | str]:
+    """What the column `us` moved with."""
+    return moves(steps, ["us"])["us"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "column", "per"),
+    [("cache", "cache_size", 1_000), ("running", "running", 1)],
+)
+def test_a_slope_is_found_on_its_axis_and_not_on_the_others(axis, column, per):
+    rng = np.random.default_rng(3)
+    steps = traffic(rng)
+    us = 10 + 4.0 * steps[column] / per + noise(rng, steps.height)
+    found = moved(steps.with_columns(us.alias("us")))
+    assert found[axis].low < 4.0 < found[axis].high
+    assert found[axis].high - found[axis].low < 2.0
+    for other in ("cache", "running"):
+        if other != axis:
+            assert found[other].low < 0 < found[other].high
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    rng = np.random.default_rng(8)
+    held = []
+    for _ in range(60):
+        steps = traffic(rng, 8_000)
+        us = 2.0 * steps["cache_size"] / 1_000 + noise(rng, steps.height)
+        slope = moved(steps.with_columns(us.alias("us")))["cache"]
+        held.append(slope.low < 2.0 < slope.high)
+    assert np.mean(held) > 0.85
+
+
+def test_what_hardly_changed_is_not_known():
+    rng = np.random.default_rng(1)
+    steps = traffic(rng).with_columns(pl.lit(5_000).alias("cache_size"))
+    found = moved(steps.with_columns(pl.lit(1.0).alias("us")))
+    assert found["cache"] == "it hardly changed"
+
+
+def test_two_that_rise_together_are_not_told_apart():
+    rng = np.random.default_rng(1)
+    steps = traffic(rng).with_columns(
+        free_blocks=20_000 - pl.col("cache_size"),
+    )
+    us = 3.0 * steps["cache_size"] / 1_000
+    found = moved(steps.with_columns(us.alias("us")))
+    assert found["cache"] == found["context"] == "it moved together with the others"
+    assert isinstance(found["running"], Estimate)
+
+
+def test_few_steps_say_how_many_are_needed():
+    steps = traffic(np.random.default_rng(1), 500)
+    found = moved(steps.with_columns(pl.lit(1.0).alias("us")))
+    assert found == dict.fromkeys(AXES, "fewer than 2,000 steps")
+
+
+def test_many_times_at_once_are_found_as_each_by_itself():
+    rng = np.random.default_rng(5)
+    steps = traffic(rng).with_columns(
+        a=pl.Series(noise(rng, 20_000)).cast(pl.Float32),
+        b=3.0 * pl.col("running"),
+        c=pl.lit(0.0),
+    )
+    together = moves(steps, ["a", "b", "c"])
+    assert list(together) == ["a", "b", "c"]
+    for time, by_axis in together.items():
+        alone = moves(steps, [time])[time]
+        assert list(by_axis) == list(alone) == list(AXES)
+        for name, slope in by_axis.items():
+            other = alone[name]
+            assert slope.value == pytest.approx(other.value, abs=1e-9)
+            assert slope.ci95 == pytest.approx(other.ci95, abs=1e-9)
+    assert together["b"]["running"].value == pytest.approx(3)
+    assert together["c"]["cache"] == Estimate(0, (0, 0))
+
+
+def test_an_axis_that_is_missing_from_some_steps_is_not_used():
+    rng = np.random.default_rng(1)
+    steps = traffic(rng).with_columns(
+        cache_size=pl.when(pl.int_range(pl.len()) > 999).then("cache_size"),
+        us=2.0 * pl.col("running"),
+    )
+    found = moved(steps)
+    assert found["cache"] == "not recorded"
+    assert found["running"].value == pytest.approx(2)
+
+
+@pytest.mark.parametrize("steps", [2_000, 2_049, 7_777])
+def test_slopes_are_least_squares_and_the_interval_the_widest_jackknife(steps):
+    rng = np.random.default_rng(steps)
+    table = traffic(rng, steps).with_columns(us=pl.Series(noise(rng, steps)))
+    number = (pl.int_range(pl.len()) // 50).alias("block")
+    blocks = used_blocks(table).group_by(number).mean().sort("block")
+    columns = [blocks[axis.column] / axis.per for axis in AXES.values()]
+    columns.append(blocks["block"])
+    design = np.column_stack([np.ones(blocks.height), *columns])
+    us = blocks["us"].to_numpy()
+    stretch = np.arange(blocks.height) * STRETCHES // blocks.height
+
+    def fit(rows):
+        return np.linalg.lstsq(design[rows], us[rows], rcond=None)[0][1:-1]
+
+    def reach(runs: int):
+        run = stretch * runs // STRETCHES
+        without = np.stack([fit(run != one) for one in range(runs)])
+        return t_quantile(0.975, runs - 1) * np.sqrt((runs - 1) * without.var(axis=0))
+
+    far = np.max([reach(20), reach(10), reach(5)], axis=0)
+    found = moved(table)
+    assert all(isinstance(slope, Estimate) for slope in found.values())
+    for slope, value, wide in zip(found.values(), fit(stretch >= 0), far, strict=True):
+        assert slope.value == pytest.approx(value, rel=1e-6)
+        assert slope.high - slope.low == pytest.approx(2 * wide, rel=1e-6)
+
+
+BLOCKS = 200
+MOMENT = np.arange(BLOCKS) / BLOCKS
+CACHES = {
+    "fills": MOMENT,
+    "full early": np.minimum(1, 4 * MOMENT),
+    "reset once": (2 * MOMENT) % 1,
+    "reset twice": (3 * MOMENT) % 1,
+    "up and down twice": 1 - np.abs((4 * MOMENT) % 2 - 1),
+    "reset nine times": (10 * MOMENT) % 1,
+}
+
+
+def slow(rng: np.random.Generator) -> np.ndarray:
+    """A speed that is remembered over a tenth of the time."""
+    keep = np.exp(-10 / BLOCKS)
+    speed = [rng.normal()]
+    for shock in rng.normal(0, np.sqrt(1 - keep**2), BLOCKS - 1):
+        speed.append(keep * speed[-1] + shock)
+    return 100 + 5 * np.array(speed)
+
+
+def two_speeds(rng: np.random.Generator) -> np.ndarray:
+    """A machine that is slower by 30 % in spells of a tenth of the time."""
+    spells = rng.exponential(BLOCKS / 10, BLOCKS).astype(int) + 1
+    return 100 + 30.0 * np.repeat(np.arange(BLOCKS) % 2, spells)[:BLOCKS]
+
+
+MACHINES = {
+    "steady": lambda rng: np.full(BLOCKS, 100.0),
+    "drifting": lambda rng: 100 + 10 * MOMENT,
+    "slow": slow,
+    "two speeds": two_speeds,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("cache", CACHES)
+def test_slopes_of_nothing(cache, machine):
+    """A cost that |cache| does not move is called so in 93 % of runs, or unknown."""
+    rng = np.random.default_rng(4)
+    held = []
+    for _ in range(200):
+        us = MACHINES[machine](rng) + rng.normal(0, 2, BLOCKS)
+        steps = pl.DataFrame(
+            {
+                "cache_size": np.repeat((15_000 * CACHES[cache]).astype(int), 50),
+                "running": 5,
+                "free_blocks": 0,
+                "prefill_tokens": 0,
+                "us": np.repeat(us, 50),
+            }
+        )
+        slope = moved(steps)["cache"]
+        if isinstance(slope, str):
+            assert "time may be the reason" in slope
+            assert "reset" not in cache or cache == "reset once"
+            return
+        held.append(slope.low < 0 < slope.high)
+    assert cache not in ("fills", "full early")
+    assert np.mean(held) >= 0.93
+
+
+def overlapping(folder, every: int = 1, steps: int = 3_000):
+    """Two steps in flight, one ends every 5 ms; the connector takes 500 us of each."""
+    server = Server(folder)
+    for _ in range(steps):
+        server.step(build_meta_us=500, get_finished_us=0, model_us=9_535)
+    for step, worker in zip(server.steps, server.workers, strict=True):
+        late_ns = 5_000_000 * step["step_id"] - (step["t_ns"] - FIRST_NS)
+        step["t_ns"] += late_ns
+        worker["t_ns"] += late_ns
+    assert server.steps[0]["step_us"] == pytest.approx(9_700)
+    if every > 1:
+        rng = np.random.default_rng(7)
+        drawn = np.arange(0, steps, every) + rng.integers(0, every, steps // every)
+        server.header["every"] = every
+        server.steps = [server.steps[i] for i in drawn]
+        server.workers = [server.workers[i] for i in drawn]
+    ((instance,), _) = read_instances(server.write())
+    return instance
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_shares_are_of_the_time_that_overlapping_steps_cover(tmp_path, every):
+    told = cost(overlapping(tmp_path / "records", every))
+    assert told.period_us == pytest.approx(5_000, rel=0.01)
+    assert told.connector.share == pytest.approx(0.1, rel=0.01)
+    assert told.connector_ms_per_s == pytest.approx(100, rel=0.01)
+    assert sum(part.share for part in told.parts) >= 1
+    assert "one ended every" in told.overlap
+
+
+def test_steps_that_do_not_overlap_share_their_own_time(tmp_path):
+    ((instance,), _) = read_instances(served(tmp_path / "records").write())
+    told = cost(instance)
+    whole = instance.steps["step_us"].sum()
+    assert instance.covered_us == pytest.approx(whole, rel=1e-6)
+    assert told.overlap == ""
+    assert sum(part.share for part in told.parts) == pytest.approx(1)
+
+
+def without_methods(server: Server, *fields: str) -> Server:
+    """Records of a recorder that took `fields` alone of the connector's times."""
+    for record in (*server.steps, *server.workers):
+        us = record.pop("connector_self_us")
+        del record["connector_calls"], record["connector_us"]
+        known = {
+            "build_meta_us": us.get("build_connector_meta"),
+            "get_finished_us": us.get("get_finished"),
+        }
+        record |= {name: known[name] for name in fields if known[name] is not None}
+    folder = server.write()
+    for path in folder.glob("*_step*.jsonl"):
+        text = path.read_text()
+        for method in ("build_connector_meta", "get_finished"):
+            text = text.replace(f'"methods": ["{method}"]', '"methods": []', 1)
+        path.write_text(text)
+    return server
+
+
+def test_records_without_methods_give_the_calls_that_they_have(tmp_path):
+    ((whole,), _) = read_instances(served(tmp_path / "whole").write())
+    few = without_methods(
+        served(tmp_path / "few"), "build_meta_us", "get_finished_us"
+    ).folder
+    ((instance,), _) = read_instances(few)
+    assert instance.methods == whole.methods
+    assert instance.steps.select(PARTS.keys()).equals(whole.steps.select(PARTS.keys()))
+    (warning,) = instance.warnings
+    assert "only build_connector_meta, get_finished were timed" in warning.message
+
+
+def test_where_no_call_was_timed_the_connector_is_unknown(tmp_path, capsys):
+    folder = without_methods(served(tmp_path / "records", 2_500)).folder
+    page = tmp_path / "page.html"
+    assert main([str(folder), "--out", str(page)]) == 0
+    told = capsys.readouterr().out
+    (row,) = [line for line in told.splitlines() if line.startswith("  connector")]
+    assert row.split() == ["connector", "unknown"]
+    assert "no call of a connector was timed" in told
+    assert "moved by" not in told
+    assert "waited most" in told
+    assert "the connector's calls take is unknown" in page.read_text()

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to grow with |cache| that have passed for flat, in records of known truth.
+
+The same costs in real servers: configs/profiles/synthetic.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+
+from benchmarks import power
+from benchmarks.results import BadArguments
+from kvtax.cost.analysis import analyse
+from kvtax.cost.trials import load_run
+from tests.microbench.synthetic_costs import BLOCKS, Cost, Facts, growing, write_costs
+
+pytestmark = pytest.mark.slow
+
+HIDDEN = "in no method"
+
+
+def every_third(facts: Facts) -> np.ndarray:
+    return np.where(facts.number % 3 == 0, 60 * facts.blocks_1k, 0)
+
+
+def prefill_only(facts: Facts) -> np.ndarray:
+    return np.where(facts.prefills, 2_000 * facts.blocks_1k, 0)
+
+
+def where_requests_end(facts: Facts) -> np.ndarray:
+    return np.where(facts.number % 60 == 30, 1_200 * facts.blocks_1k, 0)
+
+
+def beyond_half(facts: Facts) -> np.ndarray:
+    return 40 * np.maximum(facts.blocks_1k - BLOCKS / 2_000, 0)
+
+
+GROWING: dict[str, dict[str, Cost]] = {
+    "one method cancels the other": {
+        "worker.get_finished": growing(3),
+        "worker.get_block_ids_with_load_errors": growing(6),
+    },
+    "a hook that had no clock": {"worker.get_kv_connector_stats": growing(20)},
+    "a hook of a layer": {"worker.save_kv_layer": growing(20)},
+    "before a step": {"scheduler.get_num_new_matched_tokens": prefill_only},
+    "every third step": {"worker.get_finished": every_third},
+    "steps with prefill": {"scheduler.build_connector_meta": prefill_only},
+    "steps in which a request ends": {
+        "scheduler.request_finished_all_groups": where_requests_end
+    },
+    "in the worker after a request ended": {"worker.get_finished": where_requests_end},
+    "a thread": {"a thread": growing(20)},
+    "beyond half of the cache": {"worker.get_finished": beyond_half},
+    "the square": {"worker.get_finished": lambda f: 1.3 * f.blocks_1k**2},
+}
+NOT_GROWING: dict[str, dict[str, Cost]] = {
+    "nothing": {},
+    "a constant": {"worker.get_finished": lambda f: np.full(len(f.number), 200.0)},
+    "running requests": {"scheduler.build_connector_meta": lambda f: 20 * f.running},
+}
+
+
+def rare(facts: Facts) -> np.ndarray:
+    return np.where(facts.number % 400 == 200, 8_000 * facts.blocks_1k, 0)
+
+
+SHAPES: dict[str, tuple[Cost, str]] = {
+    "linear": (growing(20), "linear"),
+    "1 ms when nearly full": (
+        lambda f: np.where(f.blocks_1k > 0.985 * BLOCKS / 1e3, 1_000.0, 0),
+        "only when full",
+    ),
+    "100 us from a tenth of the cache on": (
+        lambda f: 100 * np.minimum(f.blocks_1k / (0.1 * BLOCKS / 1e3), 1),
+        "saturating",
+    ),
+    "200 us from half of the cache on": (
+        lambda f: np.where(f.blocks_1k > BLOCKS / 2e3, 200.0, 0),
+        "step",
+    ),
+    "up and back": (
+        lambda f: 200 * (1 - np.abs(2 * f.blocks_1k / (BLOCKS / 1e3) - 1)),
+        "not monotone",
+    ),
+    "the square": (lambda f: 1.3 * f.blocks_1k**2, "curved"),
+    "8 ms per 1,000 blocks in one step of 400": (rare, "rare"),
+    "a start-up cost that balances growth": (
+        lambda f: 6 * f.blocks_1k + 80.0 * (f.since_reset < 300),
+        "curved",
+    ),
+}
+# 1.2 in each is below the margin, their sum is not.
+IN_THREE = {
+    "scheduler.build_connector_meta": growing(1.4),
+    "worker.get_finished": growing(1.4),
+    "a thread": growing(1.4),
+}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    """What a run of all these connectors says of each of them."""
+    folder = tmp_path_factory.mktemp("run")
+    costs = GROWING | NOT_GROWING | {HIDDEN: {"the engine": growing(20)}}
+    costs |= {name: {"worker.get_finished": cost} for name, (cost, _) in SHAPES.items()}
+    costs["three parts"] = IN_THREE
+    costs["falling"] = {"worker.get_finished": lambda f: 400 - 20 * f.blocks_1k}
+    costs["all ever stored"] = {"worker.get_finished": lambda f: 6 * f.stored_1k}
+    costs["each request"] = {
+        "scheduler.request_finished": lambda f: np.where(
+            f.number % 60 == 30, 2_000 * f.blocks_1k, 0
+        )
+    }
+    write_costs(folder, costs)
+    return analyse(*load_run(folder), None).document.configs
+
+
+@pytest.fixture(scope="module")
+def verdicts(configs) -> dict[str, str]:
+    return {name: entry.verdict for name, entry in configs.items()}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_growth_with_cache_is_seen_wherever_it_is(name, verdicts):
+    assert verdicts[name] == "grows"
+
+
+@pytest.mark.parametrize("name", NOT_GROWING)
+def test_what_does_not_grow_with_cache_is_flat(name, verdicts):
+    assert verdicts[name] == "flat"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_of_growth_is_seen_and_named(name, configs):
+    assert configs[name].verdict == "grows"
+    assert configs[name].held["connector"].shape == SHAPES[name][1]
+
+
+def test_a_cost_of_each_request_grows_with_cache(verdicts):
+    assert verdicts["each request"] == "grows"
+
+
+def test_flat_is_true_of_the_sum_of_the_parts(verdicts):
+    assert verdicts["three parts"] == "grows"
+
+
+def test_a_cost_that_falls_with_cache_is_flat(configs):
+    assert configs["falling"].verdict == "flat"
+    assert configs["falling"].held["connector"].shape == "falls"
+
+
+def test_what_grows_with_all_that_was_ever_stored_drifts(verdicts):
+    assert verdicts["all ever stored"] == "drifts"
+
+
+def test_a_step_that_grows_where_nobody_looks_is_not_flat(verdicts):
+    assert verdicts[HIDDEN] == "inconclusive"
+
+
+FLAT = [f"flat_{number}" for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    write_costs(folder, {name: {} for name in FLAT})
+    return folder
+
+
+def measured(folder, capsys, *arguments: str) -> str:
+    """Return the output of the benchmark `power` for the configs of FLAT."""
+    flat = [word for name in FLAT for word in ("--flat", name)]
+    parser = argparse.ArgumentParser()
+    power.configure(parser)
+    out = ("--out", str(folder / "power.md"))
+    given = parser.parse_args([str(folder), *flat, *out, *arguments])
+    assert power.run(given) == 0
+    return capsys.readouterr().out
+
+
+# A size of each cost that no run may miss.
+LARGE = {
+    "a call of the connector in each step": 20.0,
+    "the same, three times as much in every third step": 20.0,
+    "the same, in each step with prefill alone": 100.0,
+    "a thread of its own": 20.0,
+    "scheduler, connector's call and thread, so much each": 1.8,
+    "a call, from half of the cache on": 200.0,
+    "a call, only when the cache is full": 300.0,
+    "a call, constant from a tenth of the cache on": 200.0,
+}
+
+
+def test_growth_beyond_the_margin_is_caught_everywhere_and_less_is_not(
+    folder, monkeypatch, capsys
+):
+    costs = {
+        # So little that it is within the margin of three parts, too.
+        name: dataclasses.replace(power.COSTS[name], sizes=(0.2, size))
+        for name, size in LARGE.items()
+    }
+    monkeypatch.setattr(power, "COSTS", costs)
+    text = measured(folder, capsys, "--repeats", "2")
+    rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
+    for name, size in LARGE.items():
+        assert f"| 0.2: 0% / 100% | {size:g}: 100% / 0% | {size:g} |" in rows[name]
+    assert "False *grows*: 0 of 4 with nothing added (*flat*: 4), 0 of 32" in text
+    assert "Of each cost 4 verdicts: 1 draws of up to 2 servers of 4 configs" in text
+    raw = json.loads((folder / "power.json").read_text())
+    assert raw["verdicts"]["a thread of its own"]["20"] == ["grows"] * 4
+
+
+@pytest.fixture(scope="module")
+def trial(folder):
+    _, (trial, *_) = power.load_run(folder)
+    return trial
+
+
+@pytest.mark.parametrize("name", power.COSTS)
+def test_a_cost_is_added_as_a_mean_over_the_steps_that_have_it(name, trial):
+    cost = power.COSTS[name]
+    grown = power.add(trial, cost, size=20.0)
+    share = pl.col("cache_blocks") / BLOCKS
+    full_us = {
+        power.prefills: pl.when("prefills").then(pl.col("cache_blocks") / 1e3),
+        power.from_half: (share >= 0.5).cast(pl.Float64),
+        power.when_full: (share > 0.985).cast(pl.Float64),
+        power.saturating: pl.min_horizontal(10 * share, 1.0),
+    }.get(cost.shape, pl.col("cache_blocks") / 1e3)
+    # Few steps are rare ones.
+    within = 1.0 if cost.shape is power.rare else 0.02
+    for time in {time for part in cost.parts for time in part}:
+        parts = sum(time in part for part in cost.parts)
+        # The threads' time stands at the steps that end a sample.
+        had = pl.col(time).is_not_null()
+        more_us = grown.steps.filter(had)[time] - trial.steps.filter(had)[time]
+        expected = trial.steps.filter(had).select(full_us.fill_null(0).mean()).item()
+        assert more_us.mean() == pytest.approx(20 * parts * expected, rel=within)
+
+
+def test_only_a_rise_beyond_the_margin_makes_flat_a_false_word():
+    call = power.Cost(power.linear, ())
+    assert not call.grows(1.9, BLOCKS) and call.grows(2.1, BLOCKS)
+    step = power.Cost(power.from_half, (), per_1k=False)
+    assert not step.grows(31.0, BLOCKS) and step.grows(33.0, BLOCKS)
+    three = power.COSTS["scheduler, connector's call and thread, so much each"]
+    assert three.grows(1.2, BLOCKS) and not three.grows(0.6, BLOCKS)
+
+
+def test_a_config_that_is_not_in_the_run_is_refused(folder, capsys):
+    with pytest.raises(BadArguments, match="nobody"):
+        measured(folder, capsys, "--flat", "nobody")

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A virtual engine schedules as a real one, in the time of queueing theory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import pairwise
+from statistics import mean
+
+import pytest
+from overlapping import Overlapping
+from virtual_lab import (
+    FORWARD_NS,
+    MAX_MODEL_LEN,
+    Witness,
+    drive_real,
+    drive_virtual,
+    rounds,
+    virtual_engine,
+)
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer import kv_transfer_state
+
+from kvtax.engine.null_engine import NullEngine
+from kvtax.fleet.simulate.endpoints import VirtualBody, VirtualIndex
+from kvtax.fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
+from kvtax.fleet.simulate.virtual_loop import VirtualLoop
+from kvtax.records.host_times import RequestTimes
+
+PATCHES = ["step_timing_v2"]
+
+# Too few for all prompts: blocks are evicted all the time.
+BLOCKS = 200
+DELAY_NS = 20_000_000
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    stems = [[rng.randrange(1, 1000) for _ in range(1_500)] for _ in range(5)]
+    found = []
+    for _ in range(150):
+        stem = rng.choice(stems)[: rng.randrange(1, 1_500)]
+        tail = [rng.randrange(1, 1000) for _ in range(rng.randrange(100))]
+        found.append(stem + tail)
+    return found
+
+
+def asked_in_turn(model, delay_ns: int) -> list[tuple[int, int, int]]:
+    """Of each request what is believed cached just before `delay_ns` after the last
+    one's end, what then, and what the engine finds.
+    """
+    engine = virtual_engine(model, BLOCKS, False, events=True)
+
+    async def serve() -> list[tuple[int, int, int]]:
+        loop = asyncio.get_running_loop()
+        instance = VirtualInstance(engine, loop, RequestTimes())
+        index = VirtualIndex({"i": engine}, loop, delay_ns, 16)
+        found = []
+        for prompt in prompts():
+            body = VirtualBody(prompt, 3)
+            await loop.sleep_until(loop.now_ns() + delay_ns - 1)
+            (before,) = await index.cached_tokens(body)
+            await asyncio.sleep(0.001)
+            (then,) = await index.cached_tokens(body)
+            earlier = instance.totals.cached_tokens
+            answer = instance.request(body.raw)
+            await answer.begin()
+            while await answer.chunk():
+                pass
+            found.append((before, then, instance.totals.cached_tokens - earlier))
+        return found
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(serve())
+
+
+def test_what_is_believed_is_what_the_engine_finds(model):
+    found = asked_in_turn(model, 0)
+    assert [then for _, then, _ in found] == [cached for *_, cached in found]
+    assert sum(cached > 0 for *_, cached in found) > 50
+
+
+def test_events_are_known_when_they_are_due_and_not_before(model):
+    found = asked_in_turn(model, DELAY_NS)
+    assert [then for _, then, _ in found] == [cached for *_, cached in found]
+    assert any(before != then for before, then, _ in found)
+
+
+class ToldEngine:
+    """Tells of blocks what a test says, one message a second."""
+
+    def on_events(self, told) -> None:
+        self.told = told
+
+    def block_hashes(self, prompt: list[int]) -> list[int]:
+        return prompt
+
+
+def test_what_a_lost_message_said_is_known_with_the_next_in_its_order():
+    chance, rng, engine = random.Random(3), random.Random(5), ToldEngine()
+    second_ns = 10**9
+
+    async def tell() -> int:
+        loop = asyncio.get_running_loop()
+        index = VirtualIndex({"i": engine}, loop, DELAY_NS, 1, 0.4, random.Random(3))
+        cached, known, gaps = set(), set(), 0
+        for number in range(300):
+            lost, missed = chance.random() < 0.4, known != cached
+            block = rng.randrange(9)
+            if block in cached:
+                events = [BlockRemoved(block_hashes=[block], medium="GPU")]
+            else:
+                events = [
+                    BlockStored(
+                        block_hashes=[block],
+                        parent_block_hash=None,
+                        token_ids=[],
+                        block_size=1,
+                        lora_id=None,
+                        medium="GPU",
+                        lora_name=None,
+                    )
+                ]
+            cached ^= {block}
+            engine.told(events, loop.now_ns())
+            if not lost:
+                gaps += missed
+                # A gap is asked for, and answered, before it is closed.
+                await asyncio.sleep((3 if missed else 1) * DELAY_NS / 1e9 - 1e-9)
+                assert await seen(index) == known
+                known = set(cached)
+            await loop.sleep_until((number + 1) * second_ns)
+            assert await seen(index) == known
+        return gaps
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(tell()) > 30
+
+
+async def seen(index: VirtualIndex) -> set[int]:
+    found = set()
+    for block in range(9):
+        # The block of the last token does not count.
+        (tokens,) = await index.cached_tokens(VirtualBody([block, 0], 1))
+        found |= {block} if tokens else set()
+    return found
+
+
+SEEDS = [1, 2, 3]
+ROUNDS = 400
+# Too few for all requests: some wait, some are preempted, and blocks are evicted.
+FEW_BLOCKS = 700
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_step_has_the_same_requests_tokens_and_blocks(model, overlapping, seed):
+    script = list(rounds(seed, ROUNDS))
+    kv_transfer_state._KV_CONNECTOR_AGENT = None  # an earlier engine's
+    real = NullEngine(
+        model,
+        None,
+        num_blocks=FEW_BLOCKS,
+        max_model_len=MAX_MODEL_LEN,
+        executor=Overlapping if overlapping else None,
+    )
+    virtual = virtual_engine(model, FEW_BLOCKS, overlapping)
+    seen_really, seen = Witness(real.core), Witness(virtual.core)
+    answers_really = drive_real(real, script)
+    answers = drive_virtual(virtual, script)
+    for number, (ours, theirs) in enumerate(
+        zip(seen.seen, seen_really.seen, strict=True)
+    ):
+        differ = [key for key in theirs if ours[key] != theirs[key]]
+        assert not differ, (number, [(ours[key], theirs[key]) for key in differ])
+    assert answers == answers_really
+    assert seen.preemptions > 0
+    assert any(len(step["scheduled"]) > 8 for step in seen.seen)
+
+
+REQUESTS = 4_000
+
+
+def poisson_ns(utilisation: float) -> list[int]:
+    """When requests come that take a forward each."""
+    rng, now_ns, found = random.Random(1), 0.0, []
+    for _ in range(REQUESTS):
+        now_ns += rng.expovariate(utilisation / FORWARD_NS)
+        found.append(round(now_ns))
+    return found
+
+
+def answered_ns(model, arrivals_ns: list[int], at_once: int) -> list[int]:
+    """When each is answered by an instance that serves so many `at_once`."""
+    engine = virtual_engine(model, FEW_BLOCKS, False, max_requests=at_once)
+
+    async def serve() -> list[int]:
+        loop = asyncio.get_running_loop()
+        instance = VirtualInstance(engine, loop, RequestTimes())
+
+        async def one(number: int, due_ns: int) -> int:
+            await loop.sleep_until(due_ns)
+            prompt = [number // 1_000 + 1, number % 1_000 + 1] * 4
+            await instance.request(VirtualRequest(prompt, output_tokens=1)).begin()
+            return loop.now_ns()
+
+        return await asyncio.gather(
+            *(one(number, due_ns) for number, due_ns in enumerate(arrivals_ns))
+        )
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(serve())
+
+
+def test_one_at_a_time_is_m_d_1(model):
+    """Each wait by Lindley's recursion; their mean by Pollaczek and Khinchine."""
+    utilisation = 0.7
+    arrivals_ns = poisson_ns(utilisation)
+    waits_ns = [0]
+    for one_ns, next_ns in pairwise(arrivals_ns):
+        waits_ns.append(max(0, waits_ns[-1] + FORWARD_NS - (next_ns - one_ns)))
+    answered = answered_ns(model, arrivals_ns, at_once=1)
+    assert answered == [
+        arrival_ns + wait_ns + FORWARD_NS
+        for arrival_ns, wait_ns in zip(arrivals_ns, waits_ns, strict=True)
+    ]
+    theory_ns = utilisation * FORWARD_NS / (2 * (1 - utilisation))
+    assert mean(waits_ns) == pytest.approx(theory_ns, rel=0.1)
+
+
+def test_several_at_a_time_are_served_in_batches(model):
+    """Who has come when a forward begins is in it, up to as many as there is room."""
+    at_once = 4
+    arrivals_ns = poisson_ns(utilisation=0.8 * at_once)
+    expected, free_ns = [], 0
+    while len(expected) < REQUESTS:
+        begins_ns = max(free_ns, arrivals_ns[len(expected)])
+        waiting = sum(
+            one <= begins_ns for one in arrivals_ns[len(expected) :][:at_once]
+        )
+        free_ns = begins_ns + FORWARD_NS
+        expected += [free_ns] * waiting
+    assert answered_ns(model, arrivals_ns, at_once) == expected
+
+
+def test_little_s_law_holds_for_what_arrivals_see(model):
+    """Poisson arrivals see averages over time: the rate times the mean stay."""
+    arrivals_ns = poisson_ns(utilisation=0.5)
+    answered = answered_ns(model, arrivals_ns, at_once=1)
+    seen, gone = [], 0
+    for number, arrival_ns in enumerate(arrivals_ns):
+        while answered[gone] <= arrival_ns:
+            gone += 1
+        seen.append(number - gone)
+    stays_ns = map(int.__sub__, answered, arrivals_ns)
+    rate_per_ns = REQUESTS / arrivals_ns[-1]
+    assert mean(seen) == pytest.approx(rate_per_ns * mean(stays_ns), rel=0.05)
+
+
+TOKENS = 20
+SHORT_NS, LONG_NS = FORWARD_NS // 2, FORWARD_NS * 2
+
+
+def token_times_ns(engine) -> list[int]:
+    """When each of the tokens of one request is there."""
+    engine.add("0", [1] * 100, TOKENS, None)
+    ended_ns = []
+    while engine.has_work:
+        if outputs := engine.step():
+            ended_ns += [engine.clock.now_ns] * len(outputs.outputs)
+    return ended_ns
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_a_host_that_takes_no_time_leaves_a_forward_per_step(model, overlapping):
+    found = token_times_ns(virtual_engine(model, FEW_BLOCKS, overlapping))
+    assert found == [FORWARD_NS * step for step in range(1, TOKENS + 1)]
+
+
+def test_synchronous_scheduling_adds_the_host_s_time_to_every_step(model):
+    engine = virtual_engine(model, FEW_BLOCKS, False, base_us=SHORT_NS / 1e3)
+    step_ns = FORWARD_NS + SHORT_NS
+    assert token_times_ns(engine) == [step_ns * step for step in range(1, TOKENS + 1)]
+
+
+def test_asynchronous_scheduling_hides_a_host_that_is_faster_than_the_device(model):
+    engine = virtual_engine(model, FEW_BLOCKS, True, base_us=SHORT_NS / 1e3)
+    found = token_times_ns(engine)
+    # The first step has none before it to hide behind.
+    assert found == [SHORT_NS + FORWARD_NS * step for step in range(1, TOKENS + 1)]
+
+
+def test_a_host_that_is_slower_than_the_device_sets_the_pace(model):
+    engine = virtual_engine(model, FEW_BLOCKS, True, base_us=LONG_NS / 1e3)
+    found = token_times_ns(engine)
+    between_ns = {after - one for one, after in pairwise(found)}
+    assert between_ns == {LONG_NS}
+
+
+def test_a_walk_costs_its_slope_times_the_cache_in_every_step(model):
+    slope_us = 60.0
+    plain = virtual_engine(model, FEW_BLOCKS, False)
+    walk = virtual_engine(model, FEW_BLOCKS, False, us_per_1k_cached_blocks=slope_us)
+    seen = Witness(walk.core)
+    took_ns = [engine_ns[-1] for engine_ns in map(token_times_ns, (plain, walk))]
+    cached = [step["cached"] for step in seen.seen][:TOKENS]
+    assert cached[-1] > cached[0] > 0
+    assert took_ns[1] - took_ns[0] == sum(round(slope_us * blocks) for blocks in cached)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""parse and render are exact inverses, and damaged text is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtax.patcher.blocks import (
+    MARK,
+    Added,
+    Block,
+    fingerprint,
+    line_ending,
+    parse,
+    parse_added,
+    render,
+    render_added,
+)
+from kvtax.patcher.errors import DamagedError
+
+TEXT = st.binary(max_size=200).filter(lambda text: MARK not in text)
+CONTENT = TEXT.map(lambda text: text.replace(b"\n", b"").replace(b"\r", b""))
+CONTENT = CONTENT.filter(lambda text: MARK not in text)
+ENDINGS = st.sampled_from([b"\n", b"\r\n"])
+INDENTS = st.sampled_from([b"", b"    ", b"\t", b"\t\t", b"        "])
+
+
+@st.composite
+def patched(draw):
+    """Pristine lines and blocks that do not overlap, in canonical order."""
+    lines = [draw(CONTENT) + draw(ENDINGS) for _ in range(draw(st.integers(1, 8)))]
+    if draw(st.booleans()):
+        lines[-1] = lines[-1].rstrip(b"\r\n") or b"x"
+    eol = line_ending(lines)
+    blocks = []
+    used = 0
+    for order in range(draw(st.integers(0, 5))):
+        at = draw(st.integers(used, len(lines)))
+        where = draw(st.sampled_from(["before", "after", "replace"]))
+        until = draw(st.integers(at + 1, len(lines))) if at < len(lines) else at
+        where, until = (where, until) if until > at else ("after", at)
+        until = until if where == "replace" else at
+        code = draw(st.lists(CONTENT, max_size=3))
+        blocks.append(
+            Block(
+                patch=draw(st.sampled_from(["v1", "v2", "a.b-c"])),
+                id=f"b{order}",
+                where=where,
+                order=order,
+                at=at,
+                until=until,
+                indent=draw(INDENTS),
+                code=tuple(line + eol for line in code),
+            )
+        )
+        used = until
+    return tuple(lines), tuple(sorted(blocks, key=Block.sort_key))
+
+
+@given(patched())
+def test_parse_gives_back_what_render_was_given(case):
+    lines, blocks = case
+    assert parse(render(lines, blocks)) == (lines, blocks)
+
+
+@given(patched())
+def test_render_gives_back_the_text_that_was_parsed(case):
+    text = render(*case)
+    assert render(*parse(text)) == text
+
+
+@given(patched(), st.randoms(use_true_random=False))
+def test_render_does_not_depend_on_the_order_of_the_blocks(case, random):
+    lines, blocks = case
+    shuffled = list(blocks)
+    random.shuffle(shuffled)
+    assert render(lines, shuffled) == render(lines, blocks)
+
+
+@given(TEXT)
+def test_text_without_sentinels_is_all_pristine(text):
+    lines, blocks = parse(text)
+    assert b"".join(lines) == text
+    assert blocks == ()
+
+
+def one_block(where="before") -> tuple[tuple[bytes, ...], Block]:
+    lines = (b"def f():\n", b"    a = 1\n", b"    b = 2\n")
+    until = 2 if where == "replace" else 1
+    return lines, Block("v1", "x", where, 3, 1, until, b"    ", (b"    c = 3\n",))
+
+
+def test_a_block_looks_as_documented():
+    lines, block = one_block("replace")
+    between = b"    # WAS:     a = 1\n    c = 3\n"
+    assert render(lines, [block]) == (
+        b"def f():\n"
+        b"    # BLOCK_BEGIN v1:x sha256:%s replace order=3 displaced=1\n"
+        b"%s"
+        b"    # BLOCK_END v1:x\n"
+        b"    b = 2\n"
+    ) % (fingerprint([between]).encode(), between)
+
+
+@pytest.mark.parametrize("where", ["before", "replace"])
+def test_any_edit_between_the_sentinels_is_seen(where):
+    lines, block = one_block(where)
+    text = render(lines, [block])
+    begin = text.index(b"\n", text.index(b"BLOCK_BEGIN")) + 1
+    end = text.index(b"    # BLOCK_END")
+    for place in range(begin, end - 1):
+        edited = text[:place] + b"#" + text[place + 1 :]
+        if edited != text:
+            assert [bool(b.edited) for b in parse(edited).blocks] == [True]
+    shorter = text[:begin] + text[end:]
+    assert [bool(b.edited) for b in parse(shorter).blocks] == [True]
+
+
+def begin_end(text: bytes) -> tuple[bytes, bytes]:
+    lines = text.splitlines(keepends=True)
+    return tuple(next(x for x in lines if k in x) for k in (b"_BEGIN", b"_END"))
+
+
+def test_half_or_malformed_sentinels_are_refused_with_their_line():
+    text = render(*(lambda lines, block: (lines, [block]))(*one_block()))
+    begin, end = begin_end(text)
+    damaged = {
+        "no end": text.replace(end, b""),
+        "no begin": text.replace(begin, b""),
+        "nested": text.replace(begin, begin + begin),
+        "other end": text.replace(end, end.replace(b"v1:x", b"v1:y")),
+        "end indent": text.replace(end, end.lstrip()),
+        "no hash": text.replace(begin, b"    # BLOCK_BEGIN v1:x\n"),
+        "twice": text + text,
+        "bare": b"# BLOCK_END\n",
+        "moved order": text.replace(b" order=3", b" order=03"),
+    }
+    for what, broken in damaged.items():
+        with pytest.raises(DamagedError, match=r"^f\.py:"):
+            parse(broken, "f.py")
+            pytest.fail(what)
+
+
+ADDED = Added("v1/new.py", ("a", "b"), 1, b"x = 1\n")
+
+
+@given(
+    st.lists(st.sampled_from(["v1", "v2", "v3"]), min_size=1, unique=True),
+    st.integers(0, 1),
+    st.lists(CONTENT),
+)
+def test_an_added_file_parses_back(owners, dirs, lines):
+    content = b"".join(line + b"\n" for line in lines)
+    added = Added("v1/new.py", tuple(owners), dirs, content)
+    assert parse_added(render_added(added), "v1/new.py") == added
+
+
+def test_an_added_file_that_was_touched_outside_or_moved_is_refused():
+    text = render_added(ADDED)
+    begin, end = begin_end(text)
+    for broken in (text + b"y = 2\n", text.replace(end, b""), begin + text):
+        with pytest.raises(DamagedError, match=r"v1/new\.py"):
+            parse_added(broken, "v1/new.py")
+    deeper = text.replace(b"dirs=1", b"dirs=2")
+    for moved, path in [(text, "v1/other.py"), (deeper, "v1/new.py")]:
+        with pytest.raises(DamagedError, match="moved"):
+            parse_added(moved, path)
+    assert parse_added(text.replace(b"x = 1", b"x = 2"), "v1/new.py").edited

@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Zero fuzz: what does not fit exactly is refused, and the tree stays as it was."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtax.patcher import (
+    AnchorError,
+    BlockPatchError,
+    CompileError,
+    ConflictError,
+    DamagedError,
+    ParameterError,
+    TargetError,
+    Tree,
+    active_blocks,
+    apply,
+    check,
+    find_package,
+    locate,
+    revert,
+    status,
+)
+from tests.patcher.patchlab import (
+    FILES,
+    block,
+    in_child,
+    make_patch,
+    make_tree,
+    snapshot,
+)
+
+SCHEDULE = "Scheduler.schedule"
+GOOD = block("before", "", "import os", "x = 1", id="good")
+
+
+def refused(tree: Tree, error: type, match: str, work) -> None:
+    before = snapshot(tree.root)
+    with pytest.raises(error, match=match):
+        work()
+    assert snapshot(tree.root) == before
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "match"),
+    [
+        (
+            block("before", SCHEDULE, "missing = 1", "x = 1"),
+            AnchorError,
+            r"^scheduler\.py: anchor 'missing = 1' in scope 'Scheduler\.schedule' "
+            r"matches 0 statements.*\(block p:b1\)",
+        ),
+        (
+            block("before", "Scheduler.gone", "tokens = 0", "x = 1"),
+            AnchorError,
+            r"scheduler\.py: scope 'Scheduler\.gone' not found.*p:b1",
+        ),
+        (
+            block("before", "", "name = 'bom'", "x = 1", file="v1/bom.py"),
+            AnchorError,
+            "byte order mark",
+        ),
+        (
+            block("before", "", "import os", "from __future__ import x", id="f"),
+            CompileError,
+            r"scheduler\.py: with p the file would not compile.*line",
+        ),
+        (
+            block("replace", SCHEDULE, "break", "yield from ()\nawait x"),
+            CompileError,
+            "would not compile",
+        ),
+        (
+            block("before", "", "x", "y = 1", file="v1/none.py"),
+            TargetError,
+            r"v1/none\.py: no such file in demo 0\.18\.1, needed by block p:b1",
+        ),
+        (
+            block("before", "", "name = 'caf\xe9'", "y = 'é'", file="v1/latin.py"),
+            TargetError,
+            "must be ASCII",
+        ),
+    ],
+)
+def test_one_bad_block_refuses_all(tree, tmp_path, bad, error, match):
+    patch = make_patch(tmp_path / "p", "p", [GOOD, bad], {"new.py": b"x = 1\n"})
+    refused(tree, error, match, lambda: apply(tree, [patch]))
+    refused(tree, error, match, lambda: check(tree, [patch]))
+
+
+def test_an_added_file_that_does_not_compile_is_refused(tree, tmp_path):
+    patch = make_patch(tmp_path / "p", "p", [GOOD], {"new.py": b"return 1\n"})
+    refused(tree, CompileError, r"new\.py", lambda: apply(tree, [patch]))
+
+
+def test_a_file_of_the_package_is_never_taken_over(tree, tmp_path):
+    patch = make_patch(tmp_path / "p", "p", [GOOD], {"v1/core.py": b"x = 1\n"})
+    refused(tree, ConflictError, r"v1/core\.py", lambda: apply(tree, [patch]))
+
+
+def test_two_patches_that_add_different_files_at_one_path_are_refused(tree, tmp_path):
+    one = make_patch(tmp_path / "p", "one", [], {"new.py": b"x = 1\n"})
+    two = make_patch(tmp_path / "p", "two", [], {"new.py": b"x = 2\n"})
+    match = r"new\.py: patches one, two"
+    refused(tree, ConflictError, match, lambda: apply(tree, [one, two]))
+    apply(tree, [one])
+    refused(tree, ConflictError, match, lambda: apply(tree, [two]))
+
+
+def test_a_block_in_a_file_that_another_patch_adds_is_refused(tree, tmp_path):
+    adder = make_patch(tmp_path / "p", "adder", [], {"new.py": b"x = 1\n"})
+    inside = block("after", "", "x = 1", "y = 1", file="new.py")
+    user = make_patch(tmp_path / "p", "user", [inside])
+    match = r"new\.py"
+    refused(tree, ConflictError, match, lambda: apply(tree, [adder, user]))
+    apply(tree, [adder])
+    refused(tree, ConflictError, "adder", lambda: apply(tree, [user]))
+
+
+def edit(path: Path, old: bytes, new: bytes) -> None:
+    text = path.read_bytes()
+    assert old in text
+    path.write_bytes(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "match"),
+    [
+        ("scheduler.py", b"beta_in = 7", b"beta_in = 8", "beta:b1 was edited by hand"),
+        ("scheduler.py", b"# WAS: ", b"# was: ", "gamma:b. was edited by hand"),
+        ("v1/new/records.py", b"VALUES", b"OTHER", "edited by hand"),
+    ],
+)
+def test_edited_blocks_are_refused(tree, patches, path, old, new, match):
+    chosen = [patches["beta"], patches["gamma"]]
+    apply(tree, chosen)
+    edit(tree.root / path, old, new)
+    refused(tree, DamagedError, match, lambda: apply(tree, chosen))
+    refused(tree, DamagedError, match, lambda: revert(tree, ["beta", "gamma"]))
+
+
+def test_the_refusal_of_an_edited_block_shows_the_edit(tree, patches):
+    apply(tree, [patches["beta"]])
+    edit(tree.root / "scheduler.py", b"beta_in = 7", b"beta_in = 8")
+    shown = (
+        r"(?s)block beta:b1 was edited by hand; .*--discard-edits.*\n--- beta:b1 as "
+        r"applied\n\+\+\+ scheduler\.py now\n@@.*\n- +beta_in = 7\n\+ +beta_in = 8"
+    )
+    for work in (
+        lambda: apply(tree, [patches["beta"]]),
+        lambda: revert(tree, ["beta"], known=patches),
+    ):
+        refused(tree, DamagedError, shown, work)
+    shown = r"(?s)--- no such patch here.*\n\+ +beta_in = 8"
+    refused(tree, DamagedError, shown, lambda: revert(tree, ["beta"]))
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new"),
+    [
+        ("scheduler.py", b"beta_in = 7", b"beta_in = (\n  8)"),
+        ("scheduler.py", b"beta_first = 1", b""),
+        ("scheduler.py", b"return 200", b"return 300"),
+        ("v1/new/deep/more.py", b"x = 1", b"x = 2"),
+    ],
+)
+def test_an_edited_block_goes_on_demand_and_a_copy_stays(tree, patches, path, old, new):
+    before = snapshot(tree.root)
+    copies = [tree.root / f"{path}.edited", tree.root / f"{path}.edited2"]
+    for copy in copies:
+        apply(tree, [patches["beta"], patches["gamma"]])
+        edit(tree.root / path, old, new)
+        text = (tree.root / path).read_bytes()
+        revert(tree, ["beta", "gamma"], discard_edits=True)
+        assert copy.read_bytes() == text
+    for copy in copies:
+        copy.unlink()
+    for folder in ("v1/new/deep", "v1/new"):  # a copy keeps its folder
+        if (tree.root / folder).exists():
+            (tree.root / folder).rmdir()
+    assert snapshot(tree.root) == before
+
+
+def test_an_edited_file_that_another_patch_needs_stays(tree, patches):
+    apply(tree, [patches["alpha"], patches["beta"]])
+    edit(tree.root / "v1/new/records.py", b"VALUES", b"OTHER")
+
+    def work() -> None:
+        revert(tree, ["beta"], discard_edits=True)
+
+    refused(tree, DamagedError, "added by patch alpha.beta", work)
+    revert(tree, ["alpha", "beta"], discard_edits=True)
+
+
+def test_lines_that_were_replaced_and_are_lost_are_never_guessed(tree, patches):
+    apply(tree, [patches["gamma"]])
+    edit(tree.root / "scheduler.py", b"# WAS: ", b"# was: ")
+
+    def work() -> None:
+        revert(tree, ["gamma"], discard_edits=True)
+
+    refused(tree, DamagedError, "lost lines that it replaced", work)
+
+
+def test_an_edited_block_of_another_patch_stays_as_it_is(tree, patches):
+    apply(tree, [patches["beta"], patches["alpha"]])
+    edit(tree.root / "scheduler.py", b"beta_in = 7", b"beta_in = 8")
+    revert(tree, ["alpha"])
+    text = (tree.root / "scheduler.py").read_bytes()
+    assert b"beta_in = 8" in text and b"alpha" not in text
+    assert status(tree)["beta"].state == "edited"
+
+
+def test_a_tree_with_other_line_ends_is_as_good(tree, patches):
+    chosen = [patches["alpha"], patches["gamma"]]
+    apply(tree, chosen)
+    for path in ("scheduler.py", "v1/new/records.py"):
+        place = tree.root / path
+        place.write_bytes(place.read_bytes().replace(b"\n", b"\r\n"))
+    assert status(tree, chosen)["gamma"].state == "applied"
+    apply(tree, chosen)
+    revert(tree, ["alpha", "gamma"])
+    expected = FILES["scheduler.py"].replace(b"\n", b"\r\n")
+    assert (tree.root / "scheduler.py").read_bytes() == expected
+    assert not (tree.root / "v1/new").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "match"),
+    [
+        ("scheduler.py", b"# BLOCK_END beta:b1", b"#", r"scheduler\.py:\d+: .*beta:b1"),
+        ("scheduler.py", b"# BLOCK_BEGIN beta:b1", b"#", r"scheduler\.py:\d+: .*beta"),
+        ("v1/new/records.py", b"# BLOCK_END", b"# END", r"records\.py:1"),
+    ],
+)
+def test_a_damaged_file_is_left_alone_and_hinders_no_other(
+    tree, patches, path, old, new, match
+):
+    chosen = [patches["beta"], patches["delta"]]
+    apply(tree, chosen)
+    edit(tree.root / path, old, new)
+    text = (tree.root / path).read_bytes()
+    refused(tree, DamagedError, match, lambda: apply(tree, chosen))
+    (why,) = revert(tree, ["beta", "delta"]).unread
+    assert re.search(match, why)
+    assert (tree.root / path).read_bytes() == text
+    assert (tree.root / "v1/core.py").read_bytes() == FILES["v1/core.py"]
+    # The damaged file may import what its patch added.
+    assert (tree.root / "v1/new/records.py").exists()
+
+
+def test_a_foreign_sentinel_elsewhere_hinders_nothing_else(tree, patches):
+    before = snapshot(tree.root)
+    other = tree.root / "other.py"
+    for line in ("# BLOCK_END gone:b1\n", "# BLOCK_BEGIN of my own\n"):
+        other.write_text(line)
+        (why,) = apply(tree, patches.values()).unread
+        assert why.startswith("other.py:1")
+        assert status(tree, [patches["alpha"]])["alpha"].state == "applied"
+        (why,) = revert(tree, patches).unread
+        other.unlink()
+        assert snapshot(tree.root) == before
+
+
+def test_edits_outside_the_blocks_are_kept(tree, patches):
+    apply(tree, [patches["gamma"]])
+    edit(tree.root / "scheduler.py", b"tokens = 0", b"tokens = 5")
+    revert(tree, ["gamma"])
+    now = (tree.root / "scheduler.py").read_bytes()
+    assert now == FILES["scheduler.py"].replace(b"tokens = 0", b"tokens = 5")
+
+
+def test_a_file_behind_a_symbolic_link_is_refused(tree, patches, tmp_path):
+    elsewhere = tmp_path / "scheduler.py"
+    os.rename(tree.root / "scheduler.py", elsewhere)
+    (tree.root / "scheduler.py").symlink_to(elsewhere)
+    match = r"scheduler\.py is a symbolic link"
+    refused(tree, TargetError, match, lambda: apply(tree, [patches["alpha"]]))
+    assert (tree.root / "scheduler.py").is_symlink()
+    os.rename(tree.root / "v1", tmp_path / "v1")
+    (tree.root / "v1").symlink_to(tmp_path / "v1")
+    patch = make_patch(tmp_path / "p", "p", [], {"v1/sub/new.py": b""})
+    refused(tree, TargetError, "symbolic link", lambda: apply(tree, [patch]))
+
+
+@pytest.mark.parametrize("folder", [".", "v1"])
+def test_a_read_only_tree_is_refused(tree, patches, folder):
+    place = tree.root / folder
+    place.chmod(0o555)
+    try:
+        match = "is read-only"
+        refused(tree, TargetError, match, lambda: apply(tree, [patches["beta"]]))
+        assert status(tree, patches.values())["beta"].state == "not applied"
+    finally:
+        place.chmod(0o755)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_a_tree_of_another_user_is_refused(patches, memory_folder):
+    tree = make_tree(memory_folder / "foreign")
+    memory_folder.chmod(0o755)
+
+    def as_nobody() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        with pytest.raises(TargetError, match="is read-only"):
+            apply(tree, patches.values())
+        assert status(tree) == {}
+
+    before = snapshot(tree.root)
+    assert in_child(as_nobody) == 0
+    assert snapshot(tree.root) == before
+
+
+def test_a_patch_for_another_package_is_refused(tree, tmp_path):
+    patch = make_patch(tmp_path / "p", "p", [GOOD], package="other")
+    match = "for package other, not demo"
+    refused(tree, TargetError, match, lambda: apply(tree, [patch]))
+
+
+def test_unknown_parameters_and_values_that_are_no_literals_are_refused(tree, patches):
+    beta = [patches["beta"]]
+    for values, match in [
+        ({"NONE": 1}, "'NONE' is not known"),
+        ({"LIMIT": object()}, "not a plain literal"),
+        ({"LIMIT": float("nan")}, "not a plain literal"),
+    ]:
+        refused(tree, ParameterError, match, lambda v=values: apply(tree, beta, v))
+
+
+VERSIONS = ["0.18.1", "0.19.0", "0.29.0rc1", "0.34.0.dev7+gabc", "0.1.dev9", "dev"]
+
+
+def versioned(parent: Path, version: str, files=FILES) -> Tree:
+    text = f"__version__ = version = '{version}'\n".encode()
+    return make_tree(parent, files | {"_version.py": text})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_code_picks_the_form_of_a_block_whatever_the_version(tmp_path, version):
+    os_import = {"anchor": "import os", "where": "after", "id": "b"}
+    given = {"scope": "", "anchor": "def limit():"}
+    forms = [
+        os_import | {"code": "form = 1", "given": given | {"anchor": "def top():"}},
+        os_import | {"code": "form = 2", "given": given},
+        os_import | {"code": "form = 3", "anchor": "import sys"},
+        os_import | {"code": "form = 4", "file": "other.py"},
+    ]
+    patch = make_patch(tmp_path / "p", "p", forms)
+    text = FILES["scheduler.py"]
+    for number, (old, new, form) in enumerate(
+        [
+            (b"def limit():", b"def top():", 1),
+            (b"", b"", 2),
+            (b"import os", b"import sys", 3),
+        ]
+    ):
+        files = FILES | {"scheduler.py": text.replace(old, new)}
+        tree = versioned(tmp_path / str(number), version, files)
+        apply(tree, [patch])
+        assert f"form = {form}\n" in (tree.root / "scheduler.py").read_text()
+        assert check(tree, [patch]).changes == ()
+        revert(tree, ["p"])
+        assert (tree.root / "scheduler.py").read_bytes() == files["scheduler.py"]
+    (tree.root / "scheduler.py").write_text("import re\n")
+    match = r"^0 of 4 forms of block p:b fit demo .*scheduler.py: .*other.py: no such"
+    refused(tree, AnchorError, match, lambda: apply(tree, [patch]))
+    (tree.root / "scheduler.py").write_bytes(b"import sys\n" + text)
+    refused(tree, AnchorError, "^2 of 4 forms", lambda: apply(tree, [patch]))
+
+
+def test_optional_blocks_come_all_or_not_at_all(tree, tmp_path):
+    parts = [
+        GOOD | {"optional": "both", "id": "one"},
+        block("after", SCHEDULE, "tokens = 0", "y = 1", optional="both", id="two"),
+        block("after", "", "def limit():", "z = 1", optional="alone", id="three"),
+    ]
+    patch = make_patch(tmp_path / "p", "p", parts)
+
+    def ids() -> list[str]:
+        return [spec.id for spec in active_blocks(tree, patch)]
+
+    assert ids() == ["one", "two", "three"]
+    edit(tree.root / "scheduler.py", b"tokens = 0", b"tokens = 1")
+    assert ids() == ["three"]
+    apply(tree, [patch])
+    assert status(tree, [patch])["p"].state == "applied"
+    revert(tree, ["p"])
+    edit(tree.root / "scheduler.py", b"def limit", b"def top")
+    match = "p has no block for demo 0.18.1"
+    refused(tree, TargetError, match, lambda: apply(tree, [patch]))
+
+
+@pytest.mark.parametrize("version", ["0.1.dev1+gabc", "0.0.0", "dev", "0.40.0"])
+def test_a_build_that_knows_no_tag_counts_as_newer_than_all(tmp_path, version):
+    tree = versioned(tmp_path, version)
+    newer = make_patch(tmp_path / "p", "newer", [GOOD], since="0.32.0")
+    older = make_patch(tmp_path / "p", "older", [GOOD], before_version="0.33")
+    assert apply(tree, [newer]).changes
+    refused(tree, TargetError, "needed before", lambda: apply(tree, [older]))
+
+
+def test_a_patch_is_refused_where_the_package_needs_none(tmp_path):
+    patch = make_patch(
+        tmp_path / "p", "p", [GOOD], since="0.18", before_version="0.19.1"
+    )
+    for number, (version, needed) in enumerate(
+        [("0.17.9", False), ("0.18.0rc1", True), ("0.19.0", True), ("0.19.1+x", False)]
+    ):
+        text = f"version = '{version}'\n".encode()
+        tree = make_tree(tmp_path / str(number), FILES | {"_version.py": text})
+        if needed:
+            assert apply(tree, [patch]).changes
+        else:
+            match = r"p is needed from 0\.18 on and before 0\.19\.1 only, and this is "
+            match += re.escape(f"demo {version}")
+            refused(tree, TargetError, match, lambda t=tree: apply(t, [patch]))
+    (tree.root / "_version.py").unlink()
+    bare = Tree(tree.root)
+    refused(bare, TargetError, "depends on the version", lambda: apply(bare, [patch]))
+
+
+def test_a_patch_without_ranges_needs_no_version(tmp_path):
+    files = {path: text for path, text in FILES.items() if path != "_version.py"}
+    tree = make_tree(tmp_path, files)
+    assert tree.version is None
+    assert apply(tree, [make_patch(tmp_path / "p", "p", [GOOD])]).changes
+
+
+def test_version_comes_from_metadata_where_the_package_has_none(tmp_path):
+    tree = make_tree(tmp_path, {"__init__.py": b""}, "nixl_cu12")
+    (tmp_path / "PKG-INFO").write_text("Metadata-Version: 2.1\nVersion: 1.4\n")
+    assert Tree(tree.root).version == "1.4"
+    info = tmp_path / "nixl_cu12-1.5.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nVersion: 1.5.1\n")
+    assert Tree(tree.root).version == "1.5.1"
+
+
+def test_the_target_may_be_the_package_its_parent_or_a_source_tree(tmp_path):
+    root = make_tree(tmp_path / "a" / "src").root
+    for target in (root, root.parent, root.parent.parent):
+        assert locate("demo", target).root == root
+    with pytest.raises(TargetError, match=r"no package 'demo' at"):
+        locate("demo", tmp_path)
+    with pytest.raises(TargetError, match="not a package directory"):
+        Tree(tmp_path)
+
+
+def test_a_package_is_found_without_being_imported(tmp_path):
+    make_tree(tmp_path, {"__init__.py": b"raise SystemExit('imported')"}, "loud_demo")
+    code = "from kvtax import patcher; print(patcher.find_package('loud_demo'))"
+    path = [str(tmp_path), str(Path(__file__).resolve().parents[2])]
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+    )
+    assert out.stdout == f"{tmp_path / 'loud_demo'}\n", out.stderr
+    with pytest.raises(TargetError, match="no package 'not_there_x'"):
+        find_package("not_there_x", [tmp_path])
+    assert find_package("loud_demo", [tmp_path]) == tmp_path / "loud_demo"
+
+
+def test_every_refusal_derives_from_one_class():
+    errors = [AnchorError, CompileError, ConflictError, DamagedError, TargetError]
+    assert all(issubclass(error, BlockPatchError) for error in errors)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON lines: a torn end is dropped and counted, anything else wrong is named."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import threading
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from kvtax.records import RecordsError
+from kvtax.records.files import FLUSH_EVERY_S, LineFile, read_header, read_lines
+from kvtax.records.requests import read_requests
+from kvtax.records.run import ReadRecord, ReadsHeader
+
+HEADER = ReadsHeader(reads_per_s=2.0)
+READS = [
+    ReadRecord(t_ns=10**14 + n, offered=n, valid=0, lookup_us=n / 3) for n in range(5)
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file as its writer leaves it."""
+    path = tmp_path / "reads.jsonl"
+    with LineFile(path, HEADER) as file:
+        for read in READS:
+            file.append(read)
+    return path
+
+
+def put(path: Path, *lines: bytes) -> None:
+    """Replace the file, from its third line on."""
+    kept = path.read_bytes().splitlines(keepends=True)[:2]
+    path.write_bytes(b"".join([*kept, *lines]))
+
+
+def test_a_file_is_read_as_it_was_written(path: Path) -> None:
+    lines = read_lines(path, ReadsHeader, ReadRecord)
+    assert (lines.header, lines.records, lines.torn_lines) == (HEADER, READS, 0)
+
+
+def test_a_file_cut_at_any_byte_loses_only_its_torn_last_line(path: Path) -> None:
+    whole = path.read_bytes()
+    for size in range(whole.index(b"\n") + 1, len(whole) + 1):
+        path.write_bytes(whole[:size])
+        lines = read_lines(path, ReadsHeader, ReadRecord)
+        complete = whole[:size].count(b"\n")
+        assert lines.header == HEADER
+        assert lines.records == READS[: complete - 1]
+        assert lines.torn_lines == (size > 0 and whole[size - 1 : size] != b"\n")
+
+
+@pytest.mark.parametrize("junk", [b'{"t_ns":9,"off\n', b"\0\0\0\0\n"])
+def test_a_last_line_that_is_no_json_is_torn(path: Path, junk: bytes) -> None:
+    put(path, junk)
+    lines = read_lines(path, ReadsHeader, ReadRecord)
+    assert (lines.records, lines.torn_lines) == (READS[:1], 1)
+
+
+def test_a_last_line_that_is_whole_and_wrong_is_refused(path: Path) -> None:
+    put(path, b'{"t_ns":"nine"}\n')
+    with pytest.raises(RecordsError, match=r"reads\.jsonl:3: "):
+        read_lines(path, ReadsHeader, ReadRecord)
+
+
+@pytest.mark.parametrize(
+    "junk", [b'{"t_ns":9,"off\n', b'{"t_ns":"nine"}\n', b"[]\n", b"\n"]
+)
+def test_a_bad_line_in_the_middle_is_named_by_file_and_line(
+    path: Path, junk: bytes
+) -> None:
+    put(path, junk, b'{"t_ns":9,"offered":0,"valid":0}\n')
+    with pytest.raises(RecordsError, match=r"reads\.jsonl:3: "):
+        read_lines(path, ReadsHeader, ReadRecord)
+
+
+def test_another_schema_is_refused_and_both_are_named(path: Path) -> None:
+    path.write_text('{"schema":"kvtax.reads/9"}\n')
+    for read in (
+        lambda: read_lines(path, ReadsHeader, ReadRecord),
+        lambda: read_header(path, ReadsHeader),
+    ):
+        with pytest.raises(RecordsError, match=r"kvtax\.reads/9.*kvtax\.reads/1"):
+            read()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("head", [b"", b'{"schema":"kvtax.re', b"{\n"])
+def test_a_file_without_a_whole_header_is_refused(
+    path: Path, head: bytes, strict: bool
+) -> None:
+    path.write_bytes(head)
+    with pytest.raises(RecordsError, match=r"reads\.jsonl:1: no header line"):
+        read_lines(path, ReadsHeader, ReadRecord, strict=strict)
+
+
+def test_only_as_much_is_read_as_is_asked_for(path: Path) -> None:
+    put(path, b"not read\n", b"\n")
+    assert read_lines(path, ReadsHeader, ReadRecord, limit=1).records == READS[:1]
+    assert read_header(path, ReadsHeader) == HEADER
+
+
+def test_a_missing_file_and_one_without_a_header_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(RecordsError, match="none: missing"):
+        read_lines(tmp_path / "none", ReadsHeader, ReadRecord)
+    (tmp_path / "requests.jsonl").write_bytes(b'{"schema":"kvtax.req')
+    with pytest.raises(RecordsError, match=r"requests\.jsonl:1: no header"):
+        read_requests(tmp_path / "requests.jsonl")
+
+
+def test_a_line_file_never_overwrites(path: Path) -> None:
+    with pytest.raises(FileExistsError):
+        LineFile(path, HEADER)
+
+
+def test_no_line_is_lost_when_flushing_ends_before_the_disk_comes_to_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    busy = threading.Event()
+
+    async def flush_and_stop() -> None:
+        with LineFile(path, HEADER) as file:
+            file._writer.submit(busy.wait)
+            file.append({"n": 1})
+            flushing = asyncio.create_task(file.flush_forever())
+            await asyncio.sleep(1.5 * FLUSH_EVERY_S)
+            flushing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await flushing
+            file.append({"n": 2})
+            busy.set()
+
+    asyncio.run(flush_and_stop())
+    assert path.read_bytes().splitlines()[1:] == [b'{"n":1}', b'{"n":2}']
+
+
+class FullDisk(FileIO):
+    """A file on a disk that has no room for one line, and then has again."""
+
+    room = 1 << 20
+
+    def write(self, data: bytes) -> int:
+        if self.room == 0:
+            self.room = 1 << 20
+            raise OSError(28, "No space left on device")
+        taken = super().write(data[: self.room])
+        self.room -= taken
+        return taken
+
+
+def test_a_full_disk_costs_the_lines_of_a_flush_and_tears_none(tmp_path: Path) -> None:
+    path = tmp_path / "reads.jsonl"
+    with LineFile(path, HEADER) as file:
+        file._file.close()
+        file._file = FullDisk(path, "r+")
+        file._file.seek(0, io.SEEK_END)
+        file.append(READS[0])
+        file.flush().result()
+        file._file.room = 30
+        file.append(READS[1])
+        with pytest.raises(OSError, match="No space left"):
+            file.flush().result()
+        file.append(READS[2])
+        file.flush().result()
+    lines = read_lines(path, ReadsHeader, ReadRecord)
+    assert (lines.records, lines.torn_lines) == ([READS[0], READS[2]], 0)
+
+
+def test_what_an_older_writer_left_out_has_a_default(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    rows = [
+        {"schema": "kvtax.requests/1", "scheduled": 1, "later": "field"},
+        {"type": "phase", "name": "growth", "start_ns": 1},
+        {"type": "request", "id": 0, "phase": "growth", "prompt_tokens": 8},
+        {"type": "end", "scheduled": 1, "ok": 0, "failed": 0, "cancelled": 1},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_requests(path)
+    assert found.requests[0].sent_ns is None
+    assert found.phases[0].reset_ns is None
+    assert found.end is not None and found.end.lag_ms is None

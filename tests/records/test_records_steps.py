@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step files are read by chunks as by lines, and hold what the patches write."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtax.paths import REPOSITORY
+from kvtax.records import RecordsError, step_table
+from kvtax.records.files import read_lines
+from kvtax.records.made_up import call_columns, step_columns, write_steps
+from kvtax.records.step_table import read_steps
+from kvtax.records.steps import (
+    ENGINE_COUNTS,
+    FIELDS,
+    EngineHeader,
+    EngineStep,
+    first_step,
+)
+
+HEADER = EngineHeader(clock="CLOCK_MONOTONIC")
+STEPS = [
+    EngineStep(
+        step_id=step_id,
+        t_ns=10**14 + step_id,
+        schedule_us=50.0 + step_id,
+        prefill_tokens=64,
+        cache_size=4 + step_id,
+    )
+    for step_id in range(9)
+]
+COLUMNS = ("step_id", "t_ns", "schedule_us", "cache_size", "update_us")
+
+
+def write(path: Path, steps: list[EngineStep], tail: bytes = b"") -> Path:
+    lines = [msgspec.json.encode(one) + b"\n" for one in (HEADER, *steps)]
+    path.write_bytes(b"".join(lines) + tail)
+    return path
+
+
+def read(path: Path) -> tuple[pl.DataFrame, int]:
+    file = read_steps(path, EngineHeader, COLUMNS)
+    assert file.records == file.frame.height
+    return file.frame, file.torn_lines
+
+
+@pytest.fixture(scope="module")
+def cut_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cut")
+
+
+@given(cut=st.integers(0, 1_500), chunk=st.integers(1, 700))
+@settings(max_examples=60, deadline=None)
+def test_a_file_cut_at_any_byte_loses_only_its_torn_last_line(
+    cut_folder: Path, cut: int, chunk: int
+) -> None:
+    path = write(cut_folder / "engine_step.jsonl", STEPS)
+    whole = path.read_bytes()
+    header = whole.index(b"\n") + 1
+    path.write_bytes(whole[: max(header, min(cut, len(whole)))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_table, "CHUNK_BYTES", chunk)
+        frame, torn = read(path)
+    lines = read_lines(path, EngineHeader, EngineStep)
+    assert frame["step_id"].to_list() == [step.step_id for step in lines.records]
+    assert torn == lines.torn_lines
+
+
+@pytest.fixture(params=[1, 100, 8 << 20])
+def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Chunks of one line, of some lines, and of the whole file."""
+    monkeypatch.setattr(step_table, "CHUNK_BYTES", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("chunk_bytes")
+@pytest.mark.parametrize("junk", [b'{"step_id":9,"sche\n', b"\0\0\0\0\n"])
+def test_an_undecodable_last_line_is_dropped_and_counted(
+    tmp_path: Path, junk: bytes
+) -> None:
+    frame, torn = read(write(tmp_path / "e", STEPS[:1], junk))
+    assert (frame.height, torn) == (1, 1)
+
+
+@pytest.mark.usefixtures("chunk_bytes")
+@pytest.mark.parametrize(
+    "junk", [b'{"step_id":9,"sche\n', b'{"step_id":1,"t_ns":"x"}\n', b'{"a":1}\n']
+)
+def test_a_bad_line_in_the_middle_is_an_error_with_file_and_line(
+    tmp_path: Path, junk: bytes
+) -> None:
+    path = write(tmp_path / "e", STEPS[:2], junk + b'{"step_id":2,"t_ns":2}\n')
+    with pytest.raises(RecordsError, match=r"e:4: "):
+        read(path)
+
+
+@pytest.mark.usefixtures("chunk_bytes")
+def test_a_last_line_that_is_whole_and_wrong_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "e", STEPS[:2], b'{"step_id":2,"t_ns":"x"}\n')
+    with pytest.raises(RecordsError, match=r"e:4: "):
+        read(path)
+
+
+def test_another_schema_is_refused_and_both_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "e", [])
+    path.write_bytes(path.read_bytes().replace(b"step/1", b"step/2"))
+    for reader in (read, first_step):
+        with pytest.raises(RecordsError, match=r"engine_step/2.*engine_step/1"):
+            reader(path)
+
+
+def test_a_file_without_records_is_an_empty_table(tmp_path: Path) -> None:
+    path = write(tmp_path / "e", [])
+    frame, torn = read(path)
+    assert (frame.columns, frame.height, torn) == (list(COLUMNS), 0, 0)
+    assert first_step(path) is None
+
+
+def test_the_first_step_tells_what_was_cached_before_it(tmp_path: Path) -> None:
+    first = first_step(write(tmp_path / "e", STEPS[3:], b"never read"))
+    assert first == STEPS[3]
+    assert first.found_blocks(block_tokens=16) == 3
+    assert EngineStep(step_id=0, t_ns=0).found_blocks(16) is None
+
+
+@pytest.mark.parametrize("side", ["engine", "worker"])
+def test_the_recorder_writes_the_fields_of_the_table(side: str) -> None:
+    """It runs inside vLLM, so it declares the records on its own."""
+    source = REPOSITORY / "probe" / "kvtax_probe" / f"{side}.py"
+    (written,) = (
+        node
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == f"{side.title()}Step"
+    )
+    fields = {
+        one.target.id: ast.unparse(one.annotation)
+        for one in written.body
+        if isinstance(one, ast.AnnAssign)
+    }
+    table = {field.name: field for field in FIELDS if field.side == side}
+    assert fields.keys() == table.keys()
+    for name, annotation in fields.items():
+        assert ("float" if table[name].unit == "us" else "int") in annotation, name
+        assert ("dict" in annotation) == table[name].by_method
+
+
+def test_made_up_records_are_read_with_all_counts(tmp_path: Path) -> None:
+    ids = np.arange(5)
+    times = call_columns({"get_finished": ids * 2.0})
+    columns = step_columns("engine", ids, cache_size=ids, **times)
+    path = tmp_path / "engine_step.jsonl"
+    write_steps(path, EngineHeader(methods=["get_finished"]), columns)
+    steps = read_lines(path, EngineHeader, EngineStep).records
+    assert [step.cache_size for step in steps] == [0, 1, 2, 3, 4]
+    assert steps[3].connector_self_us == {"get_finished": 6.0}
+    assert all(getattr(steps[0], name) is not None for name in ENGINE_COUNTS)
+    with pytest.raises(TypeError, match="execute_model_us"):
+        step_columns("engine", ids, execute_model_us=ids)

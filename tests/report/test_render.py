@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One page reads the same as Markdown, as text of a terminal and as HTML."""
+
+from __future__ import annotations
+
+from kvtax.records.warning import RunWarning
+from kvtax.report import render
+from kvtax.report.document import (
+    Figure,
+    Line,
+    Page,
+    Picture,
+    Table,
+    Verdict,
+    Verdicts,
+    Words,
+)
+
+PAGE = Page(
+    title="The title",
+    question="What does it cost?",
+    answer=["It costs **more**.", "- first", "- second"],
+    warnings=[
+        RunWarning("torn_lines", "a", "1 torn line", "Look at server.log."),
+        RunWarning("torn_lines", "b", "1 torn line", "Look at server.log."),
+    ],
+    sections=[
+        Words(title="First", paragraphs=["A [paragraph](a.md) of `code`."]),
+        Table(
+            title="First", columns=["arm", "ms"], rows=[["a|b", 1234.5], ["c", None]]
+        ),
+        Table(title="More", columns=["arm"], rows=[["two\nlines"]], open=False),
+        Picture(title="A figure", png="iVBO", file="figures/f.png"),
+        Figure(
+            title="F", x_label="x", y_label="y", x=[1], lines=[Line(name="l", y=[2])]
+        ),
+        Verdicts(title="V", verdicts=[Verdict(name="n", verdict="flat", words="is.")]),
+    ],
+    made="Made by a test.",
+)
+
+
+def test_markdown_holds_every_part_of_a_page():
+    text = render.markdown(PAGE)
+    assert text.startswith(
+        "# The title\n\nWhat does it cost?\n\nIt costs **more**.\n\n"
+    )
+    assert "- first\n- second\n" in text
+    assert text.count("## First") == 1
+    assert "| arm | ms |\n| --- | ---: |\n| a\\|b | 1,234 |\n| c | \u2013 |" in text
+    assert (
+        "<details><summary>More</summary>\n\n| arm |\n| --- |\n| two <br> lines |"
+        in text
+    )
+    assert "![A figure](figures/f.png)" in text
+    assert "| x | l |" in text
+    assert "- `n`: **flat**: is." in text
+    assert "**torn lines**\n  - `a`, `b`: 1 torn line\n  - **What to do:** Look" in text
+
+
+def test_a_terminal_gets_aligned_tables_without_marks():
+    lines = render.terminal(PAGE).splitlines()
+    assert lines[:2] == ["The title", "It costs more."]
+    assert "A paragraph of code." in lines
+    assert "a|b  1,234" in lines
+    assert "More" not in lines
+    assert "  a: 1 torn line. Look at server.log." in lines
+
+
+def test_html_holds_the_page_as_data():
+    text = render.html(PAGE)
+    assert "@DATA@" not in text
+    assert '"title":"The title"' in text

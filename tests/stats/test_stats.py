@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimators of steps and rounds find what was put in, with intervals that hold it."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtax.stats.distribution import Distribution
+from kvtax.stats.median_slope import make_cells, slope_us_per_1k_blocks
+from kvtax.stats.quantiles import median_estimate, mix_weights, weighted_quantiles
+from kvtax.stats.resampling import (
+    add_blocks,
+    difference,
+    over_rounds,
+    ratio,
+    resample_blocks,
+)
+from tests.microbench.synthetic import ar1, with_outliers
+
+TIME = "schedule_us"
+
+
+def growth(
+    seed: int,
+    slopes: tuple[float, ...],
+    steps: int = 1_500,
+    offsets: tuple[float, ...] = (0.0,),
+    outliers: float = 0.03,
+) -> pl.DataFrame:
+    """Growth phases, one a slope; the batch size, 5 us each, grows with |cache|."""
+    rng = np.random.default_rng(seed)
+    tables = []
+    for repeat, slope in enumerate(slopes):
+        blocks = np.linspace(0, 16_000, steps)
+        batch = np.clip(np.round(2 + blocks / 2_500 + rng.normal(0, 1.2, steps)), 1, 10)
+        us = 40 + 5 * batch + slope * blocks / 1_000 + ar1(rng, steps, 0.9, 4)
+        us += rng.exponential(6, steps) + offsets[repeat % len(offsets)]
+        tables.append(
+            pl.DataFrame(
+                {
+                    "repeat": np.full(steps, repeat),
+                    "batch": batch.astype(int),
+                    "cache_blocks": blocks,
+                    TIME: with_outliers(rng, us, outliers),
+                }
+            )
+        )
+    return pl.concat(tables)
+
+
+def slope_of(steps: pl.DataFrame, seed: int = 1) -> Distribution:
+    estimate = slope_us_per_1k_blocks(make_cells(steps, (TIME,)), TIME, seed)
+    assert estimate is not None
+    return estimate
+
+
+@pytest.mark.parametrize("slope", [0.0, 1.0, 85.6])
+def test_a_known_slope_is_recovered_though_the_batch_grows_with_cache(slope: float):
+    naive = np.polyfit(*growth(3, (slope,), outliers=0)["cache_blocks", TIME], 1)[0]
+    assert naive * 1_000 > slope + 1.5, "the synthetic data no longer tilts"
+    assert slope_of(growth(3, (slope,))).value == pytest.approx(slope, abs=0.4)
+
+
+def test_an_offset_between_repeats_does_not_move_the_slope():
+    steps = growth(5, (4.0, 4.0), offsets=(0.0, 300.0), outliers=0)
+    # The slower repeat saw only the upper half: together they look steep.
+    upper = (pl.col("repeat") == 0) | (pl.col("cache_blocks") > 8_000)
+    lower = (pl.col("repeat") == 1) | (pl.col("cache_blocks") < 8_000)
+    assert slope_of(steps.filter(upper, lower)).value == pytest.approx(4.0, abs=0.5)
+
+
+def test_a_fifth_of_the_steps_stolen_at_large_cache_hardly_moves_the_slope():
+    clean = growth(7, (2.0,), outliers=0.0)
+    rng = np.random.default_rng(8)
+    hit = (clean["cache_blocks"] > 10_000).to_numpy() & (rng.random(clean.height) < 0.2)
+    stolen = clean.with_columns(
+        pl.when(pl.Series(hit)).then(pl.col(TIME) * 20).otherwise(TIME)
+    )
+    assert slope_of(stolen).value == pytest.approx(2.0, abs=0.4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_the_interval_covers_the_true_slope_near_its_nominal_95_percent(repeats: int):
+    runs = 80
+    covered = 0
+    for seed in range(runs):
+        low, high = slope_of(growth(seed, (5.0,) * repeats), seed).ci95
+        covered += low <= 5.0 <= high
+    # 95 % of 80 is 76; five fewer is the 1 % quantile of a true 95 %.
+    assert covered >= 71
+
+
+def test_the_interval_spans_repeats_that_disagree():
+    low, high = slope_of(growth(11, (1.0, 6.0, 12.0), steps=2_000)).ci95
+    assert low < 3.0 and high > 10.0
+
+
+def test_the_same_seed_gives_the_same_interval():
+    steps = growth(13, (1.0, 1.0))
+    assert slope_of(steps, 9).ci95 == slope_of(steps, 9).ci95
+
+
+def test_too_few_steps_or_a_constant_cache_give_no_slope():
+    few = growth(1, (1.0,), steps=60)
+    still = growth(1, (1.0,)).with_columns(pl.lit(500.0).alias("cache_blocks"))
+    for steps in (few, still, few.clear()):
+        cells = make_cells(steps, (TIME,))
+        assert slope_us_per_1k_blocks(cells, TIME) is None
+
+
+@given(
+    values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60),
+    quantile=st.floats(0.01, 0.99),
+)
+def test_equal_weights_give_the_ordinary_quantile(values: list[float], quantile: float):
+    array = np.array(values)
+    (ours,) = weighted_quantiles(array, np.ones(len(array)), (quantile,))
+    # The rank may round either way where quantile x n is a whole number.
+    near = [q for q in (quantile - 1e-9, quantile, quantile + 1e-9) if 0 <= q <= 1]
+    theirs = [np.quantile(array, q, method="inverted_cdf") for q in near]
+    assert ours in theirs
+
+
+@given(
+    data=st.data(),
+    mix=st.dictionaries(st.integers(1, 9), st.floats(0.01, 1), min_size=1, max_size=5),
+)
+@settings(max_examples=50)
+def test_each_batch_size_weighs_its_share_whatever_its_count(data, mix):
+    batch = np.array(
+        [size for size in mix for _ in range(data.draw(st.integers(1, 9)))]
+    )
+    weights = mix_weights(np.append(batch, 99), mix)
+    for size, share in mix.items():
+        assert weights[:-1][batch == size].sum() == pytest.approx(share)
+    assert weights[-1] == 0
+
+
+def test_a_level_is_the_same_at_another_mix_of_batch_sizes():
+    rng = np.random.default_rng(0)
+    mix = {4: 0.5, 8: 0.5}
+    medians = []
+    for share in (0.2, 0.8):
+        batch = np.where(rng.random(8_000) < share, 4, 8)
+        us = 50.0 * batch + rng.exponential(100, 8_000)
+        block = np.arange(8_000) // 200
+        estimate = median_estimate(us, batch, mix, block, np.zeros(40, int))
+        medians.append(estimate.value)
+        low, high = estimate.ci95
+        assert low < estimate.value < high
+    assert medians[0] == pytest.approx(medians[1], rel=0.02)
+
+
+def test_a_median_interval_covers_near_nominal_on_correlated_steps():
+    runs, covered = 60, 0
+    block = np.arange(1_000) // 25
+    for seed in range(runs):
+        us = 80 + ar1(np.random.default_rng(seed), 1_000, 0.7, 10)
+        one = np.ones(1_000, int)
+        repeat = np.zeros(40, int)
+        estimate = median_estimate(us, one, {1: 1.0}, block, repeat, seed)
+        low, high = estimate.ci95
+        covered += low <= 80 <= high
+    assert covered >= 53
+
+
+def test_resampling_keeps_the_number_of_blocks_of_equal_repeats():
+    repeat_of_block = np.repeat([0, 1, 2], 10)
+    counts = resample_blocks(repeat_of_block, 50, np.random.default_rng(0))
+    assert (counts.sum(axis=1) == 30).all()
+    whole = counts.reshape(50, 3, 10).sum(axis=2)
+    assert (whole % 10 == 0).all(), "a repeat is drawn whole, then its blocks"
+
+
+def test_blocks_are_runs_of_neighbouring_steps_of_one_repeat():
+    steps = add_blocks(pl.DataFrame({"repeat": [0] * 400 + [1] * 50}))
+    block = steps["block"].to_numpy()
+    assert (np.diff(block) >= 0).all() and set(np.diff(block)) <= {0, 1}
+    assert set(block[:400]).isdisjoint(block[400:])
+
+
+RNG = np.random.default_rng(1)
+DRIFT = RNG.uniform(1, 3, 30)
+
+
+def test_drift_of_the_machine_cancels_out_within_a_round():
+    base_us = 300 * DRIFT
+    low, high = ratio(1.05 * base_us, base_us).ci95
+    assert (low, high) == pytest.approx((1.05, 1.05))
+    low_us, high_us = difference(base_us + 2, base_us).ci95
+    assert (low_us, high_us) == pytest.approx((2, 2))
+
+
+def test_an_interval_is_as_wide_as_the_rounds_differ_and_not_their_steps():
+    def median(steps):
+        return float(np.quantile(steps, 0.5))
+
+    steps = np.tile(np.arange(100.0), (20, 1))
+    alike = over_rounds(steps, median)
+    assert alike.value == alike.ci95[0] == alike.ci95[1] == 49.5
+    drifting = over_rounds(steps + np.arange(20.0)[:, None] * 10, median)
+    low, high = drifting.ci95
+    assert low < 120 < drifting.value < 160 < high
+
+
+def test_the_interval_holds_the_truth_about_as_often_as_it_says():
+    held = 0
+    for _ in range(60):
+        low, high = over_rounds(RNG.normal(5, 1, 30)).ci95
+        held += low <= 5 <= high
+    assert held >= 50
+
+
+def test_the_same_rounds_give_the_same_interval():
+    assert over_rounds(DRIFT).ci95 == over_rounds(DRIFT).ci95
+
+
+def test_without_rounds_there_is_no_estimate():
+    with pytest.raises(ValueError, match="no rounds"):
+        over_rounds(np.zeros(0))

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `kvtax`: help is quick, exit codes follow one table, pipes may close."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtax.cli import CHECKOUT_ROOMS, COMMANDS, Exit, main
+from kvtax.paths import REPOSITORY
+
+KVTAX = [sys.executable, "-m", "kvtax"]
+MOST_CPU_S = 0.15
+
+
+def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*KVTAX, *arguments], cwd=REPOSITORY, capture_output=True, text=True, **options
+    )
+
+
+def cpu_s(*arguments: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run(*arguments, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("arguments", [["--help"], ["look", "--help"]])
+def test_help_costs_little_cpu(arguments):
+    assert min(cpu_s(*arguments) for _ in range(5)) <= MOST_CPU_S
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_subcommand_has_help_and_is_in_the_overview(command):
+    assert command.summary in " ".join(main_help().split())
+    shown = run(command.name, "--help")
+    assert (shown.returncode, shown.stderr) == (Exit.GOOD, "")
+    assert f"kvtax {command.name}" in shown.stdout
+
+
+def main_help() -> str:
+    return run("--help", env=os.environ | {"COLUMNS": "200"}).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["no-such-command"],
+        ["look"],
+        ["look", "no/such/folder"],
+        ["compare", "no/such/old", "no/such/new"],
+        ["trace", "stats", "no/such/trace"],
+        ["patch", "--check", "--target", "no/such/vllm"],
+        ["gate", "no_such_module:Connector", "--python", "/no/such/python"],
+        ["fleet", "no/such/experiment.toml", "--virtual"],
+        ["bench", "no-such-benchmark"],
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line_of_error_and_exit_code_2(arguments):
+    ended = run(*arguments)
+    assert ended.returncode == Exit.BAD_INPUT
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.strip()
+
+
+def test_a_closed_pipe_ends_quietly():
+    command = subprocess.Popen(
+        [*KVTAX, "--help"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    command.stdout.close()
+    _, errors = command.communicate()
+    assert errors == b""
+    assert command.returncode in (Exit.GOOD, Exit.CLOSED_PIPE)
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, Exit.TERMINATED)],
+)
+def test_a_signal_ends_a_running_command_with_its_code(signum, code, tmp_path):
+    (tmp_path / "engine_step.jsonl").write_text("")
+    running = subprocess.Popen(
+        [*KVTAX, "look", str(tmp_path), "--prometheus", "127.0.0.1:0"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout.readline()
+    time.sleep(0.2)
+    running.send_signal(signum)
+    _, errors = running.communicate(timeout=30)
+    assert "Traceback" not in errors
+    assert running.returncode == code
+
+
+def test_no_subcommand_is_missing_from_the_readme():
+    readme = (REPOSITORY / "README.md").read_text()
+    assert [one.name for one in COMMANDS if f"kvtax {one.name}" not in readme] == []
+
+
+@pytest.mark.parametrize("missing", sorted(CHECKOUT_ROOMS))
+def test_without_a_checkout_a_command_says_that_it_needs_one(
+    missing, monkeypatch, capsys
+):
+    def absent(name: str):
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr("kvtax.cli.importlib.import_module", absent)
+    assert main(["sweep"]) == Exit.BAD_INPUT
+    assert "checkout" in capsys.readouterr().err
+
+
+def test_without_an_extra_a_command_names_the_extra(monkeypatch, capsys):
+    def absent(name: str):
+        raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
+
+    monkeypatch.setattr("kvtax.cli.importlib.import_module", absent)
+    assert main(["proxy"]) == Exit.BAD_INPUT
+    assert "kvtax[proxy]" in capsys.readouterr().err
+
+
+def test_completion_lists_subcommands_and_their_options(tmp_path):
+    answers = tmp_path / "answers"
+    environment = os.environ | {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answers),
+        "COMP_LINE": "kvtax look --per",
+        "COMP_POINT": "16",
+        "_ARGCOMPLETE_IFS": "\n",
+    }
+    run(env=environment)
+    assert Path(answers).read_text().split() == ["--perfetto"]

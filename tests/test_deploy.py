@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""deploy/ adds the recorder to a vLLM on Kubernetes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvtax.paths import REPOSITORY
+from tests.look.made_up_server import served
+
+FOLDER = REPOSITORY / "deploy"
+CONTAINERFILE = (FOLDER / "Containerfile").read_text()
+COMPONENT = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+PATCH = yaml.safe_load((FOLDER / "recorder.yaml").read_text())
+# As in vLLM's guide to Kubernetes, with an init container and a root that is read-only.
+DEPLOYMENT = yaml.safe_load("""
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: vllm, labels: {app: vllm}}
+spec:
+  replicas: 2
+  selector: {matchLabels: {app: vllm}}
+  template:
+    metadata: {labels: {app: vllm}}
+    spec:
+      securityContext: {runAsUser: 1000, runAsNonRoot: true}
+      initContainers:
+      - {name: model, image: "fetch:1", command: [fetch, /models]}
+      containers:
+      - name: vllm
+        image: vllm/vllm-openai:v0.18.1
+        args: [--model, /models/it, --kv-transfer-config, '{"kv_role": "kv_both"}']
+        env:
+        - {name: HF_HOME, value: /models}
+        ports: [{containerPort: 8000}]
+        resources: {limits: {nvidia.com/gpu: "1"}}
+        readinessProbe: {httpGet: {path: /health, port: 8000}}
+        securityContext: {readOnlyRootFilesystem: true}
+        volumeMounts:
+        - {name: models, mountPath: /models}
+        - {name: shm, mountPath: /dev/shm}
+      volumes:
+      - {name: models, persistentVolumeClaim: {claimName: models}}
+      - {name: shm, emptyDir: {medium: Memory}}
+""")
+# The oldest and the newest whose schemas kubernetes-validate has.
+VERSIONS = ("1.25", "1.37")
+# Starts of vLLM's container, with so many workers, in the life of one pod.
+STARTS, WORKERS = 4, 8
+GIB, MB = 2**30, 10**6
+
+
+def merge(original: Any, patch: Any, key: str = "name") -> Any:
+    """Merge as Kubernetes does: lists of objects by a key. Nothing can be deleted."""
+    if isinstance(patch, dict) and isinstance(original, dict):
+        keys = {"volumeMounts": "mountPath"}
+        return original | {
+            name: merge(original.get(name), value, keys.get(name, "name"))
+            for name, value in patch.items()
+        }
+    if isinstance(patch, list) and isinstance(original, list):
+        rest = {item[key]: item for item in original}
+        items = [merge(rest.pop(item[key], None), item) for item in patch]
+        return items + list(rest.values())
+    return patch
+
+
+def without_order(value: Any) -> Any:
+    """Sort all lists, as far down as they go."""
+    if isinstance(value, dict):
+        return {key: without_order(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return sorted(map(without_order, value), key=json.dumps)
+    return value
+
+
+PATCHED = merge(DEPLOYMENT, PATCH)
+POD = PATCHED["spec"]["template"]["spec"]
+CONTAINERS = {
+    one["name"]: one
+    for kind in ("initContainers", "containers")
+    for one in PATCH["spec"]["template"]["spec"][kind]
+}
+PROBE, VLLM, LOOK = (CONTAINERS[name] for name in ("kvtax-probe", "vllm", "kvtax-look"))
+ENV = {one["name"]: one["value"] for one in VLLM["env"]}
+
+
+def mounts(container: dict) -> dict[str, str]:
+    """Return the path of each volume in a container."""
+    return {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_the_patched_deployment(version):
+    assert kubernetes_validate.validate(PATCHED, version, strict=True)
+
+
+def test_the_schema_refuses_a_misspelt_field():
+    wrong = {"spec": {"template": {"spec": {"volumes": [{"name": "x", "empty": {}}]}}}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(merge(PATCHED, wrong), VERSIONS[-1], strict=True)
+
+
+def test_the_component_only_adds():
+    assert COMPONENT.keys() == {"apiVersion", "kind", "patches"}
+    assert COMPONENT["patches"] == [{"path": "recorder.yaml"}]
+    # No value is in both: neither side wins, whichever is merged into the other.
+    assert without_order(PATCHED) == without_order(merge(PATCH, DEPLOYMENT))
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl has kustomize")
+def test_kustomize_adds_the_component_and_leaves_nothing_when_it_is_deleted(tmp_path):
+    shutil.copytree(FOLDER, tmp_path / "recorder")
+    (tmp_path / "vllm.yaml").write_text(yaml.safe_dump(DEPLOYMENT))
+    kustomization = tmp_path / "kustomization.yaml"
+    before = "resources: [vllm.yaml]\n"
+    for text, expected in (
+        (before + "components: [recorder]\n", PATCHED),
+        (before, DEPLOYMENT),
+    ):
+        kustomization.write_text(text)
+        command = ["kubectl", "kustomize", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert yaml.safe_load(done.stdout) == expected
+
+
+@pytest.mark.parametrize("container", [PROBE, LOOK], ids=["probe", "look"])
+def test_our_containers_fit_the_restricted_pod_security_standard(container):
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    # Else a pod would lose the class Guaranteed, and its CPUs of its own.
+    assert container["resources"]["limits"] == container["resources"]["requests"]
+
+
+def test_the_images_are_those_of_the_containerfile():
+    built = re.findall(r"--target (\w+) -t (\S+) \.$", CONTAINERFILE, re.MULTILINE)
+    assert dict(built) == {"probe": PROBE["image"], "look": LOOK["image"]}
+    for target in ("probe", "look"):
+        stage = lines_of(target)
+        # Kubernetes can only see that a user is not root if it is a number.
+        assert stage[-1] == ["USER", "65534:65534"]
+
+
+def test_the_guide_builds_and_scrapes_what_the_manifest_names():
+    guide = (REPOSITORY / "docs" / "operate.md").read_text()
+    for command in re.findall(r"docker build .*", CONTAINERFILE):
+        assert command in guide
+    (port,) = LOOK["ports"]
+    assert f"podMetricsEndpoints: [{{port: {port['name']}}}]" in guide
+
+
+def test_vllm_and_the_sidecar_mean_the_same_folder_of_records():
+    assert mounts(VLLM)["kvtax-records"] == ENV["KVTAX_STEP_RECORDS_DIR"]
+    assert mounts(LOOK)["kvtax-records"] in LOOK["command"]
+    assert mounts(PROBE)["kvtax-probe"] == mounts(VLLM)["kvtax-probe"]
+    assert mounts(VLLM)["kvtax-probe"] == ENV["PYTHONPATH"]
+
+
+def test_the_recorder_reads_each_variable():
+    sources = [path.read_text() for path in (REPOSITORY / "probe").rglob("*.py")]
+    for name in ENV.keys() - {"PYTHONPATH"}:
+        assert any(f'"{name}"' in source for source in sources), name
+
+
+def test_the_volume_holds_the_records_of_several_starts():
+    """Kubernetes evicts a pod whose records outgrow the volume."""
+    (limit,) = (
+        volume["emptyDir"]["sizeLimit"]
+        for volume in POD["volumes"]
+        if volume["name"] == "kvtax-records"
+    )
+    files = len(("engine_step", "engine_request", "threads")) + WORKERS
+    most = STARTS * files * int(ENV["KVTAX_STEP_RECORDS_MAX_MB"]) * MB
+    assert most < int(limit.removesuffix("Gi")) * GIB
+
+
+def lines_of(target: str) -> list[list[str]]:
+    """Split the lines of a stage of the Containerfile into words."""
+    _, stage = re.split(rf"^FROM .* AS {target}$", CONTAINERFILE, flags=re.MULTILINE)
+    stage, *_ = re.split(r"^FROM ", stage, flags=re.MULTILINE)
+    lines = map(shlex.split, stage.splitlines())
+    return [words for words in lines if words and words[0] != "#"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """The folder in which the stage `build` has run, with it in place of /."""
+    root = tmp_path_factory.mktemp("image")
+    folder = root
+    for instruction, *words in lines_of("build"):
+        if instruction == "WORKDIR":
+            folder = root / words[0].lstrip("/")
+            folder.mkdir()
+        elif instruction == "COPY":
+            *sources, target = words
+            for source in sources:
+                if (REPOSITORY / source).is_dir():
+                    shutil.copytree(REPOSITORY / source, folder / target)
+                else:
+                    shutil.copy(REPOSITORY / source, folder / target)
+        else:
+            assert (instruction, words[0]) == ("RUN", "pip")
+            paths = [f"{root}{word}" if word[0] == "/" else word for word in words]
+            command = [sys.executable, "-m", *paths]
+            subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return root
+
+
+@pytest.fixture
+def copied(root, tmp_path) -> Path:
+    """The volume after two runs of the init container, as after a node's restart."""
+    program, *command = PROBE["command"]
+    assert ["COPY", program, program] == [
+        word for word in lines_of("probe")[0] if not word.startswith("--")
+    ]
+    volume = mounts(PROBE)["kvtax-probe"]
+    (tmp_path / volume[1:]).mkdir(parents=True)
+    where = {"/probe/.": f"{root}/probe/.", volume: f"{tmp_path}{volume}"}
+    for _ in range(2):
+        subprocess.run([where.get(word, word) for word in command], check=True)
+    return tmp_path / volume[1:]
+
+
+@pytest.mark.slow
+def test_the_image_holds_the_recorder_and_nothing_else(copied, root):
+    sources = [words[-2] for words in lines_of("probe") if words[0] == "COPY"]
+    assert sources == ["/bin/busybox", "/probe"]
+    info = "kvtax_probe-0.1.0.dist-info"
+    assert {path.name for path in copied.iterdir()} == {"kvtax_probe", info}
+    package = REPOSITORY / "probe" / "kvtax_probe"
+    assert {
+        path.relative_to(copied / "kvtax_probe"): path.read_bytes()
+        for path in (copied / "kvtax_probe").rglob("*")
+    } == {path.relative_to(package): path.read_bytes() for path in package.glob("*.py")}
+
+
+@pytest.mark.slow
+def test_vllm_loads_the_recorder_from_the_volume(copied, tmp_path):
+    script = (
+        "import sys; from vllm.plugins import load_general_plugins; "
+        "load_general_plugins(); import kvtax_probe; print(kvtax_probe.__file__, "
+        "any(type(one).__name__ == '_OnImport' for one in sys.meta_path))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=os.environ | ENV | {"PYTHONPATH": str(copied)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    last = done.stdout.splitlines()[-1]
+    assert last == f"{copied}/kvtax_probe/__init__.py True"
+
+
+@pytest.mark.slow
+def test_the_sources_in_the_image_make_the_whole_wheel(root):
+    (wheel,) = (root / "wheel").glob("kvtax-*.whl")
+    command = ["git", "ls-files", "kvtax"]
+    tracked = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert set(tracked.stdout.split()) <= names
+    assert "kvtax/data/probe/kvtax_probe/engine.py" in names
+
+
+@pytest.mark.slow
+def test_the_sidecar_serves_what_comes_and_ends_with_the_pod(tmp_path):
+    """It starts before vLLM has written anything."""
+    (port,) = (one["containerPort"] for one in LOOK["ports"])
+    with socket.create_server(("", 0)) as free:
+        other = free.getsockname()[1]
+    records = tmp_path / "records"
+    records.mkdir()
+    words = {"/records": str(records), f"0.0.0.0:{port}": f"0.0.0.0:{other}"}
+    assert words.keys() <= set(LOOK["command"])
+    program, *arguments = (words.get(word, word) for word in LOOK["command"])
+    command = [sys.executable, "-m", program, *arguments]
+    sidecar = subprocess.Popen(command, cwd=REPOSITORY)
+    try:
+        deadline_s = time.monotonic() + 60
+        while (page := metrics(other)) is None and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        assert page is not None and "step_seconds_count{" not in page
+        served(records / "life", steps=30).write()
+        assert 'kvtax:step_seconds_count{instance_name="life"} 30.0' in metrics(other)
+        sidecar.terminate()
+        assert sidecar.wait(30) == 143
+    finally:
+        sidecar.kill()
+
+
+def metrics(port: int) -> str | None:
+    """Scrape; None if nothing answers."""
+    url = f"http://127.0.0.1:{port}/metrics"
+    with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
+    return None

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel is small and works alone, in an empty environment outside the checkout."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvtax.paths import REPOSITORY
+from tests.look.made_up_server import served
+from tests.releases import package_of
+
+pytestmark = pytest.mark.slow
+
+UV = shutil.which("uv") or str(REPOSITORY / ".uv" / "bin" / "uv")
+PYTHONS = ("3.11", "3.13")
+MOST_WHEEL_BYTES = 2_000_000
+MOST_ENVIRONMENT_BYTES = 320_000_000
+HEAVY = ("torch", "vllm", "ray", "transformers", "aiohttp", "matplotlib")
+
+
+@functools.cache
+def built(folder: Path) -> Path:
+    command = [UV, "build", "-q", "--wheel", "--out-dir", str(folder), str(REPOSITORY)]
+    subprocess.run(command, check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory) -> Path:
+    return built(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module", params=PYTHONS)
+def environment(request, wheel, tmp_path_factory) -> Path:
+    """An environment with nothing but the wheel and what it depends on."""
+    venv = tmp_path_factory.mktemp(f"python{request.param}") / "venv"
+    made = subprocess.run(
+        [UV, "venv", "-q", "--python", interpreter(request.param), str(venv)],
+        capture_output=True,
+        text=True,
+    )
+    if made.returncode:
+        pytest.skip(f"no Python {request.param}: {made.stderr.strip()}")
+    python = str(venv / "bin" / "python")
+    subprocess.run([UV, "pip", "install", "-q", "--python", python, wheel], check=True)
+    return venv
+
+
+def interpreter(version: str) -> str:
+    """A path of this Python where pyenv has one, else its version for uv to find."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    return next(map(str, versions.glob(f"{version}.*/bin/python{version}")), version)
+
+
+@pytest.fixture
+def kvtax(environment, tmp_path):
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [environment / "bin" / "kvtax", *map(str, arguments)],
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def test_the_wheel_is_small_and_holds_no_results(wheel):
+    assert wheel.stat().st_size <= MOST_WHEEL_BYTES
+    tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"kvtax"}
+
+
+def test_the_environment_is_small_and_has_no_heavy_package(environment):
+    files = [path for path in environment.rglob("*") if path.is_file()]
+    assert sum(path.lstat().st_size for path in files) <= MOST_ENVIRONMENT_BYTES
+    (packages,) = environment.glob("lib/python*/site-packages")
+    assert [name for name in HEAVY if (packages / name).exists()] == []
+
+
+def test_look_gives_the_figures_that_the_checkout_gives(kvtax, tmp_path):
+    records = served(tmp_path / "records").write()
+    alone = kvtax("look", records, "--out", tmp_path / "alone.html")
+    assert (alone.returncode, alone.stderr) == (0, "")
+    here = subprocess.run(
+        [sys.executable, "-m", "kvtax", "look", records, "--out", tmp_path / "x.html"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "80"},
+    )
+    without_paths = [
+        [line for line in shown.stdout.splitlines() if "wrote" not in line]
+        for shown in (alone, here)
+    ]
+    assert without_paths[0] == without_paths[1]
+
+
+def test_compare_reads_the_committed_sweep(kvtax):
+    compared = kvtax("compare", REPOSITORY, REPOSITORY)
+    assert (compared.returncode, compared.stderr) == (0, "")
+
+
+def test_patch_applies_to_a_source_release_and_reverts_to_the_byte(kvtax, tmp_path):
+    tree = tmp_path / "vllm"
+    shutil.copytree(package_of("0.33.0"), tree)
+    before = contents(tree)
+    assert kvtax("patch", "--apply", "--target", tree).returncode == 0
+    assert contents(tree) != before
+    assert kvtax("patch", "--revert", "--target", tree).returncode == 0
+    assert contents(tree) == before
+
+
+def contents(tree: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in tree.rglob("*.py")}
+
+
+def test_trace_stats_reads_a_published_trace(kvtax):
+    (trace,) = (REPOSITORY / "traces").glob("mooncake_conversation_trace.jsonl.*")
+    told = kvtax("trace", "stats", trace)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "12,031" in told.stdout
+
+
+@pytest.mark.parametrize("command", ["sweep", "bench"])
+def test_what_needs_a_checkout_says_so(kvtax, command):
+    refused = kvtax(command)
+    assert refused.returncode == 2
+    assert "checkout" in refused.stderr
+
+
+def test_the_proxy_names_its_extra(kvtax):
+    refused = kvtax("proxy", "--url", "http://127.0.0.1:1", "--policy", "linear")
+    assert refused.returncode == 2
+    assert "kvtax[proxy]" in refused.stderr
+
+
+def test_a_checkout_can_be_installed_in_place(environment, tmp_path):
+    venv = tmp_path / "editable"
+    subprocess.run([UV, "venv", "-q", "--python", environment / "bin/python", venv])
+    python = str(venv / "bin" / "python")
+    install = [UV, "pip", "install", "-q", "--python", python, "-e", str(REPOSITORY)]
+    subprocess.run(install, check=True)
+    shown = subprocess.run(
+        [python, "-c", "import kvtax.paths as p; print(p.REPOSITORY)"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout.strip() == str(REPOSITORY)
+
+
+def test_the_probe_is_a_small_plugin_without_dependencies(tmp_path):
+    command = [UV, "build", "-q", "--wheel", "--out-dir", str(tmp_path)]
+    subprocess.run([*command, str(REPOSITORY / "probe")], check=True)
+    (wheel,) = tmp_path.glob("kvtax_probe-*.whl")
+    assert wheel.stat().st_size < 60_000
+    python = interpreter("3.13") if "/" in interpreter("3.13") else sys.executable
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); "
+        "from importlib.metadata import distribution; "
+        "probe = distribution('kvtax-probe'); assert not probe.requires; "
+        "(plugin,) = probe.entry_points; "
+        "assert plugin.group == 'vllm.general_plugins'; "
+        "before = set(sys.meta_path); plugin.load()(); "
+        "assert set(sys.meta_path) == before; assert 'msgspec' not in sys.modules"
+    )
+    env = {"PATH": os.environ["PATH"]}
+    subprocess.run([python, "-I", "-c", script, wheel], check=True, env=env)

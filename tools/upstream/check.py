@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Apply each series to its pristine release and run upstream's tests around it.
+
+    python -m tools.upstream.check [VERSION]...
+
+For each release: the source release becomes the base commit of a scratch git
+repository and `git am` applies the series. Upstream's tests run before and after; the
+series' own tests run after, and once more without the series' code, where some of them
+must fail. Reports every difference by node id. Exit codes: 0 nothing differs, 1 a
+difference or a failure, 2 an unknown release. Logs are in runs/upstream-check/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtax.engine.supervise import Supervised
+from kvtax.paths import REPOSITORY
+from kvtax.signals import exit_on_signals
+from tools.upstream.model_cache import write_model_cache
+from tools.upstream.release import (
+    Release,
+    Repository,
+    UpstreamError,
+    install,
+    link_extensions,
+    load_releases,
+)
+
+LOGS = REPOSITORY / "runs" / "upstream-check"
+PLUGIN = Path(__file__).with_name("plugin")
+TEST_TIMEOUT_S = 300
+RUN_TIMEOUT_S = 3600
+
+
+# Outcome of each test by its node id; a file that pytest could not import counts as
+# one test, with its path as id.
+Outcomes = dict[str, str]
+
+
+def read_outcomes(report: Path) -> Outcomes:
+    """Read a file of pytest-reportlog: passed, failed, skipped or error."""
+    found: Outcomes = {}
+    if not report.exists():
+        return found
+    for line in report.read_text().splitlines():
+        entry = json.loads(line)
+        kind, name = entry["$report_type"], entry.get("nodeid")
+        outcome = entry.get("outcome")
+        if kind == "CollectReport" and outcome == "failed":
+            found[name] = "error"
+        elif kind == "TestReport" and entry["when"] == "call":
+            found[name] = outcome
+        elif kind == "TestReport" and outcome != "passed":
+            # Before the test or after it; a skip is decided before.
+            found[name] = "skipped" if outcome == "skipped" else "error"
+    return found
+
+
+def differences(before: Outcomes, after: Outcomes) -> list[str]:
+    """List tests of `before` with another outcome in `after`, a line each."""
+    return [
+        f"{name}: {outcome} before, {after.get(name, 'gone')} after"
+        for name, outcome in sorted(before.items())
+        if after.get(name) != outcome
+    ]
+
+
+def counted(outcomes: Outcomes) -> str:
+    """Count outcomes: `3 passed, 1 failed`, the most frequent first."""
+    counts = Counter(outcomes.values()).most_common()
+    return ", ".join(f"{number} {outcome}" for outcome, number in counts) or "no test"
+
+
+class TestRun:
+    """One pytest process over `tests`, which are paths from `root`."""
+
+    def __init__(
+        self, name: str, release: Release, root: Path, tests: list[str], home: Path
+    ) -> None:
+        self.name = name
+        self.log = LOGS / release.version / f"{name}.log"
+        self.report = self.log.with_suffix(".jsonl")
+        link_extensions(release, root)
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("VLLM_", "KVTAX_", "PYTHON", "PYTEST_", "HF_"))
+        } | {
+            "PYTHONPATH": os.pathsep.join(map(str, (root, PLUGIN))),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HF_HOME": str(home),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CACHE_ROOT": str(root.with_name(f"{name}-cache")),
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        # Away from this repository, whose own tests/ would be imported as upstream's.
+        command = ["env", f"--chdir={root}", str(release.python), "-m", "pytest", "-q"]
+        command += ["-p", "no:cacheprovider", "-p", "assume_device_0", "--tb=short"]
+        command += ["--continue-on-collection-errors"]
+        command += [f"--timeout={TEST_TIMEOUT_S}", f"--report-log={self.report}"]
+        self._began_s = time.monotonic()
+        self._process = Supervised([*command, *tests], env, self.log)
+
+    def outcomes(self) -> Outcomes:
+        """Wait for the tests, print the counts and return the outcomes.
+
+        Raises UpstreamError if pytest itself did not come to an end.
+        """
+        try:
+            status = self._process.wait(RUN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise UpstreamError(f"pytest still runs: see {self.log}") from None
+        # 0 all passed, 1 some failed, 2 some file could not be imported.
+        if status not in (0, 1, 2) or not self.report.exists():
+            raise UpstreamError(f"pytest ended with {status}: see {self.log}")
+        outcomes = read_outcomes(self.report)
+        took_s = time.monotonic() - self._began_s
+        print(f"  {self.name:<16} {counted(outcomes)}; {took_s:.0f} s", flush=True)
+        return outcomes
+
+    def __enter__(self) -> TestRun:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._process.stop()
+
+
+def check(release: Release, scratch: Path) -> list[str]:
+    """Run the tests around a release's series; print counts, return faults.
+
+    Raises UpstreamError if the series does not apply or the tests do not run.
+    """
+    if not release.patches:
+        raise UpstreamError(f"no series in patches/upstream/{release.version}")
+    install(release)
+    repository = Repository(release, scratch / "after")
+    repository.apply(release.patches)
+    own_files = repository.changed("tests")
+    tests = [*release.tests, *(set(own_files) - set(release.tests))]
+    pristine = repository.worktree("before", "base")
+    tests_only = repository.worktree("without-the-code", "base")
+    repository.git("-C", str(tests_only), "checkout", "-q", "series", "--", "tests")
+
+    home = scratch / "hf"
+    write_model_cache(home)
+    shutil.rmtree(LOGS / release.version, ignore_errors=True)
+    (LOGS / release.version).mkdir(parents=True)
+    with (
+        TestRun("before", release, pristine, list(release.tests), home) as first,
+        TestRun("after", release, repository.root, tests, home) as second,
+    ):
+        before, after = first.outcomes(), second.outcomes()
+    with TestRun("without-the-code", release, tests_only, own_files, home) as third:
+        without = third.outcomes()
+    return judge(before, after, without)
+
+
+def judge(before: Outcomes, after: Outcomes, without: Outcomes) -> list[str]:
+    """List the faults that the three runs show, a line each.
+
+    The series' own tests are those that only `after` has. All must pass, and some must
+    not pass in `without`, where their code is missing: else they prove nothing.
+    """
+    own = {name: outcome for name, outcome in after.items() if name not in before}
+    need_the_code = [name for name in own if without.get(name) != "passed"]
+    print(f"  {'own tests':<16} {counted(own)}; {len(need_the_code)} fail without code")
+    wrong = differences(before, after)
+    wrong += [
+        f"{name}: {outcome}, a test of the series"
+        for name, outcome in sorted(own.items())
+        if outcome != "passed"
+    ]
+    if not need_the_code:
+        wrong.append("no test of the series fails without its code")
+    return wrong
+
+
+def main(versions: Sequence[str]) -> int:
+    """Check the series of `versions`, or all; return the exit code."""
+    try:
+        releases = load_releases(versions)
+    except UpstreamError as error:
+        print(f"upstream check: {error}", file=sys.stderr)
+        return error.exit_code
+    exit_on_signals()
+    failed = False
+    for version, release in releases.items():
+        print(f"vLLM {version}: {len(release.patches)} patches", flush=True)
+        with tempfile.TemporaryDirectory(prefix="kvtax-upstream-") as scratch:
+            try:
+                wrong = check(release, Path(scratch))
+            except UpstreamError as error:
+                wrong = [str(error)]
+        for line in wrong:
+            print(f"  WRONG {line}")
+        failed |= bool(wrong)
+    print("upstream check:", "failed" if failed else "nothing differs")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
