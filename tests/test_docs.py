@@ -10,6 +10,7 @@ import pytest
 
 from kvtax.cli import COMMANDS
 from kvtax.paths import REPOSITORY
+from tools import figures
 
 ROOMS = sorted(
     entry.name
@@ -148,3 +149,28 @@ def test_a_schema_has_words_of_the_glossary():
 
 def test_the_readme_stays_short():
     assert len((REPOSITORY / "README.md").read_text().splitlines()) < 110
+
+
+def test_every_quoted_figure_is_that_of_the_committed_sweep():
+    configs = figures.sweep()
+    # Exempt from the rules for names of files, not from those for figures.
+    pages = {*documents(), *REPOSITORY.glob("patches/upstream/*.md")}
+    stale = [
+        str(page.relative_to(REPOSITORY))
+        for page in sorted(pages)
+        if figures.written(page.read_text(), configs) != page.read_text()
+    ]
+    assert stale == [], "run python -m tools.figures"
+
+
+def test_a_figure_that_somebody_changed_is_noticed():
+    slope = {"value": 57.72, "ci95": [51.6, 63.9]}
+    configs = {"walk": {"slope": slope, "p50": 1310.2, "verdict": "grows"}}
+    page = (
+        "<!--sweep walk.slope +.1f-->+57.7 [+51.6, +63.9]<!--/--> "
+        "<!--sweep walk.p50 ,.0f-->1,310<!--/--> <!--sweep walk.verdict-->grows<!--/-->"
+    )
+    assert figures.written(page, configs) == page
+    assert figures.written(page.replace("57.7", "58.7"), configs) == page
+    with pytest.raises(figures.FigureError, match=r"walk\.p90"):
+        figures.written(page.replace("p50", "p90"), configs)
