@@ -17,6 +17,6 @@ class HostRefused(Exception):
 
 
 class StoreError(Exception):
-    """The store is unusable or lacks a result; the message says which and why."""
+    """A store is unusable, or a result is missing or refused; says which and why."""
 
     exit_code = 3

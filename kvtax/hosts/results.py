@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvtax.hosts.errors import HostRefused, StoreError
-from kvtax.hosts.store import Piece, Store
+from kvtax.hosts.store import Piece, Store, unpack_tar
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -78,9 +78,11 @@ def _pack(folder: Path) -> bytes:
     return packed.getvalue()
 
 
-def unpack(packed: bytes, aside: Path) -> Path:
-    """Unpack the folder into a new one in `aside`."""
+def unpack(packed: bytes, aside: Path, source: str) -> Path:
+    """Unpack the folder into a new one in `aside`; raise StoreError if it is no result.
+
+    `source` names the result in the error.
+    """
     made = Path(tempfile.mkdtemp(dir=aside)) / "made"
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-        tar.extractall(made, filter="data")
+    unpack_tar(io.BytesIO(packed), made, source)
     return made

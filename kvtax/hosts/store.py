@@ -7,20 +7,25 @@
 A tar is written once, under a name of its own. A reader takes what a manifest names and
 what has its hash. So a piece is there whole or not at all, and two hosts that made the
 same one do not disturb each other.
+
+Whoever may write to the store may write anything: names and tars are checked, so that
+they can make nothing but new data files below the folder that a reader chose.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import shutil
 import tarfile
 import tempfile
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import IO, Protocol, TypeVar, cast
+from importlib.machinery import all_suffixes
+from pathlib import Path, PurePosixPath
+from typing import IO, NoReturn, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -33,6 +38,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
 BLOCK_BYTES = 8 << 20
 # To wait would not help.
 HOPELESS = (FileNotFoundError, PermissionError, ImportError)
+# Python would run such files if they came to lie in a folder that it imports from.
+CODE_SUFFIXES = (*all_suffixes(), ".pth")
 Result = TypeVar("Result")
 
 
@@ -79,8 +86,17 @@ class Store:
         return self._patiently(lambda: self._put(name, folder, work, host))
 
     def pieces(self) -> dict[str, Piece]:
-        """Read the manifests, by the pieces' names."""
-        return self._patiently(self._pieces)
+        """Read the manifests, by the pieces' names.
+
+        A name is a relative path without `..`, `file` a plain name.
+        """
+        pieces = self._patiently(self._pieces)
+        for name, piece in pieces.items():
+            if _leaves(name) or not PurePosixPath(name).parts:
+                self._refuse(name, "its name leaves the folder that it is fetched to")
+            if _leaves(piece.file) or PurePosixPath(piece.file).parts != (piece.file,):
+                self._refuse(name, f"its tar is {piece.file!r}, not a file beside it")
+        return pieces
 
     def fetch(self, name: str, piece: Piece, into: Path) -> None:
         """Make the folder `into` of the piece's files, whole or not at all."""
@@ -95,8 +111,8 @@ class Store:
                     f"{self.url}: {name} is not what {piece.host} put there: delete "
                     f"{name}{MANIFEST}, and it is made again with --resume"
                 )
-            with tarfile.open(packed) as tar:
-                tar.extractall(made, filter="data")
+            with packed.open("rb") as file:
+                unpack_tar(file, made, f"{self.url}: {name}")
             made.rename(into)
 
     def mark(self) -> None:
@@ -155,7 +171,8 @@ class Store:
         for path, content in contents.items():
             # A store that is no S3 may show half a file: half an object is no JSON.
             with suppress(msgspec.DecodeError):
-                name = path.removeprefix(self._root).strip("/").removesuffix(MANIFEST)
+                name = path.removeprefix(self._root).removeprefix("/")
+                name = name.removesuffix(MANIFEST)
                 pieces[name] = msgspec.json.decode(content, type=Piece)
         return pieces
 
@@ -176,7 +193,13 @@ class Store:
 
     def _beside(self, name: str, file: str) -> str:
         """Return the path of `file` beside the manifest of `name`."""
-        return f"{self._root}/{Path(name).with_name(Path(file).name)}"
+        return f"{self._root}/{Path(name).with_name(file)}"
+
+    def _refuse(self, name: str, why: str) -> NoReturn:
+        raise StoreError(
+            f"{self.url}: {name + MANIFEST!r} is refused: {why}; find out who may "
+            "write there, and delete it"
+        )
 
     def _patiently(self, do: Callable[[], Result]) -> Result:
         deadline_s, wait_s = time.monotonic() + PATIENCE_S, FIRST_WAIT_S
@@ -207,6 +230,65 @@ def store_of_run(url: str, run: str, resume: bool) -> Store:
             f"{store.url} holds a run already: add --resume, or another --out"
         )
     return store
+
+
+def unpack_tar(packed: IO[bytes], into: Path, source: str) -> None:
+    """Make the folder `into` of a tar of files and folders.
+
+    Raises StoreError, which names `source` and the member, before anything is written
+    if a member is neither, would leave `into`, or is code that Python could import.
+    `extractall` is not used: before Python 3.11.13, 3.12.11 and 3.13.4 its filters let
+    links out of the folder.
+    """
+    try:
+        # Compressed ones, which may unpack to anything, are not read.
+        with tarfile.open(fileobj=packed, mode="r:") as tar:
+            members = tar.getmembers()
+            for member in members:
+                if why := _refusal(member):
+                    raise StoreError(
+                        f"{source}: member {member.name!r} of its tar is refused: "
+                        f"{why}; find out who may write there, delete it, and make "
+                        "the result again (--resume)"
+                    )
+            into.mkdir()
+            for member in members:
+                _unpack_member(tar, member, into / member.name)
+    except (tarfile.TarError, OSError) as error:
+        raise StoreError(
+            f"{source}: its tar cannot be unpacked ({_in_short(error)}); if this disk "
+            "has room, delete the tar and make the result again (--resume)"
+        ) from None
+
+
+def _refusal(member: tarfile.TarInfo) -> str | None:
+    if _leaves(member.name):
+        return "it leaves the folder"
+    if member.isdir():
+        return None
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.sparse:
+        return "it is neither a plain file nor a folder"
+    if member.name.lower().endswith(CODE_SUFFIXES):
+        return "Python could run it, and results are data"
+    return None
+
+
+def _leaves(name: str) -> bool:
+    """Return whether a path may lead out of the folder that it is put in."""
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts or not name.isprintable()
+
+
+def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> None:
+    if member.isdir():
+        into.mkdir(parents=True, exist_ok=True)
+        return
+    into.parent.mkdir(parents=True, exist_ok=True)
+    content = tar.extractfile(member)
+    assert content is not None, "plain files have contents"
+    # A name that comes twice is refused, not written over.
+    with content, into.open("xb") as file:
+        shutil.copyfileobj(content, file)
 
 
 class _Hashed:

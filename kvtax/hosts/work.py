@@ -88,8 +88,9 @@ def _stored(work: Work, aside: Path, store: Store | None) -> Iterator[FinishedTa
     pieces = {} if store is None else store.pieces()
     for name in work.tasks:
         if name in pieces and pieces[name].work == work.sha256(name):
-            made = _folder(pieces[name], name, aside, store)
-            yield FinishedTask(name, pieces[name].host, made)
+            host = pieces[name].host
+            made = _folder(pieces[name], name, host, aside, store)
+            yield FinishedTask(name, host, made)
 
 
 @dataclass(frozen=True)
@@ -127,14 +128,17 @@ def _done(
                 f"{name} of {host} came here, and is not in the store: {result.why}",
                 file=sys.stderr,
             )
-        yield FinishedTask(name, host, _folder(result, name, aside, store))
+        yield FinishedTask(name, host, _folder(result, name, host, aside, store))
 
 
-def _folder(result: Result, name: str, aside: Path, store: Store | None) -> Path:
+def _folder(
+    result: Result, name: str, host: str, aside: Path, store: Store | None
+) -> Path:
     if isinstance(result, Piece):
         into = Path(mkdtemp(dir=aside)) / "made"
         if store is None:
             raise RuntimeError(f"{name} is in a store, and none was given")
         store.fetch(name, result, into)
         return into
-    return unpack(result.packed if isinstance(result, Unstored) else result, aside)
+    packed = result.packed if isinstance(result, Unstored) else result
+    return unpack(packed, aside, f"{name} of {host}")

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
+import msgspec
 import pytest
 
 from kvtax.cli import main
 from kvtax.engine.ports import reserve
 from kvtax.hosts import store as module
 from kvtax.hosts.errors import StoreError
-from kvtax.hosts.store import Store, store_of_run
+from kvtax.hosts.results import unpack
+from kvtax.hosts.store import Piece, Store, store_of_run
 from tests.hosts.s3_server import BUCKET, S3Server
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="to mount needs root")
@@ -282,3 +289,130 @@ def test_the_command_lists_and_fetches_what_is_there_by_now(
         assert main(["store", "fetch", url, str(into)]) == 0
         assert files(into / "run" / "plain" / "r0") == files(result)
     assert main(["store", "list", "gopher://x"]) == 3
+
+
+# Name, type, target of a link.
+Member = tuple[str, bytes, str]
+PLAIN, FOLDER = tarfile.REGTYPE, tarfile.DIRTYPE
+
+
+def tar_of(*members: Member) -> bytes:
+    """A tar of members of a name, a type and what they link to."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, kind, link in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, link
+            member.size = 5 if kind == PLAIN else 0
+            tar.addfile(member, io.BytesIO(b"mine\n"))
+    return packed.getvalue()
+
+
+def long_links(victim: Path) -> bytes:
+    """A tar that leaves its folder in spite of extractall's filters (CVE-2025-4517)."""
+    folder, path, members = "d" * 247, "", []
+    for step in "abcdefghijklmnop":
+        members.append((os.path.join(path, folder), FOLDER, ""))
+        members.append((os.path.join(path, step), tarfile.SYMTYPE, folder))
+        path = os.path.join(path, folder)
+    link = "/".join("abcdefghijklmnop") + "/" + "l" * 254
+    members.append((link, tarfile.SYMTYPE, "../" * 16))
+    members.append(("escape", tarfile.SYMTYPE, f"{link}{'/..' * 12}{victim.parent}"))
+    members.append(("flag", tarfile.LNKTYPE, f"escape/{victim.name}"))
+    members.append(("flag", PLAIN, ""))
+    return tar_of(*members)
+
+
+HOSTILE_MEMBERS = [
+    ("../outside", PLAIN, ""),
+    ("a/../../outside", PLAIN, ""),
+    ("/tmp/outside", PLAIN, ""),
+    ("../outside", FOLDER, ""),
+    ("link", tarfile.SYMTYPE, "../outside"),
+    ("link", tarfile.SYMTYPE, "inside"),
+    ("link", tarfile.LNKTYPE, "inside"),
+    ("pipe", tarfile.FIFOTYPE, ""),
+    ("null", tarfile.CHRTYPE, ""),
+    ("disk", tarfile.BLKTYPE, ""),
+    ("holes", tarfile.GNUTYPE_SPARSE, ""),
+    ("numpy/__init__.py", PLAIN, ""),
+    ("fast.cpython-311-x86_64-linux-gnu.so", PLAIN, ""),
+    ("startup.pth", PLAIN, ""),
+    ("\x1b[2Jlog", PLAIN, ""),
+]
+
+
+def put_tar(store: Store, name: str, packed: bytes, file: str = "x.tar") -> None:
+    """Write a tar and its manifest as somebody else who may write there would."""
+    digest = hashlib.sha256(packed).hexdigest()
+    piece = Piece("work", "10.0.0.9", "2026-01-01", file, len(packed), digest)
+    for path, content in (
+        (f"{Path(name).parent}/x.tar", packed),
+        (f"{name}{module.MANIFEST}", msgspec.json.encode(piece)),
+    ):
+        store._write_whole(f"{store._root}/{path}", content)
+
+
+@pytest.mark.parametrize("member", HOSTILE_MEMBERS, ids=lambda member: member[0])
+def test_a_hostile_member_is_named_and_nothing_of_its_tar_is_unpacked(
+    member: Member, tmp_path: Path
+) -> None:
+    packed = tar_of(("good", PLAIN, ""), member)
+    store = Store(str(tmp_path / "store"))
+    put_tar(store, "plain/r0", packed)
+    into = tmp_path / "into"
+    into.mkdir()
+    named = re.escape(repr(member[0]))
+    with pytest.raises(StoreError, match=rf"plain/r0: member {named} .*delete it"):
+        store.fetch("plain/r0", store.pieces()["plain/r0"], into / "r0")
+    with pytest.raises(StoreError, match=rf"r0 of 10\.0\.0\.9: member {named}"):
+        unpack(packed, into, "r0 of 10.0.0.9")
+    assert files(tmp_path).keys() == {"store/plain/x.tar", "store/plain/r0.piece.json"}
+
+
+def test_links_of_links_overwrite_nothing_on_any_python(tmp_path: Path) -> None:
+    victim = tmp_path / "authorized_keys"
+    victim.write_text("theirs\n")
+    with pytest.raises(StoreError, match="neither a plain file nor a folder"):
+        unpack(long_links(victim), tmp_path, "r0")
+    assert victim.read_text() == "theirs\n"
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"no tar at all",
+        gzip.compress(tar_of(("file", PLAIN, ""))),
+        tar_of(("file", PLAIN, ""), ("file", PLAIN, "")),
+        tar_of(("file", PLAIN, ""), ("file/below", PLAIN, "")),
+        tar_of(("n" * 300, PLAIN, "")),
+    ],
+)
+def test_a_tar_that_no_host_of_ours_packed_is_refused(
+    packed: bytes, tmp_path: Path
+) -> None:
+    with pytest.raises(StoreError, match=r"r0: its tar cannot be unpacked"):
+        unpack(packed, tmp_path, "r0")
+
+
+@pytest.mark.parametrize(
+    "name", ["../../escaped/package", "plain/../../escaped/r0", "/absolute/r0", ""]
+)
+def test_keys_that_leave_the_folder_are_refused(
+    name: str, s3: S3Server, tmp_path: Path, capsys
+) -> None:
+    url = f"s3://{BUCKET}/{tmp_path.name}-{len(name)}"
+    put_tar(Store(url), name, tar_of(("file", PLAIN, "")))
+    into = tmp_path / "a" / "b" / "into"
+    assert main(["store", "fetch", url, str(into)]) == 3
+    told = capsys.readouterr().err
+    assert f"'{name}{module.MANIFEST}' is refused" in told and "delete it" in told
+    assert files(tmp_path) == {}
+
+
+@pytest.mark.parametrize("file", ["../x.tar", "/etc/x.tar", "..", ""])
+def test_a_manifest_names_a_tar_beside_it(file: str, tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    put_tar(store, "plain/r0", tar_of(("file", PLAIN, "")), file)
+    with pytest.raises(StoreError, match="not a file beside it"):
+        store.pieces()

@@ -246,7 +246,7 @@ def _read_answer(packed: bytes, host: str, folder: Path | None = None) -> HostAn
     Raises ServerError if the host reports a failure.
     """
     with tempfile.TemporaryDirectory(prefix="kvtax-answer-", dir=folder) as aside:
-        made = unpack(packed, Path(aside))
+        made = unpack(packed, Path(aside), f"the answer of {host}")
         if folder is not None:
             _move_files(made, host, folder)
         content = (made / ANSWER).read_bytes()
