@@ -2,8 +2,9 @@
 """Time of a direct read for the instance that reads, beside the bare engine.
 
 The peer has a block pool, a ledger and a side channel, and no engine that runs. Its
-blocks have 32 or 256 KiB and lie in one run or scattered. In each round, in random
-order, the same blocks are read over the same session by:
+blocks have 32 or 256 KiB and lie one after the other, the same backwards, as in every
+other round of a pool, or scattered. In each round, in random order, the same blocks are
+read over the same session by:
 
 - the connector's own reads;
 - one batch_transfer_sync_read with an entry per run;
@@ -40,7 +41,7 @@ from benchmarks.results import (
     turns,
 )
 from connectors.direct_read.protocol import Offer, Peer, WorkerAddress
-from connectors.direct_read.reader import Reader, new_engine
+from connectors.direct_read.reader import Reader, new_engine, places
 from connectors.direct_read.reads import contiguous_runs
 from kvtax.engine.connector import load_connector
 from kvtax.engine.engine_process import serve
@@ -82,7 +83,7 @@ PATCHES = ["block_pool_delta_listener"]
 def bare_read(reader: Reader, offer: Offer, merged: bool) -> None:
     """Read the offer's blocks in one synchronous batch. Raises NotMeasured."""
     (region,) = reader.regions
-    ids = list(range(len(offer.block_ids)))
+    ids = places(offer)
     runs = contiguous_runs(ids, offer.block_ids, 1)
     entries = [(run.block_id, run.peer_block_id, run.count) for run in runs]
     if not merged:
@@ -149,7 +150,7 @@ def measure_case(reader: Reader, case: Case, hashes: list[bytes], rounds: int) -
     return Row(
         case=case,
         rounds=rounds,
-        runs=len(contiguous_runs(list(range(case.blocks)), offer.block_ids, 1)),
+        runs=len(contiguous_runs(places(offer), offer.block_ids, 1)),
         gb_per_s={
             name: num_bytes / float(np.median(s)) / 1e9 for name, s in taken.items()
         },
@@ -212,8 +213,7 @@ SCATTERED_AMONG = 4 * PROMPT_BLOCKS
 class PeerWithoutEngine:
     """A peer that can be read: block pool, ledger, side channel at `port`.
 
-    `prompts` has the block hashes of two prompts: the blocks of one lie one after the
-    other, those of the other are scattered.
+    `prompts` has the block hashes of a prompt for each layout of its blocks.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -223,7 +223,7 @@ class PeerWithoutEngine:
         from connectors.direct_read.server import Server
 
         # One block is vLLM's null block.
-        num_blocks = 1 + PROMPT_BLOCKS + SCATTERED_AMONG
+        num_blocks = 1 + 2 * PROMPT_BLOCKS + SCATTERED_AMONG
         self._memory = np.ones(num_blocks * block_bytes, np.uint8)
         self._engine = new_engine()
         address = self._memory.ctypes.data
@@ -232,7 +232,10 @@ class PeerWithoutEngine:
         pool = BlockPool(num_blocks, True, BLOCK_SIZE)
         ledger = BlockLedger(pool)
         self.prompts = {"one after the other": cache(pool)}
+        freed = pool.get_new_blocks(PROMPT_BLOCKS)
         others = pool.get_new_blocks(SCATTERED_AMONG)
+        pool.free_blocks(reversed(freed))
+        self.prompts["backwards"] = cache(pool)
         random.Random(0).shuffle(others)
         pool.free_blocks(others)
         self.prompts["scattered"] = cache(pool)
@@ -255,7 +258,7 @@ def cache(pool: Any) -> list[bytes]:
 
 
 def describe(instance: PeerWithoutEngine) -> tuple[int, dict[str, list[bytes]]]:
-    """Return the port of the side channel, and the hashes of both prompts."""
+    """Return the port of the side channel, and the prompts' hashes."""
     return instance.port, instance.prompts
 
 

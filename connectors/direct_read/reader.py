@@ -16,7 +16,13 @@ from mooncake.engine import TransferEngine
 
 from connectors.direct_read.client import Client, Connections
 from connectors.direct_read.protocol import Offer
-from connectors.direct_read.reads import Region, read_blocks
+from connectors.direct_read.reads import (
+    Order,
+    Region,
+    contiguous_runs,
+    order_of,
+    read_blocks,
+)
 
 # Longer than an instance would wait, because the time itself is measured.
 TIMEOUT_S = 20.0
@@ -25,7 +31,9 @@ TIMEOUT_S = 20.0
 class Read(msgspec.Struct):
     """One read: blocks offered, how many of them were valid, and µs of each part.
 
-    The time of a part is 0 if nothing was offered and the part did not happen.
+    `descriptors` is the number of reads that the transport was given, `order` that of
+    the peer's block ids. Without an offer no part but the lookup happened: the others
+    are 0, and the order is None.
     """
 
     t_ns: int
@@ -34,6 +42,18 @@ class Read(msgspec.Struct):
     lookup_us: float
     read_us: float = 0.0
     validate_us: float = 0.0
+    descriptors: int = 0
+    order: Order | None = None
+
+
+def places(offer: Offer) -> list[int]:
+    """Return where a Reader puts the offer's blocks: in the order of the peer's ids.
+
+    So does an instance whose pool is at the same turn as the peer's; at the opposite
+    turn, no two blocks follow each other on both sides.
+    """
+    place = {peer_id: i for i, peer_id in enumerate(sorted(offer.block_ids))}
+    return [place[peer_id] for peer_id in offer.block_ids]
 
 
 def new_engine() -> TransferEngine:
@@ -92,7 +112,7 @@ class Reader:
             self.engine,
             self.session,
             self.regions,
-            list(range(len(offer.block_ids))),
+            places(offer),
             offer.block_ids,
             lambda: False,
         )
@@ -112,11 +132,16 @@ class Reader:
         arrived = self.pull(offer)
         arrived_ns = time.perf_counter_ns()
         valid = min(self.validate(offer), arrived)
+        validated_ns = time.perf_counter_ns()
+        num_regions = len(self.regions)
+        runs = contiguous_runs(places(offer), offer.block_ids, num_regions)
         return Read(
             began_ns,
             len(offer.block_ids),
             valid,
             lookup_us,
             (arrived_ns - offered_ns) / 1e3,
-            (time.perf_counter_ns() - arrived_ns) / 1e3,
+            (validated_ns - arrived_ns) / 1e3,
+            len(runs) * num_regions,
+            order_of(offer.block_ids),
         )

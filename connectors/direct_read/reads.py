@@ -11,8 +11,8 @@ time: a peer that has stopped then keeps our blocks for one timeout, not for man
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import Protocol
+from itertools import pairwise
+from typing import Literal, Protocol
 
 MAX_IN_FLIGHT = 4
 # How long to wait before the next look: a share of the time waited so far.
@@ -23,6 +23,7 @@ MAX_PAUSE_S = 1e-3
 DONE, FAILED = 1, -1
 # What batch_transfer_async_read returns in place of a batch: 0, or -1 as unsigned.
 NOT_BEGUN = (0, -1, 2**64 - 1)
+Order = Literal["ascending", "descending", "mixed"]
 
 
 class LostTrackError(Exception):
@@ -56,29 +57,49 @@ class Region:
 class Run:
     """Blocks that follow each other in our memory and in the peer's.
 
-    `missing` is how many regions of them have not arrived.
+    `first` is the place of the earliest of them in the request's order; `missing` is
+    how many regions of them have not arrived.
     """
 
     block_id: int
     peer_block_id: int
     count: int
+    first: int
     missing: int
 
 
 def contiguous_runs(
     block_ids: list[int], peer_block_ids: list[int], regions: int
 ) -> list[Run]:
+    """Merge the blocks into as few runs as possible, earliest blocks first.
+
+    vLLM frees a request's blocks in reverse, so a pool gives out ascending ids in one
+    round and descending ones in the next. Taken in the order of the peer's ids, both
+    rounds give the same runs.
+    """
     runs: list[Run] = []
-    for block_id, peer_block_id in zip(block_ids, peer_block_ids, strict=True):
+    places = range(len(block_ids))
+    for peer_block_id, block_id, place in sorted(
+        zip(peer_block_ids, block_ids, places, strict=True)
+    ):
         if (
             runs
             and block_id == runs[-1].block_id + runs[-1].count
             and peer_block_id == runs[-1].peer_block_id + runs[-1].count
         ):
             runs[-1].count += 1
+            runs[-1].first = min(runs[-1].first, place)
         else:
-            runs.append(Run(block_id, peer_block_id, 1, regions))
-    return runs
+            runs.append(Run(block_id, peer_block_id, 1, place, regions))
+    return sorted(runs, key=lambda run: run.first)
+
+
+def order_of(block_ids: list[int]) -> Order:
+    """Return the order of a request's block ids; a single block is ascending."""
+    rises = {before < after for before, after in pairwise(block_ids)}
+    if len(rises) > 1:
+        return "mixed"
+    return "descending" if rises == {False} else "ascending"
 
 
 def read_blocks(
@@ -114,8 +135,7 @@ def read_blocks(
             last_end_s = now_s
         else:
             time.sleep(min((now_s - last_end_s) * PAUSE_SHARE, MAX_PAUSE_S))
-    whole = takewhile(lambda run: run.missing == 0, runs)
-    return sum(run.count for run in whole)
+    return next((run.first for run in runs if run.missing), len(block_ids))
 
 
 def _begin(

@@ -208,7 +208,7 @@ class ReadsHeader(
 
 
 class ReadRecord(msgspec.Struct, kw_only=True):
-    """One turn of the peer; 0 in all but `t_ns` and `lookup_us` if it found nothing."""
+    """One turn of the peer; without an offer, only the lookup took place."""
 
     t_ns: int
     """When the turn began."""
@@ -222,3 +222,7 @@ class ReadRecord(msgspec.Struct, kw_only=True):
     """Time to read the blocks."""
     validate_us: float = 0.0
     """Time to ask which blocks are still valid."""
+    descriptors: int = 0
+    """Reads that the transport was given: one per run of blocks and tensor."""
+    order: Literal["ascending", "descending", "mixed"] | None = None
+    """Order of the server's block ids; null without an offer."""

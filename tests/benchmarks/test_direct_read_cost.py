@@ -148,10 +148,10 @@ def test_a_small_run_of_transfers_finds_all_blocks_valid(tmp_path):
     command += ["--rounds", "8", "--out", tmp_path / "transfer.md"]
     subprocess.run(command, cwd=REPOSITORY, check=True)
     rows = json.loads((tmp_path / "transfer.json").read_text())["rows"]
-    assert len(rows) == 12
+    assert len(rows) == 18
     for row in rows:
         assert row["valid_share"] == 1
-        # In one run, or hardly any two blocks beside each other.
+        # In one run, also backwards; of the scattered ones, a quarter has a neighbour.
         scattered = row["case"][1] == "scattered"
-        assert row["runs"] > 0.9 * row["case"][2] if scattered else row["runs"] == 1
+        assert row["runs"] > 0.6 * row["case"][2] if scattered else row["runs"] == 1
         assert row["gb_per_s"]["connector"] > 0

@@ -19,6 +19,7 @@ from connectors.direct_read.reads import (
     FAILED,
     MAX_IN_FLIGHT,
     contiguous_runs,
+    order_of,
     read_blocks,
 )
 from tests.connectors.fake_engine import (
@@ -50,11 +51,11 @@ def check(
     # No block that arrived before the first failure is lost.
     runs = contiguous_runs(block_ids, peer_block_ids, 2)
     ends = [batch.fate.status == DONE for batch in engine.batches]
-    whole = 0
+    whole = len(block_ids)
     for number, run in enumerate(runs):
         if ends[2 * number : 2 * number + 2] != [True, True]:
+            whole = run.first
             break
-        whole += run.count
     assert good == whole
 
 
@@ -73,23 +74,79 @@ some_blocks = st.integers(1, 12).flatmap(
     )
 )
 contiguous = st.integers(1, 12).map(lambda n: (list(range(4, 4 + n)), list(range(n))))
+descending = contiguous.map(lambda blocks: tuple(ids[::-1] for ids in blocks))
+# Some of the blocks are neighbours, but not in this order.
+interleaved = st.permutations(range(12)).map(
+    lambda order: tuple([first + i for i in order] for first in (4, 0))
+)
+any_blocks = some_blocks | contiguous | descending | interleaved
 
 
-@given(some_fates, some_blocks | contiguous)
+@given(some_fates, any_blocks)
 @settings(max_examples=300, deadline=None)
 def test_whatever_fails_nothing_is_in_flight_and_what_counts_is_right(fates, blocks):
     check(read_blocks, fates, *blocks)
 
 
-def test_runs_are_contiguous_on_both_sides():
+@given(any_blocks)
+def test_every_block_is_read_once_into_its_place_in_as_few_reads_as_possible(blocks):
+    pairs = set(zip(*blocks, strict=True))
+    runs = contiguous_runs(*blocks, 2)
+    read = [
+        (run.block_id + i, run.peer_block_id + i)
+        for run in runs
+        for i in range(run.count)
+    ]
+    assert len(read) == len(pairs) and set(read) == pairs
+    # A run must end where the next block has another place on either side.
+    assert len(runs) == sum(
+        (ours + 1, theirs + 1) not in pairs for ours, theirs in pairs
+    )
+    check(read_blocks, [], *blocks)
+
+
+@given(some_blocks | contiguous, st.randoms())
+def test_the_order_of_the_blocks_changes_no_run(blocks, chance):
+    pairs = list(zip(*blocks, strict=True))
+
+    def runs() -> set[tuple[int, int, int]]:
+        ours, theirs = map(list, zip(*pairs, strict=True))
+        found = contiguous_runs(ours, theirs, 2)
+        return {(run.block_id, run.peer_block_id, run.count) for run in found}
+
+    before = runs()
+    pairs.reverse()
+    assert runs() == before
+    chance.shuffle(pairs)
+    assert runs() == before
+
+
+def test_runs_are_contiguous_on_both_sides_and_begin_with_the_earliest_block():
     runs = contiguous_runs([4, 5, 6, 9, 10, 11], [7, 8, 1, 2, 3, 9], 2)
-    assert [(run.block_id, run.peer_block_id, run.count) for run in runs] == [
-        (4, 7, 2),
-        (6, 1, 1),
-        (9, 2, 2),
-        (11, 9, 1),
+    assert [
+        (run.block_id, run.peer_block_id, run.count, run.first) for run in runs
+    ] == [
+        (4, 7, 2, 0),
+        (6, 1, 1, 2),
+        (9, 2, 2, 3),
+        (11, 9, 1, 5),
     ]
     assert all(run.missing == 2 for run in runs)
+    (down,) = contiguous_runs([6, 5, 4], [9, 8, 7], 2)
+    assert (down.block_id, down.peer_block_id, down.count, down.first) == (4, 7, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "order"),
+    [
+        ([5], "ascending"),
+        ([1, 2, 9], "ascending"),
+        ([9, 2, 1], "descending"),
+        ([1, 2, 1], "mixed"),
+    ],
+)
+def test_the_order_of_block_ids_has_a_name(block_ids, order):
+    assert order_of(block_ids) == order
 
 
 def test_what_has_been_stopped_begins_no_more_and_goes_quiet():
