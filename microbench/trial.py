@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvtax.engine import provenance
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Connector
 from kvtax.engine.environment import HASH_SEED
@@ -115,7 +116,7 @@ def run_trial(
     record = TrialRecord(
         config=planned.config,
         repeat=planned.repeat,
-        connector_config=planned.connector.kv_transfer_config,
+        connector_config=provenance.masked(planned.connector.kv_transfer_config),
         patches=planned.patches,
         num_blocks=common.profile.num_blocks,
         block_size=common.profile.block_size,

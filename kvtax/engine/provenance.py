@@ -7,9 +7,12 @@ import datetime
 import functools
 import os
 import platform
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,6 +31,16 @@ PACKAGES = (
     "polars",
     "aiohttp",
 )
+
+MASK = "***"
+SECRET_KEY = re.compile(
+    r"pass(word|wd|phrase|code)?$|pwd$|secret|credential|token$|auth$|authorization"
+    r"|(api|access|account|encryption|private|shared|signing)[_-]?key$",
+    re.IGNORECASE,
+)
+# What may be USER:PASSWORD, up to the last @: a password may have / or @ in it.
+URL_USER = re.compile(r"(?<=://)\S+@")
+URL_PARAMETER = re.compile(r"(?<=[?&])([^=&#\s]+)=[^&#\s]*")
 
 GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
 
@@ -60,9 +73,38 @@ def collect(
         date_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         git_commit=commit,
         git_dirty=bool(_git("status", "--porcelain")) if commit else None,
-        command_line=" ".join([command, *sys.argv[1:]]),
+        command_line=" ".join([command, *map(masked, sys.argv[1:])]),
     )
     return msgspec.to_builtins(found)
+
+
+def masked(value: Any) -> Any:
+    """Mask passwords, tokens and keys in an argument or in decoded JSON.
+
+    Secret are the values of keys that are named so, in JSON and in a URL's query, and
+    the user of a URL. In an argument JSON may follow an option, as in `--option={...}`.
+    """
+    if isinstance(value, dict):
+        return {
+            key: MASK if SECRET_KEY.search(key) else masked(part)
+            for key, part in value.items()
+        }
+    if isinstance(value, list):
+        return [masked(part) for part in value]
+    return _masked_text(value) if isinstance(value, str) else value
+
+
+def _masked_text(text: str) -> str:
+    option, brace, rest = text.partition("{")
+    with suppress(msgspec.DecodeError):
+        given = msgspec.json.decode(brace + rest, type=dict[str, Any])
+        kept = masked(given)
+        return text if kept == given else option + msgspec.json.encode(kept).decode()
+    return URL_PARAMETER.sub(_masked_parameter, URL_USER.sub(f"{MASK}@", text))
+
+
+def _masked_parameter(parameter: re.Match[str]) -> str:
+    return f"{parameter[1]}={MASK}" if SECRET_KEY.search(parameter[1]) else parameter[0]
 
 
 def git_commit(repository: Path = REPOSITORY) -> str | None:

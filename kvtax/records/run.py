@@ -51,7 +51,7 @@ class Provenance(msgspec.Struct, kw_only=True):
     git_dirty: bool | None
     """Whether there were uncommitted changes."""
     command_line: str
-    """The command that was run."""
+    """The command that was run; passwords, tokens and keys are `***`."""
 
 
 Verdict = Literal["grows", "drifts", "flat", "inconclusive", "failed"]
@@ -177,7 +177,7 @@ class TrialRecord(
     error: str | None = None
     """Why it failed."""
     connector_config: dict[str, Any] | None = None
-    """vLLM's `kv_transfer_config`; null without a connector."""
+    """vLLM's `kv_transfer_config`, secrets as `***`; null without a connector."""
     patches: dict[str, str] = {}
     """SHA-256 by name of the patches in this trial's vLLM."""
     num_blocks: int

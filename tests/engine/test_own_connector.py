@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from kvtax.config import ConfigError
+from kvtax.engine import provenance
 from kvtax.engine.own_connector import own_connector, stand_ins
 from kvtax.paths import REPOSITORY
 from microbench.profile import load_profile, measured_with
@@ -106,3 +107,38 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(options, why)
     told = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert (told.returncode, told.stdout) == (2, "")
     assert why in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (
+            '{"kv_connector_extra_config": {"password": "sesame", "port": 6379}}',
+            '{"kv_connector_extra_config":{"password":"***","port":6379}}',
+        ),
+        (
+            '--connector-config={"hosts": [{"api_key": "sesame"}], "authToken": 5}',
+            '--connector-config={"hosts":[{"api_key":"***"}],"authToken":"***"}',
+        ),
+        (
+            '{"url": "redis://:sesame/@x@cache:6379/0"}',
+            '{"url":"redis://***@cache:6379/0"}',
+        ),
+        ("s3://KEY:sesame@bucket/results", "s3://***@bucket/results"),
+        (
+            "--store=abfs://c@acc/x?sas_token=sesame&region=eu",
+            "--store=abfs://***@acc/x?sas_token=***&region=eu",
+        ),
+        (
+            '{"block_tokens": 16,  "role": "both"}',
+            '{"block_tokens": 16,  "role": "both"}',
+        ),
+        ("s3://bucket/results", "s3://bucket/results"),
+        ("{not JSON", "{not JSON"),
+    ],
+)
+def test_provenance_keeps_the_command_without_its_secrets(
+    given: str, kept: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "argv", ["run_all.sh", "--option", given])
+    assert provenance.collect({}, "kvtax")["command_line"] == f"kvtax --option {kept}"

@@ -27,7 +27,7 @@ from kvtax.records.requests import Phase, level_of
 from kvtax.records.run import TrialRecord
 from microbench.profile import Profile, load_profile
 from microbench.sweep import configs_of_next_round, undecided
-from microbench.trial import PlannedTrial
+from microbench.trial import PlannedTrial, SweepSettings, run_trial
 from microbench.workshop import Workshop, build_overlays
 from tests.microbench.synthetic import Truth, write_run, write_trial
 
@@ -142,6 +142,16 @@ def test_configs_alternate_the_direction_so_that_drift_hits_all_alike():
         assert [(one.config, one.repeat) for one in planned] == [
             (name, repeat) for name in order
         ]
+
+
+def test_a_trial_s_record_keeps_no_password_of_its_connector(tmp_path):
+    config = {"kv_connector_extra_config": {"url": "kv:1", "password": "sesame"}}
+    connector = Connector("", [], kv_transfer_config=config)
+    planned = PlannedTrial("own", 0, connector, {}, error="its patch does not fit")
+    settings = SweepSettings(load_profile("cpu-smoke"), None, installation())
+    run_trial(tmp_path / "r0", planned, tmp_path, settings)
+    written = (tmp_path / "r0" / "trial.json").read_text()
+    assert "kv:1" in written and "sesame" not in written
 
 
 def test_a_config_whose_patch_does_not_fit_does_not_sink_the_others(
