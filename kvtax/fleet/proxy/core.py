@@ -31,10 +31,10 @@ from .http_server import ClientStalled
 from .kvindexd import Exact
 from .loads import FleetLoad, Seat
 from .offload import UNTRIED, GivenUp, Offloader
-from .router import Mirror, Route, Router
+from .router import Mirror, Router
 from .session_affinity import Pins
 from .settings import Settings
-from .upstream import Answer, Failure, Unreachable, Upstream
+from .upstream import Answer, Failure, Lost, Unreachable, Upstream
 
 # Seconds for clients that read slowly to take the error when the proxy stops.
 STOP_GRACE_S = 1.0
@@ -150,58 +150,109 @@ class Core(Generic[Payload]):
         await exchange.read_body()
         if self._exact is not None:
             exchange.cached_tokens = await self._exact.cached_tokens(exchange.body)
-        tried: set[str] = set()
-        for attempt in (0, 1):
-            route = self._route(exchange, attempt, tried)
-            name = route.decision.instance
-            try:
-                with self.loads.flight(name, route.prompt_tokens) as exchange.flight:
-                    await self._relay(exchange)
-                    return
-            except Failure as error:
-                self.health.failed(error)
-                tried.add(name)
-                another = attempt == 0 and len(tried) < len(self.instances)
-                if not (another and isinstance(error, Unreachable)):
-                    raise
-        raise AssertionError
+        self._route(exchange, 0, set())
+        tried = {exchange.route.decision.instance}
+        try:
+            if await self._serve(exchange, tried):
+                return
+        except Unreachable:
+            if len(self.instances) == 1:
+                raise
+            self._route(exchange, 1, tried)
+        await self._serve(exchange, None)
 
     def _route(
         self, exchange: Exchange[Payload], attempt: int, tried: set[str]
-    ) -> Route:
-        """Choose an instance that is not in `tried`; note it in the exchange."""
-        try:
-            route = self._open_route(exchange, attempt, tried)
-        except NoInstance as error:
-            raise Failure(503, None, str(error)) from None
-        exchange.route, exchange.end.instance = route, route.decision.instance
-        return route
+    ) -> None:
+        """Choose a healthy instance that is not in `tried`.
 
-    def _open_route(
-        self, exchange: Exchange[Payload], attempt: int, tried: set[str]
-    ) -> Route:
-        """Choose a healthy instance; if there is none, choose as if none were ejected.
-
-        An ejection is a guess, and no other instance is left. Raises NoInstance.
+        If there is none, choose as if none were ejected: an ejection is a guess, and no
+        other instance is left. Raises Failure.
         """
-        request = exchange.end, exchange.body, exchange.cached_tokens, attempt
         try:
-            return self.router.route(*request, tried | self.health.ejected)
+            self._choose(exchange, attempt, tried | self.health.unavailable())
         except NoInstance:
-            route = self.router.route(*request, tried)
+            try:
+                self._choose(exchange, attempt, tried)
+            except NoInstance as error:
+                raise Failure(503, None, str(error)) from None
             self.failed_open += 1
-            return route
 
-    async def _relay(self, exchange: Exchange[Payload]) -> None:
-        answer = await self._request(exchange)
+    def _choose(
+        self, exchange: Exchange[Payload], attempt: int, without: set[str]
+    ) -> None:
+        """Choose an instance and note it in the exchange. Raises NoInstance."""
+        request = exchange.end, exchange.body, exchange.cached_tokens, attempt
+        exchange.route = route = self.router.route(*request, without)
+        exchange.end.instance = route.decision.instance
+
+    async def _serve(self, exchange: Exchange[Payload], tried: set[str] | None) -> bool:
+        """Request the chosen instance's answer and relay it.
+
+        Returns False instead if the answer of a suspect has failed, and an instance has
+        been chosen that is not in `tried` (None: no other may be).
+        """
+        name = exchange.route.decision.instance
+        flight = self.loads.flight(name, exchange.route.prompt_tokens)
+        with flight as exchange.flight, self.health.visit(name):
+            try:
+                answer = await self._request(exchange)
+            except Failure as failure:
+                suspect = self.health.failed(failure)
+                if suspect and self._is_checked(exchange, name, tried):
+                    return False
+                if not isinstance(failure, Lost):
+                    self._judge(exchange, name, self.health.acquit)
+                raise
+            if answer.status >= 400:
+                suspect = self.health.answered(name, well=False)
+                if suspect and self._is_checked(exchange, name, tried):
+                    answer.close()
+                    return False
+                self._judge(exchange, name, self.health.acquit)
+            else:
+                self.health.begun(name)
+                self._judge(exchange, name, self._blame)
+            await self._relay(exchange, answer)
+            return True
+
+    def _is_checked(
+        self, exchange: Exchange[Payload], suspect: str, tried: set[str] | None
+    ) -> bool:
+        """Choose an instance that fails less than a suspect; False without one."""
+        if tried is None:
+            return False
+        try:
+            self._choose(exchange, 1, tried | self.health.no_witnesses(suspect))
+        except NoInstance:
+            return False
+        exchange.suspects.append(suspect)
+        return True
+
+    def _judge(
+        self, exchange: Exchange[Payload], name: str, verdict: Callable[[str], None]
+    ) -> None:
+        """Pass a verdict on the suspects after which `name` has answered."""
+        for suspect in exchange.suspects:
+            if suspect != name:
+                verdict(suspect)
+
+    def _blame(self, name: str) -> None:
+        self.health.blame(name, "it has failed requests that another has answered")
+
+    async def _relay(self, exchange: Exchange[Payload], answer: Answer) -> None:
+        """Send the answer to the client, and note how it has ended."""
+        name, end = exchange.route.decision.instance, exchange.end
         try:
             await relay(exchange, answer, lambda: self.stopping, self._now_ns())
         finally:
             answer.close()
             if answer.lost is not None:
                 self.health.failed(answer.lost)
-        if exchange.end.status == "ok":
-            self.health.succeeded(exchange.route.decision.instance)
+            elif end.status == "ok":
+                self.health.answered(name, well=True)
+            elif end.status == "failed" and answer.status < 400:
+                self.health.broke(name, str(end.error))
 
     async def _request(self, exchange: Exchange[Payload]) -> Answer:
         """Return the instance's answer, once its first byte is here."""
@@ -230,12 +281,18 @@ class Core(Generic[Payload]):
         """
         end = exchange.end
         try:
-            answer = await self.offloader.offload(exchange, p, d)
+            with self.health.visit(p.name):
+                answer = await self.offloader.offload(exchange, p, d)
         except GivenUp as error:
+            refused = error.failure == "prefill_refused"
+            if refused and self.health.answered(p.name, well=False):
+                exchange.suspects.append(p.name)
             if error.failure not in UNTRIED:
                 log.warning("request %s: %s; prefill on %s", end.id, error, d.name)
             end.fallback = str(error)
             return None
+        self.health.begun(p.name)
+        self.health.answered(p.name, well=True)
         end.prefill_instance = p.name
         return answer
 

@@ -156,7 +156,7 @@ class Exchange(Generic[Payload]):
     `end`: its last line in the decision log, filled in on the way. `body`: there after
     `read_body`. `cached_tokens`: tokens of the prompt that each instance has cached,
     None where unknown. `route`, `flight`: there once an instance has been chosen; a
-    second attempt replaces them.
+    second attempt replaces them. `suspects`: instances that have failed it.
     """
 
     __slots__ = (
@@ -167,6 +167,7 @@ class Exchange(Generic[Payload]):
         "flight",
         "headers",
         "route",
+        "suspects",
     )
     body: RequestBody[Payload]
     route: Route
@@ -176,6 +177,7 @@ class Exchange(Generic[Payload]):
         self.client = client
         self.headers = forwarded(client.headers)
         self.cached_tokens: list[int] | None = None
+        self.suspects: list[str] = []
         self.end = DecisionEnd(
             id=client.headers.get("X-Request-Id") or f"kvtax/{number}",
             number=number,

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from kvtax.engine.supervise import descendants
+from kvtax.fleet.proxy.health import SUSPECT_FAILURES
 from kvtax.fleet.standin.process import standin
 from kvtax.records.instances import Instance
 from tests.fleet.proxy.proxy_lab import (
@@ -141,6 +143,21 @@ def test_no_failure_is_passed_off_as_a_complete_answer(two, tmp_path):
         on.accounted(18)
         statuses = [end["status"] for end in on.lines("end")]
         assert (statuses.count("ok"), statuses.count("failed")) == (6, 12)
+
+
+@pytest.mark.parametrize("policy", ["linear", "lmetric", "cache_aware", "weighted"])
+def test_an_instance_that_fails_fast_gets_few_requests(two, tmp_path, policy):
+    two[1].set_faults("http500")
+
+    def status(number: int) -> int:
+        return post(on.url, ask(), X_Session_Id=f"s{number}").status
+
+    with proxy(tmp_path, named(two), policy) as on, ThreadPoolExecutor(8) as clients:
+        statuses = Counter(clients.map(status, range(200)))
+        # Those that make it suspect, and those in flight with them.
+        assert statuses[500] <= SUSPECT_FAILURES + 8
+        assert statuses[200] == 200 - statuses[500]
+        on.accounted(200)
 
 
 def test_a_refused_connection_is_tried_once_elsewhere(two, tmp_path):

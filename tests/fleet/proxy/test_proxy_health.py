@@ -103,12 +103,15 @@ class Client:
         return await self.counted("kvtax_proxy_ejections")
 
     async def send(
-        self, path: str = COMPLETIONS, **headers: str
+        self, path: str = COMPLETIONS, whole: bool = False, **headers: str
     ) -> tuple[int, str | None]:
-        """The answer's status, and the instance that it is from."""
+        """The status of the answer (read if `whole`), and its instance."""
         body = ask(max_tokens=1, stream=False)
         url = self._url + path
+        headers = {name.replace("_", "-"): text for name, text in headers.items()}
         async with self._session.post(url, json=body, headers=headers) as answer:
+            if whole:
+                await answer.read()
             return answer.status, answer.headers.get("X-Kvtax-Instance")
 
     async def seconds_out(self) -> float:
@@ -123,7 +126,9 @@ class Client:
 
 
 @asynccontextmanager
-async def before(*engines: Engine | Instance) -> AsyncIterator[Client]:
+async def before(
+    *engines: Engine | Instance, policy: str = "round_robin"
+) -> AsyncIterator[Client]:
     """A client of a proxy before these, which are called a, b, ..."""
     async with AsyncExitStack() as stack:
         places = [
@@ -132,7 +137,7 @@ async def before(*engines: Engine | Instance) -> AsyncIterator[Client]:
             else Instance(name, await stack.enter_async_context(listening(one)))
             for name, one in zip("abc", engines, strict=False)
         ]
-        at = serving(places, Settings("round_robin"), None, Endpoint("127.0.0.1", 0))
+        at = serving(places, Settings(policy), None, Endpoint("127.0.0.1", 0))
         port = await stack.enter_async_context(at)
         session = await stack.enter_async_context(aiohttp.ClientSession())
         yield Client(session, f"http://127.0.0.1:{port}")
@@ -146,8 +151,9 @@ async def test_an_instance_that_answers_health_only_is_out_for_longer_each_time(
         for times, took_s in zip((1, 2, 4), out_s, strict=True):
             assert took_s > 0.9 * times * MIN_OUT_S
         engine.serves = 200
-        assert await client.send() == (200, "a")
-        # It has answered a request: the shortest time again, not the eightfold.
+        for _ in range(health.TRUSTED_AFTER):
+            assert await client.send() == (200, "a")
+        # It is trusted: the shortest time again, not the eightfold.
         engine.serves = 0
         assert await client.seconds_out() < 7 * MIN_OUT_S
 
@@ -162,12 +168,71 @@ async def test_bad_polls_count_in_a_row_only():
         assert await client.ejections() == 1
 
 
-@pytest.mark.parametrize("status", [400, 500, 503])
-async def test_an_answer_ejects_nobody_whatever_its_status(status):
-    async with before(Engine(serves=status)) as client:
-        for _ in range(10):
-            assert (await client.send())[0] == status
+@pytest.mark.parametrize("status", [400, 404, 500, 503])
+@pytest.mark.parametrize("count", [1, 3])
+async def test_what_all_instances_answer_alike_ejects_nobody(status, count):
+    engines = [Engine(serves=status) for _ in range(count)]
+    async with before(*engines) as client:
+        for _ in range(60):
+            assert (await client.send(X_Session_Id="s"))[0] == status
         assert await client.ejections() == 0
+    # And is sent twice now and then only.
+    assert sum(len(engine.ranks) for engine in engines) <= 60 * 1.25
+
+
+@pytest.mark.parametrize("status", [401, 404, 500])
+async def test_an_outlier_is_out_for_longer_each_time_and_tried_with_one_request(
+    status,
+):
+    good, bad = Engine(), Engine(serves=status)
+    async with before(good, bad, policy="linear") as client:
+        sent = [await client.send() for _ in range(100)]
+        assert sum(got != 200 for got, _ in sent) < health.SUSPECT_FAILURES
+        async with asyncio.timeout(DEADLINE_S):
+            while await client.ejections() < 4:
+                answers = await asyncio.gather(*(client.send() for _ in range(8)))
+                assert set(answers) == {(200, "a")}
+        # Each trial is one request, and another instance answers it for the client.
+        trials = await client.ejections() - 1
+        assert len(bad.ranks) == health.SUSPECT_FAILURES + trials
+        bad.serves = 200
+        async with asyncio.timeout(DEADLINE_S):
+            while (200, "b") not in await asyncio.gather(
+                *(client.send() for _ in range(8))
+            ):
+                pass
+        assert await client.ejected() == []
+
+
+async def test_a_session_leaves_an_outlier(monkeypatch):
+    monkeypatch.setattr(health, "MIN_OUT_S", 60)
+    engines = {"a": Engine(), "b": Engine()}
+    async with before(*engines.values(), policy="linear") as client:
+        _, pinned = await client.send(X_Session_Id="s")
+        engines[pinned].serves = 500
+        statuses = [(await client.send(X_Session_Id="s"))[0] for _ in range(20)]
+        assert statuses.count(500) < health.SUSPECT_FAILURES
+        assert set(statuses[health.SUSPECT_FAILURES :]) == {200}
+
+
+async def test_no_more_outliers_are_out_at_once_than_the_budget_allows(monkeypatch):
+    monkeypatch.setattr(health, "MIN_OUT_S", 60)
+    engines = [Engine(serves=500), Engine(serves=500), Engine()]
+    async with before(*engines, policy="linear") as client:
+        statuses = [(await client.send())[0] for _ in range(60)]
+        assert await client.ejections() == 1
+        # What the other one fails is still answered by the third.
+        assert set(statuses[30:]) == {200}
+
+
+async def test_streams_that_fail_after_their_first_token_eject_an_outlier(monkeypatch):
+    monkeypatch.setattr(health, "MIN_OUT_S", 60)
+    good, bad = Engine(), Engine()
+    good.pieces, bad.pieces = [TOKEN, DONE], [TOKEN, ERROR]
+    async with before(good, bad) as client:
+        for _ in range(4 * health.SUSPECT_FAILURES):
+            await client.send(whole=True, Connection="close")
+        assert await client.ejected() == ["b"]
 
 
 @pytest.mark.parametrize("number", [errno.EADDRNOTAVAIL, errno.EMFILE])
