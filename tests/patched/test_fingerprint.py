@@ -65,3 +65,19 @@ def test_neither_the_seed_itself_nor_the_path_is_given_away(fingerprint_of, mode
     values = fingerprint_of(model).values()
     for secret in (kv_cache_utils.NONE_HASH.hex(), str(model)):
         assert not any(secret in value for value in values)
+
+
+def test_what_differs_is_named_with_both_values():
+    ours = {"model": "m", "block_size": "16", "ours": "1"}
+    assert fingerprint.difference(ours, dict(ours)) is None
+    theirs = {"model": "m", "block_size": "32", "theirs": "2"}
+    assert fingerprint.difference(ours, theirs) == (
+        "block_size is 16 here and 32 there; ours is 1 here and not given there; "
+        "theirs is not given here and 2 there"
+    )
+
+
+def test_a_different_seed_is_told_with_what_to_set():
+    assert "PYTHONHASHSEED" in fingerprint.difference(
+        {"NONE_HASH": "1"}, {"NONE_HASH": "2"}
+    )

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtax import patcher
 from kvtax.patcher import Tree
@@ -163,3 +167,88 @@ def test_step_timing_is_two_calls_where_vllm_loads_its_plugins(release):
             "from vllm.kvtax_probe import install",
             "install()",
         ]
+
+
+GROUPING = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
+Ids = list[int]
+Grouping = Callable[[Ids, Ids], tuple[list[Ids], list[Ids]]]
+
+
+def grouping_of(tree: Tree) -> Grouping:
+    """Mooncake's function that merges neighbouring blocks, without its module."""
+    (function,) = (
+        node
+        for node in ast.parse((tree.root / GROUPING).read_text()).body
+        if getattr(node, "name", None) == "group_concurrent_contiguous"
+    )
+    names = {"np": np}
+    exec(ast.unparse(function), names)
+    return names[function.name]
+
+
+@pytest.fixture
+def groupings(release) -> tuple[Grouping, Grouping]:
+    """The function before and after the patch."""
+    before = grouping_of(release)
+    patcher.apply(release, [ALL["mooncake_sorted_block_groups"]])
+    return before, grouping_of(release)
+
+
+def pairs_moved(grouping: Grouping, source: Ids, target: Ids) -> list[tuple[int, int]]:
+    """The pairs of blocks that a sender copies: it takes a group from its first on."""
+    moved = []
+    for ours, theirs in zip(*grouping(source, target), strict=True):
+        assert len(ours) == len(theirs) > 0
+        moved += [(ours[0] + i, theirs[0] + i) for i in range(len(ours))]
+    return moved
+
+
+def test_sorted_groups_move_the_same_blocks_in_as_few_groups_as_there_can_be(groupings):
+    before, after = groupings
+    some_ids = st.lists(st.integers(0, 40), max_size=30, unique=True)
+
+    @given(some_ids, st.randoms())
+    def run(source: Ids, chance) -> None:
+        target = [block_id + 7 * chance.randrange(2) for block_id in source]
+        pairs = list(zip(source, target, strict=True))
+        assert sorted(pairs_moved(before, source, target)) == sorted(pairs)
+        assert sorted(pairs_moved(after, source, target)) == sorted(pairs)
+        followed = {(ours - 1, theirs - 1) for ours, theirs in pairs}
+        fewest = len(set(pairs) - followed)
+        assert len(after(source, target)[0]) == fewest <= len(before(source, target)[0])
+
+    run()
+
+
+UP = list(range(250))
+DOWN = UP[::-1]
+INTERLEAVED = UP[::2] + UP[1::2]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "groups"),
+    [
+        (UP, UP, (1, 1)),
+        (DOWN, DOWN, (250, 1)),
+        (INTERLEAVED, INTERLEAVED, (250, 1)),
+        (DOWN[150:] + UP[150:], DOWN[150:] + UP[150:], (101, 2)),
+        # Nobody can merge these.
+        (UP, DOWN, (250, 250)),
+    ],
+    ids=["up", "down", "interleaved", "both", "opposite"],
+)
+def test_descending_blocks_are_as_few_groups_as_ascending_ones(
+    groupings, source, target, groups
+):
+    found = [len(grouping(source, target)[0]) for grouping in groupings]
+    assert tuple(found) == groups
+
+
+def test_what_no_caller_may_pass_is_refused_as_before_and_nothing_is_no_group(
+    groupings,
+):
+    for grouping in groupings:
+        assert grouping([], []) == ([], [])
+        for source, target in (([1, 2, 3], [1]), ([1], [1, 2, 3])):
+            with pytest.raises(ValueError, match="shape"):
+                grouping(source, target)
