@@ -42,6 +42,7 @@ from benchmarks.results import (
 )
 from kvtax.engine.connector import load_connector
 from kvtax.engine.engine_process import EngineProcess, WorkerProcess
+from kvtax.engine.environment import DIRECT_READ_SECRET
 from kvtax.engine.ports import reserve
 from kvtax.stats import Estimate
 from kvtax.stats.aims import Aim, aims_table
@@ -206,7 +207,6 @@ def measure(
 ) -> tuple[Size, dict[str, str]]:
     """Measure one cache size; return the hashes of the patches as well."""
     connectors = {name: load_connector(name) for name in set(ENGINES.values())}
-    env = connectors[DIRECT_READ].env
     ports = {
         name: ports.direct_read
         for name, ports in zip(ENGINES, reserve(len(ENGINES)), strict=True)
@@ -215,7 +215,6 @@ def measure(
         name: Variant(
             [p for p in connectors[config].patches if not p.startswith("step_timing")],
             (config, str(blocks), str(ports[name])),
-            env,
         )
         for name, config in ENGINES.items()
     }
@@ -223,7 +222,11 @@ def measure(
         engines(WORKER, variants, forward_us=forward_us) as processes,
         tempfile.TemporaryDirectory() as folder,
         WorkerProcess(
-            Path(folder), WORKER, "peer", str(READ_BLOCKS), env=os.environ | env
+            Path(folder),
+            WORKER,
+            "peer",
+            str(READ_BLOCKS),
+            env=os.environ | {"DIRECT_READ_SECRET": DIRECT_READ_SECRET},
         ) as peer,
     ):
         peer.wait_ready()

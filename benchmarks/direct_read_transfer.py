@@ -43,8 +43,8 @@ from benchmarks.results import (
 from connectors.direct_read.protocol import Offer, Peer, WorkerAddress
 from connectors.direct_read.reader import Reader, new_engine, places
 from connectors.direct_read.reads import contiguous_runs
-from kvtax.engine.connector import load_connector
 from kvtax.engine.engine_process import serve
+from kvtax.engine.environment import DIRECT_READ_SECRET
 from kvtax.stats import Estimate
 from kvtax.stats.aims import Aim, judge
 from kvtax.stats.markdown import number, table
@@ -114,15 +114,14 @@ VARIANTS: dict[str, Callable[[Reader, Offer], None]] = {
 
 def measure(rounds: int) -> tuple[list[Row], dict[str, str]]:
     """Measure all cases; return the hashes of the patches as well."""
-    env = load_connector("direct_read_idle").env
     engine, rows = new_engine(), []
     for block_bytes in BLOCK_BYTES:
-        variant = {block_bytes: Variant(PATCHES, (str(block_bytes),), env)}
+        variant = {block_bytes: Variant(PATCHES, (str(block_bytes),))}
         with engines("benchmarks.direct_read_transfer", variant) as peers:
             peer = peers[block_bytes]
             port, prompts = peer.ask("describe")
-            address, secret = ("127.0.0.1", port), env["DIRECT_READ_SECRET"]
-            reader = Reader(engine, address, secret, max(BLOCKS))
+            address = "127.0.0.1", port
+            reader = Reader(engine, address, DIRECT_READ_SECRET, max(BLOCKS))
             for layout, blocks in product(prompts, BLOCKS):
                 case = Case(block_bytes, layout, blocks)
                 hashes = prompts[layout][:blocks]

@@ -29,7 +29,6 @@ from kvtax.engine.tiny.server import (
 from kvtax.engine.tiny.servers import TinyServers
 
 PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
-SECRET = "a secret that only the tests know"
 PROGRESS_TIMEOUT_S = 3
 
 KV_TRANSFER_CONFIG = {
@@ -78,7 +77,6 @@ class GatedServer(TinyServer):
         )
         spec = resolve(engine, folder, {}).told(
             *("--served-model-name", name_of_model, SERVED_MODEL),
-            DIRECT_READ_SECRET=SECRET,
             MC_TCP_PROGRESS_TIMEOUT_SEC=str(PROGRESS_TIMEOUT_S),
             **{GATES_VARIABLE: str(self.gates)},
         )

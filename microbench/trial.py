@@ -18,7 +18,7 @@ import msgspec
 from kvtax.engine import provenance
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Connector
-from kvtax.engine.environment import HASH_SEED
+from kvtax.engine.environment import DIRECT_READ_SECRET, HASH_SEED
 from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import Checkpoint
 from kvtax.engine.ports import Ports, PortsError
@@ -213,7 +213,8 @@ def _peer(
     command += [str(ports.direct_read), str(block_size), str(connector.reads_per_s)]
     log = folder / "peer.log"
     # Hash seed and secret are the server's.
-    env = os.environ | {"PYTHONHASHSEED": HASH_SEED} | connector.env
+    shared = {"PYTHONHASHSEED": HASH_SEED, "DIRECT_READ_SECRET": DIRECT_READ_SECRET}
+    env = os.environ | shared | connector.env
     with Supervised(command, env, log) as peer:
         deadline_s = time.monotonic() + PEER_READY_DEADLINE_S
         while not (folder / "reads.jsonl").exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,9 @@ NULL_MODEL_PLUGIN = Path(__file__).with_name("vllm_plugin")
 NULL_MODEL_NAME = "kvtax_null_model"
 # The same block hashes in all servers, and sets in the same order.
 HASH_SEED = "0"
+# Shared by all instances that read each other: the caller's, for a fleet that several
+# commands start, or one that this run alone knows.
+DIRECT_READ_SECRET = os.environ.get("DIRECT_READ_SECRET") or secrets.token_hex(32)
 TCMALLOC = "libtcmalloc_minimal.so.4"
 
 
@@ -54,6 +58,7 @@ def engine_environment(
         "VLLM_HOST_IP": ports.host,
         "VLLM_NIXL_SIDE_CHANNEL_HOST": ports.host,
         "DIRECT_READ_HOST": ports.host,
+        "DIRECT_READ_SECRET": DIRECT_READ_SECRET,
     }
     if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
         # Or vLLM would leave the null model out.

@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtax.engine.connector import Connector, load_connector
+from kvtax.engine.connector import Connector, connector_names, load_connector
 from kvtax.engine.environment import HASH_SEED
 from kvtax.engine.errors import ServerError
 from kvtax.engine.ports import LOOPBACK, MOONCAKE, PortsError, reserve
 from kvtax.engine.server_spec import Engine, ServerSpec, resolve
 from kvtax.engine.settings import CPU_ENGINE
+from kvtax.paths import REPOSITORY
 
+READ = "direct_read_serving"
 # What `ray start` has for --min-worker-port and --max-worker-port.
 RAYS_WORKERS = range(10_002, 20_000)
 
@@ -30,14 +35,37 @@ def spec(folder: Path, connector: Connector | None = None) -> ServerSpec:
 
 
 def test_a_connectors_environment_reaches_its_server(tmp_path):
-    plain = spec(tmp_path, load_connector("noop"))
-    serving_connector = load_connector("direct_read_serving")
-    serving = spec(tmp_path, serving_connector)
-    assert "DIRECT_READ_SECRET" not in plain.env
-    secret = serving_connector.env["DIRECT_READ_SECRET"]
-    assert serving.env["DIRECT_READ_SECRET"] == secret
-    # All configs make the same hashes.
-    assert plain.env["PYTHONHASHSEED"] == serving.env["PYTHONHASHSEED"] == HASH_SEED
+    made = spec(tmp_path, Connector("", [], env={"ITS_OWN": "1"}))
+    assert made.env["ITS_OWN"] == "1"
+    assert "ITS_OWN" not in spec(tmp_path).env
+
+
+def test_servers_of_a_run_make_the_same_hashes_and_share_a_secret(tmp_path):
+    first, second = (spec(tmp_path, load_connector(name)) for name in ("noop", READ))
+    assert first.env["PYTHONHASHSEED"] == second.env["PYTHONHASHSEED"] == HASH_SEED
+    assert first.env["DIRECT_READ_SECRET"] == second.env["DIRECT_READ_SECRET"]
+
+
+@pytest.mark.slow
+def test_each_run_has_a_secret_of_its_own_unless_it_is_given_one():
+    script = "from kvtax.engine.environment import DIRECT_READ_SECRET as s; print(s)"
+
+    def secret(**given: str) -> str:
+        env = {k: v for k, v in os.environ.items() if k != "DIRECT_READ_SECRET"}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(
+            command, env=env | given, cwd=REPOSITORY, capture_output=True, check=True
+        )
+        return done.stdout.decode().strip()
+
+    first, second = secret(), secret()
+    assert first != second and len(first) == len(second) == 64
+    assert secret(DIRECT_READ_SECRET="sixteen bytes or more") == "sixteen bytes or more"
+
+
+def test_no_config_holds_a_secret():
+    for name in connector_names():
+        assert not [key for key in load_connector(name).env if "SECRET" in key], name
 
 
 def test_the_recording_of_an_outer_process_is_not_inherited(tmp_path, monkeypatch):

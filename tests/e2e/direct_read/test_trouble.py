@@ -12,11 +12,12 @@ import time
 
 import pytest
 
-from benchmarks.gated_servers import PROGRESS_TIMEOUT_S, SECRET, named
+from benchmarks.gated_servers import PROGRESS_TIMEOUT_S, named
 from benchmarks.gates import LOOKUP, MID_READ
 from connectors.direct_read.client import Client
 from connectors.direct_read.protocol import Offer, Peer
 from connectors.direct_read.server import Server
+from kvtax.engine.environment import DIRECT_READ_SECRET
 from kvtax.engine.ports import reserve
 from kvtax.engine.tiny.checkpoint import prompt
 from kvtax.engine.tiny.server import aborted
@@ -85,7 +86,7 @@ async def test_a_peer_that_lies_about_its_memory(bench):
     theirs = await asyncio.to_thread(hello, bench.a.peer)
     for worker in theirs.workers:
         worker.base_addresses = [16 for _ in worker.base_addresses]
-    server = Server(Everything(), theirs, SECRET.encode())
+    server = Server(Everything(), theirs, DIRECT_READ_SECRET.encode())
     try:
         asked = prompt(114_000, 500)
         async with bench.pulled(0):
@@ -96,7 +97,7 @@ async def test_a_peer_that_lies_about_its_memory(bench):
 
 
 def hello(peer: dict) -> Peer:
-    client = Client(**peer["direct_read"], secret=SECRET.encode())
+    client = Client(**peer["direct_read"], secret=DIRECT_READ_SECRET.encode())
     try:
         return client.hello()
     finally:
