@@ -36,6 +36,8 @@ class DecisionsHeader(
     """The model's folder, whose tokenizer made ids of text and chats."""
     max_body_bytes: int | None = None
     """The largest request body that is taken."""
+    max_held_bytes: int | None = None
+    """Bytes of all requests that a worker held at most."""
     silence_timeout_s: float | None = None
     """How long an instance may send nothing."""
     client_timeout_s: float | None = None
@@ -96,7 +98,7 @@ class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decisi
     number: int
     """The proxy's own count. It joins lines even if clients repeat an id."""
     attempt: int
-    """0, or 1 after a refused connection: the last one counts."""
+    """0, or 1 after a refused connection or a suspect's failure: the last counts."""
     session: str | None
     """`X-Session-Id`; without it `kvtax/N`, by the prompt that this one goes on."""
     at_ns: int

@@ -7,6 +7,7 @@ time.
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Generic, Protocol
 
 import msgspec
@@ -23,6 +24,8 @@ from .session_affinity import Sessions
 from .tokenizer import Tokens
 from .upstream import Failure, forwarded
 
+# Characters of a request's or a session's name, above which its hash stands for it.
+MAX_NAME_CHARS = 256
 # From docs.anthropic.com/en/api/errors.
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -113,9 +116,10 @@ class HttpClient:
 
 
 def read(request: Request) -> bytes:
-    """Return the request's body. Raises Failure if it is too large."""
-    if (limit := request.over_bytes) is not None:
-        raise Failure(413, None, f"the body is too large: at most {limit} bytes")
+    """Return the request's body. Raises Failure if it was refused."""
+    if request.refusal is not None:
+        status, reason = request.refusal
+        raise Failure(status, None, reason)
     return request.body
 
 
@@ -150,6 +154,16 @@ def answer_error(request: Request, failure: Failure) -> None:
     answer_json(request, failure.status, error_json(failure, request.path))
 
 
+def _bounded(name: str | None) -> str | None:
+    """Return the name that a client gave, or its hash if it is long.
+
+    Names are kept: by pins, the last decisions and the log.
+    """
+    if name is None or len(name) <= MAX_NAME_CHARS:
+        return name
+    return f"sha256:{sha256(name.encode(errors='surrogatepass')).hexdigest()}"
+
+
 class Exchange(Generic[Payload]):
     """A request from its arrival to its end.
 
@@ -179,9 +193,9 @@ class Exchange(Generic[Payload]):
         self.cached_tokens: list[int] | None = None
         self.suspects: list[str] = []
         self.end = DecisionEnd(
-            id=client.headers.get("X-Request-Id") or f"kvtax/{number}",
+            id=_bounded(client.headers.get("X-Request-Id")) or f"kvtax/{number}",
             number=number,
-            session=client.headers.get("X-Session-Id"),
+            session=_bounded(client.headers.get("X-Session-Id")),
         )
 
     @property

@@ -3,7 +3,8 @@
 
 A request is handled once it is here whole, and its handling is cancelled if the client
 goes away. What a client can cost is bounded: the length of a head and of a body, the
-time for both, and what is kept for it while it does not take its answers.
+time for both, and what is kept for it while it does not take its answers. What all
+clients can cost together is bounded by a budget of bytes for their requests.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ LINGER_S = 2.0
 SWEEP_EVERY_S = 1.0
 # Connections that nobody has looked at yet.
 BACKLOG = 4096
-# Requests that a connection may send ahead before it is read no further.
+# Requests, and their bytes, that a connection may send ahead of an answer before it is
+# read no further.
 MAX_AHEAD = 8
+MAX_AHEAD_BYTES = 1 << 18
+# Bytes that a request and a line of its head take, beside their own.
+REQUEST_COST_BYTES = 2048
+LINE_COST_BYTES = 200
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 log = logging.getLogger(__name__)
@@ -46,8 +52,9 @@ class ClientStalled(ConnectionResetError):
 class Request:
     """A client's request, whole when it is handled, and the way for its answer.
 
-    A HEAD request is handled as a GET. `over_bytes`: the limit that its body exceeds;
-    the body is left out. `keep_alive`: another request may follow on the connection.
+    A HEAD request is handled as a GET. `refusal`: the status and the reason for which
+    its body is left out. `held_bytes`: its part of the server's budget. `keep_alive`:
+    another request may follow on the connection.
     """
 
     method: str
@@ -61,7 +68,8 @@ class Request:
     def __init__(self, connection: _Connection) -> None:
         self.connection = connection
         self.target = b""
-        self.over_bytes: int | None = None
+        self.refusal: tuple[int, str] | None = None
+        self.held_bytes = 0
         self.keep_alive = False
         self.state: Literal["asked", "begun", "answered"] = "asked"
         self._pieces: list[bytes] = []
@@ -83,6 +91,11 @@ class Request:
     def add(self, piece: bytes) -> None:
         """Take the next piece of the body."""
         self._pieces.append(piece)
+
+    def leave_out(self, status: int, reason: str) -> None:
+        """Drop the body, which is refused."""
+        self._pieces.clear()
+        self.refusal = status, reason
 
     def complete(self) -> None:
         """Join the pieces of the body."""
@@ -139,14 +152,22 @@ Handle = Callable[[Request], Awaitable[None]]
 class Server:
     """Calls `handle` with each request; bodies above `max_body_bytes` are left out.
 
-    A client that takes nothing of its answers for `client_timeout_s` is cut.
+    All requests together may hold `max_held_bytes` until they have been handled. Above,
+    the largest that is still being read is refused: a small one finds room. A client
+    that takes nothing of its answers for `client_timeout_s` is cut.
     """
 
     def __init__(
-        self, handle: Handle, max_body_bytes: int, client_timeout_s: float
+        self,
+        handle: Handle,
+        max_body_bytes: int,
+        max_held_bytes: int,
+        client_timeout_s: float,
     ) -> None:
         self.handle = handle
         self.max_body_bytes = max_body_bytes
+        self.max_held_bytes = max_held_bytes
+        self.held_bytes = 0
         self.client_timeout_s = client_timeout_s
         self.connections: set[_Connection] = set()
 
@@ -162,6 +183,24 @@ class Server:
         return await loop.create_server(
             lambda: _Connection(self), **where, backlog=BACKLOG
         )
+
+    def hold(self, request: Request, count: int) -> None:
+        """Take `count` bytes for the request out of the budget."""
+        request.held_bytes += count
+        self.held_bytes += count
+
+    def release(self, request: Request) -> None:
+        """Give the request's bytes back."""
+        self.held_bytes -= request.held_bytes
+        request.held_bytes = 0
+
+    def shed(self) -> None:
+        """Refuse the largest bodies that are being read, until the budget holds."""
+        while self.held_bytes > self.max_held_bytes:
+            largest = max(self.connections, key=lambda one: one.body_held_bytes)
+            if not largest.body_held_bytes:
+                return
+            largest.leave_out(503, "the proxy is full of requests; try again later")
 
     async def sweep_forever(self) -> None:
         """End connections that take too long, until cancelled."""
@@ -204,7 +243,7 @@ class _Connection(asyncio.Protocol):
         self._ahead: deque[Request] = deque()
         self._current: Request | None = None
         self._task: asyncio.Task[None] | None = None
-        self._ending = False
+        self._ending = self._paused = False
         self._since = self._loop.time()
         self._waiter: asyncio.Future[None] | None = None
         self.held_up = False
@@ -217,6 +256,8 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._server.connections.discard(self)
         self._ending = True
+        for request in (*self._ahead, *filter(None, [self._reading])):
+            self._server.release(request)
         self._wake()
         if self._task is not None:
             self._task.cancel()
@@ -236,18 +277,44 @@ class _Connection(asyncio.Protocol):
             self._refuse(400, f"this is no HTTP request: {error}")
         if self._reading is not None and self._headlike_bytes > MAX_HEAD_BYTES:
             self._refuse(431, f"the head is longer than {MAX_HEAD_BYTES} bytes")
+        self._read_or_pause()
+
+    def _read_or_pause(self) -> None:
+        """Read on, unless the client has sent far ahead of the answer under way."""
+        ahead = [*self._ahead, *filter(None, [self._reading])]
+        far = self._current is not None and (
+            len(self._ahead) >= MAX_AHEAD
+            or sum(request.held_bytes for request in ahead) > MAX_AHEAD_BYTES
+        )
+        if far == self._paused or self._transport.is_closing():
+            return
+        self._paused = far
+        if far:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    @property
+    def body_held_bytes(self) -> int:
+        """Bytes of the request whose body is being read, 0 without one."""
+        reading = None if self._in_head else self._reading
+        return 0 if reading is None else reading.held_bytes
 
     def on_message_begin(self) -> None:
         self._reading = Request(self)
+        self._server.hold(self._reading, REQUEST_COST_BYTES)
         self._in_head, self._headlike_bytes, self._body_bytes = True, 0, 0
         self._since = self._loop.time()
 
     def on_url(self, piece: bytes) -> None:
         if self._reading is not None:
             self._reading.target += piece
+            self._server.hold(self._reading, len(piece))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # and not in a trailer
+        if self._in_head and self._reading is not None:  # and not in a trailer
+            cost_bytes = LINE_COST_BYTES + len(name) + len(value)
+            self._server.hold(self._reading, cost_bytes)
             self._lines.append((name.decode("latin-1"), value.decode("latin-1")))
 
     def on_headers_complete(self) -> None:
@@ -256,8 +323,11 @@ class _Connection(asyncio.Protocol):
         request.headed(self._parser, self._lines)
         self._lines.clear()
         waits = request.headers.get("Expect", "").lower() == "100-continue"
+        self._server.shed()
+        if request.refusal is not None:
+            return
         if _length(request) > self._server.max_body_bytes:
-            self._leave_out(request)
+            self._leave_out_long()
         elif waits and self._current is None:  # not into the middle of an answer
             self._transport.write(CONTINUE)
 
@@ -267,8 +337,11 @@ class _Connection(asyncio.Protocol):
         self._reading.add(piece)
         self._headlike_bytes = 0
         self._body_bytes += len(piece)
+        self._server.hold(self._reading, len(piece))
         if self._body_bytes > self._server.max_body_bytes:
-            self._leave_out(self._reading)
+            self._leave_out_long()
+        else:
+            self._server.shed()
 
     def on_message_complete(self) -> None:
         if self._reading is None:
@@ -287,16 +360,23 @@ class _Connection(asyncio.Protocol):
             return
         piece = data[: self._unparsed_bytes]
         request.add(piece)
+        self._server.hold(request, len(piece))
         self._body_bytes += len(piece)
         self._unparsed_bytes -= len(piece)
         if self._unparsed_bytes == 0:
             self._reading, request.keep_alive, self._ending = None, False, True
             self._take(request)
 
-    def _leave_out(self, request: Request) -> None:
-        """Handle the request without the rest of its body, and nothing after it."""
-        self._reading = None
-        request.over_bytes = self._server.max_body_bytes
+    def _leave_out_long(self) -> None:
+        limit = self._server.max_body_bytes
+        self.leave_out(413, f"the body is too large: at most {limit} bytes")
+
+    def leave_out(self, status: int, reason: str) -> None:
+        """Handle the request that is read without its body, and nothing after it."""
+        request, self._reading = self._reading, None
+        assert request is not None
+        request.leave_out(status, reason)
+        self._server.release(request)
         request.keep_alive, self._ending = False, True
         self._take(request)
 
@@ -307,8 +387,6 @@ class _Connection(asyncio.Protocol):
             self._handle(request)
             return
         self._ahead.append(request)
-        if len(self._ahead) == MAX_AHEAD:
-            self._transport.pause_reading()
 
     def _handle(self, request: Request) -> None:
         self._current = request
@@ -327,19 +405,20 @@ class _Connection(asyncio.Protocol):
             self._handled(request)
 
     def _handled(self, request: Request) -> None:
+        self._server.release(request)
         self._current = self._task = None
         if self._transport.is_closing():
             return
         if request.state != "answered":
             self.cut()
         elif self._ahead and request.keep_alive:
-            if len(self._ahead) == MAX_AHEAD:
-                self._transport.resume_reading()
             self._handle(self._ahead.popleft())
+            self._read_or_pause()
         elif self._ending or not request.keep_alive:
             self.finish()
         else:
             self._since = self._loop.time()
+            self._read_or_pause()
 
     def _refuse(self, status: int, what: str) -> None:
         """Answer invalid bytes, unless a request is being answered, and end."""

@@ -30,6 +30,9 @@ from .decision_log import DecisionLog
 from .loads import FleetLoad
 from .session_affinity import Pins
 
+# Tokens for which a piece counts at least, 16 bytes each: pieces take memory, and a
+# client may write blanks between few tokens.
+MIN_PIECE_TOKENS = PIECE_BYTES // 16
 Source = Literal["mirror", "exact"]
 
 
@@ -242,6 +245,7 @@ class Router:
         decision: Decision,
     ) -> None:
         tokens = PIECE_BYTES * body.prompt_tokens / max(1, len(body.prompt))
+        tokens = max(MIN_PIECE_TOKENS, tokens)
         names = {decision.instance, decision.prefill or decision.instance}
         for name in names:
             self._mirror.add(self._place[name], keys, tokens)

@@ -149,7 +149,10 @@ async def serving(
         pool = stack.enter_context(closing(open_pool(settings.silence_timeout_s)))
         proxy = _Proxy(instances, settings, pool, decisions, exact, endpoint.seat)
         server = Server(
-            proxy.answer, settings.max_body_bytes, settings.client_timeout_s
+            proxy.answer,
+            settings.max_body_bytes,
+            settings.max_held_bytes,
+            settings.client_timeout_s,
         )
         await stack.enter_async_context(proxy.peers.answered(proxy.answer_peer))
         listening = await server.listen(endpoint.host, endpoint.port, endpoint.bound)

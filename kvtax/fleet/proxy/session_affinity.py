@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from .body import PIECE_BYTES, RequestBody
 
-# Limits of remembered turns: pieces in which they end, and turns that end in one piece.
-MAX_PIECES = 100_000
+# Limits of remembered turns, some 300 bytes each: all, and those that end in one piece.
+MAX_TURNS = 100_000
 MAX_ALIKE = 64
 MAX_SESSIONS = 100_000
 # Slots of shared pins. A session has one slot, by its hash, and the newest session has
@@ -44,6 +44,7 @@ class Sessions:
     def __init__(self, prefix: str = "kvtax/") -> None:
         self._prefix = prefix
         self._turns: OrderedDict[int, list[_Turn]] = OrderedDict()
+        self._count = 0
         self._numbers = count()
 
     def of(self, body: RequestBody[Any]) -> str | None:
@@ -59,11 +60,13 @@ class Sessions:
         session = self._found(prompt, keys) or f"{self._prefix}{next(self._numbers)}"
         rest = prompt[pieces * PIECE_BYTES : -1]
         alike = self._turns.pop(keys[-1], [])
+        before = len(alike)
         turn = _Turn(len(rest), hash(rest), session)
         others = [other for other in alike if other[:2] != turn[:2]]
-        self._turns[keys[-1]] = [turn, *others][:MAX_ALIKE]
-        if len(self._turns) > MAX_PIECES:
-            self._turns.popitem(last=False)
+        self._turns[keys[-1]] = kept = [turn, *others][:MAX_ALIKE]
+        self._count += len(kept) - before
+        while self._count > MAX_TURNS:
+            self._count -= len(self._turns.popitem(last=False)[1])
         return session
 
     def _found(self, prompt: bytes, keys: list[int]) -> str | None:
@@ -90,10 +93,13 @@ class Pin(NamedTuple):
 
 
 class Pins:
-    """The pins of the last MAX_SESSIONS sessions, for policies with affinity."""
+    """The pins of the last MAX_SESSIONS sessions, for policies with affinity.
+
+    A session is its hash, of 64 bits and salted: its name may be long.
+    """
 
     def __init__(self) -> None:
-        self._pins: OrderedDict[str, Pin] = OrderedDict()
+        self._pins: OrderedDict[int, Pin] = OrderedDict()
 
     def of(self, session: str | None) -> Pin | None:
         """Return the session's pin, if there is one."""
@@ -109,11 +115,12 @@ class Pins:
         self._write(session, pin._replace(turns=pin.turns + 1))
 
     def _read(self, session: str) -> Pin | None:
-        return self._pins.get(session)
+        return self._pins.get(hash(session))
 
     def _write(self, session: str, pin: Pin) -> None:
-        self._pins[session] = pin
-        self._pins.move_to_end(session)
+        key = hash(session)
+        self._pins[key] = pin
+        self._pins.move_to_end(key)
         if len(self._pins) > MAX_SESSIONS:
             self._pins.popitem(last=False)
 

@@ -31,6 +31,10 @@ class Settings(msgspec.Struct, frozen=True):
     max_body_bytes: Annotated[
         int, Meta(description="a longer request body is answered with 413")
     ] = 64 * 2**20
+    max_held_bytes: Annotated[
+        int,
+        Meta(description="bytes of all requests that a worker holds; more gets 503"),
+    ] = 2**30
     silence_timeout_s: Annotated[
         float, Meta(description="seconds an instance may send nothing")
     ] = 300.0

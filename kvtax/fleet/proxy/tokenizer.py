@@ -12,8 +12,10 @@ import asyncio
 import re
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import jinja2
@@ -24,8 +26,21 @@ from .apis import COMPLETIONS
 from .body import Fields, RequestBody
 from .chats import Unknown, chat_of, conversation
 
-# Characters of text whose ids stay in memory: about 16 million tokens.
+# Characters of text whose ids stay in memory: about 16 million tokens. A longer part
+# than this is not kept, lest one prompt replaces what all others need.
 CACHED_CHARS = 64 * 2**20
+CACHED_PART_CHARS = 2**20
+# Bytes of a prompt for each token that the model takes, at most: a longer one is hardly
+# served, and not worth its ids. English text and code have 3 to 5 bytes a token.
+MAX_BYTES_PER_TOKEN = 8
+# Tokens that a model takes if its config.json does not say.
+DEFAULT_MODEL_TOKENS = 131_072
+# Bytes from which a prompt is long: 16,000 tokens or more, some 50 ms.
+LONG_BYTES = 2**16
+# Threads for long prompts; the short ones have a thread of their own.
+LONG_THREADS = 2
+# Seconds after which a request is routed without its ids.
+TIME_LIMIT_S = 2.0
 
 
 class TokenizerError(Exception):
@@ -48,12 +63,16 @@ class Tokenizer:
             self._own = load(path)
         except (OSError, ValueError) as error:
             raise TokenizerError(f"--tokenizer {path}: {error}") from None
+        self.max_bytes = MAX_BYTES_PER_TOKEN * _model_tokens(Path(path))
         self._backend = self._own.backend_tokenizer
         self._before, self._after = _added(self._backend)
         self._as_parts: dict[str, bool] = {}
         self._cuts = _cuts(self._backend)
         self._cached: OrderedDict[str, bytes] = OrderedDict()
         self._cached_chars = 0
+        self._lock = Lock()  # of the cache
+        with suppress(ValueError):  # without a template
+            self._takes_parts(self._own.get_chat_template())
 
     def ids(self, path: str, fields: Fields) -> bytes:
         """Return the prompt's ids as a JSON array. Raises Unknown."""
@@ -78,16 +97,19 @@ class Tokenizer:
             template = self._own.get_chat_template(tools=chat.tools)
         except ValueError:
             raise Unknown("no chat template") from None
-        if template not in self._as_parts:
-            self._as_parts[template] = _takes_parts(template)
         text = self._own.apply_chat_template(
-            conversation(chat.messages, self._as_parts[template]),
+            conversation(chat.messages, self._takes_parts(template)),
             tools=chat.tools,
             chat_template=template,
             tokenize=False,
             **chat.options,
         )
         return self._text_ids(text, chat.special_tokens)
+
+    def _takes_parts(self, template: str) -> bool:
+        if template not in self._as_parts:
+            self._as_parts[template] = _takes_parts(template)
+        return self._as_parts[template]
 
     def _text_ids(self, text: str, special_tokens: bool) -> bytes:
         starts = [0, *(cut.start() for cut in self._cuts.finditer(text)), len(text)]
@@ -98,30 +120,38 @@ class Tokenizer:
 
     def _part_ids(self, part: str) -> bytes:
         """Return the ids with commas between them."""
-        cached = self._cached
-        if part in cached:
-            cached.move_to_end(part)
-            return cached[part]
+        with self._lock:
+            if (kept := self._cached.get(part)) is not None:
+                self._cached.move_to_end(part)
+                return kept
         ids = self._backend.encode(part, add_special_tokens=False).ids
-        cached[part] = written = msgspec.json.encode(ids)[1:-1]
-        self._cached_chars += len(part)
-        while self._cached_chars > CACHED_CHARS:
-            oldest, _ = cached.popitem(last=False)
-            self._cached_chars -= len(oldest)
+        written = msgspec.json.encode(ids)[1:-1]
+        if len(part) <= CACHED_PART_CHARS:
+            self._keep(part, written)
         return written
+
+    def _keep(self, part: str, written: bytes) -> None:
+        with self._lock:
+            if part not in self._cached:
+                self._cached_chars += len(part)
+            self._cached[part] = written
+            while self._cached_chars > CACHED_CHARS:
+                oldest, _ = self._cached.popitem(last=False)
+                self._cached_chars -= len(oldest)
 
 
 class Tokens:
-    """Puts token ids into requests, by a thread beside the event loop.
+    """Puts token ids into requests, by threads beside the event loop.
 
-    A request whose ids cannot be computed is routed by its bytes, its session and the
-    load; `unknown` counts these by reason.
+    Long prompts have threads of their own, so that they hold up no short ones. A
+    request whose ids cannot be computed, or not in time, is routed by its bytes, its
+    session and the load; `unknown` counts these by reason.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        # One thread, which alone uses the tokenizer's cache.
-        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._short = ThreadPoolExecutor(1, "tokenizer")
+        self._long = ThreadPoolExecutor(LONG_THREADS, "tokenizer-long")
         self.unknown: Counter[str] = Counter()
 
     async def find(self, body: RequestBody[Any]) -> None:
@@ -138,10 +168,40 @@ class Tokens:
             raise Unknown("no tokenizer")
         if body.form == "other":
             raise Unknown("several prompts")
+        if len(body.prompt) > self._tokenizer.max_bytes:
+            raise Unknown("too long")
+        threads = self._long if len(body.prompt) >= LONG_BYTES else self._short
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._thread, self._tokenizer.ids, body.api.path, body.fields
-        )
+        try:
+            async with asyncio.timeout(TIME_LIMIT_S):
+                return await loop.run_in_executor(
+                    threads, self._tokenizer.ids, body.api.path, body.fields
+                )
+        except TimeoutError:
+            raise Unknown("too slow") from None
+
+
+class _Length(msgspec.Struct):
+    max_position_embeddings: int | None = None
+
+
+class _Config(_Length):
+    """A model's config.json; `text_config` of models that take more than text."""
+
+    text_config: _Length | None = None
+
+
+def _model_tokens(folder: Path) -> int:
+    """Return the tokens that the model takes. Raises TokenizerError."""
+    path = folder / "config.json"
+    if not path.exists():
+        return DEFAULT_MODEL_TOKENS
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=_Config)
+    except msgspec.DecodeError as error:
+        raise TokenizerError(f"--tokenizer {folder}: config.json: {error}") from None
+    of_text = config.text_config and config.text_config.max_position_embeddings
+    return config.max_position_embeddings or of_text or DEFAULT_MODEL_TOKENS
 
 
 def _check(folder: Path) -> None:

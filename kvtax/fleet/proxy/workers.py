@@ -37,6 +37,8 @@ from .metrics import Counts
 STOP_S = 15.0
 # Seconds for another worker's answer.
 PEER_TIMEOUT_S = 1.0
+# Bytes of their requests, which have no bodies.
+PEER_HELD_BYTES = 1 << 20
 _LOOPBACK = "127.0.0.1"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _fork = multiprocessing.get_context("fork")
@@ -211,7 +213,7 @@ class Peers:
         if self._seat is None:
             yield
             return
-        server = Server(answer, max_body_bytes=0, client_timeout_s=PEER_TIMEOUT_S)
+        server = Server(answer, 0, PEER_HELD_BYTES, client_timeout_s=PEER_TIMEOUT_S)
         listening = await server.listen(_LOOPBACK, 0)
         ports, place = self._seat.shared.ports, self._seat.place
         ports[place] = listening.sockets[0].getsockname()[1]

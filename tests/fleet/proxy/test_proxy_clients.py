@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -35,6 +36,43 @@ from tests.fleet.proxy.proxy_lab import (
 
 pytestmark = pytest.mark.slow
 IDLE = 10_000
+MIB = 2**20
+
+
+def test_the_memory_of_all_clients_has_a_budget(two, tmp_path):
+    """Bodies sent ahead of an answer, long names, and blanks between token ids."""
+    ahead = json.dumps(ask("x" * 30 * MIB)).encode()
+    blanks = b'{"model": "null", "max_tokens": 1, "prompt": [7,%s1]}' % (b" " * 4 * MIB)
+    for one in two:
+        one.set_faults("hang")
+    options = ("linear", "--max-held-bytes", str(48 * MIB))
+    with proxy(tmp_path, named(two), *options) as on, ExitStack() as clients:
+        before = resident_bytes(on.process.pid)
+        for _ in range(4):
+            client = clients.enter_context(connect(on.url, ask()))
+            client.settimeout(0.5)
+            with suppress(TimeoutError, ConnectionError):
+                for _ in range(8):
+                    client.sendall(post_head(on.url, len(ahead)) + ahead)
+        for one in two:
+            one.set_faults()
+        for number in range(400):
+            name = f"{number}" + "s" * 8000
+            answer = post(on.url, ask(max_tokens=1), X_Session_Id=name)
+            assert answer.status == 200
+        for _ in range(8):
+            post(on.url, blanks)
+        # The budget, a request's copies while it is handled, and what allocators keep.
+        assert resident_bytes(on.process.pid) - before < 2 * 48 * MIB
+        assert max(one["cache"]["mirror_tokens"] for one in on.instances().values()) > (
+            4 * MIB / 2048 * 64
+        )
+        assert len(on.get("/decisions?n=1000").body) < MIB
+
+
+def post_head(url: str, length: int) -> bytes:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n"
+    return f"{head}Content-Length: {length}\r\n\r\n".encode()
 
 
 def test_a_client_that_goes_away_aborts_the_request_at_the_instance(two, tmp_path):

@@ -99,6 +99,7 @@ class Socket:
 
 
 LIMIT_BYTES = 64
+HELD_BYTES = 2**30
 URL = "http://instance:1"
 LINES = [b"\r\n", b"\n", b"\r", b" ", b":", b"\0", b"\x80", b"\r\n ", b"\r\n\r\n", b"0"]
 HEADERS = [
@@ -138,7 +139,9 @@ async def handled(pieces: list[bytes]) -> list[Request]:
         request.whole(200, CIMultiDict(), b"ok")
 
     socket = Socket()
-    connection = listener._Connection(listener.Server(handle, LIMIT_BYTES, 1))
+    connection = listener._Connection(
+        listener.Server(handle, LIMIT_BYTES, HELD_BYTES, 1)
+    )
     connection.connection_made(socket)
     for piece in pieces:
         connection.data_received(piece)
@@ -150,7 +153,7 @@ async def handled(pieces: list[bytes]) -> list[Request]:
 
 
 def facts(request: Request) -> list[Any]:
-    whole = request.body if request.over_bytes is None else None
+    whole = request.body if request.refusal is None else None
     headers = list(request.headers.items())
     return [request.method, request.path, request.query, headers, whole]
 

@@ -18,6 +18,9 @@ from kvtax.fleet.proxy import http_server as server
 from kvtax.fleet.proxy.http_server import Handle, Request, Server
 
 LIMIT_BYTES = 1000
+TOO_LARGE = [413, f"the body is too large: at most {LIMIT_BYTES} bytes"]
+HELD_BYTES = 2**30
+MIB = 2**20
 DEADLINE_S = 10
 Dial = Callable[[], Awaitable["Wire"]]
 
@@ -29,7 +32,7 @@ async def echo(request: Request) -> None:
         "path": request.path,
         "query": request.query,
         "body": request.body.decode("latin-1"),
-        "over": request.over_bytes,
+        "refusal": request.refusal,
         "headers": sorted(request.headers),
     }
     kind = CIMultiDict({"Content-Type": "application/json"})
@@ -82,8 +85,9 @@ async def serving(
     handle: Handle = echo,
     client_timeout_s: float = DEADLINE_S,
     max_body_bytes: int = LIMIT_BYTES,
+    max_held_bytes: int = HELD_BYTES,
 ) -> AsyncIterator[Dial]:
-    serves = Server(handle, max_body_bytes, client_timeout_s)
+    serves = Server(handle, max_body_bytes, max_held_bytes, client_timeout_s)
     listening = await serves.listen("127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     sweeping = asyncio.create_task(serves.sweep_forever())
@@ -102,6 +106,7 @@ async def serving(
         listening.close()
         await serves.close()
         assert serves.connections == set()
+        assert serves.held_bytes == 0
 
 
 def ask(body: bytes = b"", *lines: str, path: str = "/a?b=c") -> bytes:
@@ -144,6 +149,38 @@ async def test_a_connection_that_sends_far_ahead_is_read_no_further_than_answere
         wire.send(*(ask(b"%d" % n) for n in range(500)))
         for n in range(500):
             assert (await wire.answer())[1]["body"] == str(n)
+
+
+async def test_bodies_sent_ahead_are_read_when_their_turn_comes():
+    held, going_on = 0, asyncio.Event()
+
+    async def slow(request: Request) -> None:
+        nonlocal held
+        await going_on.wait()
+        held = max(held, request.connection._server.held_bytes)
+        await echo(request)
+
+    async with serving(slow, max_body_bytes=MIB, max_held_bytes=5 * MIB) as dial:
+        wire = await dial()
+        wire.send(*(ask(b"x" * MIB) for _ in range(10)))
+        await asyncio.sleep(0.2)
+        going_on.set()
+        for _ in range(10):
+            assert (await wire.answer())[1]["refusal"] is None
+        assert held < 2 * MIB
+
+
+async def test_of_all_clients_the_largest_body_is_refused_and_small_ones_find_room():
+    async with serving(max_body_bytes=9 * MIB, max_held_bytes=10 * MIB) as dial:
+        wires = [await dial() for _ in range(3)]
+        for wire, part in zip(wires, (2, 6, 3), strict=True):
+            wire.send(ask(b"x" * 8 * MIB)[: part * MIB])
+            await asyncio.sleep(0.2)
+        status, reason = (await wires[1].answer())[1]["refusal"]
+        assert (status, "full of requests" in reason) == (503, True)
+        small = await dial()
+        small.send(ask(b"x"))
+        assert (await small.answer())[1]["body"] == "x"
 
 
 async def test_only_a_head_counts_as_one():
@@ -221,7 +258,7 @@ async def test_head_gets_the_head_and_expect_is_told_to_go_on():
         assert (await wire.answer())[1]["body"] == "body"
         # But not into another answer.
         wire.send(ask(path="/stream"), ask(b"b", "Expect: 100-continue"))
-        whole = await wire.reader.readuntil(b'"over": null')
+        whole = await wire.reader.readuntil(b'"refusal": null')
         assert b"100 Continue" not in whole
 
 
@@ -288,7 +325,7 @@ async def test_too_large_a_body_is_known_before_it_is_here():
             wire = await dial()
             wire.send(sent)
             status, said = await wire.answer()
-            assert (status, said["over"]) == (200, LIMIT_BYTES)
+            assert (status, said["refusal"]) == (200, TOO_LARGE)
             assert await wire.rest() == b""
 
 
@@ -296,7 +333,7 @@ async def test_a_client_that_is_still_sending_gets_to_read_its_refusal():
     async with serving() as dial:
         wire = await dial()
         wire.send(ask(b"x" * 3_000_000))
-        assert (await wire.answer())[1]["over"] == LIMIT_BYTES
+        assert (await wire.answer())[1]["refusal"] == TOO_LARGE
 
 
 @pytest.fixture
@@ -419,7 +456,7 @@ async def test_a_server_that_ends_answers_what_it_has_been_asked(soon):
         await asyncio.sleep(0.05)
         await echo(request)
 
-    serves = Server(slow, LIMIT_BYTES, DEADLINE_S)
+    serves = Server(slow, LIMIT_BYTES, HELD_BYTES, DEADLINE_S)
     listening = await serves.listen("127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     wire, idle = [

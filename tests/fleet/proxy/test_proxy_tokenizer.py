@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtax.fleet.proxy import tokenizer as tokenizer_module
 from kvtax.fleet.proxy.apis import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from kvtax.fleet.proxy.body import Body
 from kvtax.fleet.proxy.chats import Unknown
-from kvtax.fleet.proxy.tokenizer import Tokenizer, TokenizerError, Tokens
+from kvtax.fleet.proxy.tokenizer import (
+    LONG_BYTES,
+    Tokenizer,
+    TokenizerError,
+    Tokens,
+)
 from tests.fleet.proxy.proxy_lab import named, post, proxy
 from tests.fleet.proxy.tiny_model import CHATML, PARTS, SPECIAL, ours, tiny_model
 
@@ -347,6 +354,46 @@ def test_a_body_gets_its_ids_or_the_reason_is_counted(tokenizer):
         assert found(COMPLETIONS, {"prompt": prompt}).has_ids == (prompt == [1])
     found(CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]})
     assert tokens.unknown == {"several prompts": 1, "multi-modal": 1}
+
+
+def completion(prompt: str) -> Body:
+    raw = json.dumps({"model": "m", "prompt": prompt}).encode()
+    return Body(raw, APIS[COMPLETIONS])
+
+
+async def test_long_prompts_hold_up_no_short_one_and_go_by_bytes_in_time(monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "TIME_LIMIT_S", 0.2)
+    done = threading.Event()
+
+    def ids(path: str, fields: dict[str, Any]) -> bytes:
+        if len(fields["prompt"]) >= LONG_BYTES:
+            done.wait()
+        return b"[1,2]"
+
+    tokens = Tokens(SimpleNamespace(ids=ids, max_bytes=2**20))
+    try:
+        long = [completion("a" * LONG_BYTES) for _ in range(5)]
+        waiting = [asyncio.ensure_future(tokens.find(body)) for body in long]
+        await asyncio.sleep(0)
+        short = completion("a")
+        while not short.has_ids:  # also where this machine takes longer than the limit
+            await tokens.find(short)
+        await asyncio.gather(*waiting)
+        assert not any(body.has_ids for body in long)
+        assert tokens.unknown["too slow"] >= len(long)
+    finally:
+        done.set()
+
+
+@pytest.mark.slow
+def test_a_prompt_beyond_the_model_is_not_tokenized(started, tmp_path, folder):
+    options = ("--tokenizer", str(folder))
+    text = "one two three " * (8 * 65536 // 14 + 1)
+    with proxy(tmp_path, named(started), "linear", *options) as on:
+        answer = post(on.url, {"model": "null", "max_tokens": 1, "prompt": text})
+        assert answer.headers["X-Kvtax-Instance"] in "ab"
+        counted = b'kvtax_proxy_untokenized_total{reason="too long"} 1.0'
+        assert counted in on.get("/metrics").body
 
 
 @pytest.mark.slow
