@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A storm on two real engines: B reads from A while A prefills, evicts and is reset.
 
+B takes A's blocks only while both were reset as often. So B is reset after A, when it
+has answered what it was asked; until then it computes.
+
 Every token that B answers with is compared with a plain instance's. After the run
 proper the same load goes on without in-flight exclusion, and then without validation:
 those two must give wrong tokens, or the storm would prove nothing.
@@ -17,7 +20,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -45,6 +48,8 @@ POOL_PROMPTS = 240
 A_BLOCKS = 400
 B_BLOCKS = 320
 AT_ONCE = 12
+# Some ask twice at once.
+MOST_AT_B = 2 * AT_ONCE
 # Beside them A prefills prompts of its own all the time.
 CHURNS = 2
 CHURN_TOKENS = 1200
@@ -66,6 +71,8 @@ class Storm:
         self._pool = pool
         self._chance = random.Random(seed)
         self._recent: list[Prompt] = []
+        # One for each request at B.
+        self._places = asyncio.Semaphore(MOST_AT_B)
 
     async def run(self, requests: int, seconds: float, enough_wrong: int) -> Counts:
         """Run until one limit is reached; what was counted.
@@ -120,7 +127,8 @@ class Storm:
 
     async def _read(self, session, prompt: Prompt) -> None:
         params = {"kv_transfer_params": self._a.peer}
-        answer = await ask(session, self._b, prompt.tokens, **params)
+        async with self._places:
+            answer = await ask(session, self._b, prompt.tokens, **params)
         pairs = zip(answer["token_ids"], prompt.expected, strict=True)
         wrong_tokens = sum(token != expected for token, expected in pairs)
         self._counts["requests"] += 1
@@ -137,17 +145,31 @@ class Storm:
                 await ask(session, self._a, tokens, max_tokens=1)
 
         async def reset() -> None:
-            while True:
-                await asyncio.sleep(RESET_EVERY_S)
-                await reset_prefix_cache(session, self._a)
-                self._counts["resets"] += 1
+            """Reset A and then B, never one alone."""
+            while not over.is_set():
+                try:
+                    await asyncio.wait_for(over.wait(), RESET_EVERY_S)
+                except TimeoutError:
+                    await reset_prefix_cache(session, self._a)
+                    await self._reset_b(session)
+                    self._counts["resets"] += 1
 
+        over = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(churn()) for _ in range(CHURNS)]
-            running.append(tasks.create_task(reset()))
+            tasks.create_task(reset())
             yield
+            over.set()
             for task in running:
                 task.cancel()
+
+    async def _reset_b(self, session: aiohttp.ClientSession) -> None:
+        """Reset B while nobody asks it: vLLM refuses while blocks are pulled."""
+        async with AsyncExitStack() as places:
+            for _ in range(MOST_AT_B):
+                await places.enter_async_context(self._places)
+            await self._b.settle()
+            await reset_prefix_cache(session, self._b)
 
     async def _counters(self) -> Counter[str]:
         """What the connectors of A and B counted, by name without its prefix."""
@@ -192,7 +214,7 @@ def without(server: GatedServer | None, switch: str):
 async def storm(
     a: GatedServer, b: GatedServer, pool: Pool, seed: int, requests: int, seconds: float
 ) -> dict[str, Counts]:
-    """The run proper, then the controls; B begins each with an empty cache."""
+    """The run proper, then the controls; both begin each with an empty cache."""
     phases = {
         AS_IT_IS: (None, "", requests, seconds, requests),
         "without exclusion": (a, OFFER_IN_FLIGHT, requests, CONTROL_S, ENOUGH_WRONG),
@@ -200,9 +222,10 @@ async def storm(
     }
     found = {}
     for name, (server, switch, *ends) in phases.items():
-        await b.settle()
         async with new_session() as session:
-            await reset_prefix_cache(session, b)
+            for server in (a, b):
+                await server.settle()
+                await reset_prefix_cache(session, server)
         with without(server, switch):
             found[name] = await Storm(a, b, pool, seed).run(*ends)
         print(f"{name}: {found[name]}", flush=True)
@@ -219,7 +242,7 @@ ROWS = {
     "after_a": "asked when A has just answered it",
     "lately_at_a": "asked some answers later",
     "twice": "asked twice at once",
-    "resets": "resets of A's prefix cache",
+    "resets": "resets of A's prefix cache, and of B's after it",
     "lookups": "lookups",
     "lookup_failures": "of them failed",
     "served_in_flight": "stopped at a block still being computed",

@@ -77,7 +77,29 @@ class _Held(NamedTuple):
     readers: int
 
 
-class BlockLedger(BlockPoolListener):
+class ResetCounter(BlockPoolListener):
+    """Count of the resets of a pool's prefix cache since the pool was made.
+
+    A refused reset does not count. vLLM tells a connector of no other sign that weights
+    have changed.
+    """
+
+    def __init__(self, block_pool: BlockPool) -> None:
+        self.resets = 0
+        block_pool.add_listener(self)
+
+    def on_block_cached(self, key: BlockHashWithGroupId, block_id: int) -> None:
+        pass
+
+    def on_block_evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
+        # The block has lost its hash, or is about to: a ledger has nothing to note.
+        pass
+
+    def on_cache_reset(self) -> None:
+        self.resets += 1
+
+
+class BlockLedger(ResetCounter):
     """Knows which blocks of a pool hold what their hash says, and for how long.
 
     The engine thread calls `begin_step` at the end of each schedule(), and
@@ -103,7 +125,7 @@ class BlockLedger(BlockPoolListener):
         self._steps_done = 0
         self._held: dict[int, _Held] = {}
         self._num_held_blocks = 0
-        block_pool.add_listener(self)
+        super().__init__(block_pool)
         # A late listener receives the map's keys: equal to its blocks', not identical.
         for block in block_pool.blocks:
             if block.block_hash is not None:
@@ -115,14 +137,6 @@ class BlockLedger(BlockPoolListener):
         # The step being scheduled. Async scheduling also caches blocks after a step,
         # which are written already: those are offered late, never early.
         self._cached[block_id] = (key, self._steps_begun + 1)
-
-    def on_block_evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
-        # The block has lost its hash, or is about to: nothing to note.
-        pass
-
-    def on_cache_reset(self) -> None:
-        # All blocks have lost their hashes.
-        pass
 
     def begin_step(self) -> None:
         self._steps_begun += 1
@@ -142,11 +156,15 @@ class BlockLedger(BlockPoolListener):
         The hashes are block hashes, without a group id; at most MAX_HASHES count.
         """
         self.counters.lookups += 1
+        resets = self.resets
         blocks, keys, stopped = self._leading_run(hashes[:MAX_HASHES])
+        if self.resets != resets:
+            # These blocks are of the cache before.
+            blocks, keys, stopped = [], [], "absent"
         self.counters.stopped_absent += stopped == "absent"
         self.counters.stopped_in_flight += stopped == "in_flight"
         if not blocks:
-            return Offer(0, [], stopped)
+            return Offer(0, [], stopped, resets)
         self.counters.blocks_offered += len(blocks)
         self._make_room(len(blocks))
         # Not a counter: a token from before a restart must not be valid.
@@ -154,7 +172,7 @@ class BlockLedger(BlockPoolListener):
         deadline_s = time.monotonic() + TOKEN_LIFETIME_S
         self._held[token] = _Held(blocks, keys, deadline_s, self._readers)
         self._num_held_blocks += len(blocks)
-        return Offer(token, [block.block_id for block in blocks], stopped)
+        return Offer(token, [block.block_id for block in blocks], stopped, resets)
 
     def validate(self, token: int) -> int:
         """Return how many of the offer's leading blocks are still valid.

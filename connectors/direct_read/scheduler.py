@@ -13,8 +13,9 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from connectors.direct_read import fingerprint
-from connectors.direct_read.ledger import BlockLedger
+from connectors.direct_read.ledger import BlockLedger, ResetCounter
 from connectors.direct_read.lookups import (
+    NOTHING,
     OFFER_LIFETIME_S,
     Address,
     Found,
@@ -61,6 +62,7 @@ class DirectReadScheduler:
         # Public, with offer_lifetime_s: a simulation reads ledgers without a network.
         self.offer_lifetime_s = OFFER_LIFETIME_S
         self.ledger: BlockLedger | None = None
+        self._cache: ResetCounter | None = None
         self.lookups: Lookups | None = None
         # By request, until its pull begins. Then None, as for a request without a pull:
         # each pulls once, and after a failure or a preemption it is computed here.
@@ -74,6 +76,7 @@ class DirectReadScheduler:
         if self._settings.serves:
             readers = self._vllm_config.parallel_config.tensor_parallel_size
             self.ledger = BlockLedger(block_pool, readers)
+        self._cache = self.ledger or ResetCounter(block_pool)
 
     def set_workers(self, workers: dict[int, DirectReadHandshake]) -> None:
         """Set the workers by TP rank. Raises RuntimeError if vLLM lacks a patch."""
@@ -137,6 +140,10 @@ class DirectReadScheduler:
             # The request has waited too long for free blocks: ask again.
             del self._asked[request.request_id]
             return None
+        if not self._is_of_our_weights(found, asked.address):
+            self._counts.answered(NOTHING)
+            self._asked[request.request_id] = None
+            return 0
         # Meanwhile more or fewer of its blocks may be cached here.
         skipped = first_block - asked.first_block
         num_blocks = len(found.offer.block_ids) - skipped
@@ -145,6 +152,25 @@ class DirectReadScheduler:
             self._asked[request.request_id] = None
             return 0
         return num_blocks
+
+    def _is_of_our_weights(self, found: Found, address: Address) -> bool:
+        """Decide if the offer's blocks can be of the same weights as ours.
+
+        Weights change in one instance after the other, and each resets its cache then.
+        An offer that was made for the cache before our own last reset is refused, too.
+        """
+        assert self._cache is not None
+        ours, theirs = self._cache.resets, found.offer.resets
+        if ours == theirs or not found.offer.block_ids:
+            return True
+        logger.warning_once(
+            "Direct read: nothing from %s:%d: prefix_cache_resets is %d here and %d "
+            "there; reset the instance that is behind, once its weights are the same",
+            *address,
+            ours,
+            theirs,
+        )
+        return False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -260,6 +260,41 @@ def test_a_refused_reset_changes_nothing(ledger_module):
     assert block_ids_offered(ledger, b"a") == ids(*blocks)
 
 
+def test_an_offer_says_how_often_the_cache_was_reset(ledger_module):
+    pool, ledger, blocks = written(ledger_module, b"a")
+    assert ledger.lookup([b"a"]).resets == ledger.resets == 0
+    assert not pool.reset_prefix_cache()
+    assert ledger.lookup([b"a"]).resets == 0
+    pool.free_blocks(blocks)
+    for count in (1, 2):
+        assert pool.reset_prefix_cache()
+        assert ledger.lookup([b"a"]).resets == count
+    cache(pool, b"a")
+    a_step(ledger)
+    offer = ledger.lookup([b"a"])
+    assert (len(offer.block_ids), offer.resets) == (1, 2)
+
+
+def test_a_lookup_that_a_reset_overtakes_offers_nothing(ledger_module):
+    """Else it could offer blocks of the new weights with the count of the old."""
+    pool, ledger, blocks = written(ledger_module, b"a")
+    pool.free_blocks(blocks)
+    old_map = pool.cached_block_hash_to_block
+
+    class Overtaken:
+        @staticmethod
+        def get_one_block(key):
+            pool.cached_block_hash_to_block = old_map
+            assert pool.reset_prefix_cache()
+            (block,) = cache(pool, b"a")
+            a_step(ledger)
+            return block
+
+    with changed(pool, "cached_block_hash_to_block", Overtaken):
+        offer = ledger.lookup([b"a"])
+    assert (offer.block_ids, offer.stopped) == ([], "absent")
+
+
 # Several blocks with one hash.
 
 
@@ -433,6 +468,8 @@ MUTANTS = {
         "        else:\n            pass",
     ),
     "held blocks are not given back": ("self._num_held_blocks -= len(", "len("),
+    "resets are not counted": ("self.resets += 1", "pass"),
+    "resets are not looked for": ("if self.resets != resets:", "if False:"),
     "any number of hashes": ("hashes[:MAX_HASHES]", "hashes"),
 }
 

@@ -29,6 +29,7 @@ CONNECTOR = {
 }
 SECRET = "a secret of these tests"
 PROMPT = list(range(1, 1_601))
+OTHER = PROMPT[::-1]
 # One token has to be computed, and with it its block.
 READABLE_BLOCKS = 99
 # 10 us per block, and 5 us on the way.
@@ -67,6 +68,9 @@ class Pair:
         while await answer.chunk():
             pass
         return self._loop.now_ns() - begun_ns
+
+    def reset(self, name: str) -> None:
+        assert self._served[name].engine.scheduler.reset_prefix_cache()
 
     def read_tokens(self, name: str) -> int:
         return self._served[name].totals.external_tokens
@@ -112,6 +116,36 @@ def test_who_asks_no_peer_computes(model):
         assert pair.read_tokens("b") == 0
 
     run(computed, model)
+
+
+def test_only_caches_that_were_reset_as_often_are_read(model):
+    """A reset is the sign that an instance's weights have changed."""
+
+    async def updated(pair: Pair) -> None:
+        await pair.ask("a", PROMPT)
+        pair.reset("b")
+        assert await pair.ask("b", PROMPT, peer=1) >= FORWARD_NS
+        assert pair.read_tokens("b") == 0
+        pair.reset("a")
+        await pair.ask("a", OTHER)
+        await pair.ask("b", OTHER, peer=1)
+        assert pair.read_tokens("b") == READABLE_BLOCKS * 16
+        assert pair.used("a") == pair.used("b") == 0
+
+    run(updated, model)
+
+
+def test_an_offer_from_before_our_own_reset_is_not_used(model):
+    async def overtaken(pair: Pair) -> None:
+        await pair.ask("a", PROMPT)
+        reading = asyncio.create_task(pair.ask("b", PROMPT, peer=1))
+        # The question is on its way.
+        await asyncio.sleep(LATENCY_NS / 2e9)
+        pair.reset("b")
+        await reading
+        assert pair.read_tokens("b") == 0
+
+    run(overtaken, model)
 
 
 def test_nothing_is_read_before_it_is_written(model):
