@@ -42,8 +42,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kvindexd",
         metavar="ADDRESS",
-        help="look up what is cached where in this kvindexd: unix:///PATH or "
-        "tcp://HOST:PORT (default: estimate from the proxy's own decisions)",
+        help="look up what is cached where in this kvindexd: unix:///PATH, "
+        "tcp://HOST:PORT or tls://HOST:PORT (default: estimate from the proxy's own "
+        "decisions)",
+    )
+    parser.add_argument(
+        "--kvindexd-token-file", metavar="FILE", help="kvindexd's own -token-file"
+    )
+    parser.add_argument(
+        "--kvindexd-ca-file",
+        metavar="FILE",
+        help="PEM certificates that tls:// trusts (default: the system's)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -78,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         parameters=named_values(arguments.parameters),
         cache="mirror" if arguments.kvindexd is None else "exact",
         kvindexd=arguments.kvindexd,
+        kvindexd_token_file=arguments.kvindexd_token_file,
+        kvindexd_ca_file=arguments.kvindexd_ca_file,
         tokenizer=arguments.tokenizer,
     )
     endpoint = Endpoint(arguments.host, arguments.port)

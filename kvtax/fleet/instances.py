@@ -7,7 +7,6 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -79,4 +78,4 @@ def _table_of(instance: Any) -> Any:
     if not isinstance(table, dict) or not isinstance(table.get("url"), str):
         return table
     url = table["url"].rstrip("/")
-    return {"name": urlsplit(url).netloc, **table, "url": url}
+    return {"name": url.partition("//")[2].partition("/")[0], **table, "url": url}

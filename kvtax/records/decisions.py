@@ -30,6 +30,10 @@ class DecisionsHeader(
     """How the proxy knows what is cached: from its own decisions, or KV events."""
     kvindexd: str | None = None
     """Address of the kvindexd that knows what the KV events say."""
+    kvindexd_token_file: str | None = None
+    """File of the token for it."""
+    kvindexd_ca_file: str | None = None
+    """Certificates that TLS to it trusts."""
     mirror_tokens: int | None = None
     """How many tokens the mirror assumes that an instance can cache."""
     tokenizer: str | None = None

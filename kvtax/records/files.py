@@ -10,8 +10,10 @@ the file is not what it claims to be.
 from __future__ import annotations
 
 import asyncio
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -161,16 +163,16 @@ FLUSH_EVERY_S = 0.25
 class LineFile:
     """Writes `path`, which must not exist yet (FileExistsError).
 
-    The header is written at once (OSError), the lines by a thread of their own, so that
-    a slow disk delays no request.
-    `flush_forever` and the result of `flush` raise OSError if that fails. The lines of
-    that flush are lost then, and the file ends with the last line before them.
+    `mode`: the file's permissions. The header is written at once (OSError), the lines
+    by a thread of their own, so that a slow disk delays no request. `flush_forever` and
+    the result of `flush` raise OSError if that fails. The lines of that flush are lost
+    then, and the file ends with the last line before them.
     """
 
-    def __init__(self, path: Path, header: msgspec.Struct) -> None:
+    def __init__(self, path: Path, header: msgspec.Struct, mode: int = 0o666) -> None:
         self._lines: list[bytes] = []
         self._encode = msgspec.json.Encoder().encode
-        self._file = path.open("xb", buffering=0)
+        self._file = FileIO(path, "xb", opener=partial(os.open, mode=mode))
         try:
             _write_all(self._file, self._encode(header) + b"\n")
         except OSError:

@@ -53,6 +53,25 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which engine of its server it is, from 0; null: the server has no others."""
 
 
+def unusable(url: str) -> str | None:
+    """Return why no request can be sent to an http URL, None if one can."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")  # as a look-up does: labels have 1 to 63 letters
+    except ValueError as error:  # UnicodeError is one, too
+        return str(error)
+    if parts.scheme not in ("http", "https"):
+        return "no http URL"
+    if (
+        not host
+        or port == 0
+        or any(not sign.isprintable() or sign == " " for sign in url)
+    ):
+        return "no host and port; http://HOST:PORT expected"
+    return None
+
+
 class InstancesFile(
     msgspec.Struct,
     frozen=True,
@@ -82,7 +101,8 @@ class InstancesFile(
                     "`data_parallel_rank` of its own"
                 )
         for instance in self.instances:
-            if urlsplit(instance.url).scheme not in ("http", "https"):
-                raise ValueError(f"{instance.name}: {instance.url!r} is no http URL")
+            for url in filter(None, (instance.url, instance.bootstrap_url)):
+                if why := unusable(url):
+                    raise ValueError(f"{instance.name}: {url!r}: {why}")
             if instance.block_tokens < 1:
                 raise ValueError(f"{instance.name}: `block_tokens` is not above 0")

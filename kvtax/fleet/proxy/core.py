@@ -123,8 +123,8 @@ class Core(Generic[Payload]):
                 raise
         except Exception as error:
             log.exception("request %s", end.id)
-            message = f"the proxy failed: {type(error).__name__}: {error}"
-            self._refuse(exchange, Failure(500, None, message))
+            message = f"the proxy failed: {type(error).__name__}"
+            self._refuse(exchange, Failure(500, None, message, str(error)))
         finally:
             self._tasks.discard(task)
             self._decisions.ended(end)
@@ -317,7 +317,8 @@ async def relay(
     if not answer.streams:
         end.status = "ok" if answer.status < 400 else "failed"
         if end.status == "failed":
-            end.error = answer.first[:300].decode(errors="replace")
+            # Its text may quote the prompt, as vLLM's does.
+            end.error = f"{end.instance} answered HTTP {answer.status}"
         client.whole(answer.status, headers, answer.first)
         return
     await client.begin(answer.status, headers)

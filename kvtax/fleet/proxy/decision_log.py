@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class DecisionLog:
-    """Writes the new file `path` (else FileExistsError); None: no file."""
+    """Writes the new file `path` (else FileExistsError), for its owner only.
+
+    None: no file. No line has text of a prompt or an answer.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class DecisionLog:
         self.recent: deque[bytes] = deque(maxlen=RECENT)
         self._encode = msgspec.json.Encoder().encode
         self._path = path
-        self._file = None if path is None else LineFile(path, header)
+        self._file = None if path is None else LineFile(path, header, mode=0o600)
 
     def __enter__(self) -> Self:
         return self

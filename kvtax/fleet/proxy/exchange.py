@@ -125,7 +125,8 @@ def read(request: Request) -> bytes:
 
 def error_json(error: Failure, path: str = COMPLETIONS) -> bytes:
     """Encode an error as the API at `path` does, with the instance that failed."""
-    status, text = error.status, {"message": str(error), "instance": error.instance}
+    message = f"{error}: {error.quoted}" if error.quoted else str(error)
+    status, text = error.status, {"message": message, "instance": error.instance}
     if path.startswith(MESSAGES):
         kind = _ANTHROPIC_TYPES.get(status, "api_error")
         return msgspec.json.encode({"type": "error", "error": {"type": kind, **text}})

@@ -170,11 +170,16 @@ def place_of(url: str) -> Place:
 class Pool:
     """Connections to any servers; after `keep_s` idle seconds one is not used again.
 
-    `silence_timeout_s`: seconds a server may send nothing.
+    `silence_timeout_s`: seconds a server may send nothing. `tls`: for https, None to
+    trust the system's certificates.
     """
 
     def __init__(
-        self, connect_timeout_s: float, silence_timeout_s: float, keep_s: float
+        self,
+        connect_timeout_s: float,
+        silence_timeout_s: float,
+        keep_s: float,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.silence_timeout_s = silence_timeout_s
         self._connect_timeout_s = connect_timeout_s
@@ -182,7 +187,7 @@ class Pool:
         self._loop = asyncio.get_running_loop()
         # By place, in order of their last use.
         self._idle: dict[Place, dict[_Connection, None]] = defaultdict(dict)
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls
 
     async def request(
         self,

@@ -277,8 +277,7 @@ class Offloader(Generic[Payload]):
             self._give_up(p, error, "prefill_lost", why)
         answer.close()
         if answer.status != 200:
-            text = answer.first[:300].decode(errors="replace")
-            why = f"prefill on {p.name}: HTTP {answer.status}: {text}"
+            why = f"prefill on {p.name}: HTTP {answer.status}"
             raise GivenUp("prefill_refused", why)
         return answer
 
@@ -305,8 +304,7 @@ class Offloader(Generic[Payload]):
             raise GivenUp("decode_lost" if lost else "no_token", str(error)) from None
         if answer.status >= 500:
             answer.close()
-            text = answer.first[:300].decode(errors="replace")
-            why = f"{d.name}: HTTP {answer.status}: {text}"
+            why = f"{d.name}: HTTP {answer.status}"
             raise GivenUp("decode_refused", why)
         return answer
 

@@ -144,7 +144,13 @@ async def serving(
         exact = None
         if settings.kvindexd is not None:
             names = [instance.name for instance in instances]
-            exact = await stack.enter_async_context(Kvindexd(settings.kvindexd, names))
+            kvindexd = Kvindexd(
+                settings.kvindexd,
+                names,
+                settings.kvindexd_token_file,
+                settings.kvindexd_ca_file,
+            )
+            exact = await stack.enter_async_context(kvindexd)
         decisions = stack.enter_context(_open_log(log_path, header))
         pool = stack.enter_context(closing(open_pool(settings.silence_timeout_s)))
         proxy = _Proxy(instances, settings, pool, decisions, exact, endpoint.seat)

@@ -16,14 +16,17 @@ from kvtax.records.instances import Instance
 class Settings(msgspec.Struct, frozen=True):
     """Settings of a proxy. Fields with a description are options of the command.
 
-    `kvindexd`: its address, with `cache` "exact". `tokenizer`: the model's folder, for
-    prompts that come as text or chats.
+    `kvindexd`: its address, with `cache` "exact". `kvindexd_token_file`: the token for
+    it. `kvindexd_ca_file`: certificates that TLS to it trusts. `tokenizer`: the
+    model's folder, for prompts that come as text or chats.
     """
 
     policy: str
     parameters: dict[str, Any] = {}
     cache: Literal["mirror", "exact"] = "mirror"
     kvindexd: str | None = None
+    kvindexd_token_file: str | None = None
+    kvindexd_ca_file: str | None = None
     tokenizer: str | None = None
     mirror_tokens: Annotated[
         int, Meta(description="tokens that the mirror assumes an instance to hold")

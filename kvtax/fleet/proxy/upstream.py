@@ -56,12 +56,19 @@ class _Rank(msgspec.Struct):
 
 
 class Failure(Exception):
-    """No answer: `status` goes to the client; `instance` failed, None if none did."""
+    """No answer: `status` goes to the client; `instance` failed, None if none did.
 
-    def __init__(self, status: int, instance: str | None, message: str) -> None:
+    `quoted` goes to the client with the message, and into no log: it may have text of
+    the prompt.
+    """
+
+    def __init__(
+        self, status: int, instance: str | None, message: str, quoted: str = ""
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.instance = instance
+        self.quoted = quoted
 
 
 class Lost(Failure):
@@ -256,7 +263,7 @@ async def _begun(response: Response, name: str, api: Api) -> Answer:
     kind = api.kind(event)
     if kind == "error":
         text = event.decode(errors="replace")
-        raise Failure(502, name, f"{name} answered with an error event: {text}")
+        raise Failure(502, name, f"{name} answered with an error event", text)
     if kind == "end":
         raise Failure(502, name, f"{name} ended the stream without a token")
     if not whole and response.at_end:

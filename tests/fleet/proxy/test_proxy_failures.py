@@ -8,10 +8,14 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ import pytest
 from kvtax.engine.supervise import descendants
 from kvtax.fleet.proxy.health import SUSPECT_FAILURES
 from kvtax.fleet.standin.process import standin
+from kvtax.paths import REPOSITORY
 from kvtax.records.instances import Instance
 from tests.fleet.proxy.proxy_lab import (
     DONE,
@@ -143,6 +148,63 @@ def test_no_failure_is_passed_off_as_a_complete_answer(two, tmp_path):
         on.accounted(18)
         statuses = [end["status"] for end in on.lines("end")]
         assert (statuses.count("ok"), statuses.count("failed")) == (6, 12)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1:99999", f"http://{'a' * 70}:1", "http://[::1", "http://:1"],
+)
+def test_an_instance_that_no_request_can_be_sent_to_is_refused(tmp_path, url):
+    command = [sys.executable, "-m", "kvtax", "proxy", "--policy", "linear"]
+    told = subprocess.run(
+        [*command, "--url", "http://127.0.0.1:1", "--url", f"b={url}"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 2
+    assert f"b: {url!r}" in told.stderr
+    assert "http://HOST:PORT expected" in told.stderr
+
+
+class Quoting(BaseHTTPRequestHandler):
+    """An instance whose errors quote the request, as vLLM's do."""
+
+    def do_GET(self) -> None:
+        self.answer(200, "text/plain", b"")
+
+    def do_POST(self) -> None:
+        prompt = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        error = json.dumps({"error": {"message": prompt}}).encode()
+        if "X-Event" in self.headers:
+            self.answer(200, "text/event-stream", b"data: " + error + b"\n\n")
+        else:
+            self.answer(400, "application/json", error)
+
+    def answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_log_is_its_owners_and_has_no_text_of_a_prompt(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Quoting) as server, ExitStack() as ends:
+        threading.Thread(target=server.serve_forever).start()
+        ends.callback(server.shutdown)
+        instance = Instance("a", f"http://127.0.0.1:{server.server_port}")
+        with proxy(tmp_path, [instance]) as on:
+            for id_, headers in {"answer": {}, "event": {"X_Event": "1"}}.items():
+                answer = post(on.url, ask("my secret"), X_Request_Id=id_, **headers)
+                assert b"my secret" in answer.body
+                assert on.end(id_)["status"] == "failed"
+            assert b"my secret" not in on.log.read_bytes()
+            assert on.end("answer")["error"] == "a answered HTTP 400"
+            assert on.log.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("policy", ["linear", "lmetric", "cache_aware", "weighted"])

@@ -7,6 +7,8 @@ import asyncio
 import hashlib
 import json
 import pickle
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -28,7 +30,15 @@ from kvtax.fleet.proxy.settings import SettingsError
 from kvtax.fleet.standin.process import standin
 from kvtax.records.instances import Instance
 from tests.fleet.kvindexd.kvindexd_lab import needs_go
-from tests.fleet.proxy.proxy_lab import ask, connect, first_event, post, proxy, until
+from tests.fleet.proxy.proxy_lab import (
+    ask,
+    connect,
+    first_event,
+    free_port,
+    post,
+    proxy,
+    until,
+)
 
 PROMPT = [1, 22, 333]
 
@@ -38,14 +48,20 @@ class Fake:
 
     def __init__(self) -> None:
         self.asked: list[tuple[dict[str, str], bytes]] = []
+        self.checked = 0
         self.answer: Callable[[], Awaitable[web.Response]] = self.holdings
 
     async def holdings(self) -> web.Response:
         instances = [{"name": "b", "tokens": 32}, {"name": "a", "tokens": 16}]
-        return web.json_response({"instances": instances})
+        answer = {"instances": instances}
+        several = self.asked and self.asked[-1][1].startswith(b'{"prompts"')
+        return web.json_response({"answers": [answer]} if several else answer)
 
     async def lookup(self, request: web.Request) -> web.Response:
-        self.asked.append((dict(request.query), await request.read()))
+        if (sent := await request.read()) == b"[1]":
+            self.checked += 1
+        else:
+            self.asked.append((dict(request.query), sent))
         return await self.answer()
 
     async def health(self, _: web.Request) -> web.Response:
@@ -95,6 +111,10 @@ def test_ids_are_asked_as_the_client_wrote_them(tmp_path):
             ({"model": "adapter", "cache_salt": 's"&'}, sent),
             ({}, sent),
         ]
+        long = "s" * 100_000
+        assert await asked.cached_tokens(body(cache_salt=long)) == [16, 32]
+        prompt = {"model": "m", "cache_salt": long, "token_ids": PROMPT}
+        assert json.loads(fake.asked.pop()[1]) == {"prompts": [prompt]}
         text = body(prompt="text")
         assert await asked.cached_tokens(text) is None
         assert len(fake.asked) == 3
@@ -142,6 +162,7 @@ def test_without_an_answer_the_next_prompts_do_not_wait_for_one(
         assert await asked.cached_tokens(body()) is None
         assert await asked.cached_tokens(body()) is None
         assert len(fake.asked) == 1
+        assert fake.checked == 2  # at the start, and whether it was this prompt alone
         assert asked.unanswered == 2
         fake.answer = fake.holdings
         await asyncio.sleep(0.5)
@@ -150,7 +171,21 @@ def test_without_an_answer_the_next_prompts_do_not_wait_for_one(
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("status", [400, 413])
+def test_a_prompt_that_alone_is_not_answered_costs_the_others_nothing(tmp_path):
+    async def scenario(fake: Fake, asked: Kvindexd) -> None:
+        async def fail_one() -> web.Response:
+            fake.answer = fake.holdings
+            return web.Response(status=500)
+
+        fake.answer = fail_one
+        assert await asked.cached_tokens(body()) is None
+        assert await asked.cached_tokens(body()) == [16, 32]
+        assert asked.unanswered == 1
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("status", [400, 413, 414, 431])
 def test_a_prompt_that_is_refused_costs_the_others_nothing(tmp_path, status):
     async def scenario(fake: Fake, asked: Kvindexd) -> None:
         async def refuse() -> web.Response:
@@ -176,8 +211,9 @@ def test_a_kvindexd_of_other_instances_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("http://h:1", "unix:///PATH or tcp://HOST:PORT"),
-        ("unix://", "unix:///PATH or tcp://HOST:PORT"),
+        ("http://h:1", "unix:///PATH, tcp://HOST:PORT or tls://HOST:PORT"),
+        ("unix://", "unix:///PATH, tcp://HOST:PORT or tls://HOST:PORT"),
+        ("tls://h:99999", "Port out of range"),
         ("unix:///nowhere/at/all", "no kvindexd answers"),
         ("tcp://127.0.0.1:1", "no kvindexd answers"),
     ],
@@ -271,11 +307,55 @@ def two(folder: Path) -> Iterator[tuple[list[Instance], Publisher]]:
 
 
 @contextmanager
-def following(folder: Path, instances: list[Instance]) -> Iterator[str]:
+def following(folder: Path, instances: list[Instance], *flags: str) -> Iterator[str]:
     """The address of a kvindexd that follows the instances."""
     write_instances(folder / "instances.json", instances)
-    with kvindexd(folder / "instances.json", folder / "kvindexd.log") as address:
+    log = folder / "kvindexd.log"
+    with kvindexd(folder / "instances.json", log, *flags) as address:
         yield address
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for localhost, which trusts itself, and its key."""
+    files = folder / "cert.pem", folder / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    command += ["-out", str(files[0]), "-keyout", str(files[1])]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
+
+
+@pytest.mark.slow
+@needs_go
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl")
+def test_a_kvindexd_with_a_token_and_tls_is_looked_up(tmp_path):
+    token, wrong = tmp_path / "token", tmp_path / "wrong"
+    token.write_text("secret\n")
+    wrong.write_text("guess\n")
+    pem, key = certificate(tmp_path)
+    port = free_port()
+    flags = ["-token-file", str(token), "-tls-cert", str(pem), "-tls-key", str(key)]
+    flags += ["-listen", f"tcp://127.0.0.1:{port}"]
+    there = ["--kvindexd", f"tls://localhost:{port}"]
+    trusting = [*there, "--kvindexd-ca-file", str(pem)]
+    with two(tmp_path) as (instances, _), following(tmp_path, instances, *flags):
+        options = [*trusting, "--kvindexd-token-file", str(token)]
+        with proxy(tmp_path, instances, "lmetric", *options) as on:
+            assert post(on.url, ask(), X_Request_Id="a").status == 200
+            # A salt of any length switches nothing off.
+            salted = ask(cache_salt="s" * 100_000)
+            assert post(on.url, salted, X_Request_Id="b").status == 200
+            assert post(on.url, ask(), X_Request_Id="c").status == 200
+            on.end("c")
+            assert [line["cache"] for line in on.lines("decision")] == ["exact"] * 3
+        for options in (
+            there,
+            trusting,
+            [*trusting, "--kvindexd-token-file", str(wrong)],
+        ):
+            with proxy(tmp_path, instances, "lmetric", *options) as on:
+                assert on.url == ""
+                assert on.process.wait(20) == 2
 
 
 @pytest.mark.slow
