@@ -29,8 +29,8 @@ from kvtax.engine.supervise import Supervised
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document, read_lines, write_document
 from kvtax.records.life import only_life
-from kvtax.records.run import ReadCounts, ReadRecord, ReadsHeader, TrialRecord
-from kvtax.records.steps import first_step
+from kvtax.records.run import IdleCost, ReadCounts, ReadRecord, ReadsHeader, TrialRecord
+from kvtax.records.steps import EngineHeader, EngineStep, first_step
 from microbench.profile import Profile
 
 SENT_LATE = 3
@@ -41,6 +41,8 @@ DRIVER_ERRORS = {
 }
 SAMPLED_S = 20.0
 PEER_READY_DEADLINE_S = 60.0
+# The last answer's work ends, then the server is watched.
+SETTLE_S, IDLE_S = 0.5, 2.0
 
 
 class TrialError(Exception):
@@ -86,6 +88,7 @@ class _Measured:
     ready_s: float | None = None
     peak_rss_mib: float | None = None
     reads: ReadCounts | None = None
+    idle: IdleCost | None = None
 
 
 def run_trial(
@@ -166,7 +169,9 @@ def _measure(
         measured.ready_s = server.wait_ready()
         with _peer(folder, connector, profile.block_size, server.ports):
             _drive(folder, server, common.sampled)
+        began_ns, cpu_s = _watch_idle(server)
         measured.peak_rss_mib = server.peak_rss_mib()
+    measured.idle = IdleCost(IDLE_S, cpu_s, _steps_of_idle(folder, began_ns))
     _check_fresh(folder, profile)
     if connector.reads_per_s is not None:
         measured.reads = _count_reads(folder)
@@ -226,6 +231,21 @@ def _peer(
             raise TrialError(
                 f"the peer that reads ended with status {status}\n{tail(log)}"
             )
+
+
+def _watch_idle(server: Server) -> tuple[int, float]:
+    """Return since when the server was idle for IDLE_S, and its CPU time in it."""
+    time.sleep(SETTLE_S)
+    began_ns, before_s = time.monotonic_ns(), server.cpu_s()
+    time.sleep(IDLE_S)
+    return began_ns, server.cpu_s() - before_s
+
+
+def _steps_of_idle(folder: Path, began_ns: int) -> int:
+    path = only_life(folder) / "engine_step.jsonl"
+    steps = read_lines(path, EngineHeader, EngineStep, strict=False).records
+    end_ns = began_ns + int(IDLE_S * 1e9)
+    return sum(began_ns <= step.t_ns < end_ns for step in steps)
 
 
 def _count_reads(folder: Path) -> ReadCounts:

@@ -27,7 +27,7 @@ from kvtax.records.per_config import (
     NoiseDifference,
     NoiseFloor,
 )
-from kvtax.records.run import ReadCounts
+from kvtax.records.run import IdleCost, ReadCounts
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Distribution, rounded
 
@@ -59,6 +59,7 @@ def config_entry(
         lag_ms=latency.send_lag_ms(trials),
         records=record_counts(trials),
         reads=read_counts(trials),
+        idle=idle_cost(trials),
     )
     for time, quantiles in latency.latencies_ms(trials).items():
         setattr(entry, time, quantiles)
@@ -130,6 +131,18 @@ def read_counts(trials: list[LoadedTrial]) -> ReadCounts | None:
             name: sum(getattr(reads, name) for reads in found)
             for name in ReadCounts.__struct_fields__
         }
+    )
+
+
+def idle_cost(trials: list[LoadedTrial]) -> IdleCost | None:
+    """Sum what idle servers took; None if none was watched."""
+    found = [t.facts.idle for t in trials if t.facts and t.facts.idle]
+    if not found:
+        return None
+    return IdleCost(
+        seconds=sum(one.seconds for one in found),
+        cpu_s=round(sum(one.cpu_s for one in found), 3),
+        steps=sum(one.steps for one in found),
     )
 
 

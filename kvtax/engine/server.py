@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import urllib.error
 import urllib.request
@@ -58,6 +59,11 @@ class Server:
         """Sum of the peak resident memory of all its processes, in MiB."""
         return sum(_peak_rss_kib(pid) for pid in self.supervised.pids()) / 1024
 
+    def cpu_s(self) -> float:
+        """Sum of the CPU time of all its processes, in seconds."""
+        ticks = sum(_cpu_ticks(pid) for pid in self.supervised.pids())
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def __enter__(self) -> Server:
         return self
 
@@ -87,3 +93,13 @@ def _peak_rss_kib(pid: int) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1])
     return 0
+
+
+def _cpu_ticks(pid: int) -> int:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    # What follows the name, which may hold anything: proc_pid_stat(5), utime and stime.
+    fields = stat.rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

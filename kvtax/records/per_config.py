@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvtax.records.estimate import Estimate
-from kvtax.records.run import ReadCounts, Verdict
+from kvtax.records.run import IdleCost, ReadCounts, Verdict
 
 Quantiles = dict[str, int | float]
 
@@ -180,6 +180,8 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     (decode-only steps without a worker record), `torn_lines`."""
     reads: ReadCounts | None = None
     """That of trial.json, summed over the repeats; null where no peer was to read."""
+    idle: IdleCost | None = None
+    """That of trial.json, summed over the repeats."""
     connector: PartCost | None = None
     """All calls of the connector, over the steps of all holds."""
     methods: dict[str, PartCost] | None = None

@@ -163,6 +163,17 @@ class ReadCounts(msgspec.Struct):
     """From the first turn to the last."""
 
 
+class IdleCost(msgspec.Struct):
+    """Cost of a server that has nothing to do."""
+
+    seconds: float
+    """For so long nothing was sent to it."""
+    cpu_s: float
+    """CPU time of all its processes."""
+    steps: int
+    """Steps of its engine."""
+
+
 class TrialRecord(
     msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.trial/1"
 ):
@@ -194,6 +205,8 @@ class TrialRecord(
     """Peak resident memory of the server."""
     reads: ReadCounts | None = None
     """What a peer read meanwhile; null without one."""
+    idle: IdleCost | None = None
+    """What the server took once all was answered, and the peer gone."""
 
 
 class ReadsHeader(

@@ -157,11 +157,12 @@ def level_table(document: PerConfig) -> Table:
                 number(connector and connector.us_per_step),
                 interval(connector.slope_per_1k_blocks, 2) if connector else DASH,
                 interval(entry.growth_slope_us_per_1k_blocks),
+                _idle(entry),
             ]
         )
     head = ["config", "schedule µs p50/p90/p99", "overhead µs", "step µs"]
     head += ["connector's calls, µs per step", "their slope µs/1k"]
-    head += ["schedule slope in growth µs/1k"]
+    head += ["schedule slope in growth µs/1k", "idle: % of a core, steps/s"]
     window = document.window
     note = "No level could be stated: see the warnings."
     if window:
@@ -169,11 +170,19 @@ def level_table(document: PerConfig) -> Table:
             f"Times are at {window.at_cache_blocks:,} cached blocks, with as many "
             "requests decoding in every config. overhead is schedule, update and the "
             "connector's calls in the worker; step contains everything, the model too. "
-            "The last column is the slope while the cache fills under an open load, as "
+            "The slope in growth is that while the cache fills under an open load, as "
             "the reference study measured it; a machine that changes its speed "
-            "meanwhile tilts it, so its interval says too little."
+            "meanwhile tilts it, so its interval says too little. Idle: what all "
+            "processes of the server take when there is nothing to do."
         )
     return Table(title="Levels", note=note, columns=head, rows=rows)
+
+
+def _idle(entry: ConfigEntry) -> str:
+    if not (idle := entry.idle):
+        return DASH
+    core = number(100 * idle.cpu_s / idle.seconds)
+    return f"{core}, {number(idle.steps / idle.seconds)}"
 
 
 def hypothesis(document: PerConfig, roles: Roles, name: str) -> Words:
