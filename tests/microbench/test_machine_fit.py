@@ -125,7 +125,7 @@ def test_all_reasons_are_said_at_once(tmp_path):
     assert "3000 of 4096 MiB are in use" in reasons
     assert "no bfloat16" in reasons
     assert "driver 470.82.01 is too old" in reasons
-    assert "vllm is not installed: run bash setup.sh gpu" in reasons
+    assert "vLLM for GPUs is not installed: run bash setup.sh gpu" in reasons
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_a_person_reads_the_summary_in_a_few_minutes(
 ):
     text = report.summary
     heads = [line for line in text.splitlines() if line.startswith("| config")]
-    assert [head.count("|") for head in heads] == [8, 8]
+    assert [head.count("|") for head in heads] == [8, 9]
     verdicts = text.partition("## Verdicts\n\n")[2].partition("\n\n")[0]
     for name, config in configs.items():
         (told,) = (
