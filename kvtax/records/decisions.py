@@ -50,6 +50,8 @@ class DecisionsHeader(
     """How long an offloaded prefill may take."""
     handover_timeout_s: float | None = None
     """From the end of an offloaded prefill to the first byte of the answer."""
+    drain_timeout_s: float | None = None
+    """How long requests under way might take after SIGTERM."""
     workers: int | None = None
     """Processes that served: each wrote a file like this one."""
     instances: list[Instance] = []

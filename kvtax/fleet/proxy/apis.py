@@ -52,7 +52,20 @@ class _Last(msgspec.Struct):
 
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 _decode_last = msgspec.json.Decoder(_Last).decode
+# Bytes after the last line of a stream's event.
+EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _EMPTY = (b'""', b"null", b"[]", b"{}")
+
+
+def with_lf(events: bytes) -> bytes:
+    """Return events with LF for CRLF and CR, which end lines, too.
+
+    A CR at the end is left out: the LF of a CRLF may follow.
+    """
+    if b"\r" not in events:
+        return events
+    whole = events.removesuffix(b"\r")
+    return whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
 class Api(msgspec.Struct, frozen=True):

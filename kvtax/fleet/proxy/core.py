@@ -22,7 +22,7 @@ from typing import Generic
 from kvtax.fleet.policies import NoInstance, parameters_of
 from kvtax.records.instances import Instance
 
-from .apis import APIS
+from .apis import APIS, EVENT_ENDS, with_lf
 from .body import Payload
 from .decision_log import DecisionLog
 from .exchange import Client, Exchange
@@ -349,15 +349,16 @@ async def _stream(exchange: Exchange[Payload], answer: Answer) -> None:
     tail, ending, complete = b"\n", False, False
     chunk = answer.first
     while chunk:
-        joined = tail + chunk
-        events = joined.count(api.token) - tail.count(api.token)
+        whole = tail + chunk
+        joined = with_lf(whole)
+        events = joined.count(api.token) - with_lf(tail).count(api.token)
         exchange.flight.generated(events)
         end.generated_tokens += events
         if any(map(joined.__contains__, api.errors)):
             end.status, end.error = "failed", f"{name} sent an error event"
         ending = ending or any(map(joined.__contains__, api.ends))
-        tail = joined[-_TAIL:]
-        complete = ending and tail.endswith(b"\n\n")
+        tail = whole[-_TAIL:]
+        complete = ending and tail.endswith(EVENT_ENDS)
         if complete and end.error is None:
             # Nothing is missing from here on: OpenAI's client hangs up after [DONE].
             end.status = "ok"

@@ -88,6 +88,12 @@ class Request:
         self._chunked = parser.get_http_version() == "1.1"
         self.keep_alive = self._chunked and parser.should_keep_alive()
 
+    @property
+    def names_host(self) -> bool:
+        """True if there is one Host, or none in HTTP/1.0 (RFC 9112, 3.2)."""
+        hosts = len(self.headers.getall("Host", ()))
+        return hosts == 1 or (hosts == 0 and not self._chunked)
+
     def add(self, piece: bytes) -> None:
         """Take the next piece of the body."""
         self._pieces.append(piece)
@@ -170,6 +176,7 @@ class Server:
         self.held_bytes = 0
         self.client_timeout_s = client_timeout_s
         self.connections: set[_Connection] = set()
+        self.draining = False
 
     async def listen(
         self, host: str, port: int, bound: socket.socket | None = None
@@ -209,6 +216,20 @@ class Server:
             await asyncio.sleep(SWEEP_EVERY_S)
             for connection in list(self.connections):
                 connection.sweep(loop.time())
+
+    async def drain(self, limit_s: float, hurried: asyncio.Event) -> None:
+        """Answer the requests under way, and no others.
+
+        Returns after `limit_s`, or once `hurried` is set, even if some are left.
+        """
+        self.draining = True
+        for connection in list(self.connections):
+            connection.drain()
+        deadline = asyncio.get_running_loop().time() + limit_s
+        while asyncio.get_running_loop().time() < deadline and not hurried.is_set():
+            if not any(connection.busy for connection in self.connections):
+                return
+            await asyncio.sleep(0.02)
 
     async def close(self) -> None:
         """End all connections; answers that are soon complete are sent first."""
@@ -390,6 +411,8 @@ class _Connection(asyncio.Protocol):
 
     def _handle(self, request: Request) -> None:
         self._current = request
+        if self._server.draining and not self._ahead:
+            request.keep_alive = False
         self._task = self._loop.create_task(self._answer(request))
 
     async def _answer(self, request: Request) -> None:
@@ -414,7 +437,7 @@ class _Connection(asyncio.Protocol):
         elif self._ahead and request.keep_alive:
             self._handle(self._ahead.popleft())
             self._read_or_pause()
-        elif self._ending or not request.keep_alive:
+        elif self._ending or not request.keep_alive or self._server.draining:
             self.finish()
         else:
             self._since = self._loop.time()
@@ -469,6 +492,16 @@ class _Connection(asyncio.Protocol):
     def cut(self) -> None:
         """End the connection at once."""
         self._transport.abort()
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is read or answered."""
+        return self._current is not None or self._reading is not None
+
+    def drain(self) -> None:
+        """End unless a request is read or answered; if so, end after its answer."""
+        if not self.busy:
+            self.stop()
 
     def stop(self) -> None:
         """Take no further request, and end when the current one is answered."""

@@ -43,7 +43,7 @@ from .session_affinity import Sessions
 from .settings import Settings, SettingsError, resolved
 from .tokenizer import Tokenizer, Tokens
 from .upstream import Failure, HttpUpstream, forwarded, open_pool, probe
-from .workers import Peers, keep, listening
+from .workers import STOP_S, Peers, keep, listening
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ def serve(
 ) -> int:
     """Serve until SIGINT or SIGTERM; return 128 + the signal's number.
 
+    SIGTERM lets the requests under way end first; SIGINT and a second signal do not.
     Prints the URL once it serves. Raises what `serving` raises, and WorkerError.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -90,11 +91,15 @@ def serve(
     port = sockets[0].getsockname()[1]
 
     def serve_as(seat: Seat, serves: Callable[[], None]) -> None:
+        for place, other in enumerate(sockets):
+            if place != seat.place:
+                other.close()
         own = Endpoint(endpoint.host, port, sockets[seat.place], seat)
         own_log = log_path and log_path.with_stem(f"{log_path.stem}.{seat.number}")
         _run(_serve(instances, settings, own_log, own, lambda _: serves()))
 
-    number = keep(settings.workers, shared, serve_as, lambda: announce(port))
+    stop_s = STOP_S + settings.drain_timeout_s
+    number = keep(shared, serve_as, lambda: announce(port), sockets, stop_s)
     return 128 + number
 
 
@@ -113,14 +118,17 @@ async def _serve(
     """Serve until SIGINT or SIGTERM; call `announce` with the port once it serves."""
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[int] = loop.create_future()
+    hurried = asyncio.Event()
 
     def stop(number: int) -> None:
+        if stopped.done() or number == signal.SIGINT:
+            hurried.set()
         if not stopped.done():
             stopped.set_result(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
-    async with serving(instances, settings, log_path, endpoint) as port:
+    async with serving(instances, settings, log_path, endpoint, hurried) as port:
         announce(port)
         return 128 + await stopped
 
@@ -131,10 +139,13 @@ async def serving(
     settings: Settings,
     log_path: Path | None,
     endpoint: Endpoint,
+    hurried: asyncio.Event | None = None,
 ) -> AsyncIterator[int]:
     """Serve inside the context, which gives the port.
 
-    Raises SettingsError, PolicyError, TokenizerError, or OSError if it cannot listen.
+    On leaving it, the requests under way have `drain_timeout_s` to end, until `hurried`
+    is set; none without it. Raises SettingsError, PolicyError, TokenizerError, or
+    OSError if it cannot listen.
     """
     settings = resolved(instances, settings)
     header = DecisionsHeader(
@@ -170,6 +181,8 @@ async def serving(
             yield listening.sockets[0].getsockname()[1]
         finally:
             listening.close()
+            if hurried is not None:
+                await server.drain(settings.drain_timeout_s, hurried)
             await proxy.core.stop()
             await server.close()
             for task in background:
@@ -226,6 +239,10 @@ class _Proxy:
 
     async def answer(self, request: Request) -> None:
         """Answer any request, by its path and method."""
+        if not request.names_host:
+            request.keep_alive = False
+            answer_error(request, Failure(400, None, "one Host header is needed"))
+            return
         methods = self._routes.get(request.path)
         if methods is None:
             failure = Failure(404, None, f"{request.path}: not served here")

@@ -52,6 +52,9 @@ class Settings(msgspec.Struct, frozen=True):
         float,
         Meta(description="seconds from an offloaded prefill to the first byte"),
     ] = 30.0
+    drain_timeout_s: Annotated[
+        float, Meta(description="seconds for requests under way after SIGTERM")
+    ] = 25.0
     workers: Annotated[
         int, Meta(description="processes that serve, each on a core of its own")
     ] = 1

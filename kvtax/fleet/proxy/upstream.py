@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import socket
 from typing import Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from multidict import CIMultiDict, MultiMapping
 
 from kvtax.records.instances import Instance
 
-from .apis import APIS, Api
+from .apis import APIS, EVENT_ENDS, Api, with_lf
 from .http_client import BrokenOff, NoConnection, Pool, Response
 
 # Seconds, below the 5 after which vLLM closes an idle connection: a request that meets
@@ -25,7 +26,7 @@ from .http_client import BrokenOff, NoConnection, Pool, Response
 KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
-_EVENT_END = b"\n\n"
+_EVENT_END = re.compile(b"|".join(EVENT_ENDS))
 # Bytes of a first event whose end is waited for.
 MAX_FIRST_EVENT_BYTES = 1 << 16
 # Errors of the proxy's own, which are no failure of the instance.
@@ -279,17 +280,18 @@ async def _up_to_token(response: Response, api: Api) -> tuple[bytes, bytes, bool
     leave less of it. A chat begins with an opening for each choice, naming the role;
     vLLM writes openings also where no token follows.
     """
-    first, start, end = b"", 0, -1
-    while end < 0 and len(first) < MAX_FIRST_EVENT_BYTES:
+    first, start, end = b"", 0, None
+    while end is None and len(first) < MAX_FIRST_EVENT_BYTES:
         more = await response.chunk()
         if not more:
             break
         first += more
-        end = first.find(_EVENT_END, start)
-        while end >= 0 and api.kind(first[start:end]) == "opening":
-            start = end + len(_EVENT_END)
-            end = first.find(_EVENT_END, start)
-    return first, first[start:] if end < 0 else first[start:end], end >= 0
+        end = _EVENT_END.search(first, start)
+        while end and api.kind(with_lf(first[start : end.start()])) == "opening":
+            start = end.end()
+            end = _EVENT_END.search(first, start)
+    event = first[start : end.start() if end else None]
+    return first, with_lf(event), end is not None
 
 
 def _streams(response: Response) -> bool:

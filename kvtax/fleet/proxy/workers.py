@@ -17,8 +17,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -33,7 +33,8 @@ from .http_server import BACKLOG, Request, Server
 from .loads import Seat, Shared
 from .metrics import Counts
 
-# Seconds for a worker to end: more than it takes to answer its clients, slow ones too.
+# Seconds for a worker to end, after the time for the requests under way: more than it
+# takes to send its clients their errors, slow ones too.
 STOP_S = 15.0
 # Seconds for another worker's answer.
 PEER_TIMEOUT_S = 1.0
@@ -102,19 +103,26 @@ def listening(host: str, port: int, workers: int) -> list[socket.socket]:
 
 
 def keep(
-    workers: int, shared: Shared, serve: Serve, announce: Callable[[], None]
+    shared: Shared,
+    serve: Serve,
+    announce: Callable[[], None],
+    sockets: list[socket.socket],
+    stop_s: float,
 ) -> int:
-    """Keep `workers` running until SIGINT or SIGTERM; return the signal's number.
+    """Keep a worker for each of `sockets` running until SIGINT or SIGTERM.
 
-    Calls `announce` once all of them serve. A worker that ends before it serves is not
-    replaced: the others are ended, and its failure is raised.
+    Returns the signal's number. Signals are passed on to the workers, which have
+    `stop_s` seconds to end. Calls `announce` once all of them serve. A worker that ends
+    before it serves is not replaced: the others are ended, and its failure is raised.
     """
+    workers = len(sockets)
     numbers = count()
     running: list[_Worker] = []
 
     def start(place: int) -> _Worker:
         return _Worker(Seat(shared, place, next(numbers)), serve)
 
+    number: int | None = None
     with _signals() as signals:
         try:
             # Alone at first: where one worker cannot serve, none can.
@@ -138,7 +146,10 @@ def keep(
                     announce()
             return number
         finally:
-            _stop([worker.process for worker in running])
+            for bound in sockets:
+                bound.close()
+            processes = [worker.process for worker in running]
+            _stop(processes, number or signal.SIGINT, signals, stop_s)
 
 
 def _wait(signals: socket.socket, running: list[_Worker]) -> int | None:
@@ -170,12 +181,25 @@ def _work(serve: Serve, seat: Seat, reports: Connection) -> None:
         sys.exit(1)
 
 
-def _stop(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + STOP_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+def _stop(
+    processes: Sequence[BaseProcess],
+    number: int,
+    signals: socket.socket,
+    limit_s: float,
+) -> None:
+    """Pass the signal on, and those that follow; kill what is left after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    passed_on = number
+    while alive := [process for process in processes if process.is_alive()]:
+        if passed_on:
+            for process in alive:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid or 0, passed_on)
+        left_s = deadline - time.monotonic()
+        ready = wait([signals, *(process.sentinel for process in alive)], left_s)
+        if not ready:
+            break
+        passed_on = signals.recv(1)[0] if signals in ready else 0
     for process in processes:
         process.kill()
         process.join()

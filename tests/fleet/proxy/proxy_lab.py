@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -166,7 +167,7 @@ def proxy(
         try:
             yield Proxy(process, process.stdout.readline().strip(), log)
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # which waits for no request
             try:
                 process.wait(DEADLINE_S)
             except subprocess.TimeoutExpired:

@@ -75,6 +75,29 @@ def post_head(url: str, length: int) -> bytes:
     return f"{head}Content-Length: {length}\r\n\r\n".encode()
 
 
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [
+        ("1.1", 0, 400),
+        ("1.1", 1, 200),
+        ("1.1", 2, 400),
+        ("1.0", 0, 200),
+        ("1.0", 2, 400),
+    ],
+)
+def test_a_request_names_one_host(started, tmp_path, version, hosts, status):
+    with proxy(tmp_path, named(started)) as on:
+        at = urlsplit(on.url)
+        lines = [
+            f"GET /health HTTP/{version}",
+            *["Host: h"] * hosts,
+            "Connection: close",
+        ]
+        with socket.create_connection((at.hostname, at.port), DEADLINE_S) as client:
+            client.sendall("\r\n".join([*lines, "", ""]).encode())
+            assert int(client.recv(65536).split()[1]) == status
+
+
 def test_a_client_that_goes_away_aborts_the_request_at_the_instance(two, tmp_path):
     with proxy(tmp_path, named(two)) as on:
         with connect(on.url, ask(max_tokens=4000), X_Request_Id="gone") as client:

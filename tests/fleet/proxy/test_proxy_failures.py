@@ -18,6 +18,7 @@ from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -245,9 +246,46 @@ def test_a_refused_connection_is_tried_once_elsewhere(two, tmp_path):
         on.accounted(2)
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_requests_under_way_end_before_the_proxy_does(two, tmp_path, workers):
+    options = ("round_robin", "--workers", workers)
+    with proxy(tmp_path, named(two), *options) as on, ExitStack() as clients:
+        mid = clients.enter_context(connect(on.url, ask(max_tokens=400)))
+        begun = first_event(mid)
+        on.process.terminate()
+        until(lambda: refused(on.url), "it still takes connections")
+        assert (begun + rest(mid)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert on.process.wait(20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_second_signal_ends_the_wait(two, tmp_path, workers):
+    options = ("round_robin", "--workers", workers, "--drain-timeout-s", "600")
+    with proxy(tmp_path, named(two), *options) as on, ExitStack() as clients:
+        mid = clients.enter_context(connect(on.url, ask(max_tokens=20_000)))
+        begun = first_event(mid)
+        on.process.terminate()
+        until(lambda: workers == "2" or refused(on.url), "it still takes connections")
+        assert on.process.poll() is None
+        on.process.terminate()
+        assert b"the proxy was stopped" in begun + rest(mid)
+        assert on.process.wait(20) == 128 + signal.SIGTERM
+
+
+def refused(url: str) -> bool:
+    """Whether nobody takes a connection there."""
+    at = urlsplit(url)
+    try:
+        socket.create_connection((at.hostname, at.port), 5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_proxy_tells_its_clients_and_its_log(two, tmp_path, number):
-    with proxy(tmp_path, named(two)) as on, ExitStack() as clients:
+    options = ("round_robin", "--drain-timeout-s", "0.2")
+    with proxy(tmp_path, named(two), *options) as on, ExitStack() as clients:
         two[1].set_faults("hang")
         mid = clients.enter_context(connect(on.url, ask(max_tokens=4000)))
         begun = first_event(mid)
@@ -382,7 +420,8 @@ def test_a_killed_worker_is_replaced_and_what_it_had_is_no_load(two, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_the_proxy(two, tmp_path, number):
-    with proxy(tmp_path, named(two), *OPTIONS) as on:
+    options = (*OPTIONS, "--drain-timeout-s", "0.2")
+    with proxy(tmp_path, named(two), *options) as on:
         workers = workers_of(on)
         with connect(on.url, ask(max_tokens=4000)) as client:
             begun = first_event(client)

@@ -99,6 +99,11 @@ class Client:
             families = text_string_to_metric_families(await answer.text())
         return next(f.samples[0].value for f in families if f.name == name)
 
+    async def ended(self) -> dict[str, int]:
+        """Requests by status, at the first instance."""
+        async with self._session.get(f"{self._url}/breakdown") as answer:
+            return (await answer.json())["instances"]["a"]["ended"]
+
     async def ejections(self) -> float:
         return await self.counted("kvtax_proxy_ejections")
 
@@ -358,6 +363,22 @@ async def test_a_stream_that_ends_in_its_first_event_is_a_failure():
     async with before(engine) as client:
         assert await status(engine, client, b'data: {"err') == 502
         assert await status(engine, client, ROLE, TOKEN[:-2]) == 502
+
+
+@pytest.mark.parametrize("line_end", [b"\r\n", b"\r"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_events_may_have_other_ends_of_lines(line_end, path):
+    delta = b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n'
+    stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    events = {CHAT: ROLE + TOKEN + DONE, MESSAGES: START + delta + stop}[path]
+    whole = events.replace(b"\n", line_end)
+    engine = Engine()
+    async with before(engine) as client:
+        for cut in range(1, len(whole), 7):
+            engine.pieces = [whole[:cut], whole[cut:]]
+            got, _ = await client.send(path, whole=True, Connection="close")
+            assert got == 200
+        assert list(await client.ended()) == ["ok"]
 
 
 async def test_an_answer_waits_for_its_first_event_and_for_no_more():
