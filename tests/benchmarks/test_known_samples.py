@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of benchmarks, made of samples whose truth is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks import block_order, get_finished, schedule
+from benchmarks.get_finished import AFTER
+from benchmarks.proxy import DIRECT, added, added_table, rates_table
+from benchmarks.proxy_targets import BODIES
+
+ROUNDS, STEPS = 12, 60
+
+
+# get_finished: all steps take the same.
+
+CASES = (get_finished.QUIET[0], get_finished.BUSY[0])
+
+
+def steps_of(get_finished_us: float, variants=get_finished.VARIANTS) -> dict:
+    rng = np.random.default_rng(1)
+    return {
+        (case, variant): np.stack(
+            [
+                rng.normal(get_finished_us, 0.01, (ROUNDS, STEPS)),
+                rng.normal(300, 5, (ROUNDS, STEPS)),
+            ],
+            axis=1,
+        )
+        for case in CASES
+        for variant in variants
+    }
+
+
+@pytest.mark.slow
+def test_rows_hold_each_variant_in_each_case_with_its_own_times():
+    found = get_finished.rows(steps_of(2.0))
+    assert len(found) == len(CASES) * len(get_finished.VARIANTS)
+    for row in found:
+        assert (row.rounds, row.steps) == (ROUNDS, ROUNDS * STEPS)
+        assert row.get_finished_us["p50"].value == pytest.approx(2.0, abs=0.01)
+        assert row.step_us["p50"].value == pytest.approx(300, abs=1)
+        assert row.step_us["p99"].value > row.step_us["p50"].value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("get_finished_us", "words"),
+    [(0.5, ["met", "met"]), (2.0, ["missed", "met"]), (9.0, ["missed", "missed"])],
+)
+def test_aims_are_judged_for_the_short_circuit_when_nobody_is_busy(
+    get_finished_us, words
+):
+    _, aims = get_finished.report(
+        get_finished.rows(steps_of(get_finished_us, (get_finished.BEFORE, AFTER)))
+    )
+    rows_of_aims = aims.splitlines()[2:]
+    assert [row.split("|")[-2].strip() for row in rows_of_aims] == words
+    assert all(
+        f"{AFTER}, {get_finished.QUIET[0].batch} running" in row for row in rows_of_aims
+    )
+
+
+# schedule: a cost that one part of it has, in two processes.
+
+ADDED_US = {"before": (5.0, 0.0, 0.0), "build_meta": (0.0, 5.0, 0.0)}
+
+
+def schedules(added_us: tuple[float, float, float]) -> dict:
+    """Two processes, the second 40 % slower, each drifting from round to round."""
+    rng = np.random.default_rng(1)
+
+    def times_us(speed: float, more: tuple[float, float, float]) -> np.ndarray:
+        parts = np.array([80.0, 1.0, 10.0]) * speed + np.array(more)
+        return parts[:, None] + rng.normal(0, 1.0, (3, STEPS))
+
+    found = {}
+    for number, slower in enumerate((1.0, 1.4)):
+        speeds = slower * (1 + 0.3 * np.linspace(0, 1, ROUNDS))
+        found[schedule.Process("mine", number)] = [
+            {
+                mode: times_us(speed, (0, 0, 0))
+                for mode in (schedule.FLOOR, schedule.AGAIN, schedule.LISTENED)
+            }
+            | {schedule.OWN: times_us(speed, added_us)}
+            for speed in speeds
+        ]
+    return found
+
+
+@pytest.mark.parametrize("where", list(ADDED_US))
+def test_a_cost_is_found_where_it_is_whatever_process_and_round_it_was(where):
+    by_part = {row.part: row for row in schedule.rows(schedules(ADDED_US[where]))}
+    more = {part: row.more_us["p50"] for part, row in by_part.items()}
+    dear, free = "the rest", "build_connector_meta"
+    if where == "build_meta":
+        dear, free = free, dear
+    for part in ("schedule()", dear):
+        low, high = more[part][schedule.OWN].ci95
+        assert low < 5.0 < high
+        assert high - low < 1.5
+    assert abs(more[free][schedule.OWN].value) < 0.5
+    assert all(abs(of[schedule.AGAIN].value) < 0.5 for of in more.values())
+    assert by_part["schedule()"].own_times_noop["p50"].value > 1.03
+
+
+def test_the_report_shows_how_much_two_processes_differ():
+    made = schedules(ADDED_US["before"])
+    _, processes = schedule.report(schedule.rows(made), made)
+    p50_us = [
+        float(line.split("|")[3])
+        for line in processes.splitlines()
+        if line.startswith(("| `mine` | 0", "| `mine` | 1"))
+    ]
+    assert p50_us[1] / p50_us[0] == pytest.approx(1.4, rel=0.05)
+
+
+# proxy: a machine that gets slower.
+
+
+def answers() -> dict:
+    """Times in ms of a machine that gets slower; the proxy adds 1.5 ms to all."""
+    rng = np.random.default_rng(1)
+    found = {}
+    for body in BODIES:
+        direct = [list(rng.normal(1 + r / 10, 0.05, 40)) for r in range(ROUNDS)]
+        found[DIRECT, body] = direct
+        found["proxy", body] = [[ms + 1.5 for ms in of_round] for of_round in direct]
+    return found
+
+
+@pytest.mark.parametrize("percent", [50, 99])
+def test_what_is_added_is_the_difference_whatever_the_machine_does(percent):
+    found = added(answers(), "proxy", "small", percent)
+    assert found.value == pytest.approx(1.5)
+    assert found.ci95 == pytest.approx((1.5, 1.5))
+
+
+@pytest.mark.slow
+def test_each_target_has_a_row_for_each_body():
+    rows = added_table(answers(), ["proxy"]).splitlines()[2:]
+    assert len(rows) == len(BODIES)
+    assert all("+1.50 [+1.50, +1.50]" in row for row in rows)
+
+
+def test_rates_are_medians_of_the_rounds_with_their_range():
+    rounds = [[1_000.0, 9.0], [3_000.0, 7.0], [2_000.0, 8.0]]
+    rates = {("proxy", body): rounds for body in BODIES}
+    assert "2,000 [1,000, 3,000]" in rates_table(rates, ["proxy"], 0)
+    assert "8 [7, 9]" in rates_table(rates, ["proxy"], 1)
+
+
+# block_order: all rounds take the same.
+
+
+def test_an_order_has_the_same_pairs_and_its_own_descriptors():
+    made = {name: order(64) for name, order in block_order.ORDERS.items()}
+    assert list(made) == ["ascending", "descending", "mixed", "opposite"]
+    opposite = made.pop("opposite")
+    assert {frozenset(zip(*pair, strict=True)) for pair in made.values()} == {
+        frozenset(zip(*made["ascending"], strict=True))
+    }
+    assert [sorted(side) for side in opposite] == [
+        sorted(side) for side in made["ascending"]
+    ]
+
+
+def test_before_and_after_stay_apart_in_rows_and_table():
+    timed = block_order.Timed((24_576, 48), (5_000.0, 400.0), (40_000.0, 300.0))
+    row = block_order.row(block_order.Case(8_192, "descending"), [timed] * ROUNDS)
+    assert (row.blocks, row.rounds, row.descriptors) == (512, ROUNDS, (24_576, 48))
+    assert [us.value for us in row.group_us] == [5_000, 400]
+    _, table = block_order.report([row])
+    cells = [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]]
+    assert cells[:4] == ["8,192", "descending", "24,576", "48"]
+    assert [cell.split()[0] for cell in cells[4:]] == ["5,000", "400", "40,000", "300"]
