@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,39 @@ matplotlib.use("Agg")
 MARKS = {"p50": "o", "p90": "s", "p99": "^"}
 # From here on, what is far off would press all others together.
 FAR_PERCENT = 500
+Draw = Callable[[pl.DataFrame, Path], None]
 
 
-def draw_all(analysis: Analysis, folder: Path) -> list[str]:
-    """Write every figure that has data into `folder`; the names written."""
+def draw_all(analysis: Analysis, folder: Path) -> dict[str, str | None]:
+    """Write every figure that has data into `folder`.
+
+    Returns, by figure, why it could not be drawn; None where it was.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     plt.rcParams.update(
         {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
     )
-    made = {
-        "latency": (latency_points(analysis.results), draw_latency),
-        "comparison": (comparison_points(analysis.results), draw_comparison),
-        "interference": (interference_bins(analysis), draw_interference),
-        "sessions": (session_curves(analysis), draw_sessions),
-        "substrate": (substrate_steps(analysis.results), draw_substrate),
+    results = analysis.results
+    figures: dict[str, tuple[Callable[[], pl.DataFrame], Draw]] = {
+        "latency": (lambda: latency_points(results), draw_latency),
+        "comparison": (lambda: comparison_points(results), draw_comparison),
+        "interference": (lambda: interference_bins(analysis), draw_interference),
+        "sessions": (lambda: session_curves(analysis), draw_sessions),
+        "substrate": (lambda: substrate_steps(results), draw_substrate),
     }
-    written = []
-    for name, (data, draw) in made.items():
-        if data.height:
-            data.write_csv(folder / f"{name}.csv")
-            draw(data, folder / f"{name}.png")
-            written.append(name)
-    return written
+    outcomes: dict[str, str | None] = {}
+    for name, (collect, draw) in figures.items():
+        try:
+            data = collect()
+            if data.height:
+                data.write_csv(folder / f"{name}.csv")
+                draw(data, folder / f"{name}.png")
+                outcomes[name] = None
+        # Matplotlib raises anything where data are odd, and numbers count for more.
+        except Exception as error:
+            plt.close("all")
+            outcomes[name] = f"{type(error).__name__}: {error}"
+    return outcomes
 
 
 def latency_points(results: FleetAnalysis) -> pl.DataFrame:

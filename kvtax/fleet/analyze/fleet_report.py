@@ -51,13 +51,14 @@ def write_reports(
 ) -> bool:
     """Write analysis.json, report.md, report.html and figures/; return whether sound.
 
-    Numbers are on disk before the first figure is drawn. Raises RecordsError,
-    HardwareError and ConfigError, with nothing written.
+    Numbers are on disk before the first figure is drawn; a figure that cannot be drawn
+    is left out, and the page says why. Raises RecordsError, HardwareError and
+    ConfigError, with nothing written.
     """
     analysis = analyse(read_run(run_dir), model, bandwidth_gbit_s)
     out.mkdir(parents=True, exist_ok=True)
     write_document(out / "analysis.json", analysis.results)
-    _write_pages(analysis.results, out, [])
+    _write_pages(analysis.results, out, {})
     # Imported here: matplotlib is not needed for the numbers.
     from kvtax.fleet.analyze.figures import draw_all
 
@@ -65,8 +66,22 @@ def write_reports(
     return analysis.sound
 
 
-def _write_pages(results: FleetAnalysis, out: Path, figures: list[str]) -> None:
-    page = report_page(results, [_picture(name, out) for name in figures])
+def _write_pages(
+    results: FleetAnalysis, out: Path, figures: dict[str, str | None]
+) -> None:
+    page = report_page(
+        results, [_picture(name, out) for name, why in figures.items() if why is None]
+    )
+    page.warnings.extend(
+        RunWarning(
+            "figure left out",
+            FIGURES[name],
+            why,
+            "the numbers are not affected; CSV files in figures/ have the points",
+        )
+        for name, why in figures.items()
+        if why is not None
+    )
     write_whole(out / "report.md", render.markdown(page).encode())
     write_whole(out / "report.html", render.html(page).encode())
 

@@ -18,6 +18,9 @@ from kvtax import run_folder
 from kvtax.engine import provenance, vllm_router
 from kvtax.fleet.experiment.config import Arm, Experiment, Workload
 from kvtax.fleet.experiment.workload import make_workload
+from kvtax.fleet.replay.http_link import Model, check_lengths
+from kvtax.fleet.replay.sessions import group
+from kvtax.fleet.trace import read_trace
 from kvtax.fleet.trace.twin import twin
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
@@ -136,7 +139,8 @@ def prepare(
     """Write trace and plan into `out`; return all runs in order.
 
     Fleets are on so many `hosts` of a cluster, None without one. Raises
-    ExperimentError, RunFolderError, TraceError, and leaves `out` as it was.
+    ExperimentError, RunFolderError, TraceError, ReplayError if a request is too long,
+    and leaves `out` as it was.
     """
     with tempfile.TemporaryDirectory(prefix="kvtax-trace-") as aside:
         made = Path(aside) / TRACE
@@ -148,6 +152,12 @@ def prepare(
             experiment.seed,
         )
         check_slots(experiment, facts.sessions)
+        if experiment.profile is not None:
+            model = Model(
+                f"profile {experiment.profile}",
+                experiment.instance_settings.max_model_len,
+            )
+            check_lengths(group(read_trace(made)), model)
         versions = provenance.collect({}, "kvtax fleet run")
         if virtual:
             versions = {name: versions[name] for name in VIRTUAL_PROVENANCE}

@@ -36,7 +36,7 @@ from kvtax.fleet.proxy.core import Core
 from kvtax.fleet.proxy.decision_log import DecisionLog
 from kvtax.fleet.proxy.metrics import Metrics
 from kvtax.fleet.proxy.tokenizer import Tokens
-from kvtax.fleet.replay.http_link import Model, check_lengths, check_vocabulary
+from kvtax.fleet.replay.http_link import check_vocabulary
 from kvtax.fleet.replay.play import Player
 from kvtax.fleet.replay.sessions import Session, group, new_ledger
 from kvtax.fleet.simulate.cells import Cell, write_failed
@@ -200,7 +200,6 @@ async def _run(
     """Replay the trace; return the virtual seconds that it took."""
     sessions = drawn_sessions(cell)
     check_vocabulary(sessions, cell.vocab_size)
-    check_lengths(sessions, Model(MODEL, cell.max_model_len))
     instances = [member.instance for member in cell.members]
     settings = msgspec.structs.asdict(cell.proxy)
     header = DecisionsHeader(**settings, instances=instances)

@@ -315,15 +315,21 @@ def test_answers_of_one_token_have_a_figure_without_tpot(tmp_path: Path) -> None
     assert (tmp_path / "latency.png").stat().st_size > 0
 
 
-def test_numbers_are_written_though_a_figure_cannot_be_drawn(
+def test_a_figure_that_cannot_be_drawn_is_left_out_and_the_page_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> list[str]:
-        raise ValueError("no figure")
+    def fail(*_: object) -> None:
+        raise ValueError("data cannot be log-scaled")
 
-    monkeypatch.setattr("kvtax.fleet.analyze.figures.draw_all", fail)
     run = write_run(tmp_path / "run", [Truth("linear", repeats=1)])
-    with pytest.raises(ValueError, match="no figure"):
-        main(["fleet", "analyze", str(run), "--out", str(tmp_path / "out")])
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"analysis.json", "report.md", "report.html"}
+    out = tmp_path / "out"
+    monkeypatch.setattr("kvtax.fleet.analyze.figures.draw_latency", fail)
+    status = main(["fleet", "analyze", str(run), "--out", str(out)])
+    assert status == main(["fleet", "analyze", str(run), "--out", str(tmp_path / "b")])
+    assert (out / "analysis.json").exists()
+    for page in ("report.md", "report.html"):
+        text = (out / page).read_text()
+        assert "figure left out" in text and "data cannot be log-scaled" in text
+    assert not (out / "figures" / "latency.png").exists()
+    assert (out / "figures" / "sessions.png").exists()
+    assert "figures/sessions.png" in (out / "report.md").read_text()

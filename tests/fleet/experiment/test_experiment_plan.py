@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtax.cli import Exit, main
 from kvtax.config import ConfigError
 from kvtax.fleet.experiment.config import Arm, Given, read_experiment
 from kvtax.fleet.experiment.experiment_plan import (
@@ -21,6 +22,8 @@ from kvtax.fleet.experiment.virtual import check_virtual
 from kvtax.fleet.experiment.workload import make_workload
 from kvtax.paths import CONFIGS, REPOSITORY
 from tests.fleet.experiment.small_experiment import experiment
+from tests.fleet.replay.replay_lab import trace, write_trace
+from tests.fleet.simulate.two_arms import two_arms
 
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.toml"))
 # For virtual time, where equal arms are equal to the byte.
@@ -54,6 +57,23 @@ def test_fewer_sessions_than_slots_are_refused_in_a_closed_loop_alone():
     with pytest.raises(ExperimentError, match=r"59 sessions .* 60 slots .*`copies`"):
         check_slots(wanted, sessions=59)
     check_slots(experiment(concurrency=[15], open_loop=True), sessions=1)
+
+
+def test_a_trace_longer_than_the_context_is_refused_before_a_fleet_starts(
+    tmp_path, capsys
+):
+    long_trace = tmp_path / "long.jsonl"
+    write_trace(long_trace, trace(8, 1, input_tokens=65_535, output_tokens=2))
+    config = tmp_path / "two_arms.toml"
+    committed = "traces/claude_code_sessions_le62k.jsonl.xz"
+    config.write_text(two_arms([1], 1).replace(committed, str(long_trace)))
+    out = tmp_path / "out"
+    status = main(["fleet", str(config), "--virtual", "--out", str(out)])
+    assert status == Exit.BAD_INPUT
+    told = capsys.readouterr().err
+    assert "8 requests are longer than the 65536 tokens" in told
+    assert "h20-30b-a3b" in told and "max_model_len" in told
+    assert not out.exists()
 
 
 @given(

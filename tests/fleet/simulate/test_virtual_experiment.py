@@ -154,3 +154,15 @@ def test_resuming_makes_only_what_is_missing(
     assert (folder / kept).stat().st_mtime_ns == before
     made = (folder / lost / "arm.json").read_bytes()
     assert made == (tmp_path / "arm.json").read_bytes()
+
+
+def test_answers_of_one_token_end_with_a_report(tmp_path: Path) -> None:
+    """Prefill alone: no answer has a time per further token."""
+    config, out = tmp_path / "one_token.toml", tmp_path / "out"
+    text = two_arms([2], repeats=2)
+    config.write_text(text.replace("max_output_tokens = 40", "max_output_tokens = 1"))
+    done = run(config, out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "TTFT" in (out / "report.md").read_text()
+    assert (out / "analysis.json").exists()
+    assert (out / "figures" / "latency.png").exists()
