@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray._private.authentication.authentication_token_setup import (
+    ensure_token_if_auth_enabled,
+)
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray._private.services import canonicalize_bootstrap_address
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvtax.engine.supervise import SIGNALS
@@ -38,6 +47,9 @@ NO_HOST_S = 60.0
 MOST_LOST = 3
 CLOSE_S = 30.0
 CONNECT_S = 10.0
+LOOPBACK = ("127.", "::1")
+# Raises an error if the cluster wants a token.
+STRANGER = "import sys, ray._raylet as r; r.GcsClient(address=sys.argv[1])"
 
 
 @dataclass(eq=False)
@@ -109,20 +121,28 @@ def hosts_of(
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """In the cluster at `address`. Raises HostsError."""
+    """Connect to the cluster at `address`; warn if anybody may. Raises HostsError."""
     try:
         _require_listener(address)
+        _require_entry(address)
         kept = {number: signal.getsignal(number) for number in SIGNALS}
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         # At SIGTERM Ray would end this process without any cleaning up.
         for number, handler in kept.items():
             signal.signal(number, handler)
+    except AuthenticationError:
+        raise HostsError(
+            f"the Ray cluster at {address} refused the token of this command, or its "
+            "lack: set RAY_AUTH_MODE=token, and have the cluster's token in "
+            "~/.ray/auth_token or RAY_AUTH_TOKEN (docs/hosts.md)"
+        ) from None
     except (RayError, OSError, ValueError, RuntimeError) as error:
         raise HostsError(
             f"no Ray cluster at {address}: {error}\n`ray start --head` begins one, and "
             "`ray status` says what it has"
         ) from None
     try:
+        _warn_if_open(address)
         yield
     finally:
         ray.shutdown()
@@ -136,6 +156,40 @@ def _require_listener(address: str) -> None:
     if not host or not port.isdigit():
         raise ValueError("an address is HOST:PORT, or auto")
     socket.create_connection((host, int(port)), CONNECT_S).close()
+
+
+def _require_entry(address: str) -> None:
+    """Raise an error unless both cluster and command have the token, or neither.
+
+    ray.init would try for 20 s and not say why, or join and never get a result.
+    """
+    # GcsClient would abort this process if it should have a token and finds none.
+    ensure_token_if_auth_enabled(create_token_if_missing=False)
+    found = canonicalize_bootstrap_address(address)
+    GcsClient(address=found)
+    if not is_token_auth_enabled():
+        return
+    without = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    asking = [sys.executable, "-c", STRANGER, str(found)]
+    if subprocess.run(asking, env=without, capture_output=True).returncode == 0:
+        raise HostsError(
+            f"the Ray cluster at {address} asks for no token, and this command has "
+            "RAY_AUTH_MODE=token: start Ray with it, too, on each host (docs/hosts.md)"
+        )
+
+
+def _warn_if_open(address: str) -> None:
+    """Warn of a cluster that others can reach and that asks nobody for a token."""
+    hosts = [node["NodeManagerAddress"] for node in ray.nodes()]
+    beyond = not all(host.startswith(LOOPBACK) for host in hosts)
+    if beyond and not is_token_auth_enabled():
+        print(
+            f"WARNING: the Ray cluster at {address} asks for no token: whoever reaches "
+            "it can run anything on its hosts. Start Ray with RAY_AUTH_MODE=token on "
+            "each host (docs/hosts.md)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _all_done(

@@ -109,11 +109,11 @@ class Host:
         command += [f"--{use}-port={port}" for use, port in PORTS.items()]
         if self.number == 1:
             command += ["--include-dashboard=false"]
-        env = os.environ | {
+        # Or Ray wants the token that is in the user's home, if one is.
+        env = {"RAY_AUTH_MODE": "disabled"} | os.environ
+        env |= {
             "PYTHONPATH": str(self._cluster.checkout),
             "RAY_worker_niceness": str(self._cluster.niceness),
-            # Or Ray wants the token that is in the user's home, if one is.
-            "RAY_AUTH_MODE": "disabled",
         }
         if self._ahead_s:
             # From its next exec on, it is in a time of its own.

@@ -219,3 +219,46 @@ def test_without_a_cluster_the_command_says_so(tmp_path):
     )
     assert done.returncode == 2
     assert "no Ray cluster at 127.0.0.1:1" in done.stderr
+
+
+OPEN = "asks for no token"
+
+
+def test_a_cluster_with_a_token_works_and_refuses_who_has_none_or_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 32)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with RayCluster(2) as cluster:
+        with spreading(cluster, tmp_path, 4, 0) as command:
+            assert command.status() == 0, command.printed
+        assert len(command.lines) == 4 and OPEN not in command.printed
+        for name, value in (
+            ("RAY_AUTH_TOKEN", "2" * 32),
+            ("RAY_AUTH_TOKEN", None),
+            ("RAY_AUTH_MODE", None),
+        ):
+            if value is None:
+                monkeypatch.delenv(name)
+            else:
+                monkeypatch.setenv(name, value)
+            with spreading(cluster, tmp_path, 4, 0) as command:
+                assert command.status() == 2, command.printed
+            assert f"{cluster.address} refused the token" in command.printed
+            assert "no Ray cluster" not in command.printed
+
+
+def test_a_cluster_without_a_token_is_warned_of_and_refused_by_who_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RayCluster(1) as cluster:
+        with spreading(cluster, tmp_path, 1, 0) as command:
+            assert command.status() == 0, command.printed
+        assert command.printed.count(f"WARNING: the Ray cluster at {cluster.address}")
+        assert OPEN in command.printed
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 32)
+        with spreading(cluster, tmp_path, 1, 0) as command:
+            assert command.status() == 2, command.printed
+        assert f"{OPEN}, and this command has RAY_AUTH_MODE=token" in command.printed

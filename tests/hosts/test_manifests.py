@@ -41,8 +41,11 @@ def groups() -> Iterator[dict]:
 def test_every_host_on_kubernetes_has_what_a_measurement_needs():
     for group in groups():
         (container,) = group["template"]["spec"]["containers"]
-        told = {one["name"]: one["value"] for one in container["env"]}
-        assert told == NEEDED
+        told = {one["name"]: one.get("value") for one in container["env"]}
+        assert told == NEEDED | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": None}
+        token = container["env"][-1]["valueFrom"]["secretKeyRef"]
+        create = f"create secret generic {token['name']} --from-literal={token['key']}="
+        assert create in KUBERAY.read_text()
         assert container["resources"]["limits"] == container["resources"]["requests"]
 
 
@@ -95,7 +98,6 @@ def test_the_slurm_script_runs_a_command_on_its_cluster_and_ends_it(tmp_path: Pa
         "SLURM_JOB_NODELIST": "one",
         "SLURM_JOB_NUM_NODES": "1",
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "RAY_AUTH_MODE": "disabled",
     }
     # Ray's sockets are below it, and their names must be short.
     with tempfile.TemporaryDirectory(prefix="kvh", ignore_cleanup_errors=True) as made:
@@ -109,4 +111,5 @@ def test_the_slurm_script_runs_a_command_on_its_cluster_and_ends_it(tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(out.glob("*/r0/arm.json"))) == 2
     assert "127.0.0.1: 2 done" in done.stderr
+    assert "asks for no token" not in done.stderr
     assert "raylet" not in done.stdout.rpartition("PID")[2]
