@@ -19,6 +19,8 @@ installed_flavour() { if grep -qs '^vllm==' "$stamp"; then echo gpu; else echo c
 flavour=${1:-$(installed_flavour)}
 lock=locks/$flavour.txt
 uv_version=0.13.8
+# Of its wheel for Linux on x86_64.
+uv_sha256=e18a57b8b352eb7c8feb317b9f6f533c8f0ad9673fd6cf34bbe3cf1a9f6a8984
 
 [[ -f $lock ]] || fail "no such flavour '$flavour' (want cpu or gpu)"
 [[ $(uname -sm) == "Linux x86_64" ]] || fail "vLLM's wheels need Linux on x86_64, this is $(uname -sm)"
@@ -89,7 +91,7 @@ install_packages() {
         fail "these packages are missing, and cannot be installed from here. With the" \
             "rights to do so (elsewhere than on Debian and Ubuntu, install their equals):" \
             $'\n'"    apt-get install $*"
-    echo "setup: installing $*"
+    echo "setup: as root, apt-get will install: $*"
     as_root apt-get update -qq
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
         --no-install-recommends "$@" >/dev/null ||
@@ -115,7 +117,8 @@ install_uv() {
     [[ -n $python ]] || fail "$no_python. Install one, with its venv module"
     echo "setup: installing uv"
     "$python" -m venv .uv
-    .uv/bin/python -m pip install -q "uv==$uv_version"
+    .uv/bin/python -m pip install -q --require-hashes \
+        -r <(echo "uv==$uv_version --hash=sha256:$uv_sha256")
 }
 
 # The bytecode is kept. Without it, each server compiles vLLM and torch again, which

@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
 import subprocess
+import tarfile
 import time
 from pathlib import Path
 
@@ -129,6 +132,43 @@ def test_libraries_are_found_without_sbin_in_path(machine):
     assert not (machine.bin / "ldconfig").exists()
     done = machine.setup()
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_root_will_install_is_named_before(machine):
+    machine.has_apt('echo "apt-get $*"; exit 1')
+    first, second, *_ = machine.setup().stdout.splitlines()
+    assert first.startswith("setup: as root, apt-get will install: ")
+    assert "libnuma1" in first and second.startswith("apt-get update")
+
+
+@pytest.mark.slow
+def test_a_changed_source_of_vllm_is_refused_before_any_of_it_runs(tmp_path):
+    checkout, index = tmp_path / "checkout", tmp_path / "index"
+    (checkout / "configs").mkdir(parents=True)
+    index.mkdir()
+    shutil.copy(REPOSITORY / "fetch_vllm.sh", checkout)
+    shutil.copy(REPOSITORY / "configs" / "releases.toml", checkout / "configs")
+    (checkout / ".venv").symlink_to(REPOSITORY / ".venv")
+    setup = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()
+    with tarfile.open(index / "vllm-0.22.1.tar.gz", "w:gz") as tar:
+        member = tarfile.TarInfo("vllm-0.22.1/setup.py")
+        member.size = len(setup)
+        tar.addfile(member, io.BytesIO(setup))
+    local = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
+    for version, why in (
+        ("0.22.1", "DO NOT MATCH THE HASHES"),
+        ("0.22.0", "no sdist_sha256 of vLLM 0.22.0 in configs/releases.toml"),
+    ):
+        done = subprocess.run(
+            ["bash", "fetch_vllm.sh", version, "third_party/vllm"],
+            cwd=checkout,
+            env=os.environ | local,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode != 0 and why in done.stderr
+    assert not (tmp_path / "ran").exists()
+    assert not (checkout / "third_party").exists()
 
 
 def test_a_package_that_cannot_be_installed_is_named(machine):

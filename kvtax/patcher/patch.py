@@ -60,11 +60,13 @@ class Release(NamedTuple):
     """A tested release of a package.
 
     ``lock``: what an environment of the release holds, a path from the repository's
-    root; None for a vLLM release without a CPU build.
+    root; None for a vLLM release without a CPU build. ``sdist_sha256``: hash of its
+    source release, where that is fetched.
     """
 
     version: str
     lock: str | None = None
+    sdist_sha256: str | None = None
 
 
 @dataclass(frozen=True)
