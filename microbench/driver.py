@@ -23,9 +23,10 @@ from itertools import count
 from pathlib import Path
 from time import perf_counter_ns
 
+from kvtax.load import allow_open_files
 from kvtax.load.alarm import Alarm
 from kvtax.load.arrivals import Timetable, timetables
-from kvtax.load.client import Client, PlanClient, allow_open_files, open_session
+from kvtax.load.client import Client, PlanClient, open_session
 from kvtax.load.ledger import Ledger
 from kvtax.load.plan import Plan, PlanError, read_plan
 from kvtax.load.prompts import bodies

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 from time import perf_counter_ns
 from typing import Generic, TypeVar
 
@@ -20,12 +19,6 @@ Kind = TypeVar("Kind", bound=Outcome)
 # Below the 5 s after which vLLM closes an idle connection: a request that meets the
 # close half-way would fail for no fault of the server.
 KEEPALIVE_S = 2.0
-
-
-def allow_open_files() -> None:
-    """Allow as many sockets as there are requests in flight."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def open_session() -> aiohttp.ClientSession:

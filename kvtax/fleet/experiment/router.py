@@ -93,6 +93,8 @@ def _proxy(
     command += ["--instances", str(folder / "instances.json")]
     command += ["--policy", arm.policy, "--host", address, "--port", str(port)]
     command += ["--log", str(folder / "decisions.jsonl")]
+    # It is stopped after the last answer, or because a run has failed.
+    command += ["--drain-timeout-s", "0"]
     held = [each.kv_tokens for each in instances]
     known = [tokens for tokens in held if tokens is not None]
     if len(known) == len(held):

@@ -26,7 +26,7 @@ import msgspec
 import uvloop
 from multidict import CIMultiDict
 
-from kvtax.load.client import allow_open_files
+from kvtax.load import allow_open_files
 from kvtax.records.decisions import DecisionsHeader
 from kvtax.records.instances import Instance
 

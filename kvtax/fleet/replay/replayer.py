@@ -21,8 +21,9 @@ from kvtax.fleet.replay.options import Options
 from kvtax.fleet.replay.play import Player
 from kvtax.fleet.replay.sessions import Session, new_ledger, share_of
 from kvtax.fleet.replay.shares import Gate
+from kvtax.load import allow_open_files
 from kvtax.load.alarm import Alarm
-from kvtax.load.client import allow_open_files, open_session
+from kvtax.load.client import open_session
 from kvtax.load.ledger import Ledger
 from kvtax.load.stop import Stop
 from kvtax.records.replay import ReplayEnd

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from kvtax.fleet.standin.process import Standin, standin
-from kvtax.load.client import allow_open_files
+from kvtax.load import allow_open_files
 from kvtax.records.instances import Instance
 from tests.fleet.proxy.proxy_lab import (
     DEADLINE_S,

@@ -10,7 +10,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from time import monotonic
+from time import monotonic, monotonic_ns
 
 import aiohttp
 import pytest
@@ -161,6 +161,23 @@ async def test_an_instance_that_answers_health_only_is_out_for_longer_each_time(
         # It is trusted: the shortest time again, not the eightfold.
         engine.serves = 0
         assert await client.seconds_out() < 7 * MIN_OUT_S
+
+
+async def test_nothing_that_a_poll_raises_ends_polls():
+    polled: list[str] = []
+    ab = [Instance(name, f"http://{name}:1") for name in "ab"]
+    healths = health.Health(ab, lambda *_: None, monotonic_ns)
+
+    async def probe(instance: Instance) -> None:
+        polled.append(instance.name)
+        raise RuntimeError("unforeseen")
+
+    polling = asyncio.create_task(healths.poll_forever(probe))
+    async with asyncio.timeout(DEADLINE_S):
+        while min(map(polled.count, "ab")) < 3:
+            await asyncio.sleep(POLL_EVERY_S)
+    assert not polling.done()
+    polling.cancel()
 
 
 @pytest.mark.slow
