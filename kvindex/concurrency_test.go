@@ -132,3 +132,62 @@ func TestNoUpdateIsLost(t *testing.T) {
 		t.Fatalf("only %d epochs went by", x.queue.epoch)
 	}
 }
+
+// TestWhatStaysIsAlwaysFound: the readers' chain is held by one pod all the time, while
+// others come and go, block by block, and its runs are made anew, shared with branches.
+func TestWhatStaysIsAlwaysFound(t *testing.T) {
+	const keys, rounds = 200, 1_500
+	x := newIndex(t, 20_000, 4)
+	all := chain(1, keys)
+	x.Add(all, "stays")
+	var writing, reading sync.WaitGroup
+	stop := make(chan struct{})
+	for w := range 3 {
+		writing.Go(func() {
+			random := rand.New(rand.NewPCG(uint64(w), 4))
+			pod := fmt.Sprint("pod", w)
+			for round := range uint64(rounds) {
+				from := random.IntN(keys)
+				part := all[from : from+1+random.IntN(keys-from)]
+				switch random.IntN(4) {
+				case 0:
+					x.Add(part, pod)
+				case 1:
+					for _, key := range slices.Backward(part) {
+						x.Evict(key, pod)
+					}
+				case 2:
+					x.Clear(pod)
+				default: // a branch, in pieces
+					branch := slices.Concat(all[:from], chain(2+uint64(w)<<20+round%4, 40))
+					for i := from; i < len(branch); i += 3 {
+						x.Add(branch[i:min(i+3, len(branch))], pod)
+					}
+					x.Score(branch, nil)
+				}
+			}
+		})
+	}
+	for range 2 {
+		reading.Go(func() {
+			var found []PodScore[string]
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				found = x.Score(all, found)
+				i := slices.IndexFunc(found, func(s PodScore[string]) bool { return s.Pod == "stays" })
+				if i < 0 || found[i].Blocks != keys {
+					t.Errorf("found %v", found)
+					return
+				}
+			}
+		})
+	}
+	writing.Wait()
+	close(stop)
+	reading.Wait()
+	check(t, x)
+}

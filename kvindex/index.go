@@ -35,6 +35,7 @@ type Index[P comparable] struct {
 	maxPods  int
 	keys     keyTable
 	sets     setTable[P]
+	runs     runTable[P]
 	epoch    atomic.Uint64
 	live     atomic.Int64
 
@@ -60,6 +61,7 @@ func New[P comparable](config Config) (*Index[P], error) {
 		keys:     newKeyTable(config.Capacity),
 	}
 	x.intern.init(&x.sets)
+	x.runs.init()
 	x.queue.init(config.Capacity)
 	return x, nil
 }
@@ -77,18 +79,29 @@ func (x *Index[P]) Add(chain []uint64, pods ...P) {
 	defer x.mu.Unlock()
 	ids := x.intern.touch(pods)
 	// Tail first: eviction then eats a chain from its tail, and what is left is usable.
+	pieces := 0
+	var next place
 	for _, key := range slices.Backward(chain) {
-		x.add(key, ids)
+		p := x.add(key, ids)
+		if !p.before(next) {
+			pieces++
+		}
+		next = p
 	}
 	x.intern.untouch(ids)
+	if fragmented(len(chain), pieces) {
+		x.link(chain)
+	}
+	x.settle()
 }
 
-func (x *Index[P]) add(key uint64, ids []podID) {
+// add adds pods to one key, and returns its place in a run.
+func (x *Index[P]) add(key uint64, ids []podID) place {
 	s, hash := x.keys.shard(key)
 	t := s.table.Load()
-	if i, w := t.find(t.home(hash), key); w.held() {
+	if i, w := t.find(hash, key); w.held() {
 		x.replace(t, i, x.merged(x.setOf(w).ids, ids))
-		return
+		return t.place(i)
 	}
 	if x.Len() == x.capacity {
 		x.evictOldest()
@@ -98,9 +111,10 @@ func (x *Index[P]) add(key uint64, ids []podID) {
 	}
 	set := x.intern.acquire(x.merged(nil, ids))
 	epoch := x.queue.admit(key)
-	s.insert(x.keys.hasher, hash, key, set.word(epoch), uint16(epoch))
+	s.insert(x.keys.hasher, hash, key, set.word(epoch), placed(0, 0, uint16(epoch)))
 	x.epoch.Store(x.queue.epoch)
 	x.live.Add(1)
+	return 0
 }
 
 // Evict notes that pods no longer hold the block of a key. It returns whether the index
@@ -110,10 +124,11 @@ func (x *Index[P]) Evict(key uint64, pods ...P) bool {
 	defer x.mu.Unlock()
 	s, hash := x.keys.shard(key)
 	t := s.table.Load()
-	i, w := t.find(t.home(hash), key)
+	i, w := t.find(hash, key)
 	if !w.held() {
 		return false
 	}
+	defer x.settle()
 	return x.withdraw(s, i, func(pod P) bool { return slices.Contains(pods, pod) })
 }
 
@@ -125,11 +140,41 @@ func (x *Index[P]) Clear(pod P) {
 
 // ClearFunc is Clear for all pods that gone reports.
 func (x *Index[P]) ClearFunc(gone func(P) bool) {
+	// Run by run, the keys are in order, and their sets change together.
+	for index := uint32(1); x.clearRun(index, gone); index++ {
+	}
 	for n := range x.keys.shards {
 		x.clearShard(&x.keys.shards[n], gone)
 	}
 }
 
+// clearRun is ClearFunc for the keys of a run. It returns false past the last of them.
+func (x *Index[P]) clearRun(index uint32, gone func(P) bool) bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if index >= x.runs.unused {
+		return false
+	}
+	r := x.runs.at(index).Load()
+	if r == nil {
+		return true
+	}
+	begin := 0
+	for _, segment := range *r.segments.Load() {
+		if segment.set != nil && slices.ContainsFunc(segment.set.pods, gone) {
+			for _, key := range r.keys[begin:segment.end] {
+				s, hash := x.keys.shard(key)
+				i, _ := s.table.Load().find(hash, key)
+				x.withdraw(s, i, gone)
+			}
+		}
+		begin = segment.end
+	}
+	x.settle()
+	return true
+}
+
+// clearShard is ClearFunc for the keys of a shard.
 func (x *Index[P]) clearShard(s *shard, gone func(P) bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -139,6 +184,7 @@ func (x *Index[P]) clearShard(s *shard, gone func(P) bool) {
 			x.withdraw(s, i, gone)
 		}
 	}
+	x.settle()
 }
 
 // withdraw takes pods from the set of a slot's key, and returns whether any is left. The
@@ -167,6 +213,7 @@ func (x *Index[P]) replace(t *table, i int, ids []podID) {
 	set := old
 	if !slices.Equal(ids, old.ids) {
 		set = x.intern.acquire(ids)
+		x.setChanged(t, i, set)
 		defer x.intern.release(old)
 	}
 	t.slots[i].word.Store(uint64(set.word(x.queue.epoch)))
@@ -176,6 +223,7 @@ func (x *Index[P]) replace(t *table, i int, ids []podID) {
 func (x *Index[P]) remove(s *shard, i int) {
 	t := s.table.Load()
 	set := x.setOf(word(t.slots[i].word.Load()))
+	x.leave(t, i)
 	s.bury(t, i)
 	x.live.Add(-1)
 	x.intern.release(set)

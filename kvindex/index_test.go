@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"testing"
 )
@@ -49,6 +50,7 @@ func check(t *testing.T, x *Index[string]) {
 	t.Helper()
 	refs := map[*podSet[string]]int{}
 	live := 0
+	inRun := map[*run[string]]int{}
 	for n := range x.keys.shards {
 		s := &x.keys.shards[n]
 		table := s.table.Load()
@@ -67,12 +69,16 @@ func check(t *testing.T, x *Index[string]) {
 				t.Fatalf("slot %d of shard %d has set %v", i, n, set)
 			}
 			refs[set]++
+			if p := table.place(i); p.run() != 0 {
+				inRun[checkPlace(t, x, table.slots[i].key.Load(), p, set)]++
+			}
 		}
 		if held != s.live || table != emptyTable && used != s.used {
 			t.Fatalf("shard %d: %d held, %d used; it counts %d and %d", n, held, used, s.live, s.used)
 		}
 		live += held
 	}
+	checkRuns(t, x, inRun)
 	if live != x.Len() || live > x.capacity {
 		t.Fatalf("%d keys, Len %d, capacity %d", live, x.Len(), x.capacity)
 	}
@@ -93,6 +99,55 @@ func check(t *testing.T, x *Index[string]) {
 	}
 }
 
+// checkPlace returns the run of a key after a look at what it says of the key.
+func checkPlace(t *testing.T, x *Index[string], key uint64, p place, set *podSet[string]) *run[string] {
+	t.Helper()
+	r := x.runs.at(p.run()).Load()
+	if r == nil || p.offset() >= len(r.keys) || r.keys[p.offset()] != key {
+		t.Fatalf("key %d is not at %d of run %d: %v", key, p.offset(), p.run(), r)
+	}
+	if got := setsOf(r)[p.offset()]; got != set {
+		t.Fatalf("key %d has set %v, in its run %v", key, set, got)
+	}
+	return r
+}
+
+// checkRuns checks the runs against how many keys say that they are in each.
+func checkRuns(t *testing.T, x *Index[string], keys map[*run[string]]int) {
+	t.Helper()
+	if got := int(x.runs.unused) - 1 - len(x.runs.free); got != len(keys) {
+		t.Fatalf("%d runs with keys, %d kept", len(keys), got)
+	}
+	for r, n := range keys {
+		sets := setsOf(r)
+		holes := 0
+		for i, set := range sets {
+			if set == nil {
+				holes++
+			} else if i > 0 && i%keysPerStamp == 0 && r.stamps[i/keysPerStamp].Load() > x.queue.epoch {
+				t.Fatalf("keys of run %d were read in the future", r.index)
+			}
+		}
+		if len(sets) != len(r.keys) || n != r.live || n != len(sets)-holes || 2*n < len(sets)-1 {
+			t.Fatalf("run %d of %d keys has %d, %d holes, counts %d", r.index, len(r.keys), n, holes, r.live)
+		}
+	}
+}
+
+// setsOf returns the set of each key of a run.
+func setsOf(r *run[string]) []*podSet[string] {
+	var sets []*podSet[string]
+	var last *podSet[string]
+	for i, s := range *r.segments.Load() {
+		if s.end <= len(sets) || i > 0 && s.set == last {
+			panic(fmt.Sprintf("segment %d of run %d is empty, or one with the one before it", i, r.index))
+		}
+		sets = append(sets, slices.Repeat([]*podSet[string]{s.set}, s.end-len(sets))...)
+		last = s.set
+	}
+	return sets
+}
+
 // TestIndexIsAMapOfSetsWhileItHasRoom compares it with a plain one after every step.
 func TestIndexIsAMapOfSetsWhileItHasRoom(t *testing.T) {
 	for seed := range uint64(20) {
@@ -111,26 +166,18 @@ func TestIndexIsAMapOfSetsWhileItHasRoom(t *testing.T) {
 				switch random.IntN(10) {
 				case 0:
 					x.Clear(pod)
-					for key := range model {
-						delete(model[key], pod)
-					}
+					withdraw(model, pod, slices.Collect(maps.Keys(model))...)
 				case 1, 2, 3:
 					for _, key := range keys {
-						delete(model[key], pod)
+						withdraw(model, pod, key)
 						if got, want := x.Evict(key, pod), len(model[key]) > 0; got != want {
 							t.Fatalf("Evict says that key %d is held: %v", key, got)
 						}
 					}
 				default:
 					x.Add(keys, pod)
-					for _, key := range keys {
-						if model[key] == nil {
-							model[key] = map[string]bool{}
-						}
-						model[key][pod] = true
-					}
+					add(model, pod, keys)
 				}
-				maps.DeleteFunc(model, func(_ uint64, pods map[string]bool) bool { return len(pods) == 0 })
 				compare(t, x, model, keys)
 			}
 			check(t, x)
@@ -210,28 +257,85 @@ func TestLookupKeepsThePodsAskedFor(t *testing.T) {
 	}
 }
 
-func TestCapacityIsNeverExceededAndWhatIsLeftIsConsistent(t *testing.T) {
+// TestCapacityIsNeverExceededAndWhatIsLeftIsExact compares it with a plain map that
+// drops what the index says it dropped: that must be as much as had no room.
+func TestCapacityIsNeverExceededAndWhatIsLeftIsExact(t *testing.T) {
 	for _, capacity := range []int{1, 2, 7, 128, 1000, 40_000} {
 		t.Run(fmt.Sprint(capacity), func(t *testing.T) {
 			random := rand.New(rand.NewPCG(uint64(capacity), 1))
-			x := newIndex(t, capacity, 3)
-			for range 3_000 {
-				keys := chain(random.Uint64N(200), 1+random.IntN(60))
+			x := newIndex(t, capacity, 5)
+			model := map[uint64]map[string]bool{}
+			for step := range 3_000 {
+				keys := chain(random.Uint64N(50), 1+random.IntN(120))
+				keys = keys[random.IntN(len(keys)):]
 				pod := fmt.Sprint("pod", random.IntN(5))
-				switch random.IntN(6) {
+				switch random.IntN(12) {
 				case 0:
-					x.Evict(keys[random.IntN(len(keys))], pod)
-				case 1, 2:
+					if random.IntN(20) == 0 {
+						x.Clear(pod)
+						withdraw(model, pod, slices.Collect(maps.Keys(model))...)
+					}
+				case 1:
+					key := keys[random.IntN(len(keys))]
+					x.Evict(key, pod)
+					withdraw(model, pod, key)
+				case 2, 3:
+					for _, key := range slices.Backward(keys) {
+						x.Evict(key, pod)
+					}
+					withdraw(model, pod, keys...)
+				case 4, 5, 6:
 					x.Score(keys, nil)
 				default:
+					add(model, pod, keys)
 					x.Add(keys, pod)
 				}
-				if x.Len() > capacity {
-					t.Fatalf("Len %d", x.Len())
+				if want := min(capacity, len(model)); x.Len() != want {
+					t.Fatalf("Len %d, not %d", x.Len(), want)
+				}
+				dropped(x, model, keys, pod)
+				compare(t, x, model, keys)
+				if step%100 == 0 {
+					check(t, x)
 				}
 			}
 			check(t, x)
 		})
+	}
+}
+
+func add(model map[uint64]map[string]bool, pod string, keys []uint64) {
+	for _, key := range keys {
+		if model[key] == nil {
+			model[key] = map[string]bool{}
+		}
+		model[key][pod] = true
+	}
+}
+
+func withdraw(model map[uint64]map[string]bool, pod string, keys ...uint64) {
+	for _, key := range keys {
+		if delete(model[key], pod); len(model[key]) == 0 {
+			delete(model, key)
+		}
+	}
+}
+
+// dropped takes out of a model what an index over its capacity does not hold. Pods are
+// dropped with their key only; then the key may have come again with the pod just added.
+func dropped(x *Index[string], model map[uint64]map[string]bool, keys []uint64, pod string) {
+	if len(model) <= x.capacity {
+		return
+	}
+	held := map[uint64][]string{}
+	for key, pods := range x.All() {
+		held[key] = pods
+	}
+	maps.DeleteFunc(model, func(key uint64, _ map[string]bool) bool { return held[key] == nil })
+	for _, key := range keys {
+		if slices.Equal(held[key], []string{pod}) {
+			model[key] = map[string]bool{pod: true}
+		}
 	}
 }
 
@@ -276,6 +380,81 @@ func TestScoreAllocatesNothing(t *testing.T) {
 	}
 }
 
+func pieces(x *Index[string], keys []uint64) int {
+	walk := x.walk(keys)
+	for n := 0; n < len(keys); {
+		_, found := walk.next()
+		n += found
+	}
+	return walk.pieces
+}
+
+func TestAChainIsFoundInOnePieceHoweverItCame(t *testing.T) {
+	keys := chain(1, maxRun)
+	for name, came := range map[string]func(x *Index[string]){
+		"at once": func(x *Index[string]) { x.Add(keys, "a") },
+		"block by block": func(x *Index[string]) {
+			for i := range keys {
+				x.Add(keys[i:i+1], "a")
+			}
+			x.Score(keys, nil) // tells that they are a chain
+		},
+		"with holes": func(x *Index[string]) {
+			x.Add(keys, "a")
+			for i := 0; i < len(keys); i += 2 {
+				x.Evict(keys[i], "a")
+				x.Add(keys[i:i+1], "a")
+			}
+			x.Score(keys, nil)
+		},
+		"as a branch of another": func(x *Index[string]) {
+			x.Add(slices.Concat(keys[:100], chain(2, 400)), "a")
+			x.Add(keys, "a")
+			for range x.Lookup(keys, nil) {
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			x := newIndex(t, 4*maxRun, 2)
+			came(x)
+			x.Add(keys[:200], "b") // a change of the pods is no new piece
+			if got := pieces(x, keys); got > 2 {
+				t.Fatalf("%d pieces", got)
+			}
+			if got, want := scores(x, keys), map[string]int{"a": len(keys), "b": 200}; !maps.Equal(got, want) {
+				t.Fatalf("got %v", got)
+			}
+			check(t, x)
+		})
+	}
+}
+
+// TestABlockTakesAtMost64Bytes, whatever the fill.
+func TestABlockTakesAtMost64Bytes(t *testing.T) {
+	const capacity = 100_000
+	heap := func() uint64 {
+		runtime.GC()
+		runtime.GC()
+		var stats runtime.MemStats
+		runtime.ReadMemStats(&stats)
+		return stats.HeapAlloc
+	}
+	for _, pods := range []int{1, 10, 40} {
+		before := heap()
+		x := newIndex(t, capacity, pods)
+		for next := uint64(0); x.Len() < capacity; next++ {
+			for pod := range pods {
+				x.Add(chain(next, 256), fmt.Sprint("pod", (int(next)+pod)%40))
+			}
+			if next%50 == 49 || x.Len() == capacity {
+				if got := float64(heap()-before) / float64(x.Len()); got > 64 {
+					t.Errorf("%d pods, %d blocks: %.1f bytes each", pods, x.Len(), got)
+				}
+			}
+		}
+	}
+}
+
 func TestNewRefusesBoundsThatHoldNothing(t *testing.T) {
 	for _, config := range []Config{{0, 1}, {-1, 1}, {1, 0}, {maxCapacity + 1, 1}} {
 		if _, err := New[int](config); err == nil {
@@ -287,24 +466,34 @@ func TestNewRefusesBoundsThatHoldNothing(t *testing.T) {
 func FuzzIndex(f *testing.F) {
 	f.Add([]byte{0, 1, 2, 3, 4, 5, 6, 7, 8, 9})
 	f.Fuzz(func(t *testing.T, steps []byte) {
-		x := newIndex(t, 16, 3)
+		const capacity = 40
+		x := newIndex(t, capacity, 5)
+		model := map[uint64]map[string]bool{}
 		for i := 0; i+2 < len(steps); i += 3 {
-			keys := chain(uint64(steps[i+1]%8), 1+int(steps[i+1]/8))
+			keys := chain(uint64(steps[i+1]%4), 1+int(steps[i+1]/4))
 			pod := string('a' + rune(steps[i+2]%5))
-			switch steps[i] % 4 {
+			switch steps[i] % 6 {
 			case 0:
 				x.Evict(keys[len(keys)-1], pod)
+				withdraw(model, pod, keys[len(keys)-1])
 			case 1:
-				x.Clear(pod)
+				x.Evict(keys[0], pod)
+				withdraw(model, pod, keys[0])
 			case 2:
+				x.Clear(pod)
+				withdraw(model, pod, slices.Collect(maps.Keys(model))...)
+			case 3:
 				x.Score(keys, nil)
 			default:
+				keys = keys[int(steps[i]/6)%len(keys):]
 				x.Add(keys, pod)
-				held := min(len(keys), 16)
-				if got := scores(x, keys)[pod]; got != held {
-					t.Fatalf("%d of %d blocks after Add", got, held)
-				}
+				add(model, pod, keys)
 			}
+			if want := min(capacity, len(model)); x.Len() != want {
+				t.Fatalf("Len %d, not %d", x.Len(), want)
+			}
+			dropped(x, model, keys, pod)
+			compare(t, x, model, keys)
 			check(t, x)
 		}
 	})
@@ -370,5 +559,76 @@ func TestTheQueueOfKeysIsBoundedByWhatIsHeld(t *testing.T) {
 	x.Add(chain(1<<30, 1_000), "b")
 	if got := len(contents(x, still)); got != 0 {
 		t.Fatalf("%d keys outlived %d newer ones", got, 1_000)
+	}
+}
+
+const (
+	chainBlocks = 263 // of a prompt of llm-d-kv-cache's pull request 562
+	coldKeys    = 4_000_000
+)
+
+// filled returns an index with chains of the same ten pods, and the chains.
+func filled(b *testing.B, keys int) (*Index[string], [][]uint64) {
+	b.Helper()
+	x := newIndex(b, keys+chainBlocks, 10)
+	pods := make([]string, 10)
+	for i := range pods {
+		pods[i] = fmt.Sprint("pod", i)
+	}
+	random := rand.New(rand.NewPCG(1, 2))
+	var chains [][]uint64
+	for x.Len() < keys {
+		keys := make([]uint64, chainBlocks)
+		for i := range keys {
+			keys[i] = random.Uint64()
+		}
+		x.Add(keys, pods...)
+		chains = append(chains, keys)
+	}
+	random.Shuffle(len(chains), func(i, j int) { chains[i], chains[j] = chains[j], chains[i] })
+	return x, chains
+}
+
+func BenchmarkScoreHot(b *testing.B) {
+	x, chains := filled(b, 100*chainBlocks)
+	scores := make([]PodScore[string], 0, 10)
+	for b.Loop() {
+		scores = x.Score(chains[0], scores)
+	}
+}
+
+func BenchmarkScoreCold(b *testing.B) {
+	x, chains := filled(b, coldKeys)
+	scores := make([]PodScore[string], 0, 10)
+	i := 0
+	for b.Loop() {
+		scores = x.Score(chains[i], scores)
+		if i++; i == len(chains) {
+			i = 0
+		}
+	}
+}
+
+// BenchmarkFloor compares the keys of a chain with themselves somewhere else.
+func BenchmarkFloor(b *testing.B) {
+	keys := chain(1, chainBlocks)
+	held := slices.Clone(keys)
+	for b.Loop() {
+		if matching(keys, held) != chainBlocks {
+			b.Fatal("they differ")
+		}
+	}
+}
+
+func BenchmarkAddFresh(b *testing.B) {
+	x, _ := filled(b, 200_000)
+	keys := make([]uint64, 16)
+	next := uint64(0)
+	for b.Loop() {
+		for i := range keys {
+			next++
+			keys[i] = next * 0x9E3779B97F4A7C15
+		}
+		x.Add(keys, "pod1")
 	}
 }

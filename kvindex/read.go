@@ -19,33 +19,108 @@ type PodScore[P comparable] struct {
 // start; nothing is allocated if it has room for the pods of a key.
 func (x *Index[P]) Score(chain []uint64, scores []PodScore[P]) []PodScore[P] {
 	scores = scores[:0]
+	walk := x.walk(chain)
+	var last *podSet[P]
 	running := 0 // scores[:running] are those of pods that hold all blocks so far
-	epoch := x.epoch.Load()
-	last := noSet
-	var words [batch]word
-	for n, key := range chain {
-		if n%batch == 0 {
-			x.keys.readAll(chain[n:min(n+batch, len(chain))], epoch, &words)
-		}
-		w := words[n%batch]
-		if w.set() == last {
-			continue
-		}
-		set := x.podsOf(key, w)
+	n := 0
+	for n < len(chain) {
+		set, keys := walk.next()
 		if set == nil {
-			return finish(scores, running, n)
+			break
 		}
-		last = set.word(0).set()
 		if n == 0 {
 			scores = begin(scores, set)
 			running = len(scores)
-			continue
+		} else if set != last {
+			running = narrow(scores[:running], set.ids, n)
 		}
-		if running = narrow(scores[:running], set.ids, n); running == 0 {
-			return scores
+		if running == 0 {
+			break
+		}
+		last = set
+		n += keys
+	}
+	for i := range running {
+		scores[i].Blocks = n
+	}
+	walk.finish(chain)
+	return scores
+}
+
+// A walk finds the pods of a chain, key after key.
+type walk[P comparable] struct {
+	x        *Index[P]
+	epoch    uint64
+	chain    []uint64 // what is left of it
+	run      *run[P]  // has the next keys, from offset up to end
+	segments []segment[P]
+	offset   int
+	end      int
+	leading  int  // keys that were held before the first that was not
+	pieces   int  // in which they were found
+	broken   bool // one was not held
+}
+
+func (x *Index[P]) walk(chain []uint64) walk[P] {
+	return walk[P]{x: x, epoch: x.epoch.Load(), chain: chain}
+}
+
+// next returns the pods of the next key, nil if it is not held, and how many keys from
+// there on have just these pods. They count as read.
+func (w *walk[P]) next() (*podSet[P], int) {
+	if w.offset == w.end {
+		if set := w.find(); w.offset == w.end {
+			w.chain = w.chain[1:]
+			w.count(set, 1)
+			return set, 1
 		}
 	}
-	return finish(scores, running, len(chain))
+	segment := w.segments[0]
+	w.segments = w.segments[1:]
+	end := min(segment.end, w.end)
+	n := end - w.offset
+	w.run.read(w.offset, end, w.epoch)
+	w.offset = end
+	w.chain = w.chain[n:]
+	w.count(segment.set, n)
+	return segment.set, n
+}
+
+// count notes how many keys have a set.
+func (w *walk[P]) count(set *podSet[P], keys int) {
+	if w.broken = w.broken || set == nil; !w.broken {
+		w.leading += keys
+	}
+}
+
+// finish links a chain of which the walk found the leading keys in many pieces.
+func (w *walk[P]) finish(chain []uint64) {
+	if fragmented(w.leading, w.pieces) {
+		w.x.relink(chain[:w.leading])
+	}
+}
+
+// find finds the next keys in a run, or the pods of the next one.
+func (w *walk[P]) find() *podSet[P] {
+	key := w.chain[0]
+	t, i, word := w.x.keys.find(key)
+	if !word.held() {
+		return nil
+	}
+	if !w.broken {
+		w.pieces++
+	}
+	if p := t.place(i); p.run() != 0 {
+		if r := w.x.runs.at(p.run()).Load(); r != nil {
+			if segments, n := r.find(w.chain, p.offset()); n > 0 {
+				w.run, w.segments = r, segments
+				w.offset, w.end = p.offset(), p.offset()+n
+				return nil
+			}
+		}
+	}
+	t.slots[i].read(word, w.epoch)
+	return w.x.podsOf(key, word)
 }
 
 func begin[P comparable](scores []PodScore[P], set *podSet[P]) []PodScore[P] {
@@ -75,29 +150,18 @@ func narrow[P comparable](scores []PodScore[P], ids []podID, n int) int {
 	return kept
 }
 
-// finish scores the pods that hold all blocks before the n-th.
-func finish[P comparable](scores []PodScore[P], running, n int) []PodScore[P] {
-	for i := range running {
-		scores[i].Blocks = n
-	}
-	return scores
-}
-
 // Lookup yields, for each key of a chain that the index holds, its position in the chain
 // and those of its pods that keep wants; all of them if keep is nil. A key with none of
 // them is passed over. The pods must not be changed; what keep left is valid in that step
 // only.
 func (x *Index[P]) Lookup(chain []uint64, keep func(P) bool) iter.Seq2[int, []P] {
 	return func(yield func(int, []P) bool) {
-		epoch := x.epoch.Load()
-		var words [batch]word
+		walk := x.walk(chain)
 		var kept []P
-		for n, key := range chain {
-			if n%batch == 0 {
-				x.keys.readAll(chain[n:min(n+batch, len(chain))], epoch, &words)
-			}
-			set := x.podsOf(key, words[n%batch])
+		for n := 0; n < len(chain); {
+			set, keys := walk.next()
 			if set == nil {
+				n++
 				continue
 			}
 			pods := set.pods
@@ -105,18 +169,20 @@ func (x *Index[P]) Lookup(chain []uint64, keep func(P) bool) iter.Seq2[int, []P]
 				kept = filter(kept[:0], pods, keep)
 				pods = kept
 			}
-			if len(pods) > 0 && !yield(n, pods) {
-				return
+			end := n + keys
+			for ; n < end; n++ {
+				if len(pods) > 0 && !yield(n, pods) {
+					return
+				}
 			}
 		}
+		walk.finish(chain)
 	}
 }
 
 // Holds returns whether a pod holds the block of a key. It does not count as a read.
 func (x *Index[P]) Holds(key uint64, pod P) bool {
-	s, hash := x.keys.shard(key)
-	t := s.table.Load()
-	_, w := t.find(t.home(hash), key)
+	_, _, w := x.keys.find(key)
 	set := x.podsOf(key, w)
 	return set != nil && slices.Contains(set.pods, pod)
 }
@@ -154,9 +220,7 @@ func (x *Index[P]) podsOf(key uint64, w word) *podSet[P] {
 			return set
 		}
 		// The key was changed since its word was read, maybe in another table.
-		s, hash := x.keys.shard(key)
-		t := s.table.Load()
-		_, w = t.find(t.home(hash), key)
+		_, _, w = x.keys.find(key)
 	}
 	return nil
 }

@@ -2,10 +2,10 @@
 
 package kvindex
 
-// Recency is counted in epochs of capacity/epochsPerCapacity admissions. A read is one
-// store per key and epoch at most: the epoch, into the key's slot. The order of eviction
-// is by epoch, and within one what was read goes before what was added, as an epoch ends
-// with an admission: LRU up to 1/128 of the capacity.
+// Recency is counted in epochs of capacity/epochsPerCapacity admissions. A read stores
+// the epoch at most once: into a key's slot, or into the stamp of its part of a run. The
+// order of eviction is by epoch, and within one what was read goes before what was added,
+// as an epoch ends with an admission: LRU up to 1/128 of the capacity.
 const epochsPerCapacity = 128
 
 // maxBuckets keeps the epochs of all queued keys so close that 16 bits tell them apart.
@@ -105,7 +105,8 @@ func (x *Index[P]) tidy() {
 	for old.entries > 0 {
 		key, epoch := old.pop()
 		if s, i := x.counts(key, epoch); i >= 0 {
-			x.requeue(s, i, key, max(q.oldest, x.readEpoch(s, i)))
+			t := s.table.Load()
+			x.requeue(t, i, key, max(q.oldest, x.readEpoch(t, i)))
 		}
 	}
 	q.limit = max(minQueueLimit, 2*q.entries)
@@ -116,28 +117,34 @@ func (x *Index[P]) tidy() {
 func (x *Index[P]) counts(key, epoch uint64) (*shard, int) {
 	s, hash := x.keys.shard(key)
 	t := s.table.Load()
-	i, w := t.find(t.home(hash), key)
-	if i >= 0 && w.held() && t.queued[i] == uint16(epoch) {
+	i, w := t.find(hash, key)
+	if w.held() && t.place(i).queued() == uint16(epoch) {
 		return s, i
 	}
 	return nil, -1
 }
 
 // readEpoch returns the epoch in which a slot's key was last added or read.
-func (x *Index[P]) readEpoch(s *shard, i int) uint64 {
-	return word(s.table.Load().slots[i].word.Load()).epochNear(x.queue.epoch)
+func (x *Index[P]) readEpoch(t *table, i int) uint64 {
+	read := word(t.slots[i].word.Load()).epochNear(x.queue.epoch)
+	if p := t.place(i); p.run() != 0 {
+		read = max(read, x.runs.at(p.run()).Load().lastRead(p.offset()))
+	}
+	return read
+}
+
+// markRead marks a slot's key as read in an epoch, unless it was since.
+func (x *Index[P]) markRead(t *table, i int, epoch uint64) {
+	if w := word(t.slots[i].word.Load()); w.epochNear(x.queue.epoch) < epoch {
+		t.slots[i].read(w, epoch)
+	}
 }
 
 // requeue queues a slot's key in an epoch no earlier than that of its last read.
-func (x *Index[P]) requeue(s *shard, i int, key, epoch uint64) {
-	t := s.table.Load()
+func (x *Index[P]) requeue(t *table, i int, key, epoch uint64) {
 	x.queue.bucket(epoch).read.push(key)
-	t.queued[i] = uint16(epoch)
-	w := word(t.slots[i].word.Load())
-	if read, later := w.readIn(epoch); later {
-		// If a reader was faster, it has marked the key with a later epoch yet.
-		t.slots[i].word.CompareAndSwap(uint64(w), uint64(read))
-	}
+	t.setQueued(i, epoch)
+	x.markRead(t, i, epoch)
 }
 
 // evictOldest removes the key least recently added or read.
@@ -148,8 +155,9 @@ func (x *Index[P]) evictOldest() {
 		if i < 0 {
 			continue
 		}
-		if read := x.readEpoch(s, i); read > epoch {
-			x.requeue(s, i, key, read)
+		t := s.table.Load()
+		if read := x.readEpoch(t, i); read > epoch {
+			x.requeue(t, i, key, read)
 			continue
 		}
 		x.remove(s, i)

@@ -25,17 +25,34 @@ func (s *podSet[P]) word(epoch uint64) word {
 	return word(s.index)<<32 | word(s.gen)<<16 | word(uint16(epoch))
 }
 
-// noSet is what no word has as its set.
-const noSet = ^uint64(0)
+const entriesPerChunk = 1 << 10
 
-const setsPerChunk = 1 << 10
+type chunk[T any] [entriesPerChunk]atomic.Pointer[T]
 
-type setChunk[P comparable] [setsPerChunk]atomic.Pointer[podSet[P]]
-
-// A setTable is the pod sets by index, for readers without a lock.
-type setTable[P comparable] struct {
-	chunks atomic.Pointer[[]*setChunk[P]]
+// A directory is values by index, for readers without a lock.
+type directory[T any] struct {
+	chunks atomic.Pointer[[]*chunk[T]]
 }
+
+func (d *directory[T]) init() { d.chunks.Store(&[]*chunk[T]{new(chunk[T])}) }
+
+func (d *directory[T]) at(index uint32) *atomic.Pointer[T] {
+	return &(*d.chunks.Load())[index/entriesPerChunk][index%entriesPerChunk]
+}
+
+// grow makes room for the next index, the highest in use.
+func (d *directory[T]) grow(index uint32) {
+	chunks := *d.chunks.Load()
+	if int(index)/entriesPerChunk < len(chunks) {
+		return
+	}
+	// Readers of the old slice do not look past its end.
+	more := append(chunks, new(chunk[T]))
+	d.chunks.Store(&more)
+}
+
+// A setTable is the pod sets by index.
+type setTable[P comparable] struct{ directory[podSet[P]] }
 
 // get returns the set of a word, or nil if the set was let go of since the word was
 // read. Then the word has changed too, and reading it again helps.
@@ -45,10 +62,6 @@ func (t *setTable[P]) get(w word) *podSet[P] {
 		return nil
 	}
 	return set
-}
-
-func (t *setTable[P]) at(index uint32) *atomic.Pointer[podSet[P]] {
-	return &(*t.chunks.Load())[index/setsPerChunk][index%setsPerChunk]
 }
 
 // An interner makes and lets go of pod sets and pod numbers. Writers only.
@@ -79,7 +92,7 @@ type pod[P comparable] struct {
 
 func (n *interner[P]) init(table *setTable[P]) {
 	n.table = table
-	n.table.chunks.Store(&[]*setChunk[P]{new(setChunk[P])})
+	n.table.init()
 	n.byIDs = make(map[string]*podSet[P])
 	n.ids = make(map[P]podID)
 	n.unused = 1 // index 0 is that of words without a set
@@ -169,21 +182,10 @@ func (n *interner[P]) newSet(ids []podID) *podSet[P] {
 	} else {
 		set.index = n.unused
 		n.unused++
-		n.grow()
+		n.table.grow(set.index)
 	}
 	n.table.at(set.index).Store(set)
 	return set
-}
-
-// grow makes room for the highest index in use.
-func (n *interner[P]) grow() {
-	chunks := *n.table.chunks.Load()
-	if int(n.unused-1)/setsPerChunk < len(chunks) {
-		return
-	}
-	// Readers of the old slice do not look past its end.
-	more := append(chunks, new(setChunk[P]))
-	n.table.chunks.Store(&more)
 }
 
 // release lets go of a set for one key. A set without keys is gone: the generation

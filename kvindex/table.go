@@ -39,18 +39,19 @@ type slot struct {
 	word atomic.Uint64
 }
 
-// A group is a cache line.
-type group [slotsPerGroup]slot
-
+// slotsPerGroup is how many slots a cache line has.
 const slotsPerGroup = 4
 
-// A table is open-addressed with linear probing, group by group. Readers see it as long as they hold
-// it; a writer that needs room publishes another one and leaves this one to the
-// garbage collector.
+// A table is open-addressed with linear probing, from a cache line's first slot on.
+// Readers see it as long as they hold it; a writer that needs room publishes another one
+// and leaves this one to the garbage collector.
 type table struct {
-	slots []slot
-	// queued is the epoch, low 16 bits, in whose queue the key of a slot is. Writers only.
-	queued []uint16
+	slots  []slot
+	places []atomic.Uint64 // of the slots' keys
+}
+
+func newTable(slots int) *table {
+	return &table{make([]slot, slots), make([]atomic.Uint64, slots)}
 }
 
 // keysPerShard bounds the pause in which a writer copies one shard into another table.
@@ -58,12 +59,12 @@ const keysPerShard = 1 << 14
 
 // A table is filled to targetLoad when it is made, and to maxLoad before it is copied.
 const (
-	targetLoad = 0.45
-	maxLoad    = 0.6
+	targetLoad = 0.55
+	maxLoad    = 0.75
 )
 
 // emptyTable is every shard's first: no slot of it may be used.
-var emptyTable = &table{slots: make([]slot, slotsPerGroup)}
+var emptyTable = newTable(slotsPerGroup)
 
 // A shard is one part of the keys. live and used belong to the writers.
 type shard struct {
@@ -106,58 +107,20 @@ func (k *keyTable) shard(key uint64) (*shard, uint64) {
 	return &k.shards[n], hash
 }
 
-// batch is how many keys are read at once: about as many cache misses as a core can have
-// under way.
-const batch = 32
-
-// readAll puts the words of at most a batch of keys into words, zero for those that are
-// not held, and marks the others as read in an epoch. The memory is asked for all of them
-// in a loop so short that the misses overlap: where one takes 300 ns, that is most of it.
-func (k *keyTable) readAll(keys []uint64, epoch uint64, words *[batch]word) {
-	var homes [batch]*group
-	for i, key := range keys {
-		s, hash := k.shard(key)
-		homes[i%batch] = s.table.Load().group(hash)
-	}
-	for i := range keys {
-		homes[i%batch][0].word.Load()
-	}
-	for i, key := range keys {
-		words[i%batch] = k.read(homes[i%batch], key, epoch)
-	}
-}
-
-// read returns the word of a key, zero if it is not held, and marks it as read in an
-// epoch. Most keys are in the group that is their home.
-func (k *keyTable) read(home *group, key, epoch uint64) word {
-	for i := range home {
-		w := word(home[i].word.Load())
-		if w == 0 {
-			return 0
-		}
-		if home[i].key.Load() == key {
-			return home[i].read(w, epoch)
-		}
-	}
+// find returns where a key is and its word, which is not held if the key is not.
+func (k *keyTable) find(key uint64) (*table, int, word) {
 	s, hash := k.shard(key)
 	t := s.table.Load()
-	i, w := t.find(t.home(hash), key)
-	if i < 0 {
-		return 0
-	}
-	return t.slots[i].read(w, epoch)
+	i, w := t.find(hash, key)
+	return t, i, w
 }
 
-// read marks the slot as read in an epoch, and returns its word; zero if it is buried.
-func (s *slot) read(w word, epoch uint64) word {
-	if !w.held() {
-		return 0
-	}
+// read marks the slot as read in an epoch if its word is still the same.
+func (s *slot) read(w word, epoch uint64) {
 	if read, later := w.readIn(epoch); later {
 		// If another goroutine was faster, it has done as much.
 		s.word.CompareAndSwap(uint64(w), uint64(read))
 	}
-	return w
 }
 
 // home is where the probe sequence of a hash begins: with a group.
@@ -166,13 +129,18 @@ func (t *table) home(hash uint64) int {
 	return int(home &^ (slotsPerGroup - 1))
 }
 
-func (t *table) group(hash uint64) *group {
-	return (*group)(t.slots[t.home(hash):])
+func (t *table) place(i int) place       { return place(t.places[i].Load()) }
+func (t *table) setPlace(i int, p place) { t.places[i].Store(uint64(p)) }
+
+// setQueued notes in which epoch's queue the key of a slot is.
+func (t *table) setQueued(i int, epoch uint64) {
+	p := t.place(i)
+	t.setPlace(i, placed(p.run(), p.offset(), uint16(epoch)))
 }
 
-// find returns the slot of a key, held or buried, or -1, from its home on.
-func (t *table) find(home int, key uint64) (int, word) {
-	for i := home; ; {
+// find returns the slot of a key, held or buried, or -1.
+func (t *table) find(hash, key uint64) (int, word) {
+	for i := t.home(hash); ; {
 		w := word(t.slots[i].word.Load())
 		if w == 0 {
 			return -1, 0
@@ -187,23 +155,23 @@ func (t *table) find(home int, key uint64) (int, word) {
 }
 
 // put adds a key that the table does not have.
-func (t *table) put(hash, key uint64, w word, queued uint16) {
+func (t *table) put(hash, key uint64, w word, p place) {
 	i := t.home(hash)
 	for t.slots[i].word.Load() != 0 {
 		if i++; i == len(t.slots) {
 			i = 0
 		}
 	}
-	t.queued[i] = queued
+	t.setPlace(i, p)
 	t.slots[i].key.Store(key)
 	t.slots[i].word.Store(uint64(w)) // last: it makes the key visible
 }
 
 // insert adds a key that is not held.
-func (s *shard) insert(h hasher, hash, key uint64, w word, queued uint16) {
+func (s *shard) insert(h hasher, hash, key uint64, w word, p place) {
 	t := s.table.Load()
-	if i, _ := t.find(t.home(hash), key); i >= 0 {
-		t.queued[i] = queued
+	if i, _ := t.find(hash, key); i >= 0 {
+		t.setPlace(i, p)
 		t.slots[i].word.Store(uint64(w))
 		s.live++
 		return
@@ -211,7 +179,7 @@ func (s *shard) insert(h hasher, hash, key uint64, w word, queued uint16) {
 	if t == emptyTable || float64(s.used+1) > maxLoad*float64(len(t.slots)) {
 		t = s.rebuild(h, t)
 	}
-	t.put(hash, key, w, queued)
+	t.put(hash, key, w, p)
 	s.live++
 	s.used++
 }
@@ -221,13 +189,12 @@ func (s *shard) insert(h hasher, hash, key uint64, w word, queued uint16) {
 // the key again.
 func (s *shard) rebuild(h hasher, old *table) *table {
 	groups := int(float64(s.live+1)/targetLoad)/slotsPerGroup + 1
-	size := groups * slotsPerGroup
-	t := &table{slots: make([]slot, size), queued: make([]uint16, size)}
+	t := newTable(groups * slotsPerGroup)
 	for i := range old.slots {
 		if w := word(old.slots[i].word.Load()); w.held() {
 			key := old.slots[i].key.Load()
 			_, hash := h.split(key)
-			t.put(hash, key, w, old.queued[i])
+			t.put(hash, key, w, old.place(i))
 		}
 	}
 	s.used = s.live
