@@ -103,7 +103,8 @@ def detect(lines: Lines, first: bytes) -> str:
     row = lines.decode(_ANY, first)
     if "schema" in row:
         return "own"
-    if "requests" in row:
+    # Workloads of other tools have `requests`, too.
+    if {"requests", "block_size", "hash_id_scope"} <= row.keys():
         return "sessions"
     if body_of(row) is not None:
         return "log"

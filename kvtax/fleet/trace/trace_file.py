@@ -11,6 +11,7 @@ import gzip
 import lzma
 import os
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase, BufferedReader
@@ -136,7 +137,7 @@ class Lines:
             with open(self.path, "rb") as file, _unpacked(file) as text:
                 for line in text:
                     self.number += 1
-                    yield line
+                    yield line.removeprefix(BOM_UTF8) if self.number == 1 else line
         except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
             self.number += 1
             raise self.error(
@@ -154,7 +155,17 @@ class Lines:
         try:
             return decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            if not line.endswith(b"\n"):
+            begin = line.lstrip()[:1]
+            if begin == b"[":
+                raise self.error(
+                    "a JSON array, where each line is an object: make one line of each "
+                    "element (jq -c '.[]' FILE)"
+                ) from None
+            if not begin:
+                raise self.error("the line is blank: remove it") from None
+            # Another type than wanted is no sign that something is missing.
+            is_json = isinstance(error, msgspec.ValidationError)
+            if not line.endswith(b"\n") and not is_json:
                 raise self.error(
                     f"the file ends within the line ({error}): it is torn, fetch or "
                     "make it again"

@@ -132,7 +132,13 @@ REFUSED = {
         ["line 1", "session 'a.explore'", "192", "64"],
     ),
     "not JSON": ([MOONCAKE, "{"], ["line 2", "mend or remove"]),
-    "an empty line": ([MOONCAKE, "", MOONCAKE], ["line 2", "mend or remove"]),
+    "an empty line": ([MOONCAKE, "", MOONCAKE], ["line 2", "blank: remove it"]),
+    "an array": (["[" + json.dumps(MOONCAKE) + "]"], ["line 1", "a JSON array"]),
+    "a printed array": (["[", json.dumps(MOONCAKE), "]"], ["line 1", "a JSON array"]),
+    "another tool's workload": (
+        [{"timestamp": 0, "requests": [{"prompt": "a", "output_length": 1}]}],
+        ["no known trace format", "timestamp, requests"],
+    ),
     "an abyss": ([MOONCAKE, '{"x":' + "[" * 100_000], ["line 2", "recursion"]),
 }
 
@@ -153,6 +159,26 @@ def test_a_torn_line_is_refused(tmp_path, kept):
     path = put(tmp_path / "t", MOONCAKE, row[:kept], end="")
     with pytest.raises(TraceError, match=r"line 2: the file ends within the line"):
         list(read_trace(path))
+
+
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        (MOONCAKE | {"output_length": None}, "got `null`.*output_length.*mend"),
+        ("[1]", "a JSON array"),
+    ],
+)
+def test_a_whole_last_line_is_refused_for_what_it_says(tmp_path, last, why):
+    path = put(tmp_path / "t", MOONCAKE, last, end="")
+    with pytest.raises(TraceError, match=rf"line 2: .*{why}") as refusal:
+        list(read_trace(path))
+    assert "torn" not in str(refusal.value)
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    path = tmp_path / "t"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(MOONCAKE).encode() + b"\n")
+    assert len(list(read_trace(path))) == 1
 
 
 def test_a_last_line_without_its_end_is_whole_if_it_can_be_read(tmp_path):
