@@ -143,7 +143,7 @@ class Kvindexd:
         self._pool = Pool(TIMEOUT_S, TIMEOUT_S, KEEPALIVE_S, self._tls)
         try:
             states = await self._read_states()
-            await self._request("POST", "/v1/lookup", _ANY_PROMPT)
+            await self._look_up_any()
         except ERRORS as error:
             self._pool.close()
             raise SettingsError(
@@ -180,7 +180,7 @@ class Kvindexd:
         """Look nothing up for a while, unless the service answers another request."""
         self._not_before_s = time.monotonic() + TIMEOUT_S + PAUSE_S
         try:
-            await self._request("POST", "/v1/lookup", _ANY_PROMPT)
+            await self._look_up_any()
         except ERRORS:
             self._not_before_s = time.monotonic() + PAUSE_S
         else:
@@ -213,6 +213,10 @@ class Kvindexd:
         found = _batch(text).answers[0] if several else _holdings(text)
         tokens = {holding.name: holding.tokens for holding in found.instances}
         return [tokens.get(name, 0) for name in self._names]
+
+    async def _look_up_any(self) -> None:
+        """Look any prompt up. Raises one of ERRORS."""
+        _holdings((await self._request("POST", "/v1/lookup", _ANY_PROMPT))[1])
 
     async def _read_states(self) -> dict[str, State]:
         _, text = await self._request("GET", "/healthz")
