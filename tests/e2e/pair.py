@@ -114,6 +114,8 @@ async def stuck_send(
     # Steps of D wait for its event loop. The request to P needs many of its turns:
     # a new socket has its handshake first, and a stopped D would not end it.
     await d.complete([0], 32)
+    # P's turns of that handshake are its own.
+    await asyncio.sleep(1.0)
     with d.stopped():
         await p.complete(asked, 1, send_params(transfer_id))
         await d.has_unread(2**15)
