@@ -128,7 +128,7 @@ def write_run(folder: Path, count: int) -> None:
     with LineFile(trial / "requests.jsonl", RequestsHeader(scheduled=0)) as file:
         for phase in phases(count):
             file.append(phase)
-        file.append(DriverEnd(scheduled=0, ok=0, failed=0, cancelled=0))
+        file.append(DriverEnd(scheduled=0, ok=0, failed=0, cancelled=0, valid=True))
     write_files(trial, count)
 
 
