@@ -62,6 +62,7 @@ class Request:
     query: str
     headers: CIMultiDict[str]
     body: bytes
+    _version = "1.1"
     _chunked = False
     _head_only = False
 
@@ -85,14 +86,22 @@ class Request:
         self.method = "GET" if self._head_only else method
         self.path, self.query = (url.path or b"/").decode(), (url.query or b"").decode()
         self.headers = CIMultiDict(lines)
-        self._chunked = parser.get_http_version() == "1.1"
+        self._version = parser.get_http_version()
+        self._chunked = self._version == "1.1"
         self.keep_alive = self._chunked and parser.should_keep_alive()
 
-    @property
-    def names_host(self) -> bool:
-        """True if there is one Host, or none in HTTP/1.0 (RFC 9112, 3.2)."""
+    def fault(self) -> tuple[int, str] | None:
+        """Return the status and the reason for which its head cannot be served."""
+        if self._version not in ("1.0", "1.1"):
+            return 505, f"HTTP/{self._version} is not served: use HTTP/1.1"
         hosts = len(self.headers.getall("Host", ()))
-        return hosts == 1 or (hosts == 0 and not self._chunked)
+        # RFC 9112, 3.2: HTTP/1.0 may do without.
+        if hosts > 1 or (hosts == 0 and self._version == "1.1"):
+            return 400, "one Host header is needed"
+        coding = self.headers.get("Content-Encoding", "identity")
+        if coding.lower() != "identity":
+            return 415, f"the body is compressed ({coding}): send it as it is"
+        return None
 
     def add(self, piece: bytes) -> None:
         """Take the next piece of the body."""

@@ -239,9 +239,9 @@ class _Proxy:
 
     async def answer(self, request: Request) -> None:
         """Answer any request, by its path and method."""
-        if not request.names_host:
+        if (fault := request.fault()) is not None:
             request.keep_alive = False
-            answer_error(request, Failure(400, None, "one Host header is needed"))
+            answer_error(request, Failure(fault[0], None, fault[1]))
             return
         methods = self._routes.get(request.path)
         if methods is None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import resource
@@ -83,9 +84,13 @@ def post_head(url: str, length: int) -> bytes:
         ("1.1", 2, 400),
         ("1.0", 0, 200),
         ("1.0", 2, 400),
+        ("0.9", 1, 505),
+        ("2.0", 1, 505),
     ],
 )
-def test_a_request_names_one_host(started, tmp_path, version, hosts, status):
+def test_a_request_names_one_host_and_a_version_that_is_served(
+    started, tmp_path, version, hosts, status
+):
     with proxy(tmp_path, named(started)) as on:
         at = urlsplit(on.url)
         lines = [
@@ -96,6 +101,17 @@ def test_a_request_names_one_host(started, tmp_path, version, hosts, status):
         with socket.create_connection((at.hostname, at.port), DEADLINE_S) as client:
             client.sendall("\r\n".join([*lines, "", ""]).encode())
             assert int(client.recv(65536).split()[1]) == status
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd", "gzip, zstd"])
+def test_a_compressed_body_is_refused_for_what_it_is(started, tmp_path, coding):
+    with proxy(tmp_path, named(started)) as on:
+        refused = post(
+            on.url, gzip.compress(b'{"prompt": [1]}'), Content_Encoding=coding
+        )
+        assert refused.status == 415 and coding in refused.error["message"]
+        assert on.instances()["a"]["requests"] == 0
+        assert post(on.url, ask(), Content_Encoding="identity").status == 200
 
 
 def test_a_client_that_goes_away_aborts_the_request_at_the_instance(two, tmp_path):
