@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import count
 from time import monotonic_ns
 from typing import Generic
@@ -152,14 +153,15 @@ class Core(Generic[Payload]):
             exchange.cached_tokens = await self._exact.cached_tokens(exchange.body)
         self._route(exchange, 0, set())
         tried = {exchange.route.decision.instance}
-        try:
-            if await self._serve(exchange, tried):
-                return
-        except Unreachable:
-            if len(self.instances) == 1:
-                raise
-            self._route(exchange, 1, tried)
-        await self._serve(exchange, None)
+        with ExitStack() as exchange.visits:
+            try:
+                if await self._serve(exchange, tried):
+                    return
+            except Unreachable:
+                if len(self.instances) == 1:
+                    raise
+                self._route(exchange, 1, tried)
+            await self._serve(exchange, None)
 
     def _route(
         self, exchange: Exchange[Payload], attempt: int, tried: set[str]
@@ -194,7 +196,8 @@ class Core(Generic[Payload]):
         """
         name = exchange.route.decision.instance
         flight = self.loads.flight(name, exchange.route.prompt_tokens)
-        with flight as exchange.flight, self.health.visit(name):
+        exchange.visits.enter_context(self.health.visit(name))
+        with flight as exchange.flight:
             try:
                 answer = await self._request(exchange)
             except Failure as failure:
@@ -280,9 +283,9 @@ class Core(Generic[Payload]):
         Returns None if D has to prefill itself; the end line's `fallback` says why.
         """
         end = exchange.end
+        exchange.visits.enter_context(self.health.visit(p.name))
         try:
-            with self.health.visit(p.name):
-                answer = await self.offloader.offload(exchange, p, d)
+            answer = await self.offloader.offload(exchange, p, d)
         except GivenUp as error:
             refused = error.failure == "prefill_refused"
             if refused and self.health.answered(p.name, well=False):

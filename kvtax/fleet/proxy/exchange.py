@@ -7,6 +7,7 @@ time.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from hashlib import sha256
 from typing import Generic, Protocol
 
@@ -171,7 +172,8 @@ class Exchange(Generic[Payload]):
     `end`: its last line in the decision log, filled in on the way. `body`: there after
     `read_body`. `cached_tokens`: tokens of the prompt that each instance has cached,
     None where unknown. `route`, `flight`: there once an instance has been chosen; a
-    second attempt replaces them. `suspects`: instances that have failed it.
+    second attempt replaces them. `suspects`: instances that have failed it. `visits`:
+    to the instances that are requested for it.
     """
 
     __slots__ = (
@@ -183,10 +185,12 @@ class Exchange(Generic[Payload]):
         "headers",
         "route",
         "suspects",
+        "visits",
     )
     body: RequestBody[Payload]
     route: Route
     flight: Flight
+    visits: ExitStack
 
     def __init__(self, client: Client[Payload], number: int) -> None:
         self.client = client

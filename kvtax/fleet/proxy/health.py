@@ -49,7 +49,7 @@ class _State:
     `row`: failures in a row. `failed`: whether each of the last answers has failed.
     `good`: good answers since its return; None while it is trusted. `by_poll`: whether
     it returns by a good poll only. `on_trial`: back, and one request at a time until an
-    answer begins; `tried` while that request is under way.
+    answer begins; `trial` is that request's visit while it is under way.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,8 @@ class _State:
         self.good: int | None = None
         self.out_s = MIN_OUT_S
         self.back_at_ns = 0
-        self.by_poll = self.on_trial = self.tried = False
+        self.by_poll = self.on_trial = False
+        self.trial: object | None = None
 
     @property
     def suspect(self) -> bool:
@@ -94,27 +95,28 @@ class Health:
         for name in list(self.ejected):
             if not self._states[name].by_poll:
                 self._return(name)
-        trials = {name for name, state in self._states.items() if state.tried}
+        trials = {name for name, state in self._states.items() if state.trial}
         return self.ejected | trials
 
     @contextmanager
     def visit(self, name: str) -> Iterator[None]:
         """Send a request to the instance inside the context: its trial, if one is due.
 
-        The trial ends as soon as an answer begins, or with the context.
+        The trial ends as soon as an answer begins, or with the context. That must hold
+        until another instance has answered in place of a suspect.
         """
-        state = self._states[name]
-        tries = state.on_trial and not state.tried
-        state.tried = state.tried or tries
+        state, own = self._states[name], object()
+        if state.on_trial and state.trial is None:
+            state.trial = own
         try:
             yield
         finally:
-            if tries:
-                state.tried = False
+            if state.trial is own:
+                state.trial = None
 
     def begun(self, name: str) -> None:
         """Note that a good answer has begun."""
-        self._states[name].on_trial = self._states[name].tried = False
+        self._states[name].on_trial, self._states[name].trial = False, None
 
     def answered(self, name: str, well: bool) -> bool:
         """Note a whole answer. Return whether a failed one makes the instance suspect.
@@ -208,7 +210,7 @@ class Health:
         self.ejections += 1
         state.back_at_ns = self._now_ns() + int(state.out_s * 1e9)
         state.out_s = min(MAX_OUT_S, 2 * state.out_s)
-        state.good, state.by_poll = 0, False
+        state.good, state.by_poll, state.trial = 0, False, None
         state.failed.clear()
         log.warning("%s ejected: %s", name, why)
         if len(self.ejected) == len(self._instances):

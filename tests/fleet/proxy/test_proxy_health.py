@@ -41,7 +41,7 @@ class Engine:
     """Answers polls with `polls` in turn, and requests with the status `serves`.
 
     Status 0 breaks the connection off. With `pieces` an answer is a stream that comes
-    in these pieces, and then `ends` or stays open.
+    in these pieces, and then `ends` or stays open. Each answer `takes_s`.
     """
 
     def __init__(self, polls: tuple[int, ...] = (200,), serves: int = 200) -> None:
@@ -49,6 +49,7 @@ class Engine:
         self.polled = 0
         self.pieces: list[bytes] = []
         self.ends = True
+        self.takes_s = 0.0
         self.ranks: list[list[str]] = []
 
     async def health(self, _: web.Request) -> web.Response:
@@ -57,6 +58,7 @@ class Engine:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.ranks.append(request.headers.getall(RANK, []))
+        await asyncio.sleep(self.takes_s)
         if not self.serves:
             request.transport.abort()
         if not self.pieces:
@@ -224,6 +226,21 @@ async def test_an_outlier_is_out_for_longer_each_time_and_tried_with_one_request
             ):
                 pass
         assert await client.ejected() == []
+
+
+async def test_a_trial_lasts_until_another_instance_has_answered_for_it():
+    good, bad = Engine(), Engine(serves=500)
+    async with before(good, bad, policy="linear") as client:
+        while await client.ejections() < 1:
+            await client.send()
+        before_trial, good.takes_s = len(bad.ranks), 1.0
+        await asyncio.sleep(2 * MIN_OUT_S)
+        sent = []
+        for _ in range(8):
+            sent.append(asyncio.create_task(client.send()))
+            await asyncio.sleep(0.02)
+        assert set(await asyncio.gather(*sent)) == {(200, "a")}
+        assert len(bad.ranks) == before_trial + 1
 
 
 async def test_a_session_leaves_an_outlier(monkeypatch):
