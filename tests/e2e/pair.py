@@ -108,14 +108,14 @@ async def stuck_send(
     The transfer engines must know each other already.
     """
     transfer_id = uuid.uuid4().hex
+    # P waits for a prompt as long as for an aborted one, so it must be soon prefilled.
+    await p.complete(asked, 1)
     waiting = (await d.counters()).waiting
     pull = await pulling(p, d, asked, transfer_id)
     await d.has(waiting=waiting + 1)
     # Steps of D wait for its event loop. The request to P needs many of its turns:
     # a new socket has its handshake first, and a stopped D would not end it.
     await d.complete([0], 32)
-    # P's turns of that handshake are its own.
-    await asyncio.sleep(1.0)
     with d.stopped():
         await p.complete(asked, 1, send_params(transfer_id))
         await d.has_unread(2**15)
