@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from kvtax.records.warning import RunWarning
 from kvtax.report import render
 from kvtax.report.document import (
@@ -71,3 +73,21 @@ def test_html_holds_the_page_as_data():
     text = render.html(PAGE)
     assert "@DATA@" not in text
     assert '"title":"The title"' in text
+
+
+# Of the files in the npm package uplot 1.6.32.
+UPLOT_SHA256 = {
+    "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    "uPlot.iife.min.js": (
+        "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
+    ),
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+
+
+def test_the_files_of_uplot_are_those_that_its_authors_published():
+    found = {
+        name: hashlib.sha256((render.UPLOT / name).read_bytes()).hexdigest()
+        for name in UPLOT_SHA256
+    }
+    assert found == UPLOT_SHA256
