@@ -223,9 +223,9 @@ async def storm(
     found = {}
     for name, (server, switch, *ends) in phases.items():
         async with new_session() as session:
-            for server in (a, b):
-                await server.settle()
-                await reset_prefix_cache(session, server)
+            for each in (a, b):
+                await each.settle()
+                await reset_prefix_cache(session, each)
         with without(server, switch):
             found[name] = await Storm(a, b, pool, seed).run(*ends)
         print(f"{name}: {found[name]}", flush=True)
