@@ -187,7 +187,10 @@ def _stop(
     signals: socket.socket,
     limit_s: float,
 ) -> None:
-    """Pass the signal on, and those that follow; kill what is left after `limit_s`."""
+    """Pass the signal on, SIGINT for any more, and kill what is left after `limit_s`.
+
+    A worker that is busy would take two SIGTERMs for one.
+    """
     deadline = time.monotonic() + limit_s
     passed_on = number
     while alive := [process for process in processes if process.is_alive()]:
@@ -199,7 +202,7 @@ def _stop(
         ready = wait([signals, *(process.sentinel for process in alive)], left_s)
         if not ready:
             break
-        passed_on = signals.recv(1)[0] if signals in ready else 0
+        passed_on = signal.SIGINT if signals in ready and signals.recv(1) else 0
     for process in processes:
         process.kill()
         process.join()

@@ -265,7 +265,8 @@ def test_a_second_signal_ends_the_wait(two, tmp_path, workers):
         mid = clients.enter_context(connect(on.url, ask(max_tokens=20_000)))
         begun = first_event(mid)
         on.process.terminate()
-        until(lambda: workers == "2" or refused(on.url), "it still takes connections")
+        # Or the two signals may be one to the system.
+        until(lambda: refused(on.url), "it still takes connections")
         assert on.process.poll() is None
         on.process.terminate()
         assert b"the proxy was stopped" in begun + rest(mid)
@@ -273,12 +274,13 @@ def test_a_second_signal_ends_the_wait(two, tmp_path, workers):
 
 
 def refused(url: str) -> bool:
-    """Whether nobody takes a connection there."""
+    """Whether nobody takes a connection there; not yet, where it just stops to."""
     at = urlsplit(url)
-    try:
-        socket.create_connection((at.hostname, at.port), 5).close()
-    except ConnectionRefusedError:
-        return True
+    with suppress(ConnectionResetError):
+        try:
+            socket.create_connection((at.hostname, at.port), 5).close()
+        except ConnectionRefusedError:
+            return True
     return False
 
 
