@@ -97,33 +97,6 @@ def doubts_of(
     ]
 
 
-def warnings(
-    doubts: Mapping[str | None, list[RunWarning]], configs: Mapping[str, ConfigEntry]
-) -> str:
-    """Render a line per kind of warning: places, what was found, the remedy."""
-    kinds: dict[str, dict[str, list[str]]] = {}
-    remedies = {}
-    for name, found in doubts.items():
-        for doubt in found:
-            where = kinds.setdefault(doubt.kind, {})
-            where.setdefault(name or "the run", []).append(doubt.message)
-            remedies[doubt.kind] = doubt.remedy
-    lines = [
-        f"- `{name}` failed: {entry.error}"
-        for name, entry in configs.items()
-        if entry.verdict == "failed"
-    ]
-    for kind, where in kinds.items():
-        names = ", ".join(f"`{n}`" if n != "the run" else n for n in where)
-        if len(configs) > 1 and set(configs) <= set(where):
-            names = "all configs"
-        said = "; ".join(dict.fromkeys(m for own in where.values() for m in own))
-        lines.append(
-            f"- **{kind.replace('_', ' ')}** ({names}): {said}. *{remedies[kind]}*"
-        )
-    return "\n".join(lines) or "None."
-
-
 NOTE = (
     "Each host measured all configs in each of its repeats. A server is set aside if "
     "it was more than 1.5 times as slow as usual in this run, by work in which no "

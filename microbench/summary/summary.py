@@ -9,9 +9,10 @@ from __future__ import annotations
 from kvtax.cost.analysis import Analysis
 from kvtax.records.per_config import ConfigEntry, PerConfig
 from kvtax.report.document import Table
+from kvtax.report.render import warning_list
 from kvtax.stats.markdown import TIMES, table
 from microbench.summary import study
-from microbench.summary.context import hosts, model_note, warnings
+from microbench.summary.context import doubts_of, hosts, model_note
 from microbench.summary.growth import (
     answer,
     expected_verdicts,
@@ -40,7 +41,8 @@ def write_summary(analysis: Analysis, figures: list[str]) -> str:
         _figure(figures),
         _hosts(hosts(document, analysis.roles)),
         "## Warnings",
-        warnings(analysis.doubts, document.configs),
+        "\n".join(warning_list(doubts_of(analysis.doubts, document.configs)))
+        or "None.",
         "## More",
         _more(document),
     ]
@@ -59,6 +61,11 @@ def _verdicts(configs: dict[str, ConfigEntry]) -> str:
 def _shown(found: Table) -> str:
     rows = [[f"`{row[0]}`", *row[1:]] for row in found.rows]
     return f"{table(found.columns, rows)}\n\n{found.note}"
+
+
+def _warnings(analysis: Analysis) -> str:
+    warnings = doubts_of(analysis.doubts, analysis.document.configs)
+    return "\n".join(warning_list(warnings)) or "None."
 
 
 def _hosts(found: Table | None) -> str:
