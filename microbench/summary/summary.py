@@ -41,8 +41,7 @@ def write_summary(analysis: Analysis, figures: list[str]) -> str:
         _figure(figures),
         _hosts(hosts(document, analysis.roles)),
         "## Warnings",
-        "\n".join(warning_list(doubts_of(analysis.doubts, document.configs)))
-        or "None.",
+        _warnings(analysis),
         "## More",
         _more(document),
     ]
