@@ -8,6 +8,8 @@ line shows which. An output is written whole or not at all, packed as its name s
 from __future__ import annotations
 
 import argparse
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -105,6 +107,7 @@ def _stats(arguments: argparse.Namespace) -> None:
         arguments.cache_blocks,
         arguments.sessions,
     )
+    _print_left_out(arguments)
     if arguments.json:
         print(msgspec.json.encode(stats).decode())
     elif arguments.beside_study:
@@ -139,6 +142,7 @@ def _sample(arguments: argparse.Namespace) -> None:
         read=lambda: _read(arguments),
         options=dict(_options(arguments)),
     )
+    _print_left_out(arguments)
     source = header["source"]
     print(
         f"{arguments.out}: {header['requests']:,} of {source['requests']:,} requests, "
@@ -153,6 +157,7 @@ def _add_anonymise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, help="trace to write")
     _add_block_tokens(parser)
     _add_tokens(parser)
+    _add_skip_unusable(parser)
 
 
 def _anonymise(arguments: argparse.Namespace) -> None:
@@ -161,7 +166,10 @@ def _anonymise(arguments: argparse.Namespace) -> None:
 
     tokens = Tokens(arguments.chars_per_token, arguments.tokenizer)
     block_tokens = arguments.block_tokens or log.BLOCK_TOKENS
-    header, read = log.anonymise(arguments.file, arguments.out, tokens, block_tokens)
+    header, read = log.anonymise(
+        arguments.file, arguments.out, tokens, block_tokens, arguments.left_out
+    )
+    _print_left_out(arguments)
     print(f"{arguments.out}: {header['requests']:,} requests")
     if read.counted_tokens:
         print(
@@ -214,6 +222,7 @@ class _ReadOptions(TypedDict):
     share_prefix: bool
     chars_per_token: float
     tokenizer: str | None
+    left_out: Counter[str] | None
 
 
 def _options(arguments: argparse.Namespace) -> _ReadOptions:
@@ -224,6 +233,7 @@ def _options(arguments: argparse.Namespace) -> _ReadOptions:
         "share_prefix": arguments.share_prefix,
         "chars_per_token": arguments.chars_per_token,
         "tokenizer": arguments.tokenizer and str(arguments.tokenizer),
+        "left_out": arguments.left_out,
     }
 
 
@@ -243,6 +253,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     )
     _add_block_tokens(parser)
     _add_tokens(parser)
+    _add_skip_unusable(parser)
     parser.add_argument(
         "--session-interval-s",
         type=_seconds,
@@ -296,6 +307,30 @@ def _add_tokens(parser: argparse.ArgumentParser) -> None:
         help="request logs: count tokens with this tokenizer.json, or the one in this "
         "folder (needs the extra [proxy])",
     )
+
+
+def _add_skip_unusable(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--skip-unusable",
+        dest="left_out",
+        action="store_const",
+        const=Counter(),
+        help="request logs: leave out the lines that are no requests with an answer, "
+        "and count them by reason",
+    )
+
+
+def _print_left_out(arguments: argparse.Namespace) -> None:
+    """Print how many lines were left out, and why, to stderr."""
+    from kvtax.fleet.trace.log import explain
+
+    if arguments.left_out:
+        total = arguments.left_out.total()
+        print(
+            f"{arguments.file}: {total:,} lines left out ("
+            f"{explain(arguments.left_out)})",
+            file=sys.stderr,
+        )
 
 
 def _natural(text: str) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from os import PathLike
@@ -32,7 +33,7 @@ from kvtax.fleet.trace.log_prompt import (
     asked_of,
     text_of,
 )
-from kvtax.fleet.trace.request import Request
+from kvtax.fleet.trace.request import Request, TraceError
 from kvtax.fleet.trace.trace_file import Lines
 
 BLOCK_TOKENS = 16  # vLLM's
@@ -77,7 +78,18 @@ ANSWER = (
 INPUT_TOKENS = ("prompt_tokens", "input_tokens")
 # Anthropic counts these beside its input_tokens.
 CACHED_TOKENS = ("cache_read_input_tokens", "cache_creation_input_tokens")
-OUTPUT_TOKENS = ("completion_tokens", "output_tokens")
+OUTPUT_TOKENS = ("completion_tokens", "output_tokens", "output_length")
+# A failed request's status is 400 or more, or says so; or it has an error.
+STATUS = (
+    "status",
+    "status_code",
+    "statusCode",
+    "http_status",
+    "response.status",
+    "response.status_code",
+)
+FAILURES = frozenset({"failure", "failed", "fail", "error"})
+ERROR = ("error", "error_str", "response.error", "response_body.error")
 
 # Seconds since 1970 are below 1e11 until the year 5138.
 _UNITS_S = ((1e11, 1.0), (1e14, 1e-3), (1e17, 1e-6), (float("inf"), 1e-9))
@@ -110,16 +122,17 @@ class Log:
         self.counted_tokens = 0
         self.estimated_tokens = 0
 
-    def requests(self, rows: Iterator[bytes]) -> Iterator[Request]:
+    def requests(self) -> Iterator[Request]:
         """Yield the requests in order of arrival.
 
         Memory: those of REORDER_S, and 300 bytes per session.
 
-        Raises TraceError: a line is no request, or is too late in the file.
+        Raises TraceError: a line is no request, or is too late in the file; or none is
+        a request.
         """
         sessions = _Sessions()
         origin_s = None
-        for call in self._ordered(rows):
+        for call in self._ordered():
             origin_s = call.arrival_s if origin_s is None else origin_s
             name, turn, think_s = sessions.place(call)
             yield Request(
@@ -132,12 +145,23 @@ class Log:
                 block_tokens=self._block_tokens,
                 think_s=think_s,
             )
+        if origin_s is None:
+            raise TraceError(
+                f"{self._lines.path}: no line is a usable request "
+                f"({explain(self._lines.left_out)})"
+            )
 
-    def _ordered(self, rows: Iterator[bytes]) -> Iterator[_Call]:
+    def _ordered(self) -> Iterator[_Call]:
         waiting: list[_Call] = []
         newest_s = given_s = 0.0
-        for line in rows:
-            call = self._call(self._lines.decode(_ROW, line))
+        for row in self._lines.read(_ROW):
+            try:
+                call = self._call(row)
+            except FieldError as error:
+                remedy = "mend or remove the line, or leave such lines out "
+                remedy += "(--skip-unusable)"
+                self._lines.reject(f"{error}: {remedy}", str(error))
+                continue
             if call.arrival_s < given_s:
                 raise self._lines.error(
                     f"it arrived over {REORDER_S:g} s before a line above it: sort the "
@@ -153,12 +177,9 @@ class Log:
             yield heapq.heappop(waiting)
 
     def _call(self, row: LogRow) -> _Call:
-        try:
-            return self._read(row)
-        except FieldError as error:
-            raise self._lines.error(f"{error}: mend or remove the line") from None
-
-    def _read(self, row: LogRow) -> _Call:
+        """Read a line. Raises FieldError."""
+        if failed(row):
+            raise FieldError("the request failed")
         arrived_s = arrival_s(row)
         ended_s = end_s(row, arrived_s)
         body = body_of(row)
@@ -226,11 +247,15 @@ class _Sessions:
         return next((turn for turn in known if turn is not None), None)
 
 
-def read(
-    lines: Lines, rows: Iterator[bytes], tokens: Tokens, block_tokens: int
-) -> Iterator[Request]:
+def read(lines: Lines, tokens: Tokens, block_tokens: int) -> Iterator[Request]:
     """Yield the requests of a log. Raises TraceError."""
-    return Log(lines, tokens, block_tokens).requests(rows)
+    return Log(lines, tokens, block_tokens).requests()
+
+
+def explain(left_out: Counter[str] | None) -> str:
+    """List the reasons for which lines were left out, the most frequent first."""
+    reasons = (left_out or Counter()).most_common()
+    return ", ".join(f"{count:,}: {reason}" for reason, count in reasons)
 
 
 def anonymise(
@@ -238,24 +263,38 @@ def anonymise(
     out: str | PathLike[str],
     tokens: Tokens,
     block_tokens: int,
+    left_out: Counter[str] | None = None,
 ) -> tuple[dict[str, Any], Log]:
     """Write a log in our own format; return the header and the reader.
 
-    The key of the hashes is not kept; neither sessions nor the file are named.
+    The key of the hashes is not kept; neither sessions nor the file are named. With
+    `left_out`, the log is read twice: which lines are requests is not known before.
 
     Raises TraceError: a line is no request, or `out` cannot be written.
     """
-    header = {
-        "requests": sum(1 for _ in Lines(path)),
-        "source": {
-            "made_by": "kvtax trace anonymise",
-            "chars_per_token": tokens.chars_per_token,
-        },
+    source: dict[str, Any] = {
+        "made_by": "kvtax trace anonymise",
+        "chars_per_token": tokens.chars_per_token,
     }
-    lines = Lines(path)
-    log = Log(lines, tokens, block_tokens)
-    trace_file.write_trace(out, header, log.requests(iter(lines)))
+    if left_out is None:
+        requests = sum(1 for _ in Lines(path))
+    else:
+        requests = sum(1 for _ in read(Lines(path, left_out), tokens, block_tokens))
+        source["left_out"] = dict(left_out)
+    header = {"requests": requests, "source": source}
+    log = Log(Lines(path, left_out), tokens, block_tokens)
+    trace_file.write_trace(out, header, log.requests())
     return header, log
+
+
+def failed(row: LogRow) -> bool:
+    """Recognise a request that failed: the text of its error is no answer."""
+    for _, status in _found(row, STATUS):
+        if _is_number(status) and float(status) >= 400:
+            return True
+        if isinstance(status, str) and status.lower() in FAILURES:
+            return True
+    return any(error not in ("", {}, [], False) for _, error in _found(row, ERROR))
 
 
 def body_of(row: LogRow) -> LogRow | None:
@@ -271,7 +310,7 @@ def arrival_s(row: LogRow) -> float:
     """Return the arrival, in seconds since some moment. Raises FieldError."""
     for name, found in _found(row, TIME):
         return _seconds(name, found)
-    raise FieldError(f"no time of arrival: it needs one of {', '.join(TIME)}")
+    raise FieldError("no time of arrival, as timestamp, without which it is not read")
 
 
 def end_s(row: LogRow, arrived_s: float) -> float | None:

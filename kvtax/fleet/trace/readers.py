@@ -4,7 +4,10 @@
 The two formats of public traces with one request per line are here.
 
 Mooncake (github.com/kvcache-ai/Mooncake, FAST25-release/traces) does not record
-sessions: every request is a session of one turn.
+sessions: a request is a session of one turn. Rows for load generators such as aiperf
+may have a `session_id`, and instead of a later turn's `timestamp` its `delay`, the
+time since the answer before. That answer's time is unknown: such a turn arrives a delay
+after the turn before it, or with the last line above that has a time if that is later.
 
 Qwen-Bailian (github.com/alibaba-edu/qwen-bailian-usagetraces-anon) has chats that
 continue other chats. A session is a chain of `parent_chat_id`, named by the chat it
@@ -18,7 +21,8 @@ filled.
 
 from __future__ import annotations
 
-import itertools
+import heapq
+from collections import Counter
 from collections.abc import Iterator
 from os import PathLike
 from typing import Any, NamedTuple
@@ -41,8 +45,6 @@ from kvtax.fleet.trace.trace_file import Lines
 
 FORMATS = ("own", "mooncake", "bailian", "sessions", "log")
 
-_ANY = msgspec.json.Decoder(dict[str, Any])
-
 
 def read_trace(
     path: str | PathLike[str],
@@ -53,41 +55,45 @@ def read_trace(
     share_prefix: bool = False,
     chars_per_token: float = CHARS_PER_TOKEN,
     tokenizer: str | PathLike[str] | None = None,
+    left_out: Counter[str] | None = None,
 ) -> Iterator[Request]:
     """Yield the requests of a trace file, plain or packed, in order of arrival.
 
     `block_tokens` is for the formats that do not name it, `mooncake`, `bailian` and
     `log`; `session_interval_s` and `share_prefix` are for `sessions`: see sessions.py.
-    `chars_per_token` and `tokenizer` are for `log`: see blocks.py.
+    `chars_per_token` and `tokenizer` are for `log`: see log_prompt.py. So is
+    `left_out`, which counts the lines that are no requests by reason; without it, such
+    a line is an error.
 
     Raises TraceError: the file, or something in it, is not what it should be. Raised
     when the reader gets there: the requests before it are good.
     """
-    lines = Lines(path)
-    rows = iter(lines)
-    first = next(rows, None)
-    if first is None:
-        raise TraceError(f"{path}: the file is empty: a trace has at least one line")
-    rows = itertools.chain([first], rows)
-    format = format or detect(lines, first)
+    lines = Lines(path, left_out)
+    if format is None:
+        format = "log" if left_out is not None else detect(lines)
     if block_tokens is not None and format in ("own", "sessions"):
         raise TraceError(
             f"{path}: this format names its block size: leave --block-tokens out"
         )
     if tokenizer is not None and format != "log":
         raise TraceError(f"{path}: it has its token counts: leave --tokenizer out")
+    if left_out is not None and format != "log":
+        raise TraceError(
+            f"{path}: only a request log may have unusable lines: leave "
+            "--skip-unusable out"
+        )
     if format == "own":
-        requests = trace_file.read(lines, rows)
+        requests = trace_file.read(lines)
     elif format == "mooncake":
-        requests = _read_mooncake(lines, rows, block_tokens or MOONCAKE_BLOCK_TOKENS)
+        requests = _read_mooncake(lines, block_tokens or MOONCAKE_BLOCK_TOKENS)
     elif format == "bailian":
-        requests = _read_bailian(lines, rows, block_tokens or BAILIAN_BLOCK_TOKENS)
+        requests = _read_bailian(lines, block_tokens or BAILIAN_BLOCK_TOKENS)
     elif format == "log":
         tokens = Tokens(chars_per_token, tokenizer)
-        requests = log.read(lines, rows, tokens, block_tokens or log.BLOCK_TOKENS)
+        requests = log.read(lines, tokens, block_tokens or log.BLOCK_TOKENS)
     elif format == "sessions":
         yield from sessions.read(
-            lines, rows, interval_s=session_interval_s, share_prefix=share_prefix
+            lines, interval_s=session_interval_s, share_prefix=share_prefix
         )
         return
     else:
@@ -95,23 +101,29 @@ def read_trace(
     yield from _checked(lines, requests)
 
 
-def detect(lines: Lines, first: bytes) -> str:
+_ANY = msgspec.json.Decoder(dict[str, Any])
+# Fields that the first line of a trace has, by format.
+EVIDENCE = {
+    "sessions": {"requests", "block_size", "hash_id_scope"},
+    "bailian": {"chat_id", "input_length", "output_length"},
+    "mooncake": {"input_length", "output_length", "hash_ids"},
+}
+
+
+def detect(lines: Lines) -> str:
     """Recognise the format of a trace by its first line.
 
     Raises TraceError: no known format begins like this.
     """
-    row = lines.decode(_ANY, first)
-    if "schema" in row:
+    row = lines.first(_ANY)
+    if str(row.get("schema")).startswith("kvtax.trace/"):
         return "own"
-    # Workloads of other tools have `requests`, too.
-    if {"requests", "block_size", "hash_id_scope"} <= row.keys():
-        return "sessions"
+    for format, fields in EVIDENCE.items():
+        if fields <= row.keys():
+            return format
+    # Of a log, the request's body is what all its lines share.
     if body_of(row) is not None:
         return "log"
-    if "chat_id" in row:
-        return "bailian"
-    if "timestamp" in row and "hash_ids" in row:
-        return "mooncake"
     raise lines.error(
         f"no known trace format begins with the fields {', '.join(row) or 'of nothing'}"
         f": convert it to one of {', '.join(FORMATS)}"
@@ -132,13 +144,17 @@ def _checked(lines: Lines, requests: Iterator[Request]) -> Iterator[Request]:
                 f"blocks of {request.block_tokens} tokens after blocks of "
                 f"{block_tokens}: a trace has one block size"
             )
-        problem = length_problem(
-            len(request.hashes), request.block_tokens, request.input_tokens
-        )
-        if problem:
-            raise lines.error(problem)
+        _check_blocks(lines, request)
         last_s, block_tokens = request.arrival_s, request.block_tokens
         yield request
+
+
+def _check_blocks(lines: Lines, request: Request) -> None:
+    problem = length_problem(
+        len(request.hashes), request.block_tokens, request.input_tokens
+    )
+    if problem:
+        raise lines.error(problem)
 
 
 BAILIAN_BLOCK_TOKENS = 16  # the file names say so: _blksz_16
@@ -166,17 +182,14 @@ class _Chat(NamedTuple):
     arrival_s: float
 
 
-def _read_bailian(
-    lines: Lines, rows: Iterator[bytes], block_tokens: int = BAILIAN_BLOCK_TOKENS
-) -> Iterator[Request]:
+def _read_bailian(lines: Lines, block_tokens: int) -> Iterator[Request]:
     """Yield the requests of a trace. Memory: 300 bytes per request, for its children.
 
     Raises TraceError: a line is not what it should be.
     """
     chats: dict[int, _Chat] = {}
     continued: set[int] = set()
-    for line in rows:
-        row = lines.decode(_BAILIAN_ROW, line)
+    for row in lines.read(_BAILIAN_ROW):
         if row.chat_id in chats:
             raise lines.error(f"chat_id {row.chat_id} is there twice: rename one")
         before = chats.get(row.parent_chat_id)
@@ -206,32 +219,70 @@ MOONCAKE_BLOCK_TOKENS = 512  # the traces do not name it
 
 
 class MooncakeRow(msgspec.Struct):
-    """A line."""
+    """A line; `timestamp` and `delay` are milliseconds."""
 
-    timestamp: Seconds  # milliseconds
     input_length: Positive
     output_length: Count
     hash_ids: list[BlockHash]
+    timestamp: Seconds | None = None
+    session_id: str | int | None = None
+    delay: Seconds | None = None
 
 
 _MOONCAKE_ROW = msgspec.json.Decoder(MooncakeRow)
 
 
-def _read_mooncake(
-    lines: Lines, rows: Iterator[bytes], block_tokens: int = MOONCAKE_BLOCK_TOKENS
-) -> Iterator[Request]:
+def _read_mooncake(lines: Lines, block_tokens: int) -> Iterator[Request]:
     """Yield the requests of a trace.
+
+    Memory: the turns that wait for their delay, and 1 request per named session.
 
     Raises TraceError: a line is not what it should be.
     """
-    for number, line in enumerate(rows):
-        row = lines.decode(_MOONCAKE_ROW, line)
-        yield Request(
-            arrival_s=row.timestamp / 1e3,
-            session=str(number),
-            turn=0,
+    waiting: list[tuple[float, int, Request]] = []
+    newest_s = 0.0  # of the rows with a time
+    before: dict[str, Request] = {}  # the last turn of each named session
+    for number, row in enumerate(lines.read(_MOONCAKE_ROW)):
+        last = before.get(str(row.session_id))
+        arrival_s, think_s = _mooncake_times(lines, row, last, newest_s)
+        request = Request(
+            arrival_s=arrival_s,
+            session=str(number if row.session_id is None else row.session_id),
+            turn=0 if last is None else last.turn + 1,
             input_tokens=row.input_length,
             output_tokens=row.output_length,
             hashes=row.hash_ids,
             block_tokens=block_tokens,
+            think_s=think_s,
         )
+        _check_blocks(lines, request)
+        if row.session_id is not None:
+            before[request.session] = request
+        heapq.heappush(waiting, (arrival_s, number, request))
+        if row.timestamp is not None:
+            newest_s = arrival_s
+            while waiting and waiting[0][0] <= newest_s:
+                yield heapq.heappop(waiting)[-1]
+    while waiting:
+        yield heapq.heappop(waiting)[-1]
+
+
+def _mooncake_times(
+    lines: Lines, row: MooncakeRow, last: Request | None, newest_s: float
+) -> tuple[float, float | None]:
+    """Return arrival and think time of a row; `last` is the turn before it."""
+    delay_s = None if row.delay is None else row.delay / 1e3
+    if row.timestamp is not None:
+        arrival_s = row.timestamp / 1e3
+    elif last is not None and delay_s is not None:
+        # The answers' times are unknown, so later than this is possible, too.
+        arrival_s = max(last.arrival_s + delay_s, newest_s)
+    else:
+        raise lines.error(
+            "no time of arrival: it needs a timestamp, or a delay and the session_id "
+            "of a line above"
+        )
+    if last is None:
+        return arrival_s, None
+    waited_s = round(max(0.0, arrival_s - last.arrival_s), 6)
+    return arrival_s, waited_s if delay_s is None else delay_s

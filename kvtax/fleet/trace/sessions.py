@@ -74,7 +74,6 @@ _SESSION = msgspec.json.Decoder(Session)
 
 def read(
     lines: Lines,
-    rows: Iterator[bytes],
     *,
     interval_s: float = SESSION_INTERVAL_S,
     share_prefix: bool = False,
@@ -90,11 +89,11 @@ def read(
     parser = _Parser(lines, share_prefix)
     waiting: list[_Turn] = []
     order = itertools.count()
-    for number, row in enumerate(rows):
+    for number, session in enumerate(lines.read(_SESSION)):
         start_s = number * interval_s
         while waiting and waiting[0].arrival_s < start_s:
             yield _due(waiting)
-        for request, hashes in parser.turns(row, start_s):
+        for request, hashes in parser.turns(session, start_s):
             turn = _Turn(request.arrival_s, next(order), hashes, request)
             heapq.heappush(waiting, turn)
     while waiting:
@@ -116,10 +115,9 @@ class _Parser:
         self._block_tokens: int | None = None
 
     def turns(
-        self, row: bytes, start_s: float
+        self, session: Session, start_s: float
     ) -> Iterator[tuple[Request, NDArray[Any]]]:
         """Yield the requests of a session and its sub-agents, with their ids."""
-        session = self._lines.decode(_SESSION, row)
         self._check(session)
         self._ids.next_line()
         agents: list[tuple[str, str | None, float, Session | Call]] = [

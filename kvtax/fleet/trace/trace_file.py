@@ -8,10 +8,12 @@ and line.
 from __future__ import annotations
 
 import gzip
+import itertools
 import lzma
 import os
 import zlib
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase, BufferedReader
@@ -35,21 +37,21 @@ class Header(msgspec.Struct):
 
 _HEADER = msgspec.json.Decoder(Header)
 _REQUEST = msgspec.json.Decoder(Request)
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def read(lines: Lines, rows: Iterator[bytes]) -> Iterator[Request]:
+def read(lines: Lines) -> Iterator[Request]:
     """Yield the requests of a trace in our own format.
 
     Raises TraceError: another schema, a bad line, a turn out of order, or another
     number of requests than in the header.
     """
-    header = lines.decode(_HEADER, next(rows))
+    header = next(lines.read(_HEADER))
     if header.schema != SCHEMA:
         raise lines.error(f"schema is {header.schema!r}; only {SCHEMA!r} is known")
     count = 0
     turns: dict[str, int] = {}  # each session's next one
-    for row in rows:
-        request = lines.decode(_REQUEST, row)
+    for request in lines.read(_REQUEST):
         turn = turns.get(request.session, 0)
         if request.turn != turn:
             raise lines.error(
@@ -121,18 +123,27 @@ T = TypeVar("T")
 
 
 class Lines:
-    """Lines of a file; `number` is that of the last line read, from 1."""
+    """JSON lines of a file; `number` is that of the last line read, from 1.
 
-    def __init__(self, path: str | PathLike[str]) -> None:
+    `left_out` counts the unusable lines by reason; without it, such a line is an error.
+    """
+
+    def __init__(
+        self, path: str | PathLike[str], left_out: Counter[str] | None = None
+    ) -> None:
         self.path = path
         self.number = 0
+        self.left_out = left_out
+        self._unread = iter(self)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the lines.
+        """Yield all lines.
 
         Raises TraceError: the file cannot be read, or is torn.
         """
         self.number = 0
+        if self.left_out is not None:
+            self.left_out.clear()
         try:
             with open(self.path, "rb") as file, _unpacked(file) as text:
                 for line in text:
@@ -147,34 +158,69 @@ class Lines:
         except OSError as error:
             raise TraceError(f"{self.path}: {error.strerror or error}") from None
 
-    def decode(self, decoder: msgspec.json.Decoder[T], line: bytes) -> T:
-        """Decode a line.
+    def first(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """Decode the first line, which stays unread.
 
-        Raises TraceError: the line is not of that type.
+        Raises TraceError: the file is empty, or the line is not of that type.
         """
-        try:
-            return decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            begin = line.lstrip()[:1]
-            if begin == b"[":
-                raise self.error(
-                    "a JSON array, where each line is an object: make one line of each "
-                    "element (jq -c '.[]' FILE)"
-                ) from None
-            if not begin:
-                raise self.error("the line is blank: remove it") from None
-            # Another type than wanted is no sign that something is missing.
-            is_json = isinstance(error, msgspec.ValidationError)
-            if not line.endswith(b"\n") and not is_json:
-                raise self.error(
-                    f"the file ends within the line ({error}): it is torn, fetch or "
-                    "make it again"
-                ) from None
-            raise self.error(f"{error}: mend or remove the line") from None
+        first = list(itertools.islice(self._unread, 1))
+        self._unread = itertools.chain(first, self._unread)
+        return next(self._decoded(first, decoder))
 
-    def error(self, what: str) -> TraceError:
+    def read(self, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+        """Decode the unread lines.
+
+        Raises TraceError: the file is empty, or a line is not of that type.
+        """
+        return self._decoded(self._unread, decoder)
+
+    def _decoded(
+        self, lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]
+    ) -> Iterator[T]:
+        for line in lines:
+            try:
+                value = decoder.decode(line)
+            except UNREADABLE as error:
+                self.reject(_problem(line, error), "not an object in JSON")
+            else:
+                yield value
+        if not self.number:
+            raise TraceError(
+                f"{self.path}: the file is empty: a trace has at least one line"
+            )
+
+    def reject(self, problem: str, reason: str) -> None:
+        """Leave the last line out, and count it by `reason`.
+
+        Raises TraceError: no line may be left out.
+        """
+        if self.left_out is None:
+            raise self.error(problem)
+        self.left_out[reason] += 1
+
+    def error(self, problem: str) -> TraceError:
         """Make an error at the last line."""
-        return TraceError(f"{self.path}, line {self.number}: {what}")
+        return TraceError(f"{self.path}, line {self.number}: {problem}")
+
+
+def _problem(line: bytes, error: Exception) -> str:
+    """Explain why a line cannot be decoded, with the remedy."""
+    begin = line.lstrip()[:1]
+    if begin == b"[":
+        return (
+            "a JSON array, where each line is an object: make one line of each element "
+            "(jq -c '.[]' FILE)"
+        )
+    if not begin:
+        return "the line is blank: remove it"
+    # Another type than wanted is no sign that something is missing.
+    is_json = isinstance(error, msgspec.ValidationError)
+    if not line.endswith(b"\n") and not is_json:
+        return (
+            f"the file ends within the line ({error}): it is torn, fetch or make it "
+            "again"
+        )
+    return f"{error}: mend or remove the line"
 
 
 def _unpacked(file: BufferedReader) -> BufferedIOBase:

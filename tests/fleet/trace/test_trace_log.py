@@ -8,6 +8,7 @@ import json
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,9 @@ WRITTEN = {
     "flat": {"ts": 0, "output_tokens": 5, **chat(ASK)},
     "anthropic": {**BARE, "answer": {"usage": CACHED}},
     "answer only": {**BARE, "output": "x" * 20},
+    "a benchmark's row": {"timestamp": 0, "output_length": 5, **chat(ASK)},
+    "a good status": {**line(0, chat(ASK)), "usage": OPENAI["usage"], "status": 200}
+    | {"error": None, "response": {"status": "completed", "error": None}},
 }
 
 
@@ -268,7 +272,11 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, capsys):
 
 NEITHER = "prompt is neither one text nor one list of token ids"
 REFUSED = {
-    "no time": ({"messages": [ASK]}, "no time of arrival: it needs one of timestamp"),
+    "no time": ({"messages": [ASK]}, "no time of arrival"),
+    "only a gap": (
+        {"session_id": "s", "input": [ASK], "output_length": 5, "pre_gap": 0.1},
+        "no time of arrival",
+    ),
     "a time that is none": (line("noon", chat(ASK)), "timestamp is no time"),
     "a negative time": (line(-1, chat(ASK)), "timestamp is no time"),
     "no body": ({"timestamp": 1, "body": {"model": "m"}}, "no body with messages"),
@@ -296,6 +304,62 @@ def test_a_line_that_is_no_request_is_refused_with_its_place(tmp_path, what):
     assert "mend or remove the line" in str(refusal.value)
     # Logs hold secrets; what goes to a terminal does not.
     assert "build" not in str(refusal.value)
+
+
+FAILED = {
+    "a status": {"status": 500},
+    "a status as text": {"status_code": "429"},
+    "a word": {"status": "failure", "response": "{}"},
+    "an error in the answer": {"response": {"error": {"message": "overloaded"}}},
+    "an error as text": {"error": "overloaded", "response": "none"},
+    "an error in a packed answer": {"response_body": '{"error": {"message": "no"}}'},
+}
+
+
+@pytest.mark.parametrize("how", FAILED)
+def test_the_text_of_an_error_is_no_answer(tmp_path, how):
+    rows = line(0, chat(ASK)), BARE | FAILED[how]
+    with pytest.raises(TraceError, match=r"line 2: the request failed: .*--skip-unus"):
+        read(tmp_path, *rows)
+    left_out: Counter[str] = Counter()
+    assert len(read(tmp_path, *rows, left_out=left_out)) == 1
+    assert left_out == {"the request failed": 1}
+
+
+MIXED = [
+    {"timestamp": 0, "body": {"input": ""}, "usage": {"prompt_tokens": 3}},
+    line(1, chat(ASK)),
+    "",
+    "{torn",
+    BARE | {"status": 503},
+    line(2, chat(MORE)),
+    BARE | {"status": 429},
+]
+
+
+def test_unusable_lines_are_left_out_on_request_and_counted(tmp_path, capsys):
+    log, out = put(tmp_path / "log", *MIXED), tmp_path / "out"
+    fails(capsys, "line 1: ", "stats", log)
+    for command in (("stats", "--json", log), ("anonymise", log, out)):
+        assert run(*command, "--skip-unusable") == 0
+        said = capsys.readouterr().err
+        assert "5 lines left out" in said
+        assert "2: the request failed" in said
+    assert len(list(read_trace(out))) == 2
+    counted = json.loads(written(out).partition("\n")[0])["source"]["left_out"]
+    assert sum(counted.values()) == 5
+    cut = tmp_path / "cut"
+    rest = ("--target-requests", 2, "--seed", 0, "--out", cut)
+    assert run("sample", log, "--skip-unusable", *rest) == 0
+    header = json.loads(written(cut).partition("\n")[0])
+    assert header["source"]["read_with"]["left_out"] == counted
+
+
+def test_a_log_without_a_usable_line_and_another_format_are_refused(tmp_path, capsys):
+    log = put(tmp_path / "log", MIXED[0], MIXED[4])
+    fails(capsys, "no line is a usable request", "stats", log, "--skip-unusable")
+    own = ("--format", "own", "--skip-unusable")
+    fails(capsys, "leave --skip-unusable out", "stats", log, *own)
 
 
 WORDS = ["confidential", "zebra", "umbrella", "quixotic", "falcon", "marmalade"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,44 @@ def test_mooncake_requests_are_sessions_of_one_turn(tmp_path):
     first, second = read_trace(path)
     assert second == Request(1.5, "1", 0, 1030, 5, [0, 1, 2], 512)
     assert (first.session, first.turn, first.think_s) == ("0", 0, None)
+
+
+def turns_of_mooncake(tmp_path: Path, *rows: dict) -> list[tuple]:
+    """Read rows without lengths: session, turn, arrival, think time."""
+    lengths = {"input_length": 1030, "output_length": 5, "hash_ids": [0, 1, 2]}
+    requests = read_trace(put(tmp_path / "t", *(row | lengths for row in rows)))
+    return [(r.session, r.turn, r.arrival_s, r.think_s) for r in requests]
+
+
+def test_mooncake_rows_of_one_session_id_are_turns_of_one_session(tmp_path):
+    rows = [{"session_id": "s", "timestamp": at} for at in (0, 1000, 3500)]
+    assert turns_of_mooncake(tmp_path, *rows) == [
+        ("s", 0, 0, None),
+        ("s", 1, 1, 1),
+        ("s", 2, 3.5, 2.5),
+    ]
+
+
+def test_a_mooncake_turn_with_a_delay_comes_so_long_after_the_turn_before(tmp_path):
+    rows = [
+        {"session_id": "a", "timestamp": 0},
+        {"session_id": "a", "delay": 500},
+        {"session_id": "a", "delay": 3000},
+        {"session_id": 7, "timestamp": 1000},
+        # Not before what is above it.
+        {"session_id": 7, "delay": 0},
+        {"session_id": "b", "timestamp": 4000},
+        {"session_id": 7, "delay": 10},
+    ]
+    assert turns_of_mooncake(tmp_path, *rows) == [
+        ("a", 0, 0, None),
+        ("a", 1, 0.5, 0.5),
+        ("7", 0, 1, None),
+        ("7", 1, 1, 0),
+        ("a", 2, 3.5, 3),
+        ("b", 0, 4, None),
+        ("7", 2, 4, 0.01),
+    ]
 
 
 def test_the_block_size_can_be_given_where_the_file_does_not_name_it(tmp_path):

@@ -37,6 +37,10 @@ def edit(row: dict, **changes: object) -> dict:
     return {**row, **changes}
 
 
+def untimed(row: dict, **changes: object) -> dict:
+    return {name: row[name] for name in row if name != "timestamp"} | changes
+
+
 def with_call(**changes: object) -> dict:
     first, second, agent, last = SESSION["requests"]
     return edit(SESSION, requests=[first, {**second, **changes}, agent, last])
@@ -52,7 +56,11 @@ def with_nested(**changes: object) -> dict:
 REFUSED = {
     "no known fields": ([{"a": 1}], ["line 1", "fields a", "mooncake"]),
     "not an object": (["[1]"], ["line 1", "object"]),
-    "another schema": ([{"schema": "x/2"}], ["line 1", "'x/2'", SCHEMA]),
+    "another schema": (
+        [{"schema": "kvtax.trace/2"}],
+        ["line 1", "'kvtax.trace/2'", SCHEMA],
+    ),
+    "another tool's schema": ([{"schema": "x/2"}], ["line 1", "no known", "schema"]),
     "an unknown field": ([header(), edit(REQUEST, x=1)], ["line 2", "`x`"]),
     "a missing field": ([header(), {"arrival_s": 0}], ["line 2", "session"]),
     "a turn left out": ([header(), edit(REQUEST, turn=1)], ["line 2", "turn 0 should"]),
@@ -106,7 +114,27 @@ REFUSED = {
     ),
     "bailian, a chat twice": ([CHAT, CHAT], ["line 2", "chat_id 5 is there twice"]),
     "bailian, another block size": ([edit(CHAT, input_length=99)], ["line 1", "99"]),
-    "bailian, no hashes": ([{"chat_id": 1}], ["line 1", "required"]),
+    "bailian, no hashes": (
+        [{name: CHAT[name] for name in CHAT if name != "hash_ids"}],
+        ["line 1", "required", "hash_ids"],
+    ),
+    "an id of a chat, and no trace": ([{"chat_id": 1}], ["line 1", "no known"]),
+    "mooncake, a first turn without a time": (
+        [MOONCAKE, untimed(MOONCAKE, session_id="a", delay=5)],
+        ["line 2", "no time of arrival", "delay", "session_id"],
+    ),
+    "mooncake, a delay after nothing": (
+        [MOONCAKE, untimed(MOONCAKE, delay=5)],
+        ["line 2", "no time of arrival"],
+    ),
+    "mooncake, a delayed turn's blocks": (
+        [
+            edit(MOONCAKE, session_id="a"),
+            untimed(MOONCAKE, session_id="a", delay=5, input_length=9000),
+            MOONCAKE,
+        ],
+        ["line 2", "3 blocks of 512 tokens", "9000"],
+    ),
     "sessions, another scope": (
         [SESSION, edit(SESSION_B, hash_id_scope="global")],
         ["line 2", "'global'"],
