@@ -17,8 +17,11 @@ Bayesian Data Analysis, 3.2). An arm whose own runs differ by more has its own w
 Virtual time: in one repeat all arms get the same sessions in the same order, and no
 machine is in the way. So a request is compared with itself: the arm alone makes the
 difference (common random numbers: Law 2015, Simulation Modeling and Analysis, 11.2).
-The interval draws sessions and repeats, each with replacement and alike in both arms (a
-pigeonhole bootstrap: Owen 2007).
+The interval draws sessions with replacement, alike in both arms. A repeat, which is an
+order of the sessions, has an effect of its own. Drawing few repeats with replacement
+shows too little of it: of two, half of the draws are one repeat twice. So repeats add
+an error that is Student's t, with one degree of freedom less than there are repeats.
+Noise of single requests is in both parts, so the interval is rather too wide.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from kvtax.fleet.analyze.frames import (
 from kvtax.fleet.analyze.refusals import refusals
 from kvtax.records.estimate import Estimate
 from kvtax.stats.distribution import REPLICATES, SEED, Distribution, Floats
-from kvtax.stats.processes import RUN_DRAWS, RunSpread
+from kvtax.stats.processes import RUN_DRAWS, RunSpread, student
 from kvtax.stats.quantiles import (
     MIN_SESSIONS,
     QUANTILES,
@@ -256,15 +259,11 @@ def _compared(pairs: pl.DataFrame, metric: str) -> Paired | None:
         return None
     faster = pl.col(metric) < pl.col(before)
     values = known.select(metric, before, faster=faster, n=pl.lit(1)).cast(pl.Float64)
-    sums = _sums(known, values.to_numpy())
-    drawn = _draws(sums)
-    ours, theirs, faster, n = sums.sum(axis=(0, 1)).tolist()
-    with np.errstate(invalid="ignore", divide="ignore"):
-        percent = Distribution(
-            100 * (ours / theirs - 1), 100 * (drawn[0] / drawn[1] - 1)
-        )
-        share = Distribution(100 * faster / n, 100 * drawn[2] / drawn[3])
-    return Paired(int(n), Estimate.of(percent, 3), Estimate.of(share, 2))
+    ours, theirs, faster, n = np.moveaxis(_sums(known, values.to_numpy()), -1, 0)
+    ratio, share = ratio_of_sums(ours, theirs), ratio_of_sums(faster, n)
+    percent = Distribution(100 * (ratio.value - 1), 100 * (ratio.draws - 1))
+    share = Distribution(100 * share.value, 100 * share.draws.clip(max=1))
+    return Paired(int(n.sum()), Estimate.of(percent, 3), Estimate.of(share, 2))
 
 
 def _sums(known: pl.DataFrame, values: Floats) -> Floats:
@@ -278,17 +277,26 @@ def _sums(known: pl.DataFrame, values: Floats) -> Floats:
     return sums
 
 
-def _draws(sums: Floats) -> Floats:
-    """(values, REPLICATES); NaN with too few sessions, or a single repeat."""
-    sessions, repeats, values = sums.shape
+def ratio_of_sums(over: Floats, under: Floats) -> Distribution:
+    """Divide the sums of `over` and `under`, (sessions, repeats) each.
+
+    The draws are NaN with too few sessions, or a single repeat.
+    """
+    sessions, repeats = over.shape
+    value = float(over.sum() / under.sum())
     if sessions < MIN_SESSIONS or repeats < 2:
-        return np.full((values, REPLICATES), np.nan)
-    rng = np.random.default_rng(SEED)
-    of_sessions, of_repeats = (
-        rng.multinomial(count, np.full(count, 1 / count), size=REPLICATES)
-        for count in (sessions, repeats)
-    )
-    return np.einsum("ds,srv,dr->vd", of_sessions, sums, of_repeats)
+        return Distribution(value, np.full(REPLICATES, np.nan))
+    share = np.full(sessions, 1 / sessions)
+    drawn = np.random.default_rng(SEED).multinomial(sessions, share, size=REPLICATES)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        of_sessions = drawn @ over.sum(axis=1) / (drawn @ under.sum(axis=1))
+    # How far each repeat is from the ratio, to first order; the mean is 0.
+    apart = (over - value * under).sum(axis=0) / under.sum(axis=0).mean()
+    error = float(apart.std(ddof=1)) / repeats**0.5
+    of_repeats = student(0.0, error, repeats - 1, SEED).draws
+    draws = np.resize(of_sessions, len(of_repeats)) + of_repeats
+    # Nothing that is measured here can be below 0.
+    return Distribution(value, draws.clip(min=0))
 
 
 class Alike(NamedTuple):

@@ -14,6 +14,7 @@ from kvtax.fleet.analyze.comparison import (
     Spreads,
     paired,
     percent_differences,
+    ratio_of_sums,
     verdict,
 )
 from kvtax.fleet.analyze.frames import estimate, same_requests
@@ -141,6 +142,26 @@ def test_intervals_hold_the_truth_where_sessions_are_hit_differently() -> None:
         low, high = found.percent.ci95
         held += low <= 10 <= high
     assert 88 <= held <= 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repeats", [2, 3, 5])
+@pytest.mark.parametrize("of_session", [0.0, 0.1])
+@pytest.mark.parametrize("of_run", [0.02, 0.2])
+def test_a_paired_interval_holds_the_truth_though_orders_have_an_effect_of_their_own(
+    repeats: int, of_session: float, of_run: float
+) -> None:
+    """At least 93 % of 300 intervals hold the true difference of 10 %."""
+    rng = np.random.default_rng([repeats, int(100 * of_session), int(100 * of_run)])
+    held = 0
+    for _ in range(300):
+        factors = 1.1 + rng.normal(0, of_run, (1, repeats))
+        factors = factors + rng.normal(0, of_session, (SESSIONS, 1))
+        theirs = rng.lognormal(5, 0.3, (SESSIONS, repeats))
+        # Not the weighted mean of the factors that were drawn, but 1.1 is true.
+        low, high = ratio_of_sums(factors * theirs, theirs).ci95
+        held += low <= 1.1 <= high
+    assert held / 300 >= 0.93
 
 
 def test_one_repeat_has_no_interval() -> None:
