@@ -2,7 +2,7 @@
 """The proxy's addition to the time to first token, and its throughput per core.
 
 It needs Go, for a load generator and a server that are faster than any proxy between
-them (load_go/), and two cores: the router has one, they share the other. Each round
+them (proxy_load/), and two cores: the router has one, they share the other. Each round
 measures every target with every body, in an order that turns around from round to
 round. A target's figure is over all rounds, its 95 % interval from a bootstrap of
 rounds. Without --vllm-router that router is left out, and the output says so. Prints
@@ -33,6 +33,7 @@ from benchmarks.proxy_targets import (
     build_load_program,
     kvtax_proxy,
     process,
+    stack,
     vllm_router,
 )
 from benchmarks.results import NotMeasured
@@ -61,16 +62,18 @@ def measure(
     router: str | None, rounds: int, seconds: float
 ) -> tuple[list[str], Samples, Samples]:
     """Targets, times in ms, and what LoadGenerator.per_s says. Raises NotMeasured."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory()))
         program = build_load_program(folder)
-        served = stack.enter_context(process(LOAD_CORE, str(program), "serve"))
+        served = ends.enter_context(process(LOAD_CORE, str(program), "serve"))
         server = served.stdout.readline().strip()
         targets = {DIRECT: Target(server)}
         proxy = kvtax_proxy(server, folder / "proxy.jsonl")
-        targets["kvtax.fleet.proxy"] = stack.enter_context(proxy)
+        targets["kvtax.fleet.proxy"] = ends.enter_context(proxy)
+        for name, serve in STACKS.items():
+            targets[name] = ends.enter_context(stack(serve, server))
         if router:
-            targets["vllm-router"] = stack.enter_context(vllm_router(server, router))
+            targets["vllm-router"] = ends.enter_context(vllm_router(server, router))
         load = LoadGenerator(program)
         times_ms = take_turns(
             targets, rounds, lambda one, body: load.times_ms(one.url, body, seconds)
@@ -84,6 +87,8 @@ def measure(
 
 
 DIRECT = "direct"
+# Its HTTP without its decisions, and what could take its place.
+STACKS = {"its HTTP alone": "serve_own", "uvicorn and aiohttp": "serve_by_libraries"}
 # By target and body: one list per round.
 Samples = dict[tuple[str, str], list[list[float]]]
 

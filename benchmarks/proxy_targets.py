@@ -87,6 +87,14 @@ def kvtax_proxy(server: str, log: Path) -> Iterator[Target]:
 
 
 @contextmanager
+def stack(serve: str, server: str) -> Iterator[Target]:
+    """A function of benchmarks.proxy_stacks in front of `server`."""
+    code = f"from benchmarks import proxy_stacks; proxy_stacks.{serve}({server!r})"
+    with process(ROUTER_CORE, sys.executable, "-c", code) as one:
+        yield Target(one.stdout.readline().strip(), one.pid)
+
+
+@contextmanager
 def vllm_router(server: str, command: str) -> Iterator[Target]:
     """vllm-router, cache-aware. Raises NotMeasured if it does not start."""
     router, metrics = reserve(2)

@@ -266,3 +266,14 @@ def test_the_sweep_ends_with_a_page_that_has_every_verdict(whole, configs):
     (shown,) = (one for one in data["sections"] if "verdicts" in one)
     told = {one["name"]: one["verdict"] for one in shown["verdicts"]}
     assert told == {name: config["verdict"] for name, config in configs.items()}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7_200)
+def test_every_synthetic_cost_gets_its_expected_verdict(tmp_path):
+    command = [*RUN_ALL[:2], "--profile", "synthetic"]
+    sweep = subprocess.run(
+        [*command, "--out", tmp_path / "run"], stdout=subprocess.PIPE, text=True
+    )
+    named = [line for line in sweep.stdout.splitlines() if ": expected " in line]
+    assert sweep.returncode == 0, "\n".join(named) or sweep.stdout

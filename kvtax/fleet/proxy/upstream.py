@@ -139,7 +139,7 @@ class HttpAnswer:
 
     @property
     def headers(self) -> CIMultiDict[str]:
-        return _without(self._response.headers, _NOT_SENT_BACK)
+        return sent_back(self._response.headers)
 
     @property
     def at_end(self) -> bool:
@@ -167,6 +167,11 @@ def open_pool(silence_timeout_s: float) -> Pool:
 def forwarded(headers: MultiMapping[str]) -> CIMultiDict[str]:
     """Return the client's headers, without those of its own connection."""
     return _without(headers, _NOT_FORWARDED)
+
+
+def sent_back(headers: MultiMapping[str]) -> CIMultiDict[str]:
+    """Return the instance's headers, without those of its own connection."""
+    return _without(headers, _NOT_SENT_BACK)
 
 
 class HttpUpstream:
