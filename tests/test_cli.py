@@ -17,7 +17,8 @@ from kvtax.cli import CHECKOUT_ROOMS, COMMANDS, Exit, main
 from kvtax.paths import REPOSITORY
 
 KVTAX = [sys.executable, "-m", "kvtax"]
-MOST_CPU_S = 0.15
+# CPU time of a Python that does nothing, as much of which help may take.
+MOST_OF_BARE = 7
 
 
 def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -26,17 +27,20 @@ def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     )
 
 
-def cpu_s(*arguments: str) -> float:
+def cpu_s(*command: str) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run(*arguments, check=True)
+    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("arguments", [["--help"], ["look", "--help"]])
 def test_help_costs_little_cpu(arguments):
-    assert min(cpu_s(*arguments) for _ in range(5)) <= MOST_CPU_S
+    bare_s, help_s = (
+        min(cpu_s(*command) for _ in range(5))
+        for command in ([sys.executable, "-c", "pass"], [*KVTAX, *arguments])
+    )
+    assert help_s <= MOST_OF_BARE * bare_s
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -103,7 +107,7 @@ def test_a_signal_ends_a_running_command_with_its_code(signum, code, tmp_path):
     assert running.stdout.readline()
     time.sleep(0.2)
     running.send_signal(signum)
-    _, errors = running.communicate(timeout=30)
+    _, errors = running.communicate(timeout=120)
     assert "Traceback" not in errors
     assert running.returncode == code
 

@@ -8,10 +8,8 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 import zipfile
 from contextlib import suppress
@@ -22,7 +20,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from kvtax.engine.ports import reserve
 from kvtax.paths import REPOSITORY
+from tests.engine.living import eventually
 from tests.look.made_up_server import served
 
 FOLDER = REPOSITORY / "deploy"
@@ -289,8 +289,7 @@ def test_the_sources_in_the_image_make_the_whole_wheel(root):
 def test_the_sidecar_serves_what_comes_and_ends_with_the_pod(tmp_path):
     """It starts before vLLM has written anything."""
     (port,) = (one["containerPort"] for one in LOOK["ports"])
-    with socket.create_server(("", 0)) as free:
-        other = free.getsockname()[1]
+    other = reserve(1)[0].http
     records = tmp_path / "records"
     records.mkdir()
     words = {"/records": str(records), f"0.0.0.0:{port}": f"0.0.0.0:{other}"}
@@ -299,14 +298,12 @@ def test_the_sidecar_serves_what_comes_and_ends_with_the_pod(tmp_path):
     command = [sys.executable, "-m", program, *arguments]
     sidecar = subprocess.Popen(command, cwd=REPOSITORY)
     try:
-        deadline_s = time.monotonic() + 60
-        while (page := metrics(other)) is None and time.monotonic() < deadline_s:
-            time.sleep(0.2)
-        assert page is not None and "step_seconds_count{" not in page
+        eventually(lambda: metrics(other) is not None)
+        assert "step_seconds_count{" not in metrics(other)
         served(records / "life", steps=30).write()
         assert 'kvtax:step_seconds_count{instance_name="life"} 30.0' in metrics(other)
         sidecar.terminate()
-        assert sidecar.wait(30) == 143
+        assert sidecar.wait(120) == 143
     finally:
         sidecar.kill()
 
@@ -314,6 +311,6 @@ def test_the_sidecar_serves_what_comes_and_ends_with_the_pod(tmp_path):
 def metrics(port: int) -> str | None:
     """Scrape; None if nothing answers."""
     url = f"http://127.0.0.1:{port}/metrics"
-    with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=120) as answer:
         return answer.read().decode()
     return None

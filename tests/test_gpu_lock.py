@@ -19,7 +19,7 @@ import pytest
 from kvtax.paths import REPOSITORY
 from tests.fake_gpu import H100, path_with_gpus
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def run(folder: Path, modules: dict[str, str]) -> tuple[str, dict[str, str]]:
         env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"},
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=1_200,
         check=False,
     )
     summary = r"^(PASSED|FAILED|ERROR) test_(\S*)"

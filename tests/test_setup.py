@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -307,15 +306,13 @@ def test_a_flavour_whose_installation_failed_is_gone_on_with(machine):
 
 @pytest.mark.parametrize("script", ["setup.sh", "run_all.sh"])
 @pytest.mark.parametrize("separator", [" ", ":", "\t"])
-def test_a_path_that_would_be_split_is_refused_in_the_first_second(
+def test_a_path_that_would_be_split_is_refused_before_anything_is_installed(
     script, separator, tmp_path
 ):
     machine = Machine(tmp_path, f"my{separator}checkout")
     machine.has_profile("cpu", "cpu")
     machine.has_tools()
-    began = time.monotonic()
     done = machine.run(script)
-    assert time.monotonic() - began < 1
     assert done.returncode == 1
     assert "move the checkout" in done.stderr
     assert machine.uv_calls() == []

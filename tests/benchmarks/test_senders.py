@@ -6,10 +6,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from tests.engine.living import eventually, gone
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -20,27 +22,11 @@ COMMAND += [option for name in OURS for option in ("--only", name)]
 
 def children(pid: int) -> dict[int, str]:
     """Command lines of the processes that `pid` started, by process id."""
-    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {
-        int(child): Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-        for child in pids
-    }
-
-
-def runs(pid: int) -> bool:
-    """Whether it has not ended; one that nobody has waited for yet has."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(OSError):  # it has ended since
+            found[int(child)] = Path(f"/proc/{child}/cmdline").read_text()
+    return {child: line.replace("\0", " ") for child, line in found.items()}
 
 
 def test_every_generator_gets_a_row_for_every_load():
@@ -58,11 +44,11 @@ def test_every_generator_gets_a_row_for_every_load():
 def test_no_server_outlives_the_measurement(signum):
     run = subprocess.Popen([*COMMAND, "--rates", "20", "--seconds", "3"], cwd=ROOT)
     own = " kvtax fleet replay "
-    wait_until(lambda: any(own in line for line in children(run.pid).values()))
+    eventually(lambda: any(own in line for line in children(run.pid).values()))
     started = children(run.pid)
     assert any("kvtax.fleet.standin" in line for line in started.values())
     run.send_signal(signum)
     run.wait()
     assert run.returncode == (-signum if signum == signal.SIGKILL else 128 + signum)
     # A killed measurement cannot stop the generator, which ends by itself.
-    wait_until(lambda: not any(map(runs, started)))
+    eventually(lambda: gone(started))

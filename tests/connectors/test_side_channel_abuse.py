@@ -221,7 +221,7 @@ def test_closing_a_client_wakes_who_waits_on_it():
             time.sleep(0.01)
         time.sleep(0.05)
         client.close()
-        thread.join(10)
+        thread.join(120)
         assert len(errors) == 1
 
 

@@ -124,7 +124,7 @@ class Wire:
         return data
 
 
-def wait_for(condition: Callable[[], object], within_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], object], within_s: float = 120.0) -> None:
     deadline_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline_s

@@ -16,7 +16,7 @@ from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord
 
-pytestmark = [pytest.mark.e2e, pytest.mark.serial]
+pytestmark = [pytest.mark.e2e, pytest.mark.serial, pytest.mark.timeout(3_600)]
 
 HONEST = "from connectors.noop import NoopConnector as Mine\n"
 # 5 us per running request, and per run of neighbours among a new request's blocks;

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
@@ -12,7 +13,8 @@ def content(file: Path) -> str:
     return file.read_text()
 
 
-def eventually(condition, deadline_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], object], deadline_s: float = 120.0) -> None:
+    """Return once the condition holds; the deadline is for what never happens."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"
@@ -20,12 +22,13 @@ def eventually(condition, deadline_s: float = 10.0) -> None:
 
 
 def alive(pid: int) -> bool:
+    """Whether a process has not ended; one that only waits to be reaped has."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # also where it ends while it is read
         return False
-    return state != "Z"
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def gone(processes: list[int]) -> bool:
+def gone(processes: Iterable[int]) -> bool:
     return not any(alive(pid) for pid in processes)

@@ -74,7 +74,7 @@ def begin(tmp_path, own) -> Callable[..., subprocess.Popen]:
 )
 def test_the_exit_code_and_the_streams_are_the_commands(begin, own, script, code):
     process = begin(script)
-    printed, _ = process.communicate("through\n", timeout=60)
+    printed, _ = process.communicate("through\n", timeout=300)
     assert process.returncode == code
     assert printed == ("through\n" if code == 0 else "")
     assert not own.exists()
@@ -85,7 +85,7 @@ def test_signals_reach_the_command_which_ends_as_it_likes(begin, own, tmp_path, 
     process = begin(SERVER)
     pids = [int(content(tmp_path / name)) for name in ("server", "daemon")]
     process.send_signal(number)
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=300)
     assert (printed, process.returncode) == (f"got {number.name}\n", 7)
     assert gone(pids)
     assert not own.exists()
@@ -98,7 +98,7 @@ def test_nothing_is_left_whichever_process_is_killed(begin, own, tmp_path, kille
     parent = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
     pid = {"owner": process.pid, "supervisor": parent, "server": server}[killed]
     os.kill(pid, signal.SIGKILL)
-    process.wait(60)
+    process.wait(300)
     eventually(lambda: gone([server, daemon, parent]) and not own.exists())
 
 

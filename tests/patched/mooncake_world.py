@@ -107,7 +107,7 @@ def reports_failed_pulls(module: ModuleType) -> bool:
     return any(hasattr(module.MooncakeConnectorWorker, name) for name in names)
 
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 SENDER_THREADS = 40
 
 Report = tuple[set[str] | None, set[str] | None, set[str] | None]
@@ -255,7 +255,7 @@ def set_timeout(timeout_s: float) -> None:
 
 NUM_BLOCKS = 400
 # What has not happened by then never will; a busy machine is given time.
-PATIENCE_S = 15.0
+PATIENCE_S = 90.0
 # Nothing but the wake-up that a test looks for can end a wait this long.
 LONG_TIMEOUT_S = 300
 

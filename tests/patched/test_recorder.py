@@ -275,7 +275,7 @@ def test_what_follows_a_step_is_not_in_the_step_that_is_open_meanwhile(
 
     def slow_append(recorder, step):
         append(recorder, step)
-        time.sleep(0.05)
+        time.sleep(0.5)
 
     monkeypatch.setattr(EngineRecorder, "_append", slow_append)
     with recording(tmp_path):
@@ -288,7 +288,7 @@ def test_what_follows_a_step_is_not_in_the_step_that_is_open_meanwhile(
             recorder._note_updated(output.step_id, step, ended_ns, ended_ns, 0)
     path = only_life(tmp_path) / "engine_step.jsonl"
     first, second = read_lines(path, EngineHeader, EngineStep).records
-    assert second.step_us < first.step_us < 50_000
+    assert second.step_us < first.step_us < 500_000
 
 
 PARALLEL = {"vllm_config": SimpleNamespace(parallel_config=SimpleNamespace())}

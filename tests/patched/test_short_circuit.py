@@ -87,7 +87,9 @@ def test_the_engines_steps_ask_no_loop_when_nothing_is_transferred(bench):
 def test_a_stuck_send_is_freed_in_time_and_transfers_still_end(bench):
     """In an engine that other requests keep stepping; the timeout is 1 s."""
     found = stuck_send_in_the_engine(bench)
-    assert 1.0 <= found["taken_s"] <= 2.0
+    assert found["taken_s"] >= 1.0
+    # Within a second of 2 ms each, however long the machine takes for one.
+    assert found["steps_after_timeout"] <= 500
     assert found["problems"] == []
     assert found["pulled_tokens"] == 70
 

@@ -217,9 +217,8 @@ def test_waiting_needs_no_cpu(engine):
 def test_a_thread_burns_cpu_while_nobody_calls(model):
     engine = CostEngine(model, method="thread", us=2_000)
     before_s = time.process_time()
-    time.sleep(0.5)
-    # 2 ms in every 5.
-    assert time.process_time() - before_s > 0.1
+    while time.process_time() - before_s < 0.1:
+        time.sleep(0.01)
     engine.set_cost(method="thread")
 
 

@@ -168,7 +168,7 @@ def test_child_processes_are_patched_too(site, method):
         queue = context.Queue()
         process = context.Process(target=child, args=(queue,))
         process.start()
-        print(queue.get(timeout=60), flush=True)
+        print(queue.get(timeout=300), flush=True)
         process.join()
         code = "from demo.v1 import bom; print(bom.patched)"
         subprocess.run([sys.executable, "-c", code], check=True)

@@ -194,7 +194,7 @@ def full_disk(engine: NullEngine, directory: Path) -> dict:
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, limits[1]))
-    steps, deadline = 0, time.monotonic() + 30
+    steps, deadline = 0, time.monotonic() + 120
     while len(errors()) < 2 and time.monotonic() < deadline:
         steps += serve(engine)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)

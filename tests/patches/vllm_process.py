@@ -16,7 +16,7 @@ from kvtax.engine.settings import CPU_ENGINE
 from kvtax.engine.supervise import Supervised
 from tests.releases import under_test
 
-DEADLINE_S = 240
+DEADLINE_S = 900
 # What an engine with the null model needs here on later releases.
 ON_A_CPU = ("cpu_uniproc", "cpu_small_blocks")
 

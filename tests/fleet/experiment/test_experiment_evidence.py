@@ -28,6 +28,7 @@ from kvtax.fleet.experiment.machine import (
 from kvtax.records.arm import EngineLag, Freshness
 from kvtax.records.files import LineFile
 from kvtax.records.steps import EngineHeader, EngineStep
+from tests.engine.living import content, eventually, gone
 
 
 def metrics(**values: float) -> str:
@@ -172,11 +173,8 @@ def test_gpu_samples_have_our_time_and_nvidia_smi_ends_with_them(tmp_path, nvidi
     nvidia_smi(f"echo '{rows}'; echo '{rows}'; exec sleep 600")
     out = tmp_path / "gpu.csv"
     began = time.monotonic_ns()
-    deadline = time.monotonic() + 20
     with gpu_sampler(out):
-        while not out.exists() or out.read_text().count("\n") < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        eventually(lambda: out.exists() and out.read_text().count("\n") >= 5)
     tool = int((tmp_path / "pid").read_text())
     assert not Path(f"/proc/{tool}").exists()
     text = out.read_text().splitlines()
@@ -191,7 +189,8 @@ def test_gpu_samples_have_our_time_and_nvidia_smi_ends_with_them(tmp_path, nvidi
 def test_an_nvidia_smi_that_ends_by_itself_is_reported(tmp_path, nvidia_smi, capsys):
     nvidia_smi("exit 9")
     with gpu_sampler(tmp_path / "gpu.csv"):
-        time.sleep(1)
+        tool = int(content(tmp_path / "pid"))
+        eventually(lambda: gone([tool]))
     assert "status 9" in capsys.readouterr().out
 
 

@@ -55,8 +55,8 @@ def test_a_restart_that_does_not_work_is_a_failed_run(restart, what, monkeypatch
 def test_a_restart_is_not_waited_for_beyond_its_own_end():
     began = time.monotonic()
     with pytest.raises(InstancesError, match="none"):
-        restarted("sh", "-c", "sleep 8 & true")
-    assert time.monotonic() - began < 4
+        restarted("sh", "-c", "sleep 60 & true")
+    assert time.monotonic() - began < 50
 
 
 def test_a_file_of_more_instances_than_the_experiment_counts_on_is_refused(tmp_path):

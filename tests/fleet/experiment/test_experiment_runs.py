@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from kvtax.fleet.standin.process import standin
 from kvtax.hosts.store import Store
 from kvtax.paths import REPOSITORY
 from kvtax.records.instances import Instance
+from tests.engine.living import eventually, gone
 from tests.fleet.experiment.small_experiment import OF_THE_MACHINE, SMOKE
 
 pytestmark = pytest.mark.slow
@@ -46,32 +46,18 @@ def run(config: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
     )
 
 
-def await_(condition, what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
-def running(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory):
     """(folder, arm.json of the run that had ended before, processes then, result)."""
     out = tmp_path_factory.mktemp("experiment") / "run"
     first = out / plan(read_experiment(SMOKE))[0].name / "arm.json"
     with subprocess.Popen(command(SMOKE, out), cwd=REPOSITORY) as experiment:
-        await_(first.exists, "the first run did not end")
-        await_(lambda: len(descendants(experiment.pid)) > 4, "no second run")
+        eventually(first.exists, DEADLINE_S)
+        # The second run has begun.
+        eventually(lambda: len(descendants(experiment.pid)) > 4, DEADLINE_S)
         processes = descendants(experiment.pid)
         os.kill(experiment.pid, signal.SIGKILL)
-    await_(lambda: not any(map(running, processes)), f"still there: {processes}")
+    eventually(lambda: gone(processes))
     before = first.stat().st_mtime_ns, first.read_bytes()
     return out, first, before, run(SMOKE, out, "--resume")
 

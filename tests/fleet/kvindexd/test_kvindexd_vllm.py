@@ -19,7 +19,7 @@ from kvtax.fleet.proxy.body import Body
 from kvtax.fleet.proxy.kvindexd import Kvindexd
 from tests.fleet.kvindexd.kvindexd_lab import DEADLINE_S, Engine, Index, needs_go
 
-pytestmark = [pytest.mark.long, needs_go, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, needs_go]
 BLOCKS = 150
 # By name: blocks, tokens per block, algorithm.
 ENGINES = {

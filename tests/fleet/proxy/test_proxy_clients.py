@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import anthropic
 import openai
+import psutil
 import pytest
 
 from kvtax.fleet.standin.process import Standin, standin
@@ -159,12 +160,25 @@ def resident_bytes(process: int) -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def cpu_s_of_requests(on: Proxy) -> float:
+    """CPU seconds of the proxy for fifty requests: other processes do not change it."""
+
+    def cpu_s() -> float:
+        times = psutil.Process(on.process.pid).cpu_times()
+        return times.user + times.system
+
+    before_s = cpu_s()
+    for _ in range(50):
+        assert post(on.url, ask(max_tokens=1)).status == 200
+    return cpu_s() - before_s
+
+
 def test_ten_thousand_idle_connections_cost_little_and_hold_up_nobody(two, tmp_path):
     allow_open_files()
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < IDLE + 1000:
         pytest.skip("too few files may be open")
     with proxy(tmp_path, named(two)) as on, ExitStack() as idle:
-        post(on.url, ask())
+        alone_s = cpu_s_of_requests(on)
         before = resident_bytes(on.process.pid)
         at = urlsplit(on.url)
         for _ in range(IDLE):
@@ -173,12 +187,7 @@ def test_ten_thousand_idle_connections_cost_little_and_hold_up_nobody(two, tmp_p
         assert post(on.url, ask()).status == 200  # so all have been accepted
         grown = resident_bytes(on.process.pid) - before
         assert grown < IDLE * 10_000, f"{grown} bytes"
-        times = []
-        for _ in range(50):
-            began = time.monotonic()
-            assert post(on.url, ask(max_tokens=1)).status == 200
-            times.append(time.monotonic() - began)
-        assert sorted(times)[25] < 0.1
+        assert cpu_s_of_requests(on) < 2 * alone_s + 0.1
 
 
 def test_a_slow_reader_holds_up_its_own_stream_and_takes_no_memory(tmp_path):
@@ -201,7 +210,7 @@ def test_a_slow_reader_holds_up_its_own_stream_and_takes_no_memory(tmp_path):
 
 
 def test_a_client_that_stops_reading_is_cut_and_its_request_aborted(tmp_path):
-    asked, options = ask(max_tokens=100_000), ("round_robin", "--client-timeout-s", "1")
+    asked, options = ask(max_tokens=100_000), ("round_robin", "--client-timeout-s", "2")
     with standin() as one, proxy(tmp_path, named([one]), *options) as on:
         with connect(on.url, asked, X_Request_Id="stops") as client:
             first_event(client)
@@ -209,7 +218,7 @@ def test_a_client_that_stops_reading_is_cut_and_its_request_aborted(tmp_path):
             assert post(on.url, asked).body.endswith(DONE)
             end = on.end("stops")
             assert end["status"] == "client_gone"
-            assert end["error"] == "the client took nothing for 1 s"
+            assert end["error"] == "the client took nothing for 2 s"
             assert end["generated_tokens"] < 100_000
             on.idle()
             until(

@@ -10,7 +10,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from time import monotonic, monotonic_ns
+from time import monotonic_ns
 
 import aiohttp
 import pytest
@@ -21,13 +21,13 @@ from kvtax.fleet.proxy import health
 from kvtax.fleet.proxy.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from kvtax.fleet.proxy.service import Endpoint, serving
 from kvtax.fleet.proxy.settings import Settings
-from kvtax.fleet.proxy.upstream import MAX_FIRST_EVENT_BYTES
+from kvtax.fleet.proxy.upstream import MAX_FIRST_EVENT_BYTES, Lost
+from kvtax.fleet.simulate.virtual_loop import VirtualLoop
 from kvtax.records.instances import Instance
-from tests.fleet.proxy.proxy_lab import ask
+from tests.fleet.proxy.proxy_lab import DEADLINE_S, ask
 
 # A tenth, and a fiftieth, of the proxy's own, so that doubling can be watched.
 MIN_OUT_S, POLL_EVERY_S = 0.1, 0.02
-DEADLINE_S = 20
 RANK = "X-data-parallel-rank"
 
 
@@ -40,8 +40,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class Engine:
     """Answers polls with `polls` in turn, and requests with the status `serves`.
 
-    Status 0 breaks the connection off. With `pieces` an answer is a stream that comes
-    in these pieces, and then `ends` or stays open. Each answer `takes_s`.
+    With `pieces` an answer is a stream that comes in these pieces, and then `ends` or
+    stays open. Each answer `takes_s`.
     """
 
     def __init__(self, polls: tuple[int, ...] = (200,), serves: int = 200) -> None:
@@ -59,10 +59,8 @@ class Engine:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.ranks.append(request.headers.getall(RANK, []))
         await asyncio.sleep(self.takes_s)
-        if not self.serves:
-            request.transport.abort()
         if not self.pieces:
-            return web.json_response({}, status=self.serves or 500)
+            return web.json_response({}, status=self.serves)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for piece in self.pieces:
@@ -121,16 +119,6 @@ class Client:
                 await answer.read()
             return answer.status, answer.headers.get("X-Kvtax-Instance")
 
-    async def seconds_out(self) -> float:
-        """Fail until an instance is ejected; how long it then is out."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not await self.ejected():
-                await asyncio.gather(*(self.send() for _ in range(3)))
-            since = monotonic()
-            while await self.ejected():
-                await asyncio.sleep(0.005)
-        return monotonic() - since
-
 
 @asynccontextmanager
 async def before(
@@ -150,19 +138,37 @@ async def before(
         yield Client(session, f"http://127.0.0.1:{port}")
 
 
-@pytest.mark.slow
-async def test_an_instance_that_answers_health_only_is_out_for_longer_each_time():
-    engine = Engine(serves=0)
-    async with before(engine) as client:
-        out_s = [await client.seconds_out() for _ in range(3)]
-        for times, took_s in zip((1, 2, 4), out_s, strict=True):
-            assert took_s > 0.9 * times * MIN_OUT_S
-        engine.serves = 200
+def test_an_instance_that_answers_health_only_is_out_for_longer_each_time():
+    """And for the shortest time again once it is trusted."""
+
+    async def polled_well(_: Instance) -> None:
+        pass
+
+    async def scenario() -> list[float]:
+        loop = asyncio.get_running_loop()
+        a = Instance("a", "http://a:1")
+        healths = health.Health([a], lambda *_: None, loop.now_ns)
+        polling = asyncio.create_task(healths.poll_forever(polled_well))
+
+        async def seconds_out() -> float:
+            while not healths.ejected:
+                healths.failed(Lost(502, "a", "broke off"))
+            since = loop.time()
+            while healths.ejected:
+                await asyncio.sleep(POLL_EVERY_S)
+            return loop.time() - since
+
+        out_s = [await seconds_out() for _ in range(3)]
         for _ in range(health.TRUSTED_AFTER):
-            assert await client.send() == (200, "a")
-        # It is trusted: the shortest time again, not the eightfold.
-        engine.serves = 0
-        assert await client.seconds_out() < 7 * MIN_OUT_S
+            healths.answered("a", well=True)
+        out_s.append(await seconds_out())
+        polling.cancel()
+        return out_s
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        out_s = runner.run(scenario())
+    expected = [times * MIN_OUT_S for times in (1, 2, 4, 1)]
+    assert out_s == pytest.approx(expected, abs=2 * POLL_EVERY_S)
 
 
 async def test_nothing_that_a_poll_raises_ends_polls():
@@ -417,7 +423,7 @@ async def test_events_may_have_other_ends_of_lines(line_end, path):
 
 async def test_an_answer_waits_for_its_first_event_and_for_no_more():
     engine = Engine()
-    async with before(engine) as client, asyncio.timeout(20):
+    async with before(engine) as client, asyncio.timeout(DEADLINE_S):
         first_of = partial(status, engine, client, ends=False)
         assert await first_of(TOKEN) == 200
         assert await first_of(TOKEN[:9], TOKEN[9:]) == 200

@@ -31,6 +31,7 @@ from kvtax.fleet.standin.process import standin
 from kvtax.records.instances import Instance
 from tests.fleet.kvindexd.kvindexd_lab import needs_go
 from tests.fleet.proxy.proxy_lab import (
+    DEADLINE_S,
     ask,
     connect,
     first_event,
@@ -355,7 +356,7 @@ def test_a_kvindexd_with_a_token_and_tls_is_looked_up(tmp_path):
         ):
             with proxy(tmp_path, instances, "lmetric", *options) as on:
                 assert on.url == ""
-                assert on.process.wait(20) == 2
+                assert on.process.wait(DEADLINE_S) == 2
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvtax.fleet.replay.replayer import Replay
 from kvtax.fleet.replay.sessions import group
 from kvtax.fleet.trace import Request, trace_file
 from kvtax.paths import REPOSITORY
+from tests.engine.living import eventually
 
 BLOCK_TOKENS = 16
 
@@ -138,13 +138,15 @@ class ReplayProcess:
 
     def wait_for_records(self, n: int) -> None:
         """Return once `n` requests have ended and are on disk."""
-        deadline = time.monotonic() + 20
-        while not self.out.exists() or self.out.read_bytes().count(b'"request"') < n:
+
+        def ended() -> bool:
+            written = self.out.exists() and self.out.read_bytes().count(b'"request"')
             assert self.process.poll() is None, self.process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+            return written >= n
+
+        eventually(ended)
 
     def finish(self) -> tuple[int, str]:
         """Its exit status and what it said."""
-        _, stderr = self.process.communicate(timeout=60)
+        _, stderr = self.process.communicate(timeout=300)
         return self.process.returncode, stderr

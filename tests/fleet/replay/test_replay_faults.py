@@ -100,7 +100,8 @@ def test_a_failed_turn_says_why_and_takes_the_rest_of_its_session_along(
 
 
 def test_a_server_that_dies_fails_what_it_served_and_loses_no_record(tmp_path):
-    requests = trace(20, 3)
+    # It dies long before the last session begins.
+    requests = trace(60, 2, gap_s=0.05)
     path = write_trace(tmp_path / "t.jsonl", requests)
     with standin("--faults", "none," * 10 + "exit") as dying:
         run = ReplayProcess(dying.url, path, tmp_path / "o.jsonl")

@@ -18,6 +18,7 @@ from kvtax.cli import Exit
 from kvtax.fleet.replay.shares import Gate, merge
 from kvtax.fleet.standin.process import standin
 from kvtax.paths import REPOSITORY
+from tests.engine.living import eventually
 from tests.fleet.replay.replay_lab import (
     Lines,
     ReplayProcess,
@@ -68,10 +69,8 @@ def test_a_server_that_stands_still_delays_no_other_session(tmp_path):
     queried = "vllm:prefix_cache_queries_total"
     with standin("--faults", "stall") as stuck:
         run = ReplayProcess(stuck.url, path, tmp_path / "o.jsonl")
-        deadline = time.monotonic() + 20
-        while stuck.metrics()[queried] < sum(one.input_tokens for one in requests):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        tokens = sum(one.input_tokens for one in requests)
+        eventually(lambda: stuck.metrics()[queried] >= tokens)
         run.process.send_signal(signal.SIGTERM)
         run.finish()
     assert all(record["sent_ns"] for record in Lines(run.out).having("cancelled"))
@@ -289,7 +288,6 @@ def test_a_plain_openai_server_without_cached_tokens_is_replayed(tmp_path):
 
 REPLAYERS = 3
 LEAD_NS = 500_000_000
-DEADLINE_S = 120.0
 
 
 def shared(folder: Path, requests: list, *options: str) -> tuple[int, Lines]:
@@ -304,10 +302,7 @@ def shared(folder: Path, requests: list, *options: str) -> tuple[int, Lines]:
             outs.append(own / "replay.jsonl")
             told = ["--share", f"{number}/{REPLAYERS}", "--gate", str(own), *ANY_LAG]
             replayers.append(ReplayProcess(server.url, path, outs[-1], *told, *options))
-        deadline = time.monotonic() + DEADLINE_S
-        while not all(gate.ready for gate in gates):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        eventually(lambda: all(gate.ready for gate in gates))
         start_ns = time.perf_counter_ns() + LEAD_NS
         for gate in gates:
             gate.open(start_ns)
