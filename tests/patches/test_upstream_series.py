@@ -112,11 +112,38 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
 
 
-def test_every_patch_of_the_series_is_described():
-    folder = REPOSITORY / "patches" / "upstream"
+def test_each_commit_is_described_in_the_order_of_the_series():
+    text = (REPOSITORY / "patches" / "upstream" / "descriptions.md").read_text()
+    described = [
+        line.removeprefix("## ") for line in text.splitlines() if line[:3] == "## "
+    ]
+    assert described == list(RELEASES["0.33.0"].sources)
     for release in RELEASES.values():
-        for number, name in enumerate(release.sources, 1):
-            assert (folder / f"{number}-{name}.md").is_file()
+        kept = set(release.sources)
+        assert [name for name in described if name in kept] == list(release.sources)
+
+
+def test_a_commit_alone_runs_the_tests_that_it_adds_or_changes(series):
+    for name, commit in zip(series.release.sources, series.commits, strict=True):
+        tests = series.repository.own_tests(commit)
+        git = series.repository.git
+        changed = git("diff", "--name-only", f"{commit}~", commit, "--", "tests")
+        assert {test.split("::")[0] for test in tests} == set(changed.split()), name
+
+
+def test_a_commit_applies_alone_unless_it_is_stacked(series):
+    git = series.repository.git
+    for name, commit in zip(series.release.sources, series.commits, strict=True):
+        git("checkout", "-q", "--detach", "base")
+        try:
+            git("cherry-pick", commit)
+            alone = True
+        except UpstreamError:
+            git("cherry-pick", "--abort")
+            alone = False
+        finally:
+            git("checkout", "-q", "series")
+        assert alone == (name not in series.release.stacked), name
 
 
 def test_a_difference_is_found_whatever_it_is(tmp_path):

