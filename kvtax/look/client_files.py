@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jsonlines
 import msgspec
 
 from kvtax.records import RecordsError
@@ -67,6 +68,9 @@ def read_client_file(path: Path) -> ClientFile:
         return read(path)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordsError(f"{path}: {error}") from None
+    except jsonlines.InvalidLineError as error:
+        why = error.__cause__ or error
+        raise RecordsError(f"{path}:{error.lineno}: {why}") from None
     except OSError as error:
         raise RecordsError(f"{path}: {error.strerror}") from None
 
@@ -163,12 +167,17 @@ def _aiperf(path: Path) -> ClientFile:
     requests, bad = [], []
     decode = msgspec.json.Decoder(_AiperfRecord).decode
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        lines = jsonlines.Reader(file, loads=decode)
+        while True:
             try:
-                requests.append(_of_aiperf(decode(line)))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if line.strip():
-                    bad.append(f"{path.name}:{number}: {error}")
+                record: Any = lines.read(skip_empty=True)
+            except EOFError:
+                break
+            except jsonlines.InvalidLineError as error:
+                why = error.__cause__ or error
+                bad.append(f"{path.name}:{error.lineno}: {why}")
+            else:
+                requests.append(_of_aiperf(record))
     return ClientFile(requests, bad_lines=tuple(bad))
 
 
@@ -273,8 +282,9 @@ def _vllm_bench(path: Path) -> ClientFile:
     `--metadata request_id_prefix=PREFIX` does.
     """
     requests, without_id = [], 0
-    for line in path.read_bytes().splitlines():
-        bench = msgspec.json.decode(line, type=_VllmBench)
+    decode = msgspec.json.Decoder(_VllmBench).decode
+    results: Any = jsonlines.Reader(path.read_bytes().splitlines(), loads=decode)
+    for bench in results.iter(skip_empty=True):
         names = bench.request_ids
         if names is None and bench.request_id_prefix is not None:
             count = len(bench.errors)

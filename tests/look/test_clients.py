@@ -592,7 +592,7 @@ def test_results_whose_lists_differ_are_named_and_hide_nothing(tmp_path, capsys)
     path.write_text(json.dumps(result))
     assert main([str(tmp_path / "records"), "--out", str(tmp_path / "o.html")]) == 2
     told = capsys.readouterr().out
-    assert f"{path}: lists of different lengths" in told
+    assert f"{path}:1: lists of different lengths" in told
     assert ", 50 requests" in told
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trace files: lines, plain or packed, and our own format.
+"""Trace files: JSON lines, plain or packed, and our own format.
 
-The format kvtax.trace/1 is a header line, then one request per line. Errors name file
-and line.
+jsonlines reads and writes them, with msgspec for each line. The format kvtax.trace/1 is
+a header line, then one request per line. Errors name file and line.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from io import BufferedIOBase, BufferedReader
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
+import jsonlines
 import msgspec
 
 from kvtax.fleet.trace.request import Count, Request, TraceError
@@ -37,7 +38,6 @@ class Header(msgspec.Struct):
 
 _HEADER = msgspec.json.Decoder(Header)
 _REQUEST = msgspec.json.Decoder(Request)
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read(lines: Lines) -> Iterator[Request]:
@@ -77,12 +77,13 @@ def write_trace(
 
     Raises TraceError: the count is another, or the file cannot be written.
     """
-    encoder = msgspec.json.Encoder()
     count = 0
     with _whole_file(Path(path)) as file:
-        file.write(encoder.encode({"schema": SCHEMA} | header) + b"\n")
+        dumps = msgspec.json.Encoder().encode
+        writer = jsonlines.Writer(cast(BinaryIO, file), dumps=dumps)
+        writer.write({"schema": SCHEMA} | header)
         for request in requests:
-            file.write(encoder.encode(request) + b"\n")
+            writer.write(request)
             count += 1
         if count != header["requests"]:
             raise TraceError(
@@ -134,6 +135,7 @@ class Lines:
         self.path = path
         self.number = 0
         self.left_out = left_out
+        self._line = b""
         self._unread = iter(self)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -148,7 +150,8 @@ class Lines:
             with open(self.path, "rb") as file, _unpacked(file) as text:
                 for line in text:
                     self.number += 1
-                    yield line.removeprefix(BOM_UTF8) if self.number == 1 else line
+                    self._line = line
+                    yield line
         except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
             self.number += 1
             raise self.error(
@@ -177,17 +180,40 @@ class Lines:
     def _decoded(
         self, lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]
     ) -> Iterator[T]:
-        for line in lines:
+        reader = jsonlines.Reader(lines, loads=decoder.decode)
+        while True:
             try:
-                value = decoder.decode(line)
-            except UNREADABLE as error:
-                self.reject(_problem(line, error), "not an object in JSON")
+                value: Any = reader.read()
+            except EOFError:
+                break
+            except (jsonlines.InvalidLineError, RecursionError) as error:
+                self.reject(self._problem(error), "not an object in JSON")
             else:
                 yield value
         if not self.number:
             raise TraceError(
                 f"{self.path}: the file is empty: a trace has at least one line"
             )
+
+    def _problem(self, error: Exception) -> str:
+        """Explain why the last line cannot be decoded, with the remedy."""
+        begin = self._line.removeprefix(BOM_UTF8).lstrip()[:1]
+        if begin == b"[":
+            return (
+                "a JSON array, where each line is an object: make one line of each "
+                "element (jq -c '.[]' FILE)"
+            )
+        if not begin:
+            return "the line is blank: remove it"
+        why = error.__cause__ or error
+        # Another type than wanted is no sign that something is missing.
+        is_json = isinstance(why, msgspec.ValidationError)
+        if not self._line.endswith(b"\n") and not is_json:
+            return (
+                f"the file ends within the line ({why}): it is torn, fetch or make it "
+                "again"
+            )
+        return f"{why}: mend or remove the line"
 
     def reject(self, problem: str, reason: str) -> None:
         """Leave the last line out, and count it by `reason`.
@@ -201,26 +227,6 @@ class Lines:
     def error(self, problem: str) -> TraceError:
         """Make an error at the last line."""
         return TraceError(f"{self.path}, line {self.number}: {problem}")
-
-
-def _problem(line: bytes, error: Exception) -> str:
-    """Explain why a line cannot be decoded, with the remedy."""
-    begin = line.lstrip()[:1]
-    if begin == b"[":
-        return (
-            "a JSON array, where each line is an object: make one line of each element "
-            "(jq -c '.[]' FILE)"
-        )
-    if not begin:
-        return "the line is blank: remove it"
-    # Another type than wanted is no sign that something is missing.
-    is_json = isinstance(error, msgspec.ValidationError)
-    if not line.endswith(b"\n") and not is_json:
-        return (
-            f"the file ends within the line ({error}): it is torn, fetch or make it "
-            "again"
-        )
-    return f"{error}: mend or remove the line"
 
 
 def _unpacked(file: BufferedReader) -> BufferedIOBase:
