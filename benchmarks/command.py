@@ -33,6 +33,7 @@ BENCHMARKS = (
     Benchmark("direct_read_storm", 10, "direct reads under churn: wrong tokens"),
     Benchmark("senders", 2, "lateness of load generators, by request rate"),
     Benchmark("proxy", 17, "the proxy's addition to TTFT, and its throughput"),
+    Benchmark("study", 1, "the reference study's sample and forward, fitted"),
     Benchmark("virtual", 5, "speed and memory of a fleet in virtual time"),
     Benchmark("traces", 3, "reading and sampling traces of 2 million requests"),
     Benchmark("hosts", 13, "tasks, simulated runs and sweeps on a Ray cluster"),

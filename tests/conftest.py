@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 
 import pytest
@@ -48,3 +49,13 @@ def pytest_xdist_make_scheduler(config, log):
 def installed_vllm():
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
+
+
+@pytest.fixture
+def signals():
+    """Give the signals back that a command in the test's process takes over."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

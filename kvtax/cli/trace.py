@@ -31,6 +31,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("anonymise", "turn a request log into a trace", _add_anonymise, _anonymise),
         ("synth", "make a trace of agentic sessions", _add_synth, _synth),
         ("twin", "make a trace like the reference study's", _add_twin, _twin),
+        (
+            "study-sample",
+            "make a trace like the study's sample",
+            _add_study_sample,
+            _study_sample,
+        ),
     ):
         actions.add_parser(
             name,
@@ -212,6 +218,20 @@ def _twin(arguments: argparse.Namespace) -> None:
     from kvtax.fleet.trace.twin import Twin, twin
 
     header = twin(fields_of(arguments, Twin), arguments.out)
+    print(f"{arguments.out}: {header['requests']:,} requests")
+
+
+def _add_study_sample(parser: argparse.ArgumentParser) -> None:
+    from kvtax.fleet.trace.study_sample import StudySample
+
+    add_fields(parser, StudySample)
+    _add_out(parser)
+
+
+def _study_sample(arguments: argparse.Namespace) -> None:
+    from kvtax.fleet.trace.study_sample import StudySample, study_sample
+
+    header = study_sample(fields_of(arguments, StudySample), arguments.out)
     print(f"{arguments.out}: {header['requests']:,} requests")
 
 

@@ -6,10 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import block_order, get_finished, schedule
+from benchmarks import block_order, get_finished, schedule, study
 from benchmarks.get_finished import AFTER
 from benchmarks.proxy import DIRECT, added, added_table, rates_table
 from benchmarks.proxy_targets import BODIES
+from kvtax.engine.settings import Forward
+from kvtax.fleet.launch.instance_settings import read_instance_settings
+from kvtax.fleet.trace.request import Request
+from kvtax.fleet.trace.study_sample import StudySample, sampled_requests
+from kvtax.paths import CONFIGS
 
 ROUNDS, STEPS = 12, 60
 
@@ -176,3 +181,35 @@ def test_before_and_after_stay_apart_in_rows_and_table():
     cells = [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]]
     assert cells[:4] == ["8,192", "descending", "24,576", "48"]
     assert [cell.split()[0] for cell in cells[4:]] == ["5,000", "400", "40,000", "300"]
+
+
+# study: requests whose latencies can be computed by hand.
+
+
+def test_a_request_alone_takes_its_steps_and_its_next_turn_finds_the_prompt_cached():
+    forward = Forward(1_000, us_per_token=10, us_per_context_token=0.01)
+    first, second = (
+        Request(0.0, "s", turn, tokens, 3, [], 64, think_s)
+        for turn, tokens, think_s in ((0, 10_000, None), (1, 12_000, 20.0))
+    )
+    fleet = study.Fleet([first, second], 1, forward)
+    fleet.play()
+    cold, warm = fleet.ended
+    # 10,000 tokens in two steps; then each answer's token in one.
+    cold_us = 2 * 1_000 + 10 * 10_000 + 0.01 * 10_000 * 9_999 / 2
+    assert cold.first_s == pytest.approx(cold_us / 1e6)
+    assert warm.sent_s == pytest.approx(cold.end_s + 20.0 / study.TIME_SCALE)
+    assert (cold.new_tokens, warm.new_tokens) == (10_000, 2_000)
+    decode_us = 2 * 1_010 + 0.01 * (10_000 + 10_001)
+    assert cold.end_s - cold.first_s == pytest.approx(decode_us / 1e6)
+
+
+def test_the_fitted_profile_has_the_latencies_that_it_is_fitted_to():
+    path = CONFIGS / "fleet" / "h20-study-fitted.toml"
+    forward = read_instance_settings(path).forward
+    assert forward is not None
+    first = sampled_requests(StudySample(requests=study.FIRST_REQUESTS))
+    found = study.latencies(first, forward)
+    for name, figure, fitted in study.LATENCIES:
+        if fitted or name == "TPOT p90, 16 sessions":
+            assert found[name] == pytest.approx(figure, rel=0.15), name

@@ -20,6 +20,7 @@ from kvtax.fleet.launch.instance_settings import (
 )
 from kvtax.fleet.launch.spec import FleetSpec
 from kvtax.fleet.policies import PolicyError, parameters_of
+from kvtax.fleet.trace.study_sample import StudySample
 from kvtax.fleet.trace.twin import Twin
 from kvtax.paths import CONFIGS
 from kvtax.records.arm import OUR_PROXY
@@ -35,17 +36,20 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The part of a trace that all arms replay; each cut is a declared departure.
 
-    `trace` is a file below the repository's folder. In its place, `twin` makes a trace
-    like the reference study's (kvtax/fleet/trace/twin.py), with a number of requests
-    and a seed. `sessions` whole sessions are drawn with the experiment's seed (None:
-    all). Each is cut to its first `max_turns` turns, to answers of at most
-    `max_output_tokens` and to at most `max_think_s` between a turn and the next. The
-    `copies` of a session have blocks of their own, but one time of arrival: in an open
-    loop all of them arrive at the same instant.
+    `trace` is a file below the repository's folder. In its place, `study_sample` makes
+    a trace like the reference study's sample of 1,000 requests
+    (kvtax/fleet/trace/study_sample.py), and `twin` one like its whole trace, with a
+    number of requests and a seed (kvtax/fleet/trace/twin.py). `sessions` whole sessions
+    are drawn with the experiment's seed (None: all). Each is cut to its first
+    `max_turns` turns, to answers of at most `max_output_tokens` and to at most
+    `max_think_s` between a turn and the next. The `copies` of a session have blocks of
+    their own, but one time of arrival: in an open loop all of them arrive at the same
+    instant.
     """
 
     trace: str | None = None
     twin: Twin | None = None
+    study_sample: StudySample | None = None
     sessions: Count | None = None
     max_turns: Count | None = None
     max_output_tokens: Count | None = None
@@ -53,8 +57,9 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     copies: Count = 1
 
     def __post_init__(self) -> None:
-        if (self.trace is None) == (self.twin is None):
-            raise ValueError("give one of `trace` and `twin`")
+        sources = (self.trace, self.study_sample, self.twin)
+        if sum(source is not None for source in sources) != 1:
+            raise ValueError("give one of `trace`, `study_sample` and `twin`")
 
 
 class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

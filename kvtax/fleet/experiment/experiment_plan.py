@@ -21,6 +21,7 @@ from kvtax.fleet.experiment.workload import make_workload
 from kvtax.fleet.replay.http_link import Model, check_lengths
 from kvtax.fleet.replay.sessions import group
 from kvtax.fleet.trace import read_trace
+from kvtax.fleet.trace.study_sample import study_sample
 from kvtax.fleet.trace.twin import twin
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
@@ -36,6 +37,7 @@ from kvtax.run_folder import RunFolderError
 
 TRACE = "trace.jsonl.gz"
 TWIN = "twin.jsonl.gz"
+STUDY_SAMPLE = "study-sample.jsonl.gz"
 PLAN_FILE = "experiment.json"
 # Keys of the provenance on which a run in virtual time depends.
 VIRTUAL_PROVENANCE = (
@@ -175,9 +177,15 @@ def prepare(
 
 
 def source(workload: Workload, aside: Path) -> Path:
-    """Return the trace to cut from; make a twin in `aside`. Raises TraceError."""
+    """Return the trace to cut from, made in `aside` if it is no file.
+
+    Raises TraceError.
+    """
     if workload.trace is not None:
         return REPOSITORY / workload.trace
+    if workload.study_sample is not None:
+        study_sample(workload.study_sample, aside / STUDY_SAMPLE)
+        return aside / STUDY_SAMPLE
     assert workload.twin is not None
     twin(workload.twin, aside / TWIN)
     return aside / TWIN

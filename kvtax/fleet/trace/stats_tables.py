@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show a trace's statistics as Markdown, alone or beside the reference study's.
 
-The study is unpublished: two hours of a coding service in production. FIGURES are all
-that is known of its trace; kvtax.fleet.trace.twin makes a trace that has them.
+The study is unpublished: two hours of a coding service in production. FIGURES are what
+it states of the whole trace; kvtax.fleet.trace.twin makes a trace that has them. Of a
+sample of 1,000 requests it states more: kvtax.fleet.trace.study_sample.
 """
 
 from __future__ import annotations

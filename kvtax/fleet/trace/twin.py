@@ -10,8 +10,9 @@ the system prompt that all sessions share.
 
 The study gives three figures for the lengths of prompts and two for those of answers.
 Between them lengths are log-linear in the quantile, and the ends are chosen so that the
-means come out. It says nothing of turns: one call in four fifths of the sessions and a
-few to dozens in the others, with the step and the system prompt, give its reuse.
+means come out. Turns are chosen for its reuse: one call in four fifths of the sessions
+and a few to dozens in the others, with the step and the system prompt. The sessions of
+its sample of 1,000 requests are others: kvtax.fleet.trace.study_sample has those.
 
 The beginnings and turns of sessions are spread evenly (Roberts' R2 sequence, which the
 seed shifts), not drawn one by one: a thinner trace is nearly as close to the figures.
@@ -140,9 +141,9 @@ def _sessions(
     steps = rng.exponential(STEP, len(session))
     steps[firsts(session)] = quantiles
     rounds, quantile = np.divmod(sum_within(session, steps), 1)
-    input_tokens = _tokens(INPUT_TOKENS, quantile)
+    input_tokens = log_linear_tokens(INPUT_TOKENS, quantile)
     evenly = (rng.permutation(len(session)) + rng.random(len(session))) / len(session)
-    output_tokens = _tokens(OUTPUT_TOKENS, evenly)
+    output_tokens = log_linear_tokens(OUTPUT_TOKENS, evenly)
     think_s = np.round(log_normal(rng, THINK_S, len(session)), 3)
     arrival_s = arrivals_s(session, begins_s, output_tokens, think_s)
 
@@ -174,5 +175,7 @@ def _log_linear(
     return np.exp(np.interp(at, shares, np.log(values)))
 
 
-def _tokens(points: tuple[tuple[float, float], ...], at: NDArray[Any]) -> NDArray[Any]:
+def log_linear_tokens(
+    points: tuple[tuple[float, float], ...], at: NDArray[Any]
+) -> NDArray[Any]:
     return np.rint(_log_linear(points, at)).astype(np.int64)

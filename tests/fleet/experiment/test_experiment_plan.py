@@ -27,7 +27,7 @@ from tests.fleet.simulate.two_arms import two_arms
 
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.toml"))
 # For virtual time, where equal arms are equal to the byte.
-VIRTUAL = {"connectors", "reads", "seeds", "study", "transfers"}
+VIRTUAL = {"connectors", "reads", "seeds", "study", "study_sample", "transfers"}
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)

@@ -90,7 +90,7 @@ def test_more_sessions_than_there_are_are_refused(tmp_path):
 
 @pytest.mark.parametrize("given", [{}, {"trace": "t", "twin": Twin()}])
 def test_a_load_is_either_a_file_s_or_made_up(given: dict) -> None:
-    with pytest.raises(ValueError, match="give one of `trace` and `twin`"):
+    with pytest.raises(ValueError, match="give one of"):
         Workload(**given)
 
 

@@ -20,6 +20,8 @@ from kvtax.fleet.trace import Request, TraceError, read_trace
 from kvtax.paths import REPOSITORY
 from tests.fleet.trace.trace_commands import fails, put, run, stats
 
+pytestmark = pytest.mark.usefixtures("signals")
+
 SYSTEM = "You are a coding agent. " * 20
 ASK = {"role": "user", "content": "Why does the build fail? " * 10}
 ANSWER = {"role": "assistant", "content": "Because of a missing header. " * 5}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvtax trace sample`, `synth` and `twin`: the traces have what they state."""
+"""`kvtax trace sample`, `synth`, `twin` and `study-sample` make what they state."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.study import figures
 from kvtax.fleet.trace import Request, read_trace, write_trace
 from kvtax.fleet.trace.stats import describe
 from kvtax.fleet.trace.stats_tables import FIGURES
+from kvtax.fleet.trace.study_sample import StudySample, sampled_requests
 from kvtax.fleet.trace.synth import Shape, synth
 from kvtax.fleet.trace.twin import SYSTEM_TOKENS, Twin, _requests
 from kvtax.paths import REPOSITORY
@@ -28,10 +30,13 @@ from tests.fleet.trace.trace_commands import (
     trace_of,
 )
 
+pytestmark = pytest.mark.usefixtures("signals")
+
 MAKERS = [
     ("sample", LE62K, "--target-requests", 200),
     ("synth", "--sessions", 20),
     ("twin", "--requests", 500),
+    ("study-sample", "--requests", 300),
 ]
 
 
@@ -55,6 +60,7 @@ def test_equal_seeds_give_equal_traces_and_others_others(tmp_path, maker):
         (("synth", "--sessions", 0), ">= 1"),
         (("synth", "--sessions", 2, "--block-tokens", 10**6), "has a whole block"),
         (("twin", "--requests", 0), ">= 1"),
+        (("study-sample", "--requests", 1_001), "<= 1000"),
         (("twin", "--block-tokens", 4096), "<= 2048"),
     ],
 )
@@ -286,3 +292,21 @@ def test_a_twin_five_times_as_long_takes_no_more_memory(tmp_path):
         return int(made.stdout)
 
     assert peak_kib(250_000) < peak_kib(50_000) + 8 * 1024
+
+
+@pytest.mark.parametrize("seed", [42, 0, 1])
+def test_the_study_s_sample_has_every_figure_within_its_tolerance(seed):
+    found = figures(sampled_requests(StudySample(seed=seed)))
+    held = [figure for figure in found if figure.tolerance is not None]
+    assert len(held) == len(found) - 1
+    off = {
+        figure.name: figure.here
+        for figure in held
+        if abs(figure.here - figure.study) > figure.tolerance
+    }
+    assert off == {}
+
+
+def test_a_part_of_the_study_s_sample_is_its_beginning():
+    whole = sampled_requests(StudySample())
+    assert sampled_requests(StudySample(requests=200)) == whole[:200]

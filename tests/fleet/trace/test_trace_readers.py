@@ -24,6 +24,8 @@ from tests.fleet.trace.trace_commands import (
     put,
 )
 
+pytestmark = pytest.mark.usefixtures("signals")
+
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.jsonl.xz"])
 def test_our_own_format_comes_back_as_it_was_written(tmp_path, name):

@@ -25,6 +25,8 @@ from tests.fleet.trace.trace_commands import (
     put,
 )
 
+pytestmark = pytest.mark.usefixtures("signals")
+
 
 def test_a_missing_or_an_empty_file_is_named(tmp_path):
     with pytest.raises(TraceError, match=r"nowhere: No such file"):

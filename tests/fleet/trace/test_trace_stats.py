@@ -29,6 +29,8 @@ from tests.fleet.trace.trace_commands import (
     trace_of,
 )
 
+pytestmark = pytest.mark.usefixtures("signals")
+
 
 # What traces/README.md and the sources say of these files.
 @pytest.mark.parametrize(
