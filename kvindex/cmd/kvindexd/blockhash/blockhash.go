@@ -109,7 +109,7 @@ type Extra struct {
 	LoRA     string  // name of the adapter, empty for none
 	LoRAPath string  // where vLLM 0.32 and later were told to load it from
 	Salt     string  // cache_salt of the request, empty for none
-	Images   []Image // and other inputs that are not text, by their place
+	Images   []Image // and other inputs that are not text, in the order of their places
 }
 
 // An Image is an input that stands in the prompt as a run of placeholder tokens.

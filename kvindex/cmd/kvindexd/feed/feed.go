@@ -16,7 +16,6 @@ import (
 	"log/slog"
 	"time"
 
-	"github.com/go-zeromq/zmq4"
 	"github.com/zeebo/xxh3"
 )
 
@@ -55,15 +54,20 @@ type Taker interface {
 const (
 	// firstCheck comes soon: what was published while the subscription was on its way
 	// shows with the next batch only, or if somebody asks.
-	firstCheck    = 200 * time.Millisecond
-	idleCheck     = 5 * time.Second
+	firstCheck = 200 * time.Millisecond
+	// quietCheck of silence after batches: the last of them may be lost. The more often
+	// none was, the longer the silence, up to longestQuiet.
+	quietCheck    = 5 * time.Second
+	longestQuiet  = 5 * time.Minute
 	replayTimeout = 5 * time.Second
 	shortestPause = 100 * time.Millisecond
 	longestPause  = 2 * time.Second
 	// vLLM's ROUTER to 0.30 drops what goes over its high-water mark of 1000, so that a
 	// long replay comes in pieces.
 	maxReplays = 100
-	queued     = 1024
+	// Messages queue up to 64 MiB, counted in parts, or one that is larger.
+	maxQueuedParts = 1024
+	partBytes      = 1 << 16
 )
 
 // Run feeds a taker until ctx is done. It connects again for as long as that takes.
@@ -98,7 +102,7 @@ type feed struct {
 func (f *feed) follow(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	publisher, err := dial(ctx, f.source.Events, zmq4.Sub)
+	publisher, err := dial(ctx, f.source.Events, subscriber)
 	if err != nil {
 		return err
 	}
@@ -110,36 +114,92 @@ func (f *feed) follow(ctx context.Context) error {
 		return err
 	}
 	f.taker.Connected()
-	messages := make(chan message, queued)
+	queue := newQueue()
 	ended := make(chan error, 1)
-	go func() { ended <- forward(ctx, publisher, messages) }()
-	check := time.NewTimer(firstCheck)
+	go func() { ended <- forward(ctx, publisher, queue) }()
+	checks := checks{quiet: quietCheck, again: true}
+	timer := time.NewTimer(firstCheck)
 	for {
 		select {
-		case m := <-messages:
+		case m := <-queue.messages:
+			queue.leave(m)
 			f.live(ctx, m)
-			check.Reset(idleCheck)
-		case <-check.C:
+			timer.Reset(checks.quiet)
+		case <-timer.C:
+			before := f.taker.Position()
 			if err := f.catchUp(ctx); err != nil {
 				return err
 			}
-			check.Reset(idleCheck)
+			if after, ok := checks.done(f.taker.Position() != before); ok {
+				timer.Reset(after)
+			}
 		case err := <-ended:
 			return err
 		}
 	}
 }
 
-func forward(ctx context.Context, publisher *peer, messages chan<- message) error {
+// checks say when to ask the replay endpoint whether a batch was lost. Who publishes
+// nothing is not asked.
+type checks struct {
+	quiet time.Duration
+	again bool // after the first check
+}
+
+// done notes whether a check has found a batch. It returns when the next is due even if
+// none is published until then, if it is.
+func (c *checks) done(found bool) (after time.Duration, ok bool) {
+	switch {
+	case found:
+		c.quiet, ok = quietCheck, true
+	case c.again:
+		ok = true
+	default:
+		c.quiet = min(2*c.quiet, longestQuiet)
+	}
+	c.again = false
+	return c.quiet, ok
+}
+
+// A queue is messages that were read and are not taken yet.
+type queue struct {
+	messages chan message
+	parts    chan struct{}
+}
+
+func newQueue() *queue {
+	return &queue{make(chan message, maxQueuedParts), make(chan struct{}, maxQueuedParts)}
+}
+
+func partsOf(m message) int { return min(1+len(m.batch)/partBytes, maxQueuedParts) }
+
+func (q *queue) leave(m message) {
+	for range partsOf(m) {
+		<-q.parts
+	}
+}
+
+// enter waits for room.
+func (q *queue) enter(ctx context.Context, m message) error {
+	for range partsOf(m) {
+		select {
+		case q.parts <- struct{}{}:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	q.messages <- m
+	return nil
+}
+
+func forward(ctx context.Context, publisher *peer, queue *queue) error {
 	for {
 		m, err := publisher.receive()
 		if err != nil {
 			return err
 		}
-		select {
-		case messages <- m:
-		case <-ctx.Done():
-			return ctx.Err()
+		if err := queue.enter(ctx, m); err != nil {
+			return err
 		}
 	}
 }
@@ -191,7 +251,7 @@ func (f *feed) catchUp(ctx context.Context) error {
 func (f *feed) replay(ctx context.Context) (again bool, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	peer, err := dial(ctx, f.source.Replay, zmq4.Dealer)
+	peer, err := dial(ctx, f.source.Replay, dealer)
 	if err != nil {
 		return false, fmt.Errorf("replay: %w", err)
 	}

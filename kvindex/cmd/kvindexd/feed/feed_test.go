@@ -8,7 +8,10 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"net"
+	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -69,8 +72,112 @@ func TestWhatWasLostIsAskedForWithoutAnotherBatch(t *testing.T) {
 	p := publish(t, at)
 	follow(t, at, r)
 	r.until(t, "connected", func() bool { return r.connected })
-	p.send(true, "a")
-	r.untilHas(t, "a")
+	p.send(false, "a")
+	p.send(true, "b")
+	r.untilHas(t, "a", "b")
+}
+
+// TestWhoPublishesNothingIsNotAskedForever: nor is each time that somebody falls silent
+// paid for with a connection, however many instances there are.
+func TestWhoPublishesNothingIsNotAskedForever(t *testing.T) {
+	c := checks{quiet: quietCheck, again: true}
+	if after, ok := c.done(false); !ok || after != quietCheck {
+		t.Errorf("the second check comes after %v, %v", after, ok)
+	}
+	for range 20 {
+		if after, ok := c.done(false); ok {
+			t.Errorf("there is a further check after %v", after)
+		}
+	}
+	if c.quiet != longestQuiet {
+		t.Errorf("silence is looked at after %v", c.quiet)
+	}
+	if after, ok := c.done(true); !ok || after != quietCheck {
+		t.Errorf("after a loss the next check comes after %v, %v", after, ok)
+	}
+}
+
+// announce accepts connections, shakes hands as a publisher, and claims a frame.
+func announce(t *testing.T, at Endpoint, hello, frame []byte) {
+	t.Helper()
+	listener, err := net.Listen("unix", strings.TrimPrefix(string(at), "ipc://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { listener.Close() })
+	go func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			conn.Write(append(slices.Clone(hello), frame...))
+		}
+	}()
+}
+
+// TestAFrameIsAllocatedAsItComes: a publisher that claims much and sends nothing costs
+// nothing, in the handshake neither.
+func TestAFrameIsAllocatedAsItComes(t *testing.T) {
+	greet := append([]byte(greeting), make([]byte, greetingBytes-len(greeting))...)
+	isReady := appendFrame(greet, flagCommand, []byte(ready+socketTypeKey+"\x00\x00\x00\x03PUB"))
+	for name, claim := range map[string]struct {
+		hello []byte
+		size  uint64
+	}{
+		"a message":            {isReady, maxMessageBytes},
+		"one that is too long": {isReady, maxMessageBytes + 1},
+		"one that cannot be":   {isReady, 1 << 63},
+		"a handshake":          {greet, 1 << 40},
+	} {
+		t.Run(name, func(t *testing.T) {
+			at := Endpoint("ipc://" + t.TempDir() + "/events")
+			announce(t, at, claim.hello, binary.BigEndian.AppendUint64([]byte{flagLong}, claim.size))
+			ctx, stop := context.WithCancel(context.Background())
+			defer stop()
+			var before, after runtime.MemStats
+			runtime.ReadMemStats(&before)
+			p, err := dial(ctx, at, subscriber)
+			if err == nil {
+				p.conn.SetReadDeadline(time.Now().Add(10 * time.Millisecond))
+				_, err = p.receive()
+			}
+			runtime.ReadMemStats(&after)
+			if err == nil {
+				t.Error("read")
+			}
+			if allocated := after.TotalAlloc - before.TotalAlloc; allocated > 1<<20 {
+				t.Errorf("%d bytes allocated", allocated)
+			}
+		})
+	}
+}
+
+// TestALongFrameIsReadWhole, and what queues is bounded in bytes, not in messages alone.
+func TestALongFrameIsReadWhole(t *testing.T) {
+	at, r := source(t), new(recorder)
+	p := publish(t, at)
+	p.send(false, strings.Repeat("long ", 1<<16))
+	follow(t, at, r)
+	r.untilHas(t, strings.Repeat("long ", 1<<16))
+}
+
+func TestWhatQueuesIsBoundedInBytes(t *testing.T) {
+	q := newQueue()
+	ctx, stop := context.WithCancel(context.Background())
+	stop()
+	large := message{batch: make([]byte, 10<<20)}
+	bytes := 0
+	for q.enter(ctx, large) == nil {
+		bytes += len(large.batch)
+	}
+	if bytes > maxQueuedParts*partBytes {
+		t.Errorf("%d bytes queue", bytes)
+	}
+	q = newQueue()
+	if err := q.enter(context.Background(), message{batch: make([]byte, maxQueuedParts*partBytes+1)}); err != nil {
+		t.Error("a message that is larger than the queue:", err)
+	}
 }
 
 func TestAReplayWithAHoleIsAskedForAgain(t *testing.T) {

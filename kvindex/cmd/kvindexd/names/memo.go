@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"math/bits"
 	"math/rand/v2"
+	"slices"
 	"sync/atomic"
 	"unsafe"
 
@@ -84,10 +85,13 @@ func (n *Namer) Append(names []uint64, ids []uint32, extra *blockhash.Extra, sty
 	known := func() bool { return len(names) == before || held(names[len(names)-1]) }
 	parent := &n.seed
 	key := n.root(extra, style)
+	images := imageWindow{next: extra.Images}
+	near := *extra // with the images of a few blocks
 	start := 0
 	for ; start+blocksPerSpan*size <= len(ids); start += blocksPerSpan * size {
 		end := start + blocksPerSpan*size
-		key = n.key(key, ids, extra, style, start, end)
+		near.Images = images.move(start, end)
+		key = n.key(key, ids, &near, style, start, end)
 		slot := n.memo.slot(key)
 		found := slot.Load()
 		if found == nil || found.key != key {
@@ -97,7 +101,7 @@ func (n *Namer) Append(names []uint64, ids []uint32, extra *blockhash.Extra, sty
 			found = &span{key: key}
 			for i := range found.names {
 				at := start + i*size
-				found.last = n.hasher.Block(parent, ids[at:at+size], extra.Keys(style, at, at+size))
+				found.last = n.hasher.Block(parent, ids[at:at+size], near.Keys(style, at, at+size))
 				found.names[i] = found.last.Name()
 				parent = &found.last
 			}
@@ -111,10 +115,27 @@ func (n *Namer) Append(names []uint64, ids []uint32, extra *blockhash.Extra, sty
 	}
 	last := *parent
 	for ; start+size <= len(ids); start += size {
-		last = n.hasher.Block(&last, ids[start:start+size], extra.Keys(style, start, start+size))
+		near.Images = images.move(start, start+size)
+		last = n.hasher.Block(&last, ids[start:start+size], near.Keys(style, start, start+size))
 		names = append(names, last.Name())
 	}
 	return names
+}
+
+// An imageWindow moves along a prompt, and has the images that reach into it: to look at
+// all of them for each block would take the square of a prompt's length.
+type imageWindow struct {
+	in, next []blockhash.Image
+}
+
+// move moves the window on, to the tokens from start to end (without).
+func (w *imageWindow) move(start, end int) []blockhash.Image {
+	w.in = slices.DeleteFunc(w.in, func(i blockhash.Image) bool { return i.Offset+i.Tokens <= start })
+	for len(w.next) > 0 && w.next[0].Offset < end {
+		w.in = append(w.in, w.next[0])
+		w.next = w.next[1:]
+	}
+	return w.in
 }
 
 // root is the key before the first span: of all that every block's name depends on.

@@ -60,7 +60,7 @@ func TestNamesAreTheHashesWhateverWasAskedBefore(t *testing.T) {
 					extra.LoRA, extra.LoRAPath = "a", fmt.Sprint(random.IntN(2))
 				}
 				if random.IntN(2) == 0 {
-					extra.Images = []blockhash.Image{{ID: fmt.Sprint(random.IntN(2)), Offset: random.IntN(9) * 60, Tokens: 20}}
+					extra.Images = images(random)
 				}
 				style := blockhash.Style(random.IntN(3))
 				n := random.IntN(len(schemes))
@@ -73,6 +73,30 @@ func TestNamesAreTheHashesWhateverWasAskedBefore(t *testing.T) {
 		})
 	}
 	all.Wait()
+}
+
+// images returns some in the order of their places, which may overlap.
+func images(random *rand.Rand) []blockhash.Image {
+	var all []blockhash.Image
+	for offset := random.IntN(200); offset < 600 && random.IntN(8) > 0; offset += random.IntN(100) {
+		all = append(all, blockhash.Image{ID: fmt.Sprint(random.IntN(2)), Offset: offset, Tokens: 1 + random.IntN(80)})
+	}
+	return all
+}
+
+// TestABlockIsNotHeldAgainstAllImages: one image for each block, and one over all of them.
+func TestABlockIsNotHeldAgainstAllImages(t *testing.T) {
+	const blocks, size = 10_000, 16
+	all := []blockhash.Image{{ID: "all", Tokens: blocks * size}}
+	for n := range blocks {
+		all = append(all, blockhash.Image{ID: "one", Offset: n * size, Tokens: size})
+	}
+	window := imageWindow{next: all}
+	for n := range blocks {
+		if got := window.move(n*size, (n+1)*size); len(got) != 2 || got[1].Offset != n*size {
+			t.Fatalf("block %d is held against %d images", n, len(got))
+		}
+	}
 }
 
 func TestNobodyHashesWhatNobodyHolds(t *testing.T) {

@@ -52,14 +52,19 @@ func (w *worker) queries(r *http.Request, maxBytes int64) (queries []fleet.Query
 		}
 		ids := w.memory[:len(body)/4]
 		toNative(ids)
-		return []fleet.Query{queryOf(ids, r.URL.Query())}, false, nil
+		query, err := queryOf(ids, r.URL.Query())
+		return []fleet.Query{query}, false, err
 	}
 	if rest := skipBlanks(body); len(rest) > 0 && rest[0] == '[' {
 		w.ids, rest, err = parseIDs(w.ids[:0], rest)
 		if err == nil && len(skipBlanks(rest)) > 0 {
 			err = errors.New("something follows the array of token ids")
 		}
-		return []fleet.Query{queryOf(w.ids, r.URL.Query())}, false, err
+		if err != nil {
+			return nil, false, err
+		}
+		query, err := queryOf(w.ids, r.URL.Query())
+		return []fleet.Query{query}, false, err
 	}
 	queries, err = readBatch(body)
 	return queries, true, err
@@ -100,11 +105,12 @@ func toNative(ids []uint32) {
 	}
 }
 
-func queryOf(ids []uint32, params url.Values) fleet.Query {
-	extra := blockhash.Extra{
-		LoRA: params.Get("lora"), LoRAPath: params.Get("lora_path"), Salt: params.Get("cache_salt"),
+func queryOf(ids []uint32, params url.Values) (fleet.Query, error) {
+	p := prompt{
+		TokenIDs: ids, Model: params.Get("model"),
+		LoRA: params.Get("lora"), LoRAPath: params.Get("lora_path"), CacheSalt: params.Get("cache_salt"),
 	}
-	return fleet.Query{IDs: ids, Model: params.Get("model"), Extra: extra}
+	return p.query()
 }
 
 func readBatch(body []byte) ([]fleet.Query, error) {
@@ -122,12 +128,24 @@ func readBatch(body []byte) ([]fleet.Query, error) {
 		if len(prompt.TokenIDs) > 0 && len(prompt.BlockHashes) > 0 {
 			return nil, errors.New("a prompt with token_ids and block_hashes: one of them is needed")
 		}
-		queries = append(queries, prompt.query())
+		query, err := prompt.query()
+		if err != nil {
+			return nil, err
+		}
+		queries = append(queries, query)
 	}
 	return queries, nil
 }
 
-func (p *prompt) query() fleet.Query {
+const (
+	// maxTextBytes bounds what is hashed for each block.
+	maxTextBytes = 1024
+	// maxCover is how often images may cover a prompt: those of a video and its sound do
+	// so twice.
+	maxCover = 4
+)
+
+func (p *prompt) query() (fleet.Query, error) {
 	q := fleet.Query{
 		IDs:   p.TokenIDs,
 		Model: p.Model,
@@ -136,11 +154,26 @@ func (p *prompt) query() fleet.Query {
 	for _, hash := range p.BlockHashes {
 		q.Names = append(q.Names, uint64(hash))
 	}
-	for _, image := range p.Images {
+	if max(len(p.LoRA), len(p.LoRAPath)) > maxTextBytes {
+		return q, fmt.Errorf("a lora or lora_path of more than %d bytes", maxTextBytes)
+	}
+	covered := 0
+	for n, image := range p.Images {
+		if image.Offset < 0 || image.Tokens < 1 || len(image.ID) > maxTextBytes {
+			return q, fmt.Errorf("images[%d]: an offset of 0 or more, 1 token or more, and an id of up to %d bytes are needed", n, maxTextBytes)
+		}
+		image.Tokens = min(image.Tokens, len(p.TokenIDs)-image.Offset)
+		if image.Tokens < 1 {
+			continue // in none of its blocks
+		}
+		covered += image.Tokens
 		q.Extra.Images = append(q.Extra.Images, blockhash.Image(image))
 	}
+	if covered > maxCover*len(p.TokenIDs) {
+		return q, fmt.Errorf("the images cover %d tokens of a prompt of %d: up to %d times is possible", covered, len(p.TokenIDs), maxCover)
+	}
 	slices.SortStableFunc(q.Extra.Images, func(a, b blockhash.Image) int { return a.Offset - b.Offset })
-	return q
+	return q, nil
 }
 
 // A hashName is a block's name: from its hash in hex, or from the number that vLLM makes

@@ -214,6 +214,36 @@ func TestWhatCannotBeAnsweredIsRefusedInWords(t *testing.T) {
 	}
 }
 
+// TestWhatARequestCostsIsBoundedByItsPrompt: images beyond it are not kept, and those that
+// cover it again and again, or have endless names, are refused.
+func TestWhatARequestCostsIsBoundedByItsPrompt(t *testing.T) {
+	tokens := make(tokenIDs, 100)
+	images := func(n int, image imageInput) []imageInput { return slices.Repeat([]imageInput{image}, n) }
+	long := strings.Repeat("x", maxTextBytes+1)
+	for name, p := range map[string]struct {
+		prompt
+		kept int // -1: refused
+	}{
+		"images beyond":          {prompt{TokenIDs: tokens, Images: images(1000, imageInput{"", 99_999_999, 1})}, 0},
+		"two that overlap":       {prompt{TokenIDs: tokens, Images: images(2, imageInput{"a", 0, 1 << 62})}, 2},
+		"many that overlap":      {prompt{TokenIDs: tokens, Images: images(5, imageInput{"a", 0, 1 << 62})}, -1},
+		"as many as tokens":      {prompt{TokenIDs: tokens, Images: images(400, imageInput{"a", 7, 1})}, 400},
+		"more than tokens":       {prompt{TokenIDs: tokens, Images: images(401, imageInput{"a", 7, 1})}, -1},
+		"one of no tokens":       {prompt{TokenIDs: tokens, Images: images(1, imageInput{"a", 7, 0})}, -1},
+		"one before the prompt":  {prompt{TokenIDs: tokens, Images: images(1, imageInput{"a", -1, 5})}, -1},
+		"a long identifier":      {prompt{TokenIDs: tokens, Images: images(1, imageInput{long, 0, 1})}, -1},
+		"a long adapter":         {prompt{TokenIDs: tokens, LoRA: long}, -1},
+		"a long path":            {prompt{TokenIDs: tokens, LoRA: "a", LoRAPath: long}, -1},
+		"a salt of any length":   {prompt{TokenIDs: tokens, CacheSalt: long}, 0},
+		"images without a token": {prompt{Images: images(1000, imageInput{"a", 0, 1})}, 0},
+	} {
+		query, err := p.query()
+		if err != nil && p.kept >= 0 || err == nil && len(query.Extra.Images) != p.kept {
+			t.Errorf("%s: %d images, %v", name, len(query.Extra.Images), err)
+		}
+	}
+}
+
 func TestATokenIsAskedForWhereThereIsOne(t *testing.T) {
 	h := New(newFleet(t), Config{MaxBodyBytes: 100, Token: "secret"}).Handler
 	for given, want := range map[string]int{"": 401, "Bearer wrong": 401, "secret": 401, "Bearer secret": 200} {
@@ -280,7 +310,7 @@ func FuzzLookup(f *testing.F) {
 	store(fl.Instances()[0], ids(40), blockhash.Extra{})
 	h := New(fl, Config{MaxBodyBytes: 1 << 20}).Handler
 	f.Add([]byte("[1,2,3]"))
-	f.Add([]byte(`{"prompts":[{"token_ids":[0,1000,2000,3000,4000],"lora":"a","images":[{"id":"x","offset":-1,"tokens":9}]}]}`))
+	f.Add([]byte(`{"prompts":[{"token_ids":[0,1000,2000,3000,4000],"lora":"a","images":[{"id":"x","offset":1,"tokens":9}]}]}`))
 	f.Add([]byte(`{"prompts":[{"block_hashes":["00112233445566778899"]}]}`))
 	f.Fuzz(func(t *testing.T, body []byte) {
 		code, answer := ask(t, h, "POST", "/v1/lookup", body)
