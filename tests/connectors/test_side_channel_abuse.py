@@ -26,6 +26,7 @@ from connectors.direct_read.protocol import (
     Validated,
     framed,
 )
+from kvtax.engine.ports import reserve
 from tests.connectors.wire import (
     HASHES,
     PEER,
@@ -157,8 +158,8 @@ def test_it_listens_on_loopback_unless_told_otherwise(serves):
 
 def test_a_client_stands_for_one_process_of_the_peer(ledger):
     """Addresses of the old process must not be used with offers of the new one."""
-    with serving(ledger) as serves:
-        port = serves.port
+    port = reserve(1)[0].http
+    with serving(ledger, port=port):
         client = Client("127.0.0.1", port, SECRET)
         with pytest.raises(DirectReadError, match="say hello first"):
             client.lookup(HASHES)

@@ -12,6 +12,7 @@ from connectors.direct_read import server
 from connectors.direct_read.client import Connections
 from connectors.direct_read.protocol import DirectReadError
 from connectors.direct_read.server import Server
+from kvtax.engine.ports import reserve
 from tests.connectors.wire import HASHES, PEER, SECRET, serving, wait_for
 
 CLIENT = "connectors.direct_read.client"
@@ -48,10 +49,9 @@ def test_two_at_once_have_one_each_and_both_are_kept(kept, serves):
 
 def test_a_peer_that_was_started_anew_is_met_anew(kept, ledger):
     """Its memory is elsewhere: what the old process said of itself is void."""
-    with serving(ledger) as serves:
-        port = serves.port
-        with kept.to(at(serves)) as client:
-            assert client.peer == PEER
+    port = reserve(1)[0].http
+    with serving(ledger, port=port) as serves, kept.to(at(serves)) as client:
+        assert client.peer == PEER
     other = msgspec.structs.replace(PEER, fingerprint={"model": "another"})
     with serving(ledger, other, port) as serves, kept.to(at(serves)) as client:
         assert client.peer == other

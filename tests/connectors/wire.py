@@ -80,7 +80,7 @@ class Wire:
     """A client's connection, for frames that a client would not send."""
 
     def __init__(
-        self, port: int, secret: bytes = SECRET, timeout_s: float = 5.0
+        self, port: int, secret: bytes = SECRET, timeout_s: float = 120.0
     ) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port), timeout_s)
         nonce = new_nonce()

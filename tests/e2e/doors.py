@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ from kvtax.engine.server_spec import SERVED_MODEL, Engine, ServerSpec, resolve
 from kvtax.engine.tiny.checkpoint import MAX_TOKENS
 from kvtax.engine.tiny.server import BLOCK_TOKENS, tiny_settings
 from kvtax.paths import REPOSITORY
+from kvtax.records import RecordsError
+from kvtax.records.engine_requests import read_engine_requests
+from kvtax.records.files import read_lines
+from kvtax.records.life import only_life
+from kvtax.records.steps import EngineHeader, EngineStep, WorkerHeader, WorkerStep
+from tests.engine.living import eventually
 
 # A plugin, patches at import, patches in a copy of vLLM's files.
 DOORS = ("plugin", "run", "blocks")
@@ -30,9 +37,27 @@ NOOP = {
     "kv_role": "kv_both",
 }
 TOKENS = 8
-# A killed process loses what it has not written by then, and a server of 0.32 kills its
-# workers as it ends.
-WRITTEN_S = 1.0
+
+
+def await_written(records: Path, requests: int, steps: int = 1) -> None:
+    """Return once so many requests and steps are on disk, the last in both processes.
+
+    A killed process loses what it has not written by then, and a server of 0.32 kills
+    its workers as it ends.
+    """
+
+    def written() -> bool:
+        with suppress(RecordsError):
+            life = only_life(records)
+            ended = read_engine_requests(life / "engine_request.jsonl").records
+            engine = read_lines(life / "engine_step.jsonl", EngineHeader, EngineStep)
+            worker = read_lines(life / "worker_step.r0.jsonl", WorkerHeader, WorkerStep)
+            busy = {step.step_id for step in engine.records if step.scheduled}
+            both = busy & {step.step_id for step in worker.records}
+            return len(ended) == requests and len(busy) == len(both) >= steps
+        return False
+
+    eventually(written)
 
 
 def unrecorded(
@@ -112,5 +137,5 @@ def complete(url: str, number: int) -> None:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request, timeout=600) as response:
         assert json.load(response)["usage"]["completion_tokens"] == TOKENS

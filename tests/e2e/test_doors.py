@@ -8,7 +8,6 @@ import os
 import statistics
 import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -33,7 +32,14 @@ from kvtax.records.steps import (
     calls_by_method,
     method_fields,
 )
-from tests.e2e.doors import DOORS, TOKENS, WRITTEN_S, complete, through, unrecorded
+from tests.e2e.doors import (
+    DOORS,
+    TOKENS,
+    await_written,
+    complete,
+    through,
+    unrecorded,
+)
 from tests.releases import INSTALLED, under_test
 
 pytestmark = pytest.mark.e2e
@@ -95,15 +101,55 @@ def read(records: Path) -> Recorded:
     return Recorded(headers, fields, counts, times_us)
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_all_doors_give_the_same_records(release, checkpoint, tmp_path):
+NOBODY = 65534
+# May read what root may, such as a Python in root's home, and write nothing of it.
+AS_NOBODY = [
+    *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
+    *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
+]
+# The doors that need no copy of vLLM; their servers run as nobody, if they may.
+OF_NOBODY = ("plugin", "run")
+# Where anybody may write.
+OPEN = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+@dataclass
+class Served:
+    """What the servers of all doors recorded, and left on the disk.
+
+    `written`: files of nobody outside of the scratch folder, None if no server ran as
+    nobody.
+    """
+
+    release: str
+    folder: Path
+    written: set[Path] | None
+    is_untouched: bool
+
+    def recorded(self, door: str) -> Recorded:
+        return read(self.folder / door / "records")
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def served(request, checkpoint, tmp_path_factory) -> Iterator[Served]:
+    release, folder = request.param, tmp_path_factory.mktemp("doors")
     installed = under_test() if release == INSTALLED else releases.release(release)
-    servers = []
-    with ExitStack() as stack:
+    # Not below `folder`: vLLM has its sockets there, and their paths have 107 bytes at
+    # most.
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        are_nobody = subprocess.run([*AS_NOBODY, "true"], check=False).returncode == 0
+        tree, files = modified(installed), files_of_nobody()
+        servers = []
         for door in DOORS:
-            (folder := tmp_path / door).mkdir()
-            spec = unrecorded(folder, checkpoint, installed)
-            spec = through(door, spec, folder, installed)
+            (records := folder / door / "records").mkdir(parents=True)
+            spec = unrecorded(folder / door, checkpoint, installed)
+            spec = through(door, spec, folder / door, installed)
+            if are_nobody and door in OF_NOBODY:
+                os.chown(scratch, NOBODY, NOBODY)
+                os.chown(records, NOBODY, NOBODY)
+                names = ("HOME", "TMPDIR", "VLLM_RPC_BASE_PATH")
+                places = [f"{name}={scratch}" for name in names]
+                spec = replace(spec, argv=[*AS_NOBODY, "env", *places, *spec.argv])
             servers.append(stack.enter_context(Server(spec)))
         for server in servers:
             server.wait_ready()
@@ -111,9 +157,30 @@ def test_all_doors_give_the_same_records(release, checkpoint, tmp_path):
         for number in range(REQUESTS):
             for server in servers:
                 complete(server.url, number)
-        time.sleep(WRITTEN_S)
-    plugin, *others = [read(tmp_path / door / "records") for door in DOORS]
-    assert plugin.headers["engine_step"]["vllm_version"] == release
+        for door in DOORS:
+            await_written(folder / door / "records", REQUESTS, REQUESTS * TOKENS)
+        stack.close()
+        new = files_of_nobody() - files
+        written = {path for path in new if not path.is_relative_to(scratch)}
+        is_untouched = modified(installed) == tree
+        yield Served(release, folder, written if are_nobody else None, is_untouched)
+
+
+def files_of_nobody() -> set[Path]:
+    find = ["find", *OPEN, "-xdev", "-user", str(NOBODY)]
+    # A file may go while find looks at it.
+    found = subprocess.run(find, stdout=subprocess.PIPE, text=True, check=False)
+    return {Path(line) for line in found.stdout.splitlines()}
+
+
+def modified(installed: Installation) -> dict[Path, int]:
+    tree = installed.package("vllm").rglob("*")
+    return {path: path.stat().st_mtime_ns for path in tree}
+
+
+def test_all_doors_give_the_same_records(served):
+    plugin, *others = map(served.recorded, DOORS)
+    assert plugin.headers["engine_step"]["vllm_version"] == served.release
     steps = REQUESTS * TOKENS
     assert plugin.counts["requests"] == REQUESTS
     assert plugin.counts["scheduler"] == plugin.counts["worker"] == steps
@@ -130,60 +197,9 @@ def test_all_doors_give_the_same_records(release, checkpoint, tmp_path):
             assert max(medians) < NOISE * min(medians), (name, medians)
 
 
-NOBODY = 65534
-# May read what root may, such as a Python in root's home, and write nothing of it.
-AS_NOBODY = [
-    *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
-    *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
-]
-# Where anybody may write.
-OPEN = ("/tmp", "/var/tmp", "/dev/shm")
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    """A folder of nobody."""
-    if subprocess.run([*AS_NOBODY, "true"], check=False).returncode:
+def test_a_vllm_that_its_users_may_not_write_is_recorded_and_stays_as_it_is(served):
+    if served.written is None:
         pytest.skip("this user may not start a process as another one")
-    # Not tmp_path: vLLM has its sockets there, and their paths have 107 bytes at most.
-    with tempfile.TemporaryDirectory() as folder:
-        os.chown(folder, NOBODY, NOBODY)
-        yield Path(folder)
-
-
-def files_of_nobody() -> set[Path]:
-    find = ["find", *OPEN, "-xdev", "-user", str(NOBODY)]
-    # A file may go while find looks at it.
-    found = subprocess.run(find, stdout=subprocess.PIPE, text=True, check=False)
-    return {Path(line) for line in found.stdout.splitlines()}
-
-
-def modified(installed: Installation) -> dict[Path, int]:
-    tree = installed.package("vllm").rglob("*")
-    return {path: path.stat().st_mtime_ns for path in tree}
-
-
-@pytest.mark.parametrize("door", ["plugin", "run"])
-def test_a_vllm_that_its_user_may_not_write_is_recorded_and_stays_as_it_is(
-    door, checkpoint, scratch, tmp_path
-):
-    installed = under_test()
-    server = unrecorded(tmp_path, checkpoint, installed)
-    server = through(door, server, tmp_path, installed)
-    records = tmp_path / "records"
-    records.mkdir()
-    os.chown(records, NOBODY, NOBODY)
-    folders = [f"{name}={scratch}" for name in ("HOME", "TMPDIR", "VLLM_RPC_BASE_PATH")]
-    server = replace(server, argv=[*AS_NOBODY, "env", *folders, *server.argv])
-    tree, files = modified(installed), files_of_nobody()
-    with Server(server) as started:
-        started.wait_ready()
-        complete(started.url, 0)
-        time.sleep(WRITTEN_S)
-    recorded = read(records)
-    assert recorded.counts["requests"] == 1
-    assert recorded.counts["scheduler"] == recorded.counts["worker"] == TOKENS
-    assert (only_life(records) / "engine_step.jsonl").stat().st_uid == NOBODY
-    assert modified(installed) == tree
-    written = {f for f in files_of_nobody() - files if not f.is_relative_to(scratch)}
-    assert written == {*records.rglob("*")}
+    assert served.is_untouched
+    theirs = [served.folder / door / "records" for door in OF_NOBODY]
+    assert served.written == {f for one in theirs for f in (one, *one.rglob("*"))}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from kvtax.look.discover import discover
 from kvtax.look.instances import read_instance
 from kvtax.records.engine_requests import read_engine_requests
 from kvtax.records.life import lives
-from tests.e2e.doors import WRITTEN_S, complete, through, unrecorded
+from tests.e2e.doors import await_written, complete, through, unrecorded
 from tests.releases import under_test
 
 pytestmark = pytest.mark.e2e
@@ -85,7 +84,7 @@ def test_a_killed_server_that_starts_again_with_more_workers_has_two_lives(
 ):
     with serving(tmp_path, checkpoint) as server:
         complete_all(server)
-        time.sleep(WRITTEN_S)
+        await_written(tmp_path / "records", REQUESTS)
         signal_all(server.supervised.pids(), signal.SIGKILL)
     with serving(tmp_path, checkpoint, "--tensor-parallel-size", "2") as server:
         complete_all(server)

@@ -40,7 +40,7 @@ from .pair import (
 pytestmark = pytest.mark.e2e
 
 # VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT.
-TIMEOUT_S = 5
+TIMEOUT_S = 8
 MAX_SEQS = 4
 # 31 MiB of KV: more than the kernel buffers for a receiver that does not read.
 LONG_TOKENS = 8000
@@ -72,6 +72,8 @@ async def test_other_weights_on_the_prefill_side_are_noticed(bench):
     for seed, length in enumerate((2, 17, 1000, 4001)):
         asked = prompt(60_000 + seed, length)
         (expected,) = await bench.reference.tokens([asked])
+        # Or D would wait for the prefill, too.
+        await bench.foreign.complete(asked, 1)
         answer = await route("mooncake", bench.foreign, bench.d, asked)
         assert answer.tokens != expected
     await asyncio.gather(bench.foreign.settle(), bench.d.settle())
@@ -104,15 +106,15 @@ async def test_abort_while_it_waits_for_remote_kv(bench):
 async def test_abort_on_the_prefill_side_lets_the_decode_side_go_on_at_once(bench):
     asked, transfer_id = prompt(63_000, 500), uuid.uuid4().hex
     await bench.reference.tokens([asked])
+    expired = expirations(bench.p)
     async with occupied(bench.p, MAX_SEQS):
         send = asyncio.create_task(bench.p.complete(asked, 1, send_params(transfer_id)))
         await bench.p.has(waiting=1)
         pull = await pulling(bench.p, bench.d, asked, transfer_id)
         await bench.d.has(waiting=1)
-        began_s = time.monotonic()
         await aborted(send)
         await bench.right(pull, asked)
-        assert time.monotonic() - began_s < TIMEOUT_S - 2
+    assert expirations(bench.p) == expired
     await bench.well(seed=63_001)
 
 
@@ -175,6 +177,7 @@ async def test_prefill_side_stopped_while_sending(bench):
     # From other weights, so that a late write into another's blocks would show.
     asked = prompt(70_001, 4000)
     others = [prompt(70_002 + i, LONG_TOKENS) for i in range(2)]
+    await bench.reference.tokens(others)
     with ExitStack() as halt:
         async with stuck_send(bench.foreign, bench.d, asked) as pull:
             halt.enter_context(bench.foreign.stopped())
@@ -222,14 +225,14 @@ async def test_by_default_a_failed_pull_fails_its_request_alone(bench):
 
 
 async def test_prefill_side_killed_while_sending(bench):
-    """D knows that nothing more will arrive before its timeout is over."""
+    """D knows that nothing more will arrive before its timeout, 60 s later, is over."""
     asked = prompt(72_000, 4000)
     await bench.reference.tokens([asked])
     async with stuck_send(bench.p, bench.d, asked) as pull:
         bench.p.kill()
     began_s = time.monotonic()
     await bench.right(pull, asked)
-    assert time.monotonic() - began_s < TIMEOUT_S + 10
+    assert time.monotonic() - began_s < TIMEOUT_S + 50
     await bench.d.settle()
 
 
@@ -240,8 +243,9 @@ def test_the_defence_in_the_scheduler_was_not_needed(bench):
 
 
 def expirations(p: TinyServer) -> int:
-    """How often P gave up waiting for somebody to pull what it holds."""
-    return p.log.read_text().count("without being sent")
+    """How often P gave up waiting: for a puller, or for what a puller waits for."""
+    log = p.log.read_text()
+    return sum(map(log.count, ("without being sent", "Timeout waiting for P side")))
 
 
 def address(server: socket.socket) -> str:

@@ -21,6 +21,8 @@ OPTIONS = [
     "--disable-sync",
     "--no-first-run",
 ]
+# Playwright gives up after 30 s, which a busy machine may take; pytest gives up, too.
+NEVER_MS = 0
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +31,9 @@ def browser() -> Iterator[Browser]:
     if path is None:
         pytest.skip(NEEDED)
     with sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=path, args=OPTIONS)
+        chromium = started.chromium.launch(
+            executable_path=path, args=OPTIONS, timeout=NEVER_MS
+        )
         yield chromium
         chromium.close()
 
@@ -52,6 +56,7 @@ def open_page(browser: Browser, tmp_path: Path):
         path = tmp_path / f"page{len(opened)}.html"
         path.write_text(text, encoding="utf-8")
         context = browser.new_context(**options)
+        context.set_default_timeout(NEVER_MS)
         one = Opened(context.new_page())
         opened.append(one)
         one.page.on("console", lambda message: one.told.append(message.text))

@@ -289,6 +289,7 @@ def test_a_saved_cell_runs_nothing_in_a_spreadsheet(open_page):
     assert found.value.path().read_text() == 'a\n\'=1+1\n"say ""x"", y"\n'
 
 
+@pytest.mark.serial
 def test_a_page_of_any_length_is_shown_at_once_and_answers_at_once(open_page):
     """Its size does not depend on how many steps there were."""
     line = time_line(intervals=1_000, requests=4_000)
