@@ -2,7 +2,8 @@
 """Route requests to many vLLM instances, by load and by what is cached where.
 
 Needs the extra `proxy`: pip install 'kvtax[proxy]'. Prints the proxy's URL as its first
-line and serves until SIGINT or SIGTERM. The smallest instances file is one line:
+line, the URL of its control surface as the second, and serves until SIGINT or SIGTERM.
+The smallest instances file is one line:
 
     instances = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
 
@@ -68,12 +69,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=0, help="port to serve (default: a free one)"
     )
+    parser.add_argument(
+        "--control",
+        metavar="HOST:PORT",
+        default="127.0.0.1:0",
+        help="address of /metrics, /decisions, /breakdown and /health for operators "
+        "(default: a free port of this machine only)",
+    )
+    parser.add_argument(
+        "--control-token-file",
+        metavar="FILE",
+        help="token that --control takes as a bearer's; needed beyond this machine",
+    )
     add_fields(parser, Settings)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; raises InstancesError, SettingsError and OSError."""
     from kvtax.fleet.instances import instances_of_urls, read_instances
+    from kvtax.fleet.proxy.control import control_address
     from kvtax.fleet.proxy.service import Endpoint, serve
 
     if arguments.instances is not None:
@@ -91,5 +105,6 @@ def run(arguments: argparse.Namespace) -> int:
         kvindexd_ca_file=arguments.kvindexd_ca_file,
         tokenizer=arguments.tokenizer,
     )
-    endpoint = Endpoint(arguments.host, arguments.port)
+    control = control_address(arguments.control, arguments.control_token_file)
+    endpoint = Endpoint(arguments.host, arguments.port, control)
     return serve(instances, settings, arguments.log, endpoint)

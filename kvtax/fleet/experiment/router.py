@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvtax.engine import vllm_router
 from kvtax.engine.kvindexd import kvindexd
-from kvtax.engine.ports import reserve
+from kvtax.engine.ports import LOOPBACK, reserve
 from kvtax.engine.server import http_ok, tail
 from kvtax.engine.supervise import Supervised
 from kvtax.fleet.experiment.config import INDEXES, Arm
@@ -58,8 +58,10 @@ def started_router(
     with ExitStack() as stack:
         if arm.router == OUR_PROXY:
             log, report_file = "proxy.log", "breakdown.json"
-            report_url = f"{url}/breakdown"
+            control = f"{LOOPBACK}:{metrics.http}"
+            report_url = f"http://{control}/breakdown"
             command = _proxy(folder, arm, instances, address, own.http)
+            command += ["--control", control]
             if arm.cache_state in INDEXES:
                 program = INDEXES[arm.cache_state]
                 file = folder / "instances.json"
@@ -68,7 +70,7 @@ def started_router(
                 command += ["--kvindexd", stack.enter_context(index)]
         else:
             log, report_file = "router.log", "router.prom"
-            report_url = f"http://127.0.0.1:{metrics.http}/metrics"
+            report_url = f"http://{LOOPBACK}:{metrics.http}/metrics"
             command = _vllm_router(arm, instances, address, own.http, metrics.http)
         process = stack.enter_context(
             Supervised(command, dict(os.environ), folder / log)

@@ -7,8 +7,10 @@ time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from hashlib import sha256
+from hmac import compare_digest
 from typing import Generic, Protocol
 
 import msgspec
@@ -18,7 +20,7 @@ from kvtax.records.decisions import DecisionEnd
 
 from .apis import APIS, COMPLETIONS, MESSAGES, RESPONSES
 from .body import Body, BodyError, Payload, RequestBody
-from .http_server import Request
+from .http_server import Handle, Request
 from .loads import Flight
 from .router import Route
 from .session_affinity import Sessions
@@ -154,6 +156,40 @@ def answer_json(request: Request, status: int, body: bytes) -> None:
 def answer_error(request: Request, failure: Failure) -> None:
     """Answer with an error in the form of the request's API."""
     answer_json(request, failure.status, error_json(failure, request.path))
+
+
+Routes = Mapping[str, tuple[str, Handle]]
+
+
+async def routed(routes: Routes, request: Request) -> None:
+    """Answer a request by its path, which is served for one method."""
+    if (fault := request.fault()) is not None:
+        request.keep_alive = False
+        answer_error(request, Failure(fault[0], None, fault[1]))
+        return
+    method, handle = routes.get(request.path, ("", None))
+    if handle is None:
+        failure = Failure(404, None, f"{request.path}: not served here")
+        answer_error(request, failure)
+    elif method != request.method:
+        message = f"{request.path}: served for {method} only"
+        answer_error(request, Failure(405, None, message))
+    else:
+        await handle(request)
+
+
+def gets(handles: Mapping[str, Handle], authorization: str | None) -> Handle:
+    """Return a handle for GET requests by path, which may need this header."""
+    routes = {path: ("GET", handle) for path, handle in handles.items()}
+
+    async def answer(request: Request) -> None:
+        given = request.headers.get("Authorization", "").encode()
+        if authorization is None or compare_digest(given, authorization.encode()):
+            await routed(routes, request)
+        else:
+            answer_error(request, Failure(401, None, "a token is needed"))
+
+    return answer
 
 
 def _bounded(name: str | None) -> str | None:

@@ -13,7 +13,8 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Literal, cast
 
@@ -40,6 +41,10 @@ MAX_AHEAD_BYTES = 1 << 18
 # Bytes that a request and a line of its head take, beside their own.
 REQUEST_COST_BYTES = 2048
 LINE_COST_BYTES = 200
+# The same for all requests, and the seconds a client may take nothing, of a server
+# that takes no bodies.
+BODILESS_HELD_BYTES = 1 << 20
+BODILESS_TIMEOUT_S = 10.0
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 log = logging.getLogger(__name__)
@@ -249,6 +254,25 @@ class Server:
             await asyncio.sleep(0.01)
         for connection in list(self.connections):
             connection.cut()
+
+
+@asynccontextmanager
+async def answering(
+    handle: Handle, host: str, port: int, bound: socket.socket | None = None
+) -> AsyncIterator[int]:
+    """Handle requests without bodies inside the context, which gives the port.
+
+    Raises OSError.
+    """
+    server = Server(handle, 0, BODILESS_HELD_BYTES, BODILESS_TIMEOUT_S)
+    listening = await server.listen(host, port, bound)
+    sweeping = asyncio.create_task(server.sweep_forever())
+    try:
+        yield listening.sockets[0].getsockname()[1]
+    finally:
+        sweeping.cancel()
+        listening.close()
+        await server.close()
 
 
 class _Connection(asyncio.Protocol):

@@ -13,7 +13,6 @@ import logging
 import ssl
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
@@ -25,7 +24,7 @@ from kvtax.records.instances import unusable
 from .apis import UNREADABLE
 from .body import Payload, RequestBody
 from .http_client import Pool
-from .settings import SettingsError
+from .settings import SettingsError, bearer
 
 TIMEOUT_S = 1.0
 # Seconds, below the 120 after which kvindexd closes an idle connection.
@@ -131,7 +130,7 @@ class Kvindexd:
             raise SettingsError(f"--kvindexd {address}: {why}")
         self._headers = CIMultiDict({"Content-Type": "application/json"})
         if token_file is not None:
-            self._headers["Authorization"] = f"Bearer {_token(token_file)}"
+            self._headers["Authorization"] = bearer("--kvindexd-token-file", token_file)
         self._tls = _trusted(ca_file) if scheme == "tls" else None
         self._address = address
         self._names = names
@@ -237,20 +236,6 @@ class Kvindexd:
         if answer.status != 200 and answer.status not in REFUSALS:
             raise OSError(f"HTTP {answer.status}")
         return answer.status, text
-
-
-def _token(path: str) -> str:
-    """Read a token. Raises SettingsError."""
-    try:
-        token = Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--kvindexd-token-file {path}: {error}") from None
-    if not (token.isascii() and token.isprintable() and token):
-        raise SettingsError(
-            f"--kvindexd-token-file {path}: one line of ASCII is needed, as in "
-            "kvindexd's own -token-file"
-        )
-    return token
 
 
 def _trusted(ca_file: str | None) -> ssl.SSLContext:

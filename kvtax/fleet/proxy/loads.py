@@ -10,6 +10,7 @@ has no locks: a killed worker leaves none held.
 from __future__ import annotations
 
 import mmap
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
@@ -146,13 +147,14 @@ class Shared:
     """State of several workers in shared memory, made before they are forked.
 
     `loads`: rows of a FleetLoad. `ports`: where each worker answers the others, 0 for a
-    worker that does not.
+    worker that does not. `authorization`: the header by which it knows them.
     """
 
     def __init__(self, workers: int, names: Sequence[str]) -> None:
         words = row_words(len(names))
         self.loads = _shared_integers(workers * words).reshape(workers, words)
         self.ports = _shared_integers(workers)
+        self.authorization = f"Bearer {secrets.token_hex()}"
         self.pins = SharedPins(names)
 
     def clear(self, place: int) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -64,6 +65,17 @@ class SettingsError(Exception):
     """Instances and settings do not fit together; the message says what to change."""
 
     exit_code = 2
+
+
+def bearer(option: str, path: str | Path) -> str:
+    """Return the Authorization for the token in a file. Raises SettingsError."""
+    try:
+        token = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{option} {path}: {error}") from None
+    if not (token.isascii() and token.isprintable() and token):
+        raise SettingsError(f"{option} {path}: one line of ASCII is needed")
+    return f"Bearer {token}"
 
 
 def resolved(instances: Sequence[Instance], settings: Settings) -> Settings:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import Connection, wait
@@ -29,7 +29,7 @@ from multidict import CIMultiDict
 from kvtax.engine.supervise import PR_SET_PDEATHSIG
 
 from .http_client import Pool
-from .http_server import BACKLOG, Request, Server
+from .http_server import BACKLOG, Handle, answering
 from .loads import Seat, Shared
 from .metrics import Counts
 
@@ -38,8 +38,6 @@ from .metrics import Counts
 STOP_S = 15.0
 # Seconds for another worker's answer.
 PEER_TIMEOUT_S = 1.0
-# Bytes of their requests, which have no bodies.
-PEER_HELD_BYTES = 1 << 20
 _LOOPBACK = "127.0.0.1"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _fork = multiprocessing.get_context("fork")
@@ -232,24 +230,24 @@ class Peers:
         self._seat = seat
         self._pool = pool
 
+    @property
+    def authorization(self) -> str | None:
+        """The header that the workers know each other by."""
+        return None if self._seat is None else self._seat.shared.authorization
+
     @asynccontextmanager
-    async def answered(
-        self, answer: Callable[[Request], Awaitable[None]]
-    ) -> AsyncIterator[None]:
+    async def answered(self, handle: Handle) -> AsyncIterator[None]:
         """Answer the other workers inside the context. Raises OSError."""
         if self._seat is None:
             yield
             return
-        server = Server(answer, 0, PEER_HELD_BYTES, client_timeout_s=PEER_TIMEOUT_S)
-        listening = await server.listen(_LOOPBACK, 0)
         ports, place = self._seat.shared.ports, self._seat.place
-        ports[place] = listening.sockets[0].getsockname()[1]
-        try:
-            yield
-        finally:
-            ports[place] = 0
-            listening.close()
-            await server.close()
+        async with answering(handle, _LOOPBACK, 0) as port:
+            ports[place] = port
+            try:
+                yield
+            finally:
+                ports[place] = 0
 
     async def counts(self) -> list[Counts]:
         """Request the counts of each other worker."""
@@ -278,10 +276,10 @@ class Peers:
 
     async def _request(self, url: str, path: str) -> bytes | None:
         """Return None if the worker is ending, or too busy."""
-        no_headers: CIMultiDict[str] = CIMultiDict()
+        headers = CIMultiDict({"Authorization": str(self.authorization)})
         try:
             async with asyncio.timeout(PEER_TIMEOUT_S):
-                answer = await self._pool.request("GET", url, path, no_headers)
+                answer = await self._pool.request("GET", url, path, headers)
                 try:
                     return await answer.read()
                 finally:

@@ -78,6 +78,15 @@ def post(
         return Answer(error.code, dict(error.headers), error.read())
 
 
+def get(url: str, **headers: str) -> Answer:
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            return Answer(answer.status, dict(answer.headers), answer.read())
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, dict(error.headers), error.read())
+
+
 def connect(
     url: str, body: dict[str, Any], *lines: str, **headers: str
 ) -> socket.socket:
@@ -99,18 +108,16 @@ def connect(
 
 
 class Proxy(NamedTuple):
-    """A running proxy."""
+    """A running proxy; `control` is the URL of its control surface."""
 
     process: subprocess.Popen[str]
     url: str
+    control: str
     log: Path
 
     def get(self, path: str) -> Answer:
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=DEADLINE_S) as answer:
-                return Answer(answer.status, dict(answer.headers), answer.read())
-        except urllib.error.HTTPError as error:
-            return Answer(error.code, dict(error.headers), error.read())
+        """Read from the control surface."""
+        return get(self.control + path)
 
     def instances(self) -> dict[str, Any]:
         return self.get("/breakdown").json["instances"]
@@ -167,7 +174,9 @@ def proxy(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            yield Proxy(process, process.stdout.readline().strip(), log)
+            url = process.stdout.readline().strip()
+            control = process.stdout.readline().strip().removeprefix("control: ")
+            yield Proxy(process, url, control, log)
         finally:
             process.send_signal(signal.SIGINT)  # which waits for no request
             try:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtax.fleet.proxy import health
 from kvtax.fleet.proxy.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from kvtax.fleet.proxy.service import Endpoint, serving
+from kvtax.fleet.proxy.service import Endpoint, Ports, serving
 from kvtax.fleet.proxy.settings import Settings
 from kvtax.fleet.proxy.upstream import MAX_FIRST_EVENT_BYTES, Lost
 from kvtax.fleet.simulate.virtual_loop import VirtualLoop
@@ -84,24 +84,25 @@ async def listening(engine: Engine) -> AsyncIterator[str]:
 
 
 class Client:
-    """Sends to a proxy."""
+    """Sends to a proxy, and reads its control surface."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, ports: Ports) -> None:
         self._session = session
-        self._url = url
+        self._url = f"http://127.0.0.1:{ports.clients}"
+        self._control = f"http://127.0.0.1:{ports.control}"
 
     async def ejected(self) -> list[str]:
-        async with self._session.get(f"{self._url}/health") as answer:
+        async with self._session.get(f"{self._control}/health") as answer:
             return (await answer.json())["ejected"]
 
     async def counted(self, name: str) -> float:
-        async with self._session.get(f"{self._url}/metrics") as answer:
+        async with self._session.get(f"{self._control}/metrics") as answer:
             families = text_string_to_metric_families(await answer.text())
         return next(f.samples[0].value for f in families if f.name == name)
 
     async def ended(self) -> dict[str, int]:
         """Requests by status, at the first instance."""
-        async with self._session.get(f"{self._url}/breakdown") as answer:
+        async with self._session.get(f"{self._control}/breakdown") as answer:
             return (await answer.json())["instances"]["a"]["ended"]
 
     async def ejections(self) -> float:
@@ -133,9 +134,9 @@ async def before(
             for name, one in zip("abc", engines, strict=False)
         ]
         at = serving(places, Settings(policy), None, Endpoint("127.0.0.1", 0))
-        port = await stack.enter_async_context(at)
+        ports = await stack.enter_async_context(at)
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Client(session, f"http://127.0.0.1:{port}")
+        yield Client(session, ports)
 
 
 def test_an_instance_that_answers_health_only_is_out_for_longer_each_time():

@@ -15,7 +15,9 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,7 +27,7 @@ from kvtax.fleet.policies.replay import decide_again
 from kvtax.fleet.standin.process import Standin, standin
 from kvtax.paths import REPOSITORY
 from kvtax.records.instances import Address, Instance
-from tests.fleet.proxy.proxy_lab import DEADLINE_S, ask, connect, post, proxy, rest
+from tests.fleet.proxy.proxy_lab import DEADLINE_S, ask, connect, get, post, proxy, rest
 
 pytestmark = pytest.mark.slow
 SERVE = ["proxy", "--url", "http://127.0.0.1:1", "--policy", "lmetric"]
@@ -68,16 +70,12 @@ def test_an_answer_is_passed_on_byte_for_byte(three, instances, tmp_path):
             kind = "Content-Type"
             assert proxied.headers[kind] == direct.headers[kind]
             assert proxied.headers["X-Kvtax-Instance"] == "a"
-        assert on.get("/v1/models").body == post_less(three[0].url, "/v1/models")
+        direct = get(f"{three[0].url}/v1/models")
+        assert get(f"{on.url}/v1/models").body == direct.body
         head = urllib.request.Request(f"{on.url}/v1/models", method="HEAD")
         with urllib.request.urlopen(head, timeout=DEADLINE_S) as answer:
             assert (answer.status, answer.read()) == (200, b"")
         on.idle()
-
-
-def post_less(url: str, path: str) -> bytes:
-    with urllib.request.urlopen(url + path) as answer:
-        return answer.read()
 
 
 FORMS = {
@@ -261,6 +259,53 @@ def test_what_the_proxy_says_of_itself(instances, tmp_path):
         assert on.get("/nowhere").status == 404
 
 
+CONTROLS = ("/metrics", "/breakdown", "/decisions")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_clients_get_nothing_of_the_control_surface(three, tmp_path, workers):
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    options = ["--workers", workers, "--control-token-file", str(token)]
+    options += ["--control", "0.0.0.0:0"]
+    with proxy(tmp_path, [Instance("a", three[0].url)], "load_only", *options) as on:
+        assert post(on.url, ask()).status == 200
+        assert {get(on.url + path).status for path in CONTROLS} == {404}
+        health = get(f"{on.url}/health")
+        assert (health.status, health.body) == (200, b"")
+        for path in (*CONTROLS, "/health"):
+            assert get(on.control + path).status == 401
+            wrong = get(on.control + path, Authorization="Bearer secre")
+            assert (wrong.status, b"kvtax/0" in wrong.body) == (401, False)
+            right = get(on.control + path, Authorization="Bearer secret")
+            assert (right.status, right.body != b"") == (200, True)
+
+
+def test_workers_answer_only_each_other(three, tmp_path):
+    """Each has a port of its own on this machine, for what it knows alone."""
+    with proxy(
+        tmp_path, [Instance("a", three[0].url)], "load_only", "--workers", "2"
+    ) as on:
+        known = {urlsplit(url).port for url in (on.url, on.control)}
+        ports = listened(on.process.pid) - known
+        assert len(ports) == 2
+        for port in ports:
+            assert get(f"http://127.0.0.1:{port}/decisions").status == 401
+            assert get(f"http://127.0.0.1:{port}/counts").status == 401
+        assert on.get("/breakdown").status == 200
+
+
+def listened(pid: int) -> set[int]:
+    """The ports of the process's children."""
+    children = psutil.Process(pid).children(recursive=True)
+    return {
+        connection.laddr.port
+        for child in children
+        for connection in child.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -268,6 +313,10 @@ def test_what_the_proxy_says_of_itself(instances, tmp_path):
         ["--url", "a=http://h:1", "--policy", "linear", "--kvindexd", "unix:///no"],
         ["--url", "a=http://h:1", "--policy", "linear", "--parameters", "alpha=x"],
         ["--url", "a", "--policy", "linear"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--control", "0.0.0.0:0"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--control", "[::]:0"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--control", "here:0"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--control", "127.0.0.1"],
         ["--instances", "/nowhere", "--policy", "linear"],
     ],
 )
