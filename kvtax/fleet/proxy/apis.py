@@ -21,7 +21,7 @@ UNREADABLE = (ValueError, RecursionError)
 
 # An "opening" comes before all tokens, also where no token follows.
 Kind = Literal["opening", "token", "error", "end"]
-_DATA, _EVENT = b"data: ", b"event: "
+_DATA, _EVENT = b"data:", b"event:"
 
 
 class _Choice(msgspec.Struct):
@@ -68,6 +68,15 @@ def with_lf(events: bytes) -> bytes:
     return whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
+def _marks(*lines: bytes) -> tuple[bytes, ...]:
+    """Return beginnings of lines, with and without a blank after the colon."""
+    return tuple(
+        b"\n" + line.replace(b":", colon, 1)
+        for line in lines
+        for colon in (b": ", b":")
+    )
+
+
 class Api(msgspec.Struct, frozen=True):
     """One of vLLM's APIs, whose events are `data: JSON`.
 
@@ -79,8 +88,8 @@ class Api(msgspec.Struct, frozen=True):
     path: str
     prompt: tuple[str, ...]
     transfers: bool = True
-    errors: tuple[bytes, ...] = (b'data: {"error"',)
-    ends: tuple[bytes, ...] = (b"\ndata: [DONE]",)
+    errors: tuple[bytes, ...] = _marks(b'data:{"error"')
+    ends: tuple[bytes, ...] = _marks(b"data:[DONE]")
     token: bytes = b"}\n\n"
 
     def kind(self, event: bytes) -> Kind:
@@ -88,9 +97,10 @@ class Api(msgspec.Struct, frozen=True):
 
         An event that cannot be read counts as a token: the client has to read it.
         """
-        if event.startswith(self.errors):
+        line = b"\n" + event
+        if line.startswith(self.errors):
             return "error"
-        if event.startswith(self.ends[0].lstrip()):
+        if line.startswith(self.ends):
             return "end"
         try:
             chunk = _decode_chunk(event.removeprefix(_DATA))
@@ -113,7 +123,7 @@ class NamedEvents(Api, frozen=True):
         first, _, data = event.partition(b"\n")
         if b"\n" + first in self.errors:
             return "error"
-        name = first.removeprefix(_EVENT).decode(errors="replace")
+        name = first.removeprefix(_EVENT).decode(errors="replace").strip()
         if name in self.openings:
             return "opening"
         return "end" if name in self.last and _counts_none(data) else "token"
@@ -134,7 +144,7 @@ def _counts_none(data: bytes) -> bool:
     return usage is not None and usage.output_tokens == 0
 
 
-_ERROR, _FAILED = b"\nevent: error", b"\nevent: response.failed"
+_ERROR, _FAILED = b"event:error", b"event:response.failed"
 
 APIS = {
     api.path: api
@@ -145,8 +155,8 @@ APIS = {
             MESSAGES,
             ("tools", "system", "messages"),
             transfers=False,
-            errors=(_ERROR,),
-            ends=(b"\nevent: message_stop", _ERROR),
+            errors=_marks(_ERROR),
+            ends=_marks(b"event:message_stop", _ERROR),
             token=b"content_block_delta\n",
             openings=("message_start", "ping"),
             last=("message_delta",),
@@ -155,10 +165,10 @@ APIS = {
             RESPONSES,
             ("tools", "instructions", "input"),
             transfers=False,
-            errors=(_ERROR, _FAILED),
-            ends=(
-                b"\nevent: response.completed",
-                b"\nevent: response.incomplete",
+            errors=_marks(_ERROR, _FAILED),
+            ends=_marks(
+                b"event:response.completed",
+                b"event:response.incomplete",
                 _ERROR,
                 _FAILED,
             ),

@@ -132,6 +132,11 @@ class Request:
             head = self._head(status, headers, f"Content-Length: {len(body)}")
             self.connection.send(head if self._head_only else head + body)
 
+    @property
+    def takes_interim(self) -> bool:
+        """True if an interim answer may come before the answer."""
+        return self.state == "asked" and self._version == "1.1"
+
     def begin(self, status: int, headers: MultiMapping[str]) -> None:
         """Begin a stream; its head goes out with the first chunk."""
         self.state = "begun"
@@ -279,6 +284,7 @@ class _Connection(asyncio.Protocol):
     """A client's connection: reads a request, handles another, queues those between.
 
     `held_up`: whether the client takes less than it is sent.
+    `_half_closed`: the client sends no more, but may still read.
     `_since` is when the request that is read began, or when the connection became idle
     or began to end. `_headlike_bytes` came since the request began, or since the last
     of its body: of a head, trailers, or what chunks may have beside their length.
@@ -293,11 +299,13 @@ class _Connection(asyncio.Protocol):
         self._reading: Request | None = None
         self._lines: list[tuple[str, str]] = []
         self._in_head = False
-        self._headlike_bytes = self._body_bytes = self._unparsed_bytes = 0
+        self._headlike_bytes = self._head_bytes = 0
+        self._body_bytes = self._unparsed_bytes = 0
         self._ahead: deque[Request] = deque()
         self._current: Request | None = None
         self._task: asyncio.Task[None] | None = None
         self._ending = self._paused = False
+        self._half_closed = self._looked_for = False
         self._since = self._loop.time()
         self._waiter: asyncio.Future[None] | None = None
         self.held_up = False
@@ -316,6 +324,14 @@ class _Connection(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
 
+    def eof_received(self) -> bool:
+        """Return whether to keep the way back open: if an answer is under way.
+
+        A client that is gone looks the same for now.
+        """
+        self._half_closed = self._ending = True
+        return self._current is not None
+
     def data_received(self, data: bytes) -> None:
         if self._ending:
             return
@@ -330,7 +346,7 @@ class _Connection(asyncio.Protocol):
         except HttpParserError as error:
             self._refuse(400, f"this is no HTTP request: {error}")
         if self._reading is not None and self._headlike_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, f"the head is longer than {MAX_HEAD_BYTES} bytes")
+            self._refuse_long_head()
         self._read_or_pause()
 
     def _read_or_pause(self) -> None:
@@ -355,25 +371,34 @@ class _Connection(asyncio.Protocol):
         return 0 if reading is None else reading.held_bytes
 
     def on_message_begin(self) -> None:
+        if self._ending:
+            return
         self._reading = Request(self)
         self._server.hold(self._reading, REQUEST_COST_BYTES)
-        self._in_head, self._headlike_bytes, self._body_bytes = True, 0, 0
+        self._in_head = True
+        self._headlike_bytes = self._head_bytes = self._body_bytes = 0
         self._since = self._loop.time()
 
     def on_url(self, piece: bytes) -> None:
         if self._reading is not None:
             self._reading.target += piece
+            self._head_bytes += len(piece)
             self._server.hold(self._reading, len(piece))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head and self._reading is not None:  # and not in a trailer
-            cost_bytes = LINE_COST_BYTES + len(name) + len(value)
-            self._server.hold(self._reading, cost_bytes)
+            line_bytes = len(name) + len(value)
+            self._head_bytes += line_bytes
+            self._server.hold(self._reading, LINE_COST_BYTES + line_bytes)
             self._lines.append((name.decode("latin-1"), value.decode("latin-1")))
 
     def on_headers_complete(self) -> None:
         request, self._in_head = self._reading, False
-        assert request is not None
+        if request is None:
+            return
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse_long_head()
+            return
         request.headed(self._parser, self._lines)
         self._lines.clear()
         waits = request.headers.get("Expect", "").lower() == "100-continue"
@@ -476,8 +501,14 @@ class _Connection(asyncio.Protocol):
             self._since = self._loop.time()
             self._read_or_pause()
 
+    def _refuse_long_head(self) -> None:
+        self._refuse(431, f"the head is longer than {MAX_HEAD_BYTES} bytes")
+
     def _refuse(self, status: int, what: str) -> None:
         """Answer invalid bytes, unless a request is being answered, and end."""
+        if self._reading is not None:
+            self._server.release(self._reading)
+            self._reading = None
         if self._current is None and not self._ending:
             text = CIMultiDict({"Content-Type": "text/plain"})
             Request(self).whole(status, text, what.encode())
@@ -559,6 +590,8 @@ class _Connection(asyncio.Protocol):
         """End the connection if it takes too long, unless a request is handled."""
         waited_s = now - self._since
         if self._current is not None:
+            if self._half_closed:
+                self._look_for_client(self._current)
             return
         if self._ending or self._transport.is_closing():
             unsent = self._unsent_bytes > 0
@@ -569,6 +602,19 @@ class _Connection(asyncio.Protocol):
                 self.finish()
         elif waited_s > REQUEST_S + self._body_bytes / MIN_BYTES_PER_S:
             self._refuse(408, f"the request is not here whole after {waited_s:.0f} s")
+
+    def _look_for_client(self, request: Request) -> None:
+        """End the connection if the client has ended more than its own side.
+
+        Then what it is sent comes back as a reset: chunks of a stream, else an interim
+        answer, which any client passes over.
+        """
+        own_socket = self._transport.get_extra_info("socket")
+        if own_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.cut()
+        elif request.takes_interim and not self._looked_for:
+            self._looked_for = True
+            self.send(CONTINUE)
 
 
 def _length(request: Request) -> int:

@@ -406,13 +406,14 @@ async def test_a_stream_that_ends_in_its_first_event_is_a_failure():
         assert await status(engine, client, ROLE, TOKEN[:-2]) == 502
 
 
-@pytest.mark.parametrize("line_end", [b"\r\n", b"\r"])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("colon", [b": ", b":"])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-async def test_events_may_have_other_ends_of_lines(line_end, path):
+async def test_events_may_have_other_ends_of_lines_and_no_blanks(line_end, colon, path):
     delta = b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n'
     stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
     events = {CHAT: ROLE + TOKEN + DONE, MESSAGES: START + delta + stop}[path]
-    whole = events.replace(b"\n", line_end)
+    whole = events.replace(b": ", colon).replace(b"\n", line_end)
     engine = Engine()
     async with before(engine) as client:
         for cut in range(1, len(whole), 7):
@@ -420,6 +421,15 @@ async def test_events_may_have_other_ends_of_lines(line_end, path):
             got, _ = await client.send(path, whole=True, Connection="close")
             assert got == 200
         assert list(await client.ended()) == ["ok"]
+
+
+@pytest.mark.parametrize("case", FAILURES)
+async def test_a_failure_without_blanks_is_no_200(case):
+    path, whole = FAILURES[case]
+    engine = Engine()
+    async with before(engine) as client:
+        bare = whole.replace(b": ", b":")
+        assert await status(engine, client, bare, path=path) == 502
 
 
 async def test_an_answer_waits_for_its_first_event_and_for_no_more():

@@ -332,6 +332,54 @@ async def test_too_large_a_body_is_known_before_it_is_here():
             assert await wire.rest() == b""
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("filler", [b"A: %b\r\n", b"B: b\r\n%b: c\r\n"])
+async def test_a_long_head_is_refused_however_it_arrives(in_pieces, filler):
+    head, body = ask(b"x").split(b"\r\n\r\n")
+    too_long = filler % (b"a" * 70_000)
+    async with serving() as dial:
+        wire = await dial()
+        sent = b"\r\n".join([head, too_long, body]) + ask(b"and another")
+        step = 4000 if in_pieces else len(sent)
+        for start in range(0, len(sent), step):
+            wire.send(sent[start : start + step])
+            await asyncio.sleep(0.001)
+        assert (await wire.head())[0] == 431
+        assert b"HTTP/1.1" not in await wire.rest()
+        wire = await dial()
+        wire.send(b"\r\n".join([head, filler % (b"a" * 60_000), body]))
+        assert (await wire.answer())[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/a", "/stream"])
+async def test_a_client_that_ends_its_side_gets_all_of_its_answers(soon, path):
+    begun = asyncio.Event()
+
+    async def slow(request: Request) -> None:
+        begun.set()
+        await asyncio.sleep(20 * server.SWEEP_EVERY_S)
+        await echo(request)
+
+    async with serving(slow) as dial:
+        wire = await dial()
+        wire.send(ask(b"1", path=path), ask(b"2", path=path))
+        await begun.wait()
+        wire.writer.write_eof()
+        got = await wire.rest()
+        assert got.count(b"HTTP/1.1 200 OK") == 2
+        last = b"three\r\n0\r\n\r\n" if path == "/stream" else b"}"
+        assert got.endswith(last)
+        assert got.count(server.CONTINUE) == 1
+
+
+async def test_a_client_that_ends_its_side_in_a_request_is_cut():
+    async with serving() as dial:
+        wire = await dial()
+        wire.send(ask(b"1234567")[:-3])
+        wire.writer.write_eof()
+        assert await wire.rest() == b""
+
+
 async def test_a_client_that_is_still_sending_gets_to_read_its_refusal():
     async with serving() as dial:
         wire = await dial()
