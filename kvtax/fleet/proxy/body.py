@@ -32,6 +32,7 @@ Fields = dict[str, msgspec.Raw]
 Payload = TypeVar("Payload")
 _encode = msgspec.json.encode
 _decode = msgspec.json.Decoder(Fields).decode
+_string = msgspec.json.Decoder(str).decode
 _TRANSFER = "kv_transfer_params"
 _DECIDE_CACHE = ("model", "cache_salt", "previous_response_id")
 
@@ -91,6 +92,11 @@ class RequestBody(ABC, Generic[Payload]):
     def text(self, field: str) -> bytes:
         """Return a field's JSON, empty without the field."""
         return bytes(self.fields.get(field, b""))
+
+    @property
+    def model(self) -> str | None:
+        """The model, None for any."""
+        return model_of(self.fields)
 
     @property
     def single(self) -> bool:
@@ -199,6 +205,12 @@ def top_level(raw: bytes) -> Fields:
             fields["prompt"] = msgspec.Raw(memoryview(raw)[start:end])
             return fields
     return _decode(raw)
+
+
+def model_of(fields: Fields) -> str | None:
+    """Return the model that a request names, None where vLLM takes any or refuses."""
+    raw = bytes(fields.get("model", b""))
+    return (_string(raw) if raw[:1] == b'"' else None) or None
 
 
 def _long_ids(raw: bytes) -> tuple[int, int] | None:

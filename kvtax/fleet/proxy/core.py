@@ -27,7 +27,7 @@ from .apis import APIS, EVENT_ENDS, with_lf
 from .body import Payload
 from .decision_log import DecisionLog
 from .exchange import Client, Exchange
-from .health import Health
+from .health import Health, Served
 from .http_server import ClientStalled
 from .kvindexd import Exact
 from .loads import FleetLoad, Seat
@@ -49,8 +49,9 @@ class Core(Generic[Payload]):
     """Answers completion requests; decides, counts and remembers.
 
     `settings` are resolved. `exact` is None without `--kvindexd`, `seat` for a proxy of
-    one process. `ended` counts requests by (instance, status); `failed_open` counts
-    decisions that took ejected instances for healthy, because no other was left.
+    one process, `served` where all instances serve the same. `ended` counts requests by
+    (instance, status); `failed_open` counts decisions that took ejected instances for
+    healthy, because no other was left.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Core(Generic[Payload]):
         exact: Exact[Payload] | None = None,
         now_ns: Callable[[], int] = monotonic_ns,
         seat: Seat | None = None,
+        served: Served | None = None,
     ) -> None:
         self.instances = {instance.name: instance for instance in instances}
         rows = () if seat is None else (seat.shared.loads, seat.place)
@@ -88,6 +90,7 @@ class Core(Generic[Payload]):
         )
         self._upstream = upstream
         self._exact = exact
+        self._served = served
         self._decisions = decisions
         self._now_ns = now_ns
         self._numbers = count()
@@ -149,6 +152,8 @@ class Core(Generic[Payload]):
 
     async def _answer(self, exchange: Exchange[Payload]) -> None:
         await exchange.read_body()
+        if self._served is not None:
+            exchange.lacking = await self._served.lacking(exchange.body.model)
         if self._exact is not None:
             exchange.cached_tokens = await self._exact.cached_tokens(exchange.body)
         self._route(exchange, 0, set())
@@ -185,6 +190,7 @@ class Core(Generic[Payload]):
     ) -> None:
         """Choose an instance and note it in the exchange. Raises NoInstance."""
         request = exchange.end, exchange.body, exchange.cached_tokens, attempt
+        without = without | exchange.lacking
         exchange.route = route = self.router.route(*request, without)
         exchange.end.instance = route.decision.instance
 

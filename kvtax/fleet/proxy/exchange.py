@@ -25,7 +25,7 @@ from .loads import Flight
 from .router import Route
 from .session_affinity import Sessions
 from .tokenizer import Tokens
-from .upstream import Failure, forwarded
+from .upstream import Failure, UnknownModel, forwarded
 
 # Characters of a request's or a session's name, above which its hash stands for it.
 MAX_NAME_CHARS = 256
@@ -128,12 +128,17 @@ def read(request: Request) -> bytes:
 
 def error_json(error: Failure, path: str = COMPLETIONS) -> bytes:
     """Encode an error as the API at `path` does, with the instance that failed."""
+    status = error.status
     message = f"{error}: {error.quoted}" if error.quoted else str(error)
-    status, text = error.status, {"message": message, "instance": error.instance}
+    kind, param, anthropic_kind = "proxy_error", None, _ANTHROPIC_TYPES.get(status)
+    if isinstance(error, UnknownModel):  # as vLLM
+        message = f"The model `{error.quoted}` does not exist."
+        kind, param, anthropic_kind = "NotFoundError", "model", "NotFoundError"
+    text = {"message": message, "instance": error.instance}
     if path.startswith(MESSAGES):
-        kind = _ANTHROPIC_TYPES.get(status, "api_error")
+        kind = anthropic_kind or "api_error"
         return msgspec.json.encode({"type": "error", "error": {"type": kind, **text}})
-    openai = {**text, "type": "proxy_error", "param": None, "code": status}
+    openai = {**text, "type": kind, "param": param, "code": status}
     return msgspec.json.encode({"error": openai})
 
 
@@ -208,8 +213,9 @@ class Exchange(Generic[Payload]):
     `end`: its last line in the decision log, filled in on the way. `body`: there after
     `read_body`. `cached_tokens`: tokens of the prompt that each instance has cached,
     None where unknown. `route`, `flight`: there once an instance has been chosen; a
-    second attempt replaces them. `suspects`: instances that have failed it. `visits`:
-    to the instances that are requested for it.
+    second attempt replaces them. `lacking`: instances that do not serve the
+    model. `suspects`: instances that have failed it. `visits`: to the instances that
+    are requested for it.
     """
 
     __slots__ = (
@@ -219,6 +225,7 @@ class Exchange(Generic[Payload]):
         "end",
         "flight",
         "headers",
+        "lacking",
         "route",
         "suspects",
         "visits",
@@ -232,6 +239,7 @@ class Exchange(Generic[Payload]):
         self.client = client
         self.headers = forwarded(client.headers)
         self.cached_tokens: list[int] | None = None
+        self.lacking: set[str] = set()
         self.suspects: list[str] = []
         self.end = DecisionEnd(
             id=_bounded(client.headers.get("X-Request-Id")) or f"kvtax/{number}",

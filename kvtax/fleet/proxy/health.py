@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health of the instances: ejected after failures, back by /health and by one request.
+"""State of the instances: their health, and the models that they serve.
+
+An instance is ejected after failures, and back by /health and by one request.
 
 An instance that fails fast has nothing in flight, so policies that go by load would
 send it nearly everything. Two rules eject. One is for an instance that may be down: it
@@ -8,7 +10,7 @@ for an outlier, whose answers fail where those of others do not, whatever their 
 A client may be to blame for a failed answer, so another instance answers the same
 request before an outlier is ejected.
 
-Time comes from a clock that the caller gives; only `poll_forever` sleeps.
+Time comes from a clock that the caller gives; only what is called forever sleeps.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from contextlib import contextmanager
 
 from kvtax.records.instances import Instance
 
-from .upstream import Failure, Lost, Unreachable
+from .upstream import Failure, Lost, Models, UnknownModel, Unreachable
 
 POLL_EVERY_S = 1.0
 # Failures in a row, of requests and polls together, that show that an instance may be
@@ -39,8 +41,12 @@ MIN_OUT_S = 1.0
 MAX_OUT_S = 32.0
 # Good answers after its return until an instance is trusted as before.
 TRUSTED_AFTER = 10
+# Seconds between two readings of the models, and before one that a request causes.
+MODELS_EVERY_S = 30.0
+MODELS_AGAIN_S = 1.0
 log = logging.getLogger(__name__)
 Probe = Callable[[Instance], Awaitable[None]]
+ListModels = Callable[[Instance], Awaitable[Models | None]]
 
 
 class _State:
@@ -247,3 +253,65 @@ class Health:
                 self._states[name].row = 0
                 if name in self.ejected:
                     self._return(name)
+
+
+class Served:
+    """The models that the instances list; one that lists none counts as serving any."""
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        list_models: ListModels,
+        now_ns: Callable[[], int],
+    ) -> None:
+        self._instances = instances
+        self._list_models = list_models
+        self._now_ns = now_ns
+        self._read_ns = 0
+        self._lock = asyncio.Lock()
+        self._models: dict[str, Models] = {}
+
+    @property
+    def same(self) -> bool:
+        """True if all lists are the same."""
+        first, *others = self._models.values() or ({},)
+        return all(models.keys() == first.keys() for models in others)
+
+    def together(self) -> Models:
+        """Return the models of all instances."""
+        lists = (self._models.get(each.name, {}) for each in self._instances)
+        return {name: model for models in lists for name, model in models.items()}
+
+    async def lacking(self, model: str | None) -> set[str]:
+        """Return the instances that do not serve the model. Raises UnknownModel.
+
+        Where all lists are the same, an instance decides: it may yet load the model.
+        """
+        if model is None or self.same:
+            return set()
+        lacking = self._lacking(model)
+        if len(lacking) == len(self._instances):
+            async with self._lock:
+                if self._now_ns() - self._read_ns >= MODELS_AGAIN_S * 1e9:
+                    await self.read()
+            lacking = self._lacking(model)
+        if len(lacking) == len(self._instances):
+            raise UnknownModel(model)
+        return lacking
+
+    def _lacking(self, model: str) -> set[str]:
+        return {name for name, models in self._models.items() if model not in models}
+
+    async def read(self) -> None:
+        """Read the lists of all instances; one that does not answer keeps its own."""
+        self._read_ns = self._now_ns()
+        lists = await asyncio.gather(*map(self._list_models, self._instances))
+        for instance, models in zip(self._instances, lists, strict=True):
+            if models is not None:
+                self._models[instance.name] = models
+
+    async def read_forever(self) -> None:
+        """Read the lists at intervals until cancelled."""
+        while True:
+            await asyncio.sleep(MODELS_EVERY_S)
+            await self.read()

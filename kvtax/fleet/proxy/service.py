@@ -15,8 +15,9 @@ from collections.abc import (
     Coroutine,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
+from time import monotonic_ns
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,11 +28,13 @@ from kvtax.load import allow_open_files
 from kvtax.records.decisions import DecisionsHeader
 from kvtax.records.instances import Instance
 
-from .apis import APIS, MESSAGES
+from .apis import APIS, MESSAGES, UNREADABLE
+from .body import model_of, top_level
 from .control import Control, ControlAddress
 from .core import Core
 from .decision_log import DecisionLog
 from .exchange import HttpClient, Routes, answer_error, answer_json, read, routed
+from .health import Served
 from .http_client import NoConnection, Pool
 from .http_server import Request, Server
 from .kvindexd import Kvindexd
@@ -39,7 +42,14 @@ from .loads import Seat, Shared
 from .session_affinity import Sessions
 from .settings import Settings, SettingsError, resolved
 from .tokenizer import Tokenizer, Tokens
-from .upstream import Failure, HttpUpstream, forwarded, open_pool, probe
+from .upstream import (
+    Failure,
+    HttpUpstream,
+    forwarded,
+    list_models,
+    open_pool,
+    probe,
+)
 from .workers import STOP_S, Peers, keep, listening
 
 log = logging.getLogger(__name__)
@@ -192,6 +202,7 @@ async def serving(
         control_port = await stack.enter_async_context(
             control.answered(endpoint.control, endpoint.control_bound)
         )
+        await proxy.served.read()
         listening = await server.listen(endpoint.host, endpoint.port, endpoint.bound)
         work = [*proxy.background(), server.sweep_forever()]
         background = [asyncio.create_task(task) for task in work]
@@ -234,8 +245,15 @@ class _Proxy:
         self._instances = instances
         self._pool = pool
         self._decisions = decisions
+        self.served = Served(instances, list_models, monotonic_ns)
         self.core = Core(
-            instances, settings, HttpUpstream(pool), decisions, exact, seat=seat
+            instances,
+            settings,
+            HttpUpstream(pool),
+            decisions,
+            exact,
+            seat=seat,
+            served=self.served,
         )
         # Two workers may find sessions of their own, and must not name them alike.
         own = "kvtax/" if seat is None else f"kvtax/{seat.number}."
@@ -243,8 +261,8 @@ class _Proxy:
         self.tokens = Tokens(_tokenizer(settings))
         self._routes: Routes = {
             **{path: ("POST", self._complete) for path in APIS},
-            f"{MESSAGES}/count_tokens": ("POST", self._answer_by_any),
-            "/v1/models": ("GET", self._answer_by_any),
+            f"{MESSAGES}/count_tokens": ("POST", self._count_tokens),
+            "/v1/models": ("GET", self._get_models),
             "/health": ("GET", self._get_health),
         }
 
@@ -254,25 +272,46 @@ class _Proxy:
 
     def background(self) -> list[Coroutine[Any, Any, None]]:
         """Return the work beside the requests."""
-        return [self.core.health.poll_forever(probe), self._decisions.flush_forever()]
+        return [
+            self.core.health.poll_forever(probe),
+            self.served.read_forever(),
+            self._decisions.flush_forever(),
+        ]
 
     async def _complete(self, request: Request) -> None:
         """Answer a POST to one of the APIs."""
         client = HttpClient(request, self._sessions, self.tokens)
         await self.core.handle(client)
 
-    async def _answer_by_any(self, request: Request) -> None:
-        """Pass on a request that all instances answer alike, to the least busy one.
+    async def _get_models(self, request: Request) -> None:
+        """Answer with the models of all instances."""
+        if self.served.same:
+            await self._answer_by_any(request, None)
+            return
+        models = {"object": "list", "data": list(self.served.together().values())}
+        answer_json(request, 200, msgspec.json.encode(models))
 
-        Healthy instances are preferred.
+    async def _count_tokens(self, request: Request) -> None:
+        model = None
+        with suppress(Failure, *UNREADABLE):  # which an instance answers
+            model = model_of(top_level(read(request)))
+        await self._answer_by_any(request, model)
+
+    async def _answer_by_any(self, request: Request, model: str | None) -> None:
+        """Pass on a request that all instances of the model answer alike.
+
+        The least busy one answers; healthy instances are preferred.
         """
-        ejected, loads = self.core.health.ejected, self.core.loads
-        healthy = [
-            instance for instance in self._instances if instance.name not in ejected
-        ]
+        health, loads = self.core.health, self.core.loads
+        try:
+            lacking = await self.served.lacking(model)
+        except Failure as failure:
+            answer_error(request, failure)
+            return
+        serving = [each for each in self._instances if each.name not in lacking]
+        healthy = [each for each in serving if each.name not in health.ejected]
         instance = min(
-            healthy or self._instances,
-            key=lambda instance: loads[instance.name].requests,
+            healthy or serving, key=lambda instance: loads[instance.name].requests
         )
         headers = forwarded(request.headers)
         try:

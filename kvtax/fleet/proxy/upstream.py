@@ -11,14 +11,15 @@ import asyncio
 import errno
 import re
 import socket
-from typing import Protocol, TypeVar
+from contextlib import closing
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from multidict import CIMultiDict, MultiMapping
 
 from kvtax.records.instances import Instance
 
-from .apis import APIS, EVENT_ENDS, Api, with_lf
+from .apis import APIS, EVENT_ENDS, UNREADABLE, Api, with_lf
 from .http_client import BrokenOff, NoConnection, Pool, Response
 
 # Seconds, below the 5 after which vLLM closes an idle connection: a request that meets
@@ -52,6 +53,14 @@ _RANK = "X-data-parallel-rank"
 _NOT_SENT_BACK = _HOP_BY_HOP | {"content-length"}
 
 
+# By name, as /v1/models has them.
+Models = dict[str, dict[str, Any]]
+
+
+class _ModelList(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
 class _Rank(msgspec.Struct):
     engine_id: str
 
@@ -70,6 +79,13 @@ class Failure(Exception):
         self.status = status
         self.instance = instance
         self.quoted = quoted
+
+
+class UnknownModel(Failure):
+    """No instance serves the model. Its name is the client's, and in no log."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(404, None, "no instance serves the model", model)
 
 
 class Lost(Failure):
@@ -221,22 +237,37 @@ class HttpUpstream:
 
 
 async def probe(instance: Instance) -> None:
-    """Request an instance's /health. Raises Failure if that is not good.
-
-    Uses a new connection: an open one to a dead process proves nothing.
-    """
-    pool = Pool(PROBE_TIMEOUT_S, PROBE_TIMEOUT_S, keep_s=0)
+    """Request an instance's /health. Raises Failure if that is not good."""
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            no_headers: CIMultiDict[str] = CIMultiDict()
-            response = await pool.request("GET", instance.url, "/health", no_headers)
-            response.close()
+        status, _ = await _read(instance, "/health")
     except NoConnection as error:
         raise unreachable(instance.name, error) from error
     except OSError as error:
         raise Lost(503, instance.name, f"/health: {_named(error)}") from error
-    if response.status >= 400:
-        raise Lost(503, instance.name, f"/health: HTTP {response.status}")
+    if status >= 400:
+        raise Lost(503, instance.name, f"/health: HTTP {status}")
+
+
+async def list_models(instance: Instance) -> Models | None:
+    """Read an instance's models, None if it does not list them to the proxy."""
+    try:
+        _, text = await _read(instance, "/v1/models")
+        listed = msgspec.json.decode(text, type=_ModelList).data
+        return {str(model["id"]): model for model in listed}
+    except (OSError, *UNREADABLE, KeyError):
+        return None
+
+
+async def _read(instance: Instance, path: str) -> tuple[int, bytes]:
+    """Return status and body of a GET request. Raises OSError.
+
+    Uses a new connection: an open one to a dead process proves nothing.
+    """
+    no_headers: CIMultiDict[str] = CIMultiDict()
+    with closing(Pool(PROBE_TIMEOUT_S, PROBE_TIMEOUT_S, keep_s=0)) as pool:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            response = await pool.request("GET", instance.url, path, no_headers)
+            return response.status, await response.read()
 
 
 def unreachable(name: str, error: OSError) -> Unreachable:

@@ -239,8 +239,10 @@ class CompletionAnswer(Answer):
 
 def error_body(message: str, status: int) -> dict[str, Any]:
     """Return vLLM's error body."""
-    kind = "InternalServerError" if status >= 500 else "BadRequestError"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    kind, param = "InternalServerError" if status >= 500 else "BadRequestError", None
+    if status == 404:  # of the model
+        kind, param = "NotFoundError", "model"
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def event(content: dict[str, Any]) -> bytes:

@@ -41,7 +41,8 @@ class Engine:
     """Answers polls with `polls` in turn, and requests with the status `serves`.
 
     With `pieces` an answer is a stream that comes in these pieces, and then `ends` or
-    stays open. Each answer `takes_s`.
+    stays open. Each answer `takes_s`. It lists its `models`, None for a server that
+    does not.
     """
 
     def __init__(self, polls: tuple[int, ...] = (200,), serves: int = 200) -> None:
@@ -50,11 +51,18 @@ class Engine:
         self.pieces: list[bytes] = []
         self.ends = True
         self.takes_s = 0.0
+        self.models: list[str] | None = None
         self.ranks: list[list[str]] = []
 
     async def health(self, _: web.Request) -> web.Response:
         self.polled += 1
         return web.Response(status=self.polls[self.polled % len(self.polls)])
+
+    async def list_models(self, _: web.Request) -> web.Response:
+        if self.models is None:
+            raise web.HTTPUnauthorized
+        listed = [{"id": name, "object": "model"} for name in self.models]
+        return web.json_response({"object": "list", "data": listed})
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.ranks.append(request.headers.getall(RANK, []))
@@ -75,6 +83,7 @@ class Engine:
 async def listening(engine: Engine) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_get("/health", engine.health)
+    app.router.add_get("/v1/models", engine.list_models)
     app.router.add_post("/{path:.*}", engine.answer)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
@@ -109,10 +118,14 @@ class Client:
         return await self.counted("kvtax_proxy_ejections")
 
     async def send(
-        self, path: str = COMPLETIONS, whole: bool = False, **headers: str
+        self,
+        path: str = COMPLETIONS,
+        whole: bool = False,
+        model: str | None = "null",
+        **headers: str,
     ) -> tuple[int, str | None]:
         """The status of the answer (read if `whole`), and its instance."""
-        body = ask(max_tokens=1, stream=False)
+        body = ask(max_tokens=1, stream=False, model=model)
         url = self._url + path
         headers = {name.replace("_", "-"): text for name, text in headers.items()}
         async with self._session.post(url, json=body, headers=headers) as answer:
@@ -453,3 +466,55 @@ async def test_a_request_names_the_engine_that_it_is_for():
             for _ in both:
                 assert (await client.send(**{RANK: "7"}))[0] == 200
     assert sorted(engine.ranks) == [["0"], ["1"]]
+
+
+async def test_a_request_goes_to_an_instance_that_serves_its_model():
+    base, both, any_of_them = Engine(), Engine(), Engine()
+    base.models, both.models = ["base"], ["base", "adapter"]
+    async with before(base, both, any_of_them) as client:
+        for model, serving in {
+            "base": "abc",
+            "adapter": "bc",
+            "other": "c",
+            "": "abc",
+            None: "abc",
+        }.items():
+            got = {await client.send(model=model) for _ in range(12)}
+            assert got == {(200, name) for name in serving}, model
+
+
+async def test_an_instance_that_fails_is_not_replaced_by_one_of_another_model():
+    fails, other = Engine(serves=500), Engine()
+    fails.models, other.models = ["a"], ["b"]
+    async with before(fails, other) as client:
+        assert {await client.send(model="a") for _ in range(30)} == {(500, "a")}
+        assert {await client.send(model="b") for _ in range(3)} == {(200, "b")}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [pytest.param(True, id="once_asked_for"), pytest.param(False, id="unasked")],
+)
+async def test_models_that_an_instance_loads_are_found(monkeypatch, asked):
+    again_s, every_s = (0.0, 3600.0) if asked else (3600.0, POLL_EVERY_S)
+    monkeypatch.setattr(health, "MODELS_AGAIN_S", again_s)
+    monkeypatch.setattr(health, "MODELS_EVERY_S", every_s)
+    engine, other = Engine(), Engine()
+    engine.models, other.models = ["base"], ["other"]
+    async with before(engine, other) as client, asyncio.timeout(DEADLINE_S):
+        assert await client.send(model="adapter") == (404, None)
+        assert engine.ranks == other.ranks == []
+        engine.models = ["base", "adapter"]
+        if asked:
+            assert await client.send(model="adapter") == (200, "a")
+        while await client.send(model="adapter") != (200, "a"):
+            await asyncio.sleep(POLL_EVERY_S)
+
+
+async def test_instances_of_one_model_judge_others_themselves():
+    """They may load an adapter that they do not list yet."""
+    engines = Engine(), Engine()
+    for engine in engines:
+        engine.models = ["base"]
+    async with before(*engines) as client:
+        assert await client.send(model="adapter") == (200, "a")

@@ -153,6 +153,41 @@ def test_recorded_decisions_replay_identically(policy, instances, tmp_path):
     assert decide_again(on.log).reproduced
 
 
+@pytest.fixture(scope="module")
+def of_two_models() -> Iterator[list[Instance]]:
+    with standin("--model", "x") as x, standin("--model", "y") as y:
+        yield [Instance("x", x.url), Instance("y", y.url)]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_an_unknown_model_is_refused_as_an_instance_refuses_it(
+    of_two_models, tmp_path, path
+):
+    asked = {"model": "secret words", "max_tokens": 3, "messages": chat("hello")}
+    asked |= {"prompt": [1, 2]} if path == "/v1/completions" else {}
+    with proxy(tmp_path, of_two_models) as on:
+        own, direct = post(on.url, asked, path), post(of_two_models[0].url, asked, path)
+        assert own.status == direct.status == 404
+        assert {**own.error, "instance": 0} == {**direct.error, "instance": 0}
+        assert own.json.get("type") == direct.json.get("type")
+        assert on.end("kvtax/0")["status"] == "refused"
+        assert b"secret words" not in on.log.read_bytes()
+
+
+def test_all_models_are_listed_and_each_counts_its_own_tokens(of_two_models, tmp_path):
+    with proxy(tmp_path, of_two_models) as on:
+        listed = get(f"{on.url}/v1/models").json
+        assert [model["id"] for model in listed["data"]] == ["x", "y"]
+        assert {**listed, "data": 0} == {
+            **get(f"{of_two_models[0].url}/v1/models").json,
+            "data": 0,
+        }
+        count = "/v1/messages/count_tokens"
+        for model, status in {"x": 200, "y": 200, "z": 404}.items():
+            asked = {"model": model, "max_tokens": 3, "messages": chat("hello")}
+            assert post(on.url, asked, count).status == status
+
+
 @contextmanager
 def echo() -> Iterator[str]:
     """A server that answers with what it was sent."""
