@@ -407,7 +407,8 @@ class _Connection(asyncio.Protocol):
             return
         if _length(request) > self._server.max_body_bytes:
             self._leave_out_long()
-        elif waits and self._current is None:  # not into the middle of an answer
+        elif waits and request.takes_interim and self._current is None:
+            # Not into the middle of an answer.
             self._transport.write(CONTINUE)
 
     def on_body(self, piece: bytes) -> None:

@@ -231,7 +231,7 @@ def _open_log(path: Path | None, header: DecisionsHeader) -> DecisionLog:
 
 
 class _Proxy:
-    """What clients get of one worker, or of a proxy of one process."""
+    """Endpoints for clients, of one worker or of a proxy of one process."""
 
     def __init__(
         self,
