@@ -6,23 +6,30 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from time import monotonic_ns
+from typing import NamedTuple
 
 import aiohttp
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtax.fleet.proxy import health
 from kvtax.fleet.proxy.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from kvtax.fleet.proxy.body import Body
+from kvtax.fleet.proxy.core import Core
+from kvtax.fleet.proxy.decision_log import DecisionLog
 from kvtax.fleet.proxy.service import Endpoint, Ports, serving
-from kvtax.fleet.proxy.settings import Settings
-from kvtax.fleet.proxy.upstream import MAX_FIRST_EVENT_BYTES, Lost
+from kvtax.fleet.proxy.settings import Settings, resolved
+from kvtax.fleet.proxy.upstream import MAX_FIRST_EVENT_BYTES, Failure, Lost
 from kvtax.fleet.simulate.virtual_loop import VirtualLoop
+from kvtax.records.decisions import DecisionsHeader
 from kvtax.records.instances import Instance
 from tests.fleet.proxy.proxy_lab import DEADLINE_S, ask
 
@@ -300,7 +307,9 @@ async def test_without_ports_or_files_no_instance_is_to_blame(number, monkeypatc
         raise OSError(number, os.strerror(number))
 
     async with before(Engine(), Engine()) as client:
-        assert await client.ejected() == []  # this connection is kept
+        # The connections of both are kept, and none to an instance.
+        assert await client.ejected() == []
+        assert (await client.send("/nowhere"))[0] == 404
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(loop, "create_connection", fail)
         assert (await client.send())[0] == 503
@@ -518,3 +527,121 @@ async def test_instances_of_one_model_judge_others_themselves():
         engine.models = ["base"]
     async with before(*engines) as client:
         assert await client.send(model="adapter") == (200, "a")
+
+
+# The rule for outliers in virtual time: a fleet with load, one instance of which fails.
+SERVICE_S, RATE_PER_INSTANCE, WATCHED_S = 0.2, 2.5, 60.0
+
+
+GOOD, BAD = b'{"prompt": [1, 2]}', b'{"prompt": [1]}'
+
+
+class Trouble(NamedTuple):
+    """A fault: instance `i0` fails this share of requests, so long after they came.
+
+    Clients send a share of requests that every instance refuses.
+    """
+
+    share: float
+    after_s: float
+    bad_requests: float = 0.0
+
+
+TROUBLES = {
+    "answers 500 at once": Trouble(1.0, 0.0),
+    "answers 500 after as long as others": Trouble(1.0, SERVICE_S),
+    "answers 500 at once, to half": Trouble(0.5, 0.0),
+    "none; a fifth of requests is bad": Trouble(0.0, 0.0, 0.2),
+}
+
+
+class Whole:
+    """An Answer that is complete."""
+
+    streams, lost, at_end, first = False, None, True, b"{}"
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.headers: CIMultiDict[str] = CIMultiDict()
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+
+class Virtual:
+    """Instances, and clients that count their failed answers, on the virtual clock."""
+
+    path = COMPLETIONS
+
+    def __init__(self, trouble: Trouble, chance: random.Random) -> None:
+        self.trouble, self.chance = trouble, chance
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        self.failed = self.sent = 0
+
+    async def request(
+        self, instance: Instance, path: str, headers: object, payload: bytes
+    ) -> Whole:
+        if payload == BAD:
+            return Whole(400)
+        fails = instance.name == "i0" and self.chance.random() < self.trouble.share
+        await asyncio.sleep(self.trouble.after_s if fails else SERVICE_S)
+        return Whole(500 if fails else 200)
+
+    async def body(self) -> Body:
+        self.sent += 1
+        return Body(BAD if self.chance.random() < self.trouble.bad_requests else GOOD)
+
+    def whole(self, status: int, *_: object) -> None:
+        self.failed += status >= 500
+
+    def refuse(self, failure: Failure) -> None:
+        self.failed += 1
+
+
+async def watched(trouble: Trouble, count: int) -> tuple[float | None, float, int]:
+    """Seconds until an ejection, the share of failed answers, and the ejections."""
+    loop = asyncio.get_running_loop()
+    chance = random.Random(1)
+    instances = [Instance(f"i{n}", "http://h:1") for n in range(count)]
+    settings = resolved(instances, Settings("load_only"))
+    header = DecisionsHeader(policy="load_only", instances=instances)
+    fleet = Virtual(trouble, chance)
+    log = DecisionLog(None, header, loop.now_ns)
+    core = Core(instances, settings, fleet, log, now_ns=loop.now_ns)
+
+    async def healthy(_: Instance) -> None:
+        """Do nothing: /health is good."""
+
+    polls = asyncio.create_task(core.health.poll_forever(healthy))
+    found_s = None
+    async with asyncio.TaskGroup() as requests:
+        while loop.time() < WATCHED_S:
+            await asyncio.sleep(chance.expovariate(RATE_PER_INSTANCE * count))
+            requests.create_task(core.handle(fleet))
+            if found_s is None and core.health.ejected:
+                found_s = loop.time()
+    polls.cancel()
+    return found_s, fleet.failed / fleet.sent, core.health.ejections
+
+
+@pytest.mark.parametrize("count", [4, 16])
+@pytest.mark.parametrize("name", TROUBLES)
+def test_an_outlier_costs_few_requests_of_a_busy_fleet(monkeypatch, name, count):
+    trouble = TROUBLES[name]
+    monkeypatch.setattr(health, "MIN_OUT_S", 1.0)
+    monkeypatch.setattr(health, "POLL_EVERY_S", 1.0)
+
+    def run() -> tuple[float | None, float, int]:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(watched(trouble, count))
+
+    found_s, failed, ejections = run()
+    monkeypatch.setattr(health, "SUSPECT_FAILURES", health.WINDOW + 1)
+    without = run()[1]
+    found = "never" if found_s is None else f"{found_s:.1f} s"
+    print(f"| {name} | {count} | {found} | {failed:.1%} | {without:.1%} |")
+    if trouble.share:
+        assert found_s is not None
+        assert failed < without / 3
+    else:
+        assert (found_s, ejections) == (None, 0)
