@@ -463,7 +463,12 @@ def latencies_of_run(folder: Path) -> dict[str, float]:
             ("TPOT p90", "tpot_ms", "p90", 1),
             ("E2E p50", "e2e_ms", "p50", 1e3),
         ):
-            found[prefix + row] = levels[metric][quantile]["value"] / unit
+            # A class with few requests has no p90.
+            if level := levels[metric][quantile]:
+                found[prefix + row] = level["value"] / unit
+    found["token imbalance"] = arms["linear@1"]["repeats"][0]["imbalance"][
+        "max_over_min"
+    ]
     twice = arms["linear@2"]["latency"]["all"]["all"]
     found["TPOT p90, 16 sessions"] = twice["tpot_ms"]["p90"]["value"]
     return found

@@ -14,7 +14,7 @@ from kvtax.engine.settings import Forward
 from kvtax.fleet.launch.instance_settings import read_instance_settings
 from kvtax.fleet.trace.request import Request
 from kvtax.fleet.trace.study_sample import StudySample, sampled_requests
-from kvtax.paths import CONFIGS
+from kvtax.paths import CONFIGS, REPOSITORY
 
 ROUNDS, STEPS = 12, 60
 
@@ -213,3 +213,13 @@ def test_the_fitted_profile_has_the_latencies_that_it_is_fitted_to():
     for name, figure, fitted in study.LATENCIES:
         if fitted or name == "TPOT p90, 16 sessions":
             assert found[name] == pytest.approx(figure, rel=0.15), name
+
+
+def test_latencies_of_a_run_are_those_of_its_report():
+    run = REPOSITORY / "docs" / "results" / "fleet-concurrency"
+    found = study.latencies_of_run(run)
+    # docs/fleet/virtual.md, "How near to real time".
+    assert found["TTFT p50"] == pytest.approx(0.5405, rel=1e-3)
+    assert found["E2E p50"] == pytest.approx(1.3602, rel=1e-3)
+    assert found["TPOT p90, 16 sessions"] == pytest.approx(19.8, rel=5e-3)
+    assert found["WARM TTFT p50"] < found["HEAVY TTFT p50"]
