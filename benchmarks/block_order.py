@@ -1,70 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The descriptors of a Mooncake transfer, by the order of its blocks.
+"""The descriptors of a KV transfer, by the order of its blocks.
 
 vLLM frees a request's blocks in reverse, so a pool hands out ascending ids in one round
-and descending ones in the next. One process has Mooncake's connector twice: as
-released, and with the patch `mooncake_sorted_block_groups`, which sorts the pairs of
-blocks. For prompts of 8k to 128k tokens and 48 layers, both make the descriptors of the
-same transfer, in an order drawn anew. Nothing is sent: this is what the sender does
-before it sends. Times are medians with 95 % intervals, from resampling rounds. Prints
-Markdown and writes it with JSON.
+and descending ones in the next. Three parts: how many descriptors each connector makes
+in both rounds; how long Mooncake takes to make them, as released and with the patch
+`mooncake_sorted_block_groups`, which sorts the pairs of blocks; and how long Mooncake
+and NIXL take to transfer the blocks, within one process. Times are medians with 95 %
+intervals, from resampling rounds. Prints Markdown and writes it with JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable
-from random import Random
-from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from benchmarks.results import Variant, configure_rounds, engines, publish, turns
-from kvtax.engine.before_after import before_and_after
-from kvtax.engine.engine_process import serve
+from benchmarks.block_order_worker import BLOCK_TOKENS, LAYERS, ORDERS
+from benchmarks.results import (
+    Variant,
+    at_least,
+    configure_rounds,
+    engines,
+    publish,
+    turns,
+)
+from kvtax.engine.installation import Installation
+from kvtax.engine.releases import release
 from kvtax.stats import Estimate
 from kvtax.stats.markdown import table
 from kvtax.stats.resampling import over_rounds
 
 PATCH = "mooncake_sorted_block_groups"
-MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
-BLOCK_TOKENS, LAYERS = 16, 48
+WORKER = "benchmarks.block_order_worker"
+RELEASE = "0.32.0"
 CONTEXTS = [1_024 * thousands for thousands in (8, 32, 128)]
 MIN_ROUNDS = 4
-Ids = list[int]
+# Tokens, and bytes per block and layer. 32 KiB is a block of 4 KV heads of 128 in
+# 16 bits; 2 KiB keeps the longest prompt within a small machine's memory.
+SIZES = [(CONTEXTS[0], 1 << 15), *((tokens, 1 << 11) for tokens in CONTEXTS)]
 
 
-def ascending(blocks: int) -> tuple[Ids, Ids]:
-    """Return the blocks of sender and receiver, in the request's order."""
-    return list(range(1, 1 + blocks)), list(range(7, 7 + blocks))
+class Transport(NamedTuple):
+    """A transport, its settings, and the longest prompt that it is measured with."""
+
+    kind: str
+    env: dict[str, str] | None = None
+    longest: int = CONTEXTS[-1]
 
 
-def descending(blocks: int) -> tuple[Ids, Ids]:
-    """Return the ascending blocks backwards, on both sides."""
-    ours, theirs = ascending(blocks)
-    return ours[::-1], theirs[::-1]
-
-
-def mixed(blocks: int) -> tuple[Ids, Ids]:
-    """Return blocks of both rounds: the first half descends, the second ascends."""
-    ours, theirs = ascending(blocks)
-    half = blocks // 2
-    return ours[:half][::-1] + ours[half:], theirs[:half][::-1] + theirs[half:]
-
-
-def opposite(blocks: int) -> tuple[Ids, Ids]:
-    """Return ascending blocks of the sender and descending ones of the receiver."""
-    ours, theirs = ascending(blocks)
-    return ours, theirs[::-1]
-
-
-ORDERS: dict[str, Callable[[int], tuple[Ids, Ids]]] = {
-    order.__name__: order for order in (ascending, descending, mixed, opposite)
+# Mooncake's pool of connections takes about 2,048 descriptors at a time. Without it,
+# each descriptor has a connection of its own.
+UNPOOLED = {"MC_TCP_ENABLE_CONNECTION_POOL": "0"}
+TRANSPORTS = {
+    "Mooncake over TCP": Transport("mooncake"),
+    "Mooncake over TCP, no connection pool": Transport(
+        "mooncake", UNPOOLED, CONTEXTS[0]
+    ),
+    "NIXL over UCX": Transport("nixl"),
 }
+ROUND_TRIP = ("ascending", "descending")
 
 
 class Case(NamedTuple):
@@ -92,19 +88,82 @@ class Row(msgspec.Struct):
     describe_us: tuple[Estimate, Estimate]
 
 
-def measure(rounds: int) -> tuple[list[Row], dict[str, str]]:
-    """Time all cases in each round; return the hashes of the patches as well."""
+class Transfers(msgspec.Struct):
+    """Transfers of a request in one order. `ms` is None if some were refused."""
+
+    transport: str
+    tokens: int
+    block_bytes: int
+    order: str
+    descriptors: int
+    refused: int
+    rounds: int
+    ms: Estimate | None
+
+
+def measure(
+    installed: Installation, rounds: int
+) -> tuple[list[Row], dict[str, dict[str, int]], dict[str, str]]:
+    """Time and count the descriptors; return the hashes of the patches as well."""
     found: dict[Case, list[Timed]] = {
         Case(tokens, order): [] for tokens in CONTEXTS for order in ORDERS
     }
     variant = {PATCH: Variant([PATCH])}
-    with engines("benchmarks.block_order", variant) as processes:
+    with engines(WORKER, variant, installed=installed) as processes:
+        counts = processes[PATCH].ask("count", CONTEXTS[0])
         for _, case in turns(found, 1 + rounds):
             timed = Timed(*processes[PATCH].ask("time_case", *case))
             found[case].append(timed)
         hashes = processes[PATCH].patch_hashes
     # The first round warms up.
-    return [row(case, of[1:]) for case, of in found.items()], hashes
+    return [row(case, of[1:]) for case, of in found.items()], counts, hashes
+
+
+def measure_transfers(
+    installed: Installation, transport: str, rounds: int
+) -> list[Transfers]:
+    """Transfer each size in both orders, each order in a process of its own.
+
+    A refused transfer may leave its engine unusable for the next.
+    """
+    kind, env, longest = TRANSPORTS[transport]
+    variants = {order: Variant([PATCH], env=env) for order in ROUND_TRIP}
+    made = []
+    with engines(WORKER, variants, installed=installed) as processes:
+        for size in (size for size in SIZES if size[0] <= longest):
+            sent: dict[str, list[tuple[int, float, bool]]] = {
+                order: [] for order in ROUND_TRIP
+            }
+            for _, order in turns(sent, 1 + rounds):
+                result = processes[order].ask("send", kind, *size, order)
+                sent[order].append(result)
+            made += [
+                transfers(transport, *size, order, results[1:])
+                for order, results in sent.items()
+            ]
+    return made
+
+
+def transfers(
+    transport: str,
+    tokens: int,
+    block_bytes: int,
+    order: str,
+    sent: list[tuple[int, float, bool]],
+) -> Transfers:
+    """Summarise the transfers of one size in one order."""
+    times_ms = np.array([ms for _, ms, accepted in sent if accepted])
+    refused = len(sent) - len(times_ms)
+    return Transfers(
+        transport,
+        tokens,
+        block_bytes,
+        order,
+        descriptors=sent[0][0],
+        refused=refused,
+        rounds=len(sent),
+        ms=None if refused else Estimate.of(over_rounds(times_ms[:, None])),
+    )
 
 
 def row(case: Case, timed: list[Timed]) -> Row:
@@ -127,7 +186,7 @@ def row(case: Case, timed: list[Timed]) -> Row:
 
 
 def report(rows: list[Row]) -> list[str]:
-    """Return the parts of the page."""
+    """Return the part about making descriptors."""
     body = [
         [
             f"{row.tokens:,}",
@@ -146,64 +205,50 @@ def report(rows: list[Row]) -> list[str]:
     ]
 
 
+def report_counts(counts: dict[str, dict[str, int]]) -> str:
+    """Return the table of descriptors by connector and round of the pool."""
+    body = [
+        [name, *(f"{of[order]:,}" for order in ROUND_TRIP)]
+        for name, of in counts.items()
+    ]
+    return table([f"descriptors, {CONTEXTS[0]:,} tokens", *ROUND_TRIP], body)
+
+
+def report_transfers(made: list[Transfers]) -> str:
+    """Return the table of transfers."""
+    body = [
+        [
+            one.transport,
+            f"{one.tokens:,}",
+            f"{one.block_bytes:,}",
+            one.order,
+            f"{one.descriptors:,}",
+            f"{one.refused} of {one.rounds} refused"
+            if one.ms is None
+            else f"{one.ms:,.1f}",
+        ]
+        for one in made
+    ]
+    head = ["transport", "tokens", "bytes a block and layer", "order"]
+    return table([*head, "descriptors", "ms"], body)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kvtax bench block_order`."""
+    parser.add_argument("--vllm", default=RELEASE, help=f"default {RELEASE}")
     configure_rounds(parser, "block_order", 40, MIN_ROUNDS)
+    parser.add_argument(
+        "--transfers", type=at_least(1), default=8, help="rounds of transfers"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the result and return the exit code."""
-    rows, hashes = measure(arguments.rounds)
-    return publish("block_order", arguments.out, report(rows), {"rows": rows}, hashes)
-
-
-# The worker: both versions of the connector's module.
-
-
-class Senders:
-    """Mooncake's module before and after the patch, and the order of their turns."""
-
-    def __init__(self) -> None:
-        self.modules = before_and_after(MODULE)
-        self.chance = Random(0)
-
-
-def time_case(senders: Senders, tokens: int, order: str) -> list[tuple]:
-    """Group and describe one transfer with both versions; return Timed's fields."""
-    ours, theirs = ORDERS[order](tokens // BLOCK_TOKENS)
-    found: dict[int, tuple[int, float, float]] = {}
-    for number in senders.chance.sample(range(2), 2):
-        module = senders.modules[number]
-        began_ns = time.perf_counter_ns()
-        module.group_concurrent_contiguous(ours, theirs)
-        grouped_ns = time.perf_counter_ns()
-        descriptors = describe(module, ours, theirs)
-        ended_ns = time.perf_counter_ns()
-        group_us, describe_us = grouped_ns - began_ns, ended_ns - grouped_ns
-        found[number] = descriptors, group_us / 1e3, describe_us / 1e3
-    return list(zip(found[0], found[1], strict=True))
-
-
-def describe(module: ModuleType, ours: Ids, theirs: Ids) -> int:
-    """Make a transfer's descriptors by the worker's own method; return their number."""
-    layers = [layer << 40 for layer in range(1, 1 + LAYERS)]
-    worker = SimpleNamespace(kv_caches_base_addr=layers, block_len=1 << 15)
-    peer = SimpleNamespace(
-        kv_caches_base_addr=layers,
-        remote_hostname="127.0.0.1",
-        remote_port=1,
-        req_blocks={"d": ("t", theirs)},
-    )
-    ready = [("d", SimpleNamespace(local_block_ids=ours))]
-    making = module.MooncakeConnectorWorker._build_transfer_params(worker, ready, peer)
-    # It awaits nothing.
-    try:
-        making.send(None)
-    except StopIteration as ended:
-        sources, _, lengths, failed = ended.value
-    assert sum(lengths) == LAYERS * len(ours) * worker.block_len and not failed
-    return len(sources)
-
-
-if __name__ == "__main__":
-    serve(Senders(), sys.argv[-1], time_case)
+    installed = release(arguments.vllm)
+    rows, counts, hashes = measure(installed, arguments.rounds)
+    made: list[Transfers] = []
+    for transport in TRANSPORTS:
+        made += measure_transfers(installed, transport, arguments.transfers)
+    parts = [report_counts(counts), *report(rows), report_transfers(made)]
+    results = {"counts": counts, "rows": rows, "transfers": made}
+    return publish("block_order", arguments.out, parts, results, hashes, installed)

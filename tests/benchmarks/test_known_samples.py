@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import block_order, get_finished, schedule, study
+from benchmarks import block_order, block_order_worker, get_finished, schedule, study
 from benchmarks.get_finished import AFTER
 from benchmarks.proxy import DIRECT, added, added_table, rates_table
 from benchmarks.proxy_targets import BODIES
@@ -181,6 +181,24 @@ def test_before_and_after_stay_apart_in_rows_and_table():
     cells = [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]]
     assert cells[:4] == ["8,192", "descending", "24,576", "48"]
     assert [cell.split()[0] for cell in cells[4:]] == ["5,000", "400", "40,000", "300"]
+
+
+@pytest.mark.slow
+def test_the_orders_are_those_of_two_rounds_of_vllms_pool():
+    rounds = block_order_worker.rounds_of_a_pool(64)
+    assert rounds == {
+        order: block_order.ORDERS[order](64)[0] for order in block_order.ROUND_TRIP
+    }
+
+
+def test_refused_transfers_have_no_time():
+    sent = [(24_576, 80.0, False)] + [(24_576, 700.0, True)] * 3
+    some = block_order.transfers("t", 8_192, 2_048, "descending", sent)
+    assert (some.refused, some.rounds, some.ms) == (1, 4, None)
+    none = block_order.transfers("t", 8_192, 2_048, "ascending", sent[1:])
+    assert (none.refused, none.ms.value) == (0, 700)
+    *_, first, second = block_order.report_transfers([some, none]).splitlines()
+    assert "1 of 4 refused" in first and "700.0" in second
 
 
 # study: requests whose latencies can be computed by hand.
