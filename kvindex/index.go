@@ -40,9 +40,10 @@ type Index[P comparable] struct {
 	live     atomic.Int64
 
 	mu     sync.Mutex // writers take turns; it guards what follows
-	intern interner[P]
-	queue  recency
-	union  []podID
+	intern  interner[P]
+	queue   recency
+	union   []podID
+	evicted func(pods []P)
 }
 
 // New returns an empty Index. Its memory grows with what it holds, not with what it
@@ -65,6 +66,11 @@ func New[P comparable](config Config) (*Index[P], error) {
 	x.queue.init(config.Capacity)
 	return x, nil
 }
+
+// OnEvict has f called with the pods of each key that is dropped for lack of room, which
+// must not be changed. It is called by the writer that needs the room, so it must not use
+// the index. OnEvict itself must be called before all other methods.
+func (x *Index[P]) OnEvict(f func(pods []P)) { x.evicted = f }
 
 // Len returns the number of keys held.
 func (x *Index[P]) Len() int { return int(x.live.Load()) }

@@ -85,17 +85,22 @@ func check(t *testing.T, x *Index[string]) {
 	if len(refs) != len(x.intern.byIDs) {
 		t.Fatalf("%d sets in use, %d kept", len(refs), len(x.intern.byIDs))
 	}
-	inUse := map[string]bool{}
+	keys := map[string]int{}
 	for set, n := range refs {
 		if set.refs != n {
 			t.Fatalf("set %v has %d references, counts %d", set.pods, n, set.refs)
 		}
 		for _, pod := range set.pods {
-			inUse[pod] = true
+			keys[pod] += n
 		}
 	}
-	if len(inUse) != len(x.intern.ids) {
-		t.Fatalf("%d pods in use, %d kept", len(inUse), len(x.intern.ids))
+	for pod, n := range keys {
+		if got := x.Count(pod); got != n {
+			t.Fatalf("%s holds %d keys, counts %d", pod, n, got)
+		}
+	}
+	if len(keys) != len(x.intern.ids) {
+		t.Fatalf("%d pods in use, %d kept", len(keys), len(x.intern.ids))
 	}
 }
 

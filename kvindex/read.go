@@ -150,33 +150,46 @@ func narrow[P comparable](scores []PodScore[P], ids []podID, n int) int {
 	return kept
 }
 
+// A Stretch is a part of a chain, from Begin to End (without), that the same pods hold.
+type Stretch[P comparable] struct {
+	Begin, End int
+	Pods       []P // must not be changed
+}
+
+// Stretches yields what is held of a chain, in order. It counts as read.
+func (x *Index[P]) Stretches(chain []uint64) iter.Seq[Stretch[P]] {
+	return func(yield func(Stretch[P]) bool) {
+		walk := x.walk(chain)
+		for n := 0; n < len(chain); {
+			set, keys := walk.next()
+			if set != nil && !yield(Stretch[P]{n, n + keys, set.pods}) {
+				return
+			}
+			n += keys
+		}
+		walk.finish(chain)
+	}
+}
+
 // Lookup yields, for each key of a chain that the index holds, its position in the chain
 // and those of its pods that keep wants; all of them if keep is nil. A key with none of
 // them is passed over. The pods must not be changed; what keep left is valid in that step
 // only.
 func (x *Index[P]) Lookup(chain []uint64, keep func(P) bool) iter.Seq2[int, []P] {
 	return func(yield func(int, []P) bool) {
-		walk := x.walk(chain)
 		var kept []P
-		for n := 0; n < len(chain); {
-			set, keys := walk.next()
-			if set == nil {
-				n++
-				continue
-			}
-			pods := set.pods
+		for stretch := range x.Stretches(chain) {
+			pods := stretch.Pods
 			if keep != nil {
 				kept = filter(kept[:0], pods, keep)
 				pods = kept
 			}
-			end := n + keys
-			for ; n < end; n++ {
+			for n := stretch.Begin; n < stretch.End; n++ {
 				if len(pods) > 0 && !yield(n, pods) {
 					return
 				}
 			}
 		}
-		walk.finish(chain)
 	}
 }
 
@@ -185,6 +198,16 @@ func (x *Index[P]) Holds(key uint64, pod P) bool {
 	_, _, w := x.keys.find(key)
 	set := x.podsOf(key, w)
 	return set != nil && slices.Contains(set.pods, pod)
+}
+
+// Count returns how many keys a pod holds.
+func (x *Index[P]) Count(pod P) int {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if id, ok := x.intern.ids[pod]; ok {
+		return x.intern.pods[id].keys
+	}
+	return 0
 }
 
 // All yields every key and its pods, which must not be changed, in no particular order.

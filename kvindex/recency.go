@@ -160,6 +160,9 @@ func (x *Index[P]) evictOldest() {
 			x.requeue(t, i, key, read)
 			continue
 		}
+		if x.evicted != nil {
+			x.evicted(x.setOf(word(t.slots[i].word.Load())).pods)
+		}
 		x.remove(s, i)
 		return
 	}

@@ -88,6 +88,7 @@ type pod[P comparable] struct {
 	pod   P
 	added uint64 // when it last added anything, in calls of Add
 	uses  int    // by sets, and by the call of Add under way
+	keys  int    // that it holds
 }
 
 func (n *interner[P]) init(table *setTable[P]) {
@@ -167,6 +168,9 @@ func (n *interner[P]) acquire(ids []podID) *podSet[P] {
 		n.byIDs[string(n.key)] = set
 	}
 	set.refs++
+	for _, id := range ids {
+		n.pods[id].keys++
+	}
 	return set
 }
 
@@ -191,6 +195,9 @@ func (n *interner[P]) newSet(ids []podID) *podSet[P] {
 // release lets go of a set for one key. A set without keys is gone: the generation
 // tells readers that still hold its word from those of the next set with its index.
 func (n *interner[P]) release(set *podSet[P]) {
+	for _, id := range set.ids {
+		n.pods[id].keys--
+	}
 	if set.refs--; set.refs > 0 {
 		return
 	}

@@ -5,11 +5,10 @@
 // A batch is a msgpack array: a time, a list of events, and the rank of the publisher.
 // To vLLM 0.22 an event is an array of its tag and its fields in order, from 0.25 on a
 // map with the tag under "type" (vllm/distributed/kv_events.py). Fields were added at the
-// end; what is not known of an event that is known is passed over.
+// end. What is not known of an event is passed over, and so is an event of an unknown kind.
 package events
 
 import (
-	"errors"
 	"fmt"
 
 	"github.com/tinylib/msgp/msgp"
@@ -21,9 +20,10 @@ import (
 type Kind uint8
 
 const (
-	Stored  Kind = iota + 1 // blocks became findable
-	Removed                 // blocks are no longer findable, one of each hash
-	Cleared                 // the prefix cache was reset
+	Unknown Kind = iota // something that a later release may have
+	Stored              // blocks became findable
+	Removed             // blocks are no longer findable, one of each hash
+	Cleared             // the prefix cache was reset
 )
 
 // GPU is the medium of an event that names none.
@@ -40,6 +40,8 @@ type Event struct {
 	HasParent   bool // there is a block before the first
 	BlockTokens int
 	TokenIDs    TokenIDs
+	Spec        []byte // kind of the group's KV cache, empty to vLLM 0.18
+	Window      int    // tokens that its layers look back, 0 if that is not said
 	LoRA        []byte // name of the adapter, empty for none
 	Lookahead   bool   // the hashes cover tokens beyond their block
 	// firstKeys are the extra keys of the first block, not decoded.
@@ -51,8 +53,6 @@ type Decoder struct {
 	event Event
 	names []uint64
 }
-
-var errTag = errors.New("an event without a tag")
 
 // Decode calls take for each event of a batch, in order, and returns the first error of
 // it or of the batch. Events before an error have been taken.
@@ -85,10 +85,13 @@ func (d *Decoder) Decode(batch []byte, take func(*Event) error) error {
 // decode reads the event that b begins with, and returns what is after it.
 func (d *Decoder) decode(b []byte) ([]byte, error) {
 	d.event = Event{}
-	if msgp.NextType(b) == msgp.MapType {
+	switch msgp.NextType(b) {
+	case msgp.MapType:
 		return d.decodeMap(b)
+	case msgp.ArrayType:
+		return d.decodeArray(b)
 	}
-	return d.decodeArray(b)
+	return msgp.Skip(b)
 }
 
 func (d *Decoder) decodeArray(b []byte) ([]byte, error) {
@@ -97,7 +100,7 @@ func (d *Decoder) decodeArray(b []byte) ([]byte, error) {
 		return b, err
 	}
 	if count == 0 {
-		return b, errTag
+		return b, nil
 	}
 	if b, err = d.tag(b); err != nil {
 		return b, err
@@ -115,7 +118,8 @@ func (d *Decoder) decodeArray(b []byte) ([]byte, error) {
 	return b, nil
 }
 
-// decodeMap reads an event whose tag comes first, as msgspec writes it.
+// decodeMap reads an event whose tag comes first, as msgspec writes it. Without that it is
+// unknown.
 func (d *Decoder) decodeMap(b []byte) ([]byte, error) {
 	count, b, err := msgp.ReadMapHeaderBytes(b)
 	if err != nil {
@@ -127,24 +131,24 @@ func (d *Decoder) decodeMap(b []byte) ([]byte, error) {
 			return b, err
 		}
 		switch {
-		case n > 0:
-			b, err = d.field(fieldNamed[string(key)], b)
-		case string(key) == "type":
+		case n == 0 && string(key) == "type":
 			b, err = d.tag(b)
+		case d.event.Kind != Unknown:
+			b, err = d.field(fieldNamed[string(key)], b)
 		default:
-			err = errTag
+			b, err = msgp.Skip(b)
 		}
 		if err != nil {
 			return b, err
 		}
 	}
-	if d.event.Kind == 0 {
-		return b, errTag
-	}
 	return b, nil
 }
 
 func (d *Decoder) tag(b []byte) ([]byte, error) {
+	if msgp.NextType(b) != msgp.StrType {
+		return msgp.Skip(b)
+	}
 	tag, b, err := msgp.ReadStringZC(b)
 	if err != nil {
 		return b, err
@@ -156,8 +160,6 @@ func (d *Decoder) tag(b []byte) ([]byte, error) {
 		d.event.Kind = Removed
 	case "AllBlocksCleared":
 		d.event.Kind = Cleared
-	default:
-		return b, fmt.Errorf("no KV event that is known: %.40q", tag)
 	}
 	return b, nil
 }
@@ -175,27 +177,32 @@ const (
 	loraName
 	extraKeys
 	group
+	spec
+	window
 	lookahead
 )
 
 // fieldsOf gives the order of fields in arrays.
 var fieldsOf = [...][]field{
+	Unknown: nil,
 	Stored: {hashes, parent, tokenIDs, blockTokens, unknown, medium, loraName,
-		extraKeys, group, unknown, unknown},
+		extraKeys, group, spec, window},
 	Removed: {hashes, medium, group},
 	Cleared: nil,
 }
 
 var fieldNamed = map[string]field{
-	"block_hashes":        hashes,
-	"parent_block_hash":   parent,
-	"token_ids":           tokenIDs,
-	"block_size":          blockTokens,
-	"medium":              medium,
-	"lora_name":           loraName,
-	"extra_keys":          extraKeys,
-	"group_idx":           group,
-	"lookahead_token_ids": lookahead,
+	"block_hashes":                 hashes,
+	"parent_block_hash":            parent,
+	"token_ids":                    tokenIDs,
+	"block_size":                   blockTokens,
+	"medium":                       medium,
+	"lora_name":                    loraName,
+	"extra_keys":                   extraKeys,
+	"group_idx":                    group,
+	"kv_cache_spec_kind":           spec,
+	"kv_cache_spec_sliding_window": window,
+	"lookahead_token_ids":          lookahead,
 }
 
 func (d *Decoder) field(which field, b []byte) ([]byte, error) {
@@ -204,6 +211,7 @@ func (d *Decoder) field(which field, b []byte) ([]byte, error) {
 		return msgp.Skip(b)
 	}
 	var err error
+	before := b
 	switch which {
 	case hashes:
 		b, err = d.hashes(b)
@@ -220,8 +228,16 @@ func (d *Decoder) field(which field, b []byte) ([]byte, error) {
 		e.LoRA, b, err = msgp.ReadStringZC(b)
 	case extraKeys:
 		e.firstKeys, b, err = skipKeys(b)
+		if err != nil { // of another form than those of today
+			e.firstKeys = before
+			b, err = msgp.Skip(before)
+		}
 	case group:
 		e.Group, b, err = msgp.ReadIntBytes(b)
+	case spec:
+		e.Spec, b, err = msgp.ReadStringZC(b)
+	case window:
+		e.Window, b, err = msgp.ReadIntBytes(b)
 	case lookahead:
 		e.Lookahead = true
 		b, err = msgp.Skip(b)

@@ -35,14 +35,16 @@ type InstanceConfig struct {
 	Source feed.Source
 }
 
-// A holder is where a block is: in one medium of one instance.
+// A holder is where a block is: in one medium of one instance, for a KV cache group.
 type holder struct {
 	instance uint16
 	medium   uint8
+	group    uint8
 }
 
 const (
 	maxMedia    = 8
+	maxGroups   = 64
 	maxSchemes  = 64
 	maxAdapters = 4096
 )
@@ -68,7 +70,7 @@ func New(config Config, log *slog.Logger) (*Fleet, error) {
 		return nil, fmt.Errorf("%d instances: 1 to %d are possible", n, 1<<12)
 	}
 	index, err := kvindex.New[holder](kvindex.Config{
-		Capacity: config.MaxBlocks, MaxPodsPerKey: maxMedia * len(config.Instances),
+		Capacity: config.MaxBlocks, MaxPodsPerKey: maxMedia * maxGroups * len(config.Instances),
 	})
 	if err != nil {
 		return nil, err
@@ -87,6 +89,11 @@ func New(config Config, log *slog.Logger) (*Fleet, error) {
 		}
 		f.instances = append(f.instances, newInstance(f, uint16(n), instance, log))
 	}
+	index.OnEvict(func(holders []holder) {
+		for _, h := range holders {
+			f.instances[h.instance].evicted.Store(true)
+		}
+	})
 	return f, nil
 }
 
@@ -109,21 +116,39 @@ func (f *Fleet) Blocks() int { return f.index.Len() }
 // MaxBlocks returns how many may be known.
 func (f *Fleet) MaxBlocks() int { return f.maxBlocks }
 
-// schemeOf returns how an instance names blocks, by its name for the first block of a prompt,
-// with the extra keys that were published.
-func (f *Fleet) schemeOf(name uint64, ids []uint32, keys blockhash.Keys) (names.HashScheme, bool) {
-	for _, algorithm := range blockhash.Algorithms {
-		h := blockhash.New(algorithm)
-		for _, seed := range f.seeds {
-			before := h.Seed(seed)
-			bare := h.Block(&before, ids, keys)
-			tagged := h.Block(&before, ids, keys.Tagged())
-			if name == bare.Name() || name == tagged.Name() {
-				return names.HashScheme{Algorithm: algorithm, Seed: seed, BlockTokens: len(ids)}, true
+// schemeOf returns how an instance names blocks, by its name for a block of so many tokens
+// of a prompt that begins with ids. Keys are the extra keys of the first block, as
+// published; if there are any, the block is the first. A name may cover several of the
+// blocks that are hashed: where groups have blocks of different sizes, as many as the
+// smallest has tokens are.
+func (f *Fleet) schemeOf(name uint64, ids []uint32, size int, keys blockhash.Keys) (names.HashScheme, bool) {
+	for unit := size; unit > 0; unit-- {
+		if size%unit > 0 || unit < size && keys != nil {
+			continue
+		}
+		for _, algorithm := range blockhash.Algorithms {
+			for _, seed := range f.seeds {
+				scheme := names.HashScheme{Algorithm: algorithm, Seed: seed, BlockTokens: unit}
+				if gives(scheme, name, ids, size, keys) || keys != nil && gives(scheme, name, ids, size, keys.Tagged()) {
+					return scheme, true
+				}
 			}
 		}
 	}
 	return names.HashScheme{}, false
+}
+
+// gives reports whether a scheme gives the name for one of the blocks of ids.
+func gives(scheme names.HashScheme, name uint64, ids []uint32, size int, keys blockhash.Keys) bool {
+	h := blockhash.New(scheme.Algorithm)
+	hash := h.Seed(scheme.Seed)
+	for end := scheme.BlockTokens; end <= len(ids); end += scheme.BlockTokens {
+		hash = h.Block(&hash, ids[end-scheme.BlockTokens:end], keys)
+		if end%size == 0 && hash.Name() == name {
+			return true
+		}
+	}
+	return false
 }
 
 // A set is a few things in the order in which they came, at most so many. It is read

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/tinylib/msgp/msgp"
@@ -165,21 +166,40 @@ func TestAnInstanceAnswersOnlyWhileItIsConnected(t *testing.T) {
 	asked(0)
 }
 
-func TestASeedThatIsNotKnownIsToldByTheFirstPrompt(t *testing.T) {
-	for _, salt := range []string{"", "salt"} {
+// TestASeedThatIsNotKnownIsToldByAPlainPrompt: not by one with a salt, as what vLLM hashes
+// for that may be of a form that is not known here.
+func TestASeedThatIsNotKnownIsToldByAPlainPrompt(t *testing.T) {
+	f := newFleet(t, 100, 1)
+	one := newEngine(f.instances[0], blockhash.SHA256, "77")
+	one.to.Connected()
+	one.store(make([]uint32, 9), "salt", 0, "GPU")
+	if got := one.to.Status(); got.Naming != HashPending || got.Skipped != 0 {
+		t.Errorf("after a salted prompt %+v", got)
+	}
+	one.store(make([]uint32, 9), "", 0, "GPU")
+	if got := one.to.Status(); got.Naming != HashUnrecognized || got.Skipped != 2 || f.Blocks() != 0 {
+		t.Errorf("%+v, %d blocks", got, f.Blocks())
+	}
+	// It starts anew, as it was told to.
+	one.to.Drop("it is another one")
+	again := newEngine(f.instances[0], blockhash.SHA256, "0")
+	again.store(make([]uint32, 9), "salt", 0, "GPU")
+	again.to.Connected()
+	check(t, f, []*engine{again}, rand.New(rand.NewPCG(1, 1)))
+}
+
+func TestOneOddPromptCondemnsNobody(t *testing.T) {
+	for _, salt := range []string{"", strings.Repeat("s", 70_000)} {
 		f := newFleet(t, 100, 1)
-		one := newEngine(f.instances[0], blockhash.SHA256, "77")
-		one.to.Connected()
-		one.store(make([]uint32, 9), salt, 0, "GPU")
-		if got := one.to.Status(); got.Naming != HashUnrecognized || got.Skipped != 2 || f.Blocks() != 0 {
-			t.Errorf("%+v, %d blocks", got, f.Blocks())
+		odd := newEngine(f.instances[0], blockhash.SHA256, "77")
+		odd.to.Connected()
+		odd.store(make([]uint32, 9), salt, 0, "GPU")
+		one := newEngine(f.instances[0], blockhash.SHA256, "0")
+		one.number = odd.number
+		one.store(make([]uint32, 9), "", 0, "GPU")
+		if got := blocks(f, Query{IDs: make([]uint32, 9)}); got[0] != 2 {
+			t.Errorf("%d blocks of a plain prompt, not 2: %+v", got[0], one.to.Status())
 		}
-		// It starts anew, as it was told to.
-		one.to.Drop("it is another one")
-		again := newEngine(f.instances[0], blockhash.SHA256, "0")
-		again.store(make([]uint32, 9), salt, 0, "GPU")
-		again.to.Connected()
-		check(t, f, []*engine{again}, rand.New(rand.NewPCG(1, 1)))
 	}
 }
 
@@ -229,6 +249,68 @@ func TestABatchThatCannotBeReadVoidsTheState(t *testing.T) {
 	}
 }
 
+// TestAnUnknownEventCostsNoMoreThanItSays: blocks that are known stay, and so do those that
+// come with it in a batch. But it may have said that some are gone.
+func TestAnUnknownEventCostsNoMoreThanItSays(t *testing.T) {
+	unknown := map[string][]byte{
+		"an array":           msgp.AppendInt(msgp.AppendString(msgp.AppendArrayHeader(nil, 2), "BlockMoved"), 1),
+		"a map":              msgp.AppendInt(msgp.AppendString(msgp.AppendString(msgp.AppendString(msgp.AppendMapHeader(nil, 2), "type"), "BlockMoved"), "block_hashes"), 1),
+		"a map without type": msgp.AppendInt(msgp.AppendString(msgp.AppendMapHeader(nil, 1), "block_hashes"), 1),
+		"nothing":            msgp.AppendArrayHeader(nil, 0),
+		"a number":           msgp.AppendInt(nil, 1),
+	}
+	for name, event := range unknown {
+		f := newFleet(t, 100, 1)
+		one := newEngine(f.instances[0], blockhash.SHA256, "0")
+		one.to.Connected()
+		one.store(make([]uint32, 9), "", 0, "GPU")
+		one.publish(event)
+		one.store(make([]uint32, 13), "", 2, "GPU")
+		got := one.to.Status()
+		if blocks(f, Query{IDs: make([]uint32, 14)})[0] != 3 || got.Dropped > 0 || got.Unknown != 1 || got.Complete {
+			t.Errorf("after %s: %+v", name, got)
+		}
+		one.reset()
+		if !one.to.Status().Complete {
+			t.Errorf("after %s and a reset there is more to know", name)
+		}
+	}
+}
+
+func TestExtraKeysOfAnUnknownFormCondemnNobody(t *testing.T) {
+	f := newFleet(t, 100, 1)
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	one.to.Connected()
+	for n, keys := range [][]byte{
+		msgp.AppendBool(msgp.AppendArrayHeader(msgp.AppendArrayHeader(nil, 1), 1), true),
+		msgp.AppendFloat64(msgp.AppendArrayHeader(msgp.AppendArrayHeader(nil, 1), 1), 1.5),
+		msgp.AppendMapHeader(nil, 0),
+		msgp.AppendString(nil, "keys"),
+	} {
+		b := msgp.AppendString(msgp.AppendString(msgp.AppendMapHeader(nil, 5), "type"), "BlockStored")
+		b = appendHashes(b, [][]byte{make([]byte, 32)})
+		b = msgp.AppendArrayHeader(msgp.AppendString(b, "token_ids"), blockTokens)
+		for range blockTokens {
+			b = msgp.AppendInt(b, n)
+		}
+		b = msgp.AppendInt(msgp.AppendString(b, "block_size"), blockTokens)
+		one.publish(append(msgp.AppendString(b, "extra_keys"), keys...))
+	}
+	one.store(make([]uint32, 9), "", 0, "GPU")
+	if got := one.to.Status(); got.Naming != HashStatus(blockhash.SHA256) || got.Dropped > 0 || blocks(f, Query{IDs: make([]uint32, 9)})[0] != 2 {
+		t.Errorf("%+v", got)
+	}
+}
+
+func TestNamesThatAreTooLongAreNotKept(t *testing.T) {
+	f := newFleet(t, 100, 1)
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	one.store(make([]uint32, 9), "", 0, strings.Repeat("x", 1<<20))
+	if got := one.to.Status(); got.Skipped != 2 || len(got.Blocks) != 1 {
+		t.Errorf("%d blocks skipped, %d media", got.Skipped, len(got.Blocks))
+	}
+}
+
 func TestBlocksThatNoPromptCanHaveAreNotKept(t *testing.T) {
 	f := newFleet(t, 100, 1)
 	one := newEngine(f.instances[0], blockhash.SHA256, "0")
@@ -275,6 +357,189 @@ func TestAModelThatIsAnAdapterIsKnownAfterARestart(t *testing.T) {
 	}
 }
 
+// layers are those of gpt-oss and Gemma 3, of Mamba hybrids, of a model that never looks at
+// the whole prompt, and of one whose groups have blocks of different sizes.
+var layers = map[string][]group{
+	"sliding window first": {{"sliding_window", 13, 4, false}, {"full_attention", 0, 4, false}},
+	"five sliding windows": {
+		{"sliding_window", 8, 4, false}, {"sliding_window", 8, 4, false}, {"mla_attention", 0, 4, false},
+		{"sliding_window_mla", 8, 4, false}, {"sliding_window", 8, 4, false}, {"sliding_window", 8, 4, false},
+	},
+	"mamba":              {{"mamba", 0, 4, false}, {"full_attention", 0, 4, false}, {"mamba", 0, 4, false}},
+	"all three":          {{"full_attention", 0, 4, false}, {"mamba", 0, 4, false}, {"sliding_window", 10, 4, false}},
+	"mamba only":         {{"mamba", 0, 4, false}},
+	"window only":        {{"sliding_window", 9, 4, false}},
+	"large full blocks":  {{"full_attention", 0, 12, false}, {"sliding_window", 6, 4, false}},
+	"large window":       {{"full_attention", 0, 4, false}, {"sliding_window", 20, 8, false}},
+	"large mamba blocks": {{"mamba", 0, 16, false}, {"full_attention", 0, 8, false}, {"sliding_window", 30, 4, false}},
+}
+
+// reusable is what vLLM's coordinator finds, told as what it must be: the longest prefix
+// after which each group has the blocks that its layers look back at.
+func (e *engine) reusable(groups []group, ids []uint32) int {
+	hashes := e.hashes(ids[:len(ids)-1], "")
+	align := 1
+	for _, g := range groups {
+		align *= g.BlockTokens / gcd(align, g.BlockTokens)
+	}
+	for length := (len(ids) - 1) / align * align; length > 0; length -= align {
+		usable := true
+		for n, g := range groups {
+			first, end := 0, length/g.BlockTokens
+			switch g.Kind {
+			case "mamba":
+				first = end - 1
+			case "sliding_window", "sliding_window_mla":
+				first = max(0, end-(g.Window-1+g.BlockTokens-1)/g.BlockTokens)
+			}
+			for ; first < end; first++ {
+				hash := hashes[(first+1)*g.BlockTokens/blockTokens-1]
+				usable = usable && e.held[fmt.Sprint(n, string(hash))] > 0
+			}
+		}
+		if usable {
+			return length
+		}
+	}
+	return 0
+}
+
+// storeGroup says that blocks of a prompt are there for a group: those that stay wants.
+func (e *engine) storeGroup(number int, g group, ids []uint32, stay func(block int) bool) {
+	b := msgp.AppendString(msgp.AppendString(msgp.AppendMapHeader(nil, 8), "type"), "BlockStored")
+	all, stored := e.hashes(ids, ""), [][]byte(nil)
+	whole := len(ids) / g.BlockTokens
+	for n := range whole {
+		hash := all[(n+1)*g.BlockTokens/blockTokens-1]
+		if key := fmt.Sprint(number, string(hash)); stay(n) && e.held[key] == 0 {
+			stored = append(stored, hash)
+			e.held[key]++
+		}
+	}
+	b = appendHashes(b, stored)
+	b = msgp.AppendNil(msgp.AppendString(b, "parent_block_hash"))
+	b = msgp.AppendArrayHeader(msgp.AppendString(b, "token_ids"), uint32(whole*g.BlockTokens))
+	for _, id := range ids[:whole*g.BlockTokens] {
+		b = msgp.AppendUint32(b, id)
+	}
+	b = msgp.AppendInt(msgp.AppendString(b, "block_size"), g.BlockTokens)
+	b = msgp.AppendInt(msgp.AppendString(b, "group_idx"), number)
+	b = msgp.AppendString(msgp.AppendString(b, "kv_cache_spec_kind"), g.Kind)
+	b = msgp.AppendString(b, "kv_cache_spec_sliding_window")
+	if g.Window == 0 {
+		b = msgp.AppendNil(b)
+	} else {
+		b = msgp.AppendInt(b, g.Window)
+	}
+	e.publish(b)
+}
+
+func (e *engine) evictGroup(key string) {
+	delete(e.held, key)
+	var number int
+	fmt.Sscan(key[:1], &number)
+	b := msgp.AppendString(msgp.AppendString(msgp.AppendMapHeader(nil, 4), "type"), "BlockRemoved")
+	b = appendHashes(b, [][]byte{[]byte(key[1:])})
+	b = msgp.AppendString(msgp.AppendString(b, "medium"), "GPU")
+	e.publish(msgp.AppendInt(msgp.AppendString(b, "group_idx"), number))
+}
+
+// TestAHybridModelHasWhatVLLMWouldReuse: with blocks left out and evicted in any order,
+// beside a model that is none, and through snapshots.
+func TestAHybridModelHasWhatVLLMWouldReuse(t *testing.T) {
+	for name, groups := range layers {
+		t.Run(name, func(t *testing.T) {
+			random := rand.New(rand.NewPCG(1, 1))
+			f := newFleet(t, 1<<20, 2)
+			one := newEngine(f.instances[0], blockhash.SHA256, "0")
+			plain := newEngine(f.instances[1], blockhash.SHA256, "0")
+			one.to.Connected()
+			plain.to.Connected()
+			hits := 0
+			for step := range 300 {
+				ids := prompt(random)
+				if step == 0 {
+					ids = make([]uint32, 48) // as the first tells how blocks are named
+				}
+				for n, g := range groups {
+					sparse := g.attention() != fullAttention && step > 0 && random.IntN(2) == 0
+					one.storeGroup(n, g, ids, func(int) bool { return !sparse || random.IntN(3) > 0 })
+				}
+				plain.store(ids, "", min(2, plain.cached(ids, "")), "GPU")
+				for range random.IntN(12) {
+					if key, ok := one.some(); ok && step > 0 {
+						one.evictGroup(key)
+					}
+				}
+				if step%100 == 99 {
+					f = reloaded(t, f)
+					one.to, plain.to = f.instances[0], f.instances[1]
+				}
+				asked := prompt(random)
+				got := f.NewReader().Lookup(&Query{IDs: asked})
+				want := one.reusable(groups, asked)
+				if got[0].Blocks*got[0].BlockTokens != want || got[1].Blocks != plain.cached(asked, "") {
+					t.Fatalf("step %d: %+v of %v, not %d tokens and %d blocks", step, got, asked, want, plain.cached(asked, ""))
+				}
+				hits += min(want, 1)
+			}
+			if hits < 50 {
+				t.Errorf("only %d of 300 prompts were found", hits)
+			}
+		})
+	}
+}
+
+// TestPartsOfBlocksAreFoundWhereVLLMFindsThem: Mamba states in the middle of a block, and
+// the last part of a prompt for full attention.
+func TestPartsOfBlocksAreFoundWhereVLLMFindsThem(t *testing.T) {
+	f := newFleet(t, 1000, 1)
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	one.to.Connected()
+	groups := []group{{"mamba", 0, 16, false}, {"full_attention", 0, 16, false}}
+	part := func(n, tokens int) { // vLLM names the part by what is hashed last
+		groups[n].BlockTokens = blockTokens
+		one.storeGroup(n, groups[n], make([]uint32, tokens), func(block int) bool { return (block+1)*blockTokens == tokens })
+		groups[n].BlockTokens = 16
+	}
+	whole := func(n, tokens int) {
+		one.storeGroup(n, groups[n], make([]uint32, tokens), func(int) bool { return true })
+	}
+	asked := func(tokens, want int) {
+		t.Helper()
+		if got := f.NewReader().Lookup(&Query{IDs: make([]uint32, tokens)})[0]; got.Blocks*got.BlockTokens != want {
+			t.Errorf("%d of %d tokens, not %d", got.Blocks*got.BlockTokens, tokens, want)
+		}
+	}
+	whole(1, 64)
+	part(0, 40)
+	asked(65, 40) // the third block has what is before, too
+	asked(40, 0)
+	part(1, 72)
+	part(0, 72)
+	asked(80, 72)
+	asked(72, 40)
+	part(0, 16)
+	asked(40, 16)
+}
+
+// TestAGroupOfAnUnknownKindCostsWhatIsItsOwn: the others are looked up as if it were not.
+func TestAGroupOfAnUnknownKindCostsWhatIsItsOwn(t *testing.T) {
+	f := newFleet(t, 1000, 1)
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	one.to.Connected()
+	for n, kind := range []string{"unheard_of", "sliding_window", "full_attention"} {
+		one.storeGroup(n, group{Kind: kind, Window: 9, BlockTokens: 4}, make([]uint32, 40), func(block int) bool { return n > 0 })
+	}
+	if got := blocks(f, Query{IDs: make([]uint32, 41)}); got[0] != 10 {
+		t.Errorf("%d blocks, not 10", got[0])
+	}
+	got := one.to.Status()
+	if len(got.Groups) != 3 || got.Groups[0].BlockTokens != 0 || got.Groups[1].Window != 9 || got.Blocks["GPU"] != 10 {
+		t.Errorf("%+v", got)
+	}
+}
+
 func TestMemoryIsBounded(t *testing.T) {
 	const maxBlocks = 500
 	f := newFleet(t, maxBlocks, 1)
@@ -306,6 +571,79 @@ func TestMemoryIsBounded(t *testing.T) {
 		one.store(ids, "", 0, "GPU")
 		if n := len(one.to.state.Refcounts); n > maxBlocks {
 			t.Fatalf("%d further blocks are counted", n)
+		}
+	}
+}
+
+// TestAnInstanceIsSaidToHoldWhatIsKept: when blocks are forgotten for lack of room, its
+// account is of those that are left, is no longer complete, and says so after a restart.
+func TestAnInstanceIsSaidToHoldWhatIsKept(t *testing.T) {
+	const maxBlocks = 500
+	f := newFleet(t, maxBlocks, 3)
+	random := rand.New(rand.NewPCG(1, 1))
+	engines := make([]*engine, 3)
+	for n := range engines {
+		engines[n] = newEngine(f.instances[n], blockhash.SHA256, "0")
+		engines[n].to.Untouched()
+	}
+	store := func(e *engine, prompts int) {
+		for range prompts {
+			ids := make([]uint32, 40)
+			for i := range ids {
+				ids[i] = random.Uint32()
+			}
+			e.store(ids, "", 0, "GPU")
+		}
+	}
+	account := func(f *Fleet, want ...bool) {
+		t.Helper()
+		sum := 0
+		for n, instance := range f.instances {
+			got := instance.Status()
+			sum += got.Blocks["GPU"]
+			if got.Complete != want[n] {
+				t.Errorf("instance %d is said to be complete: %v", n, got.Complete)
+			}
+		}
+		if sum != f.Blocks() || sum > maxBlocks {
+			t.Errorf("the instances are said to hold %d blocks, %d are kept", sum, f.Blocks())
+		}
+	}
+	store(engines[0], 20)
+	store(engines[1], 20)
+	account(f, true, true, true)
+	store(engines[2], 20)
+	account(f, false, true, true)
+	store(engines[2], 80)
+	account(f, false, false, false)
+	for range 100 { // events of blocks that were forgotten
+		if hash, ok := engines[2].some(); ok {
+			engines[2].evict(hash)
+		}
+	}
+	account(f, false, false, false)
+	account(reloaded(t, f), false, false, false)
+	engines[2].reset()
+	store(engines[2], 1)
+	account(f, false, false, true)
+}
+
+func TestABlockTwiceInOneEventIsCountedOnce(t *testing.T) {
+	for _, blocks := range []int{1, 40} {
+		f := newFleet(t, 100, 1)
+		one := newEngine(f.instances[0], blockhash.SHA256, "0")
+		hashes := one.hashes(make([]uint32, blockTokens*blocks), "")
+		twice := append(hashes, hashes...)
+		one.publish(appendHashes(msgp.AppendString(msgp.AppendString(msgp.AppendMapHeader(nil, 2), "type"), "BlockStored"), twice))
+		if got := one.to.Status().Blocks["GPU"]; got != blocks {
+			t.Errorf("%d blocks, not %d", got, blocks)
+		}
+		for left, hash := range slices.Backward(twice) { // each is there twice
+			one.held[string(hash)] = 1
+			one.evict(string(hash))
+			if got := one.to.Status().Blocks["GPU"]; got != min(left, blocks) {
+				t.Errorf("%d blocks after %d were removed", got, 2*blocks-left)
+			}
 		}
 	}
 }

@@ -5,6 +5,7 @@ package fleet
 import (
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -34,11 +35,13 @@ type Instance struct {
 	number uint16
 	log    *slog.Logger
 
-	// answers is how its blocks are named while there is an answer to give: the scheme is
-	// known, and the state is that of a publisher that is connected.
-	answers atomic.Pointer[names.HashScheme]
+	// answers is what lookups need while there is an answer to give: it is known how
+	// blocks are named, and the state is that of a publisher that is connected.
+	answers atomic.Pointer[layout]
 	// tiered is set once it held a block elsewhere than in the GPU.
 	tiered atomic.Bool
+	// evicted is set once one of its blocks was forgotten for lack of room.
+	evicted atomic.Bool
 
 	mu        sync.Mutex
 	decoder   events.Decoder
@@ -56,17 +59,26 @@ type state struct {
 	Complete   bool
 	Naming     HashStatus
 	HashScheme names.HashScheme
+	Attempts   int // to find the scheme
+	Groups     []group
 	// Refcounts counts the further blocks of the same hash in the same place: a hash is
 	// gone with the last of them.
 	Refcounts map[place]uint32
-	// Held counts the different blocks in each medium.
-	Held [maxMedia]int
 }
 
-// A place is a block in a medium.
+// A place is a block in a medium, for a KV cache group.
 type place struct {
 	Name   uint64
 	Medium uint8
+	Group  uint8
+}
+
+// A group is what is known of a KV cache group: layers that share their blocks.
+type group struct {
+	Kind        string // as events have it, empty to vLLM 0.18
+	Window      int
+	BlockTokens int  // of a whole block; 0 if there was none yet
+	Partial     bool // parts of its blocks can be found, too
 }
 
 // Counts are what has happened since the start.
@@ -77,6 +89,7 @@ type Counts struct {
 	Missed  uint64 // such batches
 	Dropped uint64 // times that all that was taken was void
 	Skipped uint64 // blocks that are not kept: see stored
+	Unknown uint64 // events of unknown kinds
 }
 
 func newInstance(f *Fleet, number uint16, config InstanceConfig, log *slog.Logger) *Instance {
@@ -136,9 +149,12 @@ func (i *Instance) drop(why string) {
 // forget takes its blocks from the index.
 func (i *Instance) forget() {
 	i.fleet.index.ClearFunc(func(h holder) bool { return h.instance == i.number })
+	i.evicted.Store(false)
 	clear(i.state.Refcounts)
-	i.state.Held = [maxMedia]int{}
 }
+
+// complete reports whether it holds just what it is said to hold.
+func (i *Instance) complete() bool { return i.state.Complete && !i.evicted.Load() }
 
 // Untouched says that there was no event yet.
 func (i *Instance) Untouched() {
@@ -174,8 +190,7 @@ func (i *Instance) Disconnected(why error) {
 // answer lets lookups find the instance, if there is an answer to give.
 func (i *Instance) answer() {
 	if i.connected && i.state.HashScheme.BlockTokens > 0 {
-		scheme := i.state.HashScheme
-		i.answers.Store(&scheme)
+		i.answers.Store(newLayout(i.state.HashScheme, i.state.Groups))
 	}
 }
 
@@ -190,40 +205,50 @@ func (i *Instance) apply(e *events.Event) error {
 		// It names no medium, and the pools of lower ones are reset with it or alone.
 		i.forget()
 		i.state.Complete = true
+		if i.state.Naming == HashUnrecognized { // the next prompts tell anew
+			i.state.Naming, i.state.Attempts = HashPending, 0
+		}
+	default:
+		i.counts.Unknown++
+		i.state.Complete = false
 	}
 	return nil
 }
 
-// stored keeps blocks, unless they are of another size than the first of the instance, or
-// of a further group of layers, or have hashes that no prompt can give.
+// stored keeps blocks, unless no prompt can be found in them: what they hold has no name,
+// or their group or their size has no part in what vLLM finds.
 func (i *Instance) stored(e *events.Event) {
-	if i.state.Naming == HashPending {
+	if i.state.HashScheme.BlockTokens == 0 {
 		i.detectScheme(e)
 	}
 	medium, ok := i.medium(e)
-	size := i.state.HashScheme.BlockTokens
-	sized := e.BlockTokens == 0 || size == 0 || e.BlockTokens == size
-	if !ok || !sized || e.Group != 0 || i.state.Naming == HashUnrecognized {
+	if !ok || i.state.Naming == HashUnrecognized || !i.counted(e, medium) {
 		i.counts.Skipped += uint64(len(e.Names))
 		return
 	}
 	if medium > 0 {
 		i.tiered.Store(true)
 	}
-	if len(e.LoRA) > 0 {
+	if 0 < len(e.LoRA) && len(e.LoRA) <= maxAdapterBytes {
 		i.fleet.adapters.add(string(e.LoRA))
 	}
-	at := holder{i.number, medium}
+	at := holder{i.number, medium, uint8(e.Group)}
 	i.fresh = i.fresh[:0]
+	var added map[uint64]bool // by this event, if it has many names
+	if len(e.Names) > maxScanned {
+		added = make(map[uint64]bool, len(e.Names))
+	}
 	for _, name := range e.Names {
-		if i.fleet.index.Holds(name, at) {
-			i.state.Refcounts[place{name, medium}]++
-		} else {
-			i.fresh = append(i.fresh, name)
+		if added[name] || added == nil && slices.Contains(i.fresh, name) || i.fleet.index.Holds(name, at) {
+			i.state.Refcounts[place{name, medium, at.group}]++
+			continue
+		}
+		i.fresh = append(i.fresh, name)
+		if added != nil {
+			added[name] = true
 		}
 	}
 	i.fleet.index.Add(i.fresh, at)
-	i.state.Held[medium] += len(i.fresh)
 	if len(i.state.Refcounts) > i.fleet.maxBlocks {
 		i.drop("more further blocks of the same hashes than -max-blocks")
 	}
@@ -231,21 +256,75 @@ func (i *Instance) stored(e *events.Event) {
 
 func (i *Instance) removed(e *events.Event) {
 	medium, ok := i.medium(e)
-	if !ok || e.Group != 0 {
+	if !ok || e.Group < 0 || e.Group >= maxGroups {
 		return
 	}
-	at := holder{i.number, medium}
+	at := holder{i.number, medium, uint8(e.Group)}
 	for _, name := range e.Names {
-		here := place{name, medium}
+		here := place{name, medium, at.group}
 		if more := i.state.Refcounts[here]; more > 1 {
 			i.state.Refcounts[here]--
 		} else if more == 1 {
 			delete(i.state.Refcounts, here)
-		} else if i.fleet.index.Holds(name, at) {
+		} else {
 			i.fleet.index.Evict(name, at)
-			i.state.Held[medium]--
 		}
 	}
+}
+
+// counted learns of a group from blocks that are stored for it, and reports whether they
+// have a part in what is found. In lower media those do that are as large as the GPU's.
+func (i *Instance) counted(e *events.Event, medium uint8) bool {
+	if e.Group < 0 || e.Group >= maxGroups {
+		return false
+	}
+	for len(i.state.Groups) <= e.Group {
+		i.state.Groups = append(i.state.Groups, group{})
+	}
+	g := &i.state.Groups[e.Group]
+	size, unit := e.BlockTokens, i.state.HashScheme.BlockTokens
+	if size == 0 {
+		size = max(g.BlockTokens, unit)
+	}
+	if medium > 0 {
+		return size == g.BlockTokens || g.BlockTokens == 0 && size == unit
+	}
+	learned := *g
+	if len(e.Spec) > 0 && string(e.Spec) != g.Kind {
+		learned.Kind = string(e.Spec[:min(len(e.Spec), maxKindBytes)])
+	}
+	learned.Window = max(e.Window, g.Window)
+	if learned.attention() == unknownAttention || e.Group > 0 && learned.Kind == "" {
+		*g = learned
+		return false
+	}
+	if size == 0 {
+		return true // nothing to learn
+	}
+	if size < 0 || size > maxGroupTokens || unit > 0 && size%unit > 0 {
+		return false
+	}
+	if g.BlockTokens > 0 && size != g.BlockTokens {
+		if !i.hybrid() {
+			return false // only hybrid models have parts of blocks
+		}
+		learned.Partial = true
+	}
+	learned.BlockTokens = max(size, g.BlockTokens)
+	if *g != learned {
+		*g = learned
+		i.answer()
+	}
+	return true
+}
+
+// hybrid reports whether the instance has several groups.
+func (i *Instance) hybrid() bool {
+	groups := 0
+	for _, g := range i.state.Groups {
+		groups += min(g.BlockTokens, 1)
+	}
+	return groups > 1
 }
 
 // medium returns the number of an event's medium. vLLM writes them in capitals, and
@@ -254,41 +333,73 @@ func (i *Instance) medium(e *events.Event) (uint8, bool) {
 	if name := string(e.Medium); name == "" || name == events.GPU {
 		return 0, true
 	}
+	if len(e.Medium) > maxKindBytes {
+		return 0, false
+	}
 	n := i.fleet.media.add(strings.ToUpper(string(e.Medium)))
 	return uint8(n), n >= 0
 }
 
-// detectScheme finds out how the instance names blocks: from the first block of a prompt, whose
-// name depends on nothing but the seed and what is published with it. With an adapter, a
-// name that is not recognised says nothing: it may depend on the adapter's path.
+const (
+	// maxAttempts bounds what it costs that a scheme is not found.
+	maxAttempts = 64
+	// maxNamingTokens bounds how far it is looked for which block of a prompt a name is of.
+	maxNamingTokens = 1 << 13
+	maxGroupTokens  = 1 << 20
+	maxKindBytes    = 40 // of a kind or a medium
+	maxAdapterBytes = 1 << 10
+	// maxScanned names are looked through faster than a map is filled.
+	maxScanned = 32
+)
+
+// detectScheme finds out how the instance names blocks: from the first event of a prompt,
+// whose names depend on nothing but the seed and what is published with it. Only a first
+// block without an adapter or extra keys tells that a seed is not known, and only as long
+// as no other one is recognised. Groups that do not look at the whole prompt may leave out
+// its first blocks: then it is not said which block a name is of.
 func (i *Instance) detectScheme(e *events.Event) {
 	size := e.BlockTokens
-	if e.HasParent || e.Lookahead || e.Group != 0 || len(e.Names) == 0 ||
+	if e.HasParent || e.Lookahead || len(e.Names) == 0 || i.state.Attempts == maxAttempts ||
 		size < 1 || size > blockhash.MaxBlockTokens || e.TokenIDs.Len() < size {
-		return
-	}
-	ids, err := e.TokenIDs.Append(i.ids[:0], size)
-	if i.ids = ids; err != nil {
 		return
 	}
 	keys, err := e.FirstKeys()
 	if err != nil {
 		return
 	}
-	scheme, ok := i.fleet.schemeOf(e.Names[0], ids, keys)
-	if !ok && len(e.LoRA) > 0 {
+	plain := keys == nil && len(e.LoRA) == 0
+	first := e.TokenIDs.Len() == len(e.Names)*size
+	read := size
+	if plain && !first {
+		read = max(size, min(e.TokenIDs.Len(), maxNamingTokens))
+	}
+	ids, err := e.TokenIDs.Append(i.ids[:0], read)
+	if i.ids = ids; err != nil {
 		return
 	}
-	if !ok {
-		i.state.Naming = HashUnrecognized
+	i.state.Attempts++
+	scheme, ok := i.fleet.schemeOf(e.Names[0], ids, size, keys)
+	switch {
+	case ok:
+		i.recognize(scheme, e.Group)
+	case plain && first && i.state.Naming == HashPending:
+		i.state.Naming, i.state.Complete = HashUnrecognized, false
 		i.log.Warn("it names its blocks with a seed that is not known here: nothing of it can be " +
 			"found. Start it with PYTHONHASHSEED set, and kvindexd with the same -hash-seed")
 		i.forget()
-		return
 	}
+}
+
+// recognize takes over a scheme that a block of a group has told. What was learned of
+// groups before may be of blocks that it cannot have.
+func (i *Instance) recognize(scheme names.HashScheme, number int) {
 	i.state.Naming, i.state.HashScheme = HashStatus(scheme.Algorithm), scheme
+	for n := range i.state.Groups {
+		if g := &i.state.Groups[n]; n == number || g.BlockTokens%scheme.BlockTokens > 0 {
+			g.BlockTokens, g.Partial = 0, false
+		}
+	}
 	i.fleet.schemes.add(scheme)
-	i.answer()
 }
 
 // A Status is what there is to say of an instance.
@@ -299,6 +410,7 @@ type Status struct {
 	Naming      HashStatus     `json:"naming"`
 	BlockTokens int            `json:"block_tokens"`
 	Blocks      map[string]int `json:"blocks"`
+	Groups      []GroupStatus  `json:"groups,omitempty"` // of hybrid models
 	NextBatch   uint64         `json:"next_batch"`
 	Batches     uint64         `json:"batches"`
 	Events      uint64         `json:"events"`
@@ -306,22 +418,35 @@ type Status struct {
 	Missed      uint64         `json:"missed_batches"`
 	Dropped     uint64         `json:"dropped"`
 	Skipped     uint64         `json:"skipped_blocks"`
+	Unknown     uint64         `json:"unknown_events"`
 	Why         string         `json:"why,omitempty"`
 }
 
+// A GroupStatus is what there is to say of a KV cache group.
+type GroupStatus struct {
+	Kind        string `json:"kind"`
+	Window      int    `json:"window,omitempty"`
+	BlockTokens int    `json:"block_tokens"` // 0: it has no part in what is found
+	Blocks      int    `json:"blocks"`       // in the GPU
+}
+
 // Status says how it is with the instance. Complete: all its events since its start, or
-// since its cache was last empty, have been taken. Blocks: by medium.
+// since its cache was last empty, have been taken and understood, and none of its blocks was forgotten for
+// lack of room. Blocks: by medium, of the first group
+// whose layers look at the whole prompt, in blocks of BlockTokens.
 func (i *Instance) Status() Status {
 	i.mu.Lock()
 	defer i.mu.Unlock()
+	main, per := i.mainGroup()
 	blocks := make(map[string]int)
 	for medium, name := range i.fleet.media.all() {
-		blocks[name] = i.state.Held[medium]
+		blocks[name] = per * i.fleet.index.Count(holder{i.number, uint8(medium), main})
 	}
 	return Status{
+		Groups:      i.groupStatuses(),
 		Name:        i.Name,
 		Connected:   i.connected,
-		Complete:    i.state.Complete,
+		Complete:    i.complete(),
 		Naming:      i.state.Naming,
 		BlockTokens: i.state.HashScheme.BlockTokens,
 		Blocks:      blocks,
@@ -332,6 +457,32 @@ func (i *Instance) Status() Status {
 		Missed:      i.counts.Missed,
 		Dropped:     i.counts.Dropped,
 		Skipped:     i.counts.Skipped,
+		Unknown:     i.counts.Unknown,
 		Why:         i.why,
 	}
+}
+
+// mainGroup returns the first group that looks at the whole prompt, or else the first, and
+// how many of the blocks that are hashed one of its own has.
+func (i *Instance) mainGroup() (number uint8, per int) {
+	n := max(0, slices.IndexFunc(i.state.Groups, func(g group) bool {
+		return g.BlockTokens > 0 && g.attention() == fullAttention
+	}))
+	if unit := i.state.HashScheme.BlockTokens; unit > 0 && n < len(i.state.Groups) {
+		return uint8(n), max(1, i.state.Groups[n].BlockTokens/unit)
+	}
+	return uint8(n), 1
+}
+
+// groupStatuses returns nothing for a model with one group.
+func (i *Instance) groupStatuses() []GroupStatus {
+	if len(i.state.Groups) < 2 {
+		return nil
+	}
+	var statuses []GroupStatus
+	for n, g := range i.state.Groups {
+		blocks := i.fleet.index.Count(holder{i.number, 0, uint8(n)})
+		statuses = append(statuses, GroupStatus{g.Kind, g.Window, g.BlockTokens, blocks})
+	}
+	return statuses
 }

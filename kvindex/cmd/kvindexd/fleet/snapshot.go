@@ -20,7 +20,7 @@ import (
 // A snapshot is a magic line, a gob of snapshotHeader with its length before it, one
 // record for each block (its name, the number of its holders, and these), a record of
 // no holders, and the CRC-32 of all that.
-const snapshotMagic = "kvindexd snapshot 1\n"
+const snapshotMagic = "kvindexd snapshot 2\n"
 
 type snapshotHeader struct {
 	Media     []string
@@ -65,7 +65,7 @@ func (f *Fleet) write(file io.Writer) error {
 		record = binary.LittleEndian.AppendUint64(record[:0], name)
 		record = binary.LittleEndian.AppendUint16(record, uint16(len(holders)))
 		for _, h := range holders {
-			record = append(binary.LittleEndian.AppendUint16(record, h.instance), h.medium)
+			record = append(binary.LittleEndian.AppendUint16(record, h.instance), h.medium, h.group)
 		}
 		out.Write(record)
 	}
@@ -81,7 +81,9 @@ func (f *Fleet) writeHeader(out *bufio.Writer) error {
 	for _, instance := range f.instances {
 		instance.mu.Lock()
 		defer instance.mu.Unlock()
-		header.Instances = append(header.Instances, snapshotInstance{instance.Name, instance.Source, instance.state})
+		state := instance.state
+		state.Complete = instance.complete()
+		header.Instances = append(header.Instances, snapshotInstance{instance.Name, instance.Source, state})
 	}
 	var encoded bytes.Buffer
 	if err := gob.NewEncoder(&encoded).Encode(&header); err != nil {
@@ -141,9 +143,6 @@ func (f *Fleet) readInstances(saved []snapshotInstance) []*Instance {
 		if instance.state.Refcounts == nil { // gob leaves out what is empty
 			instance.state.Refcounts = refcounts
 		}
-		for medium, blocks := range instance.state.Held {
-			instance.tiered.Store(instance.tiered.Load() || medium > 0 && blocks > 0)
-		}
 		if entry.State.HashScheme.BlockTokens > 0 {
 			f.schemes.add(entry.State.HashScheme)
 		}
@@ -160,19 +159,22 @@ func (f *Fleet) readBlocks(records []byte, instances []*Instance) error {
 		if count == 0 {
 			return nil
 		}
-		if len(records) < 3*count {
+		if len(records) < 4*count {
 			return errTorn
 		}
 		holders = holders[:0]
 		for ; count > 0; count-- {
-			n := int(binary.LittleEndian.Uint16(records))
+			n, medium, group := int(binary.LittleEndian.Uint16(records)), records[2], records[3]
 			if n >= len(instances) {
 				return errTorn
 			}
-			if instances[n] != nil {
-				holders = append(holders, holder{instances[n].number, records[2]})
+			if instance := instances[n]; instance != nil {
+				holders = append(holders, holder{instance.number, medium, group})
+				if medium > 0 {
+					instance.tiered.Store(true)
+				}
 			}
-			records = records[3:]
+			records = records[4:]
 		}
 		f.index.Add([]uint64{name}, holders...)
 	}

@@ -215,7 +215,7 @@ func writeInstances(w io.Writer, statuses []fleet.Status) {
 		value            func(*fleet.Status) any
 	}{
 		{"connected", "gauge", "1 if its events arrive.", func(s *fleet.Status) any { return number(s.Connected) }},
-		{"complete", "gauge", "1 if all its events were taken.", func(s *fleet.Status) any { return number(s.Complete) }},
+		{"complete", "gauge", "1 if it holds no more than is said.", func(s *fleet.Status) any { return number(s.Complete) }},
 		{"nameable", "gauge", "1 if its blocks can be named from token ids.", func(s *fleet.Status) any { return number(s.BlockTokens > 0) }},
 		{"batches_total", "counter", "Batches of events taken.", func(s *fleet.Status) any { return s.Batches }},
 		{"events_total", "counter", "Events taken.", func(s *fleet.Status) any { return s.Events }},
@@ -223,6 +223,7 @@ func writeInstances(w io.Writer, statuses []fleet.Status) {
 		{"missed_batches_total", "counter", "Batches that did not come by themselves.", func(s *fleet.Status) any { return s.Missed }},
 		{"dropped_total", "counter", "Times that all its blocks were forgotten.", func(s *fleet.Status) any { return s.Dropped }},
 		{"skipped_blocks_total", "counter", "Blocks that were not kept.", func(s *fleet.Status) any { return s.Skipped }},
+		{"unknown_events_total", "counter", "Events of unknown kinds.", func(s *fleet.Status) any { return s.Unknown }},
 	} {
 		name := "kvindexd_instance_" + metric.name
 		fmt.Fprintf(w, "# HELP %s %s\n# TYPE %s %s\n", name, metric.what, name, metric.kind)
