@@ -16,24 +16,45 @@ from typing import Any
 
 import pytest
 
+from kvtax.engine.environment import cpu_preload
+from kvtax.engine.installation import Installation
 from kvtax.engine.kvindexd import HASH_SEED, KVINDEXD, Program, build
 from kvtax.fleet.instances import write_instances
 from kvtax.records.instances import Instance
 
 ENGINE = Path(__file__).parent / "cache_engine.py"
-DEADLINE_S = 120.0
+DEADLINE_S = 30.0
+# An engine of which no part is in another process.
+ONE_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "KMP_BLOCKTIME": "1",
+}
 needs_go = pytest.mark.skipif(not shutil.which("go"), reason="needs Go 1.25")
 
 
 class Engine:
-    """A cache_engine.py; `published` counts the batches of its events."""
+    """A cache_engine.py; `published` counts the batches of its events.
 
-    def __init__(self, name: str, folder: Path, *settings: str, seed: str = HASH_SEED):
+    It runs in this environment, or in that of another vLLM `release`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        *settings: str,
+        seed: str = HASH_SEED,
+        release: Installation | None = None,
+    ):
         self.name = name
         self.events = f"ipc://{folder}/{name}"
         self.replay = f"{self.events}.replay"
         self._settings = settings
         self._seed = seed
+        self._release = release
         self.published = 0
         self.start()
 
@@ -50,8 +71,12 @@ class Engine:
         """It begins to start; the first command waits until it has."""
         env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         env |= {"PYTHONHASHSEED": self._seed, "VLLM_CONFIGURE_LOGGING": "0"}
+        python = sys.executable
+        if self._release is not None:
+            python = self._release.python
+            env |= ONE_PROCESS | {"LD_PRELOAD": ":".join(cpu_preload(self._release))}
         self._process = subprocess.Popen(
-            [sys.executable, ENGINE, self.events, self.replay, *self._settings],
+            [python, ENGINE, self.events, self.replay, *self._settings],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

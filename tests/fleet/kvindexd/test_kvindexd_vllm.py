@@ -14,12 +14,13 @@ from random import Random
 import pytest
 
 from kvtax.engine.kvindexd import LLMD_LOOKUP
+from kvtax.engine.releases import release
 from kvtax.fleet.proxy.apis import APIS, COMPLETIONS
 from kvtax.fleet.proxy.body import Body
 from kvtax.fleet.proxy.kvindexd import Kvindexd
 from tests.fleet.kvindexd.kvindexd_lab import DEADLINE_S, Engine, Index, needs_go
 
-pytestmark = [pytest.mark.long, needs_go]
+pytestmark = [pytest.mark.long, needs_go, pytest.mark.timeout(1800)]
 BLOCKS = 150
 # By name: blocks, tokens per block, algorithm.
 ENGINES = {
@@ -31,10 +32,11 @@ ENGINES = {
 
 @contextmanager
 def running(
-    folder: Path, settings: dict[str, tuple], *flags: str, **seed: str
+    folder: Path, settings: dict[str, tuple], *flags: str, **engine_settings
 ) -> Iterator[tuple[list[Engine], Index]]:
     engines = [
-        Engine(name, folder, *map(str, one), **seed) for name, one in settings.items()
+        Engine(name, folder, *map(str, one), **engine_settings)
+        for name, one in settings.items()
     ]
     try:
         for engine in engines:
@@ -168,6 +170,79 @@ def test_a_seed_that_is_not_known_is_told_and_not_guessed(tmp_path):
         assert state["skipped_blocks"] == 6
         assert index.tokens([prompt]) == {"a": [0]}
         assert "PYTHONHASHSEED" in (tmp_path / "kvindexd.log").read_text()
+
+
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Hybrid models, and the kinds of their groups of layers. The convolutions of LFM2 keep
+# a state, as Mamba layers do.
+HYBRIDS = {
+    "gemma3": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "sliding_window": 100,
+            "query_pre_attn_scalar": 32,
+        },
+        ["SlidingWindowSpec"] * 3 + ["FullAttentionSpec"],
+    ),
+    "lfm2": (
+        {
+            "architectures": ["Lfm2ForCausalLM"],
+            "model_type": "lfm2",
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "conv_dim": 64,
+            "block_dim": 64,
+            "block_ff_dim": 128,
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+        },
+        ["MambaSpec", "FullAttentionSpec"],
+    ),
+}
+HYBRID_RELEASE = "0.32.0"
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_answers_for_a_hybrid_model_are_the_engine_s(tmp_path, model):
+    """A whole vLLM runs it, and has to evict."""
+    config, kinds = HYBRIDS[model]
+    folder = tmp_path / model
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY | config))
+    installed = release(HYBRID_RELEASE)
+    settings = {"a": (BLOCKS, 32, folder)}
+    workload = Workload(3)
+    with running(tmp_path, settings, release=installed) as (engines, index):
+        assert engines[0]("free") == kinds
+        found = 0
+        for number in range(12):
+            if number == 8:
+                engines[0]("reset")  # published with the next step
+            for output in range(0, 40, 13):
+                prompt = workload.prompt() | {"lora": None}
+                engines[0]("run", prompt=prompt, output=[7] * output, stay=False)
+            asked = [prompt | {"lora": None} for prompt in workload.asked(40)]
+            found += checked(engines, index, asked)
+        state = index.instances()["a"]
+    assert found > 5_000, "too little was found to tell answers apart"
+    assert state["complete"] and len(state["groups"]) == len(kinds), state
 
 
 BLOCK_TOKENS = 16
