@@ -29,6 +29,8 @@ from kvtax.fleet.simulate.virtual_loop import VirtualLoop
 from kvtax.records.host_times import RequestTimes
 
 PATCHES = ["step_timing_v2"]
+# Virtual time reads its arguments as this release does.
+ONLY = "0.18.1"
 
 # Too few for all prompts: blocks are evicted all the time.
 BLOCKS = 200

@@ -15,6 +15,8 @@ from kvtax.fleet.launch.instance_settings import Transfer
 from kvtax.fleet.simulate.transfers import Links, MooncakeTransfers
 
 PATCHES = ["step_timing_v2"]
+# Virtual time reads its arguments as this release does.
+ONLY = "0.18.1"
 
 SEEDS = [1, 2, 3, 4, 5]
 BLOCK_TOKENS = 16
