@@ -34,6 +34,7 @@ BENCHMARKS = (
     Benchmark("senders", 2, "lateness of load generators, by request rate"),
     Benchmark("proxy", 17, "the proxy's addition to TTFT, and its throughput"),
     Benchmark("study", 1, "the reference study's sample and forward, fitted"),
+    Benchmark("host_table", 3, "vLLM's host part of a step, and what its lack does"),
     Benchmark("virtual", 5, "speed and memory of a fleet in virtual time"),
     Benchmark("traces", 3, "reading and sampling traces of 2 million requests"),
     Benchmark("hosts", 13, "tasks, simulated runs and sweeps on a Ray cluster"),
@@ -51,7 +52,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the name, and leave the rest to the named benchmark."""
     parser.usage = "kvtax bench [NAME [options]]"
     parser.add_argument(
-        "name", nargs="?", choices=[b.name for b in BENCHMARKS], metavar="NAME"
+        "name",
+        nargs="?",
+        type=lambda name: name.replace("-", "_"),
+        choices=[b.name for b in BENCHMARKS],
+        metavar="NAME",
     )
     parser.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 

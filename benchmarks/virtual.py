@@ -13,7 +13,8 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -105,38 +106,43 @@ def run(arguments: argparse.Namespace) -> int:
 
 def alone(model: str, running: int) -> dict[str, float]:
     """Simulate vLLM's engine core with our executor and nothing else."""
-    return _forked(_alone, model, running)
+    return forked(_measured, _alone, model, running)
 
 
 def fleet(model: str, instances: int, running: int) -> dict[str, float]:
     """Simulate a whole run: replayer, proxy, policy `linear`, records."""
-    return _forked(_fleet, model, instances, running)
+    return forked(_measured, _fleet, model, instances, running)
 
 
-def _forked(simulate: Callable[..., float], *arguments: object) -> dict[str, float]:
+def forked(
+    work: Callable[..., dict[str, float]], *arguments: object
+) -> dict[str, float]:
+    """Do the work in a fork of this process; return its result."""
     receiving, sending = Pipe(duplex=False)
-    child = get_context("fork").Process(
-        target=_timed, args=(sending, simulate, arguments)
-    )
+    child = get_context("fork").Process(target=_sent, args=(sending, work, arguments))
     child.start()
     # Or a child that fails would leave this process waiting.
     sending.close()
-    took = receiving.recv()
+    result = receiving.recv()
     child.join()
-    return took
+    return result
 
 
-def _timed(
-    parent: Connection, simulate: Callable[..., float], arguments: tuple
+def _sent(
+    parent: Connection, work: Callable[..., dict[str, float]], arguments: tuple
 ) -> None:
+    parent.send(work(*arguments))
+
+
+def _measured(simulation: Callable[..., float], *arguments: object) -> dict[str, float]:
     began_s = time.process_time()
-    instance_s = simulate(*arguments)
+    instance_s = simulation(*arguments)
     core_s = time.process_time() - began_s
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    parent.send({"instance_s": instance_s, "core_s": core_s, "peak_mib": peak_mib})
+    return {"instance_s": instance_s, "core_s": core_s, "peak_mib": peak_mib}
 
 
-def _arguments(model: str) -> list[str]:
+def arguments_of(model: str) -> list[str]:
     options = {
         "--model": model,
         "--load-format": "dummy",
@@ -155,7 +161,7 @@ def _alone(model: str, running: int) -> float:
     from kvtax.fleet.simulate.virtual_engine import VirtualEngine
 
     cost = StepCost(PROFILE.forward, StepTimes())
-    engine = VirtualEngine(_arguments(model), cost, False)
+    engine = VirtualEngine(arguments_of(model), cost, False)
     waiting = iter(range(running * ROUNDS))
 
     def begin() -> None:
@@ -175,6 +181,16 @@ def _alone(model: str, running: int) -> float:
 
 
 def _fleet(model: str, instances: int, running: int) -> float:
+    with simulated(model, instances, running) as folder:
+        replay_s = read_document(folder / "arm.json", ArmRecord).replay_s
+    return instances * replay_s
+
+
+@contextmanager
+def simulated(
+    model: str, instances: int, running: int, host: StepTimes | None = None
+) -> Iterator[Path]:
+    """Simulate a run with so many requests under way; yield its folder."""
     from kvtax.fleet.simulate.run_cells import run_cell
 
     with tempfile.TemporaryDirectory() as made:
@@ -184,7 +200,7 @@ def _fleet(model: str, instances: int, running: int) -> float:
         members = [
             Member(
                 Instance(f"i{n}", f"http://i{n}", block_tokens=PROFILE.block_size),
-                _arguments(model),
+                arguments_of(model),
             )
             for n in range(instances)
         ]
@@ -195,7 +211,7 @@ def _fleet(model: str, instances: int, running: int) -> float:
             patches={},
             members=members,
             forward=PROFILE.forward,
-            host=StepTimes(),
+            host=host or StepTimes(),
             requests=RequestTimes(),
             overlapping=False,
             transfer=None,
@@ -213,8 +229,7 @@ def _fleet(model: str, instances: int, running: int) -> float:
             seed=0,
         )
         run_cell(cell)
-        replay_s = read_document(folder / "run" / "arm.json", ArmRecord).replay_s
-        return instances * replay_s
+        yield folder / "run"
 
 
 def _requests(count: int) -> list[Request]:
@@ -251,5 +266,5 @@ if __name__ == "__main__":
 
     model, socket = sys.argv[1:]
     # What making an engine imports, the forks need not.
-    VirtualEngine(_arguments(model), StepCost(PROFILE.forward, StepTimes()), False)
+    VirtualEngine(arguments_of(model), StepCost(PROFILE.forward, StepTimes()), False)
     serve(model, socket, alone, fleet)

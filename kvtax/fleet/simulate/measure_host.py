@@ -57,13 +57,14 @@ def write_host_times(
 def step_times(file: Path) -> dict[str, StepTimes]:
     """Return times by connector, from the cells in `file`. Raises RecordsError."""
     cells = read_cells(file)
-    times = {cell.connector: _of(cell) for cell in cells if cell.error is None}
+    times = {cell.connector: host_steps(cell) for cell in cells if cell.error is None}
     if not times:
         raise RecordsError(f"{file}: no cell of kvtax axes in it")
     return times
 
 
-def _of(cell: CellRecord) -> StepTimes:
+def host_steps(cell: CellRecord) -> StepTimes:
+    """Fit the times of one cell, which was measured."""
     levels: dict[str, dict[str, Floats]] = {"scheduler": {}, "worker": {}}
     for axis, means_us in cell.means_us.items():
         scheduler = np.median(means_us["scheduler_us"], axis=0)
