@@ -154,15 +154,21 @@ class Clients:
             kind = self.chance.choices(list(kinds), list(kinds.values()))[0]
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
             try:
-                async with asyncio.timeout(ANSWER_S):
-                    await kind(reader, writer)
+                await kind(reader, writer)
             except (TimeoutError, OSError, EOFError) as error:
                 self.unanswered.append(f"{kind.__name__}: {error!r}")
             if writer not in self.endless:
                 writer.close()
 
     async def answer(self, kind: str, reader: Reader) -> bool:
-        """Read an answer to its end; return whether another may follow."""
+        """Read an answer to its end; return whether another may follow.
+
+        Raises TimeoutError, and what `reader` raises.
+        """
+        async with asyncio.timeout(ANSWER_S):
+            return await self._answer(kind, reader)
+
+    async def _answer(self, kind: str, reader: Reader) -> bool:
         head = await reader.readuntil(b"\r\n\r\n")
         if head.startswith(b"HTTP/1.1 100 "):
             head = await reader.readuntil(b"\r\n\r\n")
