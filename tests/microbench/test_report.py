@@ -247,7 +247,7 @@ def test_doubts_are_told(tmp_path: Path):
     for doubt in ("1 torn last", f"2 of {2 * count} requests failed", "sent late"):
         assert doubt in shown, doubt
     for warning in report.page["warnings"]:
-        assert f"*{warning['remedy']}*" in report.summary
+        assert f"**What to do:** {warning['remedy']}" in report.summary
     document = report.document
     told = [*document["warnings"], *document["configs"]["noop"]["warnings"]]
     assert len(told) >= 4
