@@ -3,7 +3,7 @@
 # Installs what is missing (setup.sh), then runs `kvtax sweep` with the same options.
 #
 #   bash run_all.sh [--profile NAME] [--only CONFIG]... [--repeats N] [--model PATH]
-#                   [--connector MODULE:CLASS [--connector-config JSON]] [--limits FILE]
+#                   [--connector MODULE:CLASS [--connector-config JSON|@FILE]] [--limits FILE]
 #                   [--python PATH | --vllm VERSION] [--out DIR [--resume]]
 #                   [--profile-cpu] [--ray ADDRESS [--store URL]] [--check | --report RUN]
 #
@@ -15,7 +15,7 @@
 #   --model PATH         real weights (gpu profile)
 #   --connector CLASS    measure your own connector: along all axes (a minute), then
 #                        beside plain vLLM and a no-op
-#   --connector-config   JSON object, added to its kv_transfer_config
+#   --connector-config   JSON object, or @FILE with one, added to its kv_transfer_config
 #   --limits FILE        limits to check, such as configs/limits/ci.toml
 #   --python PATH        measure the vLLM of this Python, and leave it as it is
 #   --vllm VERSION       measure this release, in a new environment (up to 9 GB)

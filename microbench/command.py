@@ -53,7 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="measure it along all axes (a minute), then beside plain vLLM and a no-op",
     )
     own.add_argument(
-        "--connector-config", metavar="JSON", help="added to its kv_transfer_config"
+        "--connector-config",
+        metavar="JSON|@FILE",
+        help="added to its kv_transfer_config",
     )
     own.add_argument("--limits", type=Path, metavar="FILE", help="limits to check")
     vllm = parser.add_argument_group("vLLM").add_mutually_exclusive_group()

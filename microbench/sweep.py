@@ -124,7 +124,7 @@ def _begin_run(
     file = run_dir / PLAN_FILE
     hashes = {name: sha for trial in plan for name, sha in trial.patches.items()}
     record = RunRecord(
-        profile=msgspec.to_builtins(profile),
+        profile=provenance.masked(msgspec.to_builtins(profile)),
         provenance=provenance.collect(hashes, "kvtax", installed),
         configs={trial.config: trial.connector.report for trial in plan},
         plan=[PlanEntry(trial.config, trial.repeat) for trial in plan],

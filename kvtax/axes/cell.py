@@ -45,6 +45,8 @@ ONLY_UP = ("cache", "tier")
 SLOWEST = 0.1
 # 4 requests of 131,072 tokens, and some more to fill the cache with.
 SIZES = {"num_blocks": 36_000, "max_model_len": 132_096, "max_requests": 256}
+# The variable with what the worker is given; a command line would show its secrets.
+GIVEN = "KVTAX_CELL"
 RUNS_HERE = ("cpu_uniproc", "cpu_small_blocks")
 # What the scheduler takes: of a cell without a connector, that is the figure.
 SCHEDULER_US = pl.col("schedule_us") + pl.col("update_us")
@@ -112,12 +114,12 @@ def run(
                 folder,
                 "kvtax.axes.worker",
                 [*connector.patches, *RUNS_HERE],
-                json.dumps(given),
                 recording=True,
-                env=told.env,
+                env=told.env | {GIVEN: json.dumps(given)},
                 installed=installed,
                 max_model_len=SIZES["max_model_len"],
                 beside=beside(told.beside, installed),
+                secrets=provenance.secrets_in(given, told.env),
             )
         )
         engine.wait_ready()

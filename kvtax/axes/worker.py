@@ -9,6 +9,7 @@ level.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from itertools import chain, count
@@ -232,8 +233,8 @@ def has_tier(engine: SteppedEngine) -> bool:
 
 
 def main() -> None:
-    model, told, socket = sys.argv[1:]
-    given = json.loads(told)
+    model, socket = sys.argv[1:]
+    given = json.loads(os.environ.pop("KVTAX_CELL"))
     engine = SteppedEngine(Path(model), given["kv_transfer"], given["sizes"])
     serve(engine, socket, ranges, has_tier)
 

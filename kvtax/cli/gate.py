@@ -28,7 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the connector; or the name of one that vLLM has",
     )
     parser.add_argument(
-        "--connector-config", metavar="JSON", help="added to vLLM's kv_transfer_config"
+        "--connector-config",
+        metavar="JSON|@FILE",
+        help="added to vLLM's kv_transfer_config",
     )
     python = parser.add_mutually_exclusive_group()
     python.add_argument(

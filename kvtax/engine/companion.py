@@ -17,6 +17,7 @@ from kvtax.engine.connector import Companion, Connector
 from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation
 from kvtax.engine.ports import reserve
+from kvtax.engine.provenance import secrets_in
 from kvtax.engine.releases import beside
 from kvtax.engine.server import tail
 from kvtax.engine.supervise import Supervised
@@ -50,7 +51,9 @@ def accompanied(
         (folder / name).write_text(text)
     log = folder / "companion.log"
     command = installed.command("-m", told.companion.module, *told.companion.arguments)
-    with Supervised(command, _environment(told, installed), log) as process:
+    secrets = secrets_in(told.companion.arguments, told.env)
+    env = _environment(told, installed)
+    with Supervised(command, env, log, secrets=secrets) as process:
         _wait_ready(process, first, log)
         yield msgspec.structs.replace(told, companion=None)
 

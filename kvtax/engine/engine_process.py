@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -42,12 +42,13 @@ class WorkerProcess:
         *arguments: str,
         env: dict[str, str],
         installed: Installation | None = None,
+        secrets: Sequence[str] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._log, self._socket = folder / "log", folder / "socket"
         module = ["-m", worker, *arguments, str(self._socket)]
         command = (installed or installation()).command(*module)
-        self._process = Supervised(command, env, self._log)
+        self._process = Supervised(command, env, self._log, secrets=secrets)
         self._connection: Connection | None = None
 
     def wait_ready(self) -> None:
@@ -91,6 +92,7 @@ class EngineProcess(WorkerProcess):
 
     Its vLLM is the `installed` one with `patches`, whose hashes are `patch_hashes`. The
     null model has a context of `max_model_len` tokens. In `beside` are more packages.
+    The log has `***` for `secrets`.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class EngineProcess(WorkerProcess):
         installed: Installation | None = None,
         max_model_len: int = CPU_ENGINE.max_model_len,
         beside: Path | None = None,
+        secrets: Sequence[str] = (),
     ) -> None:
         records, overlay = folder / "records", folder / "overlay"
         records.mkdir(parents=True)
@@ -126,6 +129,7 @@ class EngineProcess(WorkerProcess):
             *arguments,
             env=full,
             installed=installed,
+            secrets=secrets,
         )
 
 

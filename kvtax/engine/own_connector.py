@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,7 +27,8 @@ STAND_INS = (
 def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
     """(name, connector) of `where`: module:Class, or a name that vLLM knows.
 
-    `config` is a JSON object, added to vLLM's kv_transfer_config. Raises ConfigError.
+    `config` is a JSON object, added to vLLM's kv_transfer_config, or `@FILE` with one.
+    Raises ConfigError.
     """
     module, colon, name = where.rpartition(":")
     parts = [name, *(module.split(".") if colon else [])]
@@ -38,12 +40,17 @@ def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
     told: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both"}
     if module:
         told["kv_connector_module_path"] = module
+    given, source = config or "{}", "--connector-config"
     try:
-        told |= msgspec.json.decode(config or "{}", type=dict[str, Any])
+        if given.startswith("@"):
+            source += f" {given}"
+            given = Path(given[1:]).read_text()
+        told |= msgspec.json.decode(given, type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read: {error}") from None
     except msgspec.MsgspecError as error:
-        raise ConfigError(
-            f"--connector-config {config!r} is not a JSON object: {error}"
-        ) from None
+        # It may have passwords, and is not printed.
+        raise ConfigError(f"{source} is not a JSON object: {error}") from None
     summary = f"{where}, told on the command line"
     return name, Connector(summary=summary, patches=RECORDING, kv_transfer_config=told)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -39,8 +42,10 @@ SECRET_KEY = re.compile(
     re.IGNORECASE,
 )
 # What may be USER:PASSWORD, up to the last @: a password may have / or @ in it.
-URL_USER = re.compile(r"(?<=://)\S+@")
-URL_PARAMETER = re.compile(r"(?<=[?&])([^=&#\s]+)=[^&#\s]*")
+URL_USER = re.compile(r"(?<=://)(\S+)@")
+URL_PARAMETER = re.compile(r"(?<=[?&])([^=&#\s]+)=([^&#\s]*)")
+# Characters of the shortest secret that is masked in a log.
+SHORTEST_SECRET = 4
 
 GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
 
@@ -73,38 +78,93 @@ def collect(
         date_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         git_commit=commit,
         git_dirty=bool(_git("status", "--porcelain")) if commit else None,
-        command_line=" ".join([command, *map(masked, sys.argv[1:])]),
+        command_line=" ".join([command, *masked(sys.argv[1:])]),
     )
     return msgspec.to_builtins(found)
 
 
 def masked(value: Any) -> Any:
-    """Mask passwords, tokens and keys in an argument or in decoded JSON.
+    """Mask passwords, tokens and keys in an argument, or a list of them, or in JSON.
 
-    Secret are the values of keys that are named so, in JSON and in a URL's query, and
-    the user of a URL. In an argument JSON may follow an option, as in `--option={...}`.
+    Secret are the values of keys and options that are named so, in JSON and in a URL's
+    query, and the user of a URL. In an argument JSON may follow an option, as in
+    `--option={...}`.
     """
+    return _masked(value, [])
+
+
+def secrets_in(*values: Any) -> list[str]:
+    """List the texts that `masked` masks in `values`, long ones first.
+
+    Shorter ones than SHORTEST_SECRET are left out: they are found in any text.
+    """
+    found: list[str] = []
+    _masked(list(values), found)
+    forms = {form for text in found for form in _forms(text)}
+    long = (form for form in forms if len(form) >= SHORTEST_SECRET)
+    return sorted(long, key=lambda form: (-len(form), form))
+
+
+def _masked(value: Any, found: list[str]) -> Any:
     if isinstance(value, dict):
         return {
-            key: MASK if SECRET_KEY.search(key) else masked(part)
+            key: (_hidden if SECRET_KEY.search(key) else _masked)(part, found)
             for key, part in value.items()
         }
     if isinstance(value, list):
-        return [masked(part) for part in value]
-    return _masked_text(value) if isinstance(value, str) else value
+        return [
+            (_hidden if _is_secret(before) else _masked)(part, found)
+            for before, part in pairwise(["", *value])
+        ]
+    return _masked_text(value, found) if isinstance(value, str) else value
 
 
-def _masked_text(text: str) -> str:
+def _is_secret(option: Any) -> bool:
+    """Return whether the argument after `option` is a secret."""
+    named = isinstance(option, str) and option.startswith("--")
+    return named and SECRET_KEY.search(option) is not None
+
+
+def _hidden(value: Any, found: list[str]) -> str:
+    """Return MASK; add to `found` all texts and numbers of `value`."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _hidden(part, found)
+    elif value is not None and not isinstance(value, bool):
+        found.append(str(value))
+    return MASK
+
+
+def _masked_text(text: str, found: list[str]) -> str:
     option, brace, rest = text.partition("{")
     with suppress(msgspec.DecodeError):
         given = msgspec.json.decode(brace + rest, type=dict[str, Any])
-        kept = masked(given)
+        kept = _masked(given, found)
         return text if kept == given else option + msgspec.json.encode(kept).decode()
-    return URL_PARAMETER.sub(_masked_parameter, URL_USER.sub(f"{MASK}@", text))
+    option, equals, rest = text.partition("=")
+    if equals and _is_secret(option):
+        return f"{option}={_hidden(rest, found)}"
+
+    def parameter(match: re.Match[str]) -> str:
+        if not SECRET_KEY.search(match[1]):
+            return match[0]
+        return f"{match[1]}={_hidden(match[2], found)}"
+
+    def user(match: re.Match[str]) -> str:
+        # Without a colon all of it may be a token; a list of URLs has several colons.
+        parts = [match[1].partition(":")[2] or match[1], match[1].rpartition(":")[2]]
+        return f"{_hidden(parts, found)}@"
+
+    return URL_PARAMETER.sub(parameter, URL_USER.sub(user, text))
 
 
-def _masked_parameter(parameter: re.Match[str]) -> str:
-    return f"{parameter[1]}={MASK}" if SECRET_KEY.search(parameter[1]) else parameter[0]
+def _forms(secret: str) -> set[str]:
+    """Return how `secret` may be printed: as it is, quoted or decoded, line by line."""
+    decoded = {secret, unquote(secret)}
+    quoted = {repr(text)[1:-1] for text in decoded}
+    quoted |= {msgspec.json.encode(text).decode()[1:-1] for text in decoded}
+    quoted |= {json.dumps(text)[1:-1] for text in decoded}
+    return quoted.union(*(text.splitlines() for text in decoded))
 
 
 def git_commit(repository: Path = REPOSITORY) -> str | None:

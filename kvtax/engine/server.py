@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -25,7 +26,9 @@ class Server:
         self.ports = spec.ports
         self.url = f"http://{spec.ports.host}:{spec.ports.http}"
         self.log = spec.log
-        self.supervised = Supervised(spec.argv, spec.env, spec.log)
+        scratch = Path(tempfile.mkdtemp(prefix="kvtax-"))
+        argv = spec.private_argv(scratch / "server.yaml")
+        self.supervised = Supervised(argv, spec.env, spec.log, scratch, spec.secrets)
 
     def wait_ready(self) -> float:
         """Seconds until the server answered. Raises ServerError."""

@@ -14,6 +14,7 @@ from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.null_model import has_weights
 from kvtax.engine.ports import Ports, reserve
+from kvtax.engine.provenance import masked, secrets_in
 from kvtax.engine.releases import beside
 from kvtax.engine.settings import EngineSettings
 
@@ -43,6 +44,7 @@ class ServerSpec:
     env: dict[str, str]
     ports: Ports
     log: Path
+    secrets: list[str] = field(default_factory=list)
 
     @property
     def arguments(self) -> list[str]:
@@ -54,6 +56,27 @@ class ServerSpec:
         return dataclasses.replace(
             self, argv=[*self.argv, *arguments], env=self.env | env
         )
+
+    def private_argv(self, file: Path) -> list[str]:
+        """Write the options with secrets to `file`, in YAML; return the other ones.
+
+        All users of a machine see command lines. vLLM reads one such file.
+        """
+        arguments: list[str] = []
+        for argument in self.arguments:
+            joined = argument.startswith("--") and masked(argument) != argument
+            arguments += argument.split("=", 1) if joined else [argument]
+        shown, hidden = self.argv[: -len(self.arguments)], {}
+        for argument in arguments:
+            pair = [shown[-1], argument]
+            if pair[0].startswith("--") and masked(pair) != pair:
+                hidden[shown.pop().removeprefix("--")] = argument
+            else:
+                shown.append(argument)
+        if not hidden or "--config" in shown:
+            return self.argv
+        file.write_text(json.dumps(hidden))
+        return [*shown, "--config", str(file)]
 
 
 def resolve(
@@ -73,11 +96,14 @@ def resolve(
     installed = engine.installed
     more = beside(engine.connector.beside, installed)
     env = engine_environment(engine.overlay, engine.settings, ports, installed, more)
+    argv = _command(engine, ports)
+    own_env = engine.settings.server_env, engine.connector.env
     return ServerSpec(
-        argv=_command(engine, ports),
+        argv=argv,
         env=env | engine.connector.env | record_steps(folder, label),
         ports=ports,
         log=folder / "server.log",
+        secrets=secrets_in(argv, *own_env),
     )
 
 

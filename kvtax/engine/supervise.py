@@ -10,6 +10,7 @@ go away, by SIGKILL too, the pipe closes, and it stops the whole tree.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import shutil
@@ -17,8 +18,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from kvtax.engine.machine_lock import announce_supervisor
 from kvtax.paths import REPOSITORY
@@ -30,6 +35,8 @@ PR_SET_CHILD_SUBREAPER = 36
 TERM_GRACE_S = 15.0
 ORPHAN_GRACE_S = 3.0
 REMOVALS = 50
+# The supervisor's variable with what it masks, as JSON; the command does not get it.
+SECRETS = "KVTAX_SECRETS"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,8 +44,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Supervised:
     """A running command with everything it started.
 
-    `command` runs with `env` and both its output streams in `log`. Its temporary files
-    go to `scratch`, by default a new folder, which is removed after it has ended.
+    `command` runs with `env` and both its output streams in `log`, where `***` stands
+    for each of `secrets`. Its temporary files go to `scratch`, by default a new folder,
+    which is removed after it has ended.
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class Supervised:
         env: dict[str, str],
         log: Path,
         scratch: Path | None = None,
+        secrets: Sequence[str] = (),
     ) -> None:
         # Orphans of a killed supervisor come to us, where stop() finds them.
         adopt_orphans()
@@ -61,7 +70,7 @@ class Supervised:
             env = {k: v for k, v in env.items() if k != "PYTHONDONTWRITEBYTECODE"}
             self._process = subprocess.Popen(
                 [*supervisor, self._scratch, *command],
-                env=env | places,
+                env=env | places | {SECRETS: json.dumps(secrets)},
                 cwd=REPOSITORY,
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -176,12 +185,19 @@ def stop_tree(process: subprocess.Popen) -> None:
 def main() -> int:
     adopt_orphans()
     scratch, *command = sys.argv[1:]
+    secrets = [text.encode() for text in json.loads(os.environ.pop(SECRETS, "[]"))]
     announcement = announce_supervisor()
     # One that comes before the command can be stopped waits until it can.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, preexec_fn=begin_child
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if secrets else None,
+        stderr=subprocess.STDOUT if secrets else None,
+        preexec_fn=begin_child,
     )
+    masking = threading.Thread(target=_copy_masked, args=(process.stdout, secrets))
+    masking.start()
     try:
         exit_on_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -192,9 +208,19 @@ def main() -> int:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         stop_tree(process)
+        masking.join()
         _remove(Path(scratch))
         announcement.close()
     return process.wait()
+
+
+def _copy_masked(output: IO[bytes] | None, secrets: list[bytes]) -> None:
+    """Copy the command's lines to our own output, until nobody can write any."""
+    for line in output or ():
+        for secret in secrets:
+            line = line.replace(secret, b"***")
+        with suppress(OSError):  # a full disk is no reason to stop the command
+            os.write(sys.stdout.fileno(), line)
 
 
 def _remove(scratch: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import re
 import shutil
 import tarfile
 import tempfile
@@ -29,6 +30,7 @@ from typing import IO, NoReturn, Protocol, TypeVar, cast
 
 import msgspec
 
+from kvtax.engine.provenance import MASK, masked
 from kvtax.hosts.errors import StoreError
 
 MANIFEST, MARK = ".piece.json", ".mark"
@@ -40,6 +42,8 @@ BLOCK_BYTES = 8 << 20
 HOPELESS = (FileNotFoundError, PermissionError, ImportError)
 # Python would run such files if they came to lie in a folder that it imports from.
 CODE_SUFFIXES = (*all_suffixes(), ".pth")
+# A colon that begins no port, and an @ after it: a password may have / in it.
+PASSWORD = re.compile(r"://[^/@]*:(?!\d+(/|$))\S*@")
 Result = TypeVar("Result")
 
 
@@ -66,6 +70,11 @@ class Store:
     """
 
     def __init__(self, url: str) -> None:
+        if PASSWORD.search(url) or f"={MASK}" in masked(url):
+            raise StoreError(
+                f"{masked(url)} has a password, and all users of this machine can read "
+                "command lines: leave it to the environment (docs/hosts.md)"
+            )
         # Agents on hosts import this module, most of them for work without a store.
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem

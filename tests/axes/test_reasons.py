@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from kvtax.axes import cell
 from kvtax.axes.cell import not_in_release, reason
 from kvtax.engine.connector import load_connector
+from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import installation
 from kvtax.engine.own_connector import own_connector
 
@@ -94,3 +98,20 @@ def test_a_connector_that_a_plugin_registers_is_there(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     _, connector = own_connector("Odd", None)
     assert not_in_release(connector, installation()) is None
+
+
+def test_the_engine_of_a_cell_gets_its_config_in_no_command_line(monkeypatch, tmp_path):
+    given: list = []
+
+    def engine(*arguments: str, **options: Any) -> None:
+        given.append((arguments, options))
+        raise ServerError("started nothing")
+
+    monkeypatch.setattr(cell, "EngineProcess", engine)
+    _, connector = own_connector("mypkg.kv:Mine", '{"password": "sesame"}')
+    with pytest.raises(ServerError):
+        cell.run(connector, installation(), tmp_path / "cell")
+    ((arguments, options),) = given
+    assert "sesame" not in str(arguments)
+    assert "sesame" in options["env"][cell.GIVEN]
+    assert options["secrets"] == ["sesame"]

@@ -12,9 +12,12 @@ import pytest
 
 from kvtax.config import ConfigError
 from kvtax.engine import provenance
+from kvtax.engine.installation import installation
 from kvtax.engine.own_connector import own_connector, stand_ins
 from kvtax.paths import REPOSITORY
+from kvtax.records.run import PLAN_FILE
 from microbench.profile import load_profile, measured_with
+from microbench.sweep import _begin_run
 
 
 def test_it_is_a_config_of_its_class_s_name_that_records_steps():
@@ -68,12 +71,20 @@ def test_what_names_no_class_is_refused_with_an_example(where):
         own_connector(where, None)
 
 
-@pytest.mark.parametrize("config", ["{", "[]", "kv_role=kv_both"])
-def test_a_config_that_is_no_json_object_is_refused(config):
-    with pytest.raises(
-        ConfigError, match=r"--connector-config .* is not a JSON object"
-    ):
+@pytest.mark.parametrize("config", ["{", "[]", '{"password": "sesame}'])
+def test_a_config_that_is_no_json_object_is_refused_and_not_printed(config):
+    with pytest.raises(ConfigError, match="--connector-config is not a") as refused:
         own_connector("mypkg.kv:Mine", config)
+    assert "sesame" not in str(refused.value)
+
+
+def test_a_config_may_be_in_a_file_that_others_cannot_read(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        own_connector("mypkg.kv:Mine", f"@{file}")
+    file.write_text('{"password": "sesame"}')
+    _, connector = own_connector("mypkg.kv:Mine", f"@{file}")
+    assert connector.kv_transfer_config["password"] == "sesame"
 
 
 def test_it_is_measured_between_the_baseline_and_its_twin():
@@ -133,6 +144,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(options, why)
             '{"block_tokens": 16,  "role": "both"}',
             '{"block_tokens": 16,  "role": "both"}',
         ),
+        ("--api-key=sesame", "--api-key=***"),
         ("s3://bucket/results", "s3://bucket/results"),
         ("{not JSON", "{not JSON"),
     ],
@@ -142,3 +154,35 @@ def test_provenance_keeps_the_command_without_its_secrets(
 ):
     monkeypatch.setattr(sys, "argv", ["run_all.sh", "--option", given])
     assert provenance.collect({}, "kvtax")["command_line"] == f"kvtax --option {kept}"
+
+
+def test_the_argument_after_an_option_that_is_named_so_is_a_secret():
+    argv = ["--api-key", "sesame", "--served-model-name", "m"]
+    assert provenance.masked(argv) == ["--api-key", "***", *argv[2:]]
+
+
+def test_secrets_are_found_as_they_may_be_printed():
+    config = {
+        "password": 'ses"ame',
+        "tokens": [{"token": 12_345, "auth": None}],
+        "url": "redis://u:p%40ssword@cache",
+        "secret": {"key": "line one\nline two"},
+        "pin_code": "abc",
+    }
+    found = provenance.secrets_in(config, ["--api-key", "of the server"])
+    forms = {'ses"ame', 'ses\\"ame', "12345", "p%40ssword", "p@ssword", "line one"}
+    assert forms | {"line two", "line one\\nline two", "of the server"} <= set(found)
+    # "abc" is found in anything, None was nobody's choice.
+    assert not {"abc", "None", "u"} & set(found)
+    assert [len(text) for text in found] == sorted(map(len, found), reverse=True)
+
+
+def test_a_run_keeps_no_secret(tmp_path):
+    _, connector = own_connector("mypkg.kv:Mine", '{"password": "sesame"}')
+    profile = msgspec.structs.replace(
+        load_profile("cpu"), own={"Mine": connector}, server_env={"ITS_TOKEN": "sesame"}
+    )
+    _begin_run(tmp_path, profile, installation(), [], None)
+    assert "sesame" not in (tmp_path / PLAN_FILE).read_text()
+    # Resumed with another password it is the same run.
+    _begin_run(tmp_path, profile, installation(), [], None)

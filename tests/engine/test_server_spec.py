@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +40,32 @@ def test_a_connectors_environment_reaches_its_server(tmp_path):
     made = spec(tmp_path, Connector("", [], env={"ITS_OWN": "1"}))
     assert made.env["ITS_OWN"] == "1"
     assert "ITS_OWN" not in spec(tmp_path).env
+
+
+def test_a_command_line_and_a_log_have_no_secrets_of_the_connector(tmp_path):
+    config = {"kv_connector": "Mine", "password": "sesame", "url": "x://u:agape@y"}
+    connector = Connector("", [], {}, config, env={"ITS_TOKEN": "12345"})
+    connector = msgspec.structs.replace(connector, engine_args={"api_key": "let me"})
+    made = spec(tmp_path, connector)
+    assert set(made.secrets) == {"sesame", "agape", "12345", "let me"}
+    file = tmp_path / "server.yaml"
+    shown = made.private_argv(file)
+    assert not [text for text in made.secrets if text in " ".join(shown)]
+    assert shown[-2:] == ["--config", str(file)]
+    hidden = yaml.safe_load(file.read_text())
+    given = hidden.pop("kv-transfer-config")
+    assert json.loads(given) == CPU_ENGINE.kv_transfer_config | config
+    assert hidden == {"api-key": "let me"}
+    options = ["--kv-transfer-config", given, "--api-key", "let me"]
+    assert sorted([*shown[:-2], *options]) == sorted(made.argv)
+
+
+@pytest.mark.parametrize("more", [["--config", "x.yaml"], []])
+def test_a_command_line_stays_as_it_is_without_secrets_or_with_a_file(more, tmp_path):
+    secret = ["--api-key", "sesame"] if more else []
+    made = spec(tmp_path).told(*secret, *more)
+    assert made.private_argv(tmp_path / "server.yaml") == made.argv
+    assert not (tmp_path / "server.yaml").exists()
 
 
 def test_servers_of_a_run_make_the_same_hashes_and_share_a_secret(tmp_path):

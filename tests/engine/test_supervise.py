@@ -122,6 +122,18 @@ def test_exit_status_and_output_of_the_command_are_kept(folder):
     assert (folder / "log").read_text() == "out\n"
 
 
+def test_a_log_has_stars_for_secrets_whoever_of_the_command_prints_them(folder):
+    script = "import os, subprocess, sys, time; print('a sesame', flush=True)\n"
+    script += "subprocess.run(['sh', '-c', 'printf se; sleep 0.1; echo same >&2'])\n"
+    script += "assert 'KVTAX_SECRETS' not in os.environ; sys.stdout.write('sesame!')"
+    command = [sys.executable, "-c", script]
+    log = folder / "log"
+    running = Supervised(command, dict(os.environ), log, secrets=["sesame", "same"])
+    assert running.wait(DEADLINE_S) == 0
+    assert log.read_text() == "a ***\n***\n***!"
+    assert "sesame" not in str(running._process.args[:4])
+
+
 @pytest.mark.parametrize("ending", ["os._exit(0)", "time.sleep(600)"])
 def test_what_openmp_leaves_in_memory_goes_with_the_command(ending, tmp_path):
     script = "import os, pathlib, time\n"

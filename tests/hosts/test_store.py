@@ -253,6 +253,25 @@ def test_without_s3fs_it_is_said_what_is_missing(
         Store("s3://bucket/run")
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://KEY:se/same@bucket/run", r"s3://\*\*\*@bucket/run"),
+        ("ftp://user:sesame@host:21/run", r"ftp://\*\*\*@host:21/run"),
+        ("abfs://c@acc/x?sas_token=sesame", r"abfs://\*\*\*@acc/x\?sas_token=\*\*\*"),
+        ("gist://:sesame@123", r"gist://\*\*\*@123"),
+    ],
+)
+def test_a_url_with_a_password_is_refused_and_not_printed(url: str, shown: str) -> None:
+    with pytest.raises(StoreError, match=f"^{shown} has a password.*environment"):
+        Store(url)
+
+
+@pytest.mark.parametrize("url", ["memory://a@b/run", "memory://host:80/user@x"])
+def test_a_url_without_a_password_is_none(url: str) -> None:
+    assert Store(url).pieces() == {}
+
+
 def test_a_url_that_nobody_knows_is_named() -> None:
     with pytest.raises(StoreError, match="gopher://x: Protocol not known"):
         Store("gopher://x")

@@ -231,7 +231,7 @@ def planned_arm(
         time_factor=experiment.time_factor,
         virtual=virtual,
         trace=facts,
-        profile=msgspec.to_builtins(spec.settings) if spec else None,
+        profile=provenance.masked(msgspec.to_builtins(spec.settings)) if spec else None,
         versions=versions,
     )
 
@@ -249,7 +249,7 @@ def _keep_plan(
     """
     file = out / PLAN_FILE
     now = ExperimentRecord(
-        experiment=msgspec.to_builtins(experiment),
+        experiment=provenance.masked(msgspec.to_builtins(experiment)),
         trace=facts,
         plan=[run.name for run in plan(experiment)],
         hosts=hosts,

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvtax.engine import preflight
 from kvtax.engine.connector import DEFAULT_CONNECTOR, load_connector
 from kvtax.engine.ports import reserve
+from kvtax.engine.provenance import masked
 from kvtax.fleet.instances import read_instances, write_instances
 from kvtax.fleet.launch.instance_settings import read_instance_settings, slowed
 from kvtax.fleet.launch.launched import (
@@ -66,7 +67,7 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         server = server_of(spec, member, *folders)
         gpus = f"GPU {', '.join(map(str, member.gpus))}" if member.gpus else "no GPU"
         print(f"{member.instance.name}  {member.instance.role}  {gpus}")
-        print(f"  {shlex.join(server.argv)}")
+        print(f"  {shlex.join(masked(server.argv))}")
     return 0
 
 

@@ -16,11 +16,13 @@ from kvtax.fleet.experiment.experiment_plan import (
     ExperimentError,
     check_slots,
     plan,
+    planned_arm,
     source,
 )
 from kvtax.fleet.experiment.virtual import check_virtual
 from kvtax.fleet.experiment.workload import make_workload
 from kvtax.paths import CONFIGS, REPOSITORY
+from kvtax.records.arm import TraceFacts
 from tests.fleet.experiment.small_experiment import experiment
 from tests.fleet.replay.replay_lab import trace, write_trace
 from tests.fleet.simulate.two_arms import two_arms
@@ -49,6 +51,18 @@ def test_every_committed_experiment_has_sessions_for_all_its_slots(path, tmp_pat
         committed.seed,
     )
     check_slots(committed, facts.sessions)
+
+
+def test_an_arm_keeps_no_secret_of_its_servers(tmp_path):
+    text = (CONFIGS / "fleet" / "gpu-30b-a3b.toml").read_text()
+    profile = tmp_path / "profile.toml"
+    key = 'server_args = ["--api-key", "sesame", '
+    profile.write_text(text.replace("server_args = [", key))
+    wanted = experiment(standin=None, profile=str(profile.with_suffix("")))
+    facts = TraceFacts("t", "", "t", 1, 1, 1, 1)
+    arm = planned_arm(wanted, plan(wanted)[0], facts, {})
+    assert arm.profile["server_args"][:2] == ["--api-key", "***"]
+    assert "sesame" not in str(arm)
 
 
 def test_fewer_sessions_than_slots_are_refused_in_a_closed_loop_alone():

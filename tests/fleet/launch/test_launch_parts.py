@@ -286,6 +286,19 @@ def test_a_dry_run_says_what_each_instance_would_be_told_and_starts_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
 
 
+def test_a_dry_run_shows_no_passwords(six_gpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(preflight, "_available_gib", lambda: 64.0)
+    monkeypatch.setattr(Installation, "has_vllm", lambda *_: True)
+    text = (CONFIGS / "fleet" / "gpu-30b-a3b.toml").read_text()
+    profile = tmp_path / "profile.toml"
+    key = 'server_args = ["--api-key", "sesame", '
+    profile.write_text(text.replace("server_args = [", key))
+    command = ["fleet", "launch", "--dry-run", "--profile", str(profile)]
+    assert main(command) == Exit.GOOD
+    said = capsys.readouterr().out
+    assert "--api-key" in said and "sesame" not in said
+
+
 @given(st.floats(0.1, 10))
 def test_a_slower_profile_is_slower_in_every_part(factor):
     before, after = settings().forward, slowed(settings(), factor).forward
