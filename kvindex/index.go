@@ -39,7 +39,7 @@ type Index[P comparable] struct {
 	epoch    atomic.Uint64
 	live     atomic.Int64
 
-	mu     sync.Mutex // writers take turns; it guards what follows
+	mu      sync.Mutex // writers take turns; it guards what follows
 	intern  interner[P]
 	queue   recency
 	union   []podID

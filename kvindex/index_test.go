@@ -373,6 +373,30 @@ func TestSetsAndPodsAreReclaimed(t *testing.T) {
 	}
 }
 
+func TestScoreOfPodsAtDifferentDepths(t *testing.T) {
+	keys := chain(1, 2*minLinked)
+	for _, pods := range []int{1, 40, 64, 65, 200, 1_100} {
+		x := newIndex(t, len(keys), pods)
+		want := map[string]int{}
+		var holders []string
+		for n := range pods {
+			pod := fmt.Sprint("pod ", n)
+			want[pod] = 1 + n*7%len(keys)
+			holders = append(holders, pod)
+		}
+		for n := range keys {
+			holders = slices.DeleteFunc(holders, func(pod string) bool { return want[pod] <= n })
+			x.Add(keys[n:n+1], holders...)
+		}
+		x.Add(keys[1:], "late") // without the first block it has nothing
+		for range 2 {           // block by block, and as a run
+			if got := scores(x, keys); !maps.Equal(got, want) {
+				t.Errorf("%d pods: %v, want %v", pods, got, want)
+			}
+		}
+	}
+}
+
 func TestScoreAllocatesNothing(t *testing.T) {
 	x := newIndex(t, 1<<16, 10)
 	keys := chain(1, 263)
@@ -388,8 +412,8 @@ func TestScoreAllocatesNothing(t *testing.T) {
 func pieces(x *Index[string], keys []uint64) int {
 	walk := x.walk(keys)
 	for n := 0; n < len(keys); {
-		_, found := walk.next()
-		n += found
+		part := walk.next()
+		n += part.end - part.begin
 	}
 	return walk.pieces
 }

@@ -4,6 +4,7 @@ package kvindex
 
 import (
 	"iter"
+	"math/bits"
 	"slices"
 )
 
@@ -11,86 +12,100 @@ import (
 type PodScore[P comparable] struct {
 	Pod    P
 	Blocks int
-	id     podID
 }
 
 // Score returns how many leading blocks of a chain each pod holds, for the pods that
 // hold the first, in no particular order. The result is put into scores, from its
-// start; nothing is allocated if it has room for the pods of a key.
+// start; nothing is allocated if it has room for the pods of a key, and no more than
+// 1,024 pods hold anything.
 func (x *Index[P]) Score(chain []uint64, scores []PodScore[P]) []PodScore[P] {
 	scores = scores[:0]
 	walk := x.walk(chain)
-	var last *podSet[P]
-	running := 0 // scores[:running] are those of pods that hold all blocks so far
+	var room [1024 / 64]uint64
+	var holding podBits // the pods that hold all blocks so far
+	var first, last *podSet[P]
 	n := 0
+walking:
 	for n < len(chain) {
-		set, keys := walk.next()
-		if set == nil {
-			break
+		part := walk.next()
+		for i := 0; part.begin < part.end; i++ {
+			set := part.segments[i].set
+			if n == 0 && set != nil {
+				first, last = set, set
+				holding = append(room[:0], set.bits...)
+				for _, pod := range set.pods {
+					scores = append(scores, PodScore[P]{Pod: pod})
+				}
+			}
+			if set == nil || set != last && !narrow(scores, first, holding, set, n) {
+				break walking
+			}
+			last = set
+			n += part.advance(part.segments[i].end)
 		}
-		if n == 0 {
-			scores = begin(scores, set)
-			running = len(scores)
-		} else if set != last {
-			running = narrow(scores[:running], set.ids, n)
-		}
-		if running == 0 {
-			break
-		}
-		last = set
-		n += keys
 	}
-	for i := range running {
-		scores[i].Blocks = n
+	for i := range scores {
+		if scores[i].Blocks == 0 { // it holds all of them
+			scores[i].Blocks = n
+		}
 	}
 	walk.finish(chain)
 	return scores
 }
 
-// A walk finds the pods of a chain, key after key.
+// narrow scores with n blocks those of the holding pods that are not in a set, and keeps
+// the others. It reports whether there are any. The scores are in the order of first.
+func narrow[P comparable](scores []PodScore[P], first *podSet[P], holding podBits, set *podSet[P], n int) bool {
+	left := uint64(0)
+	before := 0 // pods of first with lower numbers than those of a word
+	for i, word := range holding {
+		kept := uint64(0)
+		if i < len(set.bits) {
+			kept = word & set.bits[i]
+		}
+		for gone := word &^ kept; gone != 0; gone &= gone - 1 {
+			lower := first.bits[i] & (gone&-gone - 1)
+			scores[before+bits.OnesCount64(lower)].Blocks = n
+		}
+		before += bits.OnesCount64(first.bits[i])
+		holding[i] = kept
+		left |= kept
+	}
+	return left != 0
+}
+
+// A walk finds the pods of a chain, part after part.
 type walk[P comparable] struct {
-	x        *Index[P]
-	epoch    uint64
-	chain    []uint64 // what is left of it
-	run      *run[P]  // has the next keys, from offset up to end
-	segments []segment[P]
-	offset   int
-	end      int
-	leading  int  // keys that were held before the first that was not
-	pieces   int  // in which they were found
-	broken   bool // one was not held
+	x       *Index[P]
+	epoch   uint64
+	chain   []uint64      // what is left of it
+	single  [1]segment[P] // of a part without a run
+	leading int           // keys that were held before the first that was not
+	pieces  int           // in which they were found
+	broken  bool          // one was not held
+}
+
+// A part is keys of a chain that were found at once: of a run those from begin up to end,
+// without holes, or a single one, which has no set if it is not held.
+type part[P comparable] struct {
+	segments   []segment[P] // the first has begin, and there may be more than up to end
+	begin, end int
 }
 
 func (x *Index[P]) walk(chain []uint64) walk[P] {
 	return walk[P]{x: x, epoch: x.epoch.Load(), chain: chain}
 }
 
-// next returns the pods of the next key, nil if it is not held, and how many keys from
-// there on have just these pods. They count as read.
-func (w *walk[P]) next() (*podSet[P], int) {
-	if w.offset == w.end {
-		if set := w.find(); w.offset == w.end {
-			w.chain = w.chain[1:]
-			w.count(set, 1)
-			return set, 1
-		}
-	}
-	segment := w.segments[0]
-	w.segments = w.segments[1:]
-	end := min(segment.end, w.end)
-	n := end - w.offset
-	w.run.read(w.offset, end, w.epoch)
-	w.offset = end
+// next returns the next part. It counts as read.
+func (w *walk[P]) next() part[P] {
+	p := w.find()
+	n := p.end - p.begin
 	w.chain = w.chain[n:]
-	w.count(segment.set, n)
-	return segment.set, n
-}
-
-// count notes how many keys have a set.
-func (w *walk[P]) count(set *podSet[P], keys int) {
-	if w.broken = w.broken || set == nil; !w.broken {
-		w.leading += keys
+	if w.broken = w.broken || p.segments[0].set == nil; !w.broken {
+		w.leading += n
+		w.pieces++
 	}
+	return p
 }
 
 // finish links a chain of which the walk found the leading keys in many pieces.
@@ -100,54 +115,30 @@ func (w *walk[P]) finish(chain []uint64) {
 	}
 }
 
-// find finds the next keys in a run, or the pods of the next one.
-func (w *walk[P]) find() *podSet[P] {
+func (w *walk[P]) find() part[P] {
 	key := w.chain[0]
 	t, i, word := w.x.keys.find(key)
-	if !word.held() {
-		return nil
-	}
-	if !w.broken {
-		w.pieces++
-	}
-	if p := t.place(i); p.run() != 0 {
-		if r := w.x.runs.at(p.run()).Load(); r != nil {
-			if segments, n := r.find(w.chain, p.offset()); n > 0 {
-				w.run, w.segments = r, segments
-				w.offset, w.end = p.offset(), p.offset()+n
-				return nil
+	w.single[0] = segment[P]{nil, 1}
+	if word.held() {
+		if p := t.place(i); p.run() != 0 {
+			if r := w.x.runs.at(p.run()).Load(); r != nil {
+				if segments, n := r.find(w.chain, p.offset()); n > 0 {
+					r.read(p.offset(), p.offset()+n, w.epoch)
+					return part[P]{segments, p.offset(), p.offset() + n}
+				}
 			}
 		}
+		t.slots[i].read(word, w.epoch)
+		w.single[0].set = w.x.podsOf(key, word)
 	}
-	t.slots[i].read(word, w.epoch)
-	return w.x.podsOf(key, word)
+	return part[P]{w.single[:], 0, 1}
 }
 
-func begin[P comparable](scores []PodScore[P], set *podSet[P]) []PodScore[P] {
-	for i, pod := range set.pods {
-		scores = append(scores, PodScore[P]{Pod: pod, id: set.ids[i]})
-	}
-	return scores
-}
-
-// narrow moves the pods that are among ids to the front, scores the others with n blocks,
-// and returns how many are in front. Both lists are ascending, and the front stays so.
-func narrow[P comparable](scores []PodScore[P], ids []podID, n int) int {
-	kept, at := 0, 0
-	for i := range scores {
-		for at < len(ids) && ids[at] < scores[i].id {
-			at++
-		}
-		if at == len(ids) || ids[at] != scores[i].id {
-			scores[i].Blocks = n
-			continue
-		}
-		if kept < i {
-			scores[kept], scores[i] = scores[i], scores[kept]
-		}
-		kept++
-	}
-	return kept
+// advance moves begin to the end of a segment, or of the part, and returns how far.
+func (p *part[P]) advance(end int) int {
+	begin := p.begin
+	p.begin = min(end, p.end)
+	return p.begin - begin
 }
 
 // A Stretch is a part of a chain, from Begin to End (without), that the same pods hold.
@@ -161,11 +152,15 @@ func (x *Index[P]) Stretches(chain []uint64) iter.Seq[Stretch[P]] {
 	return func(yield func(Stretch[P]) bool) {
 		walk := x.walk(chain)
 		for n := 0; n < len(chain); {
-			set, keys := walk.next()
-			if set != nil && !yield(Stretch[P]{n, n + keys, set.pods}) {
-				return
+			part := walk.next()
+			for i := 0; part.begin < part.end; i++ {
+				set := part.segments[i].set
+				keys := part.advance(part.segments[i].end)
+				if set != nil && !yield(Stretch[P]{n, n + keys, set.pods}) {
+					return
+				}
+				n += keys
 			}
-			n += keys
 		}
 		walk.finish(chain)
 	}

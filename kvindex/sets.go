@@ -17,8 +17,20 @@ type podSet[P comparable] struct {
 	index uint32
 	gen   uint16
 	ids   []podID // ascending
-	pods  []P     // in the order of ids
-	refs  int     // keys that have it; writers only
+	bits  podBits
+	pods  []P // in the order of ids
+	refs  int // keys that have it; writers only
+}
+
+// podBits are pods, a bit for each number: those of two sets are compared 64 at a time.
+type podBits []uint64
+
+func bitsOf(ids []podID) podBits {
+	bits := make(podBits, ids[len(ids)-1]/64+1)
+	for _, id := range ids {
+		bits[id/64] |= 1 << (id % 64)
+	}
+	return bits
 }
 
 func (s *podSet[P]) word(epoch uint64) word {
@@ -175,7 +187,7 @@ func (n *interner[P]) acquire(ids []podID) *podSet[P] {
 }
 
 func (n *interner[P]) newSet(ids []podID) *podSet[P] {
-	set := &podSet[P]{ids: slices.Clone(ids), pods: make([]P, len(ids))}
+	set := &podSet[P]{ids: slices.Clone(ids), bits: bitsOf(ids), pods: make([]P, len(ids))}
 	for i, id := range ids {
 		set.pods[i] = n.pods[id].pod
 		n.pods[id].uses++
