@@ -65,7 +65,7 @@ kvindex-test: ## test the prefix index, its adapters and kvindexd (needs Go and 
 	cd kvindex && go test -run '^$$' -fuzz FuzzIndex -fuzztime 30s .
 	cd kvindex/llmd && go vet ./... && go test -race ./...
 	cd kvindex/llmd/router && go vet ./... && go test -race ./...
-	cd kvindex/cmd/kvbench && CGO_ENABLED=0 go vet ./... && CGO_ENABLED=0 go test ./...
+	cd kvindex/cmd/kvbench && go vet ./... && go test ./...
 	cd kvindex/cmd/kvindexd && go vet ./... && go test -race ./...
 	cd kvindex/cmd/kvindexd && go test -run '^$$' -fuzz FuzzDecode -fuzztime 30s ./events
 	cd kvindex/cmd/kvindexd && go test -run '^$$' -fuzz FuzzLookup -fuzztime 30s ./server
@@ -73,10 +73,11 @@ kvindex-test: ## test the prefix index, its adapters and kvindexd (needs Go and 
 kvindexd: ## build the prefix index as a service (needs Go)
 	cd kvindex/cmd/kvindexd && CGO_ENABLED=0 go build -o ../../bin/kvindexd .
 
-kvindex-bench: ## the prefix index beside upstream's (20 minutes; needs Go)
+kvindex-bench: ## the prefix index beside Dynamo's (10 minutes; needs Go and Rust)
 	cd kvindex/cmd/kvbench && CGO_ENABLED=0 go build -o ../../bin/kvbench .
-	cd kvindex && bin/kvbench run -traces ../traces -out results.json -rounds 3
-	cd kvindex && bin/kvbench report -in results.json -readme README.md -md RESULTS.md
+	cd kvindex/cmd/kvbench/peer && cargo build --release --locked --target-dir ../../../bin/peer
+	cd kvindex && bin/kvbench run -peer bin/peer/release/dynbench -out results.json
+	cd kvindex && bin/kvbench report -in results.json -readme README.md
 
 kvindexd-bench: kvindexd ## what a lookup and an event cost kvindexd, in process and over a socket (2 minutes; needs Go)
 	cd kvindex/cmd/kvindexd && CGO_ENABLED=0 go test -run '^$$' -bench . -benchtime 2s ./names ./fleet

@@ -5,212 +5,200 @@ package main
 import (
 	"bytes"
 	"context"
+	_ "embed"
 	"encoding/json"
-	"errors"
-	"flag"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"os"
 	"os/exec"
+	"regexp"
 	"runtime"
 	"slices"
 	"strings"
 	"time"
-
-	"kvtax/kvindex/cmd/kvbench/results"
 )
 
-// runFlags are those of the run command.
-type runFlags struct {
-	traces string
-	out    string
-	rounds int
-	seed   uint64
-	quick  bool
-	only   string
+// results are those of a run, as they are kept.
+type results struct {
+	Provenance provenance `json:"provenance"`
+	Trials     []trial    `json:"trials"`
 }
 
-// runCommand measures everything, a process for each trial, and keeps what it has in a
-// file.
-func runCommand(ctx context.Context, args []string, stderr io.Writer) error {
-	var f runFlags
-	flags := flag.NewFlagSet("kvbench run", flag.ContinueOnError)
-	flags.SetOutput(stderr)
-	flags.StringVar(&f.traces, "traces", "", "folder of the traces")
-	flags.StringVar(&f.out, "out", "results.json", "file for the results")
-	flags.IntVar(&f.rounds, "rounds", 5, "how often each trial that takes time is run")
-	flags.Uint64Var(&f.seed, "seed", rand.Uint64N(1_000_000), "decides on the order of trials")
-	flags.BoolVar(&f.quick, "quick", false, "one round, tiny: to see that everything works")
-	flags.StringVar(&f.only, "only", strings.Join(results.Kinds, ","), "kinds of trials")
-	if err := flags.Parse(args); err != nil {
-		return err
-	}
-	if f.quick {
-		f.rounds = 1
-	}
-	kinds := strings.Split(f.only, ",")
-	for _, kind := range kinds {
-		if !slices.Contains(results.Kinds, kind) {
-			return fmt.Errorf("-only: no kind is named %q; there are %s", kind, strings.Join(results.Kinds, ", "))
+// provenance is what a run was measured on, and with.
+type provenance struct {
+	Date   string `json:"date"`
+	CPU    string `json:"cpu"`
+	Cores  int    `json:"cores"`
+	Kernel string `json:"kernel"`
+	Go     string `json:"go"`
+	Rust   string `json:"rust"`
+	// Commit is the tree's; Dirty tells that tracked files differ from it.
+	Commit string `json:"commit"`
+	Dirty  bool   `json:"dirty"`
+	Crate  string `json:"crate"` // the version of dynamo-kv-router
+	Rounds int    `json:"rounds"`
+}
+
+// The sides of a comparison, in the order of their programs.
+var sides = [2]string{"kvindex", "dynamo-kv-router"}
+
+// A trial is one measurement of one side.
+type trial struct {
+	Row   string   `json:"row"`
+	Kind  string   `json:"kind"`
+	Args  []string `json:"args"`
+	Round int      `json:"round"`
+	Side  string   `json:"side"`
+	// OtherCores are the cores that others had meanwhile, on average.
+	OtherCores float64 `json:"other_cores"`
+	Result     result  `json:"result"`
+}
+
+// A row is one line of the tables.
+type row struct {
+	name string
+	kind string
+	args []string
+}
+
+func newRow(kind, args, name string) row { return row{name, kind, strings.Fields(args)} }
+
+// rows are all lines of the tables.
+func rows() []row {
+	var all []row
+	for _, blocks := range []string{"263", "1024"} {
+		for _, pods := range []string{"1", "10", "40"} {
+			all = append(all, newRow("lookup", "blocks="+blocks+" holders="+pods,
+				"one reader, "+blocks+" blocks on "+pods+" of 40 pods"))
 		}
 	}
-	if f.rounds < 1 {
-		return errors.New("-rounds: at least 1 is needed")
+	all = append(all,
+		newRow("lookup", "blocks=263 holders=40 depths=1", "one reader, 263 blocks, each of 40 pods to another depth"),
+		newRow("lookup", "blocks=263 holders=10 fork=16", "one reader, 263 blocks, others part at each 16th"),
+		newRow("lookup", "blocks=1024 holders=40 fork=16", "one reader, 1024 blocks on 40 pods, others part at each 16th"),
+		newRow("cold", "blocks=263 holders=10", "one reader, 263 blocks of 1 M, in random order"),
+		newRow("lookup", "blocks=263 holders=10 threads=2", "two readers, 263 blocks"),
+	)
+	for _, shape := range []string{"64 263 1", "64 263 10", "64 263 40", "128 263 10", "64 1024 1", "64 1024 10", "64 1024 40", "128 1024 10"} {
+		var readers, blocks, pods string
+		fmt.Sscan(shape, &readers, &blocks, &pods)
+		all = append(all, newRow("burst", "readers="+readers+" blocks="+blocks+" holders="+pods,
+			"burst of "+readers+" readers, "+blocks+" blocks on "+pods+" pods"))
 	}
-	specs := plan(kinds, f.rounds, runtime.GOMAXPROCS(0), f.quick, f.traces, f.seed)
-	if err := checkInputs(f, specs); err != nil {
-		return err
+	for _, blocks := range []string{"263", "1024"} {
+		all = append(all, newRow("loop", "readers=64 holders=10 blocks="+blocks, "64 readers in a loop beside the writers, "+blocks+" blocks"))
 	}
-	unlock, err := results.Lock(f.out)
-	if err != nil {
-		return err
+	for _, pods := range []string{"1", "10", "40"} {
+		all = append(all, newRow("memory", "holders="+pods, "1 M blocks on "+pods+" pods"))
 	}
-	defer unlock()
-	return f.run(ctx, specs, stderr)
+	return all
 }
 
-// checkInputs refuses a run for which something is missing before it begins.
-func checkInputs(f runFlags, specs []spec) error {
-	for _, s := range specs {
-		if _, err := os.Stat(f.traces); s.kind == results.KindReplay && err != nil {
-			return fmt.Errorf("-traces: %w", err)
+// quickArguments make every trial short.
+var quickArguments = []string{"filler=2560", "batches=10", "singles=200", "bursts=2", "period_ms=50", "ms=50", "keys=100000"}
+
+// A run measures both sides in turn.
+type run struct {
+	programs [2]string
+	rounds   int
+	more     []string // arguments of every trial
+	progress io.Writer
+}
+
+// all runs every trial, a process for each, and in each round the sides in another order.
+// It is an error if an answer is wrong, or the sides' answers differ.
+func (r *run) all(ctx context.Context) (results, error) {
+	file := results{Provenance: newProvenance(ctx, r.rounds)}
+	for round := range r.rounds {
+		for n, row := range rows() {
+			if row.kind == "memory" && round > 0 {
+				continue // it does not depend on time
+			}
+			var pair [2]result
+			for i := range sides {
+				side := (i + round + n) % len(sides)
+				t, err := r.one(ctx, row, round+1, side)
+				if err != nil {
+					return file, fmt.Errorf("%s: %s: %w", sides[side], row.name, err)
+				}
+				pair[side] = t.Result
+				file.Trials = append(file.Trials, t)
+			}
+			if !slices.Equal(pair[0].Answers, pair[1].Answers) {
+				return file, fmt.Errorf("%s: the answers differ: %q", row.name, [][]string{pair[0].Answers, pair[1].Answers})
+			}
+			fmt.Fprintf(r.progress, "round %d of %d: %s\n", round+1, r.rounds, row.name)
 		}
 	}
-	return nil
+	return file, nil
 }
 
-// run runs the trials in turn. The results are written after each.
-func (f runFlags) run(ctx context.Context, specs []spec, stderr io.Writer) error {
-	// A trial dies with the thread that started it.
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	binary, err := os.Executable()
-	if err != nil {
-		return err
+// one runs one trial.
+func (r *run) one(ctx context.Context, of row, round, side int) (trial, error) {
+	t := trial{Row: of.name, Kind: of.kind, Args: slices.Concat(of.args, r.more), Round: round, Side: sides[side]}
+	args := append([]string{of.kind}, t.Args...)
+	if side == 0 {
+		args = append([]string{"trial"}, args...)
 	}
-	provenance, err := results.Machine(binary)
-	if err != nil {
-		return err
-	}
-	provenance.Rounds, provenance.Seed, provenance.Quick = f.rounds, f.seed, f.quick
-	file := &results.File{Provenance: provenance, Planned: len(specs), Trials: []results.Trial{}}
-	progress := newProgress(specs)
-	failed := 0
-	for _, s := range specs {
-		t := runTrial(ctx, binary, s)
-		if ctx.Err() != nil {
-			return fmt.Errorf("interrupted: %s has %d of %d trials", f.out, len(file.Trials), len(specs))
-		}
-		file.Trials = append(file.Trials, t)
-		if err := file.Write(f.out); err != nil {
-			return err
-		}
-		if t.Failure != "" {
-			failed++
-		}
-		progress.done(stderr, s, t)
-	}
-	if failed > 0 {
-		return fmt.Errorf("%d of %d trials failed: %s says why", failed, len(specs), f.out)
-	}
-	return nil
-}
-
-// progress says how far a run is.
-type progress struct {
-	begin    time.Time
-	finished int
-	total    int
-	past     time.Duration // what the finished trials were expected to take
-	left     time.Duration // what the others are expected to take
-}
-
-func newProgress(specs []spec) *progress {
-	p := &progress{begin: time.Now(), total: len(specs)}
-	for _, s := range specs {
-		p.left += s.expected
-	}
-	return p
-}
-
-func (p *progress) done(stderr io.Writer, s spec, t results.Trial) {
-	p.finished++
-	p.past += s.expected
-	p.left -= s.expected
-	left := float64(time.Since(p.begin)) * float64(p.left) / float64(p.past)
-	outcome := ""
-	switch {
-	case t.Failure != "":
-		outcome = "FAILED: " + t.Failure
-	case t.Burst != nil:
-		outcome = fmt.Sprintf("p50 %.0f us, p99 %.0f us, %.0f events/s", t.Burst.Latency.P50Us, t.Burst.Latency.P99Us, t.Burst.EventsPerSecond)
-	}
-	fmt.Fprintf(stderr, "%d/%d, %v left; %v; %s\n", p.finished, p.total, time.Duration(left).Round(time.Second), s, outcome)
-}
-
-const (
-	// A burst trial stops by itself after a minute, others end sooner; one that does not
-	// is killed.
-	killAfter = 3 * time.Minute
-	// waitDelay is how long a killed trial may keep its output open.
-	waitDelay = 5 * time.Second
-	// stderrBytes is how much of the end of a failed trial's stderr is kept.
-	stderrBytes = 2000
-)
-
-// runTrial runs one trial in a process of its own, and returns when that is gone. The
-// process is killed when the context ends.
-func runTrial(ctx context.Context, binary string, s spec) results.Trial {
-	t := results.Trial{
-		Kind:        s.kind,
-		Design:      s.design,
-		Round:       s.round,
-		GOMAXPROCS:  s.gomaxprocs,
-		Args:        withoutFolders(s.args),
-		LoadAverage: results.LoadAverage(),
-	}
-	limited, cancel := context.WithTimeout(ctx, killAfter)
+	limited, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	var stdout, stderr bytes.Buffer
-	child := exec.CommandContext(limited, binary, append([]string{"trial", s.kind}, s.args...)...)
-	child.Env = append(os.Environ(), fmt.Sprint("GOMAXPROCS=", s.gomaxprocs))
-	child.Stdout, child.Stderr = &stdout, &stderr
-	child.WaitDelay = waitDelay
-	child.SysProcAttr = diesWithParent()
-
-	begin, busy := time.Now(), results.BusySeconds()
-	err := child.Run()
-	elapsed := time.Since(begin).Seconds()
-	t.Seconds, t.OtherCores = elapsed, -1
-	if after := results.BusySeconds(); busy >= 0 && child.ProcessState != nil {
-		own := child.ProcessState.UserTime() + child.ProcessState.SystemTime()
-		t.OtherCores = max(0, (after-busy-own.Seconds())/elapsed)
-	}
-	if err == nil {
-		err = json.Unmarshal(stdout.Bytes(), t.Result())
-	}
+	child := exec.CommandContext(limited, r.programs[side], args...)
+	child.Stderr = os.Stderr
+	begin, busy := time.Now(), busySeconds()
+	out, err := child.Output()
 	if err != nil {
-		t.Burst, t.Walk, t.Memory, t.Writes, t.Replay = nil, nil, nil, nil, nil
-		t.Failure = failure(limited, err, stderr.Bytes())
+		return t, err
 	}
-	return t
+	own := child.ProcessState.UserTime() + child.ProcessState.SystemTime()
+	t.OtherCores = max(0, (busySeconds()-busy-own.Seconds())/time.Since(begin).Seconds())
+	if err := json.Unmarshal(out, &t.Result); err != nil {
+		return t, err
+	}
+	if t.Result.Wrong > 0 {
+		return t, fmt.Errorf("%d answers are wrong", t.Result.Wrong)
+	}
+	return t, nil
 }
 
-// failure says why a trial has no result.
-func failure(ctx context.Context, err error, stderr []byte) string {
-	if ctx.Err() == context.DeadlineExceeded {
-		err = fmt.Errorf("killed after %v", killAfter)
+//go:embed peer/Cargo.lock
+var peerLock string
+
+var crateVersion = regexp.MustCompile(`name = "dynamo-kv-router"\nversion = "(.*)"`)
+
+func newProvenance(ctx context.Context, rounds int) provenance {
+	output := func(name string, args ...string) string {
+		out, err := exec.CommandContext(ctx, name, args...).Output()
+		if err != nil {
+			return "unknown"
+		}
+		return string(bytes.TrimSpace(out))
 	}
-	end := stderr[max(0, len(stderr)-stderrBytes):]
-	return strings.TrimSpace(fmt.Sprintf("%v\n%s", err, strings.ToValidUTF8(string(end), "?")))
+	cpu := "unknown"
+	info, _ := os.ReadFile("/proc/cpuinfo")
+	if model := regexp.MustCompile(`model name\s*: (.*)`).FindSubmatch(info); model != nil {
+		cpu = string(model[1])
+	}
+	return provenance{
+		Date:   time.Now().UTC().Format(time.RFC3339),
+		CPU:    cpu,
+		Cores:  runtime.GOMAXPROCS(0),
+		Kernel: output("uname", "-r"),
+		Go:     runtime.Version(),
+		Rust:   output("rustc", "--version"),
+		Commit: output("git", "rev-parse", "HEAD"),
+		Dirty:  output("git", "status", "--porcelain", "--untracked-files=no") != "",
+		Crate:  crateVersion.FindStringSubmatch(peerLock)[1],
+		Rounds: rounds,
+	}
 }
 
-// withoutFolders returns flags without the one that is another on each machine.
-func withoutFolders(args []string) []string {
-	kept := slices.Clone(args)
-	if i := slices.Index(kept, "-traces"); i >= 0 {
-		kept = slices.Delete(kept, i, i+2)
-	}
-	return kept
+// busySeconds returns the processor time that all processes of this machine have had
+// since it started, with what other machines on the same host took from it.
+func busySeconds() float64 {
+	const userHz = 100
+	data, _ := os.ReadFile("/proc/stat")
+	var name string
+	var user, nice, system, idle, ioWait, irq, softIRQ, steal float64
+	fmt.Sscan(string(data), &name, &user, &nice, &system, &idle, &ioWait, &irq, &softIRQ, &steal)
+	return (user + nice + system + irq + softIRQ + steal) / userHz
 }
