@@ -5,13 +5,15 @@ vLLM frees a request's blocks in reverse, so a pool hands out ascending ids in o
 and descending ones in the next. Three parts: how many descriptors each connector makes
 in both rounds; how long Mooncake takes to make them, as released and with the patch
 `mooncake_sorted_block_groups`, which sorts the pairs of blocks; and how long Mooncake
-and NIXL take to transfer the blocks, within one process. Times are medians with 95 %
-intervals, from resampling rounds. Prints Markdown and writes it with JSON.
+and NIXL take to transfer the blocks, within one process, from block ids to bytes, with
+and without the sort. Times are medians with 95 % intervals, from resampling rounds.
+Prints Markdown and writes it with JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -30,7 +32,7 @@ from kvtax.engine.installation import Installation
 from kvtax.engine.releases import release
 from kvtax.stats import Estimate
 from kvtax.stats.markdown import table
-from kvtax.stats.resampling import over_rounds
+from kvtax.stats.resampling import over_rounds, ratio
 
 PATCH = "mooncake_sorted_block_groups"
 WORKER = "benchmarks.block_order_worker"
@@ -88,17 +90,29 @@ class Row(msgspec.Struct):
     describe_us: tuple[Estimate, Estimate]
 
 
+class Sent(NamedTuple):
+    """One transfer, its time from block ids to bytes."""
+
+    descriptors: int
+    ms: float
+    accepted: bool
+
+
 class Transfers(msgspec.Struct):
-    """Transfers of a request in one order. `ms` is None if some were refused."""
+    """Transfers of a request in one order, without the sort and with it.
+
+    `ms` is None where some were refused, and then `ratio`, without to with, is as well.
+    """
 
     transport: str
     tokens: int
     block_bytes: int
     order: str
-    descriptors: int
-    refused: int
     rounds: int
-    ms: Estimate | None
+    descriptors: tuple[int, int]
+    refused: tuple[int, int]
+    ms: tuple[Estimate | None, Estimate | None]
+    ratio: Estimate | None
 
 
 def measure(
@@ -122,24 +136,28 @@ def measure(
 def measure_transfers(
     installed: Installation, transport: str, rounds: int
 ) -> list[Transfers]:
-    """Transfer each size in both orders, each order in a process of its own.
+    """Transfer each size in both orders, without the sort and with it.
 
-    A refused transfer may leave its engine unusable for the next.
+    Each has a process of its own: a refused transfer may leave its engine unusable.
     """
     kind, env, longest = TRANSPORTS[transport]
-    variants = {order: Variant([PATCH], env=env) for order in ROUND_TRIP}
+    cases = list(product(ROUND_TRIP, (False, True)))
+    variants = {case: Variant([PATCH], env=env) for case in cases}
     made = []
     with engines(WORKER, variants, installed=installed) as processes:
         for size in (size for size in SIZES if size[0] <= longest):
-            sent: dict[str, list[tuple[int, float, bool]]] = {
-                order: [] for order in ROUND_TRIP
-            }
-            for _, order in turns(sent, 1 + rounds):
-                result = processes[order].ask("send", kind, *size, order)
-                sent[order].append(result)
+            sent: dict[tuple[str, bool], list[Sent]] = {case: [] for case in cases}
+            for _, case in turns(sent, 1 + rounds):
+                result = processes[case].ask("send", kind, *size, *case)
+                sent[case].append(Sent(*result))
             made += [
-                transfers(transport, *size, order, results[1:])
-                for order, results in sent.items()
+                transfers(
+                    transport,
+                    *size,
+                    order,
+                    (sent[order, False][1:], sent[order, True][1:]),
+                )
+                for order in ROUND_TRIP
             ]
     return made
 
@@ -149,20 +167,24 @@ def transfers(
     tokens: int,
     block_bytes: int,
     order: str,
-    sent: list[tuple[int, float, bool]],
+    sent: tuple[list[Sent], list[Sent]],
 ) -> Transfers:
     """Summarise the transfers of one size in one order."""
-    times_ms = np.array([ms for _, ms, accepted in sent if accepted])
-    refused = len(sent) - len(times_ms)
+    unsorted_ms, sorted_ms = (np.array([one.ms for one in of]) for of in sent)
+    first, second = (sum(not one.accepted for one in of) for of in sent)
     return Transfers(
         transport,
         tokens,
         block_bytes,
         order,
-        descriptors=sent[0][0],
-        refused=refused,
-        rounds=len(sent),
-        ms=None if refused else Estimate.of(over_rounds(times_ms[:, None])),
+        rounds=len(sent[0]),
+        descriptors=(sent[0][0].descriptors, sent[1][0].descriptors),
+        refused=(first, second),
+        ms=(
+            None if first else Estimate.of(over_rounds(unsorted_ms[:, None])),
+            None if second else Estimate.of(over_rounds(sorted_ms[:, None])),
+        ),
+        ratio=None if first or second else Estimate.of(ratio(unsorted_ms, sorted_ms)),
     )
 
 
@@ -216,21 +238,19 @@ def report_counts(counts: dict[str, dict[str, int]]) -> str:
 
 def report_transfers(made: list[Transfers]) -> str:
     """Return the table of transfers."""
-    body = [
-        [
-            one.transport,
-            f"{one.tokens:,}",
-            f"{one.block_bytes:,}",
-            one.order,
-            f"{one.descriptors:,}",
-            f"{one.refused} of {one.rounds} refused"
-            if one.ms is None
-            else f"{one.ms:,.1f}",
+    body = []
+    for one in made:
+        times = [
+            f"{refused} of {one.rounds} refused" if ms is None else f"{ms:,.1f}"
+            for ms, refused in zip(one.ms, one.refused, strict=True)
         ]
-        for one in made
-    ]
+        size = [f"{one.tokens:,}", f"{one.block_bytes:,}"]
+        descriptors = [f"{count:,}" for count in one.descriptors]
+        gain = "" if one.ratio is None else f"{one.ratio:.2f}"
+        body.append([one.transport, *size, one.order, *descriptors, *times, gain])
     head = ["transport", "tokens", "bytes a block and layer", "order"]
-    return table([*head, "descriptors", "ms"], body)
+    head += ["descriptors", "sorted", "ms", "sorted", "ms to sorted"]
+    return table(head, body)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -107,6 +107,12 @@ def mooncake(
     return sources, targets, lengths
 
 
+def sort_pairs(sources: Ids, targets: Ids) -> tuple[Ids, Ids]:
+    """Sort pairs of blocks by their source, as the patch does for Mooncake."""
+    order = np.lexsort((targets, sources))
+    return np.array(sources)[order].tolist(), np.array(targets)[order].tolist()
+
+
 def nixl_ids(ids: Ids, pool_blocks: int) -> np.ndarray:
     """Return the numbers of a request's descriptors, by NIXL's worker."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
@@ -158,6 +164,10 @@ def count_direct_read(_: Worker, ids: Ids) -> int:
 
 def count_nixl(_: Worker, ids: Ids) -> int:
     return len(nixl_ids(ids, 1 + max(ids)))
+
+
+def count_nixl_sorted(worker: Worker, ids: Ids) -> int:
+    return count_nixl(worker, sort_pairs(ids, ids)[0])
 
 
 def count_store(_: Worker, ids: Ids) -> int:
@@ -229,6 +239,7 @@ COUNTS: dict[str, Callable[[Worker, Ids], int]] = {
     "MooncakeConnector": count_mooncake,
     "MooncakeConnector, sorted": count_mooncake_sorted,
     "NixlConnector": count_nixl,
+    "NixlConnector, sorted": count_nixl_sorted,
     "MoRIIOConnector": count_moriio,
     "MooncakeStoreConnector": count_store,
     "OffloadingConnector": count_offloading,
@@ -271,8 +282,8 @@ class Transport(Protocol):
 
     memory: Memory
 
-    def transfer(self, ids: Ids) -> tuple[int, float, bool]:
-        """Send blocks: descriptors, ms, and whether the transport accepted them."""
+    def transfer(self, ids: Ids, is_sorted: bool) -> tuple[int, bool]:
+        """Send blocks: descriptors, and whether the transport accepted them."""
 
 
 class MooncakeTransport:
@@ -281,7 +292,7 @@ class MooncakeTransport:
     def __init__(self, worker: Worker, memory: Memory) -> None:
         from mooncake.engine import TransferEngine
 
-        self.memory, self.module = memory, worker.modules[0]
+        self.memory, self.modules = memory, worker.modules
         self.engines = TransferEngine(), TransferEngine()
         for engine, side in zip(
             self.engines, (memory.source, memory.target), strict=True
@@ -290,18 +301,20 @@ class MooncakeTransport:
             sizes = [layer.nbytes for layer in side]
             assert not engine.batch_register_memory(memory.addresses(side), sizes)
 
-    def transfer(self, ids: Ids) -> tuple[int, float, bool]:
+    def transfer(self, ids: Ids, is_sorted: bool) -> tuple[int, bool]:
         memory, (sender, receiver) = self.memory, self.engines
         addresses = map(memory.addresses, (memory.source, memory.target))
-        made = mooncake(self.module, ids, ids, *addresses, memory.block_bytes)
+        module = self.modules[is_sorted]
+        made = mooncake(module, ids, ids, *addresses, memory.block_bytes)
         session = f"{HOST}:{receiver.get_rpc_port()}"
-        began_ns = time.perf_counter_ns()
-        status = sender.batch_transfer_sync_write(session, *made)
-        return len(made[0]), (time.perf_counter_ns() - began_ns) / 1e6, status == 0
+        return len(made[0]), sender.batch_transfer_sync_write(session, *made) == 0
 
 
 class NixlTransport:
-    """NIXL over UCX: a read of prepared descriptors, as vLLM's worker begins it."""
+    """NIXL over UCX: a read of prepared descriptors, as vLLM's worker begins it.
+
+    No patch sorts its pairs: `is_sorted` does it here, before the worker's function.
+    """
 
     def __init__(self, _worker: Worker, memory: Memory) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
@@ -329,20 +342,18 @@ class NixlTransport:
         ]
         return agent.get_xfer_descs(np.concatenate(blocks).astype(np.uint64), "DRAM")
 
-    def transfer(self, ids: Ids) -> tuple[int, float, bool]:
-        numbers, reader = nixl_ids(ids, self.memory.blocks), self.reader
-        began_ns = time.perf_counter_ns()
-        handle = reader.make_prepped_xfer(
-            "READ", self.ours, numbers, self.theirs, numbers
-        )
+    def transfer(self, ids: Ids, is_sorted: bool) -> tuple[int, bool]:
+        reader, blocks = self.reader, self.memory.blocks
+        theirs, ours = sort_pairs(ids, ids) if is_sorted else (ids, ids)
+        local, remote = nixl_ids(ours, blocks), nixl_ids(theirs, blocks)
+        handle = reader.make_prepped_xfer("READ", self.ours, local, self.theirs, remote)
         state = reader.transfer(handle)
         while state == "PROC":
             state = reader.check_xfer_state(handle)
-        took_ms = (time.perf_counter_ns() - began_ns) / 1e6
         # NIXL itself merges neighbours that ascend.
         descriptors = reader.get_xfer_telemetry(handle).descCount
         reader.release_xfer_handle(handle)
-        return descriptors, took_ms, state == "DONE"
+        return descriptors, state == "DONE"
 
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {
@@ -400,13 +411,24 @@ def count(worker: Worker, tokens: int) -> dict[str, dict[str, int]]:
 
 
 def send(
-    worker: Worker, kind: str, tokens: int, block_bytes: int, order: str
+    worker: Worker,
+    kind: str,
+    tokens: int,
+    block_bytes: int,
+    order: str,
+    is_sorted: bool,
 ) -> tuple[int, float, bool]:
-    """Transfer a request's blocks: descriptors, ms, and whether all bytes arrived."""
+    """Transfer a request's blocks: descriptors, ms, and whether all bytes arrived.
+
+    The time begins with the block ids and includes the making of descriptors.
+    """
     blocks = tokens // BLOCK_TOKENS
+    ids = ORDERS[order](blocks)[0]
     transport = worker.prepared(kind, blocks, block_bytes)
     transport.memory.clear()
-    descriptors, took_ms, accepted = transport.transfer(ORDERS[order](blocks)[0])
+    began_ns = time.perf_counter_ns()
+    descriptors, accepted = transport.transfer(ids, is_sorted)
+    took_ms = (time.perf_counter_ns() - began_ns) / 1e6
     assert transport.memory.arrived() or not accepted
     return descriptors, took_ms, accepted
 

@@ -191,14 +191,25 @@ def test_the_orders_are_those_of_two_rounds_of_vllms_pool():
     }
 
 
-def test_refused_transfers_have_no_time():
-    sent = [(24_576, 80.0, False)] + [(24_576, 700.0, True)] * 3
-    some = block_order.transfers("t", 8_192, 2_048, "descending", sent)
-    assert (some.refused, some.rounds, some.ms) == (1, 4, None)
-    none = block_order.transfers("t", 8_192, 2_048, "ascending", sent[1:])
-    assert (none.refused, none.ms.value) == (0, 700)
+def test_refused_transfers_have_no_time_and_the_others_a_ratio_within_rounds():
+    slow = [block_order.Sent(24_576, ms, True) for ms in (700.0, 1_400.0, 2_800.0)]
+    fast = [block_order.Sent(48, ms, True) for ms in (70.0, 140.0, 280.0)]
+    refused = [block_order.Sent(24_576, 80.0, False), *slow[1:]]
+    case = "t", 8_192, 2_048, "descending"
+    some = block_order.transfers(*case, (refused, fast))
+    assert (some.refused, some.ms[0], some.ratio) == ((1, 0), None, None)
+    assert some.ms[1].value == 140
+    none = block_order.transfers(*case, (slow, fast))
+    assert none.descriptors == (24_576, 48)
+    assert (none.ms[0].value, none.ratio.ci95) == (1_400, pytest.approx((10, 10)))
     *_, first, second = block_order.report_transfers([some, none]).splitlines()
-    assert "1 of 4 refused" in first and "700.0" in second
+    assert "1 of 3 refused" in first and "1,400.0" in second
+
+
+def test_sorted_pairs_are_the_same_pairs():
+    sources, targets = [5, 4, 9, 3], [1, 2, 3, 4]
+    pairs = block_order_worker.sort_pairs(sources, targets)
+    assert pairs == ([3, 4, 5, 9], [4, 2, 1, 3])
 
 
 # study: requests whose latencies can be computed by hand.
