@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from kvtax.paths import REPOSITORY
-from tools.upstream.check import differences, judge, read_outcomes
+from tools.upstream.check import counts, differences, judge, read_outcomes
 from tools.upstream.release import (
     PART,
     Release,
@@ -131,6 +131,14 @@ def test_a_commit_alone_runs_the_tests_that_it_adds_or_changes(series):
         assert {test.split("::")[0] for test in tests} == set(changed.split()), name
 
 
+def test_a_commit_is_counted_with_the_files_that_it_changes(series):
+    tests = list(series.release.tests)
+    for name, commit in zip(series.release.sources, series.commits, strict=True):
+        own = {test.split("::")[0] for test in series.repository.own_tests(commit)}
+        beside = series.repository.tests_of_changed(commit, tests)
+        assert own & set(tests) <= set(beside) < set(tests), name
+
+
 def test_a_commit_applies_alone_unless_it_is_stacked(series):
     git = series.repository.git
     for name, commit in zip(series.release.sources, series.commits, strict=True):
@@ -187,3 +195,24 @@ def test_the_check_objects_to_differences_failures_and_empty_proof(
     after, without, wrong
 ):
     assert len(judge({"old": "passed"}, after, without)) == wrong
+
+
+def test_counts_are_of_one_commits_tests_and_of_those_beside():
+    before = {"a.py::x": "passed", "a.py::y": "failed", "b.py::z": "passed"}
+    after = before | {
+        "a.py::y": "passed",
+        "a.py::mine[1]": "passed",
+        "a.py::other": "passed",
+        "new.py::whole": "skipped",
+    }
+    without = {"a.py::mine[1]": "failed", "new.py::whole": "passed"}
+    own, beside = ["a.py::mine", "new.py"], ["a.py"]
+    assert counts(own, beside, before, after, without, None) == [
+        "1 passed, 1 skipped",
+        "needs those before it",
+        "1",
+        "1 passed, 1 failed",
+        "2 passed",
+    ]
+    alone = counts(own, beside, before, after, without, {"a.py::mine[1]": "passed"})
+    assert alone[1] == "1 passed"

@@ -7,8 +7,9 @@ For each release: the source release becomes the base commit of a scratch git
 repository and `git am` applies the series. Upstream's tests run before and after; the
 series' own tests run after, once more without the series' code, where some of them
 must fail, and commit by commit with that commit alone on the release. Reports every
-difference by node id. Exit codes: 0 nothing differs, 1 a difference or a failure, 2 an
-unknown release. Logs are in runs/upstream-check/.
+difference by node id, and counts by commit: its own tests, and upstream's tests of the
+modules that it changes. Exit codes: 0 nothing differs, 1 a difference or a failure, 2
+an unknown release. Logs are in runs/upstream-check/.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from kvtax.engine.supervise import Supervised
 from kvtax.paths import REPOSITORY
 from kvtax.signals import exit_on_signals
+from kvtax.stats.markdown import table
 from tools.upstream.model_cache import write_model_cache
 from tools.upstream.release import (
     Release,
@@ -165,31 +167,68 @@ def check(release: Release, scratch: Path) -> list[str]:
         before, after = first.outcomes(), second.outcomes()
     with TestRun("without-the-code", release, tests_only, own_files, home) as third:
         without = third.outcomes()
-    return judge(before, after, without) + check_alone(release, repository, home)
-
-
-def check_alone(release: Release, repository: Repository, home: Path) -> list[str]:
-    """Run the tests of each commit with that commit alone; return faults.
-
-    Raises UpstreamError if a commit does not apply alone and is not `stacked`.
-    """
-    wrong = []
+    wrong = judge(before, after, without)
+    rows = []
     commits = repository.git("rev-list", "--reverse", "base..series").split()
     for patch, commit in zip(release.sources, commits, strict=True):
-        if patch in release.stacked:
-            print(f"  {patch}: needs the commits before it")
-            continue
-        tests = repository.own_tests(commit)
-        tree = repository.worktree(patch, "base")
-        repository.git("-C", str(tree), "cherry-pick", commit)
-        with TestRun(patch, release, tree, tests, home) as run:
-            outcomes = run.outcomes()
-        wrong += [
-            f"{name}: {outcome}, with {patch} alone"
-            for name, outcome in sorted(outcomes.items())
-            if outcome != "passed"
-        ]
+        own = repository.own_tests(commit)
+        beside = repository.tests_of_changed(commit, tests)
+        alone = None
+        if patch not in release.stacked:
+            alone = run_alone(patch, commit, release, repository, home)
+            wrong += [
+                f"{name}: {outcome}, with {patch} alone"
+                for name, outcome in sorted(alone.items())
+                if outcome != "passed"
+            ]
+        rows.append([patch, *counts(own, beside, before, after, without, alone)])
+    print(table(COUNTS_HEAD, rows), flush=True)
     return wrong
+
+
+def run_alone(
+    patch: str, commit: str, release: Release, repository: Repository, home: Path
+) -> Outcomes:
+    """Run the tests of a commit with that commit alone on the release.
+
+    Raises UpstreamError if it does not apply alone.
+    """
+    tree = repository.worktree(patch, "base")
+    repository.git("-C", str(tree), "cherry-pick", commit)
+    with TestRun(patch, release, tree, repository.own_tests(commit), home) as run:
+        return run.outcomes()
+
+
+COUNTS_HEAD = ["commit", "own tests, all commits", "alone", "fail without the code"]
+COUNTS_HEAD += ["tests of what it changes, before", "after"]
+
+
+def counts(
+    own: Sequence[str],
+    beside: Sequence[str],
+    before: Outcomes,
+    after: Outcomes,
+    without: Outcomes,
+    alone: Outcomes | None,
+) -> list[str]:
+    """Count the outcomes of a commit's own tests, and of the files `beside`.
+
+    Tests of the series are not among the latter. `own` may name whole files.
+    """
+    added = {
+        name: outcome
+        for name, outcome in after.items()
+        if name not in before
+        and (name.partition("[")[0] in own or name.partition("::")[0] in own)
+    }
+    failed = [name for name in added if without.get(name) != "passed"]
+    kept = [name for name in before if name.partition("::")[0] in beside]
+    around = [
+        counted({name: run[name] for name in kept if name in run})
+        for run in (before, after)
+    ]
+    lonely = "needs those before it" if alone is None else counted(alone)
+    return [counted(added), lonely, str(len(failed)), *around]
 
 
 def judge(before: Outcomes, after: Outcomes, without: Outcomes) -> list[str]:

@@ -169,6 +169,21 @@ class Repository:
                 added[file].append(f"{file}::{test[1]}")
         return [test for file, tests in added.items() for test in tests or [file]]
 
+    def tests_of_changed(self, commit: str, tests: Sequence[str]) -> list[str]:
+        """List those of `tests` that a commit changes, or that name a module of it."""
+        changed = self.git("diff", "--name-only", f"{commit}~", commit).split()
+        modules = [
+            path.removesuffix(".py").replace("/", ".")
+            for path in changed
+            if path.startswith("vllm/")
+        ]
+        return [
+            test
+            for test in tests
+            if test in changed
+            or any(name in (self.root / test).read_text() for name in modules)
+        ]
+
 
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
