@@ -11,6 +11,8 @@ difference within a round, with a percentile bootstrap over the rounds.
 The split is measured in the process that records: the connector's calls per layer, the
 records of engine (with its requests) and worker, and the timing of the connector's
 calls are switched on and off there every few steps, so no two processes are compared.
+So is the floor: what reads the clock before and after both of the scheduler's calls and
+appends one tuple.
 Writing and single calls are timed in a tight loop.
 """
 
@@ -149,8 +151,11 @@ def parts_table(samples: Samples, costs: dict[str, Estimate]) -> str:
         ]
         for name, found in split.items()
     ]
-    calls = cost(modes["calls"], modes["both"])
-    rows.append(["the connector's calls, on", f"{calls:+.1f}", "", ""])
+    others = {
+        "the connector's calls, on": cost(modes["calls"], modes["both"]),
+        "the floor: four clocks, one append": cost(modes["floor"], modes["off"]),
+    }
+    rows += [[name, f"{more:+.1f}", "", ""] for name, more in others.items()]
     base_us = float(np.median(samples.variants[BASE]))
     off, aim = judge_off(costs[OFF], costs[AGAIN], base_us)
     rows.append([aim.what, f"{costs[OFF]:+.1f}", aim.bound, off])

@@ -94,10 +94,10 @@ class ConnectorTimer:
 
     __slots__ = (
         "_counts",
-        "_frequent",
         "_wrappers",
         "calls",
         "drawn",
+        "frequent",
         "methods",
         "not_timed",
         "thread",
@@ -117,7 +117,7 @@ class ConnectorTimer:
         self._counts: list[int] = []
         # By index: (connector, name, wrapper that times, wrapper that counts).
         self._wrappers: list[tuple[Any, str, MethodType, MethodType]] = []
-        self._frequent: set[int] = set()
+        self.frequent: set[int] = set()
 
     def wrap(self, connector: Any, prefix: str = "") -> None:
         """Time the connector's public methods, and those of the connectors in it."""
@@ -130,8 +130,8 @@ class ConnectorTimer:
     def take(self) -> list[Calls]:
         """Return the calls since the last time."""
         calls, self.calls = self.calls, []
-        if self._frequent and not self.drawn:
-            for i in self._frequent:
+        if self.frequent and not self.drawn:
+            for i in self.frequent:
                 if count := self._counts[i]:
                     calls.append((i, count, -1, -1))
                     self._counts[i] = 0
@@ -143,17 +143,17 @@ class ConnectorTimer:
         """Begin a step, in which methods that are called often are timed if `drawn`."""
         if self.drawn is not drawn:
             self.drawn = drawn
-            if self._frequent:
+            if self.frequent:
                 self._swap_frequent()
 
     def _find_frequent(self, calls: list[Calls]) -> None:
         for i, (count, ns, _) in _sums(calls).items():
             if count > FREQUENT_CALLS and 0 <= ns < count * FREQUENT_NS:
-                self._frequent.add(i)
+                self.frequent.add(i)
         self._swap_frequent()
 
     def _swap_frequent(self) -> None:
-        for i in self._frequent:
+        for i in self.frequent:
             connector, name, timed, counted = self._wrappers[i]
             object.__setattr__(connector, name, timed if self.drawn else counted)
 
@@ -201,7 +201,7 @@ class ConnectorTimer:
                 self.calls.append((i, 1, took_ns, self_ns))
                 self.total_self_ns = before_ns + took_ns
             # A compiled generator is of a type of its own.
-            if type(result).__name__ == "generator":
+            if result is not None and type(result).__name__ == "generator":
                 return TimedGenerator(result, self, i)
             return result
 

@@ -53,13 +53,9 @@ class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
     connector_self_us: dict[str, float] | None = None
 
 
-class OpenStep:
-    """A step that is scheduled and whose output is not there yet."""
-
-    __slots__ = ("aside_ns", "calls", "record")
-
-    def __init__(self, record: EngineStep, calls: list[Calls], aside_ns: int):
-        self.record, self.calls, self.aside_ns = record, calls, aside_ns
+# A step that is scheduled and whose output is not there yet: its record, the calls of
+# its schedule(), and the time spent aside until then in ns.
+OpenStep = tuple[EngineStep, list[Calls], int]
 
 
 class EngineRecorder:
@@ -114,9 +110,11 @@ class EngineRecorder:
                 file.flush()
 
     def _timed_schedule(self, *args: Any, **kwargs: Any) -> Any:
-        step_id = self.next_step_id
-        with_cpu = self._drawn_for_cpu.is_chosen(step_id)
-        self._timer.draw(with_cpu)
+        step_id, drawn = self.next_step_id, self._drawn_for_cpu
+        # A call less in most steps.
+        with_cpu = step_id >= drawn.next and drawn.is_chosen(step_id)
+        if self._timer.drawn is not with_cpu:
+            self._timer.draw(with_cpu)
         # Reading the CPU clock takes longer than any other: not in schedule_us.
         cpu_ns = thread_cpu_ns() if with_cpu else 0
         began_ns = now_ns()
@@ -135,16 +133,42 @@ class EngineRecorder:
     ) -> None:
         step_id = output.step_id = self.next_step_id
         self.next_step_id = step_id + 1
-        if self._drawn_for_cpu.next in (step_id, step_id + 1):
+        if 0 <= self._drawn_for_cpu.next - step_id <= 1:
             self._cpu_read_after.add(step_id)
         if self._requests.with_external_kv:
             self._requests.note_scheduled()
         calls = self._timer.take()
-        if not self._drawn_to_record.is_chosen(step_id):
+        if STEPS_EVERY > 1 and not self._drawn_to_record.is_chosen(step_id):
             return
         output.records_life = self.life
-        record = self._begin_record(output, began_ns, took_ns, cpu_ns)
-        self._open[step_id] = OpenStep(record, calls, self._aside_ns)
+        scheduler, pool = self._scheduler, self._block_pool
+        scheduled = output.num_scheduled_tokens
+        tokens, requests = output.total_num_scheduled_tokens, len(scheduled)
+        # A running request's last prompt chunk of one token counts as a decode: it
+        # costs the same and yields a token. That keeps the common step free of a loop.
+        prefill_tokens = 0
+        if output.scheduled_new_reqs or tokens != requests:
+            prefill_tokens = _prefill_tokens(scheduler, scheduled)
+        preempted = output.preempted_req_ids
+        record = EngineStep(
+            step_id,
+            began_ns,
+            took_ns / 1e3,
+            scheduled=requests,
+            prefill_tokens=prefill_tokens,
+            decode_tokens=tokens - prefill_tokens,
+            preemptions=len(preempted) if preempted else 0,
+        )
+        if cpu_ns:
+            record.schedule_cpu_us = cpu_ns / 1e3
+        if self._has_queues:
+            record.running = len(scheduler.running)
+            record.waiting = len(scheduler.waiting)
+        if pool is not None:
+            # A reset of the prefix cache makes a new map.
+            record.cache_size = len(pool.cached_block_hash_to_block)
+            record.free_blocks = pool.free_block_queue.num_free_blocks
+        self._open[step_id] = record, calls, self._aside_ns
         if len(self._open) > MAX_OPEN_STEPS:
             # Scheduled, but never updated.
             self._append(self._open.pop(next(iter(self._open))))
@@ -158,7 +182,7 @@ class EngineRecorder:
             self._requests.begin_update(step_id, scheduler_output, model_runner_output)
         except Exception:
             self._give_up()
-        with_cpu = step is not None and step.record.schedule_cpu_us is not None
+        with_cpu = step is not None and step[0].schedule_cpu_us is not None
         cpu_ns = thread_cpu_ns() if with_cpu else 0
         began_ns = now_ns()
         outputs = self._update(scheduler_output, model_runner_output, *args, **kwargs)
@@ -182,16 +206,18 @@ class EngineRecorder:
             self._cpu_read_after.remove(step_id)
             thread_cpu_us = self._read_thread_cpu(step_id)
         self._requests.end_update()
-        calls = self._timer.take()
+        timer = self._timer
+        calls = timer.take() if timer.calls or timer.frequent else None
         if step is not None:
-            record = step.record
+            record, calls_of_schedule, aside_ns = step
             record.thread_cpu_us = thread_cpu_us
             if cpu_ns:
                 record.update_cpu_us = (self._thread_cpu_ns - cpu_ns) / 1e3
             record.update_us = (ended_ns - began_ns) / 1e3
-            aside_ns = self._aside_ns - step.aside_ns
+            aside_ns = self._aside_ns - aside_ns
             record.step_us = (ended_ns - record.t_ns - aside_ns) / 1e3
-            step.calls += calls
+            if calls:
+                calls_of_schedule += calls
             self._append(step)
         self._aside_ns += now_ns() - ended_ns
 
@@ -210,37 +236,6 @@ class EngineRecorder:
         if before_step != step_id - 1:
             return None
         return (self._thread_cpu_ns - before_ns) / 1e3
-
-    def _begin_record(
-        self, output: Any, began_ns: int, took_ns: int, cpu_ns: int
-    ) -> EngineStep:
-        scheduled = output.num_scheduled_tokens
-        tokens = output.total_num_scheduled_tokens
-        # A running request's last prompt chunk of one token counts as a decode: it
-        # costs the same and yields a token. That keeps the common step free of a loop.
-        prefill_tokens = 0
-        if output.scheduled_new_reqs or tokens != len(scheduled):
-            prefill_tokens = _prefill_tokens(self._scheduler, scheduled)
-        preempted = output.preempted_req_ids
-        record = EngineStep(
-            output.step_id,
-            began_ns,
-            took_ns / 1e3,
-            scheduled=len(scheduled),
-            prefill_tokens=prefill_tokens,
-            decode_tokens=tokens - prefill_tokens,
-            preemptions=len(preempted) if preempted else 0,
-        )
-        if cpu_ns:
-            record.schedule_cpu_us = cpu_ns / 1e3
-        if self._has_queues:
-            record.running = len(self._scheduler.running)
-            record.waiting = len(self._scheduler.waiting)
-        if self._block_pool is not None:
-            # A reset of the prefix cache makes a new map.
-            record.cache_size = len(self._block_pool.cached_block_hash_to_block)
-            record.free_blocks = self._block_pool.free_block_queue.num_free_blocks
-        return record
 
     def _append(self, step: OpenStep) -> None:
         if self._file is None:
@@ -265,8 +260,9 @@ class EngineRecorder:
 
     def _finished(self, step: OpenStep) -> EngineStep:
         """Complete a record, away from the engine's thread."""
-        fill(step.record, step.calls, self._timer.methods, FIELDS)
-        return step.record
+        record, calls, _ = step
+        fill(record, calls, self._timer.methods, FIELDS)
+        return record
 
 
 def _has_queues(scheduler: Any) -> bool:

@@ -15,6 +15,7 @@ from .files import RecordFile, at_exit
 from .settings import CPU_EVERY, STEPS_EVERY
 
 now_ns = time.perf_counter_ns
+get_ident = threading.get_ident
 
 # Fields of the connector's methods. From vLLM 0.30 on the runner calls
 # get_transfer_results in the place of get_finished, which that may call in turn.
@@ -61,9 +62,13 @@ class WorkerRecorder:
         # The V2 model runner finishes a step in sample_tokens(), so only the next step
         # tells that this one is complete.
         self._append()
-        self._timer.thread = threading.get_ident()
-        self._timer.draw(self._draw.is_chosen(self._steps))
-        self._steps += 1
+        timer, drawn, step = self._timer, self._draw, self._steps
+        timer.thread = get_ident()
+        self._steps = step + 1
+        # A call less in most steps.
+        with_frequent = step >= drawn.next and drawn.is_chosen(step)
+        if timer.drawn is not with_frequent:
+            timer.draw(with_frequent)
         life = getattr(scheduler_output, "records_life", None)
         if life is not None:
             if life != self._life:
@@ -87,10 +92,11 @@ class WorkerRecorder:
         self._file = RecordFile(life, name, schema, self._header, self._finished)
 
     def _append(self) -> None:
-        calls = self._timer.take()
+        timer = self._timer
+        calls = timer.take() if timer.calls or timer.frequent else []
         if self._record is not None and self._file is not None:
             self._file.append((self._record, calls))
-        self._record = None
+            self._record = None
 
     def _header(self) -> dict[str, Any]:
         return {

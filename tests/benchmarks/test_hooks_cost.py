@@ -25,7 +25,7 @@ def steps(us: float, seed: int = 1) -> np.ndarray:
 
 def samples(again_us: float = 1, off_us: float = 1, engine_us: float = 2) -> Samples:
     variants = {BASE: 300, AGAIN: 300 + again_us, OFF: 300 + off_us, ON: 310}
-    modes = {"no layers": 295, "off": 300, "engine": 300 + engine_us}
+    modes = {"no layers": 295, "floor": 301, "off": 300, "engine": 300 + engine_us}
     modes |= {"both": 301 + engine_us, "calls": 302.5 + engine_us}
     hooks = ("record", "pause", "call", "timed call", "counted call")
     return Samples(
