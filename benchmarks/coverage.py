@@ -18,6 +18,7 @@ from itertools import combinations
 import numpy as np
 
 from benchmarks.results import at_least
+from kvtax.cost.holds import NOISE_OF_TWICE, QUIET, weight_of
 from kvtax.cost.measured import Fits
 from kvtax.cost.metrics import MARGIN_US_PER_1K_BLOCKS
 from kvtax.cost.verdict import judge_metric
@@ -41,6 +42,8 @@ DRIFT = 0.02
 # Speeds of a machine, how rarely it changes them, how well two works show them.
 SLOW, CHANGES = 1.3, 0.1
 WORKS_NOISE = (0.03, 0.05)
+# Share of the holds that something disturbs, and how slow the machine is in them.
+DISTURBED, DISTURBANCE = 0.3, 1.6
 # Half of the margin.
 SLOPES = MARGIN_US_PER_1K_BLOCKS / 2
 # Mean and standard deviation of what stalls add to the mean over all steps.
@@ -70,6 +73,7 @@ def _autocorrelated(rng: np.random.Generator, count: int) -> Floats:
 class Kind:
     """Kind of noise; `two_speeds`: the machine changes its own; `drift` per pass.
 
+    `disturbed` is the share of holds in which the machine is slow, and noisy for it.
     `slopes` is by how many us per 1,000 blocks servers truly differ: standard
     deviation.
     """
@@ -77,6 +81,7 @@ class Kind:
     noise: Noise = _normal
     two_speeds: bool = False
     drift: float = 0.0
+    disturbed: float = 0.0
     slopes: float = 0.0
 
 
@@ -86,10 +91,12 @@ KINDS = {
     "autocorrelated": Kind(_autocorrelated),
     "two speeds": Kind(two_speeds=True),
     "drift": Kind(drift=DRIFT),
+    "disturbed holds": Kind(disturbed=DISTURBED),
     "all but normal": Kind(
         lambda rng, count: (_t5(rng, count) + _autocorrelated(rng, count)) / np.sqrt(2),
         two_speeds=True,
         drift=DRIFT,
+        disturbed=DISTURBED,
     ),
     "servers differ": Kind(slopes=SLOPES),
 }
@@ -113,16 +120,21 @@ def draw(
         speed = SLOW ** (changed % 2.0)
         # Times are those at the mean speed of the run.
         speed /= np.exp(np.log(speed).mean())
+    slower = np.where(rng.random(len(level)) < kind.disturbed, DISTURBANCE, 1.0)
     slowness = speed[:, None] * np.exp(
         WORKS_NOISE * rng.standard_normal((len(level), len(WORKS_NOISE)))
     )
+    # As kvtax.cost.holds.places weighs a hold, by works known as well as these.
+    works = slowness.max(axis=1) * slower
+    weight = weight_of(np.maximum(works / np.quantile(works, QUIET), 1.0))
     drift = kind.drift * number / len(X_1K)
     offset = NOISE * rng.standard_normal(servers)[server]
     true_us = rise_us[level] + BASE_US * (1 + drift + offset)
     true_us += kind.slopes * rng.standard_normal(servers)[server] * X_1K[level]
+    noise *= slower ** np.log2(NOISE_OF_TWICE)
     values = speed * (1 + NOISE * noise) * true_us
     x = X_1K[level] + rng.uniform(0, 0.1, len(level))
-    usual = Holds(server, level, x, HOLD_S * number, slowness, values)
+    usual = Holds(server, level, x, HOLD_S * number, slowness, weight, values)
     stalls = STALLS * BASE_US * rng.exponential(size=len(level))
     return usual, replace(usual, values=values + stalls)
 

@@ -3,16 +3,27 @@
 
 from __future__ import annotations
 
+import math
+from typing import TypeVar
+
 import polars as pl
 
 from kvtax.cost.metrics import SLOWNESS, Metric, number
 from kvtax.cost.speed import CONTROL
 from kvtax.records.requests import Phase
+from kvtax.stats.distribution import Floats
 from kvtax.stats.held import Holds
 
+Times = TypeVar("Times", pl.Expr, Floats)
+
 PLACE = ("repeat", "cycle", "level")
+MODEL = "model_us"
 # What is cut off at the slow end: a cost in fewer steps is for the mean to see.
 SLOWEST = 0.01
+# A hold in which the machine was twice as slow as in quiet ones has so many times their
+# standard deviation, as holds of all configs have it.
+NOISE_OF_TWICE = 4.0
+QUIET = 0.25
 
 
 def held_steps(steps: pl.DataFrame, decoders: int) -> pl.DataFrame:
@@ -25,7 +36,11 @@ def places(held: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
 
     Two works in which no connector has a part say how slow, each as a multiple of the
     server's median: the thread that packs outputs (`slowness`), and what the engine's
-    thread does besides scheduling and the connector's calls (`slowness_of_engine`).
+    thread does besides scheduling and the connector's calls (`slowness_of_engine`). A
+    third, how long the model takes besides the connector's calls, shows as well how
+    late threads were woken. The slowest of the three, against the quiet holds of the
+    server, makes the hold's `weight`, at most 1. It is not by what the connector took,
+    so it favours no level.
     """
     of_holds = held.group_by(PLACE).agg(
         pl.col("cache_blocks").mean(),
@@ -39,10 +54,15 @@ def places(held: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
         .agg((pl.col("us").sum() / pl.col("steps").sum()).alias("slowness"))
     )
     rest = pl.col("thread_cpu_us") - pl.col("scheduler_cpu_us")
+    model = pl.col("execute_model_us") - pl.col("worker_calls_us").fill_null(0)
     of_engine = (
         held.filter("decode_only")
         .group_by(PLACE)
-        .agg(rest.median().alias("rest"), pl.col("worker_calls_us").median())
+        .agg(
+            rest.median().alias("rest"),
+            pl.col("worker_calls_us").median(),
+            model.median().alias(MODEL),
+        )
         .with_columns(
             (
                 pl.col("rest")
@@ -54,12 +74,27 @@ def places(held: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
     table = of_holds.join(outputs, on=PLACE, how="left").join(
         of_engine, on=PLACE, how="left"
     )
-    ratios = [pl.col(name) / pl.col(name).median().over("repeat") for name in SLOWNESS]
-    known = [pl.when(one > 0).then(one).otherwise(1.0) for one in ratios]
+    quiet = [
+        _ratio(pl.col(name), pl.col(name).quantile(QUIET))
+        for name in (*SLOWNESS, MODEL)
+    ]
+    slowest = pl.max_horizontal(quiet).clip(1.0)
     return table.with_columns(
-        one.fill_nan(1.0).fill_null(1.0).alias(name)
-        for name, one in zip(SLOWNESS, known, strict=True)
+        *(_ratio(pl.col(name), pl.col(name).median()) for name in SLOWNESS),
+        weight=weight_of(slowest),
     ).sort(PLACE)
+
+
+def weight_of(slower: Times) -> Times:
+    """Compute the weight of a hold in which a machine is `slower` times as slow."""
+    return slower ** (-2 * math.log2(NOISE_OF_TWICE))
+
+
+def _ratio(work: pl.Expr, usual: pl.Expr) -> pl.Expr:
+    """Divide a work by what is usual on its server; 1 where it is not known."""
+    ratio = work / usual.over("repeat")
+    known = pl.when(ratio > 0).then(ratio).otherwise(1.0)
+    return known.fill_nan(1.0).fill_null(1.0)
 
 
 def _cpu_share(held: pl.DataFrame) -> float:
@@ -113,5 +148,6 @@ def holds_of(
         x=rows["cache_blocks"].to_numpy() / 1_000,
         time_s=rows["time_s"].to_numpy(),
         slowness=rows.select(metric.controls).to_numpy(),
+        weight=rows["weight"].to_numpy(),
         values=rows["us"].cast(pl.Float64).to_numpy(),
     )

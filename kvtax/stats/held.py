@@ -4,7 +4,8 @@
 A hold is one value: the time at one level in one pass of one server. A server goes up
 the levels in each pass and falls back between two of them, so a machine that gets
 slower rises through the passes as well, and a growing cost does not: both are fitted
-at once. How slow the machine was in each hold can be fitted, too.
+at once. How slow the machine was in each hold can be fitted, too, and a hold in which
+something disturbed it weighs less than others.
 
     value of a hold = level + server + drift of the server * time + share of slowness
 
@@ -44,7 +45,8 @@ class Holds:
     """Holds of one config, each an element of arrays (holds,).
 
     `level` counts from 0 up; `x` is what the axis really was. `slowness` is (holds,
-    works), above 0: how slow the machine was by each of some works, 1 as usual.
+    works), above 0: how slow the machine was by each of some works, 1 as usual. The
+    variance of a hold is in proportion to 1 / `weight`.
     """
 
     server: Ints
@@ -52,6 +54,7 @@ class Holds:
     x: Floats
     time_s: Floats
     slowness: Floats
+    weight: Floats
     values: Floats
 
 
@@ -136,11 +139,13 @@ def fit(holds: Holds) -> Fit | None:
         return None
     works = holds.slowness.shape[1]
     size: Floats = np.ones(count)
+    root = np.sqrt(holds.weight / holds.weight.mean())
     for _ in range(ROUNDS):
         scale = size[level]
         weighted = design / scale[:, None]
         weighted[:, design.shape[1] - works :] = design[:, design.shape[1] - works :]
-        values = holds.values / scale
+        weighted *= root[:, None]
+        values = holds.values / scale * root
         inverse = np.linalg.pinv(weighted)
         found = inverse @ values
         size = np.abs(found[:count])

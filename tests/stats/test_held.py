@@ -25,11 +25,13 @@ def made_up(
     drift_us: float = 0.0,
     offsets_us: float = 0.0,
     slower: float = 1.0,
+    disturbed: float = 1.0,
 ) -> Holds:
     """Holds of servers whose levels are `level_us`.
 
     The time rises by `drift_us` in each pass, servers are `offsets_us` apart, and in
-    half of the holds the machine takes `slower` times as long, which is known.
+    half of the holds the machine takes `slower` times as long, which is known. In a
+    third of them noise is `disturbed` times as large, which is known as well.
     """
     levels = len(SHARES)
     server = np.repeat(np.arange(servers), passes * levels)
@@ -42,13 +44,15 @@ def made_up(
     # Half of the time is as slow as the machine, the rest is not.
     values = values * (1 + 0.5 * np.log(slowness)) + offsets_us * server
     values = values + drift_us * at
+    noise = np.where(rng.permutation(len(level)) % 3 == 0, disturbed, 1.0)
     return Holds(
         server=server,
         level=level,
         x=BLOCKS_1K * SHARES[level],
         time_s=1_000 + PASS_S * at,
         slowness=slowness[:, None],
-        values=values + rng.normal(0, sd_us, len(level)),
+        weight=1 / noise**2,
+        values=values + rng.normal(0, sd_us * noise),
     )
 
 
@@ -56,6 +60,7 @@ MACHINES = {
     "steady": {},
     "slower from pass to pass": {"drift_us": 60.0},
     "of two speeds": {"slower": 1.8},
+    "disturbed in some holds": {"disturbed": 8.0},
     "three servers": {"servers": 3, "passes": 2, "offsets_us": 300.0},
     "all at once": {"servers": 2, "drift_us": -30.0, "slower": 1.5, "offsets_us": 90.0},
 }
@@ -97,6 +102,18 @@ def test_two_speeds_that_are_known_do_not_widen_the_interval():
     unknown = made_up(np.random.default_rng(3), slower=2.0)
     unknown = replace(unknown, slowness=np.ones((len(unknown.values), 1)))
     assert fit(unknown).slope()[1] > 4 * error_us[0]
+
+
+def test_holds_that_are_known_to_be_disturbed_hardly_widen_the_interval():
+    rng = np.random.default_rng(14)
+    quiet, disturbed = (
+        np.mean([fit(made_up(rng, disturbed=n)).slope()[1] for _ in range(40)])
+        for n in (1.0, 8.0)
+    )
+    assert disturbed < 1.4 * quiet
+    unknown = made_up(rng, disturbed=8.0)
+    unknown = replace(unknown, weight=np.ones(len(unknown.values)))
+    assert fit(unknown).slope()[1] > 2.5 * quiet
 
 
 def test_levels_are_means_over_the_servers_whatever_these_differ_by():
@@ -161,7 +178,7 @@ def test_nothing_is_said_to_grow_by_chance_though_every_pair_is_tested():
     rng = np.random.default_rng(10)
     machines = list(MACHINES.values())
     grown = [
-        growth(fit(made_up(rng, sd_us=40.0, **machines[n % 5])), 0.0, 0.95)
+        growth(fit(made_up(rng, sd_us=40.0, **machines[n % len(machines)])), 0.0, 0.95)
         for n in range(RUNS)
     ]
     assert sum(found is not None for found in grown) / RUNS < 0.07
