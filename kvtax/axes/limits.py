@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvtax.axes.axes import AXES
-from kvtax.axes.fit import ORDERS, Growth, grows, growth, interval, methods
+from kvtax.axes.fit import ORDERS, UNKNOWN, Growth, growth, interval, methods
 from kvtax.config import ConfigError
 from kvtax.cost.limits import AxisLimits, AxisName, LimitsFile
 from kvtax.records.observatory_cell import CellRecord
@@ -34,13 +34,16 @@ def no_worse(cell: CellRecord, old: CellRecord, since: str) -> list[Check]:
     """Check that nothing grows along an axis that did not in `old`, or much less.
 
     A slope is broken if its whole interval is above the axis' margin and above what
-    `old` had on a machine SLOWER. Axes that are younger than `old` are left out.
+    `old` had on a machine SLOWER. So is a growth without such a slope, as of a cost
+    that rises and falls again, where `old` had none. Axes that are younger than `old`
+    are left out.
     """
     return [
-        _than_before(cell, old, axis, method, since)
+        check
         for axis in cell.means_us
         if axis in old.levels
         for method in [ALL, *_methods(cell, axis)]
+        for check in _than_before(cell, old, axis, method, since)
     ]
 
 
@@ -73,15 +76,14 @@ def _made(
 
 
 def _of_order(axis: str, found: Growth, at_most: str) -> Outcome:
-    if found.order == "cannot tell":
-        growing = grows(AXES[axis], found.slope)
-        return "broken" if growing and at_most == "constant" else "undecided"
+    if found.order == UNKNOWN:
+        return "broken" if found.grows and at_most == "constant" else "undecided"
     return "kept" if ORDERS.index(found.order) <= ORDERS.index(at_most) else "broken"
 
 
 def _than_before(
     cell: CellRecord, old: CellRecord, axis: str, method: str, since: str
-) -> Check:
+) -> Iterator[Check]:
     found, before = _growth(cell, axis, method), growth(old, axis, f"{method}_us")
     was = max(0.0, interval(before.slope)[1]) if before else 0.0
     at_most = max(AXES[axis].margin_us, SLOWER * was)
@@ -90,7 +92,13 @@ def _than_before(
         at_most=at_most,
         unit=f"µs per {AXES[axis].per_unit}",
     )
-    return _judged(cell, aim, found.slope)
+    yield _judged(cell, aim, found.slope)
+    was_flat = before is None or before.grows is False
+    has_slope = interval(found.slope)[0] > AXES[axis].margin_us
+    if found.grows and was_flat and not has_slope:
+        what = f"growth of {method} along {axis}, since {since}"
+        levels = ", ".join(f"{us:,.1f}" for us in found.level_us)
+        yield _made(cell, what, "constant", f"{levels} µs", "broken")
 
 
 def _growth(cell: CellRecord, axis: str, method: str) -> Growth:

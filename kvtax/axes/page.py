@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from kvtax.axes.axes import AXES
-from kvtax.axes.fit import Growth, grows, growth, steepest, whole
+from kvtax.axes.fit import Growth, growth, interval, steepest, whole
 from kvtax.axes.matrix import CellName, Claim, Matrix
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import write_whole
@@ -40,7 +40,8 @@ SUMMARY = (
 AXIS = (
     "All calls of the connector per step at both ends of the axis, and the slope in µs "
     "per step and {per}, with its 95 % interval over six to nine passes. A slope below "
-    "{margin:g} is flat. Where it grows, the method that grows most is named."
+    "{margin:g} is flat, unless a level certainly lies above a lower one by as much "
+    "over the whole axis. Where it grows, the method that grows most is named."
 )
 HOSTS = (
     "The cells are of several hosts, each cell of one. So what it says of growth holds "
@@ -158,11 +159,10 @@ def _grown(cell: CellRecord, axis: str) -> str | None:
     along = growth(cell, axis, whole(cell))
     if along is None:
         return None
-    growing = grows(AXES[axis], along.slope)
-    if growing is None:
+    if along.grows is None:
         return f"{axis}?"
     order = f" ({along.order})" if along.order == "quadratic" else ""
-    return f"**{axis}**{order}" if growing else None
+    return f"**{axis}**{order}" if along.grows else None
 
 
 def _along(axis: str, matrix: Matrix, cells: Cells) -> Table:
@@ -204,9 +204,10 @@ def _slope(cell: CellRecord, axis: str) -> str:
 
 def verdict(axis: str, along: Growth) -> str:
     """Say whether the cost grows, and in which order."""
-    growing = grows(AXES[axis], along.slope)
-    if not growing:
-        return "flat" if growing is False else "cannot tell"
+    if not along.grows:
+        return "flat" if along.grows is False else "cannot tell"
+    if interval(along.slope)[0] <= AXES[axis].margin_us:
+        return "**grows**, not in a line"
     known = along.order in ("linear", "quadratic")
     return f"**grows**, {along.order if known else 'order not known'}"
 

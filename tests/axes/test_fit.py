@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvtax.axes.axes import AXES
-from kvtax.axes.fit import grows, growth, steepest
+from kvtax.axes.fit import growth, steepest
 from tests.axes.cells import META, made
 
 EACH_AXIS = pytest.mark.parametrize("axis", AXES)
@@ -33,7 +33,7 @@ def test_the_order_of_growth_is_told(axis, power, rise_us, order):
     cell = made(**{axis: curve(axis, power, rise_us)})
     found = growth(cell, axis, META)
     assert found.order == order
-    assert grows(AXES[axis], found.slope) is (order != "constant")
+    assert found.grows is (order != "constant")
     others = [one for one in AXES if one != axis]
     assert all(growth(cell, one, META).order == "constant" for one in others)
 
@@ -48,7 +48,28 @@ def test_noise_as_large_as_the_growth_ends_in_cannot_tell(axis):
 def test_growth_between_linear_and_quadratic_is_neither(axis):
     cell = made(noise=0.001, **{axis: curve(axis, 1.5, 1_000.0)})
     assert growth(cell, axis, META).order == "cannot tell"
-    assert grows(AXES[axis], growth(cell, axis, META).slope)
+    assert growth(cell, axis, META).grows
+
+
+@EACH_AXIS
+def test_a_cost_that_rises_and_falls_again_grows(axis):
+    middle = AXES[axis].levels[1]
+    cell = made(**{axis: lambda level: 1_010.0 if level == middle else 10.0})
+    found = growth(cell, axis, META)
+    assert found.grows
+    assert found.order == "cannot tell"
+    assert steepest(cell, axis) == META
+
+
+def test_noise_is_rarely_called_growth_however_large_and_however_few_the_passes():
+    rng, grown = np.random.default_rng(3), 0
+    levels = len(AXES["running"].levels)
+    for number in range(400):
+        cell = made()
+        us = 500 + rng.normal(0, (5, 50, 500)[number % 3], (6 + number % 4, levels))
+        cell.means_us["running"][META] = us.tolist()
+        grown += growth(cell, "running", META).grows is True
+    assert grown / 400 <= 0.05
 
 
 @EACH_AXIS

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtax.axes.axes import AXES
 from kvtax.axes.limits import check_all, no_worse
 from kvtax.config import ConfigError
 from kvtax.cost.limits import read_limits
@@ -69,6 +70,14 @@ def test_an_unknown_axis_or_limit_is_refused(limits, text):
 
 def test_what_a_sweep_limits_stands_in_the_same_file(limits):
     assert limits('[default]\nundecided = "fail"\n[configs.a]\n').axes == {}
+
+
+def test_new_growth_that_falls_again_is_broken_and_old_growth_of_that_kind_is_not():
+    middle = AXES["running"].levels[2]
+    cell = made(running=lambda level: 1_000.0 if level == middle else 10.0)
+    broken = [check.what for check in no_worse(cell, made(), "abc") if check.fails]
+    assert f"growth of {METHOD} along running, since abc" in broken
+    assert not any(check.fails for check in no_worse(cell, cell, "abc"))
 
 
 def test_new_growth_is_named_with_its_method_and_since_when():
