@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"testing"
 )
 
@@ -88,6 +89,34 @@ func chain(h *Hasher, parent Hash, ids []uint32, extra *Extra, style Style, size
 		hashes = append(hashes, hex.EncodeToString(parent.Bytes()))
 	}
 	return hashes
+}
+
+// TestWhatIsLongIsFramedAsPythonDoes compares with hashes that Python 3.11 has computed:
+// sha256(pickle.dumps((sha256(pickle.dumps("0")), (0, 1, 2, 3), keys))).
+func TestWhatIsLongIsFramedAsPythonDoes(t *testing.T) {
+	images := func(n int) (keys Keys) {
+		for i := range n {
+			keys = append(keys, Keys{strings.Repeat(fmt.Sprintf("%04d", i), 250), i})
+		}
+		return keys
+	}
+	salt := func(n int) string { return strings.Repeat("x", n) }
+	for want, keys := range map[string]Keys{
+		"5316df782b061cd861b1728ecf5e22098a38d65a16beb4f1ea437726083c77e8": {salt(65_000)},
+		"948361f384e77fdba1815c4450aa44c3f6256a9ac28523963edc6918a428ef1e": {salt(65_535)},
+		"3db4fcf4341d6e94822438f9a358733d57419a99336223d2bded8d564a470b94": {salt(65_536)},
+		"841d23b18bb088ac86ba12cb234b115ded1465ed47cee854df8a703d2416217b": {Keys{tagSalt, salt(70_000)}},
+		"5b30595d81fcb9adc979065687ea438a9b990423ee4068d2ce9b6ae919ed715b": images(64),
+		"c033d23da9e8042b0c52e072c821d905d143073e3f37e263564d650e90f0bf94": images(130),
+		"08cf077b384171643ddd9f600409023abd937b458c26811af0e09f4d9ba38d08": append(images(64), salt(70_000)),
+	} {
+		h := New(SHA256)
+		parent := h.Seed("0")
+		hash := h.Block(&parent, []uint32{0, 1, 2, 3}, keys)
+		if got := hex.EncodeToString(hash.Bytes()); got != want {
+			t.Errorf("%d keys: %s, want %s", len(keys), got, want)
+		}
+	}
 }
 
 func TestANameIsWhatVLLMPublishesAsANumber(t *testing.T) {

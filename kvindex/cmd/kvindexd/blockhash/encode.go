@@ -97,6 +97,7 @@ type pickle struct {
 	// those are that Python has once only: to write them again is to refer to them.
 	memoized int
 	shared   []sharedString
+	frame    int // where the head of the last frame is
 }
 
 type sharedString struct {
@@ -106,20 +107,47 @@ type sharedString struct {
 
 const (
 	opMemoize = 0x94
-	// Protocol, then a frame and its length: all that we write fits one frame.
-	pickleHead = "\x80\x05\x95\x00\x00\x00\x00\x00\x00\x00\x00"
+	// frameHead is that of a frame: its length follows the first byte.
+	frameHead = "\x95\x00\x00\x00\x00\x00\x00\x00\x00"
+	// frameBytes end a frame, and what is as long alone is in none.
+	frameBytes = 1 << 16
+	// minFrame bytes are worth a frame.
+	minFrame = 4
 )
 
 func (p *pickle) begin() {
-	p.out = append(p.out[:0], pickleHead...)
+	p.out = append(p.out[:0], "\x80\x05"...)
+	p.openFrame()
 	p.memoized = 0
 	p.shared = p.shared[:0]
 }
 
 func (p *pickle) end() []byte {
 	p.out = append(p.out, '.')
-	binary.LittleEndian.PutUint64(p.out[3:], uint64(len(p.out)-len(pickleHead)))
+	p.closeFrame()
 	return p.out
+}
+
+func (p *pickle) openFrame() {
+	p.frame = len(p.out)
+	p.out = append(p.out, frameHead...)
+}
+
+func (p *pickle) closeFrame() {
+	framed := p.out[p.frame+len(frameHead):]
+	if len(framed) < minFrame {
+		p.out = append(p.out[:p.frame], framed...)
+		return
+	}
+	binary.LittleEndian.PutUint64(p.out[p.frame+1:], uint64(len(framed)))
+}
+
+// splitFrame begins another frame if this one is long, as Python does before each object.
+func (p *pickle) splitFrame() {
+	if len(p.out)-p.frame-len(frameHead) >= frameBytes {
+		p.closeFrame()
+		p.openFrame()
+	}
 }
 
 func (p *pickle) seed(seed string) []byte {
@@ -147,9 +175,18 @@ func (p *pickle) memoize() {
 	p.memoized++
 }
 
-func (p *pickle) binary(data []byte) {
-	p.sized('C', 'B', len(data))
+func (p *pickle) binary(data []byte) { payload(p, 'C', 'B', data) }
+
+// payload writes bytes or text.
+func payload[T string | []byte](p *pickle, short, long byte, data T) {
+	if len(data) >= frameBytes {
+		p.closeFrame()
+	}
+	p.sized(short, long, len(data))
 	p.out = append(p.out, data...)
+	if len(data) >= frameBytes {
+		p.openFrame()
+	}
 	p.memoize()
 }
 
@@ -165,9 +202,7 @@ func (p *pickle) text(text string) {
 	if once {
 		p.shared = append(p.shared, sharedString{text, p.memoized})
 	}
-	p.sized(0x8c, 'X', len(text))
-	p.out = append(p.out, text...)
-	p.memoize()
+	payload(p, 0x8c, 'X', text)
 }
 
 // sized writes a length, or a place in the memo, in one byte or in four.
@@ -190,6 +225,7 @@ func (p *pickle) ids(ids []uint32) {
 func (p *pickle) tuple(keys Keys) {
 	long := p.openTuple(len(keys))
 	for _, key := range keys {
+		p.splitFrame()
 		switch key := key.(type) {
 		case string:
 			p.text(key)
