@@ -374,7 +374,7 @@ def test_a_fault_of_the_recorder_is_one_message_and_the_engine_serves(
     def broken(recorder, *arguments):
         raise LookupError("a field that a later release has no more")
 
-    monkeypatch.setattr(EngineRecorder, "_begin_record", broken)
+    monkeypatch.setattr(EngineRecorder, "_note_scheduled", broken)
     with recording(tmp_path), caplog.at_level("ERROR", "vllm.kvtax_probe"):
         caplog_handler = caplog.handler
         logging.getLogger("vllm.kvtax_probe").addHandler(caplog_handler)
