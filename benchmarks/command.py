@@ -44,6 +44,7 @@ BENCHMARKS = (
     Benchmark("axes_gate", 40, "broken connectors caught by the gate along axes"),
     Benchmark("stressor", 25, "a command beside a noisy neighbour"),
     Benchmark("coverage", 5, "intervals of levels, and false verdicts"),
+    Benchmark("abort", 5, "aborted and failed transfers on any vLLM: what passes"),
     Benchmark("transfer_check", 1, "whether Mooncake reports writes too early"),
 )
 

@@ -62,12 +62,17 @@ class WorkerProcess:
                 time.sleep(0.1)
         raise ServerError(f"the worker did not start\n{tail(self._log)}")
 
-    def ask(self, *request: Any) -> Any:
-        """Call a function of the worker. Raises ServerError if it ends."""
+    def ask(self, *request: Any, timeout_s: float | None = None) -> Any:
+        """Call a function of the worker.
+
+        Raises ServerError if it ends, or does not answer for `timeout_s`.
+        """
         if self._connection is None:
             raise RuntimeError("the worker is asked before wait_ready")
         try:
             self._connection.send(request)
+            if not self._connection.poll(timeout_s):
+                raise ServerError(f"the worker hangs: no answer for {timeout_s:g} s")
             return self._connection.recv()
         except (EOFError, ConnectionError):
             status = self._process.wait(EXIT_GRACE_S)

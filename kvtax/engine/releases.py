@@ -10,6 +10,7 @@ environment there, too.
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from kvtax.engine.errors import InstallationError, ServerError
 from kvtax.engine.installation import Installation, installation
-from kvtax.patcher import load_releases
+from kvtax.patcher import Tree, load_releases
 from kvtax.paths import CONFIGS, IN_CHECKOUT, REPOSITORY
 
 LOCKS = REPOSITORY / "locks" / "releases"
@@ -97,6 +98,36 @@ def beside(name: str | None, installed: Installation) -> Path | None:
             _uv("pip", "install", "-q", *kept, *into, "-r", str(lock))
             shutil.copy(lock, stamp)
     return place
+
+
+def source_package(sources: Path, compiled: Path, into: Path) -> Path:
+    """Link the sources of vLLM into `into`, so that they run as a CPU build.
+
+    Both are packages: of `sources` come the Python files, of `compiled` the extensions.
+    """
+    package = into / sources.name
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(
+        sources.resolve(), package, ignore=ignored, copy_function=os.symlink
+    )
+    # A checkout that was never built has no version, and is a later one.
+    link_extensions(compiled, package, Tree(sources).version or "0.1.dev0")
+    return package
+
+
+def link_extensions(compiled: Path, package: Path, version: str) -> None:
+    """Make a vLLM without extensions importable as a CPU build.
+
+    Link those of another one, and give `importlib.metadata` the name from which vLLM
+    derives its platform.
+    """
+    for extension in compiled.glob("*.so"):
+        (package / extension.name).symlink_to(extension)
+    metadata = package.parent / f"vllm-{version}+cpu.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+    )
 
 
 def _require_room(what: str, needed_gib: float) -> None:

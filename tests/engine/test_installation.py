@@ -7,6 +7,7 @@ Another release's environment is made whole, once, or not at all.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -14,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from kvtax.engine import releases
+from kvtax.engine.engine_process import WorkerProcess
 from kvtax.engine.errors import InstallationError, ServerError
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.releases import beside, release
+from kvtax.engine.releases import beside, release, source_package
 from kvtax.paths import REPOSITORY
 
 
@@ -253,3 +255,49 @@ def test_packages_beside_that_were_not_installed_whole_are_made_again(
 def test_a_connector_without_packages_of_its_own_gets_none(calls):
     assert beside(None, installation()) is None
     assert calls() == []
+
+
+@pytest.mark.parametrize(
+    ("version_py", "version"),
+    [("__version__ = version = '0.33.0'\n", "0.33.0"), (None, "0.1.dev0")],
+)
+def test_sources_get_the_extensions_and_the_platform_of_a_cpu_build(
+    tmp_path, version_py, version
+):
+    sources, compiled = tmp_path / "checkout" / "vllm", tmp_path / "site" / "vllm"
+    for folder in (sources, compiled):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(f"place = {str(folder)!r}\n")
+        (folder / "_C.abi3.so").write_text(folder.parent.name)
+    if version_py:
+        (sources / "_version.py").write_text(version_py)
+    before = sorted(sources.iterdir())
+    package = source_package(sources, compiled, tmp_path / "linked")
+    assert "checkout" in (package / "__init__.py").read_text()
+    assert (package / "_C.abi3.so").read_text() == "site"
+    (found,) = importlib.metadata.distributions(name="vllm", path=[str(package.parent)])
+    assert found.version == f"{version}+cpu"
+    assert sorted(sources.iterdir()) == before
+
+
+WORKER = """
+import sys
+from threading import Event
+from kvtax.engine.engine_process import serve
+
+def wait(never): never.wait()
+def double(_, number): return 2 * number
+
+serve(Event(), sys.argv[-1], wait, double)
+"""
+
+
+def test_a_worker_that_hangs_is_given_up(tmp_path):
+    (tmp_path / "waiter.py").write_text(WORKER)
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    env = os.environ | {"PYTHONPATH": path}
+    hangs = pytest.raises(ServerError, match=r"hangs: no answer for 0\.1 s")
+    with hangs, WorkerProcess(tmp_path / "run", "waiter", env=env) as worker:
+        worker.wait_ready()
+        assert worker.ask("double", 4, timeout_s=600) == 8
+        worker.ask("wait", timeout_s=0.1)

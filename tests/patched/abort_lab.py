@@ -28,7 +28,7 @@ import msgspec
 import pytest
 import vllm
 import zmq
-from mooncake_tables import FAILING
+from mooncake_tables import FAILING, SCENARIOS
 from mooncake_world import (
     LONG_TIMEOUT_S,
     PATIENCE_S,
@@ -42,6 +42,8 @@ from mooncake_world import (
 from variants import CONNECTOR, SCHEDULER, load, patch, patched_source
 from variants import block_ids as blocks_of_patch
 from vllm import envs
+
+from kvtax.engine.engine_process import serve
 
 # How many empty responses to a pull come before those with content.
 CONTINUED = 20
@@ -303,7 +305,20 @@ def prefill_aborted_before_scheduled_while_decoder_waits(world: World) -> Proble
 
 
 def decoders_ask_after_the_abort(world: World) -> Problems:
-    """The prefiller refuses them at once, and remembers aborts for a while only."""
+    """The prefiller refuses them at once."""
+    world.abort(*(world.prefill(f"u{n}") for n in range(2)))
+    steps(world)
+    late = [world.decode(f"u{n}") for n in range(2)]
+    problems = world.settle()
+    left = world.worker.reqs_need_send
+    problems += must(not left, f"{len(left)} transfers not forgotten")
+    return problems + must(
+        all(recomputed(world, request) for request in late), "not recomputed"
+    )
+
+
+def aborts_are_remembered_for_a_while(world: World) -> Problems:
+    """By the patch alone: upstream's worker remembers none."""
     envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = 2
     world.abort(world.prefill("nobody asks"))
     world.until(lambda: "nobody asks" in world.worker.aborted_sends)
@@ -316,13 +331,9 @@ def decoders_ask_after_the_abort(world: World) -> Problems:
     world.until(lambda: "another" in world.worker.aborted_sends)
     remembered = set(world.worker.aborted_sends)
     envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = LONG_TIMEOUT_S
-    late = [world.decode(f"u{n}") for n in range(2)]
     problems = world.settle()
-    problems += must(remembered == {"u0", "u1", "another"}, f"remembers {remembered}")
-    left = world.worker.reqs_need_send
-    problems += must(not left, f"{len(left)} transfers not forgotten")
     return problems + must(
-        all(recomputed(world, request) for request in late), "not recomputed"
+        remembered == {"u0", "u1", "another"}, f"remembers {remembered}"
     )
 
 
@@ -553,10 +564,33 @@ class Storm:
         return problems
 
 
-def storms(engine: MooncakeEngine, code: Code, policy: str) -> dict:
+def storms(
+    engine: MooncakeEngine, code: Code, policy: str, patience_s: float = PATIENCE_S
+) -> dict:
     problems, counts = [], Counter()
     for seed in range(STORM_SEEDS):
         storm = Storm(seed)
-        problems += run(engine, code, storm, policy, STORM_TIMEOUT_S)
+        problems += run(engine, code, storm, policy, STORM_TIMEOUT_S, patience_s)
         counts += storm.counts
     return {"problems": problems, "counts": counts}
+
+
+# The worker of `kvtax bench abort`.
+
+STORMS = {f"storm_{policy}": policy for policy in ("recompute", "fail")}
+
+
+def names(_: MooncakeEngine) -> list[str]:
+    return [*SCENARIOS, *STORMS]
+
+
+def problems_of(engine: MooncakeEngine, name: str, patience_s: float) -> Problems:
+    """What goes wrong in a scenario or in storms, without any patch."""
+    if policy := STORMS.get(name):
+        return storms(engine, code(), policy, patience_s)["problems"]
+    return run(engine, code(), name, patience_s=patience_s)
+
+
+if __name__ == "__main__":
+    model, socket = sys.argv[1:]
+    serve(MooncakeEngine(Path(model)), socket, names, problems_of)

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvtax.engine.releases import link_extensions
 from kvtax.engine.supervise import Supervised
 from kvtax.paths import REPOSITORY
 from kvtax.signals import exit_on_signals
@@ -35,7 +36,6 @@ from tools.upstream.release import (
     Repository,
     UpstreamError,
     install,
-    link_extensions,
     load_releases,
 )
 
@@ -93,7 +93,7 @@ class TestRun:
         self.name = name
         self.log = LOGS / release.version / f"{name}.log"
         self.report = self.log.with_suffix(".jsonl")
-        link_extensions(release, root)
+        link_extensions(release.compiled, root / "vllm", release.version)
         env = {
             name: value
             for name, value in os.environ.items()

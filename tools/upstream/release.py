@@ -73,6 +73,12 @@ class Release:
     def python(self) -> Path:
         return THIRD_PARTY / f"venv-{self.version}" / "bin" / "python"
 
+    @property
+    def compiled(self) -> Path:
+        """The installed vllm, whose extensions the tests use."""
+        (package,) = self.python.parents[1].glob("lib/python*/site-packages/vllm")
+        return package
+
 
 def load_releases(versions: Sequence[str] = ()) -> dict[str, Release]:
     """Read `versions` of releases.toml, or all. Raises UpstreamError."""
@@ -208,19 +214,3 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UpstreamError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def link_extensions(release: Release, root: Path) -> None:
-    """Make the vllm in a working tree importable as a CPU build.
-
-    Link the installed extensions, and give `importlib.metadata` the name from which
-    vLLM derives its platform.
-    """
-    (installed,) = release.python.parents[1].glob("lib/python*/site-packages/vllm")
-    for extension in installed.glob("*.so"):
-        (root / "vllm" / extension.name).symlink_to(extension)
-    metadata = root / f"vllm-{release.version}+cpu.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: vllm\nVersion: {release.version}+cpu\n"
-    )
