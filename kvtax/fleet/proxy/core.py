@@ -213,7 +213,7 @@ class Core(Generic[Payload]):
                 if not isinstance(failure, Lost):
                     self._judge(exchange, name, self.health.acquit)
                 raise
-            if answer.status >= 400:
+            if not _is_good(answer):
                 suspect = self.health.answered(name, well=False)
                 if suspect and self._is_checked(exchange, name, tried):
                     answer.close()
@@ -260,7 +260,7 @@ class Core(Generic[Payload]):
                 self.health.failed(answer.lost)
             elif end.status == "ok":
                 self.health.answered(name, well=True)
-            elif end.status == "failed" and answer.status < 400:
+            elif end.status == "failed" and answer.streams:
                 self.health.broke(name, str(end.error))
 
     async def _request(self, exchange: Exchange[Payload]) -> Answer:
@@ -324,10 +324,11 @@ async def relay(
     end.first_byte_ns = now_ns
     exchange.flight.first_token()
     if not answer.streams:
-        end.status = "ok" if answer.status < 400 else "failed"
+        end.status = "ok" if _is_good(answer) else "failed"
         if end.status == "failed":
             # Its text may quote the prompt, as vLLM's does.
-            end.error = f"{end.instance} answered HTTP {answer.status}"
+            kind = " and no result" if answer.status < 300 else ""
+            end.error = f"{end.instance} answered HTTP {answer.status}{kind}"
         client.whole(answer.status, headers, answer.first)
         return
     await client.begin(answer.status, headers)
@@ -346,6 +347,18 @@ async def relay(
     elif end.error is None:
         end.status = "ok"
     await client.end()
+
+
+def _is_good(answer: Answer) -> bool:
+    """Return whether an answer is a stream or a result in JSON.
+
+    What stands before an instance may answer for it, with a redirect or a page.
+    """
+    if answer.streams:
+        return True
+    begin = answer.first[:16].lstrip()
+    is_result = begin.startswith(b"{") and not begin.startswith(b'{"error"')
+    return 200 <= answer.status < 300 and is_result
 
 
 async def _stream(exchange: Exchange[Payload], answer: Answer) -> None:

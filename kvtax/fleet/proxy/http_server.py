@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -46,6 +47,8 @@ LINE_COST_BYTES = 200
 BODILESS_HELD_BYTES = 1 << 20
 BODILESS_TIMEOUT_S = 10.0
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+# RFC 3986, 3.2.2: a name, an IPv4 address or an IPv6 address in brackets; and a port.
+_HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[\da-fA-F:.]+\])(:\d*)?", re.ASCII)
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 log = logging.getLogger(__name__)
 
@@ -99,13 +102,18 @@ class Request:
         """Return the status and the reason for which its head cannot be served."""
         if self._version not in ("1.0", "1.1"):
             return 505, f"HTTP/{self._version} is not served: use HTTP/1.1"
-        hosts = len(self.headers.getall("Host", ()))
+        hosts = self.headers.getall("Host", ())
         # RFC 9112, 3.2: HTTP/1.0 may do without.
-        if hosts > 1 or (hosts == 0 and self._version == "1.1"):
+        if len(hosts) > 1 or (not hosts and self._version == "1.1"):
             return 400, "one Host header is needed"
-        coding = self.headers.get("Content-Encoding", "identity")
-        if coding.lower() != "identity":
-            return 415, f"the body is compressed ({coding}): send it as it is"
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            return 400, "the Host header names no host"
+        for coding in self.headers.getall("Content-Encoding", ()):
+            if coding.lower() != "identity":
+                return 415, f"the body is compressed ({coding}): send it as it is"
+        for coding in self.headers.getall("Transfer-Encoding", ()):
+            if coding.lower() != "chunked":
+                return 501, f"the transfer coding {coding} is not served: use chunked"
         return None
 
     def add(self, piece: bytes) -> None:

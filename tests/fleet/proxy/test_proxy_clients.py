@@ -30,6 +30,7 @@ from tests.fleet.proxy.proxy_lab import (
     connect,
     first_event,
     free_port,
+    get,
     named,
     post,
     proxy,
@@ -102,6 +103,33 @@ def test_a_request_names_one_host_and_a_version_that_is_served(
         with socket.create_connection((at.hostname, at.port), DEADLINE_S) as client:
             client.sendall("\r\n".join([*lines, "", ""]).encode())
             assert int(client.recv(65536).split()[1]) == status
+
+
+@pytest.mark.parametrize("host", ["a b", "http://a", "a@b", "a/b", "[::1", "a:b", "["])
+def test_a_host_that_is_none_is_refused(started, tmp_path, host):
+    with proxy(tmp_path, named(started)) as on:
+        assert get(f"{on.url}/health", Host=host).status == 400
+        for good in ("a", "", "a:80", "[::1]:80", "127.0.0.1", "a_b.c", "xn--a-.d"):
+            assert get(f"{on.url}/health", Host=good).status == 200
+
+
+def test_a_body_is_as_it_is_whichever_header_says_otherwise(started, tmp_path):
+    with proxy(tmp_path, named(started)) as on, ExitStack() as clients:
+        for lines, status in (
+            (["Content-Encoding: identity", "Content-Encoding: gzip"], 415),
+            (["Transfer-Encoding: gzip, chunked"], 501),
+            (["Transfer-Encoding: gzip", "Transfer-Encoding: chunked"], 501),
+        ):
+            head = ["POST /v1/completions HTTP/1.1", "Host: h", *lines]
+            end = b"Content-Length: 2\r\n\r\n{}" if status == 415 else b"\r\n0\r\n\r\n"
+            client = clients.enter_context(connection(on.url))
+            client.sendall("".join(f"{line}\r\n" for line in head).encode() + end)
+            assert int(client.recv(65536).split()[1]) == status
+
+
+def connection(url: str) -> socket.socket:
+    at = urlsplit(url)
+    return socket.create_connection((at.hostname, at.port), DEADLINE_S)
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd", "gzip, zstd"])

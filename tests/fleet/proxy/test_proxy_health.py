@@ -58,6 +58,7 @@ class Engine:
         self.pieces: list[bytes] = []
         self.ends = True
         self.takes_s = 0.0
+        self.text = "{}"
         self.models: list[str] | None = None
         self.ranks: list[list[str]] = []
 
@@ -75,7 +76,7 @@ class Engine:
         self.ranks.append(request.headers.getall(RANK, []))
         await asyncio.sleep(self.takes_s)
         if not self.pieces:
-            return web.json_response({}, status=self.serves)
+            return web.Response(text=self.text, status=self.serves)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for piece in self.pieces:
@@ -253,6 +254,26 @@ async def test_an_outlier_is_out_for_longer_each_time_and_tried_with_one_request
             ):
                 pass
         assert await client.ejected() == []
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (302, "moved"),
+        (200, "<html>log in"),
+        (200, ""),
+        (200, ' {"error": {}}'),
+        (204, ""),
+    ],
+)
+async def test_an_instance_without_results_is_an_outlier(status, text, monkeypatch):
+    monkeypatch.setattr(health, "MIN_OUT_S", 60)
+    good, bad = Engine(), Engine(serves=status)
+    bad.text = text
+    async with before(good, bad, policy="linear") as client:
+        instances = [(await client.send())[1] for _ in range(50)]
+        assert instances.count("b") < health.SUSPECT_FAILURES
+        assert await client.ejected() == ["b"]
 
 
 async def test_a_trial_lasts_until_another_instance_has_answered_for_it():
