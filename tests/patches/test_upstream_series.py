@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from kvtax.paths import REPOSITORY
-from tools.upstream.check import counts, differences, judge, read_outcomes
+from tools.upstream.check import chosen_tests, counts, differences, judge, read_outcomes
 from tools.upstream.release import (
     PART,
     Release,
@@ -137,6 +137,16 @@ def test_a_commit_is_counted_with_the_files_that_it_changes(series):
         own = {test.split("::")[0] for test in series.repository.own_tests(commit)}
         beside = series.repository.tests_of_changed(commit, tests)
         assert own & set(tests) <= set(beside) < set(tests), name
+
+
+def test_only_tests_of_what_changed_are_chosen_if_told_to(series):
+    release, repository, commits = series
+    assert chosen_tests(*series, changed=False) == list(release.tests)
+    chosen = chosen_tests(*series, changed=True)
+    assert chosen == [test for test in release.tests if test in chosen]
+    for commit in commits:
+        beside = repository.tests_of_changed(commit, release.tests)
+        assert set(beside) <= set(chosen) < set(release.tests)
 
 
 def test_a_commit_applies_alone_unless_it_is_stacked(series):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply each series to its pristine release and run upstream's tests around it.
 
-    python -m tools.upstream.check [VERSION]...
+    python -m tools.upstream.check [--changed] [VERSION]...
 
 For each release: the source release becomes the base commit of a scratch git
 repository and `git am` applies the series. Upstream's tests run before and after; the
 series' own tests run after, once more without the series' code, where some of them
 must fail, and commit by commit with that commit alone on the release. Reports every
 difference by node id, and counts by commit: its own tests, and upstream's tests of the
-modules that it changes. Exit codes: 0 nothing differs, 1 a difference or a failure, 2
-an unknown release. Logs are in runs/upstream-check/.
+modules that it changes; --changed runs no others. Exit codes: 0 nothing differs, 1 a
+difference or a failure, 2 an unknown release. Logs are in runs/upstream-check/.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from kvtax.engine.releases import link_extensions
@@ -140,9 +141,10 @@ class TestRun:
         self._process.stop()
 
 
-def check(release: Release, scratch: Path) -> list[str]:
+def check(release: Release, scratch: Path, changed: bool = False) -> list[str]:
     """Run the tests around a release's series; print counts, return faults.
 
+    With `changed`, run only the tests of what the series changes.
     Raises UpstreamError if the series does not apply or the tests do not run.
     """
     if not release.patches:
@@ -150,8 +152,11 @@ def check(release: Release, scratch: Path) -> list[str]:
     install(release)
     repository = Repository(release, scratch / "after")
     repository.apply(release.patches)
-    own_files = repository.changed("tests")
-    tests = [*release.tests, *(set(own_files) - set(release.tests))]
+    commits = repository.git("rev-list", "--reverse", "base..series").split()
+    own_tests = [repository.own_tests(commit) for commit in commits]
+    before_tests = chosen_tests(release, repository, commits, changed)
+    added = sorted(set(repository.changed("tests")) - set(release.tests))
+    tests = [*before_tests, *added]
     pristine = repository.worktree("before", "base")
     tests_only = repository.worktree("without-the-code", "base")
     repository.git("-C", str(tests_only), "checkout", "-q", "series", "--", "tests")
@@ -161,17 +166,18 @@ def check(release: Release, scratch: Path) -> list[str]:
     shutil.rmtree(LOGS / release.version, ignore_errors=True)
     (LOGS / release.version).mkdir(parents=True)
     with (
-        TestRun("before", release, pristine, list(release.tests), home) as first,
+        TestRun("before", release, pristine, before_tests, home) as first,
         TestRun("after", release, repository.root, tests, home) as second,
     ):
         before, after = first.outcomes(), second.outcomes()
-    with TestRun("without-the-code", release, tests_only, own_files, home) as third:
+    # A new file as a whole: pytest finds none of its tests if it cannot be imported.
+    all_own = [test for test in chain(*own_tests) if test.split("::")[0] not in added]
+    all_own += added
+    with TestRun("without-the-code", release, tests_only, all_own, home) as third:
         without = third.outcomes()
     wrong = judge(before, after, without)
     rows = []
-    commits = repository.git("rev-list", "--reverse", "base..series").split()
-    for patch, commit in zip(release.sources, commits, strict=True):
-        own = repository.own_tests(commit)
+    for patch, commit, own in zip(release.sources, commits, own_tests, strict=True):
         beside = repository.tests_of_changed(commit, tests)
         alone = None
         if patch not in release.stacked:
@@ -184,6 +190,17 @@ def check(release: Release, scratch: Path) -> list[str]:
         rows.append([patch, *counts(own, beside, before, after, without, alone)])
     print(table(COUNTS_HEAD, rows), flush=True)
     return wrong
+
+
+def chosen_tests(
+    release: Release, repository: Repository, commits: Sequence[str], changed: bool
+) -> list[str]:
+    """List upstream's tests to run: all, or with `changed` those of changed modules."""
+    tests = list(release.tests)
+    if not changed:
+        return tests
+    found = [repository.tests_of_changed(commit, tests) for commit in commits]
+    return [test for test in tests if any(test in of for of in found)]
 
 
 def run_alone(
@@ -251,8 +268,10 @@ def judge(before: Outcomes, after: Outcomes, without: Outcomes) -> list[str]:
     return wrong
 
 
-def main(versions: Sequence[str]) -> int:
-    """Check the series of `versions`, or all; return the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Check the series of the versions named, or all; return the exit code."""
+    changed = "--changed" in arguments
+    versions = [argument for argument in arguments if argument != "--changed"]
     try:
         releases = load_releases(versions)
     except UpstreamError as error:
@@ -264,7 +283,7 @@ def main(versions: Sequence[str]) -> int:
         print(f"vLLM {version}: {len(release.patches)} patches", flush=True)
         with tempfile.TemporaryDirectory(prefix="kvtax-upstream-") as scratch:
             try:
-                wrong = check(release, Path(scratch))
+                wrong = check(release, Path(scratch), changed)
             except UpstreamError as error:
                 wrong = [str(error)]
         for line in wrong:
