@@ -41,7 +41,9 @@ CONTEXTS = [1_024 * thousands for thousands in (8, 32, 128)]
 MIN_ROUNDS = 4
 # Tokens, and bytes per block and layer. 32 KiB is a block of 4 KV heads of 128 in
 # 16 bits; 2 KiB keeps the longest prompt within a small machine's memory.
-SIZES = [(CONTEXTS[0], 1 << 15), *((tokens, 1 << 11) for tokens in CONTEXTS)]
+SHORT = 2_048
+SIZES = [(CONTEXTS[0], 1 << 15)]
+SIZES += [(tokens, 1 << 11) for tokens in (SHORT, *CONTEXTS)]
 
 
 class Transport(NamedTuple):
@@ -57,9 +59,7 @@ class Transport(NamedTuple):
 UNPOOLED = {"MC_TCP_ENABLE_CONNECTION_POOL": "0"}
 TRANSPORTS = {
     "Mooncake over TCP": Transport("mooncake"),
-    "Mooncake over TCP, no connection pool": Transport(
-        "mooncake", UNPOOLED, CONTEXTS[0]
-    ),
+    "Mooncake over TCP, no connection pool": Transport("mooncake", UNPOOLED, SHORT),
     "NIXL over UCX": Transport("nixl"),
 }
 ROUND_TRIP = ("ascending", "descending")
@@ -258,7 +258,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm", default=RELEASE, help=f"default {RELEASE}")
     configure_rounds(parser, "block_order", 40, MIN_ROUNDS)
     parser.add_argument(
-        "--transfers", type=at_least(1), default=8, help="rounds of transfers"
+        "--transfers",
+        type=at_least(MIN_ROUNDS),
+        default=2 * MIN_ROUNDS,
+        help="rounds of transfers",
     )
 
 
