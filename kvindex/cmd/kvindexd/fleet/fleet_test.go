@@ -203,6 +203,21 @@ func TestOneOddPromptCondemnsNobody(t *testing.T) {
 	}
 }
 
+func TestManyOddPromptsCondemnNobody(t *testing.T) {
+	f := newFleet(t, 100, 1)
+	odd := newEngine(f.instances[0], blockhash.SHA256, "77")
+	odd.to.Connected()
+	for n := range 2 * maxAttempts {
+		odd.store([]uint32{uint32(n), 0, 0, 0}, "salt", 0, "GPU")
+	}
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	one.number = odd.number
+	one.store(make([]uint32, 9), "", 0, "GPU")
+	if got := blocks(f, Query{IDs: make([]uint32, 9)}); got[0] != 2 {
+		t.Errorf("%d blocks of a plain prompt, not 2: %+v", got[0], one.to.Status())
+	}
+}
+
 func TestNamesAreLookedUpAsTheyAre(t *testing.T) {
 	f := newFleet(t, 100, 2)
 	one := newEngine(f.instances[1], blockhash.SHA256, "0")

@@ -341,8 +341,10 @@ func (i *Instance) medium(e *events.Event) (uint8, bool) {
 }
 
 const (
-	// maxAttempts bounds what it costs that a scheme is not found.
-	maxAttempts = 64
+	// maxAttempts bounds what it costs that a scheme is not found, and maxOddAttempts how
+	// many of them go to blocks with an adapter or extra keys.
+	maxAttempts    = 64
+	maxOddAttempts = maxAttempts / 2
 	// maxNamingTokens bounds how far it is looked for which block of a prompt a name is of.
 	maxNamingTokens = 1 << 13
 	maxGroupTokens  = 1 << 20
@@ -368,6 +370,9 @@ func (i *Instance) detectScheme(e *events.Event) {
 		return
 	}
 	plain := keys == nil && len(e.LoRA) == 0
+	if !plain && i.state.Attempts >= maxOddAttempts {
+		return
+	}
 	first := e.TokenIDs.Len() == len(e.Names)*size
 	read := size
 	if plain && !first {
