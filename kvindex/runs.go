@@ -83,7 +83,9 @@ func (r *run[P]) find(chain []uint64, offset int) ([]segment[P], int) {
 	}
 	end := offset + matching(r.keys[offset:], chain)
 	segments := *r.segments.Load()
-	segments = segments[at(segments, offset):]
+	if offset > 0 {
+		segments = segments[at(segments, offset):]
+	}
 	from := offset
 	for _, s := range segments {
 		if s.set == nil {
