@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from kvtax.cli import COMMANDS
+from kvtax.axes import run_matrix
+from kvtax.cli import COMMANDS, main
+from kvtax.engine.connector import load_connector
+from kvtax.engine.releases import tested_releases
 from kvtax.paths import REPOSITORY
 from tools import figures
 
@@ -105,6 +109,25 @@ def test_every_file_that_is_named_exists(page):
 
 def test_every_command_that_is_named_exists(page):
     assert missing_commands(page) == []
+
+
+def test_each_answer_is_measured_again_by_its_command(monkeypatch):
+    """Without --again, `kvtax axes` measures no cell that is committed."""
+    measured = []
+    monkeypatch.setattr(run_matrix, "measure_matrix", lambda *of: measured.append(of))
+    monkeypatch.setattr("kvtax.axes.page.write_pages", lambda *_: [])
+    monkeypatch.setattr("benchmarks.block_order.run", lambda arguments: 0)
+    text = (REPOSITORY / "docs" / "answers.md").read_text().replace("\\\n", "")
+    for answer in text.split("\n## ")[1:]:
+        commands = re.findall(r"^ {4}kvtax (.+)$", answer, flags=re.MULTILINE)
+        assert commands, answer
+        assert [main(shlex.split(command)) for command in commands] == [0], commands
+    for _, choice, _ in measured:
+        assert choice.again, choice
+        assert set(choice.releases) <= set(tested_releases())
+        for connector in choice.connectors:
+            load_connector(connector)
+    assert len(measured) == text.count("\n    kvtax axes")
 
 
 def test_what_does_not_exist_is_noticed(tmp_path):
