@@ -18,11 +18,6 @@ from .errors import AnchorError, ManifestError, TargetError
 
 BOM = b"\xef\xbb\xbf"
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-COMPOUND = (
-    *DEFINITIONS,
-    *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith),
-    *(ast.Try, ast.TryStar, ast.Match),
-)
 _BODIES = {"body", "orelse", "handlers", "finalbody", "cases", "decorator_list"}
 _STAND_IN_BODIES = (
     "\n    pass",

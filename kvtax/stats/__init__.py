@@ -12,8 +12,8 @@ draws as well, so that it can be subtracted and divided. Where to find which:
 
 distribution: `Distribution`, `f_quantile`, `t_quantile`
 resampling: `resample_blocks`, `over_rounds`, `difference`, `ratio`, `added`
-quantiles: `weighted_quantiles`, `median_estimate` (blocks), `median_of_passes`
-    (sign test), `SessionDraws` (quantiles over sessions)
+quantiles: `weighted_quantiles`, `median_of_passes` (sign test), `SessionDraws`
+    (quantiles over sessions)
 median_slope: `slope_us_per_1k_blocks` (Theil-Sen in |cache|), `batch_held_us`
 held: `fit` (levels of an axis that was held), `growth`, `most_rise_us`
 least_squares: `jackknifed_slopes`, `share_explained_by_others`, `line_of_sums`,

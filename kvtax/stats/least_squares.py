@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvtax.records.estimate import Estimate
-from kvtax.stats.distribution import Floats, Ints, t_quantile
+from kvtax.stats.distribution import Floats, t_quantile
 
 # Stretches of time that the jackknife leaves out in turn.
 STRETCHES = 20
@@ -72,13 +72,6 @@ def jackknifed_slopes(matrix: Floats, values: Floats) -> list[list[Estimate]]:
         [Estimate(value, (low, high)) for value, low, high in of_time]
         for of_time in edges
     ]
-
-
-def less_group_means(values: Floats, weight: Floats, group: Ints) -> Floats:
-    """Subtract the weighted mean of its group from each value; arrays are (n,)."""
-    total = np.maximum(np.bincount(group, weight), 1e-12)
-    means: Floats = np.bincount(group, weight * values) / total
-    return np.asarray(values - means[group])
 
 
 def line_of_sums(sums: Floats) -> tuple[Floats, Floats]:

@@ -163,26 +163,6 @@ def slope_us_per_1k_blocks(
     return Distribution(value, np.where(np.isfinite(draws), draws, value))
 
 
-def slopes_of_repeats(
-    cells: Cells, time: str, seed: int = SEED
-) -> tuple[Floats, Floats] | None:
-    """Fit the slope of each repeat by itself: values and variances, (repeats,).
-
-    A variance is that of the block bootstrap within the repeat. A repeat without a
-    slope is left out; None if all are.
-    """
-    repeat = cells.repeat_of_block[cells.block]
-    slopes = [
-        slope_us_per_1k_blocks(cells.where(repeat == one), time, seed)
-        for one in np.unique(repeat)
-    ]
-    found = [slope for slope in slopes if slope is not None]
-    if not found:
-        return None
-    values = np.array([slope.value for slope in found])
-    return values, np.array([np.var(slope.draws) for slope in found])
-
-
 def slope_value(cells: Cells, time: str) -> float:
     """Fit the slope alone, without an interval; 0 where none can be estimated."""
     pairs = _pairs(cells, time)
@@ -209,11 +189,3 @@ def batch_held_us(
     for one in np.unique(group):
         rest[group == one] -= np.median(offset[group == one])
     return grown + rest + float(np.average(offset - rest, weights=steps))
-
-
-def line_fit_r2(x: Floats, y: Floats) -> float:
-    """R^2 of the least-squares line through the points (x, y)."""
-    slope, intercept = np.polyfit(x, y, 1)
-    rest = ((y - slope * x - intercept) ** 2).sum()
-    spread = ((y - y.mean()) ** 2).sum()
-    return float(1 - rest / spread) if spread > 0 else float("nan")

@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtax.stats.distribution import Distribution
 from kvtax.stats.median_slope import make_cells, slope_us_per_1k_blocks
-from kvtax.stats.quantiles import median_estimate, mix_weights, weighted_quantiles
+from kvtax.stats.quantiles import weighted_quantiles
 from kvtax.stats.resampling import (
     add_blocks,
     difference,
@@ -124,49 +124,6 @@ def test_equal_weights_give_the_ordinary_quantile(values: list[float], quantile:
     near = [q for q in (quantile - 1e-9, quantile, quantile + 1e-9) if 0 <= q <= 1]
     theirs = [np.quantile(array, q, method="inverted_cdf") for q in near]
     assert ours in theirs
-
-
-@given(
-    data=st.data(),
-    mix=st.dictionaries(st.integers(1, 9), st.floats(0.01, 1), min_size=1, max_size=5),
-)
-@settings(max_examples=50)
-def test_each_batch_size_weighs_its_share_whatever_its_count(data, mix):
-    batch = np.array(
-        [size for size in mix for _ in range(data.draw(st.integers(1, 9)))]
-    )
-    weights = mix_weights(np.append(batch, 99), mix)
-    for size, share in mix.items():
-        assert weights[:-1][batch == size].sum() == pytest.approx(share)
-    assert weights[-1] == 0
-
-
-def test_a_level_is_the_same_at_another_mix_of_batch_sizes():
-    rng = np.random.default_rng(0)
-    mix = {4: 0.5, 8: 0.5}
-    medians = []
-    for share in (0.2, 0.8):
-        batch = np.where(rng.random(8_000) < share, 4, 8)
-        us = 50.0 * batch + rng.exponential(100, 8_000)
-        block = np.arange(8_000) // 200
-        estimate = median_estimate(us, batch, mix, block, np.zeros(40, int))
-        medians.append(estimate.value)
-        low, high = estimate.ci95
-        assert low < estimate.value < high
-    assert medians[0] == pytest.approx(medians[1], rel=0.02)
-
-
-def test_a_median_interval_covers_near_nominal_on_correlated_steps():
-    runs, covered = 60, 0
-    block = np.arange(1_000) // 25
-    for seed in range(runs):
-        us = 80 + ar1(np.random.default_rng(seed), 1_000, 0.7, 10)
-        one = np.ones(1_000, int)
-        repeat = np.zeros(40, int)
-        estimate = median_estimate(us, one, {1: 1.0}, block, repeat, seed)
-        low, high = estimate.ci95
-        covered += low <= 80 <= high
-    assert covered >= 53
 
 
 def test_resampling_keeps_the_number_of_blocks_of_equal_repeats():

@@ -43,8 +43,6 @@ CONFIG = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# Key and value, per layer and head.
-KV_BYTES_PER_TOKEN = 2 * 2 * 4 * 64 * 4
 
 
 def write_checkpoint(folder: Path, seed: int) -> Path:
