@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time that a forward would take on the device that the null model stands for."""
 
+from __future__ import annotations
+
 import os
 import time
+from typing import TYPE_CHECKING
 
 import numpy
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SimulatedForward:
