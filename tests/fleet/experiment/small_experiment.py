@@ -11,6 +11,11 @@ SMOKE = CONFIGS / "experiments" / "smoke.toml"
 OF_THE_MACHINE = ("the machine did not keep up", "requests were sent late")
 
 
+def smoke_of(arms: int) -> str:
+    """The smoke experiment with its first so many arms; it has no A/A pair."""
+    return "[arms.".join(SMOKE.read_text().split("[arms.")[: 1 + arms])
+
+
 def experiment(**changes) -> Experiment:
     arms = {"a": Arm("linear"), "b": Arm("round_robin"), "again": Arm("linear")}
     fields = {

@@ -24,7 +24,7 @@ from kvtax.hosts.store import Store
 from kvtax.paths import REPOSITORY
 from kvtax.records.instances import Instance
 from tests.engine.living import eventually, gone
-from tests.fleet.experiment.small_experiment import OF_THE_MACHINE, SMOKE
+from tests.fleet.experiment.small_experiment import OF_THE_MACHINE, SMOKE, smoke_of
 
 pytestmark = pytest.mark.slow
 
@@ -124,21 +124,21 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
 
 def test_runs_that_a_store_has_outlive_their_folder(tmp_path):
     out, store = tmp_path / "run", str(tmp_path / "store")
-    # The report may refuse to compare, on a machine that tests share.
-    made = run(SMOKE, out, "--store", store)
-    planned = {run.name for run in plan(read_experiment(SMOKE))}
+    config = tmp_path / "two_arms.toml"
+    config.write_text(smoke_of(arms=2))
+    made = run(config, out, "--store", store)
+    planned = {run.name for run in plan(read_experiment(config))}
     assert set(Store(f"{store}/run").pieces()) == planned, made.stderr
     before = arm_documents(out)
     shutil.rmtree(out)
     # A half that nobody finished is no reason to leave out what the store has.
     (out / sorted(planned)[0]).mkdir(parents=True)
-    again = run(SMOKE, out, "--store", store, "--resume")
+    again = run(config, out, "--store", store, "--resume")
     assert arm_documents(out) == before, again.stderr
     assert len(read_run(out)) == len(planned)
-    other = tmp_path / "other.toml"
-    other.write_text(SMOKE.read_text().replace("max_turns = 3", "max_turns = 2"))
+    config.write_text(config.read_text().replace("max_turns = 3", "max_turns = 2"))
     shutil.rmtree(out)
-    refused = run(other, out, "--store", store, "--resume")
+    refused = run(config, out, "--store", store, "--resume")
     assert refused.returncode == 2
     assert "give another --out" in refused.stderr
     assert set(Store(f"{store}/run").pieces()) == planned
@@ -197,18 +197,16 @@ def test_an_instance_that_was_left_warm_is_caught(tmp_path):
 
 def test_several_replayers_send_each_request_once_and_leave_one_file(tmp_path):
     config = tmp_path / "shared.toml"
-    config.write_text(f"replayers = 3\n{SMOKE.read_text()}")
-    result = run(config, tmp_path / "run")
-    found = read_run(tmp_path / "run")
-    assert len(found) == len(plan(read_experiment(SMOKE))), result.stderr
-    for one in found:
-        assert one.info.status == "ok", one.info.error
-        ids = [request.id for request in one.requests]
-        assert len(ids) == len(set(ids)) == one.info.trace.requests
-        assert {decision.id for decision in one.decisions} == set(ids)
-        assert one.end.scheduled == one.end.ok == len(ids)
-        assert len(list(one.folder.rglob("replay.jsonl"))) == 1
-        assert len(list(one.folder.glob("replayers/*/replay.log"))) == 3
+    config.write_text(f"replayers = 3\n{smoke_of(arms=1)}")
+    run(config, tmp_path / "run")
+    (one,) = read_run(tmp_path / "run")
+    assert one.info.status == "ok", one.info.error
+    ids = [request.id for request in one.requests]
+    assert len(ids) == len(set(ids)) == one.info.trace.requests
+    assert {decision.id for decision in one.decisions} == set(ids)
+    assert one.end.scheduled == one.end.ok == len(ids)
+    assert len(list(one.folder.rglob("replay.jsonl"))) == 1
+    assert len(list(one.folder.glob("replayers/*/replay.log"))) == 3
 
 
 def test_without_ray_nothing_of_ray_is_imported():
@@ -221,16 +219,16 @@ def test_without_ray_nothing_of_ray_is_imported():
 def test_an_open_loop_keeps_the_traces_arrivals_and_the_cap(tmp_path):
     """Ten sessions arrive over minutes, here within a second, and two may be served."""
     config = tmp_path / "open.toml"
-    text = SMOKE.read_text().replace("concurrency = [2]", "concurrency = [1]")
+    text = smoke_of(arms=1).replace("concurrency = [2]", "concurrency = [1]")
     config.write_text(f"open_loop = true\ntime_scale = 100000\n{text}")
     run(config, tmp_path / "run")
-    for replayed in read_run(tmp_path / "run"):
-        assert replayed.info.status == "ok", replayed.info.error
-        assert replayed.info.open_loop
-        header = (replayed.folder / "replay.jsonl").read_text().splitlines()[0]
-        options = json.loads(header)["options"]
-        assert options["max_inflight_sessions"] == 2
-        assert not options["closed_loop"]
-        assert len({one.arrival_s for one in replayed.requests}) > 1
-        assert replayed.end.held_sessions > 0
+    (replayed,) = read_run(tmp_path / "run")
+    assert replayed.info.status == "ok", replayed.info.error
+    assert replayed.info.open_loop
+    header = (replayed.folder / "replay.jsonl").read_text().splitlines()[0]
+    options = json.loads(header)["options"]
+    assert options["max_inflight_sessions"] == 2
+    assert not options["closed_loop"]
+    assert len({one.arrival_s for one in replayed.requests}) > 1
+    assert replayed.end.held_sessions > 0
     assert "waited for a slot" in (tmp_path / "run" / "report.md").read_text()
