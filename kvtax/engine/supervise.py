@@ -69,7 +69,7 @@ class Supervised:
             # Where it is set, each process would compile vLLM's 4,000 modules anew.
             env = {k: v for k, v in env.items() if k != "PYTHONDONTWRITEBYTECODE"}
             self._process = subprocess.Popen(
-                [*supervisor, self._scratch, *command],
+                [*supervisor, self._scratch, str(TERM_GRACE_S), *command],
                 env=env | places | {SECRETS: json.dumps(secrets)},
                 cwd=REPOSITORY,
                 stdin=subprocess.PIPE,
@@ -159,13 +159,13 @@ def begin_child() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def stop_tree(process: subprocess.Popen) -> None:
+def stop_tree(process: subprocess.Popen, term_grace_s: float = TERM_GRACE_S) -> None:
     """End the command and all that it started: SIGTERM, then SIGKILL after a grace."""
     # The command too if it has ended by itself: nobody sees it among the living.
     stopped = {process.pid, *descendants(os.getpid())}
     process.terminate()
     try:
-        process.wait(TERM_GRACE_S)
+        process.wait(term_grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
     deadline = time.monotonic() + ORPHAN_GRACE_S
@@ -184,7 +184,7 @@ def stop_tree(process: subprocess.Popen) -> None:
 
 def main() -> int:
     adopt_orphans()
-    scratch, *command = sys.argv[1:]
+    scratch, term_grace_s, *command = sys.argv[1:]
     secrets = [text.encode() for text in json.loads(os.environ.pop(SECRETS, "[]"))]
     announcement = announce_supervisor()
     # One that comes before the command can be stopped waits until it can.
@@ -207,7 +207,7 @@ def main() -> int:
     finally:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        stop_tree(process)
+        stop_tree(process, float(term_grace_s))
         masking.join()
         _remove(Path(scratch))
         announcement.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtax.engine import supervise
 from kvtax.engine.supervise import Supervised
 from kvtax.paths import REPOSITORY
 from tests.engine.living import content, eventually, gone
@@ -39,6 +40,7 @@ time.sleep(600)
 OWNER = """
 import os, sys, time
 from pathlib import Path
+from kvtax.engine import supervise
 from kvtax.engine.supervise import Supervised
 folder = Path(sys.argv[1])
 command = [sys.executable, str(folder / "stubborn.py"), str(folder), "obedient"]
@@ -75,8 +77,8 @@ def test_stop_ends_the_command_and_its_daemon_and_removes_its_scratch(folder):
     assert not scratch.exists()
 
 
-@pytest.mark.slow
-def test_a_command_that_ignores_sigterm_is_killed_after_the_grace(folder):
+def test_a_command_that_ignores_sigterm_is_killed_after_the_grace(folder, monkeypatch):
+    monkeypatch.setattr(supervise, "TERM_GRACE_S", 0.5)
     with start(folder, "deaf"):
         processes = pids(folder)
     assert gone(processes)
