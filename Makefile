@@ -20,7 +20,7 @@ test-fast: setup ## the tests that need no vLLM (a minute)
 	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not e2e and not long and not serial"
 
 test-all: setup vllm-releases browser ## all tests, the long ones too (hours)
-	$(python) -m pytest -m ""
+	$(python) -m pytest -m "" --hypothesis-profile many
 
 fleet-test: setup vllm-releases ## the fleet's tests, the long ones too (20 minutes)
 	$(python) -m pytest -m "" tests/fleet tests/e2e/test_fleet_launch.py \

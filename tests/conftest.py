@@ -17,11 +17,12 @@ sys.dont_write_bytecode = False
 # time of a product waiting for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# A stall of the machine is not a fault of what is tested.
+# A stall of the machine is not a fault of what is tested. `make test-all` draws more.
 settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "few", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30
 )
-settings.load_profile("any machine")
+settings.register_profile("many", settings.get_profile("few"), max_examples=200)
+settings.load_profile("few")
 
 # Folders whose tests share servers: one worker of pytest-xdist runs all of each.
 TOGETHER = ("tests/patched/", "tests/e2e/")

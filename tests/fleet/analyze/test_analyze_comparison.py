@@ -231,7 +231,7 @@ def interval(requests: pl.DataFrame) -> tuple[list[float], list[float]]:
     return found["tpot_ms"]["p50"].ci95, reach
 
 
-@pytest.mark.parametrize("between", [0.02, 0.1, 0.2])
+@pytest.mark.parametrize("between", [0.02, 0.2])
 @pytest.mark.parametrize("runs", [2, 3])
 def test_an_interval_holds_the_truth_whatever_differs_between_runs(
     runs: int, between: float

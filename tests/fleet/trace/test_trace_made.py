@@ -8,6 +8,7 @@ import lzma
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from benchmarks.study import figures
 from kvtax.fleet.trace import Request, read_trace, write_trace
+from kvtax.fleet.trace.sample import sample
 from kvtax.fleet.trace.stats import describe
 from kvtax.fleet.trace.stats_tables import FIGURES
 from kvtax.fleet.trace.study_sample import StudySample, sampled_requests
@@ -114,11 +116,16 @@ def test_a_sample_has_whole_sessions_in_order_and_says_what_it_is(tmp_path, seed
     }
 
 
-def test_every_session_has_the_same_chance(tmp_path, capsys):
-    source = trace_of(tmp_path / "t", {f"s{n}": [(n, 4)] for n in range(40)})
+def test_every_session_has_the_same_chance(tmp_path):
+    source, cut = tmp_path / "t", tmp_path / "cut"
+    requests = list(
+        read_trace(trace_of(source, {f"s{n}": [(n, 4)] for n in range(40)}))
+    )
+    options = {"target_requests": 10, "read": partial(iter, requests), "options": {}}
     taken: Counter[str] = Counter()
     for seed in range(200):
-        taken.update(r.session for r in take_sample(tmp_path / "cut", source, 10, seed))
+        sample(source, cut, seed=seed, **options)
+        taken.update(request.session for request in read_trace(cut))
     assert sum(taken.values()) == 2000
     # 200 draws of a quarter: 50, with a standard deviation of 6.1.
     assert min(taken[f"s{n}"] for n in range(40)) > 50 - 4 * 6.1
