@@ -62,6 +62,7 @@ TRANSPORTS = {
     "Mooncake over TCP, no connection pool": Transport("mooncake", UNPOOLED, SHORT),
     "NIXL over UCX": Transport("nixl"),
 }
+MOST_MIB = 768
 ROUND_TRIP = ("ascending", "descending")
 
 
@@ -133,8 +134,18 @@ def measure(
     return [row(case, of[1:]) for case, of in found.items()], counts, hashes
 
 
+def sizes(longest: int, most_mib: int) -> list[tuple[int, int]]:
+    """List the sizes of transfers up to that many tokens and MiB."""
+    return [
+        (tokens, block_bytes)
+        for tokens, block_bytes in SIZES
+        if tokens <= longest
+        and tokens // BLOCK_TOKENS * LAYERS * block_bytes <= most_mib << 20
+    ]
+
+
 def measure_transfers(
-    installed: Installation, transport: str, rounds: int
+    installed: Installation, transport: str, rounds: int, most_mib: int
 ) -> list[Transfers]:
     """Transfer each size in both orders, without the sort and with it.
 
@@ -145,7 +156,7 @@ def measure_transfers(
     variants = {case: Variant([PATCH], env=env) for case in cases}
     made = []
     with engines(WORKER, variants, installed=installed) as processes:
-        for size in (size for size in SIZES if size[0] <= longest):
+        for size in sizes(longest, most_mib):
             sent: dict[tuple[str, bool], list[Sent]] = {case: [] for case in cases}
             for _, case in turns(sent, 1 + rounds):
                 result = processes[case].ask("send", kind, *size, *case)
@@ -263,6 +274,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=2 * MIN_ROUNDS,
         help="rounds of transfers",
     )
+    parser.add_argument(
+        "--most-mib", type=at_least(12), default=MOST_MIB, help="largest transfer"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -271,7 +285,9 @@ def run(arguments: argparse.Namespace) -> int:
     rows, counts, hashes = measure(installed, arguments.rounds)
     made: list[Transfers] = []
     for transport in TRANSPORTS:
-        made += measure_transfers(installed, transport, arguments.transfers)
+        made += measure_transfers(
+            installed, transport, arguments.transfers, arguments.most_mib
+        )
     parts = [report_counts(counts), *report(rows), report_transfers(made)]
     results = {"counts": counts, "rows": rows, "transfers": made}
     return publish("block_order", arguments.out, parts, results, hashes, installed)

@@ -226,6 +226,14 @@ def test_refused_transfers_have_no_time_and_the_others_a_ratio_within_rounds():
     assert "1 of 3 refused" in first and "1,400.0" in second
 
 
+def test_sizes_are_limited_by_tokens_and_by_bytes():
+    longest, most_mib = block_order.CONTEXTS[-1], block_order.MOST_MIB
+    assert block_order.sizes(longest, most_mib) == block_order.SIZES
+    assert block_order.sizes(2_048, most_mib) == [(2_048, 2_048)]
+    small = block_order.sizes(longest, 192)
+    assert small == [(tokens, 2_048) for tokens in (2_048, 8_192, 32_768)]
+
+
 def test_sorted_pairs_are_the_same_pairs():
     sources, targets = [5, 4, 9, 3], [1, 2, 3, 4]
     pairs = block_order_worker.sort_pairs(sources, targets)
