@@ -133,7 +133,7 @@ func checkRuns(t *testing.T, x *Index[string], keys map[*run[string]]int) {
 				t.Fatalf("keys of run %d were read in the future", r.index)
 			}
 		}
-		if len(sets) != len(r.keys) || n != r.live || n != len(sets)-holes || 2*n < len(sets)-1 {
+		if len(sets) != len(r.keys) || n != int(r.live) || n != len(sets)-holes || 2*n < len(sets)-1 {
 			t.Fatalf("run %d of %d keys has %d, %d holes, counts %d", r.index, len(r.keys), n, holes, r.live)
 		}
 	}

@@ -13,7 +13,7 @@ import (
 // a key that is gone, or that went to another run, has a hole in its place.
 type run[P comparable] struct {
 	index    uint32
-	live     int      // keys that are not holes; writers only
+	live     int32    // keys that are not holes; writers only
 	keys     []uint64 // never changed
 	segments atomic.Pointer[[]segment[P]]
 	stamps   []atomic.Uint64 // the epoch of the last read, for every keysPerStamp keys
@@ -213,7 +213,7 @@ func (t *runTable[P]) lose(r *run[P], offset int) {
 	if r.live == 0 {
 		t.at(r.index).Store(nil)
 		t.free = append(t.free, r.index)
-	} else if r.live == (len(r.keys)-1)/2 {
+	} else if int(r.live) == (len(r.keys)-1)/2 {
 		t.sparse = append(t.sparse, r)
 	}
 }
@@ -321,7 +321,7 @@ func (x *Index[P]) bindSome(keys []uint64) int {
 	x.runs.scratch = segments
 	r := &run[P]{
 		index:  index,
-		live:   n,
+		live:   int32(n),
 		keys:   slices.Clone(keys[:n]),
 		stamps: make([]atomic.Uint64, (n-1)/keysPerStamp+1),
 	}

@@ -64,19 +64,17 @@ func runCommand(ctx context.Context, args []string, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	run := &run{programs: [2]string{own, *peer}, rounds: *rounds, progress: stderr}
+	run := &run{programs: [2]string{own, *peer}, rounds: *rounds, more: fullArguments, progress: stderr}
 	if *quick {
 		run.rounds, run.more = 1, quickArguments
 	}
-	file, err := run.all(ctx)
-	if err != nil {
-		return err
-	}
-	data, err := json.MarshalIndent(file, "", " ")
-	if err != nil {
-		return err
-	}
-	return os.WriteFile(*out, append(data, '\n'), 0o666)
+	return run.all(ctx, func(file results) error {
+		data, err := json.MarshalIndent(file, "", " ")
+		if err != nil {
+			return err
+		}
+		return os.WriteFile(*out, append(data, '\n'), 0o666)
+	})
 }
 
 func reportCommand(args []string, stderr io.Writer) error {

@@ -94,8 +94,11 @@ func rows() []row {
 	return all
 }
 
-// quickArguments make every trial short.
-var quickArguments = []string{"filler=2560", "batches=10", "singles=200", "bursts=2", "period_ms=50", "ms=50", "keys=100000"}
+// fullArguments are those of every trial, quickArguments make it short.
+var (
+	fullArguments  = []string{"batches=1000"}
+	quickArguments = []string{"filler=2560", "batches=10", "singles=200", "bursts=2", "period_ms=50", "ms=50", "keys=100000"}
+)
 
 // A run measures both sides in turn.
 type run struct {
@@ -106,9 +109,10 @@ type run struct {
 }
 
 // all runs every trial, a process for each, and in each round the sides in another order.
-// It is an error if an answer is wrong, or the sides' answers differ.
-func (r *run) all(ctx context.Context) (results, error) {
-	file := results{Provenance: newProvenance(ctx, r.rounds)}
+// What there is after each round is saved. It is an error if an answer is wrong, or the
+// sides' answers differ.
+func (r *run) all(ctx context.Context, save func(results) error) error {
+	file := results{Provenance: newProvenance(ctx)}
 	for round := range r.rounds {
 		for n, row := range rows() {
 			if row.kind == "memory" && round > 0 {
@@ -119,19 +123,26 @@ func (r *run) all(ctx context.Context) (results, error) {
 				side := (i + round + n) % len(sides)
 				t, err := r.one(ctx, row, round+1, side)
 				if err != nil {
-					return file, fmt.Errorf("%s: %s: %w", sides[side], row.name, err)
+					return fmt.Errorf("%s: %s: %w", sides[side], row.name, err)
 				}
 				pair[side] = t.Result
 				file.Trials = append(file.Trials, t)
 			}
 			if !slices.Equal(pair[0].Answers, pair[1].Answers) {
-				return file, fmt.Errorf("%s: the answers differ: %q", row.name, [][]string{pair[0].Answers, pair[1].Answers})
+				return fmt.Errorf("%s: the answers differ: %q", row.name, [][]string{pair[0].Answers, pair[1].Answers})
 			}
 			fmt.Fprintf(r.progress, "round %d of %d: %s\n", round+1, r.rounds, row.name)
 		}
+		file.Provenance.Rounds = round + 1
+		if err := save(file); err != nil {
+			return err
+		}
 	}
-	return file, nil
+	return nil
 }
+
+// trialLimit ends a trial that hangs. On two cores for itself it takes seconds.
+const trialLimit = 10 * time.Minute
 
 // one runs one trial.
 func (r *run) one(ctx context.Context, of row, round, side int) (trial, error) {
@@ -140,7 +151,7 @@ func (r *run) one(ctx context.Context, of row, round, side int) (trial, error) {
 	if side == 0 {
 		args = append([]string{"trial"}, args...)
 	}
-	limited, cancel := context.WithTimeout(ctx, time.Minute)
+	limited, cancel := context.WithTimeout(ctx, trialLimit)
 	defer cancel()
 	child := exec.CommandContext(limited, r.programs[side], args...)
 	child.Stderr = os.Stderr
@@ -165,7 +176,7 @@ var peerLock string
 
 var crateVersion = regexp.MustCompile(`name = "dynamo-kv-router"\nversion = "(.*)"`)
 
-func newProvenance(ctx context.Context, rounds int) provenance {
+func newProvenance(ctx context.Context) provenance {
 	output := func(name string, args ...string) string {
 		out, err := exec.CommandContext(ctx, name, args...).Output()
 		if err != nil {
@@ -188,7 +199,6 @@ func newProvenance(ctx context.Context, rounds int) provenance {
 		Commit: output("git", "rev-parse", "HEAD"),
 		Dirty:  output("git", "status", "--porcelain", "--untracked-files=no") != "",
 		Crate:  crateVersion.FindStringSubmatch(peerLock)[1],
-		Rounds: rounds,
 	}
 }
 
