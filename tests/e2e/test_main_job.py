@@ -24,7 +24,8 @@ from tests.engine.living import eventually, gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.serial, pytest.mark.timeout(3_600)]
 
-RUN_ALL = ["bash", str(REPOSITORY / "run_all.sh"), "--profile", "cpu-smoke"]
+RUN_ALL = ["bash", str(REPOSITORY / "run_all.sh")]
+SMOKE = [*RUN_ALL, "--profile", "cpu-smoke"]
 # Until a server that does not come is given up.
 STARTED_S = 480.0
 
@@ -57,7 +58,7 @@ class Trial:
 def hurt(tmp_path_factory) -> Sweep:
     """The sweep whose `noop` server was killed while it measured."""
     folder = tmp_path_factory.mktemp("sweep")
-    sweep = subprocess.Popen([*RUN_ALL, "--out", folder])
+    sweep = subprocess.Popen([*SMOKE, "--out", folder])
     try:
         trial = folder / "noop" / "r0"
 
@@ -83,7 +84,7 @@ def whole(hurt) -> Sweep:
     packages = ("vllm", "nixl_cu12")
     before = [package_digest(name) for name in packages]
     resumed = subprocess.run(
-        [*RUN_ALL, "--out", hurt.folder, "--resume"], check=False, timeout=1_800
+        [*SMOKE, "--out", hurt.folder, "--resume"], check=False, timeout=1_800
     )
     assert [package_digest(name) for name in packages] == before
     return ended(hurt.folder, resumed.returncode)
@@ -121,7 +122,7 @@ def test_the_hash_walk_grows_with_the_level_at_which_the_cache_is_held(configs):
 
 @pytest.mark.parametrize("name", ["plain", "noop"])
 def test_configs_without_the_walk_grow_at_most_a_third_as_fast(configs, name):
-    # A server or two on a shared machine tell them from the walk by far.
+    # One server each tells them from the walk by far.
     walk = configs["mooncake_both_hash_sync"]["slope_us_per_1k_blocks"]
     slope = configs[name]["slope_us_per_1k_blocks"]
     for metric in ("schedule", "overhead"):
@@ -163,15 +164,14 @@ def test_the_trees_are_gone_and_no_server_is_left(whole):
 
 
 def test_a_server_that_dies_fails_its_config_and_not_the_others(hurt):
-    """Neither the one before it nor the one after; its other servers still count."""
+    """Neither the one before it nor the one after."""
     assert hurt.status == 3
     noop = hurt.configs["noop"]
     assert "r0: the server died" in noop["error"]
-    # A server that measured while others slowed the machine down does not count either.
-    assert noop["n_repeats"] == 1 - noop["error"].count("set aside: the machine was")
+    assert (noop["verdict"], noop["n_repeats"]) == ("failed", 0)
     lost = noop["requests"]
     assert lost["scheduled"] == lost["ok"] + lost["failed"] + lost["cancelled"]
-    assert "some trials failed" in hurt.summary and "`noop`" in hurt.summary
+    assert "`noop`: failed: r0: the server died" in hurt.summary
     for name in ("plain", "mooncake_both_hash_sync"):
         requests = hurt.configs[name]["requests"]
         assert requests["ok"] == requests["scheduled"] > 0
@@ -181,12 +181,12 @@ def test_a_resumed_run_measures_what_failed_and_nothing_twice(hurt, whole):
     failed = {name for name, trial in hurt.trials.items() if trial.status != "ok"}
     again = {name for name in hurt.trials if hurt.trials[name] != whole.trials[name]}
     assert again == failed
-    assert "noop/r0" in failed and len(failed) < len(hurt.trials) == 6
+    assert "noop/r0" in failed and len(failed) < len(hurt.trials)
 
 
 def test_a_finished_run_is_not_overwritten(whole):
     again = subprocess.run(
-        [*RUN_ALL, "--out", whole.folder], stderr=subprocess.PIPE, text=True
+        [*SMOKE, "--out", whole.folder], stderr=subprocess.PIPE, text=True
     )
     assert again.returncode == 2
     assert "--resume" in again.stderr
@@ -257,9 +257,7 @@ def test_the_sweep_ends_with_a_page_that_has_every_verdict(whole, configs):
 @pytest.mark.long
 @pytest.mark.timeout(7_200)
 def test_every_synthetic_cost_gets_its_expected_verdict(tmp_path):
-    command = [*RUN_ALL[:2], "--profile", "synthetic"]
-    sweep = subprocess.run(
-        [*command, "--out", tmp_path / "run"], stdout=subprocess.PIPE, text=True
-    )
+    command = [*RUN_ALL, "--profile", "synthetic", "--out", tmp_path / "run"]
+    sweep = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     named = [line for line in sweep.stdout.splitlines() if ": expected " in line]
     assert sweep.returncode == 0, "\n".join(named) or sweep.stdout
