@@ -385,8 +385,8 @@ def fuzz(check: Check, cases: int) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_three_thousand_messages_are_read_as_others_do(check):
-    fuzz(check, 3000)
+def test_a_thousand_messages_are_read_as_others_do(check):
+    fuzz(check, 1000)
 
 
 @pytest.mark.long
