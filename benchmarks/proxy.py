@@ -5,20 +5,22 @@ It needs Go, for a load generator and a server that are faster than any proxy be
 them (proxy_load/), and two cores: the router has one, they share the other. Each round
 measures every target with every body, in an order that turns around from round to
 round. A target's figure is over all rounds, its 95 % interval from a bootstrap of
-rounds. Without --vllm-router that router is left out, and the output says so. Prints
-Markdown.
+rounds. If vllm-router cannot be installed, it is left out, and the output says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +28,6 @@ from benchmarks.proxy_parts import body_table, decisions_table
 from benchmarks.proxy_targets import (
     BODIES,
     LOAD_CORE,
-    RATE_RPS,
     WORKERS,
     LoadGenerator,
     Target,
@@ -36,12 +37,15 @@ from benchmarks.proxy_targets import (
     stack,
     vllm_router,
 )
-from benchmarks.results import NotMeasured
+from benchmarks.results import NotMeasured, configure_rounds, publish
+from kvtax.engine import vllm_router as vllm_router_command
+from kvtax.engine.errors import ServerError
 from kvtax.stats import Estimate
 from kvtax.stats.markdown import table
 from kvtax.stats.resampling import over_rounds
 
 DECISIONS, BODY_READS = 20_000, 300
+PERCENTS = (50, 95, 99)
 
 
 def take_turns(
@@ -60,8 +64,11 @@ def take_turns(
 
 def measure(
     router: str | None, rounds: int, seconds: float
-) -> tuple[list[str], Samples, Samples]:
-    """Targets, times in ms, and what LoadGenerator.per_s says. Raises NotMeasured."""
+) -> tuple[dict[str, float], Samples, Samples]:
+    """Return the targets, with their memory in MiB, times in ms, and rates.
+
+    A rate is as LoadGenerator.per_s says it. Raises NotMeasured.
+    """
     with ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory()))
         program = build_load_program(folder)
@@ -83,7 +90,11 @@ def measure(
             max(3, rounds // 2),
             lambda one, body: load.per_s(one, body, seconds),
         )
-    return list(targets), times_ms, per_s
+        memory_mib = {
+            name: target.peak_mib() if target.pid else 0.0
+            for name, target in targets.items()
+        }
+    return memory_mib, times_ms, per_s
 
 
 DIRECT = "direct"
@@ -111,13 +122,16 @@ def added_table(samples: Samples, targets: list[str]) -> str:
     """Return the table of added times in ms."""
     rows = []
     for body in BODIES:
-        direct = np.percentile(np.concatenate(samples[DIRECT, body]), [50, 99])
+        direct = np.percentile(np.concatenate(samples[DIRECT, body]), PERCENTS)
         for name in targets:
             n = sum(map(len, samples[name, body]))
-            cells = [f"{added(samples, name, body, q):+.2f}" for q in (50, 99)]
-            base = f"{direct[0]:.2f}/{direct[1]:.2f}"
-            rows.append([name, body, f"{n:,}", base, *cells])
-    return table(["", "body", "n", "direct p50/p99", "added p50", "added p99"], rows)
+            cells = [f"{added(samples, name, body, q):+.2f}" for q in PERCENTS]
+            base = "/".join(f"{ms:.2f}" for ms in direct)
+            rate = BODIES[body].rate_rps
+            rows.append([name, body, str(rate), f"{n:,}", base, *cells])
+    quantiles = [f"p{q}" for q in PERCENTS]
+    head = ["", "body", "requests/s", "n", f"direct {'/'.join(quantiles)}"]
+    return table([*head, *(f"added {name}" for name in quantiles)], rows)
 
 
 def rates_table(samples: Samples, targets: list[str], column: int) -> str:
@@ -135,8 +149,7 @@ def rates_table(samples: Samples, targets: list[str], column: int) -> str:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kvtax bench proxy`."""
-    parser.add_argument("--vllm-router", metavar="PATH", help="its command")
-    parser.add_argument("--rounds", type=int, default=10)
+    configure_rounds(parser, "proxy", 10, minimum=2)
     parser.add_argument("--seconds", type=float, default=4.0, help="per measurement")
 
 
@@ -144,20 +157,58 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print the result and return the exit code."""
     if (os.cpu_count() or 1) < 2:
         raise NotMeasured("two cores are needed")
-    names, times_ms, per_s = measure(
-        arguments.vllm_router, arguments.rounds, arguments.seconds
-    )
-    if not arguments.vllm_router:
-        print("vllm-router left out: --vllm-router PATH not given\n")
-    print(f"## Added TTFT at {RATE_RPS} requests/s, ms\n")
-    print(added_table(times_ms, names[1:]))
-    print(f"\n## Highest rate, {WORKERS} clients, router on one core, requests/s\n")
-    print(f"Median of the rounds and their range.\n\n{rates_table(per_s, names, 0)}")
-    print("\n## The router's CPU time for each of these requests, us\n")
-    print(rates_table(per_s, names[1:], 1))
-    print(f"\n## Decision time, us, p50/p99 of {DECISIONS:,} calls\n")
-    print(decisions_table(DECISIONS))
-    print(f"\n## A body of 33k ids on the event loop, us, p50/p99 of {BODY_READS}\n")
-    print("8 instances; all of it cached there, says the mirror.\n")
-    print(body_table(BODY_READS))
-    return 0
+    router, versions = None, versions_beside()
+    try:
+        router = str(vllm_router_command.executable())
+        versions["vllm-router"] = vllm_router_command.version()
+    except ServerError as error:
+        print(f"vllm-router is left out: {error}", file=sys.stderr)
+    memory_mib, times_ms, per_s = measure(router, arguments.rounds, arguments.seconds)
+    names = list(memory_mib)
+    rows = [[name, f"{memory_mib[name]:,.0f}"] for name in names[1:]]
+    parts = [
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "## Added TTFT, ms",
+        added_table(times_ms, names[1:]),
+        f"## Highest rate, {WORKERS} clients, router on one core, requests/s",
+        f"Median of the rounds and their range.\n\n{rates_table(per_s, names, 0)}",
+        "## The router's CPU time for each of these requests, us",
+        rates_table(per_s, names[1:], 1),
+        "## The router's peak memory after all of these, MiB",
+        table(["", "MiB"], rows),
+        f"## Decision time, us, p50/p99 of {DECISIONS:,} calls",
+        decisions_table(DECISIONS),
+        f"## A body of 33k ids on the event loop, us, p50/p99 of {BODY_READS}",
+        "8 instances; all of it cached there, says the mirror.",
+        body_table(BODY_READS),
+    ]
+    results = {
+        "versions": versions,
+        "bodies": {name: kind._asdict() for name, kind in BODIES.items()},
+        "seconds": arguments.seconds,
+        "times_ms": _by_target(times_ms, _quantiles),
+        "per_s_and_cpu_us": _by_target(per_s, list),
+        "peak_mib": memory_mib,
+    }
+    return publish("proxy", arguments.out, parts, results, {})
+
+
+def versions_beside() -> dict[str, str]:
+    """Return the versions of what is measured beside the proxy, and of what it uses."""
+    names = ("uvicorn", "aiohttp", "httptools", "uvloop")
+    go = subprocess.run(["go", "version"], capture_output=True, text=True, check=True)
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"Go": go.stdout.split()[2].removeprefix("go"), **found}
+
+
+def _by_target(samples: Samples, of_rounds: Callable) -> dict[str, Any]:
+    return {f"{name}, {body}": of_rounds(of) for (name, body), of in samples.items()}
+
+
+def _quantiles(rounds: list[list[float]]) -> list[dict[str, float]]:
+    """Return n and the percentiles of each round."""
+    return [
+        {"n": len(times)}
+        | {f"p{q}": round(float(np.percentile(times, q)), 3) for q in PERCENTS}
+        for times in rounds
+    ]

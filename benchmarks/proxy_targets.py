@@ -19,14 +19,23 @@ from kvtax.engine.ports import reserve
 from kvtax.paths import REPOSITORY
 
 SOURCES = Path(__file__).parent / "proxy_load"
-RATE_RPS = 100
 WORKERS = 32
-# By name: form of the prompt, and its tokens.
+
+
+class BodyKind(NamedTuple):
+    """The form and the tokens of a prompt, and how many are sent per second."""
+
+    form: str
+    tokens: int
+    rate_rps: int
+
+
+# The second and the last have the rates of the studies of llm-d's endpoint picker.
 BODIES = {
-    "small": ("ids", 16),
-    "33k ids": ("ids", 33_000),
-    "33k text": ("text", 33_000),
-    "33k chat": ("chat", 33_000),
+    "small": BodyKind("ids", 16, 100),
+    "200-token chat": BodyKind("chat", 200, 500),
+    "33k ids": BodyKind("ids", 33_000, 100),
+    "100k chat": BodyKind("chat", 100_000, 10),
 }
 ROUTER_CORE, LOAD_CORE = "0", "1"
 START_S = 60.0
@@ -37,6 +46,11 @@ class Target(NamedTuple):
 
     url: str
     pid: int | None = None
+
+    def peak_mib(self) -> float:
+        """Return the router's peak resident memory so far."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
     def cpu_s(self) -> float:
         """Return the router's CPU time so far, in ticks of 10 ms."""
@@ -126,8 +140,9 @@ class LoadGenerator:
         self._program = str(program)
 
     def times_ms(self, url: str, body: str, seconds: float) -> list[float]:
-        """Time to the first byte of each request's answer, at RATE_RPS."""
-        out = self._run(url, body, "-rate", str(RATE_RPS), "-seconds", str(seconds))
+        """Time to the first byte of each request's answer, at the body's rate."""
+        rate = str(BODIES[body].rate_rps)
+        out = self._run(url, body, "-rate", rate, "-seconds", str(seconds))
         return [int(us) / 1000 for us in out.split()]
 
     def per_s(self, target: Target, body: str, seconds: float) -> list[float]:
@@ -142,7 +157,7 @@ class LoadGenerator:
         return [int(done) / float(took), cpu_s / int(done) * 1e6]
 
     def _run(self, url: str, body: str, *options: str) -> str:
-        form, tokens = BODIES[body]
+        form, tokens, _ = BODIES[body]
         command = ["taskset", "-c", LOAD_CORE, self._program, "load", "-url", url]
         command += ["-form", form, "-tokens", str(tokens), *options]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -32,14 +32,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 PROFILE = CONFIGS / "fleet" / "h20-30b-a3b.toml"
 LAUNCH = [sys.executable, "-m", "kvtax", "fleet", "launch"]
 STOP_DEADLINE_S = 40.0
+PASSWORD = "open-sesame"
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """(the process, its folder) of two instances that publish their cache's events."""
     folder = tmp_path_factory.mktemp("fleet")
+    secret = f'kv_connector_extra_config = {{ password = "{PASSWORD}" }}, kv_buffer'
+    profile = folder / "profile.toml"
+    profile.write_text(PROFILE.read_text().replace("kv_buffer", secret, 1))
     options = ["--instances", "2", "--connector", "noop", "--kv-events"]
-    options += ["--profile", str(PROFILE), "--folder", str(folder)]
+    options += ["--profile", str(profile), "--folder", str(folder)]
     with (
         (folder / "launch.log").open("w") as log,
         subprocess.Popen(
@@ -90,6 +94,19 @@ def runs(pid: int) -> bool:
 def test_what_was_launched_is_in_order(launched):
     checked = check(launched[1] / "instances.json")
     assert checked.returncode == 0, checked.stderr
+
+
+def test_a_password_of_the_connector_is_in_no_command_line_or_log(launched):
+    process, folder = launched
+    commands = [
+        Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(process.pid)
+    ]
+    assert sum(b"api_server" in command for command in commands) >= 2
+    assert not any(PASSWORD.encode() in command for command in commands)
+    for name in ("i0", "i1"):
+        text = (folder / name / "server.log").read_text()
+        # vLLM names it there, up to 0.28.
+        assert "kv_transfer_config" in text and PASSWORD not in text
 
 
 def test_an_instances_file_that_is_wrong_about_them_is_told_how(instances, tmp_path):

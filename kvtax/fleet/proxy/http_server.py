@@ -359,11 +359,7 @@ class _Connection(asyncio.Protocol):
 
     def _read_or_pause(self) -> None:
         """Read on, unless the client has sent far ahead of the answer under way."""
-        ahead = [*self._ahead, *filter(None, [self._reading])]
-        far = self._current is not None and (
-            len(self._ahead) >= MAX_AHEAD
-            or sum(request.held_bytes for request in ahead) > MAX_AHEAD_BYTES
-        )
+        far = self._current is not None and self._is_far_ahead()
         if far == self._paused or self._transport.is_closing():
             return
         self._paused = far
@@ -371,6 +367,11 @@ class _Connection(asyncio.Protocol):
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
+
+    def _is_far_ahead(self) -> bool:
+        ahead = [*self._ahead, *filter(None, [self._reading])]
+        held_bytes = sum(request.held_bytes for request in ahead)
+        return len(self._ahead) >= MAX_AHEAD or held_bytes > MAX_AHEAD_BYTES
 
     @property
     def body_held_bytes(self) -> int:
