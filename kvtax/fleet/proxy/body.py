@@ -144,7 +144,9 @@ class Body(RequestBody[bytes]):
             self.fields = top_level(raw)
             self.raw = _encode(self.fields) if self._strip() else raw
             parts = [self.text(name) for name in api.prompt]
-            self.prompt = b"".join(map(normalize_chat, parts) if is_chat else parts)
+            # One part alone is not copied.
+            parts = map(normalize_chat, parts) if is_chat else parts
+            self.prompt = b"".join(filter(None, parts))
         except msgspec.ValidationError:
             raise BodyError("the body is no JSON object") from None
         except UNREADABLE as error:
