@@ -111,6 +111,23 @@ func TestARunFailsIfAnAnswerIsWrong(t *testing.T) {
 	}
 }
 
+func TestTheReadmeSaysWhatWasMeasured(t *testing.T) {
+	readme, err := os.ReadFile("../../README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "README.md")
+	if err := os.WriteFile(path, readme, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	if err := bench(t, "report", "-in", "../../results.json", "-readme", path); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := os.ReadFile(path); err != nil || !bytes.Equal(got, readme) {
+		t.Errorf("README.md is not what kvbench report makes of results.json: %v", err)
+	}
+}
+
 // TestThePeerHasTheSameLoad looks for the constants in the other program.
 func TestThePeerHasTheSameLoad(t *testing.T) {
 	source, err := os.ReadFile("peer/src/main.rs")

@@ -14,12 +14,15 @@ const (
 	endMarker   = "<!-- kvbench:end -->"
 )
 
+// busyCores of other work disturb whatever waits for a core.
+const busyCores = 0.1
+
 // report says in Markdown what was measured.
 func report(file results) string {
 	p := file.Provenance
 	var b strings.Builder
 	latencies, behind := file.latencies()
-	fmt.Fprintf(&b, "kvindex at %.10s beside the concurrent radix tree of dynamo-kv-router %s: p50 / p99 of a lookup in µs, median of %d rounds,\n"+
+	fmt.Fprintf(&b, "kvindex at %.10s beside the concurrent radix tree of dynamo-kv-router %s: p50 / p99 of a lookup in µs, median over the rounds (%d),\n"+
 		"and the ratio of the two in each round, median [lowest, highest]. Below 1, kvindex is faster; it is not in %d of %d rows at p50, in %d at p99.\n\n",
 		p.Commit, p.Crate, p.Rounds, behind[0], len(latencies), behind[1])
 	b.WriteString("| | kvindex | crate | ratio of p50 | ratio of p99 |\n|---|---:|---:|---:|---:|\n")
@@ -50,6 +53,9 @@ func report(file results) string {
 	fmt.Fprintf(&b, "\n%s, %s, %d cores, kernel %s, %s, %s. In all %d trials the answers of both sides were right. "+
 		"Other work took %.2f cores during the median trial, %.2f at most.\n",
 		p.Date[:10], p.CPU, p.Cores, p.Kernel, p.Go, p.Rust, len(file.Trials), median(others), slices.Max(others))
+	if median(others) > busyCores {
+		b.WriteString("**On a machine this busy bursts, loops and p99 do not count**: to be repeated on a quiet one.\n")
+	}
 	if p.Dirty {
 		b.WriteString("The tree differed from that commit.\n")
 	}
