@@ -101,11 +101,20 @@ def test_a_repeat_brings_the_sessions_in_another_order(runs: list[ArmRun]) -> No
     assert sorted(begun(0)) == sorted(begun(1))
 
 
-def test_the_same_experiment_gives_the_same_bytes(
+def test_the_same_experiment_gives_the_same_bytes_and_runs_may_use_all_cores(
     config: Path, folder: Path, tmp_path: Path
 ) -> None:
     again = tmp_path / "run"
-    assert run(config, again).returncode == 0
+    module = [sys.executable, "-m", "kvtax", "fleet", str(config), "--virtual"]
+    process = subprocess.Popen([*module, "--out", str(again)], cwd=REPOSITORY)
+    last_cores: dict[int, set[int]] = {}
+    while process.poll() is None:
+        last_cores |= simulating_on_cores(again)
+        time.sleep(0.05)
+    assert process.returncode == 0
+    # Processes that simulate: one with vLLM, and its forks.
+    assert len(last_cores) > 1
+    assert all(cores == os.sched_getaffinity(0) for cores in last_cores.values())
     files = sorted(
         path.relative_to(folder)
         for kind in ("*.json", "*.jsonl", "*.gz", "*.prom", "*.md")
@@ -118,18 +127,6 @@ def test_the_same_experiment_gives_the_same_bytes(
         if (folder / name).read_bytes() != (again / name).read_bytes()
     ]
     assert differ == []
-
-
-def test_runs_may_use_all_cores(config: Path, tmp_path: Path) -> None:
-    module = [sys.executable, "-m", "kvtax", "fleet", str(config), "--virtual"]
-    process = subprocess.Popen([*module, "--out", str(tmp_path)], cwd=REPOSITORY)
-    last_cores: dict[int, set[int]] = {}
-    while process.poll() is None:
-        last_cores |= simulating_on_cores(tmp_path)
-        time.sleep(0.05)
-    # Processes that simulate: one with vLLM, and its forks.
-    assert len(last_cores) > 1
-    assert all(cores == os.sched_getaffinity(0) for cores in last_cores.values())
 
 
 def simulating_on_cores(files_below: Path) -> dict[int, set[int]]:
