@@ -26,7 +26,7 @@ BENCHMARKS = (
     Benchmark("schedule", 5, "a connector's addition to schedule()"),
     Benchmark("exposure", 20, "connector work that users feel, by scheduling mode"),
     Benchmark("growth", 15, "scheduler-side costs before and after a fix"),
-    Benchmark("block_order", 4, "Mooncake's descriptors, by the order of block ids"),
+    Benchmark("block_order", 15, "Mooncake's descriptors, by the order of block ids"),
     Benchmark("listener", 1, "the block pool's listener, per block and per take"),
     Benchmark("direct_read_cost", 7, "being read by peers: cost per engine step"),
     Benchmark("direct_read_transfer", 3, "direct reads beside bare transfers"),
