@@ -18,7 +18,7 @@ from itertools import combinations
 import numpy as np
 
 from benchmarks.results import at_least
-from kvtax.cost.holds import NOISE_OF_TWICE, QUIET, weight_of
+from kvtax.cost.holds import QUIET
 from kvtax.cost.measured import Fits
 from kvtax.cost.metrics import MARGIN_US_PER_1K_BLOCKS
 from kvtax.cost.verdict import judge_metric
@@ -42,8 +42,9 @@ DRIFT = 0.02
 # Speeds of a machine, how rarely it changes them, how well two works show them.
 SLOW, CHANGES = 1.3, 0.1
 WORKS_NOISE = (0.03, 0.05)
-# Share of the holds that something disturbs, and how slow the machine is in them.
-DISTURBED, DISTURBANCE = 0.3, 1.6
+# Share of the holds that something disturbs, how slow the machine is in them, and to
+# which power of that they are noisy.
+DISTURBED, DISTURBANCE, DISTURBED_NOISE = 0.3, 1.6, 2.5
 # Half of the margin.
 SLOPES = MARGIN_US_PER_1K_BLOCKS / 2
 # Mean and standard deviation of what stalls add to the mean over all steps.
@@ -124,17 +125,17 @@ def draw(
     slowness = speed[:, None] * np.exp(
         WORKS_NOISE * rng.standard_normal((len(level), len(WORKS_NOISE)))
     )
-    # As kvtax.cost.holds.places weighs a hold, by works known as well as these.
+    # As in kvtax.cost.holds.places, by works that are known as well as these.
     works = slowness.max(axis=1) * slower
-    weight = weight_of(np.maximum(works / np.quantile(works, QUIET), 1.0))
+    disturbance = np.maximum(works / np.quantile(works, QUIET), 1.0)
     drift = kind.drift * number / len(X_1K)
     offset = NOISE * rng.standard_normal(servers)[server]
     true_us = rise_us[level] + BASE_US * (1 + drift + offset)
     true_us += kind.slopes * rng.standard_normal(servers)[server] * X_1K[level]
-    noise *= slower ** np.log2(NOISE_OF_TWICE)
+    noise *= slower**DISTURBED_NOISE
     values = speed * (1 + NOISE * noise) * true_us
     x = X_1K[level] + rng.uniform(0, 0.1, len(level))
-    usual = Holds(server, level, x, HOLD_S * number, slowness, weight, values)
+    usual = Holds(server, level, x, HOLD_S * number, slowness, disturbance, values)
     stalls = STALLS * BASE_US * rng.exponential(size=len(level))
     return usual, replace(usual, values=values + stalls)
 

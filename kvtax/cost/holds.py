@@ -3,26 +3,18 @@
 
 from __future__ import annotations
 
-import math
-from typing import TypeVar
-
 import polars as pl
 
 from kvtax.cost.metrics import SLOWNESS, Metric, number
 from kvtax.cost.speed import CONTROL
 from kvtax.records.requests import Phase
-from kvtax.stats.distribution import Floats
 from kvtax.stats.held import Holds
-
-Times = TypeVar("Times", pl.Expr, Floats)
 
 PLACE = ("repeat", "cycle", "level")
 MODEL = "model_us"
 # What is cut off at the slow end: a cost in fewer steps is for the mean to see.
 SLOWEST = 0.01
-# A hold in which the machine was twice as slow as in quiet ones has so many times their
-# standard deviation, as holds of all configs have it.
-NOISE_OF_TWICE = 4.0
+# The share of a server's holds in which the machine is quiet.
 QUIET = 0.25
 
 
@@ -39,8 +31,8 @@ def places(held: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
     thread does besides scheduling and the connector's calls (`slowness_of_engine`). A
     third, how long the model takes besides the connector's calls, shows as well how
     late threads were woken. The slowest of the three, against the quiet holds of the
-    server, makes the hold's `weight`, at most 1. It is not by what the connector took,
-    so it favours no level.
+    server, is the hold's `disturbance`, at least 1. What the connector took is not in
+    it, so it favours no level.
     """
     of_holds = held.group_by(PLACE).agg(
         pl.col("cache_blocks").mean(),
@@ -78,16 +70,10 @@ def places(held: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
         _ratio(pl.col(name), pl.col(name).quantile(QUIET))
         for name in (*SLOWNESS, MODEL)
     ]
-    slowest = pl.max_horizontal(quiet).clip(1.0)
     return table.with_columns(
         *(_ratio(pl.col(name), pl.col(name).median()) for name in SLOWNESS),
-        weight=weight_of(slowest),
+        disturbance=pl.max_horizontal(quiet).clip(1.0),
     ).sort(PLACE)
-
-
-def weight_of(slower: Times) -> Times:
-    """Compute the weight of a hold in which a machine is `slower` times as slow."""
-    return slower ** (-2 * math.log2(NOISE_OF_TWICE))
 
 
 def _ratio(work: pl.Expr, usual: pl.Expr) -> pl.Expr:
@@ -148,6 +134,6 @@ def holds_of(
         x=rows["cache_blocks"].to_numpy() / 1_000,
         time_s=rows["time_s"].to_numpy(),
         slowness=rows.select(metric.controls).to_numpy(),
-        weight=rows["weight"].to_numpy(),
+        disturbance=rows["disturbance"].to_numpy(),
         values=rows["us"].cast(pl.Float64).to_numpy(),
     )

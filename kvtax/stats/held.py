@@ -4,8 +4,9 @@
 A hold is one value: the time at one level in one pass of one server. A server goes up
 the levels in each pass and falls back between two of them, so a machine that gets
 slower rises through the passes as well, and a growing cost does not: both are fitted
-at once. How slow the machine was in each hold can be fitted, too, and a hold in which
-something disturbed it weighs less than others.
+at once. How slow the machine was in each hold can be fitted, too. A hold in which
+something disturbed it may be as noisy as others or far noisier: it weighs as much as
+the holds themselves make most likely.
 
     value of a hold = level + server + drift of the server * time + share of slowness
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,10 @@ LEAST_VARIANCE = 1e-12
 LEAST_SHARE = 0.1
 # Rounds until the levels' sizes are those that they were weighted by.
 ROUNDS = 4
+# A smaller share of the largest singular value is a column that is not known.
+LEAST_SPREAD = 1e-12
+# Noise of a hold is as its disturbance to one of these powers.
+POWERS = (0.0, 1.0, 2.0, 3.0)
 # So rarely is a straight line taken for a bend.
 BENT = 0.01
 
@@ -45,8 +50,8 @@ class Holds:
     """Holds of one config, each an element of arrays (holds,).
 
     `level` counts from 0 up; `x` is what the axis really was. `slowness` is (holds,
-    works), above 0: how slow the machine was by each of some works, 1 as usual. The
-    variance of a hold is in proportion to 1 / `weight`.
+    works), above 0: how slow the machine was by each of some works, 1 as usual.
+    `disturbance` is how many times as slow as in quiet holds, at least 1.
     """
 
     server: Ints
@@ -54,7 +59,7 @@ class Holds:
     x: Floats
     time_s: Floats
     slowness: Floats
-    weight: Floats
+    disturbance: Floats
     values: Floats
 
 
@@ -137,22 +142,9 @@ def fit(holds: Holds) -> Fit | None:
     x = np.array([holds.x[level == n].mean() for n in range(count)])
     if x[-1] <= x[0]:
         return None
-    works = holds.slowness.shape[1]
-    size: Floats = np.ones(count)
-    root = np.sqrt(holds.weight / holds.weight.mean())
-    for _ in range(ROUNDS):
-        scale = size[level]
-        weighted = design / scale[:, None]
-        weighted[:, design.shape[1] - works :] = design[:, design.shape[1] - works :]
-        weighted *= root[:, None]
-        values = holds.values / scale * root
-        inverse = np.linalg.pinv(weighted)
-        found = inverse @ values
-        size = np.abs(found[:count])
-        size = np.maximum(size, max(LEAST_SHARE * float(size.mean()), LEAST_VARIANCE))
-    left = values - weighted @ found
-    variance = max(float(left @ left) / df, LEAST_VARIANCE)
-    covariance = variance * inverse @ inverse.T
+    tried = [_solve(holds, design, level, df, power) for power in POWERS]
+    likeliest = max(tried, key=lambda one: one.likelihood)
+    found, covariance = likeliest.factors, likeliest.covariance
     servers = len(np.unique(holds.server))
     drifts = list(range(count, count + servers))
     share = np.full(servers, 1 / servers)
@@ -165,6 +157,38 @@ def fit(holds: Holds) -> Fit | None:
         drift_error_us=float(drift_error),
         df=df,
     )
+
+
+class _Solved(NamedTuple):
+    factors: Floats
+    covariance: Floats
+    likelihood: float
+
+
+def _solve(holds: Holds, design: Floats, level: Ints, df: int, power: float) -> _Solved:
+    """Fit the factors of `design`, with noise as the disturbance to the `power`.
+
+    The likelihood is the restricted one of normal noise (Patterson, Thompson 1971).
+    """
+    count, works = int(level.max()) + 1, holds.slowness.shape[1]
+    noise = holds.disturbance**power
+    size: Floats = np.ones(count)
+    for _ in range(ROUNDS):
+        scale = size[level] * noise
+        weighted = design / scale[:, None]
+        shares = slice(design.shape[1] - works, None)
+        weighted[:, shares] = design[:, shares] / noise[:, None]
+        values = holds.values / scale
+        inverse = np.linalg.pinv(weighted)
+        factors = inverse @ values
+        size = np.abs(factors[:count])
+        size = np.maximum(size, max(LEAST_SHARE * float(size.mean()), LEAST_VARIANCE))
+    left = values - weighted @ factors
+    variance = max(float(left @ left) / df, LEAST_VARIANCE)
+    spread = np.linalg.svd(weighted, compute_uv=False)
+    spread = spread[spread > LEAST_SPREAD * spread[0]]
+    likelihood = -np.log(scale).sum() - np.log(spread).sum() - df * np.log(variance) / 2
+    return _Solved(factors, variance * inverse @ inverse.T, float(likelihood))
 
 
 def _design(holds: Holds, level: Ints, count: int) -> Floats:

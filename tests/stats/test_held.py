@@ -31,7 +31,7 @@ def made_up(
 
     The time rises by `drift_us` in each pass, servers are `offsets_us` apart, and in
     half of the holds the machine takes `slower` times as long, which is known. In a
-    third of them noise is `disturbed` times as large, which is known as well.
+    third of them noise is `disturbed` times as large, and the machine known to be slow.
     """
     levels = len(SHARES)
     server = np.repeat(np.arange(servers), passes * levels)
@@ -51,7 +51,7 @@ def made_up(
         x=BLOCKS_1K * SHARES[level],
         time_s=1_000 + PASS_S * at,
         slowness=slowness[:, None],
-        weight=1 / noise**2,
+        disturbance=np.sqrt(noise),
         values=values + rng.normal(0, sd_us * noise),
     )
 
@@ -112,7 +112,7 @@ def test_holds_that_are_known_to_be_disturbed_hardly_widen_the_interval():
     )
     assert disturbed < 1.4 * quiet
     unknown = made_up(rng, disturbed=8.0)
-    unknown = replace(unknown, weight=np.ones(len(unknown.values)))
+    unknown = replace(unknown, disturbance=np.ones(len(unknown.values)))
     assert fit(unknown).slope()[1] > 2.5 * quiet
 
 
