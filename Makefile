@@ -13,7 +13,7 @@ sweep: ## the main job, the same as bash run_all.sh
 	bash run_all.sh
 
 test: setup vllm-releases browser ## all tests but the long ones, with real vLLM servers (20 to 40 minutes)
-	$(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not serial"
+	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not serial"
 	$(python) -m pytest -m "serial and not long" $$(grep -rl mark.serial --include=*.py tests)
 
 test-fast: setup ## the tests that need no vLLM (a minute)
