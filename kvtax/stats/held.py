@@ -142,7 +142,8 @@ def fit(holds: Holds) -> Fit | None:
     x = np.array([holds.x[level == n].mean() for n in range(count)])
     if x[-1] <= x[0]:
         return None
-    tried = [_solve(holds, design, level, df, power) for power in POWERS]
+    size = _sizes(holds, design, level)
+    tried = [_solve(holds, design, size, df, power) for power in POWERS]
     likeliest = max(tried, key=lambda one: one.likelihood)
     found, covariance = likeliest.factors, likeliest.covariance
     servers = len(np.unique(holds.server))
@@ -165,29 +166,43 @@ class _Solved(NamedTuple):
     likelihood: float
 
 
-def _solve(holds: Holds, design: Floats, level: Ints, df: int, power: float) -> _Solved:
+def _sizes(holds: Holds, design: Floats, level: Ints) -> Floats:
+    """Find the size of each level in a few rounds, and return it for each hold."""
+    count = int(level.max()) + 1
+    size: Floats = np.ones(count)
+    for _ in range(ROUNDS):
+        scaled = _scaled(holds, design, size[level])
+        values = holds.values / size[level]
+        size = np.abs(np.linalg.lstsq(scaled, values, rcond=None)[0][:count])
+        size = np.maximum(size, max(LEAST_SHARE * float(size.mean()), LEAST_VARIANCE))
+    return size[level]
+
+
+def _scaled(holds: Holds, design: Floats, size: Floats) -> Floats:
+    """Divide all columns but those of slowness, which are shares of the size."""
+    scaled = design / size[:, None]
+    shares = slice(design.shape[1] - holds.slowness.shape[1], None)
+    scaled[:, shares] = design[:, shares]
+    return scaled
+
+
+def _solve(
+    holds: Holds, design: Floats, size: Floats, df: int, power: float
+) -> _Solved:
     """Fit the factors of `design`, with noise as the disturbance to the `power`.
 
     The likelihood is the restricted one of normal noise (Patterson, Thompson 1971).
     """
-    count, works = int(level.max()) + 1, holds.slowness.shape[1]
     noise = holds.disturbance**power
-    size: Floats = np.ones(count)
-    for _ in range(ROUNDS):
-        scale = size[level] * noise
-        weighted = design / scale[:, None]
-        shares = slice(design.shape[1] - works, None)
-        weighted[:, shares] = design[:, shares] / noise[:, None]
-        values = holds.values / scale
-        inverse = np.linalg.pinv(weighted)
-        factors = inverse @ values
-        size = np.abs(factors[:count])
-        size = np.maximum(size, max(LEAST_SHARE * float(size.mean()), LEAST_VARIANCE))
+    weighted = _scaled(holds, design, size) / noise[:, None]
+    values = holds.values / (size * noise)
+    inverse = np.linalg.pinv(weighted)
+    factors = inverse @ values
     left = values - weighted @ factors
     variance = max(float(left @ left) / df, LEAST_VARIANCE)
     spread = np.linalg.svd(weighted, compute_uv=False)
     spread = spread[spread > LEAST_SPREAD * spread[0]]
-    likelihood = -np.log(scale).sum() - np.log(spread).sum() - df * np.log(variance) / 2
+    likelihood = -np.log(noise).sum() - np.log(spread).sum() - df * np.log(variance) / 2
     return _Solved(factors, variance * inverse @ inverse.T, float(likelihood))
 
 
