@@ -41,6 +41,8 @@ SECRET_KEY = re.compile(
     r"|(api|access|account|encryption|private|shared|signing)[_-]?key$",
     re.IGNORECASE,
 )
+# A quantity, such as us_per_token.
+QUANTITY = re.compile(r"(^|[_-])per[_-]", re.IGNORECASE)
 # What may be USER:PASSWORD, up to the last @: a password may have / or @ in it.
 URL_USER = re.compile(r"(?<=://)(\S+)@")
 URL_PARAMETER = re.compile(r"(?<=[?&])([^=&#\s]+)=([^&#\s]*)")
@@ -108,7 +110,7 @@ def secrets_in(*values: Any) -> list[str]:
 def _masked(value: Any, found: list[str]) -> Any:
     if isinstance(value, dict):
         return {
-            key: (_hidden if SECRET_KEY.search(key) else _masked)(part, found)
+            key: (_hidden if _names_secret(key) else _masked)(part, found)
             for key, part in value.items()
         }
     if isinstance(value, list):
@@ -119,10 +121,14 @@ def _masked(value: Any, found: list[str]) -> Any:
     return _masked_text(value, found) if isinstance(value, str) else value
 
 
+def _names_secret(key: str) -> bool:
+    return bool(SECRET_KEY.search(key)) and not QUANTITY.search(key)
+
+
 def _is_secret(option: Any) -> bool:
     """Return whether the argument after `option` is a secret."""
     named = isinstance(option, str) and option.startswith("--")
-    return named and SECRET_KEY.search(option) is not None
+    return named and _names_secret(option)
 
 
 def _hidden(value: Any, found: list[str]) -> str:
@@ -146,7 +152,7 @@ def _masked_text(text: str, found: list[str]) -> str:
         return f"{option}={_hidden(rest, found)}"
 
     def parameter(match: re.Match[str]) -> str:
-        if not SECRET_KEY.search(match[1]):
+        if not _names_secret(match[1]):
             return match[0]
         return f"{match[1]}={_hidden(match[2], found)}"
 

@@ -186,3 +186,10 @@ def test_a_run_keeps_no_secret(tmp_path):
     assert "sesame" not in (tmp_path / PLAN_FILE).read_text()
     # Resumed with another password it is the same run.
     _begin_run(tmp_path, profile, installation(), [], None)
+
+
+def test_a_time_per_token_is_no_secret():
+    forward = {"us_per_token": 1.5, "us_per_context_token": 0.1, "us_per_pass": 3}
+    assert provenance.masked(forward) == forward
+    assert provenance.secrets_in(forward) == []
+    assert provenance.masked({"hf_token": "hf_abcd"}) == {"hf_token": "***"}
