@@ -11,8 +11,8 @@ import pytest
 
 from kvtax.axes import run_matrix
 from kvtax.cli import COMMANDS, main
+from kvtax.engine import releases
 from kvtax.engine.connector import load_connector
-from kvtax.engine.releases import tested_releases
 from kvtax.paths import REPOSITORY
 from tools import figures
 
@@ -124,7 +124,7 @@ def test_each_answer_is_measured_again_by_its_command(monkeypatch):
         assert [main(shlex.split(command)) for command in commands] == [0], commands
     for _, choice, _ in measured:
         assert choice.again, choice
-        assert set(choice.releases) <= set(tested_releases())
+        assert set(choice.releases) <= set(releases.tested_releases())
         for connector in choice.connectors:
             load_connector(connector)
     assert len(measured) == text.count("\n    kvtax axes")
