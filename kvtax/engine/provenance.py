@@ -41,7 +41,7 @@ SECRET_KEY = re.compile(
     r"|(api|access|account|encryption|private|shared|signing)[_-]?key$",
     re.IGNORECASE,
 )
-# A quantity, such as us_per_token.
+# The name of a number that is no secret, such as us_per_token.
 QUANTITY = re.compile(r"(^|[_-])per[_-]", re.IGNORECASE)
 # What may be USER:PASSWORD, up to the last @: a password may have / or @ in it.
 URL_USER = re.compile(r"(?<=://)(\S+)@")
@@ -110,7 +110,7 @@ def secrets_in(*values: Any) -> list[str]:
 def _masked(value: Any, found: list[str]) -> Any:
     if isinstance(value, dict):
         return {
-            key: (_hidden if _names_secret(key) else _masked)(part, found)
+            key: (_hidden if _names_secret(key, part) else _masked)(part, found)
             for key, part in value.items()
         }
     if isinstance(value, list):
@@ -121,8 +121,9 @@ def _masked(value: Any, found: list[str]) -> Any:
     return _masked_text(value, found) if isinstance(value, str) else value
 
 
-def _names_secret(key: str) -> bool:
-    return bool(SECRET_KEY.search(key)) and not QUANTITY.search(key)
+def _names_secret(key: str, value: Any = "") -> bool:
+    is_quantity = isinstance(value, int | float) and QUANTITY.search(key)
+    return bool(SECRET_KEY.search(key)) and not is_quantity
 
 
 def _is_secret(option: Any) -> bool:

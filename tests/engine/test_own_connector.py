@@ -192,4 +192,7 @@ def test_a_time_per_token_is_no_secret():
     forward = {"us_per_token": 1.5, "us_per_context_token": 0.1, "us_per_pass": 3}
     assert provenance.masked(forward) == forward
     assert provenance.secrets_in(forward) == []
-    assert provenance.masked({"hf_token": "hf_abcd"}) == {"hf_token": "***"}
+    names = ("hf_token", "per_tenant_token")
+    assert provenance.masked(dict.fromkeys(names, "sesame")) == dict.fromkeys(
+        names, "***"
+    )
