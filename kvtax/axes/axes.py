@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The variable with what the worker is given; a command line would show its secrets.
+GIVEN = "KVTAX_CELL"
+
 
 @dataclass(frozen=True)
 class Axis:

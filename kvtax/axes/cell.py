@@ -18,7 +18,7 @@ from typing import cast
 import msgspec
 import polars as pl
 
-from kvtax.axes.axes import AXES
+from kvtax.axes.axes import AXES, GIVEN
 from kvtax.cost.steps import read_engine_steps, step_table
 from kvtax.engine import provenance
 from kvtax.engine.companion import accompanied
@@ -45,8 +45,6 @@ ONLY_UP = ("cache", "tier")
 SLOWEST = 0.1
 # 4 requests of 131,072 tokens, and some more to fill the cache with.
 SIZES = {"num_blocks": 36_000, "max_model_len": 132_096, "max_requests": 256}
-# The variable with what the worker is given; a command line would show its secrets.
-GIVEN = "KVTAX_CELL"
 RUNS_HERE = ("cpu_uniproc", "cpu_small_blocks")
 # What the scheduler takes: of a cell without a connector, that is the figure.
 SCHEDULER_US = pl.col("schedule_us") + pl.col("update_us")

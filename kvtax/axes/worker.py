@@ -16,6 +16,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from kvtax.axes.axes import GIVEN
 from kvtax.engine.engine_process import serve
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
 
@@ -234,7 +235,7 @@ def has_tier(engine: SteppedEngine) -> bool:
 
 def main() -> None:
     model, socket = sys.argv[1:]
-    given = json.loads(os.environ.pop("KVTAX_CELL"))
+    given = json.loads(os.environ.pop(GIVEN))
     engine = SteppedEngine(Path(model), given["kv_transfer"], given["sizes"])
     serve(engine, socket, ranges, has_tier)
 
