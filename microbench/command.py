@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--profile",
         default="cpu",
         metavar="NAME",
-        help="a file of configs/profiles/ (default: cpu; gpu was never run)",
+        help="a file of configs/profiles/ (default: cpu)",
     )
     parser.add_argument(
         "--only", action="append", metavar="CONFIG", help="measure this (repeatable)"
