@@ -21,27 +21,21 @@ type PodScore[P comparable] struct {
 func (x *Index[P]) Score(chain []uint64, scores []PodScore[P]) []PodScore[P] {
 	scores = scores[:0]
 	walk := x.walk(chain)
-	var room [1024 / 64]uint64
-	var holding podBits // the pods that hold all blocks so far
-	var first, last *podSet[P]
+	var first *podSet[P]
 	n := 0
-walking:
-	for n < len(chain) {
+	for len(walk.chain) > 0 {
 		part := walk.next()
-		for i := 0; part.begin < part.end; i++ {
-			set := part.segments[i].set
-			if n == 0 && set != nil {
-				first, last = set, set
-				holding = append(room[:0], set.bits...)
-				for _, pod := range set.pods {
-					scores = append(scores, PodScore[P]{Pod: pod})
-				}
+		if n == 0 {
+			if first = part.segments[0].set; first == nil {
+				break
 			}
-			if set == nil || set != last && !narrow(scores, first, holding, set, n) {
-				break walking
+			for _, pod := range first.pods {
+				scores = append(scores, PodScore[P]{Pod: pod})
 			}
-			last = set
-			n += part.advance(part.segments[i].end)
+		}
+		if n += part.pass(first); part.begin < part.end {
+			n = walk.narrow(part, n, first, scores)
+			break
 		}
 	}
 	for i := range scores {
@@ -51,6 +45,27 @@ walking:
 	}
 	walk.finish(chain)
 	return scores
+}
+
+// narrow scores, on what is left of a part and of the chain, the pods of first that do not
+// hold all of it, and returns how many blocks the others hold. It is not in Score because
+// it takes room on the stack, which few chains need and a new goroutine does not have.
+func (w *walk[P]) narrow(part part[P], n int, first *podSet[P], scores []PodScore[P]) int {
+	var room [1024 / 64]uint64
+	holding := append(podBits(room[:0]), first.bits...)
+	for {
+		for part.begin < part.end {
+			set := part.segments[0].set
+			if set == nil || !narrow(scores, first, holding, set, n) {
+				return n
+			}
+			n += part.pass(set)
+		}
+		if len(w.chain) == 0 {
+			return n
+		}
+		part = w.next()
+	}
 }
 
 // narrow scores with n blocks those of the holding pods that are not in a set, and keeps
@@ -134,10 +149,13 @@ func (w *walk[P]) find() part[P] {
 	return part[P]{w.single[:], 0, 1}
 }
 
-// advance moves begin to the end of a segment, or of the part, and returns how far.
-func (p *part[P]) advance(end int) int {
+// pass moves begin behind the segments of a set, and returns how far.
+func (p *part[P]) pass(set *podSet[P]) int {
 	begin := p.begin
-	p.begin = min(end, p.end)
+	for p.begin < p.end && p.segments[0].set == set {
+		p.begin = min(p.segments[0].end, p.end)
+		p.segments = p.segments[1:]
+	}
 	return p.begin - begin
 }
 
@@ -153,9 +171,9 @@ func (x *Index[P]) Stretches(chain []uint64) iter.Seq[Stretch[P]] {
 		walk := x.walk(chain)
 		for n := 0; n < len(chain); {
 			part := walk.next()
-			for i := 0; part.begin < part.end; i++ {
-				set := part.segments[i].set
-				keys := part.advance(part.segments[i].end)
+			for part.begin < part.end {
+				set := part.segments[0].set
+				keys := part.pass(set)
 				if set != nil && !yield(Stretch[P]{n, n + keys, set.pods}) {
 					return
 				}
