@@ -51,12 +51,12 @@ func (x *Index[P]) Score(chain []uint64, scores []PodScore[P]) []PodScore[P] {
 // hold all of it, and returns how many blocks the others hold. It is not in Score because
 // it takes room on the stack, which few chains need and a new goroutine does not have.
 func (w *walk[P]) narrow(part part[P], n int, first *podSet[P], scores []PodScore[P]) int {
-	var room [1024 / 64]uint64
-	holding := append(podBits(room[:0]), first.bits...)
+	var room [1024/64 - 1]uint64
+	holding := podBits{first.bits.low, append(room[:0], first.bits.high...)}
 	for {
 		for part.begin < part.end {
 			set := part.segments[0].set
-			if set == nil || !narrow(scores, first, holding, set, n) {
+			if set == nil || !narrow(scores, &first.bits, &holding, &set.bits, n) {
 				return n
 			}
 			n += part.pass(set)
@@ -70,23 +70,33 @@ func (w *walk[P]) narrow(part part[P], n int, first *podSet[P], scores []PodScor
 
 // narrow scores with n blocks those of the holding pods that are not in a set, and keeps
 // the others. It reports whether there are any. The scores are in the order of first.
-func narrow[P comparable](scores []PodScore[P], first *podSet[P], holding podBits, set *podSet[P], n int) bool {
-	left := uint64(0)
-	before := 0 // pods of first with lower numbers than those of a word
-	for i, word := range holding {
+func narrow[P comparable](scores []PodScore[P], first, holding, set *podBits, n int) bool {
+	kept := holding.low & set.low
+	leave(scores, first.low, holding.low&^kept, n)
+	holding.low = kept
+	if len(holding.high) == 0 {
+		return kept != 0
+	}
+	left := kept
+	before := bits.OnesCount64(first.low) // pods of first with lower numbers
+	for i, word := range holding.high {
 		kept := uint64(0)
-		if i < len(set.bits) {
-			kept = word & set.bits[i]
+		if i < len(set.high) {
+			kept = word & set.high[i]
 		}
-		for gone := word &^ kept; gone != 0; gone &= gone - 1 {
-			lower := first.bits[i] & (gone&-gone - 1)
-			scores[before+bits.OnesCount64(lower)].Blocks = n
-		}
-		before += bits.OnesCount64(first.bits[i])
-		holding[i] = kept
+		leave(scores[before:], first.high[i], word&^kept, n)
+		before += bits.OnesCount64(first.high[i])
+		holding.high[i] = kept
 		left |= kept
 	}
 	return left != 0
+}
+
+// leave scores with n blocks the gone of 64 pods, of which the scores are all.
+func leave[P comparable](scores []PodScore[P], all, gone uint64, n int) {
+	for ; gone != 0; gone &= gone - 1 {
+		scores[bits.OnesCount64(all&(gone&-gone-1))].Blocks = n
+	}
 }
 
 // A walk finds the pods of a chain, part after part.

@@ -23,12 +23,20 @@ type podSet[P comparable] struct {
 }
 
 // podBits are pods, a bit for each number: those of two sets are compared 64 at a time.
-type podBits []uint64
+// The first 64, which are all that most fleets have, lie beside what else is read of a set.
+type podBits struct {
+	low  uint64
+	high []uint64 // from number 64 on
+}
 
 func bitsOf(ids []podID) podBits {
-	bits := make(podBits, ids[len(ids)-1]/64+1)
+	bits := podBits{high: make([]uint64, ids[len(ids)-1]/64)}
 	for _, id := range ids {
-		bits[id/64] |= 1 << (id % 64)
+		if id < 64 {
+			bits.low |= 1 << id
+		} else {
+			bits.high[id/64-1] |= 1 << (id % 64)
+		}
 	}
 	return bits
 }
