@@ -98,7 +98,7 @@ func TestKvindexIsAsGoodAsExactLRU(t *testing.T) {
 		capacities []int // from room for a few prompts to room for most of what comes again
 	}{
 		{"synthetic", trace.Synthetic(1, 4_000), []int{10_000, 40_000, 80_000}},
-		{"conversation", conversation, []int{10_000, 40_000, 80_000}},
+		{"conversation", conversation, []int{10_000, 20_000, 40_000}},
 		{"sessions", sessions, []int{2_000, 5_000, 10_000}},
 	} {
 		for _, capacity := range w.capacities {
