@@ -661,3 +661,24 @@ func BenchmarkAddFresh(b *testing.B) {
 		x.Add(keys, "pod1")
 	}
 }
+
+func TestPodsBeyondTheFirst64AreScoredToo(t *testing.T) {
+	for _, pods := range []int{64, 65, 200, 1_100} { // 1,024 have room on the stack
+		x := newIndex(t, 1<<16, pods)
+		keys := chain(1, 500)
+		for pod := range pods {
+			x.Add(keys[:1+pod*7%500], fmt.Sprint(pod))
+		}
+		scores := x.Score(keys, nil)
+		if len(scores) != pods {
+			t.Fatalf("%d of %d pods", len(scores), pods)
+		}
+		for _, s := range scores {
+			var pod int
+			fmt.Sscan(s.Pod, &pod)
+			if want := 1 + pod*7%500; s.Blocks != want {
+				t.Errorf("pod %d of %d: %d blocks, want %d", pod, pods, s.Blocks, want)
+			}
+		}
+	}
+}

@@ -34,7 +34,7 @@ func (x *Index[P]) Score(chain []uint64, scores []PodScore[P]) []PodScore[P] {
 			}
 		}
 		if n += part.pass(first); part.begin < part.end {
-			n = walk.narrow(part, n, first, scores)
+			n = walk.scoreRest(part, n, first, scores)
 			break
 		}
 	}
@@ -47,10 +47,10 @@ func (x *Index[P]) Score(chain []uint64, scores []PodScore[P]) []PodScore[P] {
 	return scores
 }
 
-// narrow scores, on what is left of a part and of the chain, the pods of first that do not
+// scoreRest scores, on what is left of a part and of the chain, the pods of first that do not
 // hold all of it, and returns how many blocks the others hold. It is not in Score because
 // it takes room on the stack, which few chains need and a new goroutine does not have.
-func (w *walk[P]) narrow(part part[P], n int, first *podSet[P], scores []PodScore[P]) int {
+func (w *walk[P]) scoreRest(part part[P], n int, first *podSet[P], scores []PodScore[P]) int {
 	var room [1024/64 - 1]uint64
 	holding := podBits{first.bits.low, append(room[:0], first.bits.high...)}
 	for {
@@ -72,7 +72,7 @@ func (w *walk[P]) narrow(part part[P], n int, first *podSet[P], scores []PodScor
 // the others. It reports whether there are any. The scores are in the order of first.
 func narrow[P comparable](scores []PodScore[P], first, holding, set *podBits, n int) bool {
 	kept := holding.low & set.low
-	leave(scores, first.low, holding.low&^kept, n)
+	scoreGone(scores, first.low, holding.low&^kept, n)
 	holding.low = kept
 	if len(holding.high) == 0 {
 		return kept != 0
@@ -84,7 +84,7 @@ func narrow[P comparable](scores []PodScore[P], first, holding, set *podBits, n 
 		if i < len(set.high) {
 			kept = word & set.high[i]
 		}
-		leave(scores[before:], first.high[i], word&^kept, n)
+		scoreGone(scores[before:], first.high[i], word&^kept, n)
 		before += bits.OnesCount64(first.high[i])
 		holding.high[i] = kept
 		left |= kept
@@ -92,8 +92,8 @@ func narrow[P comparable](scores []PodScore[P], first, holding, set *podBits, n 
 	return left != 0
 }
 
-// leave scores with n blocks the gone of 64 pods, of which the scores are all.
-func leave[P comparable](scores []PodScore[P], all, gone uint64, n int) {
+// scoreGone scores with n blocks the gone of 64 pods; the scores are those of all of them.
+func scoreGone[P comparable](scores []PodScore[P], all, gone uint64, n int) {
 	for ; gone != 0; gone &= gone - 1 {
 		scores[bits.OnesCount64(all&(gone&-gone-1))].Blocks = n
 	}
