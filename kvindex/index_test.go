@@ -665,9 +665,9 @@ func BenchmarkAddFresh(b *testing.B) {
 func TestPodsBeyondTheFirst64AreScoredToo(t *testing.T) {
 	for _, pods := range []int{64, 65, 200, 1_100} { // 1,024 have room on the stack
 		x := newIndex(t, 1<<16, pods)
-		keys := chain(1, 500)
+		keys := chain(1, 50)
 		for pod := range pods {
-			x.Add(keys[:1+pod*7%500], fmt.Sprint(pod))
+			x.Add(keys[:1+pod*7%50], fmt.Sprint(pod))
 		}
 		scores := x.Score(keys, nil)
 		if len(scores) != pods {
@@ -676,7 +676,7 @@ func TestPodsBeyondTheFirst64AreScoredToo(t *testing.T) {
 		for _, s := range scores {
 			var pod int
 			fmt.Sscan(s.Pod, &pod)
-			if want := 1 + pod*7%500; s.Blocks != want {
+			if want := 1 + pod*7%50; s.Blocks != want {
 				t.Errorf("pod %d of %d: %d blocks, want %d", pod, pods, s.Blocks, want)
 			}
 		}
