@@ -34,7 +34,7 @@ ExternalBlockHash = bytes | int
 
 
 def releases() -> dict[str, Path]:
-    """Return the fetched kv_events.py of each release, oldest first."""
+    """Return the kv_events.py of each release, fetched or not, oldest first."""
     listed = load_releases(CONFIGS / "releases.toml")["vllm"]
     file = Path("vllm", "distributed", "kv_events.py")
     return {
