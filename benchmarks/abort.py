@@ -94,7 +94,7 @@ class Lab:
         self._process = None
 
 
-def report(version: str, outcomes: list[Outcome]) -> list[str]:
+def report(version: str, outcomes: list[Outcome], patience_s: float) -> list[str]:
     """Return the parts of the page."""
     passed = sum(not outcome.problems for outcome in outcomes)
     rows = [
@@ -106,7 +106,9 @@ def report(version: str, outcomes: list[Outcome]) -> list[str]:
         for outcome in outcomes
     ]
     return [
-        f"vLLM {version} as it is: {passed} of {len(outcomes)} passed.",
+        f"vLLM {version} as it is: {passed} of {len(outcomes)} passed. A request that is "
+        f"`still there` had not ended within {patience_s:.0f} s of the failure; here "
+        "`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT` is 300 s, and may end it later.",
         table(["scenario", "outcome", "the first problem"], rows),
     ]
 
@@ -158,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
             outcomes = [lab.outcome(name, arguments.patience) for name in names]
         finally:
             lab.close()
-    parts = report(version, outcomes)
+    parts = report(version, outcomes, arguments.patience)
     results = {"vllm": version, "outcomes": outcomes}
     publish("abort", arguments.out, parts, results, lab.patch_hashes, installed)
     return int(any(outcome.problems for outcome in outcomes))
