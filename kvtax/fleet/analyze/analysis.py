@@ -244,10 +244,11 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
     }
     warnings = run_warnings(runs)
     counted, levels = outcomes(everything), latency_table(requests, draws)
+    policies = _our_policies(runs)
     arms = {}
     for arm, own in by_arm(runs).items():
         info = own[0].info
-        offline = disagreements(own[0].folder)
+        offline = disagreements(own[0].folder, policies)
         warnings += offline_warnings(arm, offline)
         answered = requests.filter(pl.col("arm") == arm)
         arms[arm] = ArmAnalysis(
@@ -296,6 +297,12 @@ def _layers(
         for arm, own in runs.items()
         if (layer := layer_of(own[0].info)) and arm not in refused and arms[arm].latency
     }
+
+
+def _our_policies(runs: list[ArmRun]) -> list[str]:
+    """Name the policies of the arms behind our proxy, in alphabetical order."""
+    ours = {run.info.policy for run in runs if run.info.router == OUR_PROXY}
+    return sorted(policy for policy in ours if policy is not None)
 
 
 def _policy(info: ArmRecord) -> str | None:

@@ -2,14 +2,13 @@
 """Effects of other decisions: moved sessions, and other policies.
 
 Migration: the run's requests on sticky sessions that may move. Every session starts at
-the instance with the fewest tokens under way (ties: fewest served, then the first) and
-stays, except that before every k-th turn it moves to the instance with the fewest
-tokens under way, if that is fewer than at its own. Its context moves with it: context
-tokens x KV bytes per token / bandwidth. Requests keep the send and end times of the
-run, so this shows how even the load would get and what moving would cost, not the
-latencies.
+the instance that had the fewest tokens so far (the first of several) and stays, except
+that before every k-th turn it moves to the instance with the fewest tokens so far, if
+that is fewer than at its own. Its context moves with it: context tokens x KV bytes per
+token / bandwidth. Requests keep the send and end times of the run, so this shows how
+even the load would get and what moving would cost, not the latencies.
 
-Policies: every recorded snapshot is given to every policy
+Policies: every recorded snapshot is given to the policies of all arms
 (kvtax.fleet.policies.replay). The shares show how far apart two policies are, decision
 by decision, not what would have followed, as the snapshots come from the policy that
 ran. The policy that ran, given its own snapshots and parameters, must decide as before:
@@ -18,7 +17,7 @@ else the record is not complete.
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,7 @@ import msgspec
 import polars as pl
 
 from kvtax.fleet.analyze.load import Skew, Window, hotspot, max_over_min
-from kvtax.fleet.policies import POLICIES, NoInstance, PolicyError, parameters_of
+from kvtax.fleet.policies import NoInstance, PolicyError, parameters_of
 from kvtax.fleet.policies.replay import differences, read_decisions
 from kvtax.records import RecordsError
 
@@ -103,39 +102,30 @@ def _simulate(
     window_ns: Window,
     every: int | None,
 ) -> MigrationRule:
-    ongoing = dict.fromkeys(instances, 0)
     served = dict.fromkeys(instances, 0)
-    ending: list[tuple[int, int, str]] = []
     home: dict[str, str] = {}
     context: dict[str, int] = {}
     turns: dict[str, int] = {}
     placed: list[str] = []
     chances = 0
     moved_tokens: list[int] = []
-    for session, sent_ns, end_ns, prompt, output in requests.select(
+    for session, prompt, output in requests.select(
         "session",
-        "sent_ns",
-        "end_ns",
         pl.coalesce("usage_prompt_tokens", "input_tokens"),
         pl.coalesce("usage_completion_tokens", "output_tokens"),
     ).iter_rows():
-        while ending and ending[0][0] <= sent_ns:
-            _, tokens, name = heapq.heappop(ending)
-            ongoing[name] -= tokens
         turn = turns.get(session, 0)
-        least = min(instances, key=lambda name: (ongoing[name], served[name]))
+        least = min(instances, key=served.__getitem__)
         if turn == 0:
             home[session] = least
         elif every and turn % every == 0:
             chances += 1
-            if ongoing[least] < ongoing[home[session]]:
+            if served[least] < served[home[session]]:
                 home[session] = least
                 moved_tokens.append(context[session])
         name = home[session]
         tokens = prompt + output
-        ongoing[name] += tokens
         served[name] += tokens
-        heapq.heappush(ending, (end_ns, tokens, name))
         turns[session], context[session] = turn + 1, tokens
         placed.append(name)
     simulated = requests.with_columns(
@@ -153,8 +143,10 @@ def _simulate(
     )
 
 
-def disagreements(folder: Path) -> dict[str, Disagreement | None] | None:
-    """Compare every policy with the recorded decisions.
+def disagreements(
+    folder: Path, policies: Iterable[str]
+) -> dict[str, Disagreement | None] | None:
+    """Compare `policies` with the recorded decisions.
 
     The policy that ran has its own parameters, others their defaults. A policy that
     does not fit the fleet (no instance of the role it needs) is None. None without
@@ -166,7 +158,7 @@ def disagreements(folder: Path) -> dict[str, Disagreement | None] | None:
     try:
         header, recorded = read_decisions(path)
         found: dict[str, Disagreement | None] = {}
-        for policy in POLICIES if recorded else ():
+        for policy in policies if recorded else ():
             ran = policy == header.policy
             parameters = parameters_of(policy, header.parameters if ran else {})
             try:

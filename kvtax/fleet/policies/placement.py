@@ -90,6 +90,34 @@ def decide_lmetric(
     return least(candidates, scores, snapshot, "lowest score")
 
 
+class DynamoParameters(Parameters, frozen=True):
+    """`prefill_scale`: ongoing tokens that one token to prefill is worth."""
+
+    prefill_scale: float = 1.0
+
+
+def decide_dynamo(
+    request: RequestInfo, snapshot: Snapshot, parameters: DynamoParameters
+) -> Decision:
+    """Choose by the tokens to prefill before ours are done, plus the ongoing tokens.
+
+    score = prefill_scale * (pending prefill tokens + the request's new tokens) +
+    ongoing tokens.
+
+    Dynamo's KV router adds so by default, in blocks, with a temperature of 0 and this
+    scale (ai-dynamo/dynamo issues 11028 and 11029). It counts a block that several
+    requests in flight share once; here each has its own.
+    """
+    candidates = serving(snapshot)
+    scores = [
+        parameters.prefill_scale
+        * (candidate.pending_prefill_tokens + new_tokens(request, candidate))
+        + candidate.ongoing_tokens
+        for candidate in candidates
+    ]
+    return least(candidates, scores, snapshot, "lowest score")
+
+
 class LinearParameters(Parameters, frozen=True):
     """`alpha`: ongoing tokens that one cached token is worth."""
 
@@ -223,6 +251,7 @@ POLICIES = {
     "load_only": Policy(decide_load_only, Parameters, sees_caches=False),
     "linear": Policy(decide_linear, LinearParameters),
     "lmetric": Policy(decide_lmetric, Parameters),
+    "dynamo": Policy(decide_dynamo, DynamoParameters),
     "session_hash": Policy(decide_session_hash, Parameters, sees_caches=False),
     "cache_aware": Policy(decide_cache_aware, CacheAwareParameters),
     "weighted": Policy(decide_weighted, WeightedParameters),

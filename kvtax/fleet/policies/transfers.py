@@ -119,7 +119,8 @@ def decide_elastic(
     below `warm_tokens`, MEDIUM up to `heavy_tokens`, HEAVY above (HUGE above 50,000).
     WARM and MEDIUM prefill where they decode. A HEAVY or HUGE prompt prefills on
     another instance, and its KV moves: by `prefill_on` the one with the fewest pending
-    prefill tokens + new tokens there, or the next in turn. It stays where it decodes if
+    prefill tokens + new tokens there, or the next in turn, among those of role
+    `prefill` where the fleet has any. It stays where it decodes if
     `max_offloads` are under way, if there is no room for its KV to arrive, or if that
     other instance is overloaded: more prefill tokens pending there than here, new ones
     included.
@@ -139,11 +140,7 @@ def decide_elastic(
             chosen, kind=kind, reason=f"{why}: not offloaded"
         )
 
-    others = [
-        candidate
-        for candidate in snapshot.candidates
-        if candidate is not here and candidate.role != "decode"
-    ]
+    others = _prefills(snapshot, here)
     if not others:
         return co_located("no other prefill instance")
     if snapshot.offloads >= parameters.max_offloads:
@@ -163,6 +160,16 @@ def decide_elastic(
         reason="heavy: offloaded",
         prefill_timeout_s=parameters.prefill_timeout_s,
     )
+
+
+def _prefills(snapshot: Snapshot, here: Candidate) -> list[Candidate]:
+    """List the other instances that may prefill: those of role prefill, if any."""
+    others = [
+        candidate
+        for candidate in snapshot.candidates
+        if candidate is not here and candidate.role != "decode"
+    ]
+    return [other for other in others if other.role == "prefill"] or others
 
 
 def _candidate(candidates: list[Candidate], name: str) -> Candidate:
@@ -238,6 +245,45 @@ def _move_reason(
     return None
 
 
+class ConserveParameters(Parameters, frozen=True):
+    """Limits of a transfer, as in elastic."""
+
+    prefill_timeout_s: float | None = None
+    kv_share: float = 0.9
+
+
+def decide_conserve(
+    request: RequestInfo, snapshot: Snapshot, parameters: ConserveParameters
+) -> Decision:
+    """Prefill a session's first turn in a pool, move its KV once, then pin the session.
+
+    The first turn goes as `pd_sep` sends it, to any instance that decodes. Later turns
+    stay on that instance, which prefills what is new itself. A request without a
+    session is a first turn. ConServe (arXiv:2606.01839) routes conversations so.
+    """
+    answering = serving(snapshot)
+    names = [candidate.name for candidate in answering]
+    loads = [float(candidate.ongoing_tokens) for candidate in answering]
+    if snapshot.pinned in names:
+        return placed(answering, loads, names.index(snapshot.pinned), "pinned")
+    with_room = [
+        candidate
+        for candidate in answering
+        if has_room(request, candidate, parameters.kv_share)
+    ]
+    pool = with_room or answering
+    scores = [float(candidate.ongoing_tokens) for candidate in pool]
+    decision = least(pool, scores, snapshot, "first turn")
+    here = _candidate(pool, decision.instance)
+    others = _prefills(snapshot, here)
+    if not (others and with_room):
+        return decision
+    source = _least_prefill(request, others, snapshot)
+    return msgspec.structs.replace(
+        decision, prefill=source.name, prefill_timeout_s=parameters.prefill_timeout_s
+    )
+
+
 class DirectReadParameters(LinearParameters, frozen=True):
     """linear's parameters, and the smallest gain that is worth a look-up."""
 
@@ -267,6 +313,7 @@ POLICIES = {
     "pd_sep": Policy(decide_pd_sep, PdSepParameters, moves_kv=True, needs_pools=True),
     "elastic": Policy(decide_elastic, ElasticParameters, moves_kv=True),
     "elastic_study": Policy(decide_elastic, ElasticStudyParameters, moves_kv=True),
+    "conserve": Policy(decide_conserve, ConserveParameters, moves_kv=True),
     "migrate": Policy(decide_migrate, MigrateParameters, moves_kv=True),
     "direct_read": Policy(decide_direct_read, DirectReadParameters, reads_peers=True),
 }

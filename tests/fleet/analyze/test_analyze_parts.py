@@ -170,8 +170,9 @@ def test_without_prefill_beside_it_there_is_no_slope() -> None:
 
 
 def test_migrating_evens_out_two_long_sessions_on_one_instance() -> None:
-    """Both begin while the other instance is busy; moving one evens the load."""
-    rows = [{"session": "busy", "instance": "a", "sent_ns": 0, "end_ns": 3 * SECOND}]
+    """Both begin after a long prompt elsewhere; in the end they have more tokens."""
+    long = {"session": "long", "sent_ns": 0, "end_ns": 1}
+    rows = [long | {"instance": "a", "usage_prompt_tokens": 18_000}]
     for turn in range(12):
         for session in ("s", "t"):
             at = SECOND * (1 + 10 * turn) + (session == "t")
@@ -181,16 +182,16 @@ def test_migrating_evens_out_two_long_sessions_on_one_instance() -> None:
                     "turn": turn,
                     "instance": "a",
                     "sent_ns": at,
-                    "end_ns": at + (SECOND // 10 if turn == 0 else 9 * SECOND),
+                    "end_ns": at + 9 * SECOND,
                     "usage_prompt_tokens": 1_000 * turn + 1,
+                    "usage_completion_tokens": 0,
                 }
             )
     link = Link(kv_bytes_per_token=100_000, bandwidth_gbit_s=8)
     never, tenth, fifth, _ = migrations(requests(rows), AB, link)
-    assert never.migrations == 0
-    assert tenth.migrations == fifth.migrations == 1
+    assert (never.migrations, tenth.migrations, fifth.migrations) == (0, 2, 1)
     assert fifth.max_over_min < tenth.max_over_min < never.max_over_min
-    # The context before turn 5, 4,001 tokens x 100,000 bytes, over 1e9 bytes/s.
+    # The context before turn 5, x 100,000 bytes, over 1e9 bytes/s.
     assert fifth.moved_tokens == 4_001
     assert fifth.transfer_ms_total == pytest.approx(400.1)
 

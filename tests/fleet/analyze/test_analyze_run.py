@@ -129,7 +129,6 @@ def test_a_policy_agrees_with_its_own_record(document: dict[str, Any]) -> None:
     assert own["lmetric"]["other_instance"] == 0.0
     assert own["lmetric"]["ran"]
     assert own["linear"]["other_instance"] > 0.2
-    assert own["pd_sep"] is None
 
 
 def test_a_policy_is_replayed_with_the_parameters_it_ran_with(tmp_path: Path) -> None:

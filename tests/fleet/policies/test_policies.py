@@ -171,6 +171,13 @@ def test_lmetric_multiplies_prefill_work_by_the_batch_it_joins():
     assert decide("lmetric", [a, b]).instance == "a"
 
 
+def test_dynamo_adds_scaled_prefill_work_to_the_ongoing_tokens():
+    a = candidate("a", pending_prefill_tokens=200, ongoing_tokens=900)
+    b = candidate("b", cached_tokens=600, ongoing_tokens=1500)
+    assert decide("dynamo", [a, b]).scores == {"a": 2100, "b": 1900}
+    assert decide("dynamo", [a, b], prefill_scale=0.5).instance == "a"
+
+
 def test_cache_aware_takes_the_longest_prefix_above_a_share_of_the_prompt():
     busy = candidate("busy", requests=9, cached_tokens=301)
     idle = candidate("idle", cached_tokens=300)
@@ -296,6 +303,27 @@ def test_elastic_does_not_offload_above_the_cap_or_to_an_overloaded_instance():
     assert decide("elastic", [a], **heavy).prefill is None
 
 
+def test_elastic_offloads_to_prefill_instances_alone_where_there_are_any():
+    idle, pool = candidate("idle"), candidate("pool", role="prefill", requests=3)
+    here = candidate("here", ongoing_tokens=1)
+    chosen = decide("elastic", [idle, here, pool], prompt_tokens=30_000, pinned="here")
+    assert (chosen.instance, chosen.prefill) == ("here", "pool")
+    without = decide("elastic", [idle, here], prompt_tokens=30_000, pinned="here")
+    assert without.prefill == "idle"
+
+
+def test_conserve_prefills_the_first_turn_in_the_pool_and_then_stays():
+    pool = candidate("pool", role="prefill", pending_prefill_tokens=9_000)
+    spare = candidate("spare", role="prefill")
+    a, b = candidate("a", ongoing_tokens=5), candidate("b", ongoing_tokens=900)
+    first = decide("conserve", [a, b, pool, spare])
+    assert (first.instance, first.prefill) == ("a", "spare")
+    later = decide("conserve", [a, b, pool, spare], pinned="b")
+    assert (later.instance, later.prefill) == ("b", None)
+    gone = decide("conserve", [a, pool, spare], pinned="b")
+    assert (gone.instance, gone.prefill) == ("a", "spare")
+
+
 def test_direct_read_names_the_peer_with_the_longest_prefix():
     here = candidate("here", cached_tokens=100)
     some = candidate("some", cached_tokens=650)
@@ -338,6 +366,9 @@ def moves_kv(policy: str, kv_tokens: int | None, in_flight: int) -> bool:
     if policy == "pd_sep":
         pools = [candidate("p", "prefill"), candidate("d", "decode", **target)]
         return decide(policy, pools, 30_000).prefill is not None
+    if policy == "conserve":
+        first = [candidate("p", "prefill"), candidate("d", **target)]
+        return decide(policy, first, 30_000).prefill is not None
     if policy == "migrate":
         busy = candidate("a", ongoing_tokens=in_flight + 1)
         pair = [busy, candidate("b", **target)]
