@@ -34,15 +34,23 @@ LOOK_NS = 1_000_000
 class Pair:
     """The instances `p`, which prefills, and `d`, which reads from it."""
 
-    def __init__(self, model, overlapping: bool) -> None:
+    def __init__(self, model, overlapping: bool, rests: bool) -> None:
         self.loop = asyncio.get_running_loop()
         pulls = NixlTransfers(Links(LINK, 16))
-        self.served = {}
+        self.served, self.steps = {}, {}
         for name in "pd":
             moves = partial(pulls.step, name)
             engine = virtual_engine(model, 700, overlapping, moves, connector=NIXL)
             pulls.join(Instance(name, f"http://{name}"), engine)
-            self.served[name] = VirtualInstance(engine, self.loop, RequestTimes())
+            announce = partial(pulls.announce, name) if rests else None
+            instance = VirtualInstance(engine, self.loop, RequestTimes(), announce)
+            self.served[name] = instance
+            self.steps[name] = 0
+            engine.step = partial(self._counted, name, engine.step)
+
+    def _counted(self, name, step):
+        self.steps[name] += 1
+        return step()
 
     async def prefilled(self) -> dict:
         """Where P holds the prompt's KV, in its own words."""
@@ -67,9 +75,9 @@ class Pair:
         return [one.engine.gauges.usage for one in self.served.values()]
 
 
-def run(what, model, overlapping: bool = False) -> None:
+def run(what, model, overlapping: bool = False, rests: bool = True) -> None:
     async def whole() -> None:
-        await what(Pair(model, overlapping))
+        await what(Pair(model, overlapping, rests))
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(whole())
@@ -112,3 +120,32 @@ def test_kv_that_nobody_reads_is_held_as_long_as_nixl_holds_it(model):
         assert await pair.used_blocks() == [0, 0]
 
     run(held, model)
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_steps_that_change_nothing_are_left_out_and_nothing_else_changes(
+    model, overlapping, monkeypatch
+):
+    """A request comes, and one is aborted, while the engine waits for a slow read."""
+    monkeypatch.setitem(globals(), "LINK", Transfer(1, 16 * 8 / 1e6, latency_us=5))
+    ended: dict[bool, list] = {}
+    steps: dict[bool, int] = {}
+
+    async def waits(rests: bool, pair: Pair) -> None:
+        params = await pair.prefilled()
+        d = pair.served["d"]
+        reads = asyncio.create_task(pair.decoded(params))
+        await asyncio.sleep(0.0203)
+        other = d.request(VirtualRequest([7] * 50, 3))
+        given_up = d.request(VirtualRequest([9] * 50, 500))
+        await other.begin()
+        other_ns = pair.loop.now_ns()
+        given_up.close()
+        times = [await reads, other_ns, pair.loop.now_ns()]
+        ended[rests] = [*times, await pair.used_blocks(), pair.loop.now_ns()]
+        steps[rests] = pair.steps["d"]
+
+    for rests in (False, True):
+        run(partial(waits, rests), model, overlapping, rests)
+    assert ended[True] == ended[False]
+    assert steps[True] < steps[False]

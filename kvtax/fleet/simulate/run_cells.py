@@ -155,7 +155,8 @@ def _fleet(cell: Cell, loop: VirtualLoop) -> dict[str, VirtualInstance]:
         engine = VirtualEngine(member.arguments, cost, cell.overlapping, moves)
         if workers:
             workers.join(one, engine)
-        fleet[one.name] = VirtualInstance(engine, loop, cell.requests)
+        announce = partial(workers.announce, one.name) if workers else None
+        fleet[one.name] = VirtualInstance(engine, loop, cell.requests, announce)
     return fleet
 
 

@@ -26,6 +26,8 @@ INSTANT = Transfer(kv_bytes_per_token=0, gbit_s=1)
 Address = tuple[str, int]
 # The end in ns and the request of each transfer under way.
 UnderWay = list[tuple[int, str]]
+# Takes a time in ns.
+Expect = Callable[[int], None]
 
 
 class Links:
@@ -79,6 +81,19 @@ class _Worker:
         # By engine.
         self._sending: dict[str, UnderWay] = defaultdict(list)
         self._receiving: dict[str, UnderWay] = defaultdict(list)
+        self._expect: dict[str, Expect] = defaultdict(lambda: _ignore)
+
+    def announce(self, engine: str, expect: Expect) -> None:
+        """Call `expect` with the time of each report of the engine's worker, before."""
+        self._expect[engine] = expect
+
+    def _sent(self, engine: str, end_ns: int, request_id: str) -> None:
+        self._sending[engine].append((end_ns, request_id))
+        self._expect[engine](end_ns)
+
+    def _received(self, engine: str, end_ns: int, request_id: str) -> None:
+        self._receiving[engine].append((end_ns, request_id))
+        self._expect[engine](end_ns)
 
     def _report(self, engine: str, now_ns: int) -> KVConnectorOutput | None:
         """Return what the engine's worker reports; None if nothing has ended."""
@@ -89,6 +104,10 @@ class _Worker:
         if not sent and not received:
             return None
         return KVConnectorOutput(finished_sending=sent, finished_recving=received)
+
+
+def _ignore(at_ns: int) -> None:
+    """Do nothing, for an engine that does every step."""
 
 
 def _ended(under_way: UnderWay, now_ns: int) -> list[str]:
@@ -121,6 +140,10 @@ class MooncakeTransfers(_Worker):
         self._begun_ns: dict[str, int] = {}
         self._dropped: set[str] = set()
 
+    @property
+    def _held_for_ns(self) -> int:
+        return envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT * 10**9
+
     def join(self, instance: Instance, engine: VirtualEngine) -> None:
         """Do nothing: the proxy names a sender by its instance."""
 
@@ -133,6 +156,7 @@ class MooncakeTransfers(_Worker):
             # Without blocks, the prefill has only begun.
             if block_ids:
                 self._held[transfer_id] = _End(engine, request_id, now_ns)
+                self._expect[engine](now_ns + self._held_for_ns + 1)
                 self._begin(transfer_id)
             else:
                 self._begun_ns[transfer_id] = now_ns
@@ -161,13 +185,13 @@ class MooncakeTransfers(_Worker):
         end_ns = self._links.carry(
             held.engine, pull.engine, pull.blocks, ready_ns, begun_ns
         )
-        self._sending[held.engine].append((end_ns, held.request_id))
+        self._sent(held.engine, end_ns, held.request_id)
         self._arrive(pull, end_ns)
 
     def _arrive(self, pull: _End, end_ns: int) -> None:
         """Report a pull, unless it has no blocks and only frees the sender's."""
         if pull.blocks:
-            self._receiving[pull.engine].append((end_ns, pull.request_id))
+            self._received(pull.engine, end_ns, pull.request_id)
 
     def _drop(self, transfer_id: str, now_ns: int) -> None:
         """Drop a transfer whose requests the proxy has given up."""
@@ -178,13 +202,13 @@ class MooncakeTransfers(_Worker):
 
     def _expire(self, engine: str, now_ns: int) -> None:
         """Free blocks that are held for longer than Mooncake holds them."""
-        oldest_ns = now_ns - envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT * 10**9
+        oldest_ns = now_ns - self._held_for_ns
         for transfer_id, held in list(self._held.items()):
             if held.engine == engine and held.since_ns < oldest_ns:
                 del self._held[transfer_id]
                 self._dropped.add(transfer_id)
                 self._begun_ns.pop(transfer_id, None)
-                self._sending[engine].append((now_ns, held.request_id))
+                self._sent(engine, now_ns, held.request_id)
 
 
 class NixlTransfers(_Worker):
@@ -216,6 +240,7 @@ class NixlTransfers(_Worker):
         limit_ns = envs.VLLM_NIXL_ABORT_REQUEST_TIMEOUT * 10**9
         for request_id in metadata.reqs_to_send:
             self._held_until_ns[engine][request_id] = now_ns + limit_ns
+            self._expect[engine](now_ns + limit_ns)
         for request_id, pull in metadata.reqs_to_recv.items():
             self._read(engine, request_id, pull, now_ns)
         self._expire(engine, now_ns)
@@ -227,18 +252,18 @@ class NixlTransfers(_Worker):
         end_ns = now_ns
         if blocks:
             end_ns = self._links.carry(source, engine, blocks, now_ns)
-            self._receiving[engine].append((end_ns, request_id))
+            self._received(engine, end_ns, request_id)
         # A read without blocks only frees the holder's, and is not reported.
         held = pull.remote.request_id
         if self._held_until_ns[source].pop(held, None) is not None:
-            self._sending[source].append((end_ns + self._links.latency_ns, held))
+            self._sent(source, end_ns + self._links.latency_ns, held)
 
     def _expire(self, engine: str, now_ns: int) -> None:
         """Free blocks that are held for longer than NIXL holds them."""
         held = self._held_until_ns[engine]
         for request_id in [one for one, until in held.items() if until <= now_ns]:
             del held[request_id]
-            self._sending[engine].append((now_ns, request_id))
+            self._sent(engine, now_ns, request_id)
 
 
 class DirectReadLedger(Protocol):
@@ -296,6 +321,7 @@ class DirectReads:
         self._ledgers: dict[Address, DirectReadLedger] = {}
         self._names: dict[Address, str] = {}
         self._offer_lifetime_s = 0.0
+        self._expect: dict[str, Expect] = defaultdict(lambda: _ignore)
         # By engine: pulls that have ended, with the blocks that do not count.
         self._ended: dict[str, list[tuple[str, list[int]]]] = defaultdict(list)
 
@@ -335,6 +361,10 @@ class DirectReads:
             invalid_block_ids={block for _, failed in ended for block in failed},
         )
 
+    def announce(self, engine: str, expect: Expect) -> None:
+        """Call `expect` with the time of each report of the engine's worker, before."""
+        self._expect[engine] = expect
+
     def ask(self, address: Address, hashes: list[bytes]) -> Future[_Found]:
         """Look up the peer at `address`, as the connector's own Lookups do."""
         answer: Future[_Found] = self._loop.create_future()
@@ -356,3 +386,4 @@ class DirectReads:
         valid = self._ledgers[pull.host, pull.port].validate(pull.token) - pull.skipped
         failed = pull.block_ids[max(valid, 0) :]
         self._ended[engine].append((pull.request_id, failed))
+        self._expect[engine](self._loop.now_ns())

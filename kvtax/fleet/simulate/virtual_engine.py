@@ -30,7 +30,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvtax.fleet.counters import Gauges
 from kvtax.fleet.simulate.cost import Step
@@ -222,6 +222,7 @@ class VirtualEngine:
         executor = OverlappingNoDevice if overlapping else NoDevice
         self.core = EngineCore(config, executor, log_stats=True)
         self.clock = EngineClock()
+        self._idle = False
         self.scheduler = scheduler_of(self.core)
         self.core.model_executor.attach(self.core, self.clock, cost, moves)
         # Only a GPU's cascade attention needs it, and it walks a request's blocks.
@@ -233,6 +234,30 @@ class VirtualEngine:
     def has_work(self) -> bool:
         """Return whether EngineCoreProc's loop would go on."""
         return self.scheduler.has_requests() or bool(self.core.batch_queue)
+
+    @property
+    def only_waits_for_kv(self) -> bool:
+        """Return whether the last step did nothing, nor will those that follow.
+
+        All requests wait for KV to arrive, and none has: until a worker reports, or a
+        message comes.
+        """
+        scheduler = self.scheduler
+        return (
+            self._idle
+            and not (
+                scheduler.running
+                or scheduler.finished_recving_kv_req_ids
+                or scheduler.failed_recving_kv_req_ids
+                or scheduler.has_finished_requests()
+                or self.core.batch_queue
+            )
+            and all(
+                request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+                for request in scheduler.requests.values()
+                if not request.is_finished()
+            )
+        )
 
     @property
     def gauges(self) -> Gauges:
@@ -298,6 +323,7 @@ class VirtualEngine:
         """Do one round of EngineCoreProc's loop; advance the clock to its end."""
         outputs, executed = self.core.step_fn()
         self.core.post_step(executed)
-        if not executed and self.scheduler.has_unfinished_requests():
+        self._idle = not executed and self.scheduler.has_unfinished_requests()
+        if self._idle:
             self.clock.now_ns += IDLE_NS
         return outputs.get(0) if outputs else None

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 import msgspec
 from multidict import CIMultiDict
@@ -15,7 +16,7 @@ from kvtax.engine.null_engine import cached_tokens
 from kvtax.fleet.counters import Totals, exposition
 from kvtax.fleet.proxy.upstream import Lost
 from kvtax.fleet.simulate.cost import request_ns
-from kvtax.fleet.simulate.virtual_engine import VirtualEngine
+from kvtax.fleet.simulate.virtual_engine import IDLE_NS, VirtualEngine
 from kvtax.fleet.simulate.virtual_loop import VirtualLoop
 from kvtax.records.host_times import RequestTimes
 
@@ -118,14 +119,36 @@ class VirtualAnswer:
         return msgspec.json.encode({"kv_transfer_params": output.kv_transfer_params})
 
 
+class _Rest(NamedTuple):
+    """Steps that change nothing: the first of them ended at `from_ns`.
+
+    One follows the other, each of `period_ns`, until there is something to do.
+    """
+
+    from_ns: int
+    period_ns: int
+
+    def step_at(self, ns: int) -> int:
+        """Return when the first step at or after `ns` begins."""
+        steps = -(-(ns - self.from_ns) // self.period_ns)
+        return self.from_ns + max(0, steps) * self.period_ns
+
+
 class VirtualInstance:
     """A server; it does nothing without requests.
 
-    `times`: the time of requests outside of the engine.
+    `times`: the time of requests outside of the engine. `announce` gives the instance
+    the time of each report of its workers, before. An engine whose requests all wait
+    for KV steps each millisecond, to no effect. With `announce` these steps are left
+    out: the next one is that in which something happens.
     """
 
     def __init__(
-        self, engine: VirtualEngine, loop: VirtualLoop, times: RequestTimes
+        self,
+        engine: VirtualEngine,
+        loop: VirtualLoop,
+        times: RequestTimes,
+        announce: Callable[[Callable[[int], None]], None] | None = None,
     ) -> None:
         self.loop = loop
         self.totals = Totals()
@@ -135,6 +158,16 @@ class VirtualInstance:
         # Requests, or None for an abort, that came while the engine core was at work.
         self._inbox: list[tuple[str, VirtualRequest | None]] = []
         self._busy = False
+        self._may_rest = announce is not None
+        if announce is not None:
+            announce(self._expect_report)
+        self._rest: _Rest | None = None
+        # The next step while it rests, and what the last one returned.
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+        self._rested: Any = None
+        # When workers will have something to report, the soonest first.
+        self._reports_ns: list[int] = []
         self._free_ns = 0
         self._count = 0
 
@@ -172,6 +205,8 @@ class VirtualInstance:
             self._busy = True
             # What arrives at the same moment is in the same step.
             self.loop.call_soon(self._step)
+        elif self._rest is not None:
+            self._wake(self.loop.now_ns())
 
     def _step(self) -> None:
         """Do one round of EngineCoreProc's loop."""
@@ -191,8 +226,45 @@ class VirtualInstance:
         if not engine.has_work:
             self._busy = False
             return
+        began_ns = engine.clock.now_ns
         outputs = engine.step()
-        self.loop.call_at_ns(engine.clock.now_ns, self._stepped, outputs)
+        if self._may_rest and engine.only_waits_for_kv:
+            self._begin_rest(_Rest(engine.clock.now_ns, engine.clock.now_ns - began_ns))
+            self._rested = outputs
+        else:
+            self.loop.call_at_ns(engine.clock.now_ns, self._stepped, outputs)
+
+    def _expect_report(self, at_ns: int) -> None:
+        """Note that a worker will report in the first step whose host part ends then.
+
+        Times that come to nothing do no harm.
+        """
+        heappush(self._reports_ns, at_ns)
+        if self._rest is not None:
+            self._wake(at_ns - self._rest.period_ns + IDLE_NS)
+
+    def _begin_rest(self, rest: _Rest) -> None:
+        """Leave steps out until the next report, or until a message comes."""
+        self._rest = rest
+        while self._reports_ns and self._reports_ns[0] <= rest.from_ns - IDLE_NS:
+            heappop(self._reports_ns)
+        if self._reports_ns:
+            self._wake(self._reports_ns[0] - rest.period_ns + IDLE_NS)
+
+    def _wake(self, at_ns: int) -> None:
+        """Do the first step at or after `at_ns`, unless an earlier one is planned."""
+        assert self._rest is not None
+        due_ns = self._rest.step_at(at_ns)
+        if self._timer is not None:
+            if self._timer_ns <= due_ns:
+                return
+            self._timer.cancel()
+        self._timer_ns = due_ns
+        self._timer = self.loop.call_at_ns(due_ns, self._rise)
+
+    def _rise(self) -> None:
+        self._rest = self._timer = None
+        self._stepped(self._rested)
 
     def _stepped(self, outputs: Any) -> None:
         if outputs is not None:
