@@ -145,7 +145,8 @@ class Body(RequestBody[bytes]):
             self.raw = _encode(self.fields) if self._strip() else raw
             parts = [self.text(name) for name in api.prompt]
             # One part alone is not copied.
-            parts = map(normalize_chat, parts) if is_chat else parts
+            if is_chat:
+                parts = [normalize_chat(part) for part in parts]
             self.prompt = b"".join(filter(None, parts))
         except msgspec.ValidationError:
             raise BodyError("the body is no JSON object") from None
