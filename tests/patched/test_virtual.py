@@ -11,6 +11,7 @@ from statistics import mean
 import pytest
 from overlapping import Overlapping
 from virtual_lab import (
+    BLOCK_SIZE,
     FORWARD_NS,
     MAX_MODEL_LEN,
     Witness,
@@ -309,3 +310,22 @@ def test_a_walk_costs_its_slope_times_the_cache_in_every_step(model):
     cached = [step["cached"] for step in seen.seen][:TOKENS]
     assert cached[-1] > cached[0] > 0
     assert took_ns[1] - took_ns[0] == sum(round(slope_us * blocks) for blocks in cached)
+
+
+def test_a_blocks_hash_depends_on_its_tokens_and_all_before_it_alone(model):
+    """So prefixes are found in the cache as by vLLM's own hashes."""
+    engine = virtual_engine(model, 700, overlapping=False)
+    prompt = list(range(1, 100))
+    hashes = engine.block_hashes(prompt)
+    assert len(hashes) == len(set(hashes)) == len(prompt) // BLOCK_SIZE
+    assert engine.block_hashes([*prompt, 7]) == hashes
+    for place in (0, 40, 90):
+        other = engine.block_hashes([*prompt[:place], 500, *prompt[place + 1 :]])
+        same = place // BLOCK_SIZE
+        assert other[:same] == hashes[:same]
+        assert not set(other[same:]) & set(hashes)
+    # What is generated goes on from the prompt's hashes.
+    request = engine._request("r", prompt, 40, None)
+    request.append_output_token_ids([9] * 30)
+    whole = engine._request("w", prompt + [9] * 30, 1, None)
+    assert request.block_hashes == whole.block_hashes

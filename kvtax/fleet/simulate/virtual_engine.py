@@ -11,9 +11,11 @@ part, and waiting for a result moves it to the end of that forward.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +24,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -197,6 +199,29 @@ def _parser() -> FlexibleArgumentParser:
     return make_arg_parser(parser())
 
 
+def _block_hasher(block_tokens: int) -> Callable[[Request], list[BlockHash]]:
+    """Return a function that hashes a request's full blocks that have no hash yet.
+
+    As vLLM's own, which takes a third of a simulation: a block's hash depends on its
+    tokens and on all before it, and on nothing else.
+    """
+    size = array("i").itemsize * block_tokens
+
+    def hashes(request: Request) -> list[BlockHash]:
+        known = request.block_hashes
+        until = request.num_tokens // block_tokens * block_tokens
+        tokens = request.all_token_ids[len(known) * block_tokens : until]
+        data = array("i", tokens).tobytes()
+        last: bytes = known[-1] if known else b""
+        found = []
+        for begin in range(0, len(data), size):
+            last = blake2b(last + data[begin : begin + size], digest_size=32).digest()
+            found.append(BlockHash(last))
+        return found
+
+    return hashes
+
+
 def scheduler_of(core: EngineCore) -> Scheduler:
     """Return the core's scheduler, which is vLLM's own class."""
     assert isinstance(core.scheduler, Scheduler)
@@ -224,6 +249,8 @@ class VirtualEngine:
         self.clock = EngineClock()
         self._idle = False
         self.scheduler = scheduler_of(self.core)
+        block_tokens = config.cache_config.block_size
+        self.core.request_block_hasher = _block_hasher(block_tokens)
         self.core.model_executor.attach(self.core, self.clock, cost, moves)
         # Only a GPU's cascade attention needs it, and it walks a request's blocks.
         manager: Any = self.scheduler.kv_cache_manager
