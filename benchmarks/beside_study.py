@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Set every figure of the reference study's results beside this project's own.
+
+Reads runs of three experiments in virtual time (study_sample, study_thousand and
+connectors) and the committed sweep; prints Markdown and writes it with JSON.
+`kvtax bench study` has the figures of the study's trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import polars as pl
+
+from benchmarks.results import publish
+from kvtax.fleet.analyze.arm_runs import read_run
+from kvtax.fleet.analyze.frames import requests_frame
+from kvtax.paths import REPOSITORY
+from kvtax.stats.markdown import table
+
+CLASSES = ("WARM", "MEDIUM", "HEAVY", "HUGE")
+# Two figures agree if neither is more than a quarter above the other.
+AGREES_WITHIN = 1.25
+
+
+class Row(NamedTuple):
+    """A figure of the study and ours. `here` None: nothing here has it; `note` why."""
+
+    what: str
+    study: float | None
+    here: float | None
+    note: str = ""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the runs to read, and --out for the page."""
+    for name in ("sample", "thousand", "connectors"):
+        parser.add_argument(f"--{name}", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, default=Path("runs/beside_study.md"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print and write the page. Returns the exit code."""
+    sample = _arms(arguments.sample)
+    sections = {
+        "R: 200 requests, at most one session per GPU": [*_replay(sample)],
+        "R: by class of new tokens": [*_classes(sample)],
+        "R: what offloading does": [*_elastic(sample)],
+        "R: the prefix cache": [*_cache(sample)],
+        "R: 1,000 requests": [*_thousand(arguments.thousand)],
+        "H5: cost per step": [*_steps()],
+        "N: what the substrate costs": [*_connectors(_arms(arguments.connectors))],
+        "N: when a transfer pays": [*_break_even(arguments.connectors)],
+    }
+    parts = [f"Agrees: within a factor of {AGREES_WITHIN:g}. Times in s, TPOT in ms."]
+    for title, rows in sections.items():
+        parts += [f"## {title}", rows_table(rows)]
+    results = {title: [r._asdict() for r in rows] for title, rows in sections.items()}
+    return publish("beside_study", arguments.out, parts, {"rows": results}, {})
+
+
+def rows_table(rows: list[Row]) -> str:
+    """Format rows as Markdown."""
+    return table(
+        ["", "study", "here", "", "note"],
+        [[row.what, _text(row.study), _text(row.here), *_verdict(row)] for row in rows],
+    )
+
+
+def _text(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:,.4g}"
+
+
+def _verdict(row: Row) -> tuple[str, str]:
+    if row.study is None or row.here is None:
+        return "", row.note
+    return ("agrees" if agrees(row.study, row.here) else "differs"), row.note
+
+
+def agrees(study: float, here: float) -> bool:
+    """Return whether two figures have one sign and are within AGREES_WITHIN."""
+    if study * here <= 0:
+        return study == here
+    less, more = sorted((abs(study), abs(here)))
+    return more / less <= AGREES_WITHIN
+
+
+def _arms(run: Path) -> dict[str, Any]:
+    arms: dict[str, Any] = msgspec.json.decode((run / "analysis.json").read_bytes())[
+        "arms"
+    ]
+    return arms
+
+
+def _level(arm: Any, metric: str, quantile: str, kind: str = "all") -> float | None:
+    """Return a level over all requests: TTFT and E2E in s, TPOT in ms."""
+    level = arm["latency"]["all"].get(kind, {}).get(metric, {}).get(quantile)
+    if level is None:
+        return None
+    return float(level["value"]) / (1 if metric == "tpot_ms" else 1e3)
+
+
+def _percent(new: float | None, old: float | None) -> float | None:
+    return None if new is None or not old else 100 * (new / old - 1)
+
+
+LEVELS = (
+    ("TTFT p50", "ttft_ms", "p50"),
+    ("TTFT p90", "ttft_ms", "p90"),
+    ("TPOT p90", "tpot_ms", "p90"),
+    ("E2E p50", "e2e_ms", "p50"),
+)
+
+
+def _replay(arms: dict[str, Any]) -> Iterator[Row]:
+    stated = {
+        "linear@1": (1.075, 9.384, 76, 5.075),
+        "lmetric@1": (1.099, 9.392, 73, 5.205),
+        "elastic@1": (1.018, 11.312, 85, 6.977),
+    }
+    for arm, figures in stated.items():
+        ok = arms[arm]["outcomes"]
+        failed = {"linear@1": 1.0, "lmetric@1": 1.0, "elastic@1": 2.5}[arm]
+        yield Row(
+            f"{arm[:-2]}: failed, %",
+            failed,
+            100 * (ok["n"] - ok["ok"]) / ok["n"],
+            "the client's protocol error, and time-outs at D; no server fails here",
+        )
+        for (name, metric, quantile), study in zip(LEVELS, figures, strict=True):
+            yield Row(f"{arm[:-2]}: {name}", study, _level(arms[arm], metric, quantile))
+    old, new = (_level(arms[arm], "e2e_ms", "p50") for arm in ("linear@1", "lmetric@1"))
+    yield Row("LMetric's E2E p50, % over linear", -0.3, _percent(new, old))
+    once, twice = (
+        _level(arms[arm], "tpot_ms", "p90") for arm in ("linear@1", "linear@2")
+    )
+    yield Row("TPOT p90, 8 sessions", 75, once)
+    yield Row("TPOT p90, 16 sessions", 103, twice)
+    yield Row("TPOT p90, % from 8 to 16", 38, _percent(twice, once))
+
+
+def _classes(arms: dict[str, Any]) -> Iterator[Row]:
+    linear = {
+        "WARM": (23, 0.137, 0.262, 61),
+        "MEDIUM": (25, 0.921, 1.846, 79),
+        "HEAVY": (32, 2.660, 6.278, 76),
+        "HUGE": (19, 9.587, 30.415, 102),
+    }
+    yield from _class_rows(arms["linear@1"], "linear", linear)
+    elastic = {"WARM": (23, 0.142, 0.279, 72), "MEDIUM": (25, 0.766, 1.814, 197)}
+    yield from _class_rows(arms["elastic@1"], "elastic", elastic)
+
+
+def _class_rows(
+    arm: Any, name: str, stated: dict[str, tuple[float, ...]]
+) -> Iterator[Row]:
+    of_all = arm["latency"]["all"]
+    for kind, (share, *figures) in stated.items():
+        n = of_all.get(kind, {}).get("n", 0)
+        label = f"{name}, {kind}"
+        yield Row(f"{label}: % of requests", share, 100 * n / of_all["all"]["n"])
+        for (level, metric, quantile), study in zip(LEVELS[:3], figures, strict=True):
+            found = _level(arm, metric, quantile, kind)
+            yield Row(f"{label}: {level}", study, found)
+
+
+def _elastic(arms: dict[str, Any]) -> Iterator[Row]:
+    old, new = arms["linear@1"], arms["elastic@1"]
+    for (name, metric, quantile), study in zip(
+        LEVELS, (-5.3, 20.5, 11.6, 37.5), strict=True
+    ):
+        change = _percent(_level(new, metric, quantile), _level(old, metric, quantile))
+        yield Row(f"{name}, %", study, change)
+    offloads = new["offloads"]
+    phases = {name: level["p50"] for name, level in offloads["phases_ms"].items()}
+    for name, phase, study in (
+        ("queue and prefill on P, p50", "prefill", 6.3),
+        ("transfer and start on D, p50", "handover", 0.8),
+    ):
+        found = phases[phase]["value"] / 1e3 if phases[phase] else None
+        yield Row(name, study, found)
+    yield Row(
+        "requests offloaded, %", None, 100 * offloads["begun"] / offloads["requests"]
+    )
+
+
+def _cache(arms: dict[str, Any]) -> Iterator[Row]:
+    def apc(arm: str) -> list[float]:
+        counted = arms[arm]["repeats"][0]["apc"]["instances"].values()
+        return sorted((100 * one["apc"] for one in counted), reverse=True)
+
+    stated = (60.6, 58.3, 43.2, 28.9, 24.0, 16.6, 13.9, 0.0)
+    for place, (study, found) in enumerate(
+        zip(stated, apc("lmetric@1"), strict=True), 1
+    ):
+        yield Row(f"LMetric: APC of instance {place}, %", study, found)
+    overall = {
+        arm: 100 * arms[arm]["repeats"][0]["apc"]["overall"]["apc"]
+        for arm in ("linear@1", "round_robin@1")
+    }
+    gain = overall["linear@1"] - overall["round_robin@1"]
+    yield Row("linear's APC over round-robin's, points", 24, gain)
+    for quantile in ("p50", "p90"):
+        old, new = (
+            _level(arms[arm], "ttft_ms", quantile)
+            for arm in ("round_robin@1", "linear@1")
+        )
+        note = "the study does not say of which quantile"
+        yield Row(f"linear's TTFT {quantile}, %", -60, _percent(new, old), note)
+
+
+def _thousand(run: Path) -> Iterator[Row]:
+    document = msgspec.json.decode((run / "analysis.json").read_bytes())
+    repeat = document["arms"]["linear@1"]["repeats"][0]
+    yield Row("token imbalance", 1.24, repeat["imbalance"]["max_over_min"])
+    runs = [one for one in read_run(run) if one.info.arm == "linear@1"]
+    requests = requests_frame(runs[:1])
+    by_instance = requests.group_by("instance").agg(
+        pl.col("usage_prompt_tokens").sum().alias("tokens")
+    )
+    order = by_instance.sort("tokens")["instance"].to_list()
+    for what, names, study in (
+        ("two heaviest instances: TTFT p50", order[-2:], 1.42),
+        ("two lightest instances: TTFT p50", order[:2], 0.83),
+    ):
+        own = requests.filter(pl.col("instance").is_in(names))
+        yield Row(what, study, float(own["ttft_ms"].quantile(0.5) or 0) / 1e3)
+    tpot = requests.group_by("instance").agg(pl.col("tpot_ms").quantile(0.9))["tpot_ms"]
+    yield Row("TPOT p90 of the slowest instance", 77, _number(tpot.max()))
+    yield Row("TPOT p90 of the fastest instance", 70, _number(tpot.min()))
+    rules = {rule["every_turns"]: rule for rule in document["migration"]["policies"]}
+    for every, imbalance, moves, kv_s in (
+        (None, 1.24, 0, 0),
+        (10, 1.21, 10, 15),
+        (5, 1.20, 20, 30),
+    ):
+        rule = rules[every]
+        name = f"migration every {every} turns" if every else "no migration"
+        note = "from tokens served so far; the study does not state its rule"
+        yield Row(f"{name}: imbalance", imbalance, rule["max_over_min"], note)
+        yield Row(f"{name}: moves", moves, rule["migrations"])
+        moved_s = rule["transfer_ms_total"] / 1e3
+        yield Row(f"{name}: KV time, s", kv_s, moved_s, "over 100 Gb/s here")
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _steps() -> Iterator[Row]:
+    sweep = msgspec.json.decode((REPOSITORY / "per_config.json").read_bytes())
+    configs = sweep["configs"]
+    for name, ours, slope, step in (
+        ("Mooncake with the walk", "mooncake_both_hash_sync", 85.6, 1_528),
+        ("no-op", "noop", -0.8, 79),
+        ("plain", "plain", 1.0, 84),
+    ):
+        found = configs[ours]
+        slopes = found["slope_us_per_1k_blocks"]["schedule"]
+        note = "zero within the interval" if ours != "mooncake_both_hash_sync" else ""
+        yield Row(f"{name}: µs per 1,000 blocks", slope, slopes["value"], note)
+        level = found["schedule_us"]["p50"]
+        yield Row(f"{name}: schedule p50, µs", step, level, "another host")
+    walk = configs["mooncake_both_hash_sync"]
+    yield Row("build_meta, µs", 1_442, walk["build_meta_us"]["p50"], "another host")
+    share = 100 * walk["build_meta_us"]["p50"] / walk["schedule_us"]["p50"]
+    yield Row("build_meta, % of schedule", 94, share)
+    for quantile, study in (("p50", 180), ("p90", 257)):
+        level = walk["get_finished_us"][quantile]
+        yield Row(f"get_finished {quantile}, µs", study, level, "another host")
+
+
+# The study's changes in percent, or points, by connector.
+SUBSTRATE = {
+    "TTFT p90": ("ttft_ms", 7.35, {"nixl": 37.9, "mooncake_hash_walk": 45.3}),
+    "TPOT p90": ("tpot_ms", 17.1, {"nixl": 15.5, "mooncake_hash_walk": 24.5}),
+    "E2E p90": ("e2e_ms", 18.03, {"nixl": 17.4, "mooncake_hash_walk": 27.0}),
+}
+TRIGGER_SHARE = 0.005
+
+
+def _connectors(arms: dict[str, Any]) -> Iterator[Row]:
+    plain = arms["plain@15"]
+    shown = ("noop", "nixl", "mooncake", "mooncake_hash_walk", "mooncake_fixed")
+    for name, (metric, level, changes) in SUBSTRATE.items():
+        yield Row(f"plain: {name}", level, _level(plain, metric, "p90"))
+        for arm in shown:
+            new = _level(arms[f"{arm}@15"], metric, "p90")
+            change = _percent(new, _level(plain, metric, "p90"))
+            yield Row(f"{arm}: {name}, %", changes.get(arm), change)
+    hotspot, apc = _hotspot(plain), 100 * _apc(plain)
+    yield Row("plain: hotspot", 3.667, hotspot, "mean of the repeats' p99")
+    for arm, study in (("nixl", 0.2), ("mooncake_hash_walk", 19.0)):
+        change = _percent(_hotspot(arms[f"{arm}@15"]), hotspot)
+        yield Row(f"{arm}: hotspot, %", study, change)
+    yield Row("plain: APC, %", 79.4, apc)
+    for arm, study in (("nixl", -0.3), ("mooncake_hash_walk", -1.1)):
+        yield Row(f"{arm}: APC, points", study, 100 * _apc(arms[f"{arm}@15"]) - apc)
+    for arm, study in (("nixl", 5.58), ("mooncake_hash_walk", 8.57)):
+        slope = arms[f"{arm}@15"]["interference"]
+        here = slope and slope["slope_ms_per_ktoken"]["value"]
+        note = "not defined there; here ms of TPOT per 1,000 prefill tokens beside"
+        yield Row(f"{arm}: interference", study, here, note)
+
+
+def _break_even(run: Path) -> Iterator[Row]:
+    """Yield how much each transfer must save, if so few requests have one."""
+    document = msgspec.json.decode((run / "analysis.json").read_bytes())
+    for comparison in document["comparisons"]:
+        lost = comparison["paired"]["e2e_ms"]["percent"]["value"] / 100
+        yield Row(
+            f"{comparison['arm'][:-3]}: each transfer must save, requests' mean E2E",
+            None,
+            lost / TRIGGER_SHARE,
+            f"what all requests lose, by a trigger rate of {TRIGGER_SHARE:.1%}",
+        )
+
+
+def _hotspot(arm: Any) -> float:
+    found = [repeat["hotspot"]["p99"] for repeat in arm["repeats"] if repeat["hotspot"]]
+    return sum(found) / len(found)
+
+
+def _apc(arm: Any) -> float:
+    found = [repeat["apc"]["overall"]["apc"] for repeat in arm["repeats"]]
+    return sum(found) / len(found)
