@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from virtual_lab import FORWARD_NS, virtual_engine
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from kvtax.fleet.launch.instance_settings import Transfer
 from kvtax.fleet.simulate.transfers import Links, MooncakeTransfers
@@ -178,3 +180,55 @@ def test_a_prompt_prefilled_elsewhere_is_pulled_and_both_engines_free_it(
     while p.has_work:
         p.step()
     assert [one.core.scheduler.kv_cache_manager.usage for one in (p, d)] == [0, 0]
+
+
+def test_the_pool_bounds_hand_offs_in_flight_and_a_full_batch_begins_none(model):
+    """Of aiconfigurator #1380's floor(pool / sequence) - max_num_seqs, at a decoder."""
+    may_run, whole_pool = 8, 40
+    arrived: list[str] = []
+
+    def moves(metadata, now_ns):
+        received, arrived[:] = list(arrived), []
+        return KVConnectorOutput(finished_recving=received) if received else None
+
+    engine = virtual_engine(model, 401, False, moves, max_requests=may_run)
+
+    def in_flight() -> list[str]:
+        """Requests whose blocks are held for KV that has not come."""
+        scheduler = engine.scheduler
+        return [
+            name
+            for name, request in scheduler.requests.items()
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            and name not in scheduler.finished_recving_kv_req_ids
+            and scheduler.kv_cache_manager.get_block_ids(name)[0]
+        ]
+
+    for number in range(2 * whole_pool):
+        params = {
+            "do_remote_prefill": True,
+            "transfer_id": f"t{number}",
+            "remote_engine_id": "p",
+            "remote_bootstrap_addr": "http://127.0.0.1:9",
+        }
+        # Ten blocks, and no two prompts alike.
+        engine.add(str(number), [number + 1] * 159, 64, params)
+    engine.step()
+    assert len(in_flight()) == whole_pool, "more than the formula, while nothing runs"
+
+    arrived += in_flight()[:may_run]
+    engine.step()
+    engine.step()
+    assert len(engine.scheduler.running) == may_run
+    assert len(in_flight()) == whole_pool - may_run, "the formula, with a full batch"
+
+    # Blocks that KV may still come to are freed when it has come.
+    arrived += in_flight()
+    for name in in_flight()[: whole_pool // 2]:
+        engine.abort(name)
+    for _ in range(3):
+        engine.step()
+    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    assert free >= 100
+    assert len(engine.scheduler.running) == may_run
+    assert not in_flight(), "none begins beside a full batch, though there is room"
