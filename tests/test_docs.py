@@ -112,7 +112,10 @@ def test_every_command_that_is_named_exists(page):
 
 
 def test_each_answer_is_measured_again_by_its_command(monkeypatch):
-    """Without --again, `kvtax axes` measures no cell that is committed."""
+    """Without --again, `kvtax axes` measures no cell that is committed.
+
+    An answer by a test names it.
+    """
     measured = []
     monkeypatch.setattr(run_matrix, "measure_matrix", lambda *of: measured.append(of))
     monkeypatch.setattr("kvtax.axes.page.write_pages", lambda *_: [])
@@ -120,8 +123,8 @@ def test_each_answer_is_measured_again_by_its_command(monkeypatch):
     text = (REPOSITORY / "docs" / "answers.md").read_text().replace("\\\n", "")
     for answer in text.split("\n## ")[1:]:
         commands = re.findall(r"^ {4}kvtax (.+)$", answer, flags=re.MULTILINE)
-        assert commands, answer
-        assert [main(shlex.split(command)) for command in commands] == [0], commands
+        assert commands or "\n    python -m pytest " in answer, answer
+        assert [main(shlex.split(command)) for command in commands] in ([0], []), commands
     for _, choice, _ in measured:
         assert choice.again, choice
         assert set(choice.releases) <= set(releases.tested_releases())
