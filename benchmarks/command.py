@@ -35,6 +35,7 @@ BENCHMARKS = (
     Benchmark("proxy", 17, "the proxy's addition to TTFT, and its throughput"),
     Benchmark("study", 1, "the reference study's sample and forward, fitted"),
     Benchmark("beside_study", 1, "every result of the reference study, beside ours"),
+    Benchmark("questions", 1, "routing policies and offloading, by rules set before"),
     Benchmark("host_table", 3, "vLLM's host part of a step, and what its lack does"),
     Benchmark("virtual", 5, "speed and memory of a fleet in virtual time"),
     Benchmark("traces", 3, "reading and sampling traces of 2 million requests"),

@@ -124,7 +124,9 @@ def test_each_answer_is_measured_again_by_its_command(monkeypatch):
     for answer in text.split("\n## ")[1:]:
         commands = re.findall(r"^ {4}kvtax (.+)$", answer, flags=re.MULTILINE)
         assert commands or "\n    python -m pytest " in answer, answer
-        assert [main(shlex.split(command)) for command in commands] in ([0], []), commands
+        assert [main(shlex.split(command)) for command in commands] in ([0], []), (
+            commands
+        )
     for _, choice, _ in measured:
         assert choice.again, choice
         assert set(choice.releases) <= set(releases.tested_releases())

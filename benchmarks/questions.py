@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare arms of runs in virtual time by the rule that was written before they ran.
+
+The rule, the experiments and what was expected of them are in docs/fleet/questions.md.
+Prints a table per run, in Markdown, and writes it with JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import polars as pl
+
+from benchmarks.results import publish
+from kvtax.fleet.analyze.arm_runs import read_run
+from kvtax.fleet.analyze.comparison import Paired, paired
+from kvtax.fleet.analyze.frames import requests_frame
+from kvtax.records.estimate import Estimate
+from kvtax.stats.markdown import table
+
+# Least difference of mean E2E that matters, in %.
+MATTERS_PERCENT = 5.0
+# Beside each arm with its baseline: what the expectations compare.
+ALSO = (
+    ("lmetric", "linear_tuned"),
+    ("dynamo", "lmetric"),
+    ("lmetric_exact", "lmetric"),
+)
+METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
+
+
+class Row(msgspec.Struct):
+    """An arm against another at one load; differences of means, in %."""
+
+    load: int
+    arm: str
+    against: str
+    n: int
+    ttft: Estimate
+    tpot: Estimate
+    e2e: Estimate
+    shorter: Estimate
+    verdict: str
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the runs to read, and --out for the page."""
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--out", type=Path, default=Path("runs/questions.md"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print and write the page. Returns the exit code. Raises RecordsError."""
+    parts, results = [], {}
+    for folder in arguments.runs:
+        arms = read_run(folder)
+        name, rows = str(arms[0].info.experiment), compared(requests_frame(arms))
+        results[name] = {"commit": _commit(folder), "rows": rows}
+        parts += [f"## {name}", rows_table(rows)]
+    return publish("questions", arguments.out, parts, results, {})
+
+
+def _commit(folder: Path) -> Any:
+    document = msgspec.json.decode((folder / "analysis.json").read_bytes())
+    return document["made"]["versions"].get("git_commit")
+
+
+def compared(requests: pl.DataFrame) -> list[Row]:
+    """Compare each arm with its run's first, and the pairs of ALSO."""
+    arms = requests["arm"].unique(maintain_order=True).to_list()
+    loads: dict[int, list[str]] = {}
+    for arm in arms:
+        loads.setdefault(int(arm.partition("@")[2]), []).append(arm.partition("@")[0])
+    rows = []
+    for load, names in loads.items():
+        baseline, *others = names
+        pairs = [(arm, baseline) for arm in others]
+        pairs += [p for p in ALSO if set(p) <= set(names) and p not in pairs]
+        rows += [
+            row
+            for arm, against in pairs
+            if (row := _row(requests, load, arm, against)) is not None
+        ]
+    return rows
+
+
+def _row(requests: pl.DataFrame, load: int, arm: str, against: str) -> Row | None:
+    found = paired(requests, f"{arm}@{load}", f"{against}@{load}")
+    ttft, tpot, e2e = (found[metric] for metric in METRICS)
+    if ttft is None or tpot is None or e2e is None:
+        return None
+    return Row(
+        load,
+        arm,
+        against,
+        e2e.n,
+        ttft.percent,
+        tpot.percent,
+        e2e.percent,
+        e2e.faster,
+        verdict(e2e),
+    )
+
+
+def verdict(e2e: Paired) -> str:
+    """Judge a difference of mean E2E by the rule of docs/fleet/questions.md."""
+    interval = e2e.percent.ci95
+    if interval is None:
+        return "undecided"
+    low, high = interval
+    if low <= 0 <= high or abs(e2e.percent.value) < MATTERS_PERCENT:
+        return "no difference that matters"
+    return "worse" if low > 0 else "better"
+
+
+def rows_table(rows: list[Row]) -> str:
+    """Format rows as Markdown."""
+    head = ["per instance", "arm", "against", "n", "TTFT %", "TPOT %", "E2E %"]
+    return table(
+        [*head, "E2E shorter in %", "verdict"],
+        [
+            [
+                str(row.load),
+                f"`{row.arm}`",
+                f"`{row.against}`",
+                f"{row.n:,}",
+                *(_interval(each) for each in (row.ttft, row.tpot, row.e2e)),
+                f"{row.shorter.value:.0f}",
+                row.verdict,
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _interval(percent: Estimate) -> str:
+    if percent.ci95 is None:
+        return f"{percent.value:+.1f}"
+    low, high = percent.ci95
+    return f"{percent.value:+.1f} [{low:+.1f}, {high:+.1f}]"
