@@ -279,7 +279,10 @@ def draw_sessions(curves: pl.DataFrame, path: Path) -> None:
 
 
 def substrate_steps(results: FleetAnalysis) -> pl.DataFrame:
-    """Collect (chain, metric, quantile, layer, arm, level, added) of every chain."""
+    """Collect (chain, metric, quantile, layer, arm, level, added) of every chain.
+
+    `low` and `high`: the interval of `added`.
+    """
     rows = [
         {
             "chain": f"{chain.policy}@{chain.concurrency}",
@@ -289,9 +292,12 @@ def substrate_steps(results: FleetAnalysis) -> pl.DataFrame:
             "arm": step.arm,
             "level": step.level.value if step.level else None,
             "added": step.added.value if step.added else None,
+            "low": interval[0] if interval else None,
+            "high": interval[1] if interval else None,
         }
         for chain in results.substrate
         for step in chain.steps
+        for interval in [step.added.ci95 if step.added else None]
     ]
     return pl.DataFrame(rows, infer_schema_length=None)
 
@@ -299,10 +305,11 @@ def substrate_steps(results: FleetAnalysis) -> pl.DataFrame:
 def draw_substrate(steps: pl.DataFrame, path: Path) -> None:
     """Waterfalls, a row for each chain and quantile: each bar from the level before."""
     chains = steps.select("chain", "quantile").unique(maintain_order=True).rows()
+    layers = steps["layer"].n_unique()
     figure, axes = plt.subplots(
         len(chains),
         len(TITLES),
-        figsize=(11, 0.8 + 3.2 * len(chains)),
+        figsize=(12, 0.6 + (0.9 + 0.3 * layers) * len(chains)),
         squeeze=False,
         layout="constrained",
     )
@@ -313,26 +320,43 @@ def draw_substrate(steps: pl.DataFrame, path: Path) -> None:
                 & (pl.col("chain") == chain)
                 & (pl.col("quantile") == quantile)
             ).drop_nulls("level")
+            if own.is_empty():
+                panel.set_visible(False)
+                continue
             _waterfall(panel, own)
-            panel.set_title(
-                f"{title} {quantile} (ms), {chain}", loc="left", fontsize=10
-            )
+            first = f"{own['layer'][0]} {own['level'][0]:,.1f} ms"
+            text = f"{title} {quantile}, {chain}: {first}"
+            panel.set_title(text, loc="left", fontsize=9)
+        for panel in row[1:]:
+            panel.set_yticklabels([])
+    figure.supxlabel(
+        "% over the same quantile of the first; lines: 95 % intervals of each step",
+        fontsize=10,
+    )
     _save(figure, path)
 
 
 def _waterfall(panel: Axes, steps: pl.DataFrame) -> None:
-    levels = steps["level"].to_numpy()
-    before = np.concatenate([[0.0], levels[:-1]])
-    rises = levels >= before
-    colours = np.where(rises, COLOURS[5], COLOURS[3])
-    if len(colours):
-        colours[0] = COLOURS[7]
-    panel.bar(steps["layer"], levels - before, bottom=before, color=colours, width=0.7)
-    for x, (level, start) in enumerate(zip(levels, before, strict=True)):
-        text = f"{level:,.1f}" if x == 0 else f"{level - start:+,.1f}"
-        panel.annotate(text, (x, max(level, start)), ha="center", va="bottom")
-    panel.margins(y=0.1)
-    panel.tick_params(axis="x", labelrotation=20, labelsize=9)
+    """Draw a bar per layer, in % of the first one's level; its own bar is empty."""
+    percent = 100 / steps["level"][0]
+    ends = percent * steps["level"].to_numpy() - 100
+    starts = np.concatenate([[0.0], ends[:-1]])
+    places = np.arange(len(ends))
+    colours = np.where(ends >= starts, COLOURS[5], COLOURS[3])
+    panel.barh(places, ends - starts, left=starts, color=colours, height=0.6)
+    low, high = (
+        starts + percent * steps[name].cast(pl.Float64).to_numpy()
+        for name in ("low", "high")
+    )
+    panel.hlines(places[1:], low[1:], high[1:], color="black", linewidth=1)
+    for place, (end, start) in enumerate(zip(ends, starts, strict=True)):
+        if place:
+            at = (1.02, place)
+            kind = ("axes fraction", "data")
+            panel.annotate(f"{end - start:+.1f} %", at, xycoords=kind, va="center")
+    panel.axvline(0, color="grey", linewidth=0.8)
+    panel.set_yticks(places, steps["layer"].to_list(), fontsize=9)
+    panel.invert_yaxis()
 
 
 def _save(figure: Figure, path: Path) -> None:
