@@ -34,13 +34,17 @@ LOOK_NS = 1_000_000
 class Pair:
     """The instances `p`, which prefills, and `d`, which reads from it."""
 
-    def __init__(self, model, overlapping: bool, rests: bool) -> None:
+    def __init__(
+        self, model, overlapping: bool, rests: bool = True, host_us: float = 0.0
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         pulls = NixlTransfers(Links(LINK, 16))
         self.served, self.steps = {}, {}
         for name in "pd":
             moves = partial(pulls.step, name)
-            engine = virtual_engine(model, 700, overlapping, moves, connector=NIXL)
+            engine = virtual_engine(
+                model, 700, overlapping, moves, connector=NIXL, base_us=host_us
+            )
             pulls.join(Instance(name, f"http://{name}"), engine)
             announce = partial(pulls.announce, name) if rests else None
             instance = VirtualInstance(engine, self.loop, RequestTimes(), announce)
@@ -75,9 +79,9 @@ class Pair:
         return [one.engine.gauges.usage for one in self.served.values()]
 
 
-def run(what, model, overlapping: bool = False, rests: bool = True) -> None:
+def run(what, model, overlapping: bool = False, **how) -> None:
     async def whole() -> None:
-        await what(Pair(model, overlapping, rests))
+        await what(Pair(model, overlapping, **how))
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(whole())
@@ -122,9 +126,10 @@ def test_kv_that_nobody_reads_is_held_as_long_as_nixl_holds_it(model):
     run(held, model)
 
 
+@pytest.mark.parametrize("host_us", [0.0, 300.0])
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_steps_that_change_nothing_are_left_out_and_nothing_else_changes(
-    model, overlapping, monkeypatch
+    model, overlapping, host_us, monkeypatch
 ):
     """A request comes, and one is aborted, while the engine waits for a slow read."""
     monkeypatch.setitem(globals(), "LINK", Transfer(1, 16 * 8 / 1e6, latency_us=5))
@@ -146,6 +151,6 @@ def test_steps_that_change_nothing_are_left_out_and_nothing_else_changes(
         steps[rests] = pair.steps["d"]
 
     for rests in (False, True):
-        run(partial(waits, rests), model, overlapping, rests)
+        run(partial(waits, rests), model, overlapping, rests=rests, host_us=host_us)
     assert ended[True] == ended[False]
     assert steps[True] < steps[False]

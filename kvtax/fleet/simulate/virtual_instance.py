@@ -252,9 +252,12 @@ class VirtualInstance:
             self._wake(self._reports_ns[0] - rest.period_ns + IDLE_NS)
 
     def _wake(self, at_ns: int) -> None:
-        """Do the first step at or after `at_ns`, unless an earlier one is planned."""
+        """Do the first step from `at_ns` on, unless an earlier one is planned.
+
+        Steps that have been left out by now are not made up for.
+        """
         assert self._rest is not None
-        due_ns = self._rest.step_at(at_ns)
+        due_ns = self._rest.step_at(max(at_ns, self.loop.now_ns()))
         if self._timer is not None:
             if self._timer_ns <= due_ns:
                 return
