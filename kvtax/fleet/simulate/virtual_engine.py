@@ -76,7 +76,7 @@ class StepFuture:
         self, clock: EngineClock, output: ModelRunnerOutput, ready_ns: int
     ) -> None:
         self._clock = clock
-        self._output = output
+        self.output = output
         self._ready_ns = ready_ns
 
     def done(self) -> bool:
@@ -84,7 +84,7 @@ class StepFuture:
 
     def result(self) -> ModelRunnerOutput:
         self._clock.advance_to(self._ready_ns)
-        return self._output
+        return self.output
 
 
 class NoDevice(Executor):
@@ -220,6 +220,13 @@ def _block_hasher(block_tokens: int) -> Callable[[Request], list[BlockHash]]:
         return found
 
     return hashes
+
+
+def _says_something(queued: tuple[Any, ...]) -> bool:
+    """Return whether a batch that the core has queued has tokens, or news of KV."""
+    future, scheduled, *_ = queued
+    news = future.output.kv_connector_output
+    return bool(scheduled.total_num_scheduled_tokens or news is not None)
 
 
 def scheduler_of(core: EngineCore) -> Scheduler:
