@@ -277,20 +277,21 @@ class VirtualEngine:
         message comes.
         """
         scheduler = self.scheduler
-        return (
-            self._idle
-            and not (
-                scheduler.running
-                or scheduler.finished_recving_kv_req_ids
-                or scheduler.failed_recving_kv_req_ids
-                or scheduler.has_finished_requests()
-                or self.core.batch_queue
-            )
-            and all(
-                request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-                for request in scheduler.requests.values()
-                if not request.is_finished()
-            )
+        news = (
+            scheduler.running
+            or scheduler.finished_recving_kv_req_ids
+            or scheduler.failed_recving_kv_req_ids
+            or scheduler.has_finished_requests()
+            or any(map(_says_something, self.core.batch_queue or ()))
+        )
+        return self._idle and not news and self._all_wait_for_kv
+
+    @property
+    def _all_wait_for_kv(self) -> bool:
+        return all(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in self.scheduler.requests.values()
+            if not request.is_finished()
         )
 
     @property
