@@ -24,9 +24,13 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer import kv_transfer_state
 
 from kvtax.engine.null_engine import NullEngine
+from kvtax.fleet.proxy.decision_log import DecisionLog
+from kvtax.fleet.simulate import run_cells
 from kvtax.fleet.simulate.endpoints import VirtualBody, VirtualIndex
 from kvtax.fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
 from kvtax.fleet.simulate.virtual_loop import VirtualLoop
+from kvtax.records.decisions import DecisionEnd, DecisionsHeader
+from kvtax.records.files import LineFile
 from kvtax.records.host_times import RequestTimes
 
 PATCHES = ["step_timing_v2"]
@@ -329,3 +333,26 @@ def test_a_blocks_hash_depends_on_its_tokens_and_all_before_it_alone(model):
     request.append_output_token_ids([9] * 30)
     whole = engine._request("w", prompt + [9] * 30, 1, None)
     assert request.block_hashes == whole.block_hashes
+
+
+def test_records_reach_the_disk_while_a_run_goes_on(tmp_path):
+    header = DecisionsHeader(policy="linear")
+    ended = DecisionEnd("a", 1, "s", "ok")
+
+    async def half_a_minute() -> list[int]:
+        with (
+            LineFile(tmp_path / "replay.jsonl", header) as records,
+            DecisionLog(tmp_path / "decisions.jsonl", header) as decisions,
+        ):
+            flushes = asyncio.create_task(run_cells._flush(records, decisions))
+            for _ in range(2):
+                records.append(ended)
+                decisions.ended(ended)
+                await asyncio.sleep(run_cells.FLUSH_EVERY_S + 1)
+            lines = [len(p.read_bytes().splitlines()) for p in tmp_path.iterdir()]
+            assert not flushes.done()
+            flushes.cancel()
+            return lines
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(half_a_minute()) == [3, 3]

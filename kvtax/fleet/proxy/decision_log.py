@@ -44,11 +44,8 @@ class DecisionLog:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self.flush()
         if self._file is not None:
-            try:
-                self._file.flush().result()
-            except OSError as error:
-                log.error("%s: lines are lost: %s", self._path, error)
             self._file.__exit__(*exc_info)
 
     def decided(
@@ -95,6 +92,15 @@ class DecisionLog:
         end.end_ns = self._now_ns()
         if self._file is not None:
             self._file.append(end)
+
+    def flush(self) -> None:
+        """Write all lines so far. A full disk costs lines, not requests."""
+        if self._file is None:
+            return
+        try:
+            self._file.flush().result()
+        except OSError as error:
+            log.error("%s: lines are lost: %s", self._path, error)
 
     async def flush_forever(self) -> None:
         """Write at intervals until cancelled. A full disk costs lines, not requests."""

@@ -60,7 +60,7 @@ from kvtax.fleet.simulate.virtual_loop import VirtualLoop
 from kvtax.fleet.trace import read_trace
 from kvtax.records.arm import ArmRecord, Freshness
 from kvtax.records.decisions import DecisionsHeader
-from kvtax.records.files import write_document
+from kvtax.records.files import LineFile, write_document
 
 # Virtual seconds for which lines of records stay in memory.
 FLUSH_EVERY_S = 30.0
@@ -234,6 +234,9 @@ async def _run(
         ]
         await player.play()
         for task in background:
+            if task.done():
+                # It failed: it has no other end.
+                task.result()
             task.cancel()
         player.end()
     states = index.states() if index else {}
@@ -255,11 +258,11 @@ def drawn_sessions(cell: Cell) -> list[Session]:
     return sessions
 
 
-async def _flush(*files: Any) -> None:
+async def _flush(records: LineFile, decisions: DecisionLog) -> None:
     while True:
         await asyncio.sleep(FLUSH_EVERY_S)
-        for file in files:
-            file.flush().result()
+        records.flush().result()
+        decisions.flush()
 
 
 def _write_metrics(
