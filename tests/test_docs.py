@@ -120,6 +120,7 @@ def test_each_answer_is_measured_again_by_its_command(monkeypatch):
     monkeypatch.setattr(run_matrix, "measure_matrix", lambda *of: measured.append(of))
     monkeypatch.setattr("kvtax.axes.page.write_pages", lambda *_: [])
     monkeypatch.setattr("benchmarks.block_order.run", lambda arguments: 0)
+    monkeypatch.setattr("kvtax.cli.fleet._run", lambda arguments: 0)
     text = (REPOSITORY / "docs" / "answers.md").read_text().replace("\\\n", "")
     for answer in text.split("\n## ")[1:]:
         commands = re.findall(r"^ {4}kvtax (.+)$", answer, flags=re.MULTILINE)
