@@ -275,7 +275,7 @@ def _steps() -> Iterator[Row]:
         for name, config, slope, level in STEP_COSTS:
             found = configs[config]
             # Not reached on the H100.
-            if found["slope_us_per_1k_blocks"] is None:
+            if found["schedule_us"] is None:
                 continue
             ours = found["slope_us_per_1k_blocks"]["schedule"]["value"]
             note = SMALL_SLOPE if abs(slope) <= 1 and abs(ours) <= 1 else ""
