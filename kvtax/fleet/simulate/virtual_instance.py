@@ -228,7 +228,8 @@ class VirtualInstance:
             return
         began_ns = engine.clock.now_ns
         outputs = engine.step()
-        if self._may_rest and engine.only_waits_for_kv:
+        quiet = outputs is None or not outputs.outputs
+        if self._may_rest and quiet and engine.only_waits_for_kv:
             self._begin_rest(_Rest(engine.clock.now_ns, engine.clock.now_ns - began_ns))
             self._rested = outputs
         else:
