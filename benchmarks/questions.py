@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import polars as pl
@@ -58,14 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     for folder in arguments.runs:
         arms = read_run(folder)
         name, rows = str(arms[0].info.experiment), compared(requests_frame(arms))
-        results[name] = {"commit": _commit(folder), "rows": rows}
+        commit = arms[0].info.versions.get("git_commit")
+        results[name] = {"commit": commit, "rows": rows}
         parts += [f"## {name}", rows_table(rows)]
     return publish("questions", arguments.out, parts, results, {})
-
-
-def _commit(folder: Path) -> Any:
-    document = msgspec.json.decode((folder / "analysis.json").read_bytes())
-    return document["made"]["versions"].get("git_commit")
 
 
 def compared(requests: pl.DataFrame) -> list[Row]:
