@@ -26,6 +26,8 @@ LOCK = REPOSITORY / "results.lock"
 RESULTS = REPOSITORY / "docs" / "results"
 # Fields of analysis.json that say by whom and with what it was made.
 PROVENANCE = {"made"}
+# The warning that does, too.
+UNCOMMITTED = "uncommitted"
 
 
 class Locked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,6 +51,11 @@ def fingerprint(analysis: Path) -> str:
     """Compute the SHA-256 of an analysis.json without its provenance."""
     document = json.loads(analysis.read_text())
     numbers = {name: document[name] for name in document.keys() - PROVENANCE}
+    numbers["warnings"] = [
+        warning
+        for warning in document.get("warnings", [])
+        if warning["kind"] != UNCOMMITTED
+    ]
     canonical = json.dumps(numbers, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 

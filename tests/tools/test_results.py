@@ -26,6 +26,16 @@ def test_a_changed_number_changes_the_fingerprint_and_provenance_does_not(tmp_pa
     assert analysis(1.0, "a") == analysis(1.0, "b") != analysis(1.5, "a")
 
 
+def test_a_tree_with_changes_gives_the_same_fingerprint(tmp_path):
+    def analysis(*kinds: str) -> str:
+        path = tmp_path / "analysis.json"
+        warnings = [{"kind": kind} for kind in kinds]
+        path.write_text(json.dumps({"arms": {}, "warnings": warnings}))
+        return fingerprint(path)
+
+    assert analysis("drain") == analysis("uncommitted", "drain") != analysis()
+
+
 def test_a_result_that_differs_is_refused(tmp_path, monkeypatch):
     locked = read_lock()[SMALLEST]
     monkeypatch.setattr("tools.results.subprocess.run", _writes(tmp_path / "out"))
