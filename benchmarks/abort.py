@@ -106,9 +106,10 @@ def report(version: str, outcomes: list[Outcome], patience_s: float) -> list[str
         for outcome in outcomes
     ]
     return [
-        f"vLLM {version} as it is: {passed} of {len(outcomes)} passed. `Still there` "
-        f"is a request that had not ended {patience_s:.0f} s after the failure; here "
-        "`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT` is 300 s, and may end it later.",
+        f"vLLM {version} as it is: {passed} of {len(outcomes)} passed. A request "
+        f"that is `still there` had not ended within {patience_s:.0f} s of the "
+        "failure; here `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT` is 300 s, and may end it "
+        "later.",
         table(["scenario", "outcome", "the first problem"], rows),
     ]
 

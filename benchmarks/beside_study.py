@@ -3,8 +3,7 @@
 
 Reads the committed sweep and runs of three experiments in virtual time (study_sample,
 study_thousand and connectors; those that are given); prints Markdown and writes it with
-JSON.
-`kvtax bench study` has the figures of the study's trace.
+JSON. `kvtax bench study` has the figures of the study's trace.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from kvtax.fleet.analyze.frames import requests_frame
 from kvtax.paths import REPOSITORY
 from kvtax.stats.markdown import table
 
-CLASSES = ("WARM", "MEDIUM", "HEAVY", "HUGE")
 # Two figures agree if neither is more than a quarter above the other.
 AGREES_WITHIN = 1.25
 
@@ -157,6 +155,7 @@ def _classes(arms: dict[str, Any]) -> Iterator[Row]:
         "HUGE": (19, 9.587, 30.415, 102),
     }
     yield from _class_rows(arms["linear@1"], "linear", linear)
+    # Its third row, HEAVY and HUGE together, has no level in a run's analysis.
     elastic = {"WARM": (23, 0.142, 0.279, 72), "MEDIUM": (25, 0.766, 1.814, 197)}
     yield from _class_rows(arms["elastic@1"], "elastic", elastic)
 

@@ -358,7 +358,7 @@ def test_a_scenario_with_a_problem_failed_and_shows_the_last_line_of_the_first()
     ]
     first, text = abort.report("0.33.0", outcomes, 30.0)
     assert first.startswith("vLLM 0.33.0 as it is: 1 of 3 passed.")
-    assert "not ended 30 s after" in first
+    assert "within 30 s" in first
     passed, failed, long = text.splitlines()[2:]
     assert passed == "| nothing fails | passed |  |"
     assert "asked for after the abort | failed | AssertionError: a \\| b |" in failed

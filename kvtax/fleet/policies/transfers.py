@@ -55,22 +55,35 @@ def decide_pd_sep(
     ]
     if not decode:
         raise NoInstance("no healthy instance of role decode")
+    return _prefill_apart(request, snapshot, parameters, decode, prefill)
+
+
+def _prefill_apart(
+    request: RequestInfo,
+    snapshot: Snapshot,
+    parameters: PdSepParameters,
+    answering: list[Candidate],
+    prefilling: list[Candidate],
+) -> Decision:
+    """Decode where the load is least, prefill on another that would be done first."""
     with_room = [
         candidate
-        for candidate in decode
+        for candidate in answering
         if has_room(request, candidate, parameters.kv_share)
     ]
+    pool = with_room or answering
+    scores = [float(candidate.ongoing_tokens) for candidate in pool]
+    here = pool[lowest(pool, scores, snapshot.arrivals)]
+    others = [candidate for candidate in prefilling if candidate is not here]
     reason = "least load of each pool"
-    if not prefill:
+    if not others:
         reason = "no healthy prefill instance: co-located"
     elif not with_room:
         reason = "no room for KV to arrive: co-located"
-    pool = with_room or decode
-    scores = [float(candidate.ongoing_tokens) for candidate in pool]
     decision = least(pool, scores, snapshot, reason)
-    if not (prefill and with_room):
+    if not (others and with_room):
         return decision
-    source = _least_prefill(request, prefill, snapshot)
+    source = _least_prefill(request, others, snapshot)
     return msgspec.structs.replace(
         decision, prefill=source.name, prefill_timeout_s=parameters.prefill_timeout_s
     )
@@ -140,7 +153,7 @@ def decide_elastic(
             chosen, kind=kind, reason=f"{why}: not offloaded"
         )
 
-    others = _prefills(snapshot, here)
+    others = [candidate for candidate in _prefilling(snapshot) if candidate is not here]
     if not others:
         return co_located("no other prefill instance")
     if snapshot.offloads >= parameters.max_offloads:
@@ -162,14 +175,12 @@ def decide_elastic(
     )
 
 
-def _prefills(snapshot: Snapshot, here: Candidate) -> list[Candidate]:
-    """List the other instances that may prefill: those of role prefill, if any."""
-    others = [
-        candidate
-        for candidate in snapshot.candidates
-        if candidate is not here and candidate.role != "decode"
+def _prefilling(snapshot: Snapshot) -> list[Candidate]:
+    """List the instances that prefill for others: those of role prefill, if any."""
+    able = [
+        candidate for candidate in snapshot.candidates if candidate.role != "decode"
     ]
-    return [other for other in others if other.role == "prefill"] or others
+    return [candidate for candidate in able if candidate.role == "prefill"] or able
 
 
 def _candidate(candidates: list[Candidate], name: str) -> Candidate:
@@ -245,15 +256,8 @@ def _move_reason(
     return None
 
 
-class ConserveParameters(Parameters, frozen=True):
-    """Limits of a transfer, as in elastic."""
-
-    prefill_timeout_s: float | None = None
-    kv_share: float = 0.9
-
-
 def decide_conserve(
-    request: RequestInfo, snapshot: Snapshot, parameters: ConserveParameters
+    request: RequestInfo, snapshot: Snapshot, parameters: PdSepParameters
 ) -> Decision:
     """Prefill a session's first turn in a pool, move its KV once, then pin the session.
 
@@ -263,24 +267,11 @@ def decide_conserve(
     """
     answering = serving(snapshot)
     names = [candidate.name for candidate in answering]
-    loads = [float(candidate.ongoing_tokens) for candidate in answering]
     if snapshot.pinned in names:
+        loads = [float(candidate.ongoing_tokens) for candidate in answering]
         return placed(answering, loads, names.index(snapshot.pinned), "pinned")
-    with_room = [
-        candidate
-        for candidate in answering
-        if has_room(request, candidate, parameters.kv_share)
-    ]
-    pool = with_room or answering
-    scores = [float(candidate.ongoing_tokens) for candidate in pool]
-    decision = least(pool, scores, snapshot, "first turn")
-    here = _candidate(pool, decision.instance)
-    others = _prefills(snapshot, here)
-    if not (others and with_room):
-        return decision
-    source = _least_prefill(request, others, snapshot)
-    return msgspec.structs.replace(
-        decision, prefill=source.name, prefill_timeout_s=parameters.prefill_timeout_s
+    return _prefill_apart(
+        request, snapshot, parameters, answering, _prefilling(snapshot)
     )
 
 
@@ -313,7 +304,7 @@ POLICIES = {
     "pd_sep": Policy(decide_pd_sep, PdSepParameters, moves_kv=True, needs_pools=True),
     "elastic": Policy(decide_elastic, ElasticParameters, moves_kv=True),
     "elastic_study": Policy(decide_elastic, ElasticStudyParameters, moves_kv=True),
-    "conserve": Policy(decide_conserve, ConserveParameters, moves_kv=True),
+    "conserve": Policy(decide_conserve, PdSepParameters, moves_kv=True),
     "migrate": Policy(decide_migrate, MigrateParameters, moves_kv=True),
     "direct_read": Policy(decide_direct_read, DirectReadParameters, reads_peers=True),
 }

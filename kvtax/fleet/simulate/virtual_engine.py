@@ -202,8 +202,8 @@ def _parser() -> FlexibleArgumentParser:
 def _block_hasher(block_tokens: int) -> Callable[[Request], list[BlockHash]]:
     """Return a function that hashes a request's full blocks that have no hash yet.
 
-    As vLLM's own, which takes a third of a simulation: a block's hash depends on its
-    tokens and on all before it, and on nothing else.
+    As vLLM's own, which is slower: a block's hash depends on its tokens and on all
+    before it, and on nothing else.
     """
     size = array("i").itemsize * block_tokens
 
