@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.thousand is not None:
         sections["R: 1,000 requests"] = [*_thousand(arguments.thousand)]
     sections["H5: cost per step"] = [*_steps()]
+    sections["N: what the framework's part is made of"] = [*_framework()]
     if arguments.connectors is not None:
         substrate = [*_connectors(_arms(arguments.connectors))]
         sections["N: what the substrate costs"] = substrate
@@ -287,6 +288,39 @@ def _steps() -> Iterator[Row]:
         for quantile, study in (("p50", 180), ("p90", 257), ("p99", 333)):
             level = walk["get_finished_us"][quantile]
             yield Row(f"{where}: get_finished {quantile}, µs", study, level)
+
+
+# Of NIXL's calls, those that the study names as the framework's part, and the others.
+FRAMEWORK = {
+    "metadata": ("scheduler.build_connector_meta", "worker.bind_connector_metadata"),
+    "KV buffers": ("worker.start_load_kv", "worker.wait_for_save"),
+    "what has arrived": (
+        "worker.get_finished",
+        "worker.get_block_ids_with_load_errors",
+        "worker.get_kv_connector_stats",
+    ),
+    "blocks freed later": ("scheduler.request_finished_all_groups",),
+}
+
+
+def _framework() -> Iterator[Row]:
+    """Yield NIXL's calls by purpose, in % of plain's step, and its memory."""
+    path = SWEEPS["a CPU host"]
+    configs = msgspec.json.decode(path.read_bytes())["configs"]
+    plain, nixl = configs["plain"], configs["nixl_both"]
+    step_us = plain["attribution_us"]["step"]
+    for what, methods in FRAMEWORK.items():
+        us = sum(nixl["methods"][method]["us_per_step"] for method in methods)
+        note = "no block waits: nothing is sent" if what == "blocks freed later" else ""
+        yield Row(f"{what}, % of plain's step", None, 100 * us / step_us, note)
+    threads = nixl["threads"].keys() - configs["noop"]["threads"].keys()
+    us = sum(nixl["threads"][thread]["us_per_step"] or 0 for thread in threads)
+    note = "CPU time, beside the step: " + ", ".join(sorted(threads))
+    yield Row("its own threads, % of plain's step", None, 100 * us / step_us, note)
+    for config in ("nixl_both", "mooncake_both"):
+        found = [one.get("peak_rss_mib") for one in (configs[config], plain)]
+        more = None if None in found else found[0] - found[1]
+        yield Row(f"{config}: memory over plain, MiB", None, more, "of the host")
 
 
 # The study's changes in percent, or points, by connector.

@@ -60,6 +60,7 @@ def config_entry(
         records=record_counts(trials),
         reads=read_counts(trials),
         idle=idle_cost(trials),
+        peak_rss_mib=peak_rss_mib(trials),
     )
     for time, quantiles in latency.latencies_ms(trials).items():
         setattr(entry, time, quantiles)
@@ -144,6 +145,12 @@ def idle_cost(trials: list[LoadedTrial]) -> IdleCost | None:
         cpu_s=round(sum(one.cpu_s for one in found), 3),
         steps=sum(one.steps for one in found),
     )
+
+
+def peak_rss_mib(trials: list[LoadedTrial]) -> float | None:
+    """Compute the mean over servers of their peak memory; None if none was watched."""
+    found = [t.facts.peak_rss_mib for t in trials if t.facts and t.facts.peak_rss_mib]
+    return round(sum(found) / len(found), 1) if found else None
 
 
 def noise_floor(measured: Mapping[str, Measured], roles: Roles) -> NoiseFloor:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.beside_study import AGREES_WITHIN, Row, agrees, rows_table
+from benchmarks.beside_study import AGREES_WITHIN, Row, _framework, agrees, rows_table
 
 figures = st.floats(0.01, 1e6)
 
@@ -36,3 +36,11 @@ def test_figures_agree_up_to_the_stated_factor(study, factor):
 )
 def test_a_row_without_one_of_the_two_has_no_verdict(row, cells):
     assert rows_table([row]).splitlines()[-1] == cells
+
+
+def test_the_frameworks_part_is_split_by_purpose_and_has_no_thread_of_the_engine():
+    rows = {row.what.partition(",")[0]: row for row in _framework()}
+    assert {"metadata", "KV buffers", "what has arrived"} < rows.keys()
+    assert all(row.here >= 0 for row in rows.values() if row.here is not None)
+    assert "MainThread" not in rows["its own threads"].note
+    assert "nixl" in rows["its own threads"].note

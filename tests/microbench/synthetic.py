@@ -23,7 +23,14 @@ from kvtax.records.requests import (
     RequestRecord,
     RequestsHeader,
 )
-from kvtax.records.run import PlanEntry, ReadCounts, Role, RunRecord, TrialRecord
+from kvtax.records.run import (
+    IdleCost,
+    PlanEntry,
+    ReadCounts,
+    Role,
+    RunRecord,
+    TrialRecord,
+)
 from kvtax.records.steps import EngineHeader, WorkerHeader
 
 
@@ -275,6 +282,8 @@ def write_trial(
         num_blocks=blocks,
         block_size=16,
         reads=truth.reads,
+        peak_rss_mib=1_000.0 + repeat,
+        idle=IdleCost(seconds=2.0, cpu_s=0.05, steps=0),
     )
     write_document(trial / "trial.json", record)
     if truth.fails:

@@ -164,6 +164,14 @@ def test_the_summary_states_verdict_hypothesis_and_machine(report: Report):
     assert f"| `{HASH}` | +85." in text and "+85.6" in text
 
 
+def test_what_a_server_takes_at_rest_is_beside_its_levels(
+    report: Report, configs: dict[str, Any]
+):
+    repeats = configs[HASH]["n_repeats"]
+    assert configs[HASH]["peak_rss_mib"] == 1_000 + (repeats - 1) / 2
+    assert "| 2.5, 0.0; 1,000.5 |" in report.summary
+
+
 def test_a_person_reads_the_summary_in_a_few_minutes(
     report: Report, configs: dict[str, Any]
 ):
