@@ -2,7 +2,8 @@
 """Compare arms of runs in virtual time by the rule that was written before they ran.
 
 The rule, the experiments and what was expected of them are in docs/fleet/questions.md.
-Prints a table per run, in Markdown, and writes it with JSON.
+Prints a table per run, in Markdown, and writes it with JSON. Experiments that the page
+has from earlier calls stay on it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from benchmarks.results import publish
 from kvtax.fleet.analyze.arm_runs import read_run
 from kvtax.fleet.analyze.comparison import Paired, paired
 from kvtax.fleet.analyze.frames import requests_frame
+from kvtax.records import RecordsError
 from kvtax.records.estimate import Estimate
 from kvtax.stats.markdown import table
 
@@ -45,6 +47,13 @@ class Row(msgspec.Struct):
     verdict: str
 
 
+class Answer(msgspec.Struct):
+    """The comparisons of an experiment, and the commit that ran it."""
+
+    commit: str | None
+    rows: list[Row]
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the runs to read, and --out for the page."""
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
@@ -53,14 +62,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print and write the page. Returns the exit code. Raises RecordsError."""
-    parts, results = [], {}
+    answers = earlier(arguments.out.with_suffix(".json"))
     for folder in arguments.runs:
         arms = read_run(folder)
-        name, rows = str(arms[0].info.experiment), compared(requests_frame(arms))
         commit = arms[0].info.versions.get("git_commit")
-        results[name] = {"commit": commit, "rows": rows}
-        parts += [f"## {name}", rows_table(rows)]
-    return publish("questions", arguments.out, parts, results, {})
+        rows = compared(requests_frame(arms))
+        answers[str(arms[0].info.experiment)] = Answer(commit, rows)
+    parts = []
+    for name, answer in answers.items():
+        parts += [f"## {name}", rows_table(answer.rows), f"Run at {answer.commit}."]
+    return publish("questions", arguments.out, parts, answers, {})
+
+
+def earlier(page: Path) -> dict[str, Answer]:
+    """Read the answers of a page that an earlier call wrote; {} if there is none.
+
+    Raises RecordsError.
+    """
+    if not page.exists():
+        return {}
+    try:
+        document = msgspec.json.decode(page.read_bytes())
+        del document["provenance"]
+        return msgspec.convert(document, dict[str, Answer])
+    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+        raise RecordsError(
+            f"{page}: no page of `kvtax bench questions`: {error}; take another --out"
+        ) from None
 
 
 def compared(requests: pl.DataFrame) -> list[Row]:

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import msgspec
 import polars as pl
 import pytest
 
-from benchmarks.questions import compared, verdict
+from benchmarks.questions import compared, earlier, verdict
 from kvtax.fleet.analyze.comparison import Paired
+from kvtax.paths import REPOSITORY
+from kvtax.records import RecordsError
 from kvtax.records.estimate import Estimate
 
 
@@ -51,3 +57,22 @@ def test_arms_are_compared_with_the_first_and_as_the_expectations_say():
     ]
     assert [row.ttft.value for row in found[:3]] == [100, 200, 50]
     assert {row.verdict for row in found} == {"worse"}
+
+
+def test_answers_of_earlier_calls_stay_on_the_page(tmp_path: Path):
+    committed = REPOSITORY / "docs" / "results" / "questions.json"
+    found = earlier(committed)
+    text = json.loads(committed.read_bytes())
+    assert "routers_question" in found and "provenance" not in found
+    assert json.loads(msgspec.json.encode(found)) == {
+        name: text[name] for name in found
+    }
+    assert earlier(tmp_path / "none.json") == {}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"provenance": {}, "a": 1}'])
+def test_another_file_is_not_taken_for_the_page(tmp_path: Path, text: str):
+    other = tmp_path / "other.json"
+    other.write_text(text)
+    with pytest.raises(RecordsError, match="take another --out"):
+        earlier(other)
