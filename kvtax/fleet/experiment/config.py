@@ -18,8 +18,8 @@ from kvtax.fleet.launch.instance_settings import (
     read_instance_settings,
     slowed,
 )
-from kvtax.fleet.launch.spec import FleetSpec
-from kvtax.fleet.policies import PolicyError, parameters_of
+from kvtax.fleet.launch.spec import HANDED_OVER, FleetSpec
+from kvtax.fleet.policies import POLICIES, PolicyError, parameters_of
 from kvtax.fleet.trace.study_sample import StudySample
 from kvtax.fleet.trace.twin import Twin
 from kvtax.paths import CONFIGS
@@ -225,6 +225,29 @@ def _refuse(name: str, why: str, **is_set: bool) -> None:
     for field in is_set:
         if is_set[field]:
             raise ValueError(f"arm {name!r}: `{field}` is {why}")
+
+
+def check_arms(experiment: Experiment) -> None:
+    """Raise ConfigError if launched instances lack what an arm's policy needs."""
+    if experiment.profile is None:
+        return
+    for name, arm in experiment.arms.items():
+        if arm.router != OUR_PROXY:
+            continue
+        policy = POLICIES[arm.policy]
+        wanted = experiment.fleet_spec(arm)
+        needs = f"arm {name!r}: policy {arm.policy} needs"
+        if policy.moves_kv and wanted.connector.transfer not in HANDED_OVER:
+            raise ConfigError(
+                f"{needs} a `connector` that moves KV as Mooncake and NIXL do, such as "
+                "mooncake_both_fixed"
+            )
+        if policy.reads_peers and wanted.connector.transfer != "direct_read":
+            raise ConfigError(
+                f"{needs} a `connector` that reads from peers, such as direct_read_idle"
+            )
+        if policy.needs_pools and not {"prefill", "decode"} <= set(wanted.roles):
+            raise ConfigError(f"{needs} instances of both `roles`, prefill and decode")
 
 
 def read_experiment(path: Path) -> Experiment:

@@ -21,7 +21,12 @@ from kvtax.config import ConfigError
 from kvtax.engine import kvindexd, preflight, vllm_router
 from kvtax.engine.machine_lock import machine_lock
 from kvtax.fleet.experiment.arm_run import FleetMaker, make_run
-from kvtax.fleet.experiment.config import INDEXES, Experiment, read_experiment
+from kvtax.fleet.experiment.config import (
+    INDEXES,
+    Experiment,
+    check_arms,
+    read_experiment,
+)
 from kvtax.fleet.experiment.experiment_plan import (
     PLAN_FILE,
     TRACE,
@@ -101,6 +106,7 @@ def _make_missing(experiment: Experiment, out: Path, options: RunOptions) -> Non
     trace = out / TRACE
     with ExitStack() as stack:
         hosts = None
+        check_arms(experiment)
         if options.virtual:
             check_virtual(experiment)
         else:

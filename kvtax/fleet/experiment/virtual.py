@@ -27,8 +27,7 @@ from kvtax.engine.supervise import Supervised
 from kvtax.fleet.experiment.config import Experiment
 from kvtax.fleet.experiment.experiment_plan import PlannedRun, Run
 from kvtax.fleet.launch.launched import Workshop
-from kvtax.fleet.launch.spec import HANDED_OVER, FleetSpec, members, server_of
-from kvtax.fleet.policies import POLICIES
+from kvtax.fleet.launch.spec import FleetSpec, members, server_of
 from kvtax.fleet.proxy.settings import Settings, resolved
 from kvtax.fleet.replay.options import Options
 from kvtax.fleet.simulate.cells import Cell, Member, write_failed
@@ -79,17 +78,6 @@ def check_virtual(experiment: Experiment) -> None:
             raise ConfigError(
                 f"arm {name!r}: llm-d's code follows real KV events, and --virtual has "
                 'none: leave the arm out, or give it `cache_state = "exact"`'
-            )
-        moves_kv = POLICIES[arm.policy].moves_kv
-        if moves_kv and wanted.connector.transfer not in HANDED_OVER:
-            raise ConfigError(
-                f"arm {name!r}: --virtual moves KV as Mooncake and NIXL do: give it a "
-                "`connector` of these kinds"
-            )
-        if arm.policy == "direct_read" and wanted.connector.transfer != "direct_read":
-            raise ConfigError(
-                f"arm {name!r}: to read from peers, give it a `connector` that can, "
-                "such as direct_read_idle"
             )
 
 

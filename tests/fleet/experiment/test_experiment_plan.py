@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtax.cli import Exit, main
 from kvtax.config import ConfigError
-from kvtax.fleet.experiment.config import Arm, Given, read_experiment
+from kvtax.fleet.experiment.config import Arm, Given, check_arms, read_experiment
 from kvtax.fleet.experiment.experiment_plan import (
     ExperimentError,
     check_slots,
@@ -34,6 +34,7 @@ EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.toml"))
 def test_every_committed_experiment_is_read_and_has_an_aa_pair(path):
     """In virtual time equal arms are equal to the byte."""
     committed = read_experiment(path)
+    check_arms(committed)
     if "in virtual time" not in committed.summary:
         assert (REPOSITORY / committed.workload.trace).exists()
         assert any(run.same_as for run in plan(committed))
@@ -142,6 +143,25 @@ def test_what_runs_in_real_time_alone_is_refused_in_virtual_time(changes, what):
     launched = {"standin": None, "profile": "h20-30b-a3b"}
     with pytest.raises(ConfigError, match=what):
         check_virtual(experiment(**(launched | changes)))
+
+
+@pytest.mark.parametrize(
+    ("arm", "what"),
+    [
+        (Arm("elastic"), "a `connector` that moves KV"),
+        (Arm("direct_read"), "a `connector` that reads from peers"),
+        (Arm("pd_sep", connector="mooncake_both"), "prefill and decode"),
+        (
+            Arm("pd_sep", connector="mooncake_both", roles=["prefill", *["both"] * 3]),
+            "prefill and decode",
+        ),
+    ],
+)
+def test_what_a_policy_needs_is_missed_before_anything_is_started(arm, what):
+    arms = {"a": Arm("linear"), "b": arm}
+    launched = experiment(standin=None, profile="h20-30b-a3b", arms=arms)
+    with pytest.raises(ConfigError, match=f"arm 'b': policy .* needs .*{what}"):
+        check_arms(launched)
 
 
 def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
