@@ -24,7 +24,7 @@ test-all: setup vllm-releases browser ## all tests, the long ones too (hours)
 
 fleet-test: setup vllm-releases ## the fleet's tests, the long ones too (20 minutes)
 	$(python) -m pytest -m "" tests/fleet tests/e2e/test_fleet_launch.py \
-	    tests/e2e/test_fleet_workers.py tests/e2e/test_offloads.py
+	    tests/e2e/test_offloads.py
 
 hosts-test: setup ## work on a Ray cluster, hosts of which are lost (needs root; 35 minutes)
 	$(python) -m pytest -m "" tests/hosts

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import polars as pl
 
 from kvtax.cost import latency
+from kvtax.cost.holds import holds_of
 from kvtax.cost.latency import tpot_addition
 from kvtax.cost.levels import Level
 from kvtax.cost.measured import Measured, slope_of
-from kvtax.cost.metrics import JUDGED, LEVELS, number
-from kvtax.cost.parts import set_parts
+from kvtax.cost.metrics import JUDGED, LEVELS, Metric, number
 from kvtax.cost.roles import Roles
 from kvtax.cost.trials import LoadedTrial
 from kvtax.cost.verdict import (
@@ -26,10 +26,14 @@ from kvtax.records.per_config import (
     ConfigEntry,
     NoiseDifference,
     NoiseFloor,
+    PartCost,
 )
+from kvtax.records.requests import Phase
 from kvtax.records.run import IdleCost, ReadCounts
+from kvtax.records.step_table import CALLS, method_columns
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Distribution, rounded
+from kvtax.stats.held import Fit, fit
 
 METHODS = (
     "build_meta_us",
@@ -236,3 +240,48 @@ def _ratios(one: Measured, base: Measured) -> dict[str, Estimate | None]:
         if ours is not None and theirs is not None:
             found[metric] = rounded(ours.over(theirs))
     return found
+
+
+def set_parts(entry: ConfigEntry, one: Measured) -> None:
+    """Fill in `connector`, `methods` and `threads`: means and slopes of the holds."""
+    held = one.held
+    if held["connector_us"].null_count() < held.height:
+        entry.connector = _part(one, "connector_us")
+    entry.methods = {
+        name.removesuffix("_us"): _part(one, name) for name in method_columns(held)
+    }
+    threads = one.threads.filter(pl.col("phase") == Phase.HOLD)
+    entry.threads = {
+        str(name): _thread(one, samples)
+        for (name,), samples in threads.group_by("thread", maintain_order=True)
+    }
+
+
+def _part(one: Measured, time: str) -> PartCost:
+    steps = max(one.held.height, 1)
+    calls = time.removesuffix("_us") + CALLS
+    per_step = None
+    if calls in one.held.columns:
+        per_step = round(number(one.held[calls].sum()) / steps, 3)
+    return PartCost(
+        calls_per_step=per_step,
+        slope_per_1k_blocks=_slope(one.slope_of(time)),
+        us_per_step=round(number(one.held[time].sum()) / steps, 3),
+    )
+
+
+def _thread(one: Measured, samples: pl.DataFrame) -> PartCost:
+    holds = holds_of(samples, one.at, Metric("us_per_step", "all", "mean", 1))
+    sampled = max(number(samples["steps"].sum()), 1)
+    return PartCost(
+        slope_per_1k_blocks=_slope(None if holds is None else fit(holds)),
+        us_per_step=round(number(samples["us"].sum()) / sampled, 3),
+    )
+
+
+def _slope(found: Fit | None) -> Estimate | None:
+    if found is None:
+        return None
+    slope, error = found.slope()
+    reach = found.reach(error)
+    return Estimate(round(slope, 3), (round(slope - reach, 3), round(slope + reach, 3)))

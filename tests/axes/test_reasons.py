@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table says what refuses to start, and where, not what a log ends with."""
+"""Cells: what refuses to start, and where; which of them one host measures together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from kvtax.axes import cell
 from kvtax.axes.cell import not_in_release, reason
+from kvtax.axes.matrix import read_matrix
+from kvtax.axes.on_hosts import compared
 from kvtax.engine.connector import load_connector
 from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import installation
@@ -115,3 +117,28 @@ def test_the_engine_of_a_cell_gets_its_config_in_no_command_line(monkeypatch, tm
     assert "sesame" not in str(arguments)
     assert "sesame" in options["env"][cell.GIVEN]
     assert options["secrets"] == ["sesame"]
+
+
+def test_what_a_report_sets_beside_each_other_is_one_piece_of_work():
+    matrix = read_matrix()
+    cells = [
+        (release, connector)
+        for release in matrix.releases
+        for connector in matrix.connectors
+    ]
+    together = compared(cells, matrix.claims)
+    assert sorted(cell for some in together for cell in some) == sorted(cells)
+    pairs = {
+        ((one.release, one.beside), (one.release, one.connector))
+        for one in matrix.claims
+        if one.beside
+    }
+    assert pairs
+    assert {tuple(some) for some in together if len(some) > 1} == pairs
+
+
+def test_a_cell_whose_other_is_there_already_is_measured_alone():
+    claims = read_matrix().claims
+    (one,) = [claim for claim in claims if claim.beside]
+    cells = [(one.release, one.connector)]
+    assert compared(cells, claims) == [cells]

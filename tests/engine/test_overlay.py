@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,10 @@ from kvtax.engine.environment import (
     engine_environment,
 )
 from kvtax.engine.installation import Installation, installation
+from kvtax.engine.null_model import write_null_model
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.ports import reserve
-from kvtax.engine.settings import CPU_ENGINE
+from kvtax.engine.settings import CPU_ENGINE, Forward
 from kvtax.patcher.at_import import SOURCES
 from kvtax.patcher.import_finder import MODULES
 from kvtax.paths import PATCHES
@@ -123,3 +126,26 @@ def test_a_vllm_that_cannot_be_imported_is_refused_with_its_own_words(
     (theirs.package("vllm") / "__init__.py").write_text("import no_such_library")
     with pytest.raises(preflight.PreflightError, match="no_such_library"):
         preflight.check_import(tmp_path, CPU_ENGINE, theirs)
+
+
+TIMES = 100
+
+
+def test_who_reads_while_it_is_made_again_reads_it_whole(tmp_path: Path) -> None:
+    """Each run of an experiment makes it, and servers of others are starting then."""
+    folder = tmp_path / "model"
+    write_null_model(folder, 4096, Forward(0))
+
+    def make_again() -> None:
+        for _ in range(TIMES):
+            write_null_model(folder, 4096, Forward(0))
+
+    writer = threading.Thread(target=make_again)
+    writer.start()
+    reads = 0
+    while writer.is_alive():
+        read = json.loads((folder / "config.json").read_text())
+        assert read["max_position_embeddings"] == 4096
+        reads += 1
+    writer.join()
+    assert reads

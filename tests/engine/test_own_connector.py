@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that is told on the command line is measured as a config is."""
+"""A new connector takes one TOML, or its name on the command line, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ import msgspec
 import pytest
 
 from kvtax.config import ConfigError
-from kvtax.engine import provenance
+from kvtax.engine import preflight, provenance
+from kvtax.engine.connector import load_connector
 from kvtax.engine.installation import installation
 from kvtax.engine.own_connector import own_connector, stand_ins
-from kvtax.paths import REPOSITORY
+from kvtax.engine.ports import reserve
+from kvtax.engine.server_spec import Engine, resolve
+from kvtax.fleet.launch import spec as launch_spec
+from kvtax.fleet.launch.instance_settings import read_instance_settings
+from kvtax.fleet.launch.spec import FleetSpec, SpecError, members
+from kvtax.paths import CONFIGS, REPOSITORY
 from kvtax.records.run import PLAN_FILE
 from microbench.profile import load_profile, measured_with
 from microbench.sweep import _begin_run
@@ -196,3 +202,48 @@ def test_a_time_per_token_is_no_secret():
     assert provenance.masked(dict.fromkeys(names, "sesame")) == dict.fromkeys(
         names, "***"
     )
+
+
+NEW = """\
+summary = "a connector that no code here has heard of"
+patches = ["step_timing_v2"]
+
+[kv_transfer_config]
+kv_connector = "BrandNewConnector"
+kv_connector_module_path = "mypackage.kv"
+kv_role = "kv_both"
+"""
+
+
+@pytest.fixture
+def brand_new(tmp_path, monkeypatch):
+    (tmp_path / "connectors").mkdir()
+    (tmp_path / "connectors" / "brand_new.toml").write_text(NEW)
+    monkeypatch.setattr("kvtax.engine.connector.CONFIGS", tmp_path)
+    return load_connector("brand_new")
+
+
+def test_the_sweep_serves_it(brand_new, tmp_path):
+    preflight.check_connector(brand_new)
+    engine = Engine(tmp_path, load_profile("cpu"), brand_new, tmp_path)
+    argv = resolve(engine, tmp_path, {}).argv
+    told = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+    assert told["kv_connector"] == "BrandNewConnector"
+
+
+def test_the_fleet_launches_it(brand_new, tmp_path):
+    settings = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
+    spec = FleetSpec(settings, "brand_new", brand_new, ["both", "both"])
+    made = members(spec, reserve(2), [[], []], tmp_path)
+    assert [member.instance.connector for member in made] == [None, None]
+    own = launch_spec.own_connector(spec, "both")
+    assert own.kv_transfer_config["kv_role"] == "kv_both"
+
+
+def test_roles_of_their_own_are_refused_until_its_toml_says_how_kv_moves(
+    brand_new, tmp_path
+):
+    settings = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
+    spec = FleetSpec(settings, "brand_new", brand_new, ["prefill", "decode"])
+    with pytest.raises(SpecError, match=r"brand_new.*`transfer`"):
+        members(spec, reserve(2), [[], []], tmp_path)

@@ -15,8 +15,8 @@ import pytest
 
 from kvtax.cli import main
 from kvtax.cost.analysis import analyse
-from kvtax.cost.remedies import REMEDIES, Kind
 from kvtax.cost.trials import load_run
+from kvtax.cost.warn import REMEDIES, Kind
 from kvtax.records.requests import Phase
 from microbench.summary.figures import BINS, binned_curves
 from tests.microbench.synthetic import Report, Truth, report_of, write_run

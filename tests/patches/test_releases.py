@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,19 +14,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtax import patcher
-from kvtax.patcher import Tree
+from kvtax.engine.installation import installation
+from kvtax.patcher import Patch, Tree
 from kvtax.patcher.at_import import SOURCES
-from kvtax.paths import PATCHES
-from tests.patches.release_trees import (
-    ALL,
-    RELEASES,
-    STEP_TIMING,
-    TESTED,
-    changed,
-    copy_of_installed,
-    copy_of_release,
-    python_files,
-)
+from kvtax.paths import CONFIGS, PATCHES
+from tests.releases import package_of
+
+ALL = patcher.load_patches(PATCHES)
+STEP_TIMING = ALL["step_timing_v2"]
+TESTED = patcher.load_releases(CONFIGS / "releases.toml")
+RELEASES = [release.version for release in TESTED["vllm"]]
+
+
+def copy_of(patch: Patch, source: Path, place: Path) -> Tree:
+    """A private copy of the files of a package that any patch touches."""
+    tree = place / patch.package
+    patches = [other for other in ALL.values() if other.package == patch.package]
+    touched = {spec.file for other in patches for spec in other.blocks}
+    for path in touched | {"__init__.py", "_version.py"}:
+        if (source / path).exists():
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / path, tree / path)
+    return Tree(tree)
+
+
+def copy_of_installed(patch: Patch, place: Path) -> Tree:
+    try:
+        return copy_of(patch, installation().package(patch.package), place)
+    except ModuleNotFoundError:
+        pytest.skip(f"{patch.package} is not installed")
+
+
+def copy_of_release(version: str, place: Path) -> Tree:
+    """A private copy of one release's Python files."""
+    return copy_of(STEP_TIMING, package_of(version), place)
+
+
+def python_files(tree: Tree) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(tree.root)): path.read_bytes()
+        for path in sorted(tree.root.rglob("*.py"))
+    }
+
+
+def changed(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
+    return {path for path in after if before.get(path) != after[path]}
+
 
 pytestmark = pytest.mark.slow
 
@@ -252,3 +287,54 @@ def test_what_no_caller_may_pass_is_refused_as_before_and_nothing_is_no_group(
         for source, target in (([1, 2, 3], [1]), ([1], [1, 2, 3])):
             with pytest.raises(ValueError, match="shape"):
                 grouping(source, target)
+
+
+PATCH = patcher.load_patch(PATCHES / "block_pool_delta_listener")
+MUTATING = {"pop", "popitem", "clear", "update", "setdefault"}
+
+
+def writers(module: ast.Module, attribute: str) -> set[str]:
+    """Methods that bind `.attribute`, or change the dict that it is."""
+
+    def is_it(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr == attribute
+
+    def writes(node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute) and is_it(node.value):
+            return node.attr in MUTATING
+        if isinstance(node, ast.Subscript) and is_it(node.value):
+            return not isinstance(node.ctx, ast.Load)
+        return is_it(node) and not isinstance(node.ctx, ast.Load)
+
+    return {
+        f"{owner.name}.{method.name}"
+        for owner in module.body
+        if isinstance(owner, ast.ClassDef)
+        for method in owner.body
+        if isinstance(method, ast.FunctionDef)
+        if any(writes(node) for node in ast.walk(method))
+    }
+
+
+@pytest.mark.parametrize("release", PATCH.tested(TESTED))
+def test_keys_enter_and_leave_only_where_the_patch_listens(installed_vllm, release):
+    """Also on the release whose pool cannot be run here."""
+    package = package_of(release)
+    block_pool = package / "v1/core/block_pool.py"
+    module = ast.parse(block_pool.read_bytes())
+    own_map = "BlockHashToBlockMap."
+    assert {name for name in writers(module, "_cache") if name.startswith(own_map)} == {
+        f"{own_map}{method}" for method in ("__init__", "insert", "pop")
+    }
+    assert writers(module, "cached_block_hash_to_block") - {
+        # Through the map's own methods.
+        "BlockPool._maybe_evict_cached_block",
+        "BlockPool._remove_cached_block_hashes",
+    } == {"BlockPool.__init__", "BlockPool.reset_prefix_cache"}
+    names = (b"BlockHashToBlockMap", b"cached_block_hash_to_block._cache")
+    others = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if path != block_pool and any(name in path.read_bytes() for name in names)
+    }
+    assert others == set()
