@@ -5,7 +5,7 @@ Load it with `kv_connector: DirectReadConnector` and
 `kv_connector_module_path: connectors.direct_read.connector`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +64,10 @@ class DirectReadConnector(KVConnectorBase_V1):
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         assert self.connector_scheduler is not None
         self.connector_scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+    def on_workers_called(self, method: str | Callable) -> None:
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.on_workers_called(method)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]

@@ -4,8 +4,8 @@
 Equal block hashes mean equal tokens, LoRA name and cache salt. A fingerprint makes sure
 that the bytes behind them mean the same, and have the same layout in memory. It does
 not look at weights: it takes models with the same served name to have the same weights.
-What can change while an instance runs, the resets of its prefix cache, is compared with
-each offer (protocol.Offer).
+What can change while an instance runs, its weights and its prefix cache, is counted;
+the counts are compared with each offer (protocol.Offer).
 """
 
 from __future__ import annotations

@@ -77,15 +77,16 @@ class _Held(NamedTuple):
     readers: int
 
 
-class ResetCounter(BlockPoolListener):
-    """Count of the resets of a pool's prefix cache since the pool was made.
+class ChangeCounter(BlockPoolListener):
+    """Counts of what can change the KV behind a hash, since the pool was made.
 
-    A refused reset does not count. vLLM tells a connector of no other sign that weights
-    have changed.
+    `resets` are those of the prefix cache; a refused one does not count.
+    `weight_updates` are calls of the workers that may have changed their weights.
     """
 
     def __init__(self, block_pool: BlockPool) -> None:
         self.resets = 0
+        self.weight_updates = 0
         block_pool.add_listener(self)
 
     def on_block_cached(self, key: BlockHashWithGroupId, block_id: int) -> None:
@@ -98,8 +99,14 @@ class ResetCounter(BlockPoolListener):
     def on_cache_reset(self) -> None:
         self.resets += 1
 
+    def on_weight_update(self) -> None:
+        self.weight_updates += 1
 
-class BlockLedger(ResetCounter):
+    def changes(self) -> tuple[int, int]:
+        return self.resets, self.weight_updates
+
+
+class BlockLedger(ChangeCounter):
     """Knows which blocks of a pool hold what their hash says, and for how long.
 
     The engine thread calls `begin_step` at the end of each schedule(), and
@@ -138,6 +145,14 @@ class BlockLedger(ResetCounter):
         # which are written already: those are offered late, never early.
         self._cached[block_id] = (key, self._steps_begun + 1)
 
+    def on_weight_update(self) -> None:
+        """Offer no block again that was cached before.
+
+        The count comes last: else a lookup could offer such a block with it.
+        """
+        self._cached = [None] * len(self._cached)
+        super().on_weight_update()
+
     def begin_step(self) -> None:
         self._steps_begun += 1
 
@@ -156,15 +171,15 @@ class BlockLedger(ResetCounter):
         The hashes are block hashes, without a group id; at most MAX_HASHES count.
         """
         self.counters.lookups += 1
-        resets = self.resets
+        changes = self.changes()
         blocks, keys, stopped = self._leading_run(hashes[:MAX_HASHES])
-        if self.resets != resets:
-            # These blocks are of the cache before.
+        if self.changes() != changes:
+            # These blocks are of the cache or the weights before.
             blocks, keys, stopped = [], [], "absent"
         self.counters.stopped_absent += stopped == "absent"
         self.counters.stopped_in_flight += stopped == "in_flight"
         if not blocks:
-            return Offer(0, [], stopped, resets)
+            return Offer(0, [], stopped, *changes)
         self.counters.blocks_offered += len(blocks)
         self._make_room(len(blocks))
         # Not a counter: a token from before a restart must not be valid.
@@ -172,7 +187,7 @@ class BlockLedger(ResetCounter):
         deadline_s = time.monotonic() + TOKEN_LIFETIME_S
         self._held[token] = _Held(blocks, keys, deadline_s, self._readers)
         self._num_held_blocks += len(blocks)
-        return Offer(token, [block.block_id for block in blocks], stopped, resets)
+        return Offer(token, [block.block_id for block in blocks], stopped, *changes)
 
     def validate(self, token: int) -> int:
         """Return how many of the offer's leading blocks are still valid.

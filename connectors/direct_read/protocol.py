@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-MAGIC = b"kv-direct-read/2"
+MAGIC = b"kv-direct-read/3"
 NONCE_BYTES = 16
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 MAC_BYTES = 32
@@ -100,13 +100,15 @@ class Offer(Message, tag="offer"):
     Validating the token says afterwards how many of them count. `stopped` says why the
     run ended: "" if all blocks are there, "absent", or "in_flight" for a block cached
     in a step that has not ended. An offer of no blocks has token 0, which is never
-    valid. `resets` is how often the prefix cache that holds the blocks had been reset.
+    valid. `resets` is how often the prefix cache that holds the blocks had been reset,
+    `weight_updates` how many calls of the workers may have changed the weights by then.
     """
 
     token: UInt
     block_ids: list[UInt]
     stopped: str
     resets: UInt = 0
+    weight_updates: UInt = 0
 
 
 class Validated(Message, tag="validated"):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from connectors.direct_read import fingerprint
-from connectors.direct_read.ledger import BlockLedger, ResetCounter
+from connectors.direct_read.ledger import BlockLedger, ChangeCounter
 from connectors.direct_read.lookups import (
     NOTHING,
     OFFER_LIFETIME_S,
@@ -38,6 +38,12 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.direct_read")
 
 NOTHING_TO_DO = DirectReadMetadata()
+# Methods of vLLM's workers that leave the weights alone. Any other may change them.
+HARMLESS_METHODS = {
+    "get_encoder_timing_stats",
+    "get_model_inspection",
+    "init_weight_transfer_engine",
+}
 # As in DNS.
 MAX_HOST_CHARACTERS = 253
 
@@ -62,7 +68,7 @@ class DirectReadScheduler:
         # Public, with offer_lifetime_s: a simulation reads ledgers without a network.
         self.offer_lifetime_s = OFFER_LIFETIME_S
         self.ledger: BlockLedger | None = None
-        self._cache: ResetCounter | None = None
+        self._cache: ChangeCounter | None = None
         self.lookups: Lookups | None = None
         # By request, until its pull begins. Then None, as for a request without a pull:
         # each pulls once, and after a failure or a preemption it is computed here.
@@ -76,7 +82,12 @@ class DirectReadScheduler:
         if self._settings.serves:
             readers = self._vllm_config.parallel_config.tensor_parallel_size
             self.ledger = BlockLedger(block_pool, readers)
-        self._cache = self.ledger or ResetCounter(block_pool)
+        self._cache = self.ledger or ChangeCounter(block_pool)
+
+    def on_workers_called(self, method: str | Callable) -> None:
+        """Count a call of the workers that may change their weights."""
+        if self._cache is not None and method not in HARMLESS_METHODS:
+            self._cache.on_weight_update()
 
     def set_workers(self, workers: dict[int, DirectReadHandshake]) -> None:
         """Set the workers by TP rank. Raises RuntimeError if vLLM lacks a patch."""
@@ -156,19 +167,21 @@ class DirectReadScheduler:
     def _is_of_our_weights(self, found: Found, address: Address) -> bool:
         """Decide if the offer's blocks can be of the same weights as ours.
 
-        Weights change in one instance after the other, and each resets its cache then.
-        An offer that was made for the cache before our own last reset is refused, too.
+        Weights change in one instance after the other. An offer that was made before
+        our own last update or reset is refused, too.
         """
         assert self._cache is not None
-        ours, theirs = self._cache.resets, found.offer.resets
-        if ours == theirs or not found.offer.block_ids:
+        offer = found.offer
+        ours, theirs = self._cache.changes(), (offer.resets, offer.weight_updates)
+        if ours == theirs or not offer.block_ids:
             return True
         logger.warning_once(
-            "Direct read: nothing from %s:%d: prefix_cache_resets is %d here and %d "
-            "there; reset the instance that is behind, once its weights are the same",
+            "Direct read: nothing from %s:%d: prefix_cache_resets and weight_updates "
+            "are %d and %d here, %d and %d there; update and reset the instance that "
+            "is behind",
             *address,
-            ours,
-            theirs,
+            *ours,
+            *theirs,
         )
         return False
 

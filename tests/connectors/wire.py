@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +27,7 @@ from connectors.direct_read.protocol import (
 )
 from connectors.direct_read.server import Server
 
-SECRET = b"a secret of enough bytes"
-OTHER_SECRET = b"another one of enough bytes"
+SECRET, OTHER_SECRET = secrets.token_bytes(), secrets.token_bytes()
 HASHES = [bytes([n]) * 32 for n in range(10)]
 NONCES = (b"server nonce ...", b"client nonce ...")
 PEER = Peer(

@@ -13,6 +13,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from overlapping import Overlapping
@@ -39,10 +40,14 @@ class HooksWitness(NoopConnector):
     ledger_class = BlockLedger
     ledger: BlockLedger | None = None
     pool = None
+    workers_called: ClassVar[Counter[str]] = Counter()
 
     def bind_gpu_block_pool(self, gpu_block_pool) -> None:
         HooksWitness.pool = gpu_block_pool
         HooksWitness.ledger = self.ledger_class(gpu_block_pool)
+
+    def on_workers_called(self, method) -> None:
+        self.workers_called[method] += 1
 
     def build_connector_meta(self, scheduler_output):
         self.ledger.begin_step()
@@ -164,6 +169,9 @@ def run(model: Path, how: str, ledger: str = "as it is") -> Watch:
                 engine.core.step_fn()
     while engine.core.scheduler.has_requests() or engine.core.batch_queue:
         engine.core.step_fn()
+    HooksWitness.workers_called.clear()
+    engine.core.collective_rpc("get_kv_cache_spec")
+    watch.counts["workers called"] = HooksWitness.workers_called["get_kv_cache_spec"]
     return watch
 
 
@@ -188,6 +196,11 @@ def test_blocks_are_offered_when_they_are_written(model, how):
 def test_an_idle_engine_offers_all_that_is_cached(model, how):
     offered, cached = run(model, how).offered_of_cached()
     assert offered == cached > 10
+
+
+@pytest.mark.parametrize("how", ["alone", "in_multi_with_two_steps_in_flight"])
+def test_a_connector_sees_calls_of_the_workers(model, how):
+    assert run(model, how).counts["workers called"] == 1
 
 
 def test_a_ledger_that_is_a_step_early_is_noticed(model):

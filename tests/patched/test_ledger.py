@@ -295,6 +295,39 @@ def test_a_lookup_that_a_reset_overtakes_offers_nothing(ledger_module):
     assert (offer.block_ids, offer.stopped) == ([], "absent")
 
 
+def test_nothing_cached_before_a_weight_update_is_offered_after_it(ledger_module):
+    pool, ledger, _ = written(ledger_module, b"a")
+    before = ledger.lookup([b"a"])
+    assert before.weight_updates == 0
+    ledger.on_weight_update()
+    assert ledger.lookup([b"a"]).stopped == "absent"
+    # A peer that has the weights of before may finish its read.
+    assert ledger.validate(before.token) == 1
+    again = cache(pool, b"b")
+    a_step(ledger)
+    offer = ledger.lookup([b"b"])
+    assert (offer.block_ids, offer.weight_updates) == (ids(*again), 1)
+    assert (offer.resets, ledger.changes()) == (0, (0, 1))
+
+
+def test_a_lookup_that_a_weight_update_overtakes_offers_nothing(ledger_module):
+    pool, ledger, _ = written(ledger_module, b"a")
+    block_map = pool.cached_block_hash_to_block
+
+    class Overtaken:
+        @staticmethod
+        def get_one_block(key):
+            block = block_map.get_one_block(key)
+            ledger.on_weight_update()
+            ledger.on_block_cached(block.block_hash, block.block_id)
+            a_step(ledger)
+            return block
+
+    with changed(pool, "cached_block_hash_to_block", Overtaken):
+        offer = ledger.lookup([b"a"])
+    assert (offer.block_ids, offer.stopped) == ([], "absent")
+
+
 # Several blocks with one hash.
 
 
@@ -469,7 +502,9 @@ MUTANTS = {
     ),
     "held blocks are not given back": ("self._num_held_blocks -= len(", "len("),
     "resets are not counted": ("self.resets += 1", "pass"),
-    "resets are not looked for": ("if self.resets != resets:", "if False:"),
+    "changes are not looked for": ("if self.changes() != changes:", "if False:"),
+    "weight updates are not counted": ("self.weight_updates += 1", "pass"),
+    "old weights are offered": ("[None] * len(self._cached)", "self._cached"),
     "any number of hashes": ("hashes[:MAX_HASHES]", "hashes"),
 }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -27,9 +29,10 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-SECRET = "a secret of these tests"
+SECRET = secrets.token_hex()
 PROMPT = list(range(1, 1_601))
 OTHER = PROMPT[::-1]
+NEXT = [*PROMPT[1:], 1]
 # One token has to be computed, and with it its block.
 READABLE_BLOCKS = 99
 # 10 us per block, and 5 us on the way.
@@ -71,6 +74,11 @@ class Pair:
 
     def reset(self, name: str) -> None:
         assert self._served[name].engine.scheduler.reset_prefix_cache()
+
+    def call_workers(self, name: str, method: str) -> None:
+        """Call the workers as vLLM's update_weights does; there are none here."""
+        with suppress(NotImplementedError):
+            self._served[name].engine.core.collective_rpc(method)
 
     def read_tokens(self, name: str) -> int:
         return self._served[name].totals.external_tokens
@@ -133,6 +141,36 @@ def test_only_caches_that_were_reset_as_often_are_read(model):
         assert pair.used("a") == pair.used("b") == 0
 
     run(updated, model)
+
+
+def test_only_instances_whose_weights_were_updated_as_often_are_read(model):
+    """vLLM resets no cache when the weights change."""
+
+    async def updated(pair: Pair) -> None:
+        for prompt in (PROMPT, OTHER):
+            await pair.ask("a", prompt)
+        pair.call_workers("b", "update_weights")
+        await pair.ask("b", PROMPT, peer=1)
+        assert pair.read_tokens("b") == 0
+        pair.call_workers("a", "update_weights")
+        # What "a" has is of the weights before.
+        await pair.ask("b", OTHER, peer=1)
+        assert pair.read_tokens("b") == 0
+        await pair.ask("a", NEXT)
+        await pair.ask("b", NEXT, peer=1)
+        assert pair.read_tokens("b") == READABLE_BLOCKS * 16
+
+    run(updated, model)
+
+
+def test_a_call_of_the_workers_that_only_looks_is_no_update(model):
+    async def looked(pair: Pair) -> None:
+        await pair.ask("a", PROMPT)
+        pair.call_workers("b", "get_model_inspection")
+        await pair.ask("b", PROMPT, peer=1)
+        assert pair.read_tokens("b") == READABLE_BLOCKS * 16
+
+    run(looked, model)
 
 
 def test_an_offer_from_before_our_own_reset_is_not_used(model):
