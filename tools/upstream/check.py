@@ -43,7 +43,7 @@ from tools.upstream.release import (
 LOGS = REPOSITORY / "runs" / "upstream-check"
 PLUGIN = Path(__file__).with_name("plugin")
 TEST_TIMEOUT_S = 300
-RUN_TIMEOUT_S = 3600
+RUN_TIMEOUT_S = 7200
 
 
 # Outcome of each test by its node id; a file that pytest could not import counts as
