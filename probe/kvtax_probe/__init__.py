@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
 
@@ -101,7 +102,7 @@ def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, step, *args, **kwargs)
         finally:
-            recorder.end_execute_model()
+            recorder.ended_ns = perf_counter_ns()
 
     return recorded
 

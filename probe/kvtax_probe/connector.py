@@ -13,7 +13,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -38,14 +38,13 @@ FREQUENT_NS = 10_000
 _CONSTANT = {"RESUME", "LOAD_CONST", "LOAD_SMALL_INT", "RETURN_VALUE", "RETURN_CONST"}
 
 
-# Calls of a method: its index, how many, their time in ns, and that without the calls
-# of timed methods that they made. Times of -1 are not known: only counted.
-Calls = tuple[int, int, int, int]
+# Calls in the order of their ends: each has the method's index, how many calls it is,
+# and when they began and ended in ns. The end of calls that were only counted is -1. No
+# call is what goes on with the work of an earlier one.
+Calls = Sequence[tuple[int, int, int, int]]
 
 
-def fill(
-    record: Any, calls: list[Calls], methods: list[str], fields: dict[str, str]
-) -> None:
+def fill(record: Any, calls: Calls, methods: list[str], fields: dict[str, str]) -> None:
     """Set a record's fields by method; `fields` names the fields of some methods.
 
     Left out is what a reader knows: one call, a time equal to the self time, and a
@@ -73,9 +72,21 @@ def fill(
     record.connector_self_us = self_us or None
 
 
-def _sums(calls: list[Calls]) -> dict[int, tuple[int, int, int]]:
+def _sums(calls: Calls) -> dict[int, tuple[int, int, int]]:
+    """Return by method how many calls, their time, and that without their own calls.
+
+    Times are in ns; of methods that were only counted they are -1.
+    """
     sums: dict[int, tuple[int, int, int]] = {}
-    for i, count, ns, self_ns in calls:
+    # Calls that no other call is known to have made: when they began, how long.
+    outer: list[tuple[int, int]] = []
+    for i, count, began_ns, ended_ns in calls:
+        ns = self_ns = -1
+        if ended_ns >= 0:
+            ns = self_ns = ended_ns - began_ns
+            while outer and outer[-1][0] >= began_ns:
+                self_ns -= outer.pop()[1]
+            outer.append((began_ns, ns))
         if i in sums:
             before = sums[i]
             count += before[0]
@@ -101,19 +112,15 @@ class ConnectorTimer:
         "methods",
         "not_timed",
         "thread",
-        "total_self_ns",
     )
 
     def __init__(self) -> None:
         self.methods: list[str] = []
         self.not_timed: dict[str, str] = {}
         self.thread = get_ident()
-        # Time of all timed calls so far; what it grows by within a call is its
-        # children's.
-        self.total_self_ns = 0
         self.drawn = True
         # Timed calls since the last take(), and how many were counted by method.
-        self.calls: list[Calls] = []
+        self.calls: list[tuple[int, int, int, int]] = []
         self._counts: list[int] = []
         # By index: (connector, name, wrapper that times, wrapper that counts).
         self._wrappers: list[tuple[Any, str, MethodType, MethodType]] = []
@@ -127,13 +134,13 @@ class ConnectorTimer:
         for number, child in enumerate(_children(connector)):
             self.wrap(child, f"{prefix}{type(child).__name__}[{number}].")
 
-    def take(self) -> list[Calls]:
+    def take(self) -> Calls:
         """Return the calls since the last time."""
         calls, self.calls = self.calls, []
         if self.frequent and not self.drawn:
             for i in self.frequent:
                 if count := self._counts[i]:
-                    calls.append((i, count, -1, -1))
+                    calls.append((i, count, 0, -1))
                     self._counts[i] = 0
         if len(calls) > FREQUENT_CALLS:
             self._find_frequent(calls)
@@ -146,7 +153,7 @@ class ConnectorTimer:
             if self.frequent:
                 self._swap_frequent()
 
-    def _find_frequent(self, calls: list[Calls]) -> None:
+    def _find_frequent(self, calls: Calls) -> None:
         for i, (count, ns, _) in _sums(calls).items():
             if count > FREQUENT_CALLS and 0 <= ns < count * FREQUENT_NS:
                 self.frequent.add(i)
@@ -191,15 +198,11 @@ class ConnectorTimer:
         def timed(self_: Any, *args: Any, **kwargs: Any) -> Any:
             if get_ident() != self.thread:
                 return getattr(owner, name)(self_, *args, **kwargs)
-            before_ns = self.total_self_ns
             began_ns = now_ns()
             try:
                 result = getattr(owner, name)(self_, *args, **kwargs)
             finally:
-                took_ns = now_ns() - began_ns
-                self_ns = took_ns - self.total_self_ns + before_ns
-                self.calls.append((i, 1, took_ns, self_ns))
-                self.total_self_ns = before_ns + took_ns
+                self.calls.append((i, 1, began_ns, now_ns()))
             # A compiled generator is of a type of its own.
             if result is not None and type(result).__name__ == "generator":
                 return TimedGenerator(result, self, i)
@@ -214,15 +217,6 @@ class ConnectorTimer:
             MethodType(_dressed(timed, name, attribute), connector),
             MethodType(_dressed(counted, name, attribute), connector),
         )
-
-    def add_time(self, i: int, took_ns: int, before_ns: int) -> None:
-        """Add the time of work that a method left for later.
-
-        `before_ns` is the total before that work, which other methods may have shared.
-        """
-        self_ns = took_ns - self.total_self_ns + before_ns
-        self.calls.append((i, 0, took_ns, self_ns))
-        self.total_self_ns = before_ns + took_ns
 
 
 class TimedGenerator(Generator):
@@ -246,12 +240,11 @@ class TimedGenerator(Generator):
     def _run(self, call: Any, *args: Any) -> Any:
         if get_ident() != self._timer.thread:
             return call(*args)
-        before_ns = self._timer.total_self_ns
         began_ns = now_ns()
         try:
             return call(*args)
         finally:
-            self._timer.add_time(self._method, now_ns() - began_ns, before_ns)
+            self._timer.calls.append((self._method, 0, began_ns, now_ns()))
 
 
 class _Own:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -53,17 +55,46 @@ class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
     connector_self_us: dict[str, float] | None = None
 
 
-# A step that is scheduled and whose output is not there yet: its record, the calls of
-# its schedule(), and the time spent aside until then in ns.
-OpenStep = tuple[EngineStep, list[Calls], int]
+# A step that is scheduled: step_id, when schedule() began and ended, its CPU time,
+# requests, tokens, tokens of prompts, preemptions, running, waiting, cache_size,
+# free_blocks, time spent aside until then, calls of schedule(). Times are in ns.
+Scheduled = tuple[Any, ...]
+# The step's update: began and ended, its CPU time and that of the whole step, the time
+# spent aside until then, and the calls of the update.
+Updated = tuple[int, int, int, "int | None", int, Calls]
 
 
 class EngineRecorder:
     """Recorder of one engine core's steps, in the engine's one thread.
 
     Its scheduler's `schedule` and `update_from_output` are wrapped on the instance, so
-    the scheduler may be of any class.
+    the scheduler may be of any class. In a step caches are cold, so a step touches as
+    little as can be: it appends tuples of integers. A thread makes records of them.
     """
+
+    __slots__ = (
+        "_aside_ns",
+        "_block_pool",
+        "_clocks_step",
+        "_count_waiting",
+        "_cpu_read_after",
+        "_dp_rank",
+        "_drawn_for_cpu",
+        "_drawn_to_record",
+        "_file",
+        "_open",
+        "_requests",
+        "_schedule",
+        "_scheduler",
+        "_thread_cpu_ns",
+        "_thread_cpu_step",
+        "_threads",
+        "_threads_before",
+        "_timer",
+        "_update",
+        "life",
+        "next_step_id",
+    )
 
     def __init__(self, engine_core: Any):
         parallel = engine_core.vllm_config.parallel_config
@@ -72,15 +103,18 @@ class EngineRecorder:
         self._timer = timer_of("SCHEDULER")
         self._timer.thread = threading.get_ident()
         self._scheduler = scheduler = engine_core.scheduler
-        self._has_queues = _has_queues(scheduler)
+        self._count_waiting = _count_waiting(scheduler)
         self._block_pool = _block_pool(scheduler)
         self._threads_before = threads_of_executor()
         self._file: RecordFile | None = None
         self._threads: ThreadsFile | None = None
         self.next_step_id = 0
-        self._open: dict[int, OpenStep] = {}
+        # Steps scheduled and not updated yet.
+        self._open: dict[int, Scheduled] = {}
         self._drawn_to_record, self._drawn_for_cpu = Draw(STEPS_EVERY), Draw(CPU_EVERY)
-        # Time spent after steps had ended, which is no other open step's.
+        # The next step of which it must be decided whether CPU clocks are read.
+        self._clocks_step = 0
+        # Time spent after steps had ended, while others were open.
         self._aside_ns = 0
         # The thread's CPU clock when it was read last, and the step that ended then.
         self._thread_cpu_ns, self._thread_cpu_step = 0, -2
@@ -110,134 +144,138 @@ class EngineRecorder:
                 file.flush()
 
     def _timed_schedule(self, *args: Any, **kwargs: Any) -> Any:
-        step_id, drawn = self.next_step_id, self._drawn_for_cpu
-        # A call less in most steps.
-        with_cpu = step_id >= drawn.next and drawn.is_chosen(step_id)
-        if self._timer.drawn is not with_cpu:
-            self._timer.draw(with_cpu)
+        step_id = self.next_step_id
         # Reading the CPU clock takes longer than any other: not in schedule_us.
-        cpu_ns = thread_cpu_ns() if with_cpu else 0
+        cpu_ns = self._draw_clocks(step_id) if step_id >= self._clocks_step else 0
         began_ns = now_ns()
         output = self._schedule(*args, **kwargs)
-        took_ns = now_ns() - began_ns
-        if with_cpu:
-            cpu_ns = thread_cpu_ns() - cpu_ns
+        ended_ns = now_ns()
         try:
-            self._note_scheduled(output, began_ns, took_ns, cpu_ns)
+            if cpu_ns:
+                cpu_ns = thread_cpu_ns() - cpu_ns
+            output.step_id = step_id
+            self.next_step_id = step_id + 1
+            timer = self._timer
+            calls = timer.take() if timer.calls or timer.frequent else ()
+            if self._requests.with_external_kv:
+                self._requests.note_scheduled()
+            if STEPS_EVERY > 1 and not self._drawn_to_record.is_chosen(step_id):
+                return output
+            output.records_life = self.life
+            scheduled = output.num_scheduled_tokens
+            tokens, requests = output.total_num_scheduled_tokens, len(scheduled)
+            # A running request's last prompt chunk of one token counts as a decode: it
+            # costs the same and yields a token. That keeps the common step free of a
+            # loop.
+            prefill_tokens = 0
+            if tokens != requests or output.scheduled_new_reqs:
+                prefill_tokens = _prefill_tokens(self._scheduler, scheduled)
+            preempted = output.preempted_req_ids
+            running = waiting = cache_size = free_blocks = None
+            if self._count_waiting is not None:
+                running = len(self._scheduler.running)
+                waiting = self._count_waiting(self._scheduler.waiting)
+            pool = self._block_pool
+            if pool is not None:
+                # A reset of the prefix cache makes a new map.
+                cache_size = len(pool.cached_block_hash_to_block)
+                free_blocks = pool.free_block_queue.num_free_blocks
+            self._open[step_id] = (
+                step_id,
+                began_ns,
+                ended_ns,
+                cpu_ns,
+                requests,
+                tokens,
+                prefill_tokens,
+                len(preempted) if preempted else 0,
+                running,
+                waiting,
+                cache_size,
+                free_blocks,
+                self._aside_ns,
+                calls,
+            )
+            if len(self._open) > MAX_OPEN_STEPS:
+                # Scheduled, but never updated.
+                self._append((self._open.pop(next(iter(self._open))), None))
         except Exception:
             self._give_up()
         return output
-
-    def _note_scheduled(
-        self, output: Any, began_ns: int, took_ns: int, cpu_ns: int
-    ) -> None:
-        step_id = output.step_id = self.next_step_id
-        self.next_step_id = step_id + 1
-        if 0 <= self._drawn_for_cpu.next - step_id <= 1:
-            self._cpu_read_after.add(step_id)
-        if self._requests.with_external_kv:
-            self._requests.note_scheduled()
-        calls = self._timer.take()
-        if STEPS_EVERY > 1 and not self._drawn_to_record.is_chosen(step_id):
-            return
-        output.records_life = self.life
-        scheduler, pool = self._scheduler, self._block_pool
-        scheduled = output.num_scheduled_tokens
-        tokens, requests = output.total_num_scheduled_tokens, len(scheduled)
-        # A running request's last prompt chunk of one token counts as a decode: it
-        # costs the same and yields a token. That keeps the common step free of a loop.
-        prefill_tokens = 0
-        if output.scheduled_new_reqs or tokens != requests:
-            prefill_tokens = _prefill_tokens(scheduler, scheduled)
-        preempted = output.preempted_req_ids
-        record = EngineStep(
-            step_id,
-            began_ns,
-            took_ns / 1e3,
-            scheduled=requests,
-            prefill_tokens=prefill_tokens,
-            decode_tokens=tokens - prefill_tokens,
-            preemptions=len(preempted) if preempted else 0,
-        )
-        if cpu_ns:
-            record.schedule_cpu_us = cpu_ns / 1e3
-        if self._has_queues:
-            record.running = len(scheduler.running)
-            record.waiting = len(scheduler.waiting)
-        if pool is not None:
-            # A reset of the prefix cache makes a new map.
-            record.cache_size = len(pool.cached_block_hash_to_block)
-            record.free_blocks = pool.free_block_queue.num_free_blocks
-        self._open[step_id] = record, calls, self._aside_ns
-        if len(self._open) > MAX_OPEN_STEPS:
-            # Scheduled, but never updated.
-            self._append(self._open.pop(next(iter(self._open))))
 
     def _timed_update(
         self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         step_id = getattr(scheduler_output, "step_id", -1)
         step = self._open.pop(step_id, None)
+        requests = self._requests
         try:
-            self._requests.begin_update(step_id, scheduler_output, model_runner_output)
+            requests.step_id = step_id
+            transfers = getattr(model_runner_output, "kv_connector_output", None)
+            if transfers is not None and transfers.finished_recving:
+                requests.note_received(transfers.finished_recving)
+            if (
+                scheduler_output.scheduled_new_reqs
+                or scheduler_output.preempted_req_ids
+                or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+            ):
+                requests.note_started(step_id, scheduler_output)
         except Exception:
             self._give_up()
-        with_cpu = step is not None and step[0].schedule_cpu_us is not None
-        cpu_ns = thread_cpu_ns() if with_cpu else 0
+        cpu_ns = thread_cpu_ns() if step is not None and step[3] else 0
         began_ns = now_ns()
         outputs = self._update(scheduler_output, model_runner_output, *args, **kwargs)
         ended_ns = now_ns()
         try:
-            self._note_updated(step_id, step, began_ns, ended_ns, cpu_ns)
+            step_cpu_ns = None
+            if step_id in self._cpu_read_after:
+                step_cpu_ns = self._read_thread_cpu(step_id)
+                if cpu_ns:
+                    cpu_ns = self._thread_cpu_ns - cpu_ns
+            requests.step_id = None
+            if requests.without_token:
+                requests.note_first_tokens(step_id)
+            timer = self._timer
+            calls = timer.take() if timer.calls or timer.frequent else ()
+            if step is not None:
+                aside_ns = self._aside_ns
+                self._append(
+                    (step, (began_ns, ended_ns, cpu_ns, step_cpu_ns, aside_ns, calls))
+                )
+            if step_id != self.next_step_id - 1:
+                self._aside_ns += now_ns() - ended_ns
         except Exception:
             self._give_up()
         return outputs
 
-    def _note_updated(
-        self,
-        step_id: int,
-        step: OpenStep | None,
-        began_ns: int,
-        ended_ns: int,
-        cpu_ns: int,
-    ) -> None:
-        thread_cpu_us = None
-        if step_id in self._cpu_read_after:
-            self._cpu_read_after.remove(step_id)
-            thread_cpu_us = self._read_thread_cpu(step_id)
-        self._requests.end_update()
-        timer = self._timer
-        calls = timer.take() if timer.calls or timer.frequent else None
-        if step is not None:
-            record, calls_of_schedule, aside_ns = step
-            record.thread_cpu_us = thread_cpu_us
-            if cpu_ns:
-                record.update_cpu_us = (self._thread_cpu_ns - cpu_ns) / 1e3
-            record.update_us = (ended_ns - began_ns) / 1e3
-            aside_ns = self._aside_ns - aside_ns
-            record.step_us = (ended_ns - record.t_ns - aside_ns) / 1e3
-            if calls:
-                calls_of_schedule += calls
-            self._append(step)
-        self._aside_ns += now_ns() - ended_ns
+    def _draw_clocks(self, step_id: int) -> int:
+        """Return the thread's CPU clock if this step is drawn for it, otherwise 0."""
+        drawn = self._drawn_for_cpu
+        chosen = drawn.is_chosen(step_id)
+        if drawn.next - step_id <= 1:
+            self._cpu_read_after.add(step_id)
+        self._clocks_step = step_id + 1 if chosen else max(drawn.next - 1, step_id + 1)
+        self._timer.draw(chosen)
+        return thread_cpu_ns() if chosen else 0
 
     def _give_up(self) -> None:
         """Detach: the engine must serve all the same."""
         logger.exception("kvtax: no step records from here on")
         self.detach()
 
-    def _read_thread_cpu(self, step_id: int) -> float | None:
-        """Read the thread's CPU clock after a step; return the step's CPU time in us.
+    def _read_thread_cpu(self, step_id: int) -> int | None:
+        """Read the thread's CPU clock after a step; return the step's CPU time in ns.
 
         None if the clock was not read after the step before.
         """
+        self._cpu_read_after.remove(step_id)
         before_ns, self._thread_cpu_ns = self._thread_cpu_ns, thread_cpu_ns()
         before_step, self._thread_cpu_step = self._thread_cpu_step, step_id
         if before_step != step_id - 1:
             return None
-        return (self._thread_cpu_ns - before_ns) / 1e3
+        return self._thread_cpu_ns - before_ns
 
-    def _append(self, step: OpenStep) -> None:
+    def _append(self, step: tuple[Scheduled, Updated | None]) -> None:
         if self._file is None:
             schema = "kvtax.engine_step/1"
             self._file = RecordFile(
@@ -258,19 +296,47 @@ class EngineRecorder:
             "not_timed": self._timer.not_timed,
         }
 
-    def _finished(self, step: OpenStep) -> EngineStep:
-        """Complete a record, away from the engine's thread."""
-        record, calls, _ = step
+    def _finished(self, step: tuple[Scheduled, Updated | None]) -> EngineStep:
+        """Make a record, away from the engine's thread."""
+        scheduled, updated = step
+        step_id, began_ns, ended_ns, cpu_ns, requests, tokens, prefill = scheduled[:7]
+        preemptions, running, waiting, cache_size, free_blocks = scheduled[7:12]
+        aside_ns, calls = scheduled[12:]
+        record = EngineStep(
+            step_id,
+            began_ns,
+            (ended_ns - began_ns) / 1e3,
+            running=running,
+            waiting=waiting,
+            scheduled=requests,
+            prefill_tokens=prefill,
+            decode_tokens=tokens - prefill,
+            cache_size=cache_size,
+            free_blocks=free_blocks,
+            preemptions=preemptions,
+            schedule_cpu_us=cpu_ns / 1e3 if cpu_ns else None,
+        )
+        if updated is not None:
+            update_ns, ended_ns, cpu_ns, step_cpu_ns, until_ns, more = updated
+            record.update_us = (ended_ns - update_ns) / 1e3
+            record.step_us = (ended_ns - began_ns - until_ns + aside_ns) / 1e3
+            if cpu_ns:
+                record.update_cpu_us = cpu_ns / 1e3
+            if step_cpu_ns is not None:
+                record.thread_cpu_us = step_cpu_ns / 1e3
+            calls = (*calls, *more)
         fill(record, calls, self._timer.methods, FIELDS)
         return record
 
 
-def _has_queues(scheduler: Any) -> bool:
+def _count_waiting(scheduler: Any) -> Callable[[Any], int] | None:
+    """Return what counts waiting requests; None without queues of vLLM's kind."""
     try:
         len(scheduler.running), len(scheduler.waiting)
     except (AttributeError, TypeError):
-        return False
-    return True
+        return None
+    # A queue of vLLM's is a deque with a slow len() of its own.
+    return deque.__len__ if isinstance(scheduler.waiting, deque) else len
 
 
 def _block_pool(scheduler: Any) -> Any:

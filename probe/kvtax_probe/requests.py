@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -58,10 +58,11 @@ class RequestRecorder:
         self._file: RecordFile | None = None
         self.detached = False
         self._open: dict[str, RequestRecord] = {}
-        self._without_token: set[str] = set()
+        self.without_token: set[str] = set()
         # Requests that got blocks for the connector's KV in this step, and when.
         self.with_external_kv: list[tuple[Any, int]] = []
-        self._step_id: int | None = None
+        # The step whose update runs.
+        self.step_id: int | None = None
         if hasattr(scheduler, "add_request") and hasattr(scheduler, "_free_request"):
             scheduler.add_request = self._preceded(scheduler.add_request, self._add)
             scheduler._free_request = self._preceded(
@@ -80,33 +81,32 @@ class RequestRecorder:
                 record.kv_wait_ns = [*record.kv_wait_ns, t_ns]
         self.with_external_kv.clear()
 
-    def begin_update(self, step_id: int, scheduler_output: Any, output: Any) -> None:
-        """Note the scheduled requests of a step whose model has run."""
-        self._step_id = step_id
+    def note_started(self, step_id: int, scheduler_output: Any) -> None:
+        """Note the requests that a step, whose model has run, began or stopped."""
         for new in scheduler_output.scheduled_new_reqs:
-            self._note_first_step(new.req_id, self._scheduler.requests.get(new.req_id))
+            request = self._scheduler.requests.get(new.req_id)
+            self._note_first_step(step_id, new.req_id, request)
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-            self._note_resumed(request_id)
+            self._note_resumed(step_id, request_id)
         for request_id in scheduler_output.preempted_req_ids or ():
             record = self._open.get(request_id)
             if record is not None:
                 record.preempted_steps = [*record.preempted_steps, step_id]
-        transfers = getattr(output, "kv_connector_output", None)
-        if transfers is not None:
-            for request_id in transfers.finished_recving or ():
-                record = self._open.get(request_id)
-                if record is not None and len(record.kv_wait_ns) % 2:
-                    record.kv_wait_ns.append(now_ns())
 
-    def end_update(self) -> None:
+    def note_received(self, request_ids: Iterable[str]) -> None:
+        """Note the requests whose KV has come."""
+        for request_id in request_ids:
+            record = self._open.get(request_id)
+            if record is not None and len(record.kv_wait_ns) % 2:
+                record.kv_wait_ns.append(now_ns())
+
+    def note_first_tokens(self, step_id: int) -> None:
         """Note the requests that got their first token in the step."""
-        if self._without_token:
-            for request_id in list(self._without_token):
-                request = self._scheduler.requests.get(request_id)
-                if request is not None and request.num_output_tokens:
-                    self._open[request_id].first_token_step = self._step_id
-                    self._without_token.discard(request_id)
-        self._step_id = None
+        for request_id in list(self.without_token):
+            request = self._scheduler.requests.get(request_id)
+            if request is not None and request.num_output_tokens:
+                self._open[request_id].first_token_step = step_id
+                self.without_token.discard(request_id)
 
     def _preceded(
         self, call: Callable[..., Any], first: Callable[[Any], None]
@@ -168,27 +168,27 @@ class RequestRecorder:
         if record is None or self._file is None:
             return
         record.finished_ns = now_ns()
-        record.last_step = self._step_id
+        record.last_step = self.step_id
         record.output_tokens = request.num_output_tokens
         record.preemptions = request.num_preemptions
         reason = request.get_finished_reason()
         record.finish_reason = None if reason is None else str(reason)
-        if request.request_id in self._without_token:
-            self._without_token.discard(request.request_id)
+        if request.request_id in self.without_token:
+            self.without_token.discard(request.request_id)
             if request.num_output_tokens:
-                record.first_token_step = self._step_id
+                record.first_token_step = self.step_id
         self._file.append(record)
 
-    def _note_first_step(self, request_id: str, request: Any) -> None:
+    def _note_first_step(self, step_id: int, request_id: str, request: Any) -> None:
         record = self._open.get(request_id)
         if record is None or request is None:
             return
         if record.first_step is not None:
             # The V2 model runner gets a resumed request as a new one.
-            self._note_resumed(request_id)
+            self._note_resumed(step_id, request_id)
             return
-        record.first_step = self._step_id
-        self._without_token.add(request_id)
+        record.first_step = step_id
+        self.without_token.add(request_id)
         # From 0.20 on in PrefillStats, until the first output takes it.
         stats = getattr(request, "prefill_stats", None)
         if stats is not None:
@@ -198,10 +198,10 @@ class RequestRecorder:
             record.external_tokens = request.num_external_computed_tokens
             record.cached_tokens = request.num_cached_tokens - record.external_tokens
 
-    def _note_resumed(self, request_id: str) -> None:
+    def _note_resumed(self, step_id: int, request_id: str) -> None:
         record = self._open.get(request_id)
         if record is not None and len(record.preempted_steps) % 2:
-            record.preempted_steps.append(self._step_id)
+            record.preempted_steps.append(step_id)
 
     def _name(self, request_id: str) -> str:
         name = _SUFFIX.sub("", request_id)

@@ -42,8 +42,25 @@ class WorkerStep(msgspec.Struct, omit_defaults=True, gc=False):
     connector_self_us: dict[str, float] | None = None
 
 
+# A step: its id, when execute_model() began and ended in ns, and the connector's calls.
+Executed = tuple[int, int, int, Calls]
+
+
 class WorkerRecorder:
     """Recorder of one worker's steps, in the thread that executes its model."""
+
+    __slots__ = (
+        "_began_ns",
+        "_draw",
+        "_fields",
+        "_file",
+        "_life",
+        "_rank",
+        "_step_id",
+        "_steps",
+        "_timer",
+        "ended_ns",
+    )
 
     def __init__(self, worker: Any):
         self._rank = getattr(worker.worker, "rank", worker.rpc_rank)
@@ -51,33 +68,32 @@ class WorkerRecorder:
         self._fields = dict(FIELDS)
         if "get_transfer_results" in self._timer.methods:
             self._fields["get_transfer_results"] = self._fields.pop("get_finished")
-        self._draw = Draw(CPU_EVERY)
-        self._steps = 0
+        # Steps since methods are known to be called often, and those drawn of them.
+        self._steps, self._draw = 0, Draw(CPU_EVERY)
         self._file: RecordFile | None = None
         self._life = ""
-        self._record: WorkerStep | None = None
+        self._step_id: int | None = None
+        self._began_ns = 0
+        # The end of execute_model(), which its caller sets; 0 until then.
+        self.ended_ns = 0
         at_exit(self.close)
 
     def begin_step(self, scheduler_output: Any) -> None:
         # The V2 model runner finishes a step in sample_tokens(), so only the next step
         # tells that this one is complete.
         self._append()
-        timer, drawn, step = self._timer, self._draw, self._steps
+        timer = self._timer
         timer.thread = get_ident()
-        self._steps = step + 1
-        # A call less in most steps.
-        with_frequent = step >= drawn.next and drawn.is_chosen(step)
-        if timer.drawn is not with_frequent:
-            timer.draw(with_frequent)
+        if timer.frequent:
+            timer.draw(self._draw.is_chosen(self._steps))
+            self._steps += 1
         life = getattr(scheduler_output, "records_life", None)
         if life is not None:
             if life != self._life:
                 self._begin_file(life)
-            self._record = WorkerStep(scheduler_output.step_id, now_ns())
-
-    def end_execute_model(self) -> None:
-        if self._record is not None:
-            self._record.execute_model_us = (now_ns() - self._record.t_ns) / 1e3
+            self._step_id = scheduler_output.step_id
+            self.ended_ns = 0
+            self._began_ns = now_ns()
 
     def close(self) -> None:
         """Write what is left; the last step has no next one."""
@@ -92,11 +108,11 @@ class WorkerRecorder:
         self._file = RecordFile(life, name, schema, self._header, self._finished)
 
     def _append(self) -> None:
-        timer = self._timer
-        calls = timer.take() if timer.calls or timer.frequent else []
-        if self._record is not None and self._file is not None:
-            self._file.append((self._record, calls))
-            self._record = None
+        timer, step_id = self._timer, self._step_id
+        calls = timer.take() if timer.calls or timer.frequent else ()
+        if step_id is not None and self._file is not None:
+            self._file.append((step_id, self._began_ns, self.ended_ns, calls))
+            self._step_id = None
 
     def _header(self) -> dict[str, Any]:
         return {
@@ -106,8 +122,10 @@ class WorkerRecorder:
             "not_timed": self._timer.not_timed,
         }
 
-    def _finished(self, step: tuple[WorkerStep, list[Calls]]) -> WorkerStep:
-        """Complete a record, away from the worker's thread."""
-        record, calls = step
+    def _finished(self, step: Executed) -> WorkerStep:
+        """Make a record, away from the worker's thread."""
+        step_id, began_ns, ended_ns, calls = step
+        took_us = (ended_ns - began_ns) / 1e3 if ended_ns else None
+        record = WorkerStep(step_id, began_ns, took_us)
         fill(record, calls, self._timer.methods, self._fields)
         return record

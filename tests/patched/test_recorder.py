@@ -280,12 +280,11 @@ def test_what_follows_a_step_is_not_in_the_step_that_is_open_meanwhile(
     monkeypatch.setattr(EngineRecorder, "_append", slow_append)
     with recording(tmp_path):
         scheduler = new_engine(NOOP, model).core.scheduler
+        monkeypatch.setattr(scheduler, "update_from_output", lambda *_: None)
         recorder = EngineRecorder(SimpleNamespace(scheduler=scheduler, **PARALLEL))
         outputs = [scheduler.schedule() for _ in range(2)]
         for output in outputs:
-            step = recorder._open.pop(output.step_id)
-            ended_ns = time.perf_counter_ns()
-            recorder._note_updated(output.step_id, step, ended_ns, ended_ns, 0)
+            recorder._timed_update(output, None)
     path = only_life(tmp_path) / "engine_step.jsonl"
     first, second = read_lines(path, EngineHeader, EngineStep).records
     assert second.step_us < first.step_us < 500_000
@@ -374,7 +373,7 @@ def test_a_fault_of_the_recorder_is_one_message_and_the_engine_serves(
     def broken(recorder, *arguments):
         raise LookupError("a field that a later release has no more")
 
-    monkeypatch.setattr(EngineRecorder, "_note_scheduled", broken)
+    monkeypatch.setattr("vllm.kvtax_probe.engine._prefill_tokens", broken)
     with recording(tmp_path), caplog.at_level("ERROR", "vllm.kvtax_probe"):
         caplog_handler = caplog.handler
         logging.getLogger("vllm.kvtax_probe").addHandler(caplog_handler)
