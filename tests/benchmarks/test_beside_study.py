@@ -32,6 +32,9 @@ def test_figures_agree_up_to_the_stated_factor(study, factor):
         (Row("a", 2, None, "why"), "| a | 2 | - |  | why |"),
         (Row("a", None, 3), "| a | - | 3 |  |  |"),
         (Row("moves", 0, 0), "| moves | 0 | 0 | agrees |  |"),
+        (Row("a", -0.8, 0.2), "| a | -0.8 | 0.2 | differs |  |"),
+        (Row("a", -0.8, 0.2, near=1), "| a | -0.8 | 0.2 | agrees |  |"),
+        (Row("a", 0, 1.1, near=1), "| a | 0 | 1.1 | differs |  |"),
     ],
 )
 def test_a_row_without_one_of_the_two_has_no_verdict(row, cells):
