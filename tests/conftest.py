@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,6 +28,18 @@ settings.load_profile("few")
 
 # Folders whose tests share servers: one worker of pytest-xdist runs all of each.
 TOGETHER = ("tests/patched/", "tests/e2e/")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file that `-m "not MARK and ..."` leaves out as a whole."""
+    selection = config.option.markexpr
+    if collection_path.suffix != ".py" or not re.fullmatch(
+        r"not \w+( and not \w+)*", selection
+    ):
+        return None
+    marked = re.findall(r"^pytestmark = (.*)$", collection_path.read_text(), re.M)
+    marks = set(re.findall(r"pytest\.mark\.(\w+)", marked[0])) if marked else set()
+    return True if marks & set(re.findall(r"not (\w+)", selection)) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):

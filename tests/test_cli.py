@@ -45,16 +45,28 @@ def test_help_costs_little_cpu(arguments):
     assert help_s <= MOST_OF_BARE * bare_s
 
 
+@pytest.fixture
+def ended(capsys, monkeypatch, signals):
+    """Run `kvtax` in this process; return its exit code and what it printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(REPOSITORY)
+
+    def of(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = main(list(arguments))
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return of
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_every_subcommand_has_help_and_is_in_the_overview(command):
-    assert command.summary in " ".join(main_help().split())
-    shown = run(command.name, "--help")
-    assert (shown.returncode, shown.stderr) == (Exit.GOOD, "")
-    assert f"kvtax {command.name}" in shown.stdout
-
-
-def main_help() -> str:
-    return run("--help", env=os.environ | {"COLUMNS": "200"}).stdout
+def test_every_subcommand_has_help_and_is_in_the_overview(ended, command):
+    assert command.summary in " ".join(ended("--help")[1].split())
+    code, shown, errors = ended(command.name, "--help")
+    assert (code, errors) == (Exit.GOOD, "")
+    assert f"kvtax {command.name}" in shown
 
 
 @pytest.mark.parametrize(
@@ -73,11 +85,11 @@ def main_help() -> str:
     ],
     ids=" ".join,
 )
-def test_bad_input_is_one_line_of_error_and_exit_code_2(arguments):
-    ended = run(*arguments)
-    assert ended.returncode == Exit.BAD_INPUT
-    assert "Traceback" not in ended.stderr
-    assert ended.stderr.strip()
+def test_bad_input_is_one_line_of_error_and_exit_code_2(ended, arguments):
+    code, _, errors = ended(*arguments)
+    assert code == Exit.BAD_INPUT
+    assert "Traceback" not in errors
+    assert errors.strip()
 
 
 def test_a_closed_pipe_ends_quietly():

@@ -74,7 +74,10 @@ def over_rounds(
     if count == 0:
         raise ValueError("no rounds")
     drawn = np.random.default_rng(SEED).integers(count, size=(ROUND_REPLICATES, count))
-    draws = np.array([statistic(rounds[index]) for index in drawn], float)
+    if statistic is np.median and rounds.ndim == 1:
+        draws = np.median(rounds[drawn], axis=1)
+    else:
+        draws = np.array([statistic(rounds[index]) for index in drawn], float)
     return Distribution(float(statistic(rounds)), draws)
 
 

@@ -54,6 +54,11 @@ def changed(path: Path, number: int, **values) -> bytes:
     return json.dumps(line | values).encode()
 
 
+def ends(last: int) -> list:
+    """The first record's line and the last's."""
+    return [pytest.param(number, marks=pytest.mark.slow) for number in (2, last)]
+
+
 BAD_LINES = {
     "t_ns of 64 bits": {"t_ns": 2**64},
     "t_ns of 63 bits": {"t_ns": 2**63},
@@ -75,7 +80,7 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize("number", [2, 8, 401])
+@pytest.mark.parametrize("number", [8, *ends(401)])
 @pytest.mark.parametrize("bad", BAD_LINES)
 @pytest.mark.parametrize("file", [ENGINE, WORKER])
 def test_a_bad_step_is_left_out_and_named(records, capsys, file, bad, number):
@@ -120,7 +125,7 @@ BAD_REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("number", [2, 8, 51])
+@pytest.mark.parametrize("number", [8, *ends(51)])
 @pytest.mark.parametrize("bad", BAD_REQUESTS)
 def test_a_bad_request_is_left_out_and_named(records, capsys, bad, number):
     path, value = records / REQUEST, BAD_REQUESTS[bad]

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -347,6 +346,8 @@ COSTS = [
 def test_a_forward_takes_what_its_tokens_and_their_context_cost(
     cost, simulated_forward, monkeypatch, tmp_path
 ):
+    import torch
+
     totals = tmp_path / "totals"
     monkeypatch.setenv("KVTAX_FORWARD_TOTALS", str(totals))
     forward = simulated_forward.SimulatedForward(**msgspec.structs.asdict(cost))

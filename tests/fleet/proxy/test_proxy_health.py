@@ -645,7 +645,7 @@ async def watched(trouble: Trouble, count: int) -> tuple[float | None, float, in
     return found_s, fleet.failed / fleet.sent, core.health.ejections
 
 
-@pytest.mark.parametrize("count", [4, 16])
+@pytest.mark.parametrize("count", [4, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TROUBLES)
 def test_an_outlier_costs_few_requests_of_a_busy_fleet(monkeypatch, name, count):
     trouble = TROUBLES[name]
