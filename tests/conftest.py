@@ -31,15 +31,21 @@ TOGETHER = ("tests/patched/", "tests/e2e/")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import a file that `-m "not MARK and ..."` leaves out as a whole."""
+    """Import no file, and no folder's conftest, that `-m "not MARK ..."` leaves out."""
     selection = config.option.markexpr
-    if collection_path.suffix != ".py" or not re.fullmatch(
-        r"not \w+( and not \w+)*", selection
-    ):
+    if not re.fullmatch(r"not \w+( and not \w+)*", selection):
         return None
-    marked = re.findall(r"^pytestmark = (.*)$", collection_path.read_text(), re.M)
-    marks = set(re.findall(r"pytest\.mark\.(\w+)", marked[0])) if marked else set()
-    return True if marks & set(re.findall(r"not (\w+)", selection)) else None
+    left_out = set(re.findall(r"not (\w+)", selection))
+    files = [collection_path]
+    if collection_path.is_dir():
+        files = list(collection_path.rglob("test_*.py"))
+    return True if files and all(marks(file) & left_out for file in files) else None
+
+
+def marks(file: Path) -> set[str]:
+    """Return the marks of all tests of a file."""
+    marked = re.search(r"^pytestmark = (.*)$", file.read_text(), re.M)
+    return set(re.findall(r"pytest\.mark\.(\w+)", marked[1])) if marked else set()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvtax.engine.connector import connector_names
 from kvtax.paths import REPOSITORY
+from tests.conftest import pytest_ignore_collect
 
 # What a room may import besides itself. The rule of the innermost room counts.
 EVERYWHERE = {"kvtax.signals"}
@@ -71,10 +74,15 @@ def within(module: str, room: str) -> bool:
     return module == room or module.startswith(room + ".")
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_bytes())))
+
+
 def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
     """(line, module) of each import of ours, in functions too."""
     package = path.relative_to(root).parent.parts
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -160,7 +168,30 @@ def test_no_code_knows_a_config_by_name():
         where = path.relative_to(REPOSITORY)
         if where.parts[0] not in ("kvtax", "microbench"):
             continue
-        for node in ast.walk(ast.parse(path.read_bytes())):
+        for node in nodes(path):
             if isinstance(node, ast.Constant) and node.value in names:
                 known.append(f"{where}:{node.lineno}: {node.value!r}")
     assert [one for one in known if not one.startswith(NAMED_FOR_A_REASON)] == []
+
+
+@pytest.mark.parametrize(
+    ("selection", "marks", "left_out"),
+    [
+        ("not slow and not long", "pytest.mark.slow", True),
+        ("not slow and not long", "[pytest.mark.e2e, pytest.mark.long]", True),
+        ("not long", "pytest.mark.slow", None),
+        ("not slow and serial", "pytest.mark.slow", None),
+        ("", "pytest.mark.slow", None),
+        ("not slow", None, None),
+    ],
+)
+def test_only_files_without_a_selected_test_are_not_imported(
+    selection, marks, left_out, tmp_path
+):
+    file = tmp_path / "test_it.py"
+    file.write_text(f"pytestmark = {marks}\n" if marks else "@pytest.mark.slow\n")
+    config = SimpleNamespace(option=SimpleNamespace(markexpr=selection))
+    assert pytest_ignore_collect(file, config) is left_out
+    assert pytest_ignore_collect(tmp_path, config) is left_out
+    (tmp_path / "test_other.py").write_text("def test_that_is_quick(): pass\n")
+    assert pytest_ignore_collect(tmp_path, config) is None

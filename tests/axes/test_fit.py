@@ -61,6 +61,7 @@ def test_a_cost_that_rises_and_falls_again_grows(axis):
     assert steepest(cell, axis) == META
 
 
+@pytest.mark.slow
 def test_noise_is_rarely_called_growth_however_large_and_however_few_the_passes():
     rng, grown = np.random.default_rng(3), 0
     levels = len(AXES["running"].levels)
@@ -82,6 +83,7 @@ def test_the_slope_is_per_unit_of_the_axis(axis):
     assert found.passes == 9
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_slope_holds_the_truth_in_95_of_100_cells():
     rng = np.random.default_rng(7)
     held = 0

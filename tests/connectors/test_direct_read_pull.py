@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
 from connectors.direct_read.protocol import Offer, Peer, WorkerAddress
+from connectors.direct_read.puller import Pull, Puller
 from connectors.direct_read.reads import FAILED, LostTrackError, read_blocks
 from tests.connectors.fake_engine import (
     BASES,
@@ -27,8 +27,8 @@ from tests.connectors.fake_engine import (
 )
 from tests.connectors.wire import SECRET, serving, wait_for
 
-if TYPE_CHECKING:
-    from connectors.direct_read.puller import Pull, Puller
+# The puller imports vLLM.
+pytestmark = pytest.mark.slow
 
 
 class FakeLedger:
@@ -50,9 +50,6 @@ class FakeLedger:
 def pulling(
     fates: list[Fate], valid: int = 100
 ) -> Iterator[tuple[Puller, FakeEngine, FakeLedger, Callable[..., Pull]]]:
-    # Not above: it imports vLLM, and every worker of pytest-xdist collects this file.
-    from connectors.direct_read.puller import Pull, Puller
-
     engine, ledger = FakeEngine(fates), FakeLedger(valid)
     theirs = WorkerAddress("peer:1", PEER_BASES, BLOCK_BYTES)
     ours = WorkerAddress("us:1", BASES, BLOCK_BYTES)

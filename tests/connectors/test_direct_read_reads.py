@@ -82,6 +82,7 @@ interleaved = st.permutations(range(12)).map(
 any_blocks = some_blocks | contiguous | descending | interleaved
 
 
+@pytest.mark.slow
 @given(some_fates, any_blocks)
 @settings(max_examples=300, deadline=None)
 def test_whatever_fails_nothing_is_in_flight_and_what_counts_is_right(fates, blocks):

@@ -95,6 +95,7 @@ def test_it_ends_when_the_engine_fails(folder):
     assert gone([pid])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_the_owner_dies_of(number, folder):
     here = str(Path(__file__).parent)

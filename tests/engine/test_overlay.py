@@ -102,6 +102,7 @@ def theirs(tmp_path) -> Installation:
     return installation(str(venv / "bin" / "python"))
 
 
+@pytest.mark.slow
 def test_bytecode_that_a_users_packages_lack_is_made_once_and_elsewhere(
     theirs, tmp_path, monkeypatch
 ):
@@ -119,6 +120,7 @@ def test_bytecode_that_a_users_packages_lack_is_made_once_and_elsewhere(
     assert done.stdout.startswith(checked.bytecode)
 
 
+@pytest.mark.slow
 def test_a_vllm_that_cannot_be_imported_is_refused_with_its_own_words(
     theirs, tmp_path, monkeypatch
 ):

@@ -55,6 +55,7 @@ OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 NOBODYS = OFFLOADING | {"kv_connector_module_path": "mypkg.kv"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "config", "patches"),
     [

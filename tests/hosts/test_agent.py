@@ -61,6 +61,7 @@ def test_the_last_words_of_a_process_that_ends_are_told(agent: Agent):
         agent.run(b"die")
 
 
+@pytest.mark.slow
 def test_nothing_outlives_an_agent_that_is_killed():
     command = [sys.executable, "-c", OWNER]
     with subprocess.Popen(
@@ -72,6 +73,7 @@ def test_nothing_outlives_an_agent_that_is_killed():
     eventually(lambda: not Path(folder).exists() and not alive(int(supervisor)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("closing", "longest_s", "status"),
     [("pass", 600, ALONE_STATUS), ("agent.close()", 1, 0)],

@@ -140,6 +140,7 @@ def test_a_slope_is_found_on_its_axis_and_not_on_the_others(axis, column, per):
             assert found[other].low < 0 < found[other].high
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_say():
     rng = np.random.default_rng(8)
     held = []

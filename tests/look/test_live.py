@@ -200,6 +200,7 @@ def texts(value) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_scrapers_at_the_same_moment_get_each_record_once(tmp_path):
     """As an HA pair of Prometheus does."""
     server = served(tmp_path / "records", steps=8_000)

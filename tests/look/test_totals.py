@@ -38,6 +38,7 @@ def hosts(tmp_path: Path) -> dict[str, Path]:
     return {"one": tmp_path / "one", "two": tmp_path / "two"}
 
 
+@pytest.mark.slow
 def test_files_of_hosts_are_merged_into_what_one_look_says(
     hosts: dict[str, Path], tmp_path: Path, capsys
 ) -> None:

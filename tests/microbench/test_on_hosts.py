@@ -80,6 +80,7 @@ def measured(folder: Path, planned: PlannedTrial, status: str) -> None:
     (folder / PROVENANCE).write_text('{"cpu_model": "theirs"}')
 
 
+@pytest.mark.slow
 def test_what_the_store_has_is_in_the_run_and_only_the_rest_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

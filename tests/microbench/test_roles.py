@@ -39,6 +39,7 @@ def reported(folder: Path, truths: list[Truth], **run: Any) -> Report:
     return report_of(write_run(folder, truths, repeats=1, steps=1_500, **run))
 
 
+@pytest.mark.slow
 def test_other_names_with_the_same_roles_give_the_same_report(tmp_path: Path):
     names = {truth.name: f"config_{n}" for n, truth in enumerate(TRUTHS)}
     roles = {

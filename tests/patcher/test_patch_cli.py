@@ -303,6 +303,7 @@ def script(folder: Path, *argv: str, **environment: str) -> subprocess.Completed
     return subprocess.run(run, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_the_script_needs_the_standard_library_only(house, tree):
     before = snapshot(tree.root)
     out = script(house, "--apply", "--target", str(tree.root))
@@ -361,6 +362,7 @@ def test_kvtax_patch_takes_the_same_options_and_returns_the_same_codes(
     assert snapshot(tree.root) == before
 
 
+@pytest.mark.slow
 def test_nothing_is_ever_left_by_a_refusal_of_the_script(house, tree, patches):
     apply(tree, [patches["alpha"]])
     core = tree.root / "v1" / "core.py"

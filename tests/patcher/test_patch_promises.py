@@ -48,6 +48,7 @@ def test_all_subsets_differ_in_what_they_put_into_the_tree(lab):
     assert len({str(sorted(shot.items())) for shot in expected.values()}) == 32
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60,
     deadline=None,
@@ -81,6 +82,7 @@ def test_the_tree_depends_only_on_which_patches_are_in_it(lab, calls):
     assert snapshot(tree.root) == expected[frozenset()]
 
 
+@pytest.mark.slow
 def test_every_order_gives_the_same_bytes_and_every_order_takes_them_out(lab):
     tree, patches, expected = lab
     orders = list(itertools.permutations(NAMES))

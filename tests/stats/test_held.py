@@ -66,6 +66,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("slope", [0.0, 3.0])
 def test_the_slope_is_unbiased_and_its_interval_holds_it_as_often_as_it_says(
@@ -153,6 +154,7 @@ def test_what_falls_does_not_grow_and_is_called_falling():
     assert not falls(fit(made_up(np.random.default_rng(7))), MARGIN_US, 0.95)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sd_us", [5.0, 40.0])
 def test_no_pair_of_levels_that_rises_by_two_margins_is_ever_called_flat(
@@ -165,6 +167,7 @@ def test_no_pair_of_levels_that_rises_by_two_margins_is_ever_called_flat(
     assert flat == 0
 
 
+@pytest.mark.slow
 def test_a_rise_of_the_margin_is_called_flat_in_at_most_a_twentieth_of_runs():
     rng, flat = np.random.default_rng(9), 0
     # The worst case: one pair alone.
@@ -174,6 +177,7 @@ def test_a_rise_of_the_margin_is_called_flat_in_at_most_a_twentieth_of_runs():
     assert flat / RUNS < 0.07
 
 
+@pytest.mark.slow
 def test_nothing_is_said_to_grow_by_chance_though_every_pair_is_tested():
     rng = np.random.default_rng(10)
     machines = list(MACHINES.values())

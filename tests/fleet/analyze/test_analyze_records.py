@@ -253,6 +253,7 @@ def with_another_router(tmp_path: Path, hashed: bool | None) -> tuple[dict, str]
     return analysis.document, text_of(analysis)
 
 
+@pytest.mark.slow
 def test_it_is_measured_as_ours_but_for_what_only_our_proxy_knows(tmp_path):
     """The same requests served alike: all that is not the proxy's word is the same."""
     document, report = with_another_router(tmp_path, hashed=True)
@@ -270,6 +271,7 @@ def test_it_is_measured_as_ours_but_for_what_only_our_proxy_knows(tmp_path):
     assert f"`theirs` ran behind {ROUTER}, which records no decisions" in report
 
 
+@pytest.mark.slow
 def test_without_records_of_the_instances_there_is_no_balance_and_the_report_says_so(
     tmp_path,
 ):

@@ -105,6 +105,7 @@ def test_a_doubt_is_told_and_only_that(tmp_path: Path, kind: str, fault: dict) -
     assert f"  - **What to do:** {REMEDIES[kind]}" in text
 
 
+@pytest.mark.slow
 def test_lookups_that_were_counted_again_are_named_as_the_cause(
     tmp_path: Path,
 ) -> None:

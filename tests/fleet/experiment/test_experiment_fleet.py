@@ -165,6 +165,7 @@ def used_gpus(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_only_gpus_that_instances_start_on_are_looked_at(before, used_gpus):
     given_two = Given(f"{used_gpus}/two.json", ["true"])
     assert before(profile=f"{used_gpus}/gpu").gpu_used_mib == [9000, 5]
@@ -173,6 +174,7 @@ def test_only_gpus_that_instances_start_on_are_looked_at(before, used_gpus):
     assert before(standin=[]).gpu_used_mib is None
 
 
+@pytest.mark.slow
 def test_a_process_that_outlived_its_run_is_seen_before_the_next(before, tmp_path):
     given_two = Given(f"{tmp_path}/two.json", ["true"])
     # Children of the process that runs the tests, such as a resource tracker.

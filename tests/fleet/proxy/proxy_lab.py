@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -187,6 +188,11 @@ def proxy(
 
 def named(standins: list[Standin]) -> list[Instance]:
     return [Instance(name, one.url) for name, one in zip("ab", standins, strict=False)]
+
+
+def resident_bytes(process: int) -> int:
+    with open(f"/proc/{process}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_port() -> int:

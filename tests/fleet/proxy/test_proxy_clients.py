@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import resource
 import socket
 import time
@@ -34,6 +33,7 @@ from tests.fleet.proxy.proxy_lab import (
     named,
     post,
     proxy,
+    resident_bytes,
     until,
 )
 
@@ -181,11 +181,6 @@ def test_bad_bodies_get_4xx_and_reach_no_instance(two, tmp_path):
         assert unknown.error["message"] == "The model `other` does not exist."
         assert on.ejected() == []
         on.idle()
-
-
-def resident_bytes(process: int) -> int:
-    with open(f"/proc/{process}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_s_of_requests(on: Proxy) -> float:

@@ -384,6 +384,7 @@ def fuzz(check: Check, cases: int) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_thousand_messages_are_read_as_others_do(check):
     fuzz(check, 1000)

@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvtax.records.instances import Instance
-from tests.fleet.proxy.proxy_lab import Proxy, free_port, proxy, until
-from tests.fleet.proxy.test_proxy_clients import resident_bytes
+from tests.fleet.proxy.proxy_lab import Proxy, free_port, proxy, resident_bytes, until
+
+pytestmark = pytest.mark.long
 
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "100000"))
 CLIENTS = 48
@@ -247,7 +248,6 @@ async def watch(on: Proxy, peak: list[int]) -> None:
         await asyncio.sleep(0.2)
 
 
-@pytest.mark.long
 async def test_no_request_is_lost_and_memory_stays_in_its_budget(tmp_path):
     chance = random.Random(1)
     async with AsyncExitStack() as stack:

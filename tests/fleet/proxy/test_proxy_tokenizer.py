@@ -258,6 +258,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 pieces = st.sampled_from([*SPECIAL, "<|eats|>", " ", "  \n", "a", "fleet", "<|im", "é"])
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(pieces, max_size=30).map("".join), st.booleans())
 def test_ids_put_together_are_those_of_the_whole_text(tokenizer, text, special):

@@ -301,6 +301,7 @@ def test_a_twin_five_times_as_long_takes_no_more_memory(tmp_path):
     assert peak_kib(250_000) < peak_kib(50_000) + 8 * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [42, 0, 1])
 def test_the_study_s_sample_has_every_figure_within_its_tolerance(seed):
     found = figures(sampled_requests(StudySample(seed=seed)))

@@ -203,6 +203,7 @@ def heads(ids: list[int]) -> list[tuple[int, ...]]:
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(prompts(), sizes)
 def test_reuse_is_that_of_sets_of_prefixes(every, sizes):
