@@ -256,6 +256,32 @@ def felt(requests: pl.DataFrame) -> dict[str, dict[str, float]]:
     return told
 
 
+PARTS_OF_A_REQUEST = {
+    "queued": "queued_us",
+    "waiting for KV": "kv_wait_us",
+    "model": "model_us",
+    "scheduler": "scheduler_us",
+    "connector": "connector_us",
+    "other": "other_us",
+}
+
+
+def parts_of_requests(requests: pl.DataFrame) -> dict[str, dict[str, float]]:
+    """Compute each part's share of all requests' time to their first token and end.
+
+    Each share is that of the sums, by part and span. Parts that were not recorded are
+    left out.
+    """
+    shares: dict[str, dict[str, float]] = {}
+    for span, whole in (("ttft", "ttft_us"), ("e2e", "e2e_us")):
+        total_us = as_float(requests[whole].sum())
+        for name, part in PARTS_OF_A_REQUEST.items():
+            if total_us and (column := f"{span}.{part}") in requests.columns:
+                part_us = as_float(requests[column].sum())
+                shares.setdefault(name, {})[span] = part_us / total_us
+    return shares
+
+
 def waited_most(requests: pl.DataFrame, count: int) -> pl.DataFrame:
     """Select the requests that waited longest for the connector, if that is known."""
     known = "e2e.connector_us" in requests.columns

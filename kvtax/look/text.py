@@ -9,7 +9,14 @@ import polars as pl
 
 from kvtax.look.clients import SHARES as CLIENT_SHARES
 from kvtax.look.clients import on_the_way_us
-from kvtax.look.instance_summary import AXES, Cost, InstanceSummary, Part, waited_most
+from kvtax.look.instance_summary import (
+    AXES,
+    Cost,
+    InstanceSummary,
+    Part,
+    parts_of_requests,
+    waited_most,
+)
 from kvtax.look.together import Together
 from kvtax.look.totals import (
     ALPHA,
@@ -26,6 +33,7 @@ from kvtax.stats.distribution import as_float
 from kvtax.stats.processes import mean_over_servers
 
 REQUESTS_SHOWN = 5
+SPANS = ("ttft", "e2e")
 METHODS_SHOWN = 12
 # Mean us per step below which the terminal leaves out a method; the page has all.
 LEAST_US = 0.05
@@ -122,6 +130,10 @@ def _covariates(summary: InstanceSummary) -> list[Section]:
 
 
 def _requests(summary: InstanceSummary) -> list[Section]:
+    parts: list[list[Cell]] = [
+        [f"  {name}", *(f"{of[span]:.2%}" if span in of else "" for span in SPANS)]
+        for name, of in parts_of_requests(summary.instance.requests).items()
+    ]
     names = {"ttft": "until its first token", "e2e": "in all"}
     shares = [
         f"  {names[span]}: {share['p50']:.2%} at the median, {share['p99']:.2%} at p99"
@@ -144,7 +156,14 @@ def _requests(summary: InstanceSummary) -> list[Section]:
         for row in most.iter_rows(named=True)
     ]
     title = "The connector's share of a request's time"
+    split = Table(
+        title="",
+        note="a request that is queued waits; in the other parts it is in a step",
+        columns=["where requests' time went", "to the first token", "in all"],
+        rows=parts,
+    )
     return [
+        *([split] if parts else []),
         *([Words(title=title, paragraphs=shares)] if shares else []),
         Table(
             title="",

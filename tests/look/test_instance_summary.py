@@ -19,6 +19,7 @@ from kvtax.look.instance_summary import (
     PARTS,
     cost,
     moves,
+    parts_of_requests,
     quantiles,
     summarise,
     used_blocks,
@@ -379,6 +380,35 @@ def test_where_no_call_was_timed_the_connector_is_unknown(tmp_path, capsys):
     assert "moved by" not in told
     assert "waited most" in told
     assert "the connector's calls take is unknown" in page.read_text()
+
+
+def test_parts_of_requests_are_shares_of_the_sum_of_their_times():
+    requests = pl.DataFrame(
+        {
+            "ttft_us": [10.0, 30.0, None],
+            "ttft.queued_us": [1.0, 15.0, None],
+            "ttft.model_us": [9.0, 15.0, None],
+            "e2e_us": [100.0, 60.0, 40.0],
+            "e2e.queued_us": [1.0, 15.0, 24.0],
+            "e2e.model_us": [99.0, 45.0, 16.0],
+        }
+    )
+    shares = {"queued": (0.4, 0.2), "model": (0.6, 0.8)}
+    assert parts_of_requests(requests) == {
+        part: {"ttft": ttft, "e2e": e2e} for part, (ttft, e2e) in shares.items()
+    }
+    assert parts_of_requests(requests.clear()) == {}
+
+
+def test_the_parts_of_requests_are_all_their_time(tmp_path, capsys):
+    folder = served(tmp_path / "records", 2_500).write()
+    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("where requests'"))
+    parts = [line.split()[-2:] for line in lines[at + 1 : at + 7]]
+    for shares in zip(*parts, strict=True):
+        total = sum(float(share.removesuffix("%")) for share in shares)
+        assert total == pytest.approx(100, abs=0.05)
 
 
 STEPS = 2_000
