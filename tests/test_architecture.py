@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import functools
 import subprocess
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,20 +78,24 @@ def nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_bytes())))
 
 
-def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports(path: Path, root: Path) -> list[tuple[int, str]]:
     """(line, module) of each import of ours, in functions too."""
     package = path.relative_to(root).parent.parts
+    found = []
     for node in nodes(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node.lineno, alias.name
+                found.append((node.lineno, alias.name))
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*above, *filter(None, [node.module])])
             for alias in node.names:
                 file = root.joinpath(*base.split("."), alias.name)
                 is_module = file.with_suffix(".py").exists() or file.is_dir()
-                yield node.lineno, f"{base}.{alias.name}" if is_module else base
+                name = f"{base}.{alias.name}" if is_module else base
+                found.append((node.lineno, name))
+    return found
 
 
 def wrong_arrows(root: Path) -> list[str]:

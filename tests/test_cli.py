@@ -105,6 +105,7 @@ def test_a_closed_pipe_ends_quietly():
     assert command.returncode in (Exit.GOOD, Exit.CLOSED_PIPE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "code"),
     [(signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, Exit.TERMINATED)],

@@ -261,6 +261,7 @@ def test_a_request_alone_takes_its_steps_and_its_next_turn_finds_the_prompt_cach
     assert cold.end_s - cold.first_s == pytest.approx(decode_us / 1e6)
 
 
+@pytest.mark.slow
 def test_the_fitted_profile_has_the_latencies_that_it_is_fitted_to():
     path = CONFIGS / "fleet" / "h20-study-fitted.toml"
     forward = read_instance_settings(path).forward

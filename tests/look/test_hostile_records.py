@@ -54,9 +54,9 @@ def changed(path: Path, number: int, **values) -> bytes:
     return json.dumps(line | values).encode()
 
 
-def ends(last: int) -> list:
-    """The first record's line and the last's."""
-    return [pytest.param(number, marks=pytest.mark.slow) for number in (2, last)]
+def slow(*values: object) -> list:
+    """Cases that make test-fast leaves out, with one of their kind in it."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 BAD_LINES = {
@@ -80,9 +80,9 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize("number", [8, *ends(401)])
+@pytest.mark.parametrize("number", [8, *slow(2, 401)])
 @pytest.mark.parametrize("bad", BAD_LINES)
-@pytest.mark.parametrize("file", [ENGINE, WORKER])
+@pytest.mark.parametrize("file", [ENGINE, pytest.param(WORKER, marks=pytest.mark.slow)])
 def test_a_bad_step_is_left_out_and_named(records, capsys, file, bad, number):
     path, value = records / file, BAD_LINES[bad]
     if file == WORKER and isinstance(value, dict):
@@ -125,7 +125,7 @@ BAD_REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("number", [8, *ends(51)])
+@pytest.mark.parametrize("number", [8, *slow(2, 51)])
 @pytest.mark.parametrize("bad", BAD_REQUESTS)
 def test_a_bad_request_is_left_out_and_named(records, capsys, bad, number):
     path, value = records / REQUEST, BAD_REQUESTS[bad]
@@ -285,7 +285,9 @@ def test_a_disk_that_filled_at_a_rotation_leaves_the_older_part(
     assert only(records).steps["model_us"].sum() > 0
 
 
-@pytest.mark.parametrize("head", [b'{"schema":"kvtax.', b"", b"{\n", b"\0" * 4096])
+@pytest.mark.parametrize(
+    "head", [b'{"schema":"kvtax.', *slow(b"", b"{\n", b"\0" * 4096)]
+)
 @pytest.mark.parametrize(
     "file", [ENGINE, WORKER, REQUEST, "device_step.jsonl", "stacks.7.json"]
 )

@@ -40,6 +40,7 @@ def test_every_committed_experiment_is_read_and_has_an_aa_pair(path):
         assert any(run.same_as for run in plan(committed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_every_committed_experiment_has_sessions_for_all_its_slots(path, tmp_path):
     committed = read_experiment(path)

@@ -342,6 +342,7 @@ COSTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 def test_a_forward_takes_what_its_tokens_and_their_context_cost(
     cost, simulated_forward, monkeypatch, tmp_path

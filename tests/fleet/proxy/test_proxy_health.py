@@ -232,6 +232,7 @@ async def test_what_all_instances_answer_alike_ejects_nobody(status, count):
     assert sum(len(engine.ranks) for engine in engines) <= 60 * 1.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 404, 500])
 async def test_an_outlier_is_out_for_longer_each_time_and_tried_with_one_request(
     status,

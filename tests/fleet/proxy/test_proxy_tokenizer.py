@@ -30,6 +30,9 @@ from kvtax.fleet.proxy.tokenizer import (
 from tests.fleet.proxy.proxy_lab import named, post, proxy
 from tests.fleet.proxy.tiny_model import CHATML, PARTS, SPECIAL, ours, tiny_model
 
+# Tokenizers of transformers: seconds of imports.
+pytestmark = pytest.mark.slow
+
 Ids = Callable[[str, dict[str, Any]], list[int]]
 SCHEMA = {"properties": {"path": {"type": "string"}, "n": {"maximum": 1.0}}}
 USER = {"role": "user", "content": "Read <|im_end|> a file, é 漢字 \u2028"}
@@ -230,7 +233,6 @@ def vllms(folder: Path) -> Iterator[Ids]:
         yield ids
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("template", [CHATML, PARTS], ids=["text", "parts"])
 def test_every_prompt_has_the_ids_that_vllm_makes_of_it(template, tmp_path):
     folder = tiny_model(tmp_path, template)
@@ -258,7 +260,6 @@ def tokenizer(folder: Path) -> Tokenizer:
 pieces = st.sampled_from([*SPECIAL, "<|eats|>", " ", "  \n", "a", "fleet", "<|im", "é"])
 
 
-@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(pieces, max_size=30).map("".join), st.booleans())
 def test_ids_put_together_are_those_of_the_whole_text(tokenizer, text, special):
@@ -386,7 +387,6 @@ async def test_long_prompts_hold_up_no_short_one_and_go_by_bytes_in_time(monkeyp
         done.set()
 
 
-@pytest.mark.slow
 def test_a_prompt_beyond_the_model_is_not_tokenized(started, tmp_path, folder):
     options = ("--tokenizer", str(folder))
     text = "one two three " * (8 * 65536 // 14 + 1)
@@ -397,7 +397,6 @@ def test_a_prompt_beyond_the_model_is_not_tokenized(started, tmp_path, folder):
         assert counted in on.get("/metrics").body
 
 
-@pytest.mark.slow
 def test_the_proxy_tokenizes_what_it_sends_on_as_it_came(
     started, tmp_path, folder, tokenizer
 ):

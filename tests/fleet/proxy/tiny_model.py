@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
 
 from kvtax.fleet.proxy.body import top_level
 from kvtax.fleet.proxy.tokenizer import Tokenizer
@@ -63,9 +64,6 @@ PARTS = """\
 
 def tiny_model(folder: Path, template: str | None = CHATML) -> Path:
     """The folder, with a config.json and a tokenizer trained on the root's README."""
-    # Not above: a second of imports in each worker that collects the tests.
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
