@@ -45,7 +45,12 @@ def install() -> None:
         sys.meta_path.insert(0, _OnImport(waiting))
 
 
+# The recorder of an engine or a worker that has made no step.
+_NOT_YET = object()
+
+
 def _wrap_engine_core(module: ModuleType) -> None:
+    module.EngineCore._kvtax_recorder = _NOT_YET
     # Requests are added before the first step.
     for name in ("add_request", "step", "step_with_batch_queue"):
         setattr(module.EngineCore, name, _attached(getattr(module.EngineCore, name)))
@@ -56,9 +61,9 @@ def _attached(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def attached(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "_kvtax_recorder" not in self.__dict__:
+        if self._kvtax_recorder is _NOT_YET:
             record_engine(self)
-        return method(self, *args, **kwargs)
+        return method(self, *args, **kwargs) if args or kwargs else method(self)
 
     return attached
 
@@ -77,6 +82,7 @@ def _engine_recorder(engine_core: Any) -> Any:
 
 def _wrap_worker(module: ModuleType) -> None:
     worker = module.WorkerWrapperBase
+    worker._kvtax_recorder = _NOT_YET
     worker.execute_model = _recorded(worker.execute_model)
 
 
@@ -93,14 +99,17 @@ def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def recorded(self: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = self.__dict__.get("_kvtax_recorder", self)
-        if recorder is self:
+        recorder = self._kvtax_recorder
+        if recorder is _NOT_YET:
             recorder = self._kvtax_recorder = _guarded(_worker_recorder, self)
         if recorder is None:
             return method(self, step, *args, **kwargs)
-        recorder.begin_step(step[0] if isinstance(step, tuple) else step)
+        recorder.begin_step(step[0] if type(step) is tuple else step)
         try:
-            return method(self, step, *args, **kwargs)
+            if args or kwargs:
+                return method(self, step, *args, **kwargs)
+            # A call without * takes half as long.
+            return method(self, step)
         finally:
             recorder.ended_ns = perf_counter_ns()
 

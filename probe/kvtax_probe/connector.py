@@ -200,12 +200,19 @@ class ConnectorTimer:
                 return getattr(owner, name)(self_, *args, **kwargs)
             began_ns = now_ns()
             try:
-                result = getattr(owner, name)(self_, *args, **kwargs)
+                if len(args) == 1 and not kwargs:
+                    # Most of vLLM's calls: written out they take a third less.
+                    result = getattr(owner, name)(self_, args[0])
+                else:
+                    result = getattr(owner, name)(self_, *args, **kwargs)
             finally:
                 self.calls.append((i, 1, began_ns, now_ns()))
+            if result is None or type(result) in _not_generators:
+                return result
             # A compiled generator is of a type of its own.
-            if result is not None and type(result).__name__ == "generator":
+            if type(result).__name__ == "generator":
                 return TimedGenerator(result, self, i)
+            _not_generators.add(type(result))
             return result
 
         def counted(self_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -306,6 +313,8 @@ def _children(connector: Any) -> Iterator[Any]:
                 yield one
 
 
+# Types of results that were met: their names need not be read again.
+_not_generators: set[type] = set()
 _timers: dict[str, ConnectorTimer] = {}
 
 

@@ -79,10 +79,14 @@ class WorkerRecorder:
         at_exit(self.close)
 
     def begin_step(self, scheduler_output: Any) -> None:
+        """End the step before and begin one; none if there is no output."""
         # The V2 model runner finishes a step in sample_tokens(), so only the next step
         # tells that this one is complete.
-        self._append()
-        timer = self._timer
+        timer, step_id, file = self._timer, self._step_id, self._file
+        calls = timer.take() if timer.calls or timer.frequent else ()
+        if step_id is not None and file is not None:
+            file.append((step_id, self._began_ns, self.ended_ns, calls))
+            self._step_id = None
         timer.thread = get_ident()
         if timer.frequent:
             timer.draw(self._draw.is_chosen(self._steps))
@@ -97,7 +101,7 @@ class WorkerRecorder:
 
     def close(self) -> None:
         """Write what is left; the last step has no next one."""
-        self._append()
+        self.begin_step(None)
         if self._file is not None:
             self._file.flush()
 
@@ -106,13 +110,6 @@ class WorkerRecorder:
         name = f"worker_step.r{self._rank}"
         schema = "kvtax.worker_step/1"
         self._file = RecordFile(life, name, schema, self._header, self._finished)
-
-    def _append(self) -> None:
-        timer, step_id = self._timer, self._step_id
-        calls = timer.take() if timer.calls or timer.frequent else ()
-        if step_id is not None and self._file is not None:
-            self._file.append((step_id, self._began_ns, self.ended_ns, calls))
-            self._step_id = None
 
     def _header(self) -> dict[str, Any]:
         return {
