@@ -306,33 +306,54 @@ class EngineRecorder:
     def _finished(self, step: tuple[Scheduled, Updated | None]) -> EngineStep:
         """Make a record, away from the engine's thread."""
         scheduled, updated = step
-        step_id, began_ns, ended_ns, cpu_ns, requests, tokens, prefill = scheduled[:7]
-        preemptions, running, waiting, cache_size, free_blocks = scheduled[7:12]
-        aside_ns, calls = scheduled[12:]
+        (
+            step_id,
+            began_ns,
+            ended_ns,
+            cpu_ns,
+            requests,
+            tokens,
+            prefill_tokens,
+            preemptions,
+            running,
+            waiting,
+            cache_size,
+            free_blocks,
+            aside_ns,
+            calls,
+        ) = scheduled
+        step_us = update_us = update_cpu_us = step_cpu_us = None
+        if updated is not None:
+            update_ns, updated_ns, update_cpu_ns, step_cpu_ns, until_ns, more = updated
+            update_us = (updated_ns - update_ns) / 1e3
+            step_us = (updated_ns - began_ns - until_ns + aside_ns) / 1e3
+            if update_cpu_ns:
+                update_cpu_us = update_cpu_ns / 1e3
+            if step_cpu_ns is not None:
+                step_cpu_us = step_cpu_ns / 1e3
+            if more:
+                calls = (*calls, *more)
         record = EngineStep(
             step_id,
             began_ns,
             (ended_ns - began_ns) / 1e3,
-            running=running,
-            waiting=waiting,
-            scheduled=requests,
-            prefill_tokens=prefill,
-            decode_tokens=tokens - prefill,
-            cache_size=cache_size,
-            free_blocks=free_blocks,
-            preemptions=preemptions,
-            schedule_cpu_us=cpu_ns / 1e3 if cpu_ns else None,
+            None,
+            step_us,
+            update_us,
+            running,
+            waiting,
+            requests,
+            prefill_tokens,
+            tokens - prefill_tokens,
+            cache_size,
+            free_blocks,
+            preemptions,
+            cpu_ns / 1e3 if cpu_ns else None,
+            update_cpu_us,
+            step_cpu_us,
         )
-        if updated is not None:
-            update_ns, ended_ns, cpu_ns, step_cpu_ns, until_ns, more = updated
-            record.update_us = (ended_ns - update_ns) / 1e3
-            record.step_us = (ended_ns - began_ns - until_ns + aside_ns) / 1e3
-            if cpu_ns:
-                record.update_cpu_us = cpu_ns / 1e3
-            if step_cpu_ns is not None:
-                record.thread_cpu_us = step_cpu_ns / 1e3
-            calls = (*calls, *more)
-        fill(record, calls, self._timer.methods, FIELDS)
+        if calls:
+            fill(record, calls, self._timer.methods, FIELDS)
         return record
 
 

@@ -124,5 +124,6 @@ class WorkerRecorder:
         step_id, began_ns, ended_ns, calls = step
         took_us = (ended_ns - began_ns) / 1e3 if ended_ns else None
         record = WorkerStep(step_id, began_ns, took_us)
-        fill(record, calls, self._timer.methods, self._fields)
+        if calls:
+            fill(record, calls, self._timer.methods, self._fields)
         return record
