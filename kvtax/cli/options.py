@@ -58,6 +58,20 @@ def _described(
                 yield field, field_type, get_args(field_type)[1].description
 
 
+def whole_number(at_least: int) -> Callable[[str], float]:
+    """Return a parser of whole numbers that fit 64 bits."""
+    import msgspec
+
+    return _parser_of(Annotated[int, msgspec.Meta(ge=at_least, le=2**63 - 1)])
+
+
+def number(at_least: float, at_most: float | None = None) -> Callable[[str], float]:
+    """Return a parser of finite numbers within bounds."""
+    import msgspec
+
+    return _parser_of(Annotated[float, msgspec.Meta(ge=at_least, le=at_most)])
+
+
 def _parser_of(field_type: Any) -> Callable[[str], float]:
     """Return a parser of numbers within the bounds of the type."""
     import msgspec

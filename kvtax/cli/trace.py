@@ -11,10 +11,11 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from kvtax.cli.options import add_fields, fields_of
+from kvtax.cli.options import add_fields, fields_of, number, whole_number
 
 if TYPE_CHECKING:
     from kvtax.fleet.trace import Request
@@ -29,13 +30,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("stats", "describe a trace, as Markdown", _add_stats, _stats),
         ("sample", "take whole sessions at random", _add_sample, _sample),
         ("anonymise", "turn a request log into a trace", _add_anonymise, _anonymise),
-        ("synth", "make a trace of agentic sessions", _add_synth, _synth),
-        ("twin", "make a trace like the reference study's", _add_twin, _twin),
+        ("synth", "make a trace of agentic sessions", _SYNTH.add_arguments, _SYNTH.run),
+        (
+            "twin",
+            "make a trace like the reference study's",
+            _TWIN.add_arguments,
+            _TWIN.run,
+        ),
         (
             "study-sample",
             "make a trace like the study's sample",
-            _add_study_sample,
-            _study_sample,
+            _STUDY_SAMPLE.add_arguments,
+            _STUDY_SAMPLE.run,
         ),
     ):
         actions.add_parser(
@@ -80,13 +86,13 @@ def _add_stats(parser: argparse.ArgumentParser) -> None:
     _add_source(parser)
     parser.add_argument(
         "--cache-blocks",
-        type=_positive,
+        type=whole_number(1),
         metavar="N",
         help="also compute the hit rate of an LRU cache of N blocks",
     )
     parser.add_argument(
         "--sessions",
-        type=_positive,
+        type=whole_number(1),
         default=TOP_SESSIONS,
         metavar="N",
         help=f"number of the largest sessions to list (default: {TOP_SESSIONS})",
@@ -126,13 +132,13 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
     _add_source(parser)
     parser.add_argument(
         "--target-requests",
-        type=_positive,
+        type=whole_number(1),
         required=True,
         metavar="N",
         help="take sessions until they have N requests",
     )
     parser.add_argument(
-        "--seed", type=_natural, required=True, help="decides which sessions"
+        "--seed", type=whole_number(0), required=True, help="decides which sessions"
     )
     _add_out(parser)
 
@@ -188,51 +194,39 @@ def _anonymise(arguments: argparse.Namespace) -> None:
             print(f"--chars-per-token {fitting:.2f} would make them equal")
 
 
-def _add_synth(parser: argparse.ArgumentParser) -> None:
-    from kvtax.fleet.trace.synth import Shape
+class _Made(NamedTuple):
+    """Traces that are made up: `make` of a module writes one, from a `kind` in it."""
 
-    add_fields(parser, Shape)
-    _add_out(parser)
+    module: str
+    make: str
+    kind: str
 
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add an option for each field of the kind."""
+        add_fields(parser, self._named(self.kind))
+        _add_out(parser)
 
-def _synth(arguments: argparse.Namespace) -> None:
-    from kvtax.fleet.trace.synth import Shape, synth
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Write the trace, and print how much there is in it."""
+        fields = fields_of(arguments, self._named(self.kind))
+        header = self._named(self.make)(fields, arguments.out)
+        print(f"{arguments.out}: {header['requests']:,} requests", end="")
+        if "intra_session_reuse" in (source := header["source"]):
+            print(
+                f", {source['blocks']:,} blocks, reuse "
+                f"{source['intra_session_reuse']:.4f} in sessions and "
+                f"{source['cross_session_reuse']:.4f} across them",
+                end="",
+            )
+        print()
 
-    header = synth(fields_of(arguments, Shape), arguments.out)
-    source = header["source"]
-    print(
-        f"{arguments.out}: {header['requests']:,} requests, {source['blocks']:,} "
-        f"blocks, reuse {source['intra_session_reuse']:.4f} in sessions and "
-        f"{source['cross_session_reuse']:.4f} across them"
-    )
-
-
-def _add_twin(parser: argparse.ArgumentParser) -> None:
-    from kvtax.fleet.trace.twin import Twin
-
-    add_fields(parser, Twin)
-    _add_out(parser)
-
-
-def _twin(arguments: argparse.Namespace) -> None:
-    from kvtax.fleet.trace.twin import Twin, twin
-
-    header = twin(fields_of(arguments, Twin), arguments.out)
-    print(f"{arguments.out}: {header['requests']:,} requests")
+    def _named(self, name: str) -> Any:
+        return getattr(import_module(f"kvtax.fleet.trace.{self.module}"), name)
 
 
-def _add_study_sample(parser: argparse.ArgumentParser) -> None:
-    from kvtax.fleet.trace.study_sample import StudySample
-
-    add_fields(parser, StudySample)
-    _add_out(parser)
-
-
-def _study_sample(arguments: argparse.Namespace) -> None:
-    from kvtax.fleet.trace.study_sample import StudySample, study_sample
-
-    header = study_sample(fields_of(arguments, StudySample), arguments.out)
-    print(f"{arguments.out}: {header['requests']:,} requests")
+_SYNTH = _Made("synth", "synth", "Shape")
+_TWIN = _Made("twin", "twin", "Twin")
+_STUDY_SAMPLE = _Made("study_sample", "study_sample", "StudySample")
 
 
 class _ReadOptions(TypedDict):
@@ -276,7 +270,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     _add_skip_unusable(parser)
     parser.add_argument(
         "--session-interval-s",
-        type=_seconds,
+        type=number(0),
         default=SESSION_INTERVAL_S,
         metavar="S",
         help="sessions format: seconds from a session's start to the next one's "
@@ -301,7 +295,7 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 def _add_block_tokens(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-tokens",
-        type=_positive,
+        type=whole_number(1),
         metavar="N",
         help="block size of mooncake traces (default: 512), of bailian traces and "
         "request logs (default: 16)",
@@ -314,7 +308,7 @@ def _add_tokens(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument(
         "--chars-per-token",
-        type=_ratio,
+        type=number(0.1, 100),
         default=CHARS_PER_TOKEN,
         metavar="X",
         help="request logs: estimate one token for X characters "
@@ -351,30 +345,3 @@ def _print_left_out(arguments: argparse.Namespace) -> None:
             f"{explain(arguments.left_out)})",
             file=sys.stderr,
         )
-
-
-def _natural(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"{number} is not from 0 to 2^63")
-    return number
-
-
-def _positive(text: str) -> int:
-    if number := _natural(text):
-        return number
-    raise argparse.ArgumentTypeError("0 is not positive")
-
-
-def _ratio(text: str) -> float:
-    number = float(text)
-    if not 0.1 <= number <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0.1 to 100")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a time")
-    return number

@@ -82,7 +82,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("number", [8, *slow(2, 401)])
 @pytest.mark.parametrize("bad", BAD_LINES)
-@pytest.mark.parametrize("file", [ENGINE, pytest.param(WORKER, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("file", [ENGINE, *slow(WORKER)])
 def test_a_bad_step_is_left_out_and_named(records, capsys, file, bad, number):
     path, value = records / file, BAD_LINES[bad]
     if file == WORKER and isinstance(value, dict):
