@@ -104,7 +104,7 @@ def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
             recorder = self._kvtax_recorder = _guarded(_worker_recorder, self)
         if recorder is None:
             return method(self, step, *args, **kwargs)
-        recorder.begin_step(step[0] if type(step) is tuple else step)
+        recorder.begin_step(step[0] if isinstance(step, tuple) else step)
         try:
             if args or kwargs:
                 return method(self, step, *args, **kwargs)

@@ -218,7 +218,9 @@ class ConnectorTimer:
         def counted(self_: Any, *args: Any, **kwargs: Any) -> Any:
             if get_ident() == self.thread:
                 counts[i] += 1
-            return getattr(owner, name)(self_, *args, **kwargs)
+            if kwargs:
+                return getattr(owner, name)(self_, *args, **kwargs)
+            return getattr(owner, name)(self_, *args)
 
         return (
             MethodType(_dressed(timed, name, attribute), connector),
