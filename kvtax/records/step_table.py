@@ -378,7 +378,7 @@ def ordered(path: Path, frame: pl.DataFrame) -> pl.DataFrame:
         if (steps == 0).any():
             twice = frame["step_id"][int(np.argmin(steps))]
             raise RecordsError(
-                f"{path}: step_id {twice} twice; did two processes write this file?"
+                f"{path}: step_id {twice} twice: two processes wrote this file"
             )
     return frame.with_columns(pl.col("step_id").set_sorted())
 
