@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,7 +119,6 @@ def test_a_signal_ends_a_running_command_with_its_code(signum, code, tmp_path):
         text=True,
     )
     assert running.stdout.readline()
-    time.sleep(0.2)
     running.send_signal(signum)
     _, errors = running.communicate(timeout=120)
     assert "Traceback" not in errors
