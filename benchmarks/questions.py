@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import polars as pl
@@ -35,6 +36,7 @@ ALSO = (
     ("elastic_nvlink_layers", "elastic_nvlink"),
 )
 METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
+QUANTILES = (0.5, 0.95, 0.99)
 
 
 class Row(msgspec.Struct):
@@ -51,11 +53,29 @@ class Row(msgspec.Struct):
     verdict: str
 
 
+class Level(msgspec.Struct):
+    """An arm at one load, over all orders.
+
+    Latencies are of the steady window, at QUANTILES; the others of all requests.
+    """
+
+    load: int
+    arm: str
+    ttft_ms: list[float]
+    tpot_ms: list[float]
+    requests_per_s: float
+    cached_percent: float
+    """Of the prompt tokens, those that the instance found cached."""
+    most_to_mean: float
+    """Prompt tokens of the instance that got most, over their mean."""
+
+
 class Answer(msgspec.Struct):
-    """The comparisons of an experiment, and the commit that ran it."""
+    """An experiment's comparisons and levels, and the commit that ran it."""
 
     commit: str | None
     rows: list[Row]
+    levels: list[Level] = []
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -70,11 +90,15 @@ def run(arguments: argparse.Namespace) -> int:
     for folder in arguments.runs:
         arms = read_run(folder)
         commit = arms[0].info.versions.get("git_commit")
-        rows = compared(requests_frame(arms))
-        answers[str(arms[0].info.experiment)] = Answer(commit, rows)
+        requests = requests_frame(arms)
+        answer = Answer(commit, compared(requests), levels(requests))
+        answers[str(arms[0].info.experiment)] = answer
     parts = []
     for name, answer in answers.items():
-        parts += [f"## {name}", rows_table(answer.rows), f"Run at {answer.commit}."]
+        parts += [f"## {name}", rows_table(answer.rows)]
+        if answer.levels:
+            parts.append(levels_table(answer.levels))
+        parts.append(f"Run at {answer.commit}.")
     return publish("questions", arguments.out, parts, answers, {})
 
 
@@ -129,6 +153,60 @@ def _row(requests: pl.DataFrame, load: int, arm: str, against: str) -> Row | Non
         e2e.percent,
         e2e.faster,
         verdict(e2e),
+    )
+
+
+def levels(requests: pl.DataFrame) -> list[Level]:
+    """Compute what each arm reaches at each load."""
+    found = []
+    for arm in requests["arm"].unique(maintain_order=True):
+        name, _, load = str(arm).partition("@")
+        own = requests.filter(pl.col("arm") == arm, pl.col("status") == "ok")
+        steady = own.filter(pl.col("window") == "steady")
+        runs = own.group_by("repeat").agg(
+            pl.len() * 1e9 / (pl.col("end_ns").max() - pl.col("sent_ns").min())
+        )
+        tokens = own.group_by("repeat", "instance").agg(pl.sum("usage_prompt_tokens"))
+        balance = tokens.group_by("repeat").agg(
+            pl.max("usage_prompt_tokens") / pl.mean("usage_prompt_tokens")
+        )
+        found.append(
+            Level(
+                int(load),
+                name,
+                *(
+                    [round(_number(steady[metric].quantile(q)), 2) for q in QUANTILES]
+                    for metric in METRICS[:2]
+                ),
+                round(_number(runs["len"].mean()), 3),
+                round(100 * own["cached_tokens"].sum() / own["input_tokens"].sum(), 1),
+                round(_number(balance["usage_prompt_tokens"].mean()), 3),
+            )
+        )
+    return found
+
+
+def _number(value: Any) -> float:
+    return float(value or 0)
+
+
+def levels_table(found: list[Level]) -> str:
+    """Format levels as Markdown."""
+    head = ["per instance", "arm", "TTFT p50/p95/p99, s", "TPOT p50/p95/p99, ms"]
+    return table(
+        [*head, "requests/s", "prompt cached or received, %", "most loaded, of mean"],
+        [
+            [
+                str(level.load),
+                f"`{level.arm}`",
+                " / ".join(f"{ms / 1e3:.2f}" for ms in level.ttft_ms),
+                " / ".join(f"{ms:.1f}" for ms in level.tpot_ms),
+                f"{level.requests_per_s:.2f}",
+                f"{level.cached_percent:.1f}",
+                f"{level.most_to_mean:.2f}",
+            ]
+            for level in found
+        ],
     )
 
 

@@ -10,7 +10,7 @@ import msgspec
 import polars as pl
 import pytest
 
-from benchmarks.questions import compared, earlier, verdict
+from benchmarks.questions import compared, earlier, levels, verdict
 from kvtax.fleet.analyze.comparison import Paired
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
@@ -64,10 +64,35 @@ def test_answers_of_earlier_calls_stay_on_the_page(tmp_path: Path):
     found = earlier(committed)
     text = json.loads(committed.read_bytes())
     assert "routers_question" in found and "provenance" not in found
-    assert json.loads(msgspec.json.encode(found)) == {
-        name: text[name] for name in found
-    }
+    again = json.loads(msgspec.json.encode(found))
+    assert again == {name: {"levels": []} | text[name] for name in found}
     assert earlier(tmp_path / "none.json") == {}
+
+
+def test_levels_are_over_all_orders_and_instances():
+    """Two orders of four requests: three at one instance, a second apart."""
+    rows = [
+        {
+            "arm": "linear@2",
+            "repeat": repeat,
+            "status": "ok",
+            "window": "steady",
+            "instance": "i1" if number == 3 else "i0",
+            "sent_ns": number * 10**9,
+            "end_ns": (number + 1) * 10**9,
+            "input_tokens": 100,
+            "usage_prompt_tokens": 100,
+            "cached_tokens": 25 * number,
+            "ttft_ms": float(number),
+            "tpot_ms": 10.0,
+        }
+        for repeat in range(2)
+        for number in range(4)
+    ]
+    (found,) = levels(pl.DataFrame(rows))
+    assert (found.load, found.arm, found.requests_per_s) == (2, "linear", 1.0)
+    assert found.tpot_ms == [10, 10, 10] and found.ttft_ms[2] == 3
+    assert (found.cached_percent, found.most_to_mean) == (37.5, 1.5)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"provenance": {}, "a": 1}'])
