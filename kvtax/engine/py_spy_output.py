@@ -3,7 +3,7 @@
 
 Its speedscope file has every sample of every thread, and no times. Its log says when
 the process was stopped: first to look up the names of threads, then for each sample,
-and at the end once or twice for samples that are not written any more. It also says
+and at the end for samples that are not written any more. It also says
 when a sample failed, which is then written for no thread. So the samples of a thread
 are the first stops in which it was and which did not fail, in order.
 """
@@ -28,9 +28,11 @@ FAILED = "Failed to get stack trace from"
 # The only failure without a stop: see _get_stack_traces in py-spy's python_spy.rs.
 NOT_STOPPED = "Failed to suspend process"
 ERRORS = re.compile(r"Samples: \d+ Errors: (\d+)")
+PLANNED = re.compile(r"Sampling process (\d+) times a second for (\d+) seconds")
 THREAD = re.compile(r'Thread (\d+)(?: "(.*)")?')
 # What is stopped for and not written: the last sample, and those of the thread that
-# samples while the other one ends.
+# samples while the other one ends. Where all planned samples but the last are accounted
+# for, there may be more: that one runs on for as long as the other waits for a core.
 MOST_UNWRITTEN = 3
 # The part of the samples that may have failed: what fails is missing in the shares.
 MOST_FAILED = 0.2
@@ -100,7 +102,10 @@ def sampled(speedscope: bytes, log: str) -> Stacks:
             f"{failed} samples failed, of {failed + written}: try again"
         )
     stopped = stops(log)
-    if not 0 < written < len(stopped) <= written + MOST_UNWRITTEN:
+    planned = PLANNED.search(log)
+    whole = planned and failed + written == int(planned[1]) * int(planned[2]) - 1
+    unwritten = len(stopped) - written
+    if not written or unwritten < 1 or (unwritten > MOST_UNWRITTEN and not whole):
         raise NotUnderstood(
             f"{written} samples were written, and the process was stopped for "
             f"{len(stopped)}: it cannot be told which is which"

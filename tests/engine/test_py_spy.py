@@ -187,6 +187,20 @@ def test_the_stop_for_names_and_the_last_ones_are_no_samples(unwritten):
     assert shown == [(stops[at][9], at) for at in samples]
 
 
+@pytest.mark.parametrize("seconds", [6, 7])
+def test_any_number_of_stops_may_follow_when_all_planned_samples_are_there(seconds):
+    """A busy machine lets the thread that samples run on."""
+    stops = [{9: 1_000_000 * number} for number in range(1, 50)]
+    planned = f"py-spy> Sampling process 5 times a second for {seconds} seconds.\n"
+    samples = list(range(29))
+    if seconds == 7:
+        with pytest.raises(NotUnderstood, match="29 samples were written"):
+            sampled(written(t9=samples), planned + log_of(stops))
+        return
+    found = sampled(written(t9=samples), planned + log_of(stops))
+    assert times_of(found, "t9") == [(stops[at][9], at) for at in samples]
+
+
 @pytest.mark.parametrize("logged_late", [False, True])
 def test_a_sample_that_failed_has_no_time_and_the_others_keep_theirs(logged_late):
     stops = [{9: 1_000_000 * number, 5: 1} for number in range(1, 50)]
