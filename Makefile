@@ -16,7 +16,7 @@ test: setup vllm-releases browser ## all tests but the long ones, with real vLLM
 	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not serial"
 	$(python) -m pytest -m "serial and not long" $$(grep -rl mark.serial --include=*.py tests)
 
-test-fast: setup ## the tests that need no vLLM (a minute)
+test-fast: setup ## the tests that need no vLLM (two minutes)
 	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not e2e and not long and not serial"
 
 test-all: setup vllm-releases browser ## all tests, the long ones too (hours)

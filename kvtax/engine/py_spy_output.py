@@ -3,8 +3,8 @@
 
 Its speedscope file has every sample of every thread, and no times. Its log says when
 the process was stopped: first to look up the names of threads, then for each sample,
-and at the end for samples that are not written any more. It also says
-when a sample failed, which is then written for no thread. So the samples of a thread
+and at the end for samples that are not written any more. It also says when a sample
+failed, which is then written for no thread. So the samples of a thread
 are the first stops in which it was and which did not fail, in order.
 """
 
