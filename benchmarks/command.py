@@ -23,7 +23,6 @@ class Benchmark(NamedTuple):
 BENCHMARKS = (
     Benchmark("hooks", 15, "step records: cost per engine step, off and on"),
     Benchmark("get_finished", 3, "Mooncake's get_finished, before and after its fix"),
-    Benchmark("schedule", 5, "a connector's addition to schedule()"),
     Benchmark("exposure", 20, "connector work that users feel, by scheduling mode"),
     Benchmark("growth", 15, "scheduler-side costs before and after a fix"),
     Benchmark("block_order", 15, "Mooncake's descriptors, by the order of block ids"),
@@ -31,7 +30,6 @@ BENCHMARKS = (
     Benchmark("direct_read_cost", 7, "being read by peers: cost per engine step"),
     Benchmark("direct_read_transfer", 3, "direct reads beside bare transfers"),
     Benchmark("direct_read_storm", 10, "direct reads under churn: wrong tokens"),
-    Benchmark("senders", 2, "lateness of load generators, by request rate"),
     Benchmark("proxy", 17, "the proxy's addition to TTFT, and its throughput"),
     Benchmark("study", 1, "the reference study's sample and forward, fitted"),
     Benchmark("beside_study", 1, "every result of the reference study, beside ours"),
@@ -39,7 +37,6 @@ BENCHMARKS = (
     Benchmark("host_table", 3, "vLLM's host part of a step, and what its lack does"),
     Benchmark("virtual", 5, "speed and memory of a fleet in virtual time"),
     Benchmark("traces", 3, "reading and sampling traces of 2 million requests"),
-    Benchmark("hosts", 13, "tasks, simulated runs and sweeps on a Ray cluster"),
     Benchmark("report", 1, "analysis of 10 million steps: time and memory"),
     Benchmark("look", 15, "kvtax look at 100 million steps: time and memory"),
     Benchmark("power", 5, "the smallest growth that a sweep catches"),

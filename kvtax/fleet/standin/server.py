@@ -16,14 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from itertools import cycle
 from time import perf_counter_ns
@@ -110,18 +103,14 @@ def _known(name: str) -> str:
 class StandinInstance:
     """A stand-in: an engine behind vLLM's routes.
 
-    `at_once`: answers without the engine, the first token in a write of its own.
     `plain`: as a server that has neither /v1/models nor cached tokens in its usage.
     """
 
-    def __init__(
-        self, model: str, shape: Shape, faults: Faults, at_once: bool, plain: bool
-    ) -> None:
+    def __init__(self, model: str, shape: Shape, faults: Faults, plain: bool) -> None:
         self.model = model
         self.engine = Engine(shape)
         self.faults = faults
         self.plain = plain
-        self.generate = _at_once if at_once else self.engine.generate
         self.arrivals: list[tuple[int, str | None]] = []
         self.transfers = Transfers(uuid4().hex, shape.transfer_us_per_token)
 
@@ -276,7 +265,7 @@ class StandinInstance:
             await response.write(answer.end(counts, usage=True))
             return response
         sent = 0
-        generating = self.generate(sequence)
+        generating = self.engine.generate(sequence)
         async with contextlib.aclosing(generating):
             async for count in generating:
                 sent += count
@@ -298,7 +287,7 @@ class StandinInstance:
         self, generation: GenerateRequest, tokens: Ids, answer: Answer, fault: str
     ) -> web.StreamResponse:
         sequence = await self._sequence(generation, tokens, fault)
-        generating = self.generate(sequence)
+        generating = self.engine.generate(sequence)
         async with contextlib.aclosing(generating):
             async for _ in generating:
                 if fault == "exit":
@@ -332,12 +321,6 @@ def _refused(request: web.Request, message: str, status: int) -> web.Response:
     if request.path.startswith("/v1/messages"):
         body = anthropic_error(message, body["error"]["type"])
     return web.json_response(body, status=status)
-
-
-async def _at_once(sequence: Sequence) -> AsyncGenerator[int, None]:
-    yield 1
-    if sequence.max_tokens > 1:
-        yield sequence.max_tokens - 1
 
 
 async def _break_off(
@@ -389,9 +372,6 @@ def main() -> int:
         help="end with the process that started it",
     )
     parser.add_argument(
-        "--at-once", action="store_true", help="answer without the simulated engine"
-    )
-    parser.add_argument(
         "--plain", action="store_true", help="have no /v1/models and no cached tokens"
     )
     for field in msgspec.structs.fields(Shape):
@@ -407,9 +387,7 @@ def main() -> int:
         faults = Faults(names, arguments.fault_after)
     except UnknownFault as error:
         parser.error(str(error))
-    instance = StandinInstance(
-        arguments.model, shape, faults, arguments.at_once, arguments.plain
-    )
+    instance = StandinInstance(arguments.model, shape, faults, arguments.plain)
     try:
         asyncio.run(_serve(arguments, instance))
     except OSError as error:
