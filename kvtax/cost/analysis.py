@@ -21,7 +21,7 @@ from kvtax.cost.measured import Measured, looks_of, measure_all
 from kvtax.cost.roles import Roles, roles_of
 from kvtax.cost.speed import times_usual, too_slow
 from kvtax.cost.trials import LoadedTrial
-from kvtax.cost.warn import config_warnings, run_warnings, undecided
+from kvtax.cost.warn import config_warnings, growth_alone, run_warnings, undecided
 from kvtax.records.per_config import ConfigEntry, HostEntry, PerConfig, WindowRecord
 from kvtax.records.run import HostRecord, RunRecord
 from kvtax.records.warning import RunWarning
@@ -63,6 +63,7 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
     for name, one in measured.items():
         doubts[name] = config_warnings(entries[name], one.steps)
         doubts[name] += undecided(entries[name])
+        doubts[name] += growth_alone(entries[name], one.growth_slopes)
         entries[name].warnings = [str(doubt) for doubt in doubts[name]]
     document = PerConfig(
         provenance=run.provenance | {"report_git_commit": commit},

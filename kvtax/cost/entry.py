@@ -106,7 +106,7 @@ def _set_levels(entry: ConfigEntry, level: Level, at_cache_blocks: int) -> None:
 
 def _set_growth(entry: ConfigEntry, measured: Measured, level: float) -> None:
     """Fill in slopes, levels and the verdicts from them."""
-    entry.growth_slope_us_per_1k_blocks = rounded(measured.growth_slope)
+    entry.growth_slope_us_per_1k_blocks = rounded(measured.growth_slopes["schedule"])
     entry.verdict_of = {}
     for name, judged in judge_all(measured.fits, level).items():
         found = measured.fits[name]

@@ -46,9 +46,9 @@ class Measured:
 
     `every` are all steps, `steps` the decode-only ones, `held` those of the holds, and
     `at` the holds' places (kvtax.cost.holds). `cells` are of the growth phase, and so
-    is `growth_slope`, that of `schedule()`. `level` is None if the config has no steps
-    there. `fits` are by metric; `slopes` in us per 1,000 cached blocks, and `p50`, the
-    medians at the stated |cache|, come from them.
+    are `growth_slopes`, of `schedule` and `overhead`. `level` is None if the config
+    has no steps there. `fits` are by metric; `slopes` in us per 1,000 cached blocks,
+    and `p50`, the medians at the stated |cache|, come from them.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Measured:
     fits: dict[str, Fits] = field(default_factory=dict)
     slopes: dict[str, Distribution] = field(default_factory=dict)
     p50: dict[str, Distribution] = field(default_factory=dict)
-    growth_slope: Distribution | None = None
+    growth_slopes: dict[str, Distribution | None] = field(default_factory=dict)
 
     @property
     def steps(self) -> pl.DataFrame:
@@ -109,7 +109,10 @@ def _measure(
         cells=make_cells(in_growth.select(columns), times),
         level=Level.of(held, stated_level(profile)),
     )
-    one.growth_slope = slope_us_per_1k_blocks(one.cells, "schedule_us")
+    one.growth_slopes = {
+        metric: slope_us_per_1k_blocks(one.cells, LEVELS[metric].time)
+        for metric in ("schedule", "overhead")
+    }
     one.fits = fits_of(one.held, one.at)
     level, wide = stated_level(profile), look_level(looks_of(profile))
     for place, (metric, found) in enumerate(one.fits.items()):

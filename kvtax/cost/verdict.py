@@ -7,8 +7,8 @@ what a level may lie above a lower one and still be flat.
 
 - grows: a level lies above a lower one, or the straight line rises, by more than the
   margin for certain. All pairs of levels are tested at once, so it need not be a line.
-- drifts: it rises from pass to pass by more than that, and not with the level:
-  something else went up, such as all that was ever stored.
+- drifts: it rises from pass to pass by more than that, and not with the level, be it
+  in rare steps alone: something else went up, such as all that was ever stored.
 - flat: for each pair of levels it is excluded that the upper one lies above the lower
   one by the margin or more, on average over all steps, rare ones too. A cost that
   falls with |cache| is flat.
@@ -42,30 +42,34 @@ RARE = "rare"
 
 @dataclass(frozen=True)
 class Judged:
-    """Verdict on a metric; `shape` says how it grows, or what keeps it from flat."""
+    """Verdict on a metric; `shape` says how it grows, or what keeps it from flat.
+
+    RARE: only the mean over all steps shows it.
+    """
 
     verdict: Verdict
     shape: str | None = None
 
 
 def judge_metric(
-    found: Fits, level: float, margin: float = MARGIN_US_PER_1K_BLOCKS
+    fits: Fits, level: float, margin: float = MARGIN_US_PER_1K_BLOCKS
 ) -> Judged:
     """Judge one metric; intervals hold in `level` of runs."""
-    usual, mean = found.usual, found.mean
+    usual, mean = fits.usual, fits.mean
     margin_us = margin * _range_1k(usual)
     if (shape := growth(usual, margin_us, level)) is not None:
         return Judged("grows", shape)
     if mean is not None and growth(mean, margin_us, level) is not None:
         return Judged("grows", RARE)
-    drift_reach = usual.reach(usual.drift_error_us, level)
-    if usual.drift_us - drift_reach > margin_us:
-        return Judged("drifts")
-    still = usual.drift_us + drift_reach < DRIFT_MARGINS * margin_us
-    if most_rise_us(usual, level) >= margin_us or not still:
-        return Judged("inconclusive")
-    if mean is not None and most_rise_us(mean, level) >= margin_us:
-        return Judged("inconclusive", RARE)
+    by_steps = ((usual, None), (mean, RARE))
+    known = [(found, shape) for found, shape in by_steps if found is not None]
+    for found, shape in known:
+        if found.drift(level)[0] > margin_us:
+            return Judged("drifts", shape)
+    for found, shape in known:
+        still = found.drift(level)[1] < DRIFT_MARGINS * margin_us
+        if most_rise_us(found, level) >= margin_us or not still:
+            return Judged("inconclusive", shape)
     return Judged("flat", "falls" if falls(usual, margin_us, level) else None)
 
 
@@ -84,6 +88,7 @@ def _range_1k(found: Fit) -> float:
 def held_levels(found: Fits, level: float, judged: Judged) -> HeldLevels:
     """Tabulate the levels of a metric, and the most that its slope can be."""
     usual = found.usual
+    rare_or_usual = found.mean if found.mean and judged.shape == RARE else usual
     bounds = [
         most_rise_us(one, level) for one in (usual, found.mean) if one is not None
     ]
@@ -94,7 +99,7 @@ def held_levels(found: Fits, level: float, judged: Judged) -> HeldLevels:
         if found.mean is None
         else [round(float(us), 3) for us in found.mean.level_us],
         most_us_per_1k_blocks=round(max(bounds) / _range_1k(usual), 3),
-        drift_us_per_pass=round(usual.drift_us, 3),
+        drift_us_per_pass=round(rare_or_usual.drift_us, 3),
         shape=judged.shape,
     )
 

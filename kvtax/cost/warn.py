@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import polars as pl
@@ -13,12 +14,15 @@ from kvtax.cost.roles import Roles
 from kvtax.records.per_config import ConfigEntry, NoiseFloor
 from kvtax.records.run import RunRecord
 from kvtax.records.warning import RunWarning
+from kvtax.stats import Estimate
+from kvtax.stats.distribution import Distribution
 
 Kind = Literal[
     "trials_failed",
     "few_steps",
     "no_slope",
     "undecided",
+    "growth_alone",
     "no_worker_records",
     "torn_lines",
     "requests_lost",
@@ -37,6 +41,9 @@ REMEDIES: dict[Kind, str] = {
     "few_steps": "Hold the levels for longer (`output_tokens` of the ladder).",
     "no_slope": "Add passes to the ladder.",
     "undecided": f"Run it with more repeats (`--only`, `--repeats`), or {_QUIETER}.",
+    "growth_alone": "If the connector keeps an index that a reset of the prefix cache "
+    "does not empty, that was full before the first hold: its cost has no verdict. A "
+    "machine that got slower meanwhile looks alike; another server tells.",
     "no_worker_records": "Look in server.log for a worker that died: the overhead of "
     "these steps is not known.",
     "torn_lines": "Look in server.log and driver.log for what killed the writer.",
@@ -64,6 +71,28 @@ def undecided(entry: ConfigEntry) -> list[RunWarning]:
     if entry.verdict != "inconclusive" or not entry.held:
         return []
     return [doubt("undecided", "its verdict says in what, and by how much")]
+
+
+def growth_alone(
+    entry: ConfigEntry, slopes: Mapping[str, Distribution | None]
+) -> list[RunWarning]:
+    """Warn if a cost rose while the cache first filled, and not with the levels.
+
+    `slopes` in us per 1,000 blocks are those of the growth phase, by metric.
+    """
+    if entry.verdict in ("grows", "drifts"):
+        return []
+    for metric, slope in slopes.items():
+        held = entry.held.get(metric)
+        if held is None or slope is None:
+            continue
+        if slope.ci95[0] > max(MARGIN_US_PER_1K_BLOCKS, held.most_us_per_1k_blocks):
+            message = (
+                f"{metric} rose by {Estimate.of(slope):.1f} us per 1,000 blocks while "
+                "the cache filled for the first time, and not with the levels"
+            )
+            return [doubt("growth_alone", message)]
+    return []
 
 
 def open_metrics(entry: ConfigEntry) -> list[str]:

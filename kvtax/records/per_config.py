@@ -68,11 +68,13 @@ class HeldLevels(msgspec.Struct, frozen=True):
     """For certain (95 %) no level lies above a lower one by more than this times the
     range of |cache|; by `mean_us`, too."""
     drift_us_per_pass: float
-    """By how much it rises from one pass to the next, whatever the level."""
+    """By how much it rises from one pass to the next, whatever the level; by `mean_us`
+    if `shape` is `rare`."""
     shape: str | None
     """Of one that grows: `linear`, `step`, `only when full`, `saturating`, `curved`,
-    `not monotone`, or `rare` if only the mean over all steps shows it. Of one that is
-    inconclusive, `rare` is what keeps it from flat. `falls` of one that is flat."""
+    `not monotone`, or `rare` if only the mean over all steps shows it. Of one that
+    drifts, `rare` says the same; of one that is inconclusive, it is what keeps it from
+    flat. `falls` of one that is flat."""
 
 
 class Addition(msgspec.Struct, frozen=True):

@@ -96,6 +96,11 @@ class Fit:
         tail = (1 - level) / 2 / chances
         return float(t_quantile(1 - tail, self.df)) * error
 
+    def drift(self, level: float) -> tuple[float, float]:
+        """Return the interval of the drift per pass in us; it holds in `level`."""
+        reach = self.reach(self.drift_error_us, level)
+        return self.drift_us - reach, self.drift_us + reach
+
     def upper(self, low: int, high: int, level: float) -> float:
         """Return the most by which level `high` may lie above level `low`, in us.
 

@@ -112,6 +112,8 @@ def configs(tmp_path_factory):
     costs["three parts"] = IN_THREE
     costs["falling"] = {"worker.get_finished": lambda f: 400 - 20 * f.blocks_1k}
     costs["all ever stored"] = {"worker.get_finished": lambda f: 6 * f.stored_1k}
+    index = {"worker.get_finished": lambda f: 6 * np.minimum(f.stored_1k, BLOCKS / 1e3)}
+    costs["an index that is full before the holds"] = index
     costs["each request"] = {
         "scheduler.request_finished": lambda f: np.where(
             f.number % 60 == 30, 2_000 * f.blocks_1k, 0
@@ -157,6 +159,14 @@ def test_a_cost_that_falls_with_cache_is_flat(configs):
 
 def test_what_grows_with_all_that_was_ever_stored_drifts(verdicts):
     assert verdicts["all ever stored"] == "drifts"
+
+
+def test_growth_that_no_reset_takes_back_is_warned_of_where_levels_are_flat(configs):
+    entry = configs["an index that is full before the holds"]
+    assert entry.verdict == "flat"
+    assert any("overhead rose by 6.0" in warning for warning in entry.warnings)
+    for name in (*NOT_GROWING, *SHAPES, "all ever stored", "falling"):
+        assert not any("filled for the first" in w for w in configs[name].warnings)
 
 
 def test_a_step_that_grows_where_nobody_looks_is_not_flat(verdicts):

@@ -82,6 +82,14 @@ def test_what_rises_from_pass_to_pass_and_not_with_the_level_drifts(drift_us, ve
     assert judged(fit_of(LEVEL, drift_us=drift_us)).verdict == verdict
 
 
+def test_what_rises_from_pass_to_pass_in_rare_steps_alone_drifts_too():
+    found = judged(fit_of(LEVEL), fit_of(LEVEL, drift_us=MARGIN_US + 2))
+    assert (found.verdict, found.shape) == ("drifts", RARE)
+    unsure = replace(fit_of(LEVEL), drift_error_us=2 * MARGIN_US)
+    found = judged(fit_of(LEVEL), unsure)
+    assert (found.verdict, found.shape) == ("inconclusive", RARE)
+
+
 def test_a_drift_that_is_known_too_badly_is_not_flat():
     unsure = replace(fit_of(LEVEL), drift_error_us=2 * MARGIN_US)
     assert judged(unsure).verdict == "inconclusive"
