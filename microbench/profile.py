@@ -37,6 +37,8 @@ class Ladder(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 # Prompts of the requests that decode while a level is held, and of those that arrive:
 # with its answer, one of these fills no block of 16 tokens.
 DECODER_TOKENS, ARRIVAL_TOKENS, ANSWER_TOKENS = 16, 12, 2
+# A server beyond the first `repeats` goes up the levels so many times as often.
+FURTHER = 3
 # As fast as the driver can send without falling behind.
 FILL_RPS, DECODERS_RPS = 100.0, 100.0
 
@@ -65,7 +67,8 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
     whose forward sleeps for `forward_us`; else `model`, a checkpoint folder or a name
     in configs/models/. If that has no weights, only so many `layers` of it are served.
     Each config is measured on `repeats` servers, and one that is then undecided on up
-    to `most_repeats`, while all trials take less than `minutes`. `mooncake_protocol`
+    to `most_repeats`, while all trials take less than `minutes`; these further servers
+    have no growth, and FURTHER times the passes. `mooncake_protocol`
     replaces what the configs say; "auto" is rdma where an RDMA port is up, else tcp
     (microbench.machine_fit). `patches` are added to those of each config. `own` are
     connectors without a file in configs/connectors/ (kvtax.engine.own_connector).
@@ -114,29 +117,36 @@ class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=T
             return write_null_model(folder, self.max_model_len, forward)
         return real_model(folder, self.model, self.layers)
 
-    def plan(self, model: str, vocab_size: int, seed: int) -> Plan:
-        """Plan the driver's requests: growth, plateau, and the passes of the ladder."""
+    def passes(self, repeat: int) -> int:
+        """Return how often the `repeat`-th server of a config goes up the levels."""
+        return self.load.ladder.passes * (FURTHER if repeat >= self.repeats else 1)
+
+    def plan(self, model: str, vocab_size: int, repeat: int) -> Plan:
+        """Plan the driver's requests: growth, plateau, and the passes of the ladder.
+
+        Growth and plateau are of the first `repeats` servers only.
+        """
         load = self.load
         growth_requests = -(-self.num_blocks // self._blocks(load.output_tokens))
+        growth = [
+            PlannedPhase(Phase.GROWTH.label, growth_requests, load.rate_rps),
+            PlannedPhase(Phase.PLATEAU.label, load.plateau_requests, load.rate_rps),
+        ]
         passes = [
             phase
-            for number in range(load.ladder.passes)
+            for number in range(self.passes(repeat))
             for phase in self._pass(number)
         ]
         return Plan(
             model=model,
-            seed=seed,
+            seed=repeat,
             vocab_size=vocab_size,
             prompt_tokens=load.prompt_tokens,
             output_tokens=load.output_tokens,
             arrival=load.arrival,
             lag_budget_ms=load.lag_budget_ms,
             request_timeout_s=load.request_timeout_s,
-            phases=[
-                PlannedPhase(Phase.GROWTH.label, growth_requests, load.rate_rps),
-                PlannedPhase(Phase.PLATEAU.label, load.plateau_requests, load.rate_rps),
-                *passes,
-            ],
+            phases=[*growth, *passes] if repeat < self.repeats else passes,
         )
 
     def _blocks(self, output_tokens: int) -> int:

@@ -156,12 +156,14 @@ def configs_of_next_round(
 
     `records` are those of all trials so far, in `run_dir`.
     """
-    walls_s = [record.wall_s for record in records if record.wall_s]
-    repeats = 1 + max(record.repeat for record in records)
-    if repeats >= profile.most_repeats or not walls_s:
+    last = max(record.repeat for record in records)
+    spent_s = sum(record.wall_s or 0 for record in records)
+    walls_s = [one.wall_s for one in records if one.wall_s and one.repeat == last]
+    if last + 1 >= profile.most_repeats or not walls_s:
         return []
-    left_s = 60 * profile.minutes - sum(walls_s)
-    affordable = max(int(left_s / np.mean(walls_s)), 0)
+    # At most: a server's start is not longer with more passes.
+    expected_s = np.mean(walls_s) * profile.passes(last + 1) / profile.passes(last)
+    affordable = max(int((60 * profile.minutes - spent_s) / expected_s), 0)
     return undecided(run_dir, profile.repeats)[:affordable]
 
 

@@ -154,7 +154,7 @@ def _measure(
     `measured` then holds what there was.
     """
     profile, connector = common.profile, planned.connector
-    plan = profile.plan(SERVED_MODEL, common.model.vocab_size, seed=planned.repeat)
+    plan = profile.plan(SERVED_MODEL, common.model.vocab_size, planned.repeat)
     (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
     label = {
         "config": planned.config,

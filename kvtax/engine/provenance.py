@@ -35,6 +35,9 @@ PACKAGES = (
     "aiohttp",
 )
 
+# All but the results that a sweep writes over the committed ones.
+CODE = (".", ":!SUMMARY.md", ":!per_config.json", ":!figures")
+
 MASK = "***"
 SECRET_KEY = re.compile(
     r"pass(word|wd|phrase|code)?$|pwd$|secret|credential|token$|auth$|authorization"
@@ -79,7 +82,7 @@ def collect(
         kernel=platform.release(),
         date_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         git_commit=commit,
-        git_dirty=bool(_git("status", "--porcelain")) if commit else None,
+        git_dirty=bool(_git("status", "--porcelain", "--", *CODE)) if commit else None,
         command_line=" ".join([command, *masked(sys.argv[1:])]),
     )
     return msgspec.to_builtins(found)
@@ -183,7 +186,7 @@ def git_commit(repository: Path = REPOSITORY) -> str | None:
 def _git(*arguments: str) -> str | None:
     """Return the output of git in the checkout, if this is one.
 
-    Kept from the first call on: a run's own results are no uncommitted changes.
+    Kept from the first call on: what is edited during a run does not count.
     """
     if not IN_CHECKOUT:
         return None

@@ -140,3 +140,18 @@ def test_a_small_run_serves_what_is_asked_for_and_writes_it_down(tmp_path):
     shares = [one["valid_share"] for name, one in served.items() if "reads" in name]
     assert len(shares) == 3 and min(shares) > 0.99
     assert "noise floor" in (tmp_path / "cost.md").read_text()
+
+
+@pytest.mark.long
+def test_a_small_run_of_transfers_finds_all_blocks_valid(tmp_path):
+    command = [sys.executable, "-m", "kvtax", "bench", "direct_read_transfer"]
+    command += ["--rounds", "8", "--out", tmp_path / "transfer.md"]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+    rows = json.loads((tmp_path / "transfer.json").read_text())["rows"]
+    assert len(rows) == 18
+    for row in rows:
+        assert row["valid_share"] == 1
+        # In one run, also backwards; of the scattered ones, a quarter has a neighbour.
+        scattered = row["case"][1] == "scattered"
+        assert row["runs"] > 0.6 * row["case"][2] if scattered else row["runs"] == 1
+        assert row["gb_per_s"]["connector"] > 0

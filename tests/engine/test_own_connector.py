@@ -248,3 +248,30 @@ def test_roles_of_their_own_are_refused_until_its_toml_says_how_kv_moves(
     spec = FleetSpec(settings, "brand_new", brand_new, ["prefill", "decode"])
     with pytest.raises(SpecError, match=r"brand_new.*`transfer`"):
         members(spec, reserve(2), [[], []], tmp_path)
+
+
+def test_the_results_that_a_sweep_replaces_are_no_uncommitted_change(
+    tmp_path, monkeypatch
+):
+    def dirty() -> bool:
+        provenance._git.cache_clear()
+        return provenance.collect({}, "kvtax")["git_dirty"]
+
+    files = ("SUMMARY.md", "per_config.json", "figures/a.png", "code.py")
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("old")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(provenance, "IN_CHECKOUT", True)
+    try:
+        assert not dirty()
+        for name in files[:-1]:
+            (tmp_path / name).write_text("new")
+        assert not dirty()
+        (tmp_path / "code.py").write_text("new")
+        assert dirty()
+    finally:
+        provenance._git.cache_clear()

@@ -46,7 +46,7 @@ def test_every_profile_names_configs_that_exist(name):
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_profile_fills_its_cache_within_one_lifetime(name):
     profile = load_profile(name)
-    plan = profile.plan("model", vocab_size=1000, seed=0)
+    plan = profile.plan("model", vocab_size=1000, repeat=0)
     tokens = plan.prompt_tokens + plan.output_tokens - 1
     growth = plan.phases[0].requests * (tokens // profile.block_size)
     assert growth >= profile.num_blocks
@@ -55,7 +55,7 @@ def test_every_profile_fills_its_cache_within_one_lifetime(name):
 
 def passes_of(profile: Profile) -> list[list[PlannedPhase]]:
     """The phases of each pass over the ladder."""
-    _, _, *phases = profile.plan("model", vocab_size=1000, seed=0).phases
+    _, _, *phases = profile.plan("model", vocab_size=1000, repeat=0).phases
     grouped = groupby(phases, lambda phase: phase.name.split(".")[1])
     return [list(of_pass) for _, of_pass in grouped]
 
@@ -63,7 +63,7 @@ def passes_of(profile: Profile) -> list[list[PlannedPhase]]:
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_pass_holds_every_level_after_filling_the_cache_to_it(name):
     profile = load_profile(name)
-    ladder, plan = profile.load.ladder, profile.plan("model", 1000, seed=0)
+    ladder, plan = profile.load.ladder, profile.plan("model", 1000, repeat=0)
     one_request = (plan.prompt_tokens + 1) // profile.block_size
     passes = passes_of(profile)
     assert len(passes) == ladder.passes
@@ -100,11 +100,22 @@ def test_only_the_first_phase_of_a_pass_resets_and_only_holds_do_not_wait(name):
 
 
 @pytest.mark.parametrize("name", PROFILES)
+def test_a_further_server_goes_up_the_levels_three_times_as_often_at_once(name):
+    profile = load_profile(name)
+    first = profile.plan("model", 1000, repeat=profile.repeats - 1)
+    further = profile.plan("model", 1000, repeat=profile.repeats)
+    assert [phase.name for phase in first.phases[:2]] == ["growth", "plateau"]
+    assert len(further.phases) == 3 * len(first.phases[2:])
+    assert further.phases[: len(first.phases[2:])] == first.phases[2:]
+    assert further.seed != first.seed
+
+
+@pytest.mark.parametrize("name", PROFILES)
 def test_a_plan_can_be_read_and_its_levels_rise(name, tmp_path):
     profile = load_profile(name)
     path = tmp_path / "plan.json"
-    path.write_bytes(msgspec.json.encode(profile.plan("model", 1000, seed=0)))
-    assert read_plan(path) == profile.plan("model", 1000, seed=0)
+    path.write_bytes(msgspec.json.encode(profile.plan("model", 1000, repeat=0)))
+    assert read_plan(path) == profile.plan("model", 1000, repeat=0)
     levels = profile.load.ladder.levels
     assert levels == sorted(set(levels)) and levels[-1] == 1.0
 
@@ -257,9 +268,9 @@ def test_no_config_is_measured_on_more_servers_than_the_profile_allows(run_dir):
 
 
 def test_a_sweep_ends_within_its_time(run_dir):
-    # Nine trials of a minute each.
-    assert configs_of_next_round(run_dir, profile(minutes=9.5), trials()) == []
-    assert configs_of_next_round(run_dir, profile(minutes=10.0), trials()) == ["unsure"]
+    # Nine trials of a minute each; with three times the passes, one takes up to three.
+    assert configs_of_next_round(run_dir, profile(minutes=11.5), trials()) == []
+    assert configs_of_next_round(run_dir, profile(minutes=12.0), trials()) == ["unsure"]
 
 
 def test_a_config_that_lost_servers_is_measured_again(run_dir):
