@@ -225,9 +225,17 @@ METHODS_SHOWN = 8
 REQUESTS_SHOWN = 3
 
 
+class _Console(Console):
+    """Console that leaves a closed pipe, and its exit code, to the command."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what `rich` makes an exit with code 1."""
+        raise BrokenPipeError
+
+
 def follow(watched: Watched, seconds: float = float("inf")) -> None:
     """Show what comes until Ctrl-C, or for so many seconds."""
-    console = Console()
+    console = _Console()
     history: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
     before = watched.read()
     end_s = time.monotonic() + seconds

@@ -27,6 +27,7 @@ from kvtax.look.discover import Clock
 from kvtax.look.instances import Instance
 from kvtax.look.requests import pairs
 from kvtax.records import RecordsError
+from kvtax.records.files import replacing
 
 MOST_STEPS = 200_000
 SEQUENCE = 1
@@ -104,12 +105,10 @@ class TraceOfRecords:
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        partial = path.with_name(f"{path.name}.partial")
-        with partial.open("wb") as file:
+        with replacing(path) as partial, partial.open("wb") as file:
             trace = _Trace(file)
             for shown in self._shown:
                 _Process(trace, shown, self._clock.shift_ns[shown.name]).write()
-        partial.replace(path)
 
 
 class _Trace:

@@ -19,7 +19,6 @@ Parquet file of a few MB however many steps there were, to be read anywhere.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from kvtax.look.discover import discover
 from kvtax.look.instance_summary import moves
 from kvtax.look.instances import Instance, one_by_one
 from kvtax.records import RecordsError
+from kvtax.records.files import replacing
 from kvtax.records.warning import RunWarning
 from kvtax.stats.distribution import Floats, Ints, as_float
 
@@ -216,11 +216,9 @@ def merge_totals(several: Iterable[StepTotals]) -> StepTotals:
 def write_totals(path: Path, one: StepTotals) -> None:
     """Write the file, whole or not at all."""
     beside = Beside(FILE_SCHEMA, one.servers, one.warnings)
-    partial = path.with_name(f"{path.name}.partial")
-    one.counts.write_parquet(
-        partial, metadata={METADATA: msgspec.json.encode(beside).decode()}
-    )
-    os.replace(partial, path)
+    metadata = {METADATA: msgspec.json.encode(beside).decode()}
+    with replacing(path) as file:
+        one.counts.write_parquet(file, metadata=metadata)
 
 
 def read_totals(path: Path) -> StepTotals:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -69,9 +71,32 @@ def write_document(path: Path, document: msgspec.Struct | dict[str, Any]) -> Non
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write `path`, so that a killed writer leaves the old file, or none."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    with replacing(path) as file:
+        file.write_bytes(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a file that takes the place of `path` once it is complete.
+
+    What is no file, a pipe or a device, is written to itself. Raises OSError, which
+    names `path`; then the old file is still there, and nothing else.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        path = path.resolve()
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            yield partial
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
 
 
 Header = TypeVar("Header", bound=msgspec.Struct)

@@ -295,7 +295,7 @@ def test_the_page_lies_beside_the_records_and_no_other_is_overwritten(
 
 
 def test_a_page_that_cannot_be_written_says_what_to_do(records, capsys):
-    (records / "look.html.partial").mkdir()
+    (records / "look.html").mkdir()
     assert main([str(records)]) == 2
     captured = capsys.readouterr()
     assert "400 steps" in captured.out

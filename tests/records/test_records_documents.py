@@ -70,3 +70,13 @@ def test_a_writer_that_fails_leaves_the_old_document(
     with pytest.raises(OSError, match="disk full"):
         write_whole(path, b"new content")
     assert msgspec.json.decode(path.read_bytes()) == {"schema": "old"}
+
+
+def test_a_device_is_written_to_and_a_link_stays(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        write_whole(Path("/dev/full"), b"x")
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    write_whole(link, b"x")
+    assert (link.is_symlink(), target.read_bytes()) == (True, b"x")
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "target"}

@@ -17,6 +17,7 @@ from kvtax.fleet.replay.replayer import Replay
 from kvtax.fleet.replay.sessions import group
 from kvtax.fleet.replay.shares import Gate
 from kvtax.fleet.trace import read_trace
+from kvtax.fleet.trace.trace_file import require_file
 from kvtax.records.replay import ReplayEnd
 
 # Exit code of a replay with a failed or cancelled request, or with late requests.
@@ -36,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.closed_loop and arguments.max_inflight_sessions is None:
         raise ReplayError("--closed-loop: give --max-inflight-sessions, too")
     options = fields_of(arguments, Options, url=url, share=arguments.share)
+    require_file(arguments.trace)  # hashed, too
     sessions = group(read_trace(arguments.trace), arguments.request_limit)
     gate = arguments.gate and Gate(arguments.gate)
     replay = Replay(options, sessions, arguments.out, gate)

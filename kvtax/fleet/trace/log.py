@@ -37,6 +37,7 @@ from kvtax.fleet.trace.request import Request, TraceError
 from kvtax.fleet.trace.trace_file import Lines
 
 BLOCK_TOKENS = 16  # vLLM's
+MOST_TOKENS = 2**31 - 1  # of a request in a trace
 REORDER_S = 600.0
 
 # Names of fields, the first that is there counts.
@@ -58,6 +59,7 @@ DURATION_S |= {"duration_ms": 1e-3, "latency_ms": 1e-3, "elapsed_ms": 1e-3}
 SESSION = (
     "session_id",
     "sessionId",
+    "session.id",
     "session",
     "conversation_id",
     "thread_id",
@@ -88,7 +90,11 @@ STATUS = (
     "response.status",
     "response.status_code",
 )
-FAILURES = frozenset({"failure", "failed", "fail", "error"})
+FAILURES = frozenset(
+    {"failure", "failed", "fail", "error", "errored", "timeout"}
+    | {"cancelled", "canceled", "aborted", "rejected"}
+)
+SUCCESS = ("success", "ok")  # false of a failed request
 ERROR = ("error", "error_str", "response.error", "response_body.error")
 
 # Seconds since 1970 are below 1e11 until the year 5138.
@@ -157,7 +163,9 @@ class Log:
         for row in self._lines.read(_ROW):
             try:
                 call = self._call(row)
-            except FieldError as error:
+            except (FieldError, RecursionError) as error:
+                if isinstance(error, RecursionError):
+                    error = FieldError("the body is nested too deeply")
                 remedy = "mend or remove the line, or leave such lines out "
                 remedy += "(--skip-unusable)"
                 self._lines.reject(f"{error}: {remedy}", str(error))
@@ -272,6 +280,7 @@ def anonymise(
 
     Raises TraceError: a line is no request, or `out` cannot be written.
     """
+    trace_file.require_file(path)
     source: dict[str, Any] = {
         "made_by": "kvtax trace anonymise",
         "chars_per_token": tokens.chars_per_token,
@@ -290,10 +299,14 @@ def anonymise(
 def failed(row: LogRow) -> bool:
     """Recognise a request that failed: the text of its error is no answer."""
     for _, status in _found(row, STATUS):
-        if _is_number(status) and float(status) >= 400:
+        # As in "500 Internal Server Error".
+        first = status.split()[:1] if isinstance(status, str) else [status]
+        if any(_is_number(word) and float(word) >= 400 for word in first):
             return True
         if isinstance(status, str) and status.lower() in FAILURES:
             return True
+    if any(success is False for _, success in _found(row, SUCCESS)):
+        return True
     return any(error not in ("", {}, [], False) for _, error in _found(row, ERROR))
 
 
@@ -324,7 +337,11 @@ def end_s(row: LogRow, arrived_s: float) -> float | None:
 
 def session_of(row: LogRow) -> str | None:
     """Return the log's name for the session, None without one."""
-    return next((str(found) for _, found in _found(row, SESSION) if found != ""), None)
+    for _, found in _found(row, SESSION):
+        is_name = isinstance(found, str | int | float) and not isinstance(found, bool)
+        if is_name and found != "":
+            return str(found)
+    return None
 
 
 def answer_of(row: LogRow) -> Any:
@@ -361,14 +378,15 @@ def _opened(value: Any) -> Any:
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
             return msgspec.json.decode(value)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return value
     return value
 
 
 def _count(usage: LogRow, names: Iterable[str]) -> int | None:
     for name, found in _found(usage, names):
-        if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        is_count = isinstance(found, int) and not isinstance(found, bool)
+        if not is_count or not 0 <= found <= MOST_TOKENS:
             raise FieldError(f"{name} is no number of tokens")
         return found
     return None
@@ -382,7 +400,8 @@ def _seconds(name: str, value: Any) -> float:
             raise FieldError(
                 f"{name} is no time: seconds, or as in 2026-01-31T12:00:00.25Z"
             ) from None
-        return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+        value = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+        return _number(name, value)
     number = _number(name, value)
     return number * next(unit for limit, unit in _UNITS_S if number < limit)
 
@@ -396,6 +415,6 @@ def _number(name: str, value: Any) -> float:
 def _is_number(value: Any) -> bool:
     try:
         float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
     return True

@@ -70,7 +70,7 @@ def read_trace(
     """
     lines = Lines(path, left_out)
     if format is None:
-        format = "log" if left_out is not None else detect(lines)
+        format = detect(lines)
     if block_tokens is not None and format in ("own", "sessions"):
         raise TraceError(
             f"{path}: this format names its block size: leave --block-tokens out"
@@ -80,7 +80,7 @@ def read_trace(
     if left_out is not None and format != "log":
         raise TraceError(
             f"{path}: only a request log may have unusable lines: leave "
-            "--skip-unusable out"
+            "--skip-unusable out, or give --format log"
         )
     if format == "own":
         requests = trace_file.read(lines)
@@ -113,20 +113,29 @@ EVIDENCE = {
 def detect(lines: Lines) -> str:
     """Recognise the format of a trace by its first line.
 
+    A first line that may be left out is a log's.
+
     Raises TraceError: no known format begins like this.
     """
     row = lines.first(_ANY)
+    if row is None:
+        return "log"
     if str(row.get("schema")).startswith("kvtax.trace/"):
         return "own"
     for format, fields in EVIDENCE.items():
         if fields <= row.keys():
             return format
     # Of a log, the request's body is what all its lines share.
-    if body_of(row) is not None:
+    if body_of(row) is not None or lines.left_out is not None:
         return "log"
+    lacking = "".join(
+        f"; of {format} only {missing.pop()} is missing"
+        for format, fields in EVIDENCE.items()
+        if len(missing := fields - row.keys()) == 1
+    )
     raise lines.error(
         f"no known trace format begins with the fields {', '.join(row) or 'of nothing'}"
-        f": convert it to one of {', '.join(FORMATS)}"
+        f"{lacking}: convert it to one of {', '.join(FORMATS)}"
     )
 
 
@@ -241,13 +250,23 @@ def _read_mooncake(lines: Lines, block_tokens: int) -> Iterator[Request]:
     """
     waiting: list[tuple[float, int, Request]] = []
     newest_s = 0.0  # of the rows with a time
-    before: dict[str, Request] = {}  # the last turn of each named session
+    before: dict[str, Request] = {}  # the last turn of each session_id
+    has_unnamed = False
     for number, row in enumerate(lines.read(_MOONCAKE_ROW)):
-        last = before.get(str(row.session_id))
+        named = None if row.session_id in (None, "") else str(row.session_id)
+        last = None if named is None else before.get(named)
+        if last is not None:
+            session = last.session
+        elif named is None:
+            has_unnamed = True
+            session = f"row {number}" if str(number) in before else str(number)
+        else:
+            # Rows without a name have numbers.
+            session = f"id {named}" if has_unnamed and named.isdecimal() else named
         arrival_s, think_s = _mooncake_times(lines, row, last, newest_s)
         request = Request(
             arrival_s=arrival_s,
-            session=str(number if row.session_id is None else row.session_id),
+            session=session,
             turn=0 if last is None else last.turn + 1,
             input_tokens=row.input_length,
             output_tokens=row.output_length,
@@ -256,8 +275,8 @@ def _read_mooncake(lines: Lines, block_tokens: int) -> Iterator[Request]:
             think_s=think_s,
         )
         _check_blocks(lines, request)
-        if row.session_id is not None:
-            before[request.session] = request
+        if named is not None:
+            before[named] = request
         heapq.heappush(waiting, (arrival_s, number, request))
         if row.timestamp is not None:
             newest_s = arrival_s

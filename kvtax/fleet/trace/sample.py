@@ -45,6 +45,7 @@ def sample(
     Raises TraceError: the trace has fewer requests, is not what it should be or changes
     in between; nothing is written then.
     """
+    trace_file.require_file(path)
     sessions, order = _survey(read(), seed)
     if target_requests > len(sessions):
         raise TraceError(

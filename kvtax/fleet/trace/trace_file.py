@@ -25,6 +25,7 @@ import jsonlines
 import msgspec
 
 from kvtax.fleet.trace.request import Count, Request, TraceError
+from kvtax.records.files import replacing
 
 SCHEMA = "kvtax.trace/1"
 
@@ -95,9 +96,8 @@ def write_trace(
 @contextmanager
 def _whole_file(path: Path) -> Iterator[BufferedIOBase | BinaryIO]:
     """Open a file that gets its name when it is complete and on disk."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        with open(unfinished, "wb", buffering=1 << 20) as file:
+        with replacing(path) as name, open(name, "wb", buffering=1 << 20) as file:
             if path.suffix == ".gz":
                 # Equal traces are equal bytes: no time, no name; level 1 is 4 times
                 # as fast as 9 and 15 % bigger.
@@ -109,16 +109,43 @@ def _whole_file(path: Path) -> Iterator[BufferedIOBase | BinaryIO]:
             else:
                 yield file
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+            if name != path:
+                os.fsync(file.fileno())
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
-# First bytes of packed files.
+def require_file(path: str | PathLike[str]) -> None:
+    """Raise TraceError for a pipe, of a path that is read more than once."""
+    if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+        raise TraceError(
+            f"{path}: a pipe, which can be read only once: write it to a file, which "
+            "is read several times here"
+        )
+
+
+# First bytes of packed files, and of others that are no JSON lines.
 GZIP, XZ = b"\x1f\x8b", b"\xfd7zXZ"
+UTF_16 = "text in UTF-16: write it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
+FOREIGN = {
+    GZIP: "packed twice: unpack it once",
+    XZ: "packed twice: unpack it once",
+    b"version https://git-lfs": "a pointer of Git LFS: fetch the file (git lfs pull)",
+    b"\x28\xb5\x2f\xfd": "packed with zstd: unpack it (zstd -d)",
+    b"\x04\x22\x4d\x18": "packed with lz4: unpack it (lz4 -d)",
+    b"BZh": "packed with bzip2: unpack it (bzip2 -d)",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PAR1": "Parquet: write its rows as JSON lines",
+    b"\xff\xfe": UTF_16,
+    b"\xfe\xff": UTF_16,
+    b"{\0": UTF_16,
+    b"\0{": UTF_16,
+}
+
+# What msgspec says of JSON that ends early.
+TRUNCATED = "Input data was truncated"
 
 T = TypeVar("T")
 
@@ -161,14 +188,17 @@ class Lines:
         except OSError as error:
             raise TraceError(f"{self.path}: {error.strerror or error}") from None
 
-    def first(self, decoder: msgspec.json.Decoder[T]) -> T:
-        """Decode the first line, which stays unread.
+    def first(self, decoder: msgspec.json.Decoder[T]) -> T | None:
+        """Decode the first line, which stays unread; None if it may be left out.
 
         Raises TraceError: the file is empty, or the line is not of that type.
         """
         first = list(itertools.islice(self._unread, 1))
         self._unread = itertools.chain(first, self._unread)
-        return next(self._decoded(first, decoder))
+        decoded = list(self._decoded(first, decoder))
+        if self.left_out is not None:
+            self.left_out.clear()  # the line is read again
+        return decoded[0] if decoded else None
 
     def read(self, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
         """Decode the unread lines.
@@ -187,6 +217,7 @@ class Lines:
             except EOFError:
                 break
             except (jsonlines.InvalidLineError, RecursionError) as error:
+                self._refuse_foreign()
                 self.reject(self._problem(error), "not an object in JSON")
             else:
                 yield value
@@ -195,23 +226,42 @@ class Lines:
                 f"{self.path}: the file is empty: a trace has at least one line"
             )
 
+    def _refuse_foreign(self) -> None:
+        """Raise TraceError if the first line shows that the file is of another kind."""
+        if self.number != 1:
+            return
+        for begin, kind in FOREIGN.items():
+            if self._line.startswith(begin):
+                raise self.error(f"no JSON lines, but {kind}")
+
     def _problem(self, error: Exception) -> str:
         """Explain why the last line cannot be decoded, with the remedy."""
-        begin = self._line.removeprefix(BOM_UTF8).lstrip()[:1]
-        if begin == b"[":
+        line = self._line.removeprefix(BOM_UTF8).strip()
+        why = error.__cause__ or error
+        if line.startswith(b"["):
             return (
                 "a JSON array, where each line is an object: make one line of each "
                 "element (jq -c '.[]' FILE)"
             )
-        if not begin:
+        if not line:
             return "the line is blank: remove it"
-        why = error.__cause__ or error
         # Another type than wanted is no sign that something is missing.
-        is_json = isinstance(why, msgspec.ValidationError)
-        if not self._line.endswith(b"\n") and not is_json:
+        if isinstance(why, msgspec.ValidationError):
+            return f"{why}: mend or remove the line"
+        if not line.startswith(b"{"):
+            return (
+                "no object in JSON, as in CSV or another text: make one object of each "
+                "request, with the fields of one format, or remove the line"
+            )
+        if not self._line.endswith(b"\n"):
             return (
                 f"the file ends within the line ({why}): it is torn, fetch or make it "
                 "again"
+            )
+        if str(why) == TRUNCATED and not line.endswith(b"}"):
+            return (
+                "the object does not end in its line: put each into one line "
+                "(jq -c . FILE), or mend or remove the line"
             )
         return f"{why}: mend or remove the line"
 

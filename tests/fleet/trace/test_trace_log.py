@@ -140,6 +140,13 @@ def test_a_session_that_the_log_names_is_one_whatever_its_prompts_are(tmp_path):
     ]
 
 
+def test_a_session_that_is_no_name_is_none(tmp_path):
+    names = (False, "", None, {}, 0, {"id": 0})
+    rows = [line(at, chat(ASK), session=name) for at, name in enumerate(names)]
+    sessions = [request.session for request in read(tmp_path, *rows)]
+    assert sessions == ["s0", "s1", "s2", "s3", "s4", "s4"]
+
+
 def nested(body: dict) -> dict:
     return {"request": {"method": "POST", "body": json.dumps(body)}}
 
@@ -290,6 +297,20 @@ REFUSED = {
     ),
     "half an id": (line(0, {"prompt": [1.5]}), NEITHER),
     "no answer": (BARE, "neither usage nor an answer"),
+    "a time before 1970": (
+        line("1969-12-31T23:59:59Z", chat(ASK)),
+        "timestamp is no time",
+    ),
+    "a time of many digits": (line(10**400, chat(ASK)), "timestamp is no time"),
+    "an abyss": (
+        line(0, {"messages": [{"content": json.loads("[" * 700 + "]" * 700)}]}),
+        "the body is nested too deeply",
+    ),
+    "an abyss in a string": (line(0, "[" * 10**5), "no body with messages"),
+    "too long an answer": (
+        line(0, chat(ASK), usage={"completion_tokens": 2**31}),
+        "completion_tokens is no number of tokens",
+    ),
     "no number": (
         line(0, chat(ASK), usage={"completion_tokens": "7"}),
         "completion_tokens is no number of tokens",
@@ -312,6 +333,9 @@ FAILED = {
     "a status": {"status": 500},
     "a status as text": {"status_code": "429"},
     "a word": {"status": "failure", "response": "{}"},
+    "a status with its text": {"status": "500 Internal Server Error", "output": "x"},
+    "a timeout": {"status": "Timeout", "output": "x"},
+    "no success": {"success": False, "output": "x"},
     "an error in the answer": {"response": {"error": {"message": "overloaded"}}},
     "an error as text": {"error": "overloaded", "response": "none"},
     "an error in a packed answer": {"response_body": '{"error": {"message": "no"}}'},
@@ -362,6 +386,9 @@ def test_a_log_without_a_usable_line_and_another_format_are_refused(tmp_path, ca
     fails(capsys, "no line is a usable request", "stats", log, "--skip-unusable")
     own = ("--format", "own", "--skip-unusable")
     fails(capsys, "leave --skip-unusable out", "stats", log, *own)
+    row = {"timestamp": 0, "input_length": 4, "output_length": 1, "hash_ids": [1]}
+    other = put(tmp_path / "t", row)
+    fails(capsys, "leave --skip-unusable out", "stats", other, "--skip-unusable")
 
 
 WORDS = ["confidential", "zebra", "umbrella", "quixotic", "falcon", "marmalade"]

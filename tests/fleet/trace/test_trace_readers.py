@@ -69,6 +69,14 @@ def test_mooncake_rows_of_one_session_id_are_turns_of_one_session(tmp_path):
     ]
 
 
+def test_mooncake_rows_with_and_without_a_session_id_never_share_a_session(tmp_path):
+    ids = (None, "", 1, 4, None, 1)
+    rows = [{"session_id": name, "timestamp": 0} for name in ids]
+    names = [name for name, *_ in turns_of_mooncake(tmp_path, *rows)]
+    assert names[2] == names[5]
+    assert len(set(names)) == 5
+
+
 def test_a_mooncake_turn_with_a_delay_comes_so_long_after_the_turn_before(tmp_path):
     rows = [
         {"session_id": "a", "timestamp": 0},

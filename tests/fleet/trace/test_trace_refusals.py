@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -169,6 +173,18 @@ REFUSED = {
         [{"timestamp": 0, "requests": [{"prompt": "a", "output_length": 1}]}],
         ["no known trace format", "timestamp, requests"],
     ),
+    "a table": (
+        ["TIMESTAMP,ContextTokens,GeneratedTokens", "0,5,6"],
+        ["line 1", "no object in JSON, as in CSV"],
+    ),
+    "a printed object": (
+        ["{", '  "timestamp": 0', "}"],
+        ["line 1", "does not end in its line", "jq -c ."],
+    ),
+    "mooncake without one field": (
+        [{name: MOONCAKE[name] for name in MOONCAKE if name != "output_length"}],
+        ["line 1", "no known", "of mooncake only output_length is missing"],
+    ),
     "an abyss": ([MOONCAKE, '{"x":' + "[" * 100_000], ["line 2", "recursion"]),
 }
 
@@ -209,6 +225,53 @@ def test_a_byte_order_mark_is_passed_over(tmp_path):
     path = tmp_path / "t"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(MOONCAKE).encode() + b"\n")
     assert len(list(read_trace(path))) == 1
+
+
+FOREIGN = {
+    "zstd": b"\x28\xb5\x2f\xfd\x04\x00\n",
+    "bzip2": bz2.compress(b"{}"),
+    "twice": gzip.compress(gzip.compress(b"{}")),
+    "Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+    "zip": b"PK\x03\x04\x14\x00",
+    "Parquet": b"PAR1\x15\x04",
+    "UTF-16": (json.dumps(MOONCAKE) + "\n").encode("utf-16"),
+    "UTF-16 ": (json.dumps(MOONCAKE) + "\n").encode("utf-16-le"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("options", [(), ("--skip-unusable",)], ids=["", "skip"])
+def test_a_file_of_another_kind_is_named_for_what_it_is(
+    kind, options, tmp_path, capsys
+):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(FOREIGN[kind])
+    fails(capsys, "line 1: no JSON lines, but", "stats", path, *options)
+    with pytest.raises(TraceError, match=kind.strip()):
+        list(read_trace(path))
+
+
+def test_a_pipe_is_read_once_and_refused_where_it_would_be_read_again(tmp_path, capsys):
+    pipe, out = tmp_path / "pipe", tmp_path / "out"
+    os.mkfifo(pipe)
+    fails(capsys, "only once", "anonymise", pipe, out)
+    rest = ("--target-requests", 1, "--seed", 0, "--out", out)
+    fails(capsys, "only once", "sample", pipe, *rest)
+    row = json.dumps(MOONCAKE).encode() + b"\n"
+    with ThreadPoolExecutor(1) as writer:
+        writer.submit(pipe.write_bytes, gzip.compress(row * 3))
+        assert len(list(read_trace(pipe))) == 3
+
+
+def test_a_pipe_as_output_is_written_to_and_stays(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        text = reader.submit(pipe.read_bytes)
+        write_trace(pipe, {"requests": 1}, [Request(0.0, "a", 0, 1, 1, [], 16)])
+        assert text.result().count(b"\n") == 2
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_a_last_line_without_its_end_is_whole_if_it_can_be_read(tmp_path):
