@@ -104,6 +104,52 @@ def test_a_closed_pipe_ends_quietly():
     assert command.returncode in (Exit.GOOD, Exit.CLOSED_PIPE)
 
 
+def shell(command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command.replace("kvtax", " ".join(KVTAX))],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env=os.environ | env,
+    )
+
+
+@pytest.fixture
+def synth(tmp_path) -> str:
+    """The command that makes a small trace."""
+    return f"kvtax trace synth --sessions 2 --out {tmp_path}/trace"
+
+
+def test_a_command_whose_stdout_is_closed_works_and_writes_into_no_file(
+    synth, tmp_path
+):
+    made = shell(f"{synth} >&- <&-")
+    assert (made.returncode, made.stderr) == (Exit.GOOD, "")
+    first, *_ = (tmp_path / "trace").read_text().splitlines()
+    assert first.startswith("{")
+
+
+@pytest.mark.parametrize("command", ["kvtax --help", "{synth}"])
+def test_output_that_cannot_be_written_is_one_line_of_error(command, synth):
+    buffered = {"PYTHONUNBUFFERED": ""}
+    ended = shell(f"{command.format(synth=synth)} > /dev/full", **buffered)
+    assert ended.returncode == Exit.BAD_INPUT
+    assert ended.stderr == (
+        "kvtax: [Errno 28] No space left on device: 'standard output'\n"
+    )
+
+
+def test_a_sign_that_the_terminal_lacks_is_no_error(synth, tmp_path):
+    assert shell(synth).returncode == Exit.GOOD
+    described = shell(
+        f"cd {tmp_path}; mv trace µ; kvtax trace stats µ",
+        PYTHONIOENCODING="ascii",
+        PYTHONPATH=str(REPOSITORY),
+    )
+    assert (described.returncode, described.stderr) == (Exit.GOOD, "")
+    assert "| requests |" in described.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "code"),

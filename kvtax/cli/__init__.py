@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
+from kvtax.paths import IN_CHECKOUT
 from kvtax.signals import exit_on_signals
 
 
@@ -56,6 +58,10 @@ COMMANDS = (
 # Environment variable by which a shell asks for completions (argcomplete).
 COMPLETION = "_ARGCOMPLETE"
 CHECKOUT_ROOMS = {"microbench", "benchmarks", "connectors", "tools"}
+CHECKOUT_REMEDY = (
+    "needs a checkout of kvtax and its environment: clone the repository, run "
+    "bash setup.sh there, then .venv/bin/kvtax"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,18 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         exit_on_signals()
+        _open_standard_streams()
     try:
-        if COMPLETION in os.environ:
-            _complete(os.environ["COMP_LINE"].split()[1:])
-        given = _with_action(given)
-        parser = _parser(given)
-        arguments = parser.parse_args(given)
-        status = int(arguments.run(arguments))
-        sys.stdout.flush()
-        return status
+        try:
+            if COMPLETION in os.environ:
+                _complete(os.environ["COMP_LINE"].split()[1:])
+            given = _with_action(given)
+            parser = _parser(given)
+            arguments = parser.parse_args(given)
+            return int(arguments.run(arguments))
+        finally:
+            _flush()
     except BrokenPipeError:
-        # Python flushes stdout once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.CLOSED_PIPE
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
@@ -84,6 +90,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"kvtax: {error}", file=sys.stderr)
         return code
+
+
+def _open_standard_streams() -> None:
+    """Open the streams that are closed (`>&-`), or files would get their numbers."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal without a sign such as µ shows a question mark for it.
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _flush() -> None:
+    """Write what stdout holds. Raises OSError, and nothing more at Python's end."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def _with_action(given: list[str]) -> list[str]:
@@ -158,12 +189,16 @@ def _installed(command: Command) -> Iterator[None]:
         raise UsageError(f"{command.name}: {_remedy(command, error.name)}") from None
 
 
+def require_checkout(command: str) -> None:
+    """Raise UsageError if this is an installed wheel."""
+    if not IN_CHECKOUT:
+        raise UsageError(f"{command}: {CHECKOUT_REMEDY}")
+
+
 def _remedy(command: Command, missing: str | None) -> str:
-    if str(missing).partition(".")[0] in CHECKOUT_ROOMS:
-        return (
-            "needs a checkout of kvtax and its environment: clone the repository, run "
-            "bash setup.sh there, then .venv/bin/kvtax"
-        )
+    is_ours = str(missing).partition(".")[0] in CHECKOUT_ROOMS
+    if is_ours or (command.extra == "bench" and not IN_CHECKOUT):
+        return CHECKOUT_REMEDY
     extra = f"[{command.extra}]" if command.extra else ""
     return f"the package {missing} is missing: pip install 'kvtax{extra}'"
 

@@ -38,14 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtax.axes.matrix import read_matrix
     from kvtax.axes.page import write_pages
     from kvtax.axes.run_matrix import Choice, measure_matrix, read_all_cells
-    from kvtax.cli import UsageError
-    from kvtax.paths import IN_CHECKOUT
+    from kvtax.cli import require_checkout
 
-    if not IN_CHECKOUT:
-        raise UsageError(
-            "axes needs a checkout of kvtax and its environment: clone the repository, "
-            "run bash setup.sh there, then .venv/bin/kvtax"
-        )
+    require_checkout("axes")
     matrix = read_matrix()
     if not arguments.page:
         choice = Choice(arguments.release, arguments.connector, arguments.again)

@@ -12,8 +12,15 @@ import argparse
 from inspect import cleandoc
 from pathlib import Path
 
-from kvtax.cli import Exit
-from kvtax.cli.options import add_fields, add_model, add_parameters, add_ray
+from kvtax.cli import Exit, require_checkout
+from kvtax.cli.options import (
+    add_fields,
+    add_model,
+    add_parameters,
+    add_ray,
+    number,
+    whole_number,
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +87,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hosts",
-        type=int,
+        type=whole_number(1),
         metavar="N",
         help="with --ray: hosts per fleet (default: as many as can have the same "
         "number of instances each)",
@@ -98,6 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
     Exit codes: 0 all runs went well and can be compared, 2 the experiment cannot start,
     3 a run failed or a comparison is refused (the report says which, and why).
     """
+    require_checkout("fleet run")
     from kvtax.fleet.experiment.executors import RunOptions, run_experiment
 
     out = run_experiment(
@@ -116,7 +124,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--instances", type=int, default=4, metavar="N", help="default: 4"
+        "--instances",
+        type=whole_number(1),
+        default=4,
+        metavar="N",
+        help="default: 4",
     )
     parser.add_argument(
         "--roles",
@@ -136,7 +148,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--time-factor",
-        type=float,
+        type=number(0),
         default=1.0,
         metavar="F",
         help="multiply the null model's simulated forward time (default: 1)",
@@ -171,6 +183,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     arguments or the machine do not fit; 3 an instance did not start, died or is not in
     order; 130 or 143 the fleet was stopped.
     """
+    require_checkout("fleet launch")
     from kvtax.fleet.launch import launch_command
 
     return launch_command.run(arguments)
@@ -223,7 +236,7 @@ def _add_analyze(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "whose KV a migrated session would move: ")
     parser.add_argument(
         "--bandwidth-gbit-s",
-        type=float,
+        type=number(0.001),
         default=100.0,
         metavar="GBIT_S",
         help="over which it would move (default: %(default)s)",

@@ -58,11 +58,11 @@ def _described(
                 yield field, field_type, get_args(field_type)[1].description
 
 
-def whole_number(at_least: int) -> Callable[[str], float]:
-    """Return a parser of whole numbers that fit 64 bits."""
+def whole_number(at_least: int, at_most: int = 2**63 - 1) -> Callable[[str], float]:
+    """Return a parser of whole numbers within bounds."""
     import msgspec
 
-    return _parser_of(Annotated[int, msgspec.Meta(ge=at_least, le=2**63 - 1)])
+    return _parser_of(Annotated[int, msgspec.Meta(ge=at_least, le=at_most)])
 
 
 def number(at_least: float, at_most: float | None = None) -> Callable[[str], float]:

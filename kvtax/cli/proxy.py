@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvtax.cli.options import add_fields, add_parameters, fields_of
+from kvtax.cli.options import add_fields, add_parameters, fields_of, whole_number
 from kvtax.fleet.policies import POLICIES, named_values
 from kvtax.fleet.proxy.settings import Settings
 
@@ -67,7 +67,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", help="address to serve (default: %(default)s)"
     )
     parser.add_argument(
-        "--port", type=int, default=0, help="port to serve (default: a free one)"
+        "--port",
+        type=whole_number(0, 65_535),
+        default=0,
+        metavar="PORT",
+        help="port to serve (default: a free one)",
     )
     parser.add_argument(
         "--control",
