@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,11 +22,33 @@ class ConfigError(Exception):
 def read_toml(path: Path, kind: type[Kind]) -> Kind:
     """Read the file as a `kind`. Raises ConfigError, which lists the known names."""
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=kind)
+        return decode_toml(path, path.read_bytes(), kind)
     except FileNotFoundError:
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.toml")))
         raise ConfigError(
             f"no {path.parent.name} config named {path.stem!r}; there are: {known}"
         ) from None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+
+
+def decode_toml(path: Path, content: bytes, kind: type[Kind]) -> Kind:
+    """Decode the content of a file as a `kind`. Raises ConfigError."""
+    try:
+        for name, value in _numbers(msgspec.toml.decode(content), "$"):
+            # Numbers of 64 bits are all that TOML and JSON have in common.
+            if not math.isfinite(value) or not -(2**63) <= value < 2**63:
+                raise ConfigError(f"{path}: {value} is out of range - at `{name}`")
+        return msgspec.toml.decode(content, type=kind)
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a wrong field
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in a document, with their names."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}.{key}")
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, f"{name}[...]")
+    elif isinstance(value, int | float):
+        yield name, value

@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping
+import hashlib
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,24 @@ def choose(
     return given.resolve()
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the folder for one run at a time on this machine. Raises RunFolderError.
+
+    By the name of an abstract Unix socket, which vanishes with the process.
+    """
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()
+    with socket.socket(socket.AF_UNIX) as lock:
+        try:
+            lock.bind(f"\0kvtax-run-{name}")
+        except OSError:
+            raise RunFolderError(
+                f"{folder}: another command makes a run there: wait for its end, or "
+                "give another --out"
+            ) from None
+        yield
+
+
 def read_plan(file: Path) -> dict[str, Any]:
     """Read the plan document of an earlier run. Raises RunFolderError."""
     try:
@@ -58,6 +80,14 @@ def read_plan(file: Path) -> dict[str, Any]:
         raise RunFolderError(
             f"cannot resume {file.parent}: {file.name} cannot be read: {error}"
         ) from None
+
+
+def _differing(before: Any, now: Any) -> str:
+    """Name the fields that differ, if both are tables."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return ""
+    names = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return f" in {', '.join(f'`{name}`' for name in names)}"
 
 
 def check_resumable(
@@ -74,10 +104,16 @@ def check_resumable(
     two are equal, and `provenance_keys` of what stands under `provenance`.
     """
     for key in plan_keys:
-        if earlier[key] != now[key]:
-            raise RunFolderError(f"cannot resume {folder}: its {key} is another")
+        before = earlier.get(key)
+        if before != now[key]:
+            parts = _differing(before, now[key])
+            raise RunFolderError(
+                f"cannot resume {folder}: its {key} is another{parts}: give another "
+                "--out"
+            )
+    before = earlier.get(provenance) or {}
     for key in sorted(provenance_keys):
-        if earlier[provenance][key] != now[provenance][key]:
+        if before.get(key) != now[provenance][key]:
             raise RunFolderError(
                 f"cannot resume {folder}: {key} has changed since, and a run must not "
                 "mix the two"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvtax.paths import REPOSITORY
-from kvtax.run_folder import RunFolderError, check_resumable, choose, read_plan
+from kvtax.run_folder import RunFolderError, check_resumable, choose, held, read_plan
 
 PLAN = "run.json"
 RUN = {
@@ -62,3 +62,20 @@ def test_a_run_goes_on_as_what_it_was(tmp_path):
 def test_another_plan_or_machine_is_refused_by_name(now, message, tmp_path):
     with pytest.raises(RunFolderError, match=message):
         check_resumable(tmp_path, RUN, now, ["plan"])
+
+
+def test_a_plan_of_something_else_is_not_gone_on_with(tmp_path):
+    with pytest.raises(RunFolderError, match="its plan is another"):
+        check_resumable(tmp_path, {}, RUN, ["plan"])
+    with pytest.raises(RunFolderError, match="git_commit has changed"):
+        check_resumable(tmp_path, {"plan": RUN["plan"]}, RUN, ["plan"])
+
+
+def test_a_folder_is_one_command_s_at_a_time(tmp_path):
+    with held(tmp_path):
+        with held(tmp_path / "other"):
+            pass
+        with pytest.raises(RunFolderError, match="another command"), held(tmp_path):
+            pass
+    with held(tmp_path):
+        pass

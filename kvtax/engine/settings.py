@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Time = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Forward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -17,9 +18,9 @@ class Forward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     `us_per_context_token` for each token that those attend to.
     """
 
-    forward_us: float
-    us_per_token: float = 0
-    us_per_context_token: float = 0
+    forward_us: Time
+    us_per_token: Time = 0
+    us_per_context_token: Time = 0
 
 
 class EngineSettings(
@@ -35,11 +36,11 @@ class EngineSettings(
     """
 
     flavour: Literal["cpu", "gpu"]
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
+    num_blocks: Count
+    block_size: Count
+    max_model_len: Count
+    max_num_batched_tokens: Count
+    max_num_seqs: Count
     tensor_parallel: Count = 1
     data_parallel: Count = 1
     server_args: list[str] = []

@@ -31,7 +31,7 @@ def read_instances(path: Path) -> list[Instance]:
     """
     try:
         if path.suffix == ".toml":
-            content: Any = tomllib.loads(path.read_text())
+            content: Any = tomllib.loads(path.read_bytes().decode())
         else:
             content = msgspec.json.decode(path.read_bytes())
         return _instances_of(content)

@@ -3,23 +3,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvtax.config import ConfigError
+from kvtax.config import ConfigError, decode_toml
 from kvtax.engine import vllm_router
 from kvtax.engine.connector import DEFAULT_CONNECTOR, load_connector
 from kvtax.engine.kvindexd import KVINDEXD, LLMD_LOOKUP
+from kvtax.engine.ports import MOST_SERVERS
 from kvtax.fleet.launch.instance_settings import (
     InstanceSettings,
     Transfer,
     read_instance_settings,
     slowed,
 )
-from kvtax.fleet.launch.spec import HANDED_OVER, FleetSpec
+from kvtax.fleet.launch.spec import HANDED_OVER, FleetSpec, SpecError, check_spec
 from kvtax.fleet.policies import POLICIES, PolicyError, parameters_of
+from kvtax.fleet.trace.sessions import FIRST_SHARED_ID
 from kvtax.fleet.trace.study_sample import StudySample
 from kvtax.fleet.trace.twin import Twin
 from kvtax.paths import CONFIGS
@@ -27,10 +30,19 @@ from kvtax.records.arm import OUR_PROXY
 from kvtax.records.instances import Role
 
 # Programs that follow the instances' KV events, by an arm's `cache_state`.
+# Distance between the block ids of two copies. Traces count ids up from 0, in sessions
+# of 2^32 at most; ids from FIRST_SHARED_ID on are the same in all sessions.
+ID_STRIDE = 2**53
+MOST_COPIES = FIRST_SHARED_ID // ID_STRIDE
 INDEXES = {"exact": KVINDEXD, "llm-d": LLMD_LOOKUP}
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+# So many runs or requests are beyond any machine.
+Few = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+# As kvtax.fleet.replay.options.
+AtLeast = Annotated[float, msgspec.Meta(ge=0.001)]
+# An arm's name is in the names of folders.
+ARM_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
 
 
 class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -54,7 +66,7 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     max_turns: Count | None = None
     max_output_tokens: Count | None = None
     max_think_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    copies: Count = 1
+    copies: Annotated[int, msgspec.Meta(ge=1, le=MOST_COPIES)] = 1
 
     def __post_init__(self) -> None:
         sources = (self.trace, self.study_sample, self.twin)
@@ -91,7 +103,7 @@ class Given(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     file: str
     restart: Annotated[list[str], msgspec.Meta(min_length=1)]
-    vocab_size: Count = 32_000
+    vocab_size: Annotated[int, msgspec.Meta(ge=2)] = 32_000
 
 
 class Virtual(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -133,16 +145,18 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     given: Given | None = None
     standin: list[str] | None = None
     virtual: Virtual = Virtual()
-    instances: Count = 4
-    concurrency: list[Count] = msgspec.field(default_factory=lambda: [8])
+    instances: Annotated[int, msgspec.Meta(ge=1, le=MOST_SERVERS)] = 4
+    concurrency: Annotated[list[Few], msgspec.Meta(min_length=1)] = msgspec.field(
+        default_factory=lambda: [8]
+    )
     open_loop: bool = False
-    time_scale: Positive = 1.0
-    time_factor: Positive = 1.0
+    time_scale: AtLeast = 1.0
+    time_factor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     replayers: Count = 1
-    repeats: Count = 2
+    repeats: Few = 2
     seed: int = 0
-    request_timeout_s: Positive = 300.0
-    lag_budget_ms: Positive = 50.0
+    request_timeout_s: AtLeast = 300.0
+    lag_budget_ms: AtLeast = 50.0
     name: str = ""
 
     @property
@@ -174,7 +188,14 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             raise ValueError(
                 f"`baseline` {self.baseline!r} is no arm; there are {known}"
             )
+        if len({*self.concurrency}) < len(self.concurrency):
+            raise ValueError("`concurrency` has a number twice")
         for name, arm in self.arms.items():
+            if not ARM_NAME.fullmatch(name):
+                raise ValueError(
+                    f"arm {name!r}: give it a name of letters, digits and -_+., as "
+                    "its folder has"
+                )
             if self.profile is None:
                 _refuse_launch_settings(name, arm)
             if arm.roles and len(arm.roles) != self.instances:
@@ -232,10 +253,16 @@ def check_arms(experiment: Experiment) -> None:
     if experiment.profile is None:
         return
     for name, arm in experiment.arms.items():
+        wanted = experiment.fleet_spec(arm)
+        try:
+            check_spec(wanted)
+        except SpecError as error:
+            raise ConfigError(f"arm {name!r}: {error}") from None
+        if {*wanted.roles} == {"prefill"}:
+            raise ConfigError(f"arm {name!r}: no instance has a role that answers")
         if arm.router != OUR_PROXY:
             continue
         policy = POLICIES[arm.policy]
-        wanted = experiment.fleet_spec(arm)
         needs = f"arm {name!r}: policy {arm.policy} needs"
         if policy.moves_kv and wanted.connector.transfer not in HANDED_OVER:
             raise ConfigError(
@@ -253,9 +280,7 @@ def check_arms(experiment: Experiment) -> None:
 def read_experiment(path: Path) -> Experiment:
     """Read an experiment's TOML file. Raises ConfigError."""
     try:
-        experiment = msgspec.toml.decode(path.read_bytes(), type=Experiment)
+        experiment = decode_toml(path, path.read_bytes(), Experiment)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path}: {error}") from None
     return msgspec.structs.replace(experiment, name=path.stem)

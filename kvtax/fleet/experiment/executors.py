@@ -105,6 +105,7 @@ def run_experiment(config: Path, options: RunOptions) -> Path:
 def _make_missing(experiment: Experiment, out: Path, options: RunOptions) -> None:
     trace = out / TRACE
     with ExitStack() as stack:
+        stack.enter_context(run_folder.held(out))
         hosts = None
         check_arms(experiment)
         if options.virtual:

@@ -18,7 +18,7 @@ from kvtax import run_folder
 from kvtax.engine import provenance, vllm_router
 from kvtax.fleet.experiment.config import Arm, Experiment, Workload
 from kvtax.fleet.experiment.workload import make_workload
-from kvtax.fleet.replay.http_link import Model, check_lengths
+from kvtax.fleet.replay.http_link import Model, check_lengths, check_vocabulary
 from kvtax.fleet.replay.sessions import group
 from kvtax.fleet.trace import read_trace
 from kvtax.fleet.trace.study_sample import study_sample
@@ -154,12 +154,15 @@ def prepare(
             experiment.seed,
         )
         check_slots(experiment, facts.sessions)
+        sessions = group(read_trace(made))
         if experiment.profile is not None:
             model = Model(
                 f"profile {experiment.profile}",
                 experiment.instance_settings.max_model_len,
             )
-            check_lengths(group(read_trace(made)), model)
+            check_lengths(sessions, model)
+        if experiment.given is not None:
+            check_vocabulary(sessions, experiment.given.vocab_size)
         versions = provenance.collect({}, "kvtax fleet run")
         if virtual:
             versions = {name: versions[name] for name in VIRTUAL_PROVENANCE}
@@ -192,7 +195,15 @@ def source(workload: Workload, aside: Path) -> Path:
 
 
 def check_slots(experiment: Experiment, sessions: int) -> None:
-    """Raise ExperimentError if `sessions` cannot fill the closed loop's slots."""
+    """Raise ExperimentError if `sessions` cannot fill the closed loop's slots.
+
+    Or if they are fewer than the replayers that share them.
+    """
+    if sessions < experiment.replayers:
+        raise ExperimentError(
+            f"{sessions} sessions cannot be shared by {experiment.replayers} "
+            "`replayers`: take fewer"
+        )
     most = max(experiment.concurrency)
     slots = most * experiment.instances
     if not experiment.open_loop and sessions < slots:
@@ -256,12 +267,18 @@ def _keep_plan(
         versions=versions,
     )
     if file.exists():
+        earlier = run_folder.read_plan(file)
+        # The host matters to runs in real time alone.
+        in_real_time = "host" in (earlier.get("versions") or {})
+        if in_real_time != ("host" in versions):
+            time = "real" if in_real_time else "virtual"
+            raise RunFolderError(f"cannot resume {out}: its runs are in {time} time")
         if (begun := begun_on(out)) != hosts:
             on = f"with --ray, on {begun} hosts" if begun else "without --ray"
             raise RunFolderError(f"cannot resume {out}: its fleets are made {on}")
         run_folder.check_resumable(
             out,
-            run_folder.read_plan(file),
+            earlier,
             msgspec.to_builtins(now),
             plan_keys=("experiment", "trace", "plan"),
             provenance_keys=set(run_folder.SAME_MACHINE_AND_CODE) & set(versions),

@@ -11,14 +11,10 @@ from typing import Any
 
 import msgspec
 
-from kvtax.fleet.experiment.config import Workload
+from kvtax.fleet.experiment.config import ID_STRIDE, Workload
 from kvtax.fleet.trace import Request, TraceError, read_trace, write_trace
 from kvtax.fleet.trace.sessions import FIRST_SHARED_ID
 from kvtax.records.arm import TraceFacts
-
-# Distance between the block ids of two copies. Traces count ids up from 0, in sessions
-# of 2^32 at most; ids from FIRST_SHARED_ID on are the same in all sessions.
-ID_STRIDE = 2**53
 
 
 def make_workload(

@@ -10,7 +10,7 @@ import msgspec
 
 from kvtax.config import ConfigError, read_toml
 from kvtax.engine.null_model import Checkpoint, real_model, write_null_model
-from kvtax.engine.settings import EngineSettings, Forward
+from kvtax.engine.settings import Count, EngineSettings, Forward, Time
 from kvtax.paths import CONFIGS
 
 
@@ -22,9 +22,9 @@ class Transfer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     time move the KV of the model that they serve: a null model's is nearly nothing.
     """
 
-    kv_bytes_per_token: int
+    kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=0)]
     gbit_s: Annotated[float, msgspec.Meta(gt=0)]
-    latency_us: float = 0
+    latency_us: Time = 0
     pieces: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     def us(self, tokens: int) -> float:
@@ -45,7 +45,7 @@ class InstanceSettings(
 
     summary: str
     # Optional here alone: other engines are compared at a given number of blocks.
-    num_blocks: int | None = None  # type: ignore[assignment]
+    num_blocks: Count | None = None  # type: ignore[assignment]
     forward: Forward | None = None
     transfer: Transfer | None = None
     model: str | None = None

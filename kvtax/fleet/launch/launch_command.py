@@ -106,8 +106,6 @@ def _spec(arguments: argparse.Namespace) -> FleetSpec:
         if unknown := set(named) - ROLES.keys():
             raise SpecError(f"--roles: there is no role {unknown.pop()!r}")
         roles = [ROLES[name] for name in named]
-    if not roles:
-        raise SpecError("--instances must be at least 1")
     name = arguments.connector or DEFAULT_CONNECTOR
     return FleetSpec(settings, name, load_connector(name), roles, arguments.kv_events)
 

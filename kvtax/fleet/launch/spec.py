@@ -62,8 +62,19 @@ def members(
 ) -> list[Member]:
     """Make a member for each role; ZMQ's loopback sockets are in the folder `sockets`.
 
-    Raises SpecError if the connector cannot play one of the roles, or if events are
-    wanted of an instance with several KV caches.
+    Raises SpecError as check_spec does.
+    """
+    check_spec(spec)
+    return [
+        Member(_instance(spec, index, own, sockets), own, gpus[index])
+        for index, own in enumerate(ports)
+    ]
+
+
+def check_spec(spec: FleetSpec) -> None:
+    """Raise SpecError if the connector cannot play one of the roles.
+
+    Or if events are wanted of an instance with several KV caches.
     """
     if spec.kv_events and spec.settings.data_parallel > 1:
         raise SpecError(
@@ -71,21 +82,19 @@ def members(
             "a KV cache of its own: start an instance for each engine, or list engines "
             "that run already, by `data_parallel_rank`, in an instances file"
         )
-    return [
-        Member(_instance(spec, index, own, sockets), own, gpus[index])
-        for index, own in enumerate(ports)
-    ]
+    for role in spec.roles:
+        if role != "both" and spec.connector.transfer not in HANDED_OVER:
+            raise SpecError(
+                f"role {role} needs a connector that moves KV, and "
+                f"{spec.connector_name} has no `transfer` of "
+                f"{' or '.join(HANDED_OVER)} in its TOML"
+            )
 
 
 def _instance(spec: FleetSpec, index: int, ports: Ports, sockets: Path) -> Instance:
     """Describe the instance as its clients see it."""
     transfer = spec.connector.transfer
     role = spec.roles[index]
-    if role != "both" and transfer not in HANDED_OVER:
-        raise SpecError(
-            f"role {role} needs a connector that moves KV, and {spec.connector_name} "
-            f"has no `transfer` of {' or '.join(HANDED_OVER)} in its TOML"
-        )
     number = spec.numbers[index] if spec.numbers else index
     bootstrap = f"http://{ports.host}:{ports.bootstrap}"
     # Only an instance that sends KV has a bootstrap server.

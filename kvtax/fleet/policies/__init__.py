@@ -7,6 +7,7 @@ A new policy is a function with a row in POLICIES of `placement.py`, or of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -56,10 +57,14 @@ def parameters_of(policy: str, given: Mapping[str, Any]) -> Parameters:
         raise PolicyError(f"no policy {policy!r}; there are {known}")
     kind = POLICIES[policy].parameters
     try:
-        return msgspec.convert(dict(given), kind, strict=False)
-    except msgspec.ValidationError as error:
+        parameters = msgspec.convert(dict(given), kind, strict=False)
+        for name, value in msgspec.structs.asdict(parameters).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{value} is not finite - at `$.{name}`")
+    except ValueError as error:  # msgspec's is one, too
         known = ", ".join(kind.__struct_fields__) or "none"
         raise PolicyError(f"policy {policy}: {error}; parameters: {known}") from None
+    return parameters
 
 
 def named_values(texts: Iterable[str]) -> dict[str, str]:

@@ -14,7 +14,15 @@ from typing import NamedTuple
 from kvtax.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
 from kvtax.records.files import read_lines
 
-from . import POLICIES, Decision, Parameters, RequestInfo, parameters_of
+from . import (
+    POLICIES,
+    Decision,
+    NoInstance,
+    Parameters,
+    PolicyError,
+    RequestInfo,
+    parameters_of,
+)
 
 
 def read_decisions(path: Path) -> tuple[DecisionsHeader, list[DecisionRecord]]:
@@ -94,5 +102,10 @@ def decide_again(
     policy = policy or header.policy
     same = policy == header.policy and not given
     parameters = parameters_of(policy, header.parameters if same else given)
-    total, differ = differences(recorded, policy, parameters)
+    try:
+        total, differ = differences(recorded, policy, parameters)
+    except NoInstance as error:
+        raise PolicyError(
+            f"{path}: policy {policy} cannot decide for these instances: {error}"
+        ) from None
     return Comparison(header.policy, policy, parameters, total, differ, same)

@@ -30,31 +30,40 @@ class Settings(msgspec.Struct, frozen=True):
     kvindexd_ca_file: str | None = None
     tokenizer: str | None = None
     mirror_tokens: Annotated[
-        int, Meta(description="tokens that the mirror assumes an instance to hold")
+        int,
+        Meta(ge=1, description="tokens that the mirror assumes an instance to hold"),
     ] = 500_000
     max_body_bytes: Annotated[
-        int, Meta(description="a longer request body is answered with 413")
+        int, Meta(ge=1, description="a longer request body is answered with 413")
     ] = 64 * 2**20
     max_held_bytes: Annotated[
         int,
-        Meta(description="bytes of all requests that a worker holds; more gets 503"),
+        Meta(
+            ge=1, description="bytes of all requests that a worker holds; more gets 503"
+        ),
     ] = 2**30
     silence_timeout_s: Annotated[
-        float, Meta(description="seconds an instance may send nothing")
+        float, Meta(ge=0.001, description="seconds an instance may send nothing")
     ] = 300.0
     client_timeout_s: Annotated[
-        float, Meta(description="seconds a client may take nothing of its stream")
+        float,
+        Meta(ge=0.001, description="seconds a client may take nothing of its stream"),
     ] = 60.0
     prefill_timeout_s: Annotated[
         float,
-        Meta(description="seconds for an offloaded prefill, if the policy has none"),
+        Meta(
+            ge=0.001,
+            description="seconds for an offloaded prefill, if the policy has none",
+        ),
     ] = 60.0
     handover_timeout_s: Annotated[
         float,
-        Meta(description="seconds from an offloaded prefill to the first byte"),
+        Meta(
+            ge=0.001, description="seconds from an offloaded prefill to the first byte"
+        ),
     ] = 30.0
     drain_timeout_s: Annotated[
-        float, Meta(description="seconds for requests under way after SIGTERM")
+        float, Meta(ge=0, description="seconds for requests under way after SIGTERM")
     ] = 25.0
     workers: Annotated[
         int, Meta(description="processes that serve, each on a core of its own")

@@ -77,14 +77,17 @@ class Player:
         self._sessions = sessions
         self._link = link
         self._records = records
-        self._slots = Slots(options.max_inflight_sessions)
+        # More slots than sessions would be never used.
+        most = options.max_inflight_sessions
+        self._most = None if most is None else min(most, len(sessions))
+        self._slots = Slots(self._most)
         self.in_flight = 0
 
     async def play(self) -> None:
         """Send all sessions."""
         if self._options.closed_loop:
-            assert self._options.max_inflight_sessions is not None
-            await self._play_closed_loop(self._options.max_inflight_sessions)
+            assert self._most is not None
+            await self._play_closed_loop(self._most)
         else:
             await self._play_open_loop()
 

@@ -24,7 +24,7 @@ from kvtax.fleet.analyze.arm_runs import ArmRun, read_run
 from kvtax.fleet.analyze.frames import TITLES, requests_frame
 from kvtax.fleet.trace import Request, read_trace
 from kvtax.records import RecordsError
-from kvtax.stats.markdown import table
+from kvtax.stats.markdown import DASH, table
 
 
 class Latency(NamedTuple):
@@ -120,6 +120,9 @@ def _means(found: dict[str, Latency], least: dict[str, Latency]) -> list[str]:
             for name, one in found.items()
             if one[field] is not None
         ]
+        if not pairs:  # as of answers of one token
+            cells.append(DASH)
+            continue
         ours, theirs = (mean(column) for column in zip(*pairs, strict=True))
         cells.append(f"{ours:,.1f} ({ours / theirs:.2f})")
     return cells

@@ -90,8 +90,10 @@ def main() -> None:
             if isinstance(ready, int):
                 process, cell = running.pop(ready)
                 process.join()
-                if (status := process.exitcode or 0) < 0:
-                    write_failed(cell, f"its process ended by signal {-status}")
+                # Not even the reason was written, or it was killed.
+                if status := process.exitcode:
+                    why = f"signal {-status}" if status < 0 else f"status {status}"
+                    write_failed(cell, f"its process ended by {why}")
             else:
                 waiting += [Path(os.fsdecode(line)) for line in files.come()]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 
 import pytest
@@ -11,19 +12,28 @@ from hypothesis import strategies as st
 
 from kvtax.cli import Exit, main
 from kvtax.config import ConfigError
-from kvtax.fleet.experiment.config import Arm, Given, check_arms, read_experiment
+from kvtax.fleet.experiment.config import (
+    Arm,
+    Given,
+    Workload,
+    check_arms,
+    read_experiment,
+)
 from kvtax.fleet.experiment.experiment_plan import (
     ExperimentError,
     check_slots,
     plan,
     planned_arm,
+    prepare,
     source,
 )
 from kvtax.fleet.experiment.virtual import check_virtual
 from kvtax.fleet.experiment.workload import make_workload
+from kvtax.fleet.launch.instance_settings import read_instance_settings
 from kvtax.paths import CONFIGS, REPOSITORY
 from kvtax.records.arm import TraceFacts
-from tests.fleet.experiment.small_experiment import experiment
+from kvtax.run_folder import RunFolderError
+from tests.fleet.experiment.small_experiment import experiment, smoke_of
 from tests.fleet.replay.replay_lab import trace, write_trace
 from tests.fleet.simulate.two_arms import two_arms
 
@@ -156,13 +166,39 @@ def test_what_runs_in_real_time_alone_is_refused_in_virtual_time(changes, what):
             Arm("pd_sep", connector="mooncake_both", roles=["prefill", *["both"] * 3]),
             "prefill and decode",
         ),
+        (Arm("linear", roles=["both", "decode"] * 2), "role decode needs a connector"),
+        (
+            Arm("linear", connector="mooncake_both", roles=["prefill"] * 4),
+            "no instance has a role that answers",
+        ),
     ],
 )
-def test_what_a_policy_needs_is_missed_before_anything_is_started(arm, what):
+def test_what_an_arm_needs_is_missed_before_anything_is_started(arm, what):
     arms = {"a": Arm("linear"), "b": arm}
     launched = experiment(standin=None, profile="h20-30b-a3b", arms=arms)
-    with pytest.raises(ConfigError, match=f"arm 'b': policy .* needs .*{what}"):
+    with pytest.raises(ConfigError, match=f"arm 'b': .*{what}"):
         check_arms(launched)
+
+
+def test_replayers_without_a_session_are_refused_in_an_open_loop_too():
+    shared = experiment(replayers=3, open_loop=True)
+    check_slots(shared, sessions=3)
+    with pytest.raises(ExperimentError, match=r"2 sessions .* 3 `replayers`"):
+        check_slots(shared, sessions=2)
+
+
+def test_a_run_goes_on_as_the_same_experiment_in_the_same_time_alone(tmp_path):
+    file, out = tmp_path / "t.jsonl", tmp_path / "out"
+    write_trace(file, trace(8, 1))
+    load = Workload(str(file))
+    wanted = experiment(workload=load, concurrency=[2])
+    prepare(wanted, out, False, None)
+    prepare(wanted, out, False, None)
+    with pytest.raises(RunFolderError, match="its runs are in real time"):
+        prepare(wanted, out, True, None)
+    other = experiment(workload=load, concurrency=[2], repeats=3)
+    with pytest.raises(RunFolderError, match="experiment is another in `repeats`"):
+        prepare(other, out, False, None)
 
 
 def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
@@ -179,6 +215,11 @@ def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
         ({"standin": None}, "one of"),
         ({"replayers": 33}, "fewer requests are in flight than .* `replayers`"),
         ({"time_factor": 2.0}, "`time_factor` is for the forward of a `profile`"),
+        ({"concurrency": [2, 8, 2]}, "`concurrency` has a number twice"),
+        *(
+            ({"baseline": name, "arms": {name: Arm("linear")}}, "give it a name of")
+            for name in ("", "..", "../a", "a/b", "a@2", "a b", "a" * 101)
+        ),
         ({"arms": {"a": Arm("lineer")}}, "arm 'a'.*lineer"),
         ({"arms": {"a": Arm("linear", {"alfa": 1})}}, "arm 'a'.*alfa"),
         (
@@ -218,8 +259,62 @@ def test_an_experiment_that_makes_no_sense_is_refused(changes, what, tmp_path):
         experiment(**changes)
 
 
-def test_a_wrong_experiment_file_is_named(tmp_path):
+BASE = smoke_of(1)
+WRONG_FILES = {
+    "a wrong type": (b"summary = 1", "summary"),
+    "no UTF-8": (b'summary = "\xff"', "utf-8"),
+    "no TOML": (b"{}", "line 1"),
+    "an unknown key": (f"repeat = 1\n{BASE}".encode(), "`repeat`"),
+    "an unknown table": (f"{BASE}[load]\n".encode(), "`load`"),
+    **{
+        f"{name} {value}": (
+            f"{name} = {value}\n{re.sub(rf'(?m)^{name} = .*', '', BASE)}".encode(),
+            name,
+        )
+        for name, values in {
+            "instances": ("0", "-1", "1000000", "2.0", "true", '"2"'),
+            "concurrency": ("[]", "[0]", "[1_000_000_000]", "2"),
+            "repeats": ("0", "1_000_000_000"),
+            "replayers": ("0",),
+            "seed": ("1.5", "99_999_999_999_999_999_999"),
+            "time_scale": ("0", "0.0001", "-1", "inf", "nan"),
+            "request_timeout_s": ("0", "inf"),
+            "lag_budget_ms": ("0", "nan"),
+            "time_factor": ("0.0", "inf"),
+            "virtual": ("{ event_delay_ms = inf }", "{ event_loss = 1.0 }"),
+        }.items()
+        for value in values
+    },
+    "too many copies": (
+        BASE.replace("[workload]", "[workload]\ncopies = 513").encode(),
+        "copies",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FILES)
+def test_a_wrong_experiment_file_is_refused_by_file_and_field(wrong, tmp_path):
+    content, what = WRONG_FILES[wrong]
     path = tmp_path / "e.toml"
-    path.write_text("summary = 1")
-    with pytest.raises(ConfigError, match=r"e\.toml.*summary"):
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"e\.toml: .*{what}"):
         read_experiment(path)
+
+
+def test_the_experiment_that_wrong_files_are_made_of_is_right(tmp_path):
+    path = tmp_path / "e.toml"
+    path.write_text(BASE)
+    assert read_experiment(path).name == "e"
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["block_size = 0", "num_blocks = -1", "max_model_len = 0", "forward_us = -1"],
+)
+def test_a_fleet_profile_of_no_size_is_refused(field, tmp_path):
+    name = field.partition(" ")[0]
+    text = (CONFIGS / "fleet" / "h20-30b-a3b.toml").read_text()
+    path = tmp_path / "p.toml"
+    path.write_text(re.sub(rf"(?m)^{name} = .*", field, text))
+    with pytest.raises(ConfigError, match=rf"p\.toml: .*{name}"):
+        read_instance_settings(path)

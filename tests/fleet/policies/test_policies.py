@@ -342,6 +342,7 @@ def test_parameters_are_checked_and_said_as_text_or_numbers():
         ("nearest", {}, "there are round_robin"),
         ("linear", {"beta": "1"}, "parameters: alpha, overload"),
         ("linear", {"alpha": "much"}, "alpha"),
+        ("linear", {"alpha": "nan"}, "nan is not finite"),
     ):
         with pytest.raises(PolicyError, match=said):
             parameters_of(policy, given_)

@@ -11,6 +11,7 @@ import pytest
 from kvtax.fleet.policies import (
     POLICIES,
     Candidate,
+    PolicyError,
     RequestInfo,
     Snapshot,
     parameters_of,
@@ -68,6 +69,13 @@ def test_the_recorded_policy_decides_identically(policy, record):
     path = record(policy, given)
     again = decide_again(path)
     assert (again.decisions, again.reproduced) == (200, True)
+
+
+def test_a_policy_that_the_recorded_instances_cannot_serve_is_refused(record):
+    path = record("round_robin", {})
+    path.write_text(path.read_text().replace('"decode"', '"both"'))
+    with pytest.raises(PolicyError, match=r"pd_sep cannot decide .* role decode"):
+        decide_again(path, "pd_sep")
 
 
 def test_another_policy_is_compared_with_the_recorded_decisions(record):

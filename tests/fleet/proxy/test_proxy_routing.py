@@ -353,6 +353,7 @@ def listened(pid: int) -> set[int]:
         ["--url", "a=http://h:1", "--policy", "linear", "--control", "here:0"],
         ["--url", "a=http://h:1", "--policy", "linear", "--control", "127.0.0.1"],
         ["--instances", "/nowhere", "--policy", "linear"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--parameters", "alpha=nan"],
     ],
 )
 def test_a_proxy_that_cannot_work_ends_with_2_and_a_message(options, capsys):
@@ -360,6 +361,27 @@ def test_a_proxy_that_cannot_work_ends_with_2_and_a_message(options, capsys):
     printed = capsys.readouterr()
     assert printed.err.startswith("kvtax: ")
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--port", "65536"),
+        ("--port", "-1"),
+        ("--mirror-tokens", "0"),
+        ("--max-body-bytes", "-1"),
+        ("--max-held-bytes", "0"),
+        ("--silence-timeout-s", "0"),
+        ("--client-timeout-s", "-1"),
+        ("--drain-timeout-s", "nan"),
+    ],
+    ids=" ".join,
+)
+def test_a_number_that_no_proxy_can_have_is_refused(option, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        main(["proxy", "--url", "a=http://h:1", "--policy", "linear", *option])
+    assert refusal.value.code == 2
+    assert f"argument {option[0]}" in capsys.readouterr().err
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

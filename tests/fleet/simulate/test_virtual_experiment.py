@@ -13,11 +13,13 @@ from statistics import mean
 import msgspec
 import pytest
 
+from kvtax.cli import Exit
 from kvtax.engine.settings import Forward
 from kvtax.fleet.analyze.arm_runs import ArmRun, read_run
-from kvtax.fleet.simulate.bound import above, bounds, measured
+from kvtax.fleet.simulate.bound import Latency, _means, above, bounds, measured
 from kvtax.fleet.trace import read_trace
 from kvtax.paths import REPOSITORY
+from kvtax.stats.markdown import DASH
 from tests.fleet.simulate.two_arms import run, two_arms
 
 pytestmark = pytest.mark.slow
@@ -73,6 +75,11 @@ def test_nobody_is_faster_than_alone_with_all_that_was_ever_cached(
         for name, found in measured(one).items():
             assert found.ttft_ms > least[name].ttft_ms - 1e-6
             assert found.e2e_ms > least[name].e2e_ms - 1e-6
+
+
+def test_the_bound_of_answers_of_one_token_has_no_tpot() -> None:
+    one = {"a/0": Latency(2.0, None, 2.0)}
+    assert _means(one, one) == ["2.0 (1.00)", DASH, "2.0 (1.00)"]
 
 
 def test_the_bound_stands_beside_the_last_repeat(
@@ -163,3 +170,13 @@ def test_answers_of_one_token_end_with_a_report(tmp_path: Path) -> None:
     assert "TTFT" in (out / "report.md").read_text()
     assert (out / "analysis.json").exists()
     assert (out / "figures" / "latency.png").exists()
+
+
+def test_a_run_that_can_write_nothing_ends_the_command(tmp_path: Path) -> None:
+    config, out = tmp_path / "two_arms.toml", tmp_path / "out"
+    config.write_text(two_arms([1], repeats=1))
+    out.mkdir()
+    (out / "linear@1").write_text("in the way")
+    done = run(config, out)
+    assert done.returncode == Exit.BAD_INPUT
+    assert "kvtax: " in done.stderr and "linear@1" in done.stderr
