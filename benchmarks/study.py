@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from kvtax.engine.settings import Forward
+from kvtax.fleet.analyze.analysis import FleetAnalysis
 from kvtax.fleet.policies.decision import (
     CLASSES,
     HEAVY_ABOVE_TOKENS,
@@ -42,6 +43,7 @@ from kvtax.fleet.trace.study_sample import (
     StudySample,
     sampled_requests,
 )
+from kvtax.records.files import read_document
 from kvtax.stats.markdown import table
 
 INSTANCES = 8
@@ -453,7 +455,8 @@ def _misfit(requests: list[Request], forward: Forward) -> float:
 
 def latencies_of_run(folder: Path) -> dict[str, float]:
     """Read the rows of LATENCIES from a run's analysis.json."""
-    arms = msgspec.json.decode((folder / "analysis.json").read_bytes())["arms"]
+    analysis = read_document(folder / "analysis.json", FleetAnalysis)
+    arms = msgspec.to_builtins(analysis.arms)
     found = {}
     for name, levels in arms["linear@1"]["latency"]["all"].items():
         prefix = "" if name == "all" else f"{name} "

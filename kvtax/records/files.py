@@ -23,7 +23,7 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from kvtax.records import RecordsError
-from kvtax.records.parts import opened
+from kvtax.records.parts import existing, opened
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
@@ -53,9 +53,13 @@ def decode(path: Path, text: bytes, kind: type[Kind]) -> Kind:
 
 
 def read_document(path: Path, kind: type[Kind]) -> Kind:
-    """Read `kind` from `path`; RecordsError if missing, bad or of another schema."""
+    """Read `kind` from `path`, or from what gzip made of that file.
+
+    Raises RecordsError if it is missing, bad or of another schema.
+    """
     try:
-        return decode(path, path.read_bytes(), kind)
+        with opened(existing(path) or path) as file:
+            return decode(path, file.read(), kind)
     except FileNotFoundError:
         raise RecordsError(f"{path}: missing") from None
     except OSError as error:

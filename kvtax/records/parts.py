@@ -29,7 +29,7 @@ def older_part(path: Path) -> Path:
 def parts_of(path: Path) -> list[Path]:
     """Find the parts of `path`, the older first; `path` itself if there are none."""
     return [
-        *filter(None, (_there(older_part(path)), _there(path))),
+        *filter(None, (existing(older_part(path)), existing(path))),
     ] or [path]
 
 
@@ -39,7 +39,8 @@ def whole(part: Path) -> Path:
     return part.with_name(name)
 
 
-def _there(path: Path) -> Path | None:
+def existing(path: Path) -> Path | None:
+    """Find `path`, or the compressed file that took its place."""
     names = (path.with_name(path.name + ending) for ending in ENDINGS)
     return next((name for name in names if name.exists()), None)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -23,6 +24,21 @@ def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_document(path, trial)
     assert json.loads(path.read_bytes())["schema"] == "kvtax.trial/1"
     assert read_document(path, TrialRecord) == trial
+
+
+def test_a_document_that_gzip_compressed_is_read_and_a_damaged_one_is_named(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "trial.json"
+    packed = tmp_path / "trial.json.gz"
+    trial = TrialRecord(**FACTS, status="ok")
+    write_document(path, trial)
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    assert read_document(path, TrialRecord) == trial
+    packed.write_bytes(packed.read_bytes()[:40])
+    with pytest.raises(RecordsError, match=r"trial\.json: "):
+        read_document(path, TrialRecord)
 
 
 def test_a_trial_has_no_outcome_unless_it_is_given_one(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvtax.fleet.analyze.analysis import FleetAnalysis
 from kvtax.paths import REPOSITORY
+from kvtax.records.files import read_document
 
 RESULTS = REPOSITORY / "docs" / "results"
 VIRTUAL = REPOSITORY / "tests" / "data" / "results"
@@ -32,7 +34,8 @@ CLEARLY = 1.6
 
 
 def arms(folder: Path) -> dict:
-    return msgspec.json.decode((folder / "analysis.json").read_bytes())["arms"]
+    analysis = read_document(folder / "analysis.json", FleetAnalysis)
+    return msgspec.to_builtins(analysis.arms)
 
 
 @pytest.fixture(params=EXPERIMENTS)
