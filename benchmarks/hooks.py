@@ -19,20 +19,21 @@ Writing and single calls are timed in a tight loop.
 from __future__ import annotations
 
 import argparse
-import random
-import tempfile
-from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.results import at_least, configure_rounds, publish
-from kvtax.engine.engine_process import EngineProcess
+from benchmarks.results import (
+    Variant,
+    at_least,
+    configure_rounds,
+    engines,
+    publish,
+    turns,
+)
 from kvtax.stats import Estimate
 from kvtax.stats.aims import Aim, Judgement, judge
-from kvtax.stats.distribution import SEED
 from kvtax.stats.markdown import number, table
 from kvtax.stats.resampling import added
 
@@ -45,33 +46,20 @@ DEFAULTS = {"KVTAX_STEP_RECORDS_CPU_EVERY": "16"}
 
 def measure(rounds: int, steps: int, batch: int) -> Samples:
     """Run all variants side by side. Raises ServerError if one of them fails."""
-    order = random.Random(SEED)
     variants: dict[str, list[Floats]] = {name: [] for name in VARIANTS}
     modes: dict[str, list[Floats]] = {}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(
-                EngineProcess(
-                    Path(folder, str(index)),
-                    "benchmarks.hooks_worker",
-                    PATCHES if name in (OFF, ON) else [],
-                    recording=name == ON,
-                    records_env=DEFAULTS,
-                )
-            )
-            for index, name in enumerate(VARIANTS)
-        }
-        for engine in engines.values():
-            engine.wait_ready()
-        hashes = engines[ON].patch_hashes
+    worker = "benchmarks.hooks_worker"
+    with engines(worker, VARIANTS, records_env=DEFAULTS) as processes:
+        records = processes[ON]
+        for _, name in turns(VARIANTS, rounds):
+            variants[name].append(processes[name].ask("time_steps", batch, steps))
         for number_of_round in range(rounds):
-            for name in order.sample(VARIANTS, len(VARIANTS)):
-                variants[name].append(engines[name].ask("time_steps", batch, steps))
-            split = engines[ON].ask("time_modes", batch, steps, number_of_round)
-            for name, times_us in split.items():
-                modes.setdefault(name, []).append(times_us)
-        hooks = engines[ON].ask("time_writing", HOOK_LOOPS)
-        hooks |= engines[ON].ask("time_calls", HOOK_LOOPS)
+            split = records.ask("time_modes", batch, steps, number_of_round)
+            for mode, times_us in split.items():
+                modes.setdefault(mode, []).append(times_us)
+        hooks = records.ask("time_writing", HOOK_LOOPS)
+        hooks |= records.ask("time_calls", HOOK_LOOPS)
+        hashes = records.patch_hashes
     return Samples(
         {name: np.array(times_us) for name, times_us in variants.items()},
         {name: np.array(times_us) for name, times_us in modes.items()},
@@ -83,7 +71,12 @@ def measure(rounds: int, steps: int, batch: int) -> Samples:
 Floats = NDArray[np.float64]
 
 BASE, AGAIN, OFF, ON = "unpatched", "unpatched again", "patched, off", "patched, on"
-VARIANTS = (BASE, AGAIN, OFF, ON)
+VARIANTS = {
+    BASE: Variant([]),
+    AGAIN: Variant([]),
+    OFF: Variant(PATCHES),
+    ON: Variant(PATCHES, recording=True),
+}
 # The most that recording is meant to add to a step.
 AIMS = {
     "engine": Aim(what="engine, on", at_most=8.0, unit="us"),
@@ -165,7 +158,7 @@ def parts_table(samples: Samples, costs: dict[str, Estimate]) -> str:
 def report(samples: Samples) -> list[str]:
     """Two Markdown tables: the variants, and the parts against what they may cost."""
     times_us = samples.variants
-    costs = {name: cost(times_us[name], times_us[BASE]) for name in VARIANTS[1:]}
+    costs = {name: cost(times_us[name], times_us[BASE]) for name in (AGAIN, OFF, ON)}
     rounds, steps = times_us[BASE].shape
     median = {name: float(np.median(us)) for name, us in samples.hooks.items()}
     layers = cost(samples.modes["off"], samples.modes["no layers"])

@@ -64,6 +64,7 @@ class Variant(NamedTuple):
     patches: list[str]
     arguments: tuple[str, ...] = ()
     env: dict[str, str] | None = None
+    recording: bool = False
 
 
 @contextmanager
@@ -80,6 +81,7 @@ def engines(
                     variant.patches,
                     *variant.arguments,
                     env=variant.env,
+                    recording=variant.recording,
                     **options,
                 )
             )

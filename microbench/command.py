@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtax.cli.options import add_connector_config, add_ray, add_vllm
+
 if TYPE_CHECKING:
     from kvtax.cost.analysis import Analysis
     from kvtax.engine.installation import Installation
@@ -52,23 +54,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:CLASS",
         help="measure it along all axes (a minute), then beside plain vLLM and a no-op",
     )
-    own.add_argument(
-        "--connector-config",
-        metavar="JSON|@FILE",
-        help="added to its kv_transfer_config",
-    )
+    add_connector_config(own)
     own.add_argument("--limits", type=Path, metavar="FILE", help="limits to check")
-    vllm = parser.add_argument_group("vLLM").add_mutually_exclusive_group()
-    vllm.add_argument(
-        "--python",
-        metavar="PATH",
-        default=sys.executable,
-        help="measure the vLLM of this Python, and leave it as it is",
-    )
-    vllm.add_argument(
-        "--vllm",
-        metavar="VERSION",
-        help="measure this release, in a new environment (up to 9 GB)",
+    add_vllm(
+        parser.add_argument_group("vLLM"),
+        python="measure the vLLM of this Python, and leave it as it is",
+        vllm="measure this release, in a new environment (up to 9 GB)",
     )
     _add_run(parser)
 
@@ -85,11 +76,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="then sample one more server of each config: where its CPU time goes",
     )
-    parser.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="measure on all hosts of a Ray cluster (docs/hosts.md); auto: this one's",
-    )
+    add_ray(parser, "measure on all hosts")
     parser.add_argument(
         "--store",
         metavar="URL",

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
-from kvtax.cli.options import add_limits
+from kvtax.cli.options import add_connector_config, add_limits, add_vllm
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,22 +26,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:CLASS",
         help="the connector; or the name of one that vLLM has",
     )
-    parser.add_argument(
-        "--connector-config",
-        metavar="JSON|@FILE",
-        help="added to vLLM's kv_transfer_config",
-    )
-    python = parser.add_mutually_exclusive_group()
-    python.add_argument(
-        "--python",
-        metavar="PATH",
-        default=sys.executable,
-        help="interpreter whose vLLM is measured, left as it is (default: this one)",
-    )
-    python.add_argument(
-        "--vllm",
-        metavar="VERSION",
-        help="release that is installed for this (needs a checkout)",
+    add_connector_config(parser)
+    add_vllm(
+        parser,
+        python="interpreter whose vLLM is measured, left as it is (default: this one)",
+        vllm="release that is installed for this (needs a checkout)",
     )
     add_limits(parser, "TOML file with [axes.*] tables")
     parser.add_argument(

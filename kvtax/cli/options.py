@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
@@ -89,6 +90,26 @@ def _parser_of(field_type: Any) -> Callable[[str], float]:
 
     parse.__name__ = value_type.__name__
     return parse
+
+
+def add_vllm(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, python: str, vllm: str
+) -> None:
+    """Add --python and --vllm, of which one is given; the texts are their help."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--python", metavar="PATH", default=sys.executable, help=python)
+    group.add_argument("--vllm", metavar="VERSION", help=vllm)
+
+
+def add_connector_config(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+) -> None:
+    """Add --connector-config of a connector that has no file in configs/."""
+    parser.add_argument(
+        "--connector-config",
+        metavar="JSON|@FILE",
+        help="added to its kv_transfer_config",
+    )
 
 
 def add_limits(parser: argparse.ArgumentParser, text: str) -> None:

@@ -77,26 +77,11 @@ class NullEngine:
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> str:
         """Queue a request that ends after exactly `output_tokens`; its id."""
-        extra = kv_transfer_params and {"kv_transfer_params": kv_transfer_params}
-        request_id = str(next(self._ids))
-        request = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            mm_features=None,
-            sampling_params=SamplingParams(
-                temperature=0,
-                max_tokens=output_tokens,
-                ignore_eos=True,
-                extra_args=extra,
-            ),
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
+        request = request_of(
+            str(next(self._ids)), prompt, output_tokens, kv_transfer_params, time.time()
         )
         self.core.add_request(*self.core.preprocess_add_request(request))
-        return request_id
+        return request.request_id
 
     def run_to_end(self) -> None:
         """Step until nothing is left to do."""
@@ -139,6 +124,30 @@ class NullEngine:
             step()
             times.append((clock() - before) / 1e3)
         return times
+
+
+def request_of(
+    request_id: str,
+    prompt: list[int],
+    output_tokens: int,
+    kv_transfer_params: dict[str, Any] | None,
+    arrival_s: float,
+) -> EngineCoreRequest:
+    """Make a request that ends after exactly `output_tokens`."""
+    extra = kv_transfer_params and {"kv_transfer_params": kv_transfer_params}
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=SamplingParams(
+            temperature=0, max_tokens=output_tokens, ignore_eos=True, extra_args=extra
+        ),
+        pooling_params=None,
+        arrival_time=arrival_s,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
 
 
 def cached_tokens(output: EngineCoreOutput) -> tuple[int, int] | None:

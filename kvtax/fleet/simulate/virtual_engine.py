@@ -19,7 +19,6 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 import torch
-from vllm import SamplingParams
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.cli_args import make_arg_parser
@@ -27,13 +26,14 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvtax.engine.null_engine import request_of
 from kvtax.fleet.counters import Gauges
 from kvtax.fleet.simulate.cost import Step
 
@@ -317,26 +317,11 @@ class VirtualEngine:
         output_tokens: int,
         kv_transfer_params: dict[str, Any] | None,
     ) -> Request:
-        extra: dict[str, Any] | None = None
-        if kv_transfer_params:
-            extra = {"kv_transfer_params": kv_transfer_params}
-        request = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            mm_features=None,
-            sampling_params=SamplingParams(
-                temperature=0,
-                max_tokens=output_tokens,
-                ignore_eos=True,
-                extra_args=extra,
-            ),
-            pooling_params=None,
-            arrival_time=self.clock.now_ns / 1e9,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
+        arrival_s = self.clock.now_ns / 1e9
+        made = request_of(
+            request_id, prompt, output_tokens, kv_transfer_params, arrival_s
         )
-        return self.core.preprocess_add_request(request)[0]
+        return self.core.preprocess_add_request(made)[0]
 
     def block_hashes(self, prompt: list[int]) -> list[Hash]:
         """Return the hashes of the prompt's full blocks, as KV events name them."""
