@@ -7,8 +7,6 @@ controls: without in-flight exclusion, or without validation, the tokens must be
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from benchmarks.gates import (
@@ -83,32 +81,3 @@ async def test_control_without_validation_tokens_are_wrong(bench):
             await bench.wrong(answer, asked)
     finally:
         bench.b.open_gate(TRUST_ALL)
-
-
-async def test_eviction_storm(bench):
-    """A evicts all the time while B reads, and each prompt is asked for twice."""
-    prompts = [prompt(110_000 + i, 300 + 90 * i) for i in range(12)]
-    await bench.reference.tokens(prompts)
-    over = asyncio.Event()
-
-    async def churn() -> None:
-        number = 0
-        while not over.is_set():
-            number += 1
-            await bench.a.complete(prompt(110_100 + number, 1500), 1)
-
-    async def one(asked) -> None:
-        await bench.a.complete(asked, 1)
-        await bench.right(bench.ask(asked), asked)
-        await bench.right(bench.ask(asked), asked)
-
-    offered = await bench.b.count("blocks_offered")
-    churning = [asyncio.create_task(churn()) for _ in range(2)]
-    try:
-        for three in (prompts[i : i + 3] for i in range(0, 12, 3)):
-            await asyncio.gather(*map(one, three))
-    finally:
-        over.set()
-        await asyncio.gather(*churning)
-    await asyncio.gather(bench.a.settle(), bench.b.settle())
-    assert await bench.b.count("blocks_offered") > offered

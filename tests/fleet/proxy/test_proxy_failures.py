@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -22,7 +19,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvtax.engine.supervise import descendants
-from kvtax.fleet.proxy.health import SUSPECT_FAILURES
 from kvtax.fleet.standin.process import standin
 from kvtax.paths import REPOSITORY
 from kvtax.records.instances import Instance
@@ -89,29 +85,6 @@ def test_a_hung_instance_is_given_up_ejected_and_taken_back(two, tmp_path):
         assert on.end("mid")["status"] == on.end("first")["status"] == "failed"
         on.idle()
         on.accounted(6)
-
-
-def test_without_open_files_left_no_instance_is_to_blame(two, tmp_path):
-    with proxy(tmp_path, named(two)) as on, ExitStack() as clients:
-        pid = on.process.pid
-        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-
-        def refused() -> list[dict]:
-            # The system may refuse a connection, too: then the next one.
-            with suppress(ConnectionError):
-                clients.enter_context(connect(on.url, ask(max_tokens=4000)))
-            return on.lines("end")
-
-        files = len(os.listdir(f"/proc/{pid}/fd"))
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (files + 9, before[1]))
-        end = until(refused, "no request was refused")[0]
-        time.sleep(2)  # and /health is polled
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-        assert (end["status"], end["http_status"]) == ("refused", 503)
-        assert "Too many open files" in end["error"]
-        assert b"kvtax_proxy_ejections_total 0.0" in on.get("/metrics").body
-        clients.close()
-        on.idle()
 
 
 FAULTS = {
@@ -207,21 +180,6 @@ def test_the_log_is_its_owners_and_has_no_text_of_a_prompt(tmp_path):
             assert b"my secret" not in on.log.read_bytes()
             assert on.end("answer")["error"] == "a answered HTTP 400"
             assert on.log.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("policy", ["linear", "lmetric", "cache_aware", "weighted"])
-def test_an_instance_that_fails_fast_gets_few_requests(two, tmp_path, policy):
-    two[1].set_faults("http500")
-
-    def status(number: int) -> int:
-        return post(on.url, ask(), X_Session_Id=f"s{number}").status
-
-    with proxy(tmp_path, named(two), policy) as on, ThreadPoolExecutor(8) as clients:
-        statuses = Counter(clients.map(status, range(200)))
-        # Those that make it suspect, and those in flight with them.
-        assert statuses[500] <= SUSPECT_FAILURES + 8
-        assert statuses[200] == 200 - statuses[500]
-        on.accounted(200)
 
 
 def test_a_refused_connection_is_tried_once_elsewhere(two, tmp_path):
