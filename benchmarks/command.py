@@ -36,7 +36,6 @@ BENCHMARKS = (
     Benchmark("host_table", 3, "vLLM's host part of a step, and what its lack does"),
     Benchmark("virtual", 5, "speed and memory of a fleet in virtual time"),
     Benchmark("traces", 3, "reading and sampling traces of 2 million requests"),
-    Benchmark("report", 1, "analysis of 10 million steps: time and memory"),
     Benchmark("look", 15, "kvtax look at 100 million steps: time and memory"),
     Benchmark("power", 5, "the smallest growth that a sweep catches"),
     Benchmark("axes_gate", 40, "broken connectors caught by the gate along axes"),

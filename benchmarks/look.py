@@ -33,7 +33,7 @@ SHARES = (0.5, 0.9, 0.99, 0.999)
 
 def look(name: str, *arguments: object) -> None:
     """Run `kvtax look` and print its row of the table."""
-    print(f"| {name} | {usage_of('kvtax', 'look', *map(str, arguments))} |", flush=True)
+    print(f"| {name} | {usage_of('look', *map(str, arguments))} |", flush=True)
 
 
 def look_twice(folder: Path, records: Path) -> None:

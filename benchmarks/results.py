@@ -115,11 +115,11 @@ class Usage(NamedTuple):
 USAGE_HEAD = "| | s | CPU s | peak MiB |\n|---|---:|---:|---:|"
 
 
-def usage_of(module: str, *arguments: str) -> Usage:
-    """Run `python -m module` and return its resource use. Raises NotMeasured."""
+def usage_of(*arguments: str) -> Usage:
+    """Run `kvtax *arguments` and return its resource use. Raises NotMeasured."""
     started = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments], stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "kvtax", *arguments], stdout=subprocess.DEVNULL
     )
     try:
         _, status, usage = os.wait4(process.pid, 0)
@@ -128,7 +128,7 @@ def usage_of(module: str, *arguments: str) -> Usage:
         raise
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        command = " ".join([module, *arguments])
+        command = " ".join(["kvtax", *arguments])
         raise NotMeasured(f"{command} exits with {process.returncode}")
     wall_s = time.perf_counter() - started
     return Usage(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)

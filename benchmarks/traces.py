@@ -28,7 +28,7 @@ PROMPTS = 300
 
 def command(name: str, *arguments: str) -> str:
     """Run `kvtax trace *arguments` and return its row of the table."""
-    return f"| {name} | {usage_of('kvtax', 'trace', *arguments)} |"
+    return f"| {name} | {usage_of('trace', *arguments)} |"
 
 
 def prompts(block_tokens: int) -> str:

@@ -49,17 +49,12 @@ def test_only_errors_with_an_exit_code_end_a_benchmark_with_one(monkeypatch):
     def fail(_):
         raise error
 
-    monkeypatch.setattr("benchmarks.report.run", fail)
+    monkeypatch.setattr("benchmarks.look.run", fail)
     error = NotMeasured("two cores are needed")
-    assert main(["bench", "report"]) == Exit.NOT_MEASURED
+    assert main(["bench", "look"]) == Exit.NOT_MEASURED
     error = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
-        main(["bench", "report"])
-
-
-@pytest.mark.serial
-def test_a_small_report_is_analysed_within_its_promise():
-    assert "| 20,000 steps |" in run("report", "--records", "20000")
+        main(["bench", "look"])
 
 
 def test_a_small_fleet_is_looked_at_twice():
