@@ -75,6 +75,8 @@ def test_every_subcommand_has_help_and_is_in_the_overview(ended, command):
         ["no-such-command"],
         ["look"],
         ["look", "no/such/folder"],
+        ["look", ".", "--prometheus", "nonsense"],
+        ["look", ".", "--prometheus", "127.0.0.1:65536"],
         ["compare", "no/such/old", "no/such/new"],
         ["trace", "stats", "no/such/trace"],
         ["patch", "--check", "--target", "no/such/vllm"],

@@ -59,7 +59,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--follow", action="store_true", help="show new records in the terminal"
     )
     live.add_argument(
-        "--prometheus", metavar="HOST:PORT", help="serve new records to Prometheus"
+        "--prometheus",
+        type=_address,
+        metavar="HOST:PORT",
+        help="serve new records to Prometheus",
     )
     hosts = parser.add_argument_group("many hosts")
     hosts.add_argument(
@@ -75,6 +78,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="name of this host in a summary (default: its own)",
     )
     add_ray(hosts, "count DIR on each host")
+
+
+def _address(text: str) -> str:
+    """Check an address, before records are read."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise argparse.ArgumentTypeError(
+            f"{text}: HOST:PORT expected, such as 127.0.0.1:9109"
+        )
+    return text
 
 
 class LookError(Exception):

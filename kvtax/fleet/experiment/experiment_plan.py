@@ -18,6 +18,7 @@ from kvtax import run_folder
 from kvtax.engine import provenance, vllm_router
 from kvtax.fleet.experiment.config import Arm, Experiment, Workload
 from kvtax.fleet.experiment.workload import make_workload
+from kvtax.fleet.launch.instance_settings import InstanceSettings
 from kvtax.fleet.replay.http_link import Model, check_lengths, check_vocabulary
 from kvtax.fleet.replay.sessions import group
 from kvtax.fleet.trace import read_trace
@@ -156,11 +157,8 @@ def prepare(
         check_slots(experiment, facts.sessions)
         sessions = group(read_trace(made))
         if experiment.profile is not None:
-            model = Model(
-                f"profile {experiment.profile}",
-                experiment.instance_settings.max_model_len,
-            )
-            check_lengths(sessions, model)
+            longest = _longest_tokens(experiment.instance_settings)
+            check_lengths(sessions, Model(f"profile {experiment.profile}", longest))
         if experiment.given is not None:
             check_vocabulary(sessions, experiment.given.vocab_size)
         versions = provenance.collect({}, "kvtax fleet run")
@@ -177,6 +175,15 @@ def prepare(
         _keep_plan(out, experiment, facts, versions, hosts)
         shutil.move(made, out / TRACE)
     return runs
+
+
+def _longest_tokens(settings: InstanceSettings) -> int:
+    """Return the tokens of the longest request; one beyond the KV cache never runs."""
+    if settings.num_blocks is None:
+        return settings.max_model_len
+    # vLLM keeps one block for itself.
+    held = (settings.num_blocks - 1) * settings.block_size
+    return min(settings.max_model_len, held)
 
 
 def source(workload: Workload, aside: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtax.engine.connector import Connector
+from kvtax.engine.connector import Connector, needs_company
 from kvtax.engine.gpus import NoGpu, visible_gpus
 from kvtax.engine.kvindexd import HASH_SEED
 from kvtax.engine.ports import LOOPBACK, Ports
@@ -72,10 +72,15 @@ def members(
 
 
 def check_spec(spec: FleetSpec) -> None:
-    """Raise SpecError if the connector cannot play one of the roles.
+    """Raise SpecError if the connector cannot be launched, or in one of the roles.
 
     Or if events are wanted of an instance with several KV caches.
     """
+    if needs_company(spec.connector):
+        raise SpecError(
+            f"{spec.connector_name} needs a companion, or a folder of its own: only "
+            "the sweep and the observatory give it those"
+        )
     if spec.kv_events and spec.settings.data_parallel > 1:
         raise SpecError(
             "KV events are wanted of instances with `data_parallel` engines, each with "

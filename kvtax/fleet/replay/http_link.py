@@ -186,7 +186,8 @@ def check_lengths(sessions: list[Session], model: Model) -> None:
         f"{len(too_long)} requests are longer than the {model.max_model_len} tokens "
         f"that {model.id} takes, the first is {first.session}/{first.turn} with "
         f"{first.input_tokens} in the prompt and {asked_output_tokens(first)} in the "
-        "answer: serve with a larger max_model_len, or leave these sessions out"
+        "answer: serve with a larger max_model_len, and with as many num_blocks as it "
+        "takes, or leave these sessions out"
     )
 
 

@@ -30,6 +30,7 @@ from kvtax.fleet.experiment.experiment_plan import (
 from kvtax.fleet.experiment.virtual import check_virtual
 from kvtax.fleet.experiment.workload import make_workload
 from kvtax.fleet.launch.instance_settings import read_instance_settings
+from kvtax.fleet.replay.options import ReplayError
 from kvtax.paths import CONFIGS, REPOSITORY
 from kvtax.records.arm import TraceFacts
 from kvtax.run_folder import RunFolderError
@@ -101,6 +102,27 @@ def test_a_trace_longer_than_the_context_is_refused_before_a_fleet_starts(
     assert not out.exists()
 
 
+def test_a_request_beyond_the_kv_cache_is_refused_before_a_fleet_starts(tmp_path):
+    profile = tmp_path / "small.toml"
+    text = (CONFIGS / "fleet" / "h20-30b-a3b.toml").read_text()
+    profile.write_text(re.sub(r"(?m)^num_blocks = .*", "num_blocks = 101", text))
+    file, out = tmp_path / "t.jsonl", tmp_path / "out"
+    for tokens, fits in ((1598, True), (1599, False)):
+        write_trace(file, trace(8, 1, input_tokens=tokens, output_tokens=2))
+        wanted = experiment(
+            standin=None,
+            profile=str(profile.with_suffix("")),
+            workload=Workload(str(file)),
+            concurrency=[1],
+        )
+        if fits:
+            prepare(wanted, out / "fits", True, None)
+            continue
+        with pytest.raises(ReplayError, match="8 requests are longer than the 1600"):
+            prepare(wanted, out / "long", True, None)
+    assert [path.name for path in out.iterdir()] == ["fits"]
+
+
 @given(
     st.integers(1, 5),
     st.lists(st.integers(1, 15), min_size=1, max_size=4, unique=True),
@@ -167,6 +189,7 @@ def test_what_runs_in_real_time_alone_is_refused_in_virtual_time(changes, what):
             "prefill and decode",
         ),
         (Arm("linear", roles=["both", "decode"] * 2), "role decode needs a connector"),
+        (Arm("linear", connector="observatory/lmcache"), "needs a companion"),
         (
             Arm("linear", connector="mooncake_both", roles=["prefill"] * 4),
             "no instance has a role that answers",
