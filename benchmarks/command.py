@@ -34,7 +34,6 @@ BENCHMARKS = (
     Benchmark("beside_study", 1, "every result of the reference study, beside ours"),
     Benchmark("questions", 1, "routing policies and offloading, by rules set before"),
     Benchmark("host_table", 3, "vLLM's host part of a step, and what its lack does"),
-    Benchmark("virtual", 5, "speed and memory of a fleet in virtual time"),
     Benchmark("traces", 3, "reading and sampling traces of 2 million requests"),
     Benchmark("look", 15, "kvtax look at 100 million steps: time and memory"),
     Benchmark("power", 5, "the smallest growth that a sweep catches"),

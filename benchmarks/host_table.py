@@ -12,6 +12,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -20,8 +24,11 @@ import msgspec
 import numpy as np
 
 from benchmarks.results import Variant, engines, publish
-from benchmarks.virtual import PROFILE, arguments_of, forked, simulated
 from kvtax.engine.engine_process import serve
+from kvtax.fleet.launch.instance_settings import read_instance_settings
+from kvtax.fleet.proxy.settings import Settings, resolved
+from kvtax.fleet.replay.options import Options
+from kvtax.fleet.simulate.cells import Cell, Member
 from kvtax.fleet.simulate.cost import StepCost
 from kvtax.fleet.simulate.measure_host import (
     BLOCK_TOKENS,
@@ -29,15 +36,20 @@ from kvtax.fleet.simulate.measure_host import (
     LONG_BATCH,
     host_steps,
 )
-from kvtax.paths import REPOSITORY
+from kvtax.fleet.trace import write_trace
+from kvtax.fleet.trace.request import Request
+from kvtax.paths import CONFIGS, REPOSITORY
+from kvtax.records.arm import PlannedArm, TraceFacts
 from kvtax.records.files import read_document, read_lines, write_whole
 from kvtax.records.host_times import (
     HostCell,
     HostPoint,
     HostTable,
+    RequestTimes,
     StepTime,
     StepTimes,
 )
+from kvtax.records.instances import Instance
 from kvtax.records.observatory_cell import CellRecord, read_cells
 from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader
 from kvtax.stats import Estimate
@@ -51,6 +63,11 @@ HELD_BATCH = 8
 RELEASE = "0.18.1"
 CONNECTORS = ("plain", "mooncake_both", "mooncake_both_hash_sync")
 RUNNING = (1, 8, 32)
+PROFILE = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
+PROMPT_TOKENS, OUTPUT_TOKENS = 4_096, 256
+# Each slot has so many requests, one after the other.
+ROUNDS = 8
+VOCABULARY = 1_000
 
 
 def host_table(folder: Path = CELLS) -> HostTable:
@@ -189,11 +206,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def latencies(model: str, running: int, host: dict[str, Any]) -> dict[str, float]:
     """Simulate one instance with so many requests under way; return mean times."""
-    return forked(_latencies, model, running, msgspec.convert(host, StepTimes))
+    with get_context("fork").Pool(1) as pool:
+        times = msgspec.convert(host, StepTimes)
+        return pool.apply(_latencies, (model, running, times))
 
 
 def _latencies(model: str, running: int, host: StepTimes) -> dict[str, float]:
-    with simulated(model, 1, running, host) as folder:
+    with simulated(model, running, host) as folder:
         lines = read_lines(
             folder / "replay.jsonl", ReplayHeader, ReplayedRequest | ReplayEnd
         )
@@ -205,6 +224,89 @@ def _latencies(model: str, running: int, host: StepTimes) -> dict[str, float]:
             for r in requests
         ),
     }
+
+
+def arguments_of(model: str) -> list[str]:
+    """Return the command line of an instance of PROFILE."""
+    options = {
+        "--model": model,
+        "--load-format": "dummy",
+        "--block-size": PROFILE.block_size,
+        "--num-gpu-blocks-override": PROFILE.num_blocks,
+        "--max-model-len": PROFILE.max_model_len,
+        "--max-num-batched-tokens": PROFILE.max_num_batched_tokens,
+        "--max-num-seqs": PROFILE.max_num_seqs,
+        "--stream-interval": 16,
+    }
+    switches = ["--skip-tokenizer-init", "--enforce-eager"]
+    return [str(part) for pair in options.items() for part in pair] + switches
+
+
+@contextmanager
+def simulated(model: str, running: int, host: StepTimes) -> Iterator[Path]:
+    """Simulate an instance with so many requests under way; yield the run's folder."""
+    from kvtax.fleet.simulate.run_cells import run_cell
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        requests = _requests(running * ROUNDS)
+        write_trace(folder / "trace.jsonl", {"requests": len(requests)}, requests)
+        instance = Instance("i0", "http://i0", block_tokens=PROFILE.block_size)
+        cell = Cell(
+            folder=str(folder / "run"),
+            trace=str(folder / "trace.jsonl"),
+            planned=PlannedArm(arm="cost", repeat=0, trace=_facts(requests)),
+            patches={},
+            members=[Member(instance, arguments_of(model))],
+            forward=PROFILE.forward,
+            host=host,
+            requests=RequestTimes(),
+            overlapping=False,
+            transfer=None,
+            event_delay_ns=0,
+            event_loss=0.0,
+            vocab_size=VOCABULARY,
+            max_model_len=PROFILE.max_model_len,
+            proxy=resolved([instance], Settings("linear")),
+            replay=Options(
+                url="virtual",
+                trace="trace.jsonl",
+                max_inflight_sessions=running,
+                closed_loop=True,
+            ),
+            seed=0,
+        )
+        run_cell(cell)
+        yield folder / "run"
+
+
+def _requests(count: int) -> list[Request]:
+    blocks = PROMPT_TOKENS // 64
+    return [
+        Request(
+            arrival_s=0.0,
+            session=str(number),
+            turn=0,
+            input_tokens=PROMPT_TOKENS,
+            output_tokens=OUTPUT_TOKENS,
+            hashes=list(range(number * blocks, (number + 1) * blocks)),
+            block_tokens=64,
+        )
+        for number in range(count)
+    ]
+
+
+def _facts(requests: list[Request]) -> TraceFacts:
+    count = len(requests)
+    return TraceFacts(
+        "trace.jsonl",
+        "",
+        "",
+        count,
+        count,
+        count * PROMPT_TOKENS,
+        count * OUTPUT_TOKENS,
+    )
 
 
 if __name__ == "__main__":
