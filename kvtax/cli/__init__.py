@@ -88,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = Exit.BAD_INPUT if isinstance(error, OSError) else _code_of(error)
         if code is None:
             raise
-        print(f"kvtax: {error}", file=sys.stderr)
+        from kvtax.report.render import visible
+
+        lines = map(visible, f"kvtax: {error}".split("\n"))
+        print("\n".join(lines), file=sys.stderr)
         return code
 
 

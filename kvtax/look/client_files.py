@@ -133,6 +133,9 @@ def _ids(x_request_id: str) -> tuple[str, ...]:
     return _completion(x_request_id), f"chatcmpl-{x_request_id}"
 
 
+AIPERF_TIMES = {"time_to_first_token", "request_latency"}
+
+
 class _Metric(msgspec.Struct):
     value: float | list[float] | None = None
     unit: str = ""
@@ -161,6 +164,13 @@ class _AiperfRecord(msgspec.Struct):
     metadata: _AiperfMetadata
     metrics: dict[str, _Metric]
     error: Any = None
+
+    def __post_init__(self) -> None:
+        """Refuse times of unknown units; msgspec makes a DecodeError of it."""
+        for name in AIPERF_TIMES & self.metrics.keys():
+            metric = self.metrics[name]
+            if metric.value is not None and metric.unit not in US:
+                raise ValueError(f"{name} has the unknown unit {metric.unit!r}")
 
 
 def _aiperf(path: Path) -> ClientFile:

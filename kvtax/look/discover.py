@@ -14,7 +14,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from kvtax.records.files import Lines, read_header
 from kvtax.records.parts import parts_of, whole
 from kvtax.records.step_table import StepFile
 from kvtax.records.steps import EngineHeader, first_step
-from kvtax.records.warning import RunWarning
+from kvtax.records.warning import RunWarning, encodable
 
 # Name of the folder that the recorder makes for each life of an engine.
 LIFE = re.compile(r"\d{8}T\d{6}\.\d+Z-(?P<host>.+)-dp(?P<rank>\d+)-(?P<pid>\d+)")
@@ -57,15 +57,21 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
     """
     if not folder.is_dir():
         raise RecordsError(f"{folder}: no such directory")
-    there = files_below(folder, "engine_step*.jsonl*")
+    errors: list[OSError] = []
+    there = files_below(folder, "engine_step*.jsonl*", errors.append)
     paths = sorted({path for path in map(whole, there) if path.suffix == ".jsonl"})
+    # A folder may be removed meanwhile.
+    closed = [one for one in errors if not isinstance(one, FileNotFoundError)]
     if not paths:
+        if closed:
+            raise RecordsError(f"{closed[0].filename}: {closed[0].strerror}")
         raise RecordsError(
             f"{folder}: no engine_step.jsonl here or below; was the server started "
             "with KVTAX_STEP_RECORDS_DIR, and is its vLLM patched "
             "(python apply_step_timing_v2.py --status)?"
         )
-    found, warnings = [], []
+    found = []
+    warnings = [unreadable(name_of(folder, Path(e.filename, "*")), e) for e in closed]
     for path in paths:
         name = name_of(folder, path)
         try:
@@ -86,11 +92,16 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
     return found, warnings
 
 
-def files_below(folder: Path, pattern: str) -> list[Path]:
-    """Find the files whose names match; folders may be removed meanwhile."""
+def files_below(
+    folder: Path, pattern: str, on_error: Callable[[OSError], None] | None = None
+) -> list[Path]:
+    """Find the files whose names match.
+
+    `on_error` gets the error of each folder that cannot be read.
+    """
     return sorted(
         Path(parent, name)
-        for parent, folders, names in os.walk(folder)
+        for parent, folders, names in os.walk(folder, onerror=on_error)
         for name in fnmatch.filter([*folders, *names], pattern)
     )
 
@@ -99,6 +110,7 @@ def name_of(folder: Path, path: Path) -> str:
     """Name the instance of a file below `folder` by where the file lies."""
     inside = path.parent.relative_to(folder)
     name = str(inside) if inside.parts else folder.resolve().name
+    name = encodable(name)
     is_one_of_several = path.match("engine_step?*.jsonl")
     return f"{name}/{path.stem}" if is_one_of_several else name
 

@@ -463,7 +463,8 @@ def cached_steps(engine: Path, read: Callable[[], Read]) -> Read:
     `read` gives them."""
     folder, path = engine.parent, engine.with_suffix(".parquet")
     key = _key(folder)
-    with suppress(OSError, ValueError, KeyError, pl.exceptions.PolarsError):
+    # polars refuses a path that is no UTF-8 with a TypeError.
+    with suppress(OSError, ValueError, KeyError, TypeError, pl.exceptions.PolarsError):
         told = pl.read_parquet_metadata(path)
         if told["kvtax_key"] == key:
             warnings = msgspec.json.decode(
@@ -487,7 +488,7 @@ def _write_cache(
         # Read whole, so statistics of its parts would serve nobody.
         steps.write_parquet(partial, compression="lz4", statistics=False, metadata=told)
         partial.replace(path)
-    except OSError:
+    except (OSError, TypeError):
         with suppress(OSError):
             partial.unlink(missing_ok=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -44,6 +45,9 @@ def kv_wait_ms(request: EngineRequest) -> float:
     """Sum up the waits for KV of a request."""
     waits = zip(request.kv_wait_ns[::2], request.kv_wait_ns[1::2], strict=False)
     return sum(end - begin for begin, end in waits) / 1e6
+
+
+Decoder = msgspec.json.Decoder[EngineStep | WorkerStep | EngineRequest]
 
 
 class Tail:
@@ -103,6 +107,21 @@ class Totals:
     last_ended: deque[EngineRequest] = field(
         default_factory=lambda: deque(maxlen=LAST_ENDED)
     )
+
+    def add(self, decoder: Decoder, line: bytes) -> None:
+        """Add a line of a file, or count it as a bad one."""
+        try:
+            record = decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self.bad_lines += 1
+            return
+        match record:
+            case EngineRequest():
+                self.add_request(record)
+            case WorkerStep():
+                self.add_worker(record)
+            case EngineStep():
+                self.add_engine(record)
 
     def add_request(self, request: EngineRequest) -> None:
         self.ended[request.finish_reason or "never"] += 1
@@ -166,7 +185,7 @@ class Totals:
 
 
 # By pattern of the file's name: the record in its lines.
-FILES: dict[str, msgspec.json.Decoder[EngineStep | WorkerStep | EngineRequest]] = {
+FILES: dict[str, Decoder] = {
     "engine_step*.jsonl": msgspec.json.Decoder(EngineStep),
     "worker_step.r0.jsonl": msgspec.json.Decoder(WorkerStep),
     "engine_request.jsonl": msgspec.json.Decoder(EngineRequest),
@@ -181,6 +200,7 @@ class Watched:
             raise RecordsError(f"{folder}: no such directory")
         self._folder = folder
         self._tails: dict[Path, Tail] = {}
+        self._reported: set[Path] = set()
         self.totals: dict[str, Totals] = {}
         self._reading = threading.Lock()
 
@@ -196,19 +216,18 @@ class Watched:
             for path in files_below(self._folder, pattern):
                 name = name_of(self._folder, path)
                 totals = self.totals.setdefault(name, Totals())
-                for line in self._tails.setdefault(path, Tail(path)).lines():
-                    try:
-                        record = decoder.decode(line)
-                    except (msgspec.DecodeError, UnicodeDecodeError):
-                        totals.bad_lines += 1
-                        continue
-                    match record:
-                        case EngineRequest():
-                            totals.add_request(record)
-                        case WorkerStep():
-                            totals.add_worker(record)
-                        case EngineStep():
-                            totals.add_engine(record)
+                try:
+                    for line in self._tails.setdefault(path, Tail(path)).lines():
+                        totals.add(decoder, line)
+                except OSError as error:
+                    self._report(path, error)
+
+    def _report(self, path: Path, error: OSError) -> None:
+        """Report a file that cannot be read, once; it hides no other."""
+        if path not in self._reported:
+            self._reported.add(path)
+            told = visible(f"{path}: {error.strerror}; it is left out")
+            print(told, file=sys.stderr)
 
     def _forget_removed(self) -> None:
         """Let go of lives whose folders were removed, and of the disk they hold."""

@@ -23,7 +23,7 @@ from kvtax.look.instance_summary import (
 from kvtax.look.instances import Instance
 from kvtax.look.requests import STEP_PARTS, WAITS
 from kvtax.look.together import Together
-from kvtax.records.warning import RunWarning
+from kvtax.records.warning import RunWarning, encodable
 from kvtax.report import render
 from kvtax.report.document import (
     Cell,
@@ -95,12 +95,13 @@ class PageOfRecords:
     def text(self, warnings: list[RunWarning], together: Together) -> str:
         """Render the file; `warnings` are those of no single instance."""
         sections, answer = self._sections, self._answer
+        folder = encodable(self._folder.resolve().name)
         if together.words:
             sections = [together.table, *sections]
             answer = [f"{together.words}.", *answer]
         return render.html(
             Page(
-                title=f"What the connector costs: {self._folder.resolve().name}",
+                title=f"What the connector costs: {folder}",
                 question="What does the KV connector add to the engine steps of this "
                 "server, what does that move with, and which requests waited for it?",
                 answer=answer,

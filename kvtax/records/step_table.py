@@ -93,7 +93,20 @@ def read_steps(
         schema = {name: _column_type(name, list(methods)) for name in columns}
         read = [one.read(schema, shape, strict) for one in reversed(there)]
     together = _together(read)
-    return replace(together, bad=(*map(str, bad), *together.bad))
+    together = replace(together, bad=(*map(str, bad), *together.bad))
+    return together if strict else _each_once(path, together)
+
+
+def _each_once(path: Path, file: StepFile) -> StepFile:
+    """Leave out copies of steps, as a file has whose older part was copied, too."""
+    frame = file.frame
+    if not (np.diff(frame["step_id"].to_numpy()) <= 0).any():
+        return file
+    once = frame.unique(["step_id", "t_ns"], keep="first", maintain_order=True)
+    if not (copies := frame.height - once.height):
+        return file
+    told = f"{path}: {copies:,} steps are in the file twice"
+    return replace(file, frame=once, bad=(*file.bad, told))
 
 
 def newest_header(path: Path, header_kind: type[Header]) -> Header:

@@ -133,23 +133,23 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     step_us: Annotated[Us | None, Measured("us")] = None
     """From the start of `schedule()` to the end of `update_from_output()` of the same
     step; under async scheduling steps overlap."""
-    running: Annotated[int | None, Measured("requests")] = None
+    running: Annotated[Natural | None, Measured("requests")] = None
     """Requests in the running queue."""
-    waiting: Annotated[int | None, Measured("requests")] = None
+    waiting: Annotated[Natural | None, Measured("requests")] = None
     """Requests in the waiting queue."""
-    scheduled: Annotated[int | None, Measured("requests")] = None
+    scheduled: Annotated[Natural | None, Measured("requests")] = None
     """Requests scheduled in this step: the batch size."""
-    prefill_tokens: Annotated[int | None, Measured("tokens")] = None
+    prefill_tokens: Annotated[Natural | None, Measured("tokens")] = None
     """Prompt tokens scheduled."""
-    decode_tokens: Annotated[int | None, Measured("tokens")] = None
+    decode_tokens: Annotated[Natural | None, Measured("tokens")] = None
     """Tokens scheduled that do not belong to a prompt."""
-    cache_size: Annotated[int | None, Measured("blocks")] = None
+    cache_size: Annotated[Natural | None, Measured("blocks")] = None
     """|cache|: cached block hashes at the end of `schedule()`,
     `len(block_pool.cached_block_hash_to_block)`. A report needs this
     field and those below."""
-    free_blocks: Annotated[int | None, Measured("blocks")] = None
+    free_blocks: Annotated[Natural | None, Measured("blocks")] = None
     """Blocks in the free queue."""
-    preemptions: Annotated[int | None, Measured("requests")] = None
+    preemptions: Annotated[Natural | None, Measured("requests")] = None
     """Requests preempted; absent if none was."""
     update_us: Annotated[Us | None, Measured("us")] = None
     """Time in `update_from_output()`."""
@@ -159,7 +159,7 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     """CPU time of the engine's thread in `update_from_output()`, in drawn steps."""
     thread_cpu_us: Annotated[Us | None, Measured("us")] = None
     """CPU time of the engine's thread since the previous step ended, in drawn steps."""
-    connector_calls: Annotated[dict[str, int], Measured("calls")] = {}
+    connector_calls: Annotated[dict[str, Natural], Measured("calls")] = {}
     """Calls of the connector's methods, by name; a method with a time was called once
     if it is not here, and one without a time was not timed in this step. What was
     called since the previous step ended counts for the step being scheduled, what was
@@ -204,7 +204,7 @@ class WorkerStep(msgspec.Struct, omit_defaults=True):
     """Time in `wait_for_save`; also absent in a step that schedules nothing."""
     get_finished_us: Annotated[Us | None, Measured("us")] = None
     """Time in `get_finished`, from vLLM 0.30 on in `get_transfer_results`."""
-    connector_calls: Annotated[dict[str, int], Measured("calls")] = {}
+    connector_calls: Annotated[dict[str, Natural], Measured("calls")] = {}
     """Calls of the connector's methods, by name. What was called before the next step
     began counts for this one. This field and the next two are as in the engine's
     record."""

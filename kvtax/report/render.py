@@ -34,10 +34,6 @@ POLICY = (
     "img-src data: blob:"
 )
 DASH = "\N{EN DASH}"
-# What a terminal obeys, and what turns the order of its text around.
-CONTROLS = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)
 MARKS = re.compile(r"`([^`]+)`|\*\*(.+?)\*\*")
 LINK = re.compile(r"\[([^\]]+)\]\([^)\s]+\)")
 # Places that a line of Markdown names for one kind of warning.
@@ -213,8 +209,15 @@ def plain(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Show control characters as escapes: a name in records may be a client's."""
-    return CONTROLS.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
+    """Show as escapes what a terminal obeys, hides or cannot encode.
+
+    A name in records may be a client's.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def number(value: float | None) -> str:

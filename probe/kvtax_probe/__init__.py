@@ -104,7 +104,12 @@ def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
             recorder = self._kvtax_recorder = _guarded(_worker_recorder, self)
         if recorder is None:
             return method(self, step, *args, **kwargs)
-        recorder.begin_step(step[0] if isinstance(step, tuple) else step)
+        try:
+            recorder.begin_step(step[0] if isinstance(step, tuple) else step)
+        except Exception:
+            logger.exception("kvtax: no step records of this worker from here on")
+            self._kvtax_recorder = None
+            recorder.give_up()
         try:
             if args or kwargs:
                 return method(self, step, *args, **kwargs)
@@ -124,12 +129,19 @@ def _worker_recorder(worker: Any) -> Any:
 
 def _wrap_factory(module: ModuleType) -> None:
     create = module.KVConnectorFactory.create_connector.__func__
+    # Connectors being made: one may have the factory make those in it.
+    making: list[None] = []
 
     @functools.wraps(create)
     def create_connector(cls: type, *args: Any, **kwargs: Any) -> Any:
         _guarded(_note_threads, None)
-        connector = create(cls, *args, **kwargs)
-        _guarded(_time_connector, connector)
+        making.append(None)
+        try:
+            connector = create(cls, *args, **kwargs)
+        finally:
+            making.pop()
+        if not making:
+            _guarded(_time_connector, connector)
         return connector
 
     module.KVConnectorFactory.create_connector = classmethod(create_connector)

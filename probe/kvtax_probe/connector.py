@@ -3,17 +3,22 @@
 
 A wrapper is an attribute of the instance and shadows the method. The class stays as it
 is, and so does all that isinstance() says. A wrapper is a bound method of the connector
-as the method is, so it is pickled, copied and compared as that.
+as the method is, and is pickled as that. Copies of a connector have none.
 """
 
 from __future__ import annotations
 
+import copyreg
 import dis
 import functools
 import inspect
+import os
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -34,6 +39,18 @@ STEP_METHODS = (
 # timed in drawn steps only: watching it would cost as much as it does.
 FREQUENT_CALLS = 16
 FREQUENT_NS = 10_000
+# Calls that are kept until the first step takes them; no step may ever.
+CALLS_BEFORE_STEPS = 10_000
+# Attribute of a wrapper: what the instance itself had in its place; None for nothing.
+SHADOWED = "_kvtax_shadowed"
+ASYNC = "an async method: its work runs in an event loop"
+# Kinds of methods that are no callables, or that need no instance.
+METHODS_NOT_CALLED = (
+    staticmethod,
+    classmethod,
+    functools.partialmethod,
+    functools.singledispatchmethod,
+)
 # The code of a method that does no more than return a constant.
 _CONSTANT = {"RESUME", "LOAD_CONST", "LOAD_SMALL_INT", "RETURN_VALUE", "RETURN_CONST"}
 
@@ -78,6 +95,7 @@ def _sums(calls: Calls) -> dict[int, tuple[int, int, int]]:
     Times are in ns; of methods that were only counted they are -1.
     """
     sums: dict[int, tuple[int, int, int]] = {}
+    may_repeat = False
     # Calls that no other call is known to have made: when they began, how long.
     outer: list[tuple[int, int]] = []
     for i, count, began_ns, ended_ns in calls:
@@ -89,11 +107,21 @@ def _sums(calls: Calls) -> dict[int, tuple[int, int, int]]:
             outer.append((began_ns, ns))
         if i in sums:
             before = sums[i]
+            may_repeat |= self_ns < ns
             count += before[0]
             known = ns >= 0 and before[1] >= 0
             ns = before[1] + ns if known else -1
             self_ns = before[2] + self_ns if known else -1
         sums[i] = count, ns, self_ns
+    if may_repeat:
+        # A call within a call of the same method: its time is in that one's.
+        outermost: dict[int, int] = {}
+        for i, _, began_ns, ended_ns in reversed(calls):
+            if ended_ns > outermost.get(i, ended_ns):
+                count, ns, self_ns = sums[i]
+                sums[i] = count, ns - (ended_ns - began_ns), self_ns
+            elif ended_ns >= 0:
+                outermost[i] = began_ns
     return sums
 
 
@@ -104,7 +132,9 @@ class ConnectorTimer:
     """
 
     __slots__ = (
+        "__weakref__",
         "_counts",
+        "_seen",
         "_wrappers",
         "calls",
         "drawn",
@@ -120,19 +150,37 @@ class ConnectorTimer:
         self.thread = get_ident()
         self.drawn = True
         # Timed calls since the last take(), and how many were counted by method.
-        self.calls: list[tuple[int, int, int, int]] = []
+        self.calls: Any = deque(maxlen=CALLS_BEFORE_STEPS)
         self._counts: list[int] = []
         # By index: (connector, name, wrapper that times, wrapper that counts).
         self._wrappers: list[tuple[Any, str, MethodType, MethodType]] = []
         self.frequent: set[int] = set()
+        self._seen: set[int] = set()
+        _all_timers.add(self)
 
     def wrap(self, connector: Any, prefix: str = "") -> None:
-        """Time the connector's public methods, and those of the connectors in it."""
+        """Time the connector's public methods, and those of the connectors in it.
+
+        A connector that is met again, as one that knows the one that holds it, has its
+        name from where it was met first.
+        """
+        self._seen.add(id(connector))
         for name in dir(type(connector)):
             if not name.startswith("_"):
                 self._wrap_method(connector, name, prefix)
-        for number, child in enumerate(_children(connector)):
+        with suppress(TypeError):  # a metaclass may make its classes unhashable
+            copyreg.dispatch_table.setdefault(type(connector), _reduced)
+        new = {id(one): one for one in _children(connector)}
+        for known in self._seen & new.keys():
+            del new[known]
+        self._seen |= new.keys()
+        for number, child in enumerate(new.values()):
             self.wrap(child, f"{prefix}{type(child).__name__}[{number}].")
+
+    def stop(self) -> None:
+        """Count and time no call from here on."""
+        self.thread, self.calls = 0, []
+        self.frequent.clear()
 
     def take(self) -> Calls:
         """Return the calls since the last time."""
@@ -162,21 +210,25 @@ class ConnectorTimer:
     def _swap_frequent(self) -> None:
         for i in self.frequent:
             connector, name, timed, counted = self._wrappers[i]
-            object.__setattr__(connector, name, timed if self.drawn else counted)
+            # The connector may have put another in its place meanwhile.
+            held = vars(connector).get(name)
+            if held is timed or held is counted:
+                object.__setattr__(connector, name, timed if self.drawn else counted)
 
     def _wrap_method(self, connector: Any, name: str, prefix: str) -> None:
-        attribute = inspect.getattr_static(connector, name)
+        attribute = inspect.getattr_static(connector, name, None)
         if not _may_take_time(attribute, name):
             return
         is_own = name in getattr(connector, "__dict__", ())
         reason = _why_not_timed(attribute, is_own)
         if reason is None:
-            i = len(self.methods)
-            timed, counted = self._wrapped(connector, name, attribute, i)
             try:
-                # A connector may guard its attributes by a __setattr__ of its own.
-                object.__setattr__(connector, name, timed)
-            except (AttributeError, TypeError):
+                wrappers = self._wrapped(connector, name, attribute, is_own)
+            except Exception as error:
+                reason = f"it cannot be wrapped: {error}"
+        if reason is None:
+            timed, counted = (MethodType(one, connector) for one in wrappers)
+            if not shadow(connector, timed, counted):
                 reason = "the connector's attributes cannot be set"
         if reason is not None:
             self.not_timed[prefix + name] = reason
@@ -186,14 +238,16 @@ class ConnectorTimer:
         self._counts.append(0)
 
     def _wrapped(
-        self, connector: Any, name: str, attribute: Any, i: int
-    ) -> tuple[MethodType, MethodType]:
+        self, connector: Any, name: str, attribute: Any, is_own: bool
+    ) -> tuple[FunctionType, FunctionType]:
         """Return the wrappers of method `i`, one that times and one that counts."""
-        counts = self._counts
+        i, counts = len(self.methods), self._counts
         # The class is asked at each call: a plugin may patch it later.
-        owner = type(connector)
-        if name in getattr(connector, "__dict__", ()):
-            owner = _Own(name, attribute)
+        owner: Any = type(connector)
+        if is_own:
+            owner = _In(name, lambda self_: attribute)
+        elif _depends_on_instance(attribute):
+            owner = _In(name, lambda self_: _found(self_, name))
 
         def timed(self_: Any, *args: Any, **kwargs: Any) -> Any:
             if get_ident() != self.thread:
@@ -209,10 +263,14 @@ class ConnectorTimer:
                 self.calls.append((i, 1, began_ns, now_ns()))
             if result is None or type(result) in _not_generators:
                 return result
-            # A compiled generator is of a type of its own.
-            if type(result).__name__ == "generator":
+            # Compiled ones are of types of their own.
+            kind = type(result).__name__
+            if kind == "generator":
                 return TimedGenerator(result, self, i)
-            _not_generators.add(type(result))
+            if kind in ("coroutine", "async_generator"):
+                self.not_timed[self.methods[i]] = ASYNC
+            else:
+                _not_generators.add(type(result))
             return result
 
         def counted(self_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,10 +280,14 @@ class ConnectorTimer:
                 return getattr(owner, name)(self_, *args, **kwargs)
             return getattr(owner, name)(self_, *args)
 
-        return (
-            MethodType(_dressed(timed, name, attribute), connector),
-            MethodType(_dressed(counted, name, attribute), connector),
-        )
+        signature = None
+        if owner is not type(connector):
+            signature = _signature(owner, connector, name)
+        for wrapper in (timed, counted):
+            _dress(wrapper, name, attribute)
+            if signature is not None:
+                wrapper.__signature__ = signature  # type: ignore[attr-defined]
+        return timed, counted  # type: ignore[return-value]
 
 
 class TimedGenerator(Generator):
@@ -256,14 +318,41 @@ class TimedGenerator(Generator):
             self._timer.calls.append((self._method, 0, began_ns, now_ns()))
 
 
-class _Own:
-    """A callable that an instance has in place of its class's method."""
+class _In:
+    """The place of a method that is found in no class, but by its instance."""
 
-    def __init__(self, name: str, call: Any):
-        setattr(self, name, lambda self_, *args, **kwargs: call(*args, **kwargs))
+    def __init__(self, name: str, find: Callable[[Any], Any]):
+        self.find = find
+        setattr(self, name, lambda self_, *args, **kwargs: find(self_)(*args, **kwargs))
 
 
-def _dressed(wrapper: FunctionType, name: str, attribute: Any) -> FunctionType:
+def _depends_on_instance(attribute: Any) -> bool:
+    """Return whether a class and its instance may give different methods.
+
+    Those of C give themselves, as functions do.
+    """
+    own_get = getattr(type(attribute), "__get__", None)
+    return isinstance(attribute, METHODS_NOT_CALLED) or isinstance(
+        own_get, FunctionType
+    )
+
+
+def _found(connector: Any, name: str) -> Any:
+    """Return the method that the instance has from its class."""
+    kind = type(connector)
+    attribute = next(vars(one)[name] for one in kind.__mro__ if name in vars(one))
+    return attribute.__get__(connector, kind)
+
+
+def _signature(place: _In, connector: Any, name: str) -> inspect.Signature | None:
+    with suppress(TypeError, ValueError):
+        signature = inspect.signature(place.find(connector))
+        instance = inspect.Parameter("self_", inspect.Parameter.POSITIONAL_ONLY)
+        return signature.replace(parameters=[instance, *signature.parameters.values()])
+    return None
+
+
+def _dress(wrapper: Any, name: str, attribute: Any) -> None:
     """Give a wrapper the name and the attributes of what it wraps.
 
     The name is the one by which pickle finds the method.
@@ -273,7 +362,51 @@ def _dressed(wrapper: FunctionType, name: str, attribute: Any) -> FunctionType:
         if not extra.startswith("__"):
             setattr(wrapper, extra, getattr(attribute, extra))
     wrapper.__name__ = name
-    return wrapper
+
+
+def shadow(connector: Any, method: MethodType, *others: MethodType) -> bool:
+    """Have `method` called in the place of the connector's method of its name.
+
+    `others` may take that place later. Returns whether that is possible.
+    """
+    name = method.__name__
+    own = _own(connector, name, getattr(connector, "__dict__", {}).get(name))
+    for one in (method, *others):
+        setattr(one.__func__, SHADOWED, own)
+    try:
+        # A connector may guard its attributes by a __setattr__ of its own.
+        object.__setattr__(connector, name, method)
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+def _own(connector: Any, name: str, value: Any) -> Any:
+    """Return an attribute of the instance without wrappers; None if it was one."""
+    is_method = isinstance(value, MethodType) and value.__self__ is connector
+    if is_method and getattr(value, "__name__", None) == name:
+        return getattr(value.__func__, SHADOWED, value)
+    return value
+
+
+def _reduced(connector: Any) -> Any:
+    """Reduce a connector for a copy or a pickle, without wrappers.
+
+    A wrapper would call the method of the connector that was copied.
+    """
+    reduced = connector.__reduce_ex__(4)
+    if not isinstance(reduced, tuple) or len(reduced) < 3:
+        return reduced
+
+    def without(state: Any) -> Any:
+        if type(state) is tuple:
+            return tuple(map(without, state))
+        if type(state) is not dict:
+            return state
+        own = ((name, _own(connector, name, one), one) for name, one in state.items())
+        return {name: one for name, one, before in own if one is before or one}
+
+    return (*reduced[:2], without(reduced[2]), *reduced[3:])
 
 
 def _may_take_time(attribute: Any, name: str) -> bool:
@@ -284,22 +417,24 @@ def _may_take_time(attribute: Any, name: str) -> bool:
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    if isinstance(attribute, (staticmethod, classmethod, property, type)):
+    if isinstance(attribute, type):
         return False
-    if not callable(attribute) and not isinstance(attribute, functools.partialmethod):
+    if not callable(attribute) and not isinstance(attribute, METHODS_NOT_CALLED):
         return False
     if name in STEP_METHODS:
         return True
     if attribute is inspect.getattr_static(KVConnectorBase_V1, name, None):
         return False
-    return not isinstance(attribute, FunctionType) or not _CONSTANT.issuperset(
-        instruction.opname for instruction in dis.get_instructions(attribute)
+    function = getattr(attribute, "__func__", attribute)
+    return not isinstance(function, FunctionType) or not _CONSTANT.issuperset(
+        instruction.opname for instruction in dis.get_instructions(function)
     )
 
 
 def _why_not_timed(attribute: Any, is_own: bool) -> str | None:
-    if inspect.iscoroutinefunction(attribute) or inspect.isasyncgenfunction(attribute):
-        return "an async method: its work runs in an event loop"
+    function = getattr(attribute, "__func__", attribute)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return ASYNC
     if not is_own and not hasattr(attribute, "__get__"):
         return "an object that is called, not a method"
     return None
@@ -310,7 +445,10 @@ def _children(connector: Any) -> Iterator[Any]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     for value in list(getattr(connector, "__dict__", {}).values()):
-        for one in value if isinstance(value, (list, tuple)) else (value,):
+        several: Iterable[Any] = (value,)
+        if isinstance(value, (list, tuple, dict)):
+            several = value.values() if isinstance(value, dict) else value
+        for one in several:
             if isinstance(one, KVConnectorBase_V1):
                 yield one
 
@@ -318,6 +456,16 @@ def _children(connector: Any) -> Iterator[Any]:
 # Types of results that were met: their names need not be read again.
 _not_generators: set[type] = set()
 _timers: dict[str, ConnectorTimer] = {}
+_all_timers: weakref.WeakSet[ConnectorTimer] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    """Stop all timers: in a fork no step will ever take their calls."""
+    for timer in _all_timers:
+        timer.stop()
+
+
+os.register_at_fork(after_in_child=_stop_all)
 
 
 def time_connector(connector: Any) -> None:

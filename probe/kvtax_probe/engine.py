@@ -15,7 +15,7 @@ import msgspec
 from .connector import Calls, fill, timer_of
 from .draw import Draw
 from .files import RecordFile, at_exit, new_life
-from .requests import RequestRecorder
+from .requests import RequestRecorder, put
 from .settings import CPU_EVERY, STEPS_EVERY
 from .threads import ThreadsFile, threads_of_executor
 
@@ -82,6 +82,7 @@ class EngineRecorder:
         "_drawn_for_cpu",
         "_drawn_to_record",
         "_file",
+        "_gave_up",
         "_open",
         "_requests",
         "_schedule",
@@ -98,7 +99,9 @@ class EngineRecorder:
 
     def __init__(self, engine_core: Any):
         parallel = engine_core.vllm_config.parallel_config
-        self._dp_rank = getattr(parallel, "data_parallel_rank", 0)
+        # Where engines need not step together, vLLM sets the rank of each to 0.
+        rank = getattr(parallel, "data_parallel_rank", 0)
+        self._dp_rank = getattr(parallel, "data_parallel_index", rank)
         self.life = new_life(self._dp_rank)
         self._timer = timer_of("SCHEDULER")
         self._timer.thread = threading.get_ident()
@@ -109,6 +112,7 @@ class EngineRecorder:
         self._file: RecordFile | None = None
         self._threads: ThreadsFile | None = None
         self.next_step_id = 0
+        self._gave_up = False
         # Steps scheduled and not updated yet.
         self._open: dict[int, Scheduled] = {}
         self._drawn_to_record, self._drawn_for_cpu = Draw(STEPS_EVERY), Draw(CPU_EVERY)
@@ -126,14 +130,14 @@ class EngineRecorder:
 
     def attach(self) -> None:
         """Record the steps from here on."""
-        self._scheduler.schedule = self._timed_schedule
-        self._scheduler.update_from_output = self._timed_update
+        put(self._scheduler, "schedule", self._timed_schedule)
+        put(self._scheduler, "update_from_output", self._timed_update)
         self._requests.detached = False
 
     def detach(self) -> None:
         """Leave the scheduler as it was."""
-        self._scheduler.schedule = self._schedule
-        self._scheduler.update_from_output = self._update
+        put(self._scheduler, "schedule", self._schedule)
+        put(self._scheduler, "update_from_output", self._update)
         self._requests.detached = True
 
     def close(self) -> None:
@@ -267,8 +271,16 @@ class EngineRecorder:
 
     def _give_up(self) -> None:
         """Detach: the engine must serve all the same."""
+        if self._gave_up:
+            return
         logger.exception("kvtax: no step records from here on")
-        self.detach()
+        self._gave_up = self._requests.detached = True
+        self._timer.stop()
+        # What others have wrapped since stays, and goes through here.
+        if self._scheduler.schedule == self._timed_schedule:
+            put(self._scheduler, "schedule", self._schedule)
+        if self._scheduler.update_from_output == self._timed_update:
+            put(self._scheduler, "update_from_output", self._update)
 
     def _read_thread_cpu(self, step_id: int) -> int | None:
         """Read the thread's CPU clock after a step; return the step's CPU time in ns.

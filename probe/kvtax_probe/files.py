@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import socket
 import threading
@@ -22,6 +23,8 @@ from .settings import MAX_BYTES, MAX_S, label
 logger = logging.getLogger("vllm.kvtax_probe")
 
 FLUSH_INTERVAL_S = 0.25
+# Records that wait for a disk that hangs; then the oldest are dropped.
+MOST_PENDING = 100_000
 # Records encoded before the interpreter is given away.
 BATCH = 32
 # A thread that waits for the interpreter needs as long to wake up: a sleep of 0 ends
@@ -64,33 +67,41 @@ class RecordFile:
         self.path = records_directory() / life / f"{name}.jsonl"
         self._life, self._schema, self._header = life, schema, header
         self._shape = shape
-        self._pending: deque[Any] = deque()
+        self._pending: deque[Any] = deque(maxlen=MOST_PENDING)
         self.append = self._pending.append
-        self._encoder = msgspec.json.Encoder()
+        # A scheduler of its own may count in numbers that are no int, as numpy's.
+        self._encoder = msgspec.json.Encoder(enc_hook=operator.index)
         self._lock = threading.Lock()
         self._descriptor = -1
         self._bytes, self._began_s = 0, 0.0
         self.stopped = False
         try:
             self._open()
-        except OSError:
+            name = f"records-{name}"
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        except Exception:
             self._stop()
-            return
-        threading.Thread(target=self._run, name=f"records-{name}", daemon=True).start()
 
     def flush(self) -> None:
         """Write what is pending."""
         with self._lock:
-            if self.stopped or not self._pending:
+            if self.stopped:
                 return
             try:
-                self._rotate_if_due()
-                while count := min(len(self._pending), BATCH):
-                    batch = [self._shape(self._pending.popleft()) for _ in range(count)]
-                    self._write(self._encoder.encode_lines(batch))
-                    time.sleep(GIVE_AWAY_S)
+                self._write_pending()
             except Exception:
                 self._stop()
+
+    def _write_pending(self) -> None:
+        if not self._pending:
+            return
+        if len(self._pending) == MOST_PENDING:
+            logger.error("kvtax: %s is written too slowly: records are lost", self.path)
+        self._rotate_if_due()
+        while count := min(len(self._pending), BATCH):
+            batch = [self._shape(self._pending.popleft()) for _ in range(count)]
+            self._write(self._encoder.encode_lines(batch))
+            time.sleep(GIVE_AWAY_S)
 
     def _rotate_if_due(self) -> None:
         if os.fstat(self._descriptor).st_nlink == 0:

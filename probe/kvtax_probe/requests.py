@@ -7,7 +7,7 @@ Request ids are hashed, unless KVTAX_REQUEST_IDS is "plain".
 from __future__ import annotations
 
 import hashlib
-import os
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +16,11 @@ from typing import Any
 
 import msgspec
 
+from .connector import shadow
 from .files import RecordFile
+from .settings import has_plain_ids
+
+logger = logging.getLogger("vllm.kvtax_probe")
 
 # Suffix by which vLLM makes the client's ids unique.
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
@@ -44,6 +48,10 @@ class RequestRecord(msgspec.Struct, omit_defaults=True, gc=False):
     kv_wait_ns: list[int] = []
 
 
+# Puts a call on a scheduler; its class may guard attributes by a __setattr__.
+put = object.__setattr__
+
+
 class RequestRecorder:
     """Recorder of a scheduler's requests, in the engine's one thread.
 
@@ -53,10 +61,10 @@ class RequestRecorder:
 
     def __init__(self, life: str, scheduler: Any):
         self._life = life
-        self._plain_ids = os.environ.get("KVTAX_REQUEST_IDS") == "plain"
+        self._plain_ids = has_plain_ids()
         self._scheduler = scheduler
         self._file: RecordFile | None = None
-        self.detached = False
+        self.detached = True
         self._open: dict[str, RequestRecord] = {}
         self.without_token: set[str] = set()
         # Requests that got blocks for the connector's KV in this step, and when.
@@ -64,10 +72,11 @@ class RequestRecorder:
         # The step whose update runs.
         self.step_id: int | None = None
         if hasattr(scheduler, "add_request") and hasattr(scheduler, "_free_request"):
-            scheduler.add_request = self._preceded(scheduler.add_request, self._add)
-            scheduler._free_request = self._preceded(
-                scheduler._free_request, self._finish
-            )
+            for name, first in (
+                ("add_request", self._add),
+                ("_free_request", self._finish),
+            ):
+                put(scheduler, name, self._preceded(getattr(scheduler, name), first))
         connector = getattr(scheduler, "connector", None)
         if hasattr(connector, "update_state_after_alloc"):
             self._watch_allocations(connector)
@@ -115,7 +124,10 @@ class RequestRecorder:
 
         def preceded(request: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.detached:
-                first(request)
+                try:
+                    first(request)
+                except Exception:
+                    self._give_up()
             return call(request, *args, **kwargs)
 
         return preceded
@@ -128,6 +140,13 @@ class RequestRecorder:
             self._open.clear()
             self._file.flush()
 
+    def _give_up(self) -> None:
+        """Let go of the requests: the engine must serve all the same."""
+        logger.exception("kvtax: no request records from here on")
+        self.detached = True
+        self._open.clear()
+        self.without_token.clear()
+
     def _watch_allocations(self, connector: Any) -> None:
         allocated = connector.update_state_after_alloc
 
@@ -138,12 +157,8 @@ class RequestRecorder:
                 self.with_external_kv.append((request, now_ns()))
             return allocated(request, *args, **kwargs)
 
-        # A bound method, as in connector.py.
-        watched = MethodType(update_state_after_alloc, connector)
-        try:
-            object.__setattr__(connector, "update_state_after_alloc", watched)
-        except (AttributeError, TypeError):
-            return
+        # As a bound method, as all wrappers of connectors.
+        shadow(connector, MethodType(update_state_after_alloc, connector))
 
     def _add(self, request: Any) -> None:
         if self._file is None:

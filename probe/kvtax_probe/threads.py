@@ -55,12 +55,12 @@ class ThreadsFile(RecordFile):
         self._last_ns, self._ended_ns = _cpu_ns_of_threads()
         super().__init__(life, "threads", "kvtax.threads/1")
 
-    def flush(self) -> None:
+    def _write_pending(self) -> None:
         """Write a record, unless the engine is idle and has one of late."""
         idle = self._last_step_id() == self._recorded_step_id
         if not idle or time.monotonic() > self._recorded_s + IDLE_S:
             self.append(self._record())
-        super().flush()
+        super()._write_pending()
 
     def _record(self) -> ThreadTimes:
         # The step first: it has begun by t_ns, however long this thread is held up.
@@ -113,7 +113,8 @@ def _names(threads: set[int]) -> dict[int, str]:
 
 def _comm(thread: int) -> str:
     try:
-        with open(f"{TASKS}/{thread}/comm") as file:
+        # The kernel cuts a name off after 15 bytes, inside of a character, too.
+        with open(f"{TASKS}/{thread}/comm", errors="replace") as file:
             return file.read().rstrip()
     except OSError:
         return "ended"

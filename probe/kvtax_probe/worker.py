@@ -99,6 +99,11 @@ class WorkerRecorder:
             self.ended_ns = 0
             self._began_ns = now_ns()
 
+    def give_up(self) -> None:
+        """Record nothing from here on: the worker must serve all the same."""
+        self._step_id, self._file = None, None
+        self._timer.stop()
+
     def close(self) -> None:
         """Write what is left; the last step has no next one."""
         self.begin_step(None)

@@ -76,6 +76,9 @@ def test_data_parallel_engines_and_a_restart_are_whole(checkpoint, tmp_path):
             complete_all(server)
         requests = check_lives(tmp_path / "records", 2 * start, ranks=1)
         assert requests == start * REQUESTS
+    found, _ = discover(tmp_path / "records")
+    assert sorted(one.header.dp_rank for one in found) == [0, 0, 1, 1]
+    assert len({one.engine for one in found}) == 2
 
 
 @pytest.mark.long

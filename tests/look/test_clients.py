@@ -573,6 +573,18 @@ def test_a_bad_line_of_aiperf_hides_no_other(tmp_path, bad):
     assert "profile_export.jsonl:4: " in warning.message
 
 
+def test_a_time_of_an_unknown_unit_is_named_and_not_taken_for_no_answer(tmp_path):
+    path = aiperf(tmp_path / "profile_export.jsonl", serve(tmp_path / "r", UUIDS))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1]["metrics"]["request_latency"]["unit"] = "fortnights"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ((instance,), clients) = joined(tmp_path)
+    assert known(instance) == 49
+    (message,) = kinds(clients).values()
+    assert "profile_export.jsonl:2: " in message
+    assert "request_latency has the unknown unit 'fortnights'" in message
+
+
 def test_a_count_that_cannot_be_is_not_known(tmp_path):
     path = aiperf(tmp_path / "profile_export.jsonl", serve(tmp_path / "r", UUIDS))
     lines = [json.loads(line) for line in path.read_text().splitlines()]

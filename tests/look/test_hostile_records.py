@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import random
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -14,7 +19,10 @@ from kvtax.look import instances
 from kvtax.look.discover import discover
 from kvtax.look.instance_summary import cost
 from kvtax.look.instances import Instance, read_instances
+from kvtax.look.live import Watched
+from kvtax.look.prometheus import serve
 from kvtax.look.requests import STEP_PARTS, WAITS
+from kvtax.paths import REPOSITORY
 from kvtax.records.files import is_torn
 from tests.look.conftest import main
 from tests.look.made_up_server import FIRST_NS, Server, served
@@ -457,6 +465,102 @@ def test_ranks_of_one_life_are_joined_while_steps_overlap(tmp_path):
     instance = only(server.write())
     assert instance.warnings == []
     assert instance.steps["execute_model_us"].null_count() == 0
+
+
+@pytest.mark.parametrize("file", [ENGINE, WORKER])
+def test_a_copy_of_the_file_as_its_older_part_counts_no_step_twice(
+    records, capsys, file
+):
+    whole = only(records)
+    (records / f"{file}.1").write_bytes((records / file).read_bytes())
+    instance = only(records)
+    assert instance.steps.equals(whole.steps)
+    assert instance.requests.equals(whole.requests)
+    status, told = shown(records, capsys)
+    assert status == 2
+    assert f"{records / file}: 400 steps are in the file twice" in told
+
+
+def forbid(monkeypatch, folder: Path) -> None:
+    """Let a folder not be read, also by root, who may read all."""
+    scandir = os.scandir
+
+    def guarded(path):
+        if Path(path) == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+
+
+def test_a_folder_that_may_not_be_read_is_named_and_hides_no_other(
+    records, monkeypatch, capsys
+):
+    closed = served(records / "closed").write()
+    forbid(monkeypatch, closed)
+    status, told = shown(records, capsys)
+    assert status == 2
+    assert f"closed: [Errno 13] Permission denied: '{closed}'" in told
+    assert "400 steps in" in told
+    forbid(monkeypatch, records)
+    assert main([str(records)]) == 2
+    assert f"kvtax: {records}: Permission denied" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_text_is_shown_in_all_that_is_written(
+    records, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(instances, "FEWEST_STEPS", 10)
+    monkeypatch.setattr(instances, "QUIET_S", -1)
+    folder = Path(os.fsdecode(os.fsencode(records) + b"-\xff"))
+    life = served(folder / os.fsdecode(b"life-\xfe\x1b[2J"))
+    replace_line(life.write() / ENGINE, 8, b"{")
+    files = {name: tmp_path / name for name in ("page.html", "trace", "sum")}
+    page, trace, summary = map(str, files.values())
+    for _ in range(2):
+        # The second time from what was kept.
+        assert main([str(folder), "--out", page, "--perfetto", trace]) == 2
+    assert main([str(folder), "--summary", summary]) == 2
+    told = capfd.readouterr().out
+    assert "life-\\udcfe\\x1b[2J: vLLM" in told
+    assert "\\udcfe" in files["page.html"].read_text()
+    server = serve(Watched(folder), "127.0.0.1:0")
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/metrics"
+        with urllib.request.urlopen(url) as answer:
+            assert b"life-" in answer.read()
+    finally:
+        server.shutdown()
+
+
+def test_an_error_is_shown_and_not_obeyed(records, capsys):
+    name = "\x1b]0;owned\x07"
+    assert main([str(records / name)]) == 2
+    told = capsys.readouterr().err
+    assert "\\x1b]0;owned\\x07" in told
+    assert not [c for c in set(told) - {"\n"} if not c.isprintable()]
+
+
+def test_a_terminal_without_our_letters_gets_the_table(records):
+    command = [sys.executable, "-m", "kvtax", "look", str(records)]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=env, capture_output=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    assert b"400 steps in" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--out", "--perfetto", "--summary"])
+@pytest.mark.parametrize("name", ["", ".", "/", "folder"])
+def test_a_folder_in_the_place_of_a_file_is_refused_and_nothing_left(
+    records, tmp_path, monkeypatch, capsys, option, name
+):
+    here = tmp_path / "here"
+    (here / "folder").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    assert main([str(records), option, name]) == 2
+    assert capsys.readouterr().err.startswith("kvtax: ")
+    assert [path.name for path in here.iterdir()] == ["folder"]
+    assert not Path("/.partial").exists()
 
 
 def test_a_symbolic_link_to_the_folder_shows_no_server_twice(records):

@@ -16,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from kvtax.look.live import Totals, Watched, follow, spark, view
-from kvtax.look.prometheus import serve
+from kvtax.look.prometheus import Collector, serve
 from kvtax.paths import REPOSITORY
 from tests.look.made_up_server import FIRST_NS, Server, served
 
@@ -88,6 +89,46 @@ def test_what_cannot_be_is_counted_and_in_no_sum(tmp_path):
     assert (after.bad_lines, after.steps) == (len(bad), 20)
     assert after.by_method_us == before.by_method_us
     assert after.covered_us == before.covered_us
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["running", "cache_size", "prefill_tokens", "connector_calls"],
+)
+@pytest.mark.parametrize("number", [10**400, -1])
+def test_a_count_that_cannot_be_stops_no_scrape(tmp_path, field, number):
+    server = served(tmp_path / "records", steps=20)
+    value = {"x": number} if field == "connector_calls" else number
+    path = server.write() / "engine_step.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({"step_id": 20, "t_ns": FIRST_NS, field: value}) + "\n")
+    watched = Watched(server.folder)
+    for _ in range(2):
+        families = {one.name: one for one in Collector(watched).collect()}
+        (bad,) = families["kvtax:bad_record_lines"].samples
+        assert bad.value == 1
+        assert generate_latest(one_registry(watched))
+
+
+def one_registry(watched: Watched) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(Collector(watched))
+    return registry
+
+
+def test_a_file_that_cannot_be_read_is_named_once_and_hides_no_other(tmp_path, capsys):
+    server = served(tmp_path / "records" / "one", steps=20)
+    server.write()
+    other = served(tmp_path / "records" / "two", steps=20).write()
+    (server.folder / "worker_step.r0.jsonl").unlink()
+    (server.folder / "worker_step.r0.jsonl").mkdir()
+    watched = Watched(tmp_path / "records")
+    for _ in range(2):
+        totals = watched.read()
+        assert totals["one"].steps == totals["two"].steps == 20
+        assert totals[other.name].by_method_us[METHOD] > 0
+    path = server.folder / "worker_step.r0.jsonl"
+    assert capsys.readouterr().err == f"{path}: Is a directory; it is left out\n"
 
 
 def test_a_life_that_is_removed_is_let_go_of(tmp_path):

@@ -154,6 +154,11 @@ class Periodic(NoopConnector):
 class OwnScheduler(Scheduler):
     """A scheduler whose schedule() is not vLLM's."""
 
+    def __setattr__(self, name, value):
+        if name in ("schedule", "add_request", "_free_request"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
     def schedule(self, *arguments, **options):
         time.sleep(SPIN_US / 1e6)
         return super().schedule(*arguments, **options)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import json
 import logging
@@ -11,9 +12,12 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from recorder_lab import (
     METHODS,
@@ -31,7 +35,7 @@ from recorder_lab import (
     run,
     us_of,
 )
-from vllm.kvtax_probe import files
+from vllm.kvtax_probe import files, record_engine, settings
 from vllm.kvtax_probe.engine import EngineRecorder
 from vllm.kvtax_probe.engine import EngineStep as Record
 from vllm.kvtax_probe.files import RecordFile
@@ -367,24 +371,6 @@ def test_methods_of_a_compiled_connector_are_timed_or_named(
     assert not_timed == {"scheduler.of_an_event_loop", "worker.of_an_event_loop"}
 
 
-def test_a_fault_of_the_recorder_is_one_message_and_the_engine_serves(
-    model, tmp_path, monkeypatch, caplog
-):
-    def broken(recorder, *arguments):
-        raise LookupError("a field that a later release has no more")
-
-    monkeypatch.setattr("vllm.kvtax_probe.engine._prefill_tokens", broken)
-    with recording(tmp_path), caplog.at_level("ERROR", "vllm.kvtax_probe"):
-        caplog_handler = caplog.handler
-        logging.getLogger("vllm.kvtax_probe").addHandler(caplog_handler)
-        engine = new_engine(NOOP, model)
-        engine.add([1] * 40, 20)
-        engine.run_to_end()
-        logging.getLogger("vllm.kvtax_probe").removeHandler(caplog_handler)
-    told = {record.getMessage() for record in caplog.records}
-    assert told == {"kvtax: no step records from here on"}
-
-
 MOST_MB = 0.02
 
 
@@ -481,6 +467,75 @@ def test_a_disk_that_fills_up_leaves_whole_records_and_one_message(
     assert step_ids(tmp_path) == list(range(100))
 
 
+@pytest.fixture
+def logged():
+    """Messages of the recorder, whether vLLM lets others hear them or not."""
+    messages, handler = [], logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    settings.logger.addHandler(handler)
+    yield messages
+    settings.logger.removeHandler(handler)
+
+
+def numbers_of(step_id: int) -> Record:
+    count = np.int64(step_id)
+    return Record(step_id, 10**15, 1.5, running=count, cache_size=count)
+
+
+def test_counts_of_a_scheduler_that_uses_numpy_are_written(tmp_path, monkeypatch):
+    file = written(tmp_path, monkeypatch, 1)
+    file.append(numbers_of(5))
+    file.flush()
+    path = tmp_path / LIFE / "engine_step.jsonl"
+    last = read_lines(path, EngineHeader, EngineStep).records[-1]
+    assert (last.running, last.cache_size) == (5, 5)
+
+
+def test_a_file_whose_header_cannot_be_written_stops_and_serves_on(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(tmp_path))
+    file = RecordFile(
+        LIFE, "engine_step", "kvtax.engine_step/1", lambda: {"a": "\udcff"}
+    )
+    assert file.stopped
+    file.append(Record(1, 1, 1.5))
+    file.flush()
+
+
+def test_records_that_a_hanging_disk_keeps_waiting_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_PENDING", 50)
+    messages = []
+    monkeypatch.setattr(files.logger, "error", lambda *told: messages.append(told))
+    file = written(tmp_path, monkeypatch, 120, each=120)
+    assert step_ids(tmp_path) == list(range(70, 120))
+    assert [path for _, path in messages] == [file.path]
+
+
+def test_a_thread_whose_name_is_cut_off_in_a_character_is_recorded(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(tmp_path))
+    monkeypatch.setattr(RecordFile, "_run", lambda self: None)
+    begun, ended = threading.Event(), threading.Event()
+
+    def work():
+        Path("/proc/thread-self/comm").write_bytes("äöüßäöüß".encode()[:15])
+        begun.set()
+        ended.wait()
+
+    # Not a thread of `threading`, which would know its name.
+    _thread.start_new_thread(work, ())
+    begun.wait()
+    file = ThreadsFile(LIFE, lambda: 7, set())
+    file.flush()
+    ended.set()
+    assert not file.stopped
+    path = tmp_path / LIFE / "threads.jsonl"
+    (record,) = read_lines(path, ThreadsHeader, ThreadTimes).records
+    assert any(name.startswith("äöüßäöü") for name in record.threads)
+
+
 def test_threads_of_an_idle_engine_are_recorded_every_ten_seconds(
     tmp_path, monkeypatch
 ):
@@ -514,6 +569,105 @@ def test_a_writer_killed_between_two_names_leaves_records_that_are_read(
         file.flush()
     assert only_life(tmp_path) == tmp_path / LIFE
     assert step_ids(tmp_path) == list(range(100))
+
+
+@pytest.mark.parametrize("every", ["0.4", "2.5", "-1", "0", "1e30", "nan", "x", "1e"])
+def test_a_number_of_steps_that_is_none_is_named_and_the_default(
+    monkeypatch, logged, every
+):
+    monkeypatch.setenv("KVTAX_STEP_RECORDS_EVERY", every)
+    assert settings.whole_number("KVTAX_STEP_RECORDS_EVERY", 16) == 16
+    (message,) = logged
+    assert f"KVTAX_STEP_RECORDS_EVERY={every} is no " in message
+
+
+@pytest.mark.parametrize("every", ["1", " 7 ", "1e3"])
+def test_a_number_of_steps_is_read(monkeypatch, every):
+    monkeypatch.setenv("KVTAX_STEP_RECORDS_EVERY", every)
+    assert settings.whole_number("KVTAX_STEP_RECORDS_EVERY", 16) == float(every)
+
+
+BAD_LABELS = ["x", "[1]", "NaN", '{"a": "\\ud800"}', '{"a":' + "[" * 100_000]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4])
+def test_a_label_that_cannot_be_written_is_named_and_left_out(
+    monkeypatch, logged, number
+):
+    monkeypatch.setenv("KVTAX_STEP_RECORDS_LABEL", BAD_LABELS[number])
+    assert settings.label() == {}
+    (message,) = logged
+    assert "KVTAX_STEP_RECORDS_LABEL is no JSON object" in message
+
+
+def test_an_unknown_kind_of_ids_is_named_and_ids_are_hashed(monkeypatch, logged):
+    for text, plain in (("", False), ("plain", True), ("hashed", False)):
+        monkeypatch.setenv("KVTAX_REQUEST_IDS", text)
+        assert settings.has_plain_ids() == plain
+    assert not logged
+    monkeypatch.setenv("KVTAX_REQUEST_IDS", "PLAIN")
+    assert not settings.has_plain_ids()
+    (message,) = logged
+    assert "KVTAX_REQUEST_IDS=PLAIN is unknown" in message
+
+
+def broken(recorder, *arguments):
+    raise LookupError("a field that a later release has no more")
+
+
+FAULTS = [
+    "worker.WorkerRecorder._begin_file",
+    "requests.RequestRecorder._add",
+    "requests.RequestRecorder._finish",
+    "requests.RequestRecorder.note_started",
+    "engine._prefill_tokens",
+    "engine.EngineRecorder._append",
+    "connector.ConnectorTimer.take",
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_recorder_is_a_message_and_the_engine_serves(
+    model, tmp_path, monkeypatch, logged, fault
+):
+    monkeypatch.setattr(f"vllm.kvtax_probe.{fault}", broken)
+    with recording(tmp_path):
+        engine = new_engine(config("Busy"), model)
+        for _ in range(2):
+            engine.add([1] * 40, 20)
+            engine.run_to_end()
+    assert all("records" in one and "from here on" in one for one in logged)
+    # Of the engine, and of the worker, which has its own.
+    assert 1 <= len(logged) == len(set(logged)) <= 2
+    assert not engine.core.scheduler.requests
+
+
+def test_a_fault_of_the_recorder_leaves_what_others_have_wrapped_since(
+    model, tmp_path, monkeypatch, logged
+):
+    monkeypatch.setattr("vllm.kvtax_probe.engine._prefill_tokens", broken)
+    with recording(tmp_path):
+        engine = new_engine(NOOP, model)
+        record_engine(engine.core)
+        scheduler, calls = engine.core.scheduler, []
+        schedule = scheduler.schedule
+        scheduler.schedule = lambda: calls.append(1) or schedule()
+        engine.add([1] * 40, 20)
+        engine.run_to_end()
+    assert len(calls) > 19
+    assert logged == ["kvtax: no step records from here on"]
+
+
+def test_engines_that_need_not_step_together_have_their_own_ranks(model, tmp_path):
+    """VLLM sets the rank of each to 0, and keeps its index."""
+    parallel = SimpleNamespace(data_parallel_rank=0, data_parallel_index=1)
+    with recording(tmp_path):
+        scheduler = new_engine(NOOP, model).core.scheduler
+        vllm_config = SimpleNamespace(parallel_config=parallel)
+        core = SimpleNamespace(scheduler=scheduler, vllm_config=vllm_config)
+        recorder = EngineRecorder(core)
+    assert "-dp1-" in recorder.life
+    assert recorder._header()["dp_rank"] == 1
 
 
 @pytest.mark.parametrize("limit", ["much", "-", "-3", "0", "inf", "nan"])

@@ -8,6 +8,8 @@ import copy
 import functools
 import inspect
 import multiprocessing
+import os
+import pickle
 import threading
 import time
 from functools import cached_property
@@ -16,13 +18,16 @@ from types import SimpleNamespace
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.kvtax_probe import install
+from vllm.kvtax_probe import _wrap_factory, install
 from vllm.kvtax_probe.connector import (
+    CALLS_BEFORE_STEPS,
     FREQUENT_CALLS,
     STEP_METHODS,
     ConnectorTimer,
     fill,
+    timer_of,
 )
+from vllm.kvtax_probe.requests import RequestRecorder
 
 from connectors.noop import NoopConnector
 
@@ -104,7 +109,7 @@ def taken(calls) -> SimpleNamespace:
 
 
 def test_public_methods_are_timed_and_nothing_else(calls, connector):
-    own = {"tell", "tell_all", "later", "fail", "again"}
+    own = {"tell", "tell_all", "later", "fail", "again", "of_the_class"}
     # They have fields of their own; NoopConnector's other methods return at once.
     steps = {name for name in STEP_METHODS if hasattr(connector, name)}
     assert set(calls.methods) == own | steps
@@ -162,10 +167,29 @@ def test_of_a_method_that_calls_itself_no_time_is_its_own_twice(calls, connector
     _, _, began_ns, ended_ns = calls.calls[-1]  # the outermost
     step = taken(calls)
     assert step.connector_calls == {"again": 6, "tell": 1}
-    assert sum(step.connector_self_us.values()) == pytest.approx(
-        (ended_ns - began_ns) / 1e3
-    )
-    assert step.connector_us["again"] > (ended_ns - began_ns) / 1e3
+    took_us = pytest.approx((ended_ns - began_ns) / 1e3)
+    assert sum(step.connector_self_us.values()) == took_us
+    assert step.connector_us["again"] == took_us
+
+
+def test_methods_that_call_each_other_in_turn_have_no_time_twice(calls):
+    class Mutual(Connector):
+        def ping(self, depth):
+            return self.pong(depth - 1) if depth else self.tell("ping")
+
+        def pong(self, depth):
+            return self.ping(depth - 1) if depth else self.tell("pong")
+
+    connector = Mutual()
+    calls.wrap(connector)
+    for depth in (4, 3):
+        connector.ping(depth)
+    took_us = [(end - began) / 1e3 for _, _, began, end in calls.calls]
+    step = taken(calls)
+    assert step.connector_calls == {"ping": 5, "pong": 4, "tell": 2}
+    # Those that ended last of each: ping, pong and ping, ping of depths 4 and 3.
+    assert step.connector_us["ping"] == pytest.approx(took_us[5] + took_us[10])
+    assert step.connector_us["pong"] == pytest.approx(took_us[4] + took_us[9])
 
 
 def test_calls_in_other_threads_pass_by(calls, connector):
@@ -230,6 +254,70 @@ def test_methods_of_every_kind_do_what_they_did(calls):
     assert set(calls.not_timed) == {"awaited", "called"}
 
 
+class StoresInstance:
+    """A decorator that keeps its instance, and can be called for that alone."""
+
+    def __init__(self, function):
+        self.function, self.instance = function, None
+
+    def __get__(self, instance, owner=None):
+        self.instance = instance
+        return self
+
+    def __call__(self, *args):
+        return self.function(self.instance, *args)
+
+
+class Described(Connector):
+    """Has methods that are found by their instance alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.get_finished = functools.partial(self.tell, "finished")
+
+    @functools.singledispatchmethod
+    def dispatched(self, word):
+        return self.tell(word)
+
+    @dispatched.register
+    def _(self, word: int):
+        return self.tell(f"number {word}")
+
+    @staticmethod
+    def build_connector_meta(scheduler_output):
+        return [scheduler_output].pop()
+
+    @classmethod
+    def of_all(cls, word):
+        return cls.kind + word
+
+    @StoresInstance
+    def stored(self, word):
+        return self.tell(word)
+
+
+def test_methods_that_their_instance_finds_are_found_by_it_and_timed(calls):
+    connector, signature = Described(), inspect.signature
+    signatures = {
+        name: signature(getattr(connector, name))
+        for name in ("build_connector_meta", "of_all", "get_finished")
+    }
+    calls.wrap(connector)
+    assert connector.dispatched("a") == 1
+    assert connector.dispatched(5) == 2
+    assert connector.stored("b") == 3
+    assert connector.told == ["a", "number 5", "b"]
+    assert connector.build_connector_meta("it") == "it"
+    assert connector.of_all("!") == "a class attribute!"
+    assert taken(calls).connector_calls == {
+        **{"tell": 3, "dispatched": 2, "stored": 1},
+        **{"build_connector_meta": 1, "of_all": 1},
+    }
+    assert calls.not_timed == {}
+    for name, known in signatures.items():
+        assert signature(getattr(connector, name)) == known
+
+
 class Slotted:
     """No class of vLLM's, and without a __dict__."""
 
@@ -257,6 +345,155 @@ def test_a_copy_has_its_own_state(connector):
     other = copy.deepcopy(connector)
     other.tell("to the copy")
     assert (other.told, connector.told) == (["to the copy"], [])
+
+
+def test_a_shallow_copy_has_its_own_state_and_nothing_in_it_is_timed(calls, connector):
+    other = copy.copy(connector)
+    other.told = []
+    other.tell("to the copy")
+    assert (other.told, connector.told) == (["to the copy"], [])
+    assert set(vars(other)) == {"told"}
+    assert taken(calls).connector_calls == {}
+
+
+def test_a_copy_has_the_callables_that_the_instance_had(calls):
+    connector = Described()
+    own = connector.get_finished
+    calls.wrap(connector)
+    assert copy.copy(connector).get_finished is own
+    other = pickle.loads(pickle.dumps(connector))
+    assert (other.get_finished(), other.told) == (1, ["finished"])
+    assert set(vars(other)) == {"told", "get_finished"}
+
+
+def test_what_took_the_place_of_a_method_stays(calls, connector):
+    for _ in range(2 * FREQUENT_CALLS):
+        connector.tell("a")
+        connector.fetch = connector.again
+        connector.again(0)
+    taken(calls)
+    assert len(calls.frequent) > 1
+    connector.tell = lambda word: f"swapped {word}"
+    del connector.again
+    for drawn in (False, True, False):
+        calls.draw(drawn)
+        assert connector.tell("b") == "swapped b"
+        assert "again" not in vars(connector)
+
+
+def test_a_burst_of_arrivals_leaves_their_waits_recorded(calls):
+    class Loads(Connector):
+        def update_state_after_alloc(self, request, blocks, num_external_tokens):
+            self.told.append(request)
+
+    connector = Loads()
+    calls.wrap(connector)
+    requests = RequestRecorder("a life", SimpleNamespace(connector=connector))
+    requests.detached = False
+    for drawn in (True, False, True):
+        calls.draw(drawn)
+        for number in range(2 * FREQUENT_CALLS):
+            connector.update_state_after_alloc(number, None, 0)
+        noted = [request for request, _ in requests.with_external_kv]
+        assert noted == list(range(2 * FREQUENT_CALLS))
+        requests.with_external_kv.clear()
+        assert taken(calls).connector_calls["update_state_after_alloc"] == len(noted)
+
+
+def test_connectors_that_know_each_other_are_timed_once(calls):
+    outer, first, second = Connector(), Connector(), Connector()
+    outer.inner = {"first": first, "second": second}
+    outer.main, first.outer, second.sibling, second.me = first, outer, first, second
+    calls.wrap(outer)
+    for one in (outer, first, second):
+        one.tell("a")
+    names = {"tell", "Connector[0].tell", "Connector[1].tell"}
+    assert {name for name in calls.methods if name.endswith("tell")} == names
+    assert len(set(calls.methods)) == len(calls.methods)
+    assert taken(calls).connector_calls == dict.fromkeys(names, 1)
+
+
+def test_a_connector_whose_children_the_factory_makes_is_timed_once():
+    class Factory:
+        @classmethod
+        def create_connector(cls, kind):
+            return kind(cls)
+
+    class Child(Connector):
+        role = SimpleNamespace(name="MADE")
+
+        def __init__(self, factory):
+            super().__init__()
+
+    class Outer(Child):
+        def __init__(self, factory):
+            super().__init__(factory)
+            self.children = [factory.create_connector(Child) for _ in range(2)]
+
+    _wrap_factory(SimpleNamespace(KVConnectorFactory=Factory))
+    connector = Factory.create_connector(Outer)
+    connector.children[1].tell("a")
+    assert taken(timer_of("MADE")).connector_calls == {"Child[1].tell": 1}
+
+
+def test_calls_that_no_step_takes_are_bounded(calls, connector):
+    for _ in range(2 * CALLS_BEFORE_STEPS):
+        connector.constant()
+        connector.told.clear()
+        connector.tell("a")
+    assert len(calls.calls) == CALLS_BEFORE_STEPS
+    calls.stop()
+    assert connector.tell("a") == 2
+    assert taken(calls).connector_calls == {}
+
+
+def test_a_fork_keeps_no_calls(calls, connector):
+    calls.take()
+    pid = os.fork()
+    if not pid:
+        told = [connector.tell("a") for _ in range(10)]
+        os._exit(told != list(range(1, 11)) or len(calls.calls))
+    assert os.waitpid(pid, 0)[1] == 0
+    connector.tell("a")
+    assert taken(calls).connector_calls == {"tell": 1}
+
+
+def test_a_method_that_only_gives_a_coroutine_is_named(calls):
+    class Wrapped(Connector):
+        def awaited(self):
+            async def work():
+                return self.tell("awaited")
+
+            return work()
+
+    connector = Wrapped()
+    calls.wrap(connector)
+    assert asyncio.run(connector.awaited()) == 1
+    assert set(calls.not_timed) == {"awaited"}
+
+
+class Hidden:
+    def __get__(self, instance, owner=None):
+        return self
+
+    def __call__(self):
+        return "hidden"
+
+    @property
+    def secret(self):
+        raise LookupError("not for you")
+
+
+def test_one_method_that_cannot_be_wrapped_hides_no_other(calls):
+    class Secretive(Connector):
+        hidden = Hidden()
+
+    connector = Secretive()
+    calls.wrap(connector)
+    assert connector.hidden() == "hidden"
+    assert calls.not_timed == {"hidden": "it cannot be wrapped: not for you"}
+    connector.tell("a")
+    assert taken(calls).connector_calls == {"tell": 1}
 
 
 def test_a_helper_process_can_be_started_with_a_method(connector):
