@@ -41,6 +41,7 @@ BENCHMARKS = (
     Benchmark("stressor", 25, "a command beside a noisy neighbour"),
     Benchmark("coverage", 5, "intervals of levels, and false verdicts"),
     Benchmark("abort", 5, "aborted and failed transfers on any vLLM: what passes"),
+    Benchmark("p2p_tier", 6, "pulls from a busy instance's P2P tier, by step time"),
     Benchmark("transfer_check", 1, "whether Mooncake reports writes too early"),
 )
 

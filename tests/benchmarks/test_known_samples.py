@@ -8,7 +8,14 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks import abort, block_order, block_order_worker, get_finished, study
+from benchmarks import (
+    abort,
+    block_order,
+    block_order_worker,
+    get_finished,
+    p2p_tier,
+    study,
+)
 from benchmarks.exposure import (
     Cell,
     Measurement,
@@ -303,3 +310,34 @@ def test_a_scenario_with_a_problem_failed_and_shows_the_last_line_of_the_first()
     assert passed == "| nothing fails | passed |  |"
     assert "asked for after the abort | failed | AssertionError: a \\| b |" in failed
     assert long.endswith("x… |") and len(long) < 130
+
+
+class PullingWorker:
+    """Answers as a worker of `kvtax bench p2p_tier` does."""
+
+    def __init__(self, *ways: str) -> None:
+        self.ways = list(ways)
+
+    def ask(self, name: str, *request: object, timeout_s: float = 0) -> object:
+        if name == "ways":
+            return self.ways
+        between, step_ms, peers, _ = request
+        steps = 0 if between else 3
+        count = peers * p2p_tier.PULLS
+        pull_ms = [step_ms * (steps or 0.5)] * count
+        return p2p_tier.Round(pull_ms, [steps] * count, 100.0, 0.05 * between)
+
+
+def test_pulls_are_compared_with_those_between_steps_of_the_same_vllm():
+    old = PullingWorker(p2p_tier.PER_STEP)
+    new = PullingWorker(p2p_tier.PER_STEP, p2p_tier.BETWEEN)
+    rows = p2p_tier.measure({"1": old, "2": new}, 4)
+    assert len(rows) == 3 * len(p2p_tier.STEP_MS) * len(p2p_tier.PEERS)
+    for row in rows:
+        each_step = row.answers == p2p_tier.PER_STEP
+        assert row.pull_steps.value == 3 * each_step
+        assert row.pull_ms.value == row.step_ms * (3 if each_step else 0.5)
+        assert row.pulls == 4 * row.peers * p2p_tier.PULLS
+        compared = row.times_between and row.times_between.value
+        assert compared == (6 if each_step and row.version == "2" else None)
+    assert "| 6.0" in p2p_tier.report(rows)[0]
