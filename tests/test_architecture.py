@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import subprocess
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,8 +75,18 @@ def within(module: str, room: str) -> bool:
 
 
 @functools.cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_bytes())))
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes())
+
+
+def statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Yield all statements, of functions and branches too."""
+    parents = ast.stmt | ast.excepthandler | ast.match_case
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.stmt):
+            yield child
+        if isinstance(child, parents):
+            yield from statements(child)
 
 
 @functools.cache
@@ -83,7 +94,7 @@ def imports(path: Path, root: Path) -> list[tuple[int, str]]:
     """(line, module) of each import of ours, in functions too."""
     package = path.relative_to(root).parent.parts
     found = []
-    for node in nodes(path):
+    for node in statements(parsed(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found.append((node.lineno, alias.name))
@@ -180,7 +191,7 @@ def test_no_code_knows_a_config_by_name():
         where = path.relative_to(REPOSITORY)
         if where.parts[0] not in ("kvtax", "microbench"):
             continue
-        for node in nodes(path):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Constant) and node.value in names:
                 known.append(f"{where}:{node.lineno}: {node.value!r}")
     assert [one for one in known if not one.startswith(NAMED_FOR_A_REASON)] == []

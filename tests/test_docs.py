@@ -112,6 +112,7 @@ def test_every_command_that_is_named_exists(page):
     assert missing_commands(page) == []
 
 
+@pytest.mark.slow
 def test_each_answer_is_measured_again_by_its_command(monkeypatch, tmp_path):
     """Without --again, `kvtax axes` measures no cell that is committed.
 

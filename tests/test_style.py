@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 
 from kvtax.paths import REPOSITORY
-from tests.test_architecture import sources
+from tests.test_architecture import parsed, sources, statements
 
 # Words that begin a clause without a subject (rule 3).
 HEADLESS = {
@@ -18,7 +18,7 @@ HEADLESS = {
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring of a module."""
-    for node in ast.walk(tree):
+    for node in [tree, *statements(tree)]:
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         if documented and (text := ast.get_docstring(node)):
             yield getattr(node, "lineno", 1), text
@@ -29,7 +29,7 @@ def test_no_docstring_begins_with_a_clause_that_has_no_subject():
         f"{path.relative_to(REPOSITORY)}:{line}: {text.splitlines()[0]}"
         for path in sources(REPOSITORY)
         if path.relative_to(REPOSITORY).parts[0] != "tests"
-        for line, text in docstrings(ast.parse(path.read_bytes()))
+        for line, text in docstrings(parsed(path))
         if text.split(maxsplit=1)[0].strip(",:") in HEADLESS
     ]
     assert headless == []

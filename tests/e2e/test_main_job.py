@@ -25,7 +25,8 @@ from tests.engine.living import eventually, gone
 pytestmark = [pytest.mark.e2e, pytest.mark.serial, pytest.mark.timeout(3_600)]
 
 RUN_ALL = ["bash", str(REPOSITORY / "run_all.sh")]
-SMOKE = [*RUN_ALL, "--profile", "cpu-smoke"]
+# One server each: that a config without a verdict gets another is of test_sweep.py.
+SMOKE = [*RUN_ALL, "--profile", "cpu-smoke", "--repeats", "1"]
 # Until a server that does not come is given up.
 STARTED_S = 480.0
 
@@ -192,13 +193,10 @@ def test_a_finished_run_is_not_overwritten(whole):
     assert "--resume" in again.stderr
 
 
+@pytest.mark.long  # test_supervise.py shows it of any server, test_run_command of vLLM
 @pytest.mark.parametrize(
     ("number", "status"),
-    [
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.long),
-        (signal.SIGTERM, 143),
-        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.long),
-    ],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
 )
 def test_a_sweep_stopped_in_the_middle_leaves_no_process_and_no_port(
     tmp_path, number, status

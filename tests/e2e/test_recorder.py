@@ -70,8 +70,9 @@ def check_lives(records: Path, count: int, ranks: int) -> int:
     return requests
 
 
-def test_data_parallel_engines_and_a_restart_are_whole(checkpoint, tmp_path):
-    for start in (1, 2):
+@pytest.mark.parametrize("starts", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_data_parallel_engines_and_a_restart_are_whole(checkpoint, tmp_path, starts):
+    for start in range(1, starts + 1):
         with serving(tmp_path, checkpoint, data_parallel=2) as server:
             complete_all(server)
         requests = check_lives(tmp_path / "records", 2 * start, ranks=1)
