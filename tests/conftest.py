@@ -39,6 +39,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     files = [collection_path]
     if collection_path.is_dir():
         files = list(collection_path.rglob("test_*.py"))
+    files = [file for file in files if file.suffix == ".py"]
     return True if files and all(marks(file) & left_out for file in files) else None
 
 

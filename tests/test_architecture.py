@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gzip
 import subprocess
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -218,3 +219,10 @@ def test_only_files_without_a_selected_test_are_not_imported(
     assert pytest_ignore_collect(tmp_path, config) is left_out
     (tmp_path / "test_other.py").write_text("def test_that_is_quick(): pass\n")
     assert pytest_ignore_collect(tmp_path, config) is None
+
+
+def test_a_file_that_is_no_python_is_left_to_pytest(tmp_path):
+    file = tmp_path / "analysis.json.gz"
+    file.write_bytes(gzip.compress(b"{}"))
+    config = SimpleNamespace(option=SimpleNamespace(markexpr="not slow"))
+    assert pytest_ignore_collect(file, config) is None
