@@ -132,9 +132,9 @@ def test_trace_stats_reads_a_published_trace(kvtax):
     assert "12,031" in told.stdout
 
 
-@pytest.mark.parametrize("command", ["sweep", "bench"])
+@pytest.mark.parametrize("command", ["sweep", "bench", "axes", "fleet x.toml"])
 def test_what_needs_a_checkout_says_so(kvtax, command):
-    refused = kvtax(command)
+    refused = kvtax(*command.split())
     assert refused.returncode == 2
     assert "checkout" in refused.stderr
 

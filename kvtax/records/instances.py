@@ -104,5 +104,14 @@ class InstancesFile(
             for url in filter(None, (instance.url, instance.bootstrap_url)):
                 if why := unusable(url):
                     raise ValueError(f"{instance.name}: {url!r}: {why}")
-            if instance.block_tokens < 1:
-                raise ValueError(f"{instance.name}: `block_tokens` is not above 0")
+            side = instance.direct_read
+            for field, value, least in (
+                ("block_tokens", instance.block_tokens, 1),
+                ("kv_tokens", instance.kv_tokens, 1),
+                ("data_parallel_rank", instance.data_parallel_rank, 0),
+                ("direct_read.port", side and side.port, 1),
+            ):
+                if value is not None and value < least:
+                    raise ValueError(f"{instance.name}: `{field}` is below {least}")
+            if side is not None and side.port > 65_535:
+                raise ValueError(f"{instance.name}: `direct_read.port` is above 65535")

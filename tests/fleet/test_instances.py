@@ -85,13 +85,24 @@ def test_a_list_of_urls_is_an_instances_file(name, content, tmp_path):
             "url 'http://x'",
         ),
         ("a.json", '[{"url": "http://x", "block_tokens": 0}]', "block_tokens"),
+        ("a.json", '[{"url": "http://x", "kv_tokens": -5}]', "kv_tokens"),
+        ("a.json", '[{"url": "http://x", "data_parallel_rank": -1}]', "rank"),
+        *(
+            (
+                "a.json",
+                f'[{{"url": "http://x", "direct_read": {{"host": "h", "port": {n}}}}}]',
+                "direct_read.port",
+            )
+            for n in (0, 65536)
+        ),
+        ("a.toml", b"\xff", "utf-8"),
     ],
 )
 def test_a_bad_instances_file_is_refused_by_name_and_reason(
     name, content, reason, tmp_path
 ):
     path = tmp_path / name
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InstancesError, match=f"{re.escape(str(path))}.*{reason}"):
         read_instances(path)
 

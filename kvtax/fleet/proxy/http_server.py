@@ -214,9 +214,12 @@ class Server:
         """
         loop = asyncio.get_running_loop()
         where = {"host": host, "port": port} if bound is None else {"sock": bound}
-        return await loop.create_server(
-            lambda: _Connection(self), **where, backlog=BACKLOG
-        )
+        try:
+            return await loop.create_server(
+                lambda: _Connection(self), **where, backlog=BACKLOG
+            )
+        except socket.gaierror as error:
+            raise OSError(error.errno, error.strerror, host) from None
 
     def hold(self, request: Request, count: int) -> None:
         """Take `count` bytes for the request out of the budget."""

@@ -384,6 +384,12 @@ def test_a_number_that_no_proxy_can_have_is_refused(option, capsys):
     assert f"argument {option[0]}" in capsys.readouterr().err
 
 
+def test_a_host_that_cannot_be_looked_up_is_named(capsys):
+    served = ["--url", "a=http://h:1", "--policy", "linear", "--host", "no.invalid"]
+    assert main(["proxy", *served]) == 2
+    assert "'no.invalid'" in capsys.readouterr().err
+
+
 def python(code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
