@@ -103,6 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report:
         _report(arguments.report, arguments.out or arguments.report)
         return Exit.GOOD
+    if arguments.limits:
+        from kvtax.cost.limits import read_limits
+
+        read_limits(arguments.limits)  # wrong ones are refused before the run
     profile, installed = _profile(arguments), _installed(arguments)
     if arguments.check:
         from microbench.machine_fit import check

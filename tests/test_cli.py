@@ -255,6 +255,10 @@ def test_limits_along_axes_that_were_not_measured_do_not_pass(exit_code):
     assert exit_code(None, Exit.GOOD, AXES) == (Exit.NOT_MEASURED, False)
 
 
+def test_limits_that_cannot_be_read_stop_a_sweep_before_it_begins(exit_code):
+    assert exit_code(False, Exit.GOOD, "nonsense") == (Exit.BAD_INPUT, False)
+
+
 def test_help_of_run_all_names_every_option():
     import argparse
     import re
