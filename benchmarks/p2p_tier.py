@@ -419,8 +419,8 @@ class Peer(Instance):
         return True
 
 
-def pulls(_: None, between: bool, step_ms: int, peers: int, seed: int) -> Round:
-    """Have each peer pull PULLS prompts, after one that connects it."""
+def pulls(_: None, between: bool, step_ms: int, peers: int, seed: int) -> tuple:
+    """Have each peer pull PULLS prompts, after one that connects it: Round's fields."""
     chance, step_s = random.Random(seed), step_ms / 1e3
     ports = [of.http for of in reserve(1 + peers)]
     with ExitStack() as stack:
@@ -452,7 +452,8 @@ def pulls(_: None, between: bool, step_ms: int, peers: int, seed: int) -> Round:
         share = (source.polling_s() - polled_s) / took_s
         pull_ms = [ms for peer in idle for ms in peer.pull_ms]
         pull_steps = [steps for peer in idle for steps in peer.pull_steps]
-        return Round(pull_ms, pull_steps, float(np.median(source.hook_us)), share)
+        # No Round: the other process knows no class of this one's __main__.
+        return pull_ms, pull_steps, float(np.median(source.hook_us)), share
 
 
 if __name__ == "__main__":

@@ -325,7 +325,7 @@ class PullingWorker:
         steps = 0 if between else 3
         count = peers * p2p_tier.PULLS
         pull_ms = [step_ms * (steps or 0.5)] * count
-        return p2p_tier.Round(pull_ms, [steps] * count, 100.0, 0.05 * between)
+        return pull_ms, [steps] * count, 100.0, 0.05 * between
 
 
 def test_pulls_are_compared_with_those_between_steps_of_the_same_vllm():
