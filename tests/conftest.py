@@ -19,6 +19,11 @@ sys.dont_write_bytecode = False
 # time of a product waiting for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# A shell starts a command in the background with SIGINT ignored. What a test starts
+# would inherit that, and a test that interrupts it would wait to its timeout.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A stall of the machine is not a fault of what is tested. `make test-all` draws more.
 settings.register_profile(
     "few", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30
