@@ -109,7 +109,7 @@ class InstancesFile(
                 ("block_tokens", instance.block_tokens, 1),
                 ("kv_tokens", instance.kv_tokens, 1),
                 ("data_parallel_rank", instance.data_parallel_rank, 0),
-                ("direct_read.port", side and side.port, 1),
+                ("direct_read.port", side.port if side else None, 1),
             ):
                 if value is not None and value < least:
                     raise ValueError(f"{instance.name}: `{field}` is below {least}")
