@@ -47,7 +47,7 @@ def active_blocks(tree: Tree, patch: Patch) -> list[BlockSpec]:
             chosen.update(picked)
     if patch.blocks and not chosen:
         raise TargetError(
-            f"patch {patch.name} has no block for {tree.package} {tree.version}; "
+            f"patch {patch.name} has no block for {tree.title}; "
             "the patch does not fit this release"
         )
     return [spec for spec in patch.blocks if spec in chosen]
@@ -74,7 +74,7 @@ def _refusal(
 ) -> str:
     return (
         f"{fitting} of {len(forms)} forms of block {patch.name}:{forms[0].id} fit "
-        f"{tree.package} {tree.version or ''}, exactly one must{reasons}; the patch "
+        f"{tree.title}, exactly one must{reasons}; the patch "
         "does not fit this release"
     )
 

@@ -3,6 +3,7 @@
 
 import argparse
 import ast
+import io
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,6 +45,9 @@ def main(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     configure(parser)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A locale without a character must not end a run when it is told.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = run(parser.parse_args(argv), repository)
         sys.stdout.flush()
@@ -198,7 +202,7 @@ def _trees(
 
 def title(tree: Tree) -> str:
     """Name a tree by package, version and place."""
-    return f"{tree.package} {tree.version or '(version unknown)'} in {tree.root}"
+    return f"{tree.title} in {tree.root}"
 
 
 def _put(patches: list[Patch], args: argparse.Namespace, repository: Path) -> int:

@@ -80,7 +80,7 @@ def commit(tree: Tree, changes: Sequence[Change]) -> None:
         _undo(tree)
         if isinstance(error, OSError):
             raise WriteError(
-                f"{error.filename or tree.root}: {error.strerror}; "
+                f"{_place(error) or tree.root}: {error.strerror}; "
                 "all changes were undone"
             ) from error
         raise
@@ -144,6 +144,12 @@ def pending(tree: Tree) -> str:
         )
     verb = "finishes" if left.goal == "new" else "undoes"
     return f"{what}; the next --apply or --revert first {verb} that change"
+
+
+def _place(error: OSError) -> str | None:
+    """Return the file that an error is about; of a rename, the one that it replaces."""
+    place: str | None = error.filename2 or error.filename
+    return place
 
 
 def _names(left: _Interrupted) -> str:
@@ -224,7 +230,7 @@ def _left_for_the_next_call(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise WriteError(
-            f"{error.filename or root}: {error.strerror}; an interrupted change is "
+            f"{_place(error) or root}: {error.strerror}; an interrupted change is "
             "still to be finished, the next call will try again"
         ) from error
 
@@ -239,6 +245,10 @@ def _discard(journal: Path) -> None:
 
 def _prepare(tree: Tree, journal: Path, changes: Sequence[Change]) -> None:
     journal.mkdir()
+    # Python runs some bytecode without a look at the source (PEP 552, unchecked). What
+    # cannot be removed is an error now, while there is nothing to undo.
+    for change in changes:
+        _remove_bytecode(tree.root / change.path)
     files = []
     for number, change in enumerate(changes):
         target = tree.root / change.path
@@ -297,9 +307,10 @@ def _carry_out(root: Path, change: _Interrupted) -> None:
         if not target.parent.is_dir():
             target.parent.mkdir(parents=True)
         os.replace(root / JOURNAL / f"{change.goal}-{number}", target)
-    # Python runs some bytecode without a look at the source (PEP 552, unchecked).
+    # Since then, a Python may have compiled what it imported.
     for file in change.files:
-        _remove_bytecode(root / file.path)
+        with contextlib.suppress(OSError):
+            _remove_bytecode(root / file.path)
     gone = [file for file in change.files if getattr(file, change.goal) is None]
     for folder in sorted({f for file in gone for f in file.dirs}, key=len)[::-1]:
         _remove_empty(root / folder)
@@ -316,5 +327,6 @@ def _remove_bytecode(source: Path) -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
+    is_own = folder.is_dir() and not folder.is_symlink()
+    if is_own and not any(folder.iterdir()):
         folder.rmdir()

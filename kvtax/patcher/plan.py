@@ -267,7 +267,7 @@ def _plan_blocks(
     if text is None:
         patch, spec, _ = wanted[0]
         raise TargetError(
-            f"{path}: no such file in {tree.package} {tree.version or ''}, needed by "
+            f"{path}: no such file in {tree.title}, needed by "
             f"block {patch.name}:{spec.id}; the patch does not fit this release"
         )
     lines, present = parse(text, path)

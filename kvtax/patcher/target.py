@@ -34,6 +34,11 @@ class Tree:
         self._path = path
         self._only_read = only_read
 
+    @property
+    def title(self) -> str:
+        """Package and version."""
+        return f"{self.package} {self.version or '(version unknown)'}"
+
     def __repr__(self) -> str:
         return f"Tree({str(self._path)!r})"
 
@@ -110,6 +115,15 @@ def find_package(name: str, fallbacks: Iterable[Path | str] = ()) -> Path:
         spec = None
     found = (spec and spec.submodule_search_locations) or ()
     places = [Path(location) for location in found]
+    if (
+        spec
+        and spec.origin
+        and not any((at / "__init__.py").is_file() for at in places)
+    ):
+        raise TargetError(
+            f"package {name!r} is {spec.origin}, which is in no folder of files; "
+            "unpack it, or name another place with --target"
+        )
     for place in [*places, *(Path(folder) / name for folder in fallbacks)]:
         if (place / "__init__.py").is_file():
             return place

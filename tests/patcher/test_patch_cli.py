@@ -348,6 +348,17 @@ def test_a_reader_that_leaves_early_does_not_look_like_a_refusal(house, tree):
     assert "beta_in" in (tree.root / "scheduler.py").read_text()
 
 
+def test_a_path_that_the_locale_cannot_show_ends_nothing(house, tmp_path):
+    tree = make_tree(tmp_path / "caf\xe9")
+    run = [sys.executable, str(house / "apply_step_timing_v2.py"), "--apply"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    out = subprocess.run(
+        [*run, "--target", str(tree.root)], capture_output=True, env=environment
+    )
+    assert (out.returncode, out.stderr) == (0, b"")
+    assert rb"caf\xe9" in out.stdout and b"changed: scheduler.py" in out.stdout
+
+
 def test_kvtax_patch_takes_the_same_options_and_returns_the_same_codes(
     tmp_path, capsys
 ):

@@ -10,11 +10,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtax.patcher import Tree, apply, check, diff, patch_hash, revert, status
-from kvtax.patcher.errors import ConflictError
+from kvtax.patcher import (
+    Tree,
+    apply,
+    check,
+    diff,
+    patch_hash,
+    pending,
+    revert,
+    status,
+)
+from kvtax.patcher.errors import ConflictError, WriteError
 from tests.patcher.patchlab import (
     RECORDS,
     block,
+    in_child,
     make_patch,
     make_patches,
     make_tree,
@@ -219,6 +229,39 @@ def test_bytecode_that_python_would_not_check_goes_on_apply_and_revert(tree, pat
     revert(tree, ["gamma"])
     assert list(tree.root.glob("**/scheduler.*.pyc")) == []
     assert run_python(tree, code) == "100\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_bytecode_that_cannot_be_removed_is_refused_and_strands_nothing(
+    patches, memory_folder
+):
+    tree = make_tree(memory_folder / "of_two")
+    py_compile.compile(tree.root / "scheduler.py")
+    memory_folder.chmod(0o755)
+    for folder in (tree.root, tree.root / "v1"):
+        os.chown(folder, 65534, 65534)
+    before = snapshot(tree.root)
+
+    def as_nobody() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        with pytest.raises(WriteError, match=r"scheduler.*\.pyc: Permission denied"):
+            apply(tree, [patches["gamma"]])
+        assert pending(tree) == ""
+
+    assert in_child(as_nobody) == 0
+    assert snapshot(tree.root) == before
+
+
+def test_bytecode_behind_a_linked_folder_goes_and_the_link_stays(
+    tree, patches, tmp_path
+):
+    (tmp_path / "cache").mkdir()
+    cache = tree.root / "__pycache__"
+    cache.symlink_to(tmp_path / "cache")
+    py_compile.compile(tree.root / "scheduler.py")
+    apply(tree, [patches["gamma"]])
+    assert cache.is_symlink() and not any(cache.iterdir())
 
 
 def test_a_changed_manifest_replaces_the_old_blocks_everywhere(tree, tmp_path):

@@ -3,6 +3,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -466,6 +467,14 @@ def test_a_package_is_found_without_being_imported(tmp_path):
     with pytest.raises(TargetError, match="no package 'not_there_x'"):
         find_package("not_there_x", [tmp_path])
     assert find_package("loud_demo", [tmp_path]) == tmp_path / "loud_demo"
+
+
+def test_a_package_in_an_archive_is_refused_and_no_other_taken(tmp_path, monkeypatch):
+    other = make_tree(tmp_path / "other", name="zipped_demo")
+    archive = shutil.make_archive(str(tmp_path / "z"), "zip", other.root.parent)
+    monkeypatch.syspath_prepend(archive)
+    with pytest.raises(TargetError, match=r"z\.zip/zipped_demo/__init__\.py, which is"):
+        find_package("zipped_demo", [other.root.parent])
 
 
 def test_every_refusal_derives_from_one_class():
