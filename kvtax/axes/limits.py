@@ -104,6 +104,11 @@ def _than_before(
 def _growth(cell: CellRecord, axis: str, method: str) -> Growth:
     if found := growth(cell, axis, f"{method}_us"):
         return found
+    if axis not in cell.means_us:
+        raise ConfigError(
+            f"axes.{axis} was not measured: {cell.connector} has no reset_cache of "
+            "its own, by which a tier is emptied; take the table out"
+        )
     known = ", ".join([ALL, *_methods(cell, axis)])
     raise ConfigError(f"axes.{axis} names {method!r}; the connector has {known}")
 

@@ -54,7 +54,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the gate; return 1 if a limit is broken. Raises as kvtax.axes.gate.gate."""
     from kvtax.axes.gate import GateOptions, gate, markdown
+    from kvtax.config import ConfigError
+    from kvtax.cost.limits import AxisLimits, read_limits
 
+    if arguments.limits:
+        tables = read_limits(arguments.limits).axes.values()
+        if not any(table != AxisLimits() for table in tables):
+            raise ConfigError(
+                f"{arguments.limits} limits nothing along an axis ([axes.running], "
+                "...), so nothing would be checked"
+            )
     # The working folder is on the path of the engine, as with `python -m`.
     paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)

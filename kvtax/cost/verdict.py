@@ -62,14 +62,14 @@ def judge_metric(
     if mean is not None and growth(mean, margin_us, level) is not None:
         return Judged("grows", RARE)
     by_steps = ((usual, None), (mean, RARE))
-    known = [(found, shape) for found, shape in by_steps if found is not None]
-    for found, shape in known:
+    known = [(found, which) for found, which in by_steps if found is not None]
+    for found, which in known:
         if found.drift(level)[0] > margin_us:
-            return Judged("drifts", shape)
-    for found, shape in known:
+            return Judged("drifts", which)
+    for found, which in known:
         still = found.drift(level)[1] < DRIFT_MARGINS * margin_us
         if most_rise_us(found, level) >= margin_us or not still:
-            return Judged("inconclusive", shape)
+            return Judged("inconclusive", which)
     return Judged("flat", "falls" if falls(usual, margin_us, level) else None)
 
 

@@ -27,6 +27,7 @@ from kvtax.engine.supervise import Supervised
 
 READY_DEADLINE_S = 180.0
 EXIT_GRACE_S = 10.0
+ENDED = "ended with status"
 
 
 class WorkerProcess:
@@ -60,7 +61,13 @@ class WorkerProcess:
                 return
             except (FileNotFoundError, ConnectionRefusedError):
                 time.sleep(0.1)
-        raise ServerError(f"the worker did not start\n{tail(self._log)}")
+        status = self._process.poll()
+        why = (
+            f" in {READY_DEADLINE_S:g} s"
+            if status is None
+            else f", but {ENDED} {status}"
+        )
+        raise ServerError(f"the worker did not start{why}\n{tail(self._log)}")
 
     def ask(self, *request: Any, timeout_s: float | None = None) -> Any:
         """Call a function of the worker.
@@ -76,7 +83,7 @@ class WorkerProcess:
             return self._connection.recv()
         except (EOFError, ConnectionError):
             status = self._process.wait(EXIT_GRACE_S)
-            ending = f"the worker ended with status {status}"
+            ending = f"the worker {ENDED} {status}"
             raise ServerError(f"{ending}\n{tail(self._log)}") from None
 
     def __enter__(self) -> Self:

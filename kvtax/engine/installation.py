@@ -158,7 +158,10 @@ def _vllm_facts(python: str, pythonpath: str) -> VllmFacts:
 
 @functools.cache
 def _asked(python: str, script: str, *arguments: str) -> str:
-    """Alone, as a server's own folders must not be taken for what is installed."""
+    """Return the last line that `script` prints; a .pth file may print before it.
+
+    Alone, as a server's own folders must not be taken for what is installed.
+    """
     env = {name: of for name, of in os.environ.items() if name != "PYTHONPATH"}
     command = [python, "-B", "-c", script, *arguments]
     try:
@@ -169,6 +172,7 @@ def _asked(python: str, script: str, *arguments: str) -> str:
         raise InstallationError(f"{python} cannot be run: {error.strerror}") from None
     except subprocess.CalledProcessError as error:
         raise InstallationError(
-            f"{python} is not a Python: {error.stderr.strip() or error}"
+            f"{python} is not a Python: "
+            f"{(error.stderr.strip().splitlines() or [error])[-1]}"
         ) from None
-    return asked.stdout
+    return (asked.stdout.splitlines() or [""])[-1]

@@ -45,12 +45,19 @@ def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
         if given.startswith("@"):
             source += f" {given}"
             given = Path(given[1:]).read_text()
-        told |= msgspec.json.decode(given, type=dict[str, Any])
+        config_given = msgspec.json.decode(given, type=dict[str, Any])
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         # It may have passwords, and is not printed.
         raise ConfigError(f"{source} is not a JSON object: {error}") from None
+    for key in ("kv_connector", "kv_connector_module_path"):
+        if key in config_given and config_given[key] != told.get(key):
+            raise ConfigError(
+                f"{source} has a {key} that is not {where}'s; name one connector, and "
+                "leave the key out"
+            )
+    told |= config_given
     summary = f"{where}, told on the command line"
     return name, Connector(summary=summary, patches=RECORDING, kv_transfer_config=told)
 

@@ -12,7 +12,11 @@ from kvtax.records.observatory_cell import CellRecord
 
 PASSES = 9
 META = "scheduler.build_connector_meta_us"
-PROVENANCE = {"git_commit": "0123456789abcdef", "date_utc": "2026-11-22T10:00:00+00:00"}
+PROVENANCE = {
+    "git_commit": "0123456789abcdef",
+    "date_utc": "2026-11-22T10:00:00+00:00",
+    "patch_hashes": {},
+}
 
 Cost = Callable[[float], float]
 

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
+from kvtax.axes import gate
 from kvtax.axes.axes import AXES
 from kvtax.axes.limits import check_all, no_worse
+from kvtax.cli import main
 from kvtax.config import ConfigError
 from kvtax.cost.limits import read_limits
+from kvtax.records.files import read_document, write_document
+from kvtax.records.observatory_cell import CellRecord
 from tests.axes.cells import META, made
 from tests.axes.test_fit import curve
 
@@ -62,10 +69,90 @@ def test_a_method_that_the_connector_has_not_is_refused_with_those_it_has(limits
         check_all(made(), told)
 
 
-@pytest.mark.parametrize("text", ["[axes.speed]\n", "[axes.running]\nslope = 1\n"])
-def test_an_unknown_axis_or_limit_is_refused(limits, text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[axes.speed]\n",
+        "[axes.running]\nslope = 1\n",
+        "[axes.running]\nslope_us = { connector = nan }\n",
+        "[default]\nslope_us_per_1k_blocks = { schedule = nan }\n",
+    ],
+)
+def test_an_unknown_axis_or_limit_or_one_that_nothing_breaks_is_refused(limits, text):
     with pytest.raises(ConfigError):
         limits(text)
+
+
+def test_a_limit_along_an_axis_that_was_not_measured_says_why(limits):
+    cell = made()
+    del cell.means_us["tier"]
+    told = limits("[axes.tier]\nslope_us = { connector = 1.0 }\n")
+    with pytest.raises(ConfigError, match="tier was not measured: mine has no reset_c"):
+        check_all(cell, told)
+
+
+@pytest.fixture
+def gated(tmp_path, monkeypatch, capsys):
+    """Return the exit code and message of `kvtax gate mine:mine` with made-up cells."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(
+        gate, "_measure", lambda name, *_: made(running=curve("running", 1, 512.0))
+    )
+    write_document(tmp_path / "old.json", made())
+    write_document(tmp_path / "other.json", made("theirs", release="0.30.0"))
+    failed = msgspec.structs.replace(made(), means_us={}, error="no GPU")
+    write_document(tmp_path / "failed.json", failed)
+    (tmp_path / "torn.json").write_bytes((tmp_path / "old.json").read_bytes()[:500])
+    (tmp_path / "sweep.toml").write_text(
+        '[default]\nundecided = "fail"\n[axes.cache]\n'
+    )
+    (tmp_path / "latin.toml").write_bytes(b"# \xe9\n")
+    (tmp_path / "wrong.toml").write_text("[axes.running]\nslope_us = { walk = 1 }\n")
+
+    def of(*options: str) -> tuple[int, str]:
+        return main(["gate", "mine:mine", *options]), capsys.readouterr().err
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--since", "none.json"], "none.json: missing"),
+        (["--since", "torn.json"], "torn.json: "),
+        (["--since", "other.json"], "other.json is of the connector theirs, not of mi"),
+        (["--since", "failed.json"], "failed.json has no figures: no GPU"),
+        (["--since", "."], ".: Is a directory"),
+        (["--limits", "none.toml"], "none.toml: no such file"),
+        (["--limits", "latin.toml"], "latin.toml: 'utf-8' codec"),
+        (["--limits", "."], ".: Is a directory"),
+        (["--limits", "sweep.toml"], "sweep.toml limits nothing along an axis"),
+        (["--out", "no/cell.json"], "no/cell.json cannot be written"),
+        (["--junit", "."], ". cannot be written"),
+        (["--summary", "no/summary.md"], "no/summary.md cannot be written"),
+    ],
+)
+def test_bad_files_are_refused_before_anything_is_measured(
+    gated, options, why, monkeypatch
+):
+    monkeypatch.setattr(gate, "_measure", lambda *_: pytest.fail("measured"))
+    code, said = gated(*options)
+    assert code == 2
+    assert said.startswith(f"kvtax: {why}")
+
+
+def test_the_cell_is_kept_though_a_limit_names_a_method_that_is_not_there(gated):
+    code, said = gated("--limits", "wrong.toml", "--out", "cell.json")
+    assert code == 2 and "'walk'" in said
+    assert read_document(Path("cell.json"), CellRecord).connector == "mine"
+
+
+def test_growth_since_another_release_names_that_release(gated, tmp_path, capsys):
+    old = msgspec.structs.replace(made(), release="0.30.0")
+    write_document(tmp_path / "old.json", old)
+    assert main(["gate", "mine:mine", "--since", "old.json"]) == 1
+    assert "since 2026-11-22 on vLLM 0.30.0" in capsys.readouterr().out
 
 
 def test_what_a_sweep_limits_stands_in_the_same_file(limits):

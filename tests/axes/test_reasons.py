@@ -40,6 +40,38 @@ ASSERTION = """\
 """
 
 
+# Named like no exception, after another, with two lines, before other messages.
+UNUSUAL = """\
+Traceback (most recent call last):
+  File "/x/site-packages/vllm/v1/factory.py", line 7, in create
+    int("a")
+ValueError: invalid literal
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/x/mypkg/kv.py", line 3, in __init__
+    raise NoDevice("needs RDMA\\n  and a port")
+mypkg.errors.NoDevice: needs RDMA
+  and a port
+Exception ignored in: <function Mine.__del__ at 0x7f>
+Traceback (most recent call last):
+  File "/x/mypkg/kv.py", line 9, in __del__
+    self.port.close()
+AttributeError: 'Mine' object has no attribute 'port'
+[W1127 01:02 ProcessGroup.cpp:1] Warning: destroy_process_group() was not called
+"""
+CRASH = """\
+the worker ended with status -11
+Fatal Python error: Segmentation fault
+
+Current thread 0x00007f (most recent call first):
+  File "/x/mypkg/kv.py", line 3 in __init__
+
+Extension modules: numpy._core (total: 1)
+"""
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -57,7 +89,13 @@ ASSERTION = """\
             "AssertionError: assert ktcs is not None (vllm/v1/multi_connector.py:193)",
         ),
         ("ValueError: a message\n", "ValueError: a message"),
-        ("the worker ended with status 137\nINFO all is well\n", "INFO all is well"),
+        (UNUSUAL, "NoDevice: needs RDMA (vllm/v1/factory.py:7)"),
+        (CRASH, "Fatal Python error: Segmentation fault"),
+        (
+            "the worker ended with status 137\nINFO all is well\n",
+            "the worker ended with status 137: INFO all is well",
+        ),
+        ("the worker did not start in 180 s\nINFO loading\n", "INFO loading"),
     ],
 )
 def test_the_reason_is_the_last_exception_and_its_place_in_vllm(error, told):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtax.axes.gate import _require_cpu
 from kvtax.engine import releases
 from kvtax.engine.engine_process import WorkerProcess
 from kvtax.engine.errors import InstallationError, ServerError
@@ -47,6 +48,25 @@ def test_it_tells_what_it_has_and_where(foreign):
     assert found.package("some_package").parent.name == "site-packages"
     with pytest.raises(ModuleNotFoundError, match="no_such is not installed in /"):
         found.package("no_such")
+
+
+def test_what_a_pth_file_prints_is_no_answer(foreign):
+    (packages,) = foreign.glob("lib/*/site-packages")
+    (packages / "loud.pth").write_text("import sys; print('hello')\n")
+    found = installation(str(foreign / "bin" / "python"))
+    assert found.versions["some-package"] == "1.2.3"
+    assert found.package("some_package") == packages / "some_package"
+
+
+def test_the_gate_says_why_there_is_no_vllm_for_cpus(foreign):
+    found = installation(str(foreign / "bin" / "python"))
+    with pytest.raises(InstallationError, match="No module named 'vllm'; the gate me"):
+        _require_cpu(found)
+    (packages,) = foreign.glob("lib/*/site-packages")
+    (packages / "vllm").mkdir()
+    (packages / "vllm" / "__init__.py").write_text("raise OSError('no libtorch')\n")
+    with pytest.raises(InstallationError, match="imported: OSError: no libtorch; the"):
+        _require_cpu(found)
 
 
 def test_asking_it_changes_nothing_there(foreign):

@@ -85,9 +85,25 @@ def test_a_config_that_is_no_json_object_is_refused_and_not_printed(config):
     assert "sesame" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"kv_connector": "Theirs"}',
+        '{"kv_connector": "Mine", "kv_connector_module_path": "other.kv"}',
+    ],
+)
+def test_a_config_of_another_connector_is_refused(config):
+    with pytest.raises(ConfigError, match=r"is not mypkg\.kv:Mine's; name"):
+        own_connector("mypkg.kv:Mine", config)
+    own_connector("Theirs", '{"kv_connector": "Theirs"}')
+
+
 def test_a_config_may_be_in_a_file_that_others_cannot_read(tmp_path):
     file = tmp_path / "config.json"
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        own_connector("mypkg.kv:Mine", f"@{file}")
+    file.write_bytes(b"\xe9")
+    with pytest.raises(ConfigError, match=r"config\.json is not a JSON object"):
         own_connector("mypkg.kv:Mine", f"@{file}")
     file.write_text('{"password": "sesame"}')
     _, connector = own_connector("mypkg.kv:Mine", f"@{file}")
