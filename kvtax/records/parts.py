@@ -41,7 +41,7 @@ def whole(part: Path) -> Path:
 
 def existing(path: Path) -> Path | None:
     """Find `path`, or the compressed file that took its place."""
-    names = (path.with_name(path.name + ending) for ending in ENDINGS)
+    names = (path.parent / (path.name + ending) for ending in ENDINGS)
     return next((name for name in names if name.exists()), None)
 
 
