@@ -78,7 +78,7 @@ def test_data_parallel_engines_and_a_restart_are_whole(checkpoint, tmp_path, sta
         requests = check_lives(tmp_path / "records", 2 * start, ranks=1)
         assert requests == start * REQUESTS
     found, _ = discover(tmp_path / "records")
-    assert sorted(one.header.dp_rank for one in found) == [0, 0, 1, 1]
+    assert sorted(one.header.dp_rank for one in found) == sorted([0, 1] * starts)
     assert len({one.engine for one in found}) == 2
 
 
