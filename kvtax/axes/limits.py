@@ -7,6 +7,7 @@ kvtax/cost/limits.py has the format of a limits file.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvtax.axes.axes import AXES
 from kvtax.axes.fit import ORDERS, UNKNOWN, Growth, growth, interval, methods
@@ -22,11 +23,19 @@ SLOWER = 1.5
 
 
 def check_all(cell: CellRecord, limits: LimitsFile) -> list[Check]:
-    """Every limit on `cell`. Raises ConfigError for a method that it did not call."""
-    return [
+    """Check every limit on `cell`.
+
+    Raises ConfigError for a method that it did not call.
+    """
+    strict = limits.default.undecided == "fail"
+    checks = [
         check
         for axis, told in limits.axes.items()
         for check in _along(cell, axis, told)
+    ]
+    return [
+        replace(check, fails=check.fails or (strict and check.outcome == "undecided"))
+        for check in checks
     ]
 
 

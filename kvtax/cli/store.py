@@ -26,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtax.hosts.store import Store
 
     store = Store(arguments.url)
+    store.require()
     pieces = store.pieces()
     if arguments.folder is None:
         for name, piece in pieces.items():

@@ -20,3 +20,9 @@ class StoreError(Exception):
     """A store is unusable, or a result is missing or refused; says which and why."""
 
     exit_code = 3
+
+
+class StoreUrlError(StoreError):
+    """No store can be at the URL, or none is there to read; the message says why."""
+
+    exit_code = 2

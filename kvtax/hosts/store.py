@@ -31,7 +31,7 @@ from typing import IO, NoReturn, Protocol, TypeVar, cast
 import msgspec
 
 from kvtax.engine.provenance import MASK, masked
-from kvtax.hosts.errors import StoreError
+from kvtax.hosts.errors import StoreError, StoreUrlError
 
 MANIFEST, MARK = ".piece.json", ".mark"
 # A store that refuses for so long is given up.
@@ -66,12 +66,12 @@ class Store:
     """The pieces below `url`, any that fsspec knows: a folder, file://, s3://.
 
     All methods raise StoreError: where the store refuses, after PATIENCE_S, but for
-    `mark`, which does not wait.
+    `mark`, which does not wait. A URL that can be none raises StoreUrlError.
     """
 
     def __init__(self, url: str) -> None:
         if PASSWORD.search(url) or f"={MASK}" in masked(url):
-            raise StoreError(
+            raise StoreUrlError(
                 f"{masked(url)} has a password, and all users of this machine can read "
                 "command lines: leave it to the environment (docs/hosts.md)"
             )
@@ -82,13 +82,18 @@ class Store:
         try:
             self._files, self._root = url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError, OSError) as error:
-            raise StoreError(f"{url}: {error}") from None
+            raise StoreUrlError(f"{url}: {error}") from None
         # s3fs would try each request five times, in each of our tries.
         self._files.retries = 1
         # A folder's path is then a whole one.
         self.url = self._files.unstrip_protocol(self._root)
         self._is_folder = isinstance(self._files, LocalFileSystem)
         self.word = ""
+
+    def require(self) -> None:
+        """Raise StoreUrlError if nothing is there: a reader's URL has a slip."""
+        if not self._patiently(lambda: self._files.exists(self._root)):
+            raise StoreUrlError(f"{self.url}: nothing is there; check the URL")
 
     def put(self, name: str, folder: Path, work: str, host: str) -> Piece:
         """Put the files of `folder` there, read them back, and then say so."""

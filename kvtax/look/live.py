@@ -28,6 +28,7 @@ from rich.text import Text
 from kvtax.look.discover import files_below, name_of
 from kvtax.records import RecordsError
 from kvtax.records.engine_requests import EngineRequest
+from kvtax.records.parts import open_plain
 from kvtax.records.steps import METHOD_FIELDS, EngineStep, WorkerStep, calls_by_method
 from kvtax.report.render import visible
 
@@ -66,7 +67,7 @@ class Tail:
                 # What was written to the old file meanwhile.
                 yield from self._rest()
                 self.close()
-                self._file = self._path.open("rb")
+                self._file = open_plain(self._path)
                 yield from self._rest()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ between, it leaves the older part alone. Operators compress what is old.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import shutil
 import tempfile
@@ -45,13 +46,20 @@ def existing(path: Path) -> Path | None:
     return next((name for name in names if name.exists()), None)
 
 
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file. Raises OSError, also for a pipe: its reader could wait for ever."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.ESPIPE, "not a plain file; copy it into one", str(path))
+    return path.open("rb")
+
+
 def opened(path: Path) -> BinaryIO:
     """Open a part; a compressed one as a temporary file with its content.
 
     A writer that was killed leaves what can be unpacked. Raises OSError, and
     RecordsError for a compressed file that is damaged.
     """
-    file = path.open("rb")
+    file = open_plain(path)
     is_packed = file.read(len(GZIP)) == GZIP
     file.seek(0)
     if not is_packed:

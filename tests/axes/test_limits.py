@@ -56,11 +56,13 @@ def test_a_slope_a_level_and_an_order_can_be_limited(limits, limit, kept):
     assert outcomes(cell, told) == ["kept" if kept else "broken"]
 
 
-def test_what_cannot_be_told_is_undecided_and_passes(limits):
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_cannot_be_decided_passes_unless_the_default_says_fail(limits, fails):
     cell = made(noise=0.8, running=curve("running", 1, 60.0))
-    told = limits("[axes.running]\nslope_us = { connector = 0.2 }\n")
+    default = '[default]\nundecided = "fail"\n' if fails else ""
+    told = limits(f"{default}[axes.running]\nslope_us = {{ connector = 0.2 }}\n")
     (check,) = check_all(cell, told)
-    assert (check.outcome, check.fails) == ("undecided", False)
+    assert (check.outcome, check.fails) == ("undecided", fails)
 
 
 def test_a_method_that_the_connector_has_not_is_refused_with_those_it_has(limits):

@@ -360,15 +360,18 @@ def test_a_bad_forward_is_left_out_and_named(records, capsys):
     assert f"{path}:3: " in told and "and 1 more" in told and "400 steps in" in told
 
 
+@pytest.mark.parametrize(
+    ("make", "why"), [(os.mkdir, "Is a directory"), (os.mkfifo, "not a plain file")]
+)
 @pytest.mark.parametrize("file", [ENGINE, WORKER, REQUEST, "device_step.jsonl"])
-def test_a_folder_of_a_file_s_name_is_named_and_hides_no_other(records, capsys, file):
+def test_what_is_no_file_is_named_and_hides_no_other(records, capsys, file, make, why):
     served(records / "second").write()
     path = records / file
     path.unlink(missing_ok=True)
-    path.mkdir()
+    make(path)
     status, told = shown(records, capsys)
     assert status == 2
-    assert f"{path}: Is a directory" in told
+    assert f"{path}: {why}" in told
     assert told.count("400 steps in") == 2 - (file == ENGINE)
 
 

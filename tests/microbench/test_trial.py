@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 import pytest
@@ -61,11 +61,15 @@ def test_an_engine_without_a_step_is_refused(tmp_path: Path) -> None:
 
 
 SERVING = load_connector("direct_read_serving")
-PROMPTS = [[bytes([number])] for number in range(4)]
+# Three prompts of two blocks before a reset of the cache, two after it.
+PASSES = [
+    [[bytes([number, block]) for block in range(2)] for number in numbers]
+    for numbers in (range(3), range(3, 5))
+]
 
 
 class Instance:
-    """Has some of the prompts, each of one block; notes which were asked for."""
+    """Has some of the prompts' blocks; notes which prompts were asked for."""
 
     def __init__(self) -> None:
         self.has: set[bytes] = set()
@@ -73,24 +77,24 @@ class Instance:
 
     def read(self, hashes: list[bytes]) -> Read:
         self.asked.append(hashes[0][0])
-        found = int(hashes[0] in self.has)
-        return Read(len(self.asked), found, found, 1.0)
+        offered = len(list(takewhile(self.has.__contains__, hashes)))
+        return Read(len(self.asked), offered, offered, 1.0)
 
 
-def test_the_peer_reads_the_newest_prompt_that_is_there():
+def test_the_peer_reads_the_oldest_whole_prompt_since_the_last_reset():
     instance = Instance()
-    turns = reads(instance, PROMPTS, per_s=1e6)
+    turns = reads(instance, PASSES, per_s=1e6)
     assert next(turns).offered == 0
-    instance.has |= {PROMPTS[0][0], PROMPTS[1][0]}
-    # One prompt is sent after the other: each turn it may be one further.
-    assert [read.offered for read in islice(turns, 3)] == [1, 1, 1]
-    assert instance.asked[-1] == 1
-    # The prefix cache was reset, and the prompt after that is there.
-    instance.has = {PROMPTS[2][0]}
-    assert next(turns).offered == 1 and instance.asked[-1] == 2
-    instance.has = {PROMPTS[3][0]}
-    assert [read.offered for read in islice(turns, 2)] == [1, 1]
-    assert instance.asked[-2:] == [3, 3]
+    instance.has = {block for prompt in PASSES[0] for block in prompt}
+    assert [read.offered for read in islice(turns, 3)] == [2, 2, 2]
+    assert instance.asked[-3:] == [0, 0, 0]
+    # The end of a prompt is evicted first.
+    instance.has -= {PASSES[0][0][1]}
+    assert next(turns).offered == 2 and instance.asked[-1] == 1
+    instance.has = set(PASSES[1][0])
+    assert next(turns).offered == 2 and instance.asked[-1] == 3
+    instance.has |= set(PASSES[1][1])
+    assert next(turns).offered == 2 and instance.asked[-1] == 3
 
 
 def write_reads(folder: Path, valid: int, torn: bool = False) -> None:
