@@ -65,10 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
         sections["R: 1,000 requests"] = [*_thousand(arguments.thousand)]
     sections["H5: cost per step"] = [*_steps()]
     sections["N: what the framework's part is made of"] = [*_framework()]
-    if arguments.connectors is not None:
-        substrate = [*_connectors(_arms(arguments.connectors))]
-        sections["N: what the substrate costs"] = substrate
-        sections["N: when a transfer pays"] = [*_break_even(arguments.connectors)]
     parts = [
         f"Agrees: within a factor of {AGREES_WITHIN:g}, {NEAR_PERCENT:g} points of a "
         f"change in %, or {NEAR_US_PER_1K_BLOCKS:g} µs of a slope. Times in s, "
@@ -76,6 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     for title, rows in sections.items():
         parts += [f"## {title}", rows_table(rows)]
+    if arguments.connectors is not None:
+        title = "N: what the substrate costs"
+        sections[title], connectors = _connectors(arguments.connectors)
+        parts += [f"## {title}", SUBSTRATE_NOTE, connectors]
     results = {title: [r._asdict() for r in rows] for title, rows in sections.items()}
     return publish("beside_study", arguments.out, parts, {"rows": results}, {})
 
@@ -149,7 +149,7 @@ def _replay(arms: dict[str, Any]) -> Iterator[Row]:
             f"{arm[:-2]}: failed, %",
             failed,
             100 * (ok["n"] - ok["ok"]) / ok["n"],
-            "the client's protocol error, and time-outs at D; here: no answer in 600 s",
+            "the client's protocol error, and time-outs at D",
         )
         for (name, metric, quantile), study in zip(LEVELS, figures, strict=True):
             yield Row(f"{arm[:-2]}: {name}", study, _level(arms[arm], metric, quantile))
@@ -342,52 +342,83 @@ def _framework() -> Iterator[Row]:
         yield Row(f"{config}: memory over plain, MiB", None, more, "of the host")
 
 
-# The study's changes in percent, or points, by connector.
+# The study's levels of plain vLLM, and its changes in percent, or points, by connector.
 SUBSTRATE = {
-    "TTFT p90": ("ttft_ms", 7.35, {"nixl": 37.9, "mooncake_hash_walk": 45.3}),
-    "TPOT p90": ("tpot_ms", 17.1, {"nixl": 15.5, "mooncake_hash_walk": 24.5}),
-    "E2E p90": ("e2e_ms", 18.03, {"nixl": 17.4, "mooncake_hash_walk": 27.0}),
+    "plain": (7.35, 17.1, 18.03, 3.667, 79.4, None),
+    "noop": (None,) * 6,
+    "nixl": (37.9, 15.5, 17.4, 0.2, -0.3, 5.58),
+    "mooncake": (None,) * 6,
+    "mooncake_hash_walk": (45.3, 24.5, 27.0, 19.0, -1.1, 8.57),
+    "mooncake_fixed": (None,) * 6,
 }
+CHANGES = (
+    "TTFT p90, %",
+    "TPOT p90, %",
+    "E2E p90, %",
+    "hotspot, %",
+    "APC, points",
+    "interference",
+)
+# Share of the requests that a transfer helps.
 TRIGGER_SHARE = 0.005
+SUBSTRATE_NOTE = (
+    "Levels of `plain`, changes of the others against it; the study's in parentheses. "
+    "Hotspot: mean of the repeats' p99. Interference is not defined there; here ms of "
+    "TPOT per 1,000 prefill tokens beside. Mean E2E: request by request, with its 95 % "
+    "interval over orders. A transfer must save as much, in requests' mean E2E, as all "
+    f"requests lose, if {TRIGGER_SHARE:.1%} of them have one."
+)
 
 
-def _connectors(arms: dict[str, Any]) -> Iterator[Row]:
-    plain = arms["plain@15"]
-    shown = ("noop", "nixl", "mooncake", "mooncake_hash_walk", "mooncake_fixed")
-    for name, (metric, level, changes) in SUBSTRATE.items():
-        note = "15 requests per instance, beyond what this fleet serves"
-        yield Row(f"plain: {name}", level, _level(plain, metric, "p90"), note)
-        for arm in shown:
-            new = _level(arms[f"{arm}@15"], metric, "p90")
-            change = _percent(new, _level(plain, metric, "p90"))
-            yield _change(f"{arm}: {name}, %", changes.get(arm), change)
-    hotspot, apc = _hotspot(plain), 100 * _apc(plain)
-    yield Row("plain: hotspot", 3.667, hotspot, "mean of the repeats' p99")
-    for arm, study in (("nixl", 0.2), ("mooncake_hash_walk", 19.0)):
-        change = _percent(_hotspot(arms[f"{arm}@15"]), hotspot)
-        yield _change(f"{arm}: hotspot, %", study, change)
-    yield Row("plain: APC, %", 79.4, apc)
-    for arm, study in (("nixl", -0.3), ("mooncake_hash_walk", -1.1)):
-        points = 100 * _apc(arms[f"{arm}@15"]) - apc
-        yield _change(f"{arm}: APC, points", study, points)
-    for arm, study in (("nixl", 5.58), ("mooncake_hash_walk", 8.57)):
-        slope = arms[f"{arm}@15"]["interference"]
-        here = slope and slope["slope_ms_per_ktoken"]["value"]
-        note = "not defined there; here ms of TPOT per 1,000 prefill tokens beside"
-        yield Row(f"{arm}: interference", study, here, note)
-
-
-def _break_even(run: Path) -> Iterator[Row]:
-    """Yield how much each transfer must save, if so few requests have one."""
+def _connectors(run: Path) -> tuple[list[Row], str]:
+    """Return the figures of each connector, and a table with a row for each."""
     document = msgspec.json.decode((run / "analysis.json").read_bytes())
-    for comparison in document["comparisons"]:
-        lost = comparison["paired"]["e2e_ms"]["percent"]["value"] / 100
-        yield Row(
-            f"{comparison['arm'][:-3]}: each transfer must save, requests' mean E2E",
-            None,
-            lost / TRIGGER_SHARE,
-            f"what all requests lose, by a trigger rate of {TRIGGER_SHARE:.1%}",
-        )
+    # One load, so that an arm's name without it is unique.
+    arms = {name.partition("@")[0]: arm for name, arm in document["arms"].items()}
+    means = {
+        one["arm"].partition("@")[0]: one["paired"]["e2e_ms"]["percent"]
+        for one in document["comparisons"]
+    }
+    plain = _substrate_levels(arms["plain"])
+    rows, lines = [], []
+    for name, stated in SUBSTRATE.items():
+        here = _substrate_levels(arms[name])
+        if name != "plain":
+            here = [*map(_percent, here[:4], plain[:4]), here[4] - plain[4], here[5]]
+        found = [
+            Row(f"{name}: {what}", study, figure, near=_near(name, what))
+            for what, study, figure in zip(CHANGES, stated, here, strict=True)
+        ]
+        lines.append([f"`{name}`", *map(_cell, found), *_of_the_mean(means.get(name))])
+        rows += found
+    heads = ["", *CHANGES, "mean E2E, %", "a transfer must save, requests' E2E"]
+    return rows, table(heads, lines)
+
+
+def _near(name: str, what: str) -> float:
+    """Return how near levels (plain's, and interference) and changes agree."""
+    return 0.0 if name == "plain" or what == "interference" else NEAR_PERCENT
+
+
+def _cell(row: Row) -> str:
+    stated = "" if row.study is None else f" ({_text(row.study)})"
+    return f"{_text(row.here)}{stated}"
+
+
+def _of_the_mean(change: Any) -> tuple[str, str]:
+    """Format a change in %, and what each transfer must save to make up for it."""
+    if change is None:
+        return "", ""
+    low, high = change["ci95"]
+    must_save = change["value"] / 100 / TRIGGER_SHARE
+    return f"{change['value']:+.1f} [{low:+.1f}, {high:+.1f}]", f"{must_save:.2g}"
+
+
+def _substrate_levels(arm: Any) -> list[Any]:
+    """Return what CHANGES are of: s, ms, s, a ratio, %, ms per 1,000 tokens."""
+    latencies = [_level(arm, name, "p90") for name in ("ttft_ms", "tpot_ms", "e2e_ms")]
+    slope = arm["interference"] and arm["interference"]["slope_ms_per_ktoken"]["value"]
+    return [*latencies, _hotspot(arm), 100 * _apc(arm), slope]
 
 
 def _hotspot(arm: Any) -> float:
