@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.beside_study import AGREES_WITHIN, Row, _framework, agrees, rows_table
+from benchmarks.beside_study import (
+    AGREES_WITHIN,
+    SUBSTRATE,
+    Row,
+    _connectors,
+    _framework,
+    agrees,
+    rows_table,
+)
 
 figures = st.floats(0.01, 1e6)
 
@@ -47,3 +57,38 @@ def test_the_frameworks_part_is_split_by_purpose_and_has_no_thread_of_the_engine
     assert all(row.here >= 0 for row in rows.values() if row.here is not None)
     assert "MainThread" not in rows["its own threads"].note
     assert "nixl" in rows["its own threads"].note
+
+
+def test_each_connector_has_one_row_and_its_break_even(tmp_path):
+    def arm(ms):
+        level = {"p90": {"value": ms}}
+        return {
+            "latency": {
+                "all": {"all": dict.fromkeys(("ttft_ms", "tpot_ms", "e2e_ms"), level)}
+            },
+            "repeats": [
+                {"hotspot": {"mean": ms / 1000}, "apc": {"overall": {"apc": ms / 2000}}}
+            ],
+            "interference": None,
+        }
+
+    slower = {"value": 2.0, "ci95": [1.0, 3.0]}
+    document = {
+        "arms": {f"{name}@15": arm(1100) for name in SUBSTRATE}
+        | {"plain@15": arm(1000)},
+        "comparisons": [
+            {"arm": f"{name}@15", "paired": {"e2e_ms": {"percent": slower}}}
+            for name in SUBSTRATE
+            if name != "plain"
+        ],
+    }
+    (tmp_path / "analysis.json").write_text(json.dumps(document))
+    rows, table = _connectors(tmp_path)
+    assert [line.split("|")[1].strip(" `") for line in table.splitlines()[2:]] == [
+        *SUBSTRATE
+    ]
+    walk = next(line for line in table.splitlines() if "hash_walk" in line)
+    # Each of 0.5 % must make up for 2 % of all: four requests' time.
+    assert "| +2.0 [+1.0, +3.0] | 4 |" in walk
+    assert "| 10 (45.3) | 10 (24.5) | 10 (27) | 10 (19) | 5 (-1.1) |" in walk
+    assert len(rows) == 6 * len(SUBSTRATE)
