@@ -68,6 +68,7 @@ DELAYING = {
 }
 FLOOR = "noop"
 CONFIGS = [FLOOR, "mooncake_both", "mooncake_both_hash_sync", "mooncake_both_fixed"]
+QUANTILES = {"p50": 0.5, "p99": 0.99}
 RECORDING = ["step_timing_v2"]
 # Share of a delay by which the exposed time and the rise of TPOT may differ.
 WITHIN = 0.05
@@ -80,18 +81,20 @@ class Cell(NamedTuple):
     load: float
     what: str
     delay_us: float = 0.0
+    busy: bool = False
 
 
 class Measurement(NamedTuple):
     """Means of one cell in one round: of its requests, and exposed us of its steps.
 
-    `exposed_us` is by part of a step.
+    `exposed_us` is by part of a step, `gap_us` the time between tokens by quantile.
     """
 
     cell: Cell
     ttft_us: float
     tpot_us: float
     exposed_us: Mapping[str, float]
+    gap_us: Mapping[str, float] = {}
 
 
 class CheckRow(msgspec.Struct):
@@ -152,11 +155,12 @@ class Bench:
         self._engines[engine].ask("fill", FULL_BLOCKS)
 
     def load(self, engine: str, cell: Cell, requests: int, seed: int) -> tuple:
-        """Load the engine; return first and end step, and TTFT and TPOT in ms."""
+        """Load the engine; return first and end step, ms of TTFT, TPOT, token gaps."""
         capacity_rps = MAX_REQUESTS / OUTPUT_TOKENS * 1e6 / (self._forward_us + HOST_US)
         return self._engines[engine].ask(
             "load",
             {cell.what: cell.delay_us} if cell.what in METHODS else {},
+            cell.busy,
             0.0 if cell.load == 1 else cell.load * capacity_rps,
             max(round(requests * cell.load), MAX_REQUESTS),
             PROMPT_TOKENS,
@@ -192,7 +196,7 @@ def measure(
             ]
         steps = {engine: bench.exposed(engine) for engine in set(cells.values())}
     measured = []
-    for cell, (first_step, end_step, ttft_ms, tpot_ms) in loads:
+    for cell, (first_step, end_step, ttft_ms, tpot_ms, gaps_ms) in loads:
         own = steps[cells[cell]].filter(
             pl.col("step_id").is_between(first_step, end_step - 1)
         )
@@ -202,7 +206,10 @@ def measure(
             if part.startswith("exposed.")
         }
         ttft_us, tpot_us = (1e3 * float(np.mean(ms)) for ms in (ttft_ms, tpot_ms))
-        measured.append(Measurement(cell, ttft_us, tpot_us, exposed_us))
+        gap_us = {
+            name: 1e3 * float(np.quantile(gaps_ms, q)) for name, q in QUANTILES.items()
+        }
+        measured.append(Measurement(cell, ttft_us, tpot_us, exposed_us, gap_us))
     return measured, bench.hashes
 
 
@@ -273,10 +280,11 @@ def curve_rows(measured: list[Measurement]) -> list[CurveRow]:
 
 
 def by_cell(measured: list[Measurement]) -> dict[Cell, dict[str, Floats]]:
-    """Collect us by cell: `tpot`, `ttft` and the exposed parts, each (rounds,)."""
+    """Collect us by cell: `tpot`, `ttft`, gaps and exposed parts, each (rounds,)."""
     cells: dict[Cell, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in measured:
-        times_us = {"tpot": one.tpot_us, "ttft": one.ttft_us} | dict(one.exposed_us)
+        times_us = {"tpot": one.tpot_us, "ttft": one.ttft_us}
+        times_us |= {**one.exposed_us, **one.gap_us}
         for name, us in times_us.items():
             cells[one.cell][name].append(us)
     return {

@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections import deque
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 from kvtax_null_model.device import (
@@ -21,6 +21,7 @@ from kvtax_null_model.device import (
 )
 
 from benchmarks.exposure_connector import DELAY_US
+from benchmarks.get_finished import busy_thread
 from kvtax.engine.engine_process import serve
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
 
@@ -57,15 +58,17 @@ def fill(bench: Bench, blocks: int) -> int:
 def load(
     bench: Bench,
     delay_us: dict[str, float],
+    busy: bool,
     rate_rps: float,
     requests: int,
     prompt_tokens: int,
     output_tokens: int,
     seed: int,
-) -> tuple[int, int, list[float], list[float]]:
-    """Return the steps [first, end), and TTFT and TPOT in ms of each request.
+) -> tuple[int, int, list[float], list[float], list[float]]:
+    """Return the steps [first, end), TTFT and TPOT in ms by request, and token gaps.
 
-    Arrivals are a Poisson process of `rate_rps`; all at once if it is 0.
+    Arrivals are a Poisson process of `rate_rps`; all at once if it is 0. With `busy` a
+    Python thread of the process never waits.
     """
     DELAY_US.update(delay_us)
     chance = random.Random(seed)
@@ -73,9 +76,28 @@ def load(
     for _ in range(requests):
         due_s.append(at_s)
         at_s += chance.expovariate(rate_rps) if rate_rps else 0.0
-    core = bench.engine.core
-    recorder = core._kvtax_recorder
+    recorder = bench.engine.core._kvtax_recorder
     first_step = recorder.next_step_id
+    with busy_thread(busy):
+        tokens_s, arrival_s = serve_all(bench, due_s, prompt_tokens, output_tokens)
+    DELAY_US.update(dict.fromkeys(DELAY_US, 0.0))
+    ttft_ms = [1e3 * (tokens_s[one][0] - at) for one, at in arrival_s.items()]
+    tpot_ms = [
+        1e3 * (times[-1] - times[0]) / (len(times) - 1) for times in tokens_s.values()
+    ]
+    gaps_ms = [
+        1e3 * (later - earlier)
+        for times in tokens_s.values()
+        for earlier, later in pairwise(times)
+    ]
+    return first_step, recorder.next_step_id, ttft_ms, tpot_ms, gaps_ms
+
+
+def serve_all(
+    bench: Bench, due_s: deque[float], prompt_tokens: int, output_tokens: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Step until all are served: seconds of each token and of arrival, by request."""
+    core = bench.engine.core
     began_s = time.perf_counter()
     tokens_s: dict[str, list[float]] = {}
     arrival_s: dict[str, float] = {}
@@ -94,18 +116,15 @@ def load(
             for one in of_client.outputs:
                 times = tokens_s.setdefault(one.request_id, [])
                 times += [now_s] * len(one.new_token_ids)
-    DELAY_US.update(dict.fromkeys(DELAY_US, 0.0))
-    ttft_ms = [1e3 * (tokens_s[one][0] - at) for one, at in arrival_s.items()]
-    tpot_ms = [
-        1e3 * (times[-1] - times[0]) / (len(times) - 1) for times in tokens_s.values()
-    ]
-    return first_step, recorder.next_step_id, ttft_ms, tpot_ms
+    return tokens_s, arrival_s
 
 
 def main() -> None:
     model, given, how, socket = sys.argv[1:]
     options = json.loads(given)
     bench = Bench(Path(model), options["kv_transfer"], options["sizes"], how)
+    # The recorder attaches in the first step.
+    fill(bench, 1)
     serve(bench, socket, fill, load)
 
 

@@ -12,6 +12,7 @@ from benchmarks import (
     abort,
     block_order,
     block_order_worker,
+    busy_thread,
     get_finished,
     p2p_tier,
     study,
@@ -291,6 +292,27 @@ def test_a_curve_is_what_a_config_adds_to_the_floor_of_the_same_round():
     assert added["fixed"].tpot_added_us.value == pytest.approx(0, abs=6)
     assert added["noop"].tpot_added_us.value == 0
     assert added["walk"].connector_exposed_us == 250
+
+
+# busy_thread: what a config adds is within a round, beside a thread as without.
+
+
+def test_gaps_are_compared_with_the_floor_of_the_same_round_and_thread():
+    chance = random.Random(5)
+    rows = []
+    for _ in range(5):
+        for busy, floor_us in ((False, 7_000), (True, 10_000)):
+            drift_us = chance.uniform(-300, 300)
+            for config in busy_thread.CONFIGS:
+                added_us = 5_000 if busy and config == "mooncake_both" else 0
+                gap_us = {"p50": floor_us + drift_us + added_us, "p99": 30_000.0}
+                cell = Cell("async", 1.0, config, busy=busy)
+                rows.append(Measurement(cell, 1.0, 1.0, {}, gap_us))
+    found = busy_thread.gap_rows(rows)
+    added = {(row.busy, row.config): row.added_us["p50"].value for row in found}
+    assert added.pop((True, "mooncake_both")) == pytest.approx(5_000)
+    assert set(added.values()) == {0}
+    assert all(row.added_us["p99"].value == 0 for row in found)
 
 
 # abort: outcomes of scenarios.

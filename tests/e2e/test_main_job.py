@@ -67,6 +67,7 @@ def hurt(tmp_path_factory) -> Sweep:
             return only_life(trial) / "engine_step.jsonl"
 
         def recorded_some_steps() -> bool:
+            assert sweep.poll() is None, "the sweep ended before it measured"
             return records().exists() and records().stat().st_size > 10_000
 
         eventually(recorded_some_steps, STARTED_S)

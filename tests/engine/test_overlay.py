@@ -32,6 +32,7 @@ from tests.releases import package_of
 SHORT_CIRCUIT = "mooncake_get_finished_short_circuit"
 
 
+@pytest.mark.slow
 def test_hashes_are_those_of_the_patches_that_the_release_needs(tmp_path):
     release = package_of("0.18.1")
     names = [SHORT_CIRCUIT, "nixl_cpu_layout"]

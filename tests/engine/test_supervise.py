@@ -77,6 +77,7 @@ def test_stop_ends_the_command_and_its_daemon_and_removes_its_scratch(folder):
     assert not scratch.exists()
 
 
+@pytest.mark.slow
 def test_a_command_that_ignores_sigterm_is_killed_after_the_grace(folder, monkeypatch):
     monkeypatch.setattr(supervise, "TERM_GRACE_S", 0.5)
     with start(folder, "deaf"):

@@ -236,6 +236,7 @@ def test_a_full_disk_has_no_half_piece_and_takes_the_next(
         subprocess.run(["umount", full], check=True)
 
 
+@pytest.mark.slow
 def test_to_wait_for_a_bucket_that_is_not_there_would_not_help(s3: S3Server) -> None:
     began_s = time.monotonic()
     with pytest.raises(StoreError, match="cannot write to s3://nothing/run"):

@@ -116,6 +116,7 @@ def test_a_sample_has_whole_sessions_in_order_and_says_what_it_is(tmp_path, seed
     }
 
 
+@pytest.mark.slow
 def test_every_session_has_the_same_chance(tmp_path):
     source, cut = tmp_path / "t", tmp_path / "cut"
     requests = list(
