@@ -9,7 +9,7 @@ JSON. `kvtax bench study` has the figures of the study's trace.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from benchmarks.results import publish
 from kvtax.fleet.analyze.arm_runs import read_run
 from kvtax.fleet.analyze.frames import requests_frame
 from kvtax.paths import REPOSITORY
+from kvtax.records import RecordsError
 from kvtax.stats.markdown import table
 
 # Two figures agree if neither is more than a quarter above the other. So do two changes
@@ -51,10 +52,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print and write the page. Returns the exit code."""
+    """Print and write the page. Returns the exit code. Raises RecordsError."""
     sections: dict[str, list[Row]] = {}
     if arguments.sample is not None:
-        sample = _arms(arguments.sample)
+        sample = _analysis(arguments.sample, "study_sample", SAMPLE)["arms"]
         sections |= {
             "R: 200 requests, at most one session per GPU": [*_replay(sample)],
             "R: by class of new tokens": [*_classes(sample)],
@@ -109,11 +110,18 @@ def agrees(study: float, here: float, near: float = 0.0) -> bool:
     return more / less <= AGREES_WITHIN
 
 
-def _arms(run: Path) -> dict[str, Any]:
-    arms: dict[str, Any] = msgspec.json.decode((run / "analysis.json").read_bytes())[
-        "arms"
-    ]
-    return arms
+def _analysis(run: Path, experiment: str, arms: Iterable[str]) -> Any:
+    """Read a run's analysis. Raises RecordsError if it is no run of `experiment`."""
+    file = run / "analysis.json"
+    if not file.is_file():
+        raise RecordsError(f"{file} is not there: give a finished run of {experiment}")
+    document = msgspec.json.decode(file.read_bytes())
+    if missing := set(arms) - document.get("arms", {}).keys():
+        raise RecordsError(
+            f"{file} has no {', '.join(sorted(missing))}: give a run of "
+            f"configs/experiments/{experiment}.toml"
+        )
+    return document
 
 
 def _level(arm: Any, metric: str, quantile: str, kind: str = "all") -> float | None:
@@ -134,6 +142,9 @@ LEVELS = (
     ("TPOT p90", "tpot_ms", "p90"),
     ("E2E p50", "e2e_ms", "p50"),
 )
+
+
+SAMPLE = ("linear@1", "linear@2", "lmetric@1", "elastic@1", "round_robin@1")
 
 
 def _replay(arms: dict[str, Any]) -> Iterator[Row]:
@@ -235,7 +246,7 @@ def _cache(arms: dict[str, Any]) -> Iterator[Row]:
 
 
 def _thousand(run: Path) -> Iterator[Row]:
-    document = msgspec.json.decode((run / "analysis.json").read_bytes())
+    document = _analysis(run, "study_thousand", ["linear@1"])
     repeat = document["arms"]["linear@1"]["repeats"][0]
     yield Row("token imbalance", 1.24, repeat["imbalance"]["max_over_min"])
     runs = [one for one in read_run(run) if one.info.arm == "linear@1"]
@@ -373,7 +384,7 @@ SUBSTRATE_NOTE = (
 
 def _connectors(run: Path) -> tuple[list[Row], str]:
     """Return the figures of each connector, and a table with a row for each."""
-    document = msgspec.json.decode((run / "analysis.json").read_bytes())
+    document = _analysis(run, "connectors", [f"{name}@15" for name in SUBSTRATE])
     # One load, so that an arm's name without it is unique.
     arms = {name.partition("@")[0]: arm for name, arm in document["arms"].items()}
     means = {

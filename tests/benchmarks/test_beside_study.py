@@ -18,6 +18,7 @@ from benchmarks.beside_study import (
     agrees,
     rows_table,
 )
+from kvtax.cli import main
 
 figures = st.floats(0.01, 1e6)
 
@@ -92,3 +93,19 @@ def test_each_connector_has_one_row_and_its_break_even(tmp_path):
     assert "| +2.0 [+1.0, +3.0] | 4 |" in walk
     assert "| 10 (45.3) | 10 (24.5) | 10 (27) | 10 (19) | 5 (-1.1) |" in walk
     assert len(rows) == 6 * len(SUBSTRATE)
+
+
+def test_a_run_of_another_experiment_is_refused_by_name(tmp_path, capsys):
+    (tmp_path / "analysis.json").write_text('{"arms": {"linear@4": {}}}')
+    for option, experiment in (
+        ("--sample", "study_sample"),
+        ("--thousand", "study_thousand"),
+        ("--connectors", "connectors"),
+    ):
+        out = tmp_path / "page.md"
+        options = [option, str(tmp_path), "--out", str(out)]
+        assert main(["bench", "beside_study", *options]) == 2
+        assert f"a run of configs/experiments/{experiment}.toml" in (
+            capsys.readouterr().err
+        )
+        assert not out.exists()
