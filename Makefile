@@ -17,7 +17,7 @@ test: setup ## all tests but the long ones, with real vLLM servers (20 to 40 min
 	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not serial"
 	$(python) -m pytest -m "serial and not long" $$(grep -rl mark.serial --include=*.py tests)
 
-test-fast: setup ## the tests that need no vLLM (two minutes)
+test-fast: setup ## the tests that need no vLLM (a minute)
 	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not e2e and not long and not serial"
 
 test-all: setup vllm-releases browser ## all tests, the long ones too (hours)

@@ -141,6 +141,7 @@ def test_output_that_cannot_be_written_is_one_line_of_error(command, synth):
     )
 
 
+@pytest.mark.slow
 def test_a_sign_that_the_terminal_lacks_is_no_error(synth, tmp_path):
     assert shell(synth).returncode == Exit.GOOD
     described = shell(

@@ -544,6 +544,7 @@ def test_an_error_is_shown_and_not_obeyed(records, capsys):
     assert not [c for c in set(told) - {"\n"} if not c.isprintable()]
 
 
+@pytest.mark.slow
 def test_a_terminal_without_our_letters_gets_the_table(records):
     command = [sys.executable, "-m", "kvtax", "look", str(records)]
     env = os.environ | {"PYTHONIOENCODING": "ascii"}

@@ -446,6 +446,7 @@ async def test_idle_connections_end_and_those_that_are_answered_do_not(soon):
         assert await busy.rest() == b""
 
 
+@pytest.mark.slow
 async def test_handling_ends_with_the_client_and_a_failure_with_the_connection():
     gone, asked = asyncio.Event(), asyncio.Event()
 

@@ -479,6 +479,7 @@ def test_the_output_is_a_trace_of_the_same_shape(tmp_path, capsys):
     }
 
 
+@pytest.mark.slow
 def test_hashes_of_equal_texts_differ_from_run_to_run(tmp_path):
     """So nobody can look for a text by hashing it: the key is gone with the process."""
     log = secret_log(tmp_path / "log")
