@@ -114,7 +114,10 @@ def _analysis(run: Path, experiment: str, arms: Iterable[str]) -> Any:
     """Read a run's analysis. Raises RecordsError if it is no run of `experiment`."""
     file = run / "analysis.json"
     if not file.is_file():
-        raise RecordsError(f"{file} is not there: give a finished run of {experiment}")
+        raise RecordsError(
+            f"{file} is not there: give a finished run of "
+            f"configs/experiments/{experiment}.toml"
+        )
     document = msgspec.json.decode(file.read_bytes())
     if missing := set(arms) - document.get("arms", {}).keys():
         raise RecordsError(
