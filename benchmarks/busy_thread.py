@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaps between tokens where a Python thread of the engine's process is busy.
+"""Gaps between tokens where a Python thread of a worker's process is busy.
 
 Each of Mooncake's waits for an event loop is then a wait for the GIL as well, which
 takes the interpreter's switch interval, 5 ms. Upstream's connector and the fixed one
 run beside the no-op connector on a null device that computes beside the host, with
-asynchronous scheduling, as on a GPU. All cells of a round are measured in turn, in an
+asynchronous scheduling, as on a GPU: with one rank, in the engine's process, and with
+two in processes of their own, of which the second has the thread. The thread computes
+always, or half of the time. All cells of a round are measured in turn, in an
 order drawn anew; intervals are 95 %, from resampling rounds. Prints Markdown and writes
 it with JSON.
 """
@@ -12,6 +14,7 @@ it with JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 
 import msgspec
@@ -35,12 +38,15 @@ from kvtax.stats.markdown import table
 from kvtax.stats.resampling import difference
 
 CONFIGS = [FLOOR, "mooncake_both", "mooncake_both_fixed"]
+RANKS = (1, 2)
+BUSY = (0.0, 0.5, 1.0)
 
 
 class GapRow(msgspec.Struct):
     """Gaps between a config's tokens by quantile, and what it adds to the no-op's."""
 
-    busy: bool
+    ranks: int
+    busy: float
     config: str
     rounds: int
     gap_us: dict[str, float]
@@ -49,19 +55,19 @@ class GapRow(msgspec.Struct):
 
 def cells(bench: Bench) -> Iterator[tuple[Cell, str]]:
     """Yield cells at full load, without and with a busy thread, and their engine."""
-    for name in CONFIGS:
+    for ranks, name in itertools.product(RANKS, CONFIGS):
         connector = load_connector(name)
         transfer = CPU_ENGINE.kv_transfer_config | connector.kv_transfer_config
-        engine = bench.start(name, "async", transfer, connector.patches)
-        for busy in (False, True):
-            yield Cell("async", 1.0, name, busy=busy), engine
+        engine = bench.start(name, "async", transfer, connector.patches, ranks)
+        for busy in BUSY:
+            yield Cell("async", 1.0, name, busy=busy, ranks=ranks), engine
 
 
 def gap_rows(measured: list[Measurement]) -> list[GapRow]:
     """Compute the gaps between tokens, and additions over the no-op connector."""
     samples = by_cell(measured)
     rows = []
-    for cell in sorted(samples):
+    for cell in sorted(samples, key=lambda cell: (cell.ranks, cell.busy, cell.what)):
         own, base = samples[cell], samples[cell._replace(what=FLOOR)]
         of_quantiles = [
             (
@@ -73,6 +79,7 @@ def gap_rows(measured: list[Measurement]) -> list[GapRow]:
         levels, added = zip(*of_quantiles, strict=True)
         rows.append(
             GapRow(
+                cell.ranks,
                 cell.busy,
                 cell.what,
                 len(own["p50"]),
@@ -87,14 +94,15 @@ def report(rows: list[GapRow]) -> list[str]:
     """Return the part of the page on a busy thread."""
     cells = [
         [
-            "busy" if row.busy else "none",
+            str(row.ranks),
+            f"{row.busy:.0%}",
             f"`{row.config}`",
             *(f"{us / 1e3:.2f}" for us in row.gap_us.values()),
             *(f"{us:+,.0f}" for us in row.added_us.values()),
         ]
         for row in rows
     ]
-    head = ["thread", "config", "gap between tokens p50, ms", "p99"]
+    head = ["ranks", "thread busy", "config", "gap between tokens p50, ms", "p99"]
     head += ["added to p50, µs", "added to p99"]
     note = (
         f"Asynchronous scheduling, a forward of {FORWARD_US / 1_000:g} ms, requests "
@@ -105,7 +113,7 @@ def report(rows: list[GapRow]) -> list[str]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kvtax bench busy_thread`."""
-    configure_rounds(parser, "busy_thread", 12, minimum=2)
+    configure_rounds(parser, "busy_thread", 8, minimum=2)
     parser.add_argument("--requests", type=int, default=24, help="per cell")
 
 

@@ -75,13 +75,18 @@ WITHIN = 0.05
 
 
 class Cell(NamedTuple):
-    """A measured setting: `what` is a method that was delayed, or a config."""
+    """A measured setting: `what` is a method that was delayed, or a config.
+
+    `busy` is the share of the time in which a Python thread of the last of `ranks`
+    computes.
+    """
 
     mode: str
     load: float
     what: str
     delay_us: float = 0.0
-    busy: bool = False
+    busy: float = 0.0
+    ranks: int = 1
 
 
 class Measurement(NamedTuple):
@@ -123,7 +128,7 @@ class CurveRow(msgspec.Struct):
 
 
 class Bench:
-    """An engine per config and way of scheduling; one at a time is loaded."""
+    """An engine per config, scheduling and number of ranks; one at a time is loaded."""
 
     def __init__(self, folder: Path, stack: ExitStack, forward_us: int) -> None:
         self._folder, self._stack = folder, stack
@@ -132,15 +137,21 @@ class Bench:
         self.hashes: dict[str, str] = {}
 
     def start(
-        self, name: str, mode: str, transfer: dict | None, patches: list[str]
+        self,
+        name: str,
+        mode: str,
+        transfer: dict | None,
+        patches: list[str],
+        ranks: int = 1,
     ) -> str:
         """Start an engine, wait until it is ready and return its name."""
-        engine = f"{name}-{mode}"
+        engine = f"{name}-{mode}-{ranks}"
+        arguments = SIZES | {"tensor_parallel_size": ranks}
         process = EngineProcess(
             self._folder / engine,
             "benchmarks.exposure_worker",
             patches,
-            json.dumps({"kv_transfer": transfer, "sizes": SIZES}),
+            json.dumps({"kv_transfer": transfer, "arguments": arguments}),
             mode,
             recording=True,
             forward_us=self._forward_us,

@@ -15,24 +15,20 @@ from collections import deque
 from itertools import count, pairwise
 from pathlib import Path
 
-from kvtax_null_model.device import (
-    NullDeviceExecutor,
-    OverlappingNullDeviceExecutor,
-)
-
+from benchmarks import busy_python
 from benchmarks.exposure_connector import DELAY_US
-from benchmarks.get_finished import busy_thread
 from kvtax.engine.engine_process import serve
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
 
-EXECUTORS = {"sync": NullDeviceExecutor, "async": OverlappingNullDeviceExecutor}
 FILLING_TOKENS = 256 * BLOCK_SIZE
 POLL_S = 0.0005
 
 
 class Bench:
-    def __init__(self, model: Path, kv_transfer: dict | None, sizes: dict, how: str):
-        self.engine = NullEngine(model, kv_transfer, executor=EXECUTORS[how], **sizes)
+    def __init__(
+        self, model: Path, kv_transfer: dict | None, arguments: dict, how: str
+    ):
+        self.engine = NullEngine(model, kv_transfer, null_device=how, **arguments)
         self.numbers = count(1)
 
     def prompt(self, tokens: int) -> list[int]:
@@ -58,7 +54,7 @@ def fill(bench: Bench, blocks: int) -> int:
 def load(
     bench: Bench,
     delay_us: dict[str, float],
-    busy: bool,
+    busy: float,
     rate_rps: float,
     requests: int,
     prompt_tokens: int,
@@ -67,8 +63,8 @@ def load(
 ) -> tuple[int, int, list[float], list[float], list[float]]:
     """Return the steps [first, end), TTFT and TPOT in ms by request, and token gaps.
 
-    Arrivals are a Poisson process of `rate_rps`; all at once if it is 0. With `busy` a
-    Python thread of the process never waits.
+    Arrivals are a Poisson process of `rate_rps`; all at once if it is 0. A
+    Python thread of the last rank's process computes for `busy` of the time.
     """
     DELAY_US.update(delay_us)
     chance = random.Random(seed)
@@ -78,8 +74,10 @@ def load(
         at_s += chance.expovariate(rate_rps) if rate_rps else 0.0
     recorder = bench.engine.core._kvtax_recorder
     first_step = recorder.next_step_id
-    with busy_thread(busy):
-        tokens_s, arrival_s = serve_all(bench, due_s, prompt_tokens, output_tokens)
+    ranks = bench.engine.core.model_executor
+    ranks.collective_rpc(busy_python.start_in_last_rank, args=(busy,))
+    tokens_s, arrival_s = serve_all(bench, due_s, prompt_tokens, output_tokens)
+    ranks.collective_rpc(busy_python.stop)
     DELAY_US.update(dict.fromkeys(DELAY_US, 0.0))
     ttft_ms = [1e3 * (tokens_s[one][0] - at) for one, at in arrival_s.items()]
     tpot_ms = [
@@ -122,7 +120,7 @@ def serve_all(
 def main() -> None:
     model, given, how, socket = sys.argv[1:]
     options = json.loads(given)
-    bench = Bench(Path(model), options["kv_transfer"], options["sizes"], how)
+    bench = Bench(Path(model), options["kv_transfer"], options["arguments"], how)
     # The recorder attaches in the first step.
     fill(bench, 1)
     serve(bench, socket, fill, load)

@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from benchmarks.busy_python import busy_thread
 from benchmarks.results import (
     Variant,
     at_least,
@@ -223,26 +221,6 @@ class TimedEngine:
             return finished
 
         setattr(self.group, name, timed)
-
-
-@contextmanager
-def busy_thread(wanted: bool) -> Iterator[None]:
-    """Run a Python thread that never waits, as a detokeniser may, if `wanted`."""
-    stopping = threading.Event()
-
-    def spin() -> None:
-        while not stopping.is_set():
-            pass
-
-    thread = threading.Thread(target=spin)
-    if wanted:
-        thread.start()
-    try:
-        yield
-    finally:
-        stopping.set()
-        if wanted:
-            thread.join()
 
 
 def time_parts(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
@@ -34,7 +34,8 @@ class NullEngine:
     """An engine core in this process, one request scheduler and one worker.
 
     `kv_transfer` is vLLM's --kv-transfer-config, `engine_args` are further fields of
-    its EngineArgs. Prompts are token ids, outputs the null model's zeros.
+    its EngineArgs. With `null_device` forwards run beside the host, and "async" has
+    vLLM schedule ahead of them. Prompts are token ids, outputs the null model's zeros.
     """
 
     def __init__(
@@ -45,11 +46,14 @@ class NullEngine:
         max_model_len: int = MAX_MODEL_LEN,
         max_requests: int = MAX_REQUESTS,
         executor: type[Executor] | None = None,
+        null_device: Literal["sync", "async"] | None = None,
         **engine_args: Any,
     ) -> None:
         # As their class, not as JSON, which is what the command line takes.
         if events := engine_args.get("kv_events_config"):
             engine_args["kv_events_config"] = KVEventsConfig(**events)
+        if null_device:
+            engine_args["worker_cls"] = "kvtax_null_model.device.NullDeviceWorker"
         config = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
@@ -65,6 +69,9 @@ class NullEngine:
             kv_transfer_config=cast(KVTransferConfig | None, kv_transfer),
             **engine_args,
         ).create_engine_config()
+        if null_device == "async":
+            # Not as an argument: the CPU's platform refuses it.
+            config.scheduler_config.async_scheduling = True
         executor = executor or Executor.get_class(config)
         self.core = EngineCore(config, executor, log_stats=False)
         self._num_blocks = num_blocks

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.exposure import DELAYING, FORWARD_US, RECORDING, Cell, measure
+from kvtax.engine.null_engine import NOOP
 
 pytestmark = pytest.mark.long
 
@@ -24,3 +25,18 @@ def test_each_token_waits_for_its_forward_and_a_known_delay_is_found():
     }
     # The delay is CPU time: on a busy machine it takes longer.
     assert exposed_us[2_000.0] - exposed_us[0.0] > 1_900
+
+
+def test_a_busy_thread_of_the_second_rank_makes_the_gaps_longer():
+    def cells(bench):
+        engine = bench.start("noop", "async", NOOP, RECORDING, ranks=2)
+        for busy in (0.0, 1.0):
+            yield Cell("async", 1.0, "noop", busy=busy, ranks=2), engine
+
+    measured, _ = measure(cells, FORWARD_US, rounds=2, requests=8)
+    gap_us = {
+        busy: min(one.gap_us["p50"] for one in measured if one.cell.busy == busy)
+        for busy in (0.0, 1.0)
+    }
+    # Each hand-over of the GIL takes 5 ms.
+    assert gap_us[1.0] - gap_us[0.0] > 1_000

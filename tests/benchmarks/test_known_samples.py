@@ -301,16 +301,16 @@ def test_gaps_are_compared_with_the_floor_of_the_same_round_and_thread():
     chance = random.Random(5)
     rows = []
     for _ in range(5):
-        for busy, floor_us in ((False, 7_000), (True, 10_000)):
+        for busy, floor_us in ((0.0, 7_000), (0.5, 8_000), (1.0, 10_000)):
             drift_us = chance.uniform(-300, 300)
             for config in busy_thread.CONFIGS:
-                added_us = 5_000 if busy and config == "mooncake_both" else 0
+                added_us = 5_000 if busy == 1 and config == "mooncake_both" else 0
                 gap_us = {"p50": floor_us + drift_us + added_us, "p99": 30_000.0}
                 cell = Cell("async", 1.0, config, busy=busy)
                 rows.append(Measurement(cell, 1.0, 1.0, {}, gap_us))
     found = busy_thread.gap_rows(rows)
     added = {(row.busy, row.config): row.added_us["p50"].value for row in found}
-    assert added.pop((True, "mooncake_both")) == pytest.approx(5_000)
+    assert added.pop((1.0, "mooncake_both")) == pytest.approx(5_000)
     assert set(added.values()) == {0}
     assert all(row.added_us["p99"].value == 0 for row in found)
 

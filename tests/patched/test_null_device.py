@@ -29,16 +29,14 @@ def slow_model(tmp_path_factory):
     return write_null_model(folder, 8_192, Forward(FORWARD_US)).folder
 
 
-def decode(model, folder, monkeypatch, executor_name: str) -> float:
+def decode(model, folder, monkeypatch, null_device: str) -> float:
     """Two requests decode; us per step, once they have begun."""
-    from kvtax_null_model import device
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     kv_transfer_state._KV_CONNECTOR_AGENT = None
     monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(folder))
     with recording(folder):
-        executor = getattr(device, executor_name)
-        engine = NullEngine(model, NOOP, executor=executor)
+        engine = NullEngine(model, NOOP, null_device=null_device)
         for _ in range(2):
             engine.add([1] * 20, TOKENS)
         steps_s = []
@@ -47,20 +45,20 @@ def decode(model, folder, monkeypatch, executor_name: str) -> float:
             outputs, _ = core.step_fn()
             if outputs:
                 steps_s.append(time.perf_counter())
-        core.model_executor._device._file.flush()
+        core.model_executor.driver_worker.worker.null_device._file.flush()
     took = sorted(b - a for a, b in pairwise(steps_s))
     assert len(steps_s) >= TOKENS
     return 1e6 * took[len(took) // 2]
 
 
-EXECUTORS = ["NullDeviceExecutor", "OverlappingNullDeviceExecutor"]
+SCHEDULING = ["sync", "async"]
 
 
-@pytest.mark.parametrize("executor_name", EXECUTORS)
+@pytest.mark.parametrize("null_device", SCHEDULING)
 def test_forwards_run_one_after_the_other_for_as_long_as_they_take(
-    slow_model, tmp_path, monkeypatch, executor_name
+    slow_model, tmp_path, monkeypatch, null_device
 ):
-    decode(slow_model, tmp_path, monkeypatch, executor_name)
+    decode(slow_model, tmp_path, monkeypatch, null_device)
     device = read_device_steps(only_life(tmp_path) / "device_step.jsonl").records
     assert len(device) >= TOKENS
     for one in device:
@@ -69,17 +67,17 @@ def test_forwards_run_one_after_the_other_for_as_long_as_they_take(
     assert all(a.ended_ns <= b.began_ns for a, b in pairwise(device))
 
 
-@pytest.mark.parametrize("executor_name", EXECUTORS)
+@pytest.mark.parametrize("null_device", SCHEDULING)
 def test_the_host_s_work_is_hidden_only_where_steps_overlap(
-    slow_model, tmp_path, monkeypatch, executor_name
+    slow_model, tmp_path, monkeypatch, null_device
 ):
-    step_us = decode(slow_model, tmp_path, monkeypatch, executor_name)
+    step_us = decode(slow_model, tmp_path, monkeypatch, null_device)
     device = read_device_steps(only_life(tmp_path) / "device_step.jsonl").records
     ((instance,), _) = read_instances(tmp_path)
     table = exposed(instance.steps, device)
     alone = instance.covered_us / instance.steps["step_us"].sum()
     waited_us = table["exposed.scheduler_us"] + table["exposed.model_us"]
-    if executor_name == "NullDeviceExecutor":
+    if null_device == "sync":
         assert step_us > FORWARD_US + waited_us.median()
         assert waited_us.median() > 100
         assert alone == pytest.approx(1, abs=1e-3)

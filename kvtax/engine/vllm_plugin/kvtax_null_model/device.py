@@ -8,19 +8,17 @@ asynchronous scheduling works without a GPU.
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
-from vllm.config import VllmConfig
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvtax_null_model.forward import SimulatedForward
 
 if TYPE_CHECKING:
     from vllm.kvtax_probe.files import RecordFile
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from kvtax_null_model.model import NullForCausalLM
 
@@ -75,46 +73,39 @@ class NullOutput(AsyncModelRunnerOutput):
         return self.output
 
 
-class NullDeviceExecutor(UniProcExecutor):
-    """One step after the other: the host waits for each forward."""
+class NullDeviceWorker(CPUWorker):
+    """A worker with a null device: its forward takes time there.
 
-    overlapping = False
-
-    def _init_executor(self) -> None:
-        super()._init_executor()
-        worker = self.driver_worker.worker
-        # vLLM declares any module there, where it puts a model runner.
-        runner = cast("GPUModelRunner", worker.model_runner)
-        model = cast("NullForCausalLM", runner.model)
-        # The model's own, until the device takes its place.
-        simulated = cast("SimulatedForward | None", model.simulated)
-        self._device = NullDevice(simulated or SimulatedForward(0, 0, 0))
-        model.simulated = self._device
-        sample = worker.sample_tokens
-
-        def sample_tokens(*told):
-            output = NullOutput(sample(*told), self._device.free_ns)
-            return output if self.overlapping else output.get_output()
-
-        # A method of this one worker is replaced, which mypy cannot follow.
-        worker.sample_tokens = sample_tokens  # type: ignore[method-assign]
-
-    def execute_model(self, scheduler_output, non_block: bool = False):
-        self._device.step_id = getattr(scheduler_output, "step_id", None)
-        self._device.life = getattr(scheduler_output, "records_life", None)
-        return super().execute_model(scheduler_output, non_block)
-
-
-class OverlappingNullDeviceExecutor(NullDeviceExecutor):
-    """With vLLM's asynchronous scheduling: a step is scheduled while one runs.
-
-    The CPU's model runner is made without, as it has no streams; the scheduler and the
-    engine's loop, which are made after it, are those of a GPU.
+    With vLLM's asynchronous scheduling a step is scheduled while one runs, otherwise
+    the host waits for each.
     """
 
-    overlapping = True
-    max_concurrent_batches = 2
+    def init_device(self) -> None:
+        # The CPU's model runner is made without, as it has no streams; scheduler,
+        # executor and the engine's loop are those of a GPU.
+        scheduling = self.vllm_config.scheduler_config
+        self._overlapping = scheduling.async_scheduling
+        scheduling.async_scheduling = False
+        super().init_device()
+        scheduling.async_scheduling = self._overlapping
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        # vLLM declares any module there.
+        model = cast("NullForCausalLM", self.model_runner.model)
+        # The model's own, until the device takes its place.
+        simulated = cast("SimulatedForward | None", model.simulated)
+        self.null_device = NullDevice(simulated or SimulatedForward(0, 0, 0))
+        model.simulated = self.null_device
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if self.rank == 0:
+            self.null_device.step_id = getattr(scheduler_output, "step_id", None)
+            self.null_device.life = getattr(scheduler_output, "records_life", None)
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        # Whole, as the runner schedules nothing ahead.
+        sampled = cast("ModelRunnerOutput", super().sample_tokens(grammar_output))
+        output = NullOutput(sampled, self.null_device.free_ns)
+        return output if self._overlapping else output.get_output()
