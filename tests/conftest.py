@@ -4,6 +4,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,7 +22,8 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Each patch that a test applies waits for the disk, and for all that other tests write
-# to it. In memory nothing waits.
+# to it. In memory nothing waits, and nothing is kept: to look at a test's files, set
+# TMPDIR.
 MEMORY, ROOM_BYTES = "/dev/shm", 12 << 30
 
 
@@ -35,9 +37,6 @@ def is_roomy() -> bool:
     free_bytes = min(available_bytes, place.f_bavail * place.f_frsize)
     return free_bytes > ROOM_BYTES and not place.f_flag & os.ST_NOEXEC
 
-
-if "TMPDIR" not in os.environ and is_roomy():
-    os.environ["TMPDIR"] = tempfile.tempdir = MEMORY
 
 # A shell starts a command in the background with SIGINT ignored. What a test starts
 # would inherit that, and a test that interrupts it would wait to its timeout.
@@ -53,6 +52,22 @@ settings.load_profile("few")
 
 # Folders whose tests share servers: one worker of pytest-xdist runs all of each.
 TOGETHER = ("tests/patched/", "tests/e2e/")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Have this run's files in a folder of MEMORY, and remove it at the end."""
+    # A worker of pytest-xdist has the folder of its parent.
+    if "TMPDIR" in os.environ or not is_roomy():
+        return
+    for other in Path(MEMORY).glob("kvtest-*"):
+        if not Path("/proc", other.name.removeprefix("kvtest-")).exists():
+            shutil.rmtree(other, ignore_errors=True)
+    folder = Path(MEMORY, f"kvtest-{os.getpid()}")
+    folder.mkdir()
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    config.option.basetemp = config.option.basetemp or str(folder / "pytest")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -16,7 +16,7 @@ from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord
 
-pytestmark = [pytest.mark.e2e, pytest.mark.serial, pytest.mark.timeout(3_600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3_600)]
 
 HONEST = "from connectors.noop import NoopConnector as Mine\n"
 # 5 us per running request, and per run of neighbours among a new request's blocks;
@@ -77,6 +77,7 @@ def broken(tmp_path_factory):
     return run, read_document(cell, CellRecord)
 
 
+@pytest.mark.serial
 def test_the_growth_is_found_along_its_axis_with_its_slope_and_no_other(broken):
     _, cell = broken
     running = growth(cell, "running", META)
@@ -87,6 +88,7 @@ def test_the_growth_is_found_along_its_axis_with_its_slope_and_no_other(broken):
     assert "linear" not in orders.values()
 
 
+@pytest.mark.serial
 def test_an_arriving_request_lies_in_as_many_fragments_as_the_level_says(broken):
     _, cell = broken
     found = growth(cell, "fragments", ALLOCATED)
@@ -97,6 +99,7 @@ def test_an_arriving_request_lies_in_as_many_fragments_as_the_level_says(broken)
     assert growth(cell, "fragments", META).order == "constant"
 
 
+@pytest.mark.serial
 def test_a_look_up_of_the_prompts_blocks_grows_with_the_prompt_alone(broken):
     _, cell = broken
     found = growth(cell, "prompt", LOOKED_UP)
@@ -111,6 +114,7 @@ def test_a_look_up_of_the_prompts_blocks_grows_with_the_prompt_alone(broken):
     assert growth(cell, "prompt", ALLOCATED).slope.ci95[1] < 30
 
 
+@pytest.mark.serial
 def test_the_summary_is_a_sentence_and_a_table(broken):
     run, _ = broken
     sentence, table = run.summary.split("\n\n")
@@ -121,6 +125,7 @@ def test_the_summary_is_a_sentence_and_a_table(broken):
     assert row.endswith(f"| {LOOKED_UP.removesuffix('_us')} |")
 
 
+@pytest.mark.serial
 def test_the_gate_ends_with_1_and_names_what_grew_along_what(broken):
     run, _ = broken
     assert run.returncode == 1, run.stderr
@@ -134,6 +139,7 @@ def test_a_connector_that_does_not_start_is_told_with_its_reason(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.serial
 def test_the_action_passes_what_is_honest_and_names_what_got_worse(tmp_path):
     action = yaml.safe_load((REPOSITORY / "action.yml").read_text())
     (script,) = [
