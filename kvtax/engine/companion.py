@@ -21,6 +21,7 @@ from kvtax.engine.provenance import secrets_in
 from kvtax.engine.releases import beside
 from kvtax.engine.server import tail
 from kvtax.engine.supervise import Supervised
+from kvtax.paths import REPOSITORY
 
 READY_DEADLINE_S = 120.0
 PORTS = 9
@@ -73,7 +74,8 @@ def _filled(value: Any, given: dict[str, str]) -> Any:
 
 
 def _environment(connector: Connector, installed: Installation) -> dict[str, str]:
-    path = [beside(connector.beside, installed), os.environ.get("PYTHONPATH")]
+    folder = beside(connector.beside, installed)
+    path = [folder, REPOSITORY, os.environ.get("PYTHONPATH")]
     paths = os.pathsep.join(str(one) for one in path if one)
     return os.environ | {"PYTHONPATH": paths} | connector.env
 
