@@ -24,7 +24,7 @@ BENCHMARKS = (
     Benchmark("hooks", 15, "step records: cost per engine step, off and on"),
     Benchmark("get_finished", 3, "Mooncake's get_finished, before and after its fix"),
     Benchmark("exposure", 20, "connector work that users feel, by scheduling mode"),
-    Benchmark("busy_thread", 15, "token gaps beside a busy thread, by connector"),
+    Benchmark("busy_thread", 11, "token gaps beside a busy thread, by connector"),
     Benchmark("growth", 15, "scheduler-side costs before and after a fix"),
     Benchmark("block_order", 25, "Mooncake's descriptors, by the order of block ids"),
     Benchmark("direct_read_cost", 7, "being read by peers: cost per engine step"),

@@ -63,8 +63,8 @@ def load(
 ) -> tuple[int, int, list[float], list[float], list[float]]:
     """Return the steps [first, end), TTFT and TPOT in ms by request, and token gaps.
 
-    Arrivals are a Poisson process of `rate_rps`; all at once if it is 0. A
-    Python thread of the last rank's process computes for `busy` of the time.
+    Arrivals are a Poisson process of `rate_rps`; all at once if it is 0. A Python
+    thread of the last rank's process computes for a share `busy` of the time.
     """
     DELAY_US.update(delay_us)
     chance = random.Random(seed)
@@ -76,8 +76,11 @@ def load(
     first_step = recorder.next_step_id
     ranks = bench.engine.core.model_executor
     ranks.collective_rpc(busy_python.start_in_last_rank, args=(busy,))
-    tokens_s, arrival_s = serve_all(bench, due_s, prompt_tokens, output_tokens)
-    ranks.collective_rpc(busy_python.stop)
+    try:
+        tokens_s, arrival_s = serve_all(bench, due_s, prompt_tokens, output_tokens)
+    finally:
+        # Otherwise the thread would keep a process alive that has failed.
+        ranks.collective_rpc(busy_python.stop)
     DELAY_US.update(dict.fromkeys(DELAY_US, 0.0))
     ttft_ms = [1e3 * (tokens_s[one][0] - at) for one, at in arrival_s.items()]
     tpot_ms = [

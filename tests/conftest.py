@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -60,14 +62,29 @@ def pytest_configure(config: pytest.Config) -> None:
     # A worker of pytest-xdist has the folder of its parent.
     if "TMPDIR" in os.environ or not is_roomy():
         return
-    for other in Path(MEMORY).glob("kvtest-*"):
-        if not Path("/proc", other.name.removeprefix("kvtest-")).exists():
+    folder = tempfile.mkdtemp(prefix="kvt-", dir=MEMORY)
+    # Some tests start servers of another user.
+    os.chmod(folder, 0o755)
+    lock(folder)
+    for other in Path(MEMORY).glob("kvt-*"):
+        # A run that was killed holds its folder no longer.
+        with suppress(OSError):
+            os.close(lock(other))
             shutil.rmtree(other, ignore_errors=True)
-    folder = Path(MEMORY, f"kvtest-{os.getpid()}")
-    folder.mkdir()
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    config.option.basetemp = config.option.basetemp or str(folder / "pytest")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    config.option.basetemp = config.option.basetemp or f"{folder}/pytest"
+
+
+def lock(folder: str | Path) -> int:
+    """Hold a folder to the end of this process. Raises OSError if another holds it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

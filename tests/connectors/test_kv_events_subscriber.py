@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import zmq
 
 from kvtax.engine.ports import reserve
@@ -15,6 +16,7 @@ from kvtax.paths import REPOSITORY
 PATIENCE_MS = 60_000
 
 
+@pytest.mark.slow
 def test_it_subscribes_to_all_and_takes_each_message(tmp_path):
     endpoint, port = f"ipc://{tmp_path}/events", reserve(1)[0].http
     # It waits for the subscriber instead of dropping messages.
