@@ -75,7 +75,6 @@ def test_a_point_of_the_host_table_is_what_was_running_and_how_long_it_took(tmp_
     assert cell.steps.scheduler.us_per_1k_cached_blocks == pytest.approx(20)
 
 
-@pytest.mark.slow
 def test_the_committed_host_table_is_the_cells_and_follows_its_own_schema():
     committed = json.loads(host_table.TABLE.read_text())
     jsonschema.validate(committed, committed["json_schema"])
