@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fetches the source release of a vLLM version, tests included:
 #   fetch_vllm.sh VERSION FOLDER
-# What is fetched has the hash in configs/releases.toml, before any of it runs.
+# What is fetched has the hash in configs/releases.toml. None of it runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 version=$1 folder=$2
@@ -18,12 +18,22 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 echo "vllm==$version --hash=sha256:$sha256" >"$scratch/requirements.txt"
 echo "fetching the source of vLLM $version"
-# pip asks a source release for its metadata even when it only fetches it. vLLM's answers
-# only if its build tools are installed and it is told to build for no device.
-VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$version \
-    SETUPTOOLS_SCM_PRETEND_VERSION=$version \
-    .venv/bin/python -m pip download -q --no-deps --no-binary :all: \
-    --no-build-isolation --dest "$scratch" \
+# pip asks a source release for its metadata even when it only fetches it. vLLM's own
+# answer takes torch and seconds, so a backend that knows no more answers.
+mkdir -p "$scratch/backend/setuptools"
+touch "$scratch/backend/setuptools/__init__.py"
+cat >"$scratch/backend/setuptools/build_meta.py" <<END
+from pathlib import Path
+
+def prepare_metadata_for_build_wheel(folder, settings=None):
+    info = Path(folder, "vllm-$version.dist-info")
+    info.mkdir()
+    text = "Metadata-Version: 2.1\\nName: vllm\\nVersion: $version\\n"
+    info.joinpath("METADATA").write_text(text)
+    return info.name
+END
+PYTHONPATH=$scratch/backend .venv/bin/python -m pip download -q --no-deps \
+    --no-binary :all: --no-build-isolation --dest "$scratch" \
     --require-hashes -r "$scratch/requirements.txt"
 mkdir "$scratch/source"
 tar -xzf "$scratch"/vllm-*.tar.gz -C "$scratch/source" --strip-components=1

@@ -121,15 +121,19 @@ install_uv() {
         -r <(echo "uv==$uv_version --hash=sha256:$uv_sha256")
 }
 
+# Of these a server imports little or nothing.
+rarely_imported='/(anthropic|fontTools|moto|mypy|numba|pip|ray|setuptools|transformers/models)/'
+
 # The bytecode is kept. Without it, each server compiles vLLM and torch again, which
 # takes half of its start. An older .venv, without bytecode, gets it here.
 install_environment() {
     echo "setup: installing the locked environment ($lock)"
     [[ -x .venv/bin/python ]] || make_environment
     cp "$lock" "$stamp"
-    "$uv" pip sync -q --compile-bytecode --require-hashes \
-        --python .venv/bin/python "$lock"
+    "$uv" pip sync -q --require-hashes --python .venv/bin/python "$lock"
     "$uv" pip install -q --no-deps --no-build-isolation --python .venv/bin/python -e .
+    # A file for another Python cannot be compiled, and does not have to be.
+    .venv/bin/python -m compileall -qq -j 0 -x "$rarely_imported" .venv/lib || true
     complete_stamp >"$stamp"
 }
 
