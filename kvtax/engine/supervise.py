@@ -177,9 +177,13 @@ def stop_tree(process: subprocess.Popen, term_grace_s: float = TERM_GRACE_S) -> 
         signal_all(left, signal.SIGKILL)
         time.sleep(0.02)
     for pid in stopped:
-        # What the OpenMP runtime leaves behind when its process is killed.
-        for segment in Path("/dev/shm").glob(f"__KMP_REGISTERED_LIB_{pid}_*"):
-            segment.unlink(missing_ok=True)
+        remove_openmp_segment(pid)
+
+
+def remove_openmp_segment(pid: int) -> None:
+    """Remove what OpenMP leaves in memory of a process that was killed or a fork."""
+    for segment in Path("/dev/shm").glob(f"__KMP_REGISTERED_LIB_{pid}_*"):
+        segment.unlink(missing_ok=True)
 
 
 def main() -> int:

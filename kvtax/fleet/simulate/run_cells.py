@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 
 from kvtax.engine.lines import Lines
+from kvtax.engine.supervise import remove_openmp_segment
 from kvtax.fleet.experiment.freshness import counted, judge
 from kvtax.fleet.instances import write_instances
 from kvtax.fleet.proxy.core import Core
@@ -90,6 +91,8 @@ def main() -> None:
             if isinstance(ready, int):
                 process, cell = running.pop(ready)
                 process.join()
+                assert process.pid is not None
+                remove_openmp_segment(process.pid)
                 # Not even the reason was written, or it was killed.
                 if status := process.exitcode:
                     why = f"signal {-status}" if status < 0 else f"status {status}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from statistics import mean
@@ -16,6 +17,7 @@ import pytest
 from kvtax.cli import Exit
 from kvtax.engine.settings import Forward
 from kvtax.fleet.analyze.arm_runs import ArmRun, read_run
+from kvtax.fleet.simulate import run_cells
 from kvtax.fleet.simulate.bound import Latency, _means, above, bounds, measured
 from kvtax.fleet.trace import read_trace
 from kvtax.paths import REPOSITORY
@@ -180,3 +182,30 @@ def test_a_run_that_can_write_nothing_ends_the_command(tmp_path: Path) -> None:
     done = run(config, out)
     assert done.returncode == Exit.BAD_INPUT
     assert "kvtax: " in done.stderr and "linear@1" in done.stderr
+
+
+class AnyCell(msgspec.Struct):
+    note: str
+
+
+def leave_a_segment(cell: AnyCell, cores: set[int]) -> None:
+    segment = Path("/dev/shm", f"__KMP_REGISTERED_LIB_{os.getpid()}_test")
+    segment.touch()
+    Path(cell.note).write_text(str(segment))
+
+
+def test_what_openmp_leaves_in_memory_goes_with_the_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_cells, "Cell", AnyCell)
+    monkeypatch.setattr(run_cells, "_import_all", lambda cell: None)
+    monkeypatch.setattr(run_cells, "_run_or_fail", leave_a_segment)
+    cell, note, pipe = (tmp_path / name for name in ("cell", "note", "pipe"))
+    cell.write_bytes(msgspec.json.encode(AnyCell(str(note))))
+    os.mkfifo(pipe)
+    monkeypatch.setattr("sys.argv", ["run_cells", str(pipe), "1"])
+    writer = threading.Thread(target=pipe.write_text, args=(f"{cell}\n",))
+    writer.start()
+    run_cells.main()
+    writer.join()
+    assert not Path(note.read_text()).exists()
