@@ -24,7 +24,7 @@ test-all: setup vllm-releases browser ## all tests, the long ones too (hours)
 	$(python) -m pytest -m "" --hypothesis-profile many
 
 fleet-test: setup vllm-releases ## the fleet's tests, the long ones too (20 minutes)
-	$(python) -m pytest -m "" tests/fleet tests/e2e/test_fleet_launch.py \
+	$(python) -m pytest -m "" fleet/tests tests/e2e/test_fleet_launch.py \
 	    tests/e2e/test_offloads.py
 
 hosts-test: setup ## work on a Ray cluster, hosts of which are lost (needs root; 35 minutes)
@@ -41,8 +41,8 @@ lint: setup ## ruff: check and format; mypy
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 
-results: setup ## make results in virtual time again and compare with results.lock: NAME=virtual-open_loop, or all
-	$(python) -m tools.results $(NAME)
+results: setup ## make results in virtual time again and compare with fleet/results.lock: NAME=virtual-open_loop, or all
+	$(python) -m kvtax_fleet.locked_results $(NAME)
 
 browser: ## install Chromium, for the tests of the reports' pages; without it they are skipped
 	@type chromium >/dev/null 2>&1 || bash tests/report/install_browser.sh

@@ -131,7 +131,7 @@ install_environment() {
     [[ -x .venv/bin/python ]] || make_environment
     cp "$lock" "$stamp"
     "$uv" pip sync -q --require-hashes --python .venv/bin/python "$lock"
-    "$uv" pip install -q --no-deps --no-build-isolation --python .venv/bin/python -e .
+    "$uv" pip install -q --no-deps --no-build-isolation --python .venv/bin/python -e . -e fleet
     # A file for another Python cannot be compiled, and does not have to be.
     .venv/bin/python -m compileall -qq -j 0 -x "$rarely_imported" .venv/lib || true
     complete_stamp >"$stamp"
@@ -149,7 +149,7 @@ make_environment() {
 
 complete_stamp() {
     cat "$lock"
-    echo "# bytecode compiled, kvtax installed from this checkout"
+    echo "# bytecode compiled, kvtax and kvtax-fleet installed from this checkout"
 }
 
 is_installed() { [[ -x .venv/bin/python ]] && cmp -s <(complete_stamp) "$stamp"; }

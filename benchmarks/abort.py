@@ -25,12 +25,12 @@ from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.null_model import null_checkpoint
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.ports import reserve
 from kvtax.engine.releases import release, source_package
 from kvtax.engine.settings import CPU_ENGINE
 from kvtax.patcher import Tree
 from kvtax.paths import REPOSITORY
-from kvtax.stats.markdown import table
+from kvtax.proc.ports import reserve
+from kvtax.report.markdown import table
 
 RELEASE = "0.32.0"
 LAB = REPOSITORY / "tests" / "patched"

@@ -19,10 +19,10 @@ from benchmarks.results import NotMeasured, publish
 from kvtax.axes.cell import measure
 from kvtax.axes.limits import no_worse
 from kvtax.engine.connector import Connector, load_connector
-from kvtax.engine.machine_lock import machine_lock
 from kvtax.engine.releases import release
+from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.observatory_cell import CellRecord
-from kvtax.stats.markdown import table
+from kvtax.report.markdown import table
 
 # Configs of configs/connectors/, and their copies in axes_gate_connectors.py.
 CONNECTORS = {

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import polars as pl
+from kvtax_fleet.analyze.arm_runs import read_run
+from kvtax_fleet.analyze.frames import requests_frame
 
 from benchmarks.results import publish
-from kvtax.fleet.analyze.arm_runs import read_run
-from kvtax.fleet.analyze.frames import requests_frame
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
-from kvtax.stats.markdown import table
+from kvtax.report.markdown import table
 
 # Two figures agree if neither is more than a quarter above the other. So do two changes
-# that are as near as a change that does not matter (docs/fleet/questions.md), and two
+# that are as near as a change that does not matter (fleet/docs/questions.md), and two
 # slopes that are as near as the margin of a verdict.
 AGREES_WITHIN = 1.25
 NEAR_PERCENT = 5.0
@@ -116,13 +116,13 @@ def _analysis(run: Path, experiment: str, arms: Iterable[str]) -> Any:
     if not file.is_file():
         raise RecordsError(
             f"{file} is not there: give a finished run of "
-            f"configs/experiments/{experiment}.toml"
+            f"fleet/configs/experiments/{experiment}.toml"
         )
     document = msgspec.json.decode(file.read_bytes())
     if missing := set(arms) - document.get("arms", {}).keys():
         raise RecordsError(
             f"{file} has no {', '.join(sorted(missing))}: give a run of "
-            f"configs/experiments/{experiment}.toml"
+            f"fleet/configs/experiments/{experiment}.toml"
         )
     return document
 

@@ -30,8 +30,8 @@ from benchmarks.results import (
 )
 from kvtax.engine.installation import Installation
 from kvtax.engine.releases import release
+from kvtax.report.markdown import table
 from kvtax.stats import Estimate
-from kvtax.stats.markdown import table
 from kvtax.stats.resampling import over_rounds, ratio
 
 PATCH = "mooncake_sorted_block_groups"

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvtax.engine.before_after import before_and_after
 from kvtax.engine.engine_process import serve
+from tests.harness.before_after import before_and_after
 
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 MOONCAKE = f"{CONNECTORS}.mooncake.mooncake_connector"

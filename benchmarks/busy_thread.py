@@ -33,8 +33,8 @@ from benchmarks.exposure import (
 from benchmarks.results import configure_rounds, publish
 from kvtax.engine.connector import load_connector
 from kvtax.engine.settings import CPU_ENGINE
+from kvtax.report.markdown import table
 from kvtax.stats import Estimate
-from kvtax.stats.markdown import table
 from kvtax.stats.resampling import difference
 
 CONFIGS = [FLOOR, "mooncake_both", "mooncake_both_fixed"]

@@ -18,13 +18,13 @@ from itertools import combinations
 import numpy as np
 
 from benchmarks.results import at_least
-from kvtax.cost.holds import QUIET
-from kvtax.cost.measured import Fits
-from kvtax.cost.metrics import MARGIN_US_PER_1K_BLOCKS
-from kvtax.cost.verdict import judge_metric
+from kvtax.report.markdown import table
 from kvtax.stats.distribution import SEED, Floats
 from kvtax.stats.held import Fit, Holds, fit
-from kvtax.stats.markdown import table
+from kvtax.verdict.holds import QUIET
+from kvtax.verdict.measured import Fits
+from kvtax.verdict.metrics import MARGIN_US_PER_1K_BLOCKS
+from kvtax.verdict.verdict import judge_metric
 
 AIM, MOST_FALSE = 0.93, 0.05
 LEVEL = 0.95
@@ -125,7 +125,7 @@ def draw(
     slowness = speed[:, None] * np.exp(
         WORKS_NOISE * rng.standard_normal((len(level), len(WORKS_NOISE)))
     )
-    # As in kvtax.cost.holds.places, by works that are known as well as these.
+    # As in kvtax.verdict.holds.places, by works that are known as well as these.
     works = slowness.max(axis=1) * slower
     disturbance = np.maximum(works / np.quantile(works, QUIET), 1.0)
     drift = kind.drift * number / len(X_1K)

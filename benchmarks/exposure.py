@@ -39,9 +39,9 @@ from kvtax.look.critical_path import exposed
 from kvtax.look.instances import read_instances
 from kvtax.records.life import only_life
 from kvtax.records.steps import read_device_steps
+from kvtax.report.markdown import table
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Floats
-from kvtax.stats.markdown import table
 from kvtax.stats.resampling import difference
 
 # The second is no longer than a slow host's work.

@@ -39,11 +39,11 @@ from kvtax.engine.engine_process import EngineProcess, serve
 from kvtax.engine.installation import installation
 from kvtax.engine.releases import release
 from kvtax.engine.settings import CPU_ENGINE
+from kvtax.report.markdown import table
 from kvtax.stats import Estimate
-from kvtax.stats.aims import Aim, aims_table
 from kvtax.stats.distribution import Floats
-from kvtax.stats.markdown import table
 from kvtax.stats.resampling import over_rounds
+from kvtax.verdict.aims import Aim, aims_table
 
 FLOOR, BEFORE, AFTER = "noop", "mooncake", "short-circuit"
 NOTHING_PENDING = "nothing pending"

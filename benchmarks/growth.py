@@ -31,14 +31,14 @@ from benchmarks.results import (
     publish,
     turns,
 )
-from kvtax.engine.before_after import TimedTwin, before_and_after
 from kvtax.engine.engine_process import serve
 from kvtax.engine.installation import Installation
 from kvtax.engine.releases import release
+from kvtax.report.markdown import table
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Floats
-from kvtax.stats.markdown import table
 from kvtax.stats.resampling import over_rounds, ratio
+from tests.harness.before_after import TimedTwin, before_and_after
 
 MIN_ROUNDS, MIN_STEPS = 4, 20
 RELEASE = "0.32.0"
@@ -182,7 +182,7 @@ class BothVersions:
     """Modules before and after the fix `patch`, and how the pool's are timed."""
 
     def __init__(self, model: str, patch: str, block_tokens: str) -> None:
-        from kvtax.engine.scheduler_alone import SUBJECTS
+        from tests.harness.scheduler_alone import SUBJECTS
 
         self.model = Path(model)
         self.block_tokens = int(block_tokens)
@@ -202,7 +202,7 @@ def time_decode(
     Both versions get what the scheduler gives in the same decode-only step, while
     `running` requests of `context_tokens` run and nothing is to be loaded.
     """
-    from kvtax.engine.scheduler_alone import BLOCK_SIZE, LoneScheduler
+    from tests.harness.scheduler_alone import BLOCK_SIZE, LoneScheduler
 
     subject = fix.subject
     length = context_tokens + WARM_UP_STEPS + steps + BLOCK_SIZE

@@ -32,10 +32,10 @@ from benchmarks.results import (
     publish,
     turns,
 )
+from kvtax.report.markdown import number, table
 from kvtax.stats import Estimate
-from kvtax.stats.aims import Aim, Judgement, judge
-from kvtax.stats.markdown import number, table
 from kvtax.stats.resampling import added
+from kvtax.verdict.aims import Aim, Judgement, judge
 
 HOOK_LOOPS = 50
 MIN_ROUNDS, MIN_STEPS = 8, 20

@@ -22,26 +22,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-
-from benchmarks.results import Variant, engines, publish
-from kvtax.engine.engine_process import serve
-from kvtax.fleet.launch.instance_settings import read_instance_settings
-from kvtax.fleet.proxy.settings import Settings, resolved
-from kvtax.fleet.replay.options import Options
-from kvtax.fleet.simulate.cells import Cell, Member
-from kvtax.fleet.simulate.cost import StepCost
-from kvtax.fleet.simulate.measure_host import (
-    BLOCK_TOKENS,
-    HELD_TOKENS,
-    LONG_BATCH,
-    host_steps,
-)
-from kvtax.fleet.trace import write_trace
-from kvtax.fleet.trace.request import Request
-from kvtax.paths import CONFIGS, REPOSITORY
-from kvtax.records.arm import PlannedArm, TraceFacts
-from kvtax.records.files import read_document, read_lines, write_whole
-from kvtax.records.host_times import (
+from kvtax_fleet.launch.instance_settings import read_instance_settings
+from kvtax_fleet.proxy.settings import Settings, resolved
+from kvtax_fleet.records.arm import PlannedArm, TraceFacts
+from kvtax_fleet.records.host_times import (
     HostCell,
     HostPoint,
     HostTable,
@@ -49,11 +33,27 @@ from kvtax.records.host_times import (
     StepTime,
     StepTimes,
 )
-from kvtax.records.instances import Instance
+from kvtax_fleet.records.instances import Instance
+from kvtax_fleet.replay.options import Options
+from kvtax_fleet.simulate.cells import Cell, Member
+from kvtax_fleet.simulate.cost import StepCost
+from kvtax_fleet.simulate.measure_host import (
+    BLOCK_TOKENS,
+    HELD_TOKENS,
+    LONG_BATCH,
+    host_steps,
+)
+from kvtax_fleet.trace import write_trace
+from kvtax_fleet.trace.request import Request
+
+from benchmarks.results import Variant, engines, publish
+from kvtax.engine.engine_process import serve
+from kvtax.paths import CONFIGS, REPOSITORY
+from kvtax.records.files import read_document, read_lines, write_whole
 from kvtax.records.observatory_cell import CellRecord, read_cells
 from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader
+from kvtax.report.markdown import table
 from kvtax.stats import Estimate
-from kvtax.stats.markdown import table
 from kvtax.stats.quantiles import median_of_passes
 
 CELLS = REPOSITORY / "docs" / "results" / "observatory"
@@ -176,7 +176,7 @@ def report(rows: list[dict[str, Any]]) -> list[str]:
     title = (
         "Mean latencies of a simulator whose host takes nothing, against one with this "
         f"part of vLLM {RELEASE}'s host; one instance of {PROFILE.block_size} tokens "
-        "per block, the forward of configs/fleet/h20-30b-a3b.toml:"
+        "per block, the forward of fleet/configs/profiles/h20-30b-a3b.toml:"
     )
     return [title, table(head, lines)]
 
@@ -245,7 +245,7 @@ def arguments_of(model: str) -> list[str]:
 @contextmanager
 def simulated(model: str, running: int, host: StepTimes) -> Iterator[Path]:
     """Simulate an instance with so many requests under way; yield the run's folder."""
-    from kvtax.fleet.simulate.run_cells import run_cell
+    from kvtax_fleet.simulate.run_cells import run_cell
 
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -310,7 +310,7 @@ def _facts(requests: list[Request]) -> TraceFacts:
 
 
 if __name__ == "__main__":
-    from kvtax.fleet.simulate.virtual_engine import VirtualEngine
+    from kvtax_fleet.simulate.virtual_engine import VirtualEngine
 
     model, socket = sys.argv[1:]
     # What making an engine imports, the forks need not.

@@ -15,8 +15,8 @@ import numpy as np
 import polars as pl
 
 from kvtax.records.engine_requests import EngineRequestHeader
-from kvtax.records.made_up import FIRST_NS, step_columns, write_lines
 from kvtax.records.steps import EngineHeader, WorkerHeader
+from tests.harness.made_up import FIRST_NS, step_columns, write_lines
 
 BATCH_STEPS = 1_000_000
 STEP_NS = 320_000

@@ -31,12 +31,12 @@ from benchmarks.results import configure_rounds, publish, turns
 from kvtax.engine.engine_process import WorkerProcess, serve
 from kvtax.engine.environment import engine_environment
 from kvtax.engine.installation import Installation
-from kvtax.engine.ports import reserve
 from kvtax.engine.releases import release, source_package
 from kvtax.engine.settings import CPU_ENGINE
 from kvtax.patcher import Tree
+from kvtax.proc.ports import reserve
+from kvtax.report.markdown import table
 from kvtax.stats import Estimate
-from kvtax.stats.markdown import table
 from kvtax.stats.resampling import over_rounds, ratio
 
 RELEASE = "0.32.0"

@@ -20,19 +20,19 @@ import numpy as np
 import polars as pl
 
 from benchmarks.results import BadArguments, at_least, publish
-from kvtax.cost.analysis import at_usual_speed
-from kvtax.cost.holds import held_steps, places
-from kvtax.cost.measured import fits_of, looks_of
-from kvtax.cost.metrics import MARGIN_US_PER_1K_BLOCKS, METRICS
-from kvtax.cost.steps import NO_THREADS
-from kvtax.cost.trials import LoadedTrial, load_run
-from kvtax.cost.verdict import judge_all, overall_verdict
 from kvtax.records.run import Verdict
-from kvtax.stats.markdown import DASH, table
+from kvtax.report.markdown import DASH, table
 from kvtax.stats.processes import look_level
+from kvtax.steps.trial_steps import NO_THREADS
+from kvtax.verdict.analysis import at_usual_speed
+from kvtax.verdict.holds import held_steps, places
+from kvtax.verdict.measured import fits_of, looks_of
+from kvtax.verdict.metrics import MARGIN_US_PER_1K_BLOCKS, METRICS
+from kvtax.verdict.trials import LoadedTrial, load_run
+from kvtax.verdict.verdict import judge_all, overall_verdict
 
 POWER = 0.95
-# Columns of kvtax.cost.steps that hold the CPU time of a part.
+# Columns of kvtax.steps.trial_steps that hold the CPU time of a part.
 IN_STEP = ("overhead_us", "step_us", "thread_cpu_us")
 IN_WORKER = ("connector_us", "worker_calls_us", *IN_STEP)
 IN_SCHEDULER = ("schedule_us", "schedule_cpu_us", "scheduler_cpu_us", *IN_STEP)

@@ -18,8 +18,8 @@ import aiohttp
 from benchmarks.results import NotMeasured
 from kvtax.engine.server import Server
 from kvtax.engine.server_spec import SERVED_MODEL
-from kvtax.engine.tiny.checkpoint import VOCAB_SIZE
-from kvtax.engine.tiny.server import BLOCK_TOKENS, Tokens
+from tests.harness.tiny.checkpoint import VOCAB_SIZE
+from tests.harness.tiny.server import BLOCK_TOKENS, Tokens
 
 ANSWER_TOKENS = 6
 # Prompts begin with one of this many beginnings, of this many blocks (least, most).

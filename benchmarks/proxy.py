@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kvtax_fleet.launch import vllm_router as vllm_router_command
 
 from benchmarks.proxy_parts import body_table, decisions_table
 from benchmarks.proxy_targets import (
@@ -38,10 +39,9 @@ from benchmarks.proxy_targets import (
     vllm_router,
 )
 from benchmarks.results import NotMeasured, configure_rounds, publish
-from kvtax.engine import vllm_router as vllm_router_command
 from kvtax.engine.errors import ServerError
+from kvtax.report.markdown import table
 from kvtax.stats import Estimate
-from kvtax.stats.markdown import table
 from kvtax.stats.resampling import over_rounds
 
 DECISIONS, BODY_READS = 20_000, 300
@@ -76,7 +76,7 @@ def measure(
         server = served.stdout.readline().strip()
         targets = {DIRECT: Target(server)}
         proxy = kvtax_proxy(server, folder / "proxy.jsonl")
-        targets["kvtax.fleet.proxy"] = ends.enter_context(proxy)
+        targets["kvtax_fleet.proxy"] = ends.enter_context(proxy)
         for name, serve in STACKS.items():
             targets[name] = ends.enter_context(stack(serve, server))
         if router:

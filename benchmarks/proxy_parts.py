@@ -11,21 +11,21 @@ import timeit
 from pathlib import Path
 
 import numpy as np
-
-from kvtax.engine.kvindexd import kvindexd
-from kvtax.fleet.instances import write_instances
-from kvtax.fleet.policies import (
+from kvtax_fleet.instances import write_instances
+from kvtax_fleet.launch.kvindexd import kvindexd
+from kvtax_fleet.policies import (
     POLICIES,
     Candidate,
     RequestInfo,
     Snapshot,
     parameters_of,
 )
-from kvtax.fleet.proxy.body import Body
-from kvtax.fleet.proxy.kvindexd import Kvindexd
-from kvtax.fleet.proxy.router import Mirror
-from kvtax.records.instances import Instance
-from kvtax.stats.markdown import table
+from kvtax_fleet.proxy.body import Body
+from kvtax_fleet.proxy.kvindexd import Kvindexd
+from kvtax_fleet.proxy.router import Mirror
+from kvtax_fleet.records.instances import Instance
+
+from kvtax.report.markdown import table
 
 INSTANCES = 8
 

@@ -13,11 +13,10 @@ from typing import Any
 import aiohttp
 import uvicorn
 import uvloop
+from kvtax_fleet.proxy.http_server import Request, Server
+from kvtax_fleet.proxy.settings import Settings
+from kvtax_fleet.proxy.upstream import forwarded, open_pool, sent_back
 from multidict import CIMultiDict
-
-from kvtax.fleet.proxy.http_server import Request, Server
-from kvtax.fleet.proxy.settings import Settings
-from kvtax.fleet.proxy.upstream import forwarded, open_pool, sent_back
 
 HOST = "127.0.0.1"
 

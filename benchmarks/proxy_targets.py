@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.results import NotMeasured
-from kvtax.engine.ports import reserve
 from kvtax.paths import REPOSITORY
+from kvtax.proc.ports import reserve
 
 SOURCES = Path(__file__).parent / "proxy_load"
 WORKERS = 32
@@ -93,7 +93,7 @@ def process(core: str, *command: str) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def kvtax_proxy(server: str, log: Path) -> Iterator[Target]:
-    """kvtax.fleet.proxy in front of `server`."""
+    """kvtax_fleet.proxy in front of `server`."""
     command = [sys.executable, "-m", "kvtax", "proxy", "--url", f"a={server}"]
     command += ["--policy", "linear", "--log", str(log)]
     with process(ROUTER_CORE, *command) as one:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare arms of runs in virtual time by the rule that was written before they ran.
 
-The rule, the experiments and what was expected of them are in docs/fleet/questions.md.
+The rule, the experiments and what was expected of them are in fleet/docs/questions.md.
 Prints a table per run, in Markdown, and writes it with JSON. Experiments that the page
 has from earlier calls stay on it.
 """
@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 import polars as pl
+from kvtax_fleet.analyze.arm_runs import read_run
+from kvtax_fleet.analyze.comparison import Paired, paired
+from kvtax_fleet.analyze.frames import requests_frame
 
 from benchmarks.results import publish
-from kvtax.fleet.analyze.arm_runs import read_run
-from kvtax.fleet.analyze.comparison import Paired, paired
-from kvtax.fleet.analyze.frames import requests_frame
 from kvtax.records import RecordsError
 from kvtax.records.estimate import Estimate
-from kvtax.stats.markdown import table
+from kvtax.report.markdown import table
 
 # Least difference of mean E2E that matters, in %.
 MATTERS_PERCENT = 5.0
@@ -211,7 +211,7 @@ def levels_table(found: list[Level]) -> str:
 
 
 def verdict(e2e: Paired) -> str:
-    """Judge a difference of mean E2E by the rule of docs/fleet/questions.md."""
+    """Judge a difference of mean E2E by the rule of fleet/docs/questions.md."""
     interval = e2e.percent.ci95
     if interval is None:
         return "undecided"

@@ -24,18 +24,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-
-from kvtax.engine.settings import Forward
-from kvtax.fleet.analyze.analysis import FleetAnalysis
-from kvtax.fleet.policies.decision import (
+from kvtax_fleet.analyze.analysis import FleetAnalysis
+from kvtax_fleet.policies.decision import (
     CLASSES,
     HEAVY_ABOVE_TOKENS,
     HUGE_ABOVE_TOKENS,
     WARM_BELOW_TOKENS,
 )
-from kvtax.fleet.trace import Request
-from kvtax.fleet.trace.stats import describe
-from kvtax.fleet.trace.study_sample import (
+from kvtax_fleet.trace import Request
+from kvtax_fleet.trace.stats import describe
+from kvtax_fleet.trace.study_sample import (
     DURATION_S,
     FIRST_REQUESTS,
     REQUESTS,
@@ -43,8 +41,10 @@ from kvtax.fleet.trace.study_sample import (
     StudySample,
     sampled_requests,
 )
+
+from kvtax.engine.settings import Forward
 from kvtax.records.files import read_document
-from kvtax.stats.markdown import table
+from kvtax.report.markdown import table
 
 INSTANCES = 8
 KV_TOKENS = 281_888
@@ -54,7 +54,7 @@ TIME_SCALE = 20
 LOADS = (1, 2, 4, 8, 15, 30)
 # `linear` keeps a session where it is up to this many times the mean load.
 OVERLOAD = 2
-# configs/fleet/h20-30b-a3b.toml has the sources of these, at 60 % of the peak.
+# fleet/configs/profiles/h20-30b-a3b.toml has the sources of these, at 60 % of the peak.
 PEAK_US_PER_TOKEN = 44.6
 PEAK_US_PER_CONTEXT_TOKEN = 0.00531
 
@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--run",
         type=Path,
         metavar="DIR",
-        help="result of configs/experiments/study_sample.toml in virtual time",
+        help="result of fleet/configs/experiments/study_sample.toml in virtual time",
     )
 
 

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+from kvtax_fleet.trace import Request
+from kvtax_fleet.trace.prompts import prompt
 
 from benchmarks.results import usage_of
-from kvtax.fleet.trace import Request
-from kvtax.fleet.trace.prompts import prompt
 
 # Two million requests of 20 turns each; the unlucky draw is 1 % below.
 SESSIONS = 101_500

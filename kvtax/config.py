@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvtax.paths import CONFIGS
-
 Kind = TypeVar("Kind")
 
 
@@ -26,7 +24,7 @@ def read_toml(path: Path, kind: type[Kind]) -> Kind:
     try:
         return decode_toml(path, path.read_bytes(), kind)
     except FileNotFoundError:
-        if CONFIGS not in path.parents:
+        if path.parent.parent.name != "configs":
             raise ConfigError(f"{path}: no such file") from None
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.toml")))
         raise ConfigError(

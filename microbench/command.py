@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from kvtax.cli.options import add_connector_config, add_ray, add_vllm
 
 if TYPE_CHECKING:
-    from kvtax.cost.analysis import Analysis
     from kvtax.engine.installation import Installation
+    from kvtax.verdict.analysis import Analysis
     from microbench.profile import Profile
     from microbench.sweep import Rounds
 
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         _report(arguments.report, arguments.out or arguments.report)
         return Exit.GOOD
     if arguments.limits:
-        from kvtax.cost.limits import read_limits
+        from kvtax.verdict.limits import read_limits
 
         read_limits(arguments.limits)  # wrong ones are refused before the run
     profile, installed = _profile(arguments), _installed(arguments)
@@ -125,7 +125,7 @@ def _gate_is_worse(arguments: argparse.Namespace, profile: Profile) -> bool:
     if not arguments.connector or profile.flavour != "cpu":
         return False
     from kvtax.axes.gate import GateOptions, NotMeasured, gate, markdown
-    from kvtax.cost.limits import read_limits
+    from kvtax.verdict.limits import read_limits
 
     options = GateOptions(
         connector=arguments.connector,
@@ -154,8 +154,8 @@ def _measure(
 
     from kvtax import run_folder
     from kvtax.cli import Exit
-    from kvtax.engine.machine_lock import machine_lock
     from kvtax.paths import REPOSITORY
+    from kvtax.proc.machine_lock import machine_lock
     from kvtax.records.run import PLAN_FILE
     from microbench.machine_fit import choices, fitted
     from microbench.sweep import sweep
@@ -198,9 +198,9 @@ def _report(run_dir: Path, out: Path) -> Analysis:
 
 def _is_worse(analysis: Analysis, limits: Path | None) -> bool:
     """Print unexpected verdicts and all limits; return whether one is broken."""
-    from kvtax.cost.comparison import compare, markdown
-    from kvtax.cost.limits import read_limits
-    from kvtax.cost.roles import outcomes
+    from kvtax.verdict.comparison import compare, markdown
+    from kvtax.verdict.limits import read_limits
+    from kvtax.verdict.roles import outcomes
 
     unexpected = [
         outcome

@@ -14,11 +14,11 @@ import msgspec
 from kvtax.config import ConfigError
 from kvtax.engine import preflight
 from kvtax.engine.errors import ServerError
-from kvtax.engine.gpu_fit import DoesNotFit, Fit, fit_shape, fit_weights
 from kvtax.engine.gpus import NoGpu, has_rdma, visible_gpus
 from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import find_model
 from kvtax.engine.preflight import PreflightError
+from microbench.gpu_fit import DoesNotFit, Fit, fit_shape, fit_weights
 from microbench.profile import Profile
 from microbench.workshop import build_overlays
 

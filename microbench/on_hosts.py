@@ -17,12 +17,12 @@ import msgspec
 
 from kvtax.engine import provenance
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.machine_lock import machine_lock
 from kvtax.engine.preflight import check_machine
 from kvtax.engine.releases import release
 from kvtax.hosts.store import Store
 from kvtax.hosts.work import Work, finished_tasks
 from kvtax.hosts.worker import DoTask, require_packages, serve, undo_ray_environment
+from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.files import read_document, write_document, write_whole
 from kvtax.records.run import PLAN_FILE, HostRecord, RunRecord, TrialRecord
 from microbench.profile import Profile

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtax.cost.analysis import Analysis, analyse
-from kvtax.cost.trials import load_run
 from kvtax.engine.provenance import git_commit
 from kvtax.records.files import write_document, write_whole
+from kvtax.verdict.analysis import Analysis, analyse
+from kvtax.verdict.trials import load_run
 from microbench.summary.figures import draw_all
 from microbench.summary.page import code, moments, write_page
 from microbench.summary.summary import write_summary

@@ -8,7 +8,7 @@ or slows down does so for all of them alike.
 After the first repeats, and after each further round, configs without a verdict are
 measured again, as often as the profile allows. Several looks give chance several tries,
 so all intervals are widened by the number of looks that the profile allows
-(kvtax/cost/measured.py).
+(kvtax/verdict/measured.py).
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from rich.live import Live
 from rich.table import Table
 
 from kvtax import run_folder
-from kvtax.cost.analysis import analyse, is_set_aside
-from kvtax.cost.trials import load_run
-from kvtax.cost.warn import doubtfulness
 from kvtax.engine import provenance
 from kvtax.engine.installation import Installation
 from kvtax.engine.preflight import check_machine
@@ -35,6 +32,9 @@ from kvtax.records import stacks
 from kvtax.records.files import read_document, write_document
 from kvtax.records.run import PLAN_FILE, HostRecord, PlanEntry, RunRecord
 from kvtax.run_folder import RunFolderError
+from kvtax.verdict.analysis import analyse, is_set_aside
+from kvtax.verdict.trials import load_run
+from kvtax.verdict.warn import doubtfulness
 from microbench.profile import Profile
 from microbench.trial import PlannedTrial, TrialRecord, read_finished
 from microbench.workshop import Workshop, workshop

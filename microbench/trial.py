@@ -21,17 +21,17 @@ from kvtax.engine.connector import Connector
 from kvtax.engine.environment import DIRECT_READ_SECRET, HASH_SEED
 from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import Checkpoint
-from kvtax.engine.ports import Ports, PortsError
-from kvtax.engine.py_spy import Sampler, SamplingError, processes
 from kvtax.engine.server import Server, ServerError, tail
 from kvtax.engine.server_spec import SERVED_MODEL, Engine, resolve
-from kvtax.engine.supervise import Supervised
+from kvtax.proc.ports import Ports, PortsError
+from kvtax.proc.supervise import Supervised
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document, read_lines, write_document
 from kvtax.records.life import only_life
 from kvtax.records.run import IdleCost, ReadCounts, ReadRecord, ReadsHeader, TrialRecord
 from kvtax.records.steps import EngineHeader, EngineStep, first_step
 from microbench.profile import Profile
+from microbench.py_spy import Sampler, SamplingError, processes
 
 SENT_LATE = 3
 DRIVER_ERRORS = {
@@ -214,7 +214,7 @@ def _peer(
     if connector.reads_per_s is None:
         yield
         return
-    command = [sys.executable, "-m", "microbench.direct_read_peer", str(folder)]
+    command = [sys.executable, "-m", "connectors.direct_read.peer", str(folder)]
     command += [str(ports.direct_read), str(block_size), str(connector.reads_per_s)]
     log = folder / "peer.log"
     # Hash seed and secret are the server's.

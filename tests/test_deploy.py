@@ -20,8 +20,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvtax.engine.ports import reserve
 from kvtax.paths import REPOSITORY
+from kvtax.proc.ports import reserve
 from tests.engine.living import eventually
 from tests.look.made_up_server import served
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtax.axes import run_matrix
-from kvtax.cli import COMMANDS, main
+from kvtax.cli import main, subcommands
 from kvtax.engine import releases
 from kvtax.engine.connector import load_connector
 from kvtax.paths import REPOSITORY
@@ -89,9 +89,9 @@ def missing_commands(page: Path) -> list[str]:
         file = REPOSITORY / module.replace(".", "/")
         if not (file.with_suffix(".py").exists() or (file / "__main__.py").exists()):
             missing.append(f"python -m {module}")
-    subcommands = {command.name for command in COMMANDS}
+    known = {command.name for command in subcommands(["fleet"])}
     used = re.findall(r"(?:^ {4}|`|bin/|uvx )kvtax ([a-z]+)", text, flags=re.MULTILINE)
-    missing += [f"kvtax {name}" for name in used if name not in subcommands]
+    missing += [f"kvtax {name}" for name in used if name not in known]
     return missing
 
 
@@ -123,7 +123,7 @@ def test_each_answer_is_measured_again_by_its_command(monkeypatch, tmp_path):
     monkeypatch.setattr("kvtax.axes.page.write_pages", lambda *_: [])
     for name in ("block_order", "p2p_tier"):
         monkeypatch.setattr(f"benchmarks.{name}.run", lambda arguments: 0)
-    monkeypatch.setattr("kvtax.cli.fleet._run", lambda arguments: 0)
+    monkeypatch.setattr("kvtax_fleet.cli.fleet._run", lambda arguments: 0)
     monkeypatch.setattr("kvtax.cli.look.run", lambda arguments: 0)
     text = (REPOSITORY / "docs" / "answers.md").read_text().replace("\\\n", "")
     text = text.replace(" /tmp", f" {tmp_path}")

@@ -19,7 +19,6 @@ import msgspec
 import polars as pl
 
 from kvtax.axes.axes import AXES, GIVEN
-from kvtax.cost.steps import read_engine_steps, step_table
 from kvtax.engine import provenance
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Connector
@@ -31,7 +30,8 @@ from kvtax.engine.settings import CPU_ENGINE
 from kvtax.records.life import only_life
 from kvtax.records.observatory_cell import CellRecord, Passes
 from kvtax.records.requests import PhaseStart
-from kvtax.records.step_table import method_columns, read_worker_steps
+from kvtax.steps.step_table import method_columns, read_worker_steps
+from kvtax.steps.trial_steps import read_engine_steps, step_table
 
 # Every second pass goes down the levels, so that a drift of the machine falls out.
 PASSES, FEWEST_PASSES = 9, 6

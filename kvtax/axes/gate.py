@@ -19,18 +19,18 @@ from kvtax.axes.fit import growth, steepest
 from kvtax.axes.limits import ALL, check_all, no_worse
 from kvtax.axes.page import verdict
 from kvtax.config import ConfigError
-from kvtax.cost.limits import read_limits
 from kvtax.engine.connector import Connector
 from kvtax.engine.errors import InstallationError
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.machine_lock import machine_lock
 from kvtax.engine.own_connector import STAND_INS, own_connector, stand_ins
 from kvtax.engine.provenance import git_commit
 from kvtax.engine.releases import release
+from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.files import read_document, write_document, write_whole
 from kvtax.records.observatory_cell import CellRecord
-from kvtax.stats.aims import Check, headline, junit
-from kvtax.stats.markdown import table
+from kvtax.report.markdown import table
+from kvtax.verdict.aims import Check, headline, junit
+from kvtax.verdict.limits import read_limits
 
 
 @dataclass(frozen=True)

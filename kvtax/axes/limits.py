@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outcome of the limits on a connector's costs along the axes.
 
-kvtax/cost/limits.py has the format of a limits file.
+kvtax/verdict/limits.py has the format of a limits file.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import replace
 from kvtax.axes.axes import AXES
 from kvtax.axes.fit import ORDERS, UNKNOWN, Growth, growth, interval, methods
 from kvtax.config import ConfigError
-from kvtax.cost.limits import AxisLimits, AxisName, LimitsFile
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.stats import Estimate
-from kvtax.stats.aims import OUTCOMES, Aim, Check, Outcome, judge
+from kvtax.verdict.aims import OUTCOMES, Aim, Check, Outcome, judge
+from kvtax.verdict.limits import AxisLimits, AxisName, LimitsFile
 
 ALL = "connector"
 # A machine may be this much slower than when the old result was made.

@@ -6,10 +6,10 @@ from __future__ import annotations
 import msgspec
 
 from kvtax.config import read_toml
-from kvtax.cost.limits import AxisName
 from kvtax.engine.connector import load_connector
 from kvtax.engine.releases import tested_releases
 from kvtax.paths import CONFIGS
+from kvtax.verdict.limits import AxisName
 
 # (release, connector) of a cell.
 CellName = tuple[str, str]

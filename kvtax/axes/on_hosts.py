@@ -19,10 +19,10 @@ from kvtax.axes.matrix import CellName, Claim
 from kvtax.engine import provenance
 from kvtax.engine.connector import load_connector
 from kvtax.engine.installation import Installation
-from kvtax.engine.machine_lock import machine_lock
 from kvtax.engine.releases import release as environment_of
 from kvtax.hosts.work import Work, finished_tasks
 from kvtax.hosts.worker import DoTask, require_packages, serve, undo_ray_environment
+from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.files import read_document, write_document
 from kvtax.records.observatory_cell import CellRecord
 

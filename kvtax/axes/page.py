@@ -14,7 +14,7 @@ from kvtax.records.files import write_whole
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report import render
 from kvtax.report.document import Cell, Page, Table, Words
-from kvtax.stats.markdown import DASH
+from kvtax.report.markdown import DASH
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 MARK = "\N{DAGGER}"

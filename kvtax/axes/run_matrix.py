@@ -16,9 +16,9 @@ from kvtax.axes.matrix import CellName, Matrix
 from kvtax.axes.on_hosts import measure_on_hosts
 from kvtax.engine.connector import Connector, load_connector
 from kvtax.engine.installation import Installation
-from kvtax.engine.machine_lock import machine_lock
 from kvtax.engine.releases import release as environment_of
 from kvtax.paths import REPOSITORY
+from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.observatory_cell import CellRecord, keep_cell, read_cells
 
 RESULTS = REPOSITORY / "docs" / "results" / "observatory"

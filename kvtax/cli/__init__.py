@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
+from importlib.metadata import entry_points
 from types import ModuleType
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ class Command(NamedTuple):
     module: str
     # The extra of the wheel that it needs, or "" for the base dependencies.
     extra: str = ""
+    # The action that may be left out: `fleet FILE` is `fleet run FILE`.
+    default_action: str = ""
 
 
 COMMANDS = (
@@ -47,16 +50,15 @@ COMMANDS = (
     Command("patch", "apply, revert or inspect patches of vLLM", "kvtax.cli.patch"),
     Command("gate", "measure one connector, check it against limits", "kvtax.cli.gate"),
     Command("compare", "compare two sweeps, check limits", "kvtax.cli.compare"),
-    Command("trace", "read, sample, anonymise request traces", "kvtax.cli.trace"),
-    Command("proxy", "route requests to instances", "kvtax.cli.proxy", "proxy"),
     Command("sweep", "measure connectors against cache size", "microbench.command"),
     Command("axes", "measure connectors by release and axis", "kvtax.cli.axes"),
-    Command("fleet", "compare policies on many instances", "kvtax.cli.fleet", "bench"),
     Command("store", "list or fetch results of hosts", "kvtax.cli.store", "store"),
     Command("bench", "measure what kvtax's own parts cost", "benchmarks.command"),
 )
 # Environment variable by which a shell asks for completions (argcomplete).
 COMPLETION = "_ARGCOMPLETE"
+# Entry points by which another package adds its `Command`s.
+ENTRY_POINTS = "kvtax.commands"
 CHECKOUT_ROOMS = {"microbench", "benchmarks", "connectors", "tools"}
 CHECKOUT_REMEDY = (
     "needs a checkout of kvtax and its environment: clone the repository, run "
@@ -74,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if COMPLETION in os.environ:
                 _complete(os.environ["COMP_LINE"].split()[1:])
-            given = _with_action(given)
-            parser = _parser(given)
-            arguments = parser.parse_args(given)
+            commands = subcommands(given)
+            parser = _parser(given, commands)
+            arguments = parser.parse_args(_with_action(given, commands))
             return int(arguments.run(arguments))
         finally:
             _flush()
@@ -120,12 +122,27 @@ def _flush() -> None:
         raise OSError(error.errno, error.strerror, "standard output") from None
 
 
-def _with_action(given: list[str]) -> list[str]:
-    """Insert the action that was left out: `fleet FILE` is `fleet run FILE`."""
-    if given[:1] != ["fleet"] or len(given) < 2 or given[1] in ("-h", "--help"):
+def _named(given: Sequence[str]) -> str | None:
+    """The subcommand that `given` names, if any."""
+    return next((word for word in given if not word.startswith("-")), None)
+
+
+def subcommands(given: Sequence[str]) -> Sequence[Command]:
+    """All subcommands; only ours if `given` names one, as entry points take time."""
+    if _named(given) in {command.name for command in COMMANDS}:
+        return COMMANDS
+    added = entry_points(group=ENTRY_POINTS)
+    return [*COMMANDS, *(point.load() for point in added)]
+
+
+def _with_action(given: list[str], commands: Sequence[Command]) -> list[str]:
+    """Insert the default action of a subcommand where it was left out."""
+    actions = {command.name: command.default_action for command in commands}
+    action = actions.get(given[0]) if given else None
+    if not action or len(given) < 2 or given[1] in ("-h", "--help"):
         return given
     is_left_out = given[1].startswith("-") or given[1].endswith(".toml")
-    return ["fleet", "run", *given[1:]] if is_left_out else given
+    return [given[0], action, *given[1:]] if is_left_out else given
 
 
 def _code_of(error: Exception) -> int | None:
@@ -143,7 +160,9 @@ class UsageError(Exception):
     exit_code = Exit.BAD_INPUT
 
 
-def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(
+    given: Sequence[str], commands: Sequence[Command]
+) -> argparse.ArgumentParser:
     """The parser, with the arguments of the subcommand named in `given` only.
 
     Others stay unread, so that help needs no heavy import.
@@ -156,9 +175,8 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version)
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    named = next((word for word in given if not word.startswith("-")), None)
-    for command in COMMANDS:
-        module = _load(command) if named == command.name else None
+    for command in commands:
+        module = _load(command) if _named(given) == command.name else None
         subparser = parsers.add_parser(
             command.name,
             help=command.summary,
@@ -199,8 +217,7 @@ def require_checkout(command: str) -> None:
 
 
 def _remedy(command: Command, missing: str | None) -> str:
-    is_ours = str(missing).partition(".")[0] in CHECKOUT_ROOMS
-    if is_ours or (command.extra == "bench" and not IN_CHECKOUT):
+    if str(missing).partition(".")[0] in CHECKOUT_ROOMS:
         return CHECKOUT_REMEDY
     extra = f"[{command.extra}]" if command.extra else ""
     return f"the package {missing} is missing: pip install 'kvtax{extra}'"
@@ -210,7 +227,7 @@ def _complete(words: Sequence[str]) -> None:
     """Answer the shell's request for completions of `words`, and exit."""
     import argcomplete
 
-    argcomplete.autocomplete(_parser(words))
+    argcomplete.autocomplete(_parser(words, subcommands(words)))
 
 
 class _Version(argparse.Action):

@@ -25,11 +25,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare the runs. Raises RecordsError, ConfigError, NotComparable, OSError."""
     from kvtax.cli import Exit
-    from kvtax.cost.comparison import compare, markdown
-    from kvtax.cost.limits import read_limits
-    from kvtax.cost.run_changes import read_results
     from kvtax.records.files import write_whole
-    from kvtax.stats.aims import junit
+    from kvtax.verdict.aims import junit
+    from kvtax.verdict.comparison import compare, markdown
+    from kvtax.verdict.limits import read_limits
+    from kvtax.verdict.run_changes import read_results
 
     old, new = read_results(arguments.old), read_results(arguments.new)
     limits = read_limits(arguments.limits) if arguments.limits else None

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the gate; return 1 if a limit is broken. Raises as kvtax.axes.gate.gate."""
     from kvtax.axes.gate import GateOptions, gate, markdown
     from kvtax.config import ConfigError
-    from kvtax.cost.limits import AxisLimits, read_limits
+    from kvtax.verdict.limits import AxisLimits, read_limits
 
     if arguments.limits:
         tables = read_limits(arguments.limits).axes.values()

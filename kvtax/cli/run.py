@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command, or check the patches; return the exit code."""
-    from kvtax.engine.foreground import run_in_foreground
+    from kvtax.proc.foreground import run_in_foreground
 
     try:
         plans = _plans(arguments)

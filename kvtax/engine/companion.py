@@ -16,12 +16,12 @@ import msgspec
 from kvtax.engine.connector import Companion, Connector
 from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation
-from kvtax.engine.ports import reserve
 from kvtax.engine.provenance import secrets_in
 from kvtax.engine.releases import beside
 from kvtax.engine.server import tail
-from kvtax.engine.supervise import Supervised
 from kvtax.paths import REPOSITORY
+from kvtax.proc.ports import reserve
+from kvtax.proc.supervise import Supervised
 
 READY_DEADLINE_S = 120.0
 PORTS = 9

@@ -38,7 +38,7 @@ class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     engine's own. `transfer` is how a router moves KV between instances that have the
     connector; None if it cannot. `env` is added to the server's environment. With
     `reads_per_s` a peer reads prefixes from the server that often, throughout
-    (microbench.direct_read_peer). `report` is what the config is to a report.
+    (connectors.direct_read.peer). `report` is what the config is to a report.
 
     In strings of `kv_transfer_config`, `engine_args`, `env` and `companion`, @FOLDER@
     is a folder of the run's own, and @PORT_1@ to @PORT_9@ are free ports

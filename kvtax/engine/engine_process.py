@@ -20,10 +20,10 @@ from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.null_model import write_null_model
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.ports import reserve
 from kvtax.engine.server import tail
 from kvtax.engine.settings import CPU_ENGINE, Forward
-from kvtax.engine.supervise import Supervised
+from kvtax.proc.ports import reserve
+from kvtax.proc.supervise import Supervised
 
 READY_DEADLINE_S = 180.0
 EXIT_GRACE_S = 10.0

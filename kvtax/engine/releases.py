@@ -3,8 +3,7 @@
 
 Each is a folder of .releases/, installed from its lock in locks/releases/. They share
 what they have in common through links into uv's cache. Packages that a connector needs
-beside them are in .releases/beside/. vllm-router (kvtax/engine/vllm_router.py) has an
-environment there, too.
+beside them are in .releases/beside/. The fleet bench puts vllm-router there, too.
 """
 
 from __future__ import annotations

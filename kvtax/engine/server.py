@@ -11,9 +11,9 @@ import urllib.request
 from pathlib import Path
 
 from kvtax.engine.errors import ServerError
-from kvtax.engine.ports import listener_pid
 from kvtax.engine.server_spec import ServerSpec
-from kvtax.engine.supervise import Supervised
+from kvtax.proc.ports import listener_pid
+from kvtax.proc.supervise import Supervised
 
 # NIXL takes 100 to 150 s to start when eight instances start at once.
 READY_DEADLINE_S = 360.0

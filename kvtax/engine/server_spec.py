@@ -13,10 +13,10 @@ from kvtax.engine.environment import engine_environment, record_steps
 from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.null_model import has_weights
-from kvtax.engine.ports import Ports, reserve
 from kvtax.engine.provenance import masked, secrets_in
 from kvtax.engine.releases import beside
 from kvtax.engine.settings import EngineSettings
+from kvtax.proc.ports import Ports, reserve
 
 SERVED_MODEL = "model"
 SERVER = "vllm.entrypoints.openai.api_server"

@@ -26,7 +26,7 @@ class Forward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class EngineSettings(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
 ):
-    """The keys that configs/profiles/ and configs/fleet/ have in common.
+    """The keys that configs/profiles/ and fleet/configs/profiles/ have in common.
 
     `flavour` says which environment they are for. The KV cache has `num_blocks` blocks
     of `block_size` tokens. A server is `data_parallel` engines, each with a KV cache of

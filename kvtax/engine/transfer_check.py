@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.supervise import Supervised
 from kvtax.engine.transfer_pair import ARRIVAL_LIMIT_MS, WRITE_BYTES, Outcome
+from kvtax.proc.supervise import Supervised
 
 ROUNDS = 100
 # For a quick look.

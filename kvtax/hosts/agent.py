@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 from kvtax.engine.server import tail
-from kvtax.engine.supervise import Supervised
 from kvtax.hosts.code import Code, code
 from kvtax.hosts.errors import HostRefused
 from kvtax.hosts.results import Place, Result, put, require_store
 from kvtax.hosts.worker import PIPE, REFUSED, RESULTS, TASKS
+from kvtax.proc.supervise import Supervised
 
 WATCH_EVERY_S = 0.01
 # With less, work fails in ways of its own.

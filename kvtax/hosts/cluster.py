@@ -26,12 +26,12 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvtax.engine.supervise import SIGNALS
 from kvtax.hosts.agent import Agent
 from kvtax.hosts.code import Code, code, differences
 from kvtax.hosts.errors import HostRefused, HostsError
 from kvtax.hosts.progress import Progress
 from kvtax.hosts.results import Place, PlaceOf, Result, nowhere
+from kvtax.proc.supervise import SIGNALS
 
 # Each core has another task waiting, so that it need not wait for one.
 TASKS_PER_CORE = 2

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from kvtax.engine.supervise import PR_SET_PDEATHSIG
 from kvtax.hosts.errors import HostsError
 from kvtax.hosts.progress import Progress
 from kvtax.hosts.results import PlaceOf, Result, nowhere
+from kvtax.proc.supervise import PR_SET_PDEATHSIG
 from kvtax.signals import SIGNALS, exit_on_signals
 
 # RESULT, or a method of Progress, with arguments.

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from kvtax.config import ConfigError
 from kvtax.engine.errors import ServerError
-from kvtax.engine.lines import Lines
-from kvtax.engine.machine_lock import MachineBusy
 from kvtax.hosts.errors import HostRefused
+from kvtax.proc.lines import Lines
+from kvtax.proc.machine_lock import MachineBusy
 from kvtax.signals import exit_on_signals
 
 PIPE, TASKS, RESULTS = "pipe", "tasks", "results"

@@ -22,9 +22,9 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from kvtax.records.step_table import method_columns
 from kvtax.records.steps import DeviceStep
 from kvtax.stats.distribution import Floats, Ints, as_float
+from kvtax.steps.step_table import method_columns
 
 # What vLLM calls after the forward is launched, and in update_from_output().
 AFTER_LAUNCH = {

@@ -23,9 +23,9 @@ from typing import Any
 from kvtax.records import RecordsError
 from kvtax.records.files import Lines, read_header
 from kvtax.records.parts import parts_of, whole
-from kvtax.records.step_table import StepFile
 from kvtax.records.steps import EngineHeader, first_step
 from kvtax.records.warning import RunWarning, encodable
+from kvtax.steps.step_table import StepFile
 
 # Name of the folder that the recorder makes for each life of an engine.
 LIFE = re.compile(r"\d{8}T\d{6}\.\d+Z-(?P<host>.+)-dp(?P<rank>\d+)-(?P<pid>\d+)")

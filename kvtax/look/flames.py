@@ -35,7 +35,7 @@ def flames(folder: Path, steps: pl.DataFrame) -> tuple[list[Flame], list[RunWarn
         try:
             found = read_stacks(path)
         except RecordsError as error:
-            remedy = "Sample again: python -m kvtax.engine.py_spy"
+            remedy = "Sample again: python -m microbench.py_spy"
             warnings.append(
                 RunWarning("stacks_unreadable", path.name, str(error), remedy)
             )

@@ -32,20 +32,6 @@ from kvtax.look.discover import (
 from kvtax.look.flames import flames
 from kvtax.look.requests import NO_REQUESTS, read_requests
 from kvtax.records import RecordsError
-from kvtax.records.step_table import (
-    BY_METHOD,
-    CALLS,
-    StepFile,
-    by_method,
-    join_worker,
-    method_columns,
-    newest_header,
-    ordered,
-    read_rank,
-    read_steps,
-    slowest,
-    worker_files,
-)
 from kvtax.records.steps import (
     ENGINE_COUNTS,
     LONGEST_STEP_US,
@@ -59,6 +45,20 @@ from kvtax.records.steps import (
 from kvtax.records.warning import RunWarning
 from kvtax.report.document import Flame
 from kvtax.stats.distribution import as_float
+from kvtax.steps.step_table import (
+    BY_METHOD,
+    CALLS,
+    StepFile,
+    by_method,
+    join_worker,
+    method_columns,
+    newest_header,
+    ordered,
+    read_rank,
+    read_steps,
+    slowest,
+    worker_files,
+)
 
 TIMES = ("schedule_us", "update_us", "step_us")
 # Times of single calls that are recorded beside those by method, or in their place.

@@ -26,10 +26,10 @@ from kvtax.look.discover import left_out, stranger
 from kvtax.records import RecordsError
 from kvtax.records.engine_requests import EngineRequest, read_engine_requests
 from kvtax.records.parts import parts_of
-from kvtax.records.step_table import method_columns
 from kvtax.records.steps import EngineHeader, another_life
 from kvtax.records.warning import RunWarning
 from kvtax.stats.distribution import Floats, Ints
+from kvtax.steps.step_table import method_columns
 
 FILE = "engine_request.jsonl"
 FACTS: dict[str, pl.DataType | type[pl.DataType]] = {

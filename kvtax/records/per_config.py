@@ -131,7 +131,7 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     cache_blocks: dict[str, int] | None = None
     """`min` and `max` |cache| of the decode-only steps."""
     slope_us_per_1k_blocks: dict[str, Estimate | None]
-    """Growth by metric (`kvtax/cost/metrics.py`); null where it was not
+    """Growth by metric (`kvtax/verdict/metrics.py`); null where it was not
     measured."""
     n_window_steps: int = 0
     """Steps behind the levels: at most 100,000, thinned evenly."""

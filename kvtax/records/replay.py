@@ -30,7 +30,7 @@ class ReplayHeader(
     load: str | None = None
     """Open or closed loop, in words."""
     options: Any = None
-    """The options as resolved: `kvtax/fleet/replay/options.py`."""
+    """The options as resolved: `kvtax_fleet/replay/options.py`."""
     model: str | None = None
     """The requested model."""
     max_model_len: int | None = None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """stacks.<pid>.json: what a process was doing, at many moments.
 
-`python -m kvtax.engine.py_spy` writes it, beside the engine_step.jsonl of the process.
+`python -m microbench.py_spy` writes it, beside the engine_step.jsonl of the process.
 """
 
 from __future__ import annotations

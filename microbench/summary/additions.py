@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from kvtax.cost.metrics import METRICS
 from kvtax.records.per_config import ConfigEntry, PerConfig
 from kvtax.report.document import Table
-from kvtax.stats.markdown import DASH, interval, number
+from kvtax.report.markdown import DASH, interval, number
+from kvtax.verdict.metrics import METRICS
 from microbench.summary.figures import PARTS
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvtax.cost.roles import Roles
 from kvtax.records.per_config import ConfigEntry, HostEntry, PerConfig
 from kvtax.records.warning import RunWarning
 from kvtax.report.document import Table
-from kvtax.stats.markdown import DASH, number, spread
+from kvtax.report.markdown import DASH, number, spread
+from kvtax.verdict.roles import Roles
 
 FACTS = (
     "date_utc",

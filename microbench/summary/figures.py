@@ -10,12 +10,12 @@ import matplotlib
 import polars as pl
 from matplotlib import pyplot as plt
 
-from kvtax.cost.analysis import Analysis
-from kvtax.cost.levels import thin
-from kvtax.cost.measured import Measured
 from kvtax.records.requests import Phase
 from kvtax.report import COLOURS, LINES
 from kvtax.stats.median_slope import batch_held_us, group_of, make_cells, slope_value
+from kvtax.verdict.analysis import Analysis
+from kvtax.verdict.levels import thin
+from kvtax.verdict.measured import Measured
 
 BINS = 30
 MIN_STEPS_PER_BIN = 20

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvtax.cost.roles import Roles
 from kvtax.records.per_config import ConfigEntry, PerConfig
 from kvtax.records.run import AimOfConfig
 from kvtax.report.document import Section, Table
+from kvtax.report.markdown import DASH, TIMES, interval, spread
 from kvtax.stats import Estimate
-from kvtax.stats.aims import Aim, judge
-from kvtax.stats.markdown import DASH, TIMES, interval, spread
+from kvtax.verdict.aims import Aim, judge
+from kvtax.verdict.roles import Roles
 
 # The reference study states steps and TPOT at p90.
 P50_AND_P90 = ("p50", "p90")

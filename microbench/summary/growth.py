@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvtax.cost.metrics import ALL_PARTS, LEVELS, MARGIN_US_PER_1K_BLOCKS
-from kvtax.cost.roles import Roles, outcomes
-from kvtax.cost.verdict import RARE
-from kvtax.cost.warn import open_metrics
 from kvtax.records.per_config import ConfigEntry, PerConfig
 from kvtax.report.document import Table, Verdict, Verdicts, Words
-from kvtax.stats.markdown import DASH, interval, number, spread
+from kvtax.report.markdown import DASH, interval, number, spread
+from kvtax.verdict.metrics import ALL_PARTS, LEVELS, MARGIN_US_PER_1K_BLOCKS
+from kvtax.verdict.roles import Roles, outcomes
+from kvtax.verdict.verdict import RARE
+from kvtax.verdict.warn import open_metrics
 
 PER = "µs per 1,000 cached blocks"
 # Words for one config and for several, most important verdict first.

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtax.cost.analysis import Analysis
-from kvtax.cost.trials import LoadedTrial
 from kvtax.look.discover import common_clock, discover
 from kvtax.look.instances import read_instance
 from kvtax.look.page import time_line
 from kvtax.records import stacks
 from kvtax.report import render
 from kvtax.report.document import Figure, Flame, Line, Page, Section, TimeLine
+from kvtax.verdict.analysis import Analysis
+from kvtax.verdict.trials import LoadedTrial
 from microbench.summary import study
 from microbench.summary.additions import (
     attribution,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtax.cost.roles import Roles
 from kvtax.records.per_config import ConfigEntry, PerConfig
 from kvtax.records.run import ReferenceFigures
 from kvtax.report.document import Table
-from kvtax.stats.markdown import DASH, interval, number, spread
+from kvtax.report.markdown import DASH, interval, number, spread
+from kvtax.verdict.roles import Roles
 
 # The study's replay: APC 79 %, so about so many blocks, on a forward of so long.
 REPLAY_BLOCKS, FORWARD_MS = 13_000, 7.0

@@ -6,11 +6,11 @@ Every number in it is from the document per_config.json.
 
 from __future__ import annotations
 
-from kvtax.cost.analysis import Analysis
 from kvtax.records.per_config import ConfigEntry, PerConfig
 from kvtax.report.document import Table
+from kvtax.report.markdown import TIMES, table
 from kvtax.report.render import warning_list
-from kvtax.stats.markdown import TIMES, table
+from kvtax.verdict.analysis import Analysis
 from microbench.summary import study
 from microbench.summary.context import doubts_of, hosts, model_note
 from microbench.summary.growth import (

@@ -13,9 +13,9 @@ from kvtax.axes.axes import AXES
 from kvtax.axes.limits import check_all, no_worse
 from kvtax.cli import main
 from kvtax.config import ConfigError
-from kvtax.cost.limits import read_limits
 from kvtax.records.files import read_document, write_document
 from kvtax.records.observatory_cell import CellRecord
+from kvtax.verdict.limits import read_limits
 from tests.axes.cells import META, made
 from tests.axes.test_fit import curve
 

@@ -105,7 +105,7 @@ def test_a_run_of_another_experiment_is_refused_by_name(tmp_path, capsys):
         out = tmp_path / "page.md"
         options = [option, str(tmp_path), "--out", str(out)]
         assert main(["bench", "beside_study", *options]) == 2
-        assert f"a run of configs/experiments/{experiment}.toml" in (
+        assert f"a run of fleet/configs/experiments/{experiment}.toml" in (
             capsys.readouterr().err
         )
         assert not out.exists()

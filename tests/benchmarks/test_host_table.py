@@ -7,11 +7,11 @@ import json
 
 import jsonschema
 import pytest
+from kvtax_fleet.records.host_times import HostTable, HostTimes
 
 from benchmarks import host_table
 from kvtax.paths import CONFIGS
 from kvtax.records.files import read_document
-from kvtax.records.host_times import HostTable, HostTimes
 from kvtax.records.observatory_cell import CellRecord, keep_cell
 
 SCHEDULER_US, STEP_US, WORKER_SIDE_US = 10.0, 500.0, 7.0

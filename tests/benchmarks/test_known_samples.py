@@ -7,6 +7,9 @@ import random
 
 import numpy as np
 import pytest
+from kvtax_fleet.launch.instance_settings import read_instance_settings
+from kvtax_fleet.trace.request import Request
+from kvtax_fleet.trace.study_sample import StudySample, sampled_requests
 
 from benchmarks import (
     abort,
@@ -28,9 +31,6 @@ from benchmarks.get_finished import AFTER
 from benchmarks.proxy import DIRECT, added, added_table, rates_table
 from benchmarks.proxy_targets import BODIES
 from kvtax.engine.settings import Forward
-from kvtax.fleet.launch.instance_settings import read_instance_settings
-from kvtax.fleet.trace.request import Request
-from kvtax.fleet.trace.study_sample import StudySample, sampled_requests
 from kvtax.paths import CONFIGS, REPOSITORY
 from kvtax.stats import resampling
 
@@ -221,9 +221,9 @@ def test_the_fitted_profile_has_the_latencies_that_it_is_fitted_to():
 
 
 def test_latencies_of_a_run_are_those_of_its_report():
-    run = REPOSITORY / "docs" / "results" / "fleet-concurrency"
+    run = REPOSITORY / "fleet" / "results" / "concurrency"
     found = study.latencies_of_run(run)
-    # docs/fleet/virtual.md, "How near to real time".
+    # fleet/docs/virtual.md, "How near to real time".
     assert found["TTFT p50"] == pytest.approx(0.5405, rel=1e-3)
     assert found["E2E p50"] == pytest.approx(1.3602, rel=1e-3)
     assert found["TPOT p90, 16 sessions"] == pytest.approx(19.8, rel=5e-3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arms are judged by the rule that docs/fleet/questions.md states."""
+"""Arms are judged by the rule that fleet/docs/questions.md states."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import polars as pl
 import pytest
+from kvtax_fleet.analyze.comparison import Paired
 
 from benchmarks.questions import compared, earlier, levels, verdict
-from kvtax.fleet.analyze.comparison import Paired
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
 from kvtax.records.estimate import Estimate

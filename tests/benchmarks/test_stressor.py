@@ -16,8 +16,8 @@ STRESSOR = (sys.executable, "-m", "kvtax", "bench", "stressor", "--seed", "1", "
 # The first thing that a sweep looks at.
 SEEN_BY_A_SWEEP = """
 import os
-from kvtax.engine.machine_lock import supervisors
-from kvtax.engine.supervise import descendants
+from kvtax.proc.machine_lock import supervisors
+from kvtax.proc.supervise import descendants
 print(sorted(supervisors() & set(descendants(os.getppid()))))
 """
 

@@ -7,8 +7,8 @@ import inspect
 import pytest
 
 from kvtax.engine.preflight import require_honest_transfers
-from kvtax.engine.tiny.server import BLOCK_TOKENS
-from kvtax.engine.tiny.servers import Reference, TinyServers, ready
+from tests.harness.tiny.server import BLOCK_TOKENS
+from tests.harness.tiny.servers import Reference, TinyServers, ready
 from tests.releases import INSTALLED, under_test
 
 

@@ -19,8 +19,6 @@ import msgspec
 from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation
 from kvtax.engine.server_spec import SERVED_MODEL, Engine, ServerSpec, resolve
-from kvtax.engine.tiny.checkpoint import MAX_TOKENS
-from kvtax.engine.tiny.server import BLOCK_TOKENS, tiny_settings
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
 from kvtax.records.engine_requests import read_engine_requests
@@ -28,6 +26,8 @@ from kvtax.records.files import read_lines
 from kvtax.records.life import only_life
 from kvtax.records.steps import EngineHeader, EngineStep, WorkerHeader, WorkerStep
 from tests.engine.living import eventually
+from tests.harness.tiny.checkpoint import MAX_TOKENS
+from tests.harness.tiny.server import BLOCK_TOKENS, tiny_settings
 
 # A plugin, patches at import, patches in a copy of vLLM's files.
 DOORS = ("plugin", "run", "blocks")

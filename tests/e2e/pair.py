@@ -15,9 +15,9 @@ from typing import Any
 
 import aiohttp
 
-from kvtax.engine.tiny.checkpoint import prompt
-from kvtax.engine.tiny.server import Answer, TinyServer, Tokens, aborted
-from kvtax.engine.tiny.servers import Reference
+from tests.harness.tiny.checkpoint import prompt
+from tests.harness.tiny.server import Answer, TinyServer, Tokens, aborted
+from tests.harness.tiny.servers import Reference
 
 
 async def route(connector: str, p: TinyServer, d: TinyServer, prompt: Tokens) -> Answer:

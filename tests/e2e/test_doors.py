@@ -19,7 +19,6 @@ import pytest
 from kvtax.engine import releases
 from kvtax.engine.installation import Installation
 from kvtax.engine.server import Server
-from kvtax.engine.tiny.checkpoint import write_checkpoint
 from kvtax.records.files import read_lines
 from kvtax.records.life import only_life
 from kvtax.records.steps import (
@@ -40,6 +39,7 @@ from tests.e2e.doors import (
     through,
     unrecorded,
 )
+from tests.harness.tiny.checkpoint import write_checkpoint
 from tests.releases import INSTALLED, under_test
 
 pytestmark = pytest.mark.e2e

@@ -18,19 +18,19 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from kvtax_fleet.instances import read_instances, write_instances
+from kvtax_fleet.launch.instance_settings import read_instance_settings
+from kvtax_fleet.launch.launched import Workshop, wait_ready
+from kvtax_fleet.launch.launched import launched as launched_fleet
+from kvtax_fleet.launch.spec import FleetSpec
+from kvtax_fleet.records.exposition import cache_config
+from kvtax_fleet.records.instances import Instance
 
 from kvtax.engine.connector import load_connector
 from kvtax.engine.server import READY_DEADLINE_S
 from kvtax.engine.server_spec import SERVED_MODEL
-from kvtax.engine.supervise import descendants
-from kvtax.fleet.instances import read_instances, write_instances
-from kvtax.fleet.launch.instance_settings import read_instance_settings
-from kvtax.fleet.launch.launched import Workshop, wait_ready
-from kvtax.fleet.launch.launched import launched as launched_fleet
-from kvtax.fleet.launch.spec import FleetSpec
 from kvtax.paths import CONFIGS, REPOSITORY
-from kvtax.records.exposition import cache_config
-from kvtax.records.instances import Instance
+from kvtax.proc.supervise import descendants
 from kvtax.records.life import only_life
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]

@@ -16,13 +16,10 @@ from pathlib import Path
 import aiohttp
 import polars as pl
 import pytest
+from kvtax_fleet.trace import Request, write_trace
 
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server_spec import SERVED_MODEL
-from kvtax.engine.tiny.checkpoint import VOCAB_SIZE, prompt
-from kvtax.engine.tiny.server import TinyServer
-from kvtax.engine.tiny.servers import KV_TRANSFER, NEEDED, TinyServers, ready
-from kvtax.fleet.trace import Request, write_trace
 from kvtax.look.clients import on_the_way_us, read_clients
 from kvtax.look.discover import discover
 from kvtax.look.instances import Instance, read_instance
@@ -30,6 +27,9 @@ from kvtax.look.requests import STEP_PARTS, WAITS
 from kvtax.patcher import load_sets
 from kvtax.paths import PATCHES, REPOSITORY
 from kvtax.report.document import Flame
+from tests.harness.tiny.checkpoint import VOCAB_SIZE, prompt
+from tests.harness.tiny.server import TinyServer
+from tests.harness.tiny.servers import KV_TRANSFER, NEEDED, TinyServers, ready
 
 from .doors import await_written
 from .pair import pull_params, send_params
@@ -197,7 +197,7 @@ def served(lab: TinyServers, tmp_path_factory) -> Served:
 
 async def sampled(server: TinyServer, records: Path) -> None:
     """Sample a server for five seconds in which it decodes."""
-    command = [sys.executable, "-m", "kvtax.engine.py_spy", str(records)]
+    command = [sys.executable, "-m", "microbench.py_spy", str(records)]
     sampler = await asyncio.create_subprocess_exec(
         *command, "--seconds", "5", cwd=REPOSITORY
     )

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from kvtax.engine.installation import installation
-from kvtax.engine.supervise import descendants
 from kvtax.paths import REPOSITORY
+from kvtax.proc.supervise import descendants
 from kvtax.records.life import only_life
 from tests.engine.living import eventually, gone
 

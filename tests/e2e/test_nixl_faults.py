@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvtax.engine.ports import reserve
-from kvtax.engine.tiny.checkpoint import prompt
-from kvtax.engine.tiny.server import (
+from kvtax.proc.ports import reserve
+from tests.harness.tiny.checkpoint import prompt
+from tests.harness.tiny.server import (
     BLOCK_TOKENS,
     NUM_BLOCKS,
     Answer,
@@ -27,7 +27,7 @@ from kvtax.engine.tiny.server import (
     aborted,
     occupied,
 )
-from kvtax.engine.tiny.servers import Reference, TinyServers, ready
+from tests.harness.tiny.servers import Reference, TinyServers, ready
 
 from .pair import route
 

@@ -17,31 +17,31 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-
-from kvtax.engine.connector import load_connector
-from kvtax.engine.ports import reserve
-from kvtax.engine.server import http_ok
-from kvtax.engine.server_spec import SERVED_MODEL
-from kvtax.engine.supervise import Supervised
-from kvtax.engine.tiny.checkpoint import MAX_TOKENS, prompt
-from kvtax.engine.tiny.server import ANSWER_TOKENS, BLOCK_TOKENS, NUM_BLOCKS, Tokens
-from kvtax.engine.tiny.servers import Reference, TinyServers
-from kvtax.fleet.analyze.arm_runs import ArmRun
-from kvtax.fleet.analyze.offloads import ENGINE_PHASES as PHASES
-from kvtax.fleet.analyze.offloads import engine_phases
-from kvtax.fleet.instances import write_instances
-from kvtax.fleet.launch.instance_settings import read_instance_settings
-from kvtax.fleet.launch.launched import LaunchedInstance, Workshop, launched, wait_ready
-from kvtax.fleet.launch.spec import FleetSpec
-from kvtax.paths import CONFIGS
-from kvtax.records.arm import ArmRecord
-from kvtax.records.decisions import (
+from kvtax_fleet.analyze.arm_runs import ArmRun
+from kvtax_fleet.analyze.offloads import ENGINE_PHASES as PHASES
+from kvtax_fleet.analyze.offloads import engine_phases
+from kvtax_fleet.instances import write_instances
+from kvtax_fleet.launch.instance_settings import read_instance_settings
+from kvtax_fleet.launch.launched import LaunchedInstance, Workshop, launched, wait_ready
+from kvtax_fleet.launch.spec import FleetSpec
+from kvtax_fleet.records.arm import ArmRecord
+from kvtax_fleet.records.decisions import (
     DecisionEnd,
     DecisionRecord,
     DecisionsHeader,
     Offload,
 )
+
+from kvtax.engine.connector import load_connector
+from kvtax.engine.server import http_ok
+from kvtax.engine.server_spec import SERVED_MODEL
+from kvtax.paths import CONFIGS
+from kvtax.proc.ports import reserve
+from kvtax.proc.supervise import Supervised
 from kvtax.records.files import read_lines
+from tests.harness.tiny.checkpoint import MAX_TOKENS, prompt
+from tests.harness.tiny.server import ANSWER_TOKENS, BLOCK_TOKENS, NUM_BLOCKS, Tokens
+from tests.harness.tiny.servers import Reference, TinyServers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

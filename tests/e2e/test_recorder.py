@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from kvtax.engine.server import Server
-from kvtax.engine.supervise import signal_all
-from kvtax.engine.tiny.checkpoint import write_checkpoint
 from kvtax.look.discover import discover
 from kvtax.look.instances import read_instance
+from kvtax.proc.supervise import signal_all
 from kvtax.records.engine_requests import read_engine_requests
 from kvtax.records.life import lives
 from tests.e2e.doors import await_written, complete, through, unrecorded
+from tests.harness.tiny.checkpoint import write_checkpoint
 from tests.releases import under_test
 
 pytestmark = pytest.mark.e2e

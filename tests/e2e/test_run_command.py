@@ -17,14 +17,14 @@ import pytest
 from kvtax.engine.connector import Connector
 from kvtax.engine.server import READY_DEADLINE_S, http_ok, tail
 from kvtax.engine.server_spec import SERVED_MODEL, Engine, resolve
-from kvtax.engine.supervise import descendants
-from kvtax.engine.tiny.checkpoint import MAX_TOKENS, write_checkpoint
-from kvtax.engine.tiny.server import tiny_settings
-from kvtax.engine.tiny.servers import KV_TRANSFER
 from kvtax.look.discover import discover
 from kvtax.look.instances import read_instance
 from kvtax.paths import REPOSITORY
+from kvtax.proc.supervise import descendants
 from tests.engine.living import gone
+from tests.harness.tiny.checkpoint import MAX_TOKENS, write_checkpoint
+from tests.harness.tiny.server import tiny_settings
+from tests.harness.tiny.servers import KV_TRANSFER
 from tests.releases import under_test
 
 pytestmark = pytest.mark.e2e

@@ -16,16 +16,16 @@ from functools import partial
 
 import pytest
 
-from kvtax.engine.ports import reserve
-from kvtax.engine.tiny.checkpoint import prompt
-from kvtax.engine.tiny.server import (
+from kvtax.proc.ports import reserve
+from tests.harness.tiny.checkpoint import prompt
+from tests.harness.tiny.server import (
     BLOCK_TOKENS,
     RequestFailed,
     TinyServer,
     aborted,
     occupied,
 )
-from kvtax.engine.tiny.servers import Reference, TinyServers, ready
+from tests.harness.tiny.servers import Reference, TinyServers, ready
 
 from .pair import (
     Bench,

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvtax.engine.tiny.checkpoint import prompt
-from kvtax.engine.tiny.server import BLOCK_TOKENS, Counters, TinyServer, Tokens
-from kvtax.engine.tiny.servers import Reference, TinyServers, ready
+from tests.harness.tiny.checkpoint import prompt
+from tests.harness.tiny.server import BLOCK_TOKENS, Counters, TinyServer, Tokens
+from tests.harness.tiny.servers import Reference, TinyServers, ready
 from tests.releases import INSTALLED
 
 from .pair import route

@@ -19,7 +19,7 @@ from tests.engine.living import content, eventually, gone
 OWNER = """
 import os, sys
 from pathlib import Path
-from kvtax.engine.foreground import run_in_foreground
+from kvtax.proc.foreground import run_in_foreground
 own = Path(sys.argv[1])
 sys.exit(run_in_foreground(sys.argv[2:], dict(os.environ), own))
 """

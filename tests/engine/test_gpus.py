@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtax.engine import gpus
-from kvtax.engine.gpu_fit import (
+from kvtax.engine.gpus import gpu_problems, has_rdma
+from kvtax.paths import CONFIGS
+from microbench.gpu_fit import (
     LEAST_BLOCKS,
     DoesNotFit,
     embedding_bytes,
@@ -20,8 +22,6 @@ from kvtax.engine.gpu_fit import (
     layer_bytes,
     usable_bytes,
 )
-from kvtax.engine.gpus import gpu_problems, has_rdma
-from kvtax.paths import CONFIGS
 from tests.fake_gpu import H100, path_with_gpus
 
 

@@ -10,16 +10,16 @@ import sys
 
 import pytest
 
-from kvtax.engine import machine_lock as machine_lock_module
-from kvtax.engine.machine_lock import MachineBusy, machine_lock, supervisors
-from kvtax.engine.supervise import Supervised
 from kvtax.paths import REPOSITORY
+from kvtax.proc import machine_lock as machine_lock_module
+from kvtax.proc.machine_lock import MachineBusy, machine_lock, supervisors
+from kvtax.proc.supervise import Supervised
 from tests.engine.living import eventually
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 HOLD = """\
 import sys, time
-from kvtax.engine import machine_lock
+from kvtax.proc import machine_lock
 machine_lock.MEASUREMENT = "\\0" + sys.argv[1]
 with machine_lock.machine_lock():
     print("held", flush=True)

@@ -22,11 +22,11 @@ from kvtax.engine.environment import (
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.null_model import write_null_model
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.ports import reserve
 from kvtax.engine.settings import CPU_ENGINE, Forward
 from kvtax.patcher.at_import import SOURCES
 from kvtax.patcher.import_finder import MODULES
 from kvtax.paths import PATCHES
+from kvtax.proc.ports import reserve
 from tests.releases import package_of
 
 SHORT_CIRCUIT = "mooncake_get_finished_short_circuit"

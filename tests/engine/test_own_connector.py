@@ -9,18 +9,18 @@ import sys
 
 import msgspec
 import pytest
+from kvtax_fleet.launch import spec as launch_spec
+from kvtax_fleet.launch.instance_settings import read_instance_settings
+from kvtax_fleet.launch.spec import FleetSpec, SpecError, members
 
 from kvtax.config import ConfigError
 from kvtax.engine import preflight, provenance
 from kvtax.engine.connector import load_connector
 from kvtax.engine.installation import installation
 from kvtax.engine.own_connector import own_connector, stand_ins
-from kvtax.engine.ports import reserve
 from kvtax.engine.server_spec import Engine, resolve
-from kvtax.fleet.launch import spec as launch_spec
-from kvtax.fleet.launch.instance_settings import read_instance_settings
-from kvtax.fleet.launch.spec import FleetSpec, SpecError, members
 from kvtax.paths import CONFIGS, REPOSITORY
+from kvtax.proc.ports import reserve
 from kvtax.records.run import PLAN_FILE
 from microbench.profile import load_profile, measured_with
 from microbench.sweep import _begin_run

@@ -16,9 +16,9 @@ from kvtax.engine.connector import Connector, load_connector
 from kvtax.engine.environment import cpu_preload
 from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.machine_lock import supervisors
 from kvtax.engine.preflight import PreflightError
-from kvtax.engine.supervise import Supervised
+from kvtax.proc.machine_lock import supervisors
+from kvtax.proc.supervise import Supervised
 from microbench.profile import load_profile
 
 

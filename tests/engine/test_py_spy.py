@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtax.engine.py_spy_output import FAILED, NotUnderstood, sampled
 from kvtax.paths import REPOSITORY
 from kvtax.records.stacks import SampledStacks, read_stacks
+from microbench.py_spy_output import FAILED, NotUnderstood, sampled
 from tests.engine.living import content
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ while time.perf_counter() < began + 60:
 
 
 def sample(folder: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "kvtax.engine.py_spy", str(folder), *options]
+    command = [sys.executable, "-m", "microbench.py_spy", str(folder), *options]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 

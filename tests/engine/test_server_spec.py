@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from kvtax.engine.connector import Connector, connector_names, load_connector
 from kvtax.engine.environment import HASH_SEED
 from kvtax.engine.errors import ServerError
-from kvtax.engine.ports import LOOPBACK, MOONCAKE, PortsError, reserve
 from kvtax.engine.server_spec import Engine, ServerSpec, resolve
 from kvtax.engine.settings import CPU_ENGINE
 from kvtax.paths import REPOSITORY
+from kvtax.proc.ports import LOOPBACK, MOONCAKE, PortsError, reserve
 
 READ = "direct_read_serving"
 # What `ray start` has for --min-worker-port and --max-worker-port.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtax.engine import supervise
-from kvtax.engine.supervise import Supervised
 from kvtax.paths import REPOSITORY
+from kvtax.proc import supervise
+from kvtax.proc.supervise import Supervised
 from tests.engine.living import content, eventually, gone
 
 DEADLINE_S = 120.0
@@ -40,8 +40,8 @@ time.sleep(600)
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from kvtax.engine import supervise
-from kvtax.engine.supervise import Supervised
+from kvtax.proc import supervise
+from kvtax.proc.supervise import Supervised
 folder = Path(sys.argv[1])
 command = [sys.executable, str(folder / "stubborn.py"), str(folder), "obedient"]
 running = Supervised(command, dict(os.environ), folder / "log")

@@ -15,9 +15,9 @@ import pytest
 from kvtax.engine import preflight, transfer_check
 from kvtax.engine.connector import load_connector
 from kvtax.engine.preflight import PreflightError
-from kvtax.engine.supervise import descendants
 from kvtax.engine.transfer_check import FEW_ROUNDS
 from kvtax.paths import REPOSITORY
+from kvtax.proc.supervise import descendants
 from tests.engine.living import eventually
 
 COMMAND = [sys.executable, "-m", "kvtax", "bench", "transfer_check", "--rounds"]

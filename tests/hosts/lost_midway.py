@@ -17,8 +17,9 @@ import sys
 import time
 from pathlib import Path
 
-from kvtax.fleet.experiment.config import read_experiment
-from kvtax.fleet.experiment.experiment_plan import plan
+from kvtax_fleet.experiment.config import read_experiment
+from kvtax_fleet.experiment.experiment_plan import plan
+
 from kvtax.paths import REPOSITORY
 from kvtax.signals import exit_on_signals
 from tests.hosts.ray_cluster import HeadCommand, RayCluster

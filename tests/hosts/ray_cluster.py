@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtax.engine.supervise import Supervised, descendants, signal_all
 from kvtax.paths import REPOSITORY
+from kvtax.proc.supervise import Supervised, descendants, signal_all
 
 # Marks of a test on a cluster.
 ON_CLUSTER = [

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtax.engine.supervise import Supervised
+from kvtax.proc.supervise import Supervised
 
 READY_S = 300
 BUCKET = "results"

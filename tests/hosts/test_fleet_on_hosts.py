@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from kvtax_fleet.analyze.arm_runs import ArmRun, read_run
 
-from kvtax.fleet.analyze.arm_runs import ArmRun, read_run
 from kvtax.hosts.store import Store
 from kvtax.records.life import only_life
 from tests.hosts.ray_cluster import ON_CLUSTER, HeadCommand, Host, RayCluster
@@ -67,7 +67,7 @@ roles = ["prefill", "decode"]
 AHEAD_S = 1000
 DEADLINE_S = 900
 GONE_S = 90
-STANDIN = "kvtax.fleet.standin"
+STANDIN = "kvtax_fleet.standin"
 
 
 def standins(replayers: int = 1, repeats: int = 1, step_us: int = 20_000) -> str:

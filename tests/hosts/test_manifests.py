@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fleet.tests.simulate.two_arms import two_arms
 from kvtax.paths import REPOSITORY
-from tests.fleet.simulate.two_arms import two_arms
 
 FOLDER = REPOSITORY / "docs" / "hosts"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()

@@ -25,11 +25,11 @@ import msgspec
 import pytest
 
 from kvtax.cli import main
-from kvtax.engine.ports import reserve
 from kvtax.hosts import store as module
 from kvtax.hosts.errors import StoreError
 from kvtax.hosts.results import unpack
 from kvtax.hosts.store import Piece, Store, store_of_run
+from kvtax.proc.ports import reserve
 from tests.hosts.s3_server import BUCKET, S3Server
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="to mount needs root")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from fleet.tests.simulate.two_arms import two_arms
 from kvtax.hosts.store import Store
 from kvtax.paths import REPOSITORY
-from tests.fleet.simulate.two_arms import two_arms
 from tests.hosts.lost_midway import files
 from tests.hosts.ray_cluster import ON_CLUSTER, HeadCommand, RayCluster
 from tests.hosts.s3_server import BUCKET, S3Server

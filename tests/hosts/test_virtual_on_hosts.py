@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fleet.tests.simulate.two_arms import two_arms
 from kvtax.paths import REPOSITORY
-from tests.fleet.simulate.two_arms import two_arms
 from tests.hosts.lost_midway import LOST, command, differences, files, made, over_hosts
 from tests.hosts.ray_cluster import ON_CLUSTER, HeadCommand, RayCluster
 

@@ -15,7 +15,6 @@ import polars as pl
 from kvtax.cli import main
 from kvtax.engine.connector import connector_names, load_connector
 from kvtax.records.files import LineFile, write_document
-from kvtax.records.made_up import FIRST_NS, STEP_NS, step_columns, write_lines
 from kvtax.records.requests import (
     DriverEnd,
     Phase,
@@ -32,6 +31,7 @@ from kvtax.records.run import (
     TrialRecord,
 )
 from kvtax.records.steps import EngineHeader, WorkerHeader
+from tests.harness.made_up import FIRST_NS, STEP_NS, step_columns, write_lines
 
 
 class Report(NamedTuple):

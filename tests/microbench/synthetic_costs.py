@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from kvtax.records.made_up import write_lines
 from kvtax.records.steps import EngineHeader, ThreadsHeader, WorkerHeader
+from tests.harness.made_up import write_lines
 from tests.microbench.synthetic import (
     Truth,
     layout,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvtax_fleet.standin.process import standin
 
-from kvtax.fleet.standin.process import standin
 from tests.engine.living import eventually
 
 pytestmark = pytest.mark.slow

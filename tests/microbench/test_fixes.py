@@ -8,10 +8,10 @@ import copy
 import msgspec
 import pytest
 
-from kvtax.cost.roles import roles_of
 from kvtax.records.per_config import PerConfig
 from kvtax.records.run import ReadCounts, RunRecord
-from kvtax.stats.markdown import TIMES
+from kvtax.report.markdown import TIMES
+from kvtax.verdict.roles import roles_of
 from microbench.summary import fixes
 from tests.microbench.synthetic import Truth, configured_roles, report_of, write_run
 

@@ -9,23 +9,23 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvtax.cost.analysis import analyse
-from kvtax.cost.holds import held_steps, holds_of, places
-from kvtax.cost.metrics import Metric
-from kvtax.cost.speed import Control, read_control, too_slow
-from kvtax.cost.steps import (
+from kvtax.records.requests import Phase
+from kvtax.records.run import RunRecord
+from kvtax.records.steps import ThreadsHeader
+from kvtax.steps.step_table import CONNECTOR_TIMES, StepFile
+from kvtax.steps.trial_steps import (
     CLOCKS,
     NO_THREADS,
     read_threads,
     step_table,
     with_threads,
 )
-from kvtax.cost.trials import LoadedTrial
-from kvtax.records.made_up import write_lines
-from kvtax.records.requests import Phase
-from kvtax.records.run import RunRecord
-from kvtax.records.step_table import CONNECTOR_TIMES, StepFile
-from kvtax.records.steps import ThreadsHeader
+from kvtax.verdict.analysis import analyse
+from kvtax.verdict.holds import held_steps, holds_of, places
+from kvtax.verdict.metrics import Metric
+from kvtax.verdict.speed import Control, read_control, too_slow
+from kvtax.verdict.trials import LoadedTrial
+from tests.harness.made_up import write_lines
 from tests.microbench.synthetic import LADDER, PROFILE, Truth, layout, trial_steps
 
 LEVELS, PASSES = len(LADDER["levels"]), LADDER["passes"]

@@ -14,10 +14,10 @@ import polars as pl
 import pytest
 
 from kvtax.cli import main
-from kvtax.cost.analysis import analyse
-from kvtax.cost.trials import load_run
-from kvtax.cost.warn import REMEDIES, Kind
 from kvtax.records.requests import Phase
+from kvtax.verdict.analysis import analyse
+from kvtax.verdict.trials import load_run
+from kvtax.verdict.warn import REMEDIES, Kind
 from microbench.summary.figures import BINS, binned_curves
 from tests.microbench.synthetic import Report, Truth, report_of, write_run
 

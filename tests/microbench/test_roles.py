@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from kvtax.cli import main
-from kvtax.cost.roles import Outcome
 from kvtax.engine.connector import connector_names, load_connector
 from kvtax.records.run import Role
+from kvtax.verdict.roles import Outcome
 from microbench.profile import load_profile
 from tests.microbench.synthetic import (
     Report,
@@ -93,7 +93,7 @@ def run_all(folder, monkeypatch, expected: dict[str, str]) -> int:
     roles = {name: Role(expected=verdict) for name, verdict in expected.items()}
     monkeypatch.setattr("microbench.sweep.sweep", made_up)
     # Nothing is measured here, so another process may be measuring.
-    monkeypatch.setattr("kvtax.engine.machine_lock.machine_lock", nullcontext)
+    monkeypatch.setattr("kvtax.proc.machine_lock.machine_lock", nullcontext)
     return main(["sweep", "--out", str(folder)])
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from kvtax.cost.analysis import analyse
-from kvtax.cost.steps import read_engine_steps
-from kvtax.cost.trials import load_run, load_trial
 from kvtax.records import RecordsError
 from kvtax.records.requests import Phase, PhaseStart
-from kvtax.records.step_table import overhead_us, read_worker_steps
+from kvtax.steps.step_table import overhead_us, read_worker_steps
+from kvtax.steps.trial_steps import read_engine_steps
+from kvtax.verdict.analysis import analyse
+from kvtax.verdict.trials import load_run, load_trial
 from tests.microbench.synthetic import FIRST_NS, STEP_NS, Truth, write_run
 
 HEADER = {"schema": "kvtax.engine_step/1", "clock": "CLOCK_MONOTONIC"}

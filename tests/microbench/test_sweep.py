@@ -14,15 +14,15 @@ import pytest
 from kvtax import patcher
 from kvtax.cli import Exit, main
 from kvtax.config import ConfigError
-from kvtax.engine import machine_lock as machine_lock_module
 from kvtax.engine.connector import Connector, connector_names, load_connector
 from kvtax.engine.installation import installation
-from kvtax.engine.machine_lock import machine_lock
 from kvtax.engine.overlay import build_overlay
 from kvtax.load.plan import Phase as PlannedPhase
 from kvtax.load.plan import read_plan
 from kvtax.patcher.at_import import SOURCES
 from kvtax.paths import CONFIGS, PATCHES
+from kvtax.proc import machine_lock as machine_lock_module
+from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.requests import Phase, level_of
 from kvtax.records.run import TrialRecord
 from microbench.profile import Profile, load_profile

@@ -16,8 +16,8 @@ import pytest
 
 from benchmarks import power
 from benchmarks.results import BadArguments
-from kvtax.cost.analysis import analyse
-from kvtax.cost.trials import load_run
+from kvtax.verdict.analysis import analyse
+from kvtax.verdict.trials import load_run
 from tests.microbench.synthetic_costs import BLOCKS, Cost, Facts, growing, write_costs
 
 pytestmark = pytest.mark.slow

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from connectors.direct_read.peer import reads
 from connectors.direct_read.reader import Read
 from kvtax.engine.connector import load_connector
-from kvtax.engine.ports import reserve
+from kvtax.proc.ports import reserve
 from kvtax.records.files import LineFile
 from kvtax.records.run import ReadCounts
 from kvtax.records.steps import EngineHeader, EngineStep
-from microbench.direct_read_peer import reads
 from microbench.profile import load_profile
 from microbench.trial import TrialError, _check_fresh, _count_reads, _peer
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtax.cost.measured import Fits
-from kvtax.cost.metrics import (
+from kvtax.records.per_config import ConfigEntry, HeldLevels
+from kvtax.stats.held import Fit
+from kvtax.verdict.measured import Fits
+from kvtax.verdict.metrics import (
     ALL_PARTS,
     JUDGED,
     MARGIN_US_PER_1K_BLOCKS,
     PARTS,
 )
-from kvtax.cost.verdict import RARE, held_levels, judge_metric, overall_verdict
-from kvtax.cost.warn import config_warnings, doubtfulness, undecided
-from kvtax.records.per_config import ConfigEntry, HeldLevels
-from kvtax.stats.held import Fit
+from kvtax.verdict.verdict import RARE, held_levels, judge_metric, overall_verdict
+from kvtax.verdict.warn import config_warnings, doubtfulness, undecided
 from microbench.summary.growth import verdict_words
 from tests.microbench.synthetic import Truth, trial_steps
 

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvtax.engine.before_after import Twin, before_and_after
-from kvtax.engine.scheduler_alone import BLOCK_SIZE, LoneScheduler, Subject
+from tests.harness.before_after import Twin, before_and_after
+from tests.harness.scheduler_alone import BLOCK_SIZE, LoneScheduler, Subject
 
 THOROUGH = settings(
     max_examples=150,

@@ -18,7 +18,7 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 
 from kvtax.engine.connector import load_connector
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
-from kvtax.engine.ports import reserve
+from kvtax.proc.ports import reserve
 
 CONFIGS = {"walk": "mooncake_both_hash_sync", "deltas": "mooncake_both_delta"}
 NUM_BLOCKS = 80

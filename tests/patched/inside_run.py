@@ -13,10 +13,10 @@ from pathlib import Path
 from kvtax.engine.environment import engine_environment
 from kvtax.engine.installation import Installation
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.ports import reserve
 from kvtax.engine.server import tail
 from kvtax.engine.settings import CPU_ENGINE
-from kvtax.engine.supervise import Supervised
+from kvtax.proc.ports import reserve
+from kvtax.proc.supervise import Supervised
 
 HERE = Path(__file__).parent
 POLL_S = 0.05

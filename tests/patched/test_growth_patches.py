@@ -23,8 +23,8 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvtax.engine.before_after import before_and_after
-from kvtax.engine.scheduler_alone import OFFLOADING, STORE
+from tests.harness.before_after import before_and_after
+from tests.harness.scheduler_alone import OFFLOADING, STORE
 
 with suppress(ModuleNotFoundError):
     from vllm.distributed.kv_transfer.kv_connector.v1 import base

@@ -46,8 +46,8 @@ from kvtax.engine.null_engine import NOOP
 from kvtax.look.instances import read_instances
 from kvtax.records.files import read_lines
 from kvtax.records.life import only_life
-from kvtax.records.step_table import read_steps
 from kvtax.records.steps import EngineHeader, EngineStep, ThreadsHeader, ThreadTimes
+from kvtax.steps.step_table import read_steps
 
 PATCHES = ["step_timing_v2"]
 

@@ -9,6 +9,13 @@ from itertools import pairwise
 from statistics import mean
 
 import pytest
+from kvtax_fleet.proxy.decision_log import DecisionLog
+from kvtax_fleet.records.decisions import DecisionEnd, DecisionsHeader
+from kvtax_fleet.records.host_times import RequestTimes
+from kvtax_fleet.simulate import run_cells
+from kvtax_fleet.simulate.endpoints import VirtualBody, VirtualIndex
+from kvtax_fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
+from kvtax_fleet.simulate.virtual_loop import VirtualLoop
 from overlapping import Overlapping
 from virtual_lab import (
     BLOCK_SIZE,
@@ -24,14 +31,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer import kv_transfer_state
 
 from kvtax.engine.null_engine import NullEngine
-from kvtax.fleet.proxy.decision_log import DecisionLog
-from kvtax.fleet.simulate import run_cells
-from kvtax.fleet.simulate.endpoints import VirtualBody, VirtualIndex
-from kvtax.fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
-from kvtax.fleet.simulate.virtual_loop import VirtualLoop
-from kvtax.records.decisions import DecisionEnd, DecisionsHeader
 from kvtax.records.files import LineFile
-from kvtax.records.host_times import RequestTimes
 
 PATCHES = ["step_timing_v2"]
 # Virtual time reads its arguments as this release does.

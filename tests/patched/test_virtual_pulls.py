@@ -8,15 +8,14 @@ from functools import partial
 
 import msgspec
 import pytest
+from kvtax_fleet.launch.instance_settings import Transfer
+from kvtax_fleet.records.host_times import RequestTimes
+from kvtax_fleet.records.instances import Instance
+from kvtax_fleet.simulate.transfers import Links, NixlTransfers
+from kvtax_fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
+from kvtax_fleet.simulate.virtual_loop import VirtualLoop
 from virtual_lab import FORWARD_NS, virtual_engine
 from vllm import envs
-
-from kvtax.fleet.launch.instance_settings import Transfer
-from kvtax.fleet.simulate.transfers import Links, NixlTransfers
-from kvtax.fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
-from kvtax.fleet.simulate.virtual_loop import VirtualLoop
-from kvtax.records.host_times import RequestTimes
-from kvtax.records.instances import Instance
 
 PATCHES = ["step_timing_v2"]
 ONLY = "0.18.1"

@@ -11,14 +11,13 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+from kvtax_fleet.launch.instance_settings import Transfer
+from kvtax_fleet.records.host_times import RequestTimes
+from kvtax_fleet.records.instances import Address, Instance
+from kvtax_fleet.simulate.transfers import DirectReads, Links
+from kvtax_fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
+from kvtax_fleet.simulate.virtual_loop import VirtualLoop
 from virtual_lab import FORWARD_NS, virtual_engine
-
-from kvtax.fleet.launch.instance_settings import Transfer
-from kvtax.fleet.simulate.transfers import DirectReads, Links
-from kvtax.fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
-from kvtax.fleet.simulate.virtual_loop import VirtualLoop
-from kvtax.records.host_times import RequestTimes
-from kvtax.records.instances import Address, Instance
 
 PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
 ONLY = "0.18.1"

@@ -9,12 +9,11 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from kvtax_fleet.launch.instance_settings import Transfer
+from kvtax_fleet.simulate.transfers import Links, MooncakeTransfers
 from virtual_lab import FORWARD_NS, virtual_engine
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
-
-from kvtax.fleet.launch.instance_settings import Transfer
-from kvtax.fleet.simulate.transfers import Links, MooncakeTransfers
 
 PATCHES = ["step_timing_v2"]
 # Virtual time reads its arguments as this release does.

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvtax_fleet.experiment.virtual import EVENTS
+from kvtax_fleet.records.host_times import StepTime, StepTimes
+from kvtax_fleet.simulate.cost import StepCost
+from kvtax_fleet.simulate.virtual_engine import Moves, VirtualEngine
+
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
 from kvtax.engine.settings import Forward
-from kvtax.fleet.experiment.virtual import EVENTS
-from kvtax.fleet.simulate.cost import StepCost
-from kvtax.fleet.simulate.virtual_engine import Moves, VirtualEngine
-from kvtax.records.host_times import StepTime, StepTimes
 
 MAX_MODEL_LEN = 8_192
 FORWARD_NS = 5_000_000

@@ -16,10 +16,10 @@ import pytest
 from kvtax.engine.environment import engine_environment, record_steps
 from kvtax.engine.null_model import null_checkpoint
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.ports import reserve
 from kvtax.engine.server import tail
 from kvtax.engine.settings import CPU_ENGINE
-from kvtax.engine.supervise import Supervised
+from kvtax.proc.ports import reserve
+from kvtax.proc.supervise import Supervised
 from kvtax.records.life import only_life
 from tests.engine.living import eventually
 from tests.releases import INSTALLED, under_test

@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtax.paths import REPOSITORY
-from kvtax.records import RecordsError, step_table
+from kvtax.records import RecordsError
 from kvtax.records.files import read_lines
-from kvtax.records.made_up import call_columns, step_columns, write_steps
-from kvtax.records.step_table import read_steps
 from kvtax.records.steps import (
     ENGINE_COUNTS,
     FIELDS,
@@ -25,6 +23,9 @@ from kvtax.records.steps import (
     EngineStep,
     first_step,
 )
+from kvtax.steps import step_table
+from kvtax.steps.step_table import read_steps
+from tests.harness.made_up import call_columns, step_columns, write_steps
 
 HEADER = EngineHeader(clock="CLOCK_MONOTONIC")
 STEPS = [

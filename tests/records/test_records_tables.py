@@ -10,11 +10,11 @@ from types import ModuleType
 
 import msgspec
 import pytest
+from kvtax_fleet import analyze
+from kvtax_fleet.records.decisions import DecisionRecord
 
 from kvtax import records
-from kvtax.fleet import analyze
 from kvtax.paths import REPOSITORY
-from kvtax.records.decisions import DecisionRecord
 from kvtax.records.requests import DriverEnd
 from kvtax.records.tables import descriptions, table, with_tables
 

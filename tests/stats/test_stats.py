@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtax.stats import Estimate
-from kvtax.stats.aims import Aim, aims_table, judge
 from kvtax.stats.distribution import Distribution
 from kvtax.stats.median_slope import make_cells, slope_us_per_1k_blocks
 from kvtax.stats.quantiles import weighted_quantiles
@@ -22,6 +21,7 @@ from kvtax.stats.resampling import (
     ratio,
     resample_blocks,
 )
+from kvtax.verdict.aims import Aim, aims_table, judge
 from tests.microbench.synthetic import ar1, with_outliers
 
 TIME = "schedule_us"

@@ -27,10 +27,10 @@ from itertools import chain
 from pathlib import Path
 
 from kvtax.engine.releases import link_extensions
-from kvtax.engine.supervise import Supervised
 from kvtax.paths import REPOSITORY
+from kvtax.proc.supervise import Supervised
+from kvtax.report.markdown import table
 from kvtax.signals import exit_on_signals
-from kvtax.stats.markdown import table
 from tools.upstream.model_cache import write_model_cache
 from tools.upstream.release import (
     Release,

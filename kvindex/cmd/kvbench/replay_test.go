@@ -11,7 +11,7 @@ import (
 	"kvtax/kvindex/cmd/kvbench/trace"
 )
 
-const tracesFolder = "../../../traces/"
+const tracesFolder = "../../../fleet/traces/"
 
 // tolerance is by how much the usable share of blocks may be below that of exact LRU.
 const tolerance = 0.005

@@ -105,7 +105,7 @@ func (s *settings) add(name, events, replay string) error {
 	return nil
 }
 
-// readInstances reads a file as kvtax.fleet.launch writes it, and kvtax.fleet.proxy reads it.
+// readInstances reads a file as kvtax_fleet.launch writes it, and kvtax_fleet.proxy reads it.
 func (s *settings) readInstances(file string) error {
 	if file == "" {
 		if len(s.fleet.Instances) == 0 {

@@ -101,7 +101,7 @@ type instance struct {
 	BlockTokens int    `json:"block_tokens"`
 }
 
-// readInstances reads a file as kvtax.fleet.launch writes it. All instances must have blocks of
+// readInstances reads a file as kvtax_fleet.launch writes it. All instances must have blocks of
 // one size, as llm-d's index has.
 func readInstances(file string) ([]instance, error) {
 	if file == "" {

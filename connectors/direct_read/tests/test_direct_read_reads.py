@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads over a transport that fails late, in part or not at all.
+
+The rule: once the reads of a pull have ended, nothing writes to its blocks any more,
+and the blocks reported as good hold the peer's bytes. Readers that break the rule must
+fail here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connectors.direct_read.reads import (
+    DONE,
+    FAILED,
+    MAX_IN_FLIGHT,
+    contiguous_runs,
+    order_of,
+    read_blocks,
+)
+from connectors.direct_read.tests.fake_engine import (
+    BASES,
+    PEER_BASES,
+    PENDING,
+    FakeEngine,
+    Fate,
+    block,
+    regions,
+)
+
+
+def check(
+    read: Callable[..., int],
+    fates: list[Fate],
+    block_ids: list[int],
+    peer_block_ids: list[int],
+) -> None:
+    engine = FakeEngine(fates)
+    good = read(engine, "peer:1", regions(), block_ids, peer_block_ids, lambda: False)
+    engine.assert_quiet()
+    for ours, theirs in zip(block_ids[:good], peer_block_ids[:good], strict=True):
+        assert block(engine.memory, BASES, ours) == block(
+            engine.peer_memory, PEER_BASES, theirs
+        )
+    assert engine.begun_after_failure == 0
+    assert engine.most_in_flight <= MAX_IN_FLIGHT
+    # No block that arrived before the first failure is lost.
+    runs = contiguous_runs(block_ids, peer_block_ids, 2)
+    ends = [batch.fate.status == DONE for batch in engine.batches]
+    whole = len(block_ids)
+    for number, run in enumerate(runs):
+        if ends[2 * number : 2 * number + 2] != [True, True]:
+            whole = run.first
+            break
+    assert good == whole
+
+
+some_fates = st.lists(
+    st.builds(
+        Fate,
+        status=st.sampled_from([DONE, DONE, DONE, FAILED]),
+        polls=st.integers(1, 6),
+        begins=st.sampled_from([None] * 12 + [0, -1, 2**64 - 1, RuntimeError("no")]),
+    ),
+    max_size=40,
+)
+some_blocks = st.integers(1, 12).flatmap(
+    lambda count: st.tuples(
+        *[st.permutations(range(16)).map(lambda ids: ids[:count]) for _ in "ab"]
+    )
+)
+contiguous = st.integers(1, 12).map(lambda n: (list(range(4, 4 + n)), list(range(n))))
+descending = contiguous.map(lambda blocks: tuple(ids[::-1] for ids in blocks))
+# Some of the blocks are neighbours, but not in this order.
+interleaved = st.permutations(range(12)).map(
+    lambda order: tuple([first + i for i in order] for first in (4, 0))
+)
+any_blocks = some_blocks | contiguous | descending | interleaved
+
+
+@pytest.mark.slow
+@given(some_fates, any_blocks)
+@settings(max_examples=300, deadline=None)
+def test_whatever_fails_nothing_is_in_flight_and_what_counts_is_right(fates, blocks):
+    check(read_blocks, fates, *blocks)
+
+
+@given(any_blocks)
+def test_every_block_is_read_once_into_its_place_in_as_few_reads_as_possible(blocks):
+    pairs = set(zip(*blocks, strict=True))
+    runs = contiguous_runs(*blocks, 2)
+    read = [
+        (run.block_id + i, run.peer_block_id + i)
+        for run in runs
+        for i in range(run.count)
+    ]
+    assert len(read) == len(pairs) and set(read) == pairs
+    # A run must end where the next block has another place on either side.
+    assert len(runs) == sum(
+        (ours + 1, theirs + 1) not in pairs for ours, theirs in pairs
+    )
+    check(read_blocks, [], *blocks)
+
+
+@given(some_blocks | contiguous, st.randoms())
+def test_the_order_of_the_blocks_changes_no_run(blocks, chance):
+    pairs = list(zip(*blocks, strict=True))
+
+    def runs() -> set[tuple[int, int, int]]:
+        ours, theirs = map(list, zip(*pairs, strict=True))
+        found = contiguous_runs(ours, theirs, 2)
+        return {(run.block_id, run.peer_block_id, run.count) for run in found}
+
+    before = runs()
+    pairs.reverse()
+    assert runs() == before
+    chance.shuffle(pairs)
+    assert runs() == before
+
+
+def test_runs_are_contiguous_on_both_sides_and_begin_with_the_earliest_block():
+    runs = contiguous_runs([4, 5, 6, 9, 10, 11], [7, 8, 1, 2, 3, 9], 2)
+    assert [
+        (run.block_id, run.peer_block_id, run.count, run.first) for run in runs
+    ] == [
+        (4, 7, 2, 0),
+        (6, 1, 1, 2),
+        (9, 2, 2, 3),
+        (11, 9, 1, 5),
+    ]
+    assert all(run.missing == 2 for run in runs)
+    (down,) = contiguous_runs([6, 5, 4], [9, 8, 7], 2)
+    assert (down.block_id, down.peer_block_id, down.count, down.first) == (4, 7, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "order"),
+    [
+        ([5], "ascending"),
+        ([1, 2, 9], "ascending"),
+        ([9, 2, 1], "descending"),
+        ([1, 2, 1], "mixed"),
+    ],
+)
+def test_the_order_of_block_ids_has_a_name(block_ids, order):
+    assert order_of(block_ids) == order
+
+
+def test_what_has_been_stopped_begins_no_more_and_goes_quiet():
+    engine = FakeEngine([Fate(polls=3) for _ in range(10)])
+    stopped = iter([False] * 6 + [True] * 100)
+    ids = [1, 3, 5, 7, 9]
+    good = read_blocks(engine, "peer:1", regions(), ids, ids, lambda: next(stopped))
+    assert (good, len(engine.batches)) == (3, 6)
+    engine.assert_quiet()
+
+
+# Readers that break the rule.
+
+
+def returns_at_the_first_failure(engine, session, regions, ids, peer_ids, stopped):
+    """As batch_transfer_sync_read does."""
+    runs = contiguous_runs(ids, peer_ids, len(regions))
+    batches = begun(engine, session, regions, runs)
+    while batches:
+        for batch_id in batches:
+            status = engine.transfer_check_status(batch_id)
+            if status == FAILED:
+                return 0
+            if status == DONE:
+                batches.remove(batch_id)
+                break
+    return len(ids)
+
+
+def takes_a_timeout_for_the_end(engine, session, regions, ids, peer_ids, stopped):
+    runs = contiguous_runs(ids, peer_ids, len(regions))
+    batches = begun(engine, session, regions, runs)
+    ends = []
+    for batch_id in batches:
+        while (status := engine.transfer_check_status(batch_id)) == PENDING:
+            pass
+        ends.append(status)
+    return len(ids) if set(ends) == {DONE} else 0
+
+
+def looks_at_the_last_one_only(engine, session, regions, ids, peer_ids, stopped):
+    """As transfer_check_status does, for the first read of a batch of many."""
+    runs = contiguous_runs(ids, peer_ids, len(regions))
+    batches = begun(engine, session, regions, runs)
+    while (status := engine.transfer_check_status(batches[-1])) not in (DONE, FAILED):
+        pass
+    return len(ids) if status == DONE else 0
+
+
+def begun(engine, session, regions, runs) -> list[int]:
+    return [
+        engine.batch_transfer_async_read(
+            session,
+            [region.address + run.block_id * region.block_bytes],
+            [region.peer_address + run.peer_block_id * region.block_bytes],
+            [run.count * region.block_bytes],
+        )
+        for run in runs
+        for region in regions
+    ]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        returns_at_the_first_failure,
+        takes_a_timeout_for_the_end,
+        looks_at_the_last_one_only,
+    ],
+)
+def test_a_reader_that_breaks_the_rule_is_found_out(read):
+    fates = [Fate(polls=4), Fate(FAILED, polls=1), Fate(polls=5), Fate(polls=2)]
+    with pytest.raises(AssertionError):
+        check(read, fates, [1, 5], [2, 7])

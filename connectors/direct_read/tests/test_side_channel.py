@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Direct read's side channel answers clients that hold the secret, and nobody else."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from connectors.direct_read.client import Client
+from connectors.direct_read.protocol import (
+    LENGTH,
+    MAC_BYTES,
+    MAGIC,
+    MAX_FIRST_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_HASHES,
+    DirectReadError,
+    Hello,
+    Lookup,
+    Offer,
+    ProtocolError,
+    Seal,
+    Validate,
+    Validated,
+    framed,
+)
+from connectors.direct_read.server import Server
+from connectors.direct_read.tests.wire import (
+    HASHES,
+    NONCES,
+    OTHER_SECRET,
+    PEER,
+    SECRET,
+    FakeLedger,
+    Wire,
+    authentic,
+    seals,
+    works,
+)
+
+# What it is for.
+
+
+def test_a_client_learns_what_the_peer_is_and_has(client):
+    assert client.hello() == PEER
+    offer = client.lookup(HASHES)
+    assert offer.block_ids == list(range(10))
+    assert client.validate(offer.token) == 5
+    assert client.validate(offer.token) == 0
+    assert client.hello() == PEER
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 100, "no such host"])
+def test_a_host_that_cannot_be_is_a_failure_like_any_other(host):
+    with pytest.raises(DirectReadError, match="direct read from"):
+        Client(host, 1, SECRET).hello()
+
+
+def test_where_it_cannot_listen_is_said(serves):
+    with pytest.raises(OSError, match=f"listen at 127.0.0.1:{serves.port}: Address"):
+        Server(FakeLedger(), PEER, SECRET, port=serves.port)
+    with pytest.raises(OSError, match="listen at a b:0: Name"):
+        Server(FakeLedger(), PEER, SECRET, host="a b")
+
+
+def test_a_client_asks_for_as_many_blocks_as_fit(client):
+    client.hello()
+    assert client.lookup([]).block_ids == []
+    assert len(client.lookup([b"h" * 64] * 10_000).block_ids) == MAX_HASHES
+
+
+def test_any_number_of_threads_can_share_a_client(client):
+    client.hello()
+    found = []
+
+    def ask(num_hashes: int) -> None:
+        for _ in range(50):
+            offer = client.lookup(HASHES[:num_hashes])
+            found.append((num_hashes, len(offer.block_ids)))
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 400
+    assert all(asked == offered for asked, offered in found)
+
+
+# Who says it.
+
+
+def test_a_client_with_another_secret_is_not_answered(serves, ledger):
+    stranger = Client("127.0.0.1", serves.port, OTHER_SECRET)
+    with pytest.raises(DirectReadError, match="secret"):
+        stranger.hello()
+    assert serves.num_refused == 1
+    assert works(serves)
+
+
+def test_a_server_with_another_secret_is_not_believed():
+    theirs, ours = seals(client=SECRET, server=OTHER_SECRET)
+    theirs.seal(Hello())
+    with pytest.raises(ProtocolError):
+        theirs.open(ours.seal(PEER))
+
+
+def test_a_frame_counts_once_on_its_connection(serves, ledger):
+    with Wire(serves.port) as wire:
+        wire.hello()
+        content = wire.seal.seal(Lookup(HASHES))
+        wire.send(content)
+        assert len(wire.seal.open(wire.receive()).block_ids) == 10
+        wire.send(content)
+        assert wire.is_ended()
+    assert (ledger.lookups, serves.num_refused) == (1, 1)
+
+
+def test_a_frame_of_an_earlier_connection_counts_nowhere(serves, ledger):
+    """However recent the connection: nonces, not clocks, make the frame stale."""
+    with Wire(serves.port) as wire:
+        recorded = [wire.seal.seal(Hello()), wire.seal.seal(Lookup(HASHES))]
+        for content in recorded:
+            wire.send(content)
+            wire.seal.open(wire.receive())
+    for content in recorded:
+        with Wire(serves.port) as later:
+            later.send(content)
+            assert later.is_ended()
+    assert (ledger.lookups, serves.num_refused) == (1, 2)
+
+
+def test_no_frame_counts_after_one_that_is_not_authentic(serves, ledger):
+    """A stranger's frames cost the server one check, however many come at once."""
+    with Wire(serves.port) as wire:
+        wire.hello()
+        asked = [wire.seal.seal(Lookup(HASHES)) for _ in range(100)]
+        forged = bytes(len(asked[0]))
+        wire.send(forged, *asked)
+        assert wire.is_ended()
+    assert (ledger.lookups, serves.num_refused) == (0, 1)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_frame_with_another_nonce_is_not_authentic(which):
+    nonces = list(NONCES)
+    nonces[which] = b"another nonce .."
+    for to_server, message in ((True, Hello()), (False, Validated(1))):
+        sender = Seal(SECRET, *nonces, server=not to_server)
+        receiver = Seal(SECRET, *NONCES, server=to_server)
+        with pytest.raises(ProtocolError, match="authentic"):
+            receiver.open(sender.seal(message))
+
+
+def test_a_frame_is_not_its_own_reply():
+    client, _ = seals()
+    with pytest.raises(ProtocolError, match="authentic"):
+        client.open(client.seal(Hello()))
+
+
+def test_frames_count_in_order_only():
+    client, server = seals()
+    frames = [client.seal(Validate(n)) for n in range(3)]
+    for content in (frames[1], frames[2]):
+        with pytest.raises(ProtocolError, match="authentic"):
+            server.open(content)
+    assert [server.open(content).token for content in frames] == [0, 1, 2]
+
+
+def test_a_reply_is_that_of_its_request():
+    """An earlier reply that was held back may say that more was valid."""
+    client, server = seals()
+    replies = []
+    for token in range(2):
+        server.open(client.seal(Validate(token)))
+        replies.append(server.seal(Validated(token)))
+    with pytest.raises(ProtocolError, match="authentic"):
+        client.open(replies[1])
+    assert client.open(replies[0]) == Validated(0)
+
+
+def test_every_bit_of_a_frame_counts():
+    client, server = seals()
+    content = client.seal(Lookup(HASHES[:2]))
+    for bit in range(len(content) * 8):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ProtocolError, match="authentic"):
+            server.open(bytes(changed))
+    assert server.open(content) == Lookup(HASHES[:2])
+
+
+@pytest.mark.parametrize("secret", [b"", b"fifteen bytes ."])
+def test_a_secret_must_keep_somebody_out(secret):
+    with pytest.raises(ValueError, match="16 bytes"):
+        Client("127.0.0.1", 1, secret)
+    with pytest.raises(ValueError, match="16 bytes"):
+        Server(FakeLedger(), PEER, secret)
+
+
+# What can be said.
+
+
+def test_what_is_no_message_ends_the_connection_although_it_is_authentic(
+    serves, ledger
+):
+    messages = [
+        {"type": "lookup", "hashes": [b"h" * 32], "more": 1},
+        {"type": "lookup", "hashes": [b"h"] * (MAX_HASHES + 1)},
+        {"type": "lookup", "hashes": [b"h" * 65]},
+        {"type": "lookup", "hashes": [b""]},
+        {"type": "lookup", "hashes": ["text"]},
+        {"type": "lookup"},
+        {"type": "validate", "token": -1},
+        {"type": "validate", "token": 1 << 63},
+        {"type": "validate", "token": 1.0},
+        {"type": "offer", "token": 1, "block_ids": [], "stopped": ""},
+        {"type": "unknown"},
+        [],
+        None,
+    ]
+    payloads = [msgspec.msgpack.encode(message) for message in messages]
+    payloads += [b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000]
+    payloads += [b"\x81\xa4type\xa1\xff", b"\x81\xa1\xff\x00"]
+    for payload in payloads:
+        with Wire(serves.port) as wire:
+            wire.hello()
+            wire.send(authentic(wire.seal, payload))
+            assert wire.is_ended()
+    assert works(serves)
+    assert (ledger.lookups, serves.num_refused) == (0, len(payloads))
+
+
+def test_a_frame_that_is_too_long_ends_the_connection(serves):
+    with Wire(serves.port) as wire:
+        wire.sock.sendall(LENGTH.pack(MAX_FIRST_FRAME_BYTES + 1))
+        assert wire.is_ended()
+    with Wire(serves.port) as wire:
+        wire.hello()
+        wire.sock.sendall(LENGTH.pack(MAX_FRAME_BYTES + 1))
+        assert wire.is_ended()
+    assert works(serves)
+
+
+def test_neither_end_says_what_is_too_long():
+    client, server = seals()
+    long = Offer(1, [1 << 62] * 200_000, "")
+    with pytest.raises(ProtocolError, match="too long"):
+        server.seal(long)
+    with pytest.raises(ProtocolError, match="too long"):
+        framed(b"x" * (MAX_FRAME_BYTES + 1))
+    # Nor has it been counted.
+    server.open(client.seal(Hello()))
+    assert client.open(server.seal(PEER)) == PEER
+
+
+def test_a_stranger_hears_a_greeting_and_no_more(serves):
+    _, seal = seals(client=OTHER_SECRET)
+    said = [b"", b"x", b"x" * MAC_BYTES, b"x" * 100, seal.seal(PEER)]
+    for content in said:
+        with Wire(serves.port, OTHER_SECRET) as wire:
+            wire.send(content)
+            assert wire.is_ended()
+    assert serves.num_refused == len(said)
+
+
+def test_messages_are_what_they_were():
+    """The wire format; a new version of it must have a new MAGIC."""
+    assert MAGIC == b"kv-direct-read/3"
+    client, _ = seals()
+    content = client.seal(Lookup([b"h"]))
+    assert content[MAC_BYTES:] == msgspec.msgpack.encode(
+        {"type": "lookup", "hashes": [b"h"]}
+    )

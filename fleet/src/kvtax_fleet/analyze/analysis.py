@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole analysis of one run: analysis.json, from which the report is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import polars as pl
+from kvtax.stats.quantiles import SessionDraws
+
+from kvtax_fleet.analyze import interference
+from kvtax_fleet.analyze.arm_runs import ArmRun
+from kvtax_fleet.analyze.cache import (
+    Apc,
+    Belief,
+    MirrorDifference,
+    apc,
+    belief,
+    kv_blocks,
+    mirror_against_exact,
+)
+from kvtax_fleet.analyze.comparison import Comparison, comparisons
+from kvtax_fleet.analyze.fleet_warnings import (
+    WarningEntry,
+    arm_warnings,
+    cache_warnings,
+    noise_warnings,
+    offline_warnings,
+    run_warnings,
+)
+from kvtax_fleet.analyze.frames import requests_frame, steady_window_ns
+from kvtax_fleet.analyze.interference import Interference
+from kvtax_fleet.analyze.load import (
+    Accumulation,
+    GpuUse,
+    Imbalance,
+    Skew,
+    accumulation,
+    gpu_use,
+    hotspot,
+    token_imbalance,
+)
+from kvtax_fleet.analyze.offloads import Offloads, offloads
+from kvtax_fleet.analyze.request_tables import (
+    Latency,
+    Moves,
+    Outcomes,
+    Workload,
+    latency_table,
+    moves,
+    outcomes,
+    workload,
+)
+from kvtax_fleet.analyze.roofline import Model
+from kvtax_fleet.analyze.substrate import Layer, SubstrateChain, layer_of, substrate
+from kvtax_fleet.analyze.what_if import (
+    Disagreement,
+    Link,
+    MigrationRule,
+    disagreements,
+    migrations,
+)
+from kvtax_fleet.records.arm import OUR_PROXY, ArmRecord
+
+SCHEMA = "kvtax.fleet_analysis/1"
+
+
+class Made(msgspec.Struct):
+    """Conditions of the run, from arm.json."""
+
+    versions: dict[str, Any]
+    """As `provenance` in run.json."""
+    trace: dict[str, Any]
+    """Empty if the run names none."""
+    instances: int
+    """vLLM servers of an arm."""
+    open_loop: bool | None
+    """Whether sessions began when the trace says."""
+    time_scale: float | None
+    """How much faster than the trace: divides arrival and think times."""
+    time_factor: float | None
+    """Factor on the simulated forward."""
+    virtual: bool = False
+    """Whether the run was in virtual time."""
+
+
+class Migration(msgspec.Struct):
+    """Simulated moves of sessions, on the first run that finished."""
+
+    of: str
+    """The arm."""
+    model: str
+    """Name of the model."""
+    kv_bytes_per_token: int
+    """Bytes of KV per token."""
+    bandwidth_gbit_s: float
+    """Bandwidth of a move."""
+    policies: list[MigrationRule]
+    """One entry per rule."""
+
+
+class Repeat(msgspec.Struct, kw_only=True):
+    """One arm in one repeat."""
+
+    repeat: int
+    """Counts from 0."""
+    status: str
+    """`ok`, or how the run ended."""
+    error: str | None
+    """Why it failed."""
+    lag_ms: dict[str, float] | None
+    """Send lag by quantile; null if nothing was sent."""
+    valid: bool | None
+    """Whether the send lag was within its budget; null if that was not checked."""
+    apc: Apc
+    """Prefix cache hits."""
+    kv_blocks: dict[str, int] = {}
+    """KV cache blocks by instance."""
+    imbalance: Imbalance
+    """Tokens by instance."""
+    hotspot: Skew | None
+    """Skew of the tokens under way; null without any."""
+    accumulation: Accumulation | None
+    """Sessions and context tokens by instance; null where no request was placed."""
+    gpu: dict[str, GpuUse] | None
+    """By GPU; null without samples."""
+    mirror: MirrorDifference | None
+    """The proxy's mirror against the KV events; null where one is missing."""
+
+
+class ArmAnalysis(msgspec.Struct, kw_only=True):
+    """All repeats of one arm."""
+
+    router: str = OUR_PROXY
+    """What routed the requests."""
+    policy: str | None
+    """Policy of our proxy; null for another router."""
+    connector: str | None
+    """Connector config; null without one."""
+    concurrency: int | None
+    """Requests in flight per instance; in an open loop at most."""
+    outcomes: Outcomes | None
+    """Requests by outcome; null without any."""
+    latency: Latency
+    """By window, then by class of the request or `all`."""
+    repeats: list[Repeat]
+    """One entry per repeat."""
+    interference: Interference | None
+    """TPOT over the prefill under way; null with too few requests."""
+    cache_state: str | None
+    """`mirror`, `exact` or `llm-d`: how the proxy knows what is cached; null for
+    another router."""
+    belief: Belief | None
+    """Error of that knowledge; null if it was not checked."""
+    offline: dict[str, Disagreement | None] | None
+    """By policy, on the recorded decisions; null without any."""
+    offloads: Offloads | None
+    """Prefills on another instance; null without any."""
+    moves: Moves | None
+    """Sessions moved with their KV; null if the policy moves none."""
+
+
+class FleetAnalysis(msgspec.Struct, tag_field="schema", tag=SCHEMA):
+    """analysis.json. Fields with a default are missing in the oldest ones."""
+
+    experiment: str | None
+    """Name of the experiment; null for a run of its own."""
+    made: Made
+    """Conditions of the run."""
+    workload: Workload | None
+    """The requests; null without any."""
+    arms: dict[str, ArmAnalysis]
+    """By name."""
+    comparisons: list[Comparison]
+    """Each arm with its baseline."""
+    migration: Migration | None
+    """Null if no run finished."""
+    substrate: list[SubstrateChain]
+    """What each connector adds to the one before; empty if no config has a `layer`."""
+    warnings: list[WarningEntry]
+    """What makes a figure doubtful."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The results, and the frames that the figures draw."""
+
+    results: FleetAnalysis
+    runs: list[ArmRun]
+    requests: pl.DataFrame
+    interference: dict[str, pl.DataFrame]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The results as analysis.json has them."""
+        document: dict[str, Any] = msgspec.to_builtins(self.results)
+        return document
+
+    @property
+    def sound(self) -> bool:
+        """Return whether every run finished and no comparison is refused."""
+        arms = self.results.arms.values()
+        finished = all(r.status == "ok" for arm in arms for r in arm.repeats)
+        return finished and not any(c.refused for c in self.results.comparisons)
+
+    def of(self, run: ArmRun) -> pl.DataFrame:
+        return of(self.requests, run)
+
+
+def of(requests: pl.DataFrame, run: ArmRun) -> pl.DataFrame:
+    """Select the requests of one arm and repeat."""
+    info = run.info
+    return requests.filter(
+        (pl.col("arm") == info.arm) & (pl.col("repeat") == info.repeat)
+    )
+
+
+def block_tokens(runs: list[ArmRun]) -> int:
+    """Return the largest block of any instance; 1 where none is named."""
+    return max(
+        (one.block_tokens for run in runs for one in run.info.instances), default=1
+    )
+
+
+def names(run: ArmRun) -> list[str]:
+    return [instance.name for instance in run.info.instances]
+
+
+def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis:
+    """Analyse every arm and repeat of one run.
+
+    Raises RecordsError, HardwareError and ConfigError.
+    """
+    link = Link(Model.read(model).kv_bytes_per_token, bandwidth_gbit_s)
+    # A run that failed does not show what its arm does: it is counted, and no more.
+    finished = [run for run in runs if run.info.status == "ok"]
+    everything, requests = requests_frame(runs), requests_frame(finished)
+    draws = SessionDraws(requests["session"])
+    points = {
+        arm: interference.points_of([(of(requests, run), names(run)) for run in own])
+        for arm, own in by_arm(finished).items()
+    }
+    warnings = run_warnings(runs)
+    counted, levels = outcomes(everything), latency_table(requests, draws)
+    policies = _our_policies(runs)
+    arms = {}
+    for arm, own in by_arm(runs).items():
+        info = own[0].info
+        offline = disagreements(own[0].folder, policies)
+        warnings += offline_warnings(arm, offline)
+        answered = requests.filter(pl.col("arm") == arm)
+        arms[arm] = ArmAnalysis(
+            router=info.router,
+            policy=_policy(info),
+            connector=info.connector,
+            concurrency=info.concurrency,
+            outcomes=counted.get(arm),
+            latency=levels.get(arm, {}),
+            repeats=[_repeat(run, of(everything, run), warnings) for run in own],
+            interference=interference.slope(points[arm], draws)
+            if arm in points
+            else None,
+            cache_state=info.cache_state,
+            belief=belief(answered, block_tokens(own)),
+            offline=offline,
+            offloads=offloads(own, answered, draws),
+            moves=moves(answered),
+        )
+    compared, spreads = comparisons(runs, requests, draws)
+    warnings += noise_warnings(compared)
+    results = FleetAnalysis(
+        experiment=runs[0].info.experiment,
+        made=_made(runs[0]),
+        workload=workload(of(everything, runs[0])),
+        arms=arms,
+        comparisons=compared,
+        migration=_migration(finished, requests, model, link),
+        substrate=substrate(
+            requests, _layers(by_arm(runs), arms, compared), draws, spreads
+        ),
+        warnings=warnings,
+    )
+    return Analysis(results, finished, requests, points)
+
+
+def _layers(
+    runs: dict[str, list[ArmRun]],
+    arms: dict[str, ArmAnalysis],
+    compared: list[Comparison],
+) -> dict[str, tuple[Layer, str | None, int | None]]:
+    """Find the layers of arms with requests that may be compared."""
+    refused = {comparison.arm for comparison in compared if comparison.refused}
+    return {
+        arm: (layer, arms[arm].policy, arms[arm].concurrency)
+        for arm, own in runs.items()
+        if (layer := layer_of(own[0].info)) and arm not in refused and arms[arm].latency
+    }
+
+
+def _our_policies(runs: list[ArmRun]) -> list[str]:
+    """Name the policies of the arms behind our proxy, in alphabetical order."""
+    ours = {run.info.policy for run in runs if run.info.router == OUR_PROXY}
+    return sorted(policy for policy in ours if policy is not None)
+
+
+def _policy(info: ArmRecord) -> str | None:
+    """Name the policy, and a router that is not ours: equal names mean less there."""
+    ours = info.router == OUR_PROXY
+    return info.policy if ours else f"{info.policy} of {info.router}"
+
+
+def by_arm(runs: list[ArmRun]) -> dict[str, list[ArmRun]]:
+    found: dict[str, list[ArmRun]] = {}
+    for run in runs:
+        found.setdefault(run.info.arm, []).append(run)
+    return found
+
+
+def _made(run: ArmRun) -> Made:
+    info = run.info
+    return Made(
+        versions=info.versions,
+        trace=msgspec.to_builtins(info.trace) if info.trace else {},
+        instances=len(info.instances),
+        open_loop=info.open_loop,
+        time_scale=info.time_scale,
+        time_factor=info.time_factor,
+        virtual=info.virtual,
+    )
+
+
+def _migration(
+    runs: list[ArmRun], requests: pl.DataFrame, model: str, link: Link
+) -> Migration | None:
+    """Simulate on the first run that finished: the baseline, where it did."""
+    if not runs:
+        return None
+    run = runs[0]
+    window_ns = steady_window_ns(run.end)
+    return Migration(
+        of=run.info.arm,
+        model=model,
+        kv_bytes_per_token=link.kv_bytes_per_token,
+        bandwidth_gbit_s=link.bandwidth_gbit_s,
+        policies=migrations(of(requests, run), names(run), link, window_ns),
+    )
+
+
+def _repeat(
+    run: ArmRun, requests: pl.DataFrame, warnings: list[WarningEntry]
+) -> Repeat:
+    cache, window_ns = apc(run, requests), steady_window_ns(run.end)
+    warnings += arm_warnings(run, requests)
+    warnings += cache_warnings(run.info.arm, run.info.repeat, cache)
+    return Repeat(
+        repeat=run.info.repeat,
+        status=run.info.status,
+        error=run.info.error,
+        lag_ms=run.end.lag_ms if run.end else None,
+        valid=run.end.valid if run.end else None,
+        apc=cache,
+        kv_blocks=kv_blocks(run),
+        imbalance=token_imbalance(requests, names(run)),
+        hotspot=hotspot(requests, names(run), window_ns),
+        accumulation=accumulation(requests, names(run), window_ns),
+        gpu=gpu_use(run.folder, requests),
+        mirror=mirror_against_exact(run.folder),
+    )

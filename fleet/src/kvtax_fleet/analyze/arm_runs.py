@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the files of a fleet run: one folder per arm and repeat, found by its arm.json.
+
+kvtax/records describes the files. Our proxy names the instance that served a request in
+its answer. Behind another router, the instances' engine_request.jsonl
+names the requests by their `X-Request-Id`, which the router must have
+passed on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from kvtax.records import RecordsError
+from kvtax.records.engine_requests import ids_of_completion, read_engine_requests
+from kvtax.records.files import read_document, read_lines
+from kvtax.records.life import only_life
+from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader, in_header
+
+from kvtax_fleet.records.arm import OUR_PROXY, ArmRecord
+from kvtax_fleet.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """One arm in one repeat. `end` is None if the replayer was killed.
+
+    `counters`: /metrics texts (before, after) by instance.
+    """
+
+    folder: Path
+    info: ArmRecord
+    requests: list[ReplayedRequest]
+    end: ReplayEnd | None
+    decisions: list[DecisionRecord]
+    decision_ends: list[DecisionEnd]
+    counters: dict[str, tuple[str, str]]
+    torn_lines: int
+
+
+def read_run(run_dir: Path) -> list[ArmRun]:
+    """Read every arm and repeat below `run_dir`: by concurrency, the baseline first.
+
+    Raises RecordsError when there is none, or a file of one is wrong.
+    """
+    found = sorted(run_dir.rglob("arm.json"))
+    if not found:
+        raise RecordsError(f"{run_dir}: no arm.json in it or below: not a fleet run")
+    runs = [read_arm(path.parent) for path in found]
+    return sorted(runs, key=_place)
+
+
+def _place(run: ArmRun) -> tuple:
+    info = run.info
+    return info.concurrency or 0, info.arm != info.baseline, info.arm, info.repeat
+
+
+def read_arm(folder: Path) -> ArmRun:
+    """Read the files of one arm and repeat. Without replay.jsonl it has no requests.
+
+    Behind a router that is not ours, the instances say who served a request.
+    """
+    replayed, torn = _records(
+        folder / "replay.jsonl", ReplayHeader, ReplayedRequest | ReplayEnd
+    )
+    decided, torn_too = _records(
+        folder / "decisions.jsonl", DecisionsHeader, DecisionRecord | DecisionEnd
+    )
+    ends = [line for line in replayed if isinstance(line, ReplayEnd)]
+    info = read_document(folder / "arm.json", ArmRecord)
+    requests = [line for line in replayed if isinstance(line, ReplayedRequest)]
+    if info.router != OUR_PROXY:
+        name_instances(requests, folder / "instances")
+    return ArmRun(
+        folder=folder,
+        info=info,
+        requests=requests,
+        end=ends[-1] if ends else None,
+        decisions=[line for line in decided if isinstance(line, DecisionRecord)],
+        decision_ends=[line for line in decided if isinstance(line, DecisionEnd)],
+        counters=_counters(folder / "metrics"),
+        torn_lines=torn + torn_too,
+    )
+
+
+def _records(
+    path: Path, header_kind: type[msgspec.Struct], record_kind: Any
+) -> tuple[list[Any], int]:
+    """Read the records and count torn lines; none if a run did not come that far."""
+    if not path.exists():
+        return [], 0
+    lines = read_lines(path, header_kind, record_kind)
+    return lines.records, lines.torn_lines
+
+
+def _counters(folder: Path) -> dict[str, tuple[str, str]]:
+    """Read the text of /metrics before and after, of each instance that has both."""
+    found = {}
+    for before in sorted(folder.glob("*.before.prom")):
+        name = before.name.removesuffix(".before.prom")
+        after = folder / f"{name}.after.prom"
+        if after.exists():
+            found[name] = (before.read_text(), after.read_text())
+    return found
+
+
+def name_instances(requests: list[ReplayedRequest], instances: Path) -> None:
+    """Fill in `instance` of the requests that a folder below `instances` knows.
+
+    The last instance that received the request, if a router retried it. Raises
+    RecordsError.
+    """
+    served: dict[str, tuple[int, str]] = {}
+    hashed = True
+    for instance in sorted(instances.glob("*/")):
+        path = only_life(instance) / "engine_request.jsonl"
+        if not path.is_file():
+            continue
+        lines = read_engine_requests(path)
+        hashed = lines.header.ids == "hashed"
+        for one in lines.records:
+            arrived = one.arrival_ns, instance.name
+            served[one.id] = max(served.get(one.id, arrived), arrived)
+    for request in requests:
+        _, name = served.get(
+            ids_of_completion(in_header(request.id))[hashed], (0, None)
+        )
+        request.instance = name

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a fleet run, as a page made from analysis.json.
+
+Here: what differs, then requests and comparisons. kvtax_fleet.analyze.instance_tables
+has the tables about the instances. Every number is from analysis.json.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvtax.records.estimate import Estimate
+from kvtax.records.files import write_document, write_whole
+from kvtax.records.warning import RunWarning
+from kvtax.report import render
+from kvtax.report.document import Cell, Page, Picture, Section, Table, Words
+from kvtax.report.markdown import DASH, number
+from kvtax.stats.distribution import REPLICATES
+from kvtax.stats.processes import REACH
+from kvtax.stats.quantiles import MIN_REQUESTS, QUANTILES
+
+from kvtax_fleet.analyze import instance_tables
+from kvtax_fleet.analyze.analysis import FleetAnalysis, analyse
+from kvtax_fleet.analyze.arm_runs import read_run
+from kvtax_fleet.analyze.comparison import NO_DIFFERENCE, Comparison, Paired, Reaches
+from kvtax_fleet.analyze.frames import LATENCIES, TITLES
+from kvtax_fleet.analyze.request_tables import WorkloadSpread
+from kvtax_fleet.policies.decision import CLASSES, LIMITS
+
+# Messages that are shown of one kind of warning; analysis.json has all.
+SHOWN_MESSAGES = 6
+REACHING = f"{100 * REACH:g} % of equal arms"
+# Quantiles of the answer: the median, and what a slow request meets.
+ANSWERED = ("p50", "p90")
+SPREADS = WorkloadSpread.__struct_fields__
+SHOWN_VERDICTS = {NO_DIFFERENCE: "no significant difference"}
+FIGURES = {
+    "comparison": "Differences against the baseline; grey: reach of equal arms",
+    "latency": "Latencies of each arm",
+    "interference": "TPOT against the prefill under way at the same instance",
+    "sessions": "Sessions living at each instance over time, first repeat",
+    "substrate": "Latency added by each connector, p50 and p90",
+}
+WINDOWS = {"steady": "steady window", "all": "all requests"}
+
+
+def write_reports(
+    run_dir: Path, out: Path, model: str, bandwidth_gbit_s: float
+) -> bool:
+    """Write analysis.json, report.md, report.html and figures/; return whether sound.
+
+    Numbers are on disk before the first figure is drawn; a figure that cannot be drawn
+    is left out, and the page says why. Raises RecordsError, HardwareError and
+    ConfigError, with nothing written.
+    """
+    analysis = analyse(read_run(run_dir), model, bandwidth_gbit_s)
+    out.mkdir(parents=True, exist_ok=True)
+    write_document(out / "analysis.json", analysis.results)
+    _write_pages(analysis.results, out, {})
+    # Imported here: matplotlib is not needed for the numbers.
+    from kvtax_fleet.analyze.figures import draw_all
+
+    _write_pages(analysis.results, out, draw_all(analysis, out / "figures"))
+    return analysis.sound
+
+
+def _write_pages(
+    results: FleetAnalysis, out: Path, figures: dict[str, str | None]
+) -> None:
+    page = report_page(
+        results, [_picture(name, out) for name, why in figures.items() if why is None]
+    )
+    page.warnings.extend(
+        RunWarning(
+            "figure left out",
+            FIGURES[name],
+            why,
+            "the numbers are not affected; CSV files in figures/ have the points",
+        )
+        for name, why in figures.items()
+        if why is not None
+    )
+    write_whole(out / "report.md", render.markdown(page).encode())
+    write_whole(out / "report.html", render.html(page).encode())
+
+
+def _picture(name: str, out: Path) -> Picture:
+    file = f"figures/{name}.png"
+    png = base64.b64encode((out / file).read_bytes()).decode()
+    return Picture(title=FIGURES[name], png=png, file=file)
+
+
+def report_page(results: FleetAnalysis, pictures: Iterable[Picture] = ()) -> Page:
+    """Make the page of a run."""
+    sections: list[Section] = [
+        workload_table(results),
+        *outcome_sections(results),
+        *latency_sections(results),
+        *comparison_sections(results),
+        *instance_tables.sections(results),
+        *pictures,
+        _provenance(results),
+    ]
+    return Page(
+        title=f"Fleet: {results.experiment or 'run'}",
+        question="",
+        answer=answers(results),
+        warnings=list(_shown_warnings(results)),
+        sections=sections,
+        made="Made by `kvtax fleet analyze`. "
+        "Each figure has its numbers beside it, as CSV.",
+    )
+
+
+def answers(results: FleetAnalysis) -> list[str]:
+    """List refusals, then the differences of p50 and p90, then the noise floor."""
+    lines = [
+        f"- **Not compared: `{c.arm}` with `{c.baseline}`**: " + "; ".join(c.refused)
+        for c in results.comparisons
+        if c.refused
+    ]
+    allowed = [c for c in results.comparisons if not c.refused]
+    others: Counter[str] = Counter()
+    compared_arms = [c for c in allowed if not c.same]
+    for compared in compared_arms:
+        lines += _differing(compared, others)
+    if compared_arms:
+        total = len(compared_arms) * len(TITLES) * len(ANSWERED)
+        counts = [f"{_word(verdict)} in {n}" for verdict, n in others.items()]
+        lines.append(
+            f"- {', '.join(counts) or 'a difference in all'} of {total} comparisons "
+            f"({', '.join(TITLES.values())} at {' and '.join(ANSWERED)} of each arm)"
+        )
+    pairs = [c for c in allowed if c.same]
+    for pair in pairs:
+        lines += [
+            f"- Noise floor: `{pair.arm}` is `{pair.baseline}` run again, and "
+            f"differs at {quantile} by {_differences(pair, quantile)}"
+            for quantile in ANSWERED
+        ]
+    if pairs:
+        lines += [
+            f"- Reach at {quantile}: {REACHING} differ by no more than "
+            + ", ".join(
+                f"{title} {reach_text(allowed[0].reached(metric, quantile))}"
+                for metric, title in TITLES.items()
+            )
+            for quantile in ANSWERED
+        ]
+    elif results.made.virtual:
+        lines.append("- In virtual time, two equal arms are equal to the byte.")
+    else:
+        lines.append("- The noise floor is unknown: this run has no A/A pair.")
+    if doubts := len(results.warnings):
+        plural = "s" if doubts > 1 else ""
+        lines.append(f"- **{doubts} warning{plural}**: read before the numbers.")
+    return lines
+
+
+def _differing(compared: Comparison, others: Counter[str]) -> list[str]:
+    """List the quantiles that differ; count the others by verdict."""
+    lines = []
+    for quantile in ANSWERED:
+        verdicts: dict[str, list[str]] = {}
+        for metric in TITLES:
+            verdict = compared.verdict(metric, quantile)
+            if verdict.startswith(("lower", "higher")):
+                verdicts.setdefault(verdict, []).append(metric)
+            else:
+                others[verdict] += 1
+        for verdict, metrics in verdicts.items():
+            values = ", ".join(
+                f"{TITLES[m]} {percent(compared.difference(m, quantile))}"
+                for m in metrics
+            )
+            lines.append(
+                f"- `{compared.arm}` against `{compared.baseline}`, {quantile}: "
+                f"**{verdict}**: {values}"
+            )
+    means = [
+        f"{TITLES[metric]} {known.percent:+,.1f} %"
+        for metric, known in (compared.paired or {}).items()
+        if known and known.percent.ci95 and not _holds_zero(known.percent)
+    ]
+    if means:
+        lines.append(
+            f"- `{compared.arm}` against `{compared.baseline}`, request by "
+            f"request: **means differ**: {', '.join(means)}"
+        )
+    return lines
+
+
+def _holds_zero(level: Estimate) -> bool:
+    return level.low <= 0 <= level.high
+
+
+def _word(verdict: str) -> str:
+    return SHOWN_VERDICTS.get(verdict, verdict)
+
+
+def _differences(compared: Comparison, quantile: str) -> str:
+    return ", ".join(
+        f"{title} {percent(compared.difference(metric, quantile))}"
+        for metric, title in TITLES.items()
+    )
+
+
+def reach_text(reach: list[float] | None) -> str:
+    """Format `-4.0 to +4.2 %`; a dash without an A/A pair."""
+    return DASH if reach is None else f"{reach[0]:+.1f} to {reach[1]:+.1f} %"
+
+
+def percent(level: Estimate | None) -> str:
+    """Format `+1.2 % [+0.4, +2.0]`; a dash where nothing was measured."""
+    if level is None:
+        return DASH
+    text = f"{level.value:+.1f} %"
+    if level.ci95 is None:
+        return f"{text} (no interval)"
+    return f"{text} [{level.ci95[0]:+.1f}, {level.ci95[1]:+.1f}]"
+
+
+def workload_table(results: FleetAnalysis) -> Section:
+    """Show lengths and sessions as requested."""
+    made = results.workload
+    if made is None:
+        return Words(title="Workload", paragraphs=["No request."])
+    return Table(
+        title="Workload",
+        note=f"{made.requests:,} requests of {made.sessions:,} sessions in each "
+        f"run, as requested; {made.prefill_share:.1%} of their tokens are prompts'.",
+        columns=["", *SPREADS],
+        rows=[
+            [name, *(number(getattr(spread, at, None), 0) for at in SPREADS)]
+            for name, spread in made.spreads.items()
+        ],
+    )
+
+
+def outcome_sections(results: FleetAnalysis) -> list[Section]:
+    """Count the requests of each arm by outcome, and name every failure."""
+    rows: list[list[Cell]] = []
+    items = []
+    for arm, entry in results.arms.items():
+        counts = entry.outcomes
+        if counts is None:
+            rows.append([f"`{arm}`", DASH, "0", DASH, DASH, "no request"])
+            continue
+        rows.append(
+            [
+                f"`{arm}`",
+                entry.policy or DASH,
+                f"{len(entry.repeats)}",
+                f"{counts.ok}/{counts.n}",
+                f"{counts.failed}",
+                f"{counts.cancelled}",
+            ]
+        )
+        items += [f"- `{arm}`: {n} requests {mode}" for mode, n in counts.modes.items()]
+        items += [
+            f"- `{arm}`: {n} requests prefilled where they decode instead: {why}"
+            for why, n in counts.fallbacks.items()
+        ]
+    items += instance_tables.router_notes(results)
+    columns = ["arm", "policy", "repeats", "OK/N", "failed", "cancelled"]
+    table = Table(title="Outcomes", columns=columns, rows=rows)
+    return [table, Words(title="Outcomes", paragraphs=items)] if items else [table]
+
+
+def latency_sections(results: FleetAnalysis) -> list[Section]:
+    """Show the steady window; its classes, and all requests, behind their titles."""
+    note = (
+        "Milliseconds with 95 % intervals over sessions "
+        f"({REPLICATES} replicates), without the difference between runs: to compare "
+        "arms, read the next section. TTFT and E2E from the intended send, then from "
+        f"the actual one. p90 needs {MIN_REQUESTS['p90']} requests, p99 "
+        f"{MIN_REQUESTS['p99']}. Classes by new tokens (prompt less cached): {LIMITS}. "
+        "A policy decides what is cached, and so the class of a request: between arms, "
+        "a class does not hold the same requests."
+    )
+    tables: list[Section] = []
+    for window, name in WINDOWS.items():
+        for kind in ("all", *CLASSES):
+            if not (rows := _latency_rows(results, window, kind)):
+                continue
+            title = name if kind == "all" else f"{name}, {kind}"
+            tables.append(
+                Table(
+                    title=title if tables else f"Latency: {title}",
+                    note="" if tables else note,
+                    columns=[
+                        "arm",
+                        "n (sessions)",
+                        "ms",
+                        "TTFT",
+                        "TPOT",
+                        "E2E",
+                        "TTFT from send",
+                        "E2E from send",
+                    ],
+                    rows=rows,
+                    open=not tables,
+                )
+            )
+    return tables or [Words(title="Latency", paragraphs=["No request ended ok."])]
+
+
+def _latency_rows(results: FleetAnalysis, window: str, kind: str) -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
+    for arm, entry in results.arms.items():
+        own = entry.latency.get(window, {}).get(kind)
+        if own is None:
+            continue
+        for quantile in QUANTILES:
+            levels = [getattr(own, name)[quantile] for name in LATENCIES]
+            if any(levels):
+                first = quantile == "p50"
+                rows.append(
+                    [
+                        f"`{arm}`" if first else "",
+                        f"{own.n:,} ({own.sessions})" if first else "",
+                        quantile,
+                        *(instance_tables.level_text(level) for level in levels),
+                    ]
+                )
+    return rows
+
+
+def comparison_sections(results: FleetAnalysis) -> list[Section]:
+    """Show every comparison with its verdicts, and the reach of equal arms."""
+    title = "Against the baseline"
+    rows: list[list[Cell]] = []
+    for compared in results.comparisons:
+        arm = f"`{compared.arm}`" + (" (A/A)" if compared.same else "")
+        against = f"`{compared.baseline}`"
+        if compared.percent is None:
+            rows.append([arm, against, "", "", "**refused**", "", ""])
+            continue
+        first = [arm, against, f"{compared.n} ({compared.window})"]
+        for quantile in QUANTILES:
+            cells = [_difference(compared, metric, quantile) for metric in TITLES]
+            rows.append([*(first if quantile == "p50" else [""] * 3), quantile, *cells])
+    if not rows:
+        return [Words(title=title, paragraphs=["Nothing to compare: a single arm."])]
+    reach: Reaches = next((c.reach for c in results.comparisons if c.reach), {})
+    for quantile in QUANTILES if reach else ():
+        cells = [reach_text(reach[metric][quantile]) for metric in TITLES]
+        name = "reach of equal arms" if quantile == "p50" else ""
+        rows.append([name, "", "", quantile, *cells])
+    note = (
+        "The same requests in both arms: those that ended ok and were in the steady "
+        "window in every repeat of both, or in any window where these are too few. "
+        "Intervals (95 %) are over sessions and runs. Higher or lower: the whole "
+        f"interval lies beyond the reach ({REACHING} differ by no more, by the runs of "
+        "all A/A pairs)."
+    )
+    columns = ["arm", "against", "requests", "", *TITLES.values()]
+    table = Table(title=title, note=note, columns=columns, rows=rows)
+    return [table, *_paired_table(results)]
+
+
+def _difference(compared: Comparison, metric: str, quantile: str) -> str:
+    """Format a difference with its verdict; that of an A/A pair is the noise itself."""
+    level = compared.difference(metric, quantile)
+    if level is None or compared.same:
+        return percent(level)
+    return f"{percent(level)}: {_word(compared.verdict(metric, quantile))}"
+
+
+def _paired_table(results: FleetAnalysis) -> list[Section]:
+    """Compare means and count the faster requests; nothing in real time."""
+    rows: list[list[Cell]] = [
+        [
+            f"`{compared.arm}`",
+            f"`{compared.baseline}`",
+            f"{max(known.n for known in metrics.values() if known):,}",
+            *(
+                f"{known.percent:+,.1f}" if known else DASH
+                for known in metrics.values()
+            ),
+            *(_faster(known) for known in metrics.values()),
+        ]
+        for compared in results.comparisons
+        if (metrics := compared.paired) and any(metrics.values())
+    ]
+    if not rows:
+        return []
+    columns = ["arm", "against", "requests"]
+    columns += [f"mean {title}, %" for title in TITLES.values()]
+    columns += [f"{title} shorter, % of requests" for title in TITLES.values()]
+    note = (
+        "In each repeat all arms get the same sessions in the same order, and each "
+        "request is compared with itself. Intervals (95 %) are over sessions and "
+        "repeats."
+    )
+    return [Table(title="Request by request", note=note, columns=columns, rows=rows)]
+
+
+def _faster(known: Paired | None) -> str:
+    if known is None:
+        return DASH
+    text, ci95 = f"{known.faster.value:.0f}", known.faster.ci95
+    return text if ci95 is None else f"{text} [{ci95[0]:.0f}, {ci95[1]:.0f}]"
+
+
+def _shown_warnings(results: FleetAnalysis) -> Iterable[RunWarning]:
+    """Yield the warnings of the first few messages of each kind, and count the rest."""
+    messages: dict[str, list[str]] = {}
+    remedies: dict[str, str] = {}
+    for entry in results.warnings:
+        remedies[entry.kind] = entry.remedy
+        seen = messages.setdefault(entry.kind, [])
+        if entry.message not in seen:
+            seen.append(entry.message)
+        if entry.message in seen[:SHOWN_MESSAGES]:
+            yield entry.warning()
+    for kind, seen in messages.items():
+        if (more := len(seen) - SHOWN_MESSAGES) > 0:
+            message = f"and {more} more in analysis.json"
+            yield RunWarning(kind, "", message, remedies[kind])
+
+
+def _provenance(results: FleetAnalysis) -> Words:
+    """List load, fleet and versions, so that the run can be repeated."""
+    made = results.made
+    trace, versions = made.trace, made.versions
+    facts = {
+        "command": versions.get("command_line"),
+        "commit": versions.get("git_commit"),
+        "vLLM": versions.get("vllm_version"),
+        "cores": versions.get("cpu_count"),
+        "CPU": versions.get("cpu_model"),
+        "GPU": versions.get("gpu_model"),
+        "trace": trace.get("source") or trace.get("file"),
+        "SHA-256 of the replayed trace": trace.get("sha256"),
+        "sessions": trace.get("sessions"),
+        "requests": trace.get("requests"),
+        "instances": made.instances,
+        "open loop": made.open_loop,
+        "time scale": made.time_scale,
+        "simulated forward, times": made.time_factor,
+        "virtual time": made.virtual or None,
+    }
+    items = [f"- {name}: `{fact}`" for name, fact in facts.items() if fact is not None]
+    return Words(title="How this was made", paragraphs=items)

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare routing policies and connectors on a fleet of instances.
+
+kvtax fleet EXPERIMENT.toml is short for kvtax fleet run EXPERIMENT.toml: each arm of
+the experiment runs on a fresh fleet, then the report is written. The other actions do
+one part of that work by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from inspect import cleandoc
+from pathlib import Path
+
+from kvtax.cli import Exit, require_checkout
+from kvtax.cli.options import (
+    add_fields,
+    add_model,
+    add_parameters,
+    add_ray,
+    number,
+    whole_number,
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of `kvtax fleet`."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    for name, summary, add_arguments, action in (
+        ("run", "run an experiment and compare its arms", _add_run, _run),
+        ("launch", "start a fleet, or check a running one", _add_launch, _launch),
+        ("replay", "send a trace to a server", _add_replay, _replay),
+        ("analyze", "write the report of a run again", _add_analyze, _analyze),
+        (
+            "real-vs-virtual",
+            "compare a real-time run with its simulation",
+            _add_pair,
+            _pair,
+        ),
+        (
+            "roofline",
+            "least time of prefill and decode on a GPU",
+            _add_roofline,
+            _roofline,
+        ),
+        ("bound", "how far a run is above the ideal latency", _add_bound, _bound),
+        ("decide", "decide recorded snapshots by another policy", _add_decide, _decide),
+        ("forward", "fit a profile's forward to your GPU", _add_forward, _forward),
+        ("host", "measure a host for simulations", _add_host, _host),
+    ):
+        subparser = actions.add_parser(
+            name,
+            help=summary,
+            description=cleandoc(action.__doc__ or ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_arguments(subparser)
+        subparser.set_defaults(action=action)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do the chosen action."""
+    return int(arguments.action(arguments))
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "experiment",
+        type=Path,
+        metavar="EXPERIMENT.toml",
+        help="arms, load and fleet: a file of fleet/configs/experiments/",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="run folder (default: a new one in runs/)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the finished runs of --out"
+    )
+    parser.add_argument(
+        "--virtual",
+        action="store_true",
+        help="simulate time: no servers, minutes in place of hours",
+    )
+    add_ray(
+        parser,
+        "spread each fleet over several hosts, and runs of --virtual over all,",
+    )
+    parser.add_argument(
+        "--hosts",
+        type=whole_number(1),
+        metavar="N",
+        help="with --ray: hosts per fleet (default: as many as can have the same "
+        "number of instances each)",
+    )
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="also copy finished runs to this URL (shared folder or s3://...)",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run every arm of an experiment on a fresh fleet, in turn, then compare the arms.
+
+    Exit codes: 0 all runs went well and can be compared, 2 the experiment cannot start,
+    3 a run failed or a comparison is refused (the report says which, and why).
+    """
+    require_checkout("fleet run")
+    from kvtax_fleet.experiment.executors import RunOptions, run_experiment
+
+    out = run_experiment(
+        arguments.experiment,
+        RunOptions(
+            out=arguments.out,
+            resume=arguments.resume,
+            virtual=arguments.virtual,
+            ray=arguments.ray,
+            hosts=arguments.hosts,
+            store=arguments.store,
+        ),
+    )
+    return _write_report(out, out)
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--instances",
+        type=whole_number(1),
+        default=4,
+        metavar="N",
+        help="default: 4",
+    )
+    parser.add_argument(
+        "--roles",
+        help="in place of --instances: both, prefill or decode for each instance, "
+        "separated by commas",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        help="a file of fleet/configs/profiles/ (default: h20-30b-a3b)",
+    )
+    parser.add_argument(
+        "--connector",
+        metavar="NAME",
+        help="a file of configs/connectors/ without .toml (default: plain)",
+    )
+    parser.add_argument(
+        "--kv-events", action="store_true", help="publish KV cache events over ZMQ"
+    )
+    parser.add_argument(
+        "--time-factor",
+        type=number(0),
+        default=1.0,
+        metavar="F",
+        help="multiply the null model's simulated forward time (default: 1)",
+    )
+    parser.add_argument(
+        "--base-port", type=int, metavar="PORT", help="default: any free ports"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="folder of logs and records (default: in runs/)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the instances file (default: in --folder)"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="start nothing: print the command line and the GPUs of each instance",
+    )
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="start nothing: check the instances of this file",
+    )
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    """Start a fleet of vLLM instances on this machine, or check another fleet.
+
+    The fleet runs until Ctrl-C or SIGTERM, and no process of it outlives the command.
+    Exit codes: 0 the checked fleet is in order, or the dry run found no problem; 2 the
+    arguments or the machine do not fit; 3 an instance did not start, died or is not in
+    order; 130 or 143 the fleet was stopped.
+    """
+    require_checkout("fleet launch")
+    from kvtax_fleet.launch import launch_command
+
+    return launch_command.run(arguments)
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    from kvtax_fleet.replay.options import Options
+
+    add_fields(parser, Options)
+    parser.add_argument(
+        "--out", required=True, type=Path, help="file of the records, a new one"
+    )
+    parser.add_argument(
+        "--share",
+        type=_share,
+        metavar="I/N",
+        help="only every Nth session, beginning with number I, counted from 0: other "
+        "replayers send the others",
+    )
+    parser.add_argument(
+        "--gate",
+        type=Path,
+        metavar="FOLDER",
+        help="begin at the time in the file `start` of this folder (monotonic ns)",
+    )
+    parser.add_argument(
+        "--progress", action="store_true", help="print a line per second to stderr"
+    )
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    """Send a trace to a server and record every request.
+
+    Open loop across sessions, closed loop inside one. OPENAI_API_KEY is sent if set.
+    Exit codes: 0 every request ok and sent in time; 2 arguments, trace and server do
+    not fit together, or the records cannot be written; 3 a request failed or was
+    cancelled, or p99 of the send lag is over its budget; 130 or 143 stopped, with the
+    rest recorded as cancelled.
+    """
+    from kvtax_fleet.replay import replay_command
+
+    return replay_command.run(arguments)
+
+
+def _add_analyze(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="folder with the arms' folders"
+    )
+    parser.add_argument("--out", type=Path, help="where to write (default: RUN_DIR)")
+    add_model(parser, "whose KV a migrated session would move: ")
+    parser.add_argument(
+        "--bandwidth-gbit-s",
+        type=number(0.001),
+        default=100.0,
+        metavar="GBIT_S",
+        help="over which it would move (default: %(default)s)",
+    )
+
+
+def _analyze(arguments: argparse.Namespace) -> int:
+    """Write report.md, report.html, analysis.json and figures/ of a run.
+
+    Reads files only: every folder below RUN_DIR that has an arm.json. Exit codes: 0; 2
+    the run cannot be read, and nothing is written; 3 a run failed or a comparison is
+    refused (the report says which, and why).
+    """
+    out = arguments.out or arguments.run_dir
+    return _write_report(
+        arguments.run_dir, out, arguments.model, arguments.bandwidth_gbit_s
+    )
+
+
+def _write_report(
+    run_dir: Path,
+    out: Path,
+    model: str = "qwen3-coder-30b-a3b",
+    bandwidth_gbit_s: float = 100.0,
+) -> int:
+    from kvtax_fleet.analyze.fleet_report import write_reports
+
+    sound = write_reports(run_dir, out, model, bandwidth_gbit_s)
+    print(f"wrote {out / 'report.md'}, {out / 'analysis.json'}, {out / 'figures'}/")
+    print(f"open {out / 'report.html'}")
+    return Exit.GOOD if sound else Exit.NOT_MEASURED
+
+
+def _add_bound(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a finished run")
+
+
+def _bound(arguments: argparse.Namespace) -> int:
+    """Print how far a run's arms are above the latency that no policy can beat.
+
+    The bound takes each request alone, on a device that computes as the profile says,
+    with everything cached that any earlier turn or other session has computed.
+    """
+    from kvtax_fleet.simulate.bound import above
+
+    print(above(arguments.run_dir))
+    return Exit.GOOD
+
+
+def _add_decide(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("decisions", type=Path, metavar="FILE", help="decisions.jsonl of a proxy")
+    add("--policy", metavar="NAME", help="default: the policy that decided")
+    add_parameters(parser)
+
+
+def _decide(arguments: argparse.Namespace) -> int:
+    """Decide the recorded snapshots of a proxy again, and count the differences.
+
+    This compares decisions, not outcomes: the later snapshots follow from the recorded
+    decisions. Exit codes: 0; 1 the recorded policy decides otherwise than recorded; 2
+    the file, the policy or its parameters are wrong.
+    """
+    from kvtax_fleet.policies import named_values
+    from kvtax_fleet.policies.replay import decide_again
+
+    given = named_values(arguments.parameters)
+    comparison = decide_again(arguments.decisions, arguments.policy, given)
+    print(comparison.text())
+    return Exit.GOOD if comparison.reproduced else Exit.WORSE
+
+
+def _add_forward(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "records", type=Path, metavar="RECORDS_DIR", help="records of one server"
+    )
+
+
+def _forward(arguments: argparse.Namespace) -> int:
+    """Fit the table [forward] of a fleet profile to the step records of a server.
+
+    The server needs the patch step_timing_v2, and no connector.
+    Exit codes: 0; 2 the records cannot be read, or are of too few steps.
+    """
+    from kvtax_fleet.simulate.fit_forward import fitted_table
+
+    print(fitted_table(arguments.records))
+    return Exit.GOOD
+
+
+def _add_host(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("out", type=Path, metavar="FILE", help="file of fleet/configs/hosts/ to write")
+    add(
+        "--cells",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="cells of kvtax axes, of one release: the time per step",
+    )
+    add(
+        "--requests",
+        type=Path,
+        metavar="RUN_DIR",
+        help="a run in real time: the time per request outside of the engine "
+        "(default: none)",
+    )
+    add("--summary", required=True, help="which host this is")
+
+
+def _host(arguments: argparse.Namespace) -> int:
+    """Write a file of configs/hosts/: the time of a host per step and per request."""
+    from kvtax_fleet.simulate.measure_host import write_host_times
+
+    given = arguments.summary, arguments.cells, arguments.requests
+    times = write_host_times(arguments.out, *given)
+    print(f"wrote {arguments.out}: {', '.join(times.steps)}")
+    return Exit.GOOD
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, _, replayers = text.partition("/")
+    if not (number.isdigit() and replayers.isdigit() and int(number) < int(replayers)):
+        raise argparse.ArgumentTypeError(f"{text}: I/N with I below N expected")
+    return int(number), int(replayers)
+
+
+def _add_pair(parser: argparse.ArgumentParser) -> None:
+    for name in ("real", "virtual"):
+        parser.add_argument(name, type=Path, help="folder with an analysis.json")
+
+
+def _pair(arguments: argparse.Namespace) -> int:
+    """Print cached shares and latencies of one experiment in real and virtual time."""
+    from kvtax_fleet.analyze.real_vs_simulated import compare_folders
+
+    print(compare_folders(arguments.real, arguments.virtual))
+    return Exit.GOOD
+
+
+def _add_roofline(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "")
+    parser.add_argument(
+        "--gpu",
+        default="h20",
+        help="a name in kvtax_fleet/analyze/gpus.toml (default: %(default)s)",
+    )
+
+
+def _roofline(arguments: argparse.Namespace) -> int:
+    """Print lower bounds of prefill and decode times, by FLOP and memory bandwidth."""
+    from kvtax_fleet.analyze.roofline import Model, read_gpu, tables
+
+    print(tables(Model.read(arguments.model), read_gpu(arguments.gpu)))
+    return Exit.GOOD

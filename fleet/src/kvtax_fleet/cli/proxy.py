@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Route requests to many vLLM instances, by load and by what is cached where.
+
+Needs the extra `proxy`: pip install 'kvtax[proxy]'. Prints the proxy's URL as its first
+line, the URL of its control surface as the second, and serves until SIGINT or SIGTERM.
+The smallest instances file is one line:
+
+    instances = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+
+Policies that move KV, and kvindexd, need more fields: docs/records.md, instances.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kvtax.cli.options import add_fields, add_parameters, fields_of, whole_number
+
+from kvtax_fleet.policies import POLICIES, named_values
+from kvtax_fleet.proxy.settings import Settings
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `kvtax proxy`."""
+    instances = parser.add_mutually_exclusive_group(required=True)
+    instances.add_argument(
+        "--instances",
+        type=Path,
+        metavar="FILE",
+        help="TOML or JSON file of the instances, such as instances.json of a fleet",
+    )
+    instances.add_argument(
+        "--url", action="append", metavar="[NAME=]URL", help="an instance; repeatable"
+    )
+    parser.add_argument(
+        "--policy",
+        choices=list(POLICIES),
+        required=True,
+        metavar="POLICY",
+        help=f"how to route requests: {', '.join(POLICIES)}",
+    )
+    add_parameters(parser)
+    parser.add_argument(
+        "--kvindexd",
+        metavar="ADDRESS",
+        help="look up what is cached where in this kvindexd: unix:///PATH, "
+        "tcp://HOST:PORT or tls://HOST:PORT (default: estimate from the proxy's own "
+        "decisions)",
+    )
+    parser.add_argument(
+        "--kvindexd-token-file", metavar="FILE", help="kvindexd's own -token-file"
+    )
+    parser.add_argument(
+        "--kvindexd-ca-file",
+        metavar="FILE",
+        help="PEM certificates that tls:// trusts (default: the system's)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="folder of the served model, to compute token ids of text and chats",
+    )
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="new file for decisions.jsonl"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to serve (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port",
+        type=whole_number(0, 65_535),
+        default=0,
+        metavar="PORT",
+        help="port to serve (default: a free one)",
+    )
+    parser.add_argument(
+        "--control",
+        metavar="HOST:PORT",
+        default="127.0.0.1:0",
+        help="address of /metrics, /decisions, /breakdown and /health for operators "
+        "(default: a free port of this machine only)",
+    )
+    parser.add_argument(
+        "--control-token-file",
+        metavar="FILE",
+        help="token that --control takes as a bearer's; needed beyond this machine",
+    )
+    add_fields(parser, Settings)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal; raises InstancesError, SettingsError and OSError."""
+    from kvtax_fleet.instances import instances_of_urls, read_instances
+    from kvtax_fleet.proxy.control import control_address
+    from kvtax_fleet.proxy.service import Endpoint, serve
+
+    if arguments.instances is not None:
+        instances = read_instances(arguments.instances)
+    else:
+        instances = instances_of_urls(arguments.url)
+    settings = fields_of(
+        arguments,
+        Settings,
+        policy=arguments.policy,
+        parameters=named_values(arguments.parameters),
+        cache="mirror" if arguments.kvindexd is None else "exact",
+        kvindexd=arguments.kvindexd,
+        kvindexd_token_file=arguments.kvindexd_token_file,
+        kvindexd_ca_file=arguments.kvindexd_ca_file,
+        tokenizer=arguments.tokenizer,
+    )
+    control = control_address(arguments.control, arguments.control_token_file)
+    endpoint = Endpoint(arguments.host, arguments.port, control)
+    return serve(instances, settings, arguments.log, endpoint)

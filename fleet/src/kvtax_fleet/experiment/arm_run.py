@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of an arm: a fresh fleet, its router, the replay, and the evidence."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from kvtax.hosts.errors import HostLost, HostsError
+from kvtax.records.files import write_document
+from kvtax.records.life import only_life
+
+from kvtax_fleet.experiment.config import Arm, Experiment
+from kvtax_fleet.experiment.experiment_plan import PlannedRun
+from kvtax_fleet.experiment.fleet import POLL_S, Fleet
+from kvtax_fleet.experiment.freshness import counted, first_step_cached_blocks, judge
+from kvtax_fleet.experiment.host_fleet import FLEET_ERRORS
+from kvtax_fleet.experiment.replayers import Work, merge_shares, shares
+from kvtax_fleet.experiment.router import RunError, started_router
+from kvtax_fleet.instances import write_instances
+from kvtax_fleet.launch.launched import http_text
+from kvtax_fleet.records.arm import ArmRecord, FleetHost, Freshness, MachineLoad
+from kvtax_fleet.records.instances import Instance
+
+RUN_ERRORS = (RunError, HostLost, HostsError, *FLEET_ERRORS)
+# Makes a fleet with its files in the run's folder; it ends when the context is left.
+FleetMaker = Callable[[Path], AbstractContextManager[Fleet]]
+
+
+@dataclass
+class _Outcome:
+    """Fields of arm.json that the run fills in, up to where it failed."""
+
+    freshness: Freshness = field(default_factory=Freshness)
+    instances: list[Instance] = field(default_factory=list)
+    patches: dict[str, str] = field(default_factory=dict)
+    machine: MachineLoad | None = None
+    hosts: list[FleetHost] = field(default_factory=list)
+    ready_s: float | None = None
+    replay_s: float | None = None
+    peak_rss_mib: dict[str, float] = field(default_factory=dict)
+
+
+def make_run(
+    run: PlannedRun, experiment: Experiment, trace: Path, fleets: FleetMaker
+) -> Exception | None:
+    """Fill the run's folder; return the error that is then also in its arm.json.
+
+    Files of an earlier attempt are removed first.
+    """
+    folder = run.folder
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    now = datetime.datetime.now(datetime.UTC)
+    outcome = _Outcome()
+    error = None
+    began = time.monotonic()
+    try:
+        with fleets(folder) as fleet:
+            _start(folder, outcome, run.run.arm, fleet)
+            _replay(run, outcome, experiment, trace, fleet)
+        merge_shares(folder, experiment.replayers)
+        outcome.machine = fleet.machine
+        _require_cold_records(outcome.freshness, fleet)
+    except RUN_ERRORS as failure:
+        error = failure
+    record = ArmRecord(
+        **msgspec.structs.asdict(run.planned),
+        **vars(outcome),
+        status="ok" if error is None else "failed",
+        error=None if error is None else str(error),
+        started_utc=now.isoformat(timespec="seconds"),
+        wall_s=time.monotonic() - began,
+    )
+    write_document(folder / "arm.json", record)
+    return error
+
+
+def _start(folder: Path, outcome: _Outcome, arm: Arm, fleet: Fleet) -> None:
+    """Start the fleet. Raises RunError if a cache is not cold."""
+    outcome.hosts = fleet.hosts
+    fleet.start(arm)
+    evidence = outcome.freshness
+    started = fleet.started
+    evidence.survivors, evidence.gpu_used_mib = started.survivors, started.gpu_used_mib
+    outcome.patches = started.patches
+    outcome.ready_s = fleet.wait_ready()
+    outcome.instances = fleet.instances
+    for name, text in _keep_metrics(folder, fleet, "before").items():
+        evidence.instances[name] = counted(text)
+    judge(evidence)
+    if not evidence.fresh:
+        raise RunError(f"the instances are not fresh: {evidence.why}")
+
+
+def _require_cold_records(evidence: Freshness, fleet: Fleet) -> None:
+    """Raise RunError if an engine's first step found cached blocks.
+
+    The engines must have ended, so that their records are complete.
+    """
+    folders = fleet.folders
+    for each in fleet.instances:
+        if each.name in folders:
+            records = only_life(folders[each.name]) / "engine_step.jsonl"
+            blocks = first_step_cached_blocks(records, each.block_tokens)
+            if blocks is not None:
+                evidence.first_step_cached_blocks[each.name] = blocks
+    judge(evidence)
+    if not evidence.fresh:
+        raise RunError(f"the instances were not fresh: {evidence.why}")
+
+
+def _keep_metrics(folder: Path, fleet: Fleet, moment: str) -> dict[str, str]:
+    """Write /metrics of every instance to `folder`; return the texts by name."""
+    texts = {each.name: http_text(f"{each.url}/metrics") for each in fleet.instances}
+    (folder / "metrics").mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / "metrics" / f"{name}.{moment}.prom").write_text(text)
+    return texts
+
+
+def _replay(
+    run: PlannedRun,
+    outcome: _Outcome,
+    experiment: Experiment,
+    trace: Path,
+    fleet: Fleet,
+) -> None:
+    """Replay the trace through the arm's router. Raises RunError, ReplayerError."""
+    folder = run.folder
+    write_instances(folder / "instances.json", fleet.instances)
+    with ExitStack() as stack:
+        router = stack.enter_context(
+            started_router(folder, run.run.arm, fleet.instances, fleet.address)
+        )
+        stack.enter_context(fleet.under_load())
+        began = time.monotonic()
+        in_flight = run.run.concurrency * len(fleet.instances)
+        whole = Work(router.url, fleet.started.vocab_size, in_flight)
+        status = fleet.replay(shares(whole, experiment.replayers), trace)
+        while status() is None:
+            router.check_alive()
+            time.sleep(POLL_S)
+        outcome.replay_s = time.monotonic() - began
+        (folder / router.report_file).write_text(http_text(router.report_url))
+    outcome.peak_rss_mib = fleet.peak_rss_mib
+    _keep_metrics(folder, fleet, "after")

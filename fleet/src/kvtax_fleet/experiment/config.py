@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TOML files under configs/experiments/: arms, load, instances, repeats."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from kvtax.config import ConfigError, decode_toml
+from kvtax.engine.connector import DEFAULT_CONNECTOR, load_connector
+from kvtax.proc.ports import MOST_SERVERS
+
+from kvtax_fleet.launch import vllm_router
+from kvtax_fleet.launch.instance_settings import (
+    InstanceSettings,
+    Transfer,
+    read_instance_settings,
+    slowed,
+)
+from kvtax_fleet.launch.kvindexd import KVINDEXD, LLMD_LOOKUP
+from kvtax_fleet.launch.spec import HANDED_OVER, FleetSpec, SpecError, check_spec
+from kvtax_fleet.paths import CONFIGS
+from kvtax_fleet.policies import POLICIES, PolicyError, parameters_of
+from kvtax_fleet.records.arm import OUR_PROXY
+from kvtax_fleet.records.instances import Role
+from kvtax_fleet.trace.sessions import FIRST_SHARED_ID
+from kvtax_fleet.trace.study_sample import StudySample
+from kvtax_fleet.trace.twin import Twin
+
+# Programs that follow the instances' KV events, by an arm's `cache_state`.
+# Distance between the block ids of two copies. Traces count ids up from 0, in sessions
+# of 2^32 at most; ids from FIRST_SHARED_ID on are the same in all sessions.
+ID_STRIDE = 2**53
+MOST_COPIES = FIRST_SHARED_ID // ID_STRIDE
+INDEXES = {"exact": KVINDEXD, "llm-d": LLMD_LOOKUP}
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+# So many runs or requests are beyond any machine.
+Few = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+# As kvtax_fleet.replay.options.
+AtLeast = Annotated[float, msgspec.Meta(ge=0.001)]
+# An arm's name is in the names of folders.
+ARM_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
+
+
+class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The part of a trace that all arms replay; each cut is a declared departure.
+
+    `trace` is a file below the repository's folder. In its place, `study_sample` makes
+    a trace like the reference study's sample of 1,000 requests
+    (kvtax_fleet/trace/study_sample.py), and `twin` one like its whole trace, with a
+    number of requests and a seed (kvtax_fleet/trace/twin.py). `sessions` whole sessions
+    are drawn with the experiment's seed (None: all). Each is cut to its first
+    `max_turns` turns, to answers of at most `max_output_tokens` and to at most
+    `max_think_s` between a turn and the next. The `copies` of a session have blocks of
+    their own, but one time of arrival: in an open loop all of them arrive at the same
+    instant.
+    """
+
+    trace: str | None = None
+    twin: Twin | None = None
+    study_sample: StudySample | None = None
+    sessions: Count | None = None
+    max_turns: Count | None = None
+    max_output_tokens: Count | None = None
+    max_think_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    copies: Annotated[int, msgspec.Meta(ge=1, le=MOST_COPIES)] = 1
+
+    def __post_init__(self) -> None:
+        sources = (self.trace, self.study_sample, self.twin)
+        if sum(source is not None for source in sources) != 1:
+            raise ValueError("give one of `trace`, `study_sample` and `twin`")
+
+
+class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One side of a comparison. Two arms with equal fields are an A/A pair.
+
+    `router` stands between the replayer and the instances, and decides by its `policy`.
+    `parameters` and `cache_state` are for kvtax_fleet.proxy alone. Instances are
+    launched with `connector` and `roles`, so these need a `profile`. `transfer`
+    replaces the profile's, for --virtual alone. `cache_state` is how the proxy knows
+    which blocks are cached: by its own decisions (`mirror`), or by KV events, read by
+    kvindexd (`exact`) or by llm-d's code (`llm-d`).
+    """
+
+    policy: str
+    parameters: dict[str, Any] = {}
+    router: Literal["fleet.proxy", "vllm-router"] = OUR_PROXY
+    connector: str = DEFAULT_CONNECTOR
+    roles: list[Role] = []
+    cache_state: Literal["mirror", "exact", "llm-d"] = "mirror"
+    transfer: Transfer | None = None
+
+
+class Given(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Instances that run already: `file` names them (kvtax_fleet/instances.py).
+
+    `restart` is run before every arm, and must leave the instances started anew, or
+    starting. It may take 360 s from its start until all of them answer.
+    """
+
+    file: str
+    restart: Annotated[list[str], msgspec.Meta(min_length=1)]
+    vocab_size: Annotated[int, msgspec.Meta(ge=2)] = 32_000
+
+
+class Virtual(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Settings of virtual time besides the profile.
+
+    `host` is a name in configs/hosts/: the times that engines, connectors and servers
+    take; without it they take none. `scheduling`: whether vLLM schedules a step while
+    the step before runs (`async`), as it does on GPUs and cannot on CPUs.
+    `event_delay_ms`: time after a step until an arm with exact cache state knows the
+    blocks that it cached; `event_loss`: the share of the steps whose events arrive with
+    a later step's.
+    """
+
+    host: str | None = None
+    scheduling: Literal["sync", "async"] = "sync"
+    event_delay_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    event_loss: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+
+
+class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """An experiment: arms, load and instances.
+
+    All arms are measured at each `concurrency`, the requests in flight per instance.
+    `profile` is a name in configs/profiles/; `time_factor` multiplies its simulated
+    forward: 0.5 is a GPU twice as fast. `time_scale` divides the trace's think times,
+    and with `open_loop` its arrival times: 20 is twenty times faster. With `open_loop`
+    sessions begin at the trace's times, and `concurrency` is the most that are in
+    flight: further sessions wait. `standin` starts stand-ins in place of vLLM, with
+    these options of kvtax_fleet/standin, for tests of the experiment itself. `virtual`
+    is for --virtual alone. `replayers` processes send the requests, each of a share of
+    the sessions, in a share of the slots; over hosts each is on a host of its own.
+    """
+
+    summary: str
+    workload: Workload
+    arms: dict[str, Arm]
+    baseline: str
+    profile: str | None = None
+    given: Given | None = None
+    standin: list[str] | None = None
+    virtual: Virtual = Virtual()
+    instances: Annotated[int, msgspec.Meta(ge=1, le=MOST_SERVERS)] = 4
+    concurrency: Annotated[list[Few], msgspec.Meta(min_length=1)] = msgspec.field(
+        default_factory=lambda: [8]
+    )
+    open_loop: bool = False
+    time_scale: AtLeast = 1.0
+    time_factor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    replayers: Count = 1
+    repeats: Few = 2
+    seed: int = 0
+    request_timeout_s: AtLeast = 300.0
+    lag_budget_ms: AtLeast = 50.0
+    name: str = ""
+
+    @property
+    def instance_settings(self) -> InstanceSettings:
+        """Settings of the `profile`, with its time factor. Raises ConfigError."""
+        path = CONFIGS / "profiles" / f"{self.profile}.toml"
+        return slowed(read_instance_settings(path), self.time_factor)
+
+    def fleet_spec(self, arm: Arm) -> FleetSpec:
+        """Compute how an arm's instances are launched. Raises ConfigError."""
+        return FleetSpec(
+            self.instance_settings,
+            arm.connector,
+            load_connector(arm.connector),
+            arm.roles or ["both"] * self.instances,
+            kv_events=arm.cache_state in INDEXES,
+        )
+
+    def __post_init__(self) -> None:
+        sources = (self.profile, self.given, self.standin)
+        if sum(source is not None for source in sources) != 1:
+            raise ValueError("give one of `profile`, `given` and `standin`")
+        if self.time_factor != 1 and self.profile is None:
+            raise ValueError("`time_factor` is for the forward of a `profile`")
+        if self.replayers > self.instances * min(self.concurrency):
+            raise ValueError("fewer requests are in flight than there are `replayers`")
+        if self.baseline not in self.arms:
+            known = ", ".join(self.arms)
+            raise ValueError(
+                f"`baseline` {self.baseline!r} is no arm; there are {known}"
+            )
+        if len({*self.concurrency}) < len(self.concurrency):
+            raise ValueError("`concurrency` has a number twice")
+        for name, arm in self.arms.items():
+            if not ARM_NAME.fullmatch(name):
+                raise ValueError(
+                    f"arm {name!r}: give it a name of letters, digits and -_+., as "
+                    "its folder has"
+                )
+            if self.profile is None:
+                _refuse_launch_settings(name, arm)
+            if arm.roles and len(arm.roles) != self.instances:
+                raise ValueError(
+                    f"arm {name!r} has {len(arm.roles)} `roles` for "
+                    f"{self.instances} instances"
+                )
+            _check_policy(name, arm)
+
+
+def _check_policy(name: str, arm: Arm) -> None:
+    """Raise ValueError for a policy that the arm's router does not have."""
+    if arm.router == OUR_PROXY:
+        try:
+            parameters_of(arm.policy, arm.parameters)
+        except PolicyError as error:
+            raise ValueError(f"arm {name!r}: {error}") from None
+        return
+    if arm.policy not in vllm_router.POLICIES:
+        known = ", ".join(vllm_router.POLICIES)
+        raise ValueError(
+            f"arm {name!r}: {arm.router} has no policy {arm.policy!r} that runs here; "
+            f"there are {known}"
+        )
+    _refuse(
+        name,
+        f"for {OUR_PROXY}: leave it out, as {arm.router} runs with its defaults, on "
+        "instances that are all alike",
+        parameters=bool(arm.parameters),
+        cache_state=arm.cache_state != "mirror",
+        roles=bool(arm.roles),
+    )
+
+
+def _refuse_launch_settings(name: str, arm: Arm) -> None:
+    """Raise ValueError for settings of launched instances."""
+    _refuse(
+        name,
+        "for the instances of a `profile`: leave it out, as stand-ins have none and "
+        "`file` says what `given` ones are",
+        connector=arm.connector != DEFAULT_CONNECTOR,
+        roles=bool(arm.roles),
+    )
+
+
+def _refuse(name: str, why: str, **is_set: bool) -> None:
+    """Raise ValueError for the first field of an arm that is set."""
+    for field in is_set:
+        if is_set[field]:
+            raise ValueError(f"arm {name!r}: `{field}` is {why}")
+
+
+def check_arms(experiment: Experiment) -> None:
+    """Raise ConfigError if launched instances lack what an arm's policy needs."""
+    if experiment.profile is None:
+        return
+    for name, arm in experiment.arms.items():
+        wanted = experiment.fleet_spec(arm)
+        try:
+            check_spec(wanted)
+        except SpecError as error:
+            raise ConfigError(f"arm {name!r}: {error}") from None
+        if {*wanted.roles} == {"prefill"}:
+            raise ConfigError(f"arm {name!r}: no instance has a role that answers")
+        if arm.router != OUR_PROXY:
+            continue
+        policy = POLICIES[arm.policy]
+        needs = f"arm {name!r}: policy {arm.policy} needs"
+        if policy.moves_kv and wanted.connector.transfer not in HANDED_OVER:
+            raise ConfigError(
+                f"{needs} a `connector` that moves KV as Mooncake and NIXL do, such as "
+                "mooncake_both_fixed"
+            )
+        if policy.reads_peers and wanted.connector.transfer != "direct_read":
+            raise ConfigError(
+                f"{needs} a `connector` that reads from peers, such as direct_read_idle"
+            )
+        if policy.needs_pools and not {"prefill", "decode"} <= set(wanted.roles):
+            raise ConfigError(f"{needs} instances of both `roles`, prefill and decode")
+
+
+def read_experiment(path: Path) -> Experiment:
+    """Read an experiment's TOML file. Raises ConfigError."""
+    try:
+        experiment = decode_toml(path, path.read_bytes(), Experiment)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    return msgspec.structs.replace(experiment, name=path.stem)

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in virtual time: cells for kvtax_fleet.simulate, and its processes.
+
+Instances get the same arguments as in real time. Runs with one connector share a
+process that has imported the connector's private vLLM; each run is a fork of that
+process, as many at a time as there are cores.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import compress, groupby
+from pathlib import Path
+
+import msgspec
+from kvtax.config import ConfigError
+from kvtax.engine import preflight
+from kvtax.engine.server import tail
+from kvtax.proc.ports import FIRST, staggered
+from kvtax.proc.supervise import Supervised
+from kvtax.records import RecordsError
+from kvtax.records.files import read_document
+
+from kvtax_fleet.experiment.config import Experiment
+from kvtax_fleet.experiment.experiment_plan import PlannedRun, Run
+from kvtax_fleet.launch.launched import Workshop
+from kvtax_fleet.launch.spec import FleetSpec, members, server_of
+from kvtax_fleet.paths import CONFIGS
+from kvtax_fleet.proxy.settings import Settings, resolved
+from kvtax_fleet.records.arm import OUR_PROXY
+from kvtax_fleet.records.host_times import HostTimes, StepTimes
+from kvtax_fleet.records.instances import Instance
+from kvtax_fleet.replay.options import Options
+from kvtax_fleet.simulate.cells import Cell, Member, write_failed
+
+# Environment in which runs are alike: the order of vLLM's sets of names, and no step
+# records, which would hold this machine's times.
+ALIKE = {
+    "PYTHONHASHSEED": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "KVTAX_STEP_RECORDS_DIR": "",
+}
+EVENTS = [
+    "--kv-events-config",
+    '{"enable_kv_cache_events": true, "publisher": "null"}',
+]
+UNMADE = "the simulator process ended before it made this run\n{log}"
+WATCH_EVERY_S = 0.05
+# Most runs under way: their names must fit into a pipe without a reader, 64 KiB.
+MOST_WAITING = 100
+
+
+def check_virtual(experiment: Experiment) -> None:
+    """Raise ConfigError if the experiment cannot run in virtual time."""
+    if experiment.profile is None:
+        raise ConfigError("--virtual is for the instances of a `profile`")
+    for name, arm in experiment.arms.items():
+        if arm.router != OUR_PROXY:
+            raise ConfigError(
+                f"arm {name!r}: --virtual has no {arm.router}, which runs in real time "
+                "alone: leave the arm or --virtual out"
+            )
+        wanted = experiment.fleet_spec(arm)
+        for field in ("forward", "num_blocks"):
+            if getattr(wanted.settings, field) is None:
+                raise ConfigError(
+                    f"--virtual needs `{field}` in "
+                    f"fleet/configs/profiles/{experiment.profile}.toml"
+                )
+        preflight.check_connector(wanted.connector)
+        host_times(experiment, arm.connector)
+        if arm.cache_state == "llm-d":
+            raise ConfigError(
+                f"arm {name!r}: llm-d's code follows real KV events, and --virtual has "
+                'none: leave the arm out, or give it `cache_state = "exact"`'
+            )
+
+
+def host_times(experiment: Experiment, connector: str) -> HostTimes:
+    """Read the times of the experiment's host, zero without one. Raises ConfigError."""
+    name = experiment.virtual.host
+    if name is None:
+        return HostTimes("none", {connector: StepTimes()})
+    path = CONFIGS / "hosts" / f"{name}.json"
+    try:
+        times = read_document(path, HostTimes)
+    except RecordsError as error:
+        raise ConfigError(f"`host` of [virtual]: {error}") from None
+    if connector not in times.steps:
+        known = ", ".join(times.steps)
+        raise ConfigError(f"{path} has no steps with {connector!r}; it has {known}")
+    return times
+
+
+class Virtual:
+    """Makes runs in virtual time, on this host.
+
+    `run` raises SpecError, ServerError and preflight.CONFIG_ERRORS before the first.
+    """
+
+    def __init__(self, experiment: Experiment, trace: Path, workshop: Workshop) -> None:
+        self._experiment = experiment
+        self._trace = trace
+        self._workshop = workshop
+
+    def run(self, runs: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
+        """Make the runs; yield each as soon as its folder has the arm.json."""
+        # vLLM in memory takes a gigabyte for each connector.
+        in_turn = sorted(runs, key=_connector)
+        for run in in_turn:
+            self._workshop.overlay(self._experiment.fleet_spec(run.run.arm))
+        with Simulation(self._experiment, self._trace, self._workshop) as simulation:
+            for _, same in groupby(in_turn, _connector):
+                left = list(same)
+                while left or simulation.waiting:
+                    while left and simulation.waiting < MOST_WAITING:
+                        simulation.begin(left.pop(0))
+                    yield from simulation.made()
+                    time.sleep(WATCH_EVERY_S)
+
+
+def _connector(run: PlannedRun) -> str:
+    return run.run.arm.connector
+
+
+class Simulation:
+    """Makes runs of an experiment, as many at a time as there are cores."""
+
+    def __init__(self, experiment: Experiment, trace: Path, workshop: Workshop) -> None:
+        self._experiment = experiment
+        self._trace = trace
+        self._workshop = workshop
+        self._workers: dict[str, _Worker] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Number of runs that were begun and are not finished."""
+        return sum(len(worker.waiting) for worker in self._workers.values())
+
+    def begin(self, run: PlannedRun) -> None:
+        """Begin to fill the run's folder, in place of an earlier attempt's files.
+
+        Raises what making the connector's overlay does.
+        """
+        shutil.rmtree(run.folder, ignore_errors=True)
+        cell, env = _cell(self._experiment, self._trace, self._workshop, run)
+        connector = run.run.arm.connector
+        if connector not in self._workers:
+            for other in list(self._workers):
+                if not self._workers[other].waiting:
+                    self._workers.pop(other).stop()
+            path = self._workshop.folder / connector
+            self._workers[connector] = _Worker(path, env)
+        self._workers[connector].begin(run, cell)
+
+    def made(self) -> list[PlannedRun]:
+        """Return the runs whose folder has the arm.json, which comes last, by now."""
+        return [run for worker in self._workers.values() for run in worker.made()]
+
+    def __enter__(self) -> Simulation:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for worker in self._workers.values():
+            worker.stop()
+
+
+class _Worker:
+    """A kvtax_fleet.simulate process. Its pipe, cells and log are beside `path`."""
+
+    def __init__(self, path: Path, env: dict[str, str]) -> None:
+        self.waiting: list[tuple[PlannedRun, Cell]] = []
+        self._path = path
+        self._log = path.with_suffix(".log")
+        pipe = path.with_suffix(".pipe")
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+        # Opening it for writing alone would wait for a reader.
+        self._pipe = os.open(pipe, os.O_RDWR)
+        jobs = len(os.sched_getaffinity(0))
+        command = [
+            sys.executable,
+            "-m",
+            "kvtax_fleet.simulate.run_cells",
+            str(pipe),
+            str(jobs),
+        ]
+        self._process = Supervised(command, env | ALIKE, self._log)
+
+    def begin(self, run: PlannedRun, cell: Cell) -> None:
+        name = f"{cell.planned.arm}.r{cell.planned.repeat}"
+        file = self._path.with_suffix(f".{name}.json")
+        file.write_bytes(msgspec.json.encode(cell))
+        self.waiting.append((run, cell))
+        os.write(self._pipe, os.fsencode(file) + b"\n")
+
+    def made(self) -> list[PlannedRun]:
+        if self._process.poll() is not None:
+            for run, cell in self.waiting:
+                if not (run.folder / "arm.json").exists():
+                    write_failed(cell, UNMADE.format(log=tail(self._log)))
+        there = [(run.folder / "arm.json").exists() for run, _ in self.waiting]
+        made = [run for run, _ in compress(self.waiting, there)]
+        self.waiting = list(compress(self.waiting, [not each for each in there]))
+        return made
+
+    def stop(self) -> None:
+        self._process.stop()
+        os.close(self._pipe)
+
+
+def _cell(
+    experiment: Experiment, trace: Path, workshop: Workshop, planned_run: PlannedRun
+) -> tuple[Cell, dict[str, str]]:
+    """Make the run's cell, and the environment of the process for it."""
+    run = planned_run.run
+    # No socket gets the events.
+    wanted = replace(experiment.fleet_spec(run.arm), kv_events=False)
+    events = EVENTS if run.arm.cache_state == "exact" else []
+    forward = wanted.settings.forward
+    assert forward is not None
+    overlay, patches = workshop.overlay(wanted)
+    model = workshop.checkpoint(wanted.settings)
+    host = host_times(experiment, run.arm.connector)
+    ports = staggered(FIRST, experiment.instances)
+    no_gpus: list[list[int]] = [[]] * experiment.instances
+    servers = {
+        member.instance: server_of(
+            wanted, member, overlay, model.folder, workshop.folder
+        )
+        for member in members(wanted, ports, no_gpus, workshop.folder)
+    }
+    cell = Cell(
+        folder=str(planned_run.folder),
+        trace=str(trace),
+        planned=planned_run.planned,
+        patches=patches,
+        members=[
+            Member(instance, [*server.arguments, *events])
+            for instance, server in servers.items()
+        ],
+        forward=forward,
+        host=host.steps[run.arm.connector],
+        requests=host.requests,
+        overlapping=experiment.virtual.scheduling == "async",
+        transfer=run.arm.transfer or wanted.settings.transfer,
+        event_delay_ns=round(experiment.virtual.event_delay_ms * 1e6),
+        event_loss=experiment.virtual.event_loss,
+        vocab_size=model.vocab_size,
+        max_model_len=wanted.settings.max_model_len,
+        proxy=_proxy(run, wanted, list(servers)),
+        replay=_replay(experiment, run, trace),
+        seed=experiment.seed,
+    )
+    return cell, next(iter(servers.values())).env
+
+
+def _proxy(run: Run, wanted: FleetSpec, instances: list[Instance]) -> Settings:
+    cache = run.arm.cache_state
+    assert cache != "llm-d"  # refused by check_virtual
+    num_blocks = wanted.settings.num_blocks
+    assert num_blocks is not None
+    settings = Settings(
+        policy=run.arm.policy,
+        parameters=run.arm.parameters,
+        cache=cache,
+        mirror_tokens=num_blocks * wanted.settings.block_size,
+    )
+    return resolved(instances, settings)
+
+
+def _replay(experiment: Experiment, run: Run, trace: Path) -> Options:
+    return Options(
+        url="virtual",
+        trace=trace.name,
+        time_scale=experiment.time_scale,
+        max_inflight_sessions=run.concurrency * experiment.instances,
+        closed_loop=not experiment.open_loop,
+        timeout_s=experiment.request_timeout_s,
+        lag_budget_ms=experiment.lag_budget_ms,
+    )

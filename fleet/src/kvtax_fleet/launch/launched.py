@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet of vLLM servers on this machine: start, check and stop all together."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from kvtax.engine.errors import ServerError
+from kvtax.engine.null_model import Checkpoint
+from kvtax.engine.overlay import build_overlay
+from kvtax.engine.server import Server, tail
+from kvtax.proc.ports import LOOPBACK, reserve
+
+from kvtax_fleet.launch.instance_settings import InstanceSettings
+from kvtax_fleet.launch.spec import (
+    FleetSpec,
+    Member,
+    SpecError,
+    assign_gpus,
+    members,
+    server_of,
+)
+from kvtax_fleet.records.exposition import cache_config
+from kvtax_fleet.records.instances import Instance
+
+FORWARD_TOTALS = "forward_totals"
+
+
+@dataclass(frozen=True)
+class LaunchedInstance:
+    """An instance, its process and `folder`, where its log and records are."""
+
+    instance: Instance
+    server: Server
+    folder: Path
+
+    @property
+    def forward_totals(self) -> Path:
+        """File of the null model's counts (kvtax/engine/vllm_plugin)."""
+        return self.folder / FORWARD_TOTALS
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Overlays and the model, shared by launches, in a `folder` of its own.
+
+    Leaving the context removes the folder.
+    """
+
+    folder: Path
+
+    def overlay(self, spec: FleetSpec) -> tuple[Path, dict[str, str]]:
+        """Make the overlay of the connector; return it with its patches' hashes.
+
+        Raises what kvtax.engine.overlay.build_overlay raises.
+        """
+        overlay = self.folder / spec.connector_name
+        noted = overlay.with_suffix(".patches.json")
+        if noted.exists():
+            return overlay, msgspec.json.decode(noted.read_bytes())
+        # An attempt that was killed may have left one.
+        shutil.rmtree(overlay, ignore_errors=True)
+        used = spec.connector
+        hashes = build_overlay(overlay, used.patches, used.patch_parameters)
+        noted.write_bytes(msgspec.json.encode(hashes))
+        return overlay, hashes
+
+    def checkpoint(self, settings: InstanceSettings) -> Checkpoint:
+        """Make the model's checkpoint, once."""
+        return settings.checkpoint(self.folder / "model")
+
+    def __enter__(self) -> Workshop:
+        # A killed process may have left it.
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def launched(
+    spec: FleetSpec,
+    workshop: Workshop,
+    folder: Path,
+    base_port: int | None = None,
+    host: str = LOOPBACK,
+) -> Iterator[list[LaunchedInstance]]:
+    """Begin to start the instances, each with a folder below `folder`.
+
+    They listen on the address `host`. Leaving the context stops them all.
+    Raises SpecError, PortsError.
+    """
+    sockets = Path(tempfile.mkdtemp(prefix="kvtax-events-"))
+    started: list[LaunchedInstance] = []
+    try:
+        ports = reserve(len(spec.roles), base_port, host)
+        for member in members(spec, ports, assign_gpus(spec), sockets):
+            started.append(_start(spec, workshop, folder, member))
+        yield started
+    finally:
+        stop(started)
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+def _start(
+    spec: FleetSpec, workshop: Workshop, folder: Path, member: Member
+) -> LaunchedInstance:
+    own = folder / member.instance.name
+    try:
+        own.mkdir(parents=True)
+    except FileExistsError:
+        raise SpecError(f"{own} is an earlier fleet's: take another folder") from None
+    overlay, patches = workshop.overlay(spec)
+    model = workshop.checkpoint(spec.settings).folder
+    server = server_of(spec, member, overlay, model, own, patches)
+    if spec.settings.data_parallel == 1:
+        # The totals are one engine's.
+        server = server.told(KVTAX_FORWARD_TOTALS=str(own / FORWARD_TOTALS))
+    return LaunchedInstance(member.instance, Server(server), own)
+
+
+def wait_ready(fleet: list[LaunchedInstance]) -> float:
+    """Wait until all answer; return the seconds. Raises ServerError."""
+    began = time.monotonic()
+    for launched_instance in fleet:
+        launched_instance.server.wait_ready()
+    check_alive(fleet)
+    return time.monotonic() - began
+
+
+def check_alive(fleet: list[LaunchedInstance]) -> None:
+    """Raise ServerError, with the end of its log, if an instance has ended."""
+    for each in fleet:
+        if (status := each.server.supervised.poll()) is not None:
+            raise ServerError(
+                f"{each.instance.name} ended with status {status}\n"
+                f"{tail(each.folder / 'server.log')}"
+            )
+
+
+def stop(fleet: list[LaunchedInstance]) -> None:
+    """Stop all at once: each takes seconds."""
+    if fleet:
+        with ThreadPoolExecutor(len(fleet)) as pool:
+            list(pool.map(lambda each: each.server.supervised.stop(), fleet))
+
+
+TIMEOUT_S = 10.0
+
+
+class CheckError(Exception):
+    """An instance is not in order; the message says which and how."""
+
+    exit_code = 3
+
+
+def check_instances(instances: list[Instance]) -> None:
+    """Raise CheckError with everything that is wrong, a line each."""
+    wrong = [complaint for each in instances for complaint in _complaints(each)]
+    if wrong:
+        raise CheckError("\n".join(wrong))
+
+
+def _complaints(instance: Instance) -> list[str]:
+    try:
+        http_text(f"{instance.url}/health")
+        settings = cache_config(http_text(f"{instance.url}/metrics"))
+    except CheckError as error:
+        return [f"{instance.name}: {error}"]
+    wrong = []
+    block_tokens = settings.get("block_size", instance.block_tokens)
+    if block_tokens != instance.block_tokens:
+        wrong.append(
+            f"{instance.name}: blocks have {block_tokens} tokens, "
+            f"not {instance.block_tokens} (block_tokens)"
+        )
+    if instance.bootstrap_url:
+        parts = urlsplit(instance.bootstrap_url)
+        wrong += _unreachable(instance, "bootstrap_url", parts.hostname, parts.port)
+    if side := instance.direct_read:
+        wrong += _unreachable(instance, "direct_read", side.host, side.port)
+    return wrong
+
+
+def _unreachable(
+    instance: Instance, field: str, host: str | None, port: int | None
+) -> list[str]:
+    try:
+        socket.create_connection((host, port), TIMEOUT_S).close()
+    except OSError as error:
+        return [f"{instance.name}: {field}: {host}:{port}: {error}"]
+    return []
+
+
+def http_text(url: str) -> str:
+    """Fetch a page as text. Raises CheckError."""
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+            return str(response.read().decode())
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise CheckError(f"{url}: {error}") from None

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision log: writes decisions.jsonl, holds the last decisions for /decisions."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic_ns
+from typing import Literal, Self
+
+import msgspec
+from kvtax.records.files import LineFile
+
+from kvtax_fleet.policies import Decision, RequestInfo, Snapshot
+from kvtax_fleet.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
+
+RECENT = 1000
+log = logging.getLogger(__name__)
+
+
+class DecisionLog:
+    """Writes the new file `path` (else FileExistsError), for its owner only.
+
+    None: no file. No line has text of a prompt or an answer.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        header: DecisionsHeader,
+        now_ns: Callable[[], int] = monotonic_ns,
+    ) -> None:
+        self.policy = header.policy
+        self._now_ns = now_ns
+        self.recent: deque[bytes] = deque(maxlen=RECENT)
+        self._encode = msgspec.json.Encoder().encode
+        self._path = path
+        self._file = None if path is None else LineFile(path, header, mode=0o600)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.flush()
+        if self._file is not None:
+            self._file.__exit__(*exc_info)
+
+    def decided(
+        self,
+        end: DecisionEnd,
+        attempt: int,
+        request: RequestInfo,
+        snapshot: Snapshot,
+        decision: Decision,
+        form: str,
+        cache: Literal["mirror", "exact"],
+        decision_us: float,
+    ) -> None:
+        """Add a decision."""
+        line = self._encode(
+            DecisionRecord(
+                id=end.id,
+                number=end.number,
+                attempt=attempt,
+                session=request.session,
+                at_ns=self._now_ns(),
+                policy=self.policy,
+                instance=decision.instance,
+                prefill_instance=decision.prefill,
+                read_from=decision.read_from,
+                reason=decision.reason,
+                kind=decision.kind,
+                moves_from=decision.moves_from,
+                prefill_timeout_s=decision.prefill_timeout_s,
+                prompt_tokens=request.prompt_tokens,
+                form=form,
+                cache=cache,
+                scores=decision.scores,
+                snapshot=snapshot,
+                decision_us=decision_us,
+            )
+        )
+        self.recent.append(line)
+        if self._file is not None:
+            self._file.append(msgspec.Raw(line))
+
+    def ended(self, end: DecisionEnd) -> None:
+        """Add the end of a request."""
+        end.end_ns = self._now_ns()
+        if self._file is not None:
+            self._file.append(end)
+
+    def flush(self) -> None:
+        """Write all lines so far. A full disk costs lines, not requests."""
+        if self._file is None:
+            return
+        try:
+            self._file.flush().result()
+        except OSError as error:
+            log.error("%s: lines are lost: %s", self._path, error)
+
+    async def flush_forever(self) -> None:
+        """Write at intervals until cancelled. A full disk costs lines, not requests."""
+        if self._file is None:
+            return
+        try:
+            await self._file.flush_forever()
+        except OSError as error:
+            log.error("%s: lines are lost: %s", self._path, error)
+        while True:
+            with contextlib.suppress(OSError):
+                await self._file.flush_forever()

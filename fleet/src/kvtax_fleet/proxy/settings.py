@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy's settings, and whether the instances fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvtax_fleet.policies import POLICIES, parameters_of
+from kvtax_fleet.records.instances import Instance
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Settings of a proxy. Fields with a description are options of the command.
+
+    `kvindexd`: its address, with `cache` "exact". `kvindexd_token_file`: the token for
+    it. `kvindexd_ca_file`: certificates that TLS to it trusts. `tokenizer`: the
+    model's folder, for prompts that come as text or chats.
+    """
+
+    policy: str
+    parameters: dict[str, Any] = {}
+    cache: Literal["mirror", "exact"] = "mirror"
+    kvindexd: str | None = None
+    kvindexd_token_file: str | None = None
+    kvindexd_ca_file: str | None = None
+    tokenizer: str | None = None
+    mirror_tokens: Annotated[
+        int,
+        Meta(ge=1, description="tokens that the mirror assumes an instance to hold"),
+    ] = 500_000
+    max_body_bytes: Annotated[
+        int, Meta(ge=1, description="a longer request body is answered with 413")
+    ] = 64 * 2**20
+    max_held_bytes: Annotated[
+        int,
+        Meta(
+            ge=1, description="bytes of all requests that a worker holds; more gets 503"
+        ),
+    ] = 2**30
+    silence_timeout_s: Annotated[
+        float, Meta(ge=0.001, description="seconds an instance may send nothing")
+    ] = 300.0
+    client_timeout_s: Annotated[
+        float,
+        Meta(ge=0.001, description="seconds a client may take nothing of its stream"),
+    ] = 60.0
+    prefill_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0.001,
+            description="seconds for an offloaded prefill, if the policy has none",
+        ),
+    ] = 60.0
+    handover_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0.001, description="seconds from an offloaded prefill to the first byte"
+        ),
+    ] = 30.0
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, description="seconds for requests under way after SIGTERM")
+    ] = 25.0
+    workers: Annotated[
+        int, Meta(description="processes that serve, each on a core of its own")
+    ] = 1
+
+
+class SettingsError(Exception):
+    """Instances and settings do not fit together; the message says what to change."""
+
+    exit_code = 2
+
+
+def bearer(option: str, path: str | Path) -> str:
+    """Return the Authorization for the token in a file. Raises SettingsError."""
+    try:
+        token = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{option} {path}: {error}") from None
+    if not (token.isascii() and token.isprintable() and token):
+        raise SettingsError(f"{option} {path}: one line of ASCII is needed")
+    return f"Bearer {token}"
+
+
+def resolved(instances: Sequence[Instance], settings: Settings) -> Settings:
+    """Return the settings with all of the policy's parameters.
+
+    Raises SettingsError and PolicyError.
+    """
+    parameters = parameters_of(settings.policy, settings.parameters)
+    check(instances, settings)
+    return msgspec.structs.replace(
+        settings, parameters=msgspec.structs.asdict(parameters)
+    )
+
+
+def check(instances: Sequence[Instance], settings: Settings) -> None:
+    """Raise SettingsError if instances and settings do not fit together."""
+    policy = POLICIES[settings.policy]
+    if settings.workers != 1:
+        _check_workers(settings)
+    if policy.reads_peers:
+        _need(instances, "direct_read", f"policy {settings.policy}")
+    if policy.moves_kv:
+        _check_transfer(instances, f"policy {settings.policy}")
+    if policy.needs_pools:
+        roles = {instance.role for instance in instances}
+        if not {"prefill", "decode"} <= roles:
+            raise SettingsError(
+                f"policy {settings.policy} needs instances of role prefill and of role "
+                f"decode (--instances FILE); there are {', '.join(sorted(roles))}"
+            )
+
+
+def _check_workers(settings: Settings) -> None:
+    if settings.workers < 1:
+        raise SettingsError(f"--workers {settings.workers}: at least 1 is needed")
+    several = f"--workers {settings.workers}"
+    if POLICIES[settings.policy].moves_kv:
+        raise SettingsError(
+            f"{several}: policy {settings.policy} moves KV, which one process has to "
+            "keep account of: leave --workers out"
+        )
+    if settings.kvindexd is None and POLICIES[settings.policy].sees_caches:
+        raise SettingsError(
+            f"{several}: policy {settings.policy} goes by what is cached where, and "
+            "each worker would know of its own requests only: give --kvindexd ADDRESS"
+        )
+
+
+def _check_transfer(instances: Sequence[Instance], what: str) -> None:
+    kinds = {str(instance.connector) for instance in instances}
+    if kinds not in ({"mooncake"}, {"nixl"}):
+        raise SettingsError(
+            f"{what} moves KV between instances: all need the connector mooncake, or "
+            f"all nixl (--instances FILE); there are {', '.join(sorted(kinds))}"
+        )
+    if kinds == {"mooncake"}:
+        prefilling = [instance for instance in instances if instance.role != "decode"]
+        _need(prefilling, "bootstrap_url", f"{what} over Mooncake")
+
+
+def _need(instances: Sequence[Instance], field: str, what: str) -> None:
+    without = [
+        instance.name for instance in instances if getattr(instance, field) is None
+    ]
+    if without:
+        raise SettingsError(
+            f"{what} needs `{field}` of every instance (--instances FILE); "
+            f"missing for {', '.join(without)}"
+        )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file formats of fleets and of experiments."""

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of a host per step and per request, as measured.
+
+`kvtax fleet host` makes fleet/configs/hosts/*.json, and `kvtax bench host_table` makes
+docs/results/host_table.json.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from kvtax.records.estimate import Estimate
+
+
+class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A time per step: the sum of these, each times what the step has of it."""
+
+    base_us: float = 0.0
+    """Of every step."""
+    us_per_request: float = 0.0
+    """For each request scheduled in the step."""
+    us_per_new_request: float = 0.0
+    """For each request that is scheduled for the first time, besides."""
+    us_per_1k_context_tokens: float = 0.0
+    """For each 1,000 tokens that the scheduled requests had before, all together."""
+    us_per_1k_cached_blocks: float = 0.0
+    """For each 1,000 cached block hashes."""
+
+
+class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The host's parts of a step, the connector's among them."""
+
+    scheduler: StepTime = StepTime()
+    """`schedule()`, with the connector's scheduler side."""
+    worker: StepTime = StepTime()
+    """All else but the forward: the worker, with the connector's worker side, and
+    `update_from_output()`."""
+
+
+class RequestTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A time per request: the sum of these."""
+
+    base_us: float = 0.0
+    """Of every request."""
+    us_per_1k_prompt_tokens: float = 0.0
+    """For each 1,000 tokens of its prompt."""
+
+
+class RequestTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Times of a request outside of the engine."""
+
+    to_engine: RequestTime = RequestTime()
+    """From the client's sending to the engine's queue, the proxy on the way. A server
+    does this for one request after the other."""
+    from_engine: RequestTime = RequestTime()
+    """From the end of a step to the client, for each chunk of an answer."""
+
+
+class HostTimes(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag_field="schema",
+    tag="kvtax.host_times/1",
+):
+    """Times of one kind of host."""
+
+    summary: str
+    """Which host, and what was measured on it."""
+    steps: dict[str, StepTimes]
+    """By connector config."""
+    requests: RequestTimes = RequestTimes()
+    """Alike with all connectors."""
+
+
+class HostPoint(msgspec.Struct, frozen=True):
+    """Times of a step in which all requests decode. The forward is empty."""
+
+    running: int
+    """Requests that decode."""
+    context_tokens: int
+    """Tokens of each before the step."""
+    cached_blocks: int
+    """Cached block hashes, |cache|, of 16 tokens each."""
+    scheduler_us: Estimate
+    """`schedule()` and `update_from_output()`, with the connector's scheduler side."""
+    connector_us: Estimate
+    """All calls of the connector, on both sides."""
+    host_us: Estimate
+    """`schedule()`, `update_from_output()` and all calls of the connector."""
+    step_us: Estimate
+    """The whole step: the above, and a worker that prepares an empty forward."""
+
+
+class HostCell(msgspec.Struct, frozen=True):
+    """One connector on one release of vLLM, as the observatory measured it."""
+
+    release: str
+    """Of vLLM."""
+    connector: str
+    """A config in `configs/connectors/`; `plain` has none."""
+    machine: str
+    """Cores, processor and kernel."""
+    command: str
+    """The command that measured the cell."""
+    commit: str
+    """The checkout that it was run in."""
+    date_utc: str
+    """When."""
+    points: list[HostPoint]
+    """At each level of running requests, of context and of cached blocks. One of the
+    three moves at a time."""
+    steps: StepTimes
+    """The lines through the points, as runs in virtual time take them."""
+
+
+class HostTable(
+    msgspec.Struct, frozen=True, tag_field="schema", tag="kvtax.host_table/1"
+):
+    """vLLM's host part of a step, by release and connector.
+
+    An estimate is a median over the passes, with the interval of a sign test.
+    """
+
+    json_schema: dict[str, Any]
+    """The JSON Schema of this file."""
+    cells: list[HostCell]
+    """By release and connector."""

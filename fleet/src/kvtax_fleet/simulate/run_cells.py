@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run cells, each in a process of its own: started by kvtax_fleet.experiment.
+
+    python -m kvtax_fleet.simulate.run_cells PIPE JOBS
+
+Each line of the pipe names a file with a cell. This process imports vLLM, which takes
+seconds, with the overlay on its PYTHONPATH; cells are forks of it. A cell that
+fails leaves an arm.json that says why. The process ends when the pipe has no writer.
+
+The files of a cell are those of a run in real time. Nothing in them depends on the time
+of day, the machine or the process: the same cell gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import sys
+import traceback
+import uuid
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing import connection, get_context
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from kvtax.proc.lines import Lines
+from kvtax.proc.supervise import remove_openmp_segment
+from kvtax.records.files import LineFile, write_document
+
+from kvtax_fleet.experiment.freshness import counted, judge
+from kvtax_fleet.instances import write_instances
+from kvtax_fleet.proxy.core import Core
+from kvtax_fleet.proxy.decision_log import DecisionLog
+from kvtax_fleet.proxy.metrics import Metrics
+from kvtax_fleet.proxy.tokenizer import Tokens
+from kvtax_fleet.records.arm import ArmRecord, Freshness
+from kvtax_fleet.records.decisions import DecisionsHeader
+from kvtax_fleet.replay.http_link import check_vocabulary
+from kvtax_fleet.replay.play import Player
+from kvtax_fleet.replay.sessions import Session, group, new_ledger
+from kvtax_fleet.simulate.cells import Cell, write_failed
+from kvtax_fleet.simulate.cost import StepCost
+from kvtax_fleet.simulate.endpoints import (
+    MODEL,
+    VirtualIndex,
+    VirtualLink,
+    VirtualUpstream,
+    probe,
+)
+from kvtax_fleet.simulate.transfers import (
+    DirectReads,
+    Links,
+    MooncakeTransfers,
+    NixlTransfers,
+)
+from kvtax_fleet.simulate.virtual_engine import VirtualEngine
+from kvtax_fleet.simulate.virtual_instance import VirtualInstance
+from kvtax_fleet.simulate.virtual_loop import VirtualLoop
+from kvtax_fleet.trace import read_trace
+
+# Virtual seconds for which lines of records stay in memory.
+FLUSH_EVERY_S = 30.0
+
+
+def main() -> None:
+    """Run the cells that come through the pipe, JOBS at a time."""
+    files, jobs = Lines(Path(sys.argv[1])), int(sys.argv[2])
+    cores = os.sched_getaffinity(0)
+    waiting: list[Path] = []
+    running: dict[int, tuple[ForkProcess, Cell]] = {}
+    first = True
+    while files.open or waiting or running:
+        while waiting and len(running) < jobs:
+            cell = msgspec.json.decode(waiting.pop(0).read_bytes(), type=Cell)
+            if first:
+                _import_all(cell)
+                first = False
+            process = get_context("fork").Process(
+                target=_run_or_fail, args=(cell, cores)
+            )
+            process.start()
+            running[process.sentinel] = process, cell
+        # Lines has a file descriptor, which is all that wait needs.
+        sources: list[Any] = [*running, *([files] if files.open else [])]
+        for ready in connection.wait(sources):
+            if isinstance(ready, int):
+                process, cell = running.pop(ready)
+                process.join()
+                assert process.pid is not None
+                remove_openmp_segment(process.pid)
+                # Not even the reason was written, or it was killed.
+                if status := process.exitcode:
+                    why = f"signal {-status}" if status < 0 else f"status {status}"
+                    write_failed(cell, f"its process ended by {why}")
+            else:
+                waiting += [Path(os.fsdecode(line)) for line in files.come()]
+
+
+def _import_all(cell: Cell) -> None:
+    """Import the engine's modules before forking, so that children share them."""
+    cost = StepCost(cell.forward, cell.host)
+    VirtualEngine(cell.members[0].arguments, cost, cell.overlapping)
+
+
+def _run_or_fail(cell: Cell, cores: set[int]) -> None:
+    # vLLM brings an OpenMP that moves each fork to the first core alone.
+    os.sched_setaffinity(0, cores)
+    try:
+        run_cell(cell)
+    except Exception as error:
+        traceback.print_exc()
+        write_failed(cell, f"{type(error).__name__}: {error}")
+
+
+def run_cell(cell: Cell) -> None:
+    """Fill the cell's folder, without files of an earlier attempt.
+
+    Raises RecordsError and what the fleet's parts raise; then there is no arm.json.
+    """
+    folder = Path(cell.folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _fix_chance(cell.seed)
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, VirtualLoop)
+        fleet = _fleet(cell, loop)
+        evidence = Freshness()
+        for name, text in _write_metrics(folder, fleet, "before").items():
+            evidence.instances[name] = counted(text)
+        judge(evidence)
+        instances = [member.instance for member in cell.members]
+        write_instances(folder / "instances.json", instances)
+        replay_s = runner.run(_run(cell, folder, fleet, loop))
+        _write_metrics(folder, fleet, "after")
+    record = ArmRecord(
+        **msgspec.structs.asdict(cell.planned),
+        instances=instances,
+        patches=cell.patches,
+        freshness=evidence,
+        status="ok",
+        ready_s=0.0,
+        replay_s=replay_s,
+    )
+    write_document(folder / "arm.json", record)
+
+
+def _fleet(cell: Cell, loop: VirtualLoop) -> dict[str, VirtualInstance]:
+    cost = StepCost(cell.forward, cell.host)
+    workers = _workers(cell, loop)
+    fleet = {}
+    for member in cell.members:
+        one = member.instance
+        moves = partial(workers.step, one.name) if workers else None
+        engine = VirtualEngine(member.arguments, cost, cell.overlapping, moves)
+        if workers:
+            workers.join(one, engine)
+        announce = partial(workers.announce, one.name) if workers else None
+        fleet[one.name] = VirtualInstance(engine, loop, cell.requests, announce)
+    return fleet
+
+
+def _workers(
+    cell: Cell, loop: VirtualLoop
+) -> MooncakeTransfers | NixlTransfers | DirectReads | None:
+    """Return the workers of the fleet's one connector, if it moves KV."""
+    one = cell.members[0].instance
+    links = Links(cell.transfer, one.block_tokens)
+    if one.connector == "mooncake":
+        return MooncakeTransfers(links)
+    if one.connector == "nixl":
+        return NixlTransfers(links)
+    if one.connector == "direct_read":
+        return DirectReads(links, loop)
+    return None
+
+
+def _index(
+    cell: Cell, fleet: dict[str, VirtualInstance], loop: VirtualLoop
+) -> VirtualIndex | None:
+    if cell.proxy.cache != "exact":
+        return None
+    engines = {name: instance.engine for name, instance in fleet.items()}
+    block_tokens = cell.members[0].instance.block_tokens
+    chance = random.Random(f"{cell.seed}/{cell.planned.repeat}/events")
+    return VirtualIndex(
+        engines, loop, cell.event_delay_ns, block_tokens, cell.event_loss, chance
+    )
+
+
+def _fix_chance(seed: int) -> None:
+    """Make all random draws, in vLLM too, the same in every process."""
+    random.seed(seed)
+    chance = random.Random(seed)
+    uuid.uuid4 = lambda: uuid.UUID(int=chance.getrandbits(128), version=4)
+
+
+async def _run(
+    cell: Cell, folder: Path, fleet: dict[str, VirtualInstance], loop: VirtualLoop
+) -> float:
+    """Replay the trace; return the virtual seconds that it took."""
+    sessions = drawn_sessions(cell)
+    check_vocabulary(sessions, cell.vocab_size)
+    instances = [member.instance for member in cell.members]
+    settings = msgspec.structs.asdict(cell.proxy)
+    header = DecisionsHeader(**settings, instances=instances)
+    assert cell.planned.trace is not None
+    facts = {
+        "model": MODEL,
+        "max_model_len": cell.max_model_len,
+        "scheduled": sum(len(session.turns) for session in sessions),
+        "sessions": len(sessions),
+        "trace_sha256": cell.planned.trace.sha256,
+    }
+    with ExitStack() as stack:
+        log = DecisionLog(folder / "decisions.jsonl", header, loop.now_ns)
+        decisions = stack.enter_context(log)
+        ledger = new_ledger(folder / "replay.jsonl", cell.replay, **facts)
+        records = stack.enter_context(ledger)
+        index = _index(cell, fleet, loop)
+        core = Core(
+            instances,
+            cell.proxy,
+            VirtualUpstream(fleet),
+            decisions,
+            index,
+            now_ns=loop.now_ns,
+        )
+        link = VirtualLink(loop, core.handle, cell.vocab_size, cell.replay.timeout_s)
+        player = Player(cell.replay, sessions, link, records)
+        background = [
+            asyncio.create_task(core.health.poll_forever(probe)),
+            asyncio.create_task(_flush(records, decisions)),
+        ]
+        await player.play()
+        for task in background:
+            if task.done():
+                # It failed: it has no other end.
+                task.result()
+            task.cancel()
+        player.end()
+    states = index.states() if index else {}
+    breakdown = msgspec.json.encode(Metrics(core, Tokens(None)).breakdown(states))
+    (folder / "breakdown.json").write_bytes(breakdown)
+    return loop.time()
+
+
+def drawn_sessions(cell: Cell) -> list[Session]:
+    """Return the trace's sessions; after repeat 0, their arrivals are shuffled."""
+    sessions = group(read_trace(cell.trace), cell.replay.request_limit)
+    if cell.planned.repeat == 0:
+        return sessions
+    arrivals_s = [session.turns[0].arrival_s for session in sessions]
+    random.Random(f"{cell.seed}/{cell.planned.repeat}").shuffle(sessions)
+    for session, arrival_s in zip(sessions, arrivals_s, strict=True):
+        first = msgspec.structs.replace(session.turns[0], arrival_s=arrival_s)
+        session.turns[0] = first
+    return sessions
+
+
+async def _flush(records: LineFile, decisions: DecisionLog) -> None:
+    while True:
+        await asyncio.sleep(FLUSH_EVERY_S)
+        records.flush().result()
+        decisions.flush()
+
+
+def _write_metrics(
+    folder: Path, fleet: dict[str, VirtualInstance], moment: str
+) -> dict[str, str]:
+    texts = {name: instance.metrics(MODEL) for name, instance in fleet.items()}
+    (folder / "metrics").mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / "metrics" / f"{name}.{moment}.prom").write_text(text)
+    return texts
+
+
+if __name__ == "__main__":
+    main()

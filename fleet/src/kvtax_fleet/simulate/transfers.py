@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV on its way between instances: links, and what connectors' workers do over them.
+
+The scheduler side of a connector is the real one: it says with each step what may be
+sent and what is to be pulled. Each engine learns of the end of a transfer with its next
+step, as from a worker.
+"""
+
+from __future__ import annotations
+
+from asyncio import Future
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from vllm import envs
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvtax_fleet.launch.instance_settings import Transfer
+from kvtax_fleet.records.instances import Instance
+from kvtax_fleet.simulate.virtual_engine import VirtualEngine
+from kvtax_fleet.simulate.virtual_loop import VirtualLoop
+
+INSTANT = Transfer(kv_bytes_per_token=0, gbit_s=1)
+Address = tuple[str, int]
+# The end in ns and the request of each transfer under way.
+UnderWay = list[tuple[int, str]]
+# Takes a time in ns.
+Expect = Callable[[int], None]
+
+
+class Links:
+    """The links of a fleet: each instance has one out and one in, which serve in turn.
+
+    `times` None: transfers take no time.
+    """
+
+    def __init__(self, times: Transfer | None, block_tokens: int) -> None:
+        self._times = times or INSTANT
+        self._block_tokens = block_tokens
+        # By engine: when its link is free.
+        self._out_free_ns: dict[str, int] = defaultdict(int)
+        self._in_free_ns: dict[str, int] = defaultdict(int)
+
+    @property
+    def latency_ns(self) -> int:
+        """One way, for a message without a size."""
+        return round(self._times.latency_us * 1e3)
+
+    def carry(
+        self,
+        source: str,
+        target: str,
+        blocks: int,
+        ready_ns: int,
+        begun_ns: int | None = None,
+    ) -> int:
+        """Send blocks that are all ready at `ready_ns`; return when they arrive.
+
+        Blocks that are computed from `begun_ns` on, in equal pieces and at an even
+        pace, leave piece by piece, as the pieces and the links are ready. Between
+        pieces the links wait.
+        """
+        duration_ns = round(self._times.us(blocks * self._block_tokens) * 1e3)
+        pieces = 1 if begun_ns is None else self._times.pieces
+        piece_ns = 0 if begun_ns is None else (ready_ns - begun_ns) // pieces
+        first_ns = ready_ns - (pieces - 1) * piece_ns
+        begins_ns = max(first_ns, self._out_free_ns[source], self._in_free_ns[target])
+        # The last piece waits for the links, or for itself.
+        gone_ns = max(begins_ns + duration_ns, ready_ns + duration_ns // pieces)
+        self._out_free_ns[source] = self._in_free_ns[target] = gone_ns
+        return gone_ns + self.latency_ns
+
+
+class _Worker:
+    """The ends of transfers that a fleet's workers report; base of both protocols."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        # By engine.
+        self._sending: dict[str, UnderWay] = defaultdict(list)
+        self._receiving: dict[str, UnderWay] = defaultdict(list)
+        self._expect: dict[str, Expect] = defaultdict(lambda: _ignore)
+
+    def announce(self, engine: str, expect: Expect) -> None:
+        """Call `expect` with the time of each report of the engine's worker, before."""
+        self._expect[engine] = expect
+
+    def _sent(self, engine: str, end_ns: int, request_id: str) -> None:
+        self._sending[engine].append((end_ns, request_id))
+        self._expect[engine](end_ns)
+
+    def _received(self, engine: str, end_ns: int, request_id: str) -> None:
+        self._receiving[engine].append((end_ns, request_id))
+        self._expect[engine](end_ns)
+
+    def _report(self, engine: str, now_ns: int) -> KVConnectorOutput | None:
+        """Return what the engine's worker reports; None if nothing has ended."""
+        # Lists, where vLLM has sets: blocks are freed in the same order in every
+        # process.
+        sent: Any = _ended(self._sending[engine], now_ns)
+        received: Any = _ended(self._receiving[engine], now_ns)
+        if not sent and not received:
+            return None
+        return KVConnectorOutput(finished_sending=sent, finished_recving=received)
+
+
+def _ignore(at_ns: int) -> None:
+    """Do nothing, for an engine that does every step."""
+
+
+def _ended(under_way: UnderWay, now_ns: int) -> list[str]:
+    """Remove the transfers that have ended; return their requests in order."""
+    ended = sorted(one for one in under_way if one[0] <= now_ns)
+    under_way[:] = [one for one in under_way if one[0] > now_ns]
+    return [request_id for _, request_id in ended]
+
+
+class _End(NamedTuple):
+    """One end of a Mooncake transfer: its engine, its time, the blocks it needs."""
+
+    engine: str
+    request_id: str
+    since_ns: int
+    blocks: int = 0
+
+
+class MooncakeTransfers(_Worker):
+    """All KV under way in a fleet with Mooncake.
+
+    A pull begins when the prefill has ended and the links of both ends are free.
+    """
+
+    def __init__(self, links: Links) -> None:
+        super().__init__(links)
+        # By transfer id, until the other end is there.
+        self._held: dict[str, _End] = {}
+        self._pulls: dict[str, _End] = {}
+        self._begun_ns: dict[str, int] = {}
+        self._dropped: set[str] = set()
+
+    @property
+    def _held_for_ns(self) -> int:
+        return envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT * 10**9
+
+    def join(self, instance: Instance, engine: VirtualEngine) -> None:
+        """Do nothing: the proxy names a sender by its instance."""
+
+    def step(self, engine: str, metadata: Any, now_ns: int) -> KVConnectorOutput | None:
+        """Do the work of the engine's worker in a step; return its report.
+
+        `metadata` is vLLM's MooncakeConnectorMetadata.
+        """
+        for request_id, (transfer_id, block_ids) in metadata.reqs_to_send.items():
+            # Without blocks, the prefill has only begun.
+            if block_ids:
+                self._held[transfer_id] = _End(engine, request_id, now_ns)
+                self._expect[engine](now_ns + self._held_for_ns + 1)
+                self._begin(transfer_id)
+            else:
+                self._begun_ns[transfer_id] = now_ns
+        for pulls in metadata.reqs_to_recv.values():
+            for request_id, pull in pulls.items():
+                blocks = len(pull.local_block_ids)
+                end = _End(engine, request_id, now_ns, blocks)
+                self._pulls[pull.transfer_id] = end
+                self._begin(pull.transfer_id)
+        for transfer_id in metadata.reqs_not_processed:
+            self._drop(transfer_id, now_ns)
+        self._expire(engine, now_ns)
+        return self._report(engine, now_ns)
+
+    def _begin(self, transfer_id: str) -> None:
+        """Put both ends on the links, once they are there."""
+        pull = self._pulls.get(transfer_id)
+        if pull is not None and transfer_id in self._dropped:
+            self._arrive(self._pulls.pop(transfer_id), pull.since_ns)
+        if pull is None or transfer_id not in self._held:
+            return
+        held = self._held.pop(transfer_id)
+        del self._pulls[transfer_id]
+        ready_ns = max(held.since_ns, pull.since_ns)
+        begun_ns = max(self._begun_ns.pop(transfer_id, ready_ns), pull.since_ns)
+        end_ns = self._links.carry(
+            held.engine, pull.engine, pull.blocks, ready_ns, begun_ns
+        )
+        self._sent(held.engine, end_ns, held.request_id)
+        self._arrive(pull, end_ns)
+
+    def _arrive(self, pull: _End, end_ns: int) -> None:
+        """Report a pull, unless it has no blocks and only frees the sender's."""
+        if pull.blocks:
+            self._received(pull.engine, end_ns, pull.request_id)
+
+    def _drop(self, transfer_id: str, now_ns: int) -> None:
+        """Drop a transfer whose requests the proxy has given up."""
+        self._dropped.add(transfer_id)
+        self._begun_ns.pop(transfer_id, None)
+        if pull := self._pulls.pop(transfer_id, None):
+            self._arrive(pull, now_ns)
+
+    def _expire(self, engine: str, now_ns: int) -> None:
+        """Free blocks that are held for longer than Mooncake holds them."""
+        oldest_ns = now_ns - self._held_for_ns
+        for transfer_id, held in list(self._held.items()):
+            if held.engine == engine and held.since_ns < oldest_ns:
+                del self._held[transfer_id]
+                self._dropped.add(transfer_id)
+                self._begun_ns.pop(transfer_id, None)
+                self._sent(engine, now_ns, held.request_id)
+
+
+class NixlTransfers(_Worker):
+    """All KV under way in a fleet with NIXL.
+
+    A prefill has ended before its KV is requested. The reader's worker reports the end
+    of a read; it also notifies the holder of the blocks, half a round trip later. The
+    handshake before a pair's first read takes no time.
+    """
+
+    def __init__(self, links: Links) -> None:
+        super().__init__(links)
+        # By the id that vLLM gives an engine.
+        self._names: dict[str, str] = {}
+        # By engine: the time until which it holds a request's blocks.
+        self._held_until_ns: dict[str, dict[str, int]] = defaultdict(dict)
+
+    def join(self, instance: Instance, engine: VirtualEngine) -> None:
+        """Let the instance read from all others, and be read by them."""
+        transfer = engine.core.vllm_config.kv_transfer_config
+        assert transfer is not None
+        self._names[str(transfer.engine_id)] = instance.name
+
+    def step(self, engine: str, metadata: Any, now_ns: int) -> KVConnectorOutput | None:
+        """Do the work of the engine's worker in a step; return its report.
+
+        `metadata` is vLLM's NixlConnectorMetadata.
+        """
+        limit_ns = envs.VLLM_NIXL_ABORT_REQUEST_TIMEOUT * 10**9
+        for request_id in metadata.reqs_to_send:
+            self._held_until_ns[engine][request_id] = now_ns + limit_ns
+            self._expect[engine](now_ns + limit_ns)
+        for request_id, pull in metadata.reqs_to_recv.items():
+            self._read(engine, request_id, pull, now_ns)
+        self._expire(engine, now_ns)
+        return self._report(engine, now_ns)
+
+    def _read(self, engine: str, request_id: str, pull: Any, now_ns: int) -> None:
+        source = self._names[pull.remote.engine_id]
+        blocks = sum(map(len, pull.local_block_ids))
+        end_ns = now_ns
+        if blocks:
+            end_ns = self._links.carry(source, engine, blocks, now_ns)
+            self._received(engine, end_ns, request_id)
+        # A read without blocks only frees the holder's, and is not reported.
+        held = pull.remote.request_id
+        if self._held_until_ns[source].pop(held, None) is not None:
+            self._sent(source, end_ns + self._links.latency_ns, held)
+
+    def _expire(self, engine: str, now_ns: int) -> None:
+        """Free blocks that are held for longer than NIXL holds them."""
+        held = self._held_until_ns[engine]
+        for request_id in [one for one, until in held.items() if until <= now_ns]:
+            del held[request_id]
+            self._sent(engine, now_ns, request_id)
+
+
+class DirectReadLedger(Protocol):
+    """The readable blocks of an instance: the connector's own ledger."""
+
+    def lookup(self, hashes: list[bytes]) -> Any:
+        """Return an offer for the leading blocks that are there."""
+
+    def validate(self, token: Any) -> int:
+        """Return how many blocks of an offer are still valid."""
+
+
+class DirectReadScheduler(Protocol):
+    """The connector's scheduler side, whose look-ups are simulated."""
+
+    ledger: DirectReadLedger
+    lookups: Any
+    finish_step: Callable[[], object]
+    offer_lifetime_s: float
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A peer whose workers have no memory to read."""
+
+    workers: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The result of a look-up, whose age is by the virtual clock."""
+
+    offer: Any
+    deadline_s: float
+    loop: VirtualLoop
+    peer: _Peer = _Peer()
+    failed: bool = False
+
+    def is_stale(self) -> bool:
+        return self.loop.time() > self.deadline_s
+
+
+class DirectReads:
+    """All direct reads under way in a fleet; also the look-ups of its schedulers.
+
+    Ledgers are the connector's own, as an engine core has made them. In place of the
+    network, a peer's ledger is read after half a round trip, and a pull is validated
+    there when its blocks have arrived. A peer forgets no offer for its age: reads end
+    sooner than that.
+    """
+
+    def __init__(self, links: Links, loop: VirtualLoop) -> None:
+        self._links = links
+        self._loop = loop
+        self._ledgers: dict[Address, DirectReadLedger] = {}
+        self._names: dict[Address, str] = {}
+        self._offer_lifetime_s = 0.0
+        self._expect: dict[str, Expect] = defaultdict(lambda: _ignore)
+        # By engine: pulls that have ended, with the blocks that do not count.
+        self._ended: dict[str, list[tuple[str, list[int]]]] = defaultdict(list)
+
+    def join(self, instance: Instance, engine: VirtualEngine) -> None:
+        """Let the instance read from all others, and be read by them."""
+        connector: Any = engine.scheduler.connector
+        side: DirectReadScheduler = connector.connector_scheduler
+        assert instance.direct_read is not None
+        address = instance.direct_read.host, instance.direct_read.port
+        self._ledgers[address] = side.ledger
+        self._names[address] = instance.name
+        self._offer_lifetime_s = side.offer_lifetime_s
+        side.lookups = self
+        finish_step = side.finish_step
+        # A step's call is made at once; its blocks are written when its forward ends.
+        side.finish_step = lambda: self._loop.call_at_ns(
+            engine.clock.now_ns, finish_step
+        )
+
+    def step(self, engine: str, metadata: Any, now_ns: int) -> KVConnectorOutput | None:
+        """Do the work of the engine's worker in a step; return its report.
+
+        `metadata` is a DirectReadMetadata.
+        """
+        for pull in metadata.pulls:
+            peer = self._names[pull.host, pull.port]
+            blocks = len(pull.block_ids)
+            end_ns = self._links.carry(peer, engine, blocks, now_ns)
+            self._loop.call_at_ns(end_ns, self._arrived, engine, pull)
+        ended = self._ended.pop(engine, None)
+        if ended is None:
+            return None
+        # A list: blocks are freed in the same order in every process.
+        received: Any = [request_id for request_id, _ in ended]
+        return KVConnectorOutput(
+            finished_recving=received,
+            invalid_block_ids={block for _, failed in ended for block in failed},
+        )
+
+    def announce(self, engine: str, expect: Expect) -> None:
+        """Call `expect` with the time of each report of the engine's worker, before."""
+        self._expect[engine] = expect
+
+    def ask(self, address: Address, hashes: list[bytes]) -> Future[_Found]:
+        """Look up the peer at `address`, as the connector's own Lookups do."""
+        answer: Future[_Found] = self._loop.create_future()
+        deadline_s = self._loop.time() + self._offer_lifetime_s
+
+        def look_up() -> None:
+            offer = self._ledgers[address].lookup(hashes)
+            found = _Found(offer, deadline_s, self._loop)
+            self._after_latency(answer.set_result, found)
+
+        self._after_latency(look_up)
+        return answer
+
+    def _after_latency(self, callback: Callable[..., object], *args: Any) -> None:
+        due_ns = self._loop.now_ns() + self._links.latency_ns
+        self._loop.call_at_ns(due_ns, callback, *args)
+
+    def _arrived(self, engine: str, pull: Any) -> None:
+        valid = self._ledgers[pull.host, pull.port].validate(pull.token) - pull.skipped
+        failed = pull.block_ids[max(valid, 0) :]
+        self._ended[engine].append((pull.request_id, failed))
+        self._expect[engine](self._loop.now_ns())

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stand-in's server: the endpoints of vLLM that clients, proxies and routers use.
+
+    python -m kvtax_fleet.standin.server [OPTIONS]
+
+Serves until SIGINT or SIGTERM. Prints its URL as the first line of its output once it
+listens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from itertools import cycle
+from time import perf_counter_ns
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from aiohttp import web
+
+from kvtax_fleet.counters import exposition
+from kvtax_fleet.standin.messages import (
+    Answer,
+    BadRequest,
+    CompletionAnswer,
+    Counts,
+    GenerateRequest,
+    MessagesAnswer,
+    ResponsesAnswer,
+    anthropic_error,
+    error_body,
+    read_request,
+)
+from kvtax_fleet.standin.standin_engine import Engine, Ids, Sequence, Shape
+from kvtax_fleet.standin.transfer import Transfers
+
+FAULTS = {
+    "none": "answers correctly",
+    "hang": "never begins to answer",
+    "hang_first": "sends the response's head, then nothing",
+    "stall": "stops after --fault-after tokens, the connection stays open",
+    "http500": "answers 500 at once",
+    "inband": "sends an error event after --fault-after tokens, under status 200",
+    "truncated": "ends the body properly after --fault-after tokens, without [DONE]",
+    "cut": "drops the connection after --fault-after tokens",
+    "short": "produces and reports one token less than requested",
+    "no_token": "ends the stream with the usage, without a token, under status 200",
+    "no_usage": "leaves out the usage",
+    "exit": "the process exits after --fault-after tokens",
+    "withhold_kv": "answers as a P instance does, but never hands over the KV",
+    "freeze": "the whole server stands still for 2 s, then answers correctly",
+}
+MID_STREAM = ("stall", "inband", "truncated", "cut", "exit")
+FREEZE_S = 2.0
+FAULT_HEADER = "X-Standin-Fault"
+MAX_BODY_BYTES = 64 * 2**20
+
+
+class UnknownFault(ValueError):
+    """An unknown fault; the message lists the faults."""
+
+
+class Faults:
+    """The faults of the next requests.
+
+    A request's fault is its `X-Standin-Fault` header, else the next of the cycle given
+    with `--faults` or `POST /faults?cycle=none,http500`. `deaf`: the server answers
+    nothing, not even /health. `ignored_resets`: so many resets of the prefix cache are
+    answered, and not done.
+    """
+
+    def __init__(self, names: list[str], after_tokens: int) -> None:
+        self.after_tokens = after_tokens
+        self.deaf = False
+        self.ignored_resets = 0
+        self._cycle: Iterator[str]
+        self.set_cycle(names)
+
+    def set_cycle(self, names: list[str]) -> None:
+        """Start a new cycle with the next request. Raises UnknownFault."""
+        self._cycle = cycle([_known(name) for name in names] or ["none"])
+
+    def next(self, headers: Mapping[str, str]) -> str:
+        """Return the fault of a request with these headers. Raises UnknownFault."""
+        named = headers.get(FAULT_HEADER)
+        return next(self._cycle) if named is None else _known(named)
+
+
+def _known(name: str) -> str:
+    if name not in FAULTS:
+        raise UnknownFault(f"no fault {name!r}; there are {', '.join(FAULTS)}")
+    return name
+
+
+class StandinInstance:
+    """A stand-in: an engine behind vLLM's routes.
+
+    `plain`: as a server that has neither /v1/models nor cached tokens in its usage.
+    """
+
+    def __init__(self, model: str, shape: Shape, faults: Faults, plain: bool) -> None:
+        self.model = model
+        self.engine = Engine(shape)
+        self.faults = faults
+        self.plain = plain
+        self.arrivals: list[tuple[int, str | None]] = []
+        self.transfers = Transfers(uuid4().hex, shape.transfer_us_per_token)
+
+    def app(self) -> web.Application:
+        app = web.Application(
+            client_max_size=MAX_BODY_BYTES, middlewares=[self._maybe_deaf]
+        )
+        app.cleanup_ctx.append(self._run_engine)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.get("/metrics", self._metrics),
+                web.post("/reset_prefix_cache", self._reset),
+                *(web.post(path, self._completions) for path in _ANSWERS),
+                web.post("/v1/messages/count_tokens", self._count_tokens),
+                web.post("/faults", self._set_faults),
+                web.get("/query", self._query),
+                web.get("/kv/{transfer_id}", self._kv),
+                web.get("/arrivals", self._take_arrivals),
+            ]
+        )
+        return app
+
+    async def _run_engine(self, _: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.engine.run())
+        task.add_done_callback(_die_with_engine)
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    @web.middleware
+    async def _maybe_deaf(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        if self.faults.deaf and request.path != "/faults":
+            await asyncio.Event().wait()
+        return await handler(request)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        if self.plain:
+            raise web.HTTPNotFound
+        length = self.engine.shape.max_model_len
+        model = {"id": self.model, "object": "model", "max_model_len": length}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        text = exposition(self.engine.totals, self.engine.gauges, self.model)
+        return web.Response(text=text)
+
+    async def _reset(self, _: web.Request) -> web.Response:
+        # 200 either way, as vLLM up to 0.22.1.
+        if self.faults.ignored_resets:
+            self.faults.ignored_resets -= 1
+        else:
+            self.engine.reset()
+        return web.Response()
+
+    async def _take_arrivals(self, _: web.Request) -> web.Response:
+        """Answer with [perf_counter_ns, X-Request-Id] of each request since last."""
+        arrivals, self.arrivals = self.arrivals, []
+        return web.json_response(arrivals)
+
+    async def _query(self, _: web.Request) -> web.Response:
+        """Answer as Mooncake's bootstrap server: the engine of each rank."""
+        entry = {"engine_id": self.transfers.engine_id, "worker_addr": {}}
+        return web.json_response({"0": entry})
+
+    async def _kv(self, request: web.Request) -> web.Response:
+        tokens = await self.transfers.collect(request.match_info["transfer_id"])
+        return web.Response(text=str(tokens))
+
+    async def _set_faults(self, request: web.Request) -> web.Response:
+        query = request.query
+        try:
+            self.faults.set_cycle([n for n in query.get("cycle", "").split(",") if n])
+        except UnknownFault as error:
+            return web.json_response(error_body(str(error), 400), status=400)
+        self.faults.after_tokens = int(query.get("after", self.faults.after_tokens))
+        self.faults.deaf = query.get("deaf", "0") == "1"
+        self.faults.ignored_resets = int(query.get("ignored_resets", 0))
+        return web.Response()
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        self.arrivals.append((perf_counter_ns(), request.headers.get("X-Request-Id")))
+        try:
+            fault = self.faults.next(request.headers)
+            generation, tokens = await self._read(request, request.path)
+        except (BadRequest, UnknownFault) as error:
+            return _refused(request, str(error), getattr(error, "status", 400))
+        if fault == "hang":
+            await asyncio.Event().wait()
+        if fault == "http500":
+            return _refused(request, "engine is dead", 500)
+        if fault == "freeze":
+            time.sleep(FREEZE_S)
+        id_ = f"cmpl-{request.headers.get('X-Request-Id') or uuid4().hex}"
+        answer = _ANSWERS[request.path](generation, id_)
+        if generation.stream:
+            return await self._stream(request, generation, tokens, answer, fault)
+        return await self._whole(generation, tokens, answer, fault)
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        try:
+            _, tokens = await self._read(request, "/v1/messages")
+        except BadRequest as error:
+            return _refused(request, str(error), error.status)
+        return web.json_response({"input_tokens": len(tokens)})
+
+    async def _read(
+        self, request: web.Request, path: str
+    ) -> tuple[GenerateRequest, Ids]:
+        body, limit = await request.read(), self.engine.shape.max_model_len
+        return read_request(body, path=path, model=self.model, max_model_len=limit)
+
+    async def _sequence(
+        self, generation: GenerateRequest, tokens: Ids, fault: str
+    ) -> Sequence:
+        params = generation.kv_transfer_params or {}
+        received = 0
+        if params.get("do_remote_prefill"):
+            # All but the last token, which is computed here for its logits.
+            received = min(await self.transfers.pull(params), len(tokens) - 1)
+        made = max(1, generation.output_tokens - (fault == "short"))
+        return Sequence(tokens, made, received)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        generation: GenerateRequest,
+        tokens: Ids,
+        answer: Answer,
+        fault: str,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8"}
+        )
+        await response.prepare(request)
+        if fault == "hang_first":
+            await asyncio.Event().wait()
+        sequence = await self._sequence(generation, tokens, fault)
+        if fault == "no_token":
+            if opening := answer.opening():
+                await response.write(opening)
+            counts = Counts(sequence.prompt_tokens, 0, 0)
+            await response.write(answer.end(counts, usage=True))
+            return response
+        sent = 0
+        generating = self.engine.generate(sequence)
+        async with contextlib.aclosing(generating):
+            async for count in generating:
+                sent += count
+                over = sent - self.faults.after_tokens
+                if fault in MID_STREAM and over >= 0:
+                    await response.write(answer.tokens(count - over, last=False))
+                    await _break_off(fault, request, response, answer)
+                    return response
+                last = sent == sequence.max_tokens
+                piece = answer.tokens(count, last=last)
+                if last:
+                    counts = self._counts(sequence, sent)
+                    wanted = generation.wants_usage and fault != "no_usage"
+                    piece += answer.end(counts, usage=wanted)
+                await response.write(piece)
+        return response
+
+    async def _whole(
+        self, generation: GenerateRequest, tokens: Ids, answer: Answer, fault: str
+    ) -> web.StreamResponse:
+        sequence = await self._sequence(generation, tokens, fault)
+        generating = self.engine.generate(sequence)
+        async with contextlib.aclosing(generating):
+            async for _ in generating:
+                if fault == "exit":
+                    os._exit(1)
+                if fault in MID_STREAM:
+                    await asyncio.Event().wait()
+        counts = self._counts(sequence, sequence.max_tokens)
+        transfer = self._hand_over(generation, sequence, fault)
+        return web.Response(
+            body=answer.body(counts, transfer), content_type="application/json"
+        )
+
+    def _counts(self, sequence: Sequence, made: int) -> Counts:
+        cached = None if self.plain else sequence.cached
+        return Counts(sequence.prompt_tokens, cached, made)
+
+    def _hand_over(
+        self, generation: GenerateRequest, sequence: Sequence, fault: str
+    ) -> dict[str, Any] | None:
+        params = generation.kv_transfer_params or {}
+        if not params.get("do_remote_decode"):
+            return None
+        transfer_id = params.get("transfer_id") or uuid4().hex
+        if fault == "withhold_kv":
+            return self.transfers.address(transfer_id) | {"do_remote_prefill": True}
+        return self.transfers.offer(transfer_id, sequence.prompt_tokens)
+
+
+def _refused(request: web.Request, message: str, status: int) -> web.Response:
+    body = error_body(message, status)
+    if request.path.startswith("/v1/messages"):
+        body = anthropic_error(message, body["error"]["type"])
+    return web.json_response(body, status=status)
+
+
+async def _break_off(
+    fault: str, request: web.Request, response: web.StreamResponse, answer: Answer
+) -> None:
+    """Do as the fault says in the middle of a stream, which then ends."""
+    match fault:
+        case "stall":
+            await asyncio.Event().wait()
+        case "inband":
+            await response.write(answer.error("engine died"))
+        case "cut" if request.transport is not None:
+            request.transport.abort()
+        case "exit":
+            os._exit(1)
+
+
+_ANSWERS: dict[str, Callable[[GenerateRequest, str], Answer]] = {
+    "/v1/completions": partial(CompletionAnswer, chat=False),
+    "/v1/chat/completions": partial(CompletionAnswer, chat=True),
+    "/v1/messages": MessagesAnswer,
+    "/v1/responses": ResponsesAnswer,
+}
+
+
+def _die_with_engine(task: asyncio.Task[None]) -> None:
+    """End the process with its engine, lest it only hang."""
+    if not task.cancelled() and task.exception() is not None:
+        raise SystemExit(f"engine: {task.exception()!r}")
+
+
+def main() -> int:
+    """Serve; return the exit status."""
+    descriptions = "\n".join(f"  {name:12} {text}" for name, text in FAULTS.items())
+    parser = argparse.ArgumentParser(
+        "python -m kvtax_fleet.standin.server",
+        description=__doc__,
+        epilog=f"faults:\n{descriptions}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--model", default="null")
+    parser.add_argument("--faults", default="", help="cycle of faults, by comma")
+    parser.add_argument("--fault-after", type=int, default=1, metavar="TOKENS")
+    parser.add_argument(
+        "--until-stdin-closes",
+        action="store_true",
+        help="end with the process that started it",
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="have no /v1/models and no cached tokens"
+    )
+    for field in msgspec.structs.fields(Shape):
+        option = f"--{field.name.replace('_', '-')}"
+        kind = type(field.default)
+        parser.add_argument(option, type=kind, default=field.default)
+    arguments = parser.parse_args()
+    shape = Shape(
+        **{name: getattr(arguments, name) for name in Shape.__struct_fields__}
+    )
+    try:
+        names = [name for name in arguments.faults.split(",") if name]
+        faults = Faults(names, arguments.fault_after)
+    except UnknownFault as error:
+        parser.error(str(error))
+    instance = StandinInstance(arguments.model, shape, faults, arguments.plain)
+    try:
+        asyncio.run(_serve(arguments, instance))
+    except OSError as error:
+        print(f"standin: port {arguments.port}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def _serve(arguments: argparse.Namespace, instance: StandinInstance) -> None:
+    runner = web.AppRunner(
+        instance.app(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=0,
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, arguments.host, arguments.port, backlog=4096)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        instance.transfers.host, instance.transfers.port = host, port
+        print(f"http://{host}:{port}", flush=True)
+        await _until_stopped(arguments.until_stdin_closes)
+    finally:
+        await runner.cleanup()
+
+
+async def _until_stopped(by_stdin: bool) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    if by_stdin:
+        loop.add_reader(sys.stdin, stopped.set)
+    await stopped.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

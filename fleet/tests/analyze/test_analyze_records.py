@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a run are read as they were written, and bad files are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import polars as pl
+import pytest
+from fleet.tests.analyze.analyze_runs import (
+    INSTANCES,
+    MODEL,
+    SESSIONS,
+    TURNS,
+    Truth,
+    lines,
+    text_of,
+    write_run,
+)
+from kvtax.records import RecordsError
+from kvtax.records.engine_requests import ids_of_completion
+from kvtax.records.files import read_document, write_document
+from kvtax.records.replay import in_header
+
+from kvtax_fleet.analyze.analysis import analyse
+from kvtax_fleet.analyze.arm_runs import ArmRun, read_arm, read_run
+from kvtax_fleet.analyze.frames import LATENCIES, NOTHING, requests_frame, size_class
+from kvtax_fleet.records.arm import ArmRecord
+from kvtax_fleet.records.decisions import DecisionEnd
+
+
+@pytest.fixture
+def arm(tmp_path: Path) -> Path:
+    write_run(tmp_path, [Truth("linear", repeats=1)])
+    return tmp_path / "linear" / "r0"
+
+
+def test_a_torn_last_line_is_dropped_and_counted(arm: Path) -> None:
+    replay = arm / "replay.jsonl"
+    text = replay.read_bytes()
+    replay.write_bytes(text[: text.rindex(b'"lag_ms"')])
+    (run,) = read_run(arm)
+    assert run.torn_lines == 1
+    assert run.end is None
+    assert len(run.requests) == SESSIONS * TURNS
+
+
+def test_a_bad_line_in_the_middle_is_named(arm: Path) -> None:
+    replay = arm / "replay.jsonl"
+    rows = replay.read_text().splitlines()
+    rows[2] = rows[2][:-5]
+    replay.write_text("\n".join(rows) + "\n")
+    with pytest.raises(RecordsError, match=r"replay\.jsonl:3"):
+        read_run(arm)
+
+
+def test_a_bad_last_line_that_is_whole_is_refused(arm: Path) -> None:
+    with (arm / "replay.jsonl").open("a") as file:
+        file.write('{"type":"request","id":7}\n')
+    with pytest.raises(RecordsError, match=f":{SESSIONS * TURNS + 3}: "):
+        read_run(arm)
+
+
+def test_latencies_are_what_they_are_defined_as(arm: Path) -> None:
+    """Due at 0, sent at 1 ms, first token at 11, the end at 61 with 26 tokens."""
+    rows = [json.loads(line) for line in (arm / "replay.jsonl").open()]
+    first = rows[1]
+    times = {"intended_ns": 0, "sent_ns": 1, "first_token_ns": 11, "end_ns": 61}
+    first |= {name: ms * 1_000_000 for name, ms in times.items()}
+    first |= {"usage_completion_tokens": 26}
+    second = first | {"id": "failed", "status": "failed"}
+    lines(arm / "replay.jsonl", [rows[0], first, second])
+    (run,) = read_run(arm)
+    ok, failed = requests_frame([run]).select(*LATENCIES).to_dicts()
+    assert ok == {
+        "ttft_ms": 11,
+        "ttft_sent_ms": 10,
+        "tpot_ms": 2,
+        "e2e_ms": 61,
+        "e2e_sent_ms": 60,
+    }
+    assert set(failed.values()) == {None}
+
+
+def test_another_schema_is_refused(arm: Path) -> None:
+    lines(arm / "replay.jsonl", [{"schema": "kvtax.replay/9"}])
+    with pytest.raises(RecordsError, match=r"kvtax\.replay/9"):
+        read_run(arm)
+
+
+def test_an_arm_without_files_has_no_requests(tmp_path: Path) -> None:
+    facts = {"schema": "kvtax.arm/1", "arm": "a", "repeat": 0, "status": "failed"}
+    (tmp_path / "arm.json").write_text(json.dumps(facts))
+    (run,) = read_run(tmp_path)
+    assert requests_frame([run]).height == 0
+
+
+def test_ids_that_the_replayer_must_quote_find_their_decisions(arm: Path) -> None:
+    """Headers hold printable ASCII, and so do the decisions' ids."""
+    for file in ("replay.jsonl", "decisions.jsonl"):
+        rows = [json.loads(line) for line in (arm / file).open()]
+        for row in rows:
+            if "id" in row:
+                name = f"Büro 7 % {row['id']}"
+                quoted = file == "decisions.jsonl"
+                row["id"] = in_header(name) if quoted else name
+        lines(arm / file, rows)
+    (run,) = read_run(arm)
+    assert "%" in run.decisions[0].id
+    assert requests_frame([run])["decided_instance"].null_count() == 0
+
+
+def test_windows_follow_the_intended_send(arm: Path) -> None:
+    (run,) = read_run(arm)
+    frame = requests_frame([run])
+    start, end = run.end.steady.start_ns, run.end.steady.end_ns
+    for window, intended in frame.select("window", "intended_ns").iter_rows():
+        expected = "warmup" if intended < start else "steady"
+        assert window == (expected if intended < end else "drain")
+
+
+def test_cached_tokens_that_are_left_out_are_none_if_others_have_them(
+    arm: Path,
+) -> None:
+    """vLLM leaves a 0 out of the usage; a server that tells none leaves all out."""
+    rows = [json.loads(line) for line in (arm / "replay.jsonl").open()]
+    requests = rows[1:-1]
+    for row in requests:
+        row["cached_tokens"] = row["cached_tokens"] or None
+    lines(arm / "replay.jsonl", rows)
+    (run,) = read_run(arm)
+    cached = requests_frame([run])["cached_tokens"]
+    assert cached.to_list() == [row["cached_tokens"] or 0 for row in requests]
+    for row in requests:
+        row["cached_tokens"] = None
+    lines(arm / "replay.jsonl", rows)
+    (run,) = read_run(arm)
+    assert requests_frame([run])["cached_tokens"].null_count() == len(requests)
+
+
+def test_an_offload_counts_its_new_tokens_where_they_were_computed(arm: Path) -> None:
+    """The serving instance calls what it was sent cached: usage says 0 new tokens."""
+    rows = [json.loads(line) for line in (arm / "replay.jsonl").open()]
+    one = next(row for row in rows if row.get("turn") == 3)
+    one["prefill_instance"] = next(
+        name for name in ("i0", "i1") if name != one["instance"]
+    )
+    one["cached_tokens"] = one["usage_prompt_tokens"]
+    lines(arm / "replay.jsonl", rows)
+    decisions = [json.loads(line) for line in (arm / "decisions.jsonl").open()]
+    for decision in decisions[1:]:
+        if decision["id"] == one["id"]:
+            decision["prefill_instance"] = one["prefill_instance"]
+    lines(arm / "decisions.jsonl", decisions)
+    (run,) = read_run(arm)
+    row = requests_frame([run]).filter(id=one["id"]).to_dicts()[0]
+    assert row["new_tokens"] == one["usage_prompt_tokens"]
+
+
+def test_an_offload_that_fell_back_is_none(arm: Path) -> None:
+    rows = [json.loads(line) for line in (arm / "decisions.jsonl").open()]
+    first = rows[1]
+    first["prefill_instance"] = "i3"
+    end = DecisionEnd(first["id"], first["number"], None, fallback="prefill timed out")
+    lines(arm / "decisions.jsonl", [*rows, end])
+    (run,) = read_run(arm)
+    row = requests_frame([run]).filter(id=first["id"]).to_dicts()[0]
+    assert row["prefill_instance"] is None
+    assert row["fallback"] == "prefill timed out"
+
+
+@pytest.mark.parametrize(
+    ("new", "kind"),
+    [
+        (4_999, "WARM"),
+        (5_000, "MEDIUM"),
+        (20_000, "MEDIUM"),
+        (20_001, "HEAVY"),
+        (50_000, "HEAVY"),
+        (50_001, "HUGE"),
+    ],
+)
+def test_class_limits(new: int, kind: str) -> None:
+    frame = pl.DataFrame({"new_tokens": [new], "decided_class": [None]})
+    assert frame.select(size_class()).item() == kind
+
+
+def test_no_run_is_an_empty_frame_with_all_columns() -> None:
+    assert requests_frame([]).columns == requests_frame([NOTHING]).columns
+
+
+ROUTER = "vllm-router 0.0.1"
+
+
+def behind_another_router(folder: Path, hashed: bool | None) -> dict[str, str]:
+    """Take from a run what only our proxy tells. The instance of each request by id.
+
+    The instances recorded their requests, with ids that are `hashed` or not; None: they
+    recorded nothing.
+    """
+    (folder / "decisions.jsonl").unlink()
+    info = read_document(folder / "arm.json", ArmRecord)
+    write_document(folder / "arm.json", msgspec.structs.replace(info, router=ROUTER))
+    header, *requests, end = (folder / "replay.jsonl").read_text().splitlines()
+    requests = [msgspec.json.decode(line) for line in requests]
+    served = {one["id"]: one.pop("instance") for one in requests}
+    lines(
+        folder / "replay.jsonl",
+        [msgspec.Raw(header.encode()), *requests, msgspec.Raw(end.encode())],
+    )
+    for name in INSTANCES if hashed is not None else ():
+        (folder / "instances" / name).mkdir(parents=True)
+        told = {"schema": "kvtax.engine_request/1"}
+        told["ids"] = "hashed" if hashed else "plain"
+        own = [recorded(id_, hashed) for id_, by in served.items() if by == name]
+        lines(folder / "instances" / name / "engine_request.jsonl", [told, *own])
+    return served
+
+
+def recorded(id_: str, hashed: bool, arrival_ns: int = 10) -> dict:
+    known = ids_of_completion(in_header(id_))[hashed]
+    return {"id": known, "arrival_ns": arrival_ns, "prompt_tokens": 9}
+
+
+def served_by(run: ArmRun) -> dict[str, str | None]:
+    return {request.id: request.instance for request in run.requests}
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_each_request_is_placed_where_it_was_recorded(arm, hashed):
+    served = behind_another_router(arm, hashed)
+    assert len(set(served.values())) > 1
+    assert served_by(read_arm(arm)) == served
+
+
+def test_a_request_that_was_sent_twice_is_placed_where_it_came_last(arm):
+    served = behind_another_router(arm, hashed=True)
+    moved = next(id_ for id_, by in served.items() if by != INSTANCES[0])
+    with (arm / "instances" / INSTANCES[0] / "engine_request.jsonl").open("ab") as f:
+        f.write(msgspec.json.encode(recorded(moved, True, arrival_ns=20)) + b"\n")
+    assert served_by(read_arm(arm)) == served | {moved: INSTANCES[0]}
+
+
+def with_another_router(tmp_path: Path, hashed: bool | None) -> tuple[dict, str]:
+    ours = Truth("linear")
+    write_run(tmp_path, [ours, replace(ours, arm="theirs")])
+    for repeat in range(ours.repeats):
+        behind_another_router(tmp_path / "theirs" / f"r{repeat}", hashed)
+    analysis = analyse(read_run(tmp_path), MODEL, 100.0)
+    return analysis.document, text_of(analysis)
+
+
+@pytest.mark.slow
+def test_it_is_measured_as_ours_but_for_what_only_our_proxy_knows(tmp_path):
+    """The same requests served alike: all that is not the proxy's word is the same."""
+    document, report = with_another_router(tmp_path, hashed=True)
+    ours, theirs = document["arms"]["linear"], document["arms"]["theirs"]
+    for mine, other in zip(ours["repeats"], theirs["repeats"], strict=True):
+        same = ("apc", "kv_blocks")
+        assert {key: mine[key] for key in same} == {key: other[key] for key in same}
+        assert mine["imbalance"] == other["imbalance"]
+    assert all(repeat["hotspot"] for repeat in theirs["repeats"])
+    assert theirs["interference"] is not None
+    assert ours["belief"] and ours["offline"]
+    assert theirs["belief"] is theirs["offline"] is None
+    (compared,) = document["comparisons"]
+    assert compared["refused"] == [] and not compared["same"]
+    assert f"`theirs` ran behind {ROUTER}, which records no decisions" in report
+
+
+@pytest.mark.slow
+def test_without_records_of_the_instances_there_is_no_balance_and_the_report_says_so(
+    tmp_path,
+):
+    document, report = with_another_router(tmp_path, hashed=None)
+    for repeat in document["arms"]["theirs"]["repeats"]:
+        assert repeat["imbalance"] == {"tokens": {}, "max_over_min": None}
+        assert repeat["hotspot"] is repeat["accumulation"] is None
+    assert "the instance of each request is not known" in report
+    (compared,) = document["comparisons"]
+    assert compared["refused"] == []

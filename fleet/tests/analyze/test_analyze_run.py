@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run folder becomes a report that says what is true, and no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from fleet.tests.analyze.analyze_runs import (
+    INSTANCES,
+    MODEL,
+    SESSIONS,
+    TURNS,
+    Truth,
+    analysed,
+    text_of,
+    write_run,
+)
+from kvtax.cli import Exit, main
+from kvtax.records.estimate import Estimate
+from kvtax.records.run import Role
+
+from kvtax_fleet.analyze.analysis import analyse
+from kvtax_fleet.analyze.arm_runs import read_run
+from kvtax_fleet.analyze.comparison import NO_DIFFERENCE, verdict
+from kvtax_fleet.analyze.figures import draw_latency
+from kvtax_fleet.policies.decision import CLASSES
+
+pytestmark = pytest.mark.slow
+
+REPEATS = 2
+N = SESSIONS * TURNS * REPEATS
+TRUTHS = [
+    Truth("linear"),
+    Truth("linear_aa", same_as="linear"),
+    Truth("slow", slower=1.2),
+    Truth("lmetric", policy="lmetric"),
+    Truth("noop", connector="noop", slower=1.02),
+    Truth("mooncake", connector="mooncake_both", slower=1.15),
+]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("run"), TRUTHS)
+    assert main(["fleet", "analyze", str(folder), "--out", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def document(out: Path) -> dict[str, Any]:
+    return json.loads((out / "analysis.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def text(out: Path) -> str:
+    return (out / "report.md").read_text()
+
+
+def compared(document: dict[str, Any], arm: str) -> dict[str, Any]:
+    return next(one for one in document["comparisons"] if one["arm"] == arm)
+
+
+def test_every_request_and_every_instance_is_counted(document: dict[str, Any]) -> None:
+    assert document["arms"]["linear"]["belief"]["exact"] == 1.0
+    for entry in document["arms"].values():
+        assert entry["outcomes"]["ok"] == entry["outcomes"]["n"] == N
+        classes = entry["latency"]["all"]
+        parts = sum(classes[kind]["n"] for kind in CLASSES if kind in classes)
+        assert parts == classes["all"]["n"] == N
+        for repeat in entry["repeats"]:
+            assert set(repeat["apc"]["instances"]) == set(INSTANCES)
+            assert set(repeat["imbalance"]["tokens"]) == set(INSTANCES)
+            assert set(repeat["accumulation"]["sessions"]) == set(INSTANCES)
+            overall = repeat["apc"]["overall"]
+            assert overall["agrees"] is True
+            assert overall["hits"] == overall["cached_tokens"]
+            assert overall["apc"] == round(overall["hits"] / overall["queries"], 5)
+            assert overall["apc"] == overall["apc_usage"]
+
+
+def test_a_slower_arm_is_slower_by_what_it_is_slower(document: dict[str, Any]) -> None:
+    levels = compared(document, "slow")["percent"]
+    for metric in ("ttft_ms", "tpot_ms", "e2e_ms"):
+        low, high = levels[metric]["p50"]["ci95"]
+        assert low < 20 < high
+        assert low < levels[metric]["p50"]["value"] < high
+        assert high - low < 15
+
+
+def test_equal_arms_do_not_differ(document: dict[str, Any], text: str) -> None:
+    pair = compared(document, "linear_aa")
+    assert pair["same"]
+    for levels in pair["percent"].values():
+        low, high = levels["p50"]["ci95"]
+        assert low <= 0 <= high
+    assert "`linear_aa` is `linear` run again" in text
+
+
+def test_the_answer_comes_first(text: str) -> None:
+    answers = text.split("## Outcomes")[0]
+    for quantile in ("p50", "p90"):
+        line = f"- `slow` against `linear`, {quantile}: **higher**: TTFT +"
+        assert line in answers
+    # Arms without a difference are counted, not listed.
+    assert "`lmetric` against" not in answers or "no significant difference" in answers
+
+
+def test_what_is_said_is_about_the_whole_interval() -> None:
+    for value, low, high, said in (
+        (3, 1, 5, "within the noise floor"),
+        (6, 3, 9, "within the noise floor"),
+        (-6, -9, -3, "within the noise floor"),
+        (6, 4.5, 7, "higher"),
+        (-6, -7, -5, "lower"),
+        (6, -1, 9, NO_DIFFERENCE),
+    ):
+        level = Estimate(value, (low, high))
+        assert verdict(level, [-4, 4]) == said
+        alone = verdict(level, None)
+        assert alone.endswith("unknown)") == (low > 0 or high < 0)
+
+
+def test_a_policy_agrees_with_its_own_record(document: dict[str, Any]) -> None:
+    own = document["arms"]["lmetric"]["offline"]
+    assert own["lmetric"]["other_instance"] == 0.0
+    assert own["lmetric"]["ran"]
+    assert own["linear"]["other_instance"] > 0.2
+
+
+def test_a_policy_is_replayed_with_the_parameters_it_ran_with(tmp_path: Path) -> None:
+    truth = Truth("linear", repeats=1, parameters={"overload": 0.5})
+    analysis, _ = analysed(tmp_path, truth)
+    assert analysis.document["arms"]["linear"]["offline"]["linear"] == {
+        "n": SESSIONS * TURNS,
+        "other_instance": 0.0,
+        "other_prefill": 0.0,
+        "ran": True,
+    }
+
+
+def test_an_arm_that_must_not_be_compared_is_in_no_chain(tmp_path: Path) -> None:
+    truths = [
+        Truth("linear", repeats=1),
+        Truth("noop", connector="noop", repeats=1),
+        Truth("mooncake", connector="mooncake_both", repeats=1, fresh=False),
+    ]
+    analysis, _ = analysed(tmp_path, *truths)
+    layers = [step["layer"] for step in analysis.document["substrate"][0]["steps"]]
+    assert layers == ["plain", "noop"]
+
+
+def test_substrate_adds_what_each_connector_adds(document: dict[str, Any]) -> None:
+    chain = next(
+        one
+        for one in document["substrate"]
+        if (one["metric"], one["quantile"]) == ("tpot_ms", "p50")
+    )
+    plain, noop, mooncake = chain["steps"]
+    assert [s["layer"] for s in chain["steps"]] == ["plain", "noop", "mooncake_both"]
+    base = plain["level"]["value"]
+    assert noop["added"]["value"] / base == pytest.approx(0.02, abs=0.02)
+    low, high = mooncake["added"]["ci95"]
+    assert low < 0.13 * base < high
+
+
+def test_a_connector_that_only_the_run_knows_has_its_place(tmp_path: Path) -> None:
+    """The run says where its connectors stand, whatever configs there are now."""
+    mine = Role(layer=1, label="my connector")
+    truths = [
+        Truth("linear", repeats=1, report=Role(layer=7)),
+        Truth("mine", connector="mine", repeats=1, report=mine),
+        Truth("unplaced", connector="unplaced", repeats=1, report=Role()),
+    ]
+    analysis, text = analysed(tmp_path, *truths)
+    layers = [step["layer"] for step in analysis.document["substrate"][0]["steps"]]
+    assert layers == ["my connector", "plain"]
+    assert "| my connector | plain |" in text
+
+
+def test_figures_have_their_data_beside_them(out: Path, text: str) -> None:
+    drawn = {path.stem for path in (out / "figures").glob("*.png")}
+    assert drawn == {path.stem for path in (out / "figures").glob("*.csv")}
+    assert drawn == {"latency", "comparison", "interference", "sessions", "substrate"}
+    for name in drawn:
+        assert f"figures/{name}.png" in text
+
+
+def test_a_sound_run_has_no_warnings(document: dict[str, Any], text: str) -> None:
+    kinds = {one["kind"] for one in document["warnings"]}
+    # By chance one of nine figures of an A/A pair may differ.
+    assert kinds <= {"aa_differs"}
+
+
+def test_a_refused_comparison_is_said_first_and_has_no_number(tmp_path: Path) -> None:
+    """One arm failed requests that the other did not: no difference may be stated."""
+    truths = Truth("linear", repeats=1), Truth("fast", slower=0.5, repeats=1, fails=9)
+    analysis, text = analysed(tmp_path, *truths)
+    (compared,) = analysis.document["comparisons"]
+    assert not analysis.sound
+    assert compared["percent"] is None
+    first = text.split("## Outcomes")[0]
+    assert "**Not compared: `fast` with `linear`**: requests that did not" in first
+    assert "**lower" not in first
+
+
+def test_failure_modes_are_counted_and_ok_of_n_is_said(tmp_path: Path) -> None:
+    _, text = analysed(tmp_path, Truth("linear", repeats=1, fails=5))
+    n = SESSIONS * TURNS
+    assert f"{n - 5}/{n}" in text
+    assert "5 requests failed: HTTP 500" in text
+
+
+def test_a_run_that_failed_is_said_and_its_numbers_are_left_out(
+    tmp_path: Path,
+) -> None:
+    truths = Truth("linear"), Truth("slow", slower=1.2, status="failed")
+    analysis, text = analysed(tmp_path, *truths)
+    assert not analysis.sound
+    assert analysis.document["arms"]["slow"]["latency"] == {}
+    assert "an instance ended" in text
+
+
+def test_a_wrong_belief_is_measured(tmp_path: Path) -> None:
+    analysis, _ = analysed(tmp_path, Truth("linear", repeats=1, wrong_belief=1_000))
+    believed = analysis.document["arms"]["linear"]["belief"]
+    assert believed["too_low"] == 0
+    assert believed["too_high"] > 0.5
+    assert believed["p99_abs_error_tokens"] == 1_000
+
+
+def test_the_mirror_is_held_against_the_exact_state_where_there_is_one(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path, [Truth("linear", repeats=2)])
+    caches = {
+        "i0": {
+            "mirror_tokens": 100,
+            "exact_tokens": 130,
+            "mirror_minus_exact_tokens": -30,
+            "mean_difference_tokens": 10.0,
+            "compared_prompts": 30,
+            "complete": True,
+            "gaps": 1,
+            "skipped_blocks": 0,
+        },
+        "i1": {
+            "mirror_tokens": 50,
+            "exact_tokens": 40,
+            "mirror_minus_exact_tokens": 10,
+            "mean_difference_tokens": None,
+            "compared_prompts": 0,
+            "complete": True,
+            "gaps": 0,
+            "skipped_blocks": 0,
+        },
+    }
+    instances = {name: {"cache": cache} for name, cache in caches.items()}
+    said = json.dumps({"instances": instances, "decision_us": None})
+    (run / "linear" / "r0" / "breakdown.json").write_text(said)
+    analysis = analyse(read_run(run), MODEL, 100.0)
+    with_it, without = analysis.document["arms"]["linear"]["repeats"]
+    assert with_it["mirror"] == {
+        "prompts": 30,
+        "mean_difference_tokens": 10.0,
+        "held_difference_tokens": -20,
+        "gaps": 1,
+        "complete": True,
+    }
+    assert without["mirror"] is None
+    assert "`linear` r0 | 30 | 10.0 | -20 | 1 | yes" in text_of(analysis)
+    caches["i1"] |= {"exact_tokens": None, "mirror_minus_exact_tokens": None}
+    said = json.dumps({"instances": instances, "decision_us": None})
+    (run / "linear" / "r0" / "breakdown.json").write_text(said)
+    analysis = analyse(read_run(run), MODEL, 100.0)
+    assert "`linear` r0 | 30 | 10.0 | not counted | 1 | yes" in text_of(analysis)
+
+
+def test_every_quantile_of_a_comparison_has_its_verdict(
+    document: dict[str, Any], text: str
+) -> None:
+    slow = compared(document, "slow")
+    table = text.split("## Against the baseline")[1].split("## Prefix cache")[0]
+    for metric in ("ttft_ms", "tpot_ms", "e2e_ms"):
+        for quantile in ("p50", "p90", "p99"):
+            value = slow["percent"][metric][quantile]["value"]
+            (cell,) = {
+                one.strip()
+                for row in table.splitlines()
+                for one in row.split("|")
+                if one.strip().startswith(f"{value:+.1f} % [")
+            }
+            verdict = slow["verdicts"][metric][quantile]
+            said = "no significant difference" if verdict == NO_DIFFERENCE else verdict
+            assert cell.endswith(f"]: {said}")
+
+
+def test_a_folder_without_a_run_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fleet", "analyze", str(tmp_path)]) == Exit.BAD_INPUT
+    assert str(tmp_path) in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_answers_of_one_token_have_a_figure_without_tpot(tmp_path: Path) -> None:
+    """A logarithmic axis without a point must not cost the run its report."""
+    point = {"metric": "ttft_ms", "arm": "linear", "quantile": "p50"}
+    points = pl.DataFrame([point | {"value": 9.0, "low": 8.0, "high": 10.0}])
+    draw_latency(points, tmp_path / "latency.png")
+    assert (tmp_path / "latency.png").stat().st_size > 0
+
+
+def test_a_figure_that_cannot_be_drawn_is_left_out_and_the_page_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("data cannot be log-scaled")
+
+    run = write_run(tmp_path / "run", [Truth("linear", repeats=1)])
+    out = tmp_path / "out"
+    monkeypatch.setattr("kvtax_fleet.analyze.figures.draw_latency", fail)
+    status = main(["fleet", "analyze", str(run), "--out", str(out)])
+    assert status == main(["fleet", "analyze", str(run), "--out", str(tmp_path / "b")])
+    assert (out / "analysis.json").exists()
+    for page in ("report.md", "report.html"):
+        text = (out / page).read_text()
+        assert "figure left out" in text and "data cannot be log-scaled" in text
+    assert not (out / "figures" / "latency.png").exists()
+    assert (out / "figures" / "sessions.png").exists()
+    assert "figures/sessions.png" in (out / "report.md").read_text()

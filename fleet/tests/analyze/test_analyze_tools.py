@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real time beside virtual time, and rooflines."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+from kvtax.cli import Exit, main
+from kvtax.records.estimate import Estimate
+from kvtax.records.files import read_document
+
+from kvtax_fleet.analyze.analysis import FleetAnalysis
+from kvtax_fleet.analyze.real_vs_simulated import real_vs_simulated
+from kvtax_fleet.analyze.roofline import (
+    Gpu,
+    HardwareError,
+    Model,
+    decode_ms,
+    prefill_ms,
+    read_gpu,
+)
+from kvtax_fleet.paths import FLEET
+
+REAL = FLEET / "results" / "policies"
+
+
+def test_an_arm_s_row_has_real_levels_and_virtual_differences() -> None:
+    real = read_document(REAL / "analysis.json", FleetAnalysis).arms
+    arm, virtual = next(iter(deepcopy(real).items()))
+    for repeat in virtual.repeats:
+        repeat.apc.overall.apc_usage += 0.012
+    latency = virtual.latency["all"]["all"].ttft_ms
+    level_ms = latency["p50"].value
+    latency["p50"] = Estimate(0.95 * level_ms)
+    latency["p90"] = None
+    (*_, row) = real_vs_simulated(real, {arm: virtual}).splitlines()
+    assert row.startswith(f"| `{arm}` | ")
+    assert f"| +1.2 | {level_ms:,.1f} -5.0 % | \N{EN DASH} |" in row
+
+
+def test_a_committed_run_beside_itself_differs_in_nothing(capsys) -> None:
+    assert main(["fleet", "real-vs-virtual", str(REAL), str(REAL)]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == 10
+    assert all(row.count(" +0.0 ") == 7 for row in rows)
+
+
+@pytest.mark.parametrize("content", [None, b"{"])
+def test_an_analysis_that_cannot_be_read_is_named(
+    content: bytes | None, tmp_path: Path, capsys
+) -> None:
+    if content is not None:
+        (tmp_path / "analysis.json").write_bytes(content)
+    command = ["fleet", "real-vs-virtual", str(REAL), str(tmp_path)]
+    assert main(command) == Exit.BAD_INPUT
+    assert str(tmp_path / "analysis.json") in capsys.readouterr().err
+
+
+QWEN = Model.read("qwen3-coder-30b-a3b")
+H20 = read_gpu("h20")
+DENSE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "intermediate_size": 16,
+    "vocab_size": 10,
+}
+
+
+def test_weights_are_those_of_the_model_card() -> None:
+    """Qwen3-Coder-30B-A3B: 30.5 billion weights, 3.3 billion of them active."""
+    total = QWEN.shared + QWEN.experts * QWEN.expert + 2 * QWEN.head
+    assert total == pytest.approx(30.5e9, rel=0.005)
+    assert QWEN.active + 2 * QWEN.head == pytest.approx(3.3e9, rel=0.02)
+    assert QWEN.kv_bytes_per_token == 98_304
+
+
+def test_a_dense_model_by_hand() -> None:
+    model = Model.of(DENSE)
+    # Q and O: 8 x 8 each, K and V: 8 x 4 each; three matrices of 8 x 16.
+    assert model.shared == 2 * (2 * 64 + 2 * 32 + 3 * 128)
+    assert model.active == model.shared
+    assert model.weight_bytes(1) == model.weight_bytes(99) == 2 * (model.shared + 80)
+    assert model.kv_bytes_per_token == 2 * 2 * 1 * 4 * 2
+
+
+def test_time_by_hand_on_both_sides_of_the_roof() -> None:
+    model = Model.of(DENSE)
+    slow_maths = Gpu("x", peak_tflops=1e-12, bandwidth_tb_s=1, memory_gb=1, source="")
+    ms, bound = prefill_ms(model, slow_maths, new=3)
+    # Pairs of a query and a key: 1 + 2 + 3, each 4 x layers x heads x head size.
+    flop = 2 * model.shared * 3 + 2 * 80 + 4 * 2 * 2 * 4 * 6
+    assert (ms, bound) == (pytest.approx(flop * 1e3), "compute")
+    slow_memory = Gpu("y", peak_tflops=1, bandwidth_tb_s=1e-12, memory_gb=1, source="")
+    ms, bound = decode_ms(model, slow_memory, batch=5, context=7)
+    nbytes = model.weight_bytes(5) + 5 * 8 * model.kv_bytes_per_token
+    assert (ms, bound) == (pytest.approx(nbytes * 1e3), "memory")
+
+
+def test_experts_read_grow_with_the_batch_up_to_all() -> None:
+    read = [QWEN.weight_bytes(n) for n in (1, 8, 64, 100_000)]
+    assert read == sorted(read)
+    one = QWEN.shared + QWEN.experts_per_token * QWEN.expert + QWEN.head
+    assert read[0] == pytest.approx(2 * one)
+    every = QWEN.shared + QWEN.experts * QWEN.expert + QWEN.head
+    assert read[-1] == pytest.approx(2 * every)
+
+
+def test_cached_tokens_never_make_a_prompt_slower() -> None:
+    for cached in (0, 10_000, 30_000):
+        ms, _ = prefill_ms(QWEN, H20, 32_000 - cached, cached)
+        assert ms <= prefill_ms(QWEN, H20, 32_000)[0]
+
+
+def test_the_roofline_is_printed_and_unknown_names_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["fleet", "roofline", "--gpu", "h200"]) == 0
+    assert "4.8 TB/s" in capsys.readouterr().out
+    assert main(["fleet", "roofline", "--gpu", "abacus"]) == Exit.BAD_INPUT
+    assert "h20, h100" in capsys.readouterr().err
+    with pytest.raises(HardwareError, match="no such model"):
+        Model.read("no such model")

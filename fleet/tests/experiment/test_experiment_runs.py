@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole experiments on stand-ins: killed, resumed, and with an instance left warm."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from fleet.tests.experiment.small_experiment import OF_THE_MACHINE, SMOKE, smoke_of
+from kvtax.hosts.store import Store
+from kvtax.paths import REPOSITORY
+from kvtax.proc.supervise import descendants
+from tests.engine.living import eventually, gone
+
+from kvtax_fleet.analyze.arm_runs import read_run
+from kvtax_fleet.experiment.config import read_experiment
+from kvtax_fleet.experiment.experiment_plan import plan
+from kvtax_fleet.instances import write_instances
+from kvtax_fleet.records.instances import Instance
+from kvtax_fleet.standin.process import standin
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 300.0
+
+
+def command(config: Path, out: Path, *options: str) -> list[str]:
+    module = [sys.executable, "-m", "kvtax", "fleet", str(config)]
+    return [*module, "--out", str(out), *options]
+
+
+def run(config: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(config, out, *options),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(tmp_path_factory):
+    """(folder, arm.json of the run that had ended before, processes then, result)."""
+    out = tmp_path_factory.mktemp("experiment") / "run"
+    first = out / plan(read_experiment(SMOKE))[0].name / "arm.json"
+    with subprocess.Popen(command(SMOKE, out), cwd=REPOSITORY) as experiment:
+        eventually(first.exists, DEADLINE_S)
+        # The second run has begun.
+        eventually(lambda: len(descendants(experiment.pid)) > 4, DEADLINE_S)
+        processes = descendants(experiment.pid)
+        os.kill(experiment.pid, signal.SIGKILL)
+    eventually(lambda: gone(processes))
+    before = first.stat().st_mtime_ns, first.read_bytes()
+    return out, first, before, run(SMOKE, out, "--resume")
+
+
+def test_nothing_outlives_a_killed_experiment_and_resume_ends_it(killed_and_resumed):
+    out, first, before, result = killed_and_resumed
+    assert (first.stat().st_mtime_ns, first.read_bytes()) == before
+    runs = read_run(out)
+    planned = {run.name for run in plan(read_experiment(SMOKE))}
+    assert {str(run.folder.relative_to(out)) for run in runs} == planned
+    assert {run.info.status for run in runs} == {"ok"}, result.stdout
+    assert not (out / "workshop").exists()
+
+
+def test_all_arms_serve_the_same_requests_each_exactly_once(killed_and_resumed):
+    out, *_ = killed_and_resumed
+    for one in read_run(out):
+        ids = [request.id for request in one.requests]
+        assert len(ids) == len(set(ids)) == one.info.trace.requests
+        assert {request.status for request in one.requests} == {"ok"}
+        assert {decision.id for decision in one.decisions} == set(ids)
+        assert one.info.freshness.fresh
+        assert set(one.counters) == {"i0", "i1"}
+
+
+def test_what_the_proxy_says_after_the_last_request_is_kept(killed_and_resumed):
+    out, *_ = killed_and_resumed
+    for one in read_run(out):
+        said = json.loads((one.folder / "breakdown.json").read_text())
+        ended = [instance["ended"]["ok"] for instance in said["instances"].values()]
+        assert sum(ended) == one.info.trace.requests
+
+
+def test_the_report_compares_or_says_why_not(killed_and_resumed):
+    out, _, _, result = killed_and_resumed
+    analysis = json.loads((out / "analysis.json").read_text())
+    refused = [why for one in analysis["comparisons"] for why in one["refused"]]
+    assert all(any(what in why for what in OF_THE_MACHINE) for why in refused), refused
+    assert result.returncode == (3 if refused else 0), result.stdout + result.stderr
+    assert (out / "report.md").exists()
+
+
+def test_a_folder_with_another_experiment_is_left_alone(killed_and_resumed, tmp_path):
+    out, *_ = killed_and_resumed
+    before = contents(out)
+    refused = run(SMOKE, out)
+    assert refused.returncode == 2
+    assert "--resume" in refused.stderr
+    other = tmp_path / "other.toml"
+    other.write_text(SMOKE.read_text().replace("max_turns = 3", "max_turns = 2"))
+    refused = run(other, out)
+    assert refused.returncode == 2
+    refused = run(other, out, "--resume")
+    assert refused.returncode == 2
+    assert "cannot resume" in refused.stderr
+    assert contents(out) == before
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """When each file was last written, and what is in it."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_runs_that_a_store_has_outlive_their_folder(tmp_path):
+    out, store = tmp_path / "run", str(tmp_path / "store")
+    config = tmp_path / "two_arms.toml"
+    config.write_text(smoke_of(arms=2))
+    made = run(config, out, "--store", store)
+    planned = {run.name for run in plan(read_experiment(config))}
+    assert set(Store(f"{store}/run").pieces()) == planned, made.stderr
+    before = arm_documents(out)
+    shutil.rmtree(out)
+    # A half that nobody finished is no reason to leave out what the store has.
+    (out / sorted(planned)[0]).mkdir(parents=True)
+    again = run(config, out, "--store", store, "--resume")
+    assert arm_documents(out) == before, again.stderr
+    assert len(read_run(out)) == len(planned)
+    config.write_text(config.read_text().replace("max_turns = 3", "max_turns = 2"))
+    shutil.rmtree(out)
+    refused = run(config, out, "--store", store, "--resume")
+    assert refused.returncode == 2
+    assert "give another --out" in refused.stderr
+    assert set(Store(f"{store}/run").pieces()) == planned
+
+
+def arm_documents(out: Path) -> dict[Path, bytes]:
+    return {
+        path.relative_to(out): path.read_bytes() for path in out.glob("*/*/arm.json")
+    }
+
+
+GIVEN = """
+summary = "two instances that somebody else started"
+instances = 2
+concurrency = [1]
+repeats = 1
+baseline = "linear"
+
+[given]
+file = "{file}"
+restart = ["true"]
+
+[workload]
+trace = "traces/claude_code_sessions_le62k.jsonl.xz"
+sessions = 2
+max_turns = 1
+max_output_tokens = 2
+
+[arms.linear]
+policy = "linear"
+"""
+
+
+def test_an_instance_that_was_left_warm_is_caught(tmp_path):
+    """The reference study's -44 % E2E: `restart` does not restart anything here."""
+    file, config = tmp_path / "instances.json", tmp_path / "given.toml"
+    config.write_text(GIVEN.format(file=file))
+    with standin() as cold, standin() as warm:
+        write_instances(file, [Instance("a", cold.url), Instance("b", warm.url)])
+        body = {"prompt": list(range(1, 100)), "max_tokens": 1, "model": "null"}
+        request = urllib.request.Request(
+            f"{warm.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(request).read()
+        result = run(config, tmp_path / "run")
+    assert result.returncode == 3
+    (caught,) = read_run(tmp_path / "run")
+    assert caught.info.status == "failed"
+    assert not caught.info.freshness.fresh
+    assert "b: vllm:prompt_tokens_total" in caught.info.error
+    assert "a: " not in caught.info.error
+    assert caught.requests == []
+
+
+def test_several_replayers_send_each_request_once_and_leave_one_file(tmp_path):
+    config = tmp_path / "shared.toml"
+    config.write_text(f"replayers = 3\n{smoke_of(arms=1)}")
+    run(config, tmp_path / "run")
+    (one,) = read_run(tmp_path / "run")
+    assert one.info.status == "ok", one.info.error
+    ids = [request.id for request in one.requests]
+    assert len(ids) == len(set(ids)) == one.info.trace.requests
+    assert {decision.id for decision in one.decisions} == set(ids)
+    assert one.end.scheduled == one.end.ok == len(ids)
+    assert len(list(one.folder.rglob("replay.jsonl"))) == 1
+    assert len(list(one.folder.glob("replayers/*/replay.log"))) == 3
+
+
+def test_without_ray_nothing_of_ray_is_imported():
+    script = (
+        "import sys, kvtax_fleet.experiment.executors; assert 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True)
+
+
+def test_an_open_loop_keeps_the_traces_arrivals_and_the_cap(tmp_path):
+    """Ten sessions arrive over minutes, here within a second, and two may be served."""
+    config = tmp_path / "open.toml"
+    text = smoke_of(arms=1).replace("concurrency = [2]", "concurrency = [1]")
+    config.write_text(f"open_loop = true\ntime_scale = 100000\n{text}")
+    run(config, tmp_path / "run")
+    (replayed,) = read_run(tmp_path / "run")
+    assert replayed.info.status == "ok", replayed.info.error
+    assert replayed.info.open_loop
+    header = (replayed.folder / "replay.jsonl").read_text().splitlines()[0]
+    options = json.loads(header)["options"]
+    assert options["max_inflight_sessions"] == 2
+    assert not options["closed_loop"]
+    assert len({one.arrival_s for one in replayed.requests}) > 1
+    assert replayed.end.held_sessions > 0
+    assert "waited for a slot" in (tmp_path / "run" / "report.md").read_text()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load of an experiment: the declared cuts of a trace, and nothing else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from kvtax_fleet.experiment.config import Workload
+from kvtax_fleet.experiment.experiment_plan import source as experiment_source
+from kvtax_fleet.experiment.workload import make_workload
+from kvtax_fleet.trace import Request, TraceError, read_trace, write_trace
+from kvtax_fleet.trace.twin import Twin
+
+
+def source(folder: Path, sessions: int, turns: int) -> Path:
+    path = folder / "source.jsonl"
+    requests = [
+        Request(
+            arrival_s=float(session + turn),
+            session=f"s{session}",
+            turn=turn,
+            input_tokens=16 * (turn + 1),
+            output_tokens=50,
+            hashes=[session * 100 + block for block in range(turn + 1)],
+            block_tokens=16,
+            think_s=None if turn == 0 else 9.0,
+        )
+        for session in range(sessions)
+        for turn in range(turns)
+    ]
+    requests.sort(key=lambda one: one.arrival_s)
+    write_trace(path, {"requests": len(requests)}, requests)
+    return path
+
+
+def load(folder: Path, workload: Workload, closed_loop: bool = True, seed: int = 0):
+    path = source(folder, sessions=6, turns=4)
+    facts = make_workload(workload, path, folder / "out.jsonl", closed_loop, seed)
+    return facts, list(read_trace(folder / "out.jsonl"))
+
+
+def test_whole_sessions_are_drawn_and_the_cuts_are_what_was_declared(tmp_path):
+    workload = Workload(
+        "t", sessions=3, max_turns=2, max_output_tokens=7, max_think_s=1.0
+    )
+    facts, requests = load(tmp_path, workload)
+    turns = defaultdict(list)
+    for one in requests:
+        turns[one.session].append(one.turn)
+        assert one.output_tokens == 7
+        assert one.think_s == (None if one.turn == 0 else 1.0)
+    assert list(turns.values()) == [[0, 1]] * 3
+    assert (facts.sessions, facts.requests) == (3, 6)
+    assert facts.input_tokens == sum(one.input_tokens for one in requests)
+
+
+def test_equal_seeds_give_equal_loads_and_others_do_not(tmp_path):
+    workload = Workload("t", sessions=3)
+    hashes = [load(tmp_path, workload, seed=seed)[0].sha256 for seed in (1, 1, 2)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_copies_share_no_block_with_each_other(tmp_path):
+    facts, requests = load(tmp_path, Workload("t", copies=3))
+    assert facts.sessions == 18
+    blocks = defaultdict(set)
+    for one in requests:
+        blocks[one.session] |= set(one.hashes)
+    everyone = [block for own in blocks.values() for block in own]
+    assert len(everyone) == len(set(everyone))
+
+
+def test_a_closed_loop_has_everyone_at_the_gate_and_an_open_one_keeps_arrivals(
+    tmp_path,
+):
+    assert {one.arrival_s for one in load(tmp_path, Workload("t"))[1]} == {0.0}
+    _, kept = load(tmp_path, Workload("t"), closed_loop=False)
+    assert [one.arrival_s for one in kept] == sorted(
+        one.arrival_s for one in read_trace(tmp_path / "source.jsonl")
+    )
+
+
+def test_more_sessions_than_there_are_are_refused(tmp_path):
+    with pytest.raises(TraceError, match=r"6 sessions where .* 7"):
+        load(tmp_path, Workload("t", sessions=7))
+
+
+@pytest.mark.parametrize("given", [{}, {"trace": "t", "twin": Twin()}])
+def test_a_load_is_either_a_file_s_or_made_up(given: dict) -> None:
+    with pytest.raises(ValueError, match="give one of"):
+        Workload(**given)
+
+
+def test_a_made_up_load_has_as_many_requests_as_it_says(tmp_path: Path) -> None:
+    workload = Workload(twin=Twin(requests=500), max_think_s=0)
+    made = experiment_source(workload, tmp_path)
+    facts = make_workload(workload, made, tmp_path / "out.jsonl.gz", True, 0)
+    assert facts.requests == 500
+    assert facts.sessions > 100

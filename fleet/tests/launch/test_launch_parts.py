@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of each instance of a fleet, and the time its null model takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvtax.cli import Exit, main
+from kvtax.config import ConfigError
+from kvtax.engine import preflight
+from kvtax.engine.connector import load_connector
+from kvtax.engine.installation import Installation
+from kvtax.engine.preflight import PreflightError
+from kvtax.engine.server_spec import ServerSpec
+from kvtax.engine.settings import Forward
+from kvtax.paths import REPOSITORY
+from kvtax.proc.ports import PortsError, reserve
+from tests.fake_gpu import H100, path_with_gpus
+
+from kvtax_fleet.launch.instance_settings import (
+    InstanceSettings,
+    read_instance_settings,
+    slowed,
+)
+from kvtax_fleet.launch.spec import (
+    FleetSpec,
+    Member,
+    SpecError,
+    assign_gpus,
+    members,
+    server_of,
+)
+from kvtax_fleet.paths import CONFIGS
+
+PROFILES = sorted((CONFIGS / "profiles").glob("*.toml"))
+CONNECTORS = [
+    "plain",
+    "noop",
+    "nixl_both",
+    "mooncake_both",
+    "mooncake_both_fixed",
+    "direct_read_idle",
+]
+
+
+def settings() -> InstanceSettings:
+    return read_instance_settings(CONFIGS / "profiles" / "h20-30b-a3b.toml")
+
+
+def spec(connector: str, roles: list[str], kv_events: bool = False) -> FleetSpec:
+    return FleetSpec(settings(), connector, load_connector(connector), roles, kv_events)
+
+
+def launched_as(spec: FleetSpec, folder: Path) -> list[Member]:
+    return members(spec, reserve(len(spec.roles)), assign_gpus(spec), folder)
+
+
+def told(spec: FleetSpec, folder: Path) -> list[ServerSpec]:
+    """What each instance is told."""
+    made = launched_as(spec, folder)
+    return [server_of(spec, member, folder, folder, folder) for member in made]
+
+
+def transfer_config(server: ServerSpec) -> dict:
+    return json.loads(server.argv[server.argv.index("--kv-transfer-config") + 1])
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_every_committed_profile_is_read(path):
+    assert read_instance_settings(path).name == path.stem
+
+
+def test_a_taken_port_is_named():
+    first, second = (own.http for own in reserve(2))
+    with (
+        socket.create_server(("127.0.0.1", second)),
+        pytest.raises(PortsError, match=f"port {second} is taken"),
+    ):
+        reserve(2, first)
+
+
+def test_a_fleet_needs_the_memory_of_all_its_servers(monkeypatch):
+    monkeypatch.setattr(preflight, "_available_gib", lambda: 20.0)
+    preflight.check_resources(settings(), 4)
+    monkeypatch.setattr(preflight, "_available_gib", lambda: 6.0)
+    preflight.check_resources(settings(), 1)
+    with pytest.raises(PreflightError, match=r"6\.0 GiB .* 4 server\(s\) .* 12\.5"):
+        preflight.check_resources(settings(), 4)
+
+
+def test_a_fleet_without_memory_for_it_is_refused_before_anything_starts(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(preflight, "_available_gib", lambda: 6.0)
+    folder = tmp_path / "fleet"
+    assert main(["fleet", "launch", "--folder", str(folder)]) == Exit.NOT_MEASURED
+    assert "4 server(s) at once need 12.5" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_instances_of_one_connector_differ_where_they_must(connector, tmp_path):
+    spec_of_two = spec(connector, ["both", "both"], kv_events=True)
+    made = [member.instance for member in launched_as(spec_of_two, tmp_path)]
+    for field in ("name", "url", "bootstrap_url", "direct_read", "kv_events"):
+        first, second = (getattr(one, field) for one in made)
+        assert first != second or first is None, field
+    assert {one.connector for one in made} == {spec_of_two.connector.transfer}
+    assert made[0].block_tokens == spec_of_two.settings.block_size
+
+
+@pytest.mark.parametrize(
+    ("role", "kv_role"),
+    [("both", "kv_both"), ("prefill", "kv_producer"), ("decode", "kv_consumer")],
+)
+def test_the_role_is_what_the_connector_is_told(role, kv_role, tmp_path):
+    (server,) = told(spec("mooncake_both", [role]), tmp_path)
+    transfer = transfer_config(server)
+    assert transfer["kv_role"] == kv_role
+    assert transfer["kv_buffer_device"] == "cpu"
+
+
+def test_direct_read_keeps_what_its_config_says_and_listens_where_it_is_named(tmp_path):
+    of_one = spec("direct_read_idle", ["both"])
+    (server,) = told(of_one, tmp_path)
+    extra = transfer_config(server)["kv_connector_extra_config"]
+    assert extra["mooncake_protocol"] == "tcp"
+    (member,) = launched_as(of_one, tmp_path)
+    assert member.instance.direct_read.port == member.ports.direct_read
+    assert server.env["DIRECT_READ_PORT"] == str(server.ports.direct_read)
+
+
+def test_a_decode_instance_has_no_bootstrap_server(tmp_path):
+    of_three = spec("mooncake_both", ["both", "prefill", "decode"])
+    made = [member.instance for member in launched_as(of_three, tmp_path)]
+    assert [one.bootstrap_url is None for one in made] == [False, False, True]
+
+
+@pytest.mark.parametrize("connector", ["plain", "noop", "direct_read_idle"])
+def test_roles_need_a_connector_that_moves_kv(connector, tmp_path):
+    with pytest.raises(SpecError, match="moves KV"):
+        told(spec(connector, ["prefill"]), tmp_path)
+
+
+def test_events_are_published_only_where_asked_for(tmp_path):
+    (quiet,) = told(spec("plain", ["both"]), tmp_path)
+    (loud,) = told(spec("plain", ["both"], kv_events=True), tmp_path)
+    assert "--kv-events-config" not in quiet.argv
+    events = json.loads(loud.argv[loud.argv.index("--kv-events-config") + 1])
+    assert events["enable_kv_cache_events"] is True
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_an_instance_of_a_fleet_over_hosts_is_named_and_listens_at_its_own(
+    connector, tmp_path
+):
+    host = "10.77.0.2"
+    part = dataclasses.replace(spec(connector, ["both"], True), numbers=[5])
+    (member,) = members(part, reserve(1, host=host), [[]], tmp_path)
+    told = msgspec.to_builtins(member.instance)
+    addresses = [value for value in told.values() if isinstance(value, str | dict)]
+    assert member.instance.name == "i5"
+    assert "127.0.0.1" not in str(addresses) and str(tmp_path) not in str(addresses)
+    assert f"http://{host}:" in member.instance.url
+    server = server_of(part, member, tmp_path, tmp_path, tmp_path)
+    assert server.argv[server.argv.index("--host") + 1] == host
+    for name in (
+        "VLLM_HOST_IP",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+        "DIRECT_READ_HOST",
+    ):
+        assert server.env[name] == host
+    events = json.loads(server.argv[server.argv.index("--kv-events-config") + 1])
+    # To the address itself vLLM would connect, instead of listening there.
+    assert events["endpoint"] == f"tcp://*:{member.ports.kv_events}"
+    assert member.instance.kv_events == f"tcp://{host}:{member.ports.kv_events}"
+    assert events["replay_endpoint"] == member.instance.kv_events_replay
+
+
+def test_an_instance_listens_on_loopback_unless_told_otherwise(tmp_path):
+    (server,) = told(spec("nixl_both", ["both"], kv_events=True), tmp_path)
+    assert server.argv[server.argv.index("--host") + 1] == "127.0.0.1"
+    assert server.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+    assert "tcp://" not in str(server.argv)
+
+
+def test_cached_tokens_are_always_asked_of_vllm(tmp_path):
+    for server in told(spec("plain", ["both", "both"]), tmp_path):
+        assert "--enable-prompt-tokens-details" in server.argv
+
+
+def on_gpus(instances: int, **changes) -> FleetSpec:
+    changed = msgspec.structs.replace(settings(), flavour="gpu", **changes)
+    return dataclasses.replace(spec("plain", ["both"] * instances), settings=changed)
+
+
+@pytest.fixture
+def six_gpus(tmp_path, monkeypatch):
+    """Of which nvidia-smi shows those that CUDA_VISIBLE_DEVICES names, in its order."""
+    lines = "\n".join(H100.replace("0, ", f"{index}, ", 1) for index in range(6))
+    wanted = "${3#--id=}"
+    script = (
+        f'all="{lines}"\n[ -z "$3" ] && echo "$all" && exit\n'
+        f'for id in $(echo {wanted} | tr , " "); do echo "$all" | grep "^$id,"; done'
+    )
+    monkeypatch.setenv("PATH", path_with_gpus(tmp_path, script=script))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def devices(spec: FleetSpec, folder: Path) -> list[str]:
+    servers = told(spec, folder)
+    assert {one.env["CUDA_DEVICE_ORDER"] for one in servers} == {"PCI_BUS_ID"}
+    return [server.env["CUDA_VISIBLE_DEVICES"] for server in servers]
+
+
+def test_no_gpu_is_given_to_two_instances(six_gpus, tmp_path):
+    assert devices(on_gpus(2), tmp_path) == ["0", "1"]
+    assert devices(on_gpus(3, tensor_parallel=2), tmp_path) == ["0,1", "2,3", "4,5"]
+    both = on_gpus(1, tensor_parallel=2, data_parallel=3)
+    assert devices(both, tmp_path) == ["0,1,2,3,4,5"]
+
+
+def test_the_gpus_that_the_user_left_visible_are_the_only_ones(
+    six_gpus, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,3")
+    assert devices(on_gpus(3), tmp_path) == ["5", "2", "3"]
+    with pytest.raises(SpecError, match=r"2 instances of 2 workers .* 3 can be seen"):
+        told(on_gpus(2, tensor_parallel=2), tmp_path)
+
+
+def test_workers_and_engines_are_told_to_vllm_and_one_of_each_is_not(tmp_path):
+    (alone,) = told(spec("plain", ["both"]), tmp_path)
+    assert not [word for word in alone.argv if "parallel" in word]
+    changed = msgspec.structs.replace(settings(), tensor_parallel=2, data_parallel=3)
+    many = dataclasses.replace(spec("plain", ["both"]), settings=changed)
+    (server,) = told(many, tmp_path)
+    words = " ".join(server.argv)
+    assert "--tensor-parallel-size 2" in words
+    assert "--data-parallel-size 3" in words
+    # Engines that look for a port from the same one on at the same time find the same.
+    assert "VLLM_PORT" in alone.env
+    assert "VLLM_PORT" not in server.env
+
+
+def test_events_of_several_engines_in_one_instance_are_refused(tmp_path):
+    changed = msgspec.structs.replace(settings(), data_parallel=2)
+    many = dataclasses.replace(
+        spec("plain", ["both"], kv_events=True), settings=changed
+    )
+    with pytest.raises(SpecError, match="an instance for each engine"):
+        told(many, tmp_path)
+
+
+def test_the_number_of_blocks_is_left_to_vllm_where_none_is_given(tmp_path):
+    changed = msgspec.structs.replace(settings(), num_blocks=None)
+    free = dataclasses.replace(spec("plain", ["both"]), settings=changed)
+    (server,) = told(free, tmp_path)
+    assert "--num-gpu-blocks-override" not in server.argv
+
+
+def test_a_dry_run_says_what_each_instance_would_be_told_and_starts_nothing(
+    six_gpus, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "_available_gib", lambda: 64.0)
+    monkeypatch.setattr(Installation, "has_vllm", lambda *_: True)
+    profile = CONFIGS / "profiles" / "gpu-30b-a3b.toml"
+    command = ["fleet", "launch", "--dry-run", "--profile", str(profile)]
+    assert main([*command, "--instances", "6"]) == Exit.GOOD
+    said = capsys.readouterr().out
+    for index in range(6):
+        assert f"i{index}  both  GPU {index}\n" in said
+    assert said.count("vllm.entrypoints.openai.api_server") == 6
+    assert main([*command, "--instances", "7"]) == Exit.NOT_MEASURED
+    assert "7 server(s) need a GPU each, and 6" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
+
+
+def test_a_dry_run_shows_no_passwords(six_gpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(preflight, "_available_gib", lambda: 64.0)
+    monkeypatch.setattr(Installation, "has_vllm", lambda *_: True)
+    text = (CONFIGS / "profiles" / "gpu-30b-a3b.toml").read_text()
+    profile = tmp_path / "profile.toml"
+    key = 'server_args = ["--api-key", "sesame", '
+    profile.write_text(text.replace("server_args = [", key))
+    command = ["fleet", "launch", "--dry-run", "--profile", str(profile)]
+    assert main(command) == Exit.GOOD
+    said = capsys.readouterr().out
+    assert "--api-key" in said and "sesame" not in said
+
+
+@given(st.floats(0.1, 10))
+def test_a_slower_profile_is_slower_in_every_part(factor):
+    before, after = settings().forward, slowed(settings(), factor).forward
+    for name, value in msgspec.structs.asdict(before).items():
+        assert getattr(after, name) == pytest.approx(value * factor)
+
+
+def test_only_a_simulated_forward_can_be_slowed():
+    real = msgspec.structs.replace(settings(), forward=None, model="some/path")
+    with pytest.raises(ConfigError, match="null model"):
+        slowed(real, 2)
+    with pytest.raises(ConfigError, match="above 0"):
+        slowed(settings(), 0)
+
+
+@pytest.mark.parametrize("extra", ["", 'model = "x"\n[forward]\nforward_us = 1\n'])
+def test_a_profile_serves_either_the_null_model_or_a_real_one(extra, tmp_path):
+    path = tmp_path / "p.toml"
+    path.write_text(
+        'summary = "x"\nflavour = "cpu"\nnum_blocks = 1\nblock_size = 16\n'
+        "max_model_len = 1\nmax_num_batched_tokens = 1\nmax_num_seqs = 1\n" + extra
+    )
+    with pytest.raises(ConfigError, match=r"p\.toml.*one of"):
+        read_instance_settings(path)
+
+
+@pytest.fixture
+def simulated_forward(monkeypatch):
+    plugin = REPOSITORY / "kvtax" / "engine" / "vllm_plugin" / "kvtax_null_model"
+    # The file alone: the package beside it imports vLLM when it is registered.
+    monkeypatch.syspath_prepend(str(plugin))
+    import forward
+
+    yield forward
+    del sys.modules["forward"]
+
+
+COSTS = [
+    Forward(1000),
+    Forward(500, 10),
+    Forward(500, 10, 0.5),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+def test_a_forward_takes_what_its_tokens_and_their_context_cost(
+    cost, simulated_forward, monkeypatch, tmp_path
+):
+    import torch
+
+    totals = tmp_path / "totals"
+    monkeypatch.setenv("KVTAX_FORWARD_TOTALS", str(totals))
+    forward = simulated_forward.SimulatedForward(**msgspec.structs.asdict(cost))
+    # A prefill of 20 tokens from position 100 on, and a decode at 7.
+    positions = torch.tensor([*range(100, 120), 7])
+    for _ in range(3):
+        forward.wait(positions)
+    context = sum(range(100, 120)) + 7
+    expected_us = (
+        cost.forward_us + cost.us_per_token * 21 + cost.us_per_context_token * context
+    )
+    forwards, simulated_ns, slept_ns = np.fromfile(totals, np.int64)
+    assert forwards == 3
+    assert simulated_ns == pytest.approx(3000 * expected_us, rel=1e-6)
+    assert slept_ns >= simulated_ns

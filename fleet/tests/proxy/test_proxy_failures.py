@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An instance that fails, a proxy that is stopped or killed, and several workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from fleet.tests.proxy.proxy_lab import (
+    DEADLINE_S,
+    DONE,
+    SLOW,
+    Proxy,
+    ask,
+    connect,
+    first_event,
+    free_port,
+    named,
+    post,
+    proxy,
+    rest,
+    until,
+)
+from kvtax.paths import REPOSITORY
+from kvtax.proc.supervise import descendants
+from tests.engine.living import gone
+
+from kvtax_fleet.records.instances import Instance
+from kvtax_fleet.standin.process import standin
+
+pytestmark = pytest.mark.slow
+
+
+def test_an_instance_killed_in_mid_stream_ends_with_an_error_event(two, tmp_path):
+    with standin(*SLOW) as one, proxy(tmp_path, named([one, two[1]])) as on:
+        with connect(on.url, ask(max_tokens=400), X_Request_Id="cut") as client:
+            begun = first_event(client)
+            assert b"200 OK" in begun
+            one.process.kill()
+            body = begun + rest(client)
+        assert b'data: {"error":' in body
+        assert b"a broke off in the middle of its answer" in body
+        assert b"[DONE]" not in body
+        end = on.end("cut")
+        assert (end["status"], end["instance"]) == ("failed", "a")
+        until(lambda: on.ejected() == ["a"], "a is not ejected")
+        for _ in range(3):
+            answer = post(on.url, ask())
+            assert answer.status == 200
+            assert answer.headers["X-Kvtax-Instance"] == "b"
+        on.idle()
+        on.accounted(4)
+
+
+def test_a_hung_instance_is_given_up_ejected_and_taken_back(two, tmp_path):
+    with proxy(tmp_path, named(two), "round_robin", "--silence-timeout-s", "2") as on:
+        with connect(on.url, ask(max_tokens=400), X_Request_Id="mid") as client:
+            first_event(client)
+            os.kill(two[0].process.pid, signal.SIGSTOP)
+            try:
+                assert b"a went silent in the middle of its answer" in rest(client)
+                post(on.url, ask())  # b's turn
+                answer = post(on.url, ask(), X_Request_Id="first")
+                assert answer.status == 504
+                assert answer.error["instance"] == "a"
+                assert "did not answer in time" in answer.error["message"]
+                until(lambda: on.ejected() == ["a"], "a is not ejected")
+                assert post(on.url, ask()).headers["X-Kvtax-Instance"] == "b"
+            finally:
+                os.kill(two[0].process.pid, signal.SIGCONT)
+        until(lambda: on.ejected() == [], "a is not back")
+        served = {post(on.url, ask()).headers["X-Kvtax-Instance"] for _ in range(2)}
+        assert served == {"a", "b"}
+        assert on.end("mid")["status"] == on.end("first")["status"] == "failed"
+        on.idle()
+        on.accounted(6)
+
+
+FAULTS = {
+    "http500": (500, "engine is dead"),
+    "hang": (504, "did not answer in time"),
+    "hang_first": (504, "sent no first byte in time"),
+    # Under a status 200, if the first event is good.
+    "truncated": (200, "ended its answer without [DONE]"),
+    "cut": (200, "broke off in the middle"),
+    "inband": (200, "engine died"),
+}
+
+
+def test_no_failure_is_passed_off_as_a_complete_answer(two, tmp_path):
+    with proxy(tmp_path, named(two), "round_robin", "--silence-timeout-s", "2") as on:
+        for fault, (status, message) in FAULTS.items():
+            answer = post(on.url, ask(), X_Standin_Fault=fault, X_Request_Id=fault)
+            assert (answer.status, on.end(fault)["http_status"]) == (status, status)
+            assert on.end(fault)["status"] == "failed"
+            assert message in answer.body.decode()
+            assert DONE not in answer.body or fault == "inband"
+            kind = "application/json" if status != 200 else "text/event-stream"
+            assert answer.headers["Content-Type"].startswith(kind)
+        for one in two:
+            one.set_faults(after=0)
+        for fault in ("none", "inband", "none", "cut", "none", "truncated"):
+            for _ in two:
+                answer = post(on.url, ask(), X_Standin_Fault=fault)
+                if fault == "none":
+                    assert answer.status == 200
+                    continue
+                # The first byte may be here before it is known to be the last.
+                assert answer.status == 502 or b'"error"' in answer.body
+                assert DONE not in answer.body or b"engine died" in answer.body
+        on.idle()
+        on.accounted(18)
+        statuses = [end["status"] for end in on.lines("end")]
+        assert (statuses.count("ok"), statuses.count("failed")) == (6, 12)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1:99999", f"http://{'a' * 70}:1", "http://[::1", "http://:1"],
+)
+def test_an_instance_that_no_request_can_be_sent_to_is_refused(tmp_path, url):
+    command = [sys.executable, "-m", "kvtax", "proxy", "--policy", "linear"]
+    told = subprocess.run(
+        [*command, "--url", "http://127.0.0.1:1", "--url", f"b={url}"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 2
+    assert f"b: {url!r}" in told.stderr
+    assert "http://HOST:PORT expected" in told.stderr
+
+
+class Quoting(BaseHTTPRequestHandler):
+    """An instance whose errors quote the request, as vLLM's do."""
+
+    def do_GET(self) -> None:
+        self.answer(200, "text/plain", b"")
+
+    def do_POST(self) -> None:
+        prompt = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        error = json.dumps({"error": {"message": prompt}}).encode()
+        if "X-Event" in self.headers:
+            self.answer(200, "text/event-stream", b"data: " + error + b"\n\n")
+        else:
+            self.answer(400, "application/json", error)
+
+    def answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_log_is_its_owners_and_has_no_text_of_a_prompt(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Quoting) as server, ExitStack() as ends:
+        threading.Thread(target=server.serve_forever).start()
+        ends.callback(server.shutdown)
+        instance = Instance("a", f"http://127.0.0.1:{server.server_port}")
+        with proxy(tmp_path, [instance]) as on:
+            for id_, headers in {"answer": {}, "event": {"X_Event": "1"}}.items():
+                answer = post(on.url, ask("my secret"), X_Request_Id=id_, **headers)
+                assert b"my secret" in answer.body
+                assert on.end(id_)["status"] == "failed"
+            assert b"my secret" not in on.log.read_bytes()
+            assert on.end("answer")["error"] == "a answered HTTP 400"
+            assert on.log.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_refused_connection_is_tried_once_elsewhere(two, tmp_path):
+    nobody = [Instance(name, f"http://127.0.0.1:{free_port()}") for name in "xyz"]
+    with proxy(tmp_path, [nobody[0], *named(two)]) as on:
+        answer = post(on.url, ask(), X_Request_Id="moved")
+        assert answer.status == 200
+        assert answer.headers["X-Kvtax-Instance"] in "ab"
+        end = on.end("moved")
+        first, second = on.lines("decision")
+        assert (first["attempt"], first["instance"]) == (0, "x")
+        assert (second["attempt"], second["instance"]) == (1, end["instance"])
+        assert on.ejected() == ["x"]
+    with proxy(tmp_path, nobody) as on:
+        answer = post(on.url, ask(), X_Request_Id="nowhere")
+        assert answer.status == 503
+        assert "no connection to" in answer.error["message"]
+        until(lambda: len(on.ejected()) == 3, "not ejected")
+        answer = post(on.url, ask())
+        assert (answer.status, on.get("/health").status) == (503, 503)
+        assert "no connection to" in answer.error["message"]
+        on.idle()
+        on.accounted(2)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_requests_under_way_end_before_the_proxy_does(two, tmp_path, workers):
+    options = ("round_robin", "--workers", workers)
+    with proxy(tmp_path, named(two), *options) as on, ExitStack() as clients:
+        mid = clients.enter_context(connect(on.url, ask(max_tokens=400)))
+        begun = first_event(mid)
+        on.process.terminate()
+        until(lambda: refused(on.url), "it still takes connections")
+        assert (begun + rest(mid)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert on.process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_second_signal_ends_the_wait(two, tmp_path, workers):
+    options = ("round_robin", "--workers", workers, "--drain-timeout-s", "600")
+    with proxy(tmp_path, named(two), *options) as on, ExitStack() as clients:
+        mid = clients.enter_context(connect(on.url, ask(max_tokens=20_000)))
+        begun = first_event(mid)
+        on.process.terminate()
+        # Or the two signals may be one to the system.
+        until(lambda: refused(on.url), "it still takes connections")
+        assert on.process.poll() is None
+        on.process.terminate()
+        assert b"the proxy was stopped" in begun + rest(mid)
+        assert on.process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+
+
+def refused(url: str) -> bool:
+    """Whether nobody takes a connection there; not yet, where it just stops to."""
+    at = urlsplit(url)
+    with suppress(ConnectionResetError):
+        try:
+            socket.create_connection((at.hostname, at.port), 5).close()
+        except ConnectionRefusedError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_proxy_tells_its_clients_and_its_log(two, tmp_path, number):
+    options = ("round_robin", "--drain-timeout-s", "0.2")
+    with proxy(tmp_path, named(two), *options) as on, ExitStack() as clients:
+        two[1].set_faults("hang")
+        mid = clients.enter_context(connect(on.url, ask(max_tokens=4000)))
+        begun = first_event(mid)
+        early = clients.enter_context(connect(on.url, ask()))
+        until(lambda: on.instances()["b"]["requests"] == 1, "not sent on")
+        on.process.send_signal(number)
+        assert b"the proxy was stopped" in begun + rest(mid)
+        answer = rest(early)
+        assert b"503 Service Unavailable" in answer
+        assert b"the proxy was stopped" in answer
+        assert on.process.wait(DEADLINE_S) == 128 + number
+        assert [end["status"] for end in on.lines("end")] == ["proxy_stopped"] * 2
+
+
+def test_a_killed_and_restarted_proxy_serves_again_and_keeps_the_old_log(two, tmp_path):
+    port = str(free_port())
+    with proxy(tmp_path, named(two), "linear", "--port", port) as on:
+        assert post(on.url, ask(), X_Request_Id="done").status == 200
+        on.end("done")
+        with connect(on.url, ask(max_tokens=4000), X_Request_Id="lost") as client:
+            first_event(client)
+            until(lambda: len(on.lines("decision")) == 2, "decision not written")
+            on.process.kill()
+            what_is_left(client)
+        decided = {one["id"] for one in on.lines("decision")}
+        ended = {one["id"] for one in on.lines("end")}
+        assert decided - ended == {"lost"}
+    with proxy(tmp_path, named(two), "linear", "--port", port) as again:
+        assert post(again.url, ask()).status == 200
+        assert again.instances()["a"]["requests"] == 0
+        until(
+            lambda: all(one.metrics()["vllm:num_requests_running"] == 0 for one in two),
+            "an instance still works for the killed proxy",
+        )
+
+
+WORKERS = 3
+OPTIONS = ("load_only", "--workers", str(WORKERS))
+
+
+def workers_of(on: Proxy) -> set[int]:
+    return set(descendants(on.process.pid))
+
+
+def is_replaced(on: Proxy, worker: int) -> bool:
+    """Whether it is gone, not only killed: it may take a connection until then."""
+    workers = workers_of(on)
+    return worker not in workers and len(workers) == WORKERS
+
+
+def decisions(on: Proxy) -> list[dict[str, Any]]:
+    """Of all workers, the oldest first."""
+    return list(map(json.loads, on.get("/decisions?n=1000").body.splitlines()))
+
+
+def deciders(on: Proxy) -> set[str]:
+    """The logs of those that have decided something."""
+    logs = on.log.parent.glob("*.decisions.*.jsonl")
+    return {log.name for log in logs if b'"decision"' in log.read_bytes()}
+
+
+def what_is_left(client: socket.socket) -> bytes:
+    """Of an answer whose server may have been killed."""
+    try:
+        return rest(client)
+    except ConnectionResetError:
+        return b""
+
+
+def test_each_worker_decides_by_the_load_of_all_and_none_is_left_over(two, tmp_path):
+    with proxy(tmp_path, named(two), *OPTIONS) as on, ExitStack() as clients:
+        big = clients.enter_context(connect(on.url, ask([5] * 3000, 2000)))
+        first_event(big)
+        # Each goes where the big one is not, whoever decides; at once, so that no
+        # worker has the time to take them all.
+        small = [
+            clients.enter_context(connect(on.url, ask(max_tokens=4))) for _ in range(40)
+        ]
+        for client in small:
+            first_event(client)
+        chosen = [one["instance"] for one in decisions(on)]
+        assert Counter(chosen[1:]) == {({"a", "b"} - {chosen[0]}).pop(): 40}
+        until(lambda: len(deciders(on)) > 1, "only one worker has decided")
+        assert sum(one["requests"] for one in on.instances().values()) >= 1
+        big.close()
+        on.idle()
+
+
+def test_any_worker_speaks_for_all(two, tmp_path):
+    with proxy(tmp_path, named(two), *OPTIONS) as on:
+        with ExitStack() as clients:
+            asked = [clients.enter_context(connect(on.url, ask())) for _ in range(30)]
+            for client in asked:
+                first_event(client)
+        on.idle()
+        for _ in range(2 * WORKERS):
+            ended = [sum(one["ended"].values()) for one in on.instances().values()]
+            assert sum(ended) == 30
+            lines = on.get("/metrics").body.decode().splitlines()
+            counts = [one for one in lines if one.startswith("kvtax_proxy_requests_t")]
+            assert sum(float(one.split()[-1]) for one in counts) == 30
+            times = [one["at_ns"] for one in decisions(on)]
+            assert len(times) == 30
+            assert times == sorted(times)
+
+
+def test_a_killed_worker_is_replaced_and_what_it_had_is_no_load(two, tmp_path):
+    with proxy(tmp_path, named(two), *OPTIONS) as on:
+        before = workers_of(on)
+        assert len(before) == WORKERS
+        assert post(on.url, ask(), X_Session_Id="s").status == 200
+        with connect(on.url, ask(max_tokens=4000)) as client:
+            first_event(client)
+            for worker in before:
+                os.kill(worker, signal.SIGKILL)
+                until(lambda worker=worker: is_replaced(on, worker), "not replaced")
+                assert post(on.url, ask()).status == 200
+            what_is_left(client)
+        assert not before & workers_of(on)
+        on.idle()
+        assert post(on.url, ask(), X_Session_Id="s").status == 200
+        turns = [one for one in decisions(on) if one["session"] == "s"]
+        assert turns[-1]["snapshot"]["pinned_turns"] == 1
+        until(
+            lambda: all(one.metrics()["vllm:num_requests_running"] == 0 for one in two),
+            "an instance still works for a killed worker",
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_the_proxy(two, tmp_path, number):
+    options = (*OPTIONS, "--drain-timeout-s", "0.2")
+    with proxy(tmp_path, named(two), *options) as on:
+        workers = workers_of(on)
+        with connect(on.url, ask(max_tokens=4000)) as client:
+            begun = first_event(client)
+            on.process.send_signal(number)
+            told = b"the proxy was stopped" in begun + what_is_left(client)
+        status = on.process.wait(DEADLINE_S)
+        until(lambda: gone(workers), "a worker is left")
+        if number != signal.SIGKILL:
+            assert told
+            assert status == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("log", "options"),
+    [("0.decisions.jsonl", ()), ("0.decisions.0.jsonl", OPTIONS)],
+    ids=["one process", "workers"],
+)
+def test_a_log_that_exists_is_not_written_over(two, tmp_path, log, options):
+    (tmp_path / log).write_text("mine")
+    with proxy(tmp_path, named(two), *options) as on:
+        assert on.url == ""
+        assert on.process.wait(DEADLINE_S) == 2
+    assert (tmp_path / log).read_text() == "mine"
+    assert len(list(tmp_path.glob("*.jsonl"))) == 1
+
+
+def test_a_port_is_not_shared_with_another_proxy(two, tmp_path):
+    port = str(free_port())
+    with (
+        proxy(tmp_path, named(two), *OPTIONS, "--port", port) as on,
+        proxy(tmp_path, named(two), *OPTIONS, "--port", port) as late,
+    ):
+        assert late.url == ""
+        assert late.process.wait(DEADLINE_S) == 2
+        assert post(on.url, ask()).status == 200

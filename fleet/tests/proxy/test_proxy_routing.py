@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes through the proxy, where it goes, and what is recorded of it."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import tomllib
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from fleet.tests.proxy.proxy_lab import DEADLINE_S, ask, connect, get, post, proxy, rest
+from kvtax.cli import main
+from kvtax.paths import REPOSITORY
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtax_fleet.policies import POLICIES
+from kvtax_fleet.policies.replay import decide_again
+from kvtax_fleet.records.instances import Address, Instance
+from kvtax_fleet.standin.process import Standin, standin
+
+pytestmark = pytest.mark.slow
+SERVE = ["proxy", "--url", "http://127.0.0.1:1", "--policy", "lmetric"]
+WORDS = "the quick brown fox jumps over the lazy dog\n" * 400
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[Standin]]:
+    with standin() as a, standin() as b, standin() as c:
+        yield [a, b, c]
+
+
+@pytest.fixture(scope="module")
+def instances(three: list[Standin]) -> list[Instance]:
+    return [
+        Instance(name, one.url, connector="nixl", direct_read=Address("h", 7))
+        for name, one in zip("abc", three, strict=True)
+    ]
+
+
+def chat(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+def test_an_answer_is_passed_on_byte_for_byte(three, instances, tmp_path):
+    shapes = [
+        ("/v1/completions", ask()),
+        ("/v1/completions", ask(WORDS, 50, stream_options={"include_usage": True})),
+        ("/v1/completions", ask(stream=False)),
+        ("/v1/chat/completions", {**ask(), "messages": chat("hello")}),
+        ("/v1/chat/completions", {**ask(stream=False), "messages": chat("hello")}),
+    ]
+    with proxy(tmp_path, instances[:1]) as on:
+        for path, asked in shapes:
+            post(three[0].url, asked, path)  # both answers find the prompt cached
+            direct = post(three[0].url, asked, path, X_Request_Id="same")
+            proxied = post(on.url, asked, path, X_Request_Id="same")
+            assert proxied.status == direct.status == 200
+            assert proxied.body == direct.body
+            kind = "Content-Type"
+            assert proxied.headers[kind] == direct.headers[kind]
+            assert proxied.headers["X-Kvtax-Instance"] == "a"
+        direct = get(f"{three[0].url}/v1/models")
+        assert get(f"{on.url}/v1/models").body == direct.body
+        head = urllib.request.Request(f"{on.url}/v1/models", method="HEAD")
+        with urllib.request.urlopen(head, timeout=DEADLINE_S) as answer:
+            assert (answer.status, answer.read()) == (200, b"")
+        on.idle()
+
+
+FORMS = {
+    "ids": ("/v1/completions", lambda n: {"prompt": list(range(500 * n))}),
+    "text": ("/v1/completions", lambda n: {"prompt": WORDS[: 4000 * n]}),
+    "chat": ("/v1/chat/completions", lambda n: {"messages": chat(WORDS[: 4000 * n])}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_prompt_goes_where_its_prefix_is_in_every_form(form, instances, tmp_path):
+    path, prompt = FORMS[form]
+    with proxy(tmp_path, instances, "lmetric") as on:
+        first = post(on.url, {**ask(), **prompt(2)}, path)
+        for filler in range(4):  # moves the turn of a tie on
+            post(on.url, ask([filler] * 9))
+        again = post(on.url, {**ask(), **prompt(4)}, path, X_Request_Id="again")
+        name = again.headers["X-Kvtax-Instance"]
+        assert name == first.headers["X-Kvtax-Instance"]
+        on.end("again")
+        decision = next(one for one in on.lines("decision") if one["id"] == "again")
+        cached = {
+            one["name"]: one["cached_tokens"]
+            for one in decision["snapshot"]["candidates"]
+        }
+        half = decision["prompt_tokens"] / 2
+        # Whole pieces count, and one has at most 512 tokens.
+        assert half - 512 <= cached.pop(name) <= half
+        assert set(cached.values()) == {0}
+        assert on.instances()[name]["cache"]["mirror_tokens"] >= half
+
+
+def test_a_session_stays_where_it_is(instances, tmp_path):
+    with proxy(tmp_path, instances, "linear") as on:
+        for turn in range(4):
+            for session in range(5):
+                post(
+                    on.url,
+                    ask([session]),
+                    X_Session_Id=f"s{session}",
+                    X_Request_Id=f"s{session}/{turn}",
+                )
+        on.accounted(20)
+        places: dict[str, set[str]] = {}
+        for one in on.lines("decision"):
+            places.setdefault(one["session"], set()).add(one["instance"])
+        assert len(places) == 5
+        assert all(len(names) == 1 for names in places.values())
+        assert len(set().union(*places.values())) == 3
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"pd_sep"}))
+def test_recorded_decisions_replay_identically(policy, instances, tmp_path):
+    random.seed(policy)
+    options = (
+        ["--parameters", "warm_tokens=50", "heavy_tokens=100"]
+        if policy == "elastic"
+        else []
+    )
+    sizes = [random.choice([5, 60, 600, 2000]) for _ in range(60)]
+    with (
+        proxy(tmp_path, instances, policy, *options) as on,
+        ThreadPoolExecutor(8) as clients,
+    ):
+        asked = [
+            clients.submit(
+                post, on.url, ask(list(range(n))), X_Session_Id=f"s{place % 7}"
+            )
+            for place, n in enumerate(sizes)
+        ]
+        assert {one.result().status for one in asked} == {200}
+        on.idle()
+        on.accounted(60)
+        assert len(on.lines("decision")) == 60
+    assert decide_again(on.log).reproduced
+
+
+@pytest.fixture(scope="module")
+def of_two_models() -> Iterator[list[Instance]]:
+    with standin("--model", "x") as x, standin("--model", "y") as y:
+        yield [Instance("x", x.url), Instance("y", y.url)]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_an_unknown_model_is_refused_as_an_instance_refuses_it(
+    of_two_models, tmp_path, path
+):
+    asked = {"model": "secret words", "max_tokens": 3, "messages": chat("hello")}
+    asked |= {"prompt": [1, 2]} if path == "/v1/completions" else {}
+    with proxy(tmp_path, of_two_models) as on:
+        own, direct = post(on.url, asked, path), post(of_two_models[0].url, asked, path)
+        assert own.status == direct.status == 404
+        assert {**own.error, "instance": 0} == {**direct.error, "instance": 0}
+        assert own.json.get("type") == direct.json.get("type")
+        assert on.end("kvtax/0")["status"] == "refused"
+        assert b"secret words" not in on.log.read_bytes()
+
+
+def test_all_models_are_listed_and_each_counts_its_own_tokens(of_two_models, tmp_path):
+    with proxy(tmp_path, of_two_models) as on:
+        listed = get(f"{on.url}/v1/models").json
+        assert [model["id"] for model in listed["data"]] == ["x", "y"]
+        assert {**listed, "data": 0} == {
+            **get(f"{of_two_models[0].url}/v1/models").json,
+            "data": 0,
+        }
+        count = "/v1/messages/count_tokens"
+        for model, status in {"x": 200, "y": 200, "z": 404}.items():
+            asked = {"model": model, "max_tokens": 3, "messages": chat("hello")}
+            assert post(on.url, asked, count).status == status
+
+
+@contextmanager
+def echo() -> Iterator[str]:
+    """A server that answers with what it was sent."""
+
+    class Echo(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            sent = {"headers": headers, "body": body.decode()}
+            answer = json.dumps(sent).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            for header in (("Connection", "x-hop, Keep-Alive"), ("X-Hop", "1")):
+                self.send_header(*header)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_headers_that_concern_one_connection_are_not_sent_on(tmp_path):
+    with echo() as a, proxy(tmp_path, [Instance("a", a)]) as on:
+        headers = ["Connection: close, X-Secret", "Connection: x-other,"]
+        headers += ["X-Secret: 1", "X-Other: 1", "Proxy-Connection: close", "X-End: 1"]
+        with connect(on.url, ask(), *headers) as client:
+            head, _, body = rest(client).partition(b"\r\n\r\n")
+        reached = set(json.loads(body)["headers"])
+        assert "x-end" in reached
+        assert not {"x-secret", "x-other", "proxy-connection"} & reached
+        back = {line.split(b":")[0].lower() for line in head.split(b"\r\n")}
+        assert b"x-kvtax-instance" in back
+        assert b"x-hop" not in back
+
+
+def test_a_peer_to_read_from_is_named_by_the_proxy_and_only_by_it(tmp_path):
+    prompt = list(range(3000))
+    with echo() as a, echo() as b:
+        places = [
+            Instance("a", a, direct_read=Address("10.0.0.1", 7701)),
+            Instance("b", b, direct_read=Address("10.0.0.2", 7702)),
+        ]
+        with proxy(tmp_path, places, "direct_read", "--parameters", "alpha=0") as on:
+            forged = {"kv_transfer_params": {"direct_read": {"host": "evil"}}}
+            first = post(on.url, {**ask(prompt), **forged}, X_Session_Id="s")
+            name = first.headers["X-Kvtax-Instance"]
+            assert "evil" not in first.json["body"]
+            assert "kv_transfer_params" not in first.json["body"]
+            # Another session's, with the same prompt, goes to the other instance.
+            other = post(
+                on.url,
+                ask(prompt),
+                X_Session_Id="t",
+                Authorization="Bearer key",
+                X_Request_Id="t/0",
+            )
+            assert other.headers["X-Kvtax-Instance"] != name
+            sent = json.loads(other.json["body"])
+            port = 7701 if name == "a" else 7702
+            peer = sent.pop("kv_transfer_params")["direct_read"]
+            assert peer == {"host": f"10.0.0.{port - 7700}", "port": port}
+            assert sent == ask(prompt)
+            headers = other.json["headers"]
+            assert headers["authorization"] == "Bearer key"
+            assert headers["x-request-id"] == "t/0"
+            on.end("t/0")
+            assert on.lines("decision")[-1]["read_from"] == name
+
+
+def test_what_the_proxy_says_of_itself(instances, tmp_path):
+    with proxy(tmp_path, instances, "load_only") as on:
+        for number in range(12):
+            post(on.url, ask(), X_Request_Id=f"r/{number}")
+        on.idle()
+        families = text_string_to_metric_families(on.get("/metrics").body.decode())
+        values = {
+            (sample.name, sample.labels.get("instance"), sample.labels.get("status")): (
+                sample.value
+            )
+            for family in families
+            for sample in family.samples
+        }
+        requests = "kvtax_proxy_requests_total"
+        assert sum(values[requests, name, "ok"] for name in "abc") == 12
+        assert values["kvtax_proxy_healthy", "a", None] == 1
+        breakdown = on.get("/breakdown").json
+        assert breakdown["decision_us"]["n"] == 12
+        assert sum(one["ended"]["ok"] for one in breakdown["instances"].values()) == 12
+        recent = [
+            json.loads(line) for line in on.get("/decisions?n=5").body.split(b"\n")
+        ]
+        assert [one["id"] for one in recent] == [f"r/{n}" for n in range(7, 12)]
+        assert set(recent[0]["scores"]) == set("abc")
+        assert on.get("/decisions?n=all").status == 400
+        assert on.get("/nowhere").status == 404
+
+
+CONTROLS = ("/metrics", "/breakdown", "/decisions")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_clients_get_nothing_of_the_control_surface(three, tmp_path, workers):
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    options = ["--workers", workers, "--control-token-file", str(token)]
+    options += ["--control", "0.0.0.0:0"]
+    with proxy(tmp_path, [Instance("a", three[0].url)], "load_only", *options) as on:
+        assert post(on.url, ask()).status == 200
+        assert {get(on.url + path).status for path in CONTROLS} == {404}
+        health = get(f"{on.url}/health")
+        assert (health.status, health.body) == (200, b"")
+        for path in (*CONTROLS, "/health"):
+            assert get(on.control + path).status == 401
+            wrong = get(on.control + path, Authorization="Bearer secre")
+            assert (wrong.status, b"kvtax/0" in wrong.body) == (401, False)
+            right = get(on.control + path, Authorization="Bearer secret")
+            assert (right.status, right.body != b"") == (200, True)
+
+
+def test_workers_answer_only_each_other(three, tmp_path):
+    """Each has a port of its own on this machine, for what it knows alone."""
+    with proxy(
+        tmp_path, [Instance("a", three[0].url)], "load_only", "--workers", "2"
+    ) as on:
+        known = {urlsplit(url).port for url in (on.url, on.control)}
+        ports = listened(on.process.pid) - known
+        assert len(ports) == 2
+        for port in ports:
+            assert get(f"http://127.0.0.1:{port}/decisions").status == 401
+            assert get(f"http://127.0.0.1:{port}/counts").status == 401
+        assert on.get("/breakdown").status == 200
+
+
+def listened(pid: int) -> set[int]:
+    """The ports of the process's children."""
+    children = psutil.Process(pid).children(recursive=True)
+    return {
+        connection.laddr.port
+        for child in children
+        for connection in child.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--url", "a=http://h:1", "--policy", "elastic"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--kvindexd", "unix:///no"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--parameters", "alpha=x"],
+        ["--url", "a", "--policy", "linear"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--control", "0.0.0.0:0"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--control", "[::]:0"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--control", "here:0"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--control", "127.0.0.1"],
+        ["--instances", "/nowhere", "--policy", "linear"],
+        ["--url", "a=http://h:1", "--policy", "linear", "--parameters", "alpha=nan"],
+    ],
+)
+def test_a_proxy_that_cannot_work_ends_with_2_and_a_message(options, capsys):
+    assert main(["proxy", *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("kvtax: ")
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--port", "65536"),
+        ("--port", "-1"),
+        ("--mirror-tokens", "0"),
+        ("--max-body-bytes", "-1"),
+        ("--max-held-bytes", "0"),
+        ("--silence-timeout-s", "0"),
+        ("--client-timeout-s", "-1"),
+        ("--drain-timeout-s", "nan"),
+    ],
+    ids=" ".join,
+)
+def test_a_number_that_no_proxy_can_have_is_refused(option, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        main(["proxy", "--url", "a=http://h:1", "--policy", "linear", *option])
+    assert refusal.value.code == 2
+    assert f"argument {option[0]}" in capsys.readouterr().err
+
+
+def test_a_host_that_cannot_be_looked_up_is_named(capsys):
+    served = ["--url", "a=http://h:1", "--policy", "linear", "--host", "no.invalid"]
+    assert main(["proxy", *served]) == 2
+    assert "'no.invalid'" in capsys.readouterr().err
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def test_without_the_extra_there_is_help_and_a_remedy():
+    without = "import sys; sys.modules['uvloop'] = None; from kvtax.cli import main; "
+    given = python(f"{without}sys.exit(main(['proxy', '--help']))")
+    assert given.returncode == 0
+    assert "kvtax[proxy]" in given.stdout
+    served = python(f"{without}sys.exit(main({SERVE!r}))")
+    assert served.returncode == 2
+    assert "kvtax[proxy]" in served.stderr
+
+
+def test_the_proxy_imports_nothing_beyond_its_extra():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["proxy"]]
+    names = {re.split(r"[>=\[]", one)[0].replace("-", "_") for one in needed}
+    loads = python("import sys; print(*sys.modules)").stdout.split()
+    listed = python(
+        "import sys, kvtax_fleet.cli.proxy, kvtax_fleet.proxy.service\n"
+        "tops = {name.partition('.')[0]: one for name, one in sys.modules.items()\n"
+        "        if 'site-packages' in (getattr(one, '__file__', None) or '')}\n"
+        "print(*tops)"
+    ).stdout.split()
+    # Packages that those need.
+    others = {"markupsafe", "typing_extensions", "kvtax"}
+    assert set(listed) - names - others - set(loads) == set()

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An experiment in virtual time: the files of one in real time, and the same bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import mean
+
+import msgspec
+import pytest
+from fleet.tests.simulate.two_arms import run, two_arms
+from kvtax.cli import Exit
+from kvtax.engine.settings import Forward
+from kvtax.paths import REPOSITORY
+from kvtax.report.markdown import DASH
+
+from kvtax_fleet.analyze.arm_runs import ArmRun, read_run
+from kvtax_fleet.simulate import run_cells
+from kvtax_fleet.simulate.bound import Latency, _means, above, bounds, measured
+from kvtax_fleet.trace import read_trace
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "two_arms.toml"
+    path.write_text(two_arms([2], repeats=2))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("first") / "run"
+    done = run(config, out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> list[ArmRun]:
+    return read_run(folder)
+
+
+def test_every_request_ends_well_and_was_decided_once(runs: list[ArmRun]) -> None:
+    assert len(runs) == 4
+    for one in runs:
+        assert one.info.status == "ok"
+        assert one.info.virtual
+        assert one.info.freshness.fresh
+        assert len(one.requests) == one.info.trace.requests
+        assert {request.status for request in one.requests} == {"ok"}
+        ids = {request.id for request in one.requests}
+        assert {end.id for end in one.decision_ends} == ids
+        assert {decision.id for decision in one.decisions} == ids
+
+
+def test_moments_are_in_their_order_and_nobody_is_late(runs: list[ArmRun]) -> None:
+    for one in runs:
+        for request in one.requests:
+            assert request.sent_ns == request.intended_ns
+            assert request.sent_ns < request.first_token_ns <= request.end_ns
+
+
+def test_nobody_is_faster_than_alone_with_all_that_was_ever_cached(
+    runs: list[ArmRun], folder: Path
+) -> None:
+    requests = list(read_trace(folder / "trace.jsonl.gz"))
+    for one in runs:
+        forward = msgspec.convert(one.info.profile["forward"], Forward)
+        least = bounds(requests, forward, one.info.profile["max_num_batched_tokens"])
+        for name, found in measured(one).items():
+            assert found.ttft_ms > least[name].ttft_ms - 1e-6
+            assert found.e2e_ms > least[name].e2e_ms - 1e-6
+
+
+def test_the_bound_of_answers_of_one_token_has_no_tpot() -> None:
+    one = {"a/0": Latency(2.0, None, 2.0)}
+    assert _means(one, one) == ["2.0 (1.00)", DASH, "2.0 (1.00)"]
+
+
+def test_the_bound_stands_beside_the_last_repeat(
+    runs: list[ArmRun], folder: Path
+) -> None:
+    shown = above(folder)
+    for arm in ("linear@2", "round_robin@2"):
+        *_, last = (run for run in runs if run.info.arm == arm)
+        assert last.info.repeat == 1
+        ttft_ms = mean(latency.ttft_ms for latency in measured(last).values())
+        assert f"| `{arm}` | {ttft_ms:,.1f} (" in shown
+
+
+def test_a_repeat_brings_the_sessions_in_another_order(runs: list[ArmRun]) -> None:
+    def begun(repeat: int) -> list[str]:
+        (one,) = (
+            run
+            for run in runs
+            if run.info.repeat == repeat and run.info.policy == "linear"
+        )
+        firsts = [request for request in one.requests if request.turn == 0]
+        firsts.sort(key=lambda request: request.intended_ns)
+        return [request.session for request in firsts]
+
+    assert begun(0) != begun(1)
+    assert sorted(begun(0)) == sorted(begun(1))
+
+
+def test_the_same_experiment_gives_the_same_bytes_and_runs_may_use_all_cores(
+    config: Path, folder: Path, tmp_path: Path
+) -> None:
+    again = tmp_path / "run"
+    module = [sys.executable, "-m", "kvtax", "fleet", str(config), "--virtual"]
+    process = subprocess.Popen([*module, "--out", str(again)], cwd=REPOSITORY)
+    last_cores: dict[int, set[int]] = {}
+    while process.poll() is None:
+        last_cores |= simulating_on_cores(again)
+        time.sleep(0.05)
+    assert process.returncode == 0
+    # Processes that simulate: one with vLLM, and its forks.
+    assert len(last_cores) > 1
+    assert all(cores == os.sched_getaffinity(0) for cores in last_cores.values())
+    files = sorted(
+        path.relative_to(folder)
+        for kind in ("*.json", "*.jsonl", "*.gz", "*.prom", "*.md")
+        for path in folder.rglob(kind)
+    )
+    assert len(files) > 4 * 5
+    differ = [
+        str(name)
+        for name in files
+        if (folder / name).read_bytes() != (again / name).read_bytes()
+    ]
+    assert differ == []
+
+
+def simulating_on_cores(files_below: Path) -> dict[int, set[int]]:
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = os.fsdecode((folder / "cmdline").read_bytes())
+            if "kvtax_fleet.simulate" in command and str(files_below) in command:
+                found[int(folder.name)] = os.sched_getaffinity(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_resuming_makes_only_what_is_missing(
+    config: Path, folder: Path, tmp_path: Path
+) -> None:
+    kept, lost = "linear@2/r0/arm.json", "round_robin@2/r1"
+    before = (folder / kept).stat().st_mtime_ns
+    (folder / lost / "arm.json").rename(tmp_path / "arm.json")
+    assert run(config, folder, "--resume").returncode == 0
+    assert (folder / kept).stat().st_mtime_ns == before
+    made = (folder / lost / "arm.json").read_bytes()
+    assert made == (tmp_path / "arm.json").read_bytes()
+
+
+def test_answers_of_one_token_end_with_a_report(tmp_path: Path) -> None:
+    """Prefill alone: no answer has a time per further token."""
+    config, out = tmp_path / "one_token.toml", tmp_path / "out"
+    text = two_arms([2], repeats=2)
+    config.write_text(text.replace("max_output_tokens = 40", "max_output_tokens = 1"))
+    done = run(config, out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "TTFT" in (out / "report.md").read_text()
+    assert (out / "analysis.json").exists()
+    assert (out / "figures" / "latency.png").exists()
+
+
+def test_a_run_that_can_write_nothing_ends_the_command(tmp_path: Path) -> None:
+    config, out = tmp_path / "two_arms.toml", tmp_path / "out"
+    config.write_text(two_arms([1], repeats=1))
+    out.mkdir()
+    (out / "linear@1").write_text("in the way")
+    done = run(config, out)
+    assert done.returncode == Exit.BAD_INPUT
+    assert "kvtax: " in done.stderr and "linear@1" in done.stderr
+
+
+class AnyCell(msgspec.Struct):
+    note: str
+
+
+def leave_a_segment(cell: AnyCell, cores: set[int]) -> None:
+    segment = Path("/dev/shm", f"__KMP_REGISTERED_LIB_{os.getpid()}_test")
+    segment.touch()
+    Path(cell.note).write_text(str(segment))
+
+
+def test_what_openmp_leaves_in_memory_goes_with_the_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_cells, "Cell", AnyCell)
+    monkeypatch.setattr(run_cells, "_import_all", lambda cell: None)
+    monkeypatch.setattr(run_cells, "_run_or_fail", leave_a_segment)
+    cell, note, pipe = (tmp_path / name for name in ("cell", "note", "pipe"))
+    cell.write_bytes(msgspec.json.encode(AnyCell(str(note))))
+    os.mkfifo(pipe)
+    monkeypatch.setattr("sys.argv", ["run_cells", str(pipe), "1"])
+    writer = threading.Thread(target=pipe.write_text, args=(f"{cell}\n",))
+    writer.start()
+    run_cells.main()
+    writer.join()
+    assert not Path(note.read_text()).exists()

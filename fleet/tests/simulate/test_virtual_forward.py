@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profile's `forward` is found again from the records of a server that has it."""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+from kvtax.engine.settings import Forward
+from kvtax.engine.vllm_plugin.kvtax_null_model.forward import SimulatedForward
+from kvtax.records import RecordsError
+from kvtax.records.engine_requests import EngineRequest, EngineRequestHeader
+from kvtax.records.steps import EngineHeader, EngineStep
+
+from kvtax_fleet.simulate.fit_forward import fitted_table
+
+FORWARD = Forward(6600, us_per_token=74, us_per_context_token=0.0088)
+BUDGET_TOKENS = 2048
+RUNNING = 8
+SCHEDULE_US, UPDATE_US = 300.0, 150.0
+
+
+@dataclass
+class Server:
+    """Schedules as vLLM does: decodes first, then prompts in the order they came.
+
+    With `overlapping`, a step is scheduled when the one before was.
+    """
+
+    overlapping: bool = False
+    held_up: float = 0
+    every: int = 1
+    ids: str = "hashed"
+    steps: list[EngineStep] = field(default_factory=list)
+    requests: list[EngineRequest] = field(default_factory=list)
+
+    def serve(self, folder: Path, requests: int = 60) -> Path:
+        draw = random.Random(1)
+        forward = SimulatedForward(**msgspec.structs.asdict(FORWARD))
+        waiting = [self._request(draw, number) for number in range(requests)]
+        running: list[tuple[EngineRequest, list[int]]] = []
+        step, launch_us, done_us = 0, 0.0, 0.0
+        while waiting or running:
+            while waiting and len(running) < RUNNING:
+                one = waiting.pop(0)
+                running.append((one, [one.cached_tokens or 0, draw.randrange(2, 60)]))
+            began_us = launch_us if self.overlapping else done_us
+            launch_us = began_us + SCHEDULE_US
+            prefill, decodes, attended = self._schedule(step, running)
+            took_us = forward.duration_us(prefill + decodes, attended)
+            if draw.random() < self.held_up:
+                took_us *= 4
+            done_us = max(done_us, launch_us) + took_us
+            self.steps.append(
+                EngineStep(
+                    step,
+                    round(1e3 * began_us),
+                    schedule_us=SCHEDULE_US,
+                    step_us=done_us + UPDATE_US - began_us,
+                    update_us=UPDATE_US,
+                    prefill_tokens=prefill,
+                    decode_tokens=decodes,
+                )
+            )
+            # The engine's thread goes on when outputs are there and taken in.
+            done_us += 0 if self.overlapping else UPDATE_US
+            running = [one for one in running if one[0].last_step is None]
+            step += 1
+        self._write(folder)
+        return folder
+
+    def _request(self, draw: random.Random, number: int) -> EngineRequest:
+        cached = draw.choice((0, 4_000, 20_000))
+        prompt = cached + draw.randrange(1, 9_000)
+        return EngineRequest(str(number), number, prompt, cached_tokens=cached)
+
+    def _schedule(
+        self, step: int, running: list[tuple[EngineRequest, list[int]]]
+    ) -> tuple[int, int, int]:
+        prefill = decodes = attended = 0
+        for one, state in running:
+            if one.first_token_step is None:
+                continue
+            attended += one.prompt_tokens + one.output_tokens - 1
+            decodes += 1
+            one.output_tokens += 1
+            if one.output_tokens == state[1]:
+                one.last_step = step
+        for one, state in running:
+            count = min(one.prompt_tokens - state[0], BUDGET_TOKENS - prefill - decodes)
+            if one.first_token_step is not None or not count:
+                continue
+            one.first_step = step if one.first_step is None else one.first_step
+            attended += count * state[0] + count * (count - 1) // 2
+            state[0] += count
+            prefill += count
+            if state[0] == one.prompt_tokens:
+                one.first_token_step, one.output_tokens = step, 1
+                self.requests.append(one)
+        return prefill, decodes, attended
+
+    def _write(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        header = EngineHeader(every=self.every)
+        write(folder / "engine_step.jsonl", [header, *self.steps])
+        write(folder / "engine_request.jsonl", [EngineRequestHeader(), *self.requests])
+
+
+def write(path: Path, lines: list[msgspec.Struct]) -> None:
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("held_up", [0, 0.05])
+def test_a_servers_forward_is_found_again(
+    overlapping: bool,
+    held_up: float,
+    tmp_path: Path,
+) -> None:
+    """With a twentieth of the steps held up by the host fourfold, too."""
+    table = fitted_table(Server(overlapping, held_up).serve(tmp_path))
+    fitted = tomllib.loads(table)["forward"]
+    assert msgspec.convert(fitted, Forward).forward_us == pytest.approx(6600, rel=0.02)
+    assert fitted["us_per_token"] == pytest.approx(74, rel=0.02)
+    assert fitted["us_per_context_token"] == pytest.approx(0.0088, rel=0.02)
+
+
+def test_steps_of_unknown_tokens_do_not_count(tmp_path: Path) -> None:
+    """A request that its client gave up, one preempted, one never told of."""
+    server = Server()
+    server.serve(tmp_path, requests=100)
+    given_up = server.requests[20]
+    given_up.finished_ns = server.steps[given_up.last_step].t_ns + 1
+    given_up.last_step = None
+    server.requests[30].preemptions = 1
+    del server.requests[40]
+    server._write(tmp_path)
+    table = fitted_table(tmp_path)
+    assert " 100.0% of all" not in table
+    assert tomllib.loads(table)["forward"]["us_per_token"] == pytest.approx(
+        74, rel=0.01
+    )
+
+
+def test_records_that_do_not_suffice_are_refused(tmp_path: Path) -> None:
+    def refused(folder: Path) -> str:
+        with pytest.raises(RecordsError) as refusal:
+            fitted_table(folder)
+        return str(refusal.value)
+
+    assert "missing" in refused(tmp_path / "nothing")
+    assert "200 are needed" in refused(Server().serve(tmp_path / "few", requests=3))
+    sampled = Server(every=10).serve(tmp_path / "sampled")
+    assert "unset KVTAX_STEP_RECORDS_EVERY" in refused(sampled)
+    untold = Server().serve(tmp_path / "untold")
+    (untold / "engine_request.jsonl").unlink()
+    assert "engine_request.jsonl: missing" in refused(untold)
+    untimed = Server()
+    untimed.serve(tmp_path / "untimed")
+    for one in untimed.steps:
+        one.step_us = None
+    untimed._write(tmp_path / "untimed")
+    assert "steps without step_us" in refused(tmp_path / "untimed")

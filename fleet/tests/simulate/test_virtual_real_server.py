@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a real server was asked, a virtual engine schedules as it did: to the token."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+from kvtax.engine.connector import load_connector
+from kvtax.engine.environment import record_steps
+from kvtax.engine.settings import Forward
+from kvtax.paths import REPOSITORY
+from kvtax.proc.ports import FIRST, staggered
+from kvtax.records.engine_requests import read_engine_requests
+from kvtax.records.files import read_lines
+from kvtax.records.life import only_life
+from kvtax.records.steps import EngineHeader, EngineStep
+
+from kvtax_fleet.experiment.config import Workload
+from kvtax_fleet.experiment.workload import make_workload
+from kvtax_fleet.launch.instance_settings import read_instance_settings
+from kvtax_fleet.launch.launched import Workshop, launched, wait_ready
+from kvtax_fleet.launch.spec import FleetSpec, members, server_of
+from kvtax_fleet.paths import CONFIGS
+from kvtax_fleet.simulate.fit_forward import fitted_table
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+# With 8 sessions of up to 62,000 tokens, blocks are evicted and requests wait for some.
+BLOCKS = 10_000
+SETTINGS = read_instance_settings(CONFIGS / "profiles" / "h20-30b-a3b.toml")
+FORWARD = Forward(
+    **{name: us / 10 for name, us in msgspec.structs.asdict(SETTINGS.forward).items()}
+)
+WORKLOAD = Workload("", sessions=24, max_turns=5, max_output_tokens=80, max_think_s=0)
+TRACE = REPOSITORY / "fleet" / "traces" / "claude_code_sessions_le62k.jsonl.xz"
+OF_A_STEP = (
+    "step_id",
+    "running",
+    "waiting",
+    "scheduled",
+    "prefill_tokens",
+    "decode_tokens",
+    "cache_size",
+    "free_blocks",
+    "preemptions",
+)
+OF_A_REQUEST = (
+    "prompt_tokens",
+    "first_step",
+    "first_token_step",
+    "last_step",
+    "finish_reason",
+    "cached_tokens",
+    "output_tokens",
+    "preemptions",
+    "preempted_steps",
+)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The records of a real server, and those of a virtual engine after it."""
+    folder = tmp_path_factory.mktemp("lockstep")
+    trace, ours = folder / "trace.jsonl.gz", folder / "ours"
+    ours.mkdir()
+    make_workload(WORKLOAD, TRACE, trace, closed_loop=True, seed=3)
+    spec = FleetSpec(
+        msgspec.structs.replace(SETTINGS, num_blocks=BLOCKS, forward=FORWARD),
+        "plain",
+        msgspec.structs.replace(
+            load_connector("plain"),
+            patches=["step_timing_v2"],
+            env={"KVTAX_REQUEST_IDS": "plain"},
+        ),
+    )
+    with Workshop(folder / "workshop") as workshop:
+        vocab_size = workshop.checkpoint(spec.settings).vocab_size
+        with launched(spec, workshop, folder / "theirs") as (server,):
+            wait_ready([server])
+            replay(server.instance.url, trace, vocab_size, folder / "replay.jsonl")
+        theirs = server.folder
+        (member,) = members(spec, staggered(FIRST, 1), [[]], folder)
+        overlay, model = workshop.overlay(spec)[0], workshop.checkpoint(spec.settings)
+        told = server_of(spec, member, overlay, model.folder, folder)
+        plan = folder / "told.json"
+        plan.write_text(
+            json.dumps(
+                {
+                    "arguments": told.arguments,
+                    "records": str(theirs),
+                    "trace": str(trace),
+                    "vocab_size": vocab_size,
+                }
+            )
+        )
+        subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("lockstep.py")), str(plan)],
+            env=told.env | record_steps(ours, {}),
+            check=True,
+            timeout=600,
+        )
+    return theirs, ours
+
+
+def replay(url: str, trace: Path, vocab_size: int, out: Path) -> None:
+    options = ["--url", url, "--trace", str(trace), "--out", str(out)]
+    options += ["--vocab-size", str(vocab_size), "--closed-loop"]
+    options += ["--max-inflight-sessions", "8", "--lag-budget-ms", "10000"]
+    command = [sys.executable, "-m", "kvtax", "fleet", "replay", *options]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=900)
+
+
+def steps(folder: Path) -> list[tuple]:
+    found = read_lines(
+        only_life(folder) / "engine_step.jsonl", EngineHeader, EngineStep
+    ).records
+    return [tuple(getattr(one, name) for name in OF_A_STEP) for one in found]
+
+
+def requests(folder: Path) -> dict[str, tuple]:
+    found = read_engine_requests(only_life(folder) / "engine_request.jsonl").records
+    return {one.id: tuple(getattr(one, name) for name in OF_A_REQUEST) for one in found}
+
+
+def test_each_step_schedules_the_same(recorded: tuple[Path, Path]) -> None:
+    theirs, ours = map(steps, recorded)
+    assert len(theirs) > 1_000
+    for real, virtual in zip(theirs, ours, strict=True):
+        assert virtual == real
+
+
+def test_each_request_finds_the_same_tokens_cached(
+    recorded: tuple[Path, Path],
+) -> None:
+    theirs, ours = map(requests, recorded)
+    assert len(theirs) > 80
+    assert ours == theirs
+    cached = OF_A_REQUEST.index("cached_tokens")
+    assert sum(one[cached] or 0 for one in ours.values()) > 100_000
+
+
+def test_its_forward_is_found_in_its_records(
+    recorded: tuple[Path, Path],
+) -> None:
+    """What the worker takes on the host adds to each forward, and to each token."""
+    told = tomllib.loads(fitted_table(recorded[0]))["forward"]
+    assert told["forward_us"] > FORWARD.forward_us
+    assert told["us_per_token"] == pytest.approx(FORWARD.us_per_token, rel=0.15)
+    of_context = pytest.approx(FORWARD.us_per_context_token, rel=0.1)
+    assert told["us_per_context_token"] == of_context

@@ -1,8 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Request traces of LLM services: read, describe, sample, make, turn into prompts."""
-
-from kvtax.fleet.trace.readers import FORMATS, read_trace
-from kvtax.fleet.trace.request import Request, TraceError
-from kvtax.fleet.trace.trace_file import write_trace
-
-__all__ = ["FORMATS", "Request", "TraceError", "read_trace", "write_trace"]

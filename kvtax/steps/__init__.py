@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step files read, and steps split into parts."""

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's trials to the document per_config.json (kvtax/records/per_config.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from kvtax.records.per_config import ConfigEntry, HostEntry, PerConfig, WindowRecord
+from kvtax.records.run import HostRecord, RunRecord
+from kvtax.records.warning import RunWarning
+from kvtax.stats.processes import look_level
+from kvtax.verdict.entry import (
+    compare_with_baseline,
+    compare_with_floor,
+    config_entry,
+    noise_floor,
+)
+from kvtax.verdict.latency import requests_to_fill, send_lag_ms
+from kvtax.verdict.levels import Level
+from kvtax.verdict.measured import Measured, looks_of, measure_all
+from kvtax.verdict.roles import Roles, roles_of
+from kvtax.verdict.speed import times_usual, too_slow
+from kvtax.verdict.trials import LoadedTrial
+from kvtax.verdict.warn import config_warnings, growth_alone, run_warnings, undecided
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The document, and what the summary and the figures need beside it.
+
+    `doubts` are the document's warnings by config, those of the run under None.
+    """
+
+    document: PerConfig
+    roles: Roles
+    doubts: dict[str | None, list[RunWarning]]
+    measured: dict[str, Measured]
+
+
+def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> Analysis:
+    """Compute the whole per_config.json of a run."""
+    by_config: dict[str, list[LoadedTrial]] = {}
+    counted = at_usual_speed(trials)
+    for trial in counted:
+        by_config.setdefault(trial.config, []).append(trial)
+    roles = roles_of(run, by_config)
+    measured = measure_all(by_config, run.profile)
+    at_blocks = stated_cache_blocks(measured)
+    noise = noise_floor(measured, roles)
+    level = look_level(looks_of(run.profile))
+    entries = {
+        name: config_entry(group, measured.get(name), at_blocks, level)
+        for name, group in by_config.items()
+    }
+    forward_ms = float(run.profile.get("forward_us") or 0.0) / 1e3
+    compare_with_baseline(entries, measured, roles.baseline, noise, forward_ms)
+    compare_with_floor(entries, measured, roles.floor)
+    doubts: dict[str | None, list[RunWarning]] = {None: run_warnings(run, roles, noise)}
+    for name, one in measured.items():
+        doubts[name] = config_warnings(entries[name], one.steps)
+        doubts[name] += undecided(entries[name])
+        doubts[name] += growth_alone(entries[name], one.growth_slopes)
+        entries[name].warnings = [str(doubt) for doubt in doubts[name]]
+    document = PerConfig(
+        provenance=run.provenance | {"report_git_commit": commit},
+        profile=run.profile,
+        window=_window_record(at_blocks, trials) if at_blocks else None,
+        noise_floor=noise,
+        warnings=[str(doubt) for doubt in doubts[None]],
+        configs=entries,
+        hosts=host_entries(run.hosts, counted, measured),
+    )
+    return Analysis(document, roles, doubts, measured)
+
+
+def at_usual_speed(trials: list[LoadedTrial]) -> list[LoadedTrial]:
+    """Drop the steps of trials that were made on a much slower machine."""
+    slow = too_slow([trial.control for trial in trials])
+    return [
+        trial if times is None else replace(trial, steps=None, error=_slow(times))
+        for trial, times in zip(trials, slow, strict=True)
+    ]
+
+
+SET_ASIDE = "set aside"
+
+
+def is_set_aside(entry: ConfigEntry) -> bool:
+    """Return whether a trial was left out because the machine was too slow."""
+    return SET_ASIDE in (entry.error or "")
+
+
+def _slow(times: float) -> str:
+    return f"{SET_ASIDE}: the machine was {times:.1f} times as slow as usual"
+
+
+def stated_cache_blocks(measured: Mapping[str, Measured]) -> int | None:
+    """Return |cache| at the stated level, the median over the configs that have it."""
+    known = [one.level.cache_blocks for one in measured.values() if one.level]
+    return round(float(np.median(known))) if known else None
+
+
+def _window_record(at_blocks: int, trials: list[LoadedTrial]) -> WindowRecord:
+    sizes = [t.facts.block_size for t in trials if t.facts]
+    block_size = int(sizes[0]) if sizes else 16
+    return WindowRecord(
+        at_cache_blocks=at_blocks,
+        requests_to_fill=requests_to_fill(at_blocks, trials, block_size),
+    )
+
+
+TIMES = ("schedule", "step")
+
+
+def host_entries(
+    hosts: Sequence[HostRecord] | None,
+    trials: Sequence[LoadedTrial],
+    measured: Mapping[str, Measured],
+) -> dict[str, HostEntry] | None:
+    """Build an entry per host; None for a run on one machine."""
+    if not hosts:
+        return None
+    times = times_usual([trial.control for trial in trials])
+    found = {}
+    for host in hosts:
+        own = [
+            (trial, slow)
+            for trial, slow in zip(trials, times, strict=True)
+            if trial.repeat in host.repeats
+        ]
+        known = [slow for _, slow in own if slow is not None]
+        found[host.host] = HostEntry(
+            cpu_model=host.provenance.get("cpu_model"),
+            repeats=sorted(host.repeats),
+            servers=len(own),
+            servers_that_count=sum(trial.steps is not None for trial, _ in own),
+            times_as_slow=round(float(np.median(known)), 3) if known else None,
+            send_lag_p99_ms=(send_lag_ms([trial for trial, _ in own]) or {}).get("p99"),
+            p50_us={
+                name: levels
+                for name, one in measured.items()
+                if one.level and (levels := _levels(one.level, host.repeats))
+            },
+        )
+    return found
+
+
+def _levels(level: Level, repeats: list[int]) -> dict[str, float]:
+    """p50 of TIMES in the steps of `repeats` alone."""
+    own = Level(level.steps.filter(pl.col("repeat").is_in(repeats)))
+    known = {time: own.quantiles(f"{time}_us") for time in TIMES}
+    return {time: quantiles["p50"] for time, quantiles in known.items() if quantiles}

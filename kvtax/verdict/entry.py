@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry of one config in per_config.json, before it is compared with others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import polars as pl
+
+from kvtax.records.per_config import (
+    BaselineDifference,
+    ConfigEntry,
+    NoiseDifference,
+    NoiseFloor,
+    PartCost,
+)
+from kvtax.records.requests import Phase
+from kvtax.records.run import IdleCost, ReadCounts
+from kvtax.stats import Estimate
+from kvtax.stats.distribution import Distribution, rounded
+from kvtax.stats.held import Fit, fit
+from kvtax.steps.step_table import CALLS, method_columns
+from kvtax.verdict import latency
+from kvtax.verdict.holds import holds_of
+from kvtax.verdict.latency import tpot_addition
+from kvtax.verdict.levels import Level
+from kvtax.verdict.measured import Measured, slope_of
+from kvtax.verdict.metrics import JUDGED, LEVELS, Metric, number
+from kvtax.verdict.roles import Roles
+from kvtax.verdict.trials import LoadedTrial
+from kvtax.verdict.verdict import (
+    RARE,
+    held_levels,
+    judge_all,
+    overall_verdict,
+)
+
+METHODS = (
+    "build_meta_us",
+    "update_us",
+    "get_finished_us",
+    "start_load_kv_us",
+    "bind_us",
+    "wait_for_save_us",
+    "execute_model_us",
+)
+
+
+def config_entry(
+    trials: list[LoadedTrial],
+    measured: Measured | None,
+    at_cache_blocks: int | None,
+    level: float,
+) -> ConfigEntry:
+    """Build the entry of the config of `trials`; `measured` is None without steps.
+
+    The verdict holds in `level` of runs.
+    """
+    entry = ConfigEntry(
+        slope_us_per_1k_blocks=dict.fromkeys(JUDGED),
+        verdict_of=dict.fromkeys(JUDGED, "failed"),
+        requests=latency.request_counts(trials),
+        lag_ms=latency.send_lag_ms(trials),
+        records=record_counts(trials),
+        reads=read_counts(trials),
+        idle=idle_cost(trials),
+        peak_rss_mib=peak_rss_mib(trials),
+    )
+    for time, quantiles in latency.latencies_ms(trials).items():
+        setattr(entry, time, quantiles)
+    if measured is None:
+        errors = [f"r{t.repeat}: {t.error or 'no steps'}" for t in trials]
+        entry.error = "; ".join(errors)
+        return entry
+    errors = [f"r{t.repeat}: {t.error}" for t in trials if t.error]
+    entry.error = "; ".join(errors) or None
+    entry.n_decode_steps = measured.steps.height
+    entry.n_repeats = sum(t.error is None for t in trials)
+    entry.cache_blocks = cache_reach(measured.steps)
+    if measured.level and at_cache_blocks is not None:
+        _set_levels(entry, measured.level, at_cache_blocks)
+    _set_growth(entry, measured, level)
+    set_parts(entry, measured)
+    return entry
+
+
+def cache_reach(steps: pl.DataFrame) -> dict[str, int]:
+    """Return the lowest and the highest |cache|."""
+    blocks = steps["cache_blocks"]
+    return {
+        "min": round(number(blocks.min())),
+        "max": round(number(blocks.max())),
+    }
+
+
+def _set_levels(entry: ConfigEntry, level: Level, at_cache_blocks: int) -> None:
+    """Fill in quantiles and attribution at the stated |cache|."""
+    at: dict[str, int | float] = {"at_cache_blocks": at_cache_blocks}
+    entry.n_window_steps = level.steps.height
+    for metric in LEVELS.values():
+        setattr(entry, metric.time, at | (level.quantiles(metric.time) or {}))
+    for time in METHODS:
+        setattr(entry, time, level.quantiles(time))
+    entry.attribution_us = level.attribution_us()
+
+
+def _set_growth(entry: ConfigEntry, measured: Measured, level: float) -> None:
+    """Fill in slopes, levels and the verdicts from them."""
+    entry.growth_slope_us_per_1k_blocks = rounded(measured.growth_slopes["schedule"])
+    entry.verdict_of = {}
+    for name, judged in judge_all(measured.fits, level).items():
+        found = measured.fits[name]
+        slope = measured.slopes[name]
+        if judged.shape == RARE and found.mean is not None:
+            # The usual steps do not show it.
+            slope = slope_of(found.mean, level)
+        entry.slope_us_per_1k_blocks[name] = rounded(slope)
+        entry.held[name] = held_levels(found, level, judged)
+        entry.verdict_of[name] = judged.verdict
+    entry.verdict = overall_verdict(entry.verdict_of)
+
+
+def record_counts(trials: list[LoadedTrial]) -> dict[str, int]:
+    """Count the records that were read, missing and torn."""
+    names = ("engine_steps", "worker_steps", "engine_without_worker", "torn_lines")
+    return {name: sum(getattr(t, name) for t in trials) for name in names}
+
+
+def read_counts(trials: list[LoadedTrial]) -> ReadCounts | None:
+    """Sum the reads of peers; None if no peer was to read."""
+    found = [t.facts.reads for t in trials if t.facts and t.facts.reads]
+    if not found:
+        return None
+    return ReadCounts(
+        **{
+            name: sum(getattr(reads, name) for reads in found)
+            for name in ReadCounts.__struct_fields__
+        }
+    )
+
+
+def idle_cost(trials: list[LoadedTrial]) -> IdleCost | None:
+    """Sum what idle servers took; None if none was watched."""
+    found = [t.facts.idle for t in trials if t.facts and t.facts.idle]
+    if not found:
+        return None
+    return IdleCost(
+        seconds=sum(one.seconds for one in found),
+        cpu_s=round(sum(one.cpu_s for one in found), 3),
+        steps=sum(one.steps for one in found),
+    )
+
+
+def peak_rss_mib(trials: list[LoadedTrial]) -> float | None:
+    """Compute the mean over servers of their peak memory; None if none was watched."""
+    found = [t.facts.peak_rss_mib for t in trials if t.facts and t.facts.peak_rss_mib]
+    return round(sum(found) / len(found), 1) if found else None
+
+
+def noise_floor(measured: Mapping[str, Measured], roles: Roles) -> NoiseFloor:
+    """Compute the difference of the baseline and its twin, in slope and in level."""
+    first = measured.get(roles.baseline or "")
+    second = measured.get(roles.twin or "")
+    if first is None or second is None:
+        return NoiseFloor()
+    slopes = _apart(first.slopes, second.slopes)
+    levels = _apart(first.p50, second.p50)
+    pair = (first.name, second.name)
+    return NoiseFloor(pair, slopes or None, levels or None)
+
+
+def _apart(
+    first: Mapping[str, Distribution], second: Mapping[str, Distribution]
+) -> dict[str, NoiseDifference]:
+    """Compute the difference and its size, by metric."""
+    found = {}
+    for metric in first.keys() & second.keys():
+        known = Estimate.of(second[metric].minus(first[metric]), 3)
+        found[metric] = NoiseDifference(known.value, known.ci95, floor=abs(known.value))
+    return found
+
+
+def compare_with_baseline(
+    entries: Mapping[str, ConfigEntry],
+    measured: Mapping[str, Measured],
+    baseline: str | None,
+    noise: NoiseFloor,
+    own_forward_ms: float,
+) -> None:
+    """Fill in `vs_plain` and `tpot_addition` of the other measured configs."""
+    if baseline is None or baseline not in measured:
+        return
+    base = measured[baseline]
+    for name, one in measured.items():
+        if one is not base:
+            entry = entries[name]
+            entry.vs_plain = _differences(one, base, noise) or None
+            entry.tpot_addition = tpot_addition(
+                entries[baseline], entry, own_forward_ms
+            )
+
+
+def _differences(
+    one: Measured, base: Measured, noise: NoiseFloor
+) -> dict[str, BaselineDifference]:
+    """Compute the difference of p50, by metric, and whether it is within noise."""
+    found = {}
+    for metric in LEVELS:
+        ours, theirs = one.p50.get(metric), base.p50.get(metric)
+        if ours is not None and theirs is not None:
+            difference = ours.minus(theirs)
+            low, high = difference.ci95
+            small = abs(difference.value) <= noise.p50_floor(metric)
+            known = Estimate.of(difference, 3)
+            found[metric] = BaselineDifference(
+                known.value, known.ci95, within_noise=low <= 0 <= high or small
+            )
+    return found
+
+
+def compare_with_floor(
+    entries: Mapping[str, ConfigEntry],
+    measured: Mapping[str, Measured],
+    floor: str | None,
+) -> None:
+    """Fill in `vs_noop` of the other measured configs."""
+    if floor is None or floor not in measured:
+        return
+    base = measured[floor]
+    for name, one in measured.items():
+        if one is not base:
+            entries[name].vs_noop = _ratios(one, base) or None
+
+
+def _ratios(one: Measured, base: Measured) -> dict[str, Estimate | None]:
+    """Compute the ratio of p50, by metric."""
+    found = {}
+    for metric in LEVELS:
+        ours, theirs = one.p50.get(metric), base.p50.get(metric)
+        if ours is not None and theirs is not None:
+            found[metric] = rounded(ours.over(theirs))
+    return found
+
+
+def set_parts(entry: ConfigEntry, one: Measured) -> None:
+    """Fill in `connector`, `methods` and `threads`: means and slopes of the holds."""
+    held = one.held
+    if held["connector_us"].null_count() < held.height:
+        entry.connector = _part(one, "connector_us")
+    entry.methods = {
+        name.removesuffix("_us"): _part(one, name) for name in method_columns(held)
+    }
+    threads = one.threads.filter(pl.col("phase") == Phase.HOLD)
+    entry.threads = {
+        str(name): _thread(one, samples)
+        for (name,), samples in threads.group_by("thread", maintain_order=True)
+    }
+
+
+def _part(one: Measured, time: str) -> PartCost:
+    steps = max(one.held.height, 1)
+    calls = time.removesuffix("_us") + CALLS
+    per_step = None
+    if calls in one.held.columns:
+        per_step = round(number(one.held[calls].sum()) / steps, 3)
+    return PartCost(
+        calls_per_step=per_step,
+        slope_per_1k_blocks=_slope(one.slope_of(time)),
+        us_per_step=round(number(one.held[time].sum()) / steps, 3),
+    )
+
+
+def _thread(one: Measured, samples: pl.DataFrame) -> PartCost:
+    holds = holds_of(samples, one.at, Metric("us_per_step", "all", "mean", 1))
+    sampled = max(number(samples["steps"].sum()), 1)
+    return PartCost(
+        slope_per_1k_blocks=_slope(None if holds is None else fit(holds)),
+        us_per_step=round(number(samples["us"].sum()) / sampled, 3),
+    )
+
+
+def _slope(found: Fit | None) -> Estimate | None:
+    if found is None:
+        return None
+    slope, error = found.slope()
+    reach = found.reach(error)
+    return Estimate(round(slope, 3), (round(slope - reach, 3), round(slope + reach, 3)))

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost of a step at the stated |cache|, comparable between configs.
+
+The stated |cache| is the highest level that is held below a full cache. Batch sizes are
+alike in every config: as many requests decode in each hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from kvtax.steps.trial_steps import STEP_TIMES
+from kvtax.verdict.metrics import number
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+# Quantiles of 100,000 steps are as good as of millions; every k-th step is kept.
+MAX_STEPS = 100_000
+
+
+def stated_level(profile: Mapping[str, Any]) -> int:
+    """Return the number of the highest level below a full cache in a run's profile."""
+    levels = profile["load"]["ladder"]["levels"]
+    below = [number for number, share in enumerate(levels) if share < 1.0]
+    return max(below, default=len(levels) - 1)
+
+
+@dataclass(frozen=True)
+class Level:
+    """Decode-only steps of one config at the stated |cache|."""
+
+    steps: pl.DataFrame
+
+    @classmethod
+    def of(cls, held: pl.DataFrame, level: int) -> Level | None:
+        """Select the steps of a level from those that are held; None without any."""
+        own = held.filter("decode_only", pl.col("level") == level)
+        return cls(thin(own, MAX_STEPS)) if own.height else None
+
+    @property
+    def cache_blocks(self) -> int:
+        return round(number(self.steps["cache_blocks"].median()))
+
+    def quantiles(self, time: str) -> dict[str, float] | None:
+        """p50, p90, p99 of `time` in us, None where it was not measured."""
+        values = self.steps[time].drop_nulls()
+        if not len(values):
+            return None
+        return {
+            name: round(number(values.quantile(q, "higher")), 3)
+            for name, q in QUANTILES.items()
+        }
+
+    def attribution_us(self) -> dict[str, float | None]:
+        """Mean parts of the middle half of the steps, which sum to their step time.
+
+        The mean over the steps whose step_us lies between its 25th and 75th
+        percentile (interquartile mean): means add up, and the tails are out.
+        `other` is what lies between the parts: output handling between the model
+        and update_from_output, and queueing. A part not measured is None, counted 0.
+        """
+        whole = self.steps
+        if whole["execute_model_us"].null_count() < whole.height:
+            whole = whole.filter(pl.col("execute_model_us").is_not_null())
+        low, high = (whole["step_us"].quantile(q, "higher") for q in (0.25, 0.75))
+        middle = whole.filter(pl.col("step_us").is_between(low, high))
+
+        def mean(name: str) -> float | None:
+            values = middle[name].cast(pl.Float64)
+            if values.null_count() == len(values):
+                return None
+            return number(values.fill_null(0).mean())
+
+        means = {name: mean(name) for name in STEP_TIMES}
+        return split_step(means)
+
+
+def split_step(means: dict[str, float | None]) -> dict[str, float | None]:
+    """Parts that sum to step_us from the nested times of a step, all in us."""
+    of = {name: value or 0.0 for name, value in means.items()}
+    hooks = ("bind_us", "start_load_kv_us", "wait_for_save_us", "get_finished_us")
+    in_execute = sum(of[name] for name in hooks)
+    parts: dict[str, float | None] = {
+        "schedule_without_build_meta": of["schedule_us"] - of["build_meta_us"],
+        "build_meta": means["build_meta_us"],
+        **{name.removesuffix("_us"): means[name] for name in hooks},
+        "execute_model_rest": of["execute_model_us"] - in_execute,
+        "update": means["update_us"],
+        "other": of["step_us"]
+        - of["schedule_us"]
+        - of["execute_model_us"]
+        - of["update_us"],
+    }
+    parts["step"] = of["step_us"]
+    return {k: None if v is None else round(v, 3) for k, v in parts.items()}
+
+
+def thin(steps: pl.DataFrame, most: int) -> pl.DataFrame:
+    """Every k-th step, so that at most `most` are left."""
+    every = -(-steps.height // most) if steps.height else 1
+    return steps if every == 1 else steps.gather_every(every)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load the trials of a run folder: outcome, requests and steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from kvtax.records import RecordsError
+from kvtax.records.files import read_document
+from kvtax.records.life import only_life
+from kvtax.records.requests import Phase, Requests, read_requests
+from kvtax.records.run import PLAN_FILE, RunRecord, TrialRecord
+from kvtax.steps.step_table import read_worker_steps
+from kvtax.steps.trial_steps import (
+    read_engine_steps,
+    read_threads,
+    step_table,
+    with_threads,
+)
+from kvtax.verdict.speed import Control, read_control
+
+
+@dataclass(frozen=True)
+class LoadedTrial:
+    """One server lifetime. `error` says why it has no `steps`; else it is None.
+
+    `steps` and `threads` are tables of kvtax.steps.trial_steps. A trial
+    whose requests were sent `late` has no steps of growth and plateau, where the load
+    is open: only what was held.
+    """
+
+    config: str
+    repeat: int
+    error: str | None
+    facts: TrialRecord | None  # None if it was never written
+    steps: pl.DataFrame | None = None
+    threads: pl.DataFrame | None = None
+    control: Control | None = None
+    requests: Requests | None = None
+    engine_steps: int = 0
+    worker_steps: int = 0
+    engine_without_worker: int = 0
+    torn_lines: int = 0
+
+    @property
+    def late(self) -> bool:
+        """Return whether the driver exceeded its budget for the send lag."""
+        return bool(self.requests and self.requests.end and not self.requests.end.valid)
+
+
+def load_run(run_dir: Path) -> tuple[RunRecord, list[LoadedTrial]]:
+    """run.json and the trials of its plan, in the plan's order.
+
+    Raises RecordsError if the directory is no run, or a trial that says it is ok
+    has missing, bad or outdated files.
+    """
+    if not run_dir.is_dir():
+        raise RecordsError(f"{run_dir}: no such directory")
+    path = run_dir / PLAN_FILE
+    if not path.is_file():
+        raise RecordsError(f"{path}: missing; a run directory has one, give its path")
+    run = read_document(path, RunRecord)
+    if not run.plan:
+        raise RecordsError(f"{path}: the plan is empty; nothing was run")
+    if "ladder" not in run.profile.get("load", {}):
+        raise RecordsError(
+            f"{path}: the profile has no ladder, so |cache| was never held; measure "
+            "again, or report with the kvtax that made the run"
+        )
+    return run, [load_trial(run_dir, trial.config, trial.repeat) for trial in run.plan]
+
+
+def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
+    """Load the trial in RUN_DIR/<config>/r<repeat>, failed or not."""
+    folder = run_dir / config / f"r{repeat}"
+    if not (folder / "trial.json").is_file():
+        return LoadedTrial(config, repeat, "never finished: no trial.json", None)
+    facts = read_document(folder / "trial.json", TrialRecord)
+    if facts.status != "ok":
+        error = facts.error or f"status {facts.status!r}"
+        requests = _requests_if_readable(folder / "requests.jsonl")
+        return LoadedTrial(config, repeat, error, facts, requests=requests)
+    requests = read_requests(folder / "requests.jsonl")
+    if problem := unreconciled(requests):
+        return LoadedTrial(config, repeat, problem, facts, requests=requests)
+    life = only_life(folder)
+    engine = read_engine_steps(life, requests.phases)
+    worker = read_worker_steps(life)
+    steps = step_table(repeat, engine, worker)
+    threads = read_threads(life / "threads.jsonl", steps)
+    control = read_control(steps, threads)
+    steps = with_threads(steps, threads)
+    if requests.end and not requests.end.valid:
+        steps = steps.filter(~pl.col("phase").is_in([Phase.GROWTH, Phase.PLATEAU]))
+    decode = steps.filter("decode_only")
+    return LoadedTrial(
+        config=config,
+        repeat=repeat,
+        error=None,
+        facts=facts,
+        steps=steps,
+        threads=threads,
+        control=control,
+        requests=requests,
+        engine_steps=engine.records,
+        worker_steps=worker.records,
+        engine_without_worker=int(decode["execute_model_us"].null_count()),
+        torn_lines=engine.torn_lines + worker.torn_lines + requests.torn_lines,
+    )
+
+
+def _requests_if_readable(path: Path) -> Requests | None:
+    """Read the requests of a failed trial; None if the file is missing or torn."""
+    try:
+        return read_requests(path)
+    except RecordsError:
+        return None
+
+
+def unreconciled(requests: Requests) -> str | None:
+    """Return why `scheduled = ok + failed + cancelled` fails, None if it holds."""
+    if requests.end is None:
+        return "the driver was killed: requests.jsonl has no end record"
+    end = requests.end
+    counted = end.ok + end.failed + end.cancelled
+    if not (requests.scheduled == end.scheduled == counted == len(requests.requests)):
+        return (
+            f"requests do not reconcile: {requests.scheduled} in the header, "
+            f"{end.scheduled} scheduled, {end.ok} ok + {end.failed} failed + "
+            f"{end.cancelled} cancelled, {len(requests.requests)} records"
+        )
+    return None

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real vLLM instance with a tiny checkpoint, as its clients and operator see it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtax.engine.connector import Connector
+from kvtax.engine.installation import Installation
+from kvtax.engine.server import Server
+from kvtax.engine.server_spec import SERVED_MODEL, Engine, resolve
+from kvtax.engine.settings import CPU_ENGINE, EngineSettings
+from kvtax.proc.supervise import signal_all
+from tests.harness.tiny.checkpoint import MAX_TOKENS
+
+BLOCK_TOKENS = 16
+NUM_BLOCKS = 1024
+ANSWER_TOKENS = 16
+# Until an answer, or a state, that never comes is given up: far longer than the longest
+# wait of the connectors (Mooncake's D gives up after 68 s), on a slow machine, too.
+REQUEST_TIMEOUT_S = 600.0
+SETTLE_DEADLINE_S = 120.0
+# States in /proc/net/tcp.
+ESTABLISHED, LISTEN = "01", "0A"
+
+Tokens = list[int]
+
+
+class RequestFailed(Exception):
+    """The server answered with an error, or broke the connection off."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: Tokens
+    kv_transfer_params: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Counters:
+    """/metrics: prompt tokens by their source so far, and what is held now.
+
+    The latter is as of the last engine step that put something out.
+    """
+
+    pulled_tokens: int
+    computed_tokens: int
+    cached_tokens: int
+    running: int
+    waiting: int
+    used_blocks: int
+
+    def __sub__(self, before: Counters) -> Counters:
+        mine, theirs = vars(self), vars(before)
+        return Counters(**{name: mine[name] - theirs[name] for name in mine})
+
+
+def tiny_settings(
+    max_model_len: int,
+    max_num_seqs: int,
+    num_blocks: int = NUM_BLOCKS,
+    block_tokens: int = BLOCK_TOKENS,
+) -> EngineSettings:
+    """Build a float32 engine for the tiny checkpoint, on one core."""
+    return msgspec.structs.replace(
+        CPU_ENGINE,
+        num_blocks=num_blocks,
+        block_size=block_tokens,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_model_len,
+        max_num_seqs=max_num_seqs,
+        server_args=[*CPU_ENGINE.server_args, "--dtype", "float32"],
+        server_env=CPU_ENGINE.server_env | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+class TinyServer(Server):
+    """Starts when made; leaving its context stops it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        overlay: Path | None,
+        checkpoint: Path,
+        kv_transfer_config: dict[str, Any] | None,
+        env: dict[str, str],
+        max_num_seqs: int,
+        installed: Installation,
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> None:
+        folder.mkdir()
+        connector = Connector("", [], kv_transfer_config=kv_transfer_config)
+        settings = tiny_settings(MAX_TOKENS, max_num_seqs, block_tokens=block_tokens)
+        engine = Engine(overlay, settings, connector, checkpoint, installed)
+        super().__init__(resolve(engine, folder, {}).told(**env))
+        self.bootstrap_url = f"http://127.0.0.1:{self.ports.bootstrap}"
+
+    async def complete(
+        self,
+        prompt: Tokens,
+        max_tokens: int = ANSWER_TOKENS,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> Answer:
+        """Return the whole greedy answer; or raise RequestFailed. Cancelling aborts."""
+        body = {
+            "model": SERVED_MODEL,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        if kv_transfer_params is not None:
+            body["kv_transfer_params"] = kv_transfer_params
+        url = f"{self.url}/v1/completions"
+        try:
+            async with _session() as session, session.post(url, json=body) as response:
+                if response.status != 200:
+                    text = await response.text()
+                    raise RequestFailed(f"{response.status}: {text}")
+                answer = await response.json()
+        except aiohttp.ClientError as error:
+            raise RequestFailed(f"{type(error).__name__}: {error}") from error
+        choice = answer["choices"][0]
+        if choice["finish_reason"] != "length":
+            raise RequestFailed(f"finish_reason is {choice['finish_reason']!r}")
+        return Answer(choice["token_ids"], answer.get("kv_transfer_params"))
+
+    async def counters(self) -> Counters:
+        """Raise RequestFailed if the server is gone."""
+        url = f"{self.url}/metrics"
+        try:
+            async with _session() as session, session.get(url) as response:
+                text = await response.text()
+        except aiohttp.ClientError as error:
+            raise RequestFailed(f"{type(error).__name__}: {error}") from error
+        values = {
+            (sample.name, sample.labels.get("source")): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        by_source = "vllm:prompt_tokens_by_source_total"
+        # One block is never given out, and not counted.
+        used_blocks = values["vllm:kv_cache_usage_perc", None] * (NUM_BLOCKS - 1)
+        return Counters(
+            pulled_tokens=int(values[by_source, "external_kv_transfer"]),
+            computed_tokens=int(values[by_source, "local_compute"]),
+            cached_tokens=int(values[by_source, "local_cache_hit"]),
+            running=int(values["vllm:num_requests_running", None]),
+            waiting=int(values["vllm:num_requests_waiting", None]),
+            used_blocks=round(used_blocks),
+        )
+
+    async def settle(self) -> None:
+        """Wait until no request and no block is held, and everything is counted.
+
+        An idle engine makes no steps, so it neither learns that a transfer has ended
+        nor shows new figures: a prompt of one token makes it do a few. Raises
+        AssertionError after SETTLE_DEADLINE_S.
+        """
+        deadline = time.monotonic() + SETTLE_DEADLINE_S
+        while True:
+            await self.complete([0], max_tokens=2)
+            held = await self.counters()
+            if held.running == held.waiting == held.used_blocks == 0:
+                return
+            assert time.monotonic() < deadline, f"still held: {held}"
+            await asyncio.sleep(0.1)
+
+    async def has(self, **held: int) -> None:
+        """Wait until the counters named are as given, or raise AssertionError."""
+        deadline = time.monotonic() + SETTLE_DEADLINE_S
+        while not held.items() <= vars(seen := await self.counters()).items():
+            assert time.monotonic() < deadline, f"{held} expected: {seen}"
+            await asyncio.sleep(0.05)
+
+    async def has_unread(self, count: int) -> None:
+        """Wait until so many bytes that were sent to it are still unread."""
+        deadline = time.monotonic() + SETTLE_DEADLINE_S
+        while (unread := unread_bytes(self.supervised.pids())) < count:
+            assert time.monotonic() < deadline, f"only {unread} bytes unread"
+            await asyncio.sleep(0.01)
+
+    def kill(self) -> None:
+        signal_all(self.supervised.pids(), signal.SIGKILL)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """All its processes under SIGSTOP."""
+        pids = self.supervised.pids()
+        signal_all(pids, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            signal_all(pids, signal.SIGCONT)
+
+
+async def aborted(request: asyncio.Task) -> None:
+    """Wait until the client has closed the connection of a request under way."""
+    assert request.cancel()
+    with suppress(asyncio.CancelledError):
+        await request
+
+
+@asynccontextmanager
+async def occupied(instance: TinyServer, count: int) -> AsyncIterator[None]:
+    """`count` long answers under way: as many as `instance` takes at once."""
+    long = [
+        asyncio.create_task(instance.complete([number] * 8, max_tokens=8000))
+        for number in range(count)
+    ]
+    try:
+        await instance.has(running=count)
+        yield
+    finally:
+        for answer in long:
+            answer.cancel()
+        await asyncio.gather(*long, return_exceptions=True)
+
+
+def unread_bytes(pids: list[int]) -> int:
+    """Count unread bytes of the connections to their ports, accepted or not."""
+    sockets = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(link))
+    rows = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        rows += [row.split() for row in Path(table).read_text().splitlines()[1:]]
+    # Fields: 1 is address:port, 3 the state, 4 tx:rx bytes, 9 the inode.
+    listening = {
+        row[1].rpartition(":")[2]
+        for row in rows
+        if row[3] == LISTEN and f"socket:[{row[9]}]" in sockets
+    }
+    return sum(
+        int(row[4].rpartition(":")[2], 16)
+        for row in rows
+        if row[3] == ESTABLISHED and row[1].rpartition(":")[2] in listening
+    )
+
+
+@asynccontextmanager
+async def _session() -> AsyncIterator[aiohttp.ClientSession]:
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        yield session
