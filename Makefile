@@ -15,7 +15,7 @@ sweep: ## the main job, the same as bash run_all.sh
 test: setup ## all tests but the long ones, with real vLLM servers (15 to 30 minutes)
 	$(MAKE) --no-print-directory -j 2 vllm-releases browser
 	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not serial"
-	$(python) -m pytest -m "serial and not long" $$(grep -rl mark.serial --include=*.py tests)
+	$(python) -m pytest -m "serial and not long" $$(grep -rl mark.serial --include=test_*.py tests fleet connectors)
 
 test-fast: setup ## the tests that need no vLLM (a minute)
 	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not e2e and not long and not serial"
@@ -41,7 +41,7 @@ lint: setup ## ruff: check and format; mypy
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 
-results: setup ## make results in virtual time again and compare with fleet/results.lock: NAME=virtual-open_loop, or all
+results: setup ## make results in virtual time again and compare with results.lock: NAME=virtual-open_loop, or all
 	$(python) -m kvtax_fleet.locked_results $(NAME)
 
 browser: ## install Chromium, for the tests of the reports' pages; without it they are skipped

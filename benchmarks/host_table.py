@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from kvtax_fleet.launch.instance_settings import read_instance_settings
+from kvtax_fleet.paths import CONFIGS
 from kvtax_fleet.proxy.settings import Settings, resolved
 from kvtax_fleet.records.arm import PlannedArm, TraceFacts
 from kvtax_fleet.records.host_times import (
@@ -48,7 +49,7 @@ from kvtax_fleet.trace.request import Request
 
 from benchmarks.results import Variant, engines, publish
 from kvtax.engine.engine_process import serve
-from kvtax.paths import CONFIGS, REPOSITORY
+from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document, read_lines, write_whole
 from kvtax.records.observatory_cell import CellRecord, read_cells
 from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader
@@ -63,7 +64,7 @@ HELD_BATCH = 8
 RELEASE = "0.18.1"
 CONNECTORS = ("plain", "mooncake_both", "mooncake_both_hash_sync")
 RUNNING = (1, 8, 32)
-PROFILE = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
+PROFILE = read_instance_settings(CONFIGS / "profiles" / "h20-30b-a3b.toml")
 PROMPT_TOKENS, OUTPUT_TOKENS = 4_096, 256
 # Each slot has so many requests, one after the other.
 ROUNDS = 8

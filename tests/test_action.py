@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtax.cli import _parser
+from kvtax.cli import COMMANDS, _parser
 from kvtax.paths import REPOSITORY
 
 ACTION = yaml.safe_load((REPOSITORY / "action.yml").read_text())
@@ -88,7 +88,7 @@ def test_the_gate_gets_what_was_given_to_the_letter(tmp_path):
         since="old cell.json",
     )
     assert done.returncode == 0, done.stderr
-    parsed = vars(_parser(["gate"]).parse_args(calls[1:]))
+    parsed = vars(_parser(["gate"], COMMANDS).parse_args(calls[1:]))
     assert parsed["connector"] == "mypkg.kv:MyConnector"
     assert parsed["connector_config"] == config
     assert parsed["limits"] == Path("my limits.toml")
@@ -103,7 +103,7 @@ def test_the_gate_gets_what_was_given_to_the_letter(tmp_path):
 def test_empty_inputs_and_a_first_run_give_no_options(since, tmp_path):
     done, calls = run_step("measure", tmp_path, connector="Mine", since=since)
     assert done.returncode == 0, done.stderr
-    parsed = vars(_parser(["gate"]).parse_args(calls[1:]))
+    parsed = vars(_parser(["gate"], COMMANDS).parse_args(calls[1:]))
     absent = [parsed[name] for name in ("connector_config", "limits", "since")]
     assert absent == [None, None, None]
 

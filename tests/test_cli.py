@@ -197,7 +197,7 @@ def test_without_an_extra_a_command_names_the_extra(monkeypatch, capsys):
 
     monkeypatch.setattr("kvtax.cli.importlib.import_module", absent)
     assert main(["proxy"]) == Exit.BAD_INPUT
-    assert "kvtax[proxy]" in capsys.readouterr().err
+    assert "pip install 'kvtax-fleet'" in capsys.readouterr().err
 
 
 def test_completion_lists_subcommands_and_their_options(tmp_path):

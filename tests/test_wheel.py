@@ -132,17 +132,11 @@ def test_trace_stats_reads_a_published_trace(kvtax):
     assert "12,031" in told.stdout
 
 
-@pytest.mark.parametrize("command", ["sweep", "bench", "axes", "fleet x.toml"])
+@pytest.mark.parametrize("command", ["sweep", "bench", "axes"])
 def test_what_needs_a_checkout_says_so(kvtax, command):
     refused = kvtax(*command.split())
     assert refused.returncode == 2
     assert "checkout" in refused.stderr
-
-
-def test_the_proxy_names_its_extra(kvtax):
-    refused = kvtax("proxy", "--url", "http://127.0.0.1:1", "--policy", "linear")
-    assert refused.returncode == 2
-    assert "kvtax[proxy]" in refused.stderr
 
 
 def test_a_checkout_can_be_installed_in_place(environment, tmp_path):

@@ -38,8 +38,8 @@ class Command(NamedTuple):
     name: str
     summary: str
     module: str
-    # The extra of the wheel that it needs, or "" for the base dependencies.
-    extra: str = ""
+    # What pip installs for it: the wheel, one with an extra, or another project.
+    package: str = "kvtax"
     # The action that may be left out: `fleet FILE` is `fleet run FILE`.
     default_action: str = ""
 
@@ -52,7 +52,9 @@ COMMANDS = (
     Command("compare", "compare two sweeps, check limits", "kvtax.cli.compare"),
     Command("sweep", "measure connectors against cache size", "microbench.command"),
     Command("axes", "measure connectors by release and axis", "kvtax.cli.axes"),
-    Command("store", "list or fetch results of hosts", "kvtax.cli.store", "store"),
+    Command(
+        "store", "list or fetch results of hosts", "kvtax.cli.store", "kvtax[store]"
+    ),
     Command("bench", "measure what kvtax's own parts cost", "benchmarks.command"),
 )
 # Environment variable by which a shell asks for completions (argcomplete).
@@ -219,8 +221,7 @@ def require_checkout(command: str) -> None:
 def _remedy(command: Command, missing: str | None) -> str:
     if str(missing).partition(".")[0] in CHECKOUT_ROOMS:
         return CHECKOUT_REMEDY
-    extra = f"[{command.extra}]" if command.extra else ""
-    return f"the package {missing} is missing: pip install 'kvtax{extra}'"
+    return f"the package {missing} is missing: pip install '{command.package}'"
 
 
 def _complete(words: Sequence[str]) -> None:

@@ -7,10 +7,10 @@ import json
 
 import jsonschema
 import pytest
+from kvtax_fleet.paths import CONFIGS
 from kvtax_fleet.records.host_times import HostTable, HostTimes
 
 from benchmarks import host_table
-from kvtax.paths import CONFIGS
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord, keep_cell
 

@@ -12,6 +12,7 @@ import pytest
 from kvtax_fleet.launch import spec as launch_spec
 from kvtax_fleet.launch.instance_settings import read_instance_settings
 from kvtax_fleet.launch.spec import FleetSpec, SpecError, members
+from kvtax_fleet.paths import CONFIGS
 
 from kvtax.config import ConfigError
 from kvtax.engine import preflight, provenance
@@ -19,7 +20,7 @@ from kvtax.engine.connector import load_connector
 from kvtax.engine.installation import installation
 from kvtax.engine.own_connector import own_connector, stand_ins
 from kvtax.engine.server_spec import Engine, resolve
-from kvtax.paths import CONFIGS, REPOSITORY
+from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import reserve
 from kvtax.records.run import PLAN_FILE
 from microbench.profile import load_profile, measured_with
@@ -249,7 +250,7 @@ def test_the_sweep_serves_it(brand_new, tmp_path):
 
 
 def test_the_fleet_launches_it(brand_new, tmp_path):
-    settings = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
+    settings = read_instance_settings(CONFIGS / "profiles" / "h20-30b-a3b.toml")
     spec = FleetSpec(settings, "brand_new", brand_new, ["both", "both"])
     made = members(spec, reserve(2), [[], []], tmp_path)
     assert [member.instance.connector for member in made] == [None, None]
@@ -260,7 +261,7 @@ def test_the_fleet_launches_it(brand_new, tmp_path):
 def test_roles_of_their_own_are_refused_until_its_toml_says_how_kv_moves(
     brand_new, tmp_path
 ):
-    settings = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
+    settings = read_instance_settings(CONFIGS / "profiles" / "h20-30b-a3b.toml")
     spec = FleetSpec(settings, "brand_new", brand_new, ["prefill", "decode"])
     with pytest.raises(SpecError, match=r"brand_new.*`transfer`"):
         members(spec, reserve(2), [[], []], tmp_path)

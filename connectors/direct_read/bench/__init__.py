@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What direct reads cost, beside the engine that they read from."""
+"""The cost of direct reads, beside the engine that they read from."""

@@ -3,13 +3,15 @@
 
 from kvtax.cli import Command
 
+PACKAGE = "kvtax-fleet"
 TRACE = Command(
-    "trace", "read, sample, anonymise request traces", "kvtax_fleet.cli.trace"
+    "trace", "read, sample, anonymise request traces", "kvtax_fleet.cli.trace", PACKAGE
 )
-PROXY = Command("proxy", "route requests to instances", "kvtax_fleet.cli.proxy")
+PROXY = Command("proxy", "route to instances", "kvtax_fleet.cli.proxy", PACKAGE)
 FLEET = Command(
     "fleet",
     "compare policies on many instances",
     "kvtax_fleet.cli.fleet",
+    PACKAGE,
     default_action="run",
 )

@@ -41,8 +41,8 @@ def arms(folder: Path) -> dict:
 @pytest.fixture(params=EXPERIMENTS)
 def both(request: pytest.FixtureRequest) -> tuple[dict, dict]:
     """The arms in real and in virtual time."""
-    real = arms(RESULTS / f"fleet-{request.param}")
-    virtual = arms(VIRTUAL / f"virtual-{request.param}")
+    real = arms(RESULTS / request.param)
+    virtual = arms(VIRTUAL / request.param)
     assert set(real) == set(virtual)
     return real, virtual
 
