@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every file of a run: one struct per record, with a line of description per field.
 
-A file is a JSON document (documents.py) or JSON lines that begin with a header
-(lines.py). Its first field, `schema`, says which: it is the tag of the struct that is
-the document or the header. docs/records.md is made from the structs (tables.py).
+A file is a JSON document, or JSON lines that begin with a header (files.py). Its first
+field, `schema`, says which: it is the tag of the struct that is the document or the
+header. formats.py lists the files; `kvtax fields` prints their fields.
 """
 
 

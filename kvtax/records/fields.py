@@ -1,31 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of a Markdown page from the structs of this room.
-
-    python -m kvtax.records.tables docs/records.md
-
-A table stands between `<!-- fields of MODULE.STRUCT -->` and `<!-- end -->`, with the
-module's full name if it is of another room. It has a row per field: its name in the
-file, and the string that follows it in the source.
-"""
+"""Describe a file's fields from its structs: `kvtax fields FILE` prints this."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import itertools
-import re
-import sys
 import textwrap
-from pathlib import Path
-from typing import get_args, get_type_hints
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from kvtax.records.files import write_whole
 from kvtax.records.steps import Measured
 
-TABLE = re.compile(r"<!-- fields of ([\w.]+)\.(\w+) -->\n.*?<!-- end -->\n", re.DOTALL)
+
+class Format(NamedTuple):
+    """A kind of file: name, purpose, and the structs of its document or its lines."""
+
+    name: str
+    purpose: str
+    kinds: tuple[type[msgspec.Struct], ...]
 
 
 def descriptions(kind: type[msgspec.Struct]) -> dict[str, str]:
@@ -65,22 +60,37 @@ def table(kind: type[msgspec.Struct]) -> str:
     return "\n".join([*lines, ""])
 
 
-def with_tables(page: str) -> str:
-    """`page` with every table made anew."""
+def described(form: Format) -> str:
+    """Render a format as Markdown: a table per struct, those inside of others last.
 
-    def made(found: re.Match[str]) -> str:
-        module, name = found.groups()
-        full = module if "." in module else f"kvtax.records.{module}"
-        kind = getattr(importlib.import_module(full), name)
-        return f"<!-- fields of {module}.{name} -->\n{table(kind)}<!-- end -->\n"
-
-    return TABLE.sub(made, page)
-
-
-def main() -> None:
-    for path in map(Path, sys.argv[1:]):
-        write_whole(path, with_tables(path.read_text()).encode())
+    Raises KeyError if a field has no description.
+    """
+    sections = [f"# {form.name}{_schema(form)}\n\n{form.purpose}\n"]
+    sections += [
+        f"## {kind.__name__}\n\n{inspect.getdoc(kind)}\n\n{table(kind)}"
+        for kind in _with_inner(form.kinds)
+    ]
+    return "\n".join(sections)
 
 
-if __name__ == "__main__":
-    main()
+def _schema(form: Format) -> str:
+    """The schema that the file's first field names."""
+    config = form.kinds[0].__struct_config__
+    return f", schema {config.tag}" if config.tag_field == "schema" else ""
+
+
+def _with_inner(kinds: tuple[type[msgspec.Struct], ...]) -> list[type[msgspec.Struct]]:
+    """List `kinds` and the structs that their fields hold, each once."""
+    every = list(kinds)
+    for kind in every:
+        for hint in get_type_hints(kind, include_extras=True).values():
+            every += [inner for inner in _structs(hint) if inner not in every]
+    return every
+
+
+def _structs(hint: Any) -> Iterator[type[msgspec.Struct]]:
+    """Yield the structs that a type hint names, at any depth."""
+    if inspect.isclass(hint) and issubclass(hint, msgspec.Struct):
+        yield hint
+    for inner in get_args(hint):
+        yield from _structs(inner)
