@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings keep the rules of docs/style.md that a program can check."""
+"""Docstrings keep the rules of CONTRIBUTING.md that a program can check."""
 
 from __future__ import annotations
 
