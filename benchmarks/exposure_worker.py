@@ -19,6 +19,7 @@ from benchmarks import busy_python
 from benchmarks.exposure_connector import DELAY_US
 from kvtax.engine.engine_process import serve
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
+from kvtax.stats.latency import tpot_of
 
 FILLING_TOKENS = 256 * BLOCK_SIZE
 POLL_S = 0.0005
@@ -83,9 +84,8 @@ def load(
         ranks.collective_rpc(busy_python.stop)
     DELAY_US.update(dict.fromkeys(DELAY_US, 0.0))
     ttft_ms = [1e3 * (tokens_s[one][0] - at) for one, at in arrival_s.items()]
-    tpot_ms = [
-        1e3 * (times[-1] - times[0]) / (len(times) - 1) for times in tokens_s.values()
-    ]
+    tpot_s = [tpot_of(one[0], one[-1], len(one)) for one in tokens_s.values()]
+    tpot_ms = [1e3 * each for each in tpot_s if each is not None]
     gaps_ms = [
         1e3 * (later - earlier)
         for times in tokens_s.values()

@@ -55,6 +55,7 @@ from kvtax.records.observatory_cell import CellRecord, read_cells
 from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader
 from kvtax.report.markdown import table
 from kvtax.stats import Estimate
+from kvtax.stats.latency import tpot_of
 from kvtax.stats.quantiles import median_of_passes
 
 CELLS = REPOSITORY / "docs" / "results" / "observatory"
@@ -218,12 +219,12 @@ def _latencies(model: str, running: int, host: StepTimes) -> dict[str, float]:
             folder / "replay.jsonl", ReplayHeader, ReplayedRequest | ReplayEnd
         )
     requests = [one for one in lines.records if isinstance(one, ReplayedRequest)]
+    tpot_ns = [
+        tpot_of(r.first_token_ns, r.end_ns, r.usage_completion_tokens) for r in requests
+    ]
     return {
         "ttft_ms": mean((r.first_token_ns - r.sent_ns) / 1e6 for r in requests),
-        "tpot_ms": mean(
-            (r.end_ns - r.first_token_ns) / 1e6 / (r.usage_completion_tokens - 1)
-            for r in requests
-        ),
+        "tpot_ms": mean(each / 1e6 for each in tpot_ns if each is not None),
     }
 
 

@@ -45,6 +45,7 @@ from kvtax_fleet.trace.study_sample import (
 from kvtax.engine.settings import Forward
 from kvtax.records.files import read_document
 from kvtax.report.markdown import table
+from kvtax.stats.latency import tpot_of
 
 INSTANCES = 8
 KV_TOKENS = 281_888
@@ -424,11 +425,8 @@ def latencies(requests: list[Request], forward: Forward) -> dict[str, float]:
 
 def _latencies(prefix: str, ended: list[Sent]) -> dict[str, float]:
     ttft_s = [one.first_s - one.sent_s for one in ended]
-    tpot_ms = [
-        1e3 * (one.end_s - one.first_s) / (one.output_tokens - 1)
-        for one in ended
-        if one.output_tokens > 1
-    ]
+    tpot_s = [tpot_of(one.first_s, one.end_s, one.output_tokens) for one in ended]
+    tpot_ms = [1e3 * each for each in tpot_s if each is not None]
     e2e_s = [one.end_s - one.sent_s for one in ended]
     return {
         f"{prefix}TTFT p50": float(np.quantile(ttft_s, 0.5)),

@@ -29,6 +29,7 @@ from kvtax.records.parts import parts_of
 from kvtax.records.steps import EngineHeader, another_life
 from kvtax.records.warning import RunWarning
 from kvtax.stats.distribution import Floats, Ints
+from kvtax.stats.latency import tpot
 from kvtax.steps.step_table import method_columns
 
 FILE = "engine_request.jsonl"
@@ -173,11 +174,12 @@ def split(requests: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     }
     told = pl.DataFrame({"end_ns": end_ns, **dict(_parts(spans, steps))})
     has_token = pl.col("first_token_step").is_not_null()
-    further = pl.col("output_tokens") - 1
-    tpot_us = (pl.col("e2e_us") - pl.col("ttft_us")) / further
+    decode_us = pl.col("e2e_us") - pl.col("ttft_us")
     return requests.hstack(told).with_columns(
         pl.when(has_token).then(pl.col("^ttft[._].*$")),
-        pl.when(has_token & (further > 0)).then(tpot_us).alias("tpot_us"),
+        pl.when(has_token)
+        .then(tpot(decode_us, pl.col("output_tokens")))
+        .alias("tpot_us"),
     )
 
 

@@ -2,9 +2,7 @@
 """Request latencies as the driver saw them, and what a connector adds to TPOT.
 
 Requests of the growth and plateau phases that ended ok, of trials whose requests were
-sent on time. TTFT and E2E count from the
-intended send (so a late driver does not flatter the server) and, as *_sent, from the
-actual send. TPOT = (end - first token) / (output tokens - 1).
+sent on time.
 """
 
 from __future__ import annotations
@@ -12,49 +10,45 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from kvtax.records.per_config import Addition, ConfigEntry, TpotAddition
-from kvtax.records.requests import Phase, RequestRecord
+from kvtax.records.requests import Phase
+from kvtax.stats.latency import latency_columns
 from kvtax.verdict.trials import LoadedTrial
 
 FORWARD_MS = (7.0, 25.0)
 APC = (0.0, 0.5, 0.9)
+MOMENTS = ("intended_ns", "sent_ns", "first_token_ns", "end_ns")
+COLUMNS = {name: pl.Int64 for name in (*MOMENTS, "output_tokens", "phase")}
 
 
 def latencies_ms(trials: list[LoadedTrial]) -> dict[str, dict[str, float] | None]:
     """p50, p90, p99 in ms of each latency over the repeats; None without a request."""
     ok = [
-        request
+        (*(getattr(request, name) for name in (*MOMENTS, "output_tokens")), phase)
         for trial in trials
         if trial.requests and not trial.late
         for request in trial.requests.requests
         if request.status == "ok"
-        and Phase.of(request.phase) in (Phase.GROWTH, Phase.PLATEAU)
+        and (phase := Phase.of(request.phase)) in (Phase.GROWTH, Phase.PLATEAU)
     ]
-    plateau = [request for request in ok if Phase.of(request.phase) is Phase.PLATEAU]
+    frame = pl.DataFrame(ok, schema=COLUMNS, orient="row")
+    ms = frame.with_columns(latency_columns("output_tokens"))
+    plateau = ms.filter(pl.col("phase") == Phase.PLATEAU)
     return {
-        "ttft_ms": _spread([_ms(r.intended_ns, r.first_token_ns) for r in ok]),
-        "ttft_sent_ms": _spread([_ms(r.sent_ns, r.first_token_ns) for r in ok]),
-        "tpot_ms": _spread([_tpot_ms(r) for r in ok]),
-        "tpot_plateau_ms": _spread([_tpot_ms(r) for r in plateau]),
-        "e2e_ms": _spread([_ms(r.intended_ns, r.end_ns) for r in ok]),
-        "e2e_sent_ms": _spread([_ms(r.sent_ns, r.end_ns) for r in ok]),
+        "ttft_ms": _spread(ms["ttft_ms"]),
+        "ttft_sent_ms": _spread(ms["ttft_sent_ms"]),
+        "tpot_ms": _spread(ms["tpot_ms"]),
+        "tpot_plateau_ms": _spread(plateau["tpot_ms"]),
+        "e2e_ms": _spread(ms["e2e_ms"]),
+        "e2e_sent_ms": _spread(ms["e2e_sent_ms"]),
     }
 
 
-def _ms(start_ns: int | None, end_ns: int | None) -> float | None:
-    return None if start_ns is None or end_ns is None else (end_ns - start_ns) / 1e6
-
-
-def _tpot_ms(request: RequestRecord) -> float | None:
-    decode = _ms(request.first_token_ns, request.end_ns)
-    tokens = (request.output_tokens or 0) - 1
-    return decode / tokens if decode is not None and tokens > 0 else None
-
-
-def _spread(values: list[float | None]) -> dict[str, float] | None:
-    known = [value for value in values if value is not None]
-    if not known:
+def _spread(values: pl.Series) -> dict[str, float] | None:
+    known = values.drop_nulls().to_numpy()
+    if not len(known):
         return None
     numbers = np.quantile(known, (0.5, 0.9, 0.99))
     return dict(zip(("p50", "p90", "p99"), np.round(numbers, 4).tolist(), strict=True))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtax.stats.held import Holds, falls, fit, growth, most_rise_us
+from kvtax.stats.held import Fit, Holds, falls, fit, growth, most_rise_us
 
 SHARES = np.array([0.0, 0.3, 0.6, 0.92, 1.0])
 BLOCKS_1K, PASSES, PASS_S = 18.0, 6, 40.0
@@ -207,3 +207,201 @@ def test_holds_that_are_alike_to_the_last_bit_still_have_an_interval():
     assert most_rise_us(found, 0.95) == pytest.approx(0, abs=0.01)
     assert growth(found, MARGIN_US, 0.95) is None
     assert not found.is_bent()
+
+
+# Levels 0 to 4 at x = 0 to 4, each known to 1 us with 1,000 degrees of freedom. The
+# error of a pair is 1.4142 us, that of the line from end to end 4 / sqrt(10) = 1.2649.
+def known_to_1_us(*level_us: float, df: int = 1_000) -> Fit:
+    levels = np.array(level_us, float)
+    x = np.arange(len(levels), dtype=float)
+    return Fit(x, levels, np.eye(len(levels)), 0.0, 1.0, df)
+
+
+@pytest.mark.parametrize(
+    ("level_us", "grows"),
+    [
+        # 10 pairs and a line at once: t at 1 - 0.025 / 11 is 2.843, or 4.02 us a pair.
+        ((0, 0, 0, 0, 13.95), False),
+        ((0, 0, 0, 0, 14.10), True),
+        ((0, 14.10, 0, 0, 0), True),
+        # The line is known better than its ends: 3.596 us.
+        ((0, 3.38, 6.76, 10.14, 13.52), False),
+        ((0, 3.42, 6.84, 10.26, 13.68), True),
+        ((14.10, 0, 0, 0, 0), False),
+    ],
+)
+def test_a_rise_above_the_margin_is_tested_for_all_pairs_at_once(level_us, grows):
+    assert (growth(known_to_1_us(*level_us), 10.0, 0.95) is not None) == grows
+
+
+@pytest.mark.parametrize(
+    ("level_us", "level", "falling"),
+    [
+        # 10 pairs: t at 1 - 0.025 / 10 is 2.813, or 3.98 us.
+        ((13.90, 0, 0, 0, 0), 0.95, False),
+        ((14.05, 0, 0, 0, 0), 0.95, True),
+        ((0, 0, 14.05, 0, 0), 0.95, True),
+        # More looks ask for more.
+        ((14.05, 0, 0, 0, 0), 0.99, False),
+        ((0, 0, 0, 0, 14.05), 0.95, False),
+    ],
+)
+def test_a_fall_below_the_margin_is_tested_for_all_pairs_at_once(
+    level_us, level, falling
+):
+    assert falls(known_to_1_us(*level_us), 10.0, level) == falling
+
+
+@pytest.mark.parametrize(
+    ("level_us", "df", "level", "most_us"),
+    [
+        # One-sided: t is 1.6464, and 1.4142 times that is 2.328.
+        ((0, 0, 0, 0, 0), 1_000, 0.95, 2.328),
+        ((0, 7, 0, 0, 5), 1_000, 0.95, 9.328),
+        ((9, 7, 5, 3, 1), 1_000, 0.95, 0.328),
+        ((0, 0), 4, 0.95, 1.4142 * 2.1318),
+        ((0, 0), 4, 0.99, 1.4142 * 3.7469),
+    ],
+)
+def test_the_most_that_a_level_may_lie_above_a_lower_one(level_us, df, level, most_us):
+    found = known_to_1_us(*level_us, df=df)
+    assert most_rise_us(found, level) == pytest.approx(most_us, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kink_us", "bent"),
+    # A kink in the middle leaves 0.8 of its square: F at 99 % of 3 and 1,000 is 3.80.
+    [(3.70, False), (3.85, True), (-3.70, False), (-3.85, True)],
+)
+def test_a_line_is_bent_if_it_would_be_so_once_in_a_hundred_by_chance(kink_us, bent):
+    assert known_to_1_us(0, 10, 20 + kink_us, 30, 40).is_bent() == bent
+
+
+@pytest.mark.parametrize(
+    ("level_us", "shape"),
+    [
+        ((0, 25_000, 50_000, 75_000, 100_000), "linear"),
+        ((0, 0, 0, 9_900, 100_000), "only when full"),
+        # A second rise of more than a tenth.
+        ((0, 0, 0, 10_100, 100_000), "curved"),
+        # No jump is more than seven tenths of the rise.
+        ((0, 9_990, 19_980, 30_100, 100_000), "curved"),
+        ((0, 9_800, 19_600, 29_400, 100_000), "only when full"),
+        ((0, 100_000, 100_000, 109_900, 100_000), "not monotone"),
+        ((0, 100_000, 100_000, 100_000, 100_000), "saturating"),
+        ((0, 0, 100_000, 100_000, 100_000), "step"),
+        ((0, 0, 0, 100_000, 100_000), "step"),
+        ((0, 100_000, 99_000, 99_000, 60_000), "not monotone"),
+    ],
+)
+def test_a_shape_is_named_by_its_jumps(level_us, shape):
+    assert growth(known_to_1_us(*level_us), 1.0, 0.95) == shape
+
+
+def table(
+    values, server=0, level=0, time_s=0, slowness=1, disturbance=1, x=None
+) -> Holds:
+    """Holds from columns of equal length; a number stands for a whole column."""
+    columns = [
+        np.broadcast_to(np.asarray(column), len(values)).copy()
+        for column in (server, level, time_s, slowness, disturbance)
+    ]
+    server, level, time_s, slowness, disturbance = columns
+    return Holds(
+        server=server,
+        level=level,
+        x=1.0 * level if x is None else np.asarray(x, float),
+        time_s=1.0 * time_s,
+        slowness=1.0 * slowness[:, None],
+        disturbance=1.0 * disturbance,
+        values=np.asarray(values, float),
+    )
+
+
+SERVER = np.repeat([0, 1], 12)
+NUMBER = np.tile(np.repeat([0, 1, 2, 3], 3), 2)
+LEVEL = np.tile([0, 1, 2], 8)
+# 40 s a pass; the second server begins later.
+TIME_S = 1_000 * SERVER + 40 * NUMBER + 10 * LEVEL
+SLOWNESS = np.tile([1.0, 2.0, 0.5, 1.0, 1.0, 4.0], 4)
+
+
+def test_what_a_time_is_made_of_is_found_exactly_where_there_is_no_noise():
+    """100, 130 and 200 us; 6 us more in each pass; servers 8 us above and below."""
+    level_us = np.array([100.0, 130.0, 200.0])[LEVEL]
+    log = np.log(SLOWNESS)
+    values = level_us * (1 + 0.3 * (log - log.mean()))
+    since = TIME_S - np.where(SERVER == 0, TIME_S[:12].mean(), TIME_S[12:].mean())
+    values = values + 6 * since / 40 + np.where(SERVER == 0, 8.0, -8.0)
+    found = fit(table(values, SERVER, LEVEL, TIME_S, SLOWNESS))
+    assert found.level_us == pytest.approx([100, 130, 200], rel=1e-5)
+    assert found.drift_us == pytest.approx(6.0, rel=1e-4)
+    assert found.x.tolist() == [0.0, 1.0, 2.0]
+    # 24 holds less 3 levels, 2 drifts, 1 offset and 1 slowness.
+    assert found.df == 17
+    assert found.slope()[0] == pytest.approx(50.0, rel=1e-4)
+    assert found.rise(0, 2)[0] == pytest.approx(100.0, rel=1e-4)
+    assert found.rise(2, 1)[0] == pytest.approx(-70.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("disturbed", [1.0, 3.0])
+def test_levels_and_their_errors_are_those_of_weighted_least_squares(disturbed):
+    """By the normal equations, weighted by the levels' sizes and the disturbance."""
+    rng = np.random.default_rng(15)
+    noise = np.where(rng.random(24) < 0.3, disturbed, 1.0)
+    values = np.array([50.0, 100.0, 400.0])[LEVEL] * (
+        1 + 0.02 * noise * rng.normal(size=24)
+    )
+    found = fit(table(values, SERVER, LEVEL, TIME_S, disturbance=noise))
+    columns = [LEVEL == 0, LEVEL == 1, LEVEL == 2]
+    for server in (0, 1):
+        own = server == SERVER
+        columns.append(np.where(own, (TIME_S - TIME_S[own].mean()) / 40, 0.0))
+    design = np.column_stack([*columns, np.where(SERVER == 1, 1.0, -1.0)]).astype(float)
+    fits = []
+    for power in (0, 1, 2, 3):
+        weight = 1 / (found.level_us[LEVEL] * noise**power)
+        scaled, target = design * weight[:, None], values * weight
+        normal = scaled.T @ scaled
+        factors = np.linalg.solve(normal, scaled.T @ target)
+        left = target - scaled @ factors
+        variance = float(left @ left) / (24 - 6)
+        likelihood = np.log(weight).sum() - np.linalg.slogdet(normal)[1] / 2
+        likelihood -= 18 * np.log(variance) / 2
+        fits.append((likelihood, factors, variance * np.linalg.inv(normal)))
+    _, factors, covariance = max(fits, key=lambda one: one[0])
+    assert found.level_us == pytest.approx(factors[:3], rel=1e-3)
+    assert found.covariance == pytest.approx(covariance[:3, :3], rel=0.02)
+    assert found.drift_us == pytest.approx(factors[3:5].mean(), rel=1e-3, abs=1e-3)
+    drifts = covariance[3:5, 3:5]
+    assert found.drift_error_us == pytest.approx(drifts.sum() ** 0.5 / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("holds", "df"),
+    [
+        # 2 levels and a drift.
+        (table([1.0, 2.0] * 3, 0, [0, 1] * 3, [0, 1, 10, 11, 20, 21]), 3),
+        (table([1.0, 2.0] * 2, 0, [0, 1] * 2, [0, 1, 10, 11]), 1),
+        # As many unknowns as holds; a level alone; x falls or stands still.
+        (table([1.0, 2.0, 1.0], 0, [0, 1, 0], [0, 1, 10]), None),
+        (table([1.0] * 6, 0, [1] * 6, [0, 1, 10, 11, 20, 21]), None),
+        (
+            table([1.0, 2.0] * 3, 0, [0, 1] * 3, [0, 1, 10, 11, 20, 21], x=[2, 1] * 3),
+            None,
+        ),
+        (
+            table([1.0, 2.0] * 3, 0, [0, 1] * 3, [0, 1, 10, 11, 20, 21], x=[2, 2] * 3),
+            None,
+        ),
+    ],
+)
+def test_degrees_of_freedom_are_holds_less_unknowns(holds, df):
+    found = fit(holds)
+    assert (None if found is None else found.df) == df
+
+
+def test_an_interval_of_the_drift_holds_as_often_as_it_is_asked_to():
+    found = replace(known_to_1_us(0, 0), drift_us=10.0, drift_error_us=2.0, df=4)
+    assert found.drift(0.95) == pytest.approx((10 - 5.553, 10 + 5.553), abs=1e-3)
+    assert found.drift(0.99) == pytest.approx((10 - 9.208, 10 + 9.208), abs=1e-3)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One row per request: what the client saw, joined with what the proxy decided.
 
-Latencies in ms. TTFT and E2E count from the intended send, so that a replayer that is
-late does not flatter the servers; as *_sent they count from the actual send. TPOT =
-(end - first token) / (generated tokens - 1). Only requests that ended ok have any.
+Latencies (kvtax.stats.latency) are in ms. Only requests that ended ok have any.
 
 New tokens = prompt - cached, from the server's usage. Where the prompt was computed
 elsewhere, the serving instance counts what it was sent as cached; then it is what the
@@ -24,6 +22,7 @@ import polars as pl
 from kvtax.records.estimate import Estimate
 from kvtax.records.replay import ReplayEnd
 from kvtax.stats.distribution import Distribution
+from kvtax.stats.latency import latency_columns
 
 from kvtax_fleet.analyze.arm_runs import ArmRun
 from kvtax_fleet.policies.decision import (
@@ -181,19 +180,9 @@ def _window(window_ns: tuple[int, int] | None) -> pl.Expr:
 
 def _latency() -> list[pl.Expr]:
     ok = pl.col("status") == "ok"
-
-    def ms(start: str, end: str) -> pl.Expr:
-        return pl.when(ok).then((pl.col(end) - pl.col(start)) / 1e6)
-
-    steps = pl.col("usage_completion_tokens") - 1
     return [
-        ms("intended_ns", "first_token_ns").alias("ttft_ms"),
-        ms("sent_ns", "first_token_ns").alias("ttft_sent_ms"),
-        ms("intended_ns", "end_ns").alias("e2e_ms"),
-        ms("sent_ns", "end_ns").alias("e2e_sent_ms"),
-        pl.when(steps > 0)
-        .then(ms("first_token_ns", "end_ns") / steps)
-        .alias("tpot_ms"),
+        pl.when(ok).then(column)
+        for column in latency_columns("usage_completion_tokens")
     ]
 
 

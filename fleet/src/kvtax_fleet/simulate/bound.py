@@ -21,6 +21,7 @@ from kvtax.engine.settings import Forward
 from kvtax.engine.vllm_plugin.kvtax_null_model.forward import SimulatedForward
 from kvtax.records import RecordsError
 from kvtax.report.markdown import DASH, table
+from kvtax.stats.latency import tpot_of
 
 from kvtax_fleet.analyze.arm_runs import ArmRun, read_run
 from kvtax_fleet.analyze.frames import TITLES, requests_frame
@@ -48,13 +49,12 @@ def bounds(
             tokens = min(chunk_tokens, prompt - begin)
             attended = tokens * begin + tokens * (tokens - 1) // 2
             ttft_us += device.duration_us(tokens, attended)
-        steps = max(1, request.output_tokens) - 1
+        tokens = max(1, request.output_tokens)
+        steps = tokens - 1
         # Each token attends to all before it: on average to those of the middle one.
-        tpot_us = device.duration_us(1, prompt + (steps - 1) / 2)
+        end_us = ttft_us + steps * device.duration_us(1, prompt + (steps - 1) / 2)
         found[f"{request.session}/{request.turn}"] = Latency(
-            ttft_us / 1e3,
-            tpot_us / 1e3 if steps else None,
-            (ttft_us + steps * tpot_us) / 1e3,
+            ttft_us / 1e3, tpot_of(ttft_us / 1e3, end_us / 1e3, tokens), end_us / 1e3
         )
     return found
 

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimates of a config: slopes, levels and how often a run may look at them."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from kvtax.records.requests import Phase
+from kvtax.verdict.measured import Measured, looks_of, measure_all
+from kvtax.verdict.trials import LoadedTrial
+from tests.verdict.steps import hold
+
+SHARES = (0.0, 0.5, 0.9, 1.0)
+LADDER = {"levels": list(SHARES), "decoders": 8}
+BLOCKS = 10_000
+PASSES = 4
+
+
+@pytest.mark.parametrize(
+    ("profile", "looks"),
+    [
+        ({}, 1),
+        ({"repeats": 3}, 1),
+        ({"repeats": 2, "most_repeats": 2}, 1),
+        ({"repeats": 2, "most_repeats": 3}, 2),
+        ({"repeats": 2, "most_repeats": 6}, 5),
+        ({"repeats": 4, "most_repeats": 2}, 1),
+    ],
+)
+def test_a_run_looks_once_and_again_after_each_further_repeat(profile, looks):
+    assert looks_of(profile) == looks
+
+
+def trial(repeat: int = 0, us_per_1k: float = 3.0, **changes: float) -> LoadedTrial:
+    """Passes in which schedule() takes 100 us and `us_per_1k` per 1,000 blocks.
+
+    One pass in two is 1 us slower at every other level.
+    """
+    holds = []
+    for number in range(PASSES):
+        for level, share in enumerate(SHARES):
+            us = 100 + us_per_1k * share * BLOCKS / 1_000 + number * level % 2
+            blocks = round(share * BLOCKS)
+            times = {"schedule_us": us} | changes
+            holds.append(hold(repeat, number, level, cache_blocks=blocks, **times))
+    filling = hold(repeat, steps=200, cache_blocks=range(0, 8_000, 40), level=0)
+    growth = filling.with_columns(
+        phase=pl.lit(int(Phase.GROWTH), pl.Int64),
+        schedule_us=pl.col("cache_blocks") / 1_000 * 7,
+    )
+    table = pl.concat([growth, *holds])
+    return LoadedTrial("plain", repeat, None, None, steps=table)
+
+
+def measured(*trials: LoadedTrial, **profile: int) -> Measured:
+    settings = {"load": {"ladder": LADDER}} | profile
+    return measure_all({"plain": trials or (trial(),)}, settings)["plain"]
+
+
+def test_slopes_are_per_1000_blocks_and_levels_those_of_the_holds():
+    found = measured()
+    slope = found.slopes["schedule"]
+    assert slope.value == pytest.approx(3.0, abs=0.2)
+    assert slope.ci95[0] < 3.0 < slope.ci95[1]
+    # The stated level is the third: 127 us at 9,000 blocks.
+    assert found.p50["schedule"].value == pytest.approx(127, abs=1)
+    assert found.level.cache_blocks == 9_000
+    assert found.growth_slopes["schedule"].value == pytest.approx(7.0)
+    assert found.growth_slopes["overhead"].value == pytest.approx(0.0, abs=1e-9)
+    assert found.slopes["overhead"].value == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("most_repeats", "z"),
+    # Pocock's constants for 1, 2 and 5 looks.
+    [(1, 1.960), (2, 2.178), (5, 2.413)],
+)
+def test_intervals_of_slopes_are_as_wide_as_the_looks_ask_for(most_repeats, z):
+    """Student's t of 11 degrees of freedom, at the level that z has in the normal."""
+    t = {1.960: 2.201, 2.178: 2.502, 2.413: 2.849}[z]
+    once = measured(repeats=1).slopes["schedule"].ci95
+    found = measured(repeats=1, most_repeats=most_repeats).slopes["schedule"].ci95
+    assert np.diff(found)[0] / np.diff(once)[0] == pytest.approx(t / 2.201, rel=0.002)
+
+
+def test_the_sum_of_the_parts_is_that_of_scheduler_worker_and_threads():
+    found = measured(
+        trial(scheduler_cpu_us=10.0, worker_calls_us=20.0, threads_us=40.0)
+    )
+    assert found.fits["all_parts"].usual.level_us == pytest.approx([70.0] * 4)
+    # The connector's calls in the scheduler are in the scheduler's CPU time.
+    assert found.fits["connector"].usual.level_us == pytest.approx([100.0] * 4)
+    without = measured(trial(threads_us=None))
+    assert "all_parts" not in without.fits and "threads" not in without.fits
+
+
+def test_only_parts_and_their_sum_have_a_mean_of_all_steps():
+    stalled = trial(connector_us=[1.0] * 39 + [41.0], schedule_us=[1.0] * 39 + [41.0])
+    found = measured(stalled)
+    parts = {name for name, fits in found.fits.items() if fits.mean is not None}
+    assert parts == {"scheduler_cpu", "connector", "threads", "all_parts"}
+    # Of 40 steps the slowest is no hundredth.
+    assert found.fits["connector"].mean.level_us == pytest.approx([2.0] * 4)
+
+
+def test_servers_are_measured_together_and_a_failed_one_is_left_out():
+    failed = LoadedTrial("plain", 2, "it died", None)
+    found = measured(trial(0), trial(1), failed)
+    assert found.every["repeat"].unique().to_list() == [0, 1]
+    assert found.fits["schedule"].usual.df > measured().fits["schedule"].usual.df
+    assert measure_all({"plain": [failed]}, {"load": {"ladder": LADDER}}) == {}
