@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.coverage import FALSE, KINDS, row, shares
 from kvtax.stats.held import Fit, Holds, falls, fit, growth, most_rise_us
 
 SHARES = np.array([0.0, 0.3, 0.6, 0.92, 1.0])
@@ -405,3 +406,29 @@ def test_an_interval_of_the_drift_holds_as_often_as_it_is_asked_to():
     found = replace(known_to_1_us(0, 0), drift_us=10.0, drift_error_us=2.0, df=4)
     assert found.drift(0.95) == pytest.approx((10 - 5.553, 10 + 5.553), abs=1e-3)
     assert found.drift(0.99) == pytest.approx((10 - 9.208, 10 + 9.208), abs=1e-3)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(1)
+
+
+# Of what servers differ by, one server knows nothing.
+UNKNOWN = "servers differ"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {UNKNOWN}))
+def test_intervals_hold_the_truth_and_words_are_seldom_false(name, rng):
+    cell = shares(KINDS[name], 2, 60, rng)
+    # 240 runs are as far off as 4 points.
+    assert min(cell.slope, cell.pairs) > 0.90
+    assert max(cell.false) < 0.12, dict(zip(FALSE, cell.false, strict=True))
+    assert row(name, 2, cell)[:2] == [name, "2"]
+
+
+@pytest.mark.slow
+def test_where_servers_differ_the_table_says_that_intervals_are_too_narrow(rng):
+    cell = shares(KINDS[UNKNOWN], 2, 30, rng)
+    assert cell.slope < 0.90
+    assert any("misses" in word for word in row(UNKNOWN, 2, cell))
