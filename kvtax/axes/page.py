@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/observatory.md from the cells' records."""
+"""The observatory's pages: docs/observatory.md, and all axes for a browser."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ AXIS = (
     "{margin:g} is flat, unless a level certainly lies above a lower one by as much "
     "over the whole axis. Where it grows, the method that grows most is named."
 )
+NEWEST = (
+    "µs per step at both ends of each axis, and whether the cost grows. "
+    "`kvtax axes --page --html FILE` writes all releases, with slopes, intervals and "
+    "the method that grows most."
+)
 HOSTS = (
     "The cells are of several hosts, each cell of one. So what it says of growth holds "
     "as it stands. Levels of cells of different hosts must not be compared."
@@ -52,22 +57,33 @@ CLAIMS = "What users reported, and what the cell shows. A curve is level: µs pe
 
 def write_pages(matrix: Matrix, cells: Cells, html: Path | None) -> list[Path]:
     """Write docs/observatory.md, and `html` for a browser; return the files."""
-    made = page(matrix, cells)
-    write_whole(PAGE, render.markdown(made).encode())
+    write_whole(PAGE, render.markdown(summary_page(matrix, cells)).encode())
     if html is None:
         return [PAGE]
-    write_whole(html, render.html(made).encode())
+    write_whole(html, render.html(full_page(matrix, cells)).encode())
     return [PAGE, html]
 
 
-def page(matrix: Matrix, cells: Cells) -> Page:
-    """Build the tables, claims and hosts of `cells`."""
+def summary_page(matrix: Matrix, cells: Cells) -> Page:
+    """Build the page with the axes of the newest release."""
+    return _page(matrix, cells, [_newest(matrix, cells)])
+
+
+def full_page(matrix: Matrix, cells: Cells) -> Page:
+    """Build the page with a table per axis of all releases."""
+    axes = [_along(axis, matrix, cells) for axis in AXES if _has(axis, cells)]
+    return _page(matrix, cells, axes)
+
+
+def _page(matrix: Matrix, cells: Cells, axes: Iterable[Table]) -> Page:
+    """Build the tables of `cells`, with those of the `axes`, claims and hosts."""
     idle = "What it costs idle, and what it grows with"
+    names = [name for name in matrix.connectors if _is_measured(name, cells)]
     sections = [
-        _matrix_table(idle, SUMMARY, matrix, matrix.connectors, cells, _idle),
+        _matrix_table(idle, SUMMARY, matrix, names, cells, _idle),
         Words(title=idle, paragraphs=list(_stand_ins(matrix))),
         _hosts(cells),
-        *(_along(axis, matrix, cells) for axis in AXES if _has(axis, cells)),
+        *axes,
         _claims(matrix, cells),
         _reasons(cells),
     ]
@@ -175,6 +191,42 @@ def _along(axis: str, matrix: Matrix, cells: Cells) -> Table:
         [name for name in matrix.connectors if not _lacks(name, axis, cells)],
         cells,
         lambda cell: _slope(cell, axis),
+    )
+
+
+def _newest(matrix: Matrix, cells: Cells) -> Table:
+    """Tabulate all axes of the newest release: a row per connector."""
+    release = matrix.releases[-1]
+    cells = {name: cell for name, cell in cells.items() if name[0] == release}
+    axes = [axis for axis in AXES if any(axis in c.means_us for c in cells.values())]
+    rows: list[list[Cell]] = []
+    for connector in matrix.connectors:
+        cell = cells.get((release, connector))
+        if cell is not None and not cell.error:
+            ends = [_ends(cell, axis) for axis in axes]
+            rows.append([_name(matrix, connector), *ends])
+    return Table(
+        title=f"Each axis on {release}",
+        note=NEWEST,
+        columns=["connector", *axes],
+        rows=rows,
+    )
+
+
+def _ends(cell: CellRecord, axis: str) -> str:
+    along = growth(cell, axis, whole(cell))
+    if along is None:
+        return DASH
+    ends = f"{along.level_us[0]:.0f} {ARROW} {along.level_us[-1]:.0f}"
+    return (
+        f"**{ends}**" if along.grows else ends if along.grows is False else ends + "?"
+    )
+
+
+def _is_measured(connector: str, cells: Cells) -> bool:
+    """Return whether a connector started on any release."""
+    return any(
+        name == connector and not cell.error for (_, name), cell in cells.items()
     )
 
 
