@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply, revert and inspect source patches of an installed package: `kvtax patch`.
 
-Needs nothing but Python >= 3.11. Without --patch: the set `records`, which
-records steps and requests.
+Needs nothing but Python >= 3.11. Without --patch: the set `timing`, which records steps
+and requests; --patch all adds the fixes.
 """
 
 import sys

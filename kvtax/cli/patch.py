@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply, revert and inspect source patches of an installed package.
 
-Without --patch: the set `records`, the patch step_timing_v2, which records steps and
-requests. --patch NAME is that patch alone.
+Without --patch: the set `timing`, which records steps and requests; --patch all adds
+the fixes.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from pathlib import Path
 from kvtax import patcher
 from kvtax.config import ConfigError
 from kvtax.patcher import cli
-from kvtax.paths import CONFIGS, PATCHES
+from kvtax.paths import CONFIGS
 
-RECORDS = "records"  # the set of patches that record
+RECORDS = "timing"  # the set of patches that record
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="PATCH",
-        help="apply these patches (kvtax patch --list shows them)",
+        help="apply these patches or sets (kvtax patch --list shows them)",
     )
     parser.add_argument(
         "--set",
@@ -93,14 +93,12 @@ def _plans(arguments: argparse.Namespace) -> list[patcher.ImportPlan]:
     from kvtax.engine.command_python import python_of
     from kvtax.engine.overlay import named_patches
 
-    names = [*arguments.fix]
-    if arguments.records:
-        names += patcher.load_sets(PATCHES)[RECORDS]
+    names = [*arguments.fix, *([RECORDS] if arguments.records else [])]
     if not names:
         raise ConfigError("nothing to apply: give --records DIR or --fix PATCH")
     used = python_of(arguments.command, arguments.python)
     return patcher.plan_imports(
-        named_patches([*dict.fromkeys(names)]),
+        named_patches(names),
         dict(arguments.set),
         lambda package: patcher.Tree(used.package(package), only_read=True),
     )

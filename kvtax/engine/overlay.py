@@ -48,10 +48,9 @@ def build_overlay(
 
 
 def named_patches(names: Sequence[str]) -> list[patcher.Patch]:
-    """Load the patches of these names. Raises patcher.BlockPatchError if one is not."""
-    patches = patcher.load_patches(PATCHES)
-    if unknown := [name for name in names if name not in patches]:
-        raise patcher.BlockPatchError(
-            f"no patch named {unknown[0]!r}; there are: {', '.join(sorted(patches))}"
-        )
-    return [patches[name] for name in names]
+    """Load the patches, or sets of patches, of these names.
+
+    Raises patcher.BlockPatchError if there is none.
+    """
+    patches = patcher.in_sets(names, patcher.load_sets(PATCHES))
+    return patcher.select(patcher.load_patches(PATCHES), patches)

@@ -28,7 +28,7 @@ from .errors import (
     WriteError,
 )
 from .journal import pending, settle
-from .manifest import load_patch, load_patches, load_sets
+from .manifest import in_sets, load_patch, load_patches, load_sets, select
 from .patch import Patch, Release, load_releases, patch_hash
 from .plan import Change, Plan
 from .target import Tree, find_package, locate
@@ -57,6 +57,7 @@ __all__ = [
     "check",
     "diff",
     "find_package",
+    "in_sets",
     "load_patch",
     "load_patches",
     "load_releases",
@@ -66,6 +67,7 @@ __all__ = [
     "pending",
     "plan_imports",
     "revert",
+    "select",
     "settle",
     "status",
     "write_overlay",

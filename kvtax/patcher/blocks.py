@@ -3,22 +3,18 @@
 
 All text is bytes, so lines of others come back byte for byte. A block:
 
-    # BLOCK_BEGIN <patch>:<id> sha256:<16 hex digits> <where> order=<n> [displaced=<n>]
-        [named]                                           (all of that on one line)
-    # WAS: <a line that a replace displaced, ending included>
+    # BLOCK_BEGIN <patch>:<id> <check> [was=<n>]
+    # WAS: <one of n lines that a replace displaced, ending included>
     <the block's own lines>
-    # BLOCK_END <patch>:<id>
+    # BLOCK_END <patch>:<id> <check>
 
-The hash is over the lines between the two sentinels, whatever their line ends.
-``order`` is the block's place in
-its manifest, so that a file can be rendered again without any manifest. ``named``: the
-patch was applied by its name, so what a set applied is not all of it. An added file
-is one block around the whole file:
+The check, 8 hex digits, is of the lines between the two, blanks at their ends left out.
+Only a line of this whole form is ours: any other BLOCK_BEGIN or BLOCK_END is somebody's
+text. An added file is one block around the whole file, and its id is the path:
 
-    # BLOCK_BEGIN <patch>[+<patch>...]:<path> sha256:<...> new-file dirs=<n>
-        [named=<patch>[+<patch>...]]
+    # BLOCK_BEGIN <patch>[+<patch>...]:<path> <check>
 
-where ``dirs`` counts the innermost parent directories that patches created.
+An earlier kvtax wrote longer BEGIN lines, which are read as well (``_EARLIER``).
 """
 
 import hashlib
@@ -31,45 +27,58 @@ from .errors import ConflictError, DamagedError
 
 WAS = b"# WAS: "
 MARK = b"# BLOCK_"
-SENTINEL = re.compile(rb"[ \t\f]*# BLOCK_(BEGIN|END)\b")
-_HEAD = rb"([ \t]*)# BLOCK_BEGIN ([\w.+-]+):([\w./-]+) sha256:([0-9a-f]{16}) "
+ADDED_ID = ".py"  # how the id of an added file ends, and no other
+_NAME = rb"([\w.+-]+):([\w./-]+)"
 _BEGIN = re.compile(
-    _HEAD + rb"(before|after|replace) order=(\d+)(?: displaced=(\d+))?( named)?\r?\n"
+    rb"([ \t]*)# BLOCK_BEGIN " + _NAME + rb" ([0-9a-f]{8})(?: was=(\d+))?\r?\n"
 )
-_BEGIN_ADDED = re.compile(_HEAD + rb"new-file dirs=(\d+)(?: named=([\w.+-]+))?\r?\n")
-_NAMES = re.compile(rb"# BLOCK_(?:BEGIN|END) ([\w.+-]+):")
-_RANK = {"after": 0, "before": 1, "replace": 2}
+_END = re.compile(rb"[ \t]*# BLOCK_END " + _NAME + rb" [0-9a-f]{8}\r?\n")
+_EARLIER = re.compile(
+    rb"([ \t]*)# BLOCK_BEGIN " + _NAME + rb" sha256:([0-9a-f]{16}) "
+    rb"(?:new-file dirs=\d+(?: named=[\w.+-]+)?"
+    rb"|(?:before|after|replace) order=\d+(?: displaced=(\d+))?(?: named)?)\r?\n"
+)
 
 
 @dataclass(frozen=True)
 class Block:
     """One block. It stands before pristine line ``at`` and displaces ``[at, until)``.
 
-    ``code`` holds its lines as they are in the file: indented, endings included.
-    ``edited`` is set by ``parse`` where the lines no longer fit their hash, to that
-    hash, and ``torn`` where not all displaced lines are there.
+    ``text`` holds its lines, sentinels included. ``order`` is its place among blocks of
+    its patch at the same line. ``edited``: the lines no longer fit the ``check``;
+    ``torn``: not all displaced lines are there.
     """
 
     patch: str
     id: str
-    where: str
-    order: int
     at: int
     until: int
     indent: bytes
-    code: tuple[bytes, ...]
-    named: bool = False
-    edited: str = field(default="", compare=False)
+    text: tuple[bytes, ...]
+    order: tuple[bool, int] = field(default=(False, 0), compare=False)
+    edited: bool = field(default=False, compare=False)
     torn: bool = field(default=False, compare=False)
 
     @property
     def name(self) -> str:
         return f"{self.patch}:{self.id}"
 
-    def sort_key(self) -> tuple[int, int, int, str, int]:
-        """Order after-blocks of the statement above first, innermost first."""
-        inner_first = -len(self.indent)
-        return self.at, _RANK[self.where], inner_first, self.patch, self.order
+    @property
+    def code(self) -> tuple[bytes, ...]:
+        """Lines without sentinels and displaced lines."""
+        return self.text[1 + self.until - self.at : -1]
+
+    @property
+    def check(self) -> str:
+        """Check in the BEGIN line."""
+        begin = _read_begin(self.text[0])
+        assert begin
+        return begin.check
+
+    def sort_key(self) -> tuple[int, bool, int, str, tuple[bool, int]]:
+        """Order what stands at one line: after inner statements first, replace last."""
+        replaces = self.until > self.at
+        return self.at, replaces, -len(self.indent), self.patch, self.order
 
 
 class Parsed(NamedTuple):
@@ -77,28 +86,51 @@ class Parsed(NamedTuple):
     blocks: tuple[Block, ...]
 
 
-class Unreadable(NamedTuple):
-    """A file with half a sentinel, or a foreign one: why, and the patches it names."""
-
-    why: str
-    patches: frozenset[str]
-
-
 @dataclass(frozen=True)
 class Added:
-    """A whole file that patches added; ``owners`` and ``named`` are sorted."""
+    """A whole file that patches added; ``owners`` are sorted."""
 
     path: str
     owners: tuple[str, ...]
-    dirs: int
     content: bytes
-    named: tuple[str, ...] = ()
     edited: bool = field(default=False, compare=False)
 
 
+class _Begin(NamedTuple):
+    """A BEGIN line, and the END line that it needs."""
+
+    indent: bytes
+    patch: str
+    id: str
+    check: str
+    displaced: int
+    end: bytes
+
+
+def _read_begin(line: bytes) -> _Begin | None:
+    match = _BEGIN.fullmatch(line) or _EARLIER.fullmatch(line)
+    if not match:
+        return None
+    indent, patch, id_, check, displaced = match.groups()
+    end = indent + b"# BLOCK_END " + patch + b":" + id_
+    if match.re is _BEGIN:
+        end += b" " + check
+    count = int(displaced or 0)
+    return _Begin(indent, patch.decode(), id_.decode(), check.decode(), count, end)
+
+
 def fingerprint(body: Iterable[bytes]) -> str:
-    text = b"".join(body).replace(b"\r\n", b"\n")
-    return hashlib.sha256(text).hexdigest()[:16]
+    """Return the check of a block's lines."""
+    text = b"".join(line.rstrip() + b"\n" for line in body)
+    return hashlib.sha256(text).hexdigest()[:8]
+
+
+def _fits(check: str, body: Sequence[bytes]) -> bool:
+    text = b"".join(body)
+    earlier = (text, text.replace(b"\r\n", b"\n"))
+    return check == fingerprint(body) or check in (
+        hashlib.sha256(form).hexdigest()[:16] for form in earlier
+    )
 
 
 def line_ending(lines: Sequence[bytes]) -> bytes:
@@ -112,11 +144,43 @@ def code_lines(code: str, indent: bytes, eol: bytes) -> tuple[bytes, ...]:
     return tuple((indent + line if line.strip() else b"") + eol for line in lines)
 
 
+def was_lines(lines: Iterable[bytes], indent: bytes, eol: bytes) -> list[bytes]:
+    """Comment out lines that a block displaces."""
+    ends = (b"\n", b"\r")
+    return [
+        indent + WAS + (line if line.endswith(ends) else line + eol) for line in lines
+    ]
+
+
+def make_block(
+    name: tuple[str, str],
+    lines: Sequence[bytes],
+    span: tuple[int, int],
+    indent: bytes,
+    code: str,
+    order: tuple[bool, int] = (False, 0),
+) -> Block:
+    """Make the block ``(patch, id)`` of ``code`` for ``span`` of the pristine lines."""
+    eol = line_ending(lines)
+    displaced = lines[slice(*span)]
+    body = [*was_lines(displaced, indent, eol), *code_lines(code, indent, eol)]
+    begin, end = _sentinels(":".join(name), body)
+    if displaced:
+        begin += f" was={len(displaced)}"
+    text = (indent + begin.encode() + eol, *body, indent + end.encode() + eol)
+    return Block(*name, *span, indent, text, order)
+
+
+def _sentinels(name: str, body: Iterable[bytes]) -> tuple[str, str]:
+    check = fingerprint(body)
+    return f"# BLOCK_BEGIN {name} {check}", f"# BLOCK_END {name} {check}"
+
+
 def parse(text: bytes, file: str = "<text>") -> Parsed:
     """Split ``text`` into pristine lines and blocks.
 
-    Raises DamagedError, with ``file`` and line number, for half a sentinel, nested
-    blocks, or text that ``render`` would not give back.
+    Raises DamagedError, with ``file`` and line number, for half a block of ours, nested
+    blocks, or one that stands there twice.
     """
     lines = text.splitlines(keepends=True)
     if MARK not in text:
@@ -129,39 +193,34 @@ def parse(text: bytes, file: str = "<text>") -> Parsed:
     blocks: list[Block] = []
     number = 0
     while number < len(lines):
-        if SENTINEL.match(lines[number]):
-            end = _find_end(lines, number, file)
-            block = _parse_block(lines, number, end, pristine)
+        if begin := _read_begin(lines[number]):
+            end = _find_end(lines, number, begin, file)
+            body = lines[number : end + 1]
+            block = _read_block(begin, body, pristine, len(blocks))
             if any(block.name == other.name for other in blocks):
                 raise _damaged(file, number, lines[number], "stands here twice")
             blocks.append(block)
-            number = end + 1
+            number = end
+        elif _END.fullmatch(lines[number]):
+            raise _damaged(file, number, lines[number], "has no BLOCK_BEGIN of its own")
         else:
             pristine.append(lines[number])
-            number += 1
+        number += 1
     if open_ended and pristine:
         pristine[-1] = pristine[-1].removesuffix(eol)
-    parsed = Parsed(tuple(pristine), tuple(blocks))
-    if not any(block.edited for block in blocks) and render(*parsed) != text:
-        raise DamagedError(
-            f"{file}: its blocks are not where or in the order the engine put them; "
-            "restore the file from the package and apply again"
-        )
-    return parsed
+    return Parsed(tuple(pristine), tuple(blocks))
 
 
-def _find_end(lines: list[bytes], begin: int, file: str) -> int:
-    """Find the index of the END line that closes the BEGIN line at ``begin``."""
-    match = _BEGIN.fullmatch(lines[begin])
-    if not match:
-        raise _damaged(file, begin, lines[begin], "is not a whole BLOCK_BEGIN line")
-    for number in range(begin + 1, len(lines)):
-        if SENTINEL.match(lines[number]):
-            wanted = match[1] + b"# BLOCK_END " + match[2] + b":" + match[3]
-            if lines[number].rstrip(b"\r\n") == wanted:
-                return number
+def _find_end(lines: list[bytes], at: int, begin: _Begin, file: str) -> int:
+    """Find the index of the END line that closes the BEGIN line at ``at``."""
+    if begin.id.endswith(ADDED_ID):
+        raise _damaged(file, at, lines[at], "is that of a whole file, not of this one")
+    for number in range(at + 1, len(lines)):
+        if lines[number].rstrip(b"\r\n") == begin.end:
+            return number
+        if _read_begin(lines[number]) or _END.fullmatch(lines[number]):
             break
-    raise _damaged(file, begin, lines[begin], "has no BLOCK_END of its own")
+    raise _damaged(file, at, lines[at], "has no BLOCK_END of its own")
 
 
 def _damaged(file: str, number: int, line: bytes, what: str) -> DamagedError:
@@ -172,37 +231,30 @@ def _damaged(file: str, number: int, line: bytes, what: str) -> DamagedError:
     )
 
 
-def _parse_block(
-    lines: list[bytes], begin: int, end: int, pristine: list[bytes]
+def _read_block(
+    begin: _Begin, text: list[bytes], pristine: list[bytes], order: int
 ) -> Block:
-    """Parse a block; the lines that it displaced go back to ``pristine``."""
-    match = _BEGIN.fullmatch(lines[begin])
-    assert match
-    indent, patch, id_, digest, where, order, displaced, named = match.groups()
-    body = lines[begin + 1 : end]
-    count = int(displaced or 0)
-    prefix = indent + WAS
+    """Read a block; the lines that it displaced go back to ``pristine``."""
+    body = text[1:-1]
+    prefix = begin.indent + WAS
     # Editors strip the blank that ends the line of an empty line.
     kept = [
         line if line.startswith(prefix) else prefix + line[len(prefix) - 1 :]
-        for line in body[:count]
+        for line in body[: begin.displaced]
         if line.startswith(prefix) or line.rstrip() == prefix.rstrip()
     ]
     at = len(pristine)
     pristine += [line[len(prefix) :] for line in kept]
-    torn = len(kept) != count
-    edited = torn or fingerprint(body) != digest.decode()
+    torn = len(kept) != begin.displaced
     return Block(
-        patch=patch.decode(),
-        id=id_.decode(),
-        where=where.decode(),
-        order=int(order),
+        patch=begin.patch,
+        id=begin.id,
         at=at,
         until=len(pristine),
-        indent=indent,
-        code=tuple(body[count:]),
-        named=named is not None,
-        edited=digest.decode() if edited else "",
+        indent=begin.indent,
+        text=tuple(text),
+        order=(False, order),
+        edited=torn or not _fits(begin.check, body),
         torn=torn,
     )
 
@@ -221,32 +273,15 @@ def render(lines: Sequence[bytes], blocks: Iterable[Block]) -> bytes:
     position = 0
     for block in blocks:
         out += lines[position : block.at]
-        out += _render_block(block, lines[block.at : block.until], eol)
+        out += block.text
         position = block.until
     text = b"".join(out + lines[position:])
     return text.removesuffix(eol) if open_ended else text
 
 
-def _render_block(block: Block, displaced: list[bytes], eol: bytes) -> list[bytes]:
-    body = [block.indent + WAS + line for line in displaced] + list(block.code)
-    digest = block.edited or fingerprint(body)
-    begin = f"# BLOCK_BEGIN {block.name} sha256:{digest} {block.where}"
-    begin += f" order={block.order}"
-    if displaced:
-        begin += f" displaced={len(displaced)}"
-    if block.named:
-        begin += " named"
-    end = f"# BLOCK_END {block.name}"
-    return [
-        block.indent + begin.encode() + eol,
-        *body,
-        block.indent + end.encode() + eol,
-    ]
-
-
 def check_overlaps(blocks: Sequence[Block], file: str) -> None:
     """Raise ConflictError where a block stands inside lines that another replaces."""
-    for replace in (block for block in blocks if block.where == "replace"):
+    for replace in (block for block in blocks if block.until > block.at):
         for other in blocks:
             if other is not replace and _overlaps(replace, other):
                 raise ConflictError(
@@ -256,13 +291,12 @@ def check_overlaps(blocks: Sequence[Block], file: str) -> None:
 
 
 def _overlaps(replace: Block, other: Block) -> bool:
-    if other.where == "replace":
+    if other.until > other.at:
         return replace.at < other.until and other.at < replace.until
     if replace.at < other.at < replace.until:
         return True
     # After the last statement *inside* what is replaced: same line, deeper indent.
-    at_end = other.at == replace.until and other.where == "after"
-    return at_end and len(other.indent) > len(replace.indent)
+    return other.at == replace.until and len(other.indent) > len(replace.indent)
 
 
 def parse_added(text: bytes, file: str) -> Added | None:
@@ -271,40 +305,28 @@ def parse_added(text: bytes, file: str) -> Added | None:
     Raises DamagedError if anything stands outside its sentinels, or it was moved.
     """
     lines = text.splitlines(keepends=True)
-    match = _BEGIN_ADDED.fullmatch(lines[0]) if lines else None
-    if not match:
+    begin = _read_begin(lines[0]) if lines else None
+    if not begin or not begin.id.endswith(ADDED_ID):
         return None
-    _, owners, path, digest, dirs, named = match.groups()
-    inner = [n for n, line in enumerate(lines[1:], 1) if SENTINEL.match(line)]
-    end = b"# BLOCK_END " + owners + b":" + path + b"\n"
-    if inner != [len(lines) - 1] or lines[-1].replace(b"\r\n", b"\n") != end:
+    if lines[-1].rstrip(b"\r\n") != begin.end:
         raise _damaged(file, 0, lines[0], "does not enclose the file as it was added")
-    if path.decode() != file or int(dirs) > file.count("/"):
+    if begin.id != file:
         raise _damaged(file, 0, lines[0], "names another path: the file was moved")
     body = lines[1:-1]
     return Added(
         path=file,
-        owners=tuple(owners.decode().split("+")),
-        dirs=int(dirs),
+        owners=tuple(begin.patch.split("+")),
         content=b"".join(body).replace(b"\r\n", b"\n"),
-        named=tuple(named.decode().split("+")) if named else (),
-        edited=fingerprint(body) != digest.decode(),
+        edited=not _fits(begin.check, body),
     )
 
 
-def read(text: bytes, file: str) -> Parsed | Added | Unreadable:
-    """Parse a file of either kind, or one that neither is."""
-    try:
-        return parse_added(text, file) or parse(text, file)
-    except DamagedError as error:
-        names = (match[1].decode().split("+") for match in _NAMES.finditer(text))
-        return Unreadable(str(error), frozenset().union(*names))
+def read(text: bytes, file: str) -> Parsed | Added:
+    """Parse a file of either kind. Raises DamagedError."""
+    return parse_added(text, file) or parse(text, file)
 
 
 def render_added(added: Added) -> bytes:
     name = f"{'+'.join(added.owners)}:{added.path}"
-    begin = f"# BLOCK_BEGIN {name} sha256:{fingerprint([added.content])}"
-    begin += f" new-file dirs={added.dirs}"
-    if added.named:
-        begin += f" named={'+'.join(added.named)}"
-    return f"{begin}\n".encode() + added.content + f"# BLOCK_END {name}\n".encode()
+    begin, end = _sentinels(name, added.content.splitlines())
+    return f"{begin}\n".encode() + added.content + f"{end}\n".encode()

@@ -21,19 +21,18 @@ from .errors import (
     UnfinishedError,
 )
 from .journal import pending, settle
-from .manifest import load_patches, load_sets
+from .manifest import in_sets, load_patches, load_sets, select
 from .patch import Patch, Release, load_releases
 from .plan import Plan
 from .target import Tree, find_package, locate
 
-DEFAULT_SET = "records"
-UNREAD = 3  # exit code
+DEFAULT_SET = "timing"
+REFUSED, CLOSED_PIPE = 2, 141  # exit codes
 _EPILOG = """\
-exit codes: 0 done, or nothing to do; 1 --check found that a patch does not fit;
-2 refused, the tree as it was; 3 done, but a file with a broken or foreign BLOCK line
-was left alone. Ctrl-C and SIGTERM wait until the change is whole. After a kill, the
-next --apply or --revert finishes or undoes the change that was under way, or gives it
-up if somebody has changed the files since. Other actions never write.
+exit codes: 0 done, or nothing to do; 2 refused, the tree as it was. Ctrl-C and SIGTERM
+wait until the change is whole. After a kill, the next --apply or --revert finishes or
+undoes the change that was under way, or gives it up if somebody has changed the files
+since. Other actions never write.
 """
 
 
@@ -56,7 +55,7 @@ def main(
         return error.exit_code
     except BrokenPipeError:  # the reader left early; the action is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return CLOSED_PIPE
     return code
 
 
@@ -66,9 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     action = parser.add_mutually_exclusive_group(required=True)
     for name, text in {
         "apply": "apply the patches; those applied already are brought up to date",
-        "revert": "take the patches out again, to the identical bytes, and list them; "
-        "without --patch those of the default set that were not applied by name",
-        "status": "show for every patch whether the tree has it",
+        "revert": "take the patches out again, to the identical bytes, and list them",
+        "status": "show for every patch whether the tree has it, or would take it",
         "check": "show whether the patches would apply; change nothing",
         "diff": "print what the patches change, against the tree without them",
         "list": "list the patches and the releases they are tested on",
@@ -80,8 +78,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--patch",
         action="append",
         metavar="NAME",
-        help="a single patch, never a set; may be repeated; status shows all without "
-        f"it (default: the set {DEFAULT_SET!r} of patches/sets.toml)",
+        help="a patch, or a set of patches/sets.toml such as all; may be repeated; "
+        f"status shows all without it (default: {DEFAULT_SET})",
     )
     parser.add_argument(
         "--target",
@@ -93,8 +91,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--discard-edits",
         action="store_true",
-        help="with --revert: take out blocks that somebody edited, too; the file as it "
-        "is stays beside it as FILE.edited",
+        help="with --revert: take out blocks that somebody edited, too; a copy of the "
+        "file stays as FILE.edited",
     )
     parser.add_argument(
         "--set",
@@ -116,18 +114,21 @@ def run(args: argparse.Namespace, repository: Path) -> int:
         raise ParameterError("--set goes with --apply, --check or --diff")
     if args.discard_edits and args.action != "revert":
         raise ParameterError("--discard-edits goes with --revert")
+    sets = load_sets(folder)
     if args.action == "list":
-        _list(load_patches(folder), load_sets(folder), _releases(repository))
-    elif args.action == "status":
-        return _status(load_patches(folder), args, repository)
-    elif args.action == "revert":
-        return _revert(
-            _names(args, folder), _manifests_if_sound(folder), args, repository
-        )
-    else:
-        patches = _select(load_patches(folder), _names(args, folder))
-        return _put(patches, args, repository)
-    return 0
+        _list(load_patches(folder), sets, _releases(repository))
+        return 0
+    if args.action == "status":
+        return _status(load_patches(folder), sets, args, repository)
+    names = _names(args, sets, folder)
+    if args.action == "revert":
+        _revert(names, _manifests_if_sound(folder), args, repository)
+        return 0
+    code = _put(select(load_patches(folder), names), args, repository)
+    if not args.patch and not code and args.action != "diff":
+        others = ", ".join(name for name in sets if name != DEFAULT_SET) or "none"
+        print(f"set {DEFAULT_SET}; --patch takes other sets, too: {others}")
+    return code
 
 
 def assignment(text: str) -> tuple[str, Any]:
@@ -147,24 +148,14 @@ def _releases(repository: Path) -> Mapping[str, list[Release]]:
     return load_releases(repository / "configs" / "releases.toml")
 
 
-def _names(args: argparse.Namespace, folder: Path) -> list[str]:
-    if args.patch:
-        return list(dict.fromkeys(args.patch))
-    sets = load_sets(folder)
-    if DEFAULT_SET not in sets:
+def _names(
+    args: argparse.Namespace, sets: dict[str, list[str]], folder: Path
+) -> list[str]:
+    if not args.patch and DEFAULT_SET not in sets:
         raise ManifestError(
             f"{folder / 'sets.toml'} has no set {DEFAULT_SET!r}; name a --patch"
         )
-    return sets[DEFAULT_SET]
-
-
-def _select(known: dict[str, Patch], names: list[str]) -> list[Patch]:
-    for name in names:
-        if name not in known:
-            raise ManifestError(
-                f"no patch {name!r}; there are {', '.join(sorted(known)) or 'none'}"
-            )
-    return [known[name] for name in names]
+    return in_sets(args.patch or [DEFAULT_SET], sets)
 
 
 def _manifests_if_sound(folder: Path) -> dict[str, Patch]:
@@ -207,7 +198,6 @@ def title(tree: Tree) -> str:
 
 def _put(patches: list[Patch], args: argparse.Namespace, repository: Path) -> int:
     """Apply, check or diff. Every tree is checked before the first is changed."""
-    named = bool(args.patch)
     jobs = engine.split_by_package(
         patches,
         dict(args.set),
@@ -217,16 +207,16 @@ def _put(patches: list[Patch], args: argparse.Namespace, repository: Path) -> in
         for tree, _, _ in jobs:
             settle(tree)
     try:
-        plans = [engine.check(*job, named=named) for job in jobs]
+        plans = [engine.check(*job) for job in jobs]
     except (LockedError, UnfinishedError):
         raise
     except BlockPatchError as error:
         if args.action != "check":
             raise
         print(f"does not fit: {error}")
-        return 1
+        return REFUSED
     if args.action == "apply":
-        plans = [engine.apply(*job, named=named) for job in jobs]
+        plans = [engine.apply(*job) for job in jobs]
     for (tree, mine, _), plan in zip(jobs, plans, strict=True):
         if args.action == "diff":
             print(plan.diff(), end="")
@@ -234,14 +224,7 @@ def _put(patches: list[Patch], args: argparse.Namespace, repository: Path) -> in
         report(tree, plan, args.action)
         if args.action == "check":
             report_fit(tree, mine, _releases(repository))
-    return _report_unread([why for plan in plans for why in plan.unread])
-
-
-def _report_unread(reasons: Sequence[str]) -> int:
-    """Print why files were left alone; return the exit code."""
-    for why in reasons:
-        print(f"left alone: {why}", file=sys.stderr)
-    return UNREAD if reasons else 0
+    return 0
 
 
 def report(tree: Tree, plan: Plan, action: str) -> None:
@@ -249,14 +232,14 @@ def report(tree: Tree, plan: Plan, action: str) -> None:
     print(title(tree))
     if plan.removed:
         print(f"  reverted: {', '.join(plan.removed)}")
-    for name in plan.kept:
-        print(f"  kept: {name}, applied by name; --revert --patch {name} takes it out")
     for change in plan.changes:
         would = "would be " if action == "check" else ""
         print(f"  {would}{change.kind}: {change.path}")
-    if not plan.changes and not plan.kept:
+    if not plan.changes:
         state = "not applied" if action == "revert" else "already applied"
         print(f"  nothing to do, {state}")
+    if plan.left:
+        print(f"  still in the tree: {', '.join(plan.left)} (--revert --patch NAME)")
 
 
 def report_fit(
@@ -295,41 +278,52 @@ def _revert(
     known: dict[str, Patch],
     args: argparse.Namespace,
     repository: Path,
-) -> int:
+) -> None:
     everywhere = not known.keys() >= set(names)
     packages = {
         patch.package for patch in known.values() if everywhere or patch.name in names
     }
     trees = _trees(packages, args.target, repository)
-    of_set = not args.patch
-    plans = [
-        engine.revert(tree, names, of_set, known, args.discard_edits) for tree in trees
-    ]
+    plans = [engine.revert(tree, names, known, args.discard_edits) for tree in trees]
     for tree, plan in zip(trees, plans, strict=True):
         report(tree, plan, "revert")
-    return _report_unread([why for plan in plans for why in plan.unread])
 
 
-def _status(known: dict[str, Patch], args: argparse.Namespace, repository: Path) -> int:
-    reasons: list[str] = []
+def _status(
+    known: dict[str, Patch],
+    sets: dict[str, list[str]],
+    args: argparse.Namespace,
+    repository: Path,
+) -> int:
+    shown = in_sets(args.patch or [], sets)
+    damaged: list[str] = []
     packages = {patch.package for patch in known.values()}
     for tree in _trees(packages, args.target, repository):
         print(title(tree))
         if left := pending(tree):
             print(f"  interrupted: {left}")
         mine = [patch for patch in known.values() if patch.package == tree.package]
-        statuses = engine.status(tree, mine)
+        statuses = engine.status(tree, mine, damaged)
         for name, status in statuses.items():
-            if args.patch and name not in args.patch:
+            if shown and name not in shown:
                 continue
-            values = "".join(f", {k}={v!r}" for k, v in status.parameters.items())
-            where = f" ({', '.join(status.files)}{values})" if status.files else ""
-            unknown = "" if status.sha256 else ", no manifest here"
-            print(f"  {name}: {status.state}{unknown}{where}")
+            print(f"  {name}: {_state(status)}")
             if name in known and status.files:
                 _report_relations(known[name], _applied(statuses))
-        reasons += engine.unreadable(tree)
-    return _report_unread(reasons)
+    for name, members in sets.items():
+        print(f"set {name}: {', '.join(members)}")
+    for why in damaged:
+        print(f"damaged: {why}", file=sys.stderr)
+    return REFUSED if damaged else 0
+
+
+def _state(status: engine.PatchStatus) -> str:
+    """Describe the state of a patch in a tree, in one line."""
+    if not status.files:
+        return f"{status.state}; {status.misfit or 'fits'}"
+    values = "".join(f", {k}={v!r}" for k, v in status.parameters.items())
+    unknown = "" if status.sha256 else ", no manifest here"
+    return f"{status.state}{unknown} ({', '.join(status.files)}{values})"
 
 
 def _list(

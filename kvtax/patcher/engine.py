@@ -13,7 +13,7 @@ from .errors import BlockPatchError, UnfinishedError
 from .journal import commit, pending, recover
 from .lock import locked, require_unlocked
 from .patch import BlockSpec, Patch, resolve_parameters
-from .plan import Plan, Survey, plan_apply, plan_revert, survey, unread
+from .plan import Plan, Survey, patches_in, plan_apply, plan_revert, survey
 from .target import Tree
 
 
@@ -21,18 +21,16 @@ def apply(
     tree: Tree,
     patches: Iterable[Patch],
     parameters: Mapping[str, Any] | None = None,
-    named: bool = False,
 ) -> Plan:
     """Apply all of ``patches`` to ``tree``, or none; already applied ones are renewed.
 
     ``parameters`` maps names to values (plain Python literals); a name goes to every
-    patch that declares it, and others keep their defaults. ``named`` patches stay when
-    a set that has them is reverted. Returns the plan that was carried out. Raises
-    BlockPatchError, the tree as it was.
+    patch that declares it, and others keep their defaults. Returns the plan that was
+    carried out. Raises BlockPatchError, the tree as it was.
     """
     with locked(tree):
         recover(tree)
-        plan = plan_apply(tree, patches, parameters, named=named)
+        plan = plan_apply(tree, patches, parameters)
         commit(tree, plan.changes)
     return plan
 
@@ -40,22 +38,21 @@ def apply(
 def revert(
     tree: Tree,
     names: Iterable[str],
-    of_set: bool = False,
     known: Mapping[str, Patch] | None = None,
     discard_edits: bool = False,
 ) -> Plan:
     """Take patches out of ``tree``; names that are not applied are fine.
 
-    ``of_set`` leaves patches that were applied ``named``. Needs no manifest; those of
-    ``known`` patches let a refusal show what was edited. ``discard_edits`` takes edited
-    blocks out, too, and leaves a copy of the file beside it. Files that cannot be read
-    are left alone (``Plan.unread``). Raises BlockPatchError, the tree as it was.
+    Needs no manifest; those of ``known`` patches let a refusal show what was edited,
+    and say what earlier patches they replace. ``discard_edits`` takes edited blocks
+    out, too, and leaves a copy of the file. Raises BlockPatchError, the tree as it was.
     """
     names = [names] if isinstance(names, str) else names
     with locked(tree):
         recover(tree)
-        plan = plan_revert(tree, names, of_set, known, discard_edits)
+        plan = plan_revert(tree, names, known, discard_edits)
         commit(tree, plan.changes)
+    tree.remove_if_empty()
     return plan
 
 
@@ -63,7 +60,6 @@ def check(
     tree: Tree,
     patches: Iterable[Patch],
     parameters: Mapping[str, Any] | None = None,
-    named: bool = False,
 ) -> Plan:
     """Return the plan that ``apply`` would carry out; write nothing. Raises like it.
 
@@ -73,7 +69,7 @@ def check(
     require_unlocked(tree)
     if left := pending(tree):
         raise UnfinishedError(f"{tree.root}: {left}")
-    return plan_apply(tree, patches, parameters, named=named)
+    return plan_apply(tree, patches, parameters)
 
 
 def split_by_package(
@@ -109,7 +105,8 @@ class PatchStatus:
     ``state``: ``applied``, ``not applied``, ``partial`` (blocks are missing),
     ``edited`` (by hand), ``outdated`` (applied whole, but not as the manifest has it
     now). Without a manifest ``applied`` means that intact blocks are there, and
-    ``sha256`` is None. ``parameters`` are the values in the tree.
+    ``sha256`` is None. ``parameters`` are the values in the tree, ``misfit`` is why a
+    patch that is not applied does not fit.
     """
 
     name: str
@@ -117,28 +114,24 @@ class PatchStatus:
     files: tuple[str, ...] = ()
     sha256: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    misfit: str = ""
 
 
-def status(tree: Tree, patches: Iterable[Patch] = ()) -> dict[str, PatchStatus]:
+def status(
+    tree: Tree, patches: Iterable[Patch] = (), damaged: list[str] | None = None
+) -> dict[str, PatchStatus]:
     """Return by name the status of ``patches`` and of all others in ``tree``.
 
-    Writes nothing; ``pending`` reports the change of a killed call, and
-    ``unreadable`` the files that are not counted.
+    Writes nothing; ``pending`` reports the change of a killed call. Raises DamagedError
+    for a file with half a block, or lists it in ``damaged``.
     """
     require_unlocked(tree)
-    found = survey(tree)
+    found = survey(tree, damaged)
     known = {patch.name: patch for patch in patches}
-    in_tree = {block.patch for _, block in _blocks(found)}
-    in_tree |= {owner for added in _added(found) for owner in added.owners}
     return {
         name: _status(tree, name, known.get(name), found)
-        for name in sorted(known.keys() | in_tree)
+        for name in sorted(known.keys() | patches_in(found))
     }
-
-
-def unreadable(tree: Tree) -> tuple[str, ...]:
-    """List the files with half a sentinel or a foreign one, and why."""
-    return unread(survey(tree))
 
 
 def _blocks(found: Survey) -> Iterable[tuple[str, Block]]:
@@ -157,7 +150,8 @@ def _status(tree: Tree, name: str, patch: Patch | None, found: Survey) -> PatchS
     files = tuple(sorted({path for path, _ in blocks} | added.keys()))
     sha256 = patch.sha256 if patch else None
     if not files:
-        return PatchStatus(name, "not applied", sha256=sha256)
+        misfit = _misfit(tree, patch, found) if patch else ""
+        return PatchStatus(name, "not applied", sha256=sha256, misfit=misfit)
     edited = any(b.edited for b in blocks.values())
     if edited or any(a.edited for a in added.values()):
         return PatchStatus(name, "edited", files, sha256)
@@ -174,6 +168,14 @@ def _status(tree: Tree, name: str, patch: Patch | None, found: Survey) -> PatchS
         same, whole = False, True
     state = "applied" if same else "outdated" if whole else "partial"
     return PatchStatus(name, state, files, sha256, values)
+
+
+def _misfit(tree: Tree, patch: Patch, found: Survey) -> str:
+    try:
+        plan_apply(tree, [patch], None, found)
+    except BlockPatchError as error:
+        return str(error)
+    return ""
 
 
 def _values_in(spec: BlockSpec, block: Block) -> dict[str, Any]:

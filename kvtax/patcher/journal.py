@@ -35,7 +35,7 @@ _FORMAT = 2
 class _File:
     """One file of a change: the SHA-256 of its old and new content, None for no file.
 
-    ``dirs``: the patches' directories around it, outermost first.
+    ``dirs``: the directories around it, outermost first; they go when empty.
     """
 
     path: str
@@ -68,8 +68,8 @@ def commit(tree: Tree, changes: Sequence[Change]) -> None:
     if not changes:
         return
     for change in changes:
-        parents = Path(change.path).parents[change.dirs :]
-        require_writable(tree.root / parents[0])
+        parents = (tree.root / parent for parent in Path(change.path).parents)
+        require_writable(next(folder for folder in parents if folder.is_dir()))
     journal = tree.root / JOURNAL
     try:
         _prepare(tree, journal, changes)
@@ -259,7 +259,8 @@ def _prepare(tree: Tree, journal: Path, changes: Sequence[Change]) -> None:
             if change.old is not None:
                 _set_later_time(journal / f"new-{number}", target)
         hashes = _hash(change.old), _hash(change.new)
-        files.append(asdict(_File(change.path, *hashes, change.own_dirs())))
+        dirs = [str(parent) for parent in Path(change.path).parents][-2::-1]
+        files.append(asdict(_File(change.path, *hashes, dirs)))
     decision = {"format": _FORMAT, "version": tree.version, "files": files}
     _store(journal / "draft.json", json.dumps(decision).encode())
     _sync(journal)

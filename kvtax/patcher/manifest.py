@@ -15,16 +15,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .anchors import parse_anchor, parse_quietly
-from .blocks import MARK, code_lines
+from .blocks import ADDED_ID, MARK, code_lines
 from .errors import ManifestError
-from .patch import BlockSpec, Patch, Place, Relation, fill, release_numbers
+from .patch import BlockSpec, Only, Patch, Place, Relation, fill, release_numbers
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _PATH = re.compile(r"[A-Za-z0-9_./-]+\.py")
 _REQUIRED_KEYS = {"name", "package", "summary"}
 _RELATIONS = ("alters", "uses", "conflicts")
-_OPTIONAL_KEYS = {"since", "before_version", "parameters", "file", "block"}
-_MANIFEST_KEYS = {*_REQUIRED_KEYS, *_RELATIONS, *_OPTIONAL_KEYS}
+_OPTIONAL_KEYS = {"since", "before_version", "replaces"}
+_TABLES = {"parameters", "file", "block", "only"}
+_MANIFEST_KEYS = {*_REQUIRED_KEYS, *_RELATIONS, *_OPTIONAL_KEYS, *_TABLES}
 _AROUND_KEYS = {"id", "where", "before", "after"}
 _BLOCK_KEYS = {"id", "file", "scope", "anchor", "where", "code"}
 
@@ -40,9 +41,34 @@ def load_patches(folder: Path | str) -> dict[str, Patch]:
 
 
 def load_sets(folder: Path | str) -> dict[str, list[str]]:
-    """Read the named sets in ``sets.toml`` of ``folder``; empty without a file."""
+    """Read the sets in ``sets.toml`` of ``folder``: names of patches, by name of set.
+
+    A set may name sets above it. Empty without a file.
+    """
     path = Path(folder) / "sets.toml"
-    return _read_toml(path, path.read_bytes()) if path.exists() else {}
+    sets: dict[str, list[str]] = {}
+    for name, members in (
+        _read_toml(path, path.read_bytes()) if path.exists() else {}
+    ).items():
+        sets[name] = in_sets(members, sets)
+    return sets
+
+
+def in_sets(names: Iterable[str], sets: Mapping[str, list[str]]) -> list[str]:
+    """Put the patches of a set in place of its name; each patch once."""
+    patches = (patch for name in names for patch in sets.get(name, [name]))
+    return list(dict.fromkeys(patches))
+
+
+def select(known: Mapping[str, Patch], names: Iterable[str]) -> list[Patch]:
+    """Return the patches of these names. Raises ManifestError if there is none."""
+    for name in names:
+        if name not in known:
+            raise ManifestError(
+                f"no patch or set {name!r}; there are "
+                f"{', '.join(sorted(known)) or 'no patches'}"
+            )
+    return [known[name] for name in names]
 
 
 def load_patch(folder: Path | str) -> Patch:
@@ -102,7 +128,23 @@ def _build(path: Path, raw: bytes, data: dict[str, Any]) -> Patch:
         files=files,
         blocks=blocks,
         sha256=digest.hexdigest(),
+        replaces=_replaces(data),
+        only=tuple(map(_only, _tables(data, "only"))),
     )
+
+
+def _replaces(data: dict[str, Any]) -> tuple[str, ...]:
+    names = data.get("replaces", [])
+    if not isinstance(names, list):
+        raise ManifestError("replaces must be a list of names")
+    return tuple(map(_name, names))
+
+
+def _only(entry: dict[str, Any]) -> Only:
+    _check_keys(entry, {"name", "why", "uses"}, set(Only._fields))
+    if not isinstance(entry["uses"], dict):
+        raise ManifestError("uses of only must be a table: how often, by file:scope")
+    return Only(**entry)
 
 
 def _check_keys(data: dict[str, Any], required: set[str], known: set[str]) -> None:
@@ -221,6 +263,8 @@ def _block(
             raise ManifestError(
                 f"where is {spec.where!r}, not before, after, replace, around"
             )
+        if spec.id.endswith(ADDED_ID):
+            raise ManifestError(f"an id does not end in {ADDED_ID}")
         parse_anchor(spec.anchor)
         _check_code(fill(code, parameters))
     except ManifestError as error:

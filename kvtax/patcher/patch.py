@@ -56,6 +56,19 @@ class Relation(NamedTuple):
     why: str
 
 
+class Only(NamedTuple):
+    """A name that the package must use nowhere else: uses.py.
+
+    ``uses``: how often at most, by ``file:scope``.
+    """
+
+    name: str
+    why: str
+    uses: Mapping[str, int]
+    within: str = ""
+    assigned: bool = False
+
+
 class Release(NamedTuple):
     """A tested release of a package.
 
@@ -74,6 +87,7 @@ class Patch:
     """A checked patch folder. ``files`` maps added paths to their content.
 
     Releases before ``since``, or from ``before_version`` on, need no such patch.
+    Earlier patches that it ``replaces`` come out of a tree with it, and for it.
     """
 
     name: str
@@ -86,6 +100,8 @@ class Patch:
     files: Mapping[str, bytes]
     blocks: tuple[BlockSpec, ...]
     sha256: str
+    replaces: tuple[str, ...] = ()
+    only: tuple[Only, ...] = ()
 
     def tested(self, releases: Mapping[str, list[Release]]) -> tuple[str, ...]:
         """List the releases of its package that the patch is for: those are tested."""

@@ -9,25 +9,25 @@ import difflib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .anchors import BOM, Source
 from .blocks import (
-    WAS,
+    MARK,
     Added,
     Block,
     Parsed,
-    Unreadable,
     check_overlaps,
     code_lines,
     fingerprint,
     line_ending,
+    make_block,
     parse,
     parse_added,
     read,
     render,
     render_added,
+    was_lines,
 )
 from .choice import active_blocks
 from .errors import (
@@ -40,8 +40,9 @@ from .errors import (
 )
 from .patch import BlockSpec, Patch, fill, resolve_parameters
 from .target import Tree
+from .uses import require_only
 
-Survey = dict[str, Parsed | Added | Unreadable]
+Survey = dict[str, Parsed | Added]
 Wanted = tuple[Patch, BlockSpec, str]  # the string: code with its parameters
 
 
@@ -49,15 +50,14 @@ Wanted = tuple[Patch, BlockSpec, str]  # the string: code with its parameters
 class Change:
     """One file: bytes now, without the patches concerned, and as planned.
 
-    None stands for no file. ``dirs`` innermost parent directories belong to the
-    patches: made if missing, removed with the file if then empty.
+    None stands for no file. Parent directories are made if missing, and removed with
+    the file if then empty.
     """
 
     path: str
     old: bytes | None
     bare: bytes | None
     new: bytes | None
-    dirs: int = 0
 
     @property
     def kind(self) -> str:
@@ -66,23 +66,18 @@ class Change:
             return "added"
         return "removed" if self.new is None else "changed"
 
-    def own_dirs(self) -> list[str]:
-        """List the patches' directories around the file, outermost first."""
-        return [str(parent) for parent in Path(self.path).parents[: self.dirs]][::-1]
-
 
 @dataclass(frozen=True)
 class Plan:
     """All files the patches touch; ``changes`` are those that differ from now.
 
-    ``removed`` names the patches that are in the tree and will not be, ``kept`` those
-    that a set is to leave there, ``unread`` says of files why they are left alone.
+    ``removed`` names the patches that are in the tree and will not be, ``left`` those
+    that will.
     """
 
     files: tuple[Change, ...]
     removed: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -93,14 +88,23 @@ class Plan:
         return "".join(_diff(file) for file in self.files)
 
 
-def survey(tree: Tree) -> Survey:
-    """Parse every file of the tree that holds blocks."""
-    return {path: read(text, path) for path, text in tree.scan().items()}
+def survey(tree: Tree, damaged: list[str] | None = None) -> Survey:
+    """Parse every file of the tree that holds blocks.
 
-
-def unread(found: Survey) -> tuple[str, ...]:
-    """List why files could not be read."""
-    return tuple(file.why for file in found.values() if isinstance(file, Unreadable))
+    Raises DamagedError for half a block, or lists it in `damaged`.
+    """
+    found = {}
+    for path, text in tree.scan(MARK).items():
+        try:
+            file = read(text, path)
+        except DamagedError as error:
+            if damaged is None:
+                raise
+            damaged.append(str(error))
+            continue
+        if isinstance(file, Added) or file.blocks:
+            found[path] = file
+    return found
 
 
 def plan_apply(
@@ -108,81 +112,73 @@ def plan_apply(
     patches: Iterable[Patch],
     parameters: Mapping[str, Any] | None = None,
     found: Survey | None = None,
-    named: bool = False,
 ) -> Plan:
-    """Plan to apply ``patches``, ``named`` or as parts of a set.
-
-    Raises BlockPatchError on any misfit.
-    """
+    """Plan to apply ``patches``. Raises BlockPatchError on any misfit."""
     patches = list(patches)
     found = survey(tree) if found is None else found
-    by_name = _named_in(found) | {patch.name for patch in patches if named}
-    _refuse_conflicts(patches, found)
+    names = {patch.name for patch in patches}
+    names |= {old for patch in patches for old in patch.replaces}
+    there = patches_in(found)
+    _refuse_conflicts(patches, there - names)
     declared = {patch.name: patch.parameters for patch in patches}
     values = resolve_parameters(declared, parameters)
     blocks: dict[str, list[Wanted]] = {}
     added: dict[str, dict[str, bytes]] = {}
     for patch in patches:
+        require_only(tree, patch)
         for spec in active_blocks(tree, patch):
             code = fill(spec.code, values[patch.name])
             blocks.setdefault(spec.file, []).append((patch, spec, code))
         for path, content in patch.files.items():
             added.setdefault(path, {})[patch.name] = content
-    names = {patch.name for patch in patches}
     known = {patch.name: patch for patch in patches}
-    files = _plan(tree, names, blocks, added, found, by_name, known)
-    return Plan(files, unread=unread(found))
+    files = _plan(tree, names, blocks, added, found, known)
+    return Plan(files, tuple(sorted(there & names - known.keys())))
 
 
 def plan_revert(
     tree: Tree,
     names: Iterable[str],
-    of_set: bool = False,
     known: Mapping[str, Patch] | None = None,
     discard_edits: bool = False,
 ) -> Plan:
-    """Plan to take patches out; needs no manifest.
+    """Plan to take patches out, and what they replace; needs no manifest.
 
-    ``of_set`` leaves those that were applied by name, too. A refusal shows how edited
-    blocks differ from ``known`` patches; ``discard_edits`` plans to take them out and
-    to keep copies of the files.
+    A refusal shows how edited blocks differ from ``known`` patches; ``discard_edits``
+    plans to take them out and to keep copies of the files.
     """
-    found = survey(tree)
-    names, by_name = set(names) & _all_patches_in(found), _named_in(found)
-    kept = names & by_name if of_set else set()
-    out = names - kept
-    files = _plan(tree, out, {}, {}, found, by_name, known or {}, discard_edits)
+    found, known = survey(tree), known or {}
+    there = patches_in(found)
+    wanted = set(names)
+    wanted |= {old for name in wanted & known.keys() for old in known[name].replaces}
+    out = wanted & there
+    files = _plan(tree, out, {}, {}, found, known, discard_edits)
     if discard_edits:
         files += tuple(_copies(tree, files, found, out))
-    removed = tuple(sorted(out - _in_unread(found)))
-    return Plan(files, removed, tuple(sorted(kept)), unread(found))
+    return Plan(files, tuple(sorted(out)), tuple(sorted(there - out)))
 
 
 def _copies(
     tree: Tree, files: Sequence[Change], found: Survey, names: set[str]
 ) -> Iterable[Change]:
-    """Plan a copy beside each file whose edits go."""
+    """Plan a copy of each file whose edits go: beside it, or, as the folder of an added
+    file may go as well, in the package directory."""
     for change in files:
         file = found[change.path]
+        path = change.path
         if isinstance(file, Parsed):
             edited = any(block.edited for block in file.blocks if block.patch in names)
         else:
-            edited = isinstance(file, Added) and file.edited
+            edited, path = file.edited, path.replace("/", ".")
         if edited and change.new != change.old:
             numbers = ("", *map(str, range(2, 1000)))
-            paths = (f"{change.path}.edited{number}" for number in numbers)
+            paths = (f"{path}.edited{number}" for number in numbers)
             free = next(path for path in paths if not (tree.root / path).exists())
             yield Change(free, None, None, change.old)
 
 
-def _in_unread(found: Survey) -> set[str]:
-    """Return the patches that unreadable files name, and may need."""
-    files = [file for file in found.values() if isinstance(file, Unreadable)]
-    return set().union(*(file.patches for file in files))
-
-
-def _refuse_conflicts(patches: Iterable[Patch], found: Survey) -> None:
-    together = {patch.name for patch in patches} | _all_patches_in(found)
+def _refuse_conflicts(patches: Sequence[Patch], there: set[str]) -> None:
+    together = {patch.name for patch in patches} | there
     for patch in patches:
         for kind, other, why in patch.relations:
             if kind == "conflicts" and other in together:
@@ -198,11 +194,10 @@ def _plan(
     blocks: Mapping[str, list[Wanted]],
     added: Mapping[str, dict[str, bytes]],
     found: Survey,
-    by_name: set[str],
     known: Mapping[str, Patch],
     discard_edits: bool = False,
 ) -> tuple[Change, ...]:
-    paths = {path for path, file in found.items() if names & _patches_in(file)}
+    paths = {path for path in found if names & patches_in({path: found[path]})}
     files = []
     for path in sorted(paths | blocks.keys() | added.keys()):
         existing = found.get(path)
@@ -215,13 +210,11 @@ def _plan(
             )
         if path in added or isinstance(existing, Added):
             wanted = added.get(path, {})
-            # An unreadable file may still import what its patch added.
-            going = names if wanted else names - _in_unread(found)
             present = existing if isinstance(existing, Added) else None
-            gone = present is not None and going >= set(present.owners)
-            if present and present.edited and going and not (discard_edits and gone):
+            gone = present is not None and names >= set(present.owners)
+            if present and present.edited and not (discard_edits and gone):
                 raise edited_file(present, known)
-            files.append(_plan_added(tree, path, going, wanted, found, by_name))
+            files.append(_plan_added(tree, path, names, wanted))
         else:
             here = blocks.get(path, [])
             if isinstance(existing, Parsed):
@@ -229,31 +222,19 @@ def _plan(
                     mine = block.patch in names and not discard_edits
                     if block.torn or (block.edited and mine):
                         raise edited_block(existing, block, path, known)
-            files.append(_plan_blocks(tree, path, names, here, by_name))
+            files.append(_plan_blocks(tree, path, names, here))
     return tuple(files)
 
 
-def _all_patches_in(found: Survey) -> set[str]:
-    return set().union(*map(_patches_in, found.values()))
-
-
-def _named_in(found: Survey) -> set[str]:
-    """Return the patches that were applied by name."""
-    named: set[str] = set()
+def patches_in(found: Survey) -> set[str]:
+    """Return the names of the patches that are in the tree."""
+    names: set[str] = set()
     for file in found.values():
         if isinstance(file, Added):
-            named.update(file.named)
-        elif isinstance(file, Parsed):
-            named.update(block.patch for block in file.blocks if block.named)
-    return named
-
-
-def _patches_in(file: Parsed | Added | Unreadable) -> set[str]:
-    if isinstance(file, Added):
-        return set(file.owners)
-    if isinstance(file, Unreadable):
-        return set()
-    return {block.patch for block in file.blocks}
+            names.update(file.owners)
+        else:
+            names.update(block.patch for block in file.blocks)
+    return names
 
 
 def _plan_blocks(
@@ -261,7 +242,6 @@ def _plan_blocks(
     path: str,
     names: set[str],
     wanted: Sequence[Wanted],
-    by_name: set[str],
 ) -> Change:
     text = tree.read(path)
     if text is None:
@@ -276,10 +256,7 @@ def _plan_blocks(
         new = render(lines, kept)
         return Change(path, text, new, new)
     source = Source(lines, path)
-    placed = [
-        _place(source, patch, spec, code, patch.name in by_name)
-        for patch, spec, code in wanted
-    ]
+    placed = [_place(source, patch, spec, code) for patch, spec, code in wanted]
     check_overlaps([*kept, *placed], path)
     new = render(lines, [*kept, *placed])
     if new != text:
@@ -287,9 +264,7 @@ def _plan_blocks(
     return Change(path, text, render(lines, kept), new)
 
 
-def _place(
-    source: Source, patch: Patch, spec: BlockSpec, code: str, named: bool
-) -> Block:
+def _place(source: Source, patch: Patch, spec: BlockSpec, code: str) -> Block:
     name = f"{patch.name}:{spec.id}"
     try:
         statement = source.find(spec.scope, spec.anchor)
@@ -311,26 +286,20 @@ def _place(
         raise TargetError(
             f"{source.file}: lines that end in a bare carriage return cannot be patched"
         )
-    return Block(
-        patch=patch.name,
-        id=spec.id,
-        where=spec.where,
-        order=spec.order,
-        at=statement.end if spec.where == "after" else statement.start,
-        until=statement.start if spec.where == "before" else statement.end,
-        indent=statement.indent,
-        code=code_lines(code, statement.indent, line_ending(lines)),
-        named=named,
+    at = statement.end if spec.where == "after" else statement.start
+    until = statement.start if spec.where == "before" else statement.end
+    return make_block(
+        (patch.name, spec.id),
+        lines,
+        (at, until),
+        statement.indent,
+        code,
+        (spec.where == "before", spec.order),
     )
 
 
 def _plan_added(
-    tree: Tree,
-    path: str,
-    names: set[str],
-    wanted: dict[str, bytes],
-    found: Survey,
-    by_name: set[str],
+    tree: Tree, path: str, names: set[str], wanted: dict[str, bytes]
 ) -> Change:
     text = tree.read(path)
     present = None if text is None else parse_added(text, path)
@@ -346,36 +315,17 @@ def _plan_added(
             f"{path}: patches {', '.join(sorted({*kept, *wanted}))} add this file with "
             "different content; revert the others first, or apply them all together"
         )
-    dirs = present.dirs if present else _count_own_dirs(tree, path, found)
 
     def text_for(owners: Iterable[str]) -> bytes | None:
-        names = tuple(sorted(set(owners)))
-        if not names:
+        if not owners:
             return None
         (content,) = contents
-        named = tuple(name for name in names if name in by_name)
-        return render_added(Added(path, names, dirs, content, named))
+        return render_added(Added(path, tuple(sorted({*owners})), content))
 
     new = text_for([*kept, *wanted])
     if wanted and new is not None and new != text:
         _check_result(path, new, names)
-    return Change(path, text, text_for(kept), new, dirs)
-
-
-def _count_own_dirs(tree: Tree, path: str, found: Survey) -> int:
-    """Count the innermost parents that are missing, or were made by patches."""
-    made = {
-        parent
-        for other in found.values()
-        if isinstance(other, Added)
-        for parent in list(Path(other.path).parents)[: other.dirs]
-    }
-    count = 0
-    for parent in list(Path(path).parents)[:-1]:
-        if parent not in made and (tree.root / parent).exists():
-            break
-        count += 1
-    return count
+    return Change(path, text, text_for(kept), new)
 
 
 def _check_result(path: str, text: bytes, names: set[str]) -> None:
@@ -419,7 +369,7 @@ def edited_block(
             "restore the file from the package"
         )
     displaced = file.lines[block.at : block.until]
-    was = [block.indent + WAS + line for line in displaced]
+    was = was_lines(displaced, block.indent, line_ending(file.lines))
     title, ours = _as_applied(file, block, path, was, known)
     diff = _edits(ours, [*was, *block.code], title, path)
     return DamagedError(f"{what}; put its lines back, {_OUT}:\n{diff}")
@@ -449,7 +399,7 @@ def _as_applied(
             code = fill(spec.code, patch.parameters)
             eol = line_ending(file.lines)
             ours = [*was, *code_lines(code, block.indent, eol)]
-            if fingerprint(ours) == block.edited:
+            if fingerprint(ours) == block.check:
                 return f"{block.name} as applied", ours
     return f"{block.name} in its patch now" if ours else "no such patch here", ours
 

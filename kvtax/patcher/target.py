@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from .blocks import MARK, SENTINEL
-from .errors import TargetError
+from .blocks import parse_added
+from .errors import DamagedError, TargetError
 
 JOURNAL = ".blockpatch-journal"
 LOCK = ".blockpatch.lock"
@@ -27,7 +27,7 @@ class Tree:
 
     def __init__(self, target: Path | str, only_read: bool = False):
         path = Path(target).absolute()
-        if not (path / "__init__.py").is_file():
+        if not _is_package(path):
             raise TargetError(f"{path} is not a package directory (no __init__.py)")
         self.package = path.name
         self.root = path.resolve()
@@ -73,24 +73,34 @@ class Tree:
         try:
             return place.read_bytes()
         except FileNotFoundError:
+            if place.with_suffix(".pyc").is_file():
+                raise TargetError(
+                    f"{place} is there as bytecode only; install {self.package} with "
+                    "its source"
+                ) from None
             return None
         except OSError as error:
             raise TargetError(f"{place} cannot be read: {error.strerror}") from None
 
-    def scan(self) -> dict[str, bytes]:
-        """Read by path every Python file in the tree that holds a sentinel."""
+    def scan(self, text: bytes) -> dict[str, bytes]:
+        """Read by path every Python file in the tree that holds ``text``."""
         found = {}
         try:
             for path in _python_files(self.root, self._only_read):
                 with open(path, "rb") as file:
-                    text = file.read()
-                if MARK in text and any(map(SENTINEL.match, text.splitlines())):
-                    found[os.path.relpath(path, self.root)] = text
+                    content = file.read()
+                if text in content:
+                    found[os.path.relpath(path, self.root)] = content
         except OSError as error:
             raise TargetError(
                 f"{error.filename} cannot be read: {error.strerror}"
             ) from None
         return found
+
+    def remove_if_empty(self) -> None:
+        """Remove the directory where our files were the last, as after an uninstall."""
+        if not any(self.root.iterdir()):
+            self.root.rmdir()
 
 
 def _python_files(folder: Path | str, links: bool) -> Iterator[str]:
@@ -104,6 +114,23 @@ def _python_files(folder: Path | str, links: bool) -> Iterator[str]:
                 yield entry.path
 
 
+def _is_package(folder: Path) -> bool:
+    """Return whether `folder` is a package, or what a removed one left of ours."""
+    if (folder / "__init__.py").is_file():
+        return True
+    paths = list(_python_files(folder, links=False)) if folder.is_dir() else []
+    return bool(paths) and all(_is_added(path, folder) for path in paths)
+
+
+def _is_added(path: str, root: Path) -> bool:
+    with open(path, "rb") as file:
+        text = file.read()
+    try:
+        return parse_added(text, os.path.relpath(path, root)) is not None
+    except DamagedError:
+        return True
+
+
 def find_package(name: str, fallbacks: Iterable[Path | str] = ()) -> Path:
     """Find the directory of the package that this Python would import, without import.
 
@@ -115,17 +142,13 @@ def find_package(name: str, fallbacks: Iterable[Path | str] = ()) -> Path:
         spec = None
     found = (spec and spec.submodule_search_locations) or ()
     places = [Path(location) for location in found]
-    if (
-        spec
-        and spec.origin
-        and not any((at / "__init__.py").is_file() for at in places)
-    ):
+    if spec and spec.origin and not any(_is_package(at) for at in places):
         raise TargetError(
-            f"package {name!r} is {spec.origin}, which is in no folder of files; "
-            "unpack it, or name another place with --target"
+            f"package {name!r} is {spec.origin}, without source in a folder of files; "
+            "install it so, or name another place with --target"
         )
     for place in [*places, *(Path(folder) / name for folder in fallbacks)]:
-        if (place / "__init__.py").is_file():
+        if _is_package(place):
             return place
     raise TargetError(
         f"no package {name!r} in this Python environment; name its place with --target"
@@ -137,7 +160,7 @@ def locate(package: str, target: Path | str) -> Tree:
     place = Path(target).absolute()
     inside = [place / package, place / "src" / package]
     for path in [place, *inside] if place.name == package else inside:
-        if (path / "__init__.py").is_file():
+        if _is_package(path):
             return Tree(path)
     raise TargetError(
         f"no package {package!r} at {place}; --target takes the package directory, "

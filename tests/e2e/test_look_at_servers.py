@@ -151,7 +151,7 @@ def run(module: str, *arguments: str) -> str:
 def served(lab: TinyServers, tmp_path_factory) -> Served:
     folder = tmp_path_factory.mktemp("look")
     overlay = folder / "overlay"
-    patches = [*NEEDED, *load_sets(PATCHES)["records"]]
+    patches = [*NEEDED, *load_sets(PATCHES)["timing"]]
     build_overlay(overlay, patches, {"DELAY_US": 500}, lab.installed)
     records = folder / "records"
 

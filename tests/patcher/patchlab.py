@@ -71,6 +71,22 @@ NEXT_RELEASE = {
     for path, content in FILES.items()
 }
 
+# Sentinels of somebody else: how a block of theirs begins and ends.
+FOREIGN = (
+    ("# BLOCK_BEGIN", "# BLOCK_END"),
+    ("# BLOCK_BEGIN step_timing_v1", "# BLOCK_END step_timing_v1"),
+    ("# BLOCK_BEGIN v1:x", "# BLOCK_END v1:x"),
+    ("# BLOCK_BEGIN v1:x sha256:0123456789abcdef", "# BLOCK_END v1:x"),
+    ("# BLOCK_BEGIN v1:x 0123456789abcdef", "# BLOCK_END v1:x 0123456789abcdef"),
+    ("# BLOCK_BEGIN v1:x 0123ABCD", "# BLOCK_END v1:x 0123ABCD"),
+    ("# BLOCK_BEGIN step timing v1: 1", "# BLOCK_END step timing v1: 1"),
+    ("# BLOCK_BEGIN (v1)", "# BLOCK_END (v1)"),
+    ("#BLOCK_BEGIN v1", "#BLOCK_END v1"),
+    ("# BLOCK_END v1:x", "# BLOCK_BEGIN v1:x"),
+    ("# === BLOCK_BEGIN v1 ===", "# === BLOCK_END v1 ==="),
+    ("# STEP_TIMING_V1 BLOCK_BEGIN", "# STEP_TIMING_V1 BLOCK_END"),
+)
+
 RECORDS = b"# records\nVALUES = []\n"
 
 

@@ -2,7 +2,7 @@
 """parse and render are exact inverses, and damaged text is refused."""
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtax.patcher.blocks import (
@@ -10,13 +10,15 @@ from kvtax.patcher.blocks import (
     Added,
     Block,
     fingerprint,
-    line_ending,
+    make_block,
     parse,
     parse_added,
+    read,
     render,
     render_added,
 )
 from kvtax.patcher.errors import DamagedError
+from tests.patcher.patchlab import FOREIGN
 
 TEXT = st.binary(max_size=200).filter(lambda text: MARK not in text)
 CONTENT = TEXT.map(lambda text: text.replace(b"\n", b"").replace(b"\r", b""))
@@ -31,27 +33,16 @@ def patched(draw):
     lines = [draw(CONTENT) + draw(ENDINGS) for _ in range(draw(st.integers(1, 8)))]
     if draw(st.booleans()):
         lines[-1] = lines[-1].rstrip(b"\r\n") or b"x"
-    eol = line_ending(lines)
     blocks = []
     used = 0
     for order in range(draw(st.integers(0, 5))):
         at = draw(st.integers(used, len(lines)))
-        where = draw(st.sampled_from(["before", "after", "replace"]))
-        until = draw(st.integers(at + 1, len(lines))) if at < len(lines) else at
-        where, until = (where, until) if until > at else ("after", at)
-        until = until if where == "replace" else at
-        code = draw(st.lists(CONTENT, max_size=3))
+        until = draw(st.integers(at, len(lines)))
+        code = draw(st.lists(st.sampled_from(["x = 1", "", "# y"]), min_size=1))
+        name = (draw(st.sampled_from(["v1", "v2", "a.b-c"])), f"b{order}")
+        text = "\n".join(code)
         blocks.append(
-            Block(
-                patch=draw(st.sampled_from(["v1", "v2", "a.b-c"])),
-                id=f"b{order}",
-                where=where,
-                order=order,
-                at=at,
-                until=until,
-                indent=draw(INDENTS),
-                code=tuple(line + eol for line in code),
-            )
+            make_block(name, lines, (at, until), draw(INDENTS), text, (False, order))
         )
         used = until
     return tuple(lines), tuple(sorted(blocks, key=Block.sort_key))
@@ -87,19 +78,19 @@ def test_text_without_sentinels_is_all_pristine(text):
 def one_block(where="before") -> tuple[tuple[bytes, ...], Block]:
     lines = (b"def f():\n", b"    a = 1\n", b"    b = 2\n")
     until = 2 if where == "replace" else 1
-    return lines, Block("v1", "x", where, 3, 1, until, b"    ", (b"    c = 3\n",))
+    return lines, make_block(("v1", "x"), lines, (1, until), b"    ", "c = 3")
 
 
 def test_a_block_looks_as_documented():
     lines, block = one_block("replace")
-    between = b"    # WAS:     a = 1\n    c = 3\n"
+    between = [b"    # WAS:     a = 1\n", b"    c = 3\n"]
     assert render(lines, [block]) == (
         b"def f():\n"
-        b"    # BLOCK_BEGIN v1:x sha256:%s replace order=3 displaced=1\n"
+        b"    # BLOCK_BEGIN v1:x %s was=1\n"
         b"%s"
-        b"    # BLOCK_END v1:x\n"
+        b"    # BLOCK_END v1:x %s\n"
         b"    b = 2\n"
-    ) % (fingerprint([between]).encode(), between)
+    ) % ((check := fingerprint(between).encode()), b"".join(between), check)
 
 
 @pytest.mark.parametrize("where", ["before", "replace"])
@@ -130,10 +121,10 @@ def test_half_or_malformed_sentinels_are_refused_with_their_line():
         "nested": text.replace(begin, begin + begin),
         "other end": text.replace(end, end.replace(b"v1:x", b"v1:y")),
         "end indent": text.replace(end, end.lstrip()),
-        "no hash": text.replace(begin, b"    # BLOCK_BEGIN v1:x\n"),
+        "no check": text.replace(begin, b"    # BLOCK_BEGIN v1:x\n"),
+        "half an end": text.replace(end, end[:-4] + b"\n"),
         "twice": text + text,
-        "bare": b"# BLOCK_END\n",
-        "moved order": text.replace(b" order=3", b" order=03"),
+        "a whole file's": text.replace(b"v1:x", b"v1:x.py"),
     }
     for what, broken in damaged.items():
         with pytest.raises(DamagedError, match=r"^f\.py:"):
@@ -141,28 +132,44 @@ def test_half_or_malformed_sentinels_are_refused_with_their_line():
             pytest.fail(what)
 
 
-ADDED = Added("v1/new.py", ("a", "b"), 1, b"x = 1\n")
+@pytest.mark.parametrize("foreign", FOREIGN)
+@given(patched(), st.data())
+def test_whatever_is_not_of_our_whole_form_is_text_of_others(foreign, case, data):
+    lines, blocks = case
+    assume(lines[-1].endswith(b"\n"))
+    text = render(lines, blocks).splitlines(keepends=True)
+    outside = [0, len(text)]
+    outside += [n for n, line in enumerate(text) if b"# BLOCK_BEGIN" in line]
+    outside += [n + 1 for n, line in enumerate(text) if b"# BLOCK_END" in line]
+    places = data.draw(st.lists(st.sampled_from(outside), min_size=2, max_size=2))
+    for place, line in zip(sorted(places)[::-1], foreign[::-1], strict=True):
+        text.insert(place, line.encode() + b"\n")
+    found = parse(b"".join(text))
+    assert [b.text for b in found.blocks] == [b.text for b in blocks]
+    assert render(*found) == b"".join(text)
+    left = [line for line in found.lines if line.rstrip().decode("latin1") in foreign]
+    assert len(left) >= 2
+
+
+ADDED = Added("v1/new.py", ("a", "b"), b"x = 1\n")
 
 
 @given(
     st.lists(st.sampled_from(["v1", "v2", "v3"]), min_size=1, unique=True),
-    st.integers(0, 1),
     st.lists(CONTENT),
 )
-def test_an_added_file_parses_back(owners, dirs, lines):
+def test_an_added_file_parses_back(owners, lines):
     content = b"".join(line + b"\n" for line in lines)
-    added = Added("v1/new.py", tuple(owners), dirs, content)
+    added = Added("v1/new.py", tuple(owners), content)
     assert parse_added(render_added(added), "v1/new.py") == added
 
 
 def test_an_added_file_that_was_touched_outside_or_moved_is_refused():
     text = render_added(ADDED)
-    begin, end = begin_end(text)
-    for broken in (text + b"y = 2\n", text.replace(end, b""), begin + text):
+    end = begin_end(text)[1]
+    for broken in (text + b"y = 2\n", text.replace(end, b""), b"\n" + text):
         with pytest.raises(DamagedError, match=r"v1/new\.py"):
-            parse_added(broken, "v1/new.py")
-    deeper = text.replace(b"dirs=1", b"dirs=2")
-    for moved, path in [(text, "v1/other.py"), (deeper, "v1/new.py")]:
-        with pytest.raises(DamagedError, match="moved"):
-            parse_added(moved, path)
+            read(broken, "v1/new.py")
+    with pytest.raises(DamagedError, match="moved"):
+        parse_added(text, "v1/other.py")
     assert parse_added(text.replace(b"x = 1", b"x = 2"), "v1/new.py").edited

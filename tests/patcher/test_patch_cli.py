@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtax.cli import Exit
 from kvtax.cli import main as kvtax_main
 from kvtax.patcher import apply
 from kvtax.patcher.cli import main
@@ -20,8 +21,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def make_lists(repository: Path, default_set: list[str]) -> None:
-    """Write the default set of patches, and the releases that are tested."""
-    sets = f"records = {json.dumps(default_set)}\n"
+    """Write the sets of patches, and the releases that are tested."""
+    sets = f'timing = {json.dumps(default_set)}\nrest = ["beta", "delta"]\n'
+    sets += 'all = ["timing", "rest"]\n'
     (repository / "patches" / "sets.toml").write_text(sets)
     (repository / "configs").mkdir()
     releases = '[[demo]]\nversion = "0.18.1"\n'
@@ -61,19 +63,24 @@ def test_apply_status_revert_say_in_plain_words_what_they_did(run, tree):
         "  changed: v1/core.py",
         "  added: v1/new/__init__.py",
         "  added: v1/new/records.py",
+        "set timing; --patch takes other sets, too: rest, all",
     ]
     assert run("--apply")[:2] == (
         0,
-        f"demo 0.18.1 in {tree.root}\n  nothing to do, already applied\n",
+        f"demo 0.18.1 in {tree.root}\n  nothing to do, already applied\n"
+        "set timing; --patch takes other sets, too: rest, all\n",
     )
     code, out, _ = run("--status")
     assert code == 0
     assert states(out) == {
         "alpha": "applied",
-        "beta": "not applied",
+        "beta": "not applied; fits",
         "gamma": "applied",
-        "delta": "not applied",
-        "epsilon": "not applied",
+        "delta": "not applied; fits",
+        "epsilon": "not applied; fits",
+        "set timing": "alpha, gamma",
+        "set rest": "beta, delta",
+        "set all": "alpha, gamma, beta, delta",
     }
     assert run("--revert")[0] == 0
     assert snapshot(tree.root) == before
@@ -105,37 +112,33 @@ def test_revert_says_which_patches_it_takes_out_and_patch_keeps_the_others(run, 
     assert reverted() == []
 
 
-@pytest.mark.parametrize("first", ["alpha", "beta", "delta", "gamma"])
-@pytest.mark.parametrize("by_name_last", [False, True])
-def test_the_set_takes_back_what_it_applied_and_leaves_what_was_applied_by_name(
-    run, tree, first, by_name_last
-):
+def test_a_set_is_taken_where_a_patch_is_and_revert_names_what_is_left(run, tree):
     before = snapshot(tree.root)
-    run("--apply", "--patch", first)
-    alone = snapshot(tree.root)
-    run("--revert", "--patch", first)
-    assert snapshot(tree.root) == before
-    calls = [["--apply", "--patch", first], ["--apply"]]
-    for call in reversed(calls) if by_name_last else calls:
-        assert run(*call)[0] == 0
-    for call in calls:
-        assert "nothing to do" in run(*call)[1]
-    assert states(run("--status")[1])[first] == "applied"
+    assert run("--apply", "--patch", "all")[0] == 0
+    assert "nothing to do" in run("--apply", "--patch", "rest", "--patch", "all")[1]
+    applied = {n for n, s in states(run("--status")[1]).items() if s == "applied"}
+    assert applied == {"alpha", "beta", "delta", "gamma"}
+    shown = states(run("--status", "--patch", "rest")[1])
+    assert [name for name in shown if "set " not in name] == ["beta", "delta"]
     out = run("--revert")[1]
-    kept = f"  kept: {first}, applied by name; --revert --patch {first} takes it out"
-    assert (kept in out.splitlines()) == (first in ("alpha", "gamma"))
-    assert snapshot(tree.root) == alone
-    run("--revert", "--patch", first)
+    assert "  reverted: alpha, gamma\n" in out
+    assert "  still in the tree: beta, delta (--revert --patch NAME)\n" in out
+    assert "still" not in run("--revert", "--patch", "all")[1]
     assert snapshot(tree.root) == before
 
 
-def test_patch_names_a_single_patch_even_where_a_set_has_its_name(run, tmp_path):
-    (tmp_path / "patches" / "sets.toml").write_text('gamma = ["alpha", "gamma"]\n')
-    run("--apply", "--patch", "gamma")
-    out = run("--status")[1]
-    assert {n for n, s in states(out).items() if s == "applied"} == {"gamma"}
-    out = run("--status", "--patch", "gamma")[1]
-    assert states(out) == {"gamma": "applied"}
+def test_a_patch_takes_out_the_earlier_ones_that_it_replaces(run, tree, tmp_path):
+    before = snapshot(tree.root)
+    run("--apply", "--patch", "alpha", "--patch", "beta", "--patch", "gamma")
+    manifest = tmp_path / "patches" / "alpha" / "patch.toml"
+    manifest.write_text('replaces = ["beta", "gone"]\n' + manifest.read_text())
+    out = run("--apply", "--patch", "alpha")[1]
+    assert "  reverted: beta\n" in out
+    applied = {n for n, s in states(run("--status")[1]).items() if s == "applied"}
+    assert applied == {"alpha", "gamma"}
+    manifest.write_text(manifest.read_text().replace("beta", "gamma", 1))
+    assert "  reverted: alpha, gamma\n" in run("--revert", "--patch", "alpha")[1]
+    assert snapshot(tree.root) == before
 
 
 def test_check_changes_nothing_and_knows_the_tested_releases(run, tree):
@@ -159,7 +162,7 @@ def test_diff_and_list(run):
     code, out, _ = run("--list", target=None)
     assert code == 0
     assert "beta (demo, LIMIT=7): a test patch" in out
-    assert "set records: alpha, gamma" in out
+    assert "set timing: alpha, gamma" in out
 
 
 def test_set_gives_a_parameter_and_status_shows_it(run, tree):
@@ -171,7 +174,11 @@ def test_set_gives_a_parameter_and_status_shows_it(run, tree):
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
-        (["--apply", "--patch", "nope"], 2, "no patch 'nope'; there are alpha, beta"),
+        (
+            ["--apply", "--patch", "nope"],
+            2,
+            "no patch or set 'nope'; there are",
+        ),
         (["--apply", "--set", "NONE=1"], 2, "parameter 'NONE' is not known"),
         (["--apply", "--set", "LIMIT=abc"], 2, "Python literal"),
         (["--apply", "--set", "LIMIT"], 2, "NAME=VALUE"),
@@ -191,14 +198,17 @@ def test_refusals_and_wrong_usage_return_2_and_change_nothing(
     assert snapshot(tree.root) == before
 
 
-def test_a_file_that_was_left_alone_is_said_and_is_exit_code_3(run, tree):
+def test_a_foreign_sentinel_is_nothing_to_say_and_half_a_block_is(run, tree):
     (tree.root / "other.py").write_text("# BLOCK_BEGIN of my own\n")
     before = snapshot(tree.root)
     for action in ("--check", "--apply", "--status", "--revert"):
-        code, out, err = run(action)
-        assert (code, "demo 0.18.1" in out) == (3, True)
-        assert err.startswith("left alone: other.py:1: '# BLOCK_BEGIN of my own'")
+        assert (run(action)[0], run(action)[2]) == (0, "")
     assert snapshot(tree.root) == before
+    (tree.root / "other.py").write_text("# BLOCK_BEGIN of:ours 01234567\n")
+    said = "other.py:1: '# BLOCK_BEGIN of:ours 01234567' has no BLOCK_END of its own"
+    for action in ("--check", "--apply", "--status", "--revert"):
+        code, out, err = run(action)
+        assert code == 2 and said in out + err
 
 
 def test_an_edited_block_is_shown_and_taken_out_on_demand(run, tree):
@@ -223,15 +233,15 @@ def test_without_a_default_set_the_patch_must_be_named(run, tmp_path):
     assert run("--status")[0] == 0
     assert run("--apply", "--patch", "alpha")[0] == 0
     code, _, err = run("--apply")
-    assert code == 2 and "no set 'records'" in err
+    assert code == 2 and "no set 'timing'" in err
 
 
-def test_check_returns_1_if_a_patch_does_not_fit(run, tree):
+def test_check_returns_2_if_a_patch_does_not_fit(run, tree):
     scheduler = tree.root / "scheduler.py"
     scheduler.write_text(scheduler.read_text().replace("tokens = 0", "tokens = 1"))
     before = snapshot(tree.root)
     code, out, _ = run("--check", "--patch", "beta")
-    assert code == 1 and "the patch does not fit this release" in out
+    assert code == 2 and "the patch does not fit this release" in out
     assert run("--apply", "--patch", "beta")[0] == 2
     assert run("--check", "--patch", "gamma")[0] == 0
     assert snapshot(tree.root) == before
@@ -312,7 +322,7 @@ def test_the_script_needs_the_standard_library_only(house, tree):
     assert script(house, "--revert", "--target", str(tree.root)).returncode == 0
     assert snapshot(tree.root) == before
     text = script(house, "--help").stdout
-    assert "0 done, or nothing to do; 1 --check found" in " ".join(text.split())
+    assert "0 done, or nothing to do; 2 refused" in " ".join(text.split())
 
 
 def test_an_old_python_gets_one_sentence_and_no_traceback(house):
@@ -344,7 +354,7 @@ def test_a_reader_that_leaves_early_does_not_look_like_a_refusal(house, tree):
     run += ["--target", str(tree.root)]
     out = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert (out.returncode, out.stderr) == (0, "")
+    assert (out.returncode, out.stderr) == (Exit.CLOSED_PIPE, "")
     assert "beta_in" in (tree.root / "scheduler.py").read_text()
 
 
@@ -363,13 +373,13 @@ def test_kvtax_patch_takes_the_same_options_and_returns_the_same_codes(
     tmp_path, capsys
 ):
     assert kvtax_main(["patch", "--list"]) == 0
-    assert "set records: step_timing_v2" in capsys.readouterr().out
+    assert "set timing: step_timing_v2" in capsys.readouterr().out
     for action in ("--check", "--apply", "--revert", "--status"):
         assert kvtax_main(["patch", action, "--target", str(tmp_path)]) == 2
         assert "no package" in capsys.readouterr().err
     tree = make_tree(tmp_path, name="vllm")
     before = snapshot(tree.root)
-    assert kvtax_main(["patch", "--check", "--target", str(tmp_path)]) == 1
+    assert kvtax_main(["patch", "--check", "--target", str(tmp_path)]) == 2
     assert snapshot(tree.root) == before
 
 
@@ -381,7 +391,7 @@ def test_nothing_is_ever_left_by_a_refusal_of_the_script(house, tree, patches):
     before = snapshot(tree.root)
     for action in ("--apply", "--revert", "--check", "--diff"):
         out = script(house, action, "--target", str(tree.root))
-        assert out.returncode == (1 if action == "--check" else 2)
+        assert out.returncode == 2
         assert (
             "v1/core.py: block alpha:b3 was edited by hand" in out.stderr + out.stdout
         )

@@ -158,8 +158,8 @@ def test_the_hash_covers_manifest_and_sources_and_nothing_else(tmp_path):
 
 def test_sets_are_read_from_their_file(tmp_path):
     assert load_sets(tmp_path) == {}
-    (tmp_path / "sets.toml").write_text('both = ["v1", "v2"]\n')
-    assert load_sets(tmp_path) == {"both": ["v1", "v2"]}
+    (tmp_path / "sets.toml").write_text('both = ["v1", "v2"]\nall = ["both", "v0"]\n')
+    assert load_sets(tmp_path) == {"both": ["v1", "v2"], "all": ["v1", "v2", "v0"]}
 
 
 BLOCK = [block("before", "", "import os", "x = 1")]

@@ -169,16 +169,6 @@ def test_a_patched_package_runs_its_new_code(tree, patches):
     assert not (tree.root / "v1" / "new").exists()  # its bytecode went with it
 
 
-def test_a_folder_that_was_there_before_stays(tree, patches):
-    (tree.root / "v1" / "new").mkdir()
-    before = snapshot(tree.root)
-    apply(tree, [patches["alpha"]])
-    apply(tree, [patches["beta"]])
-    revert(tree, ["alpha"])
-    revert(tree, ["beta"])
-    assert snapshot(tree.root) == before
-
-
 def test_a_foreign_file_in_a_folder_of_ours_is_left_alone(tree, patches):
     apply(tree, [patches["beta"]])
     note = tree.root / "v1" / "new" / "deep" / "note.txt"
@@ -370,9 +360,9 @@ def test_an_added_file_belongs_to_all_that_add_it(tree, patches):
     apply(tree, [patches["beta"]])
     apply(tree, [patches["alpha"]])
     begin, *content, end = records.read_bytes().splitlines(keepends=True)
-    assert begin.startswith(b"# BLOCK_BEGIN alpha+beta:v1/new/records.py sha256:")
+    assert begin.startswith(b"# BLOCK_BEGIN alpha+beta:v1/new/records.py ")
     assert b"".join(content) == RECORDS
-    assert end == b"# BLOCK_END alpha+beta:v1/new/records.py\n"
+    assert end == begin.replace(b"BEGIN", b"END")
     revert(tree, ["alpha"])
     assert records.read_bytes().startswith(b"# BLOCK_BEGIN beta:")
     revert(tree, ["beta"])

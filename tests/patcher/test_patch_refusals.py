@@ -23,12 +23,14 @@ from kvtax.patcher import (
     apply,
     check,
     find_package,
+    load_patch,
     locate,
     revert,
     status,
 )
 from tests.patcher.patchlab import (
     FILES,
+    FOREIGN,
     block,
     in_child,
     make_patch,
@@ -172,7 +174,8 @@ def test_the_refusal_of_an_edited_block_shows_the_edit(tree, patches):
 )
 def test_an_edited_block_goes_on_demand_and_a_copy_stays(tree, patches, path, old, new):
     before = snapshot(tree.root)
-    copies = [tree.root / f"{path}.edited", tree.root / f"{path}.edited2"]
+    copy = path if path == "scheduler.py" else path.replace("/", ".")
+    copies = [tree.root / f"{copy}.edited", tree.root / f"{copy}.edited2"]
     for copy in copies:
         apply(tree, [patches["beta"], patches["gamma"]])
         edit(tree.root / path, old, new)
@@ -181,9 +184,6 @@ def test_an_edited_block_goes_on_demand_and_a_copy_stays(tree, patches, path, ol
         assert copy.read_bytes() == text
     for copy in copies:
         copy.unlink()
-    for folder in ("v1/new/deep", "v1/new"):  # a copy keeps its folder
-        if (tree.root / folder).exists():
-            (tree.root / folder).rmdir()
     assert snapshot(tree.root) == before
 
 
@@ -239,33 +239,61 @@ def test_a_tree_with_other_line_ends_is_as_good(tree, patches):
         ("v1/new/records.py", b"# BLOCK_END", b"# END", r"records\.py:1"),
     ],
 )
-def test_a_damaged_file_is_left_alone_and_hinders_no_other(
+def test_half_a_block_of_ours_is_refused_with_its_line(
     tree, patches, path, old, new, match
 ):
     chosen = [patches["beta"], patches["delta"]]
     apply(tree, chosen)
     edit(tree.root / path, old, new)
-    text = (tree.root / path).read_bytes()
     refused(tree, DamagedError, match, lambda: apply(tree, chosen))
-    (why,) = revert(tree, ["beta", "delta"]).unread
-    assert re.search(match, why)
-    assert (tree.root / path).read_bytes() == text
-    assert (tree.root / "v1/core.py").read_bytes() == FILES["v1/core.py"]
-    # The damaged file may import what its patch added.
-    assert (tree.root / "v1/new/records.py").exists()
+    refused(tree, DamagedError, match, lambda: revert(tree, ["beta", "delta"]))
+    refused(tree, DamagedError, match, lambda: revert(tree, ["beta"], patches, True))
+    damaged: list[str] = []
+    assert status(tree, chosen, damaged)["delta"].state != "not applied"
+    assert len(damaged) == 1 and re.search(match, damaged[0])
 
 
-def test_a_foreign_sentinel_elsewhere_hinders_nothing_else(tree, patches):
+V1 = """{begin}
+{indent}import time as _v1
+{indent}{end}"""
+
+
+def foreign_patch(text: bytes, foreign: tuple[str, str], anchor: bytes) -> bytes:
+    """Put a foreign block above the line that holds the anchor."""
+    lines = text.split(b"\n")
+    at = next(number for number, line in enumerate(lines) if anchor in line)
+    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())].decode()
+    block = V1.format(begin=foreign[0], end=foreign[1], indent=indent)
+    lines.insert(at, (indent + block).encode())
+    return b"\n".join(lines)
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+@pytest.mark.parametrize("anchor", [b"tokens = 0", b"return tokens", b"import os"])
+def test_a_foreign_patch_survives_whatever_comes_and_goes(
+    tree, patches, foreign, anchor
+):
+    names = ["alpha", "beta", "delta"]
+    chosen = [patches[name] for name in names]
+    place, other = tree.root / "scheduler.py", tree.root / "other.py"
+    other.write_text("\n".join(foreign) + "\n")
+    place.write_bytes(foreign_patch(place.read_bytes(), foreign, anchor))
     before = snapshot(tree.root)
-    other = tree.root / "other.py"
-    for line in ("# BLOCK_END gone:b1\n", "# BLOCK_BEGIN of my own\n"):
-        other.write_text(line)
-        (why,) = apply(tree, patches.values()).unread
-        assert why.startswith("other.py:1")
-        assert status(tree, [patches["alpha"]])["alpha"].state == "applied"
-        (why,) = revert(tree, patches).unread
-        other.unlink()
-        assert snapshot(tree.root) == before
+    apply(tree, chosen)
+    assert apply(tree, chosen).changes == ()
+    assert {status(tree, chosen)[name].state for name in names} == {"applied"}
+    revert(tree, names)
+    assert snapshot(tree.root) == before
+    # It may come after ours as well, and ours goes first.
+    place.write_bytes(FILES["scheduler.py"])
+    apply(tree, chosen)
+    place.write_bytes(foreign_patch(place.read_bytes(), foreign, anchor))
+    # Between a block and its statement, the block is not where it belongs.
+    for state in ({"applied", "outdated"}, {"applied"}):
+        assert {status(tree, chosen)[name].state for name in names} <= state
+        apply(tree, chosen)
+    revert(tree, names, patches, discard_edits=True)
+    assert snapshot(tree.root) == before
 
 
 def test_edits_outside_the_blocks_are_kept(tree, patches):
@@ -473,10 +501,102 @@ def test_a_package_in_an_archive_is_refused_and_no_other_taken(tmp_path, monkeyp
     other = make_tree(tmp_path / "other", name="zipped_demo")
     archive = shutil.make_archive(str(tmp_path / "z"), "zip", other.root.parent)
     monkeypatch.syspath_prepend(archive)
-    with pytest.raises(TargetError, match=r"z\.zip/zipped_demo/__init__\.py, which is"):
+    with pytest.raises(TargetError, match=r"z\.zip/zipped_demo/__init__\.py, without"):
         find_package("zipped_demo", [other.root.parent])
 
 
 def test_every_refusal_derives_from_one_class():
     errors = [AnchorError, CompileError, ConflictError, DamagedError, TargetError]
     assert all(issubclass(error, BlockPatchError) for error in errors)
+
+
+MAP = b"""class Map:
+    def __init__(self):
+        self._cache = {}
+
+    def insert(self, key, block):
+        self._cache[key] = block
+
+
+class Pool:
+    def __init__(self):
+        self.cached = Map()
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "said"),
+    [
+        (
+            "map.py",
+            b"\n    def many(self, m):\n        self.cached._cache |= m\n",
+            "many",
+        ),
+        ("map.py", b"\n\ndef f(m, k):\n    del m._cache[k]\n", "map.py:15: f uses"),
+        ("map.py", b"\n\nvars(Map())['_cache'] = {}\n", "the module uses _cache"),
+        (
+            "map.py",
+            b"\n    def reset(self):\n        self.cached = 1\n",
+            "Pool.reset assig",
+        ),
+        (
+            "more.py",
+            b"def f(pool):\n    pool.cached._cache.clear()\n",
+            "more.py:2: f uses",
+        ),
+        ("more.py", b"def f(pool):\n    pool.cached = {}\n", "more.py:2: f assigns"),
+        ("map.py", b"\n\nclass Other(Map):\n    pass\n", "Other uses Map"),
+    ],
+)
+def test_a_use_that_a_patch_does_not_know_is_refused(tree, tmp_path, path, more, said):
+    insert = block("after", "Map.insert", "self._cache[key] = block", "print(1)")
+    inside = "map.py:Map"
+    patch = make_patch(tmp_path / "p", "seer", [insert | {"file": "map.py"}])
+    manifest = tmp_path / "p" / "seer" / "patch.toml"
+    with manifest.open("a") as file:
+        file.write(
+            '[[only]]\nname = "_cache"\nwithin = "cached"\nwhy = "unseen"\n'
+            f'uses = {{ "{inside}.__init__" = 1, "{inside}.insert" = 1 }}\n'
+            '[[only]]\nname = "cached"\nassigned = true\nwhy = "unseen"\n'
+            'uses = { "map.py:Pool.__init__" = 1 }\n'
+            '[[only]]\nname = "Map"\nwhy = "unseen"\n'
+            'uses = { "map.py:Pool.__init__" = 1 }\n'
+        )
+    patch = load_patch(manifest.parent)
+    (tree.root / "map.py").write_bytes(MAP)
+    # Reading what the map holds is no matter of the patch.
+    (tree.root / "reader.py").write_bytes(b"def f(pool):\n    return pool.cached\n")
+    before = snapshot(tree.root)
+    apply(tree, [patch])
+    assert apply(tree, [patch]).changes == ()
+    revert(tree, ["seer"])
+    assert snapshot(tree.root) == before
+    with (tree.root / path).open("ab") as file:
+        file.write(more)
+    refused(tree, TargetError, said, lambda: check(tree, [patch]))
+    assert "unseen" in status(tree, [patch])["seer"].misfit
+
+
+def test_a_source_that_is_missing_is_the_reason(tree, patches):
+    (tree.root / "scheduler.py").rename(tree.root / "scheduler.pyc")
+    match = r"scheduler\.py is there as bytecode only; install demo with its source"
+    refused(tree, TargetError, match, lambda: apply(tree, [patches["beta"]]))
+
+
+def test_what_an_uninstall_leaves_of_ours_can_be_taken_out(tree, patches, monkeypatch):
+    """pip removes the files it knows, and their folders if nothing else is in them."""
+    apply(tree, patches.values())
+    for path in FILES:
+        (tree.root / path).unlink()
+    (tree.root / "v1" / "new" / "__pycache__").mkdir()
+    monkeypatch.syspath_prepend(tree.root.parent)
+    assert locate("demo", tree.root.parent).root == tree.root
+    assert find_package("demo") == tree.root
+    (tree.root / "v1" / "own.py").write_text("")
+    with pytest.raises(TargetError):
+        Tree(tree.root)
+    (tree.root / "v1" / "own.py").unlink()
+    left = Tree(tree.root)
+    assert status(left)["alpha"].state == "applied"
+    revert(left, patches)
+    assert not tree.root.exists()

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvtax import patcher
-from kvtax.patcher.blocks import SENTINEL, WAS
+from kvtax.patcher.blocks import Added, read, render
 from kvtax.paths import PATCHES
 from tools.upstream.release import (
     PART,
@@ -51,18 +52,19 @@ def patched_code(release: Release, names: list[str], place: Path) -> dict[str, b
         if (tree / path).read_bytes() != (source / path).read_bytes()
     }
     return {
-        f"vllm/{path}": tidied(without_markers((tree / path).read_bytes()), release)
+        f"vllm/{path}": tidied(
+            without_markers((tree / path).read_bytes(), path), release
+        )
         for path in sorted(changed)
     }
 
 
-def without_markers(text: bytes) -> bytes:
-    """Remove the markers, as if the blocks had always been part of the file."""
-    return b"".join(
-        line
-        for line in text.splitlines(keepends=True)
-        if not SENTINEL.match(line) and not line.lstrip().startswith(WAS)
-    )
+def without_markers(tree: Path, path: str) -> bytes:
+    """Read a file as if the blocks in it had always been part of it."""
+    file = read((tree / path).read_bytes(), path)
+    if isinstance(file, Added):
+        return file.content
+    return render(file.lines, [replace(b, text=b.code) for b in file.blocks])
 
 
 def tidied(code: bytes, release: Release) -> bytes:
