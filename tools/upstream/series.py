@@ -52,9 +52,7 @@ def patched_code(release: Release, names: list[str], place: Path) -> dict[str, b
         if (tree / path).read_bytes() != (source / path).read_bytes()
     }
     return {
-        f"vllm/{path}": tidied(
-            without_markers((tree / path).read_bytes(), path), release
-        )
+        f"vllm/{path}": tidied(without_markers(tree, path), release)
         for path in sorted(changed)
     }
 
