@@ -8,6 +8,7 @@ import pytest
 
 from kvtax.axes.axes import AXES
 from kvtax.axes.fit import growth, steepest
+from kvtax.records.observatory_cell import CellRecord
 from tests.axes.cells import META, made
 
 EACH_AXIS = pytest.mark.parametrize("axis", AXES)
@@ -59,6 +60,73 @@ def test_a_cost_that_rises_and_falls_again_grows(axis):
     assert found.grows
     assert found.order == "cannot tell"
     assert steepest(cell, axis) == META
+
+
+def along_running(*passes: list[float]) -> CellRecord:
+    """A cell with these passes over 1, 64, 128, 192 and 256 running requests."""
+    cell = made()
+    cell.means_us["running"][META] = [list(map(float, one)) for one in passes]
+    return cell
+
+
+@pytest.mark.parametrize(
+    ("rise_us", "grows"),
+    [
+        # 0.2 us per request are 51 us over the axis. Nine passes 1 us apart have a mean
+        # known to 0.913 us. 10 pairs: t of 8 degrees at 1 - 0.05 / 10 is 3.355.
+        (51 + 0.9129 * 3.355 - 0.05, False),
+        (51 + 0.9129 * 3.355 + 0.05, True),
+    ],
+)
+def test_a_pair_of_levels_is_tested_among_all_of_them(rise_us, grows):
+    spread = [-4, -3, -2, -1, 0, 1, 2, 3, 4]
+    passes = [[0, 0, rise_us + noise, 0, 0] for noise in spread]
+    assert growth(along_running(*passes), "running", META).grows is grows
+
+
+@pytest.mark.parametrize(
+    ("slopes", "grows", "interval"),
+    [
+        # Of nine passes, the second and the eighth: 0.2 us is the margin.
+        ([0.1, 0.21, 0.3, 0.3, 0.3, 0.3, 0.3, 0.4, 9.0], True, (0.21, 0.4)),
+        ([0.1, 0.19, 0.3, 0.3, 0.3, 0.3, 0.3, 0.4, 9.0], None, (0.19, 0.4)),
+        ([0.0] * 7 + [0.19, 9.0], False, (0.0, 0.19)),
+        ([0.0] * 7 + [0.21, 9.0], None, (0.0, 0.21)),
+        # Of five, the least and the most.
+        ([0.21, 0.3, 0.3, 0.3, 0.5], True, (0.21, 0.5)),
+    ],
+)
+def test_a_slope_grows_where_its_whole_interval_is_above_the_margin(
+    slopes, grows, interval
+):
+    levels = np.array([1, 64, 128, 192, 256])
+    found = growth(
+        along_running(*(list(10 + us * levels) for us in slopes)), "running", META
+    )
+    assert found.slope.ci95 == pytest.approx(interval)
+    assert found.slope.value == pytest.approx(sorted(slopes)[len(slopes) // 2])
+    assert found.grows is grows
+    assert found.last.ci95 == pytest.approx(tuple(10 + 256 * us for us in interval))
+
+
+@pytest.mark.parametrize(
+    ("powers", "order"),
+    [
+        ([1.0] * 9, "linear"),
+        ([0.62] * 9, "linear"),
+        ([0.5] * 9, "cannot tell"),
+        ([1.38] * 9, "linear"),
+        ([1.5] * 9, "cannot tell"),
+        ([1.62] * 9, "quadratic"),
+        ([2.38] * 9, "quadratic"),
+        ([2.5] * 9, "cannot tell"),
+        ([1.0] * 7 + [2.0] * 2, "cannot tell"),
+    ],
+)
+def test_an_order_is_named_where_the_whole_interval_of_the_exponent_lies(powers, order):
+    share = np.array([1, 64, 128, 192, 256]) / 256
+    cell = along_running(*(list(10 + 1_000 * share**power) for power in powers))
+    assert growth(cell, "running", META).order == order
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from kvtax_fleet.replay.sessions import (
     record_of,
     steady_window,
 )
+from kvtax_fleet.simulate.virtual_loop import VirtualLoop
 
 
 def changed(request, **fields):
@@ -108,6 +109,82 @@ class NotedLink:
         self.noted.append(f"send turn {record.turn}")
         await asyncio.sleep(0)
         record.status, record.end_ns = "ok", 0
+
+
+class VirtualLink(NotedLink):
+    """Sends `late_s` late, and answers `answer_s` after the send, in virtual time."""
+
+    def __init__(self, answer_s: float, late_s: float = 0.0) -> None:
+        super().__init__()
+        self.answer_s, self.late_s = answer_s, late_s
+        self.loop = VirtualLoop()
+        self.now_ns, self.sleep_until = self.loop.now_ns, self.loop.sleep_until
+        self.times_s: dict[str, tuple[float, float]] = {}
+
+    async def send(self, record, body) -> None:
+        await asyncio.sleep(self.late_s)
+        record.sent_ns = self.now_ns()
+        self.times_s[record.id] = record.intended_ns / 1e9, record.sent_ns / 1e9
+        await asyncio.sleep(self.answer_s)
+        record.status, record.end_ns = "ok", self.now_ns()
+
+
+def played(requests, tmp_path, link: VirtualLink, **options) -> Player:
+    """Play a trace from 0 s of virtual time on."""
+    settings = Options("", "", **options)
+    sessions = group(requests)
+    header = {"model": "m", "scheduled": len(requests), "sessions": len(sessions)}
+    records = new_ledger(tmp_path / "replay.jsonl", settings, **header, trace_sha256="")
+
+    async def at_once() -> int:
+        return 0
+
+    player = Player(settings, sessions, link, records, begin=at_once)
+    with asyncio.Runner(loop_factory=lambda: link.loop) as runner:
+        runner.run(player.play())
+    return player
+
+
+@pytest.mark.parametrize(
+    ("options", "due_s"),
+    [
+        # Answers take 2 s, and the user thinks for 5: sessions arrive 1 s apart.
+        ({}, {"s0": [0, 7, 14], "s1": [1, 8, 15], "s2": [2, 9, 16]}),
+        # Ten times as fast: 0.5 s to think, while answers take as long as before.
+        (
+            {"time_scale": 10.0},
+            {"s0": [0, 2.5, 5], "s1": [0.1, 2.6, 5.1], "s2": [0.2, 2.7, 5.2]},
+        ),
+        # A session that finds no slot is due when one is free: at 16 s.
+        (
+            {"max_inflight_sessions": 2},
+            {"s0": [0, 7, 14], "s1": [1, 8, 15], "s2": [16, 23, 30]},
+        ),
+        # Two at a time, whenever they arrive.
+        (
+            {"max_inflight_sessions": 2, "closed_loop": True},
+            {"s0": [0, 7, 14], "s1": [0, 7, 14], "s2": [16, 23, 30]},
+        ),
+    ],
+)
+def test_a_turn_is_due_its_think_time_after_the_answer_before(tmp_path, options, due_s):
+    requests = trace(3, 3, gap_s=1.0, think_s=5.0)
+    link = VirtualLink(answer_s=2.0)
+    played(requests, tmp_path, link, **options)
+    for session, times in due_s.items():
+        for turn, due in enumerate(times):
+            found = link.times_s[f"{session}/{turn}"]
+            assert found == pytest.approx((due, due), abs=1e-6)
+
+
+def test_a_late_send_is_recorded_beside_the_time_when_it_was_due(tmp_path):
+    requests = trace(1, 2, think_s=5.0)
+    link = VirtualLink(answer_s=2.0, late_s=0.25)
+    end = played(requests, tmp_path, link).end()
+    # The second is due 5 s after the answer to the first, which began late.
+    assert link.times_s == {"s0/0": (0, 0.25), "s0/1": (7.25, 7.5)}
+    assert end.lag_ms == {"p50": 250.0, "p90": 250.0, "p99": 250.0, "max": 250.0}
+    assert end.valid is False
 
 
 def test_while_all_slots_begin_no_further_turn_of_theirs_is_made(tmp_path):
