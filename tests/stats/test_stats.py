@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import msgspec
 import numpy as np
 import polars as pl
@@ -11,18 +13,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import Distribution, f_quantile, t_quantile
-from kvtax.stats.median_slope import make_cells, slope_us_per_1k_blocks
-from kvtax.stats.processes import (
-    POCOCK,
-    RunSpread,
-    look_level,
-    mean_over_servers,
-    student,
+from kvtax.stats.distribution import Distribution, f_quantile, rounded, t_quantile
+from kvtax.stats.least_squares import (
+    exponent,
+    jackknifed_slopes,
+    least_relative_error,
+    line_of_sums,
+    share_explained_by_others,
 )
-from kvtax.stats.quantiles import weighted_quantiles
+from kvtax.stats.median_slope import (
+    batch_held_us,
+    make_cells,
+    slope_us_per_1k_blocks,
+    slope_value,
+)
+from kvtax.stats.processes import RunSpread, look_level, mean_over_servers, student
+from kvtax.stats.quantiles import (
+    SessionDraws,
+    median_of_passes,
+    weighted_medians,
+    weighted_quantiles,
+)
 from kvtax.stats.resampling import (
     add_blocks,
+    added,
     difference,
     over_rounds,
     ratio,
@@ -279,7 +293,7 @@ def test_in_95_percent_of_runs_no_look_at_all_is_wrong():
     assert (np.abs(runs) < bound).all(axis=1).mean() == pytest.approx(0.95, abs=0.004)
 
 
-@pytest.mark.parametrize("looks", [0, len(POCOCK) + 1])
+@pytest.mark.parametrize("looks", [0, 11])
 def test_no_more_looks_than_the_table_has(looks: int):
     with pytest.raises(ValueError, match="looks"):
         look_level(looks)
@@ -306,3 +320,307 @@ def test_a_spread_needs_an_arm_with_two_runs_and_no_run_without_a_level():
     assert RunSpread.of([twice, np.array([0.0, -np.inf])]) is None
     spread = RunSpread.of([once, twice])
     assert (spread.log_sd, spread.degrees) == (pytest.approx(0.1414, rel=1e-3), 1)
+
+
+@pytest.mark.parametrize(
+    ("passes", "low", "high"),
+    [
+        # The k-th smallest and largest, where a binomial has at most 2.5 % beyond.
+        (1, 1, 1),
+        (5, 1, 5),
+        (6, 1, 6),
+        (8, 1, 8),
+        (9, 2, 8),
+        (11, 2, 10),
+        (12, 3, 10),
+        (20, 6, 15),
+        (25, 8, 18),
+    ],
+)
+def test_a_median_of_passes_lies_between_two_of_them_by_the_sign_test(
+    passes, low, high
+):
+    values = np.random.default_rng(1).permutation(np.arange(1.0, passes + 1))
+    assert median_of_passes(values) == Estimate((passes + 1) / 2, (low, high))
+
+
+@pytest.mark.parametrize(
+    ("looks", "z"),
+    # Jennison and Turnbull (2000), table 2.1.
+    list(
+        enumerate(
+            (1.960, 2.178, 2.289, 2.361, 2.413, 2.453, 2.485, 2.512, 2.535, 2.555), 1
+        )
+    ),
+)
+def test_a_run_that_looks_again_asks_for_pococks_level(looks, z):
+    assert look_level(looks) == pytest.approx(2 * NormalDist().cdf(z) - 1)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "runs", "others", "reach"),
+    [
+        # 0.1 * sqrt(1 / 2 + 1 / 3) * 2.7764.
+        (4, 2, 3, 0.25345),
+        (1, 1, 1, 1.79693),
+        (100, 4, 4, 0.1 * 0.5**0.5 * 1.98397),
+    ],
+)
+def test_equal_arms_reach_as_far_as_students_t_of_their_runs(
+    degrees, runs, others, reach
+):
+    assert RunSpread(0.1, degrees).reach(runs, others) == pytest.approx(reach, rel=1e-3)
+
+
+def test_offsets_of_runs_are_students_t_and_shrink_with_more_runs():
+    spread = RunSpread(0.1, 4)
+    one, four = spread.offsets("a", 1), spread.offsets("a", 4)
+    assert one == pytest.approx(2 * four)
+    edges = np.quantile(one, (0.025, 0.5, 0.975))
+    assert edges == pytest.approx([-0.27764, 0, 0.27764], abs=0.01)
+    # Arms are drawn apart, around one common width.
+    other = spread.offsets("b", 1)
+    assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
+    assert np.corrcoef(abs(one), abs(other))[0, 1] > 0.2
+
+
+def test_an_interval_is_between_percentiles_of_its_draws():
+    of = Distribution(50.0, np.arange(101.0))
+    assert of.ci95 == pytest.approx((2.5, 97.5))
+    assert of.interval(0.8) == pytest.approx((10.0, 90.0))
+    assert rounded(of) == Estimate(50.0, (2.5, 97.5))
+    assert rounded(Distribution(1.23456, np.full(9, np.nan))) == Estimate(1.235)
+    assert rounded(None) is None
+
+
+def test_estimates_subtract_and_divide_draw_by_draw():
+    one = Distribution(10.0, np.array([8.0, 10.0, 12.0]))
+    other = Distribution(4.0, np.array([2.0, 4.0, 8.0]))
+    assert one.minus(other).value == 6.0
+    assert one.minus(other).draws.tolist() == [6.0, 6.0, 4.0]
+    assert one.over(other).value == 2.5
+    assert one.over(other).draws.tolist() == [4.0, 2.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("weights", "quantiles", "expected"),
+    [
+        # Of 10, 20, 30 and 40.
+        ([1, 1, 1, 1], (0.25, 0.5, 0.51, 1.0), [10, 20, 30, 40]),
+        ([7, 1, 1, 1], (0.5, 0.7, 0.75, 0.9), [10, 10, 20, 30]),
+        ([0, 0, 1, 1], (0.0, 0.1, 0.5, 0.6), [10, 30, 30, 40]),
+    ],
+)
+def test_a_weighted_quantile_is_where_the_weight_reaches_it(
+    weights, quantiles, expected
+):
+    values, order = np.array([30.0, 10.0, 40.0, 20.0]), [2, 0, 3, 1]
+    own = np.array(weights, float)[order]
+    assert weighted_quantiles(values, own, quantiles) == expected
+    assert weighted_medians(
+        np.array([10.0, 20.0, 30.0, 40.0]), np.array([weights], float)
+    ) == weighted_quantiles(values, own, (0.5,))
+
+
+def test_no_weight_has_no_median():
+    assert np.isnan(weighted_medians(np.array([1.0]), np.zeros((1, 1)))).all()
+
+
+@pytest.mark.parametrize(
+    ("requests", "sessions", "stated", "known"),
+    [
+        (9, 9, {"p50": 5.0}, True),
+        (10, 8, {"p50": 5.0, "p90": 9.0}, True),
+        (99, 8, {"p50": 50.0, "p90": 90.0}, True),
+        (100, 8, {"p50": 50.0, "p90": 90.0, "p99": 99.0}, True),
+        (100, 7, {"p50": 50.0, "p90": 90.0, "p99": 99.0}, False),
+    ],
+)
+def test_a_quantile_needs_requests_beyond_it_and_an_interval_eight_sessions(
+    requests, sessions, stated, known
+):
+    names = pl.Series([f"s{n % sessions}" for n in range(requests)])
+    values = pl.Series([float(n) for n in range(1, requests + 1)])
+    found = SessionDraws(names).quantiles(values, names)
+    assert {name: of.value for name, of in found.items() if of} == stated
+    assert all(
+        bool(np.isfinite(of.draws).all()) == known for of in found.values() if of
+    )
+
+
+def test_sessions_are_drawn_whole_and_alike_for_all_arms():
+    """Five fast and five slow sessions: a draw's median is that of its majority."""
+    names = pl.Series([f"s{n}" for n in range(10) for _ in range(4)])
+    values = pl.Series([1.0 if n < 20 else 9.0 for n in range(40)])
+    draws = SessionDraws(names)
+    assert draws.counts.shape == (500, 10)
+    assert (draws.counts.sum(axis=1) == 10).all()
+    found = draws.quantiles(values, names)["p50"].draws
+    slow = draws.counts[:, 5:].sum(axis=1)
+    assert ((found == 9.0) == (slow > 5)).all()
+    twice = draws.quantiles(2 * values, names)["p50"].draws
+    assert twice.tolist() == (2 * found).tolist()
+
+
+@pytest.mark.parametrize(
+    ("steps", "blocks"), [(19, 1), (20, 1), (40, 2), (799, 39), (800, 40), (8_000, 40)]
+)
+def test_a_block_is_of_20_steps_or_a_fortieth(steps, blocks):
+    found = add_blocks(pl.DataFrame({"repeat": [0] * steps}))["block"]
+    assert found.n_unique() == blocks
+    sizes = found.value_counts()["count"]
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_rounds_of_steps_count_with_their_lower_quartiles():
+    base = np.array([[1.0, 2.0, 3.0, 4.0, 99.0]] * 12)
+    # Quartiles 2 and 7, whatever else disturbs a step.
+    times = np.array([[6.0, 7.0, 8.0, 9.0, 900.0]] * 12)
+    found = added(times, base)
+    assert (found.value, found.ci95) == (5.0, (5.0, 5.0))
+
+
+def test_an_interval_over_rounds_is_that_of_drawn_rounds():
+    rounds = np.arange(1.0, 102.0)
+    found = over_rounds(rounds)
+    assert found.value == 51.0
+    assert found.draws.shape == (1_000,)
+    # The error of a median of 101 uniform rounds is about 101 / (2 sqrt(101)).
+    assert found.ci95 == pytest.approx((51 - 9.85, 51 + 9.85), abs=2.0)
+    mean = over_rounds(rounds, lambda drawn: float(drawn.mean()))
+    assert np.std(mean.draws) == pytest.approx(29.15 / 101**0.5, rel=0.1)
+
+
+def lines(*groups: tuple[int, int, float, float]) -> pl.DataFrame:
+    """Steps of (repeat, batch, offset, slope): 10 blocks of 20 each, 100 apart."""
+    parts = []
+    for repeat, batch, offset, slope in groups:
+        blocks = np.repeat(np.arange(10) * 1_000.0, 20)
+        parts.append(
+            pl.DataFrame(
+                {
+                    "repeat": repeat,
+                    "batch": batch,
+                    "cache_blocks": blocks,
+                    TIME: offset + slope * blocks / 1_000,
+                }
+            )
+        )
+    return pl.concat(parts)
+
+
+@pytest.mark.parametrize(
+    ("groups", "slope"),
+    [
+        ([(0, 4, 50.0, 3.0)], 3.0),
+        # Offsets between repeats and batch sizes are no slope.
+        ([(0, 4, 50.0, 3.0), (1, 4, 500.0, 3.0)], 3.0),
+        ([(0, 4, 50.0, 3.0), (1, 9, 5.0, 3.0)], 3.0),
+        # The median of slopes: two of three.
+        ([(0, 4, 0.0, 3.0), (1, 4, 0.0, 3.0), (2, 4, 0.0, 99.0)], 3.0),
+        ([(0, 4, 0.0, -2.0)], -2.0),
+    ],
+)
+def test_the_slope_of_lines_is_theirs_per_1000_blocks(groups, slope):
+    cells = make_cells(lines(*groups), (TIME,))
+    assert slope_us_per_1k_blocks(cells, TIME).value == pytest.approx(slope)
+    assert slope_value(cells, TIME) == pytest.approx(slope)
+
+
+def test_far_pairs_weigh_more():
+    """Most pairs are flat, and lie close together."""
+    steps = lines((0, 4, 0.0, 0.0)).with_columns(
+        pl.when(pl.col("cache_blocks") == 9_000)
+        .then(30_000.0)
+        .otherwise("cache_blocks")
+        .alias("cache_blocks")
+    )
+    rises = steps.with_columns(
+        pl.when(pl.col("cache_blocks") > 20_000).then(60.0).otherwise(TIME).alias(TIME)
+    )
+    # 9 of 45 pairs rise, by 60 us over 22 to 30 thousand blocks, and weigh 234 of 354.
+    found = slope_value(make_cells(rises, (TIME,)), TIME)
+    assert 60 / 30 <= found <= 60 / 22
+
+
+@pytest.mark.parametrize(("steps", "cells"), [(2, 0), (3, 1)])
+def test_a_cell_has_three_steps(steps, cells):
+    table = lines((0, 4, 0.0, 0.0)).head(steps)
+    assert len(make_cells(table, (TIME,)).steps) == cells
+
+
+@pytest.mark.parametrize(("blocks", "known"), [(7, False), (8, True)])
+def test_a_slope_needs_eight_blocks(blocks, known):
+    table = lines((0, 4, 0.0, 1.0)).head(20 * blocks)
+    found = slope_us_per_1k_blocks(make_cells(table, (TIME,)), TIME)
+    assert (found is not None) == known
+
+
+def test_times_with_the_batch_held_have_no_offset_of_repeat_and_batch():
+    blocks = np.array([0.0, 1_000.0, 0.0, 1_000.0])
+    group = np.array([1, 1, 2, 2])
+    us = np.array([10.0, 13.0, 110.0, 113.0])
+    # 3 us per 1,000 blocks; offsets 10 and 110 are 60 on average.
+    assert batch_held_us(us, blocks, group, 3.0).tolist() == [60.0, 63.0, 60.0, 63.0]
+    steps = np.array([3, 3, 1, 1])
+    held = batch_held_us(us, blocks, group, 3.0, steps)
+    assert held.tolist() == [35.0, 38.0, 35.0, 38.0]
+
+
+RUNS = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 1.5, 2.0, 2.5])
+def test_an_exponent_is_that_of_a_power_with_an_offset(power):
+    assert exponent(RUNS, 7 + 3 * RUNS**power) == pytest.approx(power, abs=0.011)
+    assert exponent(RUNS, 7 - 3 * RUNS**power) == pytest.approx(power, abs=0.011)
+
+
+def test_a_line_of_sums_is_that_of_the_points():
+    x, y = np.array([1.0, 2.0, 3.0, 4.0]), np.array([2.0, 4.0, 5.0, 9.0])
+    sums = np.array([4.0, x.sum(), y.sum(), (x * x).sum(), (x * y).sum()])
+    slope, intercept = line_of_sums(sums)
+    # 2.2 and -0.5 by hand.
+    assert (slope, intercept) == pytest.approx((2.2, -0.5))
+    still = line_of_sums(np.array([4.0, 8.0, 10.0, 16.0, 20.0]))
+    assert np.isnan(still).all()
+
+
+def test_the_share_that_other_axes_explain():
+    x, z = np.array([0.0, 0, 1, 1]), np.array([0.0, 1, 0, 1])
+    apart = share_explained_by_others(np.column_stack([x, z]))
+    assert apart == pytest.approx([0.0, 0.0])
+    same = share_explained_by_others(np.column_stack([x, 5 - 2 * x]))
+    assert same == pytest.approx([1.0, 1.0])
+    # Correlation 0.5, and so a quarter.
+    half = np.array(
+        [[0.0, 0], [1, 1], [2, 0], [1, -1], [2, 2], [0, -2], [1, 0], [1, 0]]
+    )
+    r = np.corrcoef(half.T)[0, 1]
+    assert share_explained_by_others(half) == pytest.approx([r**2, r**2])
+
+
+def test_slopes_along_two_axes_and_their_jackknife():
+    """Noise-free slopes have no width; one bad stretch in twenty widens them."""
+    rng = np.random.default_rng(6)
+    axes = rng.normal(size=(400, 2))
+    exact = (5 + axes @ [3.0, -2.0])[:, None]
+    ((first, second),) = jackknifed_slopes(axes, exact)
+    assert (first.value, second.value) == pytest.approx((3.0, -2.0))
+    assert first.ci95 == pytest.approx((3.0, 3.0))
+    noise = exact + rng.normal(size=(400, 1))
+    ((noisy, _),) = jackknifed_slopes(axes, noise)
+    # The error of a slope is 1 / sqrt(400), and the interval as wide or wider.
+    assert 0.06 < (noisy.high - noisy.low) / 2 < 0.25
+    assert noisy.low < 3.0 < noisy.high
+
+
+def test_factors_have_the_least_relative_error_and_are_not_negative():
+    terms = np.column_stack([np.ones(9), np.arange(1.0, 10.0)])
+    values = terms @ [50.0, 10.0]
+    values[4] *= 30
+    assert least_relative_error(terms, values) == pytest.approx([50.0, 10.0], rel=1e-3)
+    falling = 100 - 5 * np.arange(1.0, 10.0)
+    constant, slope = least_relative_error(terms, falling)
+    # A line cannot fall: the constant has the median relative error.
+    assert slope == 0.0 and 55 <= constant <= 75

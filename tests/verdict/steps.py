@@ -54,8 +54,9 @@ def hold(
         name: [value] * steps if isinstance(value, int | float | None) else value
         for name, value in (given | columns).items()
     }
-    schema = dict.fromkeys(TIMES, pl.Float64) | {"cache_blocks": pl.Int64}
-    return pl.DataFrame(filled, schema_overrides=schema)
+    schema = dict.fromkeys((*TIMES, *columns), pl.Float64)
+    schema = {name: kind for name, kind in schema.items() if name.endswith("_us")}
+    return pl.DataFrame(filled, schema_overrides=schema | {"cache_blocks": pl.Int64})
 
 
 def sample(

@@ -3,14 +3,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 import pytest
 
+from kvtax.records.per_config import (
+    BaselineDifference,
+    ConfigEntry,
+    NoiseDifference,
+    NoiseFloor,
+)
 from kvtax.records.requests import Phase
+from kvtax.records.run import Role
+from kvtax.stats import Estimate
+from kvtax.stats.distribution import Distribution
+from kvtax.verdict.entry import (
+    compare_with_baseline,
+    compare_with_floor,
+    noise_floor,
+    set_parts,
+)
 from kvtax.verdict.measured import Measured, looks_of, measure_all
+from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
-from tests.verdict.steps import hold
+from tests.verdict.steps import hold, sample
 
 SHARES = (0.0, 0.5, 0.9, 1.0)
 LADDER = {"levels": list(SHARES), "decoders": 8}
@@ -50,7 +68,7 @@ def trial(repeat: int = 0, us_per_1k: float = 3.0, **changes: float) -> LoadedTr
         phase=pl.lit(int(Phase.GROWTH), pl.Int64),
         schedule_us=pl.col("cache_blocks") / 1_000 * 7,
     )
-    table = pl.concat([growth, *holds])
+    table = pl.concat([growth, *holds], how="diagonal")
     return LoadedTrial("plain", repeat, None, None, steps=table)
 
 
@@ -111,3 +129,93 @@ def test_servers_are_measured_together_and_a_failed_one_is_left_out():
     assert found.every["repeat"].unique().to_list() == [0, 1]
     assert found.fits["schedule"].usual.df > measured().fits["schedule"].usual.df
     assert measure_all({"plain": [failed]}, {"load": {"ladder": LADDER}}) == {}
+
+
+def values(p50: float = 0.0, slope: float = 0.0, spread: float = 0.0) -> Measured:
+    """Estimates of a config, with intervals of `spread` to both sides."""
+    one = measured()
+    draws = np.linspace(-spread, spread, 41) / 0.95
+
+    def at(value: float) -> dict[str, Distribution]:
+        return {"schedule": Distribution(value, value + draws)}
+
+    return replace(one, slopes=at(slope), p50=at(p50))
+
+
+def with_twin() -> tuple[dict[str, Measured], NoiseFloor]:
+    """A baseline at 100 us, a twin at 103, and configs beside them."""
+    configs = {
+        "plain": replace(values(100.0, 1.0), name="plain"),
+        "twin": replace(values(103.0, 0.6, 2.0), name="twin"),
+        "near": values(102.9, 0.0, 1.0),
+        "vague": values(110.0, 0.0, 12.0),
+        "far": values(150.0, 0.0, 5.0),
+    }
+    roles = Roles({"plain": Role(role="baseline"), "twin": Role(role="twin")})
+    return configs, noise_floor(configs, roles)
+
+
+def test_noise_is_what_the_twin_differs_by():
+    configs, noise = with_twin()
+    assert noise.pair == ("plain", "twin")
+    assert noise.p50_us["schedule"] == NoiseDifference(3.0, (1.0, 5.0), floor=3.0)
+    slopes = noise.slope_us_per_1k_blocks["schedule"]
+    assert slopes == NoiseDifference(-0.4, (-2.4, 1.6), floor=0.4)
+    assert noise.p50_floor("schedule") == 3.0
+    assert noise.p50_floor("step") == 0.0
+    assert noise_floor(configs, Roles({})).pair is None
+
+
+def entries(configs: dict[str, Measured]) -> dict[str, ConfigEntry]:
+    return {
+        name: ConfigEntry(
+            slope_us_per_1k_blocks={},
+            verdict_of={},
+            requests={},
+            records={},
+            lag_ms=None,
+        )
+        for name in configs
+    }
+
+
+def test_a_difference_is_noise_within_its_interval_or_within_the_twins():
+    configs, noise = with_twin()
+    found = entries(configs)
+    compare_with_baseline(found, configs, "plain", noise, 0.0)
+    differences = {n: e.vs_plain and e.vs_plain["schedule"] for n, e in found.items()}
+    assert differences == {
+        "plain": None,
+        "twin": BaselineDifference(3.0, (1.0, 5.0), within_noise=True),
+        "near": BaselineDifference(2.9, (1.9, 3.9), within_noise=True),
+        "vague": BaselineDifference(10.0, (-2.0, 22.0), within_noise=True),
+        "far": BaselineDifference(50.0, (45.0, 55.0), within_noise=False),
+    }
+
+
+def test_a_ratio_is_to_the_floor():
+    configs, _ = with_twin()
+    found = entries(configs)
+    compare_with_floor(found, configs, "plain")
+    assert found["plain"].vs_noop is None
+    assert found["far"].vs_noop["schedule"] == Estimate(1.5, (1.45, 1.55))
+
+
+def test_parts_cost_a_mean_per_step_of_the_holds_and_their_slope():
+    calls = {"scheduler.a_us": 6.0, "scheduler.a_calls": 3.0, "worker.b_us": None}
+    one = measured(trial(connector_us=[6.0] * 20 + [8.0] * 20, **calls))
+    threads = pl.concat(
+        [
+            sample(us=100.0, steps=40, thread="io"),
+            sample(us=20.0, steps=20, thread="io", level=1),
+            sample(us=9_999.0, thread="io", phase=Phase.GROWTH),
+        ]
+    )
+    (entry,) = entries({"one": one}).values()
+    set_parts(entry, replace(one, threads=threads))
+    assert entry.connector.us_per_step == 7.0
+    assert entry.connector.slope_per_1k_blocks.value == 0.0
+    assert (entry.methods["scheduler.a"].us_per_step) == 6.0
+    assert entry.methods["scheduler.a"].calls_per_step == 3.0
+    assert entry.methods["worker.b"].slope_per_1k_blocks is None
+    assert entry.threads["io"].us_per_step == 2.0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtax.records.estimate import Estimate
 from kvtax.stats.processes import RunSpread
-from kvtax.stats.quantiles import MIN_SESSIONS, SessionDraws
+from kvtax.stats.quantiles import SessionDraws
 
 from kvtax_fleet.analyze.comparison import (
     Alike,
@@ -40,7 +40,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
 
 
 def test_few_sessions_give_a_value_and_no_interval() -> None:
-    few = MIN_SESSIONS - 1
+    few = 7
     sessions = pl.Series([f"s{i}" for i in range(few) for _ in range(20)])
     values = pl.Series(np.arange(few * 20.0))
     found = SessionDraws(sessions).quantiles(values, sessions)
@@ -180,8 +180,6 @@ def test_only_requests_that_ended_ok_in_both_are_compared() -> None:
     assert found.n == values.size - REPEATS * TURNS
 
 
-pytestmark = pytest.mark.slow
-
 SESSIONS, TURNS = 30, 4
 TRIALS = 100
 WITHIN = (0.05, 0.3)
@@ -231,6 +229,7 @@ def interval(requests: pl.DataFrame) -> tuple[list[float], list[float]]:
     return found["tpot_ms"]["p50"].ci95, reach
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [0.02, 0.2])
 @pytest.mark.parametrize("runs", [2, 3])
 def test_an_interval_holds_the_truth_whatever_differs_between_runs(
@@ -246,6 +245,7 @@ def test_an_interval_holds_the_truth_whatever_differs_between_runs(
     assert held / TRIALS >= 0.93
 
 
+@pytest.mark.slow
 def test_equal_arms_get_no_verdict_though_their_runs_differ_by_10_percent() -> None:
     rng = np.random.default_rng(5)
     said = [
@@ -260,6 +260,93 @@ def test_a_large_difference_is_seen_though_runs_differ() -> None:
     rng = np.random.default_rng(6)
     ci95, reach = interval(simulated(rng, 2, 0.05, 0.05, slower=3))
     assert verdict(Estimate(0.0, ci95), reach) == "higher"
+
+
+@pytest.mark.parametrize(
+    ("ci95", "reach", "word"),
+    [
+        (None, [-5.0, 5.0], "undecided"),
+        ((-1.0, 20.0), [-5.0, 5.0], "not shown to differ"),
+        ((0.0, 20.0), [-5.0, 5.0], "not shown to differ"),
+        ((5.1, 9.0), [-5.0, 5.0], "higher"),
+        ((4.9, 9.0), [-5.0, 5.0], "within the noise floor"),
+        ((5.0, 9.0), [-5.0, 5.0], "within the noise floor"),
+        ((-9.0, -5.1), [-5.0, 5.0], "lower"),
+        ((-9.0, -4.9), [-5.0, 5.0], "within the noise floor"),
+        # The reach is of logarithms: further upwards than downwards.
+        ((-9.0, -5.1), [-5.0, 9.5], "lower"),
+        ((9.0, 12.0), [-5.0, 9.5], "within the noise floor"),
+        ((0.1, 0.2), [0.0, 0.0], "higher"),
+        ((0.1, 0.2), None, "higher (noise floor unknown)"),
+        ((-0.2, -0.1), None, "lower (noise floor unknown)"),
+    ],
+)
+def test_a_verdict_is_higher_or_lower_only_beyond_what_equal_arms_differ_by(
+    ci95, reach, word
+) -> None:
+    assert verdict(Estimate(0.0, ci95), reach) == word
+
+
+def runs_at(levels_ms: dict[str, list[float]]) -> pl.DataFrame:
+    """Runs of each arm in which every request takes the same time."""
+    return requests(
+        [
+            {
+                "id": f"r{number}",
+                "session": f"s{number % 10}",
+                "arm": arm,
+                "repeat": repeat,
+                "window": "steady",
+                "tpot_ms": level_ms,
+            }
+            for arm, levels in levels_ms.items()
+            for repeat, level_ms in enumerate(levels)
+            for number in range(60)
+        ]
+    )
+
+
+def test_equal_arms_reach_as_far_as_their_runs_differ() -> None:
+    """Logs 0.1 apart in two runs of each: 4 runs of one arm, 3 degrees of freedom.
+
+    Their standard deviation is 0.1 / sqrt(3), and t is 3.1824. Two means of two runs
+    are known to that, so the reach is 0.1837 in the logarithm.
+    """
+    up = 100 * np.exp(0.1)
+    frame = runs_at(
+        {"base": [100.0, up], "again": [up, 100.0], "other": [200.0, 300.0]}
+    )
+    spreads = Spreads(frame, ARMS)
+    for arm in ("again", "other"):
+        reach = spreads.reach_percent(arm, "base", "tpot_ms", "p50")
+        assert reach == pytest.approx([-16.782, 20.166], abs=0.01)
+    assert spreads.pairs == 1
+    alone = Spreads(frame, {arm: Alike(8, arm) for arm in ARMS})
+    assert alone.reach_percent("other", "base", "tpot_ms", "p50") is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "percent"),
+    [(150.0, 100.0, 50.0), (80.0, 100.0, -20.0), (100.0, 100.0, 0.0)],
+)
+def test_a_difference_is_in_percent_of_the_baseline(ours, theirs, percent) -> None:
+    frame = runs_at({"base": [theirs, theirs], "other": [ours, ours]})
+    draws = SessionDraws(frame["session"])
+    spreads = Spreads(frame, {arm: Alike(8, arm) for arm in ("base", "other")})
+    found = percent_differences(frame, "base", "other", draws, spreads)["tpot_ms"]
+    assert found["p50"] == Estimate(percent, (percent, percent))
+
+
+def test_pairs_compare_means_and_count_the_faster_requests() -> None:
+    """In each of two repeats 10 sessions of 100 ms: half take 50 ms, half 170."""
+    theirs = np.full((2, 10, 1), 100.0)
+    ours = np.where(np.arange(10)[None, :, None] % 2, 50.0, 170.0) + np.zeros((2, 1, 1))
+    found = paired(two_arms(ours, theirs), "a", "b")["e2e_ms"]
+    back = paired(two_arms(theirs, ours), "a", "b")["e2e_ms"]
+    # Arm a is `ours` and b the baseline: 110 on average, 10 of 20 are faster.
+    assert (found.n, found.percent.value, found.faster.value) == (20, 10.0, 50.0)
+    assert back.percent.value == pytest.approx(100 * (100 / 110 - 1), abs=1e-3)
+    assert found.percent.low < 10.0 < found.percent.high
 
 
 ends = st.floats(-99, 900, allow_nan=False)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Levels, slopes and speeds of two runs beside each other, worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from kvtax.records.per_config import (
+    BaselineDifference,
+    ConfigEntry,
+    HeldLevels,
+    NoiseDifference,
+    NoiseFloor,
+    PerConfig,
+    WindowRecord,
+)
+from kvtax.records.run import RunRecord
+from kvtax.stats import Estimate
+from kvtax.stats.distribution import Distribution
+from kvtax.verdict.roles import Roles
+from kvtax.verdict.run_changes import (
+    change,
+    doubts,
+    got_worse,
+    other_window,
+    p50_us,
+    speed,
+    times_baseline,
+)
+from kvtax.verdict.warn import config_warnings, growth_alone, run_warnings
+from tests.verdict.steps import hold
+
+
+def entry(p50: float | None = None, **fields: Any) -> ConfigEntry:
+    needed = {"slope_us_per_1k_blocks": {}, "verdict_of": {"schedule": "flat"}}
+    needed |= {
+        "requests": {"scheduled": 10, "ok": 10, "failed": 0, "cancelled": 0},
+        "records": {"engine_steps": 1_000, "engine_without_worker": 0, "torn_lines": 0},
+        "lag_ms": None,
+        "n_window_steps": 1_000,
+        "schedule_us": p50 and {"p50": p50},
+    }
+    return ConfigEntry(**needed | fields)
+
+
+def run(
+    plain_us: float = 100.0,
+    mine_us: float = 150.0,
+    slope: tuple[float, float, float] = (10.0, 8.0, 13.0),
+    floor: float = 0.0,
+    slope_floor: float = 0.0,
+    cache_blocks: int = 1_000,
+) -> PerConfig:
+    """A baseline, and a config 4 us below to 6 us above its difference from it."""
+    apart = mine_us - plain_us
+    difference = BaselineDifference(apart, (apart - 4, apart + 6), within_noise=False)
+    value, low, high = slope
+    mine = entry(
+        mine_us,
+        vs_plain={"schedule": difference},
+        slope_us_per_1k_blocks={"schedule": Estimate(value, (low, high))},
+    )
+    noise = NoiseFloor(
+        ("plain", "twin"),
+        {"schedule": NoiseDifference(0.5, (0.0, 1.0), floor=slope_floor)},
+        {"schedule": NoiseDifference(1.0, (-1.0, 3.0), floor=floor)},
+    )
+    window = WindowRecord(at_cache_blocks=cache_blocks, requests_to_fill=None)
+    return PerConfig(
+        provenance={},
+        profile={},
+        window=window,
+        noise_floor=noise,
+        warnings=[],
+        configs={"plain": entry(plain_us), "mine": mine},
+    )
+
+
+@pytest.mark.parametrize(
+    ("floor", "ci95"),
+    [(0.0, (146.0, 156.0)), (5.0, (145.0, 156.0)), (9.0, (141.0, 159.0))],
+)
+def test_a_level_is_known_as_its_difference_and_no_better_than_the_twins(floor, ci95):
+    document = run(floor=floor)
+    assert p50_us(document, "mine", "schedule") == Estimate(150.0, ci95)
+    low, high = ci95
+    times = times_baseline(document, "mine", "schedule")
+    assert times == Estimate(1.5, (low / 100, high / 100))
+
+
+def test_the_baseline_is_known_as_its_difference_from_its_twin():
+    known = p50_us(run(floor=0.5), "plain", "schedule")
+    assert known == Estimate(100.0, (98.0, 102.0))
+    assert p50_us(run(), "mine", "step") is None
+
+
+def test_a_level_is_a_multiple_of_the_baseline_whatever_the_machine():
+    # 1.25 times as slow; the config would take 187.5 us, and takes 225.
+    old, new = run(100.0, 150.0), run(125.0, 225.0)
+    assert speed(old, new, "schedule") == 1.25
+    found = change(old, new, "mine", "schedule")
+    assert found.times_old.value == pytest.approx(1.2)
+    # Down to 4 / 225 below and 6 / 150 above; up to 6 / 225 and 4 / 150.
+    low, high = (0.01778**2 + 0.04**2) ** 0.5, (0.02667**2 + 0.02667**2) ** 0.5
+    assert found.times_old.ci95 == pytest.approx(
+        (1.2 * (1 - low), 1.2 * (1 + high)), rel=1e-4
+    )
+    assert found.level_changed
+    assert not change(old, run(125.0, 187.5), "mine", "schedule").level_changed
+    assert change(old, new, "plain", "schedule").times_old is None
+
+
+@pytest.mark.parametrize(
+    ("now", "slope_floor", "expected", "changed"),
+    [
+        # Half the speed: 30 are 15, 5 more. Ends: hypot(1, 3) below, hypot(2, 2) above.
+        ((30.0, 28.0, 34.0), 0.0, (5.0, 5 - 10**0.5, 5 + 8**0.5), True),
+        ((30.0, 28.0, 34.0), 4.9, (5.0, 5 - 10**0.5, 5 + 8**0.5), True),
+        ((30.0, 28.0, 34.0), 5.1, (5.0, 5 - 10**0.5, 5 + 8**0.5), False),
+        ((24.0, 22.0, 28.0), 0.0, (2.0, 2 - 10**0.5, 2 + 8**0.5), False),
+        ((10.0, 8.0, 14.0), 0.0, (-5.0, -5 - 10**0.5, -5 + 8**0.5), True),
+    ],
+)
+def test_a_slope_is_compared_at_the_baselines_speed_in_old(
+    now, slope_floor, expected, changed
+):
+    old, new = run(), run(200.0, 300.0, now, slope_floor=slope_floor)
+    found = change(old, new, "mine", "schedule")
+    value, low, high = expected
+    assert found.slope.value == pytest.approx(value)
+    assert found.slope.ci95 == pytest.approx((low, high))
+    assert found.slope_changed == changed
+
+
+@pytest.mark.parametrize(
+    ("blocks", "comparable"),
+    [(950, True), (1_050, True), (949, False), (1_051, False)],
+)
+def test_levels_are_compared_within_5_percent_of_the_cache(blocks, comparable):
+    old, new = run(), run(cache_blocks=blocks)
+    assert (other_window(old, new) is None) == comparable
+    assert (change(old, new, "mine", "schedule").times_old is not None) == comparable
+
+
+@pytest.mark.parametrize(
+    ("plain_us", "doubtful"),
+    [(149.0, False), (151.0, True), (67.0, False), (66.0, True)],
+)
+def test_a_machine_half_as_slow_again_is_named(plain_us, doubtful):
+    reasons = doubts(run(), run(plain_us, plain_us + 50))
+    assert any("machine's speed" in reason for reason in reasons) == doubtful
+
+
+VERDICTS = ["flat", "drifts", "grows", "failed"]
+
+
+@pytest.mark.parametrize("before", VERDICTS)
+@pytest.mark.parametrize("after", VERDICTS)
+def test_verdicts_have_an_order(before, after):
+    worse = VERDICTS.index(after) > VERDICTS.index(before)
+    assert got_worse(entry(verdict=before), entry(verdict=after)) == worse
+    unsure = entry(verdict="inconclusive")
+    assert not got_worse(entry(verdict=before), unsure)
+
+
+RECORDS = {"engine_steps": 1_000, "engine_without_worker": 0, "torn_lines": 0}
+REQUESTS = {"scheduled": 10, "ok": 10, "failed": 0, "cancelled": 0}
+HELD: dict[str, Any] = {"held": {"schedule": None}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        (HELD, set()),
+        ({}, {"no_slope"}),
+        (HELD | {"error": "r0: it died"}, {"trials_failed"}),
+        (HELD | {"n_window_steps": 199}, {"few_steps"}),
+        (HELD | {"n_window_steps": 200}, set()),
+        (HELD | {"records": RECORDS | {"engine_without_worker": 10}}, set()),
+        (
+            HELD | {"records": RECORDS | {"engine_without_worker": 11}},
+            {"no_worker_records"},
+        ),
+        (HELD | {"records": RECORDS | {"torn_lines": 1}}, {"torn_lines"}),
+        (HELD | {"requests": REQUESTS | {"ok": 9}}, {"not_reconciled"}),
+        (HELD | {"requests": REQUESTS | {"ok": 9, "failed": 1}}, {"requests_lost"}),
+        (HELD | {"requests": REQUESTS | {"ok": 8, "cancelled": 2}}, {"requests_lost"}),
+        (HELD | {"lag_ms": {"valid": False, "p99": 3, "budget": 2}}, {"sent_late"}),
+        (HELD | {"lag_ms": {"valid": True, "p99": 1, "budget": 2}}, set()),
+    ],
+)
+def test_a_config_is_doubted_for_what_its_records_lack(fields, kinds):
+    steps = hold(steps=100)
+    found = config_warnings(entry(**fields), steps)
+    assert {warning.kind for warning in found} == kinds
+
+
+@pytest.mark.parametrize(
+    ("slow", "times", "warned"),
+    [(1, 9.0, False), (2, 9.0, True), (2, 5.1, True), (2, 4.9, False)],
+)
+def test_more_than_a_hundredth_of_steps_that_take_five_times_as_long_are_told(
+    slow, times, warned
+):
+    """Times of the median of steps of the same batch size, of 100 steps."""
+    large = hold(
+        steps=50, batch=16, step_us=[900.0 * times] * slow + [900.0] * (50 - slow)
+    )
+    steps = pl.concat([hold(steps=50), large])
+    kinds = {warning.kind for warning in config_warnings(entry(**HELD), steps)}
+    assert ("interrupted" in kinds) == warned
+
+
+@pytest.mark.parametrize(
+    ("least", "bound", "verdict", "warned"),
+    [
+        (2.1, 0.5, "flat", True),
+        (1.9, 0.5, "flat", False),
+        (2.9, 3.0, "flat", False),
+        (3.1, 3.0, "flat", True),
+        (9.0, 0.5, "grows", False),
+        (9.0, 0.5, "drifts", False),
+        (9.0, 0.5, "inconclusive", True),
+    ],
+)
+def test_a_cost_that_rose_only_while_the_cache_first_filled_is_told(
+    least, bound, verdict, warned
+):
+    levels = HeldLevels([0, 1_000], [1.0, 1.0], None, bound, 0.0, None)
+    one = entry(verdict=verdict, held={"schedule": levels})
+    slope = Distribution(least + 1, np.full(10, least))
+    found = growth_alone(one, {"schedule": slope, "overhead": None})
+    assert [warning.kind for warning in found] == ["growth_alone"] * warned
+
+
+@pytest.mark.parametrize(("floor", "warned"), [(1.9, False), (2.1, True)])
+def test_a_noisy_pair_of_twins_is_told(floor, warned):
+    noise = run(slope_floor=floor).noise_floor
+    record = RunRecord(provenance={}, profile={}, plan=[], configs={})
+    kinds = [warning.kind for warning in run_warnings(record, Roles({}), noise)]
+    assert kinds == ["high_noise_floor"] * warned
+    kinds = [w.kind for w in run_warnings(record, Roles({}), NoiseFloor())]
+    assert kinds == ["no_noise_floor"]
+    dirty = RunRecord(provenance={"git_dirty": True}, profile={}, plan=[], configs={})
+    assert "uncommitted" in [w.kind for w in run_warnings(dirty, Roles({}), noise)]
