@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 
 from kvtax.records import RecordsError
 from kvtax.records.requests import Phase, PhaseStart
+from kvtax.records.steps import ThreadsHeader
 from kvtax.steps.step_table import overhead_us, read_worker_steps
-from kvtax.steps.trial_steps import read_engine_steps
+from kvtax.steps.trial_steps import read_engine_steps, read_threads, with_threads
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run, load_trial
+from tests.harness import made_up
 from tests.microbench.synthetic import FIRST_NS, STEP_NS, Truth, write_run
 
 HEADER = {"schema": "kvtax.engine_step/1", "clock": "CLOCK_MONOTONIC"}
@@ -189,3 +192,147 @@ def test_a_trial_that_was_sent_late_counts_for_what_is_held_alone(tmp_path: Path
     assert entry.verdict_of["schedule"] == "flat"
     assert entry.tpot_ms is None and entry.growth_slope_us_per_1k_blocks is None
     assert any("sent late" in warning for warning in entry.warnings)
+
+
+def test_a_sample_of_the_threads_counts_where_it_lies_within_one_hold(tmp_path: Path):
+    steps = pl.DataFrame(
+        {
+            "repeat": 0,
+            "step_id": np.arange(400),
+            "phase": int(Phase.HOLD),
+            "cycle": 1,
+            "level": np.arange(400) // 100,
+            "cache_blocks": 16_000,
+        },
+        schema_overrides={"cycle": pl.UInt8, "level": pl.UInt8},
+    )
+    # Every 40 steps: those that end at 119 and 319 began in the level before.
+    ends = np.arange(-1, 400, 40)
+    ends[0] = 0
+    lines = pl.DataFrame({"t_ns": ends, "step_id": ends}).with_columns(
+        pl.struct(pl.lit(80.0).alias("a thread#1"), pl.lit(40.0).alias("a thread#2"))
+        .alias("threads")
+    )  # fmt: skip
+    made_up.write_lines(tmp_path / "threads.jsonl", ThreadsHeader(pid=1), [lines])
+    found = read_threads(tmp_path / "threads.jsonl", steps)
+    assert found["step_id"].to_list() == [39, 79, 159, 199, 239, 279, 359, 399]
+    assert found["level"].to_list() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert found["thread"].unique().to_list() == ["a thread"]
+    assert found["us"].unique().to_list() == [120.0]
+    per_step = with_threads(steps, found)["threads_us"].drop_nulls()
+    assert per_step[1:].to_list() == [3.0] * 7
+
+
+# Steps of one server, as its files have them: an arrival, a decode with a connector's
+# calls, one that an overlapping step was joined to, and one without a worker's record.
+ENGINE = [
+    {"step_id": 0, "t_ns": FIRST_NS, "schedule_us": 40.0, "build_meta_us": 4.0,
+     "step_us": 400.0, "scheduled": 2, "prefill_tokens": 512, "decode_tokens": 1,
+     "cache_size": 32, "update_us": 20.0},
+    {"step_id": 1, "t_ns": FIRST_NS + STEP_NS, "schedule_us": 50.0,
+     "build_meta_us": 5.0, "step_us": 300.0, "scheduled": 2, "prefill_tokens": 0,
+     "decode_tokens": 2, "cache_size": 33, "update_us": 10.0,
+     "schedule_cpu_us": 45.0, "update_cpu_us": 8.0, "thread_cpu_us": 70.0,
+     "connector_calls": {"update_connector_output": 3},
+     "connector_self_us": {"update_connector_output": 6.0}},
+    {"step_id": 2, "t_ns": FIRST_NS + 2 * STEP_NS, "schedule_us": 60.0,
+     "build_meta_us": 7.0, "step_us": 350.0, "scheduled": 2, "prefill_tokens": 0,
+     "decode_tokens": 2, "cache_size": 33, "update_us": 30.0,
+     "connector_calls": {"update_connector_output": 2}},
+    {"step_id": 3, "t_ns": FIRST_NS + 3 * STEP_NS, "schedule_us": 70.0,
+     "build_meta_us": 8.0, "step_us": 360.0, "scheduled": 2, "prefill_tokens": 0,
+     "decode_tokens": 2, "cache_size": 34, "update_us": 30.0},
+]  # fmt: skip
+WORKER = [
+    {"step_id": 0, "t_ns": FIRST_NS, "execute_model_us": 300.0, "bind_us": 1.0,
+     "start_load_kv_us": 2.0, "get_finished_us": 3.0},
+    {"step_id": 2, "t_ns": FIRST_NS, "execute_model_us": 250.0, "bind_us": 1.5,
+     "start_load_kv_us": 20.0, "get_finished_us": 9.0,
+     "connector_self_us": {"start_load_kv": 12.0, "wait_for_layer_load": 8.0},
+     "connector_us": {"start_load_kv": 20.0},
+     "connector_calls": {"wait_for_layer_load": 4}},
+    {"step_id": 1, "t_ns": FIRST_NS, "execute_model_us": 200.0, "bind_us": 1.0,
+     "start_load_kv_us": 2.0, "get_finished_us": 5.0},
+]  # fmt: skip
+ENGINE_METHODS = ["build_connector_meta", "update_connector_output"]
+WORKER_METHODS = ["bind_connector_metadata", "start_load_kv", "wait_for_layer_load"]
+WORKER_METHODS += ["get_finished"]
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> pl.DataFrame:
+    """The table of the steps above."""
+    folder = write_run(tmp_path, [Truth("plain")], repeats=1, steps=400)
+    trial = folder / "plain" / "r0"
+    for name, header, methods, records in (
+        ("engine_step", "kvtax.engine_step/1", ENGINE_METHODS, ENGINE),
+        ("worker_step.r0", "kvtax.worker_step/1", WORKER_METHODS, WORKER),
+    ):
+        first = {"schema": header, "methods": methods}
+        write_lines(trial / f"{name}.jsonl", [first, *records])
+    loaded = load_trial(folder, "plain", 0)
+    assert (loaded.engine_steps, loaded.worker_steps) == (4, 3)
+    assert loaded.engine_without_worker == 1
+    assert loaded.steps is not None
+    return loaded.steps
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        ("step_id", [0, 1, 2, 3]),
+        ("batch", [2, 2, 2, 2]),
+        ("tokens", [513, 2, 2, 2]),
+        ("cache_blocks", [32, 33, 33, 34]),
+        ("prefills", [True, False, False, False]),
+        ("decode_only", [False, True, True, True]),
+        # The worker's file has its steps in another order, and lacks the last.
+        ("execute_model_us", [300.0, 200.0, 250.0, None]),
+        # One call each, where the record does not say more.
+        ("scheduler.build_connector_meta_us", [4.0, 5.0, 7.0, 8.0]),
+        ("scheduler.build_connector_meta_calls", [1, 1, 1, 1]),
+        # Two calls that were not timed take as long as those that were: 2 us each.
+        ("scheduler.update_connector_output_us", [None, 6.0, 4.0, None]),
+        ("scheduler.update_connector_output_calls", [None, 3, 2, None]),
+        # Less the method that it called.
+        ("worker.start_load_kv_us", [2.0, 2.0, 12.0, None]),
+        ("worker.wait_for_layer_load_us", [None, None, 8.0, None]),
+        ("worker.wait_for_layer_load_calls", [None, None, 4, None]),
+        ("worker.get_finished_us", [3.0, 5.0, 9.0, None]),
+        # 1 + 2 + 3; 1 + 2 + 5; 1.5 + 12 + 8 + 9.
+        ("worker_calls_us", [6.0, 8.0, 30.5, None]),
+        # With build_meta and update_connector_output.
+        ("connector_us", [10.0, 19.0, 41.5, 8.0]),
+        # schedule() and update, and the calls in the worker.
+        ("overhead_us", [66.0, 68.0, 120.5, None]),
+        ("scheduler_cpu_us", [None, 53.0, None, None]),
+        ("thread_cpu_us", [None, 70.0, None, None]),
+        ("threads_us", [None, None, None, None]),
+    ],
+)
+def test_a_step_has_its_parts_and_their_sums(steps: pl.DataFrame, column, expected):
+    assert steps[column].to_list() == expected
+
+
+@pytest.mark.parametrize(
+    ("tail", "torn", "error"),
+    [
+        ("", 0, None),
+        ('{"step_id": 4, "t_ns"', 1, None),
+        ('{"step_id": 4}\n', 0, r"engine_step.jsonl:5: bad record"),
+        ('{"step_id": 1, "t_ns": 1}\n', 0, None),
+    ],
+)
+def test_a_torn_last_line_is_dropped_and_a_bad_one_named(tmp_path, tail, torn, error):
+    path = tmp_path / "engine_step.jsonl"
+    write_lines(path, [HEADER, *(engine_record(step) for step in (0, 2, 3))])
+    path.write_text(path.read_text() + tail)
+    phases = [PhaseStart("growth", FIRST_NS)]
+    if error:
+        with pytest.raises(RecordsError, match=error):
+            read_engine_steps(tmp_path, phases)
+        return
+    found = read_engine_steps(tmp_path, phases)
+    assert found.torn_lines == torn
+    # A step that did not end, or began before the phase, is no step of it.
+    assert found.frame["step_id"].to_list() == [0, 2, 3]

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Growth with |cache| is told from a machine that is slow for a while, or for good."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from kvtax.records.requests import Phase
+from kvtax.records.run import RunRecord
+from kvtax.steps.step_table import CONNECTOR_TIMES, StepFile
+from kvtax.steps.trial_steps import (
+    CLOCKS,
+    NO_THREADS,
+    step_table,
+    with_threads,
+)
+from kvtax.verdict.analysis import analyse
+from kvtax.verdict.trials import LoadedTrial
+from tests.microbench.synthetic import LADDER, PROFILE, Truth, layout, trial_steps
+
+LEVELS = len(LADDER["levels"])
+
+
+def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> LoadedTrial:
+    """A loaded trial without the detour over files."""
+    engine, worker = trial_steps(truth, repeat, seed, steps, 16_000)
+    phase, cycle, level = np.zeros((3, steps), int)
+    for span in layout(steps):
+        own = slice(span.first, span.first + span.count)
+        phase[own] = Phase.of(span.name)
+        if span.level is not None:
+            cycle[own] = 1 + int(span.name.split(".")[1])
+            level[own] = span.level
+    prefills = pl.col("prefill_tokens") > 0
+    shaped = engine.select(
+        *("step_id", "t_ns", "schedule_us", "step_us", "update_us"),
+        pl.Series("phase", phase, pl.UInt8),
+        pl.Series("cycle", cycle, pl.UInt8),
+        pl.Series("level", level, pl.UInt8),
+        pl.col("scheduled").alias("batch"),
+        pl.col("cache_size").alias("cache_blocks"),
+        (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),
+        (~prefills).alias("decode_only"),
+        prefills.alias("prefills"),
+        *(pl.lit(None, pl.Float64).alias(name) for name in ("build_meta_us", *CLOCKS)),
+    )
+    hooks = (pl.lit(None, pl.Float64).alias(name) for name in CONNECTOR_TIMES)
+    worker = worker.select("step_id", "execute_model_us", *hooks)
+    files = (StepFile(frame, steps, 0) for frame in (shaped, worker))
+    table = with_threads(step_table(repeat, *files), NO_THREADS)
+    return LoadedTrial(truth.name, repeat, None, None, table)
+
+
+def slowed(trial: LoadedTrial, start: float, stop: float, factor: float) -> LoadedTrial:
+    """The trial on a machine that is `factor` slower for a part of the time."""
+    assert trial.steps is not None
+    count = trial.steps.height
+    place = pl.int_range(count) / count
+    times = ("schedule_us", "overhead_us", "step_us")
+    steps = trial.steps.with_columns(
+        pl.when(place.is_between(start, stop)).then(pl.col(t) * factor).otherwise(t)
+        for t in times
+    )
+    return LoadedTrial(trial.config, trial.repeat, None, None, steps)
+
+
+def verdict_of(trials: list[LoadedTrial]) -> str:
+    document = analyse(RunRecord(profile=PROFILE), trials, None).document
+    return document.configs["plain"].verdict
+
+
+@pytest.mark.slow
+def test_a_flat_cost_is_never_called_growing_on_a_noisy_machine():
+    rng = np.random.default_rng(0)
+    for seed in range(12):
+        trials = [trial_of(Truth("plain"), r, 100 * seed + r) for r in range(3)]
+        # One neighbour, who slows a random part of each lifetime.
+        noisy = []
+        for trial in trials:
+            start = rng.uniform(0, 0.9)
+            stop = start + rng.uniform(0.05, 0.5)
+            noisy.append(slowed(trial, start, stop, rng.uniform(1.1, 1.8)))
+        assert verdict_of(noisy) != "grows", seed
+
+
+def test_a_neighbour_that_looks_like_growth_in_one_pass_does_not_convince():
+    trial = trial_of(Truth("plain"), 0, 0)
+    holds = [span for span in layout(1_600) if span.level is not None]
+    # Slow in the two highest levels of one pass, then gone.
+    start, stop = (holds[n].first / 1_600 for n in (LEVELS + 3, 2 * LEVELS))
+    assert verdict_of([slowed(trial, start, stop, 2.0)]) == "inconclusive"
+
+
+def test_a_machine_that_slows_down_for_good_drifts_and_does_not_grow():
+    trials = [trial_of(Truth("plain", drift=40.0), r, r) for r in range(2)]
+    assert verdict_of(trials) == "drifts"
+
+
+def test_what_rises_with_the_level_is_growth_whatever_drifts_besides():
+    trials = [trial_of(Truth("plain", slope=20.0, drift=40.0), r, r) for r in range(2)]
+    assert verdict_of(trials) == "grows"
+
+
+def test_growth_just_above_the_margin_is_found_on_one_server():
+    assert verdict_of([trial_of(Truth("plain", slope=4.0), 0, 0)]) == "grows"
+    assert verdict_of([trial_of(Truth("plain"), 0, 0)]) == "flat"
