@@ -141,14 +141,16 @@ def publish(
     results: dict[str, Any],
     patch_hashes: dict[str, str],
     installed: Installation | None = None,
+    command: str | None = None,
 ) -> int:
     """Print the Markdown `parts`; write them to `out`, and `results` as JSON beside it.
 
-    Both files have the provenance. Returns the exit code.
+    Both files have the provenance; `command` is the program if it is not `kvtax bench`.
+    Returns the exit code.
     """
-    facts = provenance.collect(patch_hashes, "kvtax", installed)
+    facts = provenance.collect(patch_hashes, command or "kvtax", installed)
     made = ["## How this was made", facts_list(facts)]
-    text = "\n\n".join([f"# kvtax bench {name}", *parts, *made]) + "\n"
+    text = "\n\n".join([f"# {command or f'kvtax bench {name}'}", *parts, *made]) + "\n"
     print(text)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, text.encode())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvtax.engine.gpus import USABLE_SHARE
 
 # Activations of 8,192 tokens, CUDA's context and graphs: an estimate. A 4B shape took
-# 1.1 GiB on an H100 (docs/results/gpu); wider ones take more.
+# 1.1 GiB on an H100 (studies/gpu); wider ones take more.
 RESERVE_BYTES = 3 * 2**30
 BYTES_PER_VALUE = 2  # bfloat16
 # A slope per 1,000 blocks needs some thousands of them.

@@ -65,9 +65,10 @@ ROOMS: dict[str, set[str]] = {
     "kvtax_fleet.analyze": ANALYSIS
     | {"kvtax_fleet.paths", "kvtax_fleet.policies", "kvtax_fleet.records"},
     "connectors": set(),
+    # Beside what our own parts cost: the same rounds, the same provenance.
     "connectors.direct_read.bench": {
         "kvtax",
-        "benchmarks",
+        "benchmarks.results",
         "connectors",
         "tests.harness",
     },
@@ -78,6 +79,15 @@ ROOMS: dict[str, set[str]] = {
     "microbench": {"kvtax", "connectors"},
     "microbench.summary": ANALYSIS | {"kvtax.verdict", "kvtax.look"},
     "benchmarks": {"kvtax", "kvtax_fleet", "connectors", "microbench", "tests.harness"},
+    "studies": {
+        "kvtax",
+        "kvtax_fleet",
+        "connectors",
+        "microbench",
+        "benchmarks",
+        "tools",
+        "tests.harness",
+    },
     "tools": {"kvtax"},
     "kvindex": {"kvtax"},
 }
@@ -204,6 +214,9 @@ def test_every_import_follows_an_arrow():
             "from kvtax_fleet.experiment import experiment_plan",
         ),
         ("fleet/src/kvtax_fleet/x.py", "import benchmarks.hooks"),
+        ("tools/x.py", "from studies.harness import publish"),
+        ("benchmarks/x.py", "import studies.growth.worker"),
+        ("kvtax/look/x.py", "from studies import busy_python"),
         ("benchmarks/x.py", "from tests.releases import INSTALLED"),
         ("kvtax/patcher/x.py", "from kvtax import paths"),
         ("kvtax/records/x.py", "from kvtax.engine import server"),
@@ -211,7 +224,8 @@ def test_every_import_follows_an_arrow():
     ],
 )
 def test_a_wrong_arrow_is_named_with_its_line(file, line, tmp_path):
-    for name in ("kvtax", "microbench", "benchmarks", "tests", "connectors"):
+    rooms = ("kvtax", "microbench", "benchmarks", "studies", "tests", "connectors")
+    for name in rooms:
         (tmp_path / name).mkdir()
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

@@ -24,18 +24,16 @@ ROOMS = sorted(
     and entry.name[0] != "."
     and entry.name not in ("third_party", "runs")
 )
-# Results say how they were made, by the names of that time. The descriptions of the
-# series for upstream name files of vLLM. Benchmarks are built from upstream's sources.
+# The descriptions of the series for upstream name files of vLLM. Benchmarks are built
+# from upstream's sources.
 EXEMPT = (
-    "docs/results/*",
-    "docs/results/*/*",
     "patches/upstream/descriptions.md",
     "kvindex/bin/**/*.md",
 )
 # A value of a record, not a file.
 VALUES = ("kvtax/N",)
 # Rooms whose READMEs list their files by bare name.
-LISTED = ("benchmarks", "kvtax", "microbench", "tools")
+LISTED = ("benchmarks", "kvtax", "microbench", "studies", "tools")
 
 
 def documents() -> list[Path]:
@@ -87,6 +85,8 @@ def missing_commands(page: Path) -> list[str]:
     missing = [f"make {target}" for target in made if target not in targets]
     for module in re.findall(rf"python -m ((?:{'|'.join(ROOMS)})\b[\w.]*\b)", text):
         file = REPOSITORY / module.replace(".", "/")
+        if module.endswith(".NAME"):
+            continue
         if not (file.with_suffix(".py").exists() or (file / "__main__.py").exists()):
             missing.append(f"python -m {module}")
     known = {command.name for command in subcommands(["fleet"])}
@@ -116,13 +116,12 @@ def test_every_command_that_is_named_exists(page):
 def test_each_answer_is_measured_again_by_its_command(monkeypatch, tmp_path):
     """Without --again, `kvtax axes` measures no cell that is committed.
 
-    An answer by a test names it; one by committed records unpacks them first.
+    An answer by a test names it; one by committed records unpacks them first; one by
+    code that is gone names the commit that has it.
     """
     measured = []
     monkeypatch.setattr(run_matrix, "measure_matrix", lambda *of: measured.append(of))
     monkeypatch.setattr("kvtax.axes.page.write_pages", lambda *_: [])
-    for name in ("block_order", "p2p_tier"):
-        monkeypatch.setattr(f"benchmarks.{name}.run", lambda arguments: 0)
     monkeypatch.setattr("kvtax_fleet.cli.fleet._run", lambda arguments: 0)
     monkeypatch.setattr("kvtax.cli.look.run", lambda arguments: 0)
     text = (REPOSITORY / "docs" / "answers.md").read_text().replace("\\\n", "")
@@ -131,7 +130,12 @@ def test_each_answer_is_measured_again_by_its_command(monkeypatch, tmp_path):
         subprocess.run(shlex.split(unpack), check=True, cwd=REPOSITORY)
     for answer in text.split("\n## ")[1:]:
         commands = re.findall(r"^ {4}kvtax (.+)$", answer, flags=re.MULTILINE)
-        assert commands or "\n    python -m pytest " in answer, answer
+        modules = re.findall(r"^ {4}python -m (pytest|studies\.\w+)", answer, re.M)
+        old = re.findall(r"^ {4}git checkout (\w+) && kvtax bench", answer, re.M)
+        assert commands or modules or old, answer
+        for commit in old:
+            ancestor = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
+            subprocess.run(ancestor, check=True, cwd=REPOSITORY)
         assert not any(main(shlex.split(command)) for command in commands), commands
     for _, choice, _ in measured:
         assert choice.again, choice

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors, releases and claims that docs/observatory.md covers."""
+"""Connectors, releases and claims that studies/observatory/README.md covers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observatory's pages: docs/observatory.md, and all axes for a browser."""
+"""The observatory's pages: its README, and all axes for a browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtax.report.markdown import DASH
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 MARK = "\N{DAGGER}"
-PAGE = REPOSITORY / "docs" / "observatory.md"
+PAGE = REPOSITORY / "studies" / "observatory" / "README.md"
 Cells = dict[CellName, CellRecord]
 
 ANSWER = (
@@ -27,14 +27,14 @@ ANSWER = (
     "without HTTP. Its axes are moved one at a time: cached blocks, running requests, "
     "the context's length, arrivals per step, and what an offloader holds. Nothing is "
     "transferred: this is what having a connector costs. "
-    "[method.md](method.md#the-observatory) says how it is measured and what it cannot "
-    "see."
+    "[method.md](../../docs/method.md#the-observatory) says how it is measured and "
+    "what it cannot see."
 )
 SUMMARY = (
     "All calls of the connector per step, with eight running requests and an empty "
     "cache, in µs. Below it, the axes along which they grow; `?` marks an axis that "
-    "the cell cannot decide. [Their records](results/observatory) are a file per "
-    "release. `plain` and `kv_events` have no connector: theirs is what vLLM's own "
+    "the cell cannot decide. Their records are a file per release, beside this page. "
+    "`plain` and `kv_events` have no connector: theirs is what vLLM's own "
     "`schedule()` and `update_from_output()` take."
 )
 AXIS = (
@@ -56,7 +56,7 @@ CLAIMS = "What users reported, and what the cell shows. A curve is level: µs pe
 
 
 def write_pages(matrix: Matrix, cells: Cells, html: Path | None) -> list[Path]:
-    """Write docs/observatory.md, and `html` for a browser; return the files."""
+    """Write PAGE, and `html` for a browser; return the files."""
     write_whole(PAGE, render.markdown(summary_page(matrix, cells)).encode())
     if html is None:
         return [PAGE]
@@ -268,7 +268,7 @@ def _stand_ins(matrix: Matrix) -> Iterator[str]:
     """Describe the patches that replace a part of a connector."""
     patches = {matrix.stand_in_of(connector) for connector in matrix.connectors}
     for patch in sorted(filter(None, patches)):
-        link = f"[`{patch}`](../patches/README.md#{patch})"
+        link = f"[`{patch}`](../../patches/README.md#{patch})"
         yield f"{MARK} with {link}: {matrix.stand_ins[patch]}"
 
 

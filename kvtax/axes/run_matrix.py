@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure each connector of configs/observatory.toml on each release of vLLM.
 
-Cells are lines of docs/results/observatory/RELEASE.jsonl.xz; docs/observatory.md is
-made from them.
+Cells are lines of studies/observatory/RELEASE.jsonl.xz; the README there is made
+from them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvtax.paths import REPOSITORY
 from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.observatory_cell import CellRecord, keep_cell, read_cells
 
-RESULTS = REPOSITORY / "docs" / "results" / "observatory"
-COMMAND = "kvtax axes"
+RESULTS = REPOSITORY / "studies" / "observatory"
+COMMAND = "kvtax"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 """Measure each connector on each release of vLLM, along each axis.
 
 configs/observatory.toml lists the connectors. Kept cells are not measured again, so a
-run that was stopped goes on where it was. Writes docs/observatory.md.
+run that was stopped goes on where it was. Writes studies/observatory/README.md.
 """
 
 from __future__ import annotations

@@ -35,8 +35,14 @@ PACKAGES = (
     "aiohttp",
 )
 
-# All but the results that a sweep writes over the committed ones.
-CODE = (".", ":!SUMMARY.md", ":!per_config.json", ":!figures")
+# All but the results that a sweep, or a cell, writes over the committed ones.
+CODE = (
+    ".",
+    ":!SUMMARY.md",
+    ":!per_config.json",
+    ":!figures",
+    ":!studies/observatory",
+)
 
 MASK = "***"
 SECRET_KEY = re.compile(

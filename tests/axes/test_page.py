@@ -138,7 +138,7 @@ def test_a_stand_in_is_said_wherever_the_connector_is_named():
     rows = [line for line in text.splitlines() if line.startswith("| `mooncake_both`")]
     assert len(rows) == TABLES
     assert all("\N{DAGGER}" in row for row in rows)
-    assert "(../patches/README.md#mooncake_cpu_layout): the layout of" in text
+    assert "(../../patches/README.md#mooncake_cpu_layout): the layout of" in text
 
 
 @pytest.mark.slow

@@ -47,13 +47,13 @@ def test_two_cells_are_measured_by_two_hosts_and_the_page_says_so(
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert cluster.processes("kvtax.axes") == []
-    results = checkout / "docs" / "results" / "observatory"
+    results = checkout / "studies" / "observatory"
     kept = read_cells(results / f"{RELEASE}.jsonl.xz")
     cells = [cell for cell in kept if cell.connector in CONNECTORS]
     assert [cell.error for cell in cells] == [None, None]
     hosts = {host.address for host in cluster.hosts}
     assert {cell.host for cell in cells} == hosts
-    page = (checkout / "docs" / "observatory.md").read_text()
+    page = (results / "README.md").read_text()
     for host in hosts:
         assert f"| {host} |" in page
         assert f"{host}: 1 done" in done.stderr

@@ -575,7 +575,7 @@ def storms(
     return {"problems": problems, "counts": counts}
 
 
-# The worker of `kvtax bench abort`.
+# The worker of `python -m studies.abort`.
 
 STORMS = {f"storm_{policy}": policy for policy in ("recompute", "fail")}
 

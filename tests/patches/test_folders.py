@@ -17,7 +17,7 @@ from kvtax.paths import CONFIGS, PATCHES, REPOSITORY
 LOADED = patcher.load_patches(PATCHES)
 RELEASES = patcher.load_releases(CONFIGS / "releases.toml")
 # Documents that a command writes.
-GENERATED = ("docs/results/", "docs/observatory.md")
+GENERATED = ("studies/observatory/",)
 
 
 def page_of(name: str) -> Path:

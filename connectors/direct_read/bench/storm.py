@@ -26,14 +26,6 @@ from pathlib import Path
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.prompt_pool import (
-    Pool,
-    Prompt,
-    ask,
-    new_pool,
-    new_session,
-    random_tokens,
-)
 from benchmarks.results import publish
 from connectors.direct_read.bench.gated_servers import (
     PATCHES,
@@ -41,6 +33,14 @@ from connectors.direct_read.bench.gated_servers import (
     direct_read_overlay,
 )
 from connectors.direct_read.bench.gates import OFFER_IN_FLIGHT, TRUST_ALL
+from connectors.direct_read.bench.prompt_pool import (
+    Pool,
+    Prompt,
+    ask,
+    new_pool,
+    new_session,
+    random_tokens,
+)
 from kvtax import patcher
 from kvtax.engine.preflight import require_honest_transfers
 from kvtax.paths import PATCHES as PATCH_FOLDER

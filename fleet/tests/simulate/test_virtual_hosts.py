@@ -74,5 +74,5 @@ def test_a_missing_file_of_cells_is_an_error_that_names_it(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_a_committed_host_s_steps_are_those_of_the_committed_cells(path: Path) -> None:
-    cells = REPOSITORY / "docs" / "results" / "observatory" / "0.18.1.jsonl.xz"
+    cells = REPOSITORY / "studies" / "observatory" / "0.18.1.jsonl.xz"
     assert read_document(path, HostTimes).steps == step_times(cells)

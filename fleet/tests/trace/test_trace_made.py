@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from benchmarks.study import figures
 from fleet.tests.trace.trace_commands import (
     LE62K,
     fails,
@@ -23,6 +22,7 @@ from fleet.tests.trace.trace_commands import (
     trace_of,
 )
 from kvtax.paths import REPOSITORY
+from studies.reference_study.fit import figures
 
 from kvtax_fleet.trace import Request, read_trace, write_trace
 from kvtax_fleet.trace.sample import sample

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of a host per step and per request, as measured.
 
-`kvtax fleet host` makes fleet/configs/hosts/*.json, and `kvtax bench host_table` makes
-docs/results/host_table.json.
+`kvtax fleet host` makes fleet/configs/hosts/*.json, and `python -m
+studies.host_table` the host table.
 """
 
 from __future__ import annotations

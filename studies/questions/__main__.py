@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare arms of runs in virtual time by the rule that was written before they ran.
+
+The rule, the experiments and what was expected of them are in README.md. Prints a table
+per run, in Markdown, and writes it with JSON. Experiments that the JSON has from
+earlier calls stay in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import polars as pl
+from kvtax_fleet.analyze.arm_runs import read_run
+from kvtax_fleet.analyze.comparison import Paired, paired
+from kvtax_fleet.analyze.frames import requests_frame
+
+from kvtax.records import RecordsError
+from kvtax.records.estimate import Estimate
+from kvtax.records.parts import existing, opened
+from kvtax.report.markdown import table
+from studies.harness import main, publish, rows_table
+
+# Least difference of mean E2E that matters, in %.
+MATTERS_PERCENT = 5.0
+# Beside each arm with its baseline: what the expectations compare.
+ALSO = (
+    ("lmetric", "linear_tuned"),
+    ("dynamo", "lmetric"),
+    ("lmetric_exact", "lmetric"),
+    ("elastic_25g_layers", "elastic_25g"),
+    ("elastic_25g_chunks", "elastic_25g"),
+    ("elastic_100g_layers", "elastic_100g"),
+    ("elastic_nvlink_layers", "elastic_nvlink"),
+)
+METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
+QUANTILES = (0.5, 0.95, 0.99)
+
+
+class Row(msgspec.Struct):
+    """An arm against another at one load; differences of means, in %."""
+
+    load: int
+    arm: str
+    against: str
+    n: int
+    ttft: Estimate
+    tpot: Estimate
+    e2e: Estimate
+    shorter: Estimate
+    verdict: str
+
+
+class Level(msgspec.Struct):
+    """An arm at one load, over all orders.
+
+    Latencies are of the steady window, at QUANTILES; the others of all requests.
+    """
+
+    load: int
+    arm: str
+    ttft_ms: list[float]
+    tpot_ms: list[float]
+    requests_per_s: float
+    cached_percent: float
+    """Of the prompt tokens, those that the instance found cached."""
+    most_to_mean: float
+    """Prompt tokens of the instance that got most, over their mean."""
+
+
+class Answer(msgspec.Struct):
+    """An experiment's comparisons and levels, and the commit that ran it."""
+
+    commit: str | None
+    rows: list[Row]
+    levels: list[Level] = []
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the runs to read, and --out for the page."""
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--out", type=Path, default=Path("runs/questions.md"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print and write the page. Returns the exit code. Raises RecordsError."""
+    answers = earlier(arguments.out.with_suffix(".json"))
+    for folder in arguments.runs:
+        arms = read_run(folder)
+        commit = arms[0].info.versions.get("git_commit")
+        requests = requests_frame(arms)
+        answer = Answer(commit, compared(requests), levels(requests))
+        answers[str(arms[0].info.experiment)] = answer
+    parts = []
+    for name, answer in answers.items():
+        parts += [f"## {name}", rows_table(answer.rows, COMPARED)]
+        if answer.levels:
+            parts.append(rows_table(answer.levels, REACHED))
+        parts.append(f"Run at {answer.commit}.")
+    return publish("questions", arguments.out, parts, answers, {})
+
+
+def earlier(page: Path) -> dict[str, Answer]:
+    """Read the answers that an earlier call wrote; {} if there are none.
+
+    Raises RecordsError.
+    """
+    file = existing(page)
+    if file is None:
+        return {}
+    try:
+        with opened(file) as content:
+            document = msgspec.json.decode(content.read())
+        del document["provenance"]
+        return msgspec.convert(document, dict[str, Answer])
+    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+        raise RecordsError(
+            f"{page}: no result of `python -m studies.questions`: {error}; "
+            "take another --out"
+        ) from None
+
+
+def compared(requests: pl.DataFrame) -> list[Row]:
+    """Compare each arm with its run's first, and the pairs of ALSO."""
+    arms = requests["arm"].unique(maintain_order=True).to_list()
+    loads: dict[int, list[str]] = {}
+    for arm in arms:
+        loads.setdefault(int(arm.partition("@")[2]), []).append(arm.partition("@")[0])
+    rows = []
+    for load, names in loads.items():
+        baseline, *others = names
+        pairs = [(arm, baseline) for arm in others]
+        pairs += [p for p in ALSO if set(p) <= set(names) and p not in pairs]
+        rows += [
+            row
+            for arm, against in pairs
+            if (row := _row(requests, load, arm, against)) is not None
+        ]
+    return rows
+
+
+def _row(requests: pl.DataFrame, load: int, arm: str, against: str) -> Row | None:
+    found = paired(requests, f"{arm}@{load}", f"{against}@{load}")
+    ttft, tpot, e2e = (found[metric] for metric in METRICS)
+    if ttft is None or tpot is None or e2e is None:
+        return None
+    return Row(
+        load,
+        arm,
+        against,
+        e2e.n,
+        ttft.percent,
+        tpot.percent,
+        e2e.percent,
+        e2e.faster,
+        verdict(e2e),
+    )
+
+
+def levels(requests: pl.DataFrame) -> list[Level]:
+    """Compute what each arm reaches at each load."""
+    found = []
+    for arm in requests["arm"].unique(maintain_order=True):
+        name, _, load = str(arm).partition("@")
+        own = requests.filter(pl.col("arm") == arm, pl.col("status") == "ok")
+        steady = own.filter(pl.col("window") == "steady")
+        runs = own.group_by("repeat").agg(
+            pl.len() * 1e9 / (pl.col("end_ns").max() - pl.col("sent_ns").min())
+        )
+        tokens = own.group_by("repeat", "instance").agg(pl.sum("usage_prompt_tokens"))
+        balance = tokens.group_by("repeat").agg(
+            pl.max("usage_prompt_tokens") / pl.mean("usage_prompt_tokens")
+        )
+        found.append(
+            Level(
+                int(load),
+                name,
+                *(
+                    [round(_number(steady[metric].quantile(q)), 2) for q in QUANTILES]
+                    for metric in METRICS[:2]
+                ),
+                round(_number(runs["len"].mean()), 3),
+                round(100 * own["cached_tokens"].sum() / own["input_tokens"].sum(), 1),
+                round(_number(balance["usage_prompt_tokens"].mean()), 3),
+            )
+        )
+    return found
+
+
+def _number(value: Any) -> float:
+    return float(value or 0)
+
+
+def verdict(e2e: Paired) -> str:
+    """Judge a difference of mean E2E by the rule of README.md."""
+    interval = e2e.percent.ci95
+    if interval is None:
+        return "undecided"
+    low, high = interval
+    if low <= 0 <= high or abs(e2e.percent.value) < MATTERS_PERCENT:
+        return "no difference that matters"
+    return "worse" if low > 0 else "better"
+
+
+COMPARED = {
+    "per instance": "{row.load}",
+    "arm": "`{row.arm}`",
+    "against": "`{row.against}`",
+    "n": "{row.n:,}",
+    "TTFT %": "{row.ttft:+.1f}",
+    "TPOT %": "{row.tpot:+.1f}",
+    "E2E %": "{row.e2e:+.1f}",
+    "E2E shorter in %": "{row.shorter.value:.0f}",
+    "verdict": "{row.verdict}",
+}
+REACHED = {
+    "per instance": "{row.load}",
+    "arm": "`{row.arm}`",
+    "TTFT p50/p95/p99, ms": "{row.ttft_ms[0]:,.0f} / {row.ttft_ms[1]:,.0f} / "
+    "{row.ttft_ms[2]:,.0f}",
+    "TPOT p50/p95/p99, ms": "{row.tpot_ms[0]:.1f} / {row.tpot_ms[1]:.1f} / "
+    "{row.tpot_ms[2]:.1f}",
+    "requests/s": "{row.requests_per_s:.2f}",
+    "prompt cached or received, %": "{row.cached_percent:.1f}",
+    "most loaded, of mean": "{row.most_to_mean:.2f}",
+}
+
+
+def figure(result: dict[str, Any]) -> str:
+    """Return the differences of mean E2E in %, a table for each experiment."""
+    parts = []
+    for name, document in result.items():
+        if name == "provenance":
+            continue
+        answer = msgspec.convert(document, Answer)
+        loads = sorted({row.load for row in answer.rows})
+        cells: dict[tuple[str, str], dict[int, str]] = {}
+        for row in answer.rows:
+            pair = cells.setdefault((row.arm, row.against), {})
+            pair[row.load] = f"{row.e2e:+.1f}"
+        lines = [
+            [f"`{arm}`", f"`{against}`", *(of.get(load, "") for load in loads)]
+            for (arm, against), of in cells.items()
+        ]
+        head = [f"{name}, at {str(answer.commit)[:7]}", "against", *map(str, loads)]
+        parts.append(table(head, lines))
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    main("questions", __doc__, configure, run)

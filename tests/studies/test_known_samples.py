@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of studies, made of samples whose truth is known."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from kvtax_fleet.launch.instance_settings import read_instance_settings
+from kvtax_fleet.paths import CONFIGS
+from kvtax_fleet.trace.request import Request
+from kvtax_fleet.trace.study_sample import StudySample, sampled_requests
+
+from kvtax.engine.settings import Forward
+from kvtax.stats import resampling
+from studies.abort import __main__ as abort
+from studies.block_order import __main__ as block_order
+from studies.block_order import worker as block_order_worker
+from studies.busy_thread import __main__ as busy_thread
+from studies.exposure.__main__ import check_rows, check_text, curve_rows
+from studies.exposure.bench import Cell, Measurement
+from studies.get_finished import __main__ as get_finished
+from studies.get_finished.__main__ import AFTER
+from studies.reference_study import fit
+
+ROUNDS, STEPS = 12, 60
+
+
+@pytest.fixture(autouse=True)
+def few_replicates(monkeypatch):
+    """No figure here is near the end of an interval."""
+    monkeypatch.setattr(resampling, "ROUND_REPLICATES", 100)
+
+
+# get_finished: all steps take the same.
+
+CASES = (get_finished.QUIET[0], get_finished.BUSY[0])
+
+
+def steps_of(get_finished_us: float, variants=get_finished.VARIANTS) -> dict:
+    rng = np.random.default_rng(1)
+    return {
+        (case, variant): np.stack(
+            [
+                rng.normal(get_finished_us, 0.01, (ROUNDS, STEPS)),
+                rng.normal(300, 5, (ROUNDS, STEPS)),
+            ],
+            axis=1,
+        )
+        for case in CASES
+        for variant in variants
+    }
+
+
+def test_rows_hold_each_variant_in_each_case_with_its_own_times():
+    found = get_finished.rows(steps_of(2.0))
+    assert len(found) == len(CASES) * len(get_finished.VARIANTS)
+    for row in found:
+        assert (row.rounds, row.steps) == (ROUNDS, ROUNDS * STEPS)
+        assert row.get_finished_us["p50"].value == pytest.approx(2.0, abs=0.01)
+        assert row.step_us["p50"].value == pytest.approx(300, abs=1)
+        assert row.step_us["p99"].value > row.step_us["p50"].value
+
+
+@pytest.mark.parametrize(
+    ("get_finished_us", "words"),
+    [(0.5, ["met", "met"]), (2.0, ["missed", "met"]), (9.0, ["missed", "missed"])],
+)
+def test_aims_are_judged_for_the_short_circuit_when_nobody_is_busy(
+    get_finished_us, words
+):
+    aims = get_finished.aims(
+        get_finished.rows(steps_of(get_finished_us, (get_finished.BEFORE, AFTER)))
+    )
+    rows_of_aims = aims.splitlines()[2:]
+    assert [row.split("|")[-2].strip() for row in rows_of_aims] == words
+    assert all(
+        f"{AFTER}, {get_finished.QUIET[0].batch} running" in row for row in rows_of_aims
+    )
+
+
+# block_order: all rounds take the same.
+
+
+def test_an_order_has_the_same_pairs_and_its_own_descriptors():
+    made = {name: order(64) for name, order in block_order.ORDERS.items()}
+    assert list(made) == ["ascending", "descending", "mixed", "opposite"]
+    opposite = made.pop("opposite")
+    assert {frozenset(zip(*pair, strict=True)) for pair in made.values()} == {
+        frozenset(zip(*made["ascending"], strict=True))
+    }
+    assert [sorted(side) for side in opposite] == [
+        sorted(side) for side in made["ascending"]
+    ]
+
+
+def test_before_and_after_stay_apart_in_rows_and_table():
+    timed = block_order.Timed((24_576, 48), (5_000.0, 400.0), (40_000.0, 300.0))
+    row = block_order.row(block_order.Case(8_192, "descending"), [timed] * ROUNDS)
+    assert (row.blocks, row.rounds, row.descriptors) == (512, ROUNDS, (24_576, 48))
+    assert [us.value for us in row.group_us] == [5_000, 400]
+    _, table = block_order.report([row])
+    cells = [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]]
+    assert cells[:4] == ["8,192", "descending", "24,576", "48"]
+    assert [cell.split()[0] for cell in cells[4:]] == ["5,000", "400", "40,000", "300"]
+
+
+@pytest.mark.slow
+def test_the_orders_are_those_of_two_rounds_of_vllms_pool():
+    rounds = block_order_worker.rounds_of_a_pool(64)
+    assert rounds == {
+        order: block_order.ORDERS[order](64)[0] for order in block_order.ROUND_TRIP
+    }
+
+
+def test_refused_transfers_have_no_time_and_the_others_a_ratio_within_rounds():
+    slow = [block_order.Sent(24_576, ms, True) for ms in (700.0, 1_400.0, 2_800.0)]
+    fast = [block_order.Sent(48, ms, True) for ms in (70.0, 140.0, 280.0)]
+    refused = [block_order.Sent(24_576, 80.0, False), *slow[1:]]
+    case = "t", 8_192, 2_048, "descending"
+    some = block_order.transfers(*case, (refused, fast))
+    assert (some.refused, some.ms[0], some.ratio) == ((1, 0), None, None)
+    assert some.ms[1].value == 140
+    none = block_order.transfers(*case, (slow, fast))
+    assert none.descriptors == (24_576, 48)
+    assert (none.ms[0].value, none.ratio.ci95) == (1_400, pytest.approx((10, 10)))
+    *_, first, second = block_order.report_transfers([some, none]).splitlines()
+    assert "1 of 3 refused" in first and "1,400.0" in second
+
+
+def test_sizes_are_limited_by_tokens_and_by_bytes():
+    longest, most_mib = block_order.CONTEXTS[-1], block_order.MOST_MIB
+    assert block_order.sizes(longest, most_mib) == block_order.SIZES
+    assert block_order.sizes(2_048, most_mib) == [(2_048, 2_048)]
+    small = block_order.sizes(longest, 192)
+    assert small == [(tokens, 2_048) for tokens in (2_048, 8_192, 32_768)]
+
+
+def test_sorted_pairs_are_the_same_pairs():
+    sources, targets = [5, 4, 9, 3], [1, 2, 3, 4]
+    pairs = block_order_worker.sort_pairs(sources, targets)
+    assert pairs == ([3, 4, 5, 9], [4, 2, 1, 3])
+
+
+# study: requests whose latencies can be computed by hand.
+
+
+def test_a_request_alone_takes_its_steps_and_its_next_turn_finds_the_prompt_cached():
+    forward = Forward(1_000, us_per_token=10, us_per_context_token=0.01)
+    first, second = (
+        Request(0.0, "s", turn, tokens, 3, [], 64, think_s)
+        for turn, tokens, think_s in ((0, 10_000, None), (1, 12_000, 20.0))
+    )
+    fleet = fit.Fleet([first, second], 1, forward)
+    fleet.play()
+    cold, warm = fleet.ended
+    # 10,000 tokens in two steps; then each answer's token in one.
+    cold_us = 2 * 1_000 + 10 * 10_000 + 0.01 * 10_000 * 9_999 / 2
+    assert cold.first_s == pytest.approx(cold_us / 1e6)
+    assert warm.sent_s == pytest.approx(cold.end_s + 20.0 / fit.TIME_SCALE)
+    assert (cold.new_tokens, warm.new_tokens) == (10_000, 2_000)
+    decode_us = 2 * 1_010 + 0.01 * (10_000 + 10_001)
+    assert cold.end_s - cold.first_s == pytest.approx(decode_us / 1e6)
+
+
+@pytest.mark.slow
+def test_the_fitted_profile_has_the_latencies_that_it_is_fitted_to():
+    path = CONFIGS / "profiles" / "h20-study-fitted.toml"
+    forward = read_instance_settings(path).forward
+    assert forward is not None
+    first = sampled_requests(StudySample(requests=fit.FIRST_REQUESTS))
+    found = fit.latencies(first, forward)
+    for name in (*fit.FITTED, fit.TWICE):
+        assert found[name] == pytest.approx(fit.LATENCIES[name], rel=0.15), name
+
+
+# exposure: a share of each delay is felt, and a share of that is found.
+
+METHODS = {"build_connector_meta": "scheduler", "get_finished": "worker"}
+
+
+def measured(hidden: float, found: float, rounds: int = 6) -> list:
+    """A share `hidden` of a delay is not felt; of what is, a share `found` is found."""
+    chance = random.Random(4)
+    rows = []
+    for _ in range(rounds):
+        for mode in ("sync", "async"):
+            drift_us = chance.uniform(-300, 300)
+            cells = [("build_connector_meta", 0.0), *((m, 1_000.0) for m in METHODS)]
+            for method, delay_us in cells:
+                felt_us = delay_us * (1 - hidden if mode == "async" else 1)
+                tpot_us = 8_000 + drift_us + felt_us + chance.gauss(0, 3)
+                parts = {f"{side}.{name}_us": 5.0 for name, side in METHODS.items()}
+                if delay_us:
+                    parts[f"{METHODS[method]}.{method}_us"] += felt_us * found
+                cell = Cell(mode, 1.0, method, delay_us)
+                rows.append(Measurement(cell, 20.0, tpot_us, parts))
+    return rows
+
+
+@pytest.mark.parametrize("hidden", [0.0, 0.4, 1.0])
+def test_a_right_account_of_what_is_exposed_is_near_what_tpot_rose_by(hidden):
+    rows = check_rows(measured(hidden, found=1.0), METHODS)
+    assert len(rows) == 4
+    for row in rows:
+        felt_us = 1_000 * (1 - hidden if row.mode == "async" else 1)
+        assert row.tpot_rose_us.value == pytest.approx(felt_us, abs=10)
+        assert abs(row.share_of_delay) < 0.02
+
+
+def test_an_account_that_misses_a_fifth_is_shown_to():
+    rows = check_rows(measured(0.0, found=0.8), METHODS)
+    for row in rows:
+        assert row.share_of_delay == pytest.approx(-0.2, abs=0.02)
+        assert row.exposed_less_tpot_us.ci95[1] < -150
+    _, note, _ = check_text(rows)
+    assert "within 5% of the delay in 0 of 4 cells" in note
+
+
+def curves() -> list:
+    """Three configs of which one adds 300 us."""
+    chance = random.Random(2)
+    rows = []
+    for _ in range(5):
+        drift_us = chance.uniform(-300, 300)
+        for config, added_us in (("noop", 0), ("walk", 300), ("fixed", 0)):
+            tpot_us = 8_000 + drift_us + added_us + chance.gauss(0, 2)
+            parts = {"connector_us": 250.0 if added_us else 0.0, "model_us": 7.0}
+            rows.append(Measurement(Cell("sync", 0.5, config), 20.0, tpot_us, parts))
+    return rows
+
+
+def test_a_curve_is_what_a_config_adds_to_the_floor_of_the_same_round():
+    added = {row.config: row for row in curve_rows(curves())}
+    assert added["walk"].tpot_added_us.value == pytest.approx(300, abs=6)
+    assert added["fixed"].tpot_added_us.value == pytest.approx(0, abs=6)
+    assert added["noop"].tpot_added_us.value == 0
+    assert added["walk"].connector_exposed_us == 250
+
+
+# busy_thread: what a config adds is within a round, beside a thread as without.
+
+
+def test_gaps_are_compared_with_the_floor_of_the_same_round_and_thread():
+    chance = random.Random(5)
+    rows = []
+    for _ in range(5):
+        for busy, floor_us in ((0.0, 7_000), (0.5, 8_000), (1.0, 10_000)):
+            drift_us = chance.uniform(-300, 300)
+            for config in busy_thread.CONFIGS:
+                added_us = 5_000 if busy == 1 and config == "mooncake_both" else 0
+                gap_us = {"p50": floor_us + drift_us + added_us, "p99": 30_000.0}
+                cell = Cell("async", 1.0, config, busy=busy)
+                rows.append(Measurement(cell, 1.0, 1.0, {}, gap_us))
+    found = busy_thread.gap_rows(rows)
+    added = {(row.busy, row.config): row.added_us["p50"].value for row in found}
+    assert added.pop((1.0, "mooncake_both")) == pytest.approx(5_000)
+    assert set(added.values()) == {0}
+    assert all(row.added_us["p99"].value == 0 for row in found)
+
+
+# abort: outcomes of scenarios.
+
+
+def test_a_scenario_with_a_problem_failed_and_shows_the_last_line_of_the_first():
+    traceback = "Traceback:\n  ...\nAssertionError: a | b"
+    outcomes = [
+        abort.Outcome("nothing_fails", []),
+        abort.Outcome("asked_for_after_the_abort", [traceback, "more"]),
+        abort.Outcome("storm_fail", ["x" * 200]),
+    ]
+    first, text = abort.report("0.33.0", outcomes, 30.0)
+    assert first.startswith("vLLM 0.33.0 as it is: 1 of 3 passed.")
+    assert "within 30 s" in first
+    passed, failed, long = text.splitlines()[2:]
+    assert passed == "| nothing fails | passed |  |"
+    assert "asked for after the abort | failed | AssertionError: a \\| b |" in failed
+    assert long.endswith("x… |") and len(long) < 130
