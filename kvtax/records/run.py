@@ -93,6 +93,8 @@ class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     framework's own cost. `hypothesis`: its cost is claimed to be linear in |cache|."""
     label: str | None = None
     """What prose calls the config; null: by its name."""
+    colour: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Place of its line in the palette of all pictures; null: the first free one."""
     before_after: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Place in the figure and the table before and after the fixes, lowest first;
     null: not in them."""

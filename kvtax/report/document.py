@@ -52,6 +52,8 @@ class Line(msgspec.Struct, kw_only=True):
     y: Numbers
     low: Numbers | None = None
     high: Numbers | None = None
+    place: int | None = None
+    """Place of its colour in the palette (palette.py); null: as in the list."""
 
 
 class Figure(msgspec.Struct, tag_field="kind", tag="figure", kw_only=True):

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from kvtax.records.warning import RunWarning
+from kvtax.report import palette
 from kvtax.report.document import (
     Cell,
     Figure,
@@ -46,6 +47,7 @@ def html(page: Page) -> str:
     data = msgspec.json.encode(page).decode().replace("<", "\\u003c")
     style = _text(UPLOT / "uPlot.min.css") + _text(ASSETS / "page.css")
     scripts = [_text(UPLOT / "uPlot.iife.min.js")]
+    scripts += [f"const PALETTE = {_text(palette.FILE)};"]
     scripts += [_text(ASSETS / name) for name in SCRIPTS]
     code = "\n".join(f"<script>\n{script}\n</script>" for script in scripts)
     parts = {

@@ -174,7 +174,7 @@ def _apart(
 ) -> dict[str, NoiseDifference]:
     """Compute the difference and its size, by metric."""
     found = {}
-    for metric in first.keys() & second.keys():
+    for metric in (name for name in first if name in second):
         known = Estimate.of(second[metric].minus(first[metric]), 3)
         found[metric] = NoiseDifference(known.value, known.ci95, floor=abs(known.value))
     return found

@@ -9,6 +9,7 @@ from typing import Literal
 
 from kvtax.records.per_config import PerConfig
 from kvtax.records.run import Role, RoleName, RunRecord, Verdict
+from kvtax.report import palette
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Roles:
         """Configs of the figure "before and after the fixes", in its order."""
         places = {n: r.before_after for n, r in self.of.items() if r.before_after}
         return sorted(places, key=places.__getitem__)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Place of each config's colour, the same in every picture."""
+        return palette.places({name: role.colour for name, role in self.of.items()})
 
     def label(self, name: str) -> str:
         """Return the name of a config in prose."""

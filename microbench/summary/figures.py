@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib
 import polars as pl
-from matplotlib import pyplot as plt
 
 from kvtax.records.requests import Phase
-from kvtax.report import COLOURS, LINES
+from kvtax.report.document import Figure, Line
 from kvtax.stats.median_slope import batch_held_us, group_of, make_cells, slope_value
 from kvtax.verdict.analysis import Analysis
 from kvtax.verdict.levels import thin
@@ -81,8 +79,6 @@ def _binned(held: pl.DataFrame, width: float) -> pl.DataFrame:
     )
 
 
-matplotlib.use("Agg")
-
 PARTS = (
     "schedule_without_build_meta",
     "build_meta",
@@ -108,81 +104,50 @@ FILES = ("schedule_vs_cache", BEFORE_AFTER)
 
 def draw_all(analysis: Analysis, folder: Path) -> list[str]:
     """Write the FILES that have data into `folder`; return their names."""
+    from kvtax.report import png
+
     folder.mkdir(parents=True, exist_ok=True)
-    plt.rcParams.update(
-        {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
-    )
     written = []
     for name in FILES:
-        time, label = CURVES[name]
-        curves = binned_curves(analysis.measured, time)
-        if name == BEFORE_AFTER:
-            shown = analysis.roles.before_after
-            curves = curves.filter(pl.col("config").is_in(shown))
+        curves = _curves(analysis, name)
         if curves.height:
             curves.write_csv(folder / f"{name}.csv")
-            draw_curves(curves, label, folder / f"{name}.png")
+            png.draw(_figure(analysis, name, curves), folder / f"{name}.png")
             written.append(name)
     return written
 
 
-def draw_curves(curves: pl.DataFrame, label: str, path: Path) -> None:
-    """One line per config with its middle-half band, named at its right end."""
-    figure, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
-    ends = []
-    names = curves["config"].unique(maintain_order=True).to_list()
-    for index, name in enumerate(names):
-        curve = curves.filter(pl.col("config") == name)
-        colour = COLOURS[index % len(COLOURS)]
-        x, y = curve["cache_blocks"].to_numpy(), curve["p50_us"].to_numpy()
-        line = LINES[index // len(COLOURS) % len(LINES)]
-        axes.plot(x, y, line, color=colour, linewidth=2)
-        axes.fill_between(x, curve["p25_us"], curve["p75_us"], color=colour, alpha=0.12)
-        ends.append((float(y[-1]), float(x[-1]), name, colour))
-    axes.set_xlabel("cached block hashes, |cache| (blocks)")
-    axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(0, max(x for _, x, _, _ in ends))
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_title(
-        "decode-only steps of growth, repeat and batch size held; band: p25 to p75",
-        fontsize=10,
-        loc="left",
-    )
-    _label_ends(axes, ends)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def curve_figure(analysis: Analysis, name: str) -> Figure | None:
+    """Draw a time against |cache|, a line per config; None without data."""
+    curves = _curves(analysis, name)
+    return _figure(analysis, name, curves) if curves.height else None
 
 
-def _label_ends(axes: plt.Axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Names beside the right ends of the lines, pushed apart where they collide."""
-    bottom, top = axes.get_ylim()
-    gap = (top - bottom) * 0.048
-    ends = sorted(ends)
-    at = bottom
-    places = []
-    for y, *_ in ends:
-        at = max(y, at + gap) if places else max(y, bottom)
-        places.append(at)
-    over = places[-1] - top if places else 0
-    for index in range(len(places) - 1, -1, -1):
-        limit = top - (len(places) - 1 - index) * gap if over > 0 else places[index]
-        places[index] = min(places[index], limit)
-    for place, (y, x, name, colour) in zip(places, ends, strict=True):
-        axes.annotate(
-            name,
-            xy=(x, y),
-            xytext=(1.03, place),
-            textcoords=axes.get_yaxis_transform(),
-            color=colour,
-            fontsize=10,
-            va="center",
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": colour,
-                "linewidth": 0.6,
-                "relpos": (0, 0.5),
-                "shrinkA": 0,
-            },
+def _curves(analysis: Analysis, name: str) -> pl.DataFrame:
+    curves = binned_curves(analysis.measured, CURVES[name][0])
+    if name != BEFORE_AFTER:
+        return curves
+    return curves.filter(pl.col("config").is_in(analysis.roles.before_after))
+
+
+def _figure(analysis: Analysis, name: str, curves: pl.DataFrame) -> Figure:
+    places = analysis.roles.places
+    x = curves["cache_blocks"].unique().sort().to_list()
+    lines = []
+    for (config,), curve in curves.group_by("config", maintain_order=True):
+        at = dict(zip(curve["cache_blocks"], curve.iter_rows(named=True), strict=True))
+        low, middle, high = (
+            [at[blocks][column] if blocks in at else None for blocks in x]
+            for column in BAND
         )
+        place = places[str(config)]
+        lines.append(Line(name=str(config), y=middle, low=low, high=high, place=place))
+    return Figure(
+        title=f"{CURVES[name][1]} against |cache|",
+        note="Decode-only steps of growth; repeat and batch size held; band: p25 to "
+        "p75.",
+        x_label="cached block hashes, |cache|",
+        y_label=CURVES[name][1],
+        x=x,
+        lines=lines,
+    )

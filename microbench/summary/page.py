@@ -10,7 +10,7 @@ from kvtax.look.instances import read_instance
 from kvtax.look.page import time_line
 from kvtax.records import stacks
 from kvtax.report import render
-from kvtax.report.document import Figure, Flame, Line, Page, Section, TimeLine
+from kvtax.report.document import Flame, Page, Section, TimeLine
 from kvtax.verdict.analysis import Analysis
 from kvtax.verdict.trials import LoadedTrial
 from microbench.summary import study
@@ -27,7 +27,7 @@ from microbench.summary.context import (
     model_note,
     provenance,
 )
-from microbench.summary.figures import CURVES, binned_curves
+from microbench.summary.figures import CURVES, curve_figure
 from microbench.summary.fixes import before_and_after
 from microbench.summary.growth import (
     answer,
@@ -78,35 +78,6 @@ def write_page(analysis: Analysis, servers: list[Section]) -> str:
             made="Another repeat's moments, or a trace of them: kvtax look "
             "RUN_DIR/CONFIG/r1. Every figure: per_config.json.",
         )
-    )
-
-
-def curve_figure(analysis: Analysis, name: str) -> Figure | None:
-    """Draw a time against |cache|, a line per config; None without data."""
-    time, label = CURVES[name]
-    curves = binned_curves(analysis.measured, time)
-    if not curves.height:
-        return None
-    x = curves["cache_blocks"].unique().sort().to_list()
-    lines = []
-    for (config,), curve in curves.group_by("config", maintain_order=True):
-        at = dict(zip(curve["cache_blocks"], curve.iter_rows(named=True), strict=True))
-        lines.append(
-            Line(
-                name=config,
-                y=[at[blocks]["p50_us"] if blocks in at else None for blocks in x],
-                low=[at[blocks]["p25_us"] if blocks in at else None for blocks in x],
-                high=[at[blocks]["p75_us"] if blocks in at else None for blocks in x],
-            )
-        )
-    return Figure(
-        title=f"{label} against |cache|",
-        note="Decode-only steps of growth; repeat and batch size held; band: p25 to "
-        "p75.",
-        x_label="cached block hashes, |cache|",
-        y_label="µs",
-        x=x,
-        lines=lines,
     )
 
 

@@ -2,16 +2,13 @@
 // Figures, drawn by uPlot: one size for all, light and dark, with a table for those who
 // cannot see them.
 
-// Okabe and Ito 2008: told apart with any colour vision.
-const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7",
-  "#999999", "#f0e442"];
-const DASHES = [[], [8, 4], [2, 3]];
 const HEIGHT = 320;
 const MOST_ROWS = 400;
 const charts = [];
 
-const colour = (index) => COLOURS[index % COLOURS.length];
-const dash = (index) => DASHES[Math.floor(index / COLOURS.length) % DASHES.length];
+const colour = (place) => PALETTE.colours[place % PALETTE.colours.length];
+const dash = (place) =>
+  PALETTE.dashes[Math.floor(place / PALETTE.colours.length) % PALETTE.dashes.length];
 const cssColour = (name) =>
   getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -123,9 +120,11 @@ function showFigure(section) {
   const series = [{ label: section.x_label }];
   const data = [section.x];
   const bands = [];
+  const place = (line, index) => line.place ?? index;
   section.lines.forEach((line, index) => {
-    series.push({ label: line.name, stroke: colour(index), shade: colour(index),
-      dash: dash(index), width: 2, spanGaps: true, points: { show: false } });
+    const at = place(line, index);
+    series.push({ label: line.name, stroke: colour(at), shade: colour(at),
+      dash: dash(at), width: 2, spanGaps: true, points: { show: false } });
     data.push(line.y);
   });
   section.lines.forEach((line, index) => {
@@ -134,7 +133,7 @@ function showFigure(section) {
     series.push({ ...edge, label: `${line.name}, upper edge`, class: "edge" },
       { ...edge, label: `${line.name}, lower edge`, class: "edge" });
     data.push(line.high, line.low);
-    bands.push({ series: [data.length - 2, data.length - 1], fill: `${colour(index)}22` });
+    bands.push({ series: [data.length - 2, data.length - 1], fill: `${colour(place(line, index))}22` });
   });
   const columns = [section.x_label];
   section.lines.forEach((line) => {

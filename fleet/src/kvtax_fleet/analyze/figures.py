@@ -11,7 +11,7 @@ import matplotlib
 import numpy as np
 import polars as pl
 from kvtax.records.estimate import Estimate
-from kvtax.report import COLOURS, LINES
+from kvtax.report.palette import PALETTE
 from matplotlib import pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -122,8 +122,8 @@ def _panels(points: pl.DataFrame) -> tuple[Figure, list[Axes], list[str]]:
             x = some["value"].to_numpy()
             low = some["low"].cast(pl.Float64).fill_null(some["value"]).to_numpy()
             high = some["high"].cast(pl.Float64).fill_null(some["value"]).to_numpy()
-            panel.hlines(y, low, high, color=COLOURS[4 + offset], linewidth=2)
-            colour = COLOURS[4 + offset]
+            panel.hlines(y, low, high, color=PALETTE.colour(offset), linewidth=2)
+            colour = PALETTE.colour(offset)
             panel.plot(x, y, mark, color=colour, markersize=6, label=quantile)
     axes[0][0].set_ylim(len(arms) - 0.5, -0.5)
     handles, labels = axes[0][0].get_legend_handles_labels()
@@ -223,10 +223,12 @@ def draw_interference(bins: pl.DataFrame, path: Path) -> None:
 
 
 def _interference(panel: Axes, bins: pl.DataFrame, index: int) -> Artist:
-    colour = COLOURS[index % len(COLOURS)]
-    style = "o" + LINES[index // len(COLOURS) % len(LINES)]
+    colour, dash = PALETTE.colour(index), PALETTE.dash(index)
+    style = (0, dash) if dash else "-"
     x = bins["prefill_ktokens"].to_numpy()
-    (line,) = panel.plot(x, bins["p50_ms"], style, color=colour, markersize=4)
+    (line,) = panel.plot(
+        x, bins["p50_ms"], "o", linestyle=style, color=colour, markersize=4
+    )
     panel.fill_between(x, bins["p25_ms"], bins["p75_ms"], color=colour, alpha=0.12)
     return line
 
@@ -261,7 +263,7 @@ def draw_sessions(curves: pl.DataFrame, path: Path) -> None:
         own = curves.filter(pl.col("arm") == arm)
         for index, name in enumerate(own["instance"].unique(maintain_order=True)):
             line = own.filter(pl.col("instance") == name)
-            colour = COLOURS[index % len(COLOURS)]
+            colour = PALETTE.colour(index)
             panel.step(line["t_s"], line["sessions"], color=colour, label=name)
         panel.set_title(arm, loc="left", fontsize=10)
         panel.grid(axis="y", alpha=0.3)
@@ -342,7 +344,7 @@ def _waterfall(panel: Axes, steps: pl.DataFrame) -> None:
     ends = percent * steps["level"].to_numpy() - 100
     starts = np.concatenate([[0.0], ends[:-1]])
     places = np.arange(len(ends))
-    colours = np.where(ends >= starts, COLOURS[5], COLOURS[3])
+    colours = np.where(ends >= starts, PALETTE.colour(3), PALETTE.colour(2))
     panel.barh(places, ends - starts, left=starts, color=colours, height=0.6)
     low, high = (
         starts + percent * steps[name].cast(pl.Float64).to_numpy()
