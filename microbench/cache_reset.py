@@ -15,8 +15,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from kvtax.load.arrivals import PROBE
-from kvtax.load.plan import Plan
+from kvtax.load.plan import PROBE, Plan
 from kvtax.load.prompts import completion_body
 
 # Four blocks of 128 tokens, the largest default block size, and the one token that

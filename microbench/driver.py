@@ -25,12 +25,10 @@ from time import perf_counter_ns
 
 from kvtax.load import allow_open_files
 from kvtax.load.alarm import Alarm
-from kvtax.load.arrivals import Timetable, timetables
-from kvtax.load.client import Client, PlanClient, open_session
+from kvtax.load.client import Client, PlanClient, Stop, open_session
 from kvtax.load.ledger import Ledger
-from kvtax.load.plan import Plan, PlanError, read_plan
+from kvtax.load.plan import Plan, PlanError, Timetable, read_plan, timetables
 from kvtax.load.prompts import bodies
-from kvtax.load.stop import Stop
 from kvtax.records.requests import DriverEnd, PhaseStart, RequestRecord, RequestsHeader
 from microbench.cache_reset import ResetError, reset_prefix_cache
 

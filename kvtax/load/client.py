@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from time import perf_counter_ns
 from typing import Generic, TypeVar
 
@@ -125,3 +126,19 @@ class PlanClient(Client[RequestRecord]):
     def take_usage(self, record: RequestRecord, usage: Usage) -> None:
         record.output_tokens = usage.completion_tokens
         usage.check(*self._shapes[record.phase])
+
+
+class Stop:
+    """Cancels a task at SIGINT or SIGTERM; `received` is the one that came, or None."""
+
+    received: signal.Signals | None = None
+
+    def cancels(self, work: asyncio.Task[None]) -> None:
+        """Cancel `work` at a signal, for as long as the running loop is there."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._came, signum, work)
+
+    def _came(self, signum: signal.Signals, work: asyncio.Task[None]) -> None:
+        self.received = signum
+        work.cancel()

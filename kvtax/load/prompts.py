@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from kvtax.load.arrivals import PROMPTS
-from kvtax.load.plan import FIRST_BLOCK_TOKENS, Plan
+from kvtax.load.plan import FIRST_BLOCK_TOKENS, PROMPTS, Plan
 
 
 def bodies(plan: Plan) -> Iterator[bytes]:

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtax.load.alarm import Alarm
-from kvtax.load.arrivals import timetables
-from kvtax.load.plan import Plan, PlanError, read_plan
+from kvtax.load.plan import Plan, PlanError, read_plan, timetables
 from kvtax.load.prompts import bodies
 from kvtax.load.sse import CompletionStream, StreamError
 
