@@ -53,7 +53,7 @@ class Line(msgspec.Struct, kw_only=True):
     low: Numbers | None = None
     high: Numbers | None = None
     place: int | None = None
-    """Place of its colour in the palette (palette.py); null: as in the list."""
+    """Place of its colour in the palette (`kvtax.report`); null: as in the list."""
 
 
 class Figure(msgspec.Struct, tag_field="kind", tag="figure", kw_only=True):

@@ -9,8 +9,8 @@ import matplotlib
 import numpy as np
 from matplotlib import pyplot as plt
 
+from kvtax.report import PALETTE
 from kvtax.report.document import Figure, Line
-from kvtax.report.palette import PALETTE
 
 matplotlib.use("Agg")
 

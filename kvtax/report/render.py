@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from kvtax.records.warning import RunWarning
-from kvtax.report import palette
+from kvtax.report import PALETTE_FILE
 from kvtax.report.document import (
     Cell,
     Figure,
@@ -47,7 +47,7 @@ def html(page: Page) -> str:
     data = msgspec.json.encode(page).decode().replace("<", "\\u003c")
     style = _text(UPLOT / "uPlot.min.css") + _text(ASSETS / "page.css")
     scripts = [_text(UPLOT / "uPlot.iife.min.js")]
-    scripts += [f"const PALETTE = {_text(palette.FILE)};"]
+    scripts += [f"const PALETTE = {_text(PALETTE_FILE)};"]
     scripts += [_text(ASSETS / name) for name in SCRIPTS]
     code = "\n".join(f"<script>\n{script}\n</script>" for script in scripts)
     parts = {

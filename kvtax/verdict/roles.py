@@ -9,7 +9,7 @@ from typing import Literal
 
 from kvtax.records.per_config import PerConfig
 from kvtax.records.run import Role, RoleName, RunRecord, Verdict
-from kvtax.report import palette
+from kvtax.report import places
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Roles:
     @property
     def places(self) -> dict[str, int]:
         """Place of each config's colour, the same in every picture."""
-        return palette.places({name: role.colour for name, role in self.of.items()})
+        return places({name: role.colour for name, role in self.of.items()})
 
     def label(self, name: str) -> str:
         """Return the name of a config in prose."""

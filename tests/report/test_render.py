@@ -9,7 +9,7 @@ from matplotlib import colors, image
 
 from kvtax.engine.connector import connector_names, load_connector
 from kvtax.records.warning import RunWarning
-from kvtax.report import png, render
+from kvtax.report import PALETTE, places, png, render
 from kvtax.report.document import (
     Figure,
     Line,
@@ -20,7 +20,6 @@ from kvtax.report.document import (
     Verdicts,
     Words,
 )
-from kvtax.report.palette import PALETTE, places
 
 PAGE = Page(
     title="The title",

@@ -11,7 +11,7 @@ import matplotlib
 import numpy as np
 import polars as pl
 from kvtax.records.estimate import Estimate
-from kvtax.report.palette import PALETTE
+from kvtax.report import PALETTE
 from matplotlib import pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
