@@ -25,10 +25,8 @@ from kvtax.engine.installation import Installation, installation
 from kvtax.engine.transfer_pair import ARRIVAL_LIMIT_MS, WRITE_BYTES, Outcome
 from kvtax.proc.supervise import Supervised
 
-ROUNDS = 100
-# For a quick look.
+# Writes that a preflight looks at.
 FEW_ROUNDS = 20
-MAX_ROUNDS = 1000
 FIRST_HONEST_VERSION = "0.3.12"
 # About ten times what it takes on two busy cores.
 START_LIMIT_S, ROUND_LIMIT_S = 20.0, 0.5
