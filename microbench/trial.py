@@ -29,7 +29,8 @@ from kvtax.records import RecordsError
 from kvtax.records.files import read_document, read_lines, write_document
 from kvtax.records.life import only_life
 from kvtax.records.run import IdleCost, ReadCounts, ReadRecord, ReadsHeader, TrialRecord
-from kvtax.records.steps import EngineHeader, EngineStep, first_step
+from kvtax.records.steps import first_step
+from kvtax.steps.life import whole_steps
 from microbench.profile import Profile
 from microbench.py_spy import Sampler, SamplingError, processes
 
@@ -242,10 +243,9 @@ def _watch_idle(server: Server) -> tuple[int, float]:
 
 
 def _steps_of_idle(folder: Path, began_ns: int) -> int:
-    path = only_life(folder) / "engine_step.jsonl"
-    steps = read_lines(path, EngineHeader, EngineStep, strict=False).records
+    began = whole_steps(only_life(folder)).table["t_ns"]
     end_ns = began_ns + int(IDLE_S * 1e9)
-    return sum(began_ns <= step.t_ns < end_ns for step in steps)
+    return int(began.is_between(began_ns, end_ns, closed="left").sum())
 
 
 def _count_reads(folder: Path) -> ReadCounts:

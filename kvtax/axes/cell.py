@@ -29,9 +29,8 @@ from kvtax.engine.releases import beside
 from kvtax.engine.settings import CPU_ENGINE
 from kvtax.records.life import only_life
 from kvtax.records.observatory_cell import CellRecord, Passes
-from kvtax.records.requests import PhaseStart
-from kvtax.steps.step_table import method_columns, read_worker_steps
-from kvtax.steps.trial_steps import read_engine_steps, step_table
+from kvtax.steps.life import whole_steps
+from kvtax.steps.parts import method_columns, step_parts
 
 # Every second pass goes down the levels, so that a drift of the machine falls out.
 PASSES, FEWEST_PASSES = 9, 6
@@ -155,10 +154,11 @@ def _in_order(axis: str, number: int) -> list[int]:
 
 
 def _read(records: Path) -> pl.DataFrame:
-    whole = [PhaseStart(name="growth", start_ns=0, reset_ns=None)]
-    life = only_life(records)
-    steps = step_table(0, read_engine_steps(life, whole), read_worker_steps(life))
-    return steps.with_columns(SCHEDULER_US.alias("scheduler_us"))
+    steps = whole_steps(only_life(records)).table
+    connector = step_parts(method_columns(steps))["connector_us"]
+    return steps.filter(pl.col("step_us").is_not_null()).with_columns(
+        SCHEDULER_US.alias("scheduler_us"), connector
+    )
 
 
 def _means(

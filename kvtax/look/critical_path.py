@@ -24,7 +24,7 @@ import polars as pl
 
 from kvtax.records.steps import DeviceStep
 from kvtax.stats.distribution import Floats, Ints, as_float
-from kvtax.steps.step_table import method_columns
+from kvtax.steps.parts import method_columns
 
 # What vLLM calls after the forward is launched, and in update_from_output().
 AFTER_LAUNCH = {

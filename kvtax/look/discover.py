@@ -18,14 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from kvtax.records import RecordsError
-from kvtax.records.files import Lines, read_header
+from kvtax.records.files import read_header
 from kvtax.records.parts import parts_of, whole
 from kvtax.records.steps import EngineHeader, first_step
-from kvtax.records.warning import RunWarning, encodable
-from kvtax.steps.step_table import StepFile
+from kvtax.records.warning import RunWarning, encodable, unreadable
 
 # Name of the folder that the recorder makes for each life of an engine.
 LIFE = re.compile(r"\d{8}T\d{6}\.\d+Z-(?P<host>.+)-dp(?P<rank>\d+)-(?P<pid>\d+)")
@@ -113,36 +111,6 @@ def name_of(folder: Path, path: Path) -> str:
     name = encodable(name)
     is_one_of_several = path.match("engine_step?*.jsonl")
     return f"{name}/{path.stem}" if is_one_of_several else name
-
-
-def unreadable(
-    name: str, error: RecordsError | OSError, remedy: str = "The instance is left out"
-) -> RunWarning:
-    """Warn of an instance, or a file, that is not what it should be."""
-    return RunWarning("unreadable", name, str(error), f"{remedy}; see the file")
-
-
-def stranger(path: Path, why: str) -> RunWarning:
-    """Warn of a file that lies beside records to which it does not belong."""
-    remedy = (
-        "The file is left out; keep the records of each life in a folder of its own"
-    )
-    return RunWarning("another_life", path.name, f"{path}: {why}", remedy)
-
-
-def left_out(name: str, file: StepFile | Lines[Any]) -> list[RunWarning]:
-    """Warn of lines and parts of a file that are left out."""
-    warnings = []
-    if lines := file.torn_lines:
-        told = f"{lines} torn last line{'s'[: lines > 1]} left out"
-        remedy = "Nothing: a stopped writer leaves one"
-        warnings.append(RunWarning("torn_lines", name, told, remedy))
-    if file.bad:
-        first, *others = file.bad
-        more = f", and {len(others):,} more like it" if others else ""
-        remedy = "They are left out, the rest is shown; see the file"
-        warnings.append(RunWarning("bad_lines", name, f"{first}{more}", remedy))
-    return warnings
 
 
 def _found(name: str, path: Path) -> ServerFiles:

@@ -28,6 +28,7 @@ from kvtax.stats.least_squares import (
     jackknifed_slopes,
     share_explained_by_others,
 )
+from kvtax.steps.parts import STEP_PARTS
 
 BLOCK_STEPS = 50
 # Mean step over the time between two ends from which steps are called overlapping.
@@ -130,14 +131,6 @@ def _unmoved(blocks: pl.DataFrame) -> dict[str, str]:
     return told
 
 
-PARTS = {
-    "model_us": "model",
-    "scheduler_us": "scheduler",
-    "connector_us": "connector",
-    "other_us": "other",
-}
-
-
 @dataclass(frozen=True)
 class Part:
     """Times in us per step, over all steps; `share` of the time in which steps ran."""
@@ -193,7 +186,7 @@ def cost(instance: Instance) -> Cost | None:
         return None
     covered_us = instance.covered_us or 1.0
     felt_us = exposed_per_step(steps, instance.device)
-    known = [name for name in PARTS if steps[name].count()]
+    known = [name for name in STEP_PARTS if steps[name].count()]
     step, *parts = (
         replace(_part(steps, name, covered_us), exposed_us=felt_us.get(name))
         for name in ("step_us", *known, *instance.methods)
@@ -217,7 +210,7 @@ def _part(steps: pl.DataFrame, column: str, covered_us: float) -> Part:
     p50_us, p99_us = quantiles(us, (0.5, 0.99))
     calls = column.removesuffix("_us") + "_calls"
     return Part(
-        name=PARTS.get(column, column.removesuffix("_us")),
+        name=STEP_PARTS.get(column, column.removesuffix("_us")),
         column=column,
         calls_per_step=(
             as_float(steps[calls].mean()) if calls in steps.columns else None

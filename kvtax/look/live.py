@@ -29,8 +29,9 @@ from kvtax.look.discover import files_below, name_of
 from kvtax.records import RecordsError
 from kvtax.records.engine_requests import EngineRequest
 from kvtax.records.parts import open_plain
-from kvtax.records.steps import METHOD_FIELDS, EngineStep, WorkerStep, calls_by_method
+from kvtax.records.steps import EngineStep, WorkerStep
 from kvtax.report.render import visible
+from kvtax.steps.parts import side_parts
 
 # Of a step, in us: what vLLM's own histograms of latencies use, in ms.
 LAST_ENDED = 1_000
@@ -130,19 +131,16 @@ class Totals:
 
     def add_worker(self, step: WorkerStep) -> None:
         """Add a worker's step."""
-        own = self._add_calls("worker", step)
-        self.model_us += max((step.execute_model_us or 0) - own, 0)
+        self.model_us += self._add_side(step)
 
     def add_engine(self, step: EngineStep) -> None:
         """Add an engine's step."""
-        own = self._add_calls("scheduler", step)
+        self.scheduler_us += self._add_side(step)
         self.steps += step.step_us is not None
         self.step_us += step.step_us or 0
         end_ns = step.t_ns + round(1e3 * (step.step_us or 0))
         self.covered_us += max(0, end_ns - max(step.t_ns, self.last_end_ns)) / 1e3
         self.last_end_ns = max(self.last_end_ns, end_ns)
-        scheduler_us = (step.schedule_us or 0) + (step.update_us or 0)
-        self.scheduler_us += max(scheduler_us - own, 0)
         for bound in BUCKETS_US:
             self.slower_than[bound] += (step.step_us or 0) > bound
         self.running = step.running or 0
@@ -150,15 +148,14 @@ class Totals:
         if step.cache_size is not None:
             self.cache_blocks = step.cache_size
 
-    def _add_calls(self, side: str, step: EngineStep | WorkerStep) -> float:
-        calls, times = calls_by_method(step, METHOD_FIELDS[side])
+    def _add_side(self, step: EngineStep | WorkerStep) -> float:
+        """Add the connector's calls; return what the side itself took."""
+        own_us, calls, times = side_parts(step)
         for name, us in times.items():
-            self.by_method_us[f"{side}.{name}"] += us
-        for name, count in calls.items():
-            self.calls[f"{side}.{name}"] += count
-        own = sum(times.values())
-        self.connector_us += own
-        return own
+            self.by_method_us[name] += us
+        self.calls.update(calls)
+        self.connector_us += sum(times.values())
+        return own_us
 
     def minus(self, other: Totals) -> dict[str, Any]:
         """Compute us per step since `other`, and the present queues."""

@@ -14,14 +14,13 @@ from kvtax.look.clients import SHARES, on_the_way_us
 from kvtax.look.discover import Clock
 from kvtax.look.instance_summary import (
     AXES,
-    PARTS,
     Cost,
     InstanceSummary,
     Part,
     waited_most,
 )
 from kvtax.look.instances import Instance
-from kvtax.look.requests import STEP_PARTS, WAITS
+from kvtax.look.requests import TIMED_PARTS, WAITS
 from kvtax.look.together import Together
 from kvtax.records.warning import RunWarning, encodable
 from kvtax.report import render
@@ -36,6 +35,7 @@ from kvtax.report.document import (
     TimeLine,
 )
 from kvtax.stats import Estimate
+from kvtax.steps.parts import STEP_PARTS
 
 # As many as a wide screen can show; fewer for each of many instances, so that the file
 # stays below 3 MB.
@@ -291,7 +291,7 @@ def _layers(instance: Instance) -> dict[str, pl.Expr]:
 
 
 def part_name(column: str) -> str:
-    return PARTS.get(column, column.removesuffix("_us"))
+    return STEP_PARTS.get(column, column.removesuffix("_us"))
 
 
 def _requests(instance: Instance, clock: Clock, most: int) -> Requests | None:
@@ -310,7 +310,7 @@ def _requests(instance: Instance, clock: Clock, most: int) -> Requests | None:
         moved_ns = clock.since_zero_ns(instance.name, 0)
         return ((shown[column] + moved_ns) / 1e9).round(6).to_list()
 
-    parts = ("connector_us", *WAITS, *(p for p in STEP_PARTS if p != "connector_us"))
+    parts = ("connector_us", *WAITS, *(p for p in TIMED_PARTS if p != "connector_us"))
     columns: dict[str, list[Cell]] = {
         f"{_wait_name(part)} ms": ms(f"e2e.{part}") for part in (*parts, "other_us")
     }
@@ -349,7 +349,7 @@ def _requests(instance: Instance, clock: Clock, most: int) -> Requests | None:
 
 def _wait_name(part: str) -> str:
     names = {"queued_us": "queued", "kv_wait_us": "waiting for KV"}
-    return names.get(part) or PARTS[part]
+    return names.get(part) or STEP_PARTS[part]
 
 
 def joined(line: TimeLine, later: TimeLine) -> TimeLine:

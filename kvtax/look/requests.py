@@ -22,15 +22,14 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from kvtax.look.discover import left_out, stranger
 from kvtax.records import RecordsError
 from kvtax.records.engine_requests import EngineRequest, read_engine_requests
 from kvtax.records.parts import parts_of
 from kvtax.records.steps import EngineHeader, another_life
-from kvtax.records.warning import RunWarning
+from kvtax.records.warning import RunWarning, left_out, stranger
 from kvtax.stats.distribution import Floats, Ints
 from kvtax.stats.latency import tpot
-from kvtax.steps.step_table import method_columns
+from kvtax.steps.parts import method_columns
 
 FILE = "engine_request.jsonl"
 FACTS: dict[str, pl.DataType | type[pl.DataType]] = {
@@ -87,7 +86,7 @@ def read_requests(
     ended = recorded.filter(pl.col("finished_ns").is_not_null())
     possible = ended.filter(_possible())
     table = split(possible, steps).drop("finished_ns").sort("arrival_ns")
-    warnings = left_out(FILE, lines)
+    warnings = left_out(FILE, lines.torn_lines, lines.bad)
     for count, kind, told, remedy in (
         (
             recorded.height - ended.height,
@@ -143,7 +142,7 @@ def _table(requests: list[EngineRequest]) -> pl.DataFrame:
 
 
 WAITS = ("queued_us", "kv_wait_us")
-STEP_PARTS = ("model_us", "scheduler_us", "connector_us")
+TIMED_PARTS = ("model_us", "scheduler_us", "connector_us")
 NAMED_STEPS = ("first_step", "first_token_step", "last_step")
 # The row of a step that is not there, or that nobody named.
 ABSENT = -1
@@ -154,7 +153,7 @@ def split(requests: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
 
     `requests` have the fields of an EngineRequest as columns, and have ended. Added are
     `end_ns`, `ttft_us`, `tpot_us` and `e2e_us`, and in us `ttft.PART` and `e2e.PART`
-    for each part of WAITS, of STEP_PARTS, `other_us` and each method of the connector.
+    for each part of WAITS, of TIMED_PARTS, `other_us` and each method of the connector.
     Those until the first token are null without one.
     """
     rows = _Rows(steps)
@@ -309,14 +308,14 @@ def _parts(
         yield f"{name}.kv_wait_us", span.kv_wait_us
         left_us[name] = span.whole_us - span.queued_us - span.kv_wait_us
     before_us = np.zeros(steps.height + 1)
-    for part in (*STEP_PARTS, *method_columns(steps)):
+    for part in (*TIMED_PARTS, *method_columns(steps)):
         if steps.height and not steps[part].count():
             continue
         np.cumsum(steps[part].to_numpy(), out=before_us[1:])
         for name, span in spans.items():
             us = span.inside(before_us)
             yield f"{name}.{part}", us
-            if part in STEP_PARTS:
+            if part in TIMED_PARTS:
                 left_us[name] = left_us[name] - us
     for name, us in left_us.items():
         yield f"{name}.other_us", us

@@ -31,18 +31,15 @@ from kvtax.report import render
 from kvtax.report.document import Cell, Page, Section, Table, Words
 from kvtax.stats.distribution import as_float
 from kvtax.stats.processes import mean_over_servers
+from kvtax.steps.parts import STEP_PARTS
 
 REQUESTS_SHOWN = 5
 SPANS = ("ttft", "e2e")
 METHODS_SHOWN = 12
 # Mean us per step below which the terminal leaves out a method; the page has all.
 LEAST_US = 0.05
-PARTS = {
-    "step_us": "step",
-    "model_us": "  model",
-    "scheduler_us": "  scheduler",
-    "connector_us": "  connector",
-    "other_us": "  other",
+ROWS = {"step_us": "step"} | {
+    column: f"  {part}" for column, part in STEP_PARTS.items()
 }
 TOTALS_HEAD = ["us per step", "mean", "p50", "p90", "p99", "most", "share", "calls"]
 SHARES = (0.5, 0.9, 0.99)
@@ -248,14 +245,14 @@ def _totals_page(name: str, totals: StepTotals) -> Page:
 
 
 def _times(by_time: dict[str, pl.DataFrame], servers: Sequence[Server]) -> Table:
-    methods = sorted(by_time.keys() - PARTS, key=lambda time: -mean_us(by_time[time]))
+    methods = sorted(by_time.keys() - ROWS, key=lambda time: -mean_us(by_time[time]))
     shown = [time for time in methods if mean_us(by_time[time]) >= LEAST_US]
     labels = {time: f"    {time.removesuffix('_us')}" for time in shown[:METHODS_SHOWN]}
-    *parts, other = PARTS
+    *parts, other = ROWS
     rows: list[list[Cell]] = []
     left = 1.0
     for time, label in {**dict.fromkeys(parts), **labels, other: None}.items():
-        name = label or PARTS[time]
+        name = label or ROWS[time]
         if time not in by_time:
             rows.append([name, "unknown", *[""] * (len(TOTALS_HEAD) - 2)])
             continue
@@ -265,7 +262,7 @@ def _times(by_time: dict[str, pl.DataFrame], servers: Sequence[Server]) -> Table
             share = 1.0
         elif time == other:
             share = max(left, 0.0)
-        elif time in PARTS:
+        elif time in ROWS:
             left -= share
         rows.append(_totals_row(name, by_time[time], share))
     note = f"quantiles are within {ALPHA:.0%}"

@@ -33,6 +33,7 @@ from kvtax.records import RecordsError
 from kvtax.records.files import replacing
 from kvtax.records.warning import RunWarning
 from kvtax.stats.distribution import Floats, Ints, as_float
+from kvtax.steps.parts import STEP_PARTS
 
 ALPHA = 0.01
 GAMMA = (1 + ALPHA) / (1 - ALPHA)
@@ -53,7 +54,7 @@ SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "most_ns": pl.Int64,
 }
 NOTHING = pl.DataFrame(schema=SCHEMA)
-PARTS = ("step_us", "model_us", "scheduler_us", "connector_us", "other_us")
+TIMES = ("step_us", *STEP_PARTS)
 
 
 def counts_of(instance: Instance) -> pl.DataFrame:
@@ -67,7 +68,7 @@ def counts_of(instance: Instance) -> pl.DataFrame:
 
 
 def _times(instance: Instance) -> list[str]:
-    known = [name for name in PARTS if instance.steps[name].count()]
+    known = [name for name in TIMES if instance.steps[name].count()]
     return [*known, *instance.methods]
 
 

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import msgspec
+
+from kvtax.records import RecordsError
 
 
 def encodable(text: str) -> str:
@@ -37,3 +42,33 @@ class RunWarning(msgspec.Struct, frozen=True):
         """Put `place`, such as an instance's name, in front of the warning's own."""
         inner = "/".join(filter(None, (place, self.place)))
         return RunWarning(self.kind, inner, self.message, self.remedy)
+
+
+def unreadable(
+    name: str, error: RecordsError | OSError, remedy: str = "The instance is left out"
+) -> RunWarning:
+    """Warn of an instance, or a file, that is not what it should be."""
+    return RunWarning("unreadable", name, str(error), f"{remedy}; see the file")
+
+
+def stranger(path: Path, why: str) -> RunWarning:
+    """Warn of a file that lies beside records to which it does not belong."""
+    remedy = (
+        "The file is left out; keep the records of each life in a folder of its own"
+    )
+    return RunWarning("another_life", path.name, f"{path}: {why}", remedy)
+
+
+def left_out(name: str, torn_lines: int, bad: Sequence[str]) -> list[RunWarning]:
+    """Warn of lines and parts of a file that are left out."""
+    warnings = []
+    if torn_lines:
+        told = f"{torn_lines} torn last line{'s'[: torn_lines > 1]} left out"
+        remedy = "Nothing: a stopped writer leaves one"
+        warnings.append(RunWarning("torn_lines", name, told, remedy))
+    if bad:
+        first, *others = bad
+        more = f", and {len(others):,} more like it" if others else ""
+        remedy = "They are left out, the rest is shown; see the file"
+        warnings.append(RunWarning("bad_lines", name, f"{first}{more}", remedy))
+    return warnings

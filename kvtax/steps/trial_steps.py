@@ -14,74 +14,54 @@ The table has one row for each step that began in a phase; steps before the grow
 
 The sums:
 
-- connector_us: all calls of the connector's methods, of scheduler and worker, none
-  counted twice. `scheduler.NAME_us` and `worker.NAME_us` are its parts, the time of a
-  method less that of the connector's methods which it called.
-- overhead_us: what scheduler and connector make up of a step: schedule_us
-  (build_meta_us within), update_us, and the connector's calls in the worker. The model
-  and the waiting for it are not in it, nor is their noise.
-- worker_calls_us: the connector's calls in the worker.
+- connector_us, overhead_us, worker_calls_us: see kvtax.steps.parts.
 - scheduler_cpu_us: CPU time of the engine's thread in schedule() and in
   update_from_output().
-- threads_us (kvtax.steps.trial_steps): CPU time per step of the threads of the
-  engine's process that are not vLLM's own.
+- threads_us: CPU time per step of the threads of the engine's process that are not
+  vLLM's own (with_threads).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import polars as pl
 
-from kvtax.records import RecordsError
 from kvtax.records.files import read_lines
 from kvtax.records.requests import Phase, PhaseStart, level_of
-from kvtax.records.steps import WORKER_TIMES, EngineHeader, ThreadsHeader, ThreadTimes
-from kvtax.steps.step_table import (
-    BY_METHOD,
-    CALLS,
-    StepFile,
-    by_method,
-    connector_us,
-    join_worker,
-    method_columns,
-    ordered,
-    overhead_us,
-    read_steps,
-)
+from kvtax.records.steps import WORKER_TIMES, ThreadsHeader, ThreadTimes
+from kvtax.steps.parts import CALLS, method_columns, step_parts
 
 ENGINE_TIMES = ("schedule_us", "build_meta_us", "step_us", "update_us")
 CLOCKS = ("thread_cpu_us", "schedule_cpu_us", "update_cpu_us")
-COUNTS = ("scheduled", "prefill_tokens", "decode_tokens", "cache_size")
 STEP_TIMES = ENGINE_TIMES + WORKER_TIMES
 
 
-def step_table(repeat: int, engine: StepFile, worker: StepFile) -> pl.DataFrame:
-    """Join the engine's and the worker's steps of a trial."""
-    joined = join_worker(engine.frame, worker.frame)
-    methods = method_columns(joined)
+def trial_steps(
+    repeat: int, recorded: pl.DataFrame, phases: list[PhaseStart]
+) -> pl.DataFrame:
+    """Select the `recorded` steps of a life that ended and lie in a phase."""
+    methods = method_columns(recorded)
     calls = [name.removesuffix("_us") + CALLS for name in methods]
-    return joined.select(
+    parts = step_parts(methods)
+    phase, cycle, level = _place(phases)
+    prefills = pl.col("prefill_tokens") > 0
+    whole = pl.col("step_us").is_not_null()
+    return recorded.filter(whole, phase < len(Phase)).select(
         pl.lit(repeat, dtype=pl.Int16).alias("repeat"),
-        *("step_id", "t_ns", "phase", "cycle", "level", "batch"),
-        *(
-            "cache_blocks",
-            "tokens",
-            "decode_only",
-            "prefills",
-            *STEP_TIMES,
-            *CLOCKS,
-            *methods,
-            *calls,
-        ),
-        connector_us(methods).alias("connector_us"),
-        overhead_us(methods).alias("overhead_us"),
-        (overhead_us(methods) - pl.col("schedule_us") - pl.col("update_us")).alias(
-            "worker_calls_us"
-        ),
+        *("step_id", "t_ns"),
+        phase.alias("phase"),
+        cycle.alias("cycle"),
+        level.alias("level"),
+        pl.col("scheduled").cast(pl.Int16).alias("batch"),
+        pl.col("cache_size").alias("cache_blocks"),
+        (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),
+        (~prefills & (pl.col("decode_tokens") > 0)).alias("decode_only"),
+        prefills.alias("prefills"),
+        *(*STEP_TIMES, *CLOCKS, *methods, *calls),
+        *(parts[name] for name in ("connector_us", "overhead_us", "worker_calls_us")),
         (pl.col("schedule_cpu_us") + pl.col("update_cpu_us")).alias("scheduler_cpu_us"),
     )
 
@@ -112,10 +92,11 @@ def phase_starts(phases: list[PhaseStart]) -> list[Span]:
     return found
 
 
-def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
-    """Read the steps of an engine's life that lie in a phase."""
-    path = folder / "engine_step.jsonl"
-    # The last phase that began at or before the step; len(Phase) stands for none.
+def _place(phases: list[PhaseStart]) -> tuple[pl.Expr, pl.Expr, pl.Expr]:
+    """Return phase, cycle and level of a step by when it began.
+
+    The last phase that began at or before the step; len(Phase) stands for none.
+    """
     phase, zero = pl.lit(len(Phase), pl.UInt8), pl.lit(0, pl.UInt8)
     cycle, level = zero, zero
     for span in phase_starts(phases):
@@ -123,36 +104,7 @@ def read_engine_steps(folder: Path, phases: list[PhaseStart]) -> StepFile:
         phase = since.then(pl.lit(int(span.phase), pl.UInt8)).otherwise(phase)
         cycle = since.then(pl.lit(span.cycle, pl.UInt8)).otherwise(cycle)
         level = since.then(pl.lit(span.level, pl.UInt8)).otherwise(level)
-    prefills = pl.col("prefill_tokens") > 0
-
-    def shape(chunk: pl.LazyFrame) -> pl.LazyFrame:
-        whole = pl.col("step_us").is_not_null()
-        return chunk.filter(whole, phase < len(Phase)).select(
-            *("step_id", "t_ns"),
-            phase.alias("phase"),
-            cycle.alias("cycle"),
-            level.alias("level"),
-            pl.col("scheduled").cast(pl.Int16).alias("batch"),
-            pl.col("cache_size").alias("cache_blocks"),
-            (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),
-            (~prefills & (pl.col("decode_tokens") > 0)).alias("decode_only"),
-            prefills.alias("prefills"),
-            *ENGINE_TIMES,
-            *CLOCKS,
-            *BY_METHOD,
-        )
-
-    columns = ("step_id", "t_ns", *COUNTS, *ENGINE_TIMES, *CLOCKS, *BY_METHOD)
-    engine = read_steps(path, EngineHeader, columns, shape)
-    if engine.records == 0:
-        raise RecordsError(f"{path}: no engine steps")
-    steps = engine.frame.height
-    if steps and engine.frame["cache_blocks"].null_count() == steps:
-        raise RecordsError(
-            f"{path}: records without cache_size; the scheduler has no block pool of "
-            "vLLM's, so nothing can be held against |cache|"
-        )
-    return by_method("scheduler", replace(engine, frame=ordered(path, engine.frame)))
+    return phase, cycle, level
 
 
 SCHEMA = {

@@ -19,7 +19,7 @@ from kvtax.records.run import IdleCost, ReadCounts
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Distribution, rounded
 from kvtax.stats.held import Fit, fit
-from kvtax.steps.step_table import CALLS, method_columns
+from kvtax.steps.parts import CALLS, method_columns
 from kvtax.verdict import latency
 from kvtax.verdict.holds import holds_of
 from kvtax.verdict.latency import tpot_addition
@@ -79,7 +79,7 @@ def config_entry(
     entry.cache_blocks = cache_reach(measured.steps)
     if measured.level and at_cache_blocks is not None:
         _set_levels(entry, measured.level, at_cache_blocks)
-    _set_growth(entry, measured, level)
+    _set_verdicts(entry, measured, level)
     set_parts(entry, measured)
     return entry
 
@@ -104,7 +104,7 @@ def _set_levels(entry: ConfigEntry, level: Level, at_cache_blocks: int) -> None:
     entry.attribution_us = level.attribution_us()
 
 
-def _set_growth(entry: ConfigEntry, measured: Measured, level: float) -> None:
+def _set_verdicts(entry: ConfigEntry, measured: Measured, level: float) -> None:
     """Fill in slopes, levels and the verdicts from them."""
     entry.growth_slope_us_per_1k_blocks = rounded(measured.growth_slopes["schedule"])
     entry.verdict_of = {}

@@ -13,6 +13,7 @@ from typing import Any
 
 import polars as pl
 
+from kvtax.steps.parts import attributed
 from kvtax.steps.trial_steps import STEP_TIMES
 from kvtax.verdict.metrics import number
 
@@ -59,8 +60,6 @@ class Level:
 
         The mean over the steps whose step_us lies between its 25th and 75th
         percentile (interquartile mean): means add up, and the tails are out.
-        `other` is what lies between the parts: output handling between the model
-        and update_from_output, and queueing. A part not measured is None, counted 0.
         """
         whole = self.steps
         if whole["execute_model_us"].null_count() < whole.height:
@@ -75,27 +74,7 @@ class Level:
             return number(values.fill_null(0).mean())
 
         means = {name: mean(name) for name in STEP_TIMES}
-        return split_step(means)
-
-
-def split_step(means: dict[str, float | None]) -> dict[str, float | None]:
-    """Parts that sum to step_us from the nested times of a step, all in us."""
-    of = {name: value or 0.0 for name, value in means.items()}
-    hooks = ("bind_us", "start_load_kv_us", "wait_for_save_us", "get_finished_us")
-    in_execute = sum(of[name] for name in hooks)
-    parts: dict[str, float | None] = {
-        "schedule_without_build_meta": of["schedule_us"] - of["build_meta_us"],
-        "build_meta": means["build_meta_us"],
-        **{name.removesuffix("_us"): means[name] for name in hooks},
-        "execute_model_rest": of["execute_model_us"] - in_execute,
-        "update": means["update_us"],
-        "other": of["step_us"]
-        - of["schedule_us"]
-        - of["execute_model_us"]
-        - of["update_us"],
-    }
-    parts["step"] = of["step_us"]
-    return {k: None if v is None else round(v, 3) for k, v in parts.items()}
+        return attributed(means)
 
 
 def thin(steps: pl.DataFrame, most: int) -> pl.DataFrame:

@@ -22,7 +22,7 @@ from kvtax.verdict.metrics import (
     ALL_PARTS,
     LEVELS,
     METRICS,
-    PARTS,
+    PART_METRICS,
     SUMMED,
     Metric,
 )
@@ -139,7 +139,7 @@ def fits_of(held: pl.DataFrame, at: pl.DataFrame) -> dict[str, Fits]:
         if holds is None or (usual := fit(holds)) is None:
             continue
         found[name] = Fits(usual)
-        if name in PARTS:
+        if name in PART_METRICS:
             found[name].mean = _fit(holds_of(held, at, metric, robust=False))
     usual, mean = (_fit(_summed(held, at, robust)) for robust in (True, False))
     if usual is not None:

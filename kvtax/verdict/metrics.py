@@ -54,7 +54,7 @@ LEVELS = {
 STEP_CPU = {
     "step_cpu": Metric("thread_cpu_us", "decode_only", "mean", controls=SLOWNESS[:1])
 }
-PARTS = {
+PART_METRICS = {
     "scheduler_cpu": Metric("scheduler_cpu_us", "all", "mean"),
     "connector": Metric("connector_us", "all", "mean"),
     # The margin is 175 us at 17,500 blocks: 0.2 % of a prompt's 100 ms.
@@ -64,12 +64,12 @@ PARTS = {
 }
 # The connector's calls in the scheduler count once, in the scheduler's CPU time.
 SUMMED = {
-    "scheduler_cpu": PARTS["scheduler_cpu"],
+    "scheduler_cpu": PART_METRICS["scheduler_cpu"],
     "worker_calls": Metric("worker_calls_us", "all", "mean"),
-    "threads": PARTS["threads"],
+    "threads": PART_METRICS["threads"],
 }
 ALL_PARTS = "all_parts"
-METRICS = LEVELS | STEP_CPU | PARTS
+METRICS = LEVELS | STEP_CPU | PART_METRICS
 # All that have a verdict.
 JUDGED = (*METRICS, ALL_PARTS)
 

@@ -10,16 +10,11 @@ import polars as pl
 
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document
-from kvtax.records.life import only_life
+from kvtax.records.life import STEPS, only_life
 from kvtax.records.requests import Phase, Requests, read_requests
 from kvtax.records.run import PLAN_FILE, RunRecord, TrialRecord
-from kvtax.steps.step_table import read_worker_steps
-from kvtax.steps.trial_steps import (
-    read_engine_steps,
-    read_threads,
-    step_table,
-    with_threads,
-)
+from kvtax.steps.life import whole_steps
+from kvtax.steps.trial_steps import read_threads, trial_steps, with_threads
 from kvtax.verdict.speed import Control, read_control
 
 
@@ -87,9 +82,9 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
     if problem := unreconciled(requests):
         return LoadedTrial(config, repeat, problem, facts, requests=requests)
     life = only_life(folder)
-    engine = read_engine_steps(life, requests.phases)
-    worker = read_worker_steps(life)
-    steps = step_table(repeat, engine, worker)
+    recorded = whole_steps(life)
+    _require_cache_size(life, recorded.table)
+    steps = trial_steps(repeat, recorded.table, requests.phases)
     threads = read_threads(life / "threads.jsonl", steps)
     control = read_control(steps, threads)
     steps = with_threads(steps, threads)
@@ -105,11 +100,21 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
         threads=threads,
         control=control,
         requests=requests,
-        engine_steps=engine.records,
-        worker_steps=worker.records,
+        engine_steps=recorded.table.height,
+        worker_steps=recorded.worker_records,
         engine_without_worker=int(decode["execute_model_us"].null_count()),
-        torn_lines=engine.torn_lines + worker.torn_lines + requests.torn_lines,
+        torn_lines=recorded.torn_lines + requests.torn_lines,
     )
+
+
+def _require_cache_size(life: Path, steps: pl.DataFrame) -> None:
+    if not steps.height:
+        raise RecordsError(f"{life / STEPS}: no engine steps")
+    if steps["cache_size"].null_count() == steps.height:
+        raise RecordsError(
+            f"{life / STEPS}: records without cache_size; the scheduler has no block "
+            "pool of vLLM's, so nothing can be held against |cache|"
+        )
 
 
 def _requests_if_readable(path: Path) -> Requests | None:

@@ -18,8 +18,7 @@ The config's verdict:
 
 - grows: a part, the sum of the parts, schedule or overhead grows;
 - drifts: a part drifts. In a whole it may be the machine;
-- flat: all parts that were measured, and their sum, are flat (without parts, schedule
-  and overhead), and no whole grows;
+- flat: all parts that were measured, and their sum, are flat, and no whole grows;
 - inconclusive: anything else. A step that grows while nothing else does is that, too:
   it also holds the model.
 """
@@ -33,7 +32,12 @@ from kvtax.records.per_config import HeldLevels
 from kvtax.records.run import Verdict
 from kvtax.stats.held import Fit, falls, growth, most_rise_us
 from kvtax.verdict.measured import Fits
-from kvtax.verdict.metrics import ALL_PARTS, MARGIN_US_PER_1K_BLOCKS, PARTS, margin_of
+from kvtax.verdict.metrics import (
+    ALL_PARTS,
+    MARGIN_US_PER_1K_BLOCKS,
+    PART_METRICS,
+    margin_of,
+)
 
 # A part that rises by more than so many margins from pass to pass is not flat.
 DRIFT_MARGINS = 3
@@ -106,12 +110,11 @@ def held_levels(found: Fits, level: float, judged: Judged) -> HeldLevels:
 
 def overall_verdict(of: Mapping[str, Verdict]) -> Verdict:
     """Derive the config's verdict from those of its metrics."""
-    parts = [name for name in of if name in PARTS or name == ALL_PARTS]
-    parts = parts or ["schedule", "overhead"]
+    parts = [name for name in of if name in PART_METRICS or name == ALL_PARTS]
     if "grows" in (of.get(name) for name in {*parts, "schedule", "overhead"}):
         return "grows"
     if "drifts" in (of.get(name) for name in parts):
         return "drifts"
-    flat = all(of.get(name) == "flat" for name in parts)
+    flat = bool(parts) and all(of.get(name) == "flat" for name in parts)
     vetoed = "grows" in (of.get("step"), of.get("step_cpu"))
     return "flat" if flat and not vetoed else "inconclusive"

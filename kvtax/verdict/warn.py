@@ -14,7 +14,12 @@ from kvtax.records.warning import RunWarning
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Distribution
 from kvtax.verdict.levels import MAX_STEPS, thin
-from kvtax.verdict.metrics import ALL_PARTS, MARGIN_US_PER_1K_BLOCKS, PARTS, margin_of
+from kvtax.verdict.metrics import (
+    ALL_PARTS,
+    MARGIN_US_PER_1K_BLOCKS,
+    PART_METRICS,
+    margin_of,
+)
 from kvtax.verdict.roles import Roles
 
 Kind = Literal[
@@ -97,8 +102,7 @@ def growth_alone(
 
 def open_metrics(entry: ConfigEntry) -> list[str]:
     """List the parts, or their sum, that are undecided."""
-    parts = [name for name in entry.verdict_of if name in (*PARTS, ALL_PARTS)]
-    parts = parts or ["schedule", "overhead"]
+    parts = [name for name in entry.verdict_of if name in (*PART_METRICS, ALL_PARTS)]
     return [name for name in parts if entry.verdict_of.get(name) == "inconclusive"]
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from kvtax.records.per_config import ConfigEntry, PerConfig
 from kvtax.report.document import Table
 from kvtax.report.markdown import DASH, interval, number
+from kvtax.steps.parts import ATTRIBUTED
 from kvtax.verdict.metrics import METRICS
-from microbench.summary.figures import PARTS
 
 
 def attribution(document: PerConfig) -> Table:
@@ -16,14 +16,14 @@ def attribution(document: PerConfig) -> Table:
     for name, entry in document.configs.items():
         parts = entry.attribution_us
         if parts:
-            cells = [number(parts[part]) for part in (*PARTS, "step")]
+            cells = [number(parts[part]) for part in (*ATTRIBUTED, "step")]
             rows.append([name, *cells])
     note = (
         "µs, means over the middle half of the steps by step time, so that the parts "
         "sum to the step. A dash counts as zero. other is time in the engine core "
         "between the parts."
     )
-    head = ["config", *PARTS, "step"]
+    head = ["config", *ATTRIBUTED, "step"]
     return Table(title="Where a step's time goes", note=note, columns=head, rows=rows)
 
 

@@ -79,17 +79,6 @@ def _binned(held: pl.DataFrame, width: float) -> pl.DataFrame:
     )
 
 
-PARTS = (
-    "schedule_without_build_meta",
-    "build_meta",
-    "bind",
-    "start_load_kv",
-    "wait_for_save",
-    "get_finished",
-    "execute_model_rest",
-    "update",
-    "other",
-)
 BEFORE_AFTER = "before_after"
 # Figure: what it draws and its label, of all configs but in BEFORE_AFTER.
 CURVES = {

@@ -23,7 +23,7 @@ from kvtax.engine.server_spec import SERVED_MODEL
 from kvtax.look.clients import on_the_way_us, read_clients
 from kvtax.look.discover import discover
 from kvtax.look.instances import Instance, read_instance
-from kvtax.look.requests import STEP_PARTS, WAITS
+from kvtax.look.requests import TIMED_PARTS, WAITS
 from kvtax.patcher import load_sets
 from kvtax.paths import PATCHES, REPOSITORY
 from kvtax.report.document import Flame
@@ -254,7 +254,7 @@ def test_a_pulled_prompt_waited_for_kv_and_a_local_one_did_not(served):
 def test_the_parts_of_each_request_add_up(served):
     for instance in served.instances.values():
         for span in ("ttft", "e2e"):
-            parts = [f"{span}.{part}" for part in (*WAITS, *STEP_PARTS, "other_us")]
+            parts = [f"{span}.{part}" for part in (*WAITS, *TIMED_PARTS, "other_us")]
             total = instance.requests.select(pl.sum_horizontal(parts)).to_series()
             assert (total - instance.requests[f"{span}_us"]).abs().max() < 0.01
             for part in parts:

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtax.look import instances
 from kvtax.look.discover import discover
 from kvtax.look.instance_summary import cost
 from kvtax.look.instances import Instance, read_instances
 from kvtax.look.live import Watched
 from kvtax.look.prometheus import serve
-from kvtax.look.requests import STEP_PARTS, WAITS
+from kvtax.look.requests import TIMED_PARTS, WAITS
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import is_torn
+from kvtax.steps import life, parquet_cache
 from tests.look.conftest import main
 from tests.look.made_up_server import FIRST_NS, Server, served
 
@@ -166,7 +166,7 @@ def test_an_impossible_request_is_in_no_quantile(records, bad):
     (warning,) = instance.warnings
     assert (warning.kind, warning.message[:2]) == ("impossible_requests", "1 ")
     assert instance.requests.height == 49
-    times = ["ttft_us", "e2e_us", *(f"e2e.{part}" for part in (*WAITS, *STEP_PARTS))]
+    times = ["ttft_us", "e2e_us", *(f"e2e.{part}" for part in (*WAITS, *TIMED_PARTS))]
     assert instance.requests.select(times).min().row(0) >= (0,) * len(times)
 
 
@@ -377,7 +377,7 @@ def test_what_is_no_file_is_named_and_hides_no_other(records, capsys, file, make
 
 def test_a_life_that_is_removed_meanwhile_hides_no_other(records, monkeypatch, capsys):
     served(records / "second").write()
-    read = instances.read_steps
+    read = life.read_steps
 
     def removed(path, *args, **kwargs):
         steps = read(path, *args, **kwargs)
@@ -386,8 +386,8 @@ def test_a_life_that_is_removed_meanwhile_hides_no_other(records, monkeypatch, c
                 one.unlink()
         return steps
 
-    monkeypatch.setattr(instances, "read_steps", removed)
-    monkeypatch.setattr(instances, "FEWEST_STEPS", 10)
+    monkeypatch.setattr(life, "read_steps", removed)
+    monkeypatch.setattr(parquet_cache, "FEWEST_STEPS", 10)
     main([str(records)])
     assert "second: vLLM 0.18.1, 400 steps in" in capsys.readouterr().out
 
@@ -513,8 +513,8 @@ def test_a_folder_that_may_not_be_read_is_named_and_hides_no_other(
 def test_a_name_that_is_no_text_is_shown_in_all_that_is_written(
     records, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr(instances, "FEWEST_STEPS", 10)
-    monkeypatch.setattr(instances, "QUIET_S", -1)
+    monkeypatch.setattr(parquet_cache, "FEWEST_STEPS", 10)
+    monkeypatch.setattr(parquet_cache, "QUIET_S", -1)
     folder = Path(os.fsdecode(os.fsencode(records) + b"-\xff"))
     life = served(folder / os.fsdecode(b"life-\xfe\x1b[2J"))
     replace_line(life.write() / ENGINE, 8, b"{")

@@ -16,7 +16,6 @@ from kvtax.look import instances
 from kvtax.look.discover import discover
 from kvtax.look.instance_summary import (
     AXES,
-    PARTS,
     cost,
     moves,
     parts_of_requests,
@@ -338,16 +337,11 @@ def test_steps_that_do_not_overlap_share_their_own_time(tmp_path):
     assert sum(part.share for part in told.parts) == pytest.approx(1)
 
 
-def without_methods(server: Server, *fields: str) -> Server:
-    """Records of a recorder that took `fields` alone of the connector's times."""
+def without_methods(server: Server) -> Server:
+    """Records of a recorder that timed no call of the connector."""
     for record in (*server.steps, *server.workers):
-        us = record.pop("connector_self_us")
-        del record["connector_calls"], record["connector_us"]
-        known = {
-            "build_meta_us": us.get("build_connector_meta"),
-            "get_finished_us": us.get("get_finished"),
-        }
-        record |= {name: known[name] for name in fields if known[name] is not None}
+        for by_method in ("connector_self_us", "connector_calls", "connector_us"):
+            del record[by_method]
     folder = server.write()
     for path in folder.glob("*_step*.jsonl"):
         text = path.read_text()
@@ -355,18 +349,6 @@ def without_methods(server: Server, *fields: str) -> Server:
             text = text.replace(f'"methods": ["{method}"]', '"methods": []', 1)
         path.write_text(text)
     return server
-
-
-def test_records_without_methods_give_the_calls_that_they_have(tmp_path):
-    ((whole,), _) = read_instances(served(tmp_path / "whole").write())
-    few = without_methods(
-        served(tmp_path / "few"), "build_meta_us", "get_finished_us"
-    ).folder
-    ((instance,), _) = read_instances(few)
-    assert instance.methods == whole.methods
-    assert instance.steps.select(PARTS.keys()).equals(whole.steps.select(PARTS.keys()))
-    (warning,) = instance.warnings
-    assert "only build_connector_meta, get_finished were timed" in warning.message
 
 
 def test_where_no_call_was_timed_the_connector_is_unknown(tmp_path, capsys):

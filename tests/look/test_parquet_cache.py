@@ -9,8 +9,8 @@ import time
 import pytest
 from polars.testing import assert_frame_equal
 
-from kvtax.look import instances
 from kvtax.look.instances import read_instances
+from kvtax.steps import parquet_cache
 from tests.look.made_up_server import served
 
 KEPT = "engine_step.parquet"
@@ -18,7 +18,7 @@ KEPT = "engine_step.parquet"
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(instances, "FEWEST_STEPS", 10)
+    monkeypatch.setattr(parquet_cache, "FEWEST_STEPS", 10)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_second_look_says_what_the_first_did(folder):
 
 def test_it_does_not_read_the_records_again(folder, monkeypatch):
     read(folder)
-    monkeypatch.setattr("kvtax.look.instances._read_steps", None)
+    monkeypatch.setattr("kvtax.steps.life._read", None)
     read(folder)
 
 

@@ -7,10 +7,10 @@ import polars as pl
 import pytest
 
 from kvtax.look.instances import read_instances
-from kvtax.look.requests import STEP_PARTS, WAITS
+from kvtax.look.requests import TIMED_PARTS, WAITS
 from tests.look.made_up_server import FIRST_NS, Server, served
 
-WHOLE = (*WAITS, *STEP_PARTS, "other_us")
+WHOLE = (*WAITS, *TIMED_PARTS, "other_us")
 METHODS = ("scheduler.build_connector_meta_us", "worker.get_finished_us")
 
 

@@ -30,7 +30,7 @@ from kvtax.records.run import (
     RunRecord,
     TrialRecord,
 )
-from kvtax.records.steps import EngineHeader, WorkerHeader
+from kvtax.records.steps import METHOD_FIELDS, EngineHeader, WorkerHeader
 from tests.harness.made_up import FIRST_NS, STEP_NS, step_columns, write_lines
 
 
@@ -155,8 +155,8 @@ def trial_steps(
     noise = np.abs(ar1(rng, steps, 0.9, 4)) + rng.exponential(4, steps)
     offset = truth.repeat_offsets[repeat % len(truth.repeat_offsets)]
     meta = truth.build_meta or 0.0
-    schedule = 40 + 3 * batch + grown + noise + offset + meta
-    schedule = with_outliers(rng, schedule, 0.02)
+    schedule_cpu = 40 + 3 * batch + grown + noise + offset + meta
+    schedule = with_outliers(rng, schedule_cpu, 0.02)
     finished = (truth.get_finished or 0.0) + rng.exponential(0.5, steps)
     execute = 150 + 2 * batch + finished + 1.2 + rng.exponential(6, steps)
     update = 30 + rng.exponential(3, steps)
@@ -172,6 +172,9 @@ def trial_steps(
         cache_size=cache,
         free_blocks=blocks - cache,
         update_us=update.round(3),
+        schedule_cpu_us=schedule_cpu.round(3),
+        update_cpu_us=update.round(3),
+        thread_cpu_us=(schedule_cpu + update + 12).round(3),
     )
     worker = step_columns(
         "worker", np.arange(steps), execute_model_us=execute.round(3)
@@ -289,8 +292,14 @@ def write_trial(
     if truth.fails:
         return trial
     engine, worker = trial_steps(truth, repeat, seed, steps, blocks)
-    write_lines(trial / "engine_step.jsonl", EngineHeader(pid=1), [engine])
-    write_lines(trial / "worker_step.r0.jsonl", WorkerHeader(pid=1), [worker])
+    in_engine, in_worker = (
+        [method for method, field in fields.items() if field in side.columns]
+        for fields, side in zip(METHOD_FIELDS.values(), (engine, worker), strict=True)
+    )
+    header = EngineHeader(pid=1, methods=in_engine)
+    write_lines(trial / "engine_step.jsonl", header, [engine])
+    header = WorkerHeader(pid=1, methods=in_worker)
+    write_lines(trial / "worker_step.r0.jsonl", header, [worker])
     tpot_ms = float(engine["step_us"].median()) / 1e3
     write_requests(trial / "requests.jsonl", steps, tpot_ms)
     return trial

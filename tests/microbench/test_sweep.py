@@ -283,10 +283,10 @@ def test_a_config_that_lost_servers_is_measured_again(run_dir):
 def test_what_needs_least_to_be_decided_comes_first(tmp_path):
     wide = Truth("wide", slope=2.0)
     truths = [wide, Truth("plain"), Truth("narrow", slope=2.0)]
-    folder = write_run(tmp_path, truths, repeats=2)
-    # The same at the margin, known from a quarter of the steps.
+    folder = write_run(tmp_path, truths, repeats=2, steps=16_000)
+    # The same at the margin, known from a sixteenth of the steps.
     shutil.rmtree(folder / "wide")
     for repeat in range(2):
-        write_trial(folder, wide, repeat, seed=repeat, steps=1_000, blocks=16_000)
+        write_trial(folder, wide, repeat, seed=20 + repeat, steps=1_000, blocks=16_000)
     found = undecided(folder, repeats=2)
     assert found.index("narrow") < found.index("wide")

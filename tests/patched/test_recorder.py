@@ -47,7 +47,7 @@ from kvtax.look.instances import read_instances
 from kvtax.records.files import read_lines
 from kvtax.records.life import only_life
 from kvtax.records.steps import EngineHeader, EngineStep, ThreadsHeader, ThreadTimes
-from kvtax.steps.step_table import read_steps
+from kvtax.steps.step_file import read_steps
 
 PATCHES = ["step_timing_v2"]
 

@@ -9,12 +9,16 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtax.records import RecordsError
+from kvtax.records.life import STEPS
 from kvtax.records.requests import Phase, PhaseStart
-from kvtax.records.steps import ThreadsHeader
-from kvtax.steps.step_table import overhead_us, read_worker_steps
-from kvtax.steps.trial_steps import read_engine_steps, read_threads, with_threads
+from kvtax.records.steps import EngineStep, ThreadsHeader, WorkerStep
+from kvtax.steps.life import recorded_steps, whole_steps
+from kvtax.steps.parts import side_parts, step_parts
+from kvtax.steps.trial_steps import read_threads, trial_steps, with_threads
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run, load_trial
 from tests.harness import made_up
@@ -68,7 +72,7 @@ def test_a_pass_begins_at_its_reset_and_not_at_the_phase_record(tmp_path: Path):
         PhaseStart("growth", FIRST_NS),
         PhaseStart("hold.0.0", FIRST_NS, reset_ns=FIRST_NS + 6 * STEP_NS),
     ]
-    engine = read_engine_steps(tmp_path, phases).frame
+    engine = trial_steps(0, recorded_steps(tmp_path / STEPS).table, phases)
     assert engine["phase"].to_list() == [0] * 6 + [3] * 4
 
 
@@ -82,7 +86,7 @@ def test_a_step_has_the_pass_and_the_level_that_it_was_held_at(tmp_path: Path):
         start_ns = FIRST_NS + 2 * number * STEP_NS
         reset_ns = start_ns if name.endswith("0.decoders") else None
         phases.append(PhaseStart(name, start_ns, reset_ns))
-    engine = read_engine_steps(tmp_path, phases).frame
+    engine = trial_steps(0, recorded_steps(tmp_path / STEPS).table, phases)
     fill, hold = int(Phase.FILL), int(Phase.HOLD)
     assert engine["phase"].to_list()[::2] == [0, fill, hold, fill, hold, fill]
     assert engine["cycle"].to_list()[::2] == [0, 1, 1, 1, 1, 2]
@@ -124,18 +128,24 @@ def test_of_several_ranks_the_slowest_counts_in_each_step(tmp_path: Path):
             record |= {} if execute is None else {"execute_model_us": execute}
             records.append(record)
         write_lines(tmp_path / f"worker_step.r{rank}.jsonl", [header, *records])
-    found = read_worker_steps(tmp_path)
-    assert found.records == 5
-    rows = found.frame.select("step_id", "execute_model_us", "get_finished_us").rows()
+    engine = [engine_record(step, t_ns=1) for step in range(2)]
+    write_lines(tmp_path / STEPS, [HEADER, *engine])
+    found = whole_steps(tmp_path)
+    assert found.worker_records == 5
+    rows = found.table.select("step_id", "execute_model_us", "get_finished_us").rows()
     assert rows == [(0, 120.0, 3.0), (1, 130.0, 1.0)]
-    assert found.frame["bind_us"].null_count() == 2
+    assert found.table["bind_us"].null_count() == 2
 
 
-def test_a_step_id_twice_is_an_error(tmp_path: Path):
-    lines = [HEADER, engine_record(0), engine_record(1), engine_record(1)]
-    write_lines(tmp_path / "engine_step.jsonl", lines)
-    with pytest.raises(RecordsError, match="step_id 1 twice"):
-        read_engine_steps(tmp_path, [PhaseStart("growth", FIRST_NS)])
+@pytest.mark.parametrize("later_ns", [0, 1])
+def test_a_step_id_twice_is_an_error(tmp_path: Path, later_ns: int):
+    """Another step of the same number, or a copy of the step."""
+    again = engine_record(1)
+    again["t_ns"] += later_ns
+    lines = [HEADER, engine_record(0), engine_record(1), again]
+    write_lines(tmp_path / STEPS, lines)
+    with pytest.raises(RecordsError, match="twice"):
+        whole_steps(tmp_path)
 
 
 def test_a_driver_that_was_killed_fails_the_trial(tmp_path: Path):
@@ -165,20 +175,50 @@ def test_a_planned_trial_that_never_ran_is_told(tmp_path: Path):
     assert [trial.error is None for trial in trials] == [True, False]
 
 
-def test_overhead_is_scheduler_and_connector_without_the_model():
+METHOD_TIMES = ["scheduler.build_connector_meta_us", "worker.get_finished_us"]
+
+
+def test_parts_add_up_to_the_step_and_overhead_leaves_out_the_model():
     steps = pl.DataFrame(
         {
+            "step_us": [2_200.0, 2_200.0],
             "schedule_us": [50.0, 50.0],
             "update_us": [30.0, 30.0],
-            "bind_us": [1.0, None],
-            "start_load_kv_us": [2.0, None],
-            "wait_for_save_us": [None, None],
-            "get_finished_us": [7.0, None],
+            "scheduler.build_connector_meta_us": [20.0, None],
+            "worker.get_finished_us": [7.0, None],
             "execute_model_us": [2_000.0, None],
         }
-    )
+    ).select(**step_parts(METHOD_TIMES))
+    assert steps["model_us"].to_list() == [1_993.0, 0.0]
+    assert steps["scheduler_us"].to_list() == [60.0, 80.0]
+    assert steps["connector_us"].to_list() == [27.0, 0.0]
+    assert steps["other_us"].to_list() == [120.0, 2_120.0]
     # Without a worker record the connector's part is unknown, not zero.
-    assert steps.select(overhead_us([])).to_series().to_list() == [90.0, None]
+    assert steps["worker_calls_us"].to_list() == [7.0, None]
+    assert steps["overhead_us"].to_list() == [87.0, None]
+    of_plain = step_parts([])["connector_us"]
+    assert pl.DataFrame({"step_us": [1.0]}).select(of_plain).item() is None
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 1e4)] * 5), min_size=1, max_size=20))
+def test_records_one_by_one_are_split_as_a_table_of_them_is(times):
+    engine = [
+        EngineStep(0, 0, schedule_us=a, update_us=b, build_meta_us=c)
+        for a, b, c, _, _ in times
+    ]
+    worker = [WorkerStep(0, 0, d, get_finished_us=e) for _, _, _, d, e in times]
+    meta, finished = METHOD_TIMES
+    columns = ["schedule_us", "update_us", meta, "execute_model_us", finished]
+    table = pl.DataFrame(times, columns, orient="row").with_columns(step_us=0.0)
+    parts = table.select(**step_parts(METHOD_TIMES))
+    sides = {"scheduler_us": engine, "model_us": worker}
+    for part, records in sides.items():
+        split = [side_parts(record)[0] for record in records]
+        assert parts[part].to_list() == pytest.approx(split, rel=1e-6)
+    calls = [side_parts(one)[2] for one in (*engine, *worker)]
+    total = sum(us for by_method in calls for us in by_method.values())
+    connector_us = parts["connector_us"].cast(pl.Float64).sum()
+    assert connector_us == pytest.approx(total, rel=1e-5)
 
 
 def test_a_trial_that_was_sent_late_counts_for_what_is_held_alone(tmp_path: Path):
@@ -246,12 +286,14 @@ ENGINE = [
 WORKER = [
     {"step_id": 0, "t_ns": FIRST_NS, "execute_model_us": 300.0, "bind_us": 1.0,
      "start_load_kv_us": 2.0, "get_finished_us": 3.0},
-    {"step_id": 2, "t_ns": FIRST_NS, "execute_model_us": 250.0, "bind_us": 1.5,
+    {"step_id": 2, "t_ns": FIRST_NS + 2 * STEP_NS, "execute_model_us": 250.0,
+     "bind_us": 1.5,
      "start_load_kv_us": 20.0, "get_finished_us": 9.0,
      "connector_self_us": {"start_load_kv": 12.0, "wait_for_layer_load": 8.0},
      "connector_us": {"start_load_kv": 20.0},
      "connector_calls": {"wait_for_layer_load": 4}},
-    {"step_id": 1, "t_ns": FIRST_NS, "execute_model_us": 200.0, "bind_us": 1.0,
+    {"step_id": 1, "t_ns": FIRST_NS + STEP_NS, "execute_model_us": 200.0,
+     "bind_us": 1.0,
      "start_load_kv_us": 2.0, "get_finished_us": 5.0},
 ]  # fmt: skip
 ENGINE_METHODS = ["build_connector_meta", "update_connector_output"]
@@ -330,9 +372,9 @@ def test_a_torn_last_line_is_dropped_and_a_bad_one_named(tmp_path, tail, torn, e
     phases = [PhaseStart("growth", FIRST_NS)]
     if error:
         with pytest.raises(RecordsError, match=error):
-            read_engine_steps(tmp_path, phases)
+            whole_steps(tmp_path)
         return
-    found = read_engine_steps(tmp_path, phases)
+    found = recorded_steps(path)
     assert found.torn_lines == torn
     # A step that did not end, or began before the phase, is no step of it.
-    assert found.frame["step_id"].to_list() == [0, 2, 3]
+    assert trial_steps(0, found.table, phases)["step_id"].to_list() == [0, 2, 3]

@@ -7,49 +7,32 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvtax.records.requests import Phase
+from kvtax.records.requests import PhaseStart
 from kvtax.records.run import RunRecord
-from kvtax.steps.step_table import CONNECTOR_TIMES, StepFile
-from kvtax.steps.trial_steps import (
-    CLOCKS,
-    NO_THREADS,
-    step_table,
-    with_threads,
-)
+from kvtax.steps.trial_steps import NO_THREADS, STEP_TIMES, trial_steps, with_threads
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import LoadedTrial
-from tests.microbench.synthetic import LADDER, PROFILE, Truth, layout, trial_steps
+from tests.harness.made_up import FIRST_NS, STEP_NS
+from tests.microbench.synthetic import LADDER, PROFILE, Truth, layout
+from tests.microbench.synthetic import trial_steps as made_up_steps
 
 LEVELS = len(LADDER["levels"])
 
 
 def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> LoadedTrial:
     """A loaded trial without the detour over files."""
-    engine, worker = trial_steps(truth, repeat, seed, steps, 16_000)
-    phase, cycle, level = np.zeros((3, steps), int)
-    for span in layout(steps):
-        own = slice(span.first, span.first + span.count)
-        phase[own] = Phase.of(span.name)
-        if span.level is not None:
-            cycle[own] = 1 + int(span.name.split(".")[1])
-            level[own] = span.level
-    prefills = pl.col("prefill_tokens") > 0
-    shaped = engine.select(
-        *("step_id", "t_ns", "schedule_us", "step_us", "update_us"),
-        pl.Series("phase", phase, pl.UInt8),
-        pl.Series("cycle", cycle, pl.UInt8),
-        pl.Series("level", level, pl.UInt8),
-        pl.col("scheduled").alias("batch"),
-        pl.col("cache_size").alias("cache_blocks"),
-        (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),
-        (~prefills).alias("decode_only"),
-        prefills.alias("prefills"),
-        *(pl.lit(None, pl.Float64).alias(name) for name in ("build_meta_us", *CLOCKS)),
+    engine, worker = made_up_steps(truth, repeat, seed, steps, 16_000)
+    recorded = engine.join(worker.drop("t_ns"), on="step_id").with_columns(
+        pl.lit(None, pl.Float64).alias(time)
+        for time in STEP_TIMES
+        if time not in (*engine.columns, *worker.columns)
     )
-    hooks = (pl.lit(None, pl.Float64).alias(name) for name in CONNECTOR_TIMES)
-    worker = worker.select("step_id", "execute_model_us", *hooks)
-    files = (StepFile(frame, steps, 0) for frame in (shaped, worker))
-    table = with_threads(step_table(repeat, *files), NO_THREADS)
+    phases = []
+    for span in layout(steps):
+        start_ns = FIRST_NS + span.first * STEP_NS
+        reset_ns = start_ns if span.level == 0 else None
+        phases.append(PhaseStart(span.name, start_ns, reset_ns))
+    table = with_threads(trial_steps(repeat, recorded, phases), NO_THREADS)
     return LoadedTrial(truth.name, repeat, None, None, table)
 
 
@@ -58,7 +41,7 @@ def slowed(trial: LoadedTrial, start: float, stop: float, factor: float) -> Load
     assert trial.steps is not None
     count = trial.steps.height
     place = pl.int_range(count) / count
-    times = ("schedule_us", "overhead_us", "step_us")
+    times = ("schedule_us", "overhead_us", "step_us", "scheduler_cpu_us")
     steps = trial.steps.with_columns(
         pl.when(place.is_between(start, stop)).then(pl.col(t) * factor).otherwise(t)
         for t in times

@@ -8,9 +8,10 @@ import polars as pl
 import pytest
 
 from kvtax.records.requests import Phase
+from kvtax.steps.parts import attributed
 from kvtax.steps.trial_steps import NO_THREADS
 from kvtax.verdict.holds import held_steps, holds_of, places
-from kvtax.verdict.levels import Level, split_step, stated_level, thin
+from kvtax.verdict.levels import Level, stated_level, thin
 from kvtax.verdict.metrics import METRICS, Metric
 from kvtax.verdict.speed import Control, read_control, times_usual, too_slow
 from tests.verdict.steps import hold, sample
@@ -316,7 +317,7 @@ def test_the_parts_add_up_to_the_step():
     us = dict(
         zip(names, (50.0, 7.0, 400.0, 30.0, 200.0, 1.0, 2.0, 4.0, 8.0), strict=True)
     )
-    parts = split_step({f"{name}_us": value for name, value in us.items()})
+    parts = attributed({f"{name}_us": value for name, value in us.items()})
     whole = parts.pop("step")
     assert whole == sum(parts.values()) == 400.0
     assert parts["execute_model_rest"] == 185.0

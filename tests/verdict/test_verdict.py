@@ -172,25 +172,9 @@ def test_a_step_that_grows_vetoes_flat(step):
     assert overall_verdict(FLAT | {step: "drifts"}) == "flat"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "overhead", "verdict"),
-    [
-        ("flat", "flat", "flat"),
-        ("flat", "grows", "grows"),
-        ("flat", "drifts", "drifts"),
-        ("flat", "inconclusive", "inconclusive"),
-    ],
-)
-def test_records_without_parts_are_judged_by_scheduler_and_connector(
-    schedule, overhead, verdict
-):
-    of = {"schedule": schedule, "overhead": overhead, "step": "inconclusive"}
-    assert overall_verdict(of) == verdict
-
-
 def test_no_levels_are_no_verdict():
     assert overall_verdict({}) == "inconclusive"
-    assert overall_verdict({"schedule": "flat"}) == "inconclusive"
+    assert overall_verdict({"schedule": "flat", "overhead": "flat"}) == "inconclusive"
 
 
 def entry_of(most: dict[str, float], **verdicts: str) -> ConfigEntry:

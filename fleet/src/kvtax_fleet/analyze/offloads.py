@@ -26,7 +26,7 @@ from kvtax.records.engine_requests import (
 from kvtax.records.life import only_life
 from kvtax.records.steps import EngineHeader
 from kvtax.stats.quantiles import SessionDraws
-from kvtax.steps.step_table import read_steps
+from kvtax.steps.step_file import read_steps
 
 from kvtax_fleet.analyze.arm_runs import ArmRun
 from kvtax_fleet.analyze.frames import Levels, estimates

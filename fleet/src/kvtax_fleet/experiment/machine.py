@@ -29,7 +29,7 @@ import polars as pl
 from kvtax.proc.supervise import PR_SET_PDEATHSIG, descendants
 from kvtax.records.life import STEPS, only_life
 from kvtax.records.steps import EngineHeader
-from kvtax.steps.step_table import read_steps
+from kvtax.steps.step_file import read_steps
 
 from kvtax_fleet.launch.launched import FORWARD_TOTALS
 from kvtax_fleet.records.arm import EngineLag, MachineLoad

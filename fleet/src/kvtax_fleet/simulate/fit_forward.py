@@ -22,7 +22,7 @@ from kvtax.records.life import only_life
 from kvtax.records.steps import EngineHeader
 from kvtax.stats.distribution import Floats
 from kvtax.stats.least_squares import least_relative_error
-from kvtax.steps.step_table import read_steps
+from kvtax.steps.step_file import read_steps
 
 Flags = npt.NDArray[np.bool_]
 NAMES = ("forward_us", "us_per_token", "us_per_context_token")

@@ -21,7 +21,7 @@ from kvtax.records.files import write_document
 from kvtax.records.observatory_cell import CellRecord, read_cells
 from kvtax.records.steps import EngineHeader
 from kvtax.stats.distribution import Floats
-from kvtax.steps.step_table import read_steps
+from kvtax.steps.step_file import read_steps
 
 from kvtax_fleet.analyze.arm_runs import read_arm
 from kvtax_fleet.records.host_times import (

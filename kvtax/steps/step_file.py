@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step files as tables: of one file, and of engine and worker side by side.
+"""The reader of step files: one file of an engine or a worker as a table.
 
 Files may be gigabytes, so they are read in chunks of whole lines: the peak memory is
 one chunk per thread, and a bad line is still found by its number.
-
-Each method of the connector has two columns: `scheduler.NAME_us` or `worker.NAME_us` is
-its time less that of the connector's methods which it called, and the same name with
-`_calls` is how often it was called.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -26,53 +22,49 @@ import polars as pl
 
 from kvtax.records import RecordsError
 from kvtax.records.files import Header, is_torn, read_header
-from kvtax.records.parts import opened, parts_of, whole
+from kvtax.records.parts import opened, parts_of
 from kvtax.records.steps import (
     FIELDS,
     MOST,
-    WORKER_TIMES,
     EngineHeader,
     WorkerHeader,
     another_life,
-    method_fields,
 )
 
 # Big enough to parse at full speed; two chunks in flight need little memory.
 CHUNK_BYTES = 8 << 20
 # Begin and end of a chunk in which methods are searched that the header lacks.
 PEEK_BYTES = 64 << 10
+# Fields by method, and how their columns end.
+BY_METHOD = {"connector_self_us": "_us", "connector_calls": "_calls"}
 Schema = dict[str, pl.DataType]
 
 
 @dataclass(frozen=True)
 class StepFile:
-    """Part of a step file in memory, and its numbers of records and torn lines.
+    """A step file as a table, and its number of torn lines.
 
     `bad` names the lines and parts that are left out.
     """
 
     frame: pl.DataFrame
-    records: int
     torn_lines: int
     bad: tuple[str, ...] = ()
 
 
 Kind = type[EngineHeader] | type[WorkerHeader]
-Shape = Callable[[pl.LazyFrame], pl.LazyFrame]
 
 
 def read_steps(
     path: Path,
     header_kind: Kind,
     columns: Sequence[str],
-    shape: Shape = lambda chunk: chunk,
     strict: bool = True,
 ) -> StepFile:
-    """Read `columns` of a step file, `step_id` among them, after `shape`.
+    """Read `columns` of a step file, `step_id` among them.
 
     A column by connector method is a struct with the methods of the header, and any
-    that it lacks. `shape` is applied to each chunk: it filters and narrows before
-    anything is kept. The file's older part, if there is one, comes first.
+    that it lacks. The file's older part, if there is one, comes first.
     Raises RecordsError naming file and line for a bad line that is not the last. If not
     `strict`, it and what is no part of this file are left out, as long as a part is
     left.
@@ -91,7 +83,7 @@ def read_steps(
         for one in reversed(there) if BY_METHOD.keys() & set(columns) else ():
             methods |= dict.fromkeys(one.methods())
         schema = {name: _column_type(name, list(methods)) for name in columns}
-        read = [one.read(schema, shape, strict) for one in reversed(there)]
+        read = [one.read(schema, strict) for one in reversed(there)]
     together = _together(read)
     together = replace(together, bad=(*map(str, bad), *together.bad))
     return together if strict else _each_once(path, together)
@@ -123,7 +115,6 @@ def newest_header(path: Path, header_kind: type[Header]) -> Header:
 def _together(parts: Sequence[StepFile]) -> StepFile:
     return StepFile(
         frame=pl.concat([part.frame for part in parts], rechunk=False),
-        records=sum(part.records for part in parts),
         torn_lines=sum(part.torn_lines for part in parts),
         bad=tuple(line for part in parts for line in part.bad),
     )
@@ -161,7 +152,7 @@ class _Part:
                     named |= dict.fromkeys(decode(line).connector_self_us)
         return list(named)
 
-    def read(self, schema: Schema, shape: Shape, strict: bool) -> StepFile:
+    def read(self, schema: Schema, strict: bool) -> StepFile:
         """Parse all chunks. Raises RecordsError if `strict`."""
 
         def parse(span: tuple[int, int]) -> StepFile:
@@ -172,15 +163,14 @@ class _Part:
             told = [self._error(span, line) for line in bad[: len(bad) - torn]]
             if told and strict:
                 raise told[0]
-            shaped = shape(frame.lazy()).collect()
-            return StepFile(shaped, frame.height, int(torn), tuple(map(str, told)))
+            return StepFile(frame, int(torn), tuple(map(str, told)))
 
         # Two threads, so that one reads while the other parses; order is kept.
         with ThreadPoolExecutor(2) as pool:
             read = list(pool.map(parse, self._spans))
         if not read:
-            read = [StepFile(shape(_parse(b"", schema).lazy()).collect(), 0, 0)]
-        return _together([*read, StepFile(read[0].frame.clear(), 0, self._torn)])
+            read = [StepFile(_parse(b"", schema), 0)]
+        return _together([*read, StepFile(read[0].frame.clear(), self._torn)])
 
     def _pread(self, start: int, stop: int) -> bytes:
         return os.pread(self._file.fileno(), stop - start, start)
@@ -264,142 +254,3 @@ def _good(lines: bytes, schema: Schema) -> tuple[pl.DataFrame, list[_BadLine]]:
 def _is_torn_last(lines: bytes, row: int) -> bool:
     rows = lines.splitlines(keepends=True)
     return row == len(rows) - 1 and is_torn(rows[row])
-
-
-# What runs from before all methods were timed know of the worker's.
-CONNECTOR_TIMES = tuple(name for name in WORKER_TIMES if name != "execute_model_us")
-# A record's field by method, and how its columns here end.
-BY_METHOD = {"connector_self_us": "_us", "connector_calls": "_calls"}
-CALLS = "_calls"
-SIDES = ("scheduler", "worker")
-
-
-def method_columns(steps: pl.DataFrame) -> list[str]:
-    """Return the columns of single connector methods' times."""
-    return [
-        name
-        for name in steps.columns
-        if name.partition(".")[0] in SIDES and name.endswith("_us")
-    ]
-
-
-def connector_us(methods: Iterable[str]) -> pl.Expr:
-    """Sum up all of the connector; null without one."""
-    if methods:
-        return _sum(methods)
-    known = ("build_meta_us", *CONNECTOR_TIMES)
-    there = pl.any_horizontal(pl.col(name).is_not_null() for name in known)
-    return pl.when(there).then(_sum(known))
-
-
-def overhead_us(methods: Iterable[str]) -> pl.Expr:
-    """Sum up scheduler and connector in a step; null without a worker record."""
-    in_worker = [name for name in methods if name.startswith("worker.")]
-    connector = _sum(in_worker or CONNECTOR_TIMES)
-    measured = pl.col("execute_model_us").is_not_null()
-    parts = pl.col("schedule_us") + pl.col("update_us") + connector
-    return pl.when(measured).then(parts)
-
-
-def _sum(names: Iterable[str]) -> pl.Expr:
-    return pl.sum_horizontal(pl.col(name).fill_null(0) for name in names)
-
-
-def read_worker_steps(folder: Path) -> StepFile:
-    """Worker times by step; of several ranks those of the slowest in that step."""
-    return slowest([read_rank(path) for path in worker_files(folder)])
-
-
-def worker_files(folder: Path) -> list[Path]:
-    """Find the file of each rank. Raises RecordsError if there are none."""
-    there = {whole(path) for path in folder.glob("worker_step.r*.jsonl*")}
-    if not there:
-        raise RecordsError(
-            f"{folder}: no worker_step.r*.jsonl; was the worker's process recorded?"
-        )
-    return sorted(there)
-
-
-def read_rank(path: Path, strict: bool = True) -> StepFile:
-    """Read the times of one rank by step."""
-    columns = ("step_id", "t_ns", *WORKER_TIMES, *BY_METHOD)
-    rank = read_steps(path, WorkerHeader, columns, strict=strict)
-    frame = ordered(path, rank.frame).rename({"t_ns": "worker_t_ns"})
-    return by_method("worker", replace(rank, frame=frame))
-
-
-def slowest(ranks: Sequence[StepFile]) -> StepFile:
-    """Select the slowest of the ranks in each step."""
-    if len(ranks) == 1:
-        return ranks[0]
-    every = pl.concat([rank.frame for rank in ranks], how="diagonal")
-    # A step waits for its slowest rank; parts of two ranks would sum to no step.
-    last = every.sort("step_id", "execute_model_us", nulls_last=False)
-    return StepFile(
-        frame=last.unique("step_id", keep="last", maintain_order=True),
-        records=sum(rank.records for rank in ranks),
-        torn_lines=sum(rank.torn_lines for rank in ranks),
-        bad=tuple(line for rank in ranks for line in rank.bad),
-    )
-
-
-def by_method(side: str, file: StepFile) -> StepFile:
-    """Give each of the connector's methods columns of its own.
-
-    A record leaves out what its other fields say, which is filled in. A method that was
-    called and not timed in a step gets the mean per call of those that were.
-    """
-    frame = file.frame
-    for field, ending in BY_METHOD.items():
-        by_name = frame[field].struct
-        names = [f"{side}.{name}{ending}" for name in by_name.fields]
-        frame = frame.drop(field)
-        if names:
-            frame = frame.hstack(by_name.rename_fields(names).struct.unnest())
-    methods = [name.removesuffix("_us") for name in method_columns(frame)]
-    fields = method_fields(side, [name.partition(".")[2] for name in methods])
-    return replace(file, frame=_completed(frame, side, methods, fields))
-
-
-def _completed(
-    frame: pl.DataFrame, side: str, methods: Sequence[str], fields: Mapping[str, str]
-) -> pl.DataFrame:
-    by_field = {f"{side}.{name}": pl.col(field) for name, field in fields.items()}
-
-    def columns(method: str) -> tuple[pl.Expr, pl.Expr]:
-        us, calls = pl.col(f"{method}_us"), pl.col(f"{method}{CALLS}")
-        us = us.fill_null(by_field[method]) if method in by_field else us
-        counted = frame[f"{method}{CALLS}"].count()
-        timed = us.is_not_null()
-        calls = calls.fill_null(pl.when(timed).then(pl.lit(1, pl.Float32)))
-        if counted:
-            mean_us = us.sum() / calls.filter(timed).sum()
-            us = us.fill_null(calls * mean_us).cast(pl.Float32)
-        return us, calls
-
-    return frame.with_columns(
-        column for method in methods for column in columns(method)
-    )
-
-
-def ordered(path: Path, frame: pl.DataFrame) -> pl.DataFrame:
-    """Sorted by step_id (async scheduling may swap neighbours), each id once."""
-    steps = np.diff(frame["step_id"].to_numpy())
-    if (steps <= 0).any():
-        frame = frame.sort("step_id")
-        steps = np.diff(frame["step_id"].to_numpy())
-        if (steps == 0).any():
-            twice = frame["step_id"][int(np.argmin(steps))]
-            raise RecordsError(
-                f"{path}: step_id {twice} twice: two processes wrote this file"
-            )
-    return frame.with_columns(pl.col("step_id").set_sorted())
-
-
-def join_worker(engine: pl.DataFrame, worker: pl.DataFrame) -> pl.DataFrame:
-    """Engine steps with the worker times of the same step, null where it has none."""
-    return (
-        engine.lazy()
-        .join(worker.lazy(), on="step_id", how="left", maintain_order="left")
-        .collect(engine="streaming")
-    )

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of one engine life: its step file, joined with those of its workers.
+
+Everything that cannot be read, or is not as it should be, becomes a warning with its
+count: one bad file does not hide the others. Verdicts rest on whole records only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from kvtax.records import RecordsError
+from kvtax.records.life import STEPS
+from kvtax.records.parts import whole
+from kvtax.records.steps import (
+    FIELDS,
+    WORKER_TIMES,
+    EngineHeader,
+    WorkerHeader,
+    another_life,
+    method_fields,
+)
+from kvtax.records.warning import RunWarning, left_out, stranger, unreadable
+from kvtax.steps.parquet_cache import RecordedSteps, cached
+from kvtax.steps.parts import CALLS, method_columns
+from kvtax.steps.step_file import BY_METHOD, StepFile, newest_header, read_steps
+
+# `connector_us` counts the time of inner calls twice.
+ENGINE_COLUMNS = [
+    field.name
+    for field in FIELDS
+    if field.side == "engine" and field.name != "connector_us"
+]
+WORKER_COLUMNS = ["step_id", "t_ns", *WORKER_TIMES, *BY_METHOD]
+# As many of a worker's steps show whether they are the engine's.
+SAMPLED_STEPS = 10_000
+# Warnings of records that are missing in a table of steps.
+NOT_WHOLE = ("unreadable", "bad_lines", "another_life", "no_worker")
+
+
+def whole_steps(life: Path) -> RecordedSteps:
+    """Read the steps of a server that has ended. Raises RecordsError if any is missing.
+
+    `life` is the folder of the records.
+    """
+    steps = recorded_steps(life / STEPS, ended=True)
+    for warning in steps.warnings:
+        if warning.kind in NOT_WHOLE:
+            raise RecordsError(warning.message)
+    return steps
+
+
+def recorded_steps(engine: Path, ended: bool = False) -> RecordedSteps:
+    """Read the steps of an `engine` file, with the times of the workers beside it.
+
+    The table has a row per step, in order: all fields of the engine's record, times of
+    the worker's (null without one), `worker_t_ns`, and the methods' columns
+    (kvtax.steps.parts). Raises RecordsError if the file cannot be read at all.
+    """
+    return cached(engine, lambda: _read(engine), ended)
+
+
+def _read(path: Path) -> RecordedSteps:
+    header = newest_header(path, EngineHeader)
+    engine = read_steps(path, EngineHeader, ENGINE_COLUMNS, strict=False)
+    warnings = left_out(path.name, engine.torn_lines, engine.bad)
+    warnings += _not_timed("scheduler", header)
+    frame = by_method("scheduler", ordered(path, engine.frame))
+    ranks, of_ranks = _ranks(path.parent, header, frame)
+    worker = _slowest(ranks)
+    table = (
+        frame.lazy()
+        .join(worker.lazy(), on="step_id", how="left", maintain_order="left")
+        .collect(engine="streaming")
+    )
+    warnings += of_ranks
+    if ranks:
+        bad = [line for rank in ranks for line in rank.bad]
+        torn = sum(rank.torn_lines for rank in ranks)
+        warnings += left_out("worker_step", torn, bad)
+        warnings += _without_worker(table)
+    files = [engine, *ranks]
+    return RecordedSteps(
+        table=table,
+        worker_records=sum(rank.frame.height for rank in ranks),
+        torn_lines=sum(file.torn_lines for file in files),
+        warnings=warnings,
+    )
+
+
+def _ranks(
+    folder: Path, engine_header: EngineHeader, engine: pl.DataFrame
+) -> tuple[list[StepFile], list[RunWarning]]:
+    """Read the workers' times by rank, those of this life."""
+    paths = sorted({whole(path) for path in folder.glob("worker_step.r*.jsonl*")})
+    why = "see the other warnings"
+    if not paths:
+        why = f"{folder}: no worker_step.r*.jsonl; was the worker's process recorded?"
+    ranks, warnings = [], []
+    for path in paths:
+        try:
+            header = newest_header(path, WorkerHeader)
+            rank = read_rank(path)
+        except RecordsError as error:
+            warnings.append(unreadable(path.name, error, "The file is left out"))
+            continue
+        reason = another_life(engine_header, header, process=False)
+        if reason := reason or _other_steps(engine, rank.frame):
+            warnings.append(stranger(path, reason))
+            continue
+        ranks.append(rank)
+        warnings += _not_timed("worker", header)
+    warnings = list(dict.fromkeys(warnings))
+    if not ranks:
+        missing = RunWarning(
+            "no_worker",
+            "",
+            f"no records of a worker ({why}): its calls and the model count as other",
+            "Apply step_timing_v2, and let the workers write to the same folder",
+        )
+        warnings.append(missing)
+    return ranks, warnings
+
+
+def _without_worker(steps: pl.DataFrame) -> list[RunWarning]:
+    alone = int(steps["execute_model_us"].null_count())
+    # The last steps of an engine that is killed, and those that schedule nothing.
+    if alone <= max(10, steps.height // 100):
+        return []
+    return [
+        RunWarning(
+            "steps_without_worker",
+            "",
+            f"{alone:,} of {steps.height:,} steps have no record of a worker",
+            "See whether the worker's file ends early; its calls are missing there",
+        )
+    ]
+
+
+def _not_timed(side: str, header: EngineHeader | WorkerHeader) -> list[RunWarning]:
+    """Warn of methods that the recorder could not time."""
+    remedy = "Their time counts as scheduler, model or other"
+    return [
+        RunWarning("not_timed", f"{side}.{method}", f"not timed: {why}", remedy)
+        for method, why in header.not_timed.items()
+    ]
+
+
+def _other_steps(engine: pl.DataFrame, worker: pl.DataFrame) -> str:
+    """Say why the worker's steps are not the engine's; empty if they may be.
+
+    A worker begins a step within the engine's step of that number.
+    """
+    some = worker.select("step_id", "worker_t_ns").gather_every(
+        max(worker.height // SAMPLED_STEPS, 1)
+    )
+    both = some.join(engine.select("step_id", "t_ns", "step_us"), on="step_id")
+    end_ns = pl.col("t_ns") + (pl.col("step_us") * 1e3).cast(pl.Int64, strict=False)
+    inside = pl.col("worker_t_ns").is_between(pl.col("t_ns"), end_ns)
+    outside = both.filter(~inside).height
+    if outside <= both.height / 2:
+        return ""
+    return (
+        f"of another life of the engine: {outside / both.height:.0%} of its steps lie "
+        "outside of the engine's steps of their number"
+    )
+
+
+def read_rank(path: Path) -> StepFile:
+    """Read the times of one rank by step. Raises RecordsError."""
+    rank = read_steps(path, WorkerHeader, WORKER_COLUMNS, strict=False)
+    frame = ordered(path, rank.frame).rename({"t_ns": "worker_t_ns"})
+    return replace(rank, frame=by_method("worker", frame))
+
+
+def _slowest(ranks: Sequence[StepFile]) -> pl.DataFrame:
+    """Select the slowest of the ranks in each step."""
+    if len(ranks) == 1:
+        return ranks[0].frame
+    if not ranks:
+        moments = dict.fromkeys(("step_id", "worker_t_ns"), pl.Int64())
+        times = dict.fromkeys(WORKER_TIMES, pl.Float32())
+        return pl.DataFrame(schema=pl.Schema({**moments, **times}))
+    every = pl.concat([rank.frame for rank in ranks], how="diagonal")
+    # A step waits for its slowest rank; parts of two ranks would sum to no step.
+    last = every.sort("step_id", "execute_model_us", nulls_last=False)
+    return last.unique("step_id", keep="last", maintain_order=True)
+
+
+def by_method(side: str, frame: pl.DataFrame) -> pl.DataFrame:
+    """Give each of the connector's methods columns of its own.
+
+    A record leaves out what its other fields say, which is filled in. A method that was
+    called and not timed in a step gets the mean per call of those that were.
+    """
+    for field, ending in BY_METHOD.items():
+        by_name = frame[field].struct
+        names = [f"{side}.{name}{ending}" for name in by_name.fields]
+        frame = frame.drop(field)
+        if names:
+            frame = frame.hstack(by_name.rename_fields(names).struct.unnest())
+    methods = [name.removesuffix("_us") for name in method_columns(frame)]
+    fields = method_fields(side, [name.partition(".")[2] for name in methods])
+    return _completed(frame, side, methods, fields)
+
+
+def _completed(
+    frame: pl.DataFrame, side: str, methods: Sequence[str], fields: Mapping[str, str]
+) -> pl.DataFrame:
+    by_field = {f"{side}.{name}": pl.col(field) for name, field in fields.items()}
+
+    def columns(method: str) -> tuple[pl.Expr, pl.Expr]:
+        us, calls = pl.col(f"{method}_us"), pl.col(f"{method}{CALLS}")
+        us = us.fill_null(by_field[method]) if method in by_field else us
+        counted = frame[f"{method}{CALLS}"].count()
+        timed = us.is_not_null()
+        calls = calls.fill_null(pl.when(timed).then(pl.lit(1, pl.Float32)))
+        if counted:
+            mean_us = us.sum() / calls.filter(timed).sum()
+            us = us.fill_null(calls * mean_us).cast(pl.Float32)
+        return us, calls
+
+    return frame.with_columns(
+        column for method in methods for column in columns(method)
+    )
+
+
+def ordered(path: Path, frame: pl.DataFrame) -> pl.DataFrame:
+    """Sorted by step_id (async scheduling may swap neighbours), each id once."""
+    steps = np.diff(frame["step_id"].to_numpy())
+    if (steps <= 0).any():
+        frame = frame.sort("step_id")
+        steps = np.diff(frame["step_id"].to_numpy())
+        if (steps == 0).any():
+            twice = frame["step_id"][int(np.argmin(steps))]
+            raise RecordsError(
+                f"{path}: step_id {twice} twice: two processes wrote this file"
+            )
+    return frame.with_columns(pl.col("step_id").set_sorted())
