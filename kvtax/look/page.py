@@ -10,28 +10,26 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from kvtax.look.clients import SHARES, on_the_way_us
+from kvtax.look.clients import on_the_way_us
 from kvtax.look.discover import Clock
 from kvtax.look.instance_summary import (
     AXES,
     Cost,
     InstanceSummary,
-    Part,
     waited_most,
 )
 from kvtax.look.instances import Instance
 from kvtax.look.requests import TIMED_PARTS, WAITS
+from kvtax.look.tables import part_name, tables
 from kvtax.look.together import Together
 from kvtax.records.warning import RunWarning, encodable
 from kvtax.report import render
 from kvtax.report.document import (
     Cell,
-    Flame,
     Gauge,
     Page,
     Requests,
     Section,
-    Table,
     TimeLine,
 )
 from kvtax.stats import Estimate
@@ -42,12 +40,6 @@ from kvtax.steps.parts import STEP_PARTS
 INTERVALS = 1_000
 ALL_INTERVALS = 6_000
 REQUESTS = 4_000
-ON_THE_WAY = (
-    "Before the engine: in the server, from a request's arrival there until the "
-    "scheduler got it. On the way: all else, as to the server and back, a proxy "
-    "between, and the server's work on the answer. Quantiles of parts do not add up; "
-    "the parts of a single request do."
-)
 
 
 class PageOfRecords:
@@ -73,13 +65,9 @@ class PageOfRecords:
         requests = REQUESTS // self._count
         line = time_line(name, instance, self._clock, intervals, requests)
         self._add_line(engine, line)
-        self._sections += [
-            _cost_table(name, summary.cost),
-            _covariates_table(name, summary),
-            *(_named(flame, name) for flame in instance.flames),
-        ]
-        if summary.outside:
-            self._sections.append(_clients_table(name, summary.outside))
+        for section in (*tables(summary), *instance.flames):
+            title = f"{name}: {section.title}"
+            self._sections.append(msgspec.structs.replace(section, title=title))
 
     def _add_line(self, engine: str, line: TimeLine) -> None:
         """Add a time line, or put it behind that of the engine's life before."""
@@ -113,10 +101,6 @@ class PageOfRecords:
         )
 
 
-def _named(flame: Flame, name: str) -> Flame:
-    return msgspec.structs.replace(flame, title=f"{name}: {flame.title}")
-
-
 def _answer(summary: InstanceSummary, cost: Cost) -> str:
     words = f"{summary.title}. A step takes {cost.step.mean_us:,.0f} µs on average"
     if cost.overlap:
@@ -143,74 +127,6 @@ def _answer(summary: InstanceSummary, cost: Cost) -> str:
             f"the median and {share['p99']:.2%} at p99"
         )
     return words + "."
-
-
-def _cost_table(name: str, cost: Cost) -> Table:
-    def row(part: Part, words: str) -> list[Cell]:
-        times = (part.mean_us, part.p50_us, part.p99_us, part.most_us)
-        calls, exposed_us = part.calls_per_step, part.exposed_us
-        return [
-            words,
-            *(round(us, 2) for us in times),
-            round(100 * part.share, 2),
-            None if calls is None else round(calls, 3),
-            None if exposed_us is None else round(exposed_us, 2),
-        ]
-
-    *parts, other = [row(part, part.name) for part in (cost.step, *cost.parts)]
-    methods = [row(one, f"connector: {one.name}") for one in cost.methods]
-    per_second = (
-        "What the connector takes is unknown"
-        if cost.connector_ms_per_s is None
-        else "Per second of steps, the connector takes "
-        f"{cost.connector_ms_per_s:,.1f} ms"
-    )
-    overlap = f" ({cost.overlap})" if cost.overlap else ""
-    return Table(
-        title=f"{name}: what a step takes",
-        note="Over all steps, none left out. A method's time is without that of the "
-        f"methods it called. {per_second}. Percent are of the time in which steps "
-        f"ran{overlap}. Exposed: what a device beside the host waited for; a dash "
-        "where none was recorded.",
-        columns=[
-            *("part", "mean µs", "p50 µs", "p99 µs", "most µs", "% of time", "calls"),
-            "exposed µs",
-        ],
-        rows=[*parts, *methods, other],
-    )
-
-
-def _covariates_table(name: str, summary: InstanceSummary) -> Table:
-    rows: list[list[Cell]] = []
-    for column, slopes in summary.slopes.items():
-        for axis, slope in slopes.items():
-            what = [part_name(column), AXES[axis].unit]
-            if isinstance(slope, str):
-                rows.append([*what, None, None, None, slope])
-            else:
-                numbers = (slope.value, slope.low, slope.high)
-                rows.append([*what, *(round(one, 3) for one in numbers), ""])
-    return Table(
-        title=f"{name}: what the connector's time moved with",
-        note="All covariates fitted at once, on means over 50 steps; 95 % intervals. A "
-        "slope shows what moved together in recorded traffic, not what is the reason: "
-        "kvtax sweep measures that.",
-        columns=["calls", "per", "µs per step", "low", "high", "why not known"],
-        rows=rows,
-        open=False,
-    )
-
-
-def _clients_table(name: str, outside: list[list[Cell]]) -> Table:
-    return Table(
-        title=f"{name}: what clients waited for",
-        note=ON_THE_WAY,
-        columns=["ms", *(f"p{100 * share:.0f}" for share in SHARES)],
-        rows=[
-            [part, *(round(q, 3) if isinstance(q, float) else q for q in quantiles)]
-            for part, *quantiles in outside
-        ],
-    )
 
 
 # Methods with a layer of their own in the figure.
@@ -288,10 +204,6 @@ def _layers(instance: Instance) -> dict[str, pl.Expr]:
     if rest:
         layers["other calls of the connector"] = pl.sum_horizontal(rest)
     return layers | {"other": pl.col("other_us")}
-
-
-def part_name(column: str) -> str:
-    return STEP_PARTS.get(column, column.removesuffix("_us"))
 
 
 def _requests(instance: Instance, clock: Clock, most: int) -> Requests | None:

@@ -527,7 +527,7 @@ def test_clients_of_other_programs_are_joined(tmp_path, client, kind, capsys):
     (line,) = [
         line
         for line in capsys.readouterr().out.splitlines()
-        if line.startswith(f"  {slowest['client_id']} ") and " to " in line
+        if line.startswith(f"{slowest['client_id']} ") and " to " in line
     ]
     assert line.endswith(f"  {slowest['first_step']} to {slowest['last_step']}")
 

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of one instance, the same in the terminal and on the page."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from kvtax.look.clients import SHARES as CLIENT_SHARES
+from kvtax.look.clients import on_the_way_us
+from kvtax.look.instance_summary import (
+    AXES,
+    Cost,
+    InstanceSummary,
+    Part,
+    parts_of_requests,
+    waited_most,
+)
+from kvtax.report.document import Cell, Section, Table, Words
+from kvtax.stats import Estimate
+from kvtax.steps.parts import STEP_PARTS
+
+REQUESTS_SHOWN = 5
+SPANS = ("ttft", "e2e")
+# Mean us per step below which a method is left out while others take more.
+LEAST_US = 0.05
+ON_THE_WAY = (
+    "Before the engine: in the server, from a request's arrival there until the "
+    "scheduler got it. On the way: all else, as to the server and back, a proxy "
+    "between, and the server's work on the answer. Quantiles of parts do not add up; "
+    "the parts of a single request do."
+)
+
+
+def tables(summary: InstanceSummary) -> list[Section]:
+    """Tabulate costs, covariates, requests and clients; nothing without steps."""
+    if summary.cost is None:
+        return []
+    requests = summary.instance.requests
+    sections: list[Section] = [cost_table(summary.cost), *_covariates(summary)]
+    if requests.height:
+        sections += _requests(summary)
+    if summary.outside:
+        sections += [_clients(summary.outside), _clients_slowest(requests)]
+    return sections
+
+
+def part_name(column: str) -> str:
+    """Name a part of a step, or a method of the connector, by its column."""
+    return STEP_PARTS.get(column, column.removesuffix("_us"))
+
+
+def cost_table(cost: Cost) -> Table:
+    """Tabulate a step, its parts, and the connector's methods inside of its part."""
+    methods = [part for part in cost.methods if part.mean_us >= LEAST_US]
+    parts = [(cost.step, ""), *((part, "  ") for part in cost.parts)]
+    parts[-1:-1] = [(method, "    ") for method in methods]
+    columns = ["us per step", "mean", "p50", "p99", "most", "% of time", "calls"]
+    rows: list[list[Cell]] = [_cost_row(part, indent) for part, indent in parts]
+    if cost.connector is None:
+        rows.insert(-1, ["  connector", "unknown", *[""] * (len(columns) - 1)])
+    columns.append("exposed")
+    if all(part.exposed_us is None for part, _ in parts):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return Table(
+        title="What a step takes", note=_cost_note(cost), columns=columns, rows=rows
+    )
+
+
+def _cost_note(cost: Cost) -> str:
+    hidden = sum(part.mean_us < LEAST_US for part in cost.methods)
+    notes = [
+        f"{hidden} more methods take less" * bool(hidden),
+        cost.overlap or "",
+        ""
+        if cost.connector_ms_per_s is None
+        else f"the connector takes {cost.connector_ms_per_s:,.1f} ms per s of steps",
+    ]
+    return "; ".join(filter(None, notes))
+
+
+def _cost_row(part: Part, indent: str) -> list[Cell]:
+    times = (part.mean_us, part.p50_us, part.p99_us, part.most_us)
+    calls, exposed_us = part.calls_per_step, part.exposed_us
+    return [
+        indent + part.name,
+        *(f"{us:,.1f}" for us in times),
+        f"{100 * part.share:.1f}",
+        "" if calls is None else f"{calls:,.2f}",
+        "" if exposed_us is None else f"{exposed_us:,.1f}",
+    ]
+
+
+def _covariates(summary: InstanceSummary) -> list[Section]:
+    """Tabulate the slopes of the connector's time, then of each method, folded."""
+    if not summary.slopes:
+        return []
+    connector, *methods = (
+        (column, [_slope_row(axis, slope) for axis, slope in slopes.items()])
+        for column, slopes in summary.slopes.items()
+    )
+    head = ["us per step", "low", "high", "why not known"]
+    whole = Table(
+        title="What the connector's time moved with",
+        note="all covariates fitted at once; 95 % intervals; kvtax sweep measures "
+        "whether one is the reason",
+        columns=["moved by, per", *head],
+        rows=connector[1],
+    )
+    rows = [[part_name(column), *row] for column, own in methods for row in own]
+    each = Table(
+        title="What each method's time moved with",
+        columns=["calls", "per", *head],
+        rows=rows,
+        open=False,
+    )
+    return [whole, each] if rows else [whole]
+
+
+def _slope_row(axis: str, slope: Estimate | str) -> list[Cell]:
+    unit = AXES[axis].unit
+    if isinstance(slope, str):
+        return [unit, None, None, None, slope]
+    numbers = (slope.value, slope.low, slope.high)
+    return [unit, *(f"{number:+,.2f}" for number in numbers), ""]
+
+
+def _requests(summary: InstanceSummary) -> list[Section]:
+    requests = summary.instance.requests
+    parts: list[list[Cell]] = [
+        [name, *(f"{of[span]:.2%}" if span in of else "" for span in SPANS)]
+        for name, of in parts_of_requests(requests).items()
+    ]
+    names = {"ttft": "until its first token", "e2e": "in all"}
+    shares = [
+        f"  {names[span]}: {share['p50']:.2%} at the median, {share['p99']:.2%} at p99"
+        for span, share in summary.felt.items()
+    ]
+    split = Table(
+        title="Where requests' time went",
+        note="a request that is queued waits; in the other parts it is in a step",
+        columns=["where requests' time went", "to the first token", "in all"],
+        rows=parts,
+    )
+    felt = Words(title="The connector's share of a request's time", paragraphs=shares)
+    return [
+        *([split] if parts else []),
+        *([felt] if shares else []),
+        _waited_most(requests),
+    ]
+
+
+def _waited_most(requests: pl.DataFrame) -> Table:
+    waits = {
+        "connector ms": "e2e.connector_us",
+        "queued ms": "e2e.queued_us",
+        "KV ms": "e2e.kv_wait_us",
+        "of ms": "e2e_us",
+    }
+    most = waited_most(requests, REQUESTS_SHOWN)
+    waits = {name: wait for name, wait in waits.items() if wait in most.columns}
+    rows: list[list[Cell]] = [
+        [
+            row["id"],
+            *(f"{row[wait] / 1e3:,.1f}" for wait in waits.values()),
+            row["prompt_tokens"],
+        ]
+        for row in most.iter_rows(named=True)
+    ]
+    return Table(
+        title="Requests that waited most",
+        note="requests of one step wait for the same calls: do not add these up",
+        columns=["waited most", *waits, "prompt tokens"],
+        rows=rows,
+    )
+
+
+def _clients(outside: list[list[Cell]]) -> Table:
+    rows: list[list[Cell]] = [
+        [
+            f"  {name}" if str(name).startswith("of it") else name,
+            *(f"{ms:,.1f}" if isinstance(ms, float) else ms for ms in quantiles),
+        ]
+        for name, *quantiles in outside
+    ]
+    shares = [f"p{100 * share:.0f}" for share in CLIENT_SHARES]
+    return Table(
+        title="What clients waited for",
+        note=ON_THE_WAY,
+        columns=["clients waited, ms", *shares],
+        rows=rows,
+    )
+
+
+def _clients_slowest(requests: pl.DataFrame) -> Table:
+    """Tabulate the requests for which clients waited longest, and in which steps."""
+    waits = {
+        "E2E ms": pl.col("client_e2e_us"),
+        "TTFT ms": pl.col("client_ttft_us"),
+        "on the way ms": on_the_way_us("e2e"),
+        "queued ms": pl.col("e2e.queued_us"),
+    }
+    if "e2e.connector_us" in requests.columns:
+        waits["connector ms"] = pl.col("e2e.connector_us")
+    slowest = (
+        requests.drop_nulls("client_e2e_us")
+        .sort("client_e2e_us", descending=True)
+        .head(REQUESTS_SHOWN)
+        .with_columns(**waits)
+    )
+    rows: list[list[Cell]] = [
+        [
+            row["client_id"],
+            *("" if row[wait] is None else f"{row[wait] / 1e3:,.1f}" for wait in waits),
+            " to ".join(str(row[name]) for name in ("first_step", "last_step")),
+        ]
+        for row in slowest.iter_rows(named=True)
+    ]
+    return Table(
+        title="Requests for which clients waited longest",
+        columns=["slowest", *waits, "in steps"],
+        rows=rows,
+    )
