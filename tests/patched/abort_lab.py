@@ -8,17 +8,14 @@ is back. Scenarios without a decoder hold on every release.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import random
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,16 +32,15 @@ from mooncake_world import (
     Code,
     MooncakeEngine,
     World,
-    block_ids,
-    pull_of,
     reports_failed_pulls,
+    set_timeout,
 )
-from variants import CONNECTOR, SCHEDULER, load, patch, patched_source
-from variants import block_ids as blocks_of_patch
-from vllm import envs
+from variants import CONNECTOR, SCHEDULER, block_ids, load, patch, patched_source
 
 from kvtax.engine.engine_process import serve
 
+# Until the blocks of a prefill come back that no decoder could use.
+SHORT_TIMEOUT_S = 10
 # How many empty responses to a pull come before those with content.
 CONTINUED = 20
 
@@ -53,11 +49,10 @@ class FakePrefiller:
     """Answers on a thread once `release()` was called; `kinds` are its engine ids.
 
     "mixed" reports each request as the first word of its transfer id says: ok, err, or
-    missing for not at all, in many responses in a row. "error" fails the whole pull,
-    "garbage" answers with no valid message, and "leaver" closes instead of answering.
+    missing for not at all, in many responses in a row. "error" fails the whole pull.
     """
 
-    kinds = ("mixed", "error", "garbage", "leaver")
+    kinds = ("mixed", "error")
 
     def __init__(self, module: ModuleType, worker) -> None:
         self._module = module
@@ -77,9 +72,6 @@ class FakePrefiller:
             while True:
                 identity, message = socket.recv_multipart()
                 self._released.wait()
-                if kind == "leaver":
-                    socket.close(linger=0)
-                    return
                 for answer in self._answers(kind, message):
                     socket.send_multipart((identity, answer))
         except zmq.ContextTerminated:
@@ -88,8 +80,6 @@ class FakePrefiller:
     def _answers(self, kind: str, message: bytes) -> list[bytes]:
         status = self._module.MooncakeXferResponseStatus
         response = self._module.MooncakeXferResponse
-        if kind == "garbage":
-            return [b"\xc1"]
         if kind == "error":
             return [msgspec.msgpack.encode(response(status.ERROR, err_msg="no luck"))]
         asked = self._decoder.decode(message).req_blocks
@@ -191,9 +181,7 @@ def pull_failed(world: World, outcome: Callable, abort: bool = False) -> Problem
             for number in range(2)
         ]
         good = [world.decode(f"ok-{number}", engine_id="mixed") for number in range(2)]
-        bad += [
-            world.decode("x", engine_id=kind) for kind in ("error", "garbage", "leaver")
-        ]
+        bad.append(world.decode("x", engine_id="error"))
         world.until(lambda: world.waiting_for_remote_kv(*good, *bad))
         if abort:
             world.abort(*good, *bad)
@@ -228,31 +216,6 @@ def fake_prefiller(world: World) -> Iterator[FakePrefiller]:
         yield prefiller
     finally:
         prefiller.close()
-
-
-def prefiller_late(world: World) -> Problems:
-    """A late prefiller may still write: the blocks are kept until it has answered."""
-    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = 1 - 60  # the decoder's is 60 s longer
-    with fake_prefiller(world) as prefiller:
-        late = [world.decode(f"ok-{number}", engine_id="mixed") for number in range(2)]
-        world.until(lambda: world.waiting_for_remote_kv(*late))
-        deadline = time.monotonic() + 2.5
-        while time.monotonic() < deadline:
-            world.step()
-        kept = world.known(late) == late
-        told = [world.fates[request].finish_reason for request in late]
-        prefiller.release()
-        problems = world.settle()
-    problems += must(kept, "blocks freed before the prefiller had answered")
-    if world.scheduler.recompute_kv_load_failures:
-        return problems + must(
-            all(recomputed(world, r) for r in late), "not recomputed"
-        )
-    return problems + must(told == ["error"] * 2, f"told {told} after the timeout")
-
-
-def prefiller_late_and_the_request_fails(world: World) -> Problems:
-    return prefiller_late(world)
 
 
 def prefiller_not_found(world: World) -> Problems:
@@ -304,102 +267,21 @@ def prefill_aborted_before_scheduled_while_decoder_waits(world: World) -> Proble
     return world.settle() + must(recomputed(world, waiting), "not recomputed")
 
 
-def decoders_ask_after_the_abort(world: World) -> Problems:
-    """The prefiller refuses them at once."""
-    world.abort(*(world.prefill(f"u{n}") for n in range(2)))
-    steps(world)
-    late = [world.decode(f"u{n}") for n in range(2)]
-    problems = world.settle()
-    left = world.worker.reqs_need_send
-    problems += must(not left, f"{len(left)} transfers not forgotten")
-    return problems + must(
-        all(recomputed(world, request) for request in late), "not recomputed"
-    )
-
-
-def aborts_are_remembered_for_a_while(world: World) -> Problems:
-    """By the patch alone: upstream's worker remembers none."""
-    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = 2
-    world.abort(world.prefill("nobody asks"))
-    world.until(lambda: "nobody asks" in world.worker.aborted_sends)
-    time.sleep(2.1)
-    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = LONG_TIMEOUT_S
-    world.abort(*(world.prefill(f"u{n}") for n in range(2)))
-    steps(world)
-    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = 2
-    world.abort(world.prefill("another"))
-    world.until(lambda: "another" in world.worker.aborted_sends)
-    remembered = set(world.worker.aborted_sends)
-    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = LONG_TIMEOUT_S
-    problems = world.settle()
-    return problems + must(
-        remembered == {"u0", "u1", "another"}, f"remembers {remembered}"
-    )
-
-
 def fewer_blocks_than_wanted(world: World) -> Problems:
     """Refusing one request does not end the transfer of the others."""
-    world.prefill("short", tokens=20)
-    world.prefill("enough")
-    world.until(lambda: all(fate.complete for fate in world.fates.values()))
+    set_timeout(SHORT_TIMEOUT_S)
+    short = world.prefill("short", tokens=20)
+    world.until(lambda: world.fates[short].complete)
+    steps(world)
+    set_timeout(LONG_TIMEOUT_S)
+    enough = world.prefill("enough")
+    world.until(lambda: world.fates[enough].complete)
     bad, good = world.decode("short"), world.decode("enough")
     problems = world.settle()
     problems += must(pulled(world, good), f"{world.fates[good]}: not pulled")
     return problems + must(
         recomputed(world, bad), f"{world.fates[bad]}: not recomputed"
     )
-
-
-def listener_ends_while_sending(world: World) -> Problems:
-    """A decoder that finds the port closed gives the blocks back after a second."""
-    send, ended = world.worker._send_blocks, []
-    begun = threading.Event()
-
-    def slow_send(*arguments):
-        begun.set()
-        time.sleep(3)
-        ended.append(send(*arguments))
-        return ended[0]
-
-    world.worker._send_blocks = slow_send
-    world.prefill("t")
-    decode = world.decode("t")
-    problems = must(world.until(begun.is_set), "nothing was sent")
-    port = f"tcp://{world.worker.hostname}:{world.worker.side_channel_port}"
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        # The listener takes messages of two frames; it fails at one of three.
-        stranger.connect(port)
-        stranger.send_multipart([b"", b""])
-        while world.known([decode]) and not ended:
-            world.step()
-    problems += must(bool(ended), "blocks given back while they were written")
-    return problems + world.settle() + must(pulled(world, decode), "not pulled")
-
-
-ANSWER_S = 60.0
-
-
-def ask(world: World, *transfer_ids: str) -> tuple[Future, list]:
-    """Pulls some blocks of each; the pull's end, and the answers as they come."""
-    worker, answers = world.worker, []
-    module = sys.modules[type(worker).__module__]
-
-    class Socket:
-        async def send_multipart(self, frames):
-            answers.append(worker._xfer_resp_decoder.decode(frames[1]))
-
-    wanted = {f"d-{name}": (name, block_ids(module, 1, 2)) for name in transfer_ids}
-    sending = worker.send_kv_to_decode(b"d", Socket(), pull_of(module, worker, wanted))
-    return asyncio.run_coroutine_threadsafe(sending, worker.sender_loop), answers
-
-
-def refused(world: World, asked: tuple[Future, list]) -> Problems:
-    """What is wrong with it: nothing may be sent, and the decoder is told in time."""
-    pull, answers = asked
-    problems = must(world.until(pull.done), "not answered")
-    pull.cancel()
-    sent = [request for answer in answers for request in answer.ok_reqs or ()]
-    return problems + must(not sent, f"sent {sent}")
 
 
 def steps(world: World) -> None:
@@ -417,36 +299,6 @@ def prefills_aborted_alone(world: World) -> Problems:
     problems = world.settle()
     left = world.worker.reqs_need_send
     return problems + must(not left, f"{len(left)} transfers not forgotten")
-
-
-def asked_for_before_the_abort(world: World) -> Problems:
-    """Of one prefill that was scheduled and one that was not."""
-    asked = ask(world, "s", "u")
-    scheduled = world.prefill("s", output_tokens=400)
-    steps(world)
-    world.abort(scheduled, world.prefill("u"))
-    return refused(world, asked) + world.settle()
-
-
-def asked_for_after_the_abort(world: World) -> Problems:
-    world.abort(world.prefill("t"))
-    steps(world)
-    return refused(world, ask(world, "t")) + world.settle()
-
-
-def asked_for_after_it_expired(world: World) -> Problems:
-    """As if the prefiller was stopped: the decoder may have given its blocks away."""
-    need_send = world.worker.reqs_need_send
-    world.prefill("t")
-    world.until(lambda: "t" in need_send and need_send["t"].ready.is_set())
-    expired = need_send["t"]
-    expired.expire_time = time.perf_counter() - 1
-    asked = ask(world, "t")
-    # No step meanwhile: it would drop what has expired before it is looked at.
-    deadline_s = time.monotonic() + ANSWER_S
-    while not (asked[0].done() or expired.sending) and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    return refused(world, asked) + world.settle()
 
 
 PACKAGE = Path(vllm.__file__).parent
@@ -493,7 +345,7 @@ def run(
 
 def needs_block(block: str, file: str = CONNECTOR) -> None:
     """Skip where the release needs no such block, or none has been made to fit it."""
-    if block not in blocks_of_patch(RACE, PACKAGE, file):
+    if block not in block_ids(RACE, PACKAGE, file):
         pytest.skip(f"the patch's block {block} is not for this release")
 
 

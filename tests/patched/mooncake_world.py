@@ -103,7 +103,7 @@ def report_method(module: ModuleType) -> str:
 def reports_failed_pulls(module: ModuleType) -> bool:
     """Whether a decoder tells the scheduler of requests that an answer calls failed."""
     # Upstream's form, and our patch's.
-    names = ("_handle_failed_recv", "process_failed_pulls")
+    names = ("_handle_failed_recv", "fail_pulls")
     return any(hasattr(module.MooncakeConnectorWorker, name) for name in names)
 
 

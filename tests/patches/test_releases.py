@@ -176,7 +176,6 @@ def test_a_failed_pull_is_for_0_18_and_the_rest_of_the_abort_race_for_all(releas
     groups = {spec.optional for spec in active}
     assert ("failed_pulls" in groups) == (release.version == "0.18.1")
     assert ("empty_pull" in groups) == (release.version < "0.32")
-    assert ("refused_by_name" in groups) == ("0.30" <= release.version < "0.33")
     assert {spec.id for spec in patch.blocks if not spec.optional} <= {
         spec.id for spec in active
     }

@@ -267,7 +267,7 @@ def test_a_scenario_with_a_problem_failed_and_shows_the_last_line_of_the_first()
     traceback = "Traceback:\n  ...\nAssertionError: a | b"
     outcomes = [
         abort.Outcome("nothing_fails", []),
-        abort.Outcome("asked_for_after_the_abort", [traceback, "more"]),
+        abort.Outcome("prefills_aborted_alone", [traceback, "more"]),
         abort.Outcome("storm_fail", ["x" * 200]),
     ]
     first, text = abort.report("0.33.0", outcomes, 30.0)
@@ -275,5 +275,5 @@ def test_a_scenario_with_a_problem_failed_and_shows_the_last_line_of_the_first()
     assert "within 30 s" in first
     passed, failed, long = text.splitlines()[2:]
     assert passed == "| nothing fails | passed |  |"
-    assert "asked for after the abort | failed | AssertionError: a \\| b |" in failed
+    assert "prefills aborted alone | failed | AssertionError: a \\| b |" in failed
     assert long.endswith("x… |") and len(long) < 130
