@@ -49,9 +49,10 @@ class _Connection:
         self.deadline_s = deadline_s
         self._sock = socket.create_connection(address, self._left_s())
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.seal: Seal | None = None
+        self.seal: Seal
 
     def greet(self, secret: bytes) -> None:
+        """Exchange nonces; what is sent before has no seal."""
         nonce = new_nonce()
         self.send(MAGIC + nonce)
         server_nonce = nonce_of(self.receive(GREETING_BYTES))
@@ -186,12 +187,12 @@ class Client:
             self._lock.release()
 
     def _connected(self, deadline_s: float, *, anew: bool) -> _Connection:
+        connection = self._connection
         if anew:
             self.close()
             self._connection = connection = _Connection(self._address, deadline_s)
             connection.greet(self._secret)
-            return connection
-        if (connection := self._connection) is None:
+        if connection is None:
             raise ConnectionError("not connected, say hello first")
         connection.deadline_s = deadline_s
         return connection

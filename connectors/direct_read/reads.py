@@ -145,9 +145,9 @@ def _begin(
     in_flight: dict[int, Run],
 ) -> bool:
     """Begin the next read; False if there is none or it cannot be begun."""
-    run, region = next(waiting, (None, None))
-    if run is None:
+    if (read := next(waiting, None)) is None:
         return False
+    run, region = read
     try:
         batch_id = engine.batch_transfer_async_read(
             session,

@@ -9,6 +9,8 @@ it is. A number that was not measured is null.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from kvtax.records.warning import RunWarning
@@ -23,7 +25,7 @@ class Table(msgspec.Struct, tag_field="kind", tag="table", kw_only=True):
     title: str
     note: str = ""
     columns: list[str]
-    rows: list[list[Cell]]
+    rows: Sequence[Sequence[Cell]]
     open: bool = True
     """Whether it is shown at once, or behind its title."""
 
