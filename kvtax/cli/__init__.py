@@ -95,7 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         from kvtax.report.render import visible
 
-        lines = map(visible, f"kvtax: {error}".split("\n"))
+        text = f"kvtax: {error}"
+        if "No usable temporary directory" in text:
+            text += "; set TMPDIR to a folder that may be written"
+        lines = map(visible, text.split("\n"))
         print("\n".join(lines), file=sys.stderr)
         return code
 

@@ -5,7 +5,9 @@
     kvtax run --fix mooncake_get_finished_short_circuit -- vllm serve ...
 
 The exit code is that of the command, which gets the signals that come here. Patches
-that do not fit are refused before it starts, with exit code 2.
+that do not fit are refused before it starts, with exit code 2, and so are commands
+that would shut them out (sudo, env -i, python -I). Where the command ends well and no
+process of it has imported a patched module, the exit code is 3.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtax import patcher
+from kvtax.cli import Exit
 from kvtax.config import ConfigError
 from kvtax.patcher import cli
 from kvtax.paths import CONFIGS
@@ -52,8 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="show what would be applied to which release, and run nothing; exit code "
-        "1 if a patch does not fit",
+        help="show what would be applied to which release, and run nothing",
     )
     parser.add_argument(
         "--python", help="the Python that has vLLM, where the command does not show it"
@@ -65,8 +67,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command, or check the patches; return the exit code."""
+    from kvtax.engine.command_python import require_environment
     from kvtax.proc.foreground import run_in_foreground
 
+    require_environment(arguments.command)
     try:
         plans = _plans(arguments)
     except (patcher.LockedError, patcher.ParameterError, patcher.UnfinishedError):
@@ -75,17 +79,35 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.check:
             raise
         print(f"does not fit: {error}")
-        return 1
+        return Exit.BAD_INPUT
     if arguments.check:
         _report(plans)
-        return 0
+        return Exit.GOOD
     for tree, patches, _ in plans:
         names = ", ".join(patch.name for patch in patches)
         print(f"kvtax: {cli.title(tree)} gets {names}", file=sys.stderr, flush=True)
     overlay = Path(tempfile.mkdtemp(prefix="kvtax-run-"))
+    overlay.chmod(0o755)  # the command may become another user
     patcher.write_overlay(overlay, plans)
     env = _environment(overlay, arguments.records)
-    return run_in_foreground(arguments.command, env, overlay)
+    return run_in_foreground(
+        arguments.command, env, overlay, lambda code: _check_imports(overlay, code)
+    )
+
+
+def _check_imports(overlay: Path, code: int) -> int:
+    """Print which patched modules no process imported; return the exit code."""
+    never, is_all = patcher.never_imported(overlay)
+    if never:
+        print(f"kvtax: never imported: {', '.join(never)}", file=sys.stderr)
+    if not is_all:
+        return code
+    print(
+        "kvtax: so nothing was patched: the command imports none of these, or starts "
+        "Python elsewhere or with another environment",
+        file=sys.stderr,
+    )
+    return code or Exit.NOT_MEASURED
 
 
 def _plans(arguments: argparse.Namespace) -> list[patcher.ImportPlan]:
@@ -105,8 +127,8 @@ def _plans(arguments: argparse.Namespace) -> list[patcher.ImportPlan]:
 
 
 def _environment(overlay: Path, records: Path | None) -> dict[str, str]:
-    path = [str(overlay), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    behind = os.environ.get("PYTHONPATH", "")
+    env = os.environ | {"PYTHONPATH": patcher.python_path(overlay, behind)}
     if records:
         records.mkdir(parents=True, exist_ok=True)
         env["KVTAX_STEP_RECORDS_DIR"] = str(records.absolute())

@@ -7,14 +7,23 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtax.engine.errors import InstallationError
 
-_PYTHON = re.compile(r"python(3(\.\d+)?)?$")
+_PYTHON = re.compile(r"python(3(\.\d+)?)?t?$")
+_SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "ash"}
+# Programs that start others elsewhere, or without PYTHONPATH.
+_ELSEWHERE = {"sudo", "doas", "pkexec", "ssh", "docker", "podman", "nerdctl", "kubectl"}
+_LOGINS = {"su", "runuser"}  # with one of these options
+_LOGIN_OPTIONS = {"-", "-l", "--login"}
+_DATA_PARALLEL = ("--data-parallel-backend", "-dpb")
 # As a script or `-m` would have it, sys.path begins with a folder of its own.
 _FOLDER = """
 import importlib.util, os, sys
@@ -69,10 +78,88 @@ def python_of(command: Sequence[str], named: str | None = None) -> CommandPython
     )
 
 
+class _Arguments(NamedTuple):
+    """Arguments of an interpreter: its flags that shut us out, and its script."""
+
+    isolating: str
+    script: str
+
+
+def _python_arguments(words: Sequence[str]) -> _Arguments:
+    """Read the arguments as Python does; what follows -c or -m is no script."""
+    isolating = ""
+    rest = iter(words)
+    for word in rest:
+        if word == "--check-hash-based-pycs":
+            next(rest, "")
+        elif word == "-" or not word.startswith("-"):
+            return _Arguments(isolating, word)
+        elif not word.startswith("--"):
+            flags = re.match(r"-([^cmWX]*)([cmWX]?)(.*)", word, re.S)
+            assert flags
+            isolating += "".join(flag for flag in flags[1] if flag in "IES")
+            if flags[2] in ("c", "m") and flags[2]:
+                break
+            if flags[2] and not flags[3]:
+                next(rest, "")
+    return _Arguments(isolating, "")
+
+
 def _first_folder(arguments: Sequence[str]) -> str:
     """Folder of the script that an interpreter is to run, or the working directory."""
-    script = next((word for word in arguments if not word.startswith("-")), "")
+    script = _python_arguments(arguments).script
     return str(Path(script).resolve().parent) if Path(script).is_file() else os.getcwd()
+
+
+def require_environment(command: Sequence[str]) -> None:
+    """Refuse a command that does not hand PYTHONPATH on to its Python.
+
+    Raises InstallationError.
+    """
+    for why in _shut_out(command):
+        raise InstallationError(
+            f"{shlex.join(command)!r}: {why}, so vLLM would not be patched"
+        )
+
+
+def _shut_out(words: Sequence[str]) -> Iterator[str]:
+    """Yield each reason why PYTHONPATH gets lost on the way that the words show."""
+    is_started = False
+    for index, word in enumerate(words):
+        name, rest = Path(word).name, words[index + 1 :]
+        if python := _interpreter(word, rest):
+            is_started = True
+            if flags := _python_arguments(python[1:]).isolating:
+                yield f"{Path(python[0]).name} -{flags} reads no PYTHONPATH"
+        elif is_started:
+            continue
+        elif name in _ELSEWHERE or (name in _LOGINS and _LOGIN_OPTIONS & {*rest}):
+            yield f"{name} starts it without PYTHONPATH; put kvtax run behind {name}"
+        elif name == "env":
+            yield from _lost_by_env(rest)
+        elif name in _SHELLS:
+            yield from _shut_out(_shell_script(rest))
+        elif name == "ray" and rest[:1] == ["job"]:
+            yield "ray job starts it in a cluster; put kvtax run into the job"
+    backends = _values(words, "--distributed-executor-backend", *_DATA_PARALLEL)
+    if "ray" in backends and (cluster := _ray_cluster(words)):
+        yield (
+            f"its workers are those of the Ray cluster at {cluster}, which runs "
+            "already; patch the files of its hosts with kvtax patch"
+        )
+
+
+def _interpreter(word: str, rest: Sequence[str]) -> Sequence[str]:
+    """Return the Python that a word starts, by name or as a script, and arguments."""
+    started = [word, *rest]
+    if not _PYTHON.match(Path(word).name):
+        program = shutil.which(word)
+        is_readable = program and os.access(program, os.R_OK)
+        started = [*_shebang_words(program)] if program and is_readable else []
+    for index, name in enumerate(started):
+        if _PYTHON.match(Path(name).name):
+            return started[index:]
+    return ()
 
 
 def _shebang_words(program: str) -> Iterator[str]:
@@ -86,3 +173,63 @@ def _shebang_words(program: str) -> Iterator[str]:
             yield from shlex.split(line)
         except ValueError:  # a quote that ends on another line
             yield from line.split()
+
+
+def _lost_by_env(words: Sequence[str]) -> Iterator[str]:
+    """Yield why `env` with these arguments does not hand PYTHONPATH on."""
+    rest = iter(words)
+    for word in rest:
+        if word in ("-", "-i", "--ignore-environment"):
+            yield f"env {word} starts it with no PYTHONPATH"
+        elif word.startswith("PYTHONPATH="):
+            yield "env sets another PYTHONPATH; set it before kvtax run"
+        elif word in ("-u", "--unset", "-C", "--chdir"):
+            if next(rest, "") == "PYTHONPATH" and word in ("-u", "--unset"):
+                yield "env takes PYTHONPATH away"
+        elif word in ("-uPYTHONPATH", "--unset=PYTHONPATH"):
+            yield "env takes PYTHONPATH away"
+        elif word in ("-S", "--split-string"):
+            yield from _shut_out(["env", *_split(next(rest, ""))])
+        elif not word.startswith("-") and "=" not in word:
+            return
+
+
+def _shell_script(words: Sequence[str]) -> list[str]:
+    """Return the words that a shell is to run after -c."""
+    for index, word in enumerate(words):
+        if re.fullmatch(r"-\w*c", word):
+            return _split("".join(words[index + 1 : index + 2]))
+        if not word.startswith("-"):
+            break
+    return []
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(re.sub(r"[;&|]+", " ; ", text))
+    except ValueError:
+        return text.split()
+
+
+def _values(words: Sequence[str], *options: str) -> set[str]:
+    following = {value for option, value in pairwise(words) if option in options}
+    joined = (word.partition("=") for word in words)
+    return following | {value for option, _, value in joined if option in options}
+
+
+def _ray_cluster(words: Sequence[str]) -> str:
+    """Return the address of a Ray cluster that the command would join, if it would."""
+    given = _values(words, "RAY_ADDRESS") | {os.environ.get("RAY_ADDRESS", "")}
+    current = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    if current.is_file() and _answers(address := current.read_text().strip()):
+        given.add(address)
+    return next(iter(given - {"", "local"}), "")
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except (OSError, ValueError):
+        return False
+    return True

@@ -11,7 +11,13 @@ Or apply them to modules as they are imported, the tree untouched: at_import.py.
 Standard library only. A refusal is a BlockPatchError and leaves the tree untouched.
 """
 
-from .at_import import ImportPlan, plan_imports, write_overlay
+from .at_import import (
+    ImportPlan,
+    never_imported,
+    plan_imports,
+    python_path,
+    write_overlay,
+)
 from .choice import active_blocks
 from .engine import PatchStatus, apply, check, diff, revert, status
 from .errors import (
@@ -63,9 +69,11 @@ __all__ = [
     "load_releases",
     "load_sets",
     "locate",
+    "never_imported",
     "patch_hash",
     "pending",
     "plan_imports",
+    "python_path",
     "revert",
     "select",
     "settle",

@@ -2,7 +2,8 @@
 """Apply patches to modules as they are imported; the package's files stay untouched.
 
     plans = plan_imports(patches, parameters, tree_of)
-    write_overlay(folder, plans)             # folder goes onto PYTHONPATH
+    write_overlay(folder, plans)
+    env["PYTHONPATH"] = python_path(folder, behind=env.get("PYTHONPATH", ""))
 
 The plan is that of `apply`: the same anchors, the same refusals, the same text. It is
 made once and written to an overlay, from which every process below takes its modules
@@ -10,6 +11,7 @@ made once and written to an overlay, from which every process below takes its mo
 """
 
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -48,9 +50,16 @@ def plan_imports(
 
 
 def write_overlay(folder: Path, plans: Iterable[ImportPlan]) -> None:
-    """Write the planned modules and their finder into `folder`, for PYTHONPATH."""
+    """Write the planned modules and their finder into `folder`."""
+    (folder / import_finder.STAND_INS).mkdir(parents=True)
+    (folder / import_finder.IMPORTED).mkdir()
+    (folder / import_finder.IMPORTED).chmod(0o1777)  # whoever runs the processes
     lines = []
+    copies = [folder / "sitecustomize.py"]
     for tree, _, plan in plans:
+        stand_in = folder / import_finder.STAND_INS / tree.package
+        stand_in.mkdir()
+        copies.append(stand_in / "__init__.py")
         for change in plan.changes:
             if change.new is not None:
                 source = Path(SOURCES, tree.package, change.path)
@@ -59,7 +68,23 @@ def write_overlay(folder: Path, plans: Iterable[ImportPlan]) -> None:
                 name = _module_name(tree.package, change.path)
                 lines.append(f"{name} {_sha256(change)} {source}\n")
     (folder / import_finder.MODULES).write_text("".join(lines))
-    shutil.copyfile(import_finder.__file__, folder / "sitecustomize.py")
+    for copy in copies:
+        shutil.copyfile(import_finder.__file__, copy)
+
+
+def python_path(folder: Path, behind: str = "") -> str:
+    """Return the PYTHONPATH that has the overlay in `folder`, and `behind` it."""
+    places = [str(folder), str(folder / import_finder.STAND_INS), behind]
+    return os.pathsep.join(filter(None, places))
+
+
+def never_imported(folder: Path) -> tuple[list[str], bool]:
+    """List the replaced modules that no process has imported; say if none has any."""
+    lines = (folder / import_finder.MODULES).read_text().splitlines()
+    modules = {name: sha256 for name, sha256, _ in map(str.split, lines)}
+    imported = {path.name for path in (folder / import_finder.IMPORTED).iterdir()}
+    never = [name for name, of in modules.items() if of != import_finder.ADDED]
+    return [name for name in never if name not in imported], not imported
 
 
 def _sha256(change: Change) -> str:

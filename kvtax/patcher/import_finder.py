@@ -3,9 +3,13 @@
 
 A copy of this file is the `sitecustomize.py` of an overlay, a folder that
 kvtax.patcher.at_import writes; with the overlay on PYTHONPATH every Python process runs
-it at its start. It needs only the standard library, Python >= 3.10, and nothing of
-kvtax. Most of those processes import nothing patched, so modules that take milliseconds
-to import (json, collections, importlib.util) are imported where they are needed.
+it at its start. Where another sitecustomize comes first and runs no other, the copies
+in the overlay's STAND_INS, which is on PYTHONPATH as well, are found in place of the
+packages, and each installs the finder and then imports the package itself.
+
+It needs only the standard library, Python >= 3.10, and nothing of kvtax. Most of those
+processes import nothing patched, so modules that take milliseconds to import (json,
+collections, importlib.util) are imported where they are needed.
 
 A patched module has the name, `__file__` and package data of the module that it
 replaces. Its code comes from the overlay's source file, which tracebacks and `inspect`
@@ -14,6 +18,7 @@ show.
 
 from __future__ import annotations
 
+import _thread
 import marshal
 import os
 import sys
@@ -28,6 +33,10 @@ if TYPE_CHECKING:
 # and the patched source, a path from the overlay's folder.
 MODULES = "patched_modules.txt"
 ADDED = "-"
+# A folder for an empty file for each patched module that a process has imported.
+IMPORTED = "imported"
+# A folder with a package for each patched one, of its name.
+STAND_INS = "stand-ins"
 
 
 class RefusedError(RuntimeError):
@@ -38,30 +47,32 @@ class RefusedError(RuntimeError):
 
 
 class PatchedLoader(SourceFileLoader):
-    """Loads the source file `patched` as the module whose own file is `path`."""
+    """Loads the source file `patched` of the overlay in `folder` as the module whose
+    own file is `path`."""
 
-    def __init__(self, name: str, path: str, patched: str) -> None:
+    def __init__(self, name: str, path: str, folder: str, patched: str) -> None:
         super().__init__(name, path)
+        self.folder = folder
         self.patched = patched
+        tag = f"{sys.implementation.cache_tag}-{sys.flags.optimize}"
+        self.cached = f"{patched}.{tag}.code"
 
     def get_code(self, fullname: str) -> CodeType:
         """Read the code from the overlay's cache, or compile the source into it.
 
         The cache is written under `python -B` too, as the overlay belongs to one run.
         """
-        tag = f"{sys.implementation.cache_tag}-{sys.flags.optimize}"
-        cache = f"{self.patched}.{tag}.code"
         try:
-            with open(cache, "rb") as file:
+            with open(self.cached, "rb") as file:
                 code: CodeType = marshal.loads(file.read())
             return code
         except (OSError, ValueError, EOFError, TypeError):
             code = self.source_to_code(self.get_data(self.patched), self.patched)
         try:
-            part = f"{cache}.{os.getpid()}"
+            part = f"{self.cached}.{os.getpid()}"
             with open(part, "wb") as file:
                 file.write(marshal.dumps(code))
-            os.replace(part, cache)
+            os.replace(part, self.cached)
         except OSError:  # a full disk, or another user's overlay
             pass
         return code
@@ -80,17 +91,25 @@ class PatchedLoader(SourceFileLoader):
         lines = text.splitlines(keepends=True)
         # Without a modification time the entry is never compared with the file.
         linecache.cache[self.path] = (len(text), None, lines, self.path)
+        try:
+            mark = os.path.join(self.folder, IMPORTED, module.__name__)
+            os.close(os.open(mark, os.O_CREAT | os.O_WRONLY, 0o666))
+        except OSError:  # another user's overlay
+            pass
         super().exec_module(module)
 
 
 class PatchedFinder:
-    """Finds the modules of the overlay in `folder`, before all other finders."""
+    """Finds the modules of the overlay in `folder`, before the finder of files."""
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self.folder = folder
+        # Other finders may ask for a spec in turn, which comes back here.
+        self._busy: set[tuple[str, int]] = set()
         with open(os.path.join(folder, MODULES), encoding="utf-8") as file:
             lines = (line.split() for line in file)
             self._modules = {name: (sha256, path) for name, sha256, path in lines}
+        self._packages = {name.partition(".")[0] for name in self._modules}
 
     def find_spec(
         self,
@@ -99,13 +118,31 @@ class PatchedFinder:
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         """Find a patched module. Raises RefusedError if its own file is another now."""
-        if fullname not in self._modules:
+        if fullname not in self._modules and fullname not in self._packages:
             return None
+        call = fullname, _thread.get_ident()
+        if call in self._busy:
+            return None
+        self._busy.add(call)
+        try:
+            own = self._own_spec(fullname, path, target)
+            return (
+                self._patched_spec(fullname, own) if fullname in self._modules else own
+            )
+        finally:
+            self._busy.discard(call)
+
+    def _patched_spec(self, fullname: str, own: ModuleSpec | None) -> ModuleSpec | None:
         import importlib.util
 
         sha256, source = self._modules[fullname]
-        own = self._own_spec(fullname, path, target)
-        patched = os.path.join(self._folder, source)
+        patched = os.path.join(self.folder, source)
+        folder = getattr(own and own.loader, "folder", self.folder)
+        if own is not None and folder != self.folder:
+            raise RefusedError(
+                f"{own.origin} is patched by another kvtax run around this one; name "
+                "all patches in one of the two"
+            )
         if sha256 == ADDED:
             # A module of an added package is found in the overlay itself.
             if own is not None and own.origin != patched:
@@ -113,31 +150,29 @@ class PatchedFinder:
                     f"{own.origin}: a patch adds this module, and the package has one "
                     "of its own now; start again with kvtax run"
                 )
-            loader = PatchedLoader(fullname, patched, patched)
+            loader = PatchedLoader(fullname, patched, self.folder, patched)
             return importlib.util.spec_from_file_location(
                 fullname, patched, loader=loader
             )
         if own is None or own.origin is None:
             return None
-        if hasattr(own.loader, "patched"):
-            raise RefusedError(
-                f"{own.origin} is patched by another kvtax run around this one; name "
-                "all patches in one of the two"
-            )
         _require(own.origin, sha256)
+        loader = PatchedLoader(fullname, own.origin, self.folder, patched)
         spec = importlib.util.spec_from_file_location(
             fullname,
             own.origin,
-            loader=PatchedLoader(fullname, own.origin, patched),
+            loader=loader,
             submodule_search_locations=own.submodule_search_locations,
         )
         if spec is not None:
-            spec.cached = None  # the bytecode there is that of the own file
+            spec.cached = loader.cached
         return spec
 
     def _own_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
+        if path is None:
+            path = _without_stand_ins(self.folder)
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
@@ -158,11 +193,27 @@ def _require(file: str, sha256: str) -> None:
             )
 
 
-def install(folder: str) -> PatchedFinder:
-    """Import the patched modules of the overlay in `folder` from now on."""
-    finder = PatchedFinder(folder)
-    sys.meta_path.insert(0, finder)
-    return finder
+def _without_stand_ins(folder: str) -> list[str]:
+    return [place for place in sys.path if place != os.path.join(folder, STAND_INS)]
+
+
+def install(folder: str) -> None:
+    """Import the patched modules of the overlay in `folder` from now on.
+
+    Finders that hand on to others, as those of import hooks do, stay in front.
+    """
+    first = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else 0
+    sys.meta_path.insert(first, PatchedFinder(folder))
+
+
+def _import_own(name: str, folder: str) -> None:
+    """Import the package that this module stands in for."""
+    if any(getattr(finder, "folder", "") == folder for finder in sys.meta_path):
+        sys.path[:] = _without_stand_ins(folder)
+    else:
+        install(folder)
+    del sys.modules[name]
+    __import__(name)
 
 
 def _run_hidden_sitecustomize(folder: str) -> None:
@@ -177,6 +228,10 @@ def _run_hidden_sitecustomize(folder: str) -> None:
         spec.loader.exec_module(module)
 
 
+_folder = os.path.dirname(os.path.abspath(__file__))
+_stand_ins = os.path.dirname(_folder)
 if __name__ == "sitecustomize":
-    install(os.path.dirname(__file__))
-    _run_hidden_sitecustomize(os.path.dirname(__file__))
+    install(_folder)
+    _run_hidden_sitecustomize(_folder)
+elif os.path.basename(_stand_ins) == STAND_INS:
+    _import_own(__name__, os.path.dirname(_stand_ins))

@@ -31,11 +31,17 @@ from kvtax.signals import SIGNALS
 FORWARDED = (*SIGNALS, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def run_in_foreground(command: Sequence[str], env: dict[str, str], own: Path) -> int:
+def run_in_foreground(
+    command: Sequence[str],
+    env: dict[str, str],
+    own: Path,
+    look: Callable[[int], int] = lambda code: code,
+) -> int:
     """Run `command` and return its exit code as a shell does; remove the folder `own`.
 
-    Signals that would end this process go to the command, which has a session of its
-    own: Ctrl-C reaches it once.
+    Before that, `look` may look at the folder and return another exit code. Signals
+    that would end this process go to the command, which has a session of its own:
+    Ctrl-C reaches it once.
     """
     adopt_orphans()
     owner, ours = os.pipe()
@@ -49,8 +55,10 @@ def run_in_foreground(command: Sequence[str], env: dict[str, str], own: Path) ->
     _, status = os.waitpid(supervisor, 0)
     # Only a supervisor that was killed leaves anything.
     signal_all(descendants(os.getpid()), signal.SIGKILL)
-    shutil.rmtree(own, ignore_errors=True)
-    return _exit_code(os.waitstatus_to_exitcode(status))
+    try:
+        return look(_exit_code(os.waitstatus_to_exitcode(status)))
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def _end_with(work: Callable[[], int]) -> NoReturn:
@@ -71,14 +79,16 @@ def _supervise(
     """Run the command until it has ended or `owner` is closed; leave nothing."""
     adopt_orphans()
     process = subprocess.Popen(command, env=env, preexec_fn=begin_child)
+    ended: list[int] = []
     try:
         _forward_signals(process.pid)
-        select.select([owner, os.pidfd_open(process.pid)], [], [])
+        ended, _, _ = select.select([owner, os.pidfd_open(process.pid)], [], [])
     finally:
         for number in FORWARDED:
             signal.signal(number, signal.SIG_IGN)
         stop_tree(process)
-        shutil.rmtree(own, ignore_errors=True)
+        if owner in ended:
+            shutil.rmtree(own, ignore_errors=True)
     return _exit_code(process.wait())
 
 

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import os
+import shlex
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvtax.engine.command_python import python_of
+from kvtax.engine.command_python import python_of, require_environment
 from kvtax.engine.errors import InstallationError
 
 TRAMPOLINE = """#!/bin/sh
@@ -76,3 +78,76 @@ def test_a_package_in_the_working_directory_is_that_of_a_module_alone(
     assert as_module == tmp_path / "checkout" / "demo"
     with pytest.raises(InstallationError, match="package nothing is not installed"):
         python_of(["plain"]).package("nothing")
+
+
+def test_what_follows_an_option_is_no_script(scripts):
+    for options in (["-c", "x" * 5000], ["-m", "plain"], ["-W", "plain", "-c", "1"]):
+        assert python_of(["python3", *options]).folder == os.getcwd()
+    script = str(scripts / "plain")
+    for options in (["-u"], ["-X", "dev"], ["-Wd", "-Xdev"], ["-W", "error", "-bb"]):
+        assert python_of(["python3", *options, script]).folder == str(scripts)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("python3 -I serve.py", "python3 -I reads no PYTHONPATH"),
+        ("python3 -uE -m vllm", "python3 -E reads"),
+        ("nice -n 5 python3 -X dev -sS serve.py", "python3 -S reads"),
+        ("plain python3 -I serve.py", "python3 -I reads"),
+        ("isolated serve", "python3 -I reads"),
+        ("env -i python3 serve.py", "env -i starts"),
+        ("env X=1 - plain", "env - starts"),
+        ("env -u PYTHONPATH plain", "env takes PYTHONPATH away"),
+        ("env --unset=PYTHONPATH plain", "env takes PYTHONPATH away"),
+        ("env X=1 PYTHONPATH=/x plain", "env sets another PYTHONPATH"),
+        ("env -S 'python3 -I' serve.py", "python3 -I reads"),
+        ("sudo -E plain serve", "put kvtax run behind sudo"),
+        ("nohup sudo plain", "put kvtax run behind sudo"),
+        ("su - nobody -c plain", "put kvtax run behind su"),
+        ("docker run vllm/vllm-openai", "put kvtax run behind docker"),
+        ("ray job submit -- plain", "ray job starts"),
+        ("bash -lc 'cd /x && exec python3 -E serve.py'", "python3 -E reads"),
+        ("sh -c 'env -i plain'", "env -i starts"),
+    ],
+)
+def test_a_command_that_loses_pythonpath_is_refused(scripts, command, why):
+    (scripts / "isolated").write_text("#!/usr/bin/env -S python3 -I\n")
+    (scripts / "isolated").chmod(0o755)
+    with pytest.raises(InstallationError, match=f"{why}.*would not be patched"):
+        require_environment(shlex.split(command))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plain serve --served-model-name sudo --name env -i",
+        "python3 -X importtime -W error -m vllm -I -E",
+        "python3 -c 'import os' -S",
+        "env X=1 -u Y nice plain",
+        "su nobody -c plain",
+        "bash -c 'export X=1; plain serve'",
+        "plain --distributed-executor-backend ray",
+        "no-such-program",
+    ],
+)
+def test_a_command_that_hands_pythonpath_on_is_not(scripts, command, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(scripts))
+    require_environment(shlex.split(command))
+
+
+def test_a_ray_cluster_that_runs_already_is_refused(scripts, monkeypatch):
+    command = ["plain", "serve", "--distributed-executor-backend=ray"]
+    monkeypatch.setenv("RAY_TMPDIR", str(scripts))
+    (scripts / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (scripts / "ray" / "ray_current_cluster").write_text(address)
+        with pytest.raises(InstallationError, match=f"Ray cluster at {address}"):
+            require_environment(command)
+    require_environment(command)  # what a killed one has left
+    with pytest.raises(InstallationError, match="Ray cluster at head:6379"):
+        require_environment(["env", "RAY_ADDRESS=head:6379", *command])
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(InstallationError, match="Ray cluster at auto"):
+        require_environment(command)

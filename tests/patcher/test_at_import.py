@@ -18,7 +18,9 @@ from kvtax.patcher import (
     Tree,
     apply,
     check,
+    never_imported,
     plan_imports,
+    python_path,
     write_overlay,
 )
 from tests.patcher.patchlab import RECORDS, block, make_patch, make_tree, snapshot
@@ -31,6 +33,8 @@ RAISES = "raise ValueError('from the patch')"
 
 class Site:
     """A folder with the package `demo`, a patch of it and the patch's overlay."""
+
+    hidden: Path | None = None  # what comes before the overlay on PYTHONPATH
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,7 +60,8 @@ class Site:
         **options,
     ) -> subprocess.CompletedProcess[str]:
         """Run a script that finds the overlay and, behind it, the package."""
-        path = f"{overlay or self.overlay}{os.pathsep}{self.tree.root.parent}"
+        path = python_path(overlay or self.overlay, str(self.tree.root.parent))
+        path = os.pathsep.join(map(str, filter(None, [self.hidden, path])))
         return subprocess.run(
             [python, *flags, "-c", textwrap.dedent(script)],
             env=os.environ | {"PYTHONPATH": path},
@@ -222,9 +227,8 @@ def test_a_package_that_has_the_added_module_by_now_is_refused(site):
 
 
 def test_a_module_that_two_overlays_patch_is_refused(site):
-    other = overlay_of(site.folder / "other", site.tree, site.patch)
-    both = f"{site.overlay}{os.pathsep}{other}"
-    done = site.run("import demo.v1.bom", overlay=both)
+    site.hidden = overlay_of(site.folder / "other", site.tree, site.patch)
+    done = site.run("import demo.v1.bom")
     assert "name all patches in one of the two" in done.stderr
 
 
@@ -280,3 +284,74 @@ def test_a_process_without_patched_modules_imports_next_to_nothing(site):
         *("importlib", "importlib._bootstrap", "importlib._bootstrap_external"),
         *("importlib.machinery", "sitecustomize", "warnings", "__future__"),
     }
+
+
+DELEGATING = """
+import importlib.util, sys
+class Delegating:
+    busy = set()
+    def find_spec(self, name, path=None, target=None):
+        if name in self.busy:
+            return None
+        self.busy.add(name)
+        try:
+            return importlib.util.find_spec(name)
+        finally:
+            self.busy.discard(name)
+sys.meta_path.insert({place}, Delegating())
+from demo.v1.bom import patched
+from demo.v1.more import inner
+print(patched, inner.INNER)
+"""
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 99])
+def test_a_finder_that_asks_all_finders_for_the_spec_does_no_harm(site, place):
+    """Import hooks of wrapt, New Relic and Datadog do so."""
+    assert site.printed(DELEGATING.format(place=place)) == ["True 1"]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_sitecustomize_in_front_that_runs_no_other_does_no_harm(site, method):
+    """OpenTelemetry's does so."""
+    site.hidden = site.folder / "first"
+    site.hidden.mkdir()
+    (site.hidden / "sitecustomize.py").write_text("print('theirs')\n")
+    script = (
+        "from demo.v1 import bom, more; import demo; print(bom.patched, demo.__file__)"
+    )
+    assert site.printed(script) == ["theirs", f"True {site.tree.root}/__init__.py"]
+    by_name = "import runpy; print(runpy.run_module('demo.v1.bom')['patched'])"
+    assert site.printed(by_name) == ["theirs", "True"]
+    child = site.folder / "child.py"
+    child.write_text(
+        "def work():\n    from demo.v1 import bom\n    print(bom.patched)\n"
+    )
+    script = f"""
+    import multiprocessing, sys
+    import demo.v1.bom
+    sys.path.insert(0, {str(site.folder)!r})
+    from child import work
+    if __name__ == "__main__":
+        process = multiprocessing.get_context({method!r}).Process(target=work)
+        process.start()
+        process.join()
+    """
+    assert site.printed(script)[-1] == "True"
+
+
+def test_it_is_known_which_patched_modules_were_imported(site):
+    whole = ["demo.scheduler", "demo.v1", "demo.v1.bom"]
+    assert never_imported(site.overlay) == (whole, True)
+    site.printed("import demo")
+    assert never_imported(site.overlay) == (whole, True)
+    site.printed("import demo.v1.more")
+    assert never_imported(site.overlay) == (["demo.scheduler", "demo.v1.bom"], False)
+    site.printed("import demo.scheduler, demo.v1.bom")
+    assert never_imported(site.overlay) == ([], False)
+
+
+def test_the_bytecode_that_a_module_names_is_its_own(site):
+    script = "from demo.v1 import bom; print(bom.__cached__, bom.__spec__.cached)"
+    (cached,) = {*site.printed(script)[0].split()}
+    assert Path(cached).is_relative_to(site.overlay) and Path(cached).exists()
