@@ -2,6 +2,7 @@
 """The promises: patches come and go in any order, and leave no trace."""
 
 import itertools
+import json
 import os
 import py_compile
 from pathlib import Path
@@ -392,3 +393,55 @@ def test_overlaps_are_refused_in_either_order(tree, tmp_path):
         with pytest.raises(ConflictError):
             apply(tree, [outer, patch])
     assert snapshot(tree.root) == shot
+
+
+# By commit, the files (as Latin-1) that an earlier version of kvtax changed or added
+# when it applied alpha, beta, gamma and delta.
+TREES = json.loads(Path(__file__).with_name("earlier_trees.json").read_text())
+APPLIED = ["alpha", "beta", "delta", "gamma"]
+
+
+@pytest.fixture(params=TREES)
+def earlier(request, tree):
+    """The tree of an earlier version, and what it was before that."""
+    before = snapshot(tree.root)
+    for path, text in TREES[request.param].items():
+        place = tree.root / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(text.encode("latin-1"))
+    return tree, before
+
+
+def test_all_patches_are_seen_and_come_out_in_any_order(earlier):
+    tree, before = earlier
+    patched = {path: content for path, (_, content) in snapshot(tree.root).items()}
+    assert {name: found.state for name, found in status(tree).items()} == dict.fromkeys(
+        APPLIED, "applied"
+    )
+    for order in itertools.permutations(APPLIED):
+        for count, name in enumerate(order, 1):
+            assert set(revert(tree, [name]).left) == set(order[count:])
+        assert snapshot(tree.root) == before
+        for path, content in patched.items():
+            if content is None:
+                (tree.root / path).mkdir(exist_ok=True)
+            else:
+                (tree.root / path).write_bytes(content)
+
+
+def test_to_apply_again_brings_a_tree_up_to_date(earlier, patches):
+    tree, before = earlier
+    chosen = [patches[name] for name in APPLIED]
+    apply(tree, chosen)
+    text = b"".join(content or b"" for _, content in snapshot(tree.root).values())
+    assert b"sha256:" not in text and b"order=" not in text
+    assert check(tree, chosen).changes == ()
+    revert(tree, APPLIED)
+    assert snapshot(tree.root) == before
+
+
+def test_an_edit_of_an_earlier_block_is_seen(earlier, patches):
+    tree, _ = earlier
+    place = tree.root / "scheduler.py"
+    place.write_bytes(place.read_bytes().replace(b"alpha_out = 4", b"alpha_out = 5"))
+    assert status(tree, patches.values())["alpha"].state == "edited"
