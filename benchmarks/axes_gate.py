@@ -17,12 +17,12 @@ import msgspec
 
 from benchmarks.results import NotMeasured, publish
 from kvtax.axes.cell import measure
-from kvtax.axes.limits import no_worse
 from kvtax.engine.connector import Connector, load_connector
 from kvtax.engine.releases import release
 from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report.markdown import table
+from kvtax.verdict.limits import check_since
 
 # Configs of configs/connectors/, and their copies in axes_gate_connectors.py.
 CONNECTORS = {
@@ -77,7 +77,7 @@ def _cell(name: str, connector: Connector, version: str) -> CellRecord:
 
 
 def _judged(cell: CellRecord, old: CellRecord) -> dict[str, Any]:
-    broken = [check.what for check in no_worse(cell, old, "before") if check.fails]
+    broken = [check.what for check in check_since(cell, old, "before") if check.fails]
     axes = {axis for axis in cell.levels for what in broken if f"along {axis}," in what}
     return {"broken": sorted(axes), "what": broken, "wall_s": cell.wall_s}
 

@@ -213,7 +213,7 @@ def test_completion_lists_subcommands_and_their_options(tmp_path):
     assert Path(answers).read_text().split() == ["--perfetto"]
 
 
-AXES = '[axes.running]\norder = { connector = "constant" }\n'
+AXES = '[axes.running]\nshape = { connector = "flat" }\n'
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from typing import cast
 import msgspec
 import polars as pl
 
-from kvtax.axes.axes import AXES, GIVEN
+from kvtax.axes import GIVEN
 from kvtax.engine import provenance
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Connector
@@ -31,6 +31,7 @@ from kvtax.records.life import only_life
 from kvtax.records.observatory_cell import CellRecord, Passes
 from kvtax.steps.life import whole_steps
 from kvtax.steps.parts import method_columns, step_parts
+from kvtax.verdict.axes import AXES
 
 # Every second pass goes down the levels, so that a drift of the machine falls out.
 PASSES, FEWEST_PASSES = 9, 6

@@ -13,11 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtax.axes.axes import AXES
 from kvtax.axes.cell import measure, reason
-from kvtax.axes.fit import growth, steepest
-from kvtax.axes.limits import ALL, check_all, no_worse
-from kvtax.axes.page import verdict
 from kvtax.config import ConfigError
 from kvtax.engine.connector import Connector
 from kvtax.engine.errors import InstallationError
@@ -30,7 +26,8 @@ from kvtax.records.files import read_document, write_document, write_whole
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report.markdown import table
 from kvtax.verdict.aims import Check, headline, junit
-from kvtax.verdict.limits import read_limits
+from kvtax.verdict.axes import ALL, AXES, growth, steepest
+from kvtax.verdict.limits import check_cell, check_since, read_limits
 
 
 @dataclass(frozen=True)
@@ -91,9 +88,9 @@ def gate(options: GateOptions) -> GateResult:
         raise NotMeasured(message if message.endswith(why) else f"{message}\n{why}")
     if options.out:
         write_document(options.out, cell)
-    checks = check_all(cell, limits) if limits else []
+    checks = check_cell(cell, limits) if limits else []
     if old:
-        checks += no_worse(cell, old, _since(old, cell))
+        checks += check_since(cell, old, _since(old, cell))
     if options.junit:
         write_whole(options.junit, junit(checks))
     result = GateResult(cell, checks)
@@ -126,7 +123,7 @@ def summary(result: GateResult) -> str:
             slope = f"{found.slope:+.3g} per {along.per_unit}"
             method = (steepest(cell, axis) or "").removesuffix("_us")
             levels = f"{found.levels[0]:,} to {found.levels[-1]:,} {along.units}"
-            rows.append([levels, *ends, slope, verdict(axis, found), method])
+            rows.append([levels, *ends, slope, found.markdown, method])
     head = ["µs per step", "first level", "last level", "slope", "", "grows most"]
     line = f"{headline(checks)}, for `{cell.connector}` on vLLM {cell.release}"
     return f"{line}{named}.\n\n{table(head, rows)}\n"
@@ -149,7 +146,7 @@ def _costs(cell: CellRecord) -> str:
             if time == f"{ALL}_us" or ("." in time and max(found.level_us) >= 1):
                 ends = f"{found.level_us[0]:,.1f}", f"{found.level_us[-1]:,.1f}"
                 slope = f"{found.slope:+.3g}"
-                rows.append([f"`{time}`", axis, *ends, slope, verdict(axis, found)])
+                rows.append([f"`{time}`", axis, *ends, slope, found.markdown])
     head = ["µs per step", "axis", "first level", "last level", "slope", ""]
     patches = [name for name in STAND_INS if name in cell.provenance["patch_hashes"]]
     without = f", with {', '.join(patches)} in place of a GPU" if patches else ""

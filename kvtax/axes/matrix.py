@@ -9,7 +9,7 @@ from kvtax.config import read_toml
 from kvtax.engine.connector import load_connector
 from kvtax.engine.releases import tested_releases
 from kvtax.paths import CONFIGS
-from kvtax.verdict.limits import AxisName
+from kvtax.verdict.axes import require_axes
 
 # (release, connector) of a cell.
 CellName = tuple[str, str]
@@ -24,10 +24,13 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     where: str
     claim: str
     connector: str
-    axis: AxisName
+    axis: str
     release: str
     time: str = "connector_us"
     beside: str | None = None
+
+    def __post_init__(self) -> None:
+        require_axes([self.axis])
 
 
 class Matrix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from kvtax.axes.axes import AXES
-from kvtax.axes.fit import Growth, growth, interval, steepest, whole
 from kvtax.axes.matrix import CellName, Claim, Matrix
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import write_whole
@@ -15,6 +13,7 @@ from kvtax.records.observatory_cell import CellRecord
 from kvtax.report import render
 from kvtax.report.document import Cell, Page, Table, Words
 from kvtax.report.markdown import DASH
+from kvtax.verdict.axes import AXES, Growth, growth, steepest, whole
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 MARK = "\N{DAGGER}"
@@ -175,10 +174,10 @@ def _grown(cell: CellRecord, axis: str) -> str | None:
     along = growth(cell, axis, whole(cell))
     if along is None:
         return None
-    if along.grows is None:
+    if along.verdict == "inconclusive":
         return f"{axis}?"
-    order = f" ({along.order})" if along.order == "quadratic" else ""
-    return f"**{axis}**{order}" if along.grows else None
+    shape = f" ({along.shape})" if along.shape == "curved" else ""
+    return f"**{axis}**{shape}" if along.verdict == "grows" else None
 
 
 def _along(axis: str, matrix: Matrix, cells: Cells) -> Table:
@@ -218,9 +217,8 @@ def _ends(cell: CellRecord, axis: str) -> str:
     if along is None:
         return DASH
     ends = f"{along.level_us[0]:.0f} {ARROW} {along.level_us[-1]:.0f}"
-    return (
-        f"**{ends}**" if along.grows else ends if along.grows is False else ends + "?"
-    )
+    marked = {"grows": f"**{ends}**", "flat": ends, "inconclusive": f"{ends}?"}
+    return marked[along.verdict]
 
 
 def _is_measured(connector: str, cells: Cells) -> bool:
@@ -248,20 +246,10 @@ def _slope(cell: CellRecord, axis: str) -> str:
     lines = [
         f"{along.level_us[0]:.0f} {ARROW} {along.level_us[-1]:.0f}",
         f"{along.slope:+.{2 if abs(along.slope.value) < 10 else 0}f}",
-        verdict(axis, along),
+        along.markdown,
     ]
     method = steepest(cell, axis)
     return "\n".join([*lines, f"`{method.removesuffix('_us')}`"] if method else lines)
-
-
-def verdict(axis: str, along: Growth) -> str:
-    """Say whether the cost grows, and in which order."""
-    if not along.grows:
-        return "flat" if along.grows is False else "cannot tell"
-    if interval(along.slope)[0] <= AXES[axis].margin_us:
-        return "**grows**, not in a line"
-    known = along.order in ("linear", "quadratic")
-    return f"**grows**, {along.order if known else 'order not known'}"
 
 
 def _stand_ins(matrix: Matrix) -> Iterator[str]:
@@ -290,7 +278,7 @@ def _answer(claim: Claim, cells: Cells) -> list[Cell]:
         f"{level:,}: {us:,.0f}"
         for level, us in zip(along.levels, along.level_us, strict=True)
     )
-    answer = verdict(claim.axis, along)
+    answer = along.markdown
     beside = claim.beside and cells.get((claim.release, claim.beside))
     if beside:
         answer = _beside(claim, cell, along, beside)
@@ -304,7 +292,7 @@ def _beside(claim: Claim, cell: CellRecord, along: Growth, other: CellRecord) ->
     missing = (
         "was not measured" if plain is None else "is of another host, and not compared"
     )
-    return f"{verdict(claim.axis, along)}; `{claim.beside}` {missing}"
+    return f"{along.markdown}; `{claim.beside}` {missing}"
 
 
 def _reasons(cells: Cells) -> Table | None:

@@ -16,7 +16,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from kvtax.axes.axes import GIVEN
+from kvtax.axes import GIVEN
 from kvtax.engine.engine_process import serve
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
 

@@ -27,11 +27,6 @@ OUTCOMES: dict[Judgement, Outcome] = {
     "undecided": "undecided",
     "missed": "broken",
 }
-MARKDOWN: dict[Judgement, str] = {
-    "met": "**met**",
-    "missed": "**missed**",
-    "undecided": "**undecided** in this run",
-}
 
 
 class Aim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

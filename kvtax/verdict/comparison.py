@@ -7,7 +7,7 @@ from kvtax.records.per_config import PerConfig, Quantiles
 from kvtax.report.markdown import DASH, TIMES, interval, spread, table
 from kvtax.stats import Estimate
 from kvtax.verdict.aims import Check, headline
-from kvtax.verdict.limits import LimitsFile, check_all, require_known
+from kvtax.verdict.limits import LimitsFile, check_runs, require_known
 from kvtax.verdict.run_changes import (
     Change,
     baseline_of,
@@ -35,7 +35,7 @@ def compare(
     require_same_profile(old, new)
     limits = limits or LimitsFile()
     require_known(limits, old, new)
-    return check_all(old, new, limits)
+    return check_runs(old, new, limits)
 
 
 def markdown(old: PerConfig, new: PerConfig, checks: list[Check]) -> str:

@@ -7,7 +7,8 @@ import polars as pl
 
 from kvtax.records.requests import Phase
 from kvtax.stats.held import Holds
-from kvtax.verdict.metrics import SLOWNESS, Metric, number
+from kvtax.stats.least_squares import regression_slope
+from kvtax.verdict.metrics import SLOWNESS, Metric
 from kvtax.verdict.speed import CONTROL
 
 PLACE = ("repeat", "cycle", "level")
@@ -97,11 +98,8 @@ def _cpu_share(held: pl.DataFrame) -> float:
         .drop_nulls()
         .filter(calls <= calls.quantile(0.9))
     )
-    spread = number(own["worker_calls_us"].var())
-    if own.height < 3 or spread <= 0:
-        return 1.0
-    shared = own.select(pl.cov("rest", "worker_calls_us")).item()
-    return min(max(float(shared) / spread, 0.0), 1.0)
+    share = regression_slope(own, "worker_calls_us", "rest")
+    return 1.0 if share is None else min(max(share, 0.0), 1.0)
 
 
 def holds_of(

@@ -9,7 +9,7 @@
     [axes.running]                          # one connector along an axis
     slope_us = { connector = 0.2, "worker.start_load_kv" = 0.1 }
     level_us = { connector = 100 }
-    order = { connector = "constant" }
+    shape = { connector = "flat" }
 
 Unknown tables and fields are refused.
 """
@@ -17,17 +17,20 @@ Unknown tables and fields are refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from kvtax.config import ConfigError, read_toml
+from kvtax.records.observatory_cell import CellRecord
 from kvtax.records.per_config import ConfigEntry, PerConfig
 from kvtax.records.run import Verdict
 from kvtax.report.markdown import TIMES
 from kvtax.stats import Estimate
 from kvtax.verdict.aims import OUTCOMES, Aim, Check, Outcome, judge
+from kvtax.verdict.axes import ALL, AXES, Growth, growth, methods, require_axes
 from kvtax.verdict.run_changes import (
     baseline_of,
     change,
@@ -45,10 +48,9 @@ from kvtax.verdict.run_changes import (
 )
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
-AxisName = Literal[
-    "cache", "running", "context", "prompt", "arrivals", "fragments", "tier"
-]
-Order = Literal["constant", "linear", "quadratic"]
+# Least first: what grows in none of these shapes is beyond "flat" alone.
+AtMost = Literal["flat", "linear", "curved"]
+SHAPES: tuple[AtMost, ...] = get_args(AtMost)
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,12 +76,12 @@ class AxisLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     The method `connector` stands for all calls. `slope_us` is per step and per running
     request, arrival per step, 1,000 cached blocks or 1,000 tokens of context;
-    `level_us` is per step at the highest level; `order` is the fastest growth.
+    `level_us` is per step at the highest level; `shape` is the fastest growth.
     """
 
     slope_us: dict[str, float] = {}
     level_us: dict[str, float] = {}
-    order: dict[str, Order] = {}
+    shape: dict[str, AtMost] = {}
 
 
 class LimitsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,7 +89,10 @@ class LimitsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     default: Limits = Limits()
     configs: dict[str, Limits] = {}
-    axes: dict[AxisName, AxisLimits] = {}
+    axes: dict[str, AxisLimits] = {}
+
+    def __post_init__(self) -> None:
+        require_axes(self.axes)
 
 
 def read_limits(path: Path) -> LimitsFile:
@@ -120,28 +125,39 @@ def require_known(limits: LimitsFile, old: PerConfig, new: PerConfig) -> None:
                     )
 
 
-def check_all(old: PerConfig, new: PerConfig, limits: LimitsFile) -> list[Check]:
-    """Check every limit on every config, in the order of NEW."""
+@dataclass(frozen=True)
+class _Checker:
+    """Makes the checks of one config; what is undecided fails if `strict`."""
+
+    config: str
+    strict: bool = False
+
+    def check(self, what: str, bound: str, found: str, outcome: Outcome) -> Check:
+        fails = outcome == "broken" or (outcome == "undecided" and self.strict)
+        return Check(self.config, what, bound, found, outcome, fails)
+
+    def aim(self, aim: Aim, found: Estimate) -> Check:
+        outcome = OUTCOMES[judge(found, aim)]
+        return self.check(aim.what, aim.bound, f"{found:,.3g}", outcome)
+
+
+def check_runs(old: PerConfig, new: PerConfig, limits: LimitsFile) -> list[Check]:
+    """Check every limit of sweeps on every config, in the order of NEW."""
     names = dict.fromkeys([*new.configs, *old.configs, *limits.configs])
-    return [check for name in names for check in _checks(old, new, name, limits)]
+    return [check for name in names for check in _of_config(old, new, name, limits)]
 
 
-def _checks(
+def _of_config(
     old: PerConfig, new: PerConfig, name: str, limits: LimitsFile
 ) -> Iterator[Check]:
     own, default = limits.configs.get(name, Limits()), limits.default
-    strict = (own.undecided or default.undecided) == "fail"
-
-    def checked(what: str, bound: str, found: str, outcome: Outcome) -> Check:
-        fails = outcome == "broken" or (outcome == "undecided" and strict)
-        return Check(name, what, bound, found, outcome, fails)
-
+    checker = _Checker(name, (own.undecided or default.undecided) == "fail")
     if name not in new.configs:
         outcome: Outcome = "broken" if name in limits.configs else "undecided"
-        yield checked("verdict", "measured", "not in NEW", outcome)
+        yield checker.check("verdict", "measured", "not in NEW", outcome)
         return
     allowed = default.verdicts if own.verdicts is None else own.verdicts
-    yield checked("verdict", *_verdict(old, new, name, allowed))
+    yield checker.check("verdict", *_verdict(old, new, name, allowed))
     for quantity, unit in QUANTITIES.items():
         bounds = getattr(default, quantity) | getattr(own, quantity)
         for metric, at_most in bounds.items():
@@ -153,10 +169,9 @@ def _checks(
             number = _number(old, new, name, metric, quantity)
             if number is None:
                 why = f"no number ({_why_not(old, new, name, quantity)})"
-                yield checked(aim.what, aim.bound, why, "undecided")
+                yield checker.check(aim.what, aim.bound, why, "undecided")
             else:
-                found = f"{number:,.3g}"
-                yield checked(aim.what, aim.bound, found, OUTCOMES[judge(number, aim)])
+                yield checker.aim(aim, number)
 
 
 def _verdict(
@@ -229,3 +244,103 @@ def _why_not(old: PerConfig, new: PerConfig, name: str, quantity: str) -> str:
         return "it is the baseline, which the others are divided by"
     reason = other_machine(old, new) or other_window(old, new)
     return reason or "not in both runs, or without an interval"
+
+
+# A machine may be this much slower than when the old result was made.
+SLOWER = 1.5
+
+
+def check_cell(cell: CellRecord, limits: LimitsFile) -> list[Check]:
+    """Check every limit along an axis on `cell`.
+
+    Raises ConfigError for a method that it did not call.
+    """
+    checker = _Checker(cell.connector, limits.default.undecided == "fail")
+    return [
+        check
+        for axis, its_limits in limits.axes.items()
+        for check in _along(checker, cell, axis, its_limits)
+    ]
+
+
+def check_since(cell: CellRecord, old: CellRecord, since: str) -> list[Check]:
+    """Check that nothing grows along an axis that did not in `old`, or much less.
+
+    A slope is broken if its whole interval is above the axis' margin and above what
+    `old` had on a machine SLOWER. So is a growth without such a slope, as of a cost
+    that rises and falls again, where `old` had none. Axes that are younger than `old`
+    are left out.
+    """
+    return [
+        check
+        for axis in cell.means_us
+        if axis in old.levels
+        for method in _methods(cell, axis)
+        for check in _than_before(cell, old, axis, method, since)
+    ]
+
+
+def _along(
+    checker: _Checker, cell: CellRecord, axis: str, limits: AxisLimits
+) -> Iterator[Check]:
+    unit = f"µs per {AXES[axis].per_unit}"
+    for method, at_most in limits.slope_us.items():
+        found = _growth(cell, axis, method)
+        aim = Aim(what=f"slope of {method} along {axis}", at_most=at_most, unit=unit)
+        yield checker.aim(aim, found.slope)
+    for method, at_most in limits.level_us.items():
+        found = _growth(cell, axis, method)
+        what = f"{method} at {found.levels[-1]:,} {AXES[axis].units}"
+        yield checker.aim(Aim(what=what, at_most=at_most, unit="µs"), found.last)
+    for method, shape in limits.shape.items():
+        found = _growth(cell, axis, method)
+        yield checker.check(
+            f"growth of {method} along {axis}",
+            f"at most {shape}",
+            f"{found.words}, slope {found.slope:+.3g} {unit}",
+            _of_shape(found, shape),
+        )
+
+
+def _of_shape(found: Growth, at_most: AtMost) -> Outcome:
+    shape = "flat" if found.verdict == "flat" else found.shape
+    if shape is None:
+        grows = found.verdict == "grows"
+        return "broken" if grows and at_most == "flat" else "undecided"
+    return "kept" if SHAPES.index(shape) <= SHAPES.index(at_most) else "broken"
+
+
+def _than_before(
+    cell: CellRecord, old: CellRecord, axis: str, method: str, since: str
+) -> Iterator[Check]:
+    checker = _Checker(cell.connector)
+    found, before = _growth(cell, axis, method), growth(old, axis, f"{method}_us")
+    was = max(0.0, before.slope.high) if before else 0.0
+    aim = Aim(
+        what=f"slope of {method} along {axis}, since {since}",
+        at_most=max(AXES[axis].margin_us, SLOWER * was),
+        unit=f"µs per {AXES[axis].per_unit}",
+    )
+    yield checker.aim(aim, found.slope)
+    was_flat = before is None or before.verdict == "flat"
+    has_slope = found.exponent is not None
+    if found.verdict == "grows" and was_flat and not has_slope:
+        what = f"growth of {method} along {axis}, since {since}"
+        levels = ", ".join(f"{us:,.1f}" for us in found.level_us)
+        yield checker.check(what, "flat", f"{levels} µs", "broken")
+
+
+def _growth(cell: CellRecord, axis: str, method: str) -> Growth:
+    if found := growth(cell, axis, f"{method}_us"):
+        return found
+    if axis not in cell.means_us:
+        raise ConfigError(
+            f"axes.{axis} was not measured: {cell.connector} has no reset_cache of "
+            "its own, by which a tier is emptied; take the table out"
+        )
+    known = ", ".join(_methods(cell, axis))
+    raise ConfigError(f"axes.{axis} names {method!r}; the connector has {known}")
+
+
+def _methods(cell: CellRecord, axis: str) -> list[str]:
+    return [ALL, *(time.removesuffix("_us") for time in methods(cell, axis))]

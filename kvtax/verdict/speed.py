@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 
 from kvtax.stats.distribution import Floats, Ints
+from kvtax.stats.least_squares import least_absolute_line
 from kvtax.verdict.metrics import number
 
 CONTROL = r"\(process_output_sockets\)$"
@@ -25,8 +26,6 @@ MIN_SAMPLES = 10
 # A trial on a machine that is so many times slower than usual is another experiment:
 # the server may not keep up with its load.
 MOST = 1.5
-# Rounds of reweighting that turn least squares into least absolute deviations.
-ROUNDS = 30
 
 
 @dataclass(frozen=True)
@@ -88,16 +87,10 @@ def _sample_of(ends: Ints, steps: pl.DataFrame) -> Ints:
 
 
 def _usual_us(controls: Sequence[Control]) -> Callable[[Floats], Floats]:
-    """Fit the usual time by batch size: a line of least absolute deviations.
-
-    Such a line stays with the majority of the samples, whatever a slow minority took.
-    """
+    """Fit the usual time by batch size."""
     batch = np.concatenate([control.batch for control in controls])
     us = np.concatenate([control.us for control in controls])
-    weight = np.ones(len(us))
-    for _ in range(ROUNDS):
-        rise, start = np.polyfit(batch, us, 1, w=np.sqrt(weight))
-        weight = 1 / np.maximum(np.abs(us - start - rise * batch), 1e-3 * np.median(us))
+    rise, start = least_absolute_line(batch, us)
     # Outputs take longer in a larger batch; a line that says otherwise is a poor one.
     if rise < 0 or start + rise * batch.min() <= 0:
         rise, start = 0.0, float(np.median(us))

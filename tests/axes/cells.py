@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvtax.axes.axes import AXES
 from kvtax.records.observatory_cell import CellRecord
+from kvtax.verdict.axes import AXES
 
 PASSES = 9
 META = "scheduler.build_connector_meta_us"

@@ -6,14 +6,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvtax.axes.axes import AXES
 from kvtax.axes.matrix import Claim, Matrix, read_matrix
 from kvtax.axes.page import PAGE, full_page, summary_page
 from kvtax.axes.run_matrix import read_all_cells
 from kvtax.records.observatory_cell import CellRecord, keep_cell
 from kvtax.report import render
+from kvtax.verdict.axes import AXES
 from tests.axes.cells import made
-from tests.axes.test_fit import curve
+from tests.verdict.test_axes import curve
 
 MATRIX = Matrix(releases=["0.28.0", "0.32.0"], connectors=["noop", "mooncake_both"])
 GROWING = made("mooncake_both", running=curve("running", 2, 900.0))
@@ -38,7 +38,7 @@ def told(**changes) -> str:
 
 def test_a_cell_that_grows_names_axis_order_and_method():
     text = told()
-    assert "**running** (quadratic)" in text
+    assert "**running** (curved)" in text
     assert "`scheduler.build_connector_meta`" in text
 
 
@@ -90,7 +90,7 @@ def test_a_report_is_answered_with_curve_and_verdict():
     claim = Claim("vLLM #1", "walks", "mooncake_both", "running", "0.32.0")
     (row,) = [line for line in told(claims=[claim]).splitlines() if "vLLM #1" in line]
     assert "256: 9" in row
-    assert "**grows**, quadratic" in row
+    assert "**grows**, curved" in row
 
 
 def test_a_report_can_be_answered_beside_another_config():

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtax.axes.fit import growth
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord
+from kvtax.verdict.axes import growth
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3_600)]
 
@@ -44,7 +44,7 @@ class Mine(NoopConnector):
         ids = blocks.get_block_ids()[0]
         take(5 * (1 + sum(after != before + 1 for before, after in pairwise(ids))))
 """
-LIMITS = '[axes.running]\norder = { connector = "constant" }\n'
+LIMITS = '[axes.running]\nshape = { connector = "flat" }\n'
 META = "scheduler.build_connector_meta_us"
 LOOKED_UP = "scheduler.get_num_new_matched_tokens_us"
 ALLOCATED = "scheduler.update_state_after_alloc_us"
@@ -81,35 +81,35 @@ def broken(tmp_path_factory):
 def test_the_growth_is_found_along_its_axis_with_its_slope_and_no_other(broken):
     _, cell = broken
     running = growth(cell, "running", META)
-    assert running.order == "linear"
+    assert running.shape == "linear"
     assert running.slope.ci95[0] <= 5.3
     assert running.slope.ci95[1] >= 5.0
-    orders = {axis: growth(cell, axis, META).order for axis in ("cache", "context")}
-    assert "linear" not in orders.values()
+    shapes = {axis: growth(cell, axis, META).shape for axis in ("cache", "context")}
+    assert "linear" not in shapes.values()
 
 
 @pytest.mark.serial
 def test_an_arriving_request_lies_in_as_many_fragments_as_the_level_says(broken):
     _, cell = broken
     found = growth(cell, "fragments", ALLOCATED)
-    assert found.order == "linear"
+    assert found.shape == "linear"
     assert found.slope.ci95[0] <= 5.2
     assert found.slope.ci95[1] >= 4.9
     # Whoever looks at each step of the request, not at its blocks, does not grow.
-    assert growth(cell, "fragments", META).order == "constant"
+    assert growth(cell, "fragments", META).verdict == "flat"
 
 
 @pytest.mark.serial
 def test_a_look_up_of_the_prompts_blocks_grows_with_the_prompt_alone(broken):
     _, cell = broken
     found = growth(cell, "prompt", LOOKED_UP)
-    assert found.order == "linear"
+    assert found.shape == "linear"
     # 62.5 blocks in 1,000 tokens.
     assert found.slope.ci95[0] <= 0.8 * 62.5 * 1.05
     assert found.slope.ci95[1] >= 0.8 * 62.5
     others = [axis for axis in cell.means_us if axis != "prompt"]
-    assert {growth(cell, axis, LOOKED_UP).order for axis in others} == {"constant"}
-    assert growth(cell, "prompt", META).order == "constant"
+    assert {growth(cell, axis, LOOKED_UP).verdict for axis in others} == {"flat"}
+    assert growth(cell, "prompt", META).verdict == "flat"
     # A walk of the block ids; if no two were neighbours, it would take 300 more.
     assert growth(cell, "prompt", ALLOCATED).slope.ci95[1] < 30
 

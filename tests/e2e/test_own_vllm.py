@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtax.axes.fit import growth
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord
+from kvtax.verdict.axes import growth
 from tests.test_wheel import UV, built
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -109,7 +109,7 @@ class Mine(NoopConnector):
             pass
         return super().build_connector_meta(scheduler_output)
 """
-GATE_LIMITS = '[axes.running]\norder = { connector = "constant" }\n'
+GATE_LIMITS = '[axes.running]\nshape = { connector = "flat" }\n'
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from kvtax.cli import main
 from kvtax.paths import REPOSITORY
 from kvtax.records.per_config import PerConfig
 from kvtax.stats import Estimate
-from kvtax.verdict.limits import Limits, LimitsFile, check_all
+from kvtax.verdict.limits import Limits, LimitsFile, check_runs
 from tests.verdict.conftest import COMMITTED, changed, on_a_machine, section
 
 
@@ -244,7 +244,7 @@ def test_who_costs_more_never_fares_better(made_up, slope, more, half, at_most):
         document.configs["noop"].slope_us_per_1k_blocks["schedule"] = slope_us
         (check,) = (
             check
-            for check in check_all(document, document, limits)
+            for check in check_runs(document, document, limits)
             if check.config == "noop" and check.what.startswith("slope")
         )
         order.append(("kept", "undecided", "broken").index(check.outcome))

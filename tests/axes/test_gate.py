@@ -9,15 +9,14 @@ import msgspec
 import pytest
 
 from kvtax.axes import gate
-from kvtax.axes.axes import AXES
-from kvtax.axes.limits import check_all, no_worse
 from kvtax.cli import main
 from kvtax.config import ConfigError
 from kvtax.records.files import read_document, write_document
 from kvtax.records.observatory_cell import CellRecord
-from kvtax.verdict.limits import read_limits
+from kvtax.verdict.axes import AXES
+from kvtax.verdict.limits import check_cell, check_since, read_limits
 from tests.axes.cells import META, made
-from tests.axes.test_fit import curve
+from tests.verdict.test_axes import curve
 
 METHOD = META.removesuffix("_us")
 
@@ -33,7 +32,7 @@ def limits(tmp_path):
 
 
 def outcomes(cell, limits) -> list[str]:
-    return [check.outcome for check in check_all(cell, limits)]
+    return [check.outcome for check in check_cell(cell, limits)]
 
 
 @pytest.mark.parametrize(
@@ -44,12 +43,12 @@ def outcomes(cell, limits) -> list[str]:
         ("slope_us = { connector = 3.0 }", True),
         ("level_us = { connector = 400 }", False),
         ("level_us = { connector = 600 }", True),
-        ('order = { connector = "constant" }', False),
-        ('order = { connector = "linear" }', True),
-        ('order = { connector = "quadratic" }', True),
+        ('shape = { connector = "flat" }', False),
+        ('shape = { connector = "linear" }', True),
+        ('shape = { connector = "curved" }', True),
     ],
 )
-def test_a_slope_a_level_and_an_order_can_be_limited(limits, limit, kept):
+def test_a_slope_a_level_and_a_shape_can_be_limited(limits, limit, kept):
     # 2 us per running request.
     cell = made(running=curve("running", 1, 512.0))
     told = limits(f"[axes.running]\n{limit}\n")
@@ -61,14 +60,14 @@ def test_what_cannot_be_decided_passes_unless_the_default_says_fail(limits, fail
     cell = made(noise=0.8, running=curve("running", 1, 60.0))
     default = '[default]\nundecided = "fail"\n' if fails else ""
     told = limits(f"{default}[axes.running]\nslope_us = {{ connector = 0.2 }}\n")
-    (check,) = check_all(cell, told)
+    (check,) = check_cell(cell, told)
     assert (check.outcome, check.fails) == ("undecided", fails)
 
 
 def test_a_method_that_the_connector_has_not_is_refused_with_those_it_has(limits):
     told = limits("[axes.running]\nslope_us = { walk = 1.0 }\n")
     with pytest.raises(ConfigError, match=rf"'walk'; the connector has .*{METHOD}"):
-        check_all(made(), told)
+        check_cell(made(), told)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_a_limit_along_an_axis_that_was_not_measured_says_why(limits):
     del cell.means_us["tier"]
     told = limits("[axes.tier]\nslope_us = { connector = 1.0 }\n")
     with pytest.raises(ConfigError, match="tier was not measured: mine has no reset_c"):
-        check_all(cell, told)
+        check_cell(cell, told)
 
 
 @pytest.fixture
@@ -164,14 +163,14 @@ def test_what_a_sweep_limits_stands_in_the_same_file(limits):
 def test_new_growth_that_falls_again_is_broken_and_old_growth_of_that_kind_is_not():
     middle = AXES["running"].levels[2]
     cell = made(running=lambda level: 1_000.0 if level == middle else 10.0)
-    broken = [check.what for check in no_worse(cell, made(), "abc") if check.fails]
+    broken = [check.what for check in check_since(cell, made(), "abc") if check.fails]
     assert f"growth of {METHOD} along running, since abc" in broken
-    assert not any(check.fails for check in no_worse(cell, cell, "abc"))
+    assert not any(check.fails for check in check_since(cell, cell, "abc"))
 
 
 def test_new_growth_is_named_with_its_method_and_since_when():
     cell = made(running=curve("running", 1, 512.0))
-    broken = [check.what for check in no_worse(cell, made(), "abc") if check.fails]
+    broken = [check.what for check in check_since(cell, made(), "abc") if check.fails]
     assert f"slope of {METHOD} along running, since abc" in broken
     assert all("along running" in what for what in broken)
 
@@ -179,14 +178,14 @@ def test_new_growth_is_named_with_its_method_and_since_when():
 def test_old_growth_on_a_slower_machine_is_no_new_growth():
     old = made(running=curve("running", 1, 512.0))
     slower = made(running=curve("running", 1, 700.0))
-    assert not any(check.fails for check in no_worse(slower, old, "abc"))
+    assert not any(check.fails for check in check_since(slower, old, "abc"))
     twice = made(running=curve("running", 1, 1_100.0))
-    assert any(check.fails for check in no_worse(twice, old, "abc"))
+    assert any(check.fails for check in check_since(twice, old, "abc"))
 
 
 def test_an_axis_that_the_old_cell_has_not_is_not_compared():
     old = made()
     del old.levels["prompt"], old.means_us["prompt"]
     cell = made(prompt=curve("prompt", 1, 900.0))
-    assert not any(check.fails for check in no_worse(cell, old, "abc"))
-    assert any(check.fails for check in no_worse(cell, made(), "abc"))
+    assert not any(check.fails for check in check_since(cell, old, "abc"))
+    assert any(check.fails for check in check_since(cell, made(), "abc"))

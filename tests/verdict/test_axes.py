@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cell tells how a cost grows, and says so where it cannot tell."""
+"""A cell shows whether a cost grows along an axis, and in which shape."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvtax.axes.axes import AXES
-from kvtax.axes.fit import growth, steepest
 from kvtax.records.observatory_cell import CellRecord
+from kvtax.verdict.axes import AXES, growth, steepest
 from tests.axes.cells import META, made
 
 EACH_AXIS = pytest.mark.parametrize("axis", AXES)
@@ -22,34 +21,36 @@ def curve(axis: str, power: float, rise_us: float):
 
 @EACH_AXIS
 @pytest.mark.parametrize(
-    ("power", "rise_us", "order"),
+    ("power", "rise_us", "words"),
     [
-        (0, 0.0, "constant"),
-        (1, 20.0, "constant"),
-        (1, 1_000.0, "linear"),
-        (2, 1_000.0, "quadratic"),
+        (0, 0.0, "flat"),
+        (1, 20.0, "flat"),
+        (1, 1_000.0, "grows, linear"),
+        (2, 1_000.0, "grows, curved"),
     ],
 )
-def test_the_order_of_growth_is_told(axis, power, rise_us, order):
+def test_a_cell_says_whether_a_cost_grows_and_in_which_shape(
+    axis, power, rise_us, words
+):
     cell = made(**{axis: curve(axis, power, rise_us)})
-    found = growth(cell, axis, META)
-    assert found.order == order
-    assert found.grows is (order != "constant")
-    others = [one for one in AXES if one != axis]
-    assert all(growth(cell, one, META).order == "constant" for one in others)
+    assert growth(cell, axis, META).words == words
+    others = [other for other in AXES if other != axis]
+    assert all(growth(cell, other, META).verdict == "flat" for other in others)
 
 
 @EACH_AXIS
-def test_noise_as_large_as_the_growth_ends_in_cannot_tell(axis):
+def test_growth_in_noise_as_large_as_it_has_no_shape(axis):
     cell = made(noise=0.8, **{axis: curve(axis, 1, 100.0)})
-    assert growth(cell, axis, META).order == "cannot tell"
+    found = growth(cell, axis, META)
+    assert found.verdict != "flat" and found.shape is None
 
 
 @EACH_AXIS
 def test_growth_between_linear_and_quadratic_is_neither(axis):
     cell = made(noise=0.001, **{axis: curve(axis, 1.5, 1_000.0)})
-    assert growth(cell, axis, META).order == "cannot tell"
-    assert growth(cell, axis, META).grows
+    found = growth(cell, axis, META)
+    assert found.words == "grows, shape not known"
+    assert found.exponent.value == pytest.approx(1.5, abs=0.05)
 
 
 @EACH_AXIS
@@ -57,8 +58,8 @@ def test_a_cost_that_rises_and_falls_again_grows(axis):
     middle = AXES[axis].levels[1]
     cell = made(**{axis: lambda level: 1_010.0 if level == middle else 10.0})
     found = growth(cell, axis, META)
-    assert found.grows
-    assert found.order == "cannot tell"
+    assert found.words == "grows, not in a line"
+    assert found.exponent is None
     assert steepest(cell, axis) == META
 
 
@@ -70,34 +71,34 @@ def along_running(*passes: list[float]) -> CellRecord:
 
 
 @pytest.mark.parametrize(
-    ("rise_us", "grows"),
+    ("rise_us", "verdict"),
     [
         # 0.2 us per request are 51 us over the axis. Nine passes 1 us apart have a mean
         # known to 0.913 us. 10 pairs: t of 8 degrees at 1 - 0.05 / 10 is 3.355.
-        (51 + 0.9129 * 3.355 - 0.05, False),
-        (51 + 0.9129 * 3.355 + 0.05, True),
+        (51 + 0.9129 * 3.355 - 0.05, "flat"),
+        (51 + 0.9129 * 3.355 + 0.05, "grows"),
     ],
 )
-def test_a_pair_of_levels_is_tested_among_all_of_them(rise_us, grows):
+def test_a_pair_of_levels_is_tested_among_all_of_them(rise_us, verdict):
     spread = [-4, -3, -2, -1, 0, 1, 2, 3, 4]
     passes = [[0, 0, rise_us + noise, 0, 0] for noise in spread]
-    assert growth(along_running(*passes), "running", META).grows is grows
+    assert growth(along_running(*passes), "running", META).verdict == verdict
 
 
 @pytest.mark.parametrize(
-    ("slopes", "grows", "interval"),
+    ("slopes", "verdict", "interval"),
     [
         # Of nine passes, the second and the eighth: 0.2 us is the margin.
-        ([0.1, 0.21, 0.3, 0.3, 0.3, 0.3, 0.3, 0.4, 9.0], True, (0.21, 0.4)),
-        ([0.1, 0.19, 0.3, 0.3, 0.3, 0.3, 0.3, 0.4, 9.0], None, (0.19, 0.4)),
-        ([0.0] * 7 + [0.19, 9.0], False, (0.0, 0.19)),
-        ([0.0] * 7 + [0.21, 9.0], None, (0.0, 0.21)),
+        ([0.1, 0.21, 0.3, 0.3, 0.3, 0.3, 0.3, 0.4, 9.0], "grows", (0.21, 0.4)),
+        ([0.1, 0.19, 0.3, 0.3, 0.3, 0.3, 0.3, 0.4, 9.0], "inconclusive", (0.19, 0.4)),
+        ([0.0] * 7 + [0.19, 9.0], "flat", (0.0, 0.19)),
+        ([0.0] * 7 + [0.21, 9.0], "inconclusive", (0.0, 0.21)),
         # Of five, the least and the most.
-        ([0.21, 0.3, 0.3, 0.3, 0.5], True, (0.21, 0.5)),
+        ([0.21, 0.3, 0.3, 0.3, 0.5], "grows", (0.21, 0.5)),
     ],
 )
 def test_a_slope_grows_where_its_whole_interval_is_above_the_margin(
-    slopes, grows, interval
+    slopes, verdict, interval
 ):
     levels = np.array([1, 64, 128, 192, 256])
     found = growth(
@@ -105,28 +106,28 @@ def test_a_slope_grows_where_its_whole_interval_is_above_the_margin(
     )
     assert found.slope.ci95 == pytest.approx(interval)
     assert found.slope.value == pytest.approx(sorted(slopes)[len(slopes) // 2])
-    assert found.grows is grows
+    assert found.verdict == verdict
     assert found.last.ci95 == pytest.approx(tuple(10 + 256 * us for us in interval))
 
 
 @pytest.mark.parametrize(
-    ("powers", "order"),
+    ("powers", "shape"),
     [
         ([1.0] * 9, "linear"),
         ([0.62] * 9, "linear"),
-        ([0.5] * 9, "cannot tell"),
+        ([0.5] * 9, None),
         ([1.38] * 9, "linear"),
-        ([1.5] * 9, "cannot tell"),
-        ([1.62] * 9, "quadratic"),
-        ([2.38] * 9, "quadratic"),
-        ([2.5] * 9, "cannot tell"),
-        ([1.0] * 7 + [2.0] * 2, "cannot tell"),
+        ([1.5] * 9, None),
+        ([1.62] * 9, "curved"),
+        ([2.38] * 9, "curved"),
+        ([2.5] * 9, None),
+        ([1.0] * 7 + [2.0] * 2, None),
     ],
 )
-def test_an_order_is_named_where_the_whole_interval_of_the_exponent_lies(powers, order):
+def test_a_shape_is_named_where_the_whole_interval_of_the_exponent_lies(powers, shape):
     share = np.array([1, 64, 128, 192, 256]) / 256
     cell = along_running(*(list(10 + 1_000 * share**power) for power in powers))
-    assert growth(cell, "running", META).order == order
+    assert growth(cell, "running", META).shape == shape
 
 
 @pytest.mark.slow
@@ -137,7 +138,7 @@ def test_noise_is_rarely_called_growth_however_large_and_however_few_the_passes(
         cell = made()
         us = 500 + rng.normal(0, (5, 50, 500)[number % 3], (6 + number % 4, levels))
         cell.means_us["running"][META] = us.tolist()
-        grown += growth(cell, "running", META).grows is True
+        grown += growth(cell, "running", META).verdict == "grows"
     assert grown / 400 <= 0.05
 
 
@@ -169,7 +170,7 @@ def test_a_pass_that_the_machine_spoilt_changes_nothing():
     cell = made(running=curve("running", 1, 1_000.0))
     passes = cell.means_us["running"][META]
     passes[7] = [us * (3 if level % 2 else 1) for level, us in enumerate(passes[0])]
-    assert growth(cell, "running", META).order == "linear"
+    assert growth(cell, "running", META).shape == "linear"
 
 
 def test_the_method_that_grows_most_is_named():
