@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 import polars as pl
 
+from kvtax.look.answer import answer
 from kvtax.look.clients import on_the_way_us
 from kvtax.look.discover import Clock
 from kvtax.look.instance_summary import (
-    AXES,
-    Cost,
     InstanceSummary,
     waited_most,
 )
@@ -32,7 +31,6 @@ from kvtax.report.document import (
     Section,
     TimeLine,
 )
-from kvtax.stats import Estimate
 from kvtax.steps.parts import STEP_PARTS
 
 # As many as a wide screen can show; fewer for each of many instances, so that the file
@@ -59,7 +57,7 @@ class PageOfRecords:
         if summary.cost is None:
             self._answer.append(f"{summary.title}.")
             return
-        self._answer.append(_answer(summary, summary.cost))
+        self._answer += [f"{summary.title}.", *answer(summary)]
         name = instance.name if self._count > 1 else "The server"
         intervals = min(INTERVALS, ALL_INTERVALS // self._count)
         requests = REQUESTS // self._count
@@ -82,51 +80,23 @@ class PageOfRecords:
 
     def text(self, warnings: list[RunWarning], together: Together) -> str:
         """Render the file; `warnings` are those of no single instance."""
-        sections, answer = self._sections, self._answer
+        sections, words = self._sections, self._answer
         folder = encodable(self._folder.resolve().name)
         if together.words:
             sections = [together.table, *sections]
-            answer = [f"{together.words}.", *answer]
+            words = [f"{together.words}.", *words]
         return render.html(
             Page(
                 title=f"What the connector costs: {folder}",
                 question="What does the KV connector add to the engine steps of this "
                 "server, what does that move with, and which requests waited for it?",
-                answer=answer,
+                answer=words,
                 warnings=[*warnings, *self._warnings],
                 sections=sections,
                 made=f"Made by kvtax look from {self._count} instance"
                 f"{'s'[: self._count != 1]}.",
             )
         )
-
-
-def _answer(summary: InstanceSummary, cost: Cost) -> str:
-    words = f"{summary.title}. A step takes {cost.step.mean_us:,.0f} µs on average"
-    if cost.overlap:
-        words += f" ({cost.overlap})"
-    if cost.connector is None:
-        return words + ", and what the connector's calls take is unknown."
-    words += (
-        f", and the connector's calls {cost.connector.mean_us:,.1f} µs of it: "
-        f"{cost.connector.share:.1%} of the time"
-    )
-    if cost.methods[0].mean_us > 0:
-        most = cost.methods[0]
-        words += f", most of that {most.name} ({most.mean_us:,.1f} µs)"
-    moved = [
-        f"{slope:+,.1f} µs per {AXES[name].unit}"
-        for name, slope in summary.slopes.get("connector_us", {}).items()
-        if isinstance(slope, Estimate) and slope.low > 0
-    ]
-    if moved:
-        words += f". It moved with: {'; '.join(moved)}"
-    if share := summary.felt.get("e2e"):
-        words += (
-            f". Of a request's time the connector's calls were {share['p50']:.2%} at "
-            f"the median and {share['p99']:.2%} at p99"
-        )
-    return words + "."
 
 
 # Methods with a layer of their own in the figure.

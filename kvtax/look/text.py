@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from kvtax.look.answer import answer
 from kvtax.look.instance_summary import InstanceSummary
 from kvtax.look.tables import LEAST_US, tables
 from kvtax.look.together import Together
@@ -41,7 +42,7 @@ def instance_text(summary: InstanceSummary) -> str:
         Page(
             title=summary.title,
             question="",
-            answer=[],
+            answer=answer(summary),
             warnings=summary.instance.warnings,
             sections=tables(summary),
             made="",

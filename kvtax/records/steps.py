@@ -80,6 +80,8 @@ class EngineHeader(FileHeader, tag_field="schema", tag="kvtax.engine_step/1"):
     """One step in so many has the CPU clocks, drawn at random."""
     every: int = 1
     """One step in so many was recorded, drawn at random."""
+    connectors: list[str] = []
+    """Classes of the connector and of those in it; empty in older files."""
     methods: list[str] = []
     """The connector's methods that are timed on this side: the keys that the records'
     `connector_calls`, `connector_us` and `connector_self_us` may have."""
@@ -94,6 +96,8 @@ class WorkerHeader(FileHeader, tag_field="schema", tag="kvtax.worker_step/1"):
     """The worker's rank."""
     every: int = 1
     """One step in so many was recorded, drawn at random."""
+    connectors: list[str] = []
+    """Classes of the connector and of those in it; empty in older files."""
     methods: list[str] = []
     """The connector's methods that are timed on this side: the keys that the records'
     `connector_calls`, `connector_us` and `connector_self_us` may have."""

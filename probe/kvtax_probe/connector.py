@@ -137,6 +137,7 @@ class ConnectorTimer:
         "_seen",
         "_wrappers",
         "calls",
+        "connectors",
         "drawn",
         "frequent",
         "methods",
@@ -145,6 +146,8 @@ class ConnectorTimer:
     )
 
     def __init__(self) -> None:
+        # Classes of the connector and of those in it.
+        self.connectors: list[str] = []
         self.methods: list[str] = []
         self.not_timed: dict[str, str] = {}
         self.thread = get_ident()
@@ -165,6 +168,7 @@ class ConnectorTimer:
         name from where it was met first.
         """
         self._seen.add(id(connector))
+        self.connectors.append(type(connector).__name__)
         for name in dir(type(connector)):
             if not name.startswith("_"):
                 self._wrap_method(connector, name, prefix)

@@ -311,6 +311,7 @@ class EngineRecorder:
             "dp_rank": self._dp_rank,
             "every": STEPS_EVERY,
             "cpu_every": CPU_EVERY,
+            "connectors": self._timer.connectors,
             "methods": self._timer.methods,
             "not_timed": self._timer.not_timed,
         }

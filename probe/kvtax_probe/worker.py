@@ -120,6 +120,7 @@ class WorkerRecorder:
         return {
             "rank": self._rank,
             "every": STEPS_EVERY,
+            "connectors": self._timer.connectors,
             "methods": self._timer.methods,
             "not_timed": self._timer.not_timed,
         }

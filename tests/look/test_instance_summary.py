@@ -361,7 +361,7 @@ def test_where_no_call_was_timed_the_connector_is_unknown(tmp_path, capsys):
     assert "no call of a connector was timed" in told
     assert "moved by" not in told
     assert "waited most" in told
-    assert "the connector's calls take is unknown" in page.read_text()
+    assert "What the connector adds to a step of" in page.read_text()
 
 
 def test_parts_of_requests_are_shares_of_the_sum_of_their_times():
