@@ -107,7 +107,8 @@ def _sentence(summary: InstanceSummary, cost: Cost) -> str:
     if cost.connector is None:
         return f"What {name} adds to {step_us}{overlap} is unknown."
     words = (
-        f"{name[0].upper()}{name[1:]} adds {cost.connector.mean_us:,.1f} µs to {step_us}{overlap}: "
+        f"{name[0].upper()}{name[1:]} adds {cost.connector.mean_us:,.1f} µs to "
+        f"{step_us}{overlap}: "
         f"{cost.connector.share:.1%} of the time"
     )
     if cost.methods[0].mean_us > 0:

@@ -32,7 +32,7 @@ from kvtax_fleet.trace.reuse import (
 pytestmark = pytest.mark.usefixtures("signals")
 
 
-# What fleet/traces/README.md and the sources say of these files.
+# What fleet/docs/traces.md and the sources say of these files.
 @pytest.mark.parametrize(
     ("file", "requests", "sessions", "blocks", "reuse"),
     [
