@@ -27,7 +27,7 @@ fleet-test: setup vllm-releases ## the fleet's tests, the long ones too (20 minu
 	$(python) -m pytest -m "" fleet/tests tests/e2e/test_fleet_launch.py \
 	    tests/e2e/test_offloads.py
 
-hosts-test: setup ## work on a Ray cluster, hosts of which are lost (needs root; 35 minutes)
+hosts-test: setup ## work on a Ray cluster, hosts of which are lost (needs root; 15 minutes)
 	$(python) -m pytest -m "" tests/hosts
 
 release-test: setup ## what the patches do on another release: VLLM=0.32.0 (up to 9 GB, once)
@@ -94,7 +94,7 @@ lock: SHELL := bash
 lock: export PATH := $(CURDIR)/.uv/bin:$(PATH)
 lock: setup ## resolve pyproject.toml and locks/*.in again
 	@for flavour in cpu gpu; do \
-	    uv pip compile -q pyproject.toml --extra bench --extra ray --extra store \
+	    uv pip compile -q pyproject.toml --extra bench --extra ray \
 	        --group $$flavour --group dev --universal \
 	        --generate-hashes --no-annotate --no-header -o locks/$$flavour.txt; done
 	@cd locks && for input in *.in releases/*.in; do base=$${input%.in}; \

@@ -5,7 +5,7 @@
 #   bash run_all.sh [--profile NAME] [--only CONFIG]... [--repeats N] [--model PATH]
 #                   [--connector MODULE:CLASS [--connector-config JSON|@FILE]] [--limits FILE]
 #                   [--python PATH | --vllm VERSION] [--out DIR [--resume]]
-#                   [--profile-cpu] [--ray ADDRESS [--store URL]] [--check | --report RUN]
+#                   [--profile-cpu] [--ray ADDRESS] [--check | --report RUN]
 #
 # The run goes to runs/, its result to SUMMARY.md, report.html, per_config.json and
 # figures/ here; with --out DIR, everything goes to DIR.
@@ -22,7 +22,6 @@
 #   --resume             keep the finished trials of --out
 #   --profile-cpu        then sample one more server of each config: where CPU time goes
 #   --ray ADDRESS        measure on all hosts of a Ray cluster (docs/hosts.md)
-#   --store URL          with --ray: hosts write results to this folder or s3:// URL
 #   --check              only list what would stop the run
 #   --report RUN         only analyse the folder of a run again
 # Exit codes: 0 good, 1 a limit is broken or a verdict is not the expected one, 2 bad

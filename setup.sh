@@ -122,7 +122,7 @@ install_uv() {
 }
 
 # Of these a server imports little or nothing.
-rarely_imported='site-packages/(anthropic|fontTools|moto|mypy|numba|pip|ray|setuptools|transformers/models)/'
+rarely_imported='site-packages/(anthropic|fontTools|mypy|numba|pip|ray|setuptools|transformers/models)/'
 
 # The bytecode is kept. Without it, each server compiles vLLM and torch again, which
 # takes half of its start. An older .venv, without bytecode, gets it here.

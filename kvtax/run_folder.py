@@ -26,23 +26,16 @@ class RunFolderError(Exception):
     exit_code = 2
 
 
-def choose(
-    given: Path | None,
-    name: str,
-    plan_file: str,
-    resume: bool,
-    stored: bool = False,
-) -> Path:
+def choose(given: Path | None, name: str, plan_file: str, resume: bool) -> Path:
     """Choose the folder: `given`, or runs/<time>-<name>. Make nothing.
 
-    `plan_file` is the file that a folder has if a run was begun in it. With `stored`
-    what is resumed may be in a store alone.
+    `plan_file` is the file that a folder has if a run was begun in it.
     Raises RunFolderError if it holds a run that is not to be resumed, or none that is.
     """
     if given is not None and given.exists() and not given.is_dir():
         raise RunFolderError(f"{given} is a file: --out wants a folder")
     holds_a_run = given is not None and (given / plan_file).exists()
-    if resume and not holds_a_run and not (stored and given):
+    if resume and not holds_a_run:
         raise RunFolderError("--resume needs --out and the folder of a run to resume")
     if holds_a_run and not resume:
         raise RunFolderError(

@@ -77,11 +77,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="then sample one more server of each config: where its CPU time goes",
     )
     add_ray(parser, "measure on all hosts")
-    parser.add_argument(
-        "--store",
-        metavar="URL",
-        help="with --ray: hosts write results to this folder or s3:// URL",
-    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--check",
@@ -164,14 +159,10 @@ def _measure(
     for choice in choices(profile):
         print(f"sweep: {choice}")
     run_dir = run_folder.choose(
-        arguments.out,
-        arguments.profile,
-        PLAN_FILE,
-        arguments.resume,
-        stored=arguments.store is not None,
+        arguments.out, arguments.profile, PLAN_FILE, arguments.resume
     )
-    on_hosts = _on_hosts(arguments, run_dir)
-    # With --ray, each host's agent takes its own machine's lock.
+    on_hosts = _on_hosts(arguments)
+    # With --ray, each round takes the lock of its host.
     with nullcontext() if on_hosts else machine_lock():
         trials = sweep(
             run_dir,
@@ -217,27 +208,21 @@ def _is_worse(analysis: Analysis, limits: Path | None) -> bool:
     return bool(unexpected) or any(check.fails for check in checks)
 
 
-def _on_hosts(arguments: argparse.Namespace, run_dir: Path) -> Rounds | None:
+def _on_hosts(arguments: argparse.Namespace) -> Rounds | None:
     """Return the function that measures rounds on a cluster, None without --ray.
 
-    Raises SweepError and StoreError.
+    Raises SweepError.
     """
     if arguments.ray is None:
-        if arguments.store is not None:
-            raise SweepError("--store needs --ray; without, results are in --out")
         return None
     if arguments.profile_cpu:
         raise SweepError("--profile-cpu samples on this machine: leave out --ray")
     from functools import partial
 
-    from kvtax.hosts.store import store_of_run
     from microbench.on_hosts import run_on_hosts
 
     python = None if arguments.python == sys.executable else arguments.python
-    store = arguments.store and store_of_run(
-        arguments.store, run_dir.name, arguments.resume
-    )
-    return partial(run_on_hosts, arguments.ray, python, arguments.vllm, store)
+    return partial(run_on_hosts, arguments.ray, python, arguments.vllm)
 
 
 def _installed(arguments: argparse.Namespace) -> Installation:

@@ -7,18 +7,22 @@ from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from kvtax.axes.cell import measured
-from kvtax.axes.matrix import CellName, Matrix
-from kvtax.axes.on_hosts import measure_on_hosts
+from kvtax.axes.matrix import CellName, Claim, Matrix
+from kvtax.engine import provenance
 from kvtax.engine.connector import Connector, load_connector
 from kvtax.engine.installation import Installation
 from kvtax.engine.releases import release as environment_of
+from kvtax.hosts import Task, finished_tasks, require_same
 from kvtax.paths import REPOSITORY
 from kvtax.proc.machine_lock import machine_lock
+from kvtax.records.files import decode, write_document
 from kvtax.records.observatory_cell import CellRecord, keep_cell, read_cells
 
 RESULTS = REPOSITORY / "studies" / "observatory"
@@ -52,7 +56,7 @@ def measure_matrix(matrix: Matrix, choice: Choice, ray: str | None) -> None:
     if ray is None:
         records = _measure_here(cells, configs, installed)
     else:
-        records = measure_on_hosts(ray, cells, matrix.claims, installed)
+        records = _measure_on_hosts(ray, cells, matrix.claims, installed)
     for number, cell in enumerate(records, 1):
         print(f"kvtax axes: {number} of {len(cells)}: {_line(cell)}", flush=True)
         keep_cell(cell, RESULTS)
@@ -76,6 +80,54 @@ def _measure_here(
         for release, connector in cells:
             config, environment = configs[connector], installed[release]
             yield measured(connector, release, config, environment, COMMAND)
+
+
+def _measure_on_hosts(
+    address: str,
+    cells: list[CellName],
+    claims: Sequence[Claim],
+    installed: dict[str, Installation],
+) -> Iterator[CellRecord]:
+    """Yield the records of `cells`, as they are done; `installed` by release."""
+    versions = {release: there.versions for release, there in installed.items()}
+    tasks = [
+        Task(
+            ", ".join(f"{connector} {release}" for release, connector in group),
+            _measure_there,
+            (group, versions),
+        )
+        for group in compared(cells, claims)
+    ]
+    for task in finished_tasks(address, tasks, measures=True):
+        for name, content in sorted(task.files.items()):
+            cell = decode(Path(name), content, CellRecord)
+            facts = cell.provenance | provenance.checkout()
+            yield msgspec.structs.replace(cell, host=task.host, provenance=facts)
+
+
+def compared(cells: list[CellName], claims: Sequence[Claim]) -> list[list[CellName]]:
+    """Group `cells`: those together that a claim sets beside each other."""
+    beside = {
+        (claim.release, claim.connector): claim.beside
+        for claim in claims
+        if claim.beside is not None
+    }
+    groups: dict[CellName, list[CellName]] = {}
+    for release, connector in cells:
+        first = beside.get((release, connector), connector)
+        groups.setdefault((release, first), []).append((release, connector))
+    return list(groups.values())
+
+
+def _measure_there(
+    folder: Path, cells: list[CellName], versions: dict[str, dict[str, str]]
+) -> None:
+    """Measure cells into `folder`, on a host of a cluster."""
+    for number, (release, connector) in enumerate(cells):
+        config, installed = load_connector(connector), environment_of(release)
+        require_same(installed, versions[release])
+        cell = measured(connector, release, config, installed, f"{COMMAND} --ray")
+        write_document(folder / f"{number}.json", cell)
 
 
 def _line(cell: CellRecord) -> str:

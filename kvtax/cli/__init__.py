@@ -53,9 +53,6 @@ COMMANDS = (
     Command("compare", "compare two sweeps, check limits", "kvtax.cli.compare"),
     Command("sweep", "measure connectors against cache size", "microbench.command"),
     Command("axes", "measure connectors by release and axis", "kvtax.cli.axes"),
-    Command(
-        "store", "list or fetch results of hosts", "kvtax.cli.store", "kvtax[store]"
-    ),
     Command("bench", "measure what kvtax's own parts cost", "benchmarks.command"),
 )
 # Environment variable by which a shell asks for completions (argcomplete).

@@ -126,13 +126,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _on_all_hosts(address: str, folder: Path, summary: Path | None) -> int:
     """Count `folder` on each host and print all; NOT_MEASURED if a host is missing."""
-    from kvtax.hosts.cluster import ask_each_host
+    from kvtax.hosts import answers
     from kvtax.look.actions import print_totals
     from kvtax.look.totals import StepTotals, totals_of
 
     parts: dict[str, StepTotals] = {}
     missing = 0
-    for host, totals in ask_each_host(address, totals_of, folder):
+    for host, totals in answers(address, totals_of, folder):
         if isinstance(totals, Exception):
             print(f"left out {host}: {totals}", file=sys.stderr)
             missing += 1

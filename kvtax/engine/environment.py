@@ -14,7 +14,7 @@ from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.settings import EngineSettings
 from kvtax.paths import REPOSITORY
-from kvtax.proc.ports import Ports
+from kvtax.proc.ports import LOOPBACK, Ports
 
 NULL_MODEL_PLUGIN = Path(__file__).with_name("vllm_plugin")
 NULL_MODEL_NAME = "kvtax_null_model"
@@ -55,9 +55,9 @@ def engine_environment(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-        "VLLM_HOST_IP": ports.host,
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": ports.host,
-        "DIRECT_READ_HOST": ports.host,
+        "VLLM_HOST_IP": LOOPBACK,
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
+        "DIRECT_READ_HOST": LOOPBACK,
         "DIRECT_READ_SECRET": DIRECT_READ_SECRET,
     }
     if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:

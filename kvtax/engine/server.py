@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvtax.engine.errors import ServerError
 from kvtax.engine.server_spec import ServerSpec
-from kvtax.proc.ports import listener_pid
+from kvtax.proc.ports import LOOPBACK, listener_pid
 from kvtax.proc.supervise import Supervised
 
 # NIXL takes 100 to 150 s to start when eight instances start at once.
@@ -24,7 +24,7 @@ class Server:
 
     def __init__(self, spec: ServerSpec) -> None:
         self.ports = spec.ports
-        self.url = f"http://{spec.ports.host}:{spec.ports.http}"
+        self.url = f"http://{LOOPBACK}:{spec.ports.http}"
         self.log = spec.log
         scratch = Path(tempfile.mkdtemp(prefix="kvtax-"))
         argv = spec.private_argv(scratch / "server.yaml")

@@ -16,7 +16,7 @@ from kvtax.engine.null_model import has_weights
 from kvtax.engine.provenance import masked, secrets_in
 from kvtax.engine.releases import beside
 from kvtax.engine.settings import EngineSettings
-from kvtax.proc.ports import Ports, reserve
+from kvtax.proc.ports import LOOPBACK, Ports, reserve
 
 SERVED_MODEL = "model"
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -112,7 +112,7 @@ def _command(engine: Engine, ports: Ports) -> list[str]:
     arguments = {
         "--model": engine.model,
         "--served-model-name": SERVED_MODEL,
-        "--host": ports.host,
+        "--host": LOOPBACK,
         "--port": ports.http,
         "--block-size": settings.block_size,
         "--max-model-len": settings.max_model_len,

@@ -32,24 +32,21 @@ class PortsError(Exception):
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of one server, which listens on the address `host`.
+    """The ports of one server.
 
     `bootstrap` is Mooncake's, `nixl` and `direct_read` are side channels of those
-    connectors; KV events come by `kv_events` where there are other hosts;
-    `vllm_internal` is where vLLM begins to look for the ports it chooses itself.
+    connectors; `vllm_internal` is where vLLM begins to look for the ports it chooses
+    itself.
     """
 
     http: int
     bootstrap: int
     nixl: int
     direct_read: int
-    kv_events: int
-    kv_events_replay: int
     vllm_internal: int
-    host: str = LOOPBACK
 
 
-def reserve(servers: int, base: int | None = None, host: str = LOOPBACK) -> list[Ports]:
+def reserve(servers: int, base: int | None = None) -> list[Ports]:
     """Ports for so many servers, free a moment ago, from `base` on if given.
 
     Raises PortsError.
@@ -59,15 +56,15 @@ def reserve(servers: int, base: int | None = None, host: str = LOOPBACK) -> list
         if (taken := _first_taken(base, span)) is not None:
             why = "Mooncake's to choose" if taken in MOONCAKE else "taken"
             raise PortsError(f"port {taken} is {why}: choose another --base-port")
-        return staggered(base, servers, host)
+        return staggered(base, servers)
     for _ in range(TRIES):
         base = random.randrange(FIRST, LAST - span)
         if _first_taken(base, span) is None:
-            return staggered(base, servers, host)
+            return staggered(base, servers)
     raise PortsError(f"no {span} free ports in a row between {FIRST} and {LAST}")
 
 
-def staggered(base: int, servers: int, host: str = LOOPBACK) -> list[Ports]:
+def staggered(base: int, servers: int) -> list[Ports]:
     """Ports for so many servers, from `base` on, whether they are free or not."""
     starts = range(base, base + servers * PORTS_PER_SERVER, PORTS_PER_SERVER)
     return [
@@ -76,10 +73,7 @@ def staggered(base: int, servers: int, host: str = LOOPBACK) -> list[Ports]:
             bootstrap=start + 1,
             nixl=start + 2,
             direct_read=start + 3,
-            kv_events=start + 4,
-            kv_events_replay=start + 5,
             vllm_internal=start + 6,
-            host=host,
         )
         for start in starts
     ]

@@ -39,8 +39,6 @@ class ReplayHeader(
     """Requests of the trace."""
     sessions: int = 0
     """Sessions of the trace."""
-    replayers: int = 1
-    """How many processes sent the requests, each those of a share of the sessions."""
     trace_sha256: str | None = None
     """Of the trace's file."""
 

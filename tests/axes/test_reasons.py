@@ -10,7 +10,7 @@ import pytest
 from kvtax.axes import cell
 from kvtax.axes.cell import not_in_release, reason
 from kvtax.axes.matrix import read_matrix
-from kvtax.axes.on_hosts import compared
+from kvtax.axes.run_matrix import compared
 from kvtax.engine.connector import load_connector
 from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import installation

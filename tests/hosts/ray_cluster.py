@@ -21,14 +21,18 @@ from pathlib import Path
 
 import pytest
 
+from kvtax.hosts import MEASURES
 from kvtax.paths import REPOSITORY
 from kvtax.proc.supervise import Supervised, descendants, signal_all
 
-# Marks of a test on a cluster.
-ON_CLUSTER = [
-    pytest.mark.long,
-    pytest.mark.skipif(os.geteuid() != 0, reason="networks of its own need root"),
-]
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="networks need root")
+
+
+def on_cluster(test):
+    """Mark a test that starts a cluster."""
+    return pytest.mark.long(NEEDS_ROOT(test))
+
+
 RAY = str(Path(sys.executable).with_name("ray"))
 PORT = 6379
 PORTS = {
@@ -39,6 +43,8 @@ PORTS = {
 }
 OBJECT_STORE_BYTES = 100_000_000
 READY_S = 60
+# What `ray start` prints once its node has joined.
+JOINED = "Ray runtime started"
 # Another file at a path, for one host alone.
 MOUNTED = 'mount --bind "$0" "$1" && shift && exec "$@"'
 
@@ -67,25 +73,18 @@ class Namespace:
 class Host:
     """A node of the cluster, at 10.77.0.`number`; the first is its head.
 
-    `instead`: paths that hold other files there. Temporary files of what runs on it are
-    in `scratch`. Its CLOCK_MONOTONIC is `ahead_s` ahead of this machine's.
+    `instead`: paths that hold other files there.
     """
 
     def __init__(
-        self,
-        cluster: RayCluster,
-        number: int,
-        instead: dict[Path, Path],
-        scratch: Path | None,
-        ahead_s: int,
+        self, cluster: RayCluster, number: int, instead: dict[Path, Path]
     ) -> None:
         self.address = f"10.77.0.{number}"
         self.number = number
-        self._ahead_s = ahead_s
         self._cluster = cluster
-        self._log = cluster.folder / f"host{number}.log"
-        self.scratch = scratch or cluster.folder / f"tmp{number}"
-        self.network = Namespace(self._log)
+        self.log = cluster.folder / f"host{number}.log"
+        self.scratch = cluster.folder / f"tmp{number}"
+        self.network = Namespace(self.log)
         switch = cluster.switch
         switch.ip(
             f"link add p{number} type veth peer name eth0 netns {self.network.pid}"
@@ -105,24 +104,19 @@ class Host:
         command = [RAY, "start", "--block", "--disable-usage-stats", "--num-cpus=1"]
         command += [*role, f"--node-ip-address={self.address}"]
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        command += ["--resources", json.dumps({MEASURES: 1})]
         # Each host has all ports to itself, so nobody need wait to hear of them.
         command += [f"--{use}-port={port}" for use, port in PORTS.items()]
         if self.number == 1:
             command += ["--include-dashboard=false"]
         # Or Ray wants the token that is in the user's home, if one is.
         env = {"RAY_AUTH_MODE": "disabled"} | os.environ
-        env |= {
-            "PYTHONPATH": str(self._cluster.checkout),
-            "RAY_worker_niceness": str(self._cluster.niceness),
-        }
-        if self._ahead_s:
-            # From its next exec on, it is in a time of its own.
-            command = ["unshare", "--time", f"--monotonic={self._ahead_s}", *command]
+        env |= {"RAY_worker_niceness": str(self._cluster.niceness)}
         for path, other in instead.items():
             bound = [MOUNTED, str(other), str(path)]
             command = ["unshare", "--mount", "sh", "-c", *bound, *command]
         self.scratch.mkdir(exist_ok=True)
-        return Supervised(self.network.inside(*command), env, self._log, self.scratch)
+        return Supervised(self.network.inside(*command), env, self.log, self.scratch)
 
     def processes(self, what: str) -> list[int]:
         """Those whose command line has `what`."""
@@ -137,35 +131,17 @@ class Host:
         """All of it at once, as when a machine loses its power."""
         signal_all(descendants(self.ray.supervisor_pid), 9)
 
-    def cut(self) -> None:
-        """Take the host's cable out."""
-        self._cluster.switch.ip(f"link set p{self.number} down")
-
-    def mend(self) -> None:
-        self._cluster.switch.ip(f"link set p{self.number} up")
-
     def stop(self) -> None:
         self.ray.stop()
         self.network.stop()
 
 
 class RayCluster:
-    """`count` hosts with the code of `checkout`; leaving the context ends them.
+    """`count` hosts; leaving the context ends them."""
 
-    The clocks of all but the first are `ahead_s` ahead.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        niceness: int = 0,
-        checkout: Path = REPOSITORY,
-        ahead_s: int = 0,
-    ) -> None:
+    def __init__(self, count: int, niceness: int = 0) -> None:
         self._count = count
-        self._ahead_s = ahead_s
         self.niceness = niceness
-        self.checkout = checkout
         self._stack = ExitStack()
 
     def __enter__(self) -> RayCluster:
@@ -191,13 +167,8 @@ class RayCluster:
     def address(self) -> str:
         return f"10.77.0.1:{PORT}"
 
-    def add(
-        self,
-        instead: dict[Path, Path] | None = None,
-        scratch: Path | None = None,
-    ) -> Host:
-        ahead_s = self._ahead_s if self.hosts else 0
-        host = Host(self, len(self.hosts) + 1, instead or {}, scratch, ahead_s)
+    def add(self, instead: dict[Path, Path] | None = None) -> Host:
+        host = Host(self, len(self.hosts) + 1, instead or {})
         self._stack.callback(host.stop)
         self.hosts.append(host)
         self.wait_for(host)
@@ -232,14 +203,12 @@ class RayCluster:
 
     def wait_for(self, host: Host) -> None:
         """Until `host` has joined."""
-        asking = self.on_head(sys.executable, "-c", ALIVE, self.address)
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
-            told = subprocess.run(asking, capture_output=True, text=True)
-            if host.address in told.stdout.split():
+            if JOINED in host.log.read_text():
                 return
             time.sleep(0.2)
-        raise TimeoutError(f"no {host.address} within {READY_S} s: {told.stderr}")
+        raise TimeoutError(f"{host.address} did not join: {host.log.read_text()}")
 
 
 class HeadCommand:
@@ -251,9 +220,9 @@ class HeadCommand:
     def __init__(
         self, cluster: RayCluster, log: Path, *module: str, deadline_s: float
     ) -> None:
-        self._log, self._errors = log, log.with_name(f"{log.name}.err")
+        self.log, self._errors = log, log.with_name(f"{log.name}.err")
         self._deadline_s = deadline_s
-        with self._log.open("wb") as out, self._errors.open("wb") as errors:
+        with self.log.open("wb") as out, self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 cluster.on_head(sys.executable, "-m", *module),
                 cwd=REPOSITORY,
@@ -270,12 +239,12 @@ class HeadCommand:
 
     @property
     def printed(self) -> str:
-        return self._log.read_text() + self._errors.read_text()
+        return self.log.read_text() + self._errors.read_text()
 
     @property
     def lines(self) -> list[list]:
         """The lines of JSON; Ray itself prints that a node is lost."""
-        whole = self._log.read_text().rpartition("\n")[0].splitlines()
+        whole = self.log.read_text().rpartition("\n")[0].splitlines()
         return [json.loads(line) for line in whole if line.startswith("[")]
 
     def wait(self, until: Callable[[], bool]) -> None:
@@ -289,15 +258,6 @@ class HeadCommand:
     def status(self) -> int:
         """Wait for the end; return the exit code."""
         return self.process.wait(self._deadline_s)
-
-
-ALIVE = """
-import sys
-from ray._raylet import GcsClient
-client = GcsClient(address=sys.argv[1])
-nodes = client.get_all_node_info().values()
-print(*(one.node_manager_address for one in nodes if one.state == 0))
-"""
 
 
 def _has_own_network(pid: int) -> bool:

@@ -1,37 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Squares made on a cluster: a line of JSON for each, as soon as it is done.
+"""A command whose tasks square numbers on the hosts of a Ray cluster.
 
-python -m tests.hosts.spread_squares ADDRESS COUNT SECONDS_EACH [STORE]
+    python -m tests.hosts.spread_squares ADDRESS SECONDS measures|simulates NUMBER...
+
+Prints a line of JSON for each as it is done: number, square, host, and when.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from pathlib import Path
 
-from kvtax.hosts.errors import HostsError, StoreError
-from kvtax.hosts.store import store_of_run
-from kvtax.hosts.work import Work, finished_tasks
+from kvtax.hosts import HostsError, Task, finished_tasks
 from kvtax.signals import exit_on_signals
+from tests.hosts.squares import square
 
 
 def main() -> int:
-    address, count, seconds, *url = sys.argv[1:]
     exit_on_signals()
-    tasks = {f"s/{value}": f"{value} {seconds}".encode() for value in range(int(count))}
-    work = Work("tests.hosts.squares", {}, tasks)
+    address, seconds, kind, *numbers = sys.argv[1:]
+    tasks = [Task(n, square, (int(n), float(seconds))) for n in numbers]
     try:
-        store = store_of_run(*url, "run", resume=True) if url else None
-        with tempfile.TemporaryDirectory() as aside:
-            for task in finished_tasks(address, work, Path(aside), store):
-                square = int((task.folder / "square").read_text())
-                value = int(task.name.removeprefix("s/"))
-                print(json.dumps([value, square, task.host]), flush=True)
-    except (HostsError, StoreError) as error:
+        for done in finished_tasks(address, tasks, kind == "measures"):
+            value = int(done.files["deep/square"])
+            when = json.loads(done.files["when"])
+            print(json.dumps([int(done.name), value, done.host, *when]), flush=True)
+    except HostsError as error:
         print(error, file=sys.stderr)
-        return 2
+        return error.exit_code
     return 0
 
 

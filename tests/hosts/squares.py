@@ -1,42 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A host's work for tests: squares of numbers, some of which take their time.
-
-    python -m tests.hosts.squares FOLDER
-
-The task "7 0.5" is answered with 49 after half a second, and "die" by the end of the
-process.
-"""
+"""The task of the tests: a number is squared."""
 
 from __future__ import annotations
 
-import os
+import json
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from kvtax.hosts.worker import Tasks
-from kvtax.signals import exit_on_signals
+# Of a task that fails, and of one that ends its process at once.
+FAILS, ENDS = 666, 667
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    exit_on_signals()
-    tasks = Tasks(folder)
-    due: dict[int, tuple[float, int]] = {}
-    while tasks.open or due:
-        for number, content in tasks.come(0.005):
-            if content == b"die":
-                print("these are my last words", flush=True)
-                os._exit(1)
-            value, seconds = content.split()
-            due[number] = time.monotonic() + float(seconds), int(value) ** 2
-        now_s = time.monotonic()
-        for number in [one for one, (at_s, _) in due.items() if at_s <= now_s]:
-            made = folder / f"made{number}"
-            made.mkdir()
-            (made / "square").write_text(str(due.pop(number)[1]))
-            tasks.done(number, made)
-
-
-if __name__ == "__main__":
-    main()
+def square(folder: Path, number: int, seconds: float) -> None:
+    """Write the square, and when it was made; a child sleeps meanwhile."""
+    began_ns = time.time_ns()
+    if number == FAILS:
+        raise ValueError("666 has no square")
+    if number == ENDS:
+        sys.exit("these are my last words")
+    subprocess.run(["sleep", str(seconds)], check=True)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "square").write_text(str(number**2))
+    (folder / "when").write_text(json.dumps([began_ns, time.time_ns()]))

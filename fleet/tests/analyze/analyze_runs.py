@@ -27,7 +27,7 @@ from kvtax_fleet.policies import (
     Snapshot,
     parameters_of,
 )
-from kvtax_fleet.records.arm import ArmRecord, FleetHost, Freshness, MachineLoad
+from kvtax_fleet.records.arm import ArmRecord, Freshness, MachineLoad
 from kvtax_fleet.records.decisions import DecisionRecord, DecisionsHeader
 from kvtax_fleet.records.instances import Instance
 
@@ -47,7 +47,7 @@ class Truth:
     `wrong_belief`: tokens that the proxy takes to be cached and are not;
     `short_answers`: requests that got fewer tokens than asked for; `giants`: sessions
     of ten times the tokens; `misplaced`: decisions recorded as another instance's;
-    `held`: sessions that waited for a slot; `hosts`: those of a fleet over several.
+    `held`: sessions that waited for a slot.
     """
 
     arm: str
@@ -74,7 +74,6 @@ class Truth:
     fresh: bool = True
     valid: bool = True
     held: int = 0
-    hosts: list[FleetHost] = field(default_factory=list)
 
 
 def write_run(folder: Path, truths: list[Truth], seed: int = 1) -> Path:
@@ -220,7 +219,6 @@ def _write(
         same_as=truth.same_as,
         freshness=Freshness(fresh=truth.fresh, why=None if truth.fresh else "warm"),
         machine=MachineLoad(saturated=truth.saturated),
-        hosts=truth.hosts,
         status=truth.status,
         error=None if truth.status == "ok" else "an instance ended",
     )

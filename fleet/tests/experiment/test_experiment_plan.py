@@ -116,10 +116,10 @@ def test_a_request_beyond_the_kv_cache_is_refused_before_a_fleet_starts(tmp_path
             concurrency=[1],
         )
         if fits:
-            prepare(wanted, out / "fits", True, None)
+            prepare(wanted, out / "fits", True)
             continue
         with pytest.raises(ReplayError, match="8 requests are longer than the 1600"):
-            prepare(wanted, out / "long", True, None)
+            prepare(wanted, out / "long", True)
     assert [path.name for path in out.iterdir()] == ["fits"]
 
 
@@ -203,25 +203,18 @@ def test_what_an_arm_needs_is_missed_before_anything_is_started(arm, what):
         check_arms(launched)
 
 
-def test_replayers_without_a_session_are_refused_in_an_open_loop_too():
-    shared = experiment(replayers=3, open_loop=True)
-    check_slots(shared, sessions=3)
-    with pytest.raises(ExperimentError, match=r"2 sessions .* 3 `replayers`"):
-        check_slots(shared, sessions=2)
-
-
 def test_a_run_goes_on_as_the_same_experiment_in_the_same_time_alone(tmp_path):
     file, out = tmp_path / "t.jsonl", tmp_path / "out"
     write_trace(file, trace(8, 1))
     load = Workload(str(file))
     wanted = experiment(workload=load, concurrency=[2])
-    prepare(wanted, out, False, None)
-    prepare(wanted, out, False, None)
+    prepare(wanted, out, False)
+    prepare(wanted, out, False)
     with pytest.raises(RunFolderError, match="its runs are in real time"):
-        prepare(wanted, out, True, None)
+        prepare(wanted, out, True)
     other = experiment(workload=load, concurrency=[2], repeats=3)
     with pytest.raises(RunFolderError, match="experiment is another in `repeats`"):
-        prepare(other, out, False, None)
+        prepare(other, out, False)
 
 
 def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
@@ -236,7 +229,6 @@ def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
         ({"baseline": "c"}, "'c' is no arm"),
         ({"profile": "p"}, "one of"),
         ({"standin": None}, "one of"),
-        ({"replayers": 33}, "fewer requests are in flight than .* `replayers`"),
         ({"time_factor": 2.0}, "`time_factor` is for the forward of a `profile`"),
         ({"concurrency": [2, 8, 2]}, "`concurrency` has a number twice"),
         *(
@@ -298,7 +290,6 @@ WRONG_FILES = {
             "instances": ("0", "-1", "1000000", "2.0", "true", '"2"'),
             "concurrency": ("[]", "[0]", "[1_000_000_000]", "2"),
             "repeats": ("0", "1_000_000_000"),
-            "replayers": ("0",),
             "seed": ("1.5", "99_999_999_999_999_999_999"),
             "time_scale": ("0", "0.0001", "-1", "inf", "nan"),
             "request_timeout_s": ("0", "inf"),

@@ -14,7 +14,6 @@ from fleet.tests.experiment.small_experiment import OF_THE_MACHINE, SMOKE
 from kvtax.engine import releases
 from kvtax.engine.errors import ServerError
 from kvtax.paths import REPOSITORY
-from kvtax.proc.ports import LOOPBACK
 
 from kvtax_fleet.analyze.arm_runs import ArmRun, read_run
 from kvtax_fleet.experiment.config import Arm
@@ -91,7 +90,7 @@ def test_a_router_that_does_not_start_fails_the_run_with_its_last_words(
     monkeypatch.setattr(vllm_router, "executable", lambda: program)
     with (
         pytest.raises(RunError, match=r"did not start\n(?s:.*)no workers today"),
-        started_router(tmp_path, ARM, INSTANCES, LOOPBACK),
+        started_router(tmp_path, ARM, INSTANCES),
     ):
         pass
 

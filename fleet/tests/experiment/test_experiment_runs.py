@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from fleet.tests.experiment.small_experiment import OF_THE_MACHINE, SMOKE, smoke_of
-from kvtax.hosts.store import Store
 from kvtax.paths import REPOSITORY
 from kvtax.proc.supervise import descendants
 from tests.engine.living import eventually, gone
@@ -122,34 +120,6 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def test_runs_that_a_store_has_outlive_their_folder(tmp_path):
-    out, store = tmp_path / "run", str(tmp_path / "store")
-    config = tmp_path / "two_arms.toml"
-    config.write_text(smoke_of(arms=2))
-    made = run(config, out, "--store", store)
-    planned = {run.name for run in plan(read_experiment(config))}
-    assert set(Store(f"{store}/run").pieces()) == planned, made.stderr
-    before = arm_documents(out)
-    shutil.rmtree(out)
-    # A half that nobody finished is no reason to leave out what the store has.
-    (out / sorted(planned)[0]).mkdir(parents=True)
-    again = run(config, out, "--store", store, "--resume")
-    assert arm_documents(out) == before, again.stderr
-    assert len(read_run(out)) == len(planned)
-    config.write_text(config.read_text().replace("max_turns = 3", "max_turns = 2"))
-    shutil.rmtree(out)
-    refused = run(config, out, "--store", store, "--resume")
-    assert refused.returncode == 2
-    assert "give another --out" in refused.stderr
-    assert set(Store(f"{store}/run").pieces()) == planned
-
-
-def arm_documents(out: Path) -> dict[Path, bytes]:
-    return {
-        path.relative_to(out): path.read_bytes() for path in out.glob("*/*/arm.json")
-    }
-
-
 GIVEN = """
 summary = "two instances that somebody else started"
 instances = 2
@@ -193,20 +163,6 @@ def test_an_instance_that_was_left_warm_is_caught(tmp_path):
     assert "b: vllm:prompt_tokens_total" in caught.info.error
     assert "a: " not in caught.info.error
     assert caught.requests == []
-
-
-def test_several_replayers_send_each_request_once_and_leave_one_file(tmp_path):
-    config = tmp_path / "shared.toml"
-    config.write_text(f"replayers = 3\n{smoke_of(arms=1)}")
-    run(config, tmp_path / "run")
-    (one,) = read_run(tmp_path / "run")
-    assert one.info.status == "ok", one.info.error
-    ids = [request.id for request in one.requests]
-    assert len(ids) == len(set(ids)) == one.info.trace.requests
-    assert {decision.id for decision in one.decisions} == set(ids)
-    assert one.end.scheduled == one.end.ok == len(ids)
-    assert len(list(one.folder.rglob("replay.jsonl"))) == 1
-    assert len(list(one.folder.glob("replayers/*/replay.log"))) == 3
 
 
 def test_without_ray_nothing_of_ray_is_imported():

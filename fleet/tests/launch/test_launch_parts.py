@@ -159,33 +159,6 @@ def test_events_are_published_only_where_asked_for(tmp_path):
     assert events["enable_kv_cache_events"] is True
 
 
-@pytest.mark.parametrize("connector", CONNECTORS)
-def test_an_instance_of_a_fleet_over_hosts_is_named_and_listens_at_its_own(
-    connector, tmp_path
-):
-    host = "10.77.0.2"
-    part = dataclasses.replace(spec(connector, ["both"], True), numbers=[5])
-    (member,) = members(part, reserve(1, host=host), [[]], tmp_path)
-    told = msgspec.to_builtins(member.instance)
-    addresses = [value for value in told.values() if isinstance(value, str | dict)]
-    assert member.instance.name == "i5"
-    assert "127.0.0.1" not in str(addresses) and str(tmp_path) not in str(addresses)
-    assert f"http://{host}:" in member.instance.url
-    server = server_of(part, member, tmp_path, tmp_path, tmp_path)
-    assert server.argv[server.argv.index("--host") + 1] == host
-    for name in (
-        "VLLM_HOST_IP",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST",
-        "DIRECT_READ_HOST",
-    ):
-        assert server.env[name] == host
-    events = json.loads(server.argv[server.argv.index("--kv-events-config") + 1])
-    # To the address itself vLLM would connect, instead of listening there.
-    assert events["endpoint"] == f"tcp://*:{member.ports.kv_events}"
-    assert member.instance.kv_events == f"tcp://{host}:{member.ports.kv_events}"
-    assert events["replay_endpoint"] == member.instance.kv_events_replay
-
-
 def test_an_instance_listens_on_loopback_unless_told_otherwise(tmp_path):
     (server,) = told(spec("nixl_both", ["both"], kv_events=True), tmp_path)
     assert server.argv[server.argv.index("--host") + 1] == "127.0.0.1"

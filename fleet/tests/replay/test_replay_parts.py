@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from concurrent.futures import Future
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from kvtax.cli import Exit, main
 from kvtax.load.sse import StreamError, Usage
 
+from kvtax_fleet.replay import play
 from kvtax_fleet.replay.http_link import Model, authorization, check_lengths
 from kvtax_fleet.replay.options import Options, ReplayError
 from kvtax_fleet.replay.play import Player
@@ -136,11 +138,11 @@ def played(requests, tmp_path, link: VirtualLink, **options) -> Player:
     header = {"model": "m", "scheduled": len(requests), "sessions": len(sessions)}
     records = new_ledger(tmp_path / "replay.jsonl", settings, **header, trace_sha256="")
 
-    async def at_once() -> int:
-        return 0
-
-    player = Player(settings, sessions, link, records, begin=at_once)
-    with asyncio.Runner(loop_factory=lambda: link.loop) as runner:
+    player = Player(settings, sessions, link, records)
+    with (
+        patch.object(play, "LEAD_NS", 0),
+        asyncio.Runner(loop_factory=lambda: link.loop) as runner,
+    ):
         runner.run(player.play())
     return player
 

@@ -37,7 +37,6 @@ REMEDIES = {
     "replay_unfinished": f"Read replay.log, then {_AGAIN}.",
     "lag": "Stop what else runs on this machine, or lower the load; raise "
     "`lag_budget_ms` only if the latencies are far above it.",
-    "clock": "Use hosts whose clocks run evenly, as under NTP, or shorter runs.",
     "held": "Raise `concurrency` until no session waits for a slot, or call the load "
     "what it is: latencies do not hold these waits.",
     "failures": "Look up the reasons under Outcomes and in the instances' logs: the "

@@ -320,14 +320,15 @@ def gpu_use(folder: Path, requests: pl.DataFrame) -> dict[str, GpuUse] | None:
     """Describe the use of each GPU.
 
     Between the first send and the last end of `requests`; None without gpu.csv or
-    without a sample then. GPUs of a fleet over hosts are named `<host> <gpu>`.
-    Raises RecordsError.
+    without a sample then. Raises RecordsError.
     """
-    paths = {path: "" for path in folder.glob("gpu.csv")}
-    paths |= {path: f"{path.parent.name} " for path in folder.glob("hosts/*/gpu.csv")}
-    if not paths:
+    path = folder / "gpu.csv"
+    if not path.exists():
         return None
-    samples = pl.concat([_gpu_samples(path, host) for path, host in paths.items()])
+    try:
+        samples = pl.read_csv(path, schema=GPU_COLUMNS)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise RecordsError(f"{path}: {error}") from None
     first, last = requests["sent_ns"].min(), requests["end_ns"].max()
     during = samples.filter(pl.col("monotonic_ns").is_between(first, last))
     table = (
@@ -341,12 +342,3 @@ def gpu_use(folder: Path, requests: pl.DataFrame) -> dict[str, GpuUse] | None:
         .sort("gpu")
     )
     return {row.pop("gpu"): GpuUse(**row) for row in table.to_dicts()} or None
-
-
-def _gpu_samples(path: Path, host: str) -> pl.DataFrame:
-    """Read gpu.csv. Raises RecordsError."""
-    try:
-        samples = pl.read_csv(path, schema=GPU_COLUMNS)
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise RecordsError(f"{path}: {error}") from None
-    return samples.with_columns(gpu=pl.lit(host) + pl.col("gpu"))

@@ -41,8 +41,6 @@ def refusals(runs: list[ArmRun], arm: str, baseline: str) -> list[str]:
         values = {getattr(run.info, name) for run in ours + theirs}
         if len(values) > 1:
             reasons.append(f"{name} differs: {_listed(values)}")
-    if len({_placement(run) for run in ours + theirs}) > 1:
-        reasons.append("the instances were not spread alike over hosts")
     traces = {run.info.trace and run.info.trace.sha256 for run in ours + theirs}
     if len(traces) > 1:
         reasons.append("they replayed different traces")
@@ -66,38 +64,11 @@ def faults(run: ArmRun) -> Iterator[Fault]:
     if info.machine and info.machine.saturated:
         what = f"the machine did not keep up: {info.machine.saturated}"
         yield "machine_saturated", what
-    yield from _of_hosts(run)
     if run.end is None:
         yield "replay_unfinished", "replay.jsonl has no end: the replayer was killed"
     elif not run.end.valid:
         late_ms, budget_ms = (run.end.lag_ms or {}).get("p99"), run.end.lag_budget_ms
         yield "lag", f"requests were sent late: p99 {late_ms} ms, budget {budget_ms} ms"
-
-
-def _of_hosts(run: ArmRun) -> Iterator[Fault]:
-    """Yield the faults of the hosts of a fleet besides this one."""
-    budget_ms = run.end.lag_budget_ms if run.end is not None else None
-    for host in run.info.hosts:
-        if host.machine and host.machine.saturated:
-            what = f"{host.host} did not keep up: {host.machine.saturated}"
-            yield "machine_saturated", what
-        if host.clock is None or budget_ms is None:
-            continue
-        for what, off_us in (
-            ("drifted by", abs(host.clock.drift_us)),
-            ("is known only to", host.clock.residual_us),
-        ):
-            if off_us / 1e3 > budget_ms:
-                yield (
-                    "clock",
-                    f"the clock of {host.host} {what} {off_us / 1e3:.1f} ms, more than "
-                    f"`lag_budget_ms` {budget_ms:g}",
-                )
-
-
-def _placement(run: ArmRun) -> tuple[int, ...]:
-    """Count the instances per host; () for one host without --ray."""
-    return tuple(sorted(len(host.instances) for host in run.info.hosts))
 
 
 def found_warm(requests: list[ReplayedRequest]) -> str | None:

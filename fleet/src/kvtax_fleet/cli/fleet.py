@@ -81,22 +81,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="simulate time: no servers, minutes in place of hours",
     )
-    add_ray(
-        parser,
-        "spread each fleet over several hosts, and runs of --virtual over all,",
-    )
-    parser.add_argument(
-        "--hosts",
-        type=whole_number(1),
-        metavar="N",
-        help="with --ray: hosts per fleet (default: as many as can have the same "
-        "number of instances each)",
-    )
-    parser.add_argument(
-        "--store",
-        metavar="URL",
-        help="also copy finished runs to this URL (shared folder or s3://...)",
-    )
+    add_ray(parser, "with --virtual: simulate on all hosts")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -115,8 +100,6 @@ def _run(arguments: argparse.Namespace) -> int:
             resume=arguments.resume,
             virtual=arguments.virtual,
             ray=arguments.ray,
-            hosts=arguments.hosts,
-            store=arguments.store,
         ),
     )
     return _write_report(out, out)
@@ -197,19 +180,6 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, Options)
     parser.add_argument(
         "--out", required=True, type=Path, help="file of the records, a new one"
-    )
-    parser.add_argument(
-        "--share",
-        type=_share,
-        metavar="I/N",
-        help="only every Nth session, beginning with number I, counted from 0: other "
-        "replayers send the others",
-    )
-    parser.add_argument(
-        "--gate",
-        type=Path,
-        metavar="FOLDER",
-        help="begin at the time in the file `start` of this folder (monotonic ns)",
     )
     parser.add_argument(
         "--progress", action="store_true", help="print a line per second to stderr"
@@ -357,13 +327,6 @@ def _host(arguments: argparse.Namespace) -> int:
     times = write_host_times(arguments.out, *given)
     print(f"wrote {arguments.out}: {', '.join(times.steps)}")
     return Exit.GOOD
-
-
-def _share(text: str) -> tuple[int, int]:
-    number, _, replayers = text.partition("/")
-    if not (number.isdigit() and replayers.isdigit() and int(number) < int(replayers)):
-        raise argparse.ArgumentTypeError(f"{text}: I/N with I below N expected")
-    return int(number), int(replayers)
 
 
 def _add_pair(parser: argparse.ArgumentParser) -> None:

@@ -4,33 +4,33 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shutil
+import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from kvtax.hosts.errors import HostLost, HostsError
+from kvtax.engine.server import tail
+from kvtax.proc.supervise import Supervised
 from kvtax.records.files import write_document
 from kvtax.records.life import only_life
 
 from kvtax_fleet.experiment.config import Arm, Experiment
 from kvtax_fleet.experiment.experiment_plan import PlannedRun
-from kvtax_fleet.experiment.fleet import POLL_S, Fleet
+from kvtax_fleet.experiment.fleet import FLEET_ERRORS, POLL_S, Fleet
 from kvtax_fleet.experiment.freshness import counted, first_step_cached_blocks, judge
-from kvtax_fleet.experiment.host_fleet import FLEET_ERRORS
-from kvtax_fleet.experiment.replayers import Work, merge_shares, shares
 from kvtax_fleet.experiment.router import RunError, started_router
 from kvtax_fleet.instances import write_instances
-from kvtax_fleet.launch.launched import http_text
-from kvtax_fleet.records.arm import ArmRecord, FleetHost, Freshness, MachineLoad
+from kvtax_fleet.launch.launched import Workshop, http_text
+from kvtax_fleet.records.arm import ArmRecord, Freshness, MachineLoad
 from kvtax_fleet.records.instances import Instance
 
-RUN_ERRORS = (RunError, HostLost, HostsError, *FLEET_ERRORS)
-# Makes a fleet with its files in the run's folder; it ends when the context is left.
-FleetMaker = Callable[[Path], AbstractContextManager[Fleet]]
+RUN_ERRORS = (RunError, *FLEET_ERRORS)
+# Exit codes of `kvtax fleet replay` after a replay that reached its end: all went well,
+# or a request failed or was late, which kvtax_fleet.analyze.refusals judges.
+REPLAYED = (0, 3)
 
 
 @dataclass
@@ -41,16 +41,15 @@ class _Outcome:
     instances: list[Instance] = field(default_factory=list)
     patches: dict[str, str] = field(default_factory=dict)
     machine: MachineLoad | None = None
-    hosts: list[FleetHost] = field(default_factory=list)
     ready_s: float | None = None
     replay_s: float | None = None
     peak_rss_mib: dict[str, float] = field(default_factory=dict)
 
 
 def make_run(
-    run: PlannedRun, experiment: Experiment, trace: Path, fleets: FleetMaker
-) -> Exception | None:
-    """Fill the run's folder; return the error that is then also in its arm.json.
+    run: PlannedRun, experiment: Experiment, trace: Path, workshop: Workshop
+) -> None:
+    """Fill the run's folder; an error of the run is in its arm.json.
 
     Files of an earlier attempt are removed first.
     """
@@ -63,10 +62,9 @@ def make_run(
     error = None
     began = time.monotonic()
     try:
-        with fleets(folder) as fleet:
+        with Fleet(experiment, workshop, folder) as fleet:
             _start(folder, outcome, run.run.arm, fleet)
             _replay(run, outcome, experiment, trace, fleet)
-        merge_shares(folder, experiment.replayers)
         outcome.machine = fleet.machine
         _require_cold_records(outcome.freshness, fleet)
     except RUN_ERRORS as failure:
@@ -80,17 +78,14 @@ def make_run(
         wall_s=time.monotonic() - began,
     )
     write_document(folder / "arm.json", record)
-    return error
 
 
 def _start(folder: Path, outcome: _Outcome, arm: Arm, fleet: Fleet) -> None:
     """Start the fleet. Raises RunError if a cache is not cold."""
-    outcome.hosts = fleet.hosts
     fleet.start(arm)
     evidence = outcome.freshness
-    started = fleet.started
-    evidence.survivors, evidence.gpu_used_mib = started.survivors, started.gpu_used_mib
-    outcome.patches = started.patches
+    evidence.survivors, evidence.gpu_used_mib = fleet.survivors, fleet.gpu_used_mib
+    outcome.patches = fleet.patches
     outcome.ready_s = fleet.wait_ready()
     outcome.instances = fleet.instances
     for name, text in _keep_metrics(folder, fleet, "before").items():
@@ -133,22 +128,38 @@ def _replay(
     trace: Path,
     fleet: Fleet,
 ) -> None:
-    """Replay the trace through the arm's router. Raises RunError, ReplayerError."""
-    folder = run.folder
+    """Replay the trace through the arm's router. Raises RunError and FLEET_ERRORS."""
+    folder, arm = run.folder, run.run.arm
     write_instances(folder / "instances.json", fleet.instances)
-    with ExitStack() as stack:
-        router = stack.enter_context(
-            started_router(folder, run.run.arm, fleet.instances, fleet.address)
-        )
-        stack.enter_context(fleet.under_load())
+    with (
+        started_router(folder, arm, fleet.instances) as router,
+        fleet.under_load(),
+    ):
         began = time.monotonic()
-        in_flight = run.run.concurrency * len(fleet.instances)
-        whole = Work(router.url, fleet.started.vocab_size, in_flight)
-        status = fleet.replay(shares(whole, experiment.replayers), trace)
-        while status() is None:
-            router.check_alive()
-            time.sleep(POLL_S)
+        log = folder / "replay.log"
+        command = _replayer(run, experiment, trace, router.url, fleet.vocab_size)
+        with Supervised(command, dict(os.environ), log) as replayer:
+            while (status := replayer.poll()) is None:
+                fleet.check_alive()
+                router.check_alive()
+                time.sleep(POLL_S)
+        if status not in REPLAYED:
+            raise RunError(f"the replayer ended with status {status}\n{tail(log)}")
         outcome.replay_s = time.monotonic() - began
         (folder / router.report_file).write_text(http_text(router.report_url))
     outcome.peak_rss_mib = fleet.peak_rss_mib
     _keep_metrics(folder, fleet, "after")
+
+
+def _replayer(
+    run: PlannedRun, experiment: Experiment, trace: Path, url: str, vocab_size: int
+) -> list[str]:
+    in_flight = run.run.concurrency * experiment.instances
+    command = [sys.executable, "-m", "kvtax", "fleet", "replay", "--url", url]
+    command += ["--trace", str(trace), "--out", str(run.folder / "replay.jsonl")]
+    command += ["--vocab-size", str(vocab_size)]
+    command += ["--time-scale", str(experiment.time_scale)]
+    command += ["--timeout", str(experiment.request_timeout_s)]
+    command += ["--lag-budget-ms", str(experiment.lag_budget_ms)]
+    command += ["--max-inflight-sessions", str(in_flight)]
+    return command if experiment.open_loop else [*command, "--closed-loop"]

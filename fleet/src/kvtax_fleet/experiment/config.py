@@ -133,8 +133,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     sessions begin at the trace's times, and `concurrency` is the most that are in
     flight: further sessions wait. `standin` starts stand-ins in place of vLLM, with
     these options of kvtax_fleet/standin, for tests of the experiment itself. `virtual`
-    is for --virtual alone. `replayers` processes send the requests, each of a share of
-    the sessions, in a share of the slots; over hosts each is on a host of its own.
+    is for --virtual alone.
     """
 
     summary: str
@@ -152,7 +151,6 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     open_loop: bool = False
     time_scale: AtLeast = 1.0
     time_factor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    replayers: Count = 1
     repeats: Few = 2
     seed: int = 0
     request_timeout_s: AtLeast = 300.0
@@ -181,8 +179,6 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             raise ValueError("give one of `profile`, `given` and `standin`")
         if self.time_factor != 1 and self.profile is None:
             raise ValueError("`time_factor` is for the forward of a `profile`")
-        if self.replayers > self.instances * min(self.concurrency):
-            raise ValueError("fewer requests are in flight than there are `replayers`")
         if self.baseline not in self.arms:
             known = ", ".join(self.arms)
             raise ValueError(

@@ -137,14 +137,11 @@ def _same_as(experiment: Experiment, name: str, concurrency: int) -> str | None:
     return None
 
 
-def prepare(
-    experiment: Experiment, out: Path, virtual: bool, hosts: int | None
-) -> list[PlannedRun]:
+def prepare(experiment: Experiment, out: Path, virtual: bool) -> list[PlannedRun]:
     """Write trace and plan into `out`; return all runs in order.
 
-    Fleets are on so many `hosts` of a cluster, None without one. Raises
-    ExperimentError, RunFolderError, TraceError, ReplayError if a request is too long,
-    and leaves `out` as it was.
+    Raises ExperimentError, RunFolderError, TraceError, ReplayError if a request is too
+    long, and leaves `out` as it was.
     """
     with tempfile.TemporaryDirectory(prefix="kvtax-trace-") as aside:
         made = Path(aside) / TRACE
@@ -173,7 +170,7 @@ def prepare(
             )
             for run in plan(experiment)
         ]
-        _keep_plan(out, experiment, facts, versions, hosts)
+        _keep_plan(out, experiment, facts, versions)
         shutil.move(made, out / TRACE)
     return runs
 
@@ -203,15 +200,7 @@ def source(workload: Workload, aside: Path) -> Path:
 
 
 def check_slots(experiment: Experiment, sessions: int) -> None:
-    """Raise ExperimentError if `sessions` cannot fill the closed loop's slots.
-
-    Or if they are fewer than the replayers that share them.
-    """
-    if sessions < experiment.replayers:
-        raise ExperimentError(
-            f"{sessions} sessions cannot be shared by {experiment.replayers} "
-            "`replayers`: take fewer"
-        )
+    """Raise ExperimentError if `sessions` cannot fill the closed loop's slots."""
     most = max(experiment.concurrency)
     slots = most * experiment.instances
     if not experiment.open_loop and sessions < slots:
@@ -260,7 +249,6 @@ def _keep_plan(
     experiment: Experiment,
     facts: TraceFacts,
     versions: dict[str, Any],
-    hosts: int | None,
 ) -> None:
     """Write the plan into `out`, or check that it equals the plan that is resumed.
 
@@ -271,7 +259,6 @@ def _keep_plan(
         experiment=provenance.masked(msgspec.to_builtins(experiment)),
         trace=facts,
         plan=[run.name for run in plan(experiment)],
-        hosts=hosts,
         versions=versions,
     )
     if file.exists():
@@ -281,9 +268,6 @@ def _keep_plan(
         if in_real_time != ("host" in versions):
             time = "real" if in_real_time else "virtual"
             raise RunFolderError(f"cannot resume {out}: its runs are in {time} time")
-        if (begun := begun_on(out)) != hosts:
-            on = f"with --ray, on {begun} hosts" if begun else "without --ray"
-            raise RunFolderError(f"cannot resume {out}: its fleets are made {on}")
         run_folder.check_resumable(
             out,
             earlier,
@@ -295,9 +279,3 @@ def _keep_plan(
         return
     out.mkdir(parents=True, exist_ok=True)
     write_document(file, now)
-
-
-def begun_on(out: Path) -> int | None:
-    """Read on how many hosts each fleet of the resumed run is; None for this one."""
-    file = out / PLAN_FILE
-    return run_folder.read_plan(file).get("hosts") if file.exists() else None

@@ -48,20 +48,20 @@ class Router:
 
 @contextmanager
 def started_router(
-    folder: Path, arm: Arm, instances: Sequence[Instance], address: str
+    folder: Path, arm: Arm, instances: Sequence[Instance]
 ) -> Iterator[Router]:
-    """Start the arm's router on `address`; instances.json is in `folder`.
+    """Start the arm's router; instances.json is in `folder`.
 
     Raises RunError, PortsError, ServerError.
     """
     own, metrics = reserve(2)
-    url = f"http://{address}:{own.http}"
+    url = f"http://{LOOPBACK}:{own.http}"
     with ExitStack() as stack:
         if arm.router == OUR_PROXY:
             log, report_file = "proxy.log", "breakdown.json"
             control = f"{LOOPBACK}:{metrics.http}"
             report_url = f"http://{control}/breakdown"
-            command = _proxy(folder, arm, instances, address, own.http)
+            command = _proxy(folder, arm, instances, own.http)
             command += ["--control", control]
             if arm.cache_state in INDEXES:
                 program = INDEXES[arm.cache_state]
@@ -72,7 +72,7 @@ def started_router(
         else:
             log, report_file = "router.log", "router.prom"
             report_url = f"http://{LOOPBACK}:{metrics.http}/metrics"
-            command = _vllm_router(arm, instances, address, own.http, metrics.http)
+            command = _vllm_router(arm, instances, own.http, metrics.http)
         process = stack.enter_context(
             Supervised(command, dict(os.environ), folder / log)
         )
@@ -90,11 +90,11 @@ def _await(router: Router) -> None:
 
 
 def _proxy(
-    folder: Path, arm: Arm, instances: Sequence[Instance], address: str, port: int
+    folder: Path, arm: Arm, instances: Sequence[Instance], port: int
 ) -> list[str]:
     command = [sys.executable, "-m", "kvtax", "proxy"]
     command += ["--instances", str(folder / "instances.json")]
-    command += ["--policy", arm.policy, "--host", address, "--port", str(port)]
+    command += ["--policy", arm.policy, "--host", LOOPBACK, "--port", str(port)]
     command += ["--log", str(folder / "decisions.jsonl")]
     # It is stopped after the last answer, or because a run has failed.
     command += ["--drain-timeout-s", "0"]
@@ -108,15 +108,11 @@ def _proxy(
 
 
 def _vllm_router(
-    arm: Arm,
-    instances: Sequence[Instance],
-    address: str,
-    port: int,
-    metrics_port: int,
+    arm: Arm, instances: Sequence[Instance], port: int, metrics_port: int
 ) -> list[str]:
     """Make a command with vllm-router's defaults, except for addresses and polling."""
     command = [str(vllm_router.executable()), "--policy", arm.policy]
     command += ["--worker-urls", *(each.url for each in instances)]
     command += ["--worker-startup-check-interval", "1", "--log-level", "warning"]
-    command += ["--host", address, "--port", str(port)]
+    command += ["--host", LOOPBACK, "--port", str(port)]
     return [*command, "--prometheus-port", str(metrics_port)]

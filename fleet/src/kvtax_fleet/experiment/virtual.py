@@ -3,7 +3,7 @@
 
 Instances get the same arguments as in real time. Runs with one connector share a
 process that has imported the connector's private vLLM; each run is a fork of that
-process, as many at a time as there are cores.
+process, as many at a time as there are cores, here or on the hosts of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,13 +22,14 @@ import msgspec
 from kvtax.config import ConfigError
 from kvtax.engine import preflight
 from kvtax.engine.server import tail
+from kvtax.hosts import Task, finished_tasks
 from kvtax.proc.ports import FIRST, staggered
 from kvtax.proc.supervise import Supervised
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document
 
 from kvtax_fleet.experiment.config import Experiment
-from kvtax_fleet.experiment.experiment_plan import PlannedRun, Run
+from kvtax_fleet.experiment.experiment_plan import TRACE, PlannedRun, Run
 from kvtax_fleet.launch.launched import Workshop
 from kvtax_fleet.launch.spec import FleetSpec, members, server_of
 from kvtax_fleet.paths import CONFIGS
@@ -53,6 +55,8 @@ UNMADE = "the simulator process ended before it made this run\n{log}"
 WATCH_EVERY_S = 0.05
 # Most runs under way: their names must fit into a pipe without a reader, 64 KiB.
 MOST_WAITING = 100
+# Runs that share an import of vLLM on a host, and are lost with it.
+RUNS_PER_TASK = 4
 
 
 def check_virtual(experiment: Experiment) -> None:
@@ -97,31 +101,72 @@ def host_times(experiment: Experiment, connector: str) -> HostTimes:
     return times
 
 
-class Virtual:
-    """Makes runs in virtual time, on this host.
+def make_here(
+    experiment: Experiment,
+    runs: Sequence[PlannedRun],
+    trace: Path,
+    workshop: Workshop,
+    jobs: int | None = None,
+) -> Iterator[PlannedRun]:
+    """Make the runs, `jobs` at a time; yield each once its folder has the arm.json.
 
-    `run` raises SpecError, ServerError and preflight.CONFIG_ERRORS before the first.
+    Raises SpecError, ServerError and preflight.CONFIG_ERRORS before the first.
     """
+    # vLLM in memory takes a gigabyte for each connector.
+    in_turn = sorted(runs, key=_connector)
+    for run in in_turn:
+        workshop.overlay(experiment.fleet_spec(run.run.arm))
+    jobs = jobs or len(os.sched_getaffinity(0))
+    with Simulation(experiment, trace, workshop, jobs) as simulation:
+        for _, same in groupby(in_turn, _connector):
+            left = list(same)
+            while left or simulation.waiting:
+                while left and simulation.waiting < MOST_WAITING:
+                    simulation.begin(left.pop(0))
+                yield from simulation.made()
+                time.sleep(WATCH_EVERY_S)
 
-    def __init__(self, experiment: Experiment, trace: Path, workshop: Workshop) -> None:
-        self._experiment = experiment
-        self._trace = trace
-        self._workshop = workshop
 
-    def run(self, runs: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
-        """Make the runs; yield each as soon as its folder has the arm.json."""
-        # vLLM in memory takes a gigabyte for each connector.
-        in_turn = sorted(runs, key=_connector)
-        for run in in_turn:
-            self._workshop.overlay(self._experiment.fleet_spec(run.run.arm))
-        with Simulation(self._experiment, self._trace, self._workshop) as simulation:
-            for _, same in groupby(in_turn, _connector):
-                left = list(same)
-                while left or simulation.waiting:
-                    while left and simulation.waiting < MOST_WAITING:
-                        simulation.begin(left.pop(0))
-                    yield from simulation.made()
-                    time.sleep(WATCH_EVERY_S)
+def make_on_hosts(
+    address: str, experiment: Experiment, runs: Sequence[PlannedRun], trace: Path
+) -> Iterator[PlannedRun]:
+    """Make the runs on the Ray cluster at `address`, a few with each task.
+
+    Raises HostsError.
+    """
+    by_name = {run.run.name: run for run in runs}
+    tasks = [
+        Task(
+            f"{few[0].run.name} to {few[-1].run.name}",
+            _make_there,
+            (experiment, few, trace.read_bytes()),
+        )
+        for few in _tasks(runs)
+    ]
+    for done in finished_tasks(address, tasks, measures=False):
+        made = [name for name in by_name if f"{name}/arm.json" in done.files]
+        done.put(trace.parent, made)
+        yield from (by_name[name] for name in made)
+
+
+def _tasks(runs: Sequence[PlannedRun]) -> Iterator[list[PlannedRun]]:
+    """Group runs with one connector, as the import of vLLM takes seconds."""
+    for _, same in groupby(sorted(runs, key=_connector), _connector):
+        left = list(same)
+        for first in range(0, len(left), RUNS_PER_TASK):
+            yield left[first : first + RUNS_PER_TASK]
+
+
+def _make_there(
+    folder: Path, experiment: Experiment, runs: list[PlannedRun], trace: bytes
+) -> None:
+    """Fill the runs' folders below `folder`."""
+    moved = [replace(run, folder=folder / run.run.name) for run in runs]
+    with tempfile.TemporaryDirectory() as aside:
+        (file := Path(aside) / TRACE).write_bytes(trace)
+        with Workshop(Path(aside) / "workshop") as workshop:
+            for _ in make_here(experiment, moved, file, workshop, jobs=1):
+                pass
 
 
 def _connector(run: PlannedRun) -> str:
@@ -129,9 +174,12 @@ def _connector(run: PlannedRun) -> str:
 
 
 class Simulation:
-    """Makes runs of an experiment, as many at a time as there are cores."""
+    """Makes runs of an experiment, `jobs` at a time."""
 
-    def __init__(self, experiment: Experiment, trace: Path, workshop: Workshop) -> None:
+    def __init__(
+        self, experiment: Experiment, trace: Path, workshop: Workshop, jobs: int
+    ) -> None:
+        self._jobs = jobs
         self._experiment = experiment
         self._trace = trace
         self._workshop = workshop
@@ -155,7 +203,7 @@ class Simulation:
                 if not self._workers[other].waiting:
                     self._workers.pop(other).stop()
             path = self._workshop.folder / connector
-            self._workers[connector] = _Worker(path, env)
+            self._workers[connector] = _Worker(path, env, self._jobs)
         self._workers[connector].begin(run, cell)
 
     def made(self) -> list[PlannedRun]:
@@ -173,7 +221,7 @@ class Simulation:
 class _Worker:
     """A kvtax_fleet.simulate process. Its pipe, cells and log are beside `path`."""
 
-    def __init__(self, path: Path, env: dict[str, str]) -> None:
+    def __init__(self, path: Path, env: dict[str, str], jobs: int) -> None:
         self.waiting: list[tuple[PlannedRun, Cell]] = []
         self._path = path
         self._log = path.with_suffix(".log")
@@ -182,7 +230,6 @@ class _Worker:
         os.mkfifo(pipe)
         # Opening it for writing alone would wait for a reader.
         self._pipe = os.open(pipe, os.O_RDWR)
-        jobs = len(os.sched_getaffinity(0))
         command = [
             sys.executable,
             "-m",

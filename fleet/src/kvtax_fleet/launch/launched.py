@@ -21,7 +21,7 @@ from kvtax.engine.errors import ServerError
 from kvtax.engine.null_model import Checkpoint
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import Server, tail
-from kvtax.proc.ports import LOOPBACK, reserve
+from kvtax.proc.ports import reserve
 
 from kvtax_fleet.launch.instance_settings import InstanceSettings
 from kvtax_fleet.launch.spec import (
@@ -97,17 +97,15 @@ def launched(
     workshop: Workshop,
     folder: Path,
     base_port: int | None = None,
-    host: str = LOOPBACK,
 ) -> Iterator[list[LaunchedInstance]]:
     """Begin to start the instances, each with a folder below `folder`.
 
-    They listen on the address `host`. Leaving the context stops them all.
-    Raises SpecError, PortsError.
+    Leaving the context stops them all. Raises SpecError, PortsError.
     """
     sockets = Path(tempfile.mkdtemp(prefix="kvtax-events-"))
     started: list[LaunchedInstance] = []
     try:
-        ports = reserve(len(spec.roles), base_port, host)
+        ports = reserve(len(spec.roles), base_port)
         for member in members(spec, ports, assign_gpus(spec), sockets):
             started.append(_start(spec, workshop, folder, member))
         yield started

@@ -34,18 +34,13 @@ class SpecError(Exception):
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """A fleet to be launched on this machine: an instance for each of `roles`.
-
-    If it is a part of a fleet over several hosts, `numbers` are its instances' numbers
-    in the whole fleet.
-    """
+    """A fleet to be launched on this machine: an instance for each of `roles`."""
 
     settings: InstanceSettings
     connector_name: str
     connector: Connector
     roles: list[Role] = field(default_factory=lambda: ["both"])
     kv_events: bool = False
-    numbers: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Member:
 def members(
     spec: FleetSpec, ports: list[Ports], gpus: list[list[int]], sockets: Path
 ) -> list[Member]:
-    """Make a member for each role; ZMQ's loopback sockets are in the folder `sockets`.
+    """Make a member for each role; ZMQ's sockets are in the folder `sockets`.
 
     Raises SpecError as check_spec does.
     """
@@ -100,32 +95,23 @@ def _instance(spec: FleetSpec, index: int, ports: Ports, sockets: Path) -> Insta
     """Describe the instance as its clients see it."""
     transfer = spec.connector.transfer
     role = spec.roles[index]
-    number = spec.numbers[index] if spec.numbers else index
-    bootstrap = f"http://{ports.host}:{ports.bootstrap}"
+    bootstrap = f"http://{LOOPBACK}:{ports.bootstrap}"
     # Only an instance that sends KV has a bootstrap server.
     bootstraps = transfer == "mooncake" and role != "decode"
-    side = Address(ports.host, ports.direct_read)
-    events, replay = _event_endpoints(index, ports, sockets)
+    side = Address(LOOPBACK, ports.direct_read)
+    events = f"ipc://{sockets}/{index}"
     return Instance(
-        name=f"i{number}",
-        url=f"http://{ports.host}:{ports.http}",
+        name=f"i{index}",
+        url=f"http://{LOOPBACK}:{ports.http}",
         role=role,
         connector=transfer,
         bootstrap_url=bootstrap if bootstraps else None,
         direct_read=side if transfer == "direct_read" else None,
         kv_events=events if spec.kv_events else None,
-        kv_events_replay=replay if spec.kv_events else None,
+        kv_events_replay=f"{events}.replay" if spec.kv_events else None,
         block_tokens=spec.settings.block_size,
         kv_tokens=_kv_tokens(spec.settings),
     )
-
-
-def _event_endpoints(index: int, ports: Ports, sockets: Path) -> tuple[str, str]:
-    """Name the ZMQ endpoints for KV events and for missed ones."""
-    if ports.host == LOOPBACK:
-        return f"ipc://{sockets}/{index}", f"ipc://{sockets}/{index}.replay"
-    url = f"tcp://{ports.host}"
-    return f"{url}:{ports.kv_events}", f"{url}:{ports.kv_events_replay}"
 
 
 def _kv_tokens(settings: InstanceSettings) -> int | None:
@@ -166,8 +152,7 @@ def server_of(
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
-            # vLLM would connect to an address, and wait there for ever.
-            "endpoint": made.kv_events.replace(f"tcp://{member.ports.host}", "tcp://*"),
+            "endpoint": made.kv_events,
             "replay_endpoint": made.kv_events_replay,
         }
         arguments += ["--kv-events-config", json.dumps(events)]

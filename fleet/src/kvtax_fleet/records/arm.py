@@ -88,36 +88,6 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Why the run is not valid; null if the machine kept up."""
 
 
-class HostClock(msgspec.Struct, frozen=True, kw_only=True):
-    """Clock of another host, by that of the host that sent the requests."""
-
-    ahead_us: float
-    """How much it was ahead before the first request."""
-    drift_us: float
-    """How much more after the last one; that is taken out."""
-    residual_us: float
-    """How wrong times of that host may still be: half of the longest round trip of a
-    reading, and what the clock did besides drifting evenly."""
-    readings: int
-    """How often it was read."""
-
-
-class FleetHost(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the hosts that a fleet was on."""
-
-    host: str
-    """Its address in the cluster."""
-    instances: list[str]
-    """Names of the instances that it had."""
-    replays: bool = False
-    """Whether it sent requests, those of a share of the sessions."""
-    machine: MachineLoad | None = None
-    """Whether it kept up: as `machine`, with its own instances alone; null if it did
-    not come to that."""
-    clock: HostClock | None = None
-    """Its clock; null if that was not read."""
-
-
 class PlannedArm(msgspec.Struct, kw_only=True):
     """One run of an experiment, as planned."""
 
@@ -181,12 +151,7 @@ class ArmRecord(PlannedArm, kw_only=True, tag_field="schema", tag="kvtax.arm/1")
     freshness: Freshness | None = None
     """Whether the caches were cold."""
     machine: MachineLoad | None = None
-    """Whether the machine kept up; of a fleet over several hosts, the one where the
-    command was given."""
-    hosts: list[FleetHost] = []
-    """The hosts that had the instances or sent requests; empty where that is this
-    machine alone. Times in all records are by the clock of the host where the command
-    was given."""
+    """Whether the machine kept up."""
     started_utc: str | None = None
     """When the run started."""
     ready_s: float | None = None
@@ -210,8 +175,5 @@ class ExperimentRecord(
     """What all runs replay."""
     plan: list[str]
     """The runs' folders, in the order in which they run."""
-    hosts: int | None = None
-    """On how many hosts each fleet is; null: on the one where the command is given, not
-    by --ray."""
     versions: dict[str, Any]
     """As `provenance` in `run.json`."""

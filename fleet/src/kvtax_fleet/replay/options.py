@@ -19,8 +19,7 @@ class Options(msgspec.Struct, frozen=True):
     """Options of a replay. Fields with a description are options of the command.
 
     Sessions begin when the trace says, and wait while `max_inflight_sessions` are in
-    flight. With `closed_loop` they only wait for that. A replayer with the `share`
-    (0, 3) sends the first of every three sessions, and has slots of its own.
+    flight. With `closed_loop` they only wait for that.
     """
 
     url: Annotated[str, Meta(description="root of the server, http://HOST:PORT")]
@@ -56,7 +55,6 @@ class Options(msgspec.Struct, frozen=True):
         Annotated[int, Meta(ge=1, description="only the first N requests of the trace")]
         | None
     ) = None
-    share: tuple[int, int] | None = None
     timeout_s: Annotated[
         float, Meta(ge=0.001, description="seconds for a whole answer")
     ] = 600.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from itertools import chain, groupby, islice, zip_longest
 from typing import Any, Protocol
@@ -57,9 +57,7 @@ class Player:
     A session whose turn failed ends there; its remaining turns are recorded as
     cancelled, as they would continue a conversation that did not take place.
 
-    The trace begins at `origin_s` of its own time: by default with the first of
-    `sessions`, which may be a share of the trace. Once all is ready, `begin` returns
-    the time of the start: by default soon.
+    The trace begins with the first of `sessions`.
     """
 
     def __init__(
@@ -68,12 +66,8 @@ class Player:
         sessions: list[Session],
         link: Link,
         records: Ledger,
-        origin_s: float | None = None,
-        begin: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
-        first_s = sessions[0].turns[0].arrival_s
-        self._origin_s = first_s if origin_s is None else origin_s
-        self._begin = begin or self._soon_ns
+        self._origin_s = sessions[0].turns[0].arrival_s
         self._options = options
         self._sessions = sessions
         self._link = link
@@ -179,9 +173,6 @@ class Player:
         """Wait for these bodies; return the time of the start."""
         for body in bodies:
             await ready(body)
-        return await self._begin()
-
-    async def _soon_ns(self) -> int:
         return self._link.now_ns() + LEAD_NS
 
     async def _play(self, session: Session, bodies: Bodies, due_ns: int) -> int:

@@ -17,7 +17,6 @@ from kvtax.records.replay import ReplayEnd
 from kvtax_fleet.replay.options import Options, ReplayError
 from kvtax_fleet.replay.replayer import Replay
 from kvtax_fleet.replay.sessions import group
-from kvtax_fleet.replay.shares import Gate
 from kvtax_fleet.trace import read_trace
 from kvtax_fleet.trace.trace_file import require_file
 
@@ -37,11 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ReplayError(f"--url {url}: must begin with http:// or https://")
     if arguments.closed_loop and arguments.max_inflight_sessions is None:
         raise ReplayError("--closed-loop: give --max-inflight-sessions, too")
-    options = fields_of(arguments, Options, url=url, share=arguments.share)
+    options = fields_of(arguments, Options, url=url)
     require_file(arguments.trace)  # hashed, too
     sessions = group(read_trace(arguments.trace), arguments.request_limit)
-    gate = arguments.gate and Gate(arguments.gate)
-    replay = Replay(options, sessions, arguments.out, gate)
+    replay = Replay(options, sessions, arguments.out)
     try:
         return asyncio.run(_replay(replay, arguments.progress))
     except FileExistsError:

@@ -25,32 +25,22 @@ from kvtax_fleet.replay.http_link import (
 )
 from kvtax_fleet.replay.options import Options
 from kvtax_fleet.replay.play import Player
-from kvtax_fleet.replay.sessions import Session, new_ledger, share_of
-from kvtax_fleet.replay.shares import Gate
+from kvtax_fleet.replay.sessions import Session, new_ledger
 
 
 class Replay:
-    """Sends the sessions of a trace, or a share of them, and records every request.
+    """Sends the sessions of a trace, and records every request in `out`.
 
-    The records go to `out`. With a `gate` the replay begins at the gate's time. Raises
-    ReplayError.
+    Raises ReplayError.
     """
 
     records: Ledger
     player: Player
 
-    def __init__(
-        self,
-        options: Options,
-        sessions: list[Session],
-        out: Path,
-        gate: Gate | None = None,
-    ) -> None:
+    def __init__(self, options: Options, sessions: list[Session], out: Path) -> None:
         self.options = options
-        self.origin_s = sessions[0].turns[0].arrival_s
-        self.sessions = share_of(sessions, options.share)
+        self.sessions = sessions
         self.scheduled = sum(len(session.turns) for session in self.sessions)
-        self.gate = gate
         self.out = out
         self.stop = Stop()
 
@@ -75,14 +65,7 @@ class Replay:
                 new_ledger(self.out, self.options, **header) as self.records,
             ):
                 link = HttpLink(client, bodies, alarm)
-                self.player = Player(
-                    self.options,
-                    self.sessions,
-                    link,
-                    self.records,
-                    self.origin_s,
-                    None if self.gate is None else self.gate.start_ns,
-                )
+                self.player = Player(self.options, self.sessions, link, self.records)
                 return await self._recorded()
 
     async def _recorded(self) -> ReplayEnd:

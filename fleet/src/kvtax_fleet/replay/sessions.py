@@ -57,22 +57,6 @@ def group(requests: Iterable[Request], limit: int | None = None) -> list[Session
     return sorted(sessions.values(), key=lambda session: session.turns[0].arrival_s)
 
 
-def share_of(sessions: list[Session], share: tuple[int, int] | None) -> list[Session]:
-    """Select the sessions of one of several replayers; all without a share.
-
-    Raises ReplayError if none is left.
-    """
-    if share is None:
-        return sessions
-    number, replayers = share
-    if not (own := sessions[number::replayers]):
-        raise ReplayError(
-            f"{len(sessions)} sessions cannot be shared by {replayers} replayers: "
-            "take fewer"
-        )
-    return own
-
-
 def _check(session: Session) -> None:
     for before, turn in pairwise(session.turns):
         where = f"session {session.name!r}, turn {turn.turn}"

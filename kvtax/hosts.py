@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks on the nodes of a Ray cluster: functions that run here run there, too.
+
+A task is a function that fills a folder. Ray ships this checkout, chooses the node, and
+does the task again elsewhere if the node is lost. On the node the function runs in a
+process of its own, below a supervisor; its files are the task's result.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtax.engine.installation import Installation, installation
+from kvtax.engine.server import tail
+from kvtax.paths import PACKAGE, REPOSITORY
+from kvtax.proc.foreground import run_in_foreground
+from kvtax.proc.machine_lock import machine_lock
+from kvtax.proc.supervise import begin_child
+from kvtax.signals import SIGNALS, exit_on_signals
+
+RETRIES = 3
+# The resource of nodes that measure, one task at a time: docs/hosts.md.
+MEASURES = "kvtax"
+# Ray's workers have one thread in OpenMP, and no GPU unless a task asks for one.
+NOT_OURS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+# Folders beside .venv of a host's own checkout, which are not shipped.
+ENVIRONMENTS = (".releases", ".uv")
+NOT_SHIPPED = [".git", ".venv", "/runs", "/third_party", *ENVIRONMENTS]
+LOOPBACK = ("127.", "::1")
+CONNECT_S = 10.0
+LOOK_EVERY_S = 0.2
+WATCH_EVERY_S = 0.05
+# Seconds without any node for the tasks until the command gives up.
+NO_NODE_S = 60.0
+# Servers get 15 s to end by themselves, and their supervisors a few more.
+CLOSE_S = 40.0
+TASK, DONE, RESULT = "task", "done", "result"
+
+
+class HostsError(Exception):
+    """The hosts cannot do the work; the message says which task, where and why."""
+
+    exit_code = 3
+
+
+class TaskFailed(Exception):
+    """A task's process ended with an error; raised on its node."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """`function(folder, *arguments)` fills the folder; both are pickled."""
+
+    name: str
+    function: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class FinishedTask:
+    """A task's result: the contents of its files, by path in the folder."""
+
+    name: str
+    host: str
+    files: dict[str, bytes]
+
+    def put(self, root: Path, folders: Iterable[str]) -> None:
+        """Put `folders` of the result below `root`, each whole, for an earlier one."""
+        with tempfile.TemporaryDirectory(dir=root) as made:
+            for name, content in self.files.items():
+                path = Path(made, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            for folder in folders:
+                (root / folder).parent.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(root / folder, ignore_errors=True)
+                Path(made, folder).rename(root / folder)
+
+
+def finished_tasks(
+    address: str, tasks: Sequence[Task], measures: bool
+) -> Iterator[FinishedTask]:
+    """Yield all tasks, as they are done on the cluster at `address`.
+
+    A task that `measures` has a node of the resource MEASURES for itself, another one a
+    core. Leaving the iterator ends all tasks. Raises HostsError.
+    """
+    import ray
+
+    needs: dict[str, Any] = {"num_cpus": 1}
+    if measures:
+        needs = {"num_cpus": 0, "resources": {MEASURES: 1}}
+    run = ray.remote(**needs, max_retries=RETRIES, scheduling_strategy="SPREAD")(_run)
+    shipped = {"working_dir": str(REPOSITORY), "excludes": NOT_SHIPPED}
+    with connected(address, shipped):
+        nodes = _Nodes(MEASURES if measures else "CPU")
+        versions = installation().versions
+        waiting = {}
+        for task in tasks:
+            content = (task.function, task.arguments, versions, measures)
+            waiting[run.remote(pickle.dumps(content))] = task
+        try:
+            while waiting:
+                nodes.look()
+                # A signal that comes during ray.wait would lose its exit code.
+                ended, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
+                for ref in ended:
+                    yield _finished(waiting.pop(ref).name, ref)
+                time.sleep(LOOK_EVERY_S)
+        finally:
+            for ref in waiting:
+                ray.cancel(ref)
+            if waiting:
+                ray.wait(list(waiting), num_returns=len(waiting), timeout=CLOSE_S)
+
+
+def _finished(name: str, ref: Any) -> FinishedTask:
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        host, files = ray.get(ref)
+    except RayTaskError as error:
+        raise HostsError(f"{name}: {error.cause}") from None
+    except RayError as error:
+        raise HostsError(
+            f"{name} was lost with its host, again and again: {error}"
+        ) from None
+    return FinishedTask(name, host, files)
+
+
+class _Nodes:
+    """The nodes with a resource, which come and go."""
+
+    def __init__(self, resource: str) -> None:
+        self._resource = resource
+        self._alive: set[str] = set()
+        self._seen_s = time.monotonic()
+
+    def look(self) -> None:
+        """Report lost nodes. Raises HostsError if there has been none for a while."""
+        import ray
+
+        alive = {
+            node["NodeManagerAddress"]
+            for node in ray.nodes()
+            if node["Alive"] and node["Resources"].get(self._resource)
+        }
+        for host in self._alive - alive:
+            print(
+                f"lost {host}: its tasks are done again elsewhere",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._alive = alive
+        now_s = time.monotonic()
+        if alive:
+            self._seen_s = now_s
+        elif now_s - self._seen_s > NO_NODE_S:
+            raise HostsError(
+                f"no node of the cluster has the resource {self._resource}: "
+                f"""`ray start --resources='{{"{self._resource}": 1}}'` on each """
+                "host (docs/hosts.md)"
+            )
+
+
+@contextmanager
+def connected(address: str, runtime_env: dict[str, Any]) -> Iterator[None]:
+    """Connect to the cluster at `address`; warn if anybody may. Raises HostsError."""
+    import ray
+    from ray.exceptions import AuthenticationError, RayError
+
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        _require_listener(address)
+        ray.init(
+            address=address,
+            runtime_env=runtime_env,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except AuthenticationError:
+        raise HostsError(
+            f"the Ray cluster at {address} refused the token of this command, or its "
+            "lack: set RAY_AUTH_MODE=token, and have the cluster's token in "
+            "~/.ray/auth_token or RAY_AUTH_TOKEN (docs/hosts.md)"
+        ) from None
+    except (RayError, OSError, ValueError, RuntimeError) as error:
+        raise HostsError(
+            f"no Ray cluster at {address}: {error}\n`ray start --head` begins one, and "
+            "`ray status` says what it has"
+        ) from None
+    try:
+        # At SIGTERM Ray would end this process without any cleaning up.
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        _warn_if_open(address)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Raise OSError or ValueError for a wrong address; Ray would try for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError("an address is HOST:PORT, or auto")
+    socket.create_connection((host, int(port)), CONNECT_S).close()
+
+
+def _warn_if_open(address: str) -> None:
+    """Warn of a cluster that others can reach and that asks nobody for a token."""
+    import ray
+
+    hosts = [node["NodeManagerAddress"] for node in ray.nodes()]
+    beyond = not all(host.startswith(LOOPBACK) for host in hosts)
+    if beyond and os.environ.get("RAY_AUTH_MODE") != "token":
+        print(
+            f"WARNING: the Ray cluster at {address} asks for no token: whoever reaches "
+            "it can run anything on its hosts. Start Ray with RAY_AUTH_MODE=token on "
+            "each host (docs/hosts.md)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def answers(
+    address: str, function: Callable[[Any, str], Any], argument: Any
+) -> Iterator[tuple[str, Any]]:
+    """Yield each host's name with what `function(argument, name)` returns there.
+
+    Or with an exception, if that went wrong or the host was lost. Raises HostsError.
+    """
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    with connected(address, {"py_modules": [str(PACKAGE)]}):
+        names = {}
+        for node in ray.nodes():
+            if node["Alive"]:
+                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                remote = ray.remote(function).options(
+                    num_cpus=0, scheduling_strategy=there
+                )
+                name = node["NodeManagerAddress"]
+                names[remote.remote(argument, name)] = name
+        while names:
+            (done,), _ = ray.wait(list(names))
+            try:
+                answer = ray.get(done)
+            except RayTaskError as error:
+                answer = error.cause
+            except RayError as error:
+                answer = error
+            yield names.pop(done), answer
+
+
+def _run(task: bytes) -> tuple[str, dict[str, bytes]]:
+    """Run the task in a process; return this host's name and the task's files.
+
+    Runs in a worker of Ray. Raises TaskFailed with the host and the log's end.
+    """
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    _link_environments()
+    folder = Path(tempfile.mkdtemp(prefix="kvtax-host-"))
+    (folder / RESULT).mkdir()
+    (folder / TASK).write_bytes(task)
+    # The folder goes with the process, but the log's end is wanted then.
+    log = Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('log')}")
+    env = {name: of for name, of in os.environ.items() if name not in NOT_OURS}
+    path = [REPOSITORY, REPOSITORY / "fleet" / "src"]
+    env |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "TMPDIR": str(folder)}
+    with _process([sys.executable, "-m", "kvtax.hosts", str(folder)], env, log) as made:
+        while not (folder / DONE).exists():
+            if made.poll() is not None:
+                raise TaskFailed(f"on {host}: {tail(log)}")
+            time.sleep(WATCH_EVERY_S)
+        result = folder / RESULT
+        return host, {
+            str(path.relative_to(result)): path.read_bytes()
+            for path in result.rglob("*")
+            if path.is_file()
+        }
+
+
+@contextmanager
+def _process(
+    command: list[str], env: dict[str, str], log: Path
+) -> Iterator[subprocess.Popen]:
+    """Run a command that ends with the context, or with this process."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            preexec_fn=begin_child,
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _link_environments() -> None:
+    """Have the shipped checkout use what the host's own one has installed."""
+    for name in ENVIRONMENTS:
+        own = Path(sys.prefix).parent / name
+        own.mkdir(exist_ok=True)
+        with suppress(FileExistsError):
+            (REPOSITORY / name).symlink_to(own)
+
+
+def main() -> int:
+    """Run the task of the folder below a supervisor; remove the folder.
+
+    Ray kills the children of its workers: this process, not the supervisor.
+    """
+    folder = Path(sys.argv[1])
+    script = "from kvtax.hosts import run_task; run_task()"
+    command = [sys.executable, "-c", script, str(folder)]
+    return run_in_foreground(command, dict(os.environ), folder)
+
+
+def run_task() -> None:
+    """Run the task of the folder; wait until its files are fetched."""
+    exit_on_signals()
+    folder = Path(sys.argv[1])
+    content = pickle.loads((folder / TASK).read_bytes())
+    function, arguments, versions, measures = content
+    try:
+        require_same(installation(), versions)
+        if measures:
+            _require_no_niceness()
+        with machine_lock() if measures else nullcontext():
+            function(folder / RESULT, *arguments)
+            (folder / DONE).touch()
+            signal.pause()
+    except Exception as error:
+        if not hasattr(error, "exit_code"):
+            traceback.print_exc()
+            sys.exit(1)
+        sys.exit(str(error))
+
+
+def require_same(there: Installation, versions: dict[str, str]) -> None:
+    """Raise HostsError if packages of a host are not those of the command's host."""
+    for name in sorted(there.versions.keys() | versions.keys()):
+        if there.versions.get(name) != versions.get(name):
+            raise HostsError(
+                f"{name} is {there.versions.get(name)} there, and {versions.get(name)} "
+                "where the command runs: make setup, from one lock"
+            )
+
+
+def _require_no_niceness() -> None:
+    if (niceness := os.nice(0)) > 0:
+        raise HostsError(
+            f"Ray's workers run at niceness {niceness} there, and wait for all other "
+            "processes: set RAY_worker_niceness=0 for `ray start`"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
