@@ -3,7 +3,7 @@
 
 Reads the committed sweep and runs of three experiments in virtual time (study_sample,
 study_thousand and connectors; those that are given); prints Markdown and writes it with
-JSON. `python -m studies.reference_study.fit` has the figures of the study's trace.
+JSON. `python -m studies.reference_study.sample` has the figures of its trace.
 """
 
 from __future__ import annotations
