@@ -373,7 +373,7 @@ def _framework() -> Iterator[Row]:
     share = 100 * us / step_us
     yield FRAMEWORK_PART.row("its own threads, % of plain's step", share, note)
     for config in ("nixl_both", "mooncake_both"):
-        found = [one.get("peak_rss_mib") for one in (configs[config], plain)]
+        found = [one.get("pss_mib") for one in (configs[config], plain)]
         more = None if None in found else found[0] - found[1]
         what = f"{config}: memory over plain, MiB"
         yield FRAMEWORK_PART.row(what, more, "of the host")
