@@ -14,8 +14,12 @@ class BlockPoolListener(ABC):
     """Observer of every change to the contents of a block pool's prefix cache.
 
     The calls come in order, in the scheduler's thread, from within the block
-    pool: they must be quick, must not raise and must not change the pool.
+    pool, after the change: they must be quick and must not change the pool. A
+    listener that raises is called no more, so what it holds is no longer true.
     Several blocks can hold the same key.
+
+    A block is cached while the step that computes it is scheduled. Who reads it
+    must wait until that step's output is there.
     """
 
     @abstractmethod

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """
-Keeps the worker's map of cached block hashes equal to the scheduler's block pool.
+Keeps the worker's map of cached block hashes equal to the scheduler's block pool, less
+the blocks that a step has yet to write.
 
 ``kv_connector_extra_config["hash_sync"]["source"]`` says how changes are found:
 
@@ -39,8 +40,20 @@ NOT_BOUND = (
 )
 
 
-class BlockHashDelta(Protocol):
-    def apply_to(self, block_ids: dict[BlockHashWithGroupId, int]) -> None: ...
+@dataclass
+class BlockHashDelta:
+    """Changes that bring the worker's map up to date: if cleared, of an empty one."""
+
+    cleared: bool
+    cached: dict[BlockHashWithGroupId, int]
+    evicted: list[BlockHashWithGroupId]
+
+    def apply_to(self, block_ids: dict[BlockHashWithGroupId, int]) -> None:
+        if self.cleared:
+            block_ids.clear()
+        for key in self.evicted:
+            block_ids.pop(key, None)
+        block_ids.update(self.cached)
 
 
 class BlockHashSource(Protocol):
@@ -48,16 +61,62 @@ class BlockHashSource(Protocol):
         """Return the changes since the last call; None if there are none."""
 
 
-def block_hash_source(
-    config: KVTransferConfig, block_pool: "BlockPool"
-) -> BlockHashSource:
-    """Make the source that the config names. Raises ValueError if it names none."""
+class StepFence:
+    """Withholds blocks from the worker's map until the steps that write them end.
+
+    vLLM caches a block while it schedules the step that computes it. A step begins at
+    the end of its schedule() and ends when its output has been processed; steps may
+    overlap, and end in order. What async scheduling caches after a step counts as the
+    next one's: it is offered late, never early. Evictions are not withheld.
+    """
+
+    def __init__(self, source: BlockHashSource):
+        self.source = source
+        # Per key, its block and the step that writes it, in the order of steps.
+        self.unwritten: dict[BlockHashWithGroupId, tuple[int, int]] = {}
+        self._begun = 0
+        self._ended = 0
+
+    def begin_step(self) -> BlockHashDelta | None:
+        """Return what the worker must learn with this step; None if nothing."""
+        self._begun += 1
+        changes = self.source.take()
+        if changes is None and not self.unwritten:
+            return None
+        delta = BlockHashDelta(cleared=False, cached={}, evicted=[])
+        if changes is not None:
+            if changes.cleared:
+                self.unwritten.clear()
+            # A key that moves finds nothing until its new block is written.
+            delta.cleared = changes.cleared
+            delta.evicted = [*changes.evicted, *changes.cached]
+            for key in delta.evicted:
+                self.unwritten.pop(key, None)
+            for key, block_id in changes.cached.items():
+                self.unwritten[key] = block_id, self._begun
+        for key, (block_id, step) in self.unwritten.items():
+            if step > self._ended:
+                break
+            delta.cached[key] = block_id
+        for key in delta.cached:
+            del self.unwritten[key]
+        return delta if changes is not None or delta.cached else None
+
+    def end_step(self) -> None:
+        self._ended += 1
+
+
+def block_hash_fence(config: KVTransferConfig, block_pool: "BlockPool") -> StepFence:
+    """Make the fence of the source that the config names.
+
+    Raises ValueError if it names none.
+    """
     extra = config.kv_connector_extra_config
     if "serve_direct_reads" in extra:
         raise ValueError(f"serve_direct_reads is no option any more; {HOW_TO_ASK}")
     options = extra.get("hash_sync")
     if options == {"source": "walk"}:
-        return BlockHashWalk(block_pool)
+        return StepFence(BlockHashWalk(block_pool))
     if options != {"source": "deltas"}:
         raise ValueError(f"{HOW_TO_ASK}, not {options!r}")
     if BlockHashTracker is None:
@@ -65,35 +124,25 @@ def block_hash_source(
             'hash_sync source "deltas" needs the patch block_pool_delta_listener, '
             "which this vLLM does not have"
         )
-    return BlockHashTracker(block_pool)
-
-
-@dataclass
-class WalkedDelta:
-    added: dict[BlockHashWithGroupId, int]
-    removed: set[BlockHashWithGroupId]
-
-    def apply_to(self, block_ids: dict[BlockHashWithGroupId, int]) -> None:
-        for block_hash in self.removed:
-            del block_ids[block_hash]
-        block_ids.update(self.added)
+    return StepFence(BlockHashTracker(block_pool))
 
 
 class BlockHashWalk:
-    """Compares all cached block hashes with those that the worker knows."""
+    """Compares all cached block hashes with those of the last call."""
 
     def __init__(self, block_pool: "BlockPool"):
         self._block_pool = block_pool
         self._known: set[BlockHashWithGroupId] = set()
 
-    def take(self) -> WalkedDelta:
+    def take(self) -> BlockHashDelta:
         # Looked up anew each time: reset_prefix_cache() replaces the map.
         block_map = self._block_pool.cached_block_hash_to_block
         current = set(block_map._cache)
         added = current - self._known
-        removed = self._known - current
+        evicted = self._known - current
         self._known = current
-        return WalkedDelta(
-            added={key: block_map.get_one_block(key).block_id for key in added},
-            removed=removed,
+        return BlockHashDelta(
+            cleared=False,
+            cached={key: block_map.get_one_block(key).block_id for key in added},
+            evicted=list(evicted),
         )

@@ -39,11 +39,16 @@ class Witness:
             "walk": self._compare_with_walk,
             "deltas": self._compare_with_pool,
         }[source]
-        self._engine = engine
+        self._engine, self._source = engine, source
         self.pool: BlockPool = engine.core.scheduler.kv_cache_manager.block_pool
         self._connector = get_kv_transfer_group()
         worker = self._connector.connector_worker
         self.block_ids: dict[bytes, int] = worker.block_ids_by_hash
+        self._fence = (
+            engine.core.scheduler.connector.connector_scheduler.block_hash_fence
+        )
+        # What the step under way has cached: no reader may find it yet.
+        self._new: set[tuple[bytes, int]] = set()
         self.unseen: set[bytes] = set()
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -58,7 +63,8 @@ class Witness:
             if block_map is not self.pool.cached_block_hash_to_block:
                 return
             self.counts["duplicates"] += duplicate
-            if self.block_ids.get(key) == block.block_id:
+            self._new.add((key, block.block_id))
+            if self.known().get(key) == block.block_id:
                 self.unseen.discard(key)
 
         def watched_pop(block_map, key, block_id):
@@ -66,7 +72,7 @@ class Witness:
             own = block_map is self.pool.cached_block_hash_to_block
             if own and block is not None:
                 self.counts["evictions"] += 1
-                if self.block_ids.get(key) == block_id:
+                if self.known().get(key) == block_id:
                     self.unseen.add(key)
             return block
 
@@ -82,11 +88,16 @@ class Witness:
 
         connector.build_connector_meta = watched_build
 
+    def known(self) -> dict[bytes, int]:
+        """The worker's map, and what the fence withholds from it."""
+        unwritten = self._fence.unwritten.items()
+        return self.block_ids | {key: block_id for key, (block_id, _) in unwritten}
+
     def reset(self) -> bool:
         done = self._engine.core.scheduler.reset_prefix_cache()
         if done:
             self.counts["resets"] += 1
-            self.unseen |= self.block_ids.keys()
+            self.unseen |= self.known().keys()
         return done
 
     def holds(self, block_id: int, key: bytes) -> bool:
@@ -102,36 +113,50 @@ class Witness:
         if not scheduler.has_requests():
             return
         kv_transfer_state._KV_CONNECTOR_AGENT = self._connector
+        self._new.clear()
+        before = set(self.block_ids.items())
         self._engine.core.step()
         self.counts["steps"] += 1
         block_map = self.pool.cached_block_hash_to_block
         self.counts["held"] = max(self.counts["held"], len(block_map))
+        early = self._new & self.block_ids.items()
+        if self._source == "walk":
+            # A key that leaves and comes back to its block is no change to it.
+            early -= before
+        if early:
+            self._problem(f"{len(early)} known before the step has written them")
+        self.counts["withheld"] += len(self._fence.unwritten)
         self._compare()
 
     def _problem(self, text: str) -> None:
         self.problems.append(f"step {self.counts['steps']}: {text}")
 
     def _compare_with_pool(self) -> None:
-        block_ids = self.first_blocks()
-        if self.block_ids != block_ids:
-            differing = len(self.block_ids.items() ^ block_ids.items())
+        block_ids, known = self.first_blocks(), self.known()
+        if known != block_ids:
+            differing = len(known.items() ^ block_ids.items())
             self._problem(f"{differing} differ from what a lookup finds")
 
     def _compare_with_walk(self) -> None:
-        keys = self.first_blocks().keys()
+        keys, known = self.first_blocks().keys(), self.known()
         self.unseen &= keys
-        if self.block_ids.keys() != keys:
+        if known.keys() != keys:
             self._problem(
-                f"{len(keys - self.block_ids.keys())} keys missing, "
-                f"{len(self.block_ids.keys() - keys)} too many"
+                f"{len(keys - known.keys())} keys missing, "
+                f"{len(known.keys() - keys)} too many"
             )
-        wrong = {k for k, block in self.block_ids.items() if not self.holds(block, k)}
+        wrong = {k for k, block in known.items() if not self.holds(block, k)}
         if wrong != self.unseen:
             self._problem(
                 f"{len(wrong - self.unseen)} wrong ids that the walk could see, "
                 f"{len(self.unseen - wrong)} it corrected"
             )
         self.counts["wrong"] += len(wrong)
+
+    def write(self) -> None:
+        """Let the worker know of what has been written: in the step after."""
+        self._engine.add([1], 1)
+        self.step()
 
     def drain(self) -> None:
         while self._engine.core.scheduler.has_requests():
@@ -187,6 +212,7 @@ def cached_again(engine: NullEngine, witness: Witness, forget: str) -> dict:
     prompt = [900 + n for n in range(3 * BLOCK_SIZE + 1)]
     engine.add(prompt, 1)
     witness.drain()
+    witness.write()
     before = dict(witness.block_ids)
     if forget == "evicted":
         evict_all(witness)
@@ -194,6 +220,7 @@ def cached_again(engine: NullEngine, witness: Witness, forget: str) -> dict:
         assert witness.reset()
     engine.add(prompt, 1)
     witness.step()
+    witness.write()
     return {
         "keys": len(before),
         "same_keys": before.keys()
@@ -216,9 +243,11 @@ def duplicate_evicted(engine: NullEngine, witness: Witness) -> dict:
         for key, blocks in witness.pool.cached_block_hash_to_block._cache.items()
         if isinstance(blocks, dict)
     )
+    witness.write()
     known = witness.block_ids[key]
     witness.pool.evict_blocks({known})
     witness.step()
+    witness.write()
     (left,) = set(copies) - {known}
     return {
         "copies": len(copies) + 1,

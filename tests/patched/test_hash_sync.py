@@ -40,7 +40,7 @@ def synced(model):
 
 def source_of(pool: BlockPool, module=hash_sync, **extra_config):
     config = SimpleNamespace(kv_connector_extra_config=extra_config)
-    return module.block_hash_source(config, pool)
+    return module.block_hash_fence(config, pool)
 
 
 @pytest.fixture
@@ -61,6 +61,7 @@ def test_the_worker_has_the_pools_keys_and_blocks_after_every_step(synced, sourc
     assert witness.counts["evictions"] > 1_000
     assert witness.counts["duplicates"] > 20
     assert witness.counts["resets"] > 8
+    assert witness.counts["withheld"] > 1_000
 
 
 def test_the_walk_ships_in_every_step_and_deltas_only_changes(synced):
@@ -68,6 +69,75 @@ def test_the_walk_ships_in_every_step_and_deltas_only_changes(synced):
     walked, told = (synced(source)[1].counts for source in SOURCES)
     assert walked["shipped"] == walked["steps"]
     assert 100 < told["shipped"] < told["steps"]
+
+
+class Source:
+    """Changes of a pool, as a test gives them."""
+
+    def __init__(self) -> None:
+        self.changes: hash_sync.BlockHashDelta | None = None
+
+    def take(self) -> hash_sync.BlockHashDelta | None:
+        changes, self.changes = self.changes, None
+        return changes
+
+
+class Fenced:
+    """A worker's map behind a fence; `step` says what each step caches and evicts."""
+
+    def __init__(self) -> None:
+        self.source, self.block_ids = Source(), {}
+        self._fence = hash_sync.StepFence(self.source)
+        self.end = self._fence.end_step
+
+    def begin(self, cached=None, evicted=(), cleared=()) -> dict[str, int]:
+        if cached or evicted or cleared:
+            changes = hash_sync.BlockHashDelta(
+                bool(cleared), cached or {}, list(evicted)
+            )
+            self.source.changes = changes
+        if (delta := self._fence.begin_step()) is not None:
+            delta.apply_to(self.block_ids)
+        return self.block_ids
+
+
+def test_a_block_is_known_when_its_step_has_ended_also_where_steps_overlap():
+    fenced = Fenced()
+    assert fenced.begin({"a": 1}) == {}
+    assert fenced.begin({"b": 2}) == {}
+    assert fenced.begin() == {}
+    fenced.end()
+    assert fenced.begin() == {"a": 1}
+    fenced.end()
+    fenced.end()
+    assert fenced.begin({"c": 3}) == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("forget", ["evicted", "cleared"])
+def test_a_block_that_is_gone_before_its_step_has_ended_is_never_known(forget):
+    """As of a request that is aborted."""
+    fenced = Fenced()
+    fenced.begin({"a": 1})
+    assert fenced.begin(**{forget: ["a"]}) == {}
+    fenced.end()
+    fenced.end()
+    assert fenced.begin() == fenced.begin() == {}
+
+
+def test_a_key_that_moves_finds_nothing_until_its_new_block_is_written():
+    fenced = Fenced()
+    fenced.begin({"a": 1})
+    fenced.end()
+    assert fenced.begin() == {"a": 1}
+    fenced.end()
+    assert fenced.begin({"a": 2}) == {}
+    fenced.end()
+    assert fenced.begin() == {"a": 2}
+
+
+def test_steps_without_changes_ship_nothing():
+    fence = hash_sync.StepFence(Source())
+    assert fence.begin_step() is fence.begin_step() is None
 
 
 @pytest.mark.parametrize("how", ["evicted", "reset"])
@@ -90,11 +160,11 @@ def test_the_eviction_of_one_of_two_blocks_with_a_key_is_missed_by_the_walk_alon
 
 
 def test_the_config_decides_and_not_which_patches_are_there(pool):
-    listeners = pool.cached_block_hash_to_block.listeners
     extra = {"mooncake_protocol": "tcp", "unknown": 1}
     walk = source_of(pool, hash_sync={"source": "walk"}, **extra)
-    assert isinstance(walk, hash_sync.BlockHashWalk) and listeners == []
-    assert listeners == [source_of(pool, hash_sync={"source": "deltas"})]
+    assert isinstance(walk.source, hash_sync.BlockHashWalk)
+    deltas = source_of(pool, hash_sync={"source": "deltas"})
+    assert pool.cached_block_hash_to_block.listeners == (deltas.source,)
 
 
 @pytest.mark.parametrize("name", WRONG_OPTIONS)
@@ -111,7 +181,9 @@ def test_without_the_listener_the_walk_works_and_deltas_name_its_patch(
     alone = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "alone", alone)
     spec.loader.exec_module(alone)
-    assert source_of(pool, alone, hash_sync={"source": "walk"}).take().added == {}
+    assert (
+        source_of(pool, alone, hash_sync={"source": "walk"}).begin_step().cached == {}
+    )
     with pytest.raises(ValueError, match="block_pool_delta_listener"):
         source_of(pool, alone, hash_sync={"source": "deltas"})
 
@@ -120,9 +192,9 @@ def test_a_connector_that_is_not_given_the_pool_does_not_pass_for_a_cheap_one(sy
     """As inside MultiConnector, which hands the block pool to nobody."""
     engine, _ = synced("walk")
     connector = engine.core.scheduler.connector.connector_scheduler
-    source, connector.block_hash_source = connector.block_hash_source, None
+    fence, connector.block_hash_fence = connector.block_hash_fence, None
     try:
         with pytest.raises(RuntimeError, match="block pool"):
             connector.build_connector_meta(None)
     finally:
-        connector.block_hash_source = source
+        connector.block_hash_fence = fence

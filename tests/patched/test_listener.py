@@ -17,6 +17,7 @@ from listener_lab import (
     HASHER,
     QUICK,
     THOROUGH,
+    Replica,
     Variant,
     check_explored,
     first_blocks,
@@ -39,6 +40,8 @@ FILE = "v1/core/block_pool.py"
 # The release whose pool, which masks blocks, still runs in 0.18.1's manager.
 LATER = "0.22.1"
 CASE_BLOCKS = 8
+# What a listener that raises is told then.
+MOMENTS = ["cached", "evicted", "one of two", "reset"]
 
 
 def cache(pool: BlockPool, *keys: bytes) -> list[KVCacheBlock]:
@@ -243,8 +246,92 @@ def test_a_tracker_that_is_never_taken_holds_three_pools_of_keys_at_most(variant
     assert reader.read() == first_blocks(pool) != {}
 
 
+def test_a_listener_that_is_removed_hears_nothing_more_and_the_others_do(variant):
+    pool = variant.pool(CASE_BLOCKS)
+    gone, left = variant.listen(pool), variant.listen(pool)
+    pool.free_blocks(cache(pool, b"a"))
+    pool.remove_listener(gone)
+    pool.remove_listener(gone)
+    pool.free_blocks(cache(pool, b"b"))
+    assert pool.reset_prefix_cache()
+    assert [call[0] for call in gone.heard] == ["cached"]
+    assert [call[0] for call in left.heard] == ["cached", "cached", "reset"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_listener_that_raises_is_dropped_and_the_pool_is_whole(moment):
+    check_dropped(Variant(), moment)
+
+
+def check_dropped(variant: Variant, moment: str) -> None:
+    """The change is done, and heard by the others; what follows, too."""
+    pool = variant.pool(CASE_BLOCKS)
+    blocks = cache(pool, b"a", b"a", b"b")
+    raising = Raising()
+    others = [variant.listen(pool)]
+    pool.add_listener(raising)
+    others.append(variant.listen(pool))
+    raising.raises = True
+    if moment == "cached":
+        blocks += cache(pool, b"c", b"d")
+    elif moment == "reset":
+        pool.free_blocks(blocks)
+        assert pool.reset_prefix_cache()
+        assert not any(block.block_hash for block in pool.blocks)
+        blocks = cache(pool, b"e")
+    else:
+        pool.evict_blocks({blocks[0 if moment == "one of two" else 2].block_id})
+    assert raising.calls == 1
+    blocks += cache(pool, b"f")
+    assert {b.block_id for b in pool.blocks if b.block_hash} == {
+        block_id for _, block_id in pairs_held(pool)
+    }
+    assert all(other.pairs == pairs_held(pool) for other in others)
+
+
+def test_a_late_listener_that_raises_is_not_added(variant):
+    pool = variant.pool(CASE_BLOCKS)
+    cache(pool, b"a")
+    raising = Raising()
+    raising.raises = True
+    with pytest.raises(ZeroDivisionError):
+        pool.add_listener(raising)
+    cache(pool, b"b")
+    assert raising.calls == 1
+
+
+def test_a_reset_is_told_when_no_block_has_a_hash_any_more(variant):
+    pool = variant.pool(CASE_BLOCKS)
+    hashes = []
+
+    class Late(Replica):
+        def on_cache_reset(self) -> None:
+            hashes.extend(block.block_hash for block in pool.blocks)
+
+    pool.add_listener(Late())
+    pool.free_blocks(cache(pool, b"a", b"b"))
+    assert pool.reset_prefix_cache()
+    assert hashes == [None] * CASE_BLOCKS
+
+
+class Raising(Replica):
+    """A listener that raises at each call from some time on."""
+
+    raises = False
+    calls = 0
+
+    def __getattribute__(self, name: str):
+        if name.startswith("on_") and self.raises:
+            self.calls += 1
+            raise ZeroDivisionError
+        return super().__getattribute__(name)
+
+
 CASES = [
-    function for name, function in list(globals().items()) if name.startswith("test_")
+    function
+    for name, function in list(globals().items())
+    if name.startswith("test_")
+    and "moment" not in inspect.signature(function).parameters
 ]
 
 
@@ -272,6 +359,7 @@ BLOCKS = [
     "pool_add_listener",
     "reset_begin",
     "reset_end",
+    "reset_called",
 ]
 # The file, what stands there, and what is put in its place.
 REPLACED = {
@@ -287,19 +375,19 @@ REPLACED = {
     ),
     "snapshot told, but nothing after": (
         "pool",
-        "    self.listeners.append(listener)",
+        "    self.listeners += (listener,)",
         "    pass",
     ),
     "only one listener": (
         "pool",
-        "    self.listeners.append(listener)",
-        "    self.listeners[:] = [listener]",
+        "    self.listeners += (listener,)",
+        "    self.listeners = (listener,)",
     ),
     "one list of listeners for all pools": (
         "pool",
-        "self.listeners: list[BlockPoolListener] = []",
-        "self.listeners = type(self).__dict__.get('all') or []\n"
-        "        type(self).all = self.listeners",
+        "    self.listeners += (listener,)",
+        "    type(self).listeners = (*getattr(type(self), 'listeners', ()), listener)\n"
+        "        vars(self).pop('listeners', None)",
     ),
     "reset loses the listeners": (
         "pool",
@@ -308,13 +396,23 @@ REPLACED = {
     ),
     "reset not told": (
         "pool",
-        "    listener.on_cache_reset()",
-        "    pass",
+        "        listener.on_cache_reset()",
+        "        pass",
     ),
     "an eviction told that was none": (
         "pool",
-        "if self.listeners and block is not None:",
-        "if self.listeners:",
+        "            if block is not None:\n",
+        "            if True:\n",
+    ),
+    "a listener that raises is kept": (
+        "pool",
+        "\n        self.remove_listener(listener)\n",
+        "\n",
+    ),
+    "all listeners removed": (
+        "pool",
+        "if other is not listener",
+        "if False",
     ),
     "cached not noted": (
         "listener",
@@ -399,6 +497,8 @@ def check_noticed(**texts: str) -> None:
         variant = Variant(**texts)
         for case in CASES:
             case(variant)
+        for moment in MOMENTS:
+            check_dropped(variant, moment)
         run_machine(variant, QUICK)
 
 
