@@ -46,7 +46,7 @@ def markdown(cases: list[dict[str, Any]]) -> str:
     rows = []
     for fault in [*FAULTS, None]:
         own = [case for case in cases if case["fault"] == fault]
-        axis = FAULTS.get(fault)
+        axis = FAULTS[fault] if fault else None
         right = sum(
             axis in case["broken"] if axis else not case["broken"] for case in own
         )
@@ -57,7 +57,7 @@ def markdown(cases: list[dict[str, Any]]) -> str:
 
 def _broken(name: str, fault: str) -> Connector:
     healthy = load_connector(name)
-    transfer = healthy.kv_transfer_config
+    transfer = healthy.kv_transfer_config or {}
     extra = transfer.get("kv_connector_extra_config", {}) | {"fault": fault}
     copy = {
         "kv_connector": CONNECTORS[name],
@@ -71,7 +71,7 @@ def _cell(name: str, connector: Connector, version: str) -> CellRecord:
     cell = measure(name, version, connector, release(version), COMMAND)
     if cell.error:
         raise NotMeasured(f"axes_gate: {name} did not start\n{cell.error}")
-    kind = connector.kv_transfer_config["kv_connector"]
+    kind = (connector.kv_transfer_config or {})["kv_connector"]
     print(f"axes_gate: {kind}, {cell.wall_s:.0f} s", flush=True)
     return cell
 

@@ -118,7 +118,7 @@ def draw(
     speed: Floats = np.ones(len(level))
     if kind.two_speeds:
         changed = np.cumsum(rng.random(len(level)) < CHANGES) + rng.integers(2)
-        speed = SLOW ** (changed % 2.0)
+        speed = np.asarray(SLOW ** (changed % 2.0), float)
         # Times are those at the mean speed of the run.
         speed /= np.exp(np.log(speed).mean())
     slower = np.where(rng.random(len(level)) < kind.disturbed, DISTURBANCE, 1.0)

@@ -107,7 +107,7 @@ def judge_off(off: Estimate, floor: Estimate, base_us: float) -> tuple[Judgement
     more than MAX_NOISE_SHARE of a step.
     """
     # A hook cannot make a step faster, so looking faster is noise as well.
-    noise_us = max(abs(floor.ci95[0]), abs(floor.ci95[1]), -off.ci95[0])
+    noise_us = max(abs(floor.low), abs(floor.high), -off.low)
     aim = Aim(what="both, off", at_most=noise_us, unit="us, the noise floor")
     found = judge(off, aim)
     if found == "met" and noise_us > MAX_NOISE_SHARE * base_us:

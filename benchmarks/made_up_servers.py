@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -56,7 +57,7 @@ def write_servers(folder: Path, steps: int, servers: int) -> None:
 
 def _write(folder: Path, count: int) -> None:
     rng = np.random.default_rng(0)
-    known = {"vllm_version": "0.18.1", "boot_id": "made-up"}
+    known: dict[str, Any] = {"vllm_version": "0.18.1", "boot_id": "made-up"}
     files = {
         "engine_step": (EngineHeader(methods=METHODS, **known), _engine, 1),
         "worker_step.r0": (

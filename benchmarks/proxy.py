@@ -36,6 +36,7 @@ from benchmarks.proxy_targets import (
     kvtax_proxy,
     process,
     stack,
+    url_of,
     vllm_router,
 )
 from benchmarks.results import NotMeasured, configure_rounds, publish
@@ -73,7 +74,7 @@ def measure(
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory()))
         program = build_load_program(folder)
         served = ends.enter_context(process(LOAD_CORE, str(program), "serve"))
-        server = served.stdout.readline().strip()
+        server = url_of(served)
         targets = {DIRECT: Target(server)}
         proxy = kvtax_proxy(server, folder / "proxy.jsonl")
         targets["kvtax_fleet.proxy"] = ends.enter_context(proxy)
@@ -110,12 +111,12 @@ def added(samples: Samples, target: str, body: str, percent: float) -> Estimate:
 
     def difference(rounds: np.ndarray) -> float:
         high, low = (
-            np.percentile(np.concatenate([of[r] for r in rounds]), percent)
+            np.percentile(np.concatenate([of[int(r)] for r in rounds]), percent)
             for of in (ours, direct)
         )
         return float(high - low)
 
-    return Estimate.of(over_rounds(np.arange(len(ours)), difference))
+    return Estimate.of(over_rounds(np.arange(len(ours), dtype=float), difference))
 
 
 def added_table(samples: Samples, targets: list[str]) -> str:

@@ -9,6 +9,7 @@ import tempfile
 import time
 import timeit
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from kvtax_fleet.instances import write_instances
@@ -33,7 +34,9 @@ INSTANCES = 8
 def decision_us(policy: str, instances: int, number: int) -> tuple[float, float]:
     """p50 and p99 of `number` calls of the policy function, each on a new snapshot."""
     random = np.random.default_rng(instances)
-    roles = ("prefill", "decode") if policy == "pd_sep" else ("both",)
+    roles: list[Literal["both", "prefill", "decode"]] = ["both"]
+    if policy == "pd_sep":
+        roles = ["prefill", "decode"]
     decide, parameters = POLICIES[policy].decide, parameters_of(policy, {})
     times = []
     for call in range(number):

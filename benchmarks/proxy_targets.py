@@ -97,7 +97,7 @@ def kvtax_proxy(server: str, log: Path) -> Iterator[Target]:
     command = [sys.executable, "-m", "kvtax", "proxy", "--url", f"a={server}"]
     command += ["--policy", "linear", "--log", str(log)]
     with process(ROUTER_CORE, *command) as one:
-        yield Target(one.stdout.readline().strip(), one.pid)
+        yield Target(url_of(one), one.pid)
 
 
 @contextmanager
@@ -105,7 +105,13 @@ def stack(serve: str, server: str) -> Iterator[Target]:
     """A function of benchmarks.proxy_stacks in front of `server`."""
     code = f"from benchmarks import proxy_stacks; proxy_stacks.{serve}({server!r})"
     with process(ROUTER_CORE, sys.executable, "-c", code) as one:
-        yield Target(one.stdout.readline().strip(), one.pid)
+        yield Target(url_of(one), one.pid)
+
+
+def url_of(served: subprocess.Popen[str]) -> str:
+    """Read the first line that a server prints."""
+    assert served.stdout is not None
+    return served.stdout.readline().strip()
 
 
 @contextmanager

@@ -160,8 +160,8 @@ def publish(
 
 def facts_list(facts: dict[str, Any]) -> str:
     """Return the provenance as a Markdown list."""
-    named = ("command_line", "date_utc", "vllm_version", "python_version", "cpu_model")
-    named += ("cpu_count", "kernel", "git_commit", "git_dirty")
+    named = ["command_line", "date_utc", "vllm_version", "python_version", "cpu_model"]
+    named += ["cpu_count", "kernel", "git_commit", "git_dirty"]
     lines = [f"- {key}: {facts[key]}" for key in named if facts.get(key) is not None]
     for title in ("patch_hashes", "package_versions"):
         listed = ", ".join(f"{k} {str(v)[:16]}" for k, v in facts[title].items())

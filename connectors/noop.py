@@ -26,7 +26,7 @@ class NoopConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         pass
 
-    def build_connector_meta(self, scheduler_output) -> NoopMetadata:
+    def build_connector_meta(self, scheduler_output) -> KVConnectorMetadata:
         return NoopMetadata()
 
     def request_finished_all_groups(self, request, block_ids):

@@ -137,7 +137,7 @@ class SyntheticCostConnector(NoopConnector):
     def bind_gpu_block_pool(self, gpu_block_pool) -> None:
         self._block_pool = gpu_block_pool
 
-    def build_connector_meta(self, scheduler_output) -> Step:
+    def build_connector_meta(self, scheduler_output):
         scheduled = scheduler_output.num_scheduled_tokens
         new = scheduler_output.scheduled_new_reqs
         running = scheduler_output.scheduled_cached_reqs

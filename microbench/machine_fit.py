@@ -114,6 +114,6 @@ def reasons(profile: Profile, installed: Installation) -> Iterator[str]:
         except PreflightError as error:
             yield str(error)
         _, errors = build_overlays(folder, profile.connectors(), installed)
-        for error in dict.fromkeys(errors.values()):
-            names = ", ".join(name for name in errors if errors[name] == error)
-            yield f"{names}: {error}"
+        for reason in dict.fromkeys(errors.values()):
+            names = ", ".join(name for name in errors if errors[name] == reason)
+            yield f"{names}: {reason}"

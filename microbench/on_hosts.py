@@ -60,7 +60,7 @@ def run_on_hosts(
     ]
     for done in finished_tasks(address, tasks, measures=True):
         trials = rounds[done.name]
-        done.put(run_dir, [trial.folder for trial in trials])
+        done.put(run_dir, [str(trial.folder) for trial in trials])
         facts = msgspec.json.decode(done.files[PROVENANCE])
         note(run, done.host, trials[0].repeat, facts | provenance.checkout())
         write_document(run_dir / PLAN_FILE, run)
@@ -76,12 +76,13 @@ def _records(run_dir: Path, plan: list[PlannedTrial]) -> list[TrialRecord]:
 
 def note(run: RunRecord, host: str, repeat: int, facts: dict[str, Any]) -> None:
     """Record in `run` that `host`, and no other, made `repeat`."""
-    for other in run.hosts:
+    hosts = run.hosts or []
+    for other in hosts:
         other.repeats = [number for number in other.repeats if number != repeat]
-    known = {record.host: record for record in run.hosts}
+    known = {record.host: record for record in hosts}
     if host not in known:
         known[host] = HostRecord(host=host, repeats=[], provenance=facts)
-        run.hosts.append(known[host])
+        run.hosts = [*hosts, known[host]]
     known[host].repeats.append(repeat)
 
 

@@ -53,7 +53,7 @@ class Load(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     prompt_tokens: int
     output_tokens: int
     rate_rps: float
-    arrival: str
+    arrival: Literal["constant", "poisson"]
     plateau_requests: int
     lag_budget_ms: float
     request_timeout_s: float

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvtax.engine.provenance import git_commit
 from kvtax.records.files import write_document, write_whole
+from kvtax.report.document import Section
 from kvtax.verdict.analysis import Analysis, analyse
 from kvtax.verdict.trials import load_run
 from microbench.summary.figures import draw_all
@@ -30,7 +31,7 @@ def report(run_dir: Path, out: Path) -> Analysis:
     write_document(out / "per_config.json", analysis.document)
     summary = write_summary(analysis, figures)
     write_whole(out / "SUMMARY.md", summary.encode())
-    servers = [*moments(run_dir, trials), *code(run_dir, trials)]
+    servers: list[Section] = [*moments(run_dir, trials), *code(run_dir, trials)]
     page = write_page(analysis, servers)
     write_whole(out / "report.html", page.encode())
     return analysis

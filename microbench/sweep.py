@@ -61,14 +61,14 @@ def sweep(
     with workshop(run_dir, profile, installed) as shop:
         rounds = range(profile.repeats)
         plan = [trial for repeat in rounds for trial in shop.round(repeat)]
-        hosts = None if on_hosts is None else []
+        hosts: list[HostRecord] | None = None if on_hosts is None else []
         run = _begin_run(run_dir, profile, installed, plan, hosts)
         run_all = on_hosts or partial(_run_all, shop)
         records = run_all(run_dir, run, plan, resume)
         while names := configs_of_next_round(run_dir, profile, records):
+            repeat = 1 + max(trial.repeat for trial in run.plan)
             # A host measures all configs or none.
-            names = names if on_hosts is None else None
-            more = shop.round(1 + max(trial.repeat for trial in run.plan), names)
+            more = shop.round(repeat, names if on_hosts is None else None)
             run.plan += [PlanEntry(trial.config, trial.repeat) for trial in more]
             write_document(run_dir / PLAN_FILE, run)
             records += run_all(run_dir, run, more, resume)
@@ -218,7 +218,7 @@ class Progress:
 
     def end(self, index: int, trial: TrialRecord) -> None:
         """Show how the trial ended."""
-        outcome = trial.status
+        outcome: str = trial.status
         if trial.error:
             outcome += ": " + trial.error.partition("\n")[0]
         elif trial.wall_s and trial.ready_s:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import os
 import shutil
@@ -74,15 +73,13 @@ class PlannedTrial:
 class SweepSettings:
     """Settings shared by all trials of a sweep.
 
-    With `sampled` py-spy looks on, so that nothing can be measured. Servers that
-    `start_cold` are not forked.
+    With `sampled` py-spy looks on, so that nothing can be measured.
     """
 
     profile: Profile
     model: Checkpoint
     installed: Installation
     sampled: bool = False
-    start_cold: bool = False
 
 
 @dataclass
@@ -90,7 +87,7 @@ class _Measured:
     """Facts of a trial, as far as it came."""
 
     ready_s: float | None = None
-    pss_mib: float | None = None
+    peak_rss_mib: float | None = None
     reads: ReadCounts | None = None
     idle: IdleCost | None = None
 
@@ -169,15 +166,12 @@ def _measure(
     with contextlib.ExitStack() as stack:
         told = stack.enter_context(accompanied(connector, folder, installed))
         engine = Engine(overlay, profile, told, model, installed)
-        spec = resolve(engine, folder, label)
-        if common.start_cold:
-            spec = dataclasses.replace(spec, starts_cold=True)
-        server = stack.enter_context(Server(spec))
+        server = stack.enter_context(Server(resolve(engine, folder, label)))
         measured.ready_s = server.wait_ready()
         with _peer(folder, connector, profile.block_size, server.ports):
             _drive(folder, server, common.sampled)
         began_ns, cpu_s = _watch_idle(server)
-        measured.pss_mib = server.pss_mib()
+        measured.peak_rss_mib = server.peak_rss_mib()
     measured.idle = IdleCost(IDLE_S, cpu_s, _steps_of_idle(folder, began_ns))
     _check_fresh(folder, profile)
     if connector.reads_per_s is not None:
@@ -282,8 +276,8 @@ def _recorded(folder: Path) -> list[int]:
 def _check_fresh(folder: Path, profile: Profile) -> None:
     """Check that the first engine step found only its own prompt in the cache."""
     first = first_step(only_life(folder) / "engine_step.jsonl")
-    found = first and first.found_blocks(profile.block_size)
-    if found is None:
+    found = None if first is None else first.found_blocks(profile.block_size)
+    if first is None or found is None:
         raise TrialError(
             "the engine did not record what its first step found cached: does the "
             "config have the patch step_timing_v2?"

@@ -128,6 +128,12 @@ class Client:
         self.peer = self._ask(Hello(), Peer)
         return self.peer
 
+    def greeted(self) -> Peer:
+        """Return the process that answered hello. Raises DirectReadError before."""
+        if self.peer is None:
+            raise DirectReadError(f"{self}: not connected, say hello first")
+        return self.peer
+
     def is_connected(self) -> bool:
         """Return whether the connection seems alive, without sending anything.
 

@@ -78,11 +78,12 @@ class Lookups:
         # The peer that said hello on this connection is the process that answers on
         # it: another one has its memory elsewhere.
         with self._connections.to(address) as client:
-            theirs = client.peer.fingerprint
+            peer = client.greeted()
+            theirs = peer.fingerprint
             if differing := fingerprint.difference(self._ours, theirs):
                 self._tell(address, f"its KV cache is not ours: {differing}")
                 return NOTHING
-            return Found(client.lookup(hashes), client.peer, deadline_s)
+            return Found(client.lookup(hashes), peer, deadline_s)
 
     def _tell(self, address: Address, what: str) -> None:
         """Log a message once per peer."""

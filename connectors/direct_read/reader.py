@@ -84,7 +84,7 @@ class Reader:
         self._lookups = Connections(self._secret, TIMEOUT_S)
         self._validations = Connections(self._secret, TIMEOUT_S)
         with self._lookups.to(address) as client:
-            (theirs,) = client.peer.workers
+            (theirs,) = client.greeted().workers
         self.session = theirs.session
         self._memory = [
             np.zeros(size * max_blocks, np.uint8) for size in theirs.block_bytes

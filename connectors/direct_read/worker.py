@@ -57,15 +57,15 @@ class DirectReadWorker:
                 raise RuntimeError(
                     "DirectReadConnector: Mooncake cannot register the KV cache"
                 )
-        address = WorkerAddress(
+        here = WorkerAddress(
             session=self._session,
             base_addresses=[address for address, _ in regions],
             block_bytes=[block_bytes for _, block_bytes in regions],
         )
         self._device = next(iter(kv_caches.values())).device
         layout = layout_of(kv_caches, self._vllm_config)
-        self._handshake = DirectReadHandshake(address, layout)
-        self._puller = Puller(self._engine, address, self._rank, self._settings.secret)
+        self._handshake = DirectReadHandshake(here, layout)
+        self._puller = Puller(self._engine, here, self._rank, self._settings.secret)
 
     def handshake(self) -> DirectReadHandshake | None:
         return self._handshake

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvtax.records.per_config import ConfigEntry, PerConfig
+from kvtax.records.per_config import ConfigEntry, PerConfig, TpotAddition
 from kvtax.report.document import Table
 from kvtax.report.markdown import DASH, interval, number
 from kvtax.steps.parts import ATTRIBUTED
@@ -35,7 +35,7 @@ def reconciliation(document: PerConfig, baseline: str | None) -> Table | None:
     rows = []
     for name, entry in document.configs.items():
         added = entry.tpot_addition
-        if not added:
+        if added is None or baseline is None:
             continue
         row = [name]
         for modes in added.forward_ms.values():
@@ -43,7 +43,7 @@ def reconciliation(document: PerConfig, baseline: str | None) -> Table | None:
                 known = mode.percent is not None
                 percent = f" ({mode.percent:+.1f} %)" if known else ""
                 row.append(f"{mode.ms:+.3f} ms{percent}")
-        row.append(_measured_ms(document.configs[baseline], entry))
+        row.append(_measured_ms(document.configs[baseline], entry, added))
         rows.append((list(added.forward_ms), row))
     if not rows:
         return None
@@ -78,9 +78,9 @@ def reconciliation(document: PerConfig, baseline: str | None) -> Table | None:
     )
 
 
-def _measured_ms(baseline: ConfigEntry, entry: ConfigEntry) -> str:
+def _measured_ms(baseline: ConfigEntry, entry: ConfigEntry, added: TpotAddition) -> str:
     """Format the difference of TPOT from the baseline's, p50 and p90."""
-    plateau = entry.tpot_addition.measured_phase == "plateau"
+    plateau = added.measured_phase == "plateau"
     before, after = (
         one.tpot_plateau_ms if plateau else one.tpot_ms for one in (baseline, entry)
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from kvtax.records.per_config import ConfigEntry, HostEntry, PerConfig
 from kvtax.records.warning import RunWarning
-from kvtax.report.document import Table
+from kvtax.report.document import Cell, Table
 from kvtax.report.markdown import DASH, number, spread
 from kvtax.verdict.roles import Roles
 
@@ -62,15 +62,17 @@ def provenance(document: PerConfig) -> Table:
 
 def accounts(document: PerConfig) -> Table:
     """Tabulate the counts of requests and records, and the latencies."""
-    rows = []
+    rows: list[list[Cell]] = []
     for name, entry in document.configs.items():
         counts, records, lag = entry.requests, entry.records, entry.lag_ms
         rows.append(
-            [name, entry.n_repeats]
-            + [counts[k] for k in ("scheduled", "ok", "failed", "cancelled")]
-            + [records["engine_steps"], records["engine_without_worker"]]
-            + [records["torn_lines"], number((lag or {}).get("p99"), 2)]
-            + [spread(entry.ttft_ms), spread(entry.tpot_ms, 3)]
+            [
+                *(name, entry.n_repeats),
+                *(counts[k] for k in ("scheduled", "ok", "failed", "cancelled")),
+                *(records["engine_steps"], records["engine_without_worker"]),
+                *(records["torn_lines"], number((lag or {}).get("p99"), 2)),
+                *(spread(entry.ttft_ms), spread(entry.tpot_ms, 3)),
+            ]
         )
     head = ["config", "repeats", "scheduled", "ok", "failed", "cancelled"]
     head += ["engine steps", "without worker record", "torn lines", "send lag p99 ms"]

@@ -14,6 +14,7 @@ from kvtax.stats.median_slope import batch_held_us, group_of, make_cells, slope_
 from kvtax.verdict.analysis import Analysis
 from kvtax.verdict.levels import thin
 from kvtax.verdict.measured import Measured
+from kvtax.verdict.metrics import number
 
 BINS = 30
 MIN_STEPS_PER_BIN = 20
@@ -36,7 +37,7 @@ def binned_curves(measured: Mapping[str, Measured], time: str) -> pl.DataFrame:
     drawn = {name: growth for name, growth in growths.items() if growth.height}
     if not drawn:
         return pl.DataFrame(schema={"config": pl.String})
-    top = max(growth["cache_blocks"].max() for growth in drawn.values())
+    top = max(number(growth["cache_blocks"].max()) for growth in drawn.values())
     width = max(top, 1) / BINS
     return pl.concat(
         _binned(_held(growth, time), width).select(

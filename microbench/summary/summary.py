@@ -58,7 +58,7 @@ def _verdicts(configs: dict[str, ConfigEntry]) -> str:
 
 
 def _shown(found: Table) -> str:
-    rows = [[f"`{row[0]}`", *row[1:]] for row in found.rows]
+    rows = [[f"`{row[0]}`", *map(str, row[1:])] for row in found.rows]
     return f"{table(found.columns, rows)}\n\n{found.note}"
 
 
@@ -70,7 +70,8 @@ def _warnings(analysis: Analysis) -> str:
 def _hosts(found: Table | None) -> str:
     if found is None:
         return ""
-    return f"## Hosts\n\n{table(found.columns, found.rows)}\n\n{found.note}"
+    rows = [[str(cell) for cell in row] for row in found.rows]
+    return f"## Hosts\n\n{table(found.columns, rows)}\n\n{found.note}"
 
 
 def _figure(figures: list[str]) -> str:

@@ -303,9 +303,12 @@ class MooncakeTransport:
 
     def transfer(self, ids: Ids, is_sorted: bool) -> tuple[int, bool]:
         memory, (sender, receiver) = self.memory, self.engines
-        addresses = map(memory.addresses, (memory.source, memory.target))
+        source, target = (
+            memory.addresses(memory.source),
+            memory.addresses(memory.target),
+        )
         module = self.modules[is_sorted]
-        made = mooncake(module, ids, ids, *addresses, memory.block_bytes)
+        made = mooncake(module, ids, ids, source, target, memory.block_bytes)
         session = f"{HOST}:{receiver.get_rpc_port()}"
         return len(made[0]), sender.batch_transfer_sync_write(session, *made) == 0
 

@@ -58,7 +58,8 @@ def cells(bench: Bench) -> Iterator[tuple[Cell, str]]:
     """Yield cells at full load, without and with a busy thread, and their engine."""
     for ranks, name in itertools.product(RANKS, CONFIGS):
         connector = load_connector(name)
-        transfer = CPU_ENGINE.kv_transfer_config | connector.kv_transfer_config
+        own = connector.kv_transfer_config or {}
+        transfer = CPU_ENGINE.kv_transfer_config | own
         engine = bench.start(name, "async", transfer, connector.patches, ranks)
         for busy in BUSY:
             yield Cell("async", 1.0, name, busy=busy, ranks=ranks), engine

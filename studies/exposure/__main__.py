@@ -122,9 +122,14 @@ def check_rows(
         missed = difference(exposed_us - base_us, tpot_us - base_tpot_us)
         rows.append(
             CheckRow(
-                *(cell.mode, cell.load, cell.what, cell.delay_us),
-                *map(Estimate.of, (rose, found, missed)),
-                (found.value - rose.value) / cell.delay_us,
+                mode=cell.mode,
+                load=cell.load,
+                method=cell.what,
+                delay_us=cell.delay_us,
+                tpot_rose_us=Estimate.of(rose),
+                exposed_us=Estimate.of(found),
+                exposed_less_tpot_us=Estimate.of(missed),
+                share_of_delay=(found.value - rose.value) / cell.delay_us,
             )
         )
     return rows

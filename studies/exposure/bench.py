@@ -20,7 +20,7 @@ from kvtax.look.critical_path import exposed
 from kvtax.look.instances import read_instances
 from kvtax.records.life import only_life
 from kvtax.records.steps import read_device_steps
-from kvtax.stats.distribution import Floats
+from kvtax.stats.distribution import Floats, as_float
 
 # The second is no longer than a slow host's work.
 FORWARD_US, SHORT_FORWARD_US = 7_000, 2_000
@@ -153,7 +153,7 @@ def measure(
             pl.col("step_id").is_between(first_step, end_step - 1)
         )
         exposed_us = {
-            part.removeprefix("exposed."): float(own[part].mean() or 0)
+            part.removeprefix("exposed."): as_float(own[part].mean())
             for part in own.columns
             if part.startswith("exposed.")
         }

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from itertools import count, pairwise
 from pathlib import Path
+from typing import Literal
 
 from kvtax.engine.engine_process import serve
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
@@ -27,7 +28,11 @@ POLL_S = 0.0005
 
 class Bench:
     def __init__(
-        self, model: Path, kv_transfer: dict | None, arguments: dict, how: str
+        self,
+        model: Path,
+        kv_transfer: dict | None,
+        arguments: dict,
+        how: Literal["sync", "async"],
     ):
         self.engine = NullEngine(model, kv_transfer, null_device=how, **arguments)
         self.numbers = count(1)
@@ -69,7 +74,8 @@ def load(
     """
     DELAY_US.update(delay_us)
     chance = random.Random(seed)
-    due_s, at_s = deque(), 0.0
+    due_s: deque[float] = deque()
+    at_s = 0.0
     for _ in range(requests):
         due_s.append(at_s)
         at_s += chance.expovariate(rate_rps) if rate_rps else 0.0
@@ -123,7 +129,9 @@ def serve_all(
 def main() -> None:
     model, given, how, socket = sys.argv[1:]
     options = json.loads(given)
-    bench = Bench(Path(model), options["kv_transfer"], options["arguments"], how)
+    null_device: Literal["sync", "async"] = "async" if how == "async" else "sync"
+    arguments = options["kv_transfer"], options["arguments"], null_device
+    bench = Bench(Path(model), *arguments)
     # The recorder attaches in the first step.
     fill(bench, 1)
     serve(bench, socket, fill, load)

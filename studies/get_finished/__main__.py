@@ -116,10 +116,14 @@ def rows(samples: Samples) -> list[Row]:
 
 def quantiles(times_us: Floats) -> dict[str, Estimate]:
     """Compute quantiles of `times_us`, (rounds, steps); rounds are resampled whole."""
-    return {
-        name: Estimate.of(over_rounds(times_us, lambda of, q=q: np.quantile(of, q)))
-        for name, q in QUANTILES.items()
-    }
+    found = {}
+    for name, q in QUANTILES.items():
+
+        def quantile(of: Floats, q: float = q) -> float:
+            return float(np.quantile(of, q))
+
+        found[name] = Estimate.of(over_rounds(times_us, quantile))
+    return found
 
 
 COLUMNS = {

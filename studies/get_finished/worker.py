@@ -27,7 +27,7 @@ class TimedEngine:
 
         from kvtax.engine.null_engine import NullEngine
 
-        of_connector = load_connector(connector).kv_transfer_config
+        of_connector = load_connector(connector).kv_transfer_config or {}
         transfer = CPU_ENGINE.kv_transfer_config | of_connector
         self.engine = NullEngine(model, transfer)
         self.group = get_kv_transfer_group()

@@ -30,11 +30,12 @@ class BothVersions:
         self.model = Path(model)
         self.block_tokens = int(block_tokens)
         self.order = Random(0)
-        self.subject = SUBJECTS.get(patch)
-        module = self.subject.module if self.subject else "vllm.v1.core.block_pool"
-        self.modules = before_and_after(module)
-        for module in self.modules if self.subject else ():
-            self.subject.prepare(module)
+        self.subject = subject = SUBJECTS.get(patch)
+        name = subject.module if subject else "vllm.v1.core.block_pool"
+        self.modules = before_and_after(name)
+        if subject is not None:
+            for module in self.modules:
+                subject.prepare(module)
 
 
 def time_decode(
@@ -47,6 +48,7 @@ def time_decode(
     """
     from tests.harness.scheduler_alone import BLOCK_SIZE, LoneScheduler
 
+    assert fix.subject is not None
     subject = fix.subject
     length = context_tokens + WARM_UP_STEPS + steps + BLOCK_SIZE
     lone = LoneScheduler(

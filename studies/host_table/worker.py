@@ -31,6 +31,8 @@ from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader
 from kvtax.stats.latency import tpot_of
 
 PROFILE = read_instance_settings(CONFIGS / "profiles" / "h20-30b-a3b.toml")
+assert PROFILE.forward is not None
+FORWARD = PROFILE.forward
 PROMPT_TOKENS, OUTPUT_TOKENS = 4_096, 256
 # Each slot has so many requests, one after the other.
 ROUNDS = 8
@@ -50,13 +52,15 @@ def _latencies(model: str, running: int, host: StepTimes) -> dict[str, float]:
             folder / "replay.jsonl", ReplayHeader, ReplayedRequest | ReplayEnd
         )
     requests = [one for one in lines.records if isinstance(one, ReplayedRequest)]
-    tpot_ns = [
-        tpot_of(r.first_token_ns, r.end_ns, r.usage_completion_tokens) for r in requests
-    ]
-    return {
-        "ttft_ms": mean((r.first_token_ns - r.sent_ns) / 1e6 for r in requests),
-        "tpot_ms": mean(each / 1e6 for each in tpot_ns if each is not None),
-    }
+    ttft_ms, tpot_ms = [], []
+    for one in requests:
+        if one.sent_ns is None or one.first_token_ns is None or one.end_ns is None:
+            raise RuntimeError(f"{one.id} was not answered: {one.error}")
+        ttft_ms.append((one.first_token_ns - one.sent_ns) / 1e6)
+        tokens = one.usage_completion_tokens or 0
+        tpot_ns = tpot_of(one.first_token_ns, one.end_ns, tokens)
+        tpot_ms += [] if tpot_ns is None else [tpot_ns / 1e6]
+    return {"ttft_ms": mean(ttft_ms), "tpot_ms": mean(tpot_ms)}
 
 
 def arguments_of(model: str) -> list[str]:
@@ -91,7 +95,7 @@ def simulated(model: str, running: int, host: StepTimes) -> Iterator[Path]:
             planned=PlannedArm(arm="cost", repeat=0, trace=_facts(requests)),
             patches={},
             members=[Member(instance, arguments_of(model))],
-            forward=PROFILE.forward,
+            forward=FORWARD,
             host=host,
             requests=RequestTimes(),
             overlapping=False,
@@ -147,5 +151,5 @@ if __name__ == "__main__":
 
     model, socket = sys.argv[1:]
     # What making an engine imports, the forks need not.
-    VirtualEngine(arguments_of(model), StepCost(PROFILE.forward, StepTimes()), False)
+    VirtualEngine(arguments_of(model), StepCost(FORWARD, StepTimes()), False)
     serve(model, socket, latencies)

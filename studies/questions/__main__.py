@@ -176,15 +176,18 @@ def levels(requests: pl.DataFrame) -> list[Level]:
         )
         found.append(
             Level(
-                int(load),
-                name,
-                *(
-                    [round(_number(steady[metric].quantile(q)), 2) for q in QUANTILES]
-                    for metric in METRICS[:2]
+                load=int(load),
+                arm=name,
+                ttft_ms=_levels(steady["ttft_ms"]),
+                tpot_ms=_levels(steady["tpot_ms"]),
+                requests_per_s=round(_number(runs["len"].mean()), 3),
+                cached_percent=round(
+                    100
+                    * _number(own["cached_tokens"].sum())
+                    / _number(own["input_tokens"].sum()),
+                    1,
                 ),
-                round(_number(runs["len"].mean()), 3),
-                round(100 * own["cached_tokens"].sum() / own["input_tokens"].sum(), 1),
-                round(_number(balance["usage_prompt_tokens"].mean()), 3),
+                most_to_mean=round(_number(balance["usage_prompt_tokens"].mean()), 3),
             )
         )
     return found
@@ -192,6 +195,10 @@ def levels(requests: pl.DataFrame) -> list[Level]:
 
 def _number(value: Any) -> float:
     return float(value or 0)
+
+
+def _levels(times_ms: pl.Series) -> list[float]:
+    return [round(_number(times_ms.quantile(q)), 2) for q in QUANTILES]
 
 
 def verdict(e2e: Paired) -> str:

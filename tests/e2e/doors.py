@@ -91,8 +91,7 @@ def through(
     if door == "run":
         run = [sys.executable, "-m", "kvtax", "run", "--records", records]
         run += ["--python", installed.python, "--"]
-        argv = [*run, *server.argv]
-        return dataclasses.replace(server, argv=argv, starts_cold=True)
+        return dataclasses.replace(server, argv=[*run, *server.argv])
     if door == "plugin":
         first = installed_plugin(folder / "plugin")
     else:

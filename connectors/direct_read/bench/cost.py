@@ -167,7 +167,7 @@ class Bench:
 
     def measure(self, rounds: int, steps: int) -> Samples:
         """Time all engines alone, and one of them under each load and its control."""
-        conditions = [(None, name) for name in ENGINES]
+        conditions: list[tuple[str | None, str]] = [(None, name) for name in ENGINES]
         conditions += [
             (load, target) for load in LOADS for target in (IDLE, IDLE_AGAIN)
         ]
@@ -293,8 +293,8 @@ def served(loads: list[Reads]) -> Served:
 def noise_floor(rows: list[Row]) -> float:
     """Return the far end of the A/A interval: the difference of equal engines."""
     again = {row.name: row for row in rows}
-    edges = (*again[AGAIN].to_noop.ci95, *again[IDLE_AGAIN].to_idle.ci95)
-    return max(abs(edge - 1) for edge in edges)
+    equal = again[AGAIN].to_noop, again[IDLE_AGAIN].to_idle
+    return max(abs(edge - 1) for of in equal for edge in (of.low, of.high))
 
 
 def judged(rows: list[Row]) -> str:
@@ -319,8 +319,9 @@ def cost_of_one_ms(row: Row) -> str:
     def lost(times: float) -> float:
         return ms_per_s * (1 - 1 / times)
 
-    low, high = map(lost, row.to_control.ci95)
-    return f"{Estimate(lost(row.to_control.value), (low, high)):,.2f}"
+    to_control = row.to_control
+    ends = lost(to_control.low), lost(to_control.high)
+    return f"{Estimate(lost(to_control.value), ends):,.2f}"
 
 
 def steps_table(rows: list[Row]) -> str:

@@ -171,7 +171,8 @@ class Loader:
     def stop(self) -> Reads:
         """End the load and return its reads."""
         self._stopping.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         reads = self._reads
         return Reads(
             sum(read.offered for read in reads),

@@ -49,7 +49,9 @@ class GatedDirectReadConnector(DirectReadConnector):
 
     def bind_gpu_block_pool(self, gpu_block_pool) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
-        ledger = self.connector_scheduler.ledger
+        scheduler = self.connector_scheduler
+        assert scheduler is not None and scheduler.ledger is not None
+        ledger = scheduler.ledger
         lookup = ledger.lookup
 
         def unsafe_lookup(hashes):
@@ -62,7 +64,7 @@ class GatedDirectReadConnector(DirectReadConnector):
             ledger._num_held_blocks = unsafe._num_held_blocks
             return offer
 
-        ledger.lookup = unsafe_lookup
+        ledger.__dict__["lookup"] = unsafe_lookup
 
 
 _lookup, _validate = client.Client.lookup, client.Client.validate
@@ -86,8 +88,8 @@ def gated_begin(engine, session, waiting, in_flight):
     return _begin(engine, session, waiting, in_flight)
 
 
-client.Client.lookup = gated_lookup
-client.Client.validate = gated_validate
+for method in (("lookup", gated_lookup), ("validate", gated_validate)):
+    setattr(client.Client, *method)
 reads._begin = gated_begin
 
 KVConnectorFactory.register_connector(

@@ -20,6 +20,7 @@ import random
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -130,9 +131,11 @@ class Storm:
         self._recent = [*self._recent, prompt][-RECENT:]
 
     async def _read(self, session, prompt: Prompt) -> None:
-        params = {"kv_transfer_params": self._a.peer}
+        from_a = self._a.peer
         async with self._places:
-            answer = await ask(session, self._b, prompt.tokens, **params)
+            answer = await ask(
+                session, self._b, prompt.tokens, kv_transfer_params=from_a
+            )
         pairs = zip(answer["token_ids"], prompt.expected, strict=True)
         wrong_tokens = sum(token != expected for token, expected in pairs)
         self._counts["requests"] += 1
@@ -225,13 +228,13 @@ async def storm(
         "without validation": (b, TRUST_ALL, requests, CONTROL_S, ENOUGH_WRONG),
     }
     found = {}
-    for name, (server, switch, *ends) in phases.items():
+    for name, (server, switch, most, limit_s, enough) in phases.items():
         async with new_session() as session:
             for each in (a, b):
                 await each.settle()
                 await reset_prefix_cache(session, each)
         with without(server, switch):
-            found[name] = await Storm(a, b, pool, seed).run(*ends)
+            found[name] = await Storm(a, b, pool, seed).run(most, limit_s, enough)
         print(f"{name}: {found[name]}", flush=True)
     return found
 
@@ -262,7 +265,9 @@ ROWS = {
 Counts = dict[str, float]
 
 
-def report(seed: int, pool: Counts, phases: dict[str, Counts]) -> list[str]:
+def report(
+    seed: int, pool: Mapping[str, float], phases: dict[str, Counts]
+) -> list[str]:
     """Return the parts of the page."""
     rows = [
         [what, *(f"{counts.get(name, 0):,.0f}" for counts in phases.values())]

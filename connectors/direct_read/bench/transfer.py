@@ -160,7 +160,7 @@ def measure_case(reader: Reader, case: Case, hashes: list[bytes], rounds: int) -
         valid_share=sum(r.valid for r in reads) / (len(reads) * case.blocks),
         read_ms={
             name: quantiles(ms[WARM_UP_ROUNDS:])
-            for name, ms in (parts | {"whole": sum(parts.values())}).items()
+            for name, ms in (parts | {"whole": np.sum(list(parts.values()), 0)}).items()
         },
     )
 

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.overlay import build_overlay
@@ -91,8 +92,11 @@ class TinyServers:
         )
 
 
+Starting = TypeVar("Starting", bound=TinyServer)
+
+
 @contextmanager
-def ready(*starting: TinyServer) -> Iterator[tuple[TinyServer, ...]]:
+def ready(*starting: Starting) -> Iterator[tuple[Starting, ...]]:
     """Yield the instances once all of them answer; all are stopped on leaving."""
     with ExitStack() as stack:
         for instance in starting:
