@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from kvtax import patcher
 from kvtax.engine import transfer_check
 from kvtax.engine.connector import Connector
@@ -89,10 +91,7 @@ def resource_problems(
 
 def _available_gib() -> float:
     """Memory that programs can have: what is free, and what caches files."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) / 2**20
-    raise PreflightError("/proc/meminfo does not say what memory is available")
+    return psutil.virtual_memory().available / 2**30
 
 
 def check_import(

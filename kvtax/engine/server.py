@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+import psutil
 
 from kvtax.engine.errors import ServerError
 from kvtax.engine.server_spec import ServerSpec
@@ -64,8 +65,7 @@ class Server:
 
     def cpu_s(self) -> float:
         """Sum of the CPU time of all its processes, in seconds."""
-        ticks = sum(_cpu_ticks(pid) for pid in self.supervised.pids())
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return sum(_cpu_s(pid) for pid in self.supervised.pids())
 
     def __enter__(self) -> Server:
         return self
@@ -98,11 +98,8 @@ def _peak_rss_kib(pid: int) -> int:
     return 0
 
 
-def _cpu_ticks(pid: int) -> int:
+def _cpu_s(pid: int) -> float:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    # What follows the name, which may hold anything: proc_pid_stat(5), utime and stime.
-    fields = stat.rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+        return sum(psutil.Process(pid).cpu_times()[:2])
+    except psutil.NoSuchProcess:
+        return 0.0

@@ -9,11 +9,11 @@ Mooncake chooses for itself while the servers start.
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 FIRST, LAST = 20_000, 32_000
 # Mooncake's MC_MIN_RPC_PORT to MC_MAX_RPC_PORT, as it has them by default.
@@ -94,17 +94,8 @@ def _first_taken(base: int, span: int) -> int | None:
 
 
 def listener_pid(port: int) -> int | None:
-    """Find the process that listens on a TCP port of this host, as /proc tells."""
-    wanted = f":{port:04X}"
-    inodes = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[1].endswith(wanted) and fields[3] == "0A":  # LISTEN
-            inodes.add(f"socket:[{fields[9]}]")
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(link) in inodes:
-                return int(link.parts[2])
-        except OSError:
-            continue
+    """Find the process that listens on a TCP port of this host."""
+    for connection in psutil.net_connections("tcp4"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            return connection.pid
     return None

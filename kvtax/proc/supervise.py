@@ -25,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from kvtax.paths import REPOSITORY
 from kvtax.proc.machine_lock import announce_supervisor
 from kvtax.signals import SIGNALS, exit_on_signals
@@ -119,25 +121,18 @@ class Supervised:
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids below `root`, parents first."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:
-                continue
-            # The name in parentheses may itself hold blanks and parentheses.
-            state, parent = stat.rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(entry.name))
-    found = []
-    queue = [root]
-    while queue:
-        below = children.get(queue.pop(0), [])
-        found += below
-        queue += below
-    return found
+    """List the living processes below `root`, parents first."""
+    with suppress(psutil.NoSuchProcess):
+        below = psutil.Process(root).children(recursive=True)
+        return [process.pid for process in below if _lives(process)]
+    return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def signal_all(pids: list[int], number: int) -> None:

@@ -13,20 +13,20 @@ A run on a machine that did not keep up is not valid. There are three signs:
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import polars as pl
-from kvtax.proc.supervise import PR_SET_PDEATHSIG, descendants
+import psutil
+from kvtax.proc.supervise import PR_SET_PDEATHSIG
 from kvtax.records.life import STEPS, only_life
 from kvtax.records.steps import EngineHeader
 from kvtax.steps.step_file import read_steps
@@ -56,16 +56,15 @@ class CpuSample(NamedTuple):
     """Totals of all cores since boot, and of this process and its descendants."""
 
     at_s: float
-    busy_ticks: int
-    total_ticks: int
+    busy_s: float
+    total_s: float
     own_s: float
     pressure_us: int | None
 
     @classmethod
     def now(cls) -> CpuSample:
         """Read them."""
-        ticks = _cpu_ticks()
-        return cls(time.monotonic(), *ticks, _own_cpu_s(), _pressure_us())
+        return cls(time.monotonic(), *_cores_s(), _own_cpu_s(), _pressure_us())
 
 
 class CpuSampler:
@@ -88,8 +87,8 @@ class CpuSampler:
 
     def busy(self) -> tuple[float, float]:
         """Compute mean and p99 of the share of the cores that was busy."""
-        ticks = [(sample.busy_ticks, sample.total_ticks) for sample in self.samples]
-        busy, total = np.diff(ticks, axis=0).T
+        cores_s = [(sample.busy_s, sample.total_s) for sample in self.samples]
+        busy, total = np.diff(cores_s, axis=0).T
         known = total > 0
         shares = busy[known] / total[known]
         return float(busy.sum() / total.sum()), float(np.quantile(shares, 0.99))
@@ -229,25 +228,22 @@ def engine_lag(records: Path, totals: Path) -> EngineLag | None:
     )
 
 
-def _cpu_ticks() -> tuple[int, int]:
-    """Read (busy, total) ticks of all cores since boot; stolen time counts as busy."""
-    fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
-    user, nice, system, idle, iowait, irq, softirq, steal = map(int, fields[:8])
-    busy = user + nice + system + irq + softirq + steal
-    return busy, busy + idle + iowait
+def _cores_s() -> tuple[float, float]:
+    """Read (busy, total) seconds of all cores since boot; stolen time is busy."""
+    times = psutil.cpu_times()
+    busy_s = times.user + times.nice + times.system
+    busy_s += times.irq + times.softirq + times.steal
+    return busy_s, busy_s + times.idle + times.iowait
 
 
 def _own_cpu_s() -> float:
     """Read the CPU time of this process and its descendants, ended ones included."""
-    ticks = 0
-    for pid in descendants(os.getpid()):
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            continue
-        # utime, stime, cutime and cstime, counted from behind the name.
-        ticks += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
-    return sum(os.times()[:4]) + ticks / os.sysconf("SC_CLK_TCK")
+    own = psutil.Process()
+    cpu_s = 0.0
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            cpu_s += sum(process.cpu_times()[:4])
+    return cpu_s
 
 
 def _pressure_us() -> int | None:
