@@ -137,6 +137,28 @@ def time_modes(
     return {mode: np.array(values[:steps]) for mode, values in times_us.items()}
 
 
+def time_starts(
+    engine: NullEngine, batch: int, steps: int, seed: int
+) -> dict[str, np.ndarray]:
+    """Time steps in each of which a request starts, and one ends: (steps,) us by mode.
+
+    After each turn of a mode the requests that began in it have ended.
+    """
+    order = random.Random(seed)
+    times_us: dict[str, list[float]] = {mode: [] for mode in MODES}
+    switch = Switch(engine)
+    engine.time_starts(WARM_UP_STEPS, batch)
+    for _ in range(-(-steps // CHUNK_STEPS)):
+        for mode in order.sample(list(MODES), len(MODES)):
+            switch.set(MODES[mode])
+            engine.time_starts(batch, batch)
+            times_us[mode] += engine.time_starts(CHUNK_STEPS, batch)
+    switch.set(MODES["calls"])
+    engine.run_to_end()
+    assert engine.core.scheduler.reset_prefix_cache()
+    return {mode: np.array(values[:steps]) for mode, values in times_us.items()}
+
+
 def time_writing(engine: NullEngine, loops: int) -> dict[str, np.ndarray]:
     """(loops,) us to write a step's record, and the longest pause meanwhile in us.
 
@@ -232,7 +254,7 @@ def time_calls(engine: NullEngine, loops: int) -> dict[str, np.ndarray]:
 def main() -> None:
     model, socket = sys.argv[1:]
     engine = NullEngine(Path(model), NOOP)
-    serve(engine, socket, time_steps, time_modes, time_writing, time_calls)
+    serve(engine, socket, time_steps, time_modes, time_starts, time_writing, time_calls)
 
 
 if __name__ == "__main__":

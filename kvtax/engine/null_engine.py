@@ -132,6 +132,26 @@ class NullEngine:
             times.append((clock() - before) / 1e3)
         return times
 
+    def time_starts(self, steps: int, output_tokens: int) -> list[float]:
+        """us of that many steps with the request that starts in each.
+
+        Each ends after `output_tokens`, so as many run at once.
+        """
+        core, clock = self.core, time.perf_counter_ns
+        times = []
+        for _ in range(steps):
+            number = next(self._ids)
+            request = core.preprocess_add_request(
+                request_of(
+                    str(number), _numbered(number), output_tokens, None, time.time()
+                )
+            )
+            before = clock()
+            core.add_request(*request)
+            core.step()
+            times.append((clock() - before) / 1e3)
+        return times
+
 
 def request_of(
     request_id: str,

@@ -4,7 +4,7 @@
 import ast
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,16 +57,16 @@ class Relation(NamedTuple):
 
 
 class Only(NamedTuple):
-    """A name that the package must use nowhere else: uses.py.
+    """A name that the package must use, or with ``methods`` change, nowhere else.
 
-    ``uses``: how often at most, by ``file:scope``.
+    ``uses``: how often at most, by ``file:scope``; uses.py says more.
     """
 
     name: str
     why: str
     uses: Mapping[str, int]
     within: str = ""
-    assigned: bool = False
+    methods: Sequence[str] | None = None
 
 
 class Release(NamedTuple):

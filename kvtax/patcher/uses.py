@@ -7,14 +7,15 @@
     why = "a change made elsewhere would go unreported"
     uses = { "v1/core/block_pool.py:BlockHashToBlockMap.insert" = 3 }
 
-A use is the name as a variable, an attribute, an import or a string; with ``assigned``,
-only where it is assigned or deleted. More uses than stated, or one elsewhere, are
-refused: the package does something that the patch does not know.
+A use is the name as a variable, an attribute, an import or a string. With ``methods``
+it is what may change the object: the name assigned or deleted, an item of it, another
+method, a second name for it. More uses than stated, or one elsewhere, are refused: the
+package does something that the patch does not know.
 """
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .anchors import DEFINITIONS, Source
 from .blocks import Parsed, read
@@ -38,7 +39,7 @@ def _require(tree: Tree, patch: Patch, only: Only, source: Source) -> None:
     for scope, line in _uses(source.tree, only, ""):
         counts[scope] += 1
         if counts[scope] > only.uses.get(f"{source.file}:{scope}", 0):
-            verb = "assigns" if only.assigned else "uses"
+            verb = "uses" if only.methods is None else "may change"
             raise TargetError(
                 f"{source.file}:{line}: {scope or 'the module'} {verb} {only.name}, "
                 f"which patch {patch.name} does not know: {only.why}; the patch does "
@@ -56,11 +57,33 @@ def _uses(node: ast.AST, only: Only, scope: str) -> Iterator[tuple[str, int]]:
 
 
 def _is_use(node: ast.AST, only: Only) -> bool:
+    if only.methods is not None:
+        return _may_change(node, only.name, only.methods)
     match node:
-        case ast.Name(id=name, ctx=context) | ast.Attribute(attr=name, ctx=context):
-            return name == only.name and not (
-                only.assigned and isinstance(context, ast.Load)
-            )
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name == only.name
         case ast.alias(name=name) | ast.Constant(value=name):
-            return name == only.name and not only.assigned
+            return name == only.name
+    return False
+
+
+def _may_change(node: ast.AST, name: str, methods: Sequence[str]) -> bool:
+    match node:
+        case ast.Name(id=own, ctx=context) | ast.Attribute(attr=own, ctx=context):
+            if own == name and not isinstance(context, ast.Load):
+                return True
+    match node:
+        case ast.Subscript(value=of, ctx=ast.Store() | ast.Del()):
+            return _is_named(of, name)
+        case ast.Attribute(value=of, attr=method):
+            return _is_named(of, name) and method not in methods
+        case ast.Assign(value=of) | ast.AnnAssign(value=of) | ast.NamedExpr(value=of):
+            return _is_named(of, name)
+    return False
+
+
+def _is_named(node: ast.AST | None, name: str) -> bool:
+    match node:
+        case ast.Name(id=own) | ast.Attribute(attr=own):
+            return own == name
     return False

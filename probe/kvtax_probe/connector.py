@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any
@@ -270,7 +270,7 @@ class ConnectorTimer:
             # Compiled ones are of types of their own.
             kind = type(result).__name__
             if kind == "generator":
-                return TimedGenerator(result, self, i)
+                return _timed_generator(result, self, i)
             if kind in ("coroutine", "async_generator"):
                 self.not_timed[self.methods[i]] = ASYNC
             else:
@@ -284,6 +284,8 @@ class ConnectorTimer:
                 return getattr(owner, name)(self_, *args, **kwargs)
             return getattr(owner, name)(self_, *args)
 
+        if inspect.isgeneratorfunction(getattr(attribute, "__func__", attribute)):
+            timed, counted = _lazily(timed), _lazily(counted)
         signature = None
         if owner is not type(connector):
             signature = _signature(owner, connector, name)
@@ -294,32 +296,45 @@ class ConnectorTimer:
         return timed, counted  # type: ignore[return-value]
 
 
-class TimedGenerator(Generator):
-    """A generator that runs when it is asked for a value, as the one within."""
+def _lazily(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a generator function of what `call` returns."""
 
-    def __init__(self, generator: Generator, timer: ConnectorTimer, method: int):
-        self._generator, self._timer, self._method = generator, timer, method
+    def lazy(self_: Any, *args: Any, **kwargs: Any) -> Any:
+        return (yield from call(self_, *args, **kwargs))
 
-    def send(self, value: Any) -> Any:
-        return self._run(self._generator.send, value)
+    return lazy
 
-    def throw(self, *error: Any) -> Any:
-        return self._run(self._generator.throw, *error)
 
-    def close(self) -> None:
-        self._run(self._generator.close)
+def _timed_generator(generator: Any, timer: ConnectorTimer, method: int) -> Any:
+    """Return a generator that runs when it is asked for a value, as the one within."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-    def _run(self, call: Any, *args: Any) -> Any:
-        if get_ident() != self._timer.thread:
+    def run(call: Any, *args: Any) -> Any:
+        if get_ident() != timer.thread:
             return call(*args)
         began_ns = now_ns()
         try:
             return call(*args)
         finally:
-            self._timer.calls.append((self._method, 0, began_ns, now_ns()))
+            timer.calls.append((method, 0, began_ns, now_ns()))
+
+    def timed() -> Any:
+        step, argument = generator.send, None
+        while True:
+            try:
+                value = run(step, argument)
+            except StopIteration as end:
+                return end.value
+            try:
+                step, argument = generator.send, (yield value)
+            except GeneratorExit:
+                run(generator.close)
+                raise
+            except BaseException as error:
+                step, argument = generator.throw, error
+
+    made = timed()
+    made.__name__, made.__qualname__ = generator.__name__, generator.__qualname__
+    return made
 
 
 class _In:

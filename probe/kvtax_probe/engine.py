@@ -175,7 +175,11 @@ class EngineRecorder:
             # loop.
             prefill_tokens = 0
             if tokens != requests or output.scheduled_new_reqs:
-                prefill_tokens = _prefill_tokens(self._scheduler, scheduled)
+                begun = [new.req_id for new in output.scheduled_new_reqs]
+                begun += self._requests.without_token
+                prefill_tokens = _prefill_tokens(
+                    self._scheduler.requests, scheduled, tokens, begun
+                )
             preempted = output.preempted_req_ids
             running = waiting = cache_size = free_blocks = None
             if self._count_waiting is not None:
@@ -300,10 +304,9 @@ class EngineRecorder:
             self._file = RecordFile(
                 self.life, "engine_step", schema, self._header, self._finished
             )
-            if not self._file.stopped:
-                self._threads = ThreadsFile(
-                    self.life, lambda: self.next_step_id - 1, self._threads_before
-                )
+            self._threads = ThreadsFile(
+                self.life, lambda: self.next_step_id - 1, self._threads_before
+            )
         self._file.append(step)
 
     def _header(self) -> dict[str, Any]:
@@ -390,13 +393,29 @@ def _block_pool(scheduler: Any) -> Any:
     return pool
 
 
-def _prefill_tokens(scheduler: Any, scheduled: dict[str, int]) -> int:
-    """Count the tokens of this step that belong to prompts."""
-    requests = scheduler.requests
+def _prefill_tokens(
+    requests: dict[str, Any], scheduled: dict[str, int], tokens: int, begun: list[str]
+) -> int:
+    """Count the tokens of this step that belong to prompts.
+
+    `begun` are requests without a token yet: where all others have a token each, as in
+    most steps, nobody looks at these.
+    """
+    prefill_tokens, more = 0, tokens - len(scheduled)
+    for req_id in {*begun}:
+        count = scheduled.get(req_id, 0)
+        if count and _is_prefill(requests[req_id], count):
+            prefill_tokens += count
+            more -= count - 1
+    if not more:
+        return prefill_tokens
     return sum(
-        num_tokens
-        for req_id, num_tokens in scheduled.items()
-        # schedule() has advanced num_computed_tokens past this step already.
-        if requests[req_id].num_computed_tokens - num_tokens
-        < requests[req_id].num_prompt_tokens
+        count
+        for req_id, count in scheduled.items()
+        if _is_prefill(requests[req_id], count)
     )
+
+
+def _is_prefill(request: Any, count: int) -> bool:
+    # schedule() has advanced num_computed_tokens past this step already.
+    return request.num_computed_tokens - count < request.num_prompt_tokens

@@ -25,6 +25,8 @@ logger = logging.getLogger("vllm.kvtax_probe")
 FLUSH_INTERVAL_S = 0.25
 # Records that wait for a disk that hangs; then the oldest are dropped.
 MOST_PENDING = 100_000
+# Records that wait for a file that cannot be written; of older ones, none.
+MOST_WAITING = 10_000
 # Records encoded before the interpreter is given away.
 BATCH = 32
 # A thread that waits for the interpreter needs as long to wake up: a sleep of 0 ends
@@ -50,10 +52,11 @@ def new_life(dp_rank: int) -> str:
 class RecordFile:
     """JSONL file to which a background thread appends records in whole lines.
 
-    If the file cannot be written, that is logged once and records are dropped from then
-    on: the engine keeps serving. A file that has half of what the limits allow becomes
-    NAME.jsonl.1, in the place of an older one. A file whose folder was removed is begun
-    anew. `shape` makes a record ready to be encoded, in the background thread.
+    While the file cannot be written, records wait, and each flush tries again; log
+    lines say since when, until when, and how many are lost. A file that has half of
+    what the limits allow becomes NAME.jsonl.1, in the place of an older one. A file
+    whose folder was removed is begun anew. `shape` makes a record ready to be encoded,
+    in the background thread.
     """
 
     def __init__(
@@ -73,30 +76,56 @@ class RecordFile:
         self._encoder = msgspec.json.Encoder(enc_hook=operator.index)
         self._lock = threading.Lock()
         self._descriptor = -1
-        self._bytes, self._began_s = 0, 0.0
-        self.stopped = False
+        # Bytes in the file, and the lines that it could not take yet.
+        self._bytes, self._unwritten = 0, b""
+        self._began_s = 0.0
+        # When the file could not be written, 0 if it can be; records lost since.
+        self._failed_s, self._lost = 0.0, 0
         try:
             self._open()
-            name = f"records-{name}"
-            threading.Thread(target=self._run, name=name, daemon=True).start()
         except Exception:
-            self._stop()
+            self._note_failure()
+        name = f"records-{name}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def flush(self) -> None:
         """Write what is pending."""
         with self._lock:
-            if self.stopped:
-                return
             try:
+                if self._descriptor < 0:
+                    self._open()
                 self._write_pending()
             except Exception:
-                self._stop()
+                self._note_failure()
+            else:
+                if self._failed_s:
+                    self._note_success()
+
+    def _note_failure(self) -> None:
+        if not self._failed_s:
+            self._failed_s = time.time()
+            logger.exception("kvtax: %s cannot be written; its records wait", self.path)
+        while len(self._pending) > MOST_WAITING:
+            self._pending.popleft()
+            self._lost += 1
+
+    def _note_success(self) -> None:
+        since, now = (
+            time.strftime("%H:%M:%S", time.localtime(at_s))
+            for at_s in (self._failed_s, time.time())
+        )
+        logger.warning(
+            "kvtax: %s could not be written from %s to %s; records lost: %d",
+            *(self.path, since, now, self._lost),
+        )
+        self._failed_s, self._lost = 0.0, 0
 
     def _write_pending(self) -> None:
-        if not self._pending:
+        if not (self._pending or self._unwritten):
             return
         if len(self._pending) == MOST_PENDING:
             logger.error("kvtax: %s is written too slowly: records are lost", self.path)
+        self._write(b"")
         self._rotate_if_due()
         while count := min(len(self._pending), BATCH):
             batch = [self._shape(self._pending.popleft()) for _ in range(count)]
@@ -106,14 +135,11 @@ class RecordFile:
     def _rotate_if_due(self) -> None:
         if os.fstat(self._descriptor).st_nlink == 0:
             logger.error("kvtax: %s was removed: it is begun anew", self.path)
-            os.close(self._descriptor)
             self._open()
             return
         age_s = time.monotonic() - self._began_s
         if self._bytes > MAX_BYTES / 2 or age_s > MAX_S / 2:
-            older = self._descriptor
             self._open()
-            os.close(older)
 
     def _open(self) -> None:
         """Begin the file. One that is there already becomes the older half."""
@@ -127,33 +153,42 @@ class RecordFile:
         )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = f"{self.path}.new"
-        self._descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._bytes, self._began_s = 0, time.monotonic()
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            self._write(header + b"\n")
+            _write_all(descriptor, header + b"\n")
+            if self.path.exists():
+                os.replace(self.path, f"{self.path}.1")
+            os.replace(new, self.path)
         except OSError:
+            os.close(descriptor)
             os.unlink(new)
             raise
-        if self.path.exists():
-            os.replace(self.path, f"{self.path}.1")
-        os.replace(new, self.path)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = descriptor
+        self._bytes, self._began_s = len(header) + 1, time.monotonic()
 
     def _run(self) -> None:
-        while not self.stopped:
+        while True:
             time.sleep(FLUSH_INTERVAL_S)
             self.flush()
 
     def _write(self, data: bytes) -> None:
-        self._bytes += len(data)
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        """Append lines, after those that could not be. Raises OSError, no line torn."""
+        self._unwritten += data
+        try:
+            _write_all(self._descriptor, self._unwritten)
+        except OSError:
+            os.lseek(self._descriptor, self._bytes, os.SEEK_SET)
+            os.ftruncate(self._descriptor, self._bytes)
+            raise
+        self._bytes += len(self._unwritten)
+        self._unwritten = b""
 
-    def _stop(self) -> None:
-        logger.exception("kvtax: %s gets no records from here on", self.path)
-        # The flag as well: a record appended meanwhile must not follow a torn line.
-        self.stopped = True
-        self.append = lambda record: None
-        self._pending.clear()
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _header_of_process() -> dict[str, Any]:

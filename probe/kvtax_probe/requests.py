@@ -39,7 +39,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True, gc=False):
     first_token_step: int | None = None
     last_step: int | None = None
     finished_ns: int | None = None
-    finish_reason: str | None = None
+    finish_reason: Any = None
     cached_tokens: int | None = None
     external_tokens: int | None = None
     output_tokens: int = 0
@@ -167,15 +167,17 @@ class RequestRecorder:
                 "engine_request",
                 "kvtax.engine_request/1",
                 lambda: {"ids": "plain" if self._plain_ids else "hashed"},
+                self._finished,
             )
         if request.request_id in self._open:
             # A streaming session adds to a request that runs.
             return
-        record = RequestRecord(
-            self._name(request.request_id), now_ns(), request.num_prompt_tokens
+        self._open[request.request_id] = RequestRecord(
+            request.request_id,
+            now_ns(),
+            request.num_prompt_tokens,
+            (time.time() - request.arrival_time) * 1e6,
         )
-        record.before_engine_us = max(time.time() - request.arrival_time, 0) * 1e6
-        self._open[request.request_id] = record
 
     def _finish(self, request: Any) -> None:
         """End the record of a request, in a step or between two."""
@@ -186,8 +188,7 @@ class RequestRecorder:
         record.last_step = self.step_id
         record.output_tokens = request.num_output_tokens
         record.preemptions = request.num_preemptions
-        reason = request.get_finished_reason()
-        record.finish_reason = None if reason is None else str(reason)
+        record.finish_reason = request.get_finished_reason()
         if request.request_id in self.without_token:
             self.without_token.discard(request.request_id)
             if request.num_output_tokens:
@@ -217,6 +218,15 @@ class RequestRecorder:
         record = self._open.get(request_id)
         if record is not None and len(record.preempted_steps) % 2:
             record.preempted_steps.append(step_id)
+
+    def _finished(self, record: RequestRecord) -> RequestRecord:
+        """Finish a record, away from the engine's thread."""
+        record.id = self._name(record.id)
+        if record.before_engine_us is not None:
+            record.before_engine_us = max(record.before_engine_us, 0.0)
+        if record.finish_reason is not None:
+            record.finish_reason = str(record.finish_reason)
+        return record
 
     def _name(self, request_id: str) -> str:
         name = _SUFFIX.sub("", request_id)

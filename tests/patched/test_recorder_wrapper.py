@@ -152,6 +152,8 @@ def test_a_call_that_raises_is_counted_and_raises(calls, connector):
 
 def test_a_generator_stays_lazy_and_its_work_has_its_time(calls, connector):
     items = connector.later()
+    assert inspect.isgenerator(items) and inspect.isgeneratorfunction(connector.later)
+    assert items.__name__ == "later"
     assert connector.told == []
     assert next(items) == 1
     assert connector.told == ["x"]
@@ -160,6 +162,31 @@ def test_a_generator_stays_lazy_and_its_work_has_its_time(calls, connector):
     step = taken(calls)
     assert step.connector_calls == {"later": 1, "tell": 1}
     assert step.connector_us["later"] > step.connector_us["tell"]
+
+
+def test_a_generator_takes_values_and_errors_and_returns(calls):
+    class Asked(Connector):
+        def talk(self):
+            got = []
+            while len(got) < 3:
+                try:
+                    got.append((yield len(got)))
+                except LookupError as error:
+                    got.append(error)
+            return got
+
+    connector = Asked()
+    calls.wrap(connector)
+    talk = connector.talk()
+    error = LookupError()
+    assert [next(talk), talk.send("a"), talk.throw(error)] == [0, 1, 2]
+    with pytest.raises(StopIteration) as end:
+        talk.send("b")
+    assert end.value.value == ["a", error, "b"]
+    broken = connector.talk()
+    next(broken)
+    with pytest.raises(ValueError, match="mine"):
+        broken.throw(ValueError("mine"))
 
 
 def test_of_a_method_that_calls_itself_no_time_is_its_own_twice(calls, connector):

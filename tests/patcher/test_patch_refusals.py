@@ -537,14 +537,21 @@ class Pool:
         (
             "map.py",
             b"\n    def reset(self):\n        self.cached = 1\n",
-            "Pool.reset assig",
+            "Pool.reset may c",
         ),
         (
             "more.py",
             b"def f(pool):\n    pool.cached._cache.clear()\n",
             "more.py:2: f uses",
         ),
-        ("more.py", b"def f(pool):\n    pool.cached = {}\n", "more.py:2: f assigns"),
+        ("more.py", b"def f(pool):\n    pool.cached = {}\n", "more.py:2: f may change"),
+        (
+            "more.py",
+            b"def f(pool, k):\n    pool.cached[k] = 1\n",
+            "f may change cached",
+        ),
+        ("more.py", b"def f(pool):\n    pool.cached.many()\n", "f may change cached"),
+        ("more.py", b"def f(pool):\n    m = pool.cached\n", "f may change cached"),
         ("map.py", b"\n\nclass Other(Map):\n    pass\n", "Other uses Map"),
     ],
 )
@@ -557,7 +564,7 @@ def test_a_use_that_a_patch_does_not_know_is_refused(tree, tmp_path, path, more,
         file.write(
             '[[only]]\nname = "_cache"\nwithin = "cached"\nwhy = "unseen"\n'
             f'uses = {{ "{inside}.__init__" = 1, "{inside}.insert" = 1 }}\n'
-            '[[only]]\nname = "cached"\nassigned = true\nwhy = "unseen"\n'
+            '[[only]]\nname = "cached"\nmethods = ["get"]\nwhy = "unseen"\n'
             'uses = { "map.py:Pool.__init__" = 1 }\n'
             '[[only]]\nname = "Map"\nwhy = "unseen"\n'
             'uses = { "map.py:Pool.__init__" = 1 }\n'
@@ -565,7 +572,9 @@ def test_a_use_that_a_patch_does_not_know_is_refused(tree, tmp_path, path, more,
     patch = load_patch(manifest.parent)
     (tree.root / "map.py").write_bytes(MAP)
     # Reading what the map holds is no matter of the patch.
-    (tree.root / "reader.py").write_bytes(b"def f(pool):\n    return pool.cached\n")
+    (tree.root / "reader.py").write_bytes(
+        b"def f(pool):\n    return len(pool.cached), pool.cached.get(1)\n"
+    )
     before = snapshot(tree.root)
     apply(tree, [patch])
     assert apply(tree, [patch]).changes == ()
