@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import shutil
@@ -73,13 +74,15 @@ class PlannedTrial:
 class SweepSettings:
     """Settings shared by all trials of a sweep.
 
-    With `sampled` py-spy looks on, so that nothing can be measured.
+    With `sampled` py-spy looks on, so that nothing can be measured. Servers that
+    `start_cold` are not forked.
     """
 
     profile: Profile
     model: Checkpoint
     installed: Installation
     sampled: bool = False
+    start_cold: bool = False
 
 
 @dataclass
@@ -87,7 +90,7 @@ class _Measured:
     """Facts of a trial, as far as it came."""
 
     ready_s: float | None = None
-    peak_rss_mib: float | None = None
+    pss_mib: float | None = None
     reads: ReadCounts | None = None
     idle: IdleCost | None = None
 
@@ -166,12 +169,15 @@ def _measure(
     with contextlib.ExitStack() as stack:
         told = stack.enter_context(accompanied(connector, folder, installed))
         engine = Engine(overlay, profile, told, model, installed)
-        server = stack.enter_context(Server(resolve(engine, folder, label)))
+        spec = resolve(engine, folder, label)
+        if common.start_cold:
+            spec = dataclasses.replace(spec, starts_cold=True)
+        server = stack.enter_context(Server(spec))
         measured.ready_s = server.wait_ready()
         with _peer(folder, connector, profile.block_size, server.ports):
             _drive(folder, server, common.sampled)
         began_ns, cpu_s = _watch_idle(server)
-        measured.peak_rss_mib = server.peak_rss_mib()
+        measured.pss_mib = server.pss_mib()
     measured.idle = IdleCost(IDLE_S, cpu_s, _steps_of_idle(folder, began_ns))
     _check_fresh(folder, profile)
     if connector.reads_per_s is not None:

@@ -42,11 +42,9 @@ class Workshop:
             order.reverse()
         return [dataclasses.replace(self.ready[name], repeat=repeat) for name in order]
 
-    def run(
-        self, folder: Path, planned: PlannedTrial, sampled: bool = False
-    ) -> TrialRecord:
-        """Run the trial as microbench.trial.run_trial does."""
-        common = dataclasses.replace(self.common, sampled=sampled)
+    def run(self, folder: Path, planned: PlannedTrial, **settings: bool) -> TrialRecord:
+        """Run the trial as run_trial does, with further SweepSettings."""
+        common = dataclasses.replace(self.common, **settings)
         return run_trial(folder, planned, self.overlays / planned.config, common)
 
 

@@ -20,6 +20,7 @@ from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.null_model import write_null_model
 from kvtax.engine.overlay import build_overlay
+from kvtax.engine.preloaded import Preloaded
 from kvtax.engine.server import tail
 from kvtax.engine.settings import CPU_ENGINE, Forward
 from kvtax.proc.ports import reserve
@@ -33,8 +34,10 @@ ENDED = "ended with status"
 class WorkerProcess:
     """`python -m <worker> *arguments socket`, which calls serve.
 
-    It ends with the block, or when this process ends.
+    It ends with the block, or when this process ends. `kind` starts it.
     """
+
+    kind: type[Supervised] = Supervised
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class WorkerProcess:
         self._log, self._socket = folder / "log", folder / "socket"
         module = ["-m", worker, *arguments, str(self._socket)]
         command = (installed or installation()).command(*module)
-        self._process = Supervised(command, env, self._log, secrets=secrets)
+        self._process = self.kind(command, env, self._log, secrets=secrets)
         self._connection: Connection | None = None
 
     def wait_ready(self) -> None:
@@ -106,6 +109,8 @@ class EngineProcess(WorkerProcess):
     null model has a context of `max_model_len` tokens. In `beside` are more packages.
     The log has `***` for `secrets`.
     """
+
+    kind = Preloaded
 
     def __init__(
         self,

@@ -69,6 +69,8 @@ def engine_environment(
         # Or OpenMP's idle threads spin for 200 ms and take a core each. 0.18.1 sets
         # this itself, later releases do for threads that they bind to cores.
         needed["KMP_BLOCKTIME"] = "1"
+        # What a new process has anyway; a fork's threads would be bound to cores.
+        inherited.setdefault("KMP_AFFINITY", "none")
     if installed and installed.bytecode:
         needed["PYTHONPYCACHEPREFIX"] = installed.bytecode
     own_ports = {

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from kvtax.engine.errors import ServerError
+from kvtax.engine.preloaded import Preloaded
 from kvtax.engine.server_spec import ServerSpec
 from kvtax.proc.ports import LOOPBACK, listener_pid
 from kvtax.proc.supervise import Supervised
@@ -27,14 +28,15 @@ class Server:
         self.ports = spec.ports
         self.url = f"http://{LOOPBACK}:{spec.ports.http}"
         self.log = spec.log
+        self._began_s = time.monotonic()
         scratch = Path(tempfile.mkdtemp(prefix="kvtax-"))
         argv = spec.private_argv(scratch / "server.yaml")
-        self.supervised = Supervised(argv, spec.env, spec.log, scratch, spec.secrets)
+        start = Supervised if spec.starts_cold else Preloaded
+        self.supervised = start(argv, spec.env, spec.log, scratch, spec.secrets)
 
     def wait_ready(self) -> float:
-        """Seconds until the server answered. Raises ServerError."""
-        started = time.monotonic()
-        while (waited_s := time.monotonic() - started) < READY_DEADLINE_S:
+        """Return the seconds from the start to an answer. Raises ServerError."""
+        while (waited_s := time.monotonic() - self._began_s) < READY_DEADLINE_S:
             if self.is_ready():
                 return waited_s
             time.sleep(0.1)
@@ -59,9 +61,12 @@ class Server:
                 "not by our server"
             )
 
-    def peak_rss_mib(self) -> float:
-        """Sum of the peak resident memory of all its processes, in MiB."""
-        return sum(_peak_rss_kib(pid) for pid in self.supervised.pids()) / 1024
+    def pss_mib(self) -> float:
+        """Sum of the proportional set sizes (PSS) of all its processes, in MiB.
+
+        Memory that it shares with other servers, and the zygote, counts in part.
+        """
+        return sum(_pss_kib(pid) for pid in self.supervised.pids()) / 1024
 
     def cpu_s(self) -> float:
         """Sum of the CPU time of all its processes, in seconds."""
@@ -87,15 +92,14 @@ def tail(log: Path, lines: int = 25) -> str:
     return "\n".join([f"--- end of {log}", *text])
 
 
-def _peak_rss_kib(pid: int) -> int:
+def _pss_kib(pid: int) -> int:
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        sums = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
         return 0
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1])
-    return 0
+    return sum(
+        int(line.split()[1]) for line in sums.splitlines() if line.startswith("Pss:")
+    )
 
 
 def _cpu_s(pid: int) -> float:

@@ -38,13 +38,17 @@ class Engine:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server, resolved: nothing else decides what it does."""
+    """One server, resolved: nothing else decides what it does.
+
+    It `starts_cold`, or forked from a process that has imported all but vLLM.
+    """
 
     argv: list[str]
     env: dict[str, str]
     ports: Ports
     log: Path
     secrets: list[str] = field(default_factory=list)
+    starts_cold: bool = False
 
     @property
     def arguments(self) -> list[str]:
@@ -104,6 +108,8 @@ def resolve(
         ports=ports,
         log=folder / "server.log",
         secrets=secrets_in(argv, *own_env),
+        # Drivers of GPUs do not all survive a fork.
+        starts_cold=engine.settings.flavour == "gpu",
     )
 
 

@@ -20,10 +20,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import psutil
 
@@ -41,6 +42,71 @@ REMOVALS = 50
 SECRETS = "KVTAX_SECRETS"
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Process(Protocol):
+    """A child process: the calls of subprocess.Popen that are needed here."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit status, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status. Raises subprocess.TimeoutExpired."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM, if it still runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it still runs."""
+
+
+class Child:
+    """A child process that was forked, with a Process's calls."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self._status is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self._status = os.waitstatus_to_exitcode(status) if pid else None
+            return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.poll() is None:
+            ended = os.pidfd_open(self.pid)
+            select.select([ended], [], [], timeout)
+            os.close(ended)
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        return status
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with self._lock:
+            if self._status is None:
+                os.kill(self.pid, number)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command to supervise, its environment, and how it is stopped."""
+
+    command: list[str]
+    env: dict[str, str]
+    scratch: str
+    term_grace_s: float
+    secrets: list[str]
 
 
 class Supervised:
@@ -65,20 +131,28 @@ class Supervised:
         # vLLM leaves sockets where temporary files go, so those get a place that goes
         # with the command.
         self._scratch = str(scratch or tempfile.mkdtemp(prefix="kvtax-"))
-        with log.open("ab") as output:
-            supervisor = [sys.executable, "-m", "kvtax.proc.supervise"]
-            places = {"TMPDIR": self._scratch, "VLLM_RPC_BASE_PATH": self._scratch}
-            # Where it is set, each process would compile vLLM's 4,000 modules anew.
-            env = {k: v for k, v in env.items() if k != "PYTHONDONTWRITEBYTECODE"}
-            self._process = subprocess.Popen(
-                [*supervisor, self._scratch, str(TERM_GRACE_S), *command],
-                env=env | places | {SECRETS: json.dumps(secrets)},
-                cwd=REPOSITORY,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        places = {"TMPDIR": self._scratch, "VLLM_RPC_BASE_PATH": self._scratch}
+        # Where it is set, each process would compile vLLM's 4,000 modules anew.
+        env = {k: v for k, v in env.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        job = Job(command, env | places, self._scratch, TERM_GRACE_S, list(secrets))
+        # The supervisor has one end of a pipe: the other end closes when we go away.
+        supervisors_end, ours = os.pipe()
+        self._owns = os.fdopen(ours)
+        with os.fdopen(supervisors_end) as owner, log.open("ab") as output:
+            self._process = self._start(job, owner, output)
+
+    def _start(self, job: Job, owner: IO[str], output: IO[bytes]) -> Process:
+        """Start the supervisor: its standard input is `owner`."""
+        supervisor = [sys.executable, "-m", "kvtax.proc.supervise"]
+        return subprocess.Popen(
+            [*supervisor, job.scratch, str(job.term_grace_s), *job.command],
+            env=job.env | {SECRETS: json.dumps(job.secrets)},
+            cwd=REPOSITORY,
+            stdin=owner,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
     def poll(self) -> int | None:
         """Exit status of the command, None while it runs."""
@@ -100,8 +174,7 @@ class Supervised:
     def stop(self) -> None:
         """SIGTERM, then SIGKILL after a grace; returns when nothing is left."""
         self.pids()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._owns.close()
         try:
             self._process.wait(TERM_GRACE_S + ORPHAN_GRACE_S + 10)
         except subprocess.TimeoutExpired:
@@ -111,6 +184,7 @@ class Supervised:
         # what was below it when last seen has become ours.
         left = set(self._last_seen) & set(descendants(os.getpid()))
         signal_all(list(left), signal.SIGKILL)
+        remove_openmp_segment(self._process.pid)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> Supervised:
@@ -154,7 +228,7 @@ def begin_child() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def stop_tree(process: subprocess.Popen, term_grace_s: float = TERM_GRACE_S) -> None:
+def stop_tree(process: Process, term_grace_s: float = TERM_GRACE_S) -> None:
     """End the command and all that it started: SIGTERM, then SIGKILL after a grace."""
     # The command too if it has ended by itself: nobody sees it among the living.
     stopped = {process.pid, *descendants(os.getpid())}
@@ -181,45 +255,63 @@ def remove_openmp_segment(pid: int) -> None:
         segment.unlink(missing_ok=True)
 
 
-def main() -> int:
+def supervise(job: Job, start: Callable[[int | None], Process]) -> int:
+    """Run a job until it has ended or standard input is closed; return its status.
+
+    `start` starts it, with both output streams in a file descriptor, or in ours.
+    """
     adopt_orphans()
-    scratch, term_grace_s, *command = sys.argv[1:]
-    secrets = [text.encode() for text in json.loads(os.environ.pop(SECRETS, "[]"))]
-    announcement = announce_supervisor()
+    masked, output = os.pipe() if job.secrets else (None, None)
     # One that comes before the command can be stopped waits until it can.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if secrets else None,
-        stderr=subprocess.STDOUT if secrets else None,
-        preexec_fn=begin_child,
-    )
-    masking = threading.Thread(target=_copy_masked, args=(process.stdout, secrets))
+    process = start(output)
+    if output is not None:
+        os.close(output)
+    announcement = announce_supervisor()
+    masking = threading.Thread(target=_copy_masked, args=(masked, job.secrets))
     masking.start()
     try:
         exit_on_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        owner_gone = sys.stdin.fileno()
         exited = os.pidfd_open(process.pid)
-        select.select([owner_gone, exited], [], [])
+        select.select([sys.stdin.fileno(), exited], [], [])
     finally:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        stop_tree(process, float(term_grace_s))
+        stop_tree(process, job.term_grace_s)
         masking.join()
-        _remove(Path(scratch))
+        _remove(Path(job.scratch))
         announcement.close()
     return process.wait()
 
 
-def _copy_masked(output: IO[bytes] | None, secrets: list[bytes]) -> None:
+def main() -> int:
+    scratch, term_grace_s, *command = sys.argv[1:]
+    secrets = json.loads(os.environ.pop(SECRETS, "[]"))
+    job = Job(command, dict(os.environ), scratch, float(term_grace_s), secrets)
+
+    def start(output: int | None) -> Process:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            preexec_fn=begin_child,
+        )
+
+    return supervise(job, start)
+
+
+def _copy_masked(masked: int | None, secrets: list[str]) -> None:
     """Copy the command's lines to our own output, until nobody can write any."""
-    for line in output or ():
-        for secret in secrets:
-            line = line.replace(secret, b"***")
-        with suppress(OSError):  # a full disk is no reason to stop the command
-            os.write(sys.stdout.fileno(), line)
+    if masked is None:
+        return
+    with os.fdopen(masked, "rb") as lines:
+        for line in lines:
+            for secret in secrets:
+                line = line.replace(secret.encode(), b"***")
+            with suppress(OSError):  # a full disk is no reason to stop the command
+                os.write(sys.stdout.fileno(), line)
 
 
 def _remove(scratch: Path) -> None:

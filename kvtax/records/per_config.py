@@ -184,7 +184,7 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     """That of trial.json, summed over the repeats; null where no peer was to read."""
     idle: IdleCost | None = None
     """That of trial.json, summed over the repeats."""
-    peak_rss_mib: float | None = None
+    pss_mib: float | None = None
     """That of trial.json, mean over the repeats."""
     connector: PartCost | None = None
     """All calls of the connector, over the steps of all holds."""

@@ -203,8 +203,8 @@ class TrialRecord(
     """Until the server answered."""
     wall_s: float | None = None
     """From the start of the trial to its end."""
-    peak_rss_mib: float | None = None
-    """Peak resident memory of the server."""
+    pss_mib: float | None = None
+    """Memory of the server after its load: the PSS of all its processes."""
     reads: ReadCounts | None = None
     """What a peer read meanwhile; null without one."""
     idle: IdleCost | None = None

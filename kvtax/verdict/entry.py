@@ -64,7 +64,7 @@ def config_entry(
         records=record_counts(trials),
         reads=read_counts(trials),
         idle=idle_cost(trials),
-        peak_rss_mib=peak_rss_mib(trials),
+        pss_mib=pss_mib(trials),
     )
     for time, quantiles in latency.latencies_ms(trials).items():
         setattr(entry, time, quantiles)
@@ -151,9 +151,9 @@ def idle_cost(trials: list[LoadedTrial]) -> IdleCost | None:
     )
 
 
-def peak_rss_mib(trials: list[LoadedTrial]) -> float | None:
-    """Compute the mean over servers of their peak memory; None if none was watched."""
-    found = [t.facts.peak_rss_mib for t in trials if t.facts and t.facts.peak_rss_mib]
+def pss_mib(trials: list[LoadedTrial]) -> float | None:
+    """Compute the mean over servers of their memory (PSS); None if none was watched."""
+    found = [t.facts.pss_mib for t in trials if t.facts and t.facts.pss_mib]
     return round(sum(found) / len(found), 1) if found else None
 
 

@@ -162,7 +162,7 @@ def level_table(document: PerConfig) -> Table:
         )
     head = ["config", "schedule µs p50/p90/p99", "overhead µs", "step µs"]
     head += ["connector's calls, µs per step", "their slope µs/1k"]
-    head += ["schedule slope in growth µs/1k", "idle: % of a core, steps/s; peak MiB"]
+    head += ["schedule slope in growth µs/1k", "idle: % of a core, steps/s; MiB"]
     window = document.window
     note = "No level could be stated: see the warnings."
     if window:
@@ -173,8 +173,8 @@ def level_table(document: PerConfig) -> Table:
             "The slope in growth is that while the cache fills under an open load, as "
             "the reference study measured it; a machine that changes its speed "
             "meanwhile tilts it, so its interval says too little. Idle: what all "
-            "processes of the server take when there is nothing to do, and the most "
-            "memory that they had resident."
+            "processes of the server take when there is nothing to do, and the "
+            "memory that they then have (PSS)."
         )
     return Table(title="Levels", note=note, columns=head, rows=rows)
 
@@ -184,7 +184,7 @@ def _idle(entry: ConfigEntry) -> str:
         return DASH
     core = number(100 * idle.cpu_s / idle.seconds)
     steps_per_s = number(idle.steps / idle.seconds)
-    return f"{core}, {steps_per_s}; {number(entry.peak_rss_mib)}"
+    return f"{core}, {steps_per_s}; {number(entry.pss_mib)}"
 
 
 def hypothesis(document: PerConfig, roles: Roles, name: str) -> Words:

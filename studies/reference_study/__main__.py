@@ -3,7 +3,7 @@
 
 Reads the committed sweep and runs of three experiments in virtual time (study_sample,
 study_thousand and connectors; those that are given); prints Markdown and writes it with
-JSON. `python -m studies.reference_study.fit` has the figures of the study's trace.
+JSON. `python -m studies.reference_study.sample` has the figures of its trace.
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ def _framework() -> Iterator[Row]:
     share = 100 * us / step_us
     yield FRAMEWORK_PART.row("its own threads, % of plain's step", share, note)
     for config in ("nixl_both", "mooncake_both"):
-        found = [one.get("peak_rss_mib") for one in (configs[config], plain)]
+        found = [one.get("pss_mib") for one in (configs[config], plain)]
         more = None if None in found else found[0] - found[1]
         what = f"{config}: memory over plain, MiB"
         yield FRAMEWORK_PART.row(what, more, "of the host")

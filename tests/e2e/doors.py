@@ -91,7 +91,8 @@ def through(
     if door == "run":
         run = [sys.executable, "-m", "kvtax", "run", "--records", records]
         run += ["--python", installed.python, "--"]
-        return dataclasses.replace(server, argv=[*run, *server.argv])
+        argv = [*run, *server.argv]
+        return dataclasses.replace(server, argv=argv, starts_cold=True)
     if door == "plugin":
         first = installed_plugin(folder / "plugin")
     else:

@@ -285,7 +285,7 @@ def write_trial(
         num_blocks=blocks,
         block_size=16,
         reads=truth.reads,
-        peak_rss_mib=1_000.0 + repeat,
+        pss_mib=1_000.0 + repeat,
         idle=IdleCost(seconds=2.0, cpu_s=0.05, steps=0),
     )
     write_document(trial / "trial.json", record)

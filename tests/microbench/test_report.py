@@ -168,7 +168,7 @@ def test_what_a_server_takes_at_rest_is_beside_its_levels(
     report: Report, configs: dict[str, Any]
 ):
     repeats = configs[HASH]["n_repeats"]
-    assert configs[HASH]["peak_rss_mib"] == 1_000 + (repeats - 1) / 2
+    assert configs[HASH]["pss_mib"] == 1_000 + (repeats - 1) / 2
     assert "| 2.5, 0.0; 1,000.5 |" in report.summary
 
 

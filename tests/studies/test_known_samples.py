@@ -7,12 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from kvtax_fleet.launch.instance_settings import read_instance_settings
-from kvtax_fleet.paths import CONFIGS
-from kvtax_fleet.trace.request import Request
-from kvtax_fleet.trace.study_sample import StudySample, sampled_requests
 
-from kvtax.engine.settings import Forward
 from kvtax.stats import resampling
 from studies.abort import __main__ as abort
 from studies.block_order import __main__ as block_order
@@ -22,7 +17,6 @@ from studies.exposure.__main__ import check_rows, check_text, curve_rows
 from studies.exposure.bench import Cell, Measurement
 from studies.get_finished import __main__ as get_finished
 from studies.get_finished.__main__ import AFTER
-from studies.reference_study import fit
 
 ROUNDS, STEPS = 12, 60
 
@@ -141,38 +135,6 @@ def test_sorted_pairs_are_the_same_pairs():
     sources, targets = [5, 4, 9, 3], [1, 2, 3, 4]
     pairs = block_order_worker.sort_pairs(sources, targets)
     assert pairs == ([3, 4, 5, 9], [4, 2, 1, 3])
-
-
-# study: requests whose latencies can be computed by hand.
-
-
-def test_a_request_alone_takes_its_steps_and_its_next_turn_finds_the_prompt_cached():
-    forward = Forward(1_000, us_per_token=10, us_per_context_token=0.01)
-    first, second = (
-        Request(0.0, "s", turn, tokens, 3, [], 64, think_s)
-        for turn, tokens, think_s in ((0, 10_000, None), (1, 12_000, 20.0))
-    )
-    fleet = fit.Fleet([first, second], 1, forward)
-    fleet.play()
-    cold, warm = fleet.ended
-    # 10,000 tokens in two steps; then each answer's token in one.
-    cold_us = 2 * 1_000 + 10 * 10_000 + 0.01 * 10_000 * 9_999 / 2
-    assert cold.first_s == pytest.approx(cold_us / 1e6)
-    assert warm.sent_s == pytest.approx(cold.end_s + 20.0 / fit.TIME_SCALE)
-    assert (cold.new_tokens, warm.new_tokens) == (10_000, 2_000)
-    decode_us = 2 * 1_010 + 0.01 * (10_000 + 10_001)
-    assert cold.end_s - cold.first_s == pytest.approx(decode_us / 1e6)
-
-
-@pytest.mark.slow
-def test_the_fitted_profile_has_the_latencies_that_it_is_fitted_to():
-    path = CONFIGS / "profiles" / "h20-study-fitted.toml"
-    forward = read_instance_settings(path).forward
-    assert forward is not None
-    first = sampled_requests(StudySample(requests=fit.FIRST_REQUESTS))
-    found = fit.latencies(first, forward)
-    for name in (*fit.FITTED, fit.TWICE):
-        assert found[name] == pytest.approx(fit.LATENCIES[name], rel=0.15), name
 
 
 # exposure: a share of each delay is felt, and a share of that is found.

@@ -22,7 +22,7 @@ from fleet.tests.trace.trace_commands import (
     trace_of,
 )
 from kvtax.paths import REPOSITORY
-from studies.reference_study.fit import figures
+from studies.reference_study.sample import figures
 
 from kvtax_fleet.trace import Request, read_trace, write_trace
 from kvtax_fleet.trace.sample import sample

@@ -43,7 +43,7 @@ class _Outcome:
     machine: MachineLoad | None = None
     ready_s: float | None = None
     replay_s: float | None = None
-    peak_rss_mib: dict[str, float] = field(default_factory=dict)
+    pss_mib: dict[str, float] = field(default_factory=dict)
 
 
 def make_run(
@@ -147,7 +147,7 @@ def _replay(
             raise RunError(f"the replayer ended with status {status}\n{tail(log)}")
         outcome.replay_s = time.monotonic() - began
         (folder / router.report_file).write_text(http_text(router.report_url))
-    outcome.peak_rss_mib = fleet.peak_rss_mib
+    outcome.pss_mib = fleet.pss_mib
     _keep_metrics(folder, fleet, "after")
 
 

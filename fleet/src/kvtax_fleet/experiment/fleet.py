@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 from kvtax.engine import preflight
 from kvtax.engine.errors import ServerError
+from kvtax.engine.preloaded import zygote_pids
 from kvtax.engine.server import READY_DEADLINE_S
 from kvtax.proc.ports import PortsError
 from kvtax.proc.supervise import descendants
@@ -82,7 +83,7 @@ class Fleet:
         # Processes from before the start; None if nothing is started here.
         self.survivors: list[int] | None = None
         self.gpu_used_mib: list[int] | None = None
-        self.peak_rss_mib: dict[str, float] = {}
+        self.pss_mib: dict[str, float] = {}
         self.machine: MachineLoad | None = None
 
     def __enter__(self) -> Fleet:
@@ -106,7 +107,7 @@ class Fleet:
             self._restart(self._experiment.given)
             return
         # Orphaned descendants become children of this process (kvtax.proc.supervise).
-        self.survivors = descendants(os.getpid())
+        self.survivors = sorted(set(descendants(os.getpid())) - zygote_pids())
         if self._experiment.standin is not None:
             self._start_standins(self._experiment.standin)
         else:
@@ -139,8 +140,8 @@ class Fleet:
         """Sample meanwhile how busy the machine is; then read the peak memory."""
         with gpu_sampler(self._folder / "gpu.csv"), CpuSampler() as self._cpu:
             yield
-            self.peak_rss_mib = {
-                each.instance.name: each.server.peak_rss_mib() for each in self._servers
+            self.pss_mib = {
+                each.instance.name: each.server.pss_mib() for each in self._servers
             }
 
     def _start_standins(self, options: list[str]) -> None:

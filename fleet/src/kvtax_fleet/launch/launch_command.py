@@ -120,6 +120,6 @@ def _new_folder() -> Path:
 def _report(fleet: list[LaunchedInstance], ready_s: float, out: Path) -> None:
     for each in fleet:
         instance = each.instance
-        rss_mib = each.server.peak_rss_mib()
-        print(f"{instance.name}  {instance.url}  {instance.role}  {rss_mib:.0f} MiB")
+        pss_mib = each.server.pss_mib()
+        print(f"{instance.name}  {instance.url}  {instance.role}  {pss_mib:.0f} MiB")
     print(f"ready after {ready_s:.1f} s: {out}", flush=True)

@@ -160,8 +160,8 @@ class ArmRecord(PlannedArm, kw_only=True, tag_field="schema", tag="kvtax.arm/1")
     """From the start of the replay to its end."""
     wall_s: float | None = None
     """From the start of the run to its end."""
-    peak_rss_mib: dict[str, float] = {}
-    """Peak resident memory, by instance."""
+    pss_mib: dict[str, float] = {}
+    """Memory after the replay, the PSS of all processes, by instance."""
 
 
 class ExperimentRecord(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a trace like the 1,000 requests that the reference study sampled and replayed.
 
-`python -m studies.reference_study.fit` sets the study's figures beside this trace's. A
+`python -m studies.reference_study.sample` sets the study's figures beside these. A
 stationary trace cannot have them all. Half of the first 200 requests have more than
 20,000 new tokens, so the average one has at least 17,000. With a mean prompt of 33,600
 tokens and 71 % of the blocks seen before, the average request of the sample has 9,700.

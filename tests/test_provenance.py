@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each committed result names a commit of this history, a clean tree, its command."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import lzma
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.command import BENCHMARKS
+from kvtax.cli import subcommands
+from kvtax.paths import REPOSITORY
+
+# Data that no command here measured: inputs, and vectors of tests.
+INPUTS = (
+    "configs/models/",
+    "fleet/traces/",
+    "kvindex/cmd/kvindexd/",
+    "kvtax/look/grafana.json",
+    "kvtax/report/assets/",
+    "tests/patcher/",
+    "tests/report/speedscope/",
+)
+# Results whose file names no command: what makes them.
+MADE_BY = {"kvindex/results.json": "make kvindex-bench"}
+# What breaks the rule and stays, as users need it, until it is measured again.
+KEPT = {
+    "studies/observatory/": "from trees that its own results made dirty, by "
+    "`python -m observatory`, which is `kvtax axes` now",
+    "studies/gpu/per_config.json": "from 5dcffe9 with a profile added, on a machine "
+    "that is given back",
+    "fleet/configs/hosts/": "the host of all experiments in virtual time; made of the "
+    "observatory's cells, its file has no room for a provenance",
+}
+COMMIT = re.compile(r"[0-9a-f]{40}")
+CLEAN = (False, None)
+
+
+def results() -> list[str]:
+    """List the committed data files, but for INPUTS."""
+    listed = _git("ls-files", "*.json", "*.json.gz", "*.jsonl.xz", "*.jsonl.gz").split()
+    return [name for name in listed if not name.startswith(INPUTS)]
+
+
+def documents(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the documents of a file."""
+    content = (REPOSITORY / name).read_bytes()
+    if name.endswith(".xz"):
+        content = lzma.decompress(content)
+    elif name.endswith(".gz"):
+        content = gzip.decompress(content)
+    lines = content.splitlines() if ".jsonl" in name else [content]
+    yield from map(json.loads, lines)
+
+
+def provenances(document: Any) -> Iterator[dict[str, Any]]:
+    """Yield each mapping in a document that names a commit."""
+    if isinstance(document, dict):
+        if commits_of(document):
+            yield document
+        document = list(document.values())
+    if isinstance(document, list):
+        for part in document:
+            yield from provenances(part)
+
+
+def commits_of(facts: dict[str, Any]) -> list[str]:
+    """Return the commits that a mapping names directly."""
+    named = (facts.get("git_commit"), facts.get("commit"))
+    return [value for value in named if isinstance(value, str)]
+
+
+def breaches(name: str, document: dict[str, Any]) -> list[str]:
+    """Say what a result lacks."""
+    found = list(provenances(document))
+    if not found:
+        return ["names no commit"]
+    lacks = []
+    for facts in found:
+        for commit in commits_of(facts):
+            if not in_history(commit):
+                lacks.append(f"{commit[:7]} is no commit of this history")
+        dirty = facts.get("git_dirty", facts.get("dirty"))
+        if dirty not in CLEAN:
+            lacks.append("made from a tree with changes")
+    (first, *_) = found
+    command = MADE_BY.get(name) or first.get("command_line")
+    if not command:
+        lacks.append("names no command")
+    elif not (exists(command) or is_of_a_study(name, command, commits_of(first)[0])):
+        lacks.append(f"{command.split(' --')[0]!r} does not exist")
+    return lacks
+
+
+@functools.cache
+def in_history(commit: str) -> bool:
+    """Return whether HEAD has the commit. Fails the test in a shallow clone."""
+    if _git("rev-parse", "--is-shallow-repository").strip() == "true":
+        pytest.fail("the history is missing: git fetch --unshallow")
+    if not COMMIT.fullmatch(commit):
+        return False
+    ancestor = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
+    return not subprocess.run(ancestor, cwd=REPOSITORY, capture_output=True).returncode
+
+
+def exists(command: str) -> bool:
+    """Return whether there is such a command today."""
+    program, *words = command.split()
+    if program == "make":
+        makefile = (REPOSITORY / "Makefile").read_text()
+        return re.search(f"^{words[0]}:", makefile, re.MULTILINE) is not None
+    if program == "kvtax":
+        if words[0] == "bench":
+            return words[1] in {benchmark.name for benchmark in BENCHMARKS}
+        return words[0] in {one.name for one in subcommands(["fleet"])}
+    if words[:1] == ["-m"]:
+        file = REPOSITORY / words[1].replace(".", "/")
+        return file.with_suffix(".py").exists() or (file / "__main__.py").exists()
+    return False
+
+
+def is_of_a_study(name: str, command: str, commit: str) -> bool:
+    """Return whether a study's README names the commit, which has its command."""
+    room, study, *_ = Path(name).parts
+    old = re.match(r"kvtax bench (\w+)", command)
+    if room != "studies" or not old:
+        return False
+    pages = [REPOSITORY / room / part / "README.md" for part in (study, "")]
+    named = any(page.exists() and commit[:7] in page.read_text() for page in pages)
+    files = _git("ls-tree", "--name-only", commit, "benchmarks/").split()
+    return named and f"benchmarks/{old[1]}.py" in files
+
+
+@functools.cache
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stderr}: this test needs the clone's history"
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", results())
+def test_a_result_names_its_commit_a_clean_tree_and_a_command_that_exists(name):
+    lacks = {lack for one in documents(name) for lack in breaches(name, one)}
+    if name.startswith(tuple(KEPT)):
+        assert lacks, f"{name} holds the rule now: remove it from KEPT"
+        assert not [lack for lack in lacks if "history" in lack]
+    else:
+        assert not lacks
+
+
+def test_a_locked_result_names_its_commit_and_an_experiment_that_exists():
+    lock = tomllib.loads((REPOSITORY / "fleet" / "results.lock").read_text())
+    assert lock
+    for name, locked in lock.items():
+        assert in_history(locked["commit"]), name
+        assert (REPOSITORY / locked["experiment"]).is_file(), name
+
+
+HEAD = _git("rev-parse", "HEAD").strip()
+
+
+@pytest.mark.parametrize(
+    ("facts", "lack"),
+    [
+        ({}, "names no commit"),
+        ({"git_commit": "0" * 40}, "0000000 is no commit of this history"),
+        ({"git_commit": HEAD[:7]}, "is no commit of this history"),
+        ({"git_commit": HEAD, "git_dirty": True}, "made from a tree with changes"),
+        ({"git_commit": HEAD, "command_line": ""}, "names no command"),
+        ({"git_commit": HEAD, "command_line": "python -m costs.growth"}, "not exist"),
+        ({"git_commit": HEAD, "command_line": "kvtax bench growth"}, "not exist"),
+        ({"git_commit": HEAD, "command_line": "kvtax none"}, "not exist"),
+    ],
+)
+def test_a_breach_is_named(facts, lack):
+    good = {"git_dirty": False, "command_line": "kvtax sweep --out x"}
+    name = "benchmarks/results/x.json"
+    assert breaches(name, {"provenance": good | {"git_commit": HEAD}}) == []
+    (found,) = breaches(name, {"provenance": good | facts})
+    assert lack in found
