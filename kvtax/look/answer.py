@@ -14,7 +14,7 @@ from kvtax.stats import Estimate
 
 KNOWN_COSTS = Path(__file__).parent / "known_costs.toml"
 # Share of a request's time at the median below which users do not feel the connector.
-FELT_SHARE = 0.01
+FELT_SHARE = 0.02
 
 
 class KnownCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvtax.cli import main as main_of_kvtax
 from kvtax.cli.look import PAGE
 from kvtax.look.answer import known_costs
+from kvtax.look.demo import RECORDS
 from kvtax.look.instance_summary import AXES
 from kvtax.paths import PATCHES
 from tests.look.made_up_server import Server
@@ -66,3 +68,17 @@ def test_known_costs_name_patches_and_axes_that_exist():
     for cost in known_costs():
         assert not cost.patch or (PATCHES / cost.patch / "patch.toml").exists()
         assert cost.moves_with is None or cost.moves_with in AXES
+
+
+def test_the_demo_shows_a_walk_its_fix_and_an_h100(tmp_path, capsys):
+    assert main_of_kvtax(["demo", "--out", str(tmp_path / "demo")]) == 0
+    told = capsys.readouterr().out
+    assert "scheduler.build_connector_meta (" in told and "docs/fixes.md" in told
+    assert SHORT_CIRCUIT in told
+    assert "Warnings" not in told
+    page = (tmp_path / "demo" / PAGE).read_text()
+    assert all(name in page for name in ("hash_walk", "fixed", "h100"))
+
+
+def test_the_demo_is_small():
+    assert RECORDS.stat().st_size <= 300_000
