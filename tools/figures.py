@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the figures of the committed sweep into the pages that quote them.
+"""Write committed figures into the pages that quote them.
 
     python -m tools.figures      rewrites every marked figure
 
@@ -9,7 +9,8 @@ A mark is a pair of comments around a figure:
 
 It names a config of per_config.json, a value of it by keys with dots between them, and
 the value's format as Python writes it (none for text). A value that has an interval is
-written as `value [low, high]`. A test compares each mark with per_config.json.
+written as `value [low, high]`. The table between `<!--connectors-->` and
+`<!--/connectors-->` is made of the observatory's cells. A test compares all of them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,37 @@ import subprocess
 import sys
 from typing import Any
 
+from kvtax.axes.page import axes_of_growth, idle_us
+from kvtax.axes.run_matrix import read_all_cells
 from kvtax.paths import REPOSITORY
+from kvtax.records.observatory_cell import CellRecord
+from kvtax.report.markdown import DASH
 
 MARK = re.compile(
     r"(<!--sweep (?P<keys>[\w.]+)(?: (?P<format>[^\s>-]+))?-->)[^<]*(<!--/-->)"
+)
+
+
+TABLE = re.compile(r"(<!--connectors-->\n).*?(<!--/connectors-->)", re.DOTALL)
+# Release of the table, and its rows: words, config, the same with the fix.
+RELEASE = "0.32.0"
+CONNECTORS = (
+    ("NIXL", "nixl_both", None),
+    ("NIXL, push", "observatory/nixl_push", "observatory/nixl_push_fixed"),
+    ("Mooncake", "mooncake_both", "mooncake_both_fixed"),
+    (
+        "Mooncake store",
+        "observatory/mooncake_store",
+        "observatory/mooncake_store_fixed",
+    ),
+    ("Offloading", "observatory/offloading", "observatory/offloading_fixed"),
+    ("CPU offload, simple", "observatory/simple_cpu_offload", None),
+    ("LMCache, multi-process", "observatory/lmcache_mp", None),
+    (
+        "Mooncake with a walk of all hashes",
+        "mooncake_both_hash_sync",
+        "mooncake_both_fixed",
+    ),
 )
 
 
@@ -47,7 +75,24 @@ def written(page: str, configs: dict[str, Any]) -> str:
             value = value[key]
         return mark[1] + _text(value, mark["format"] or "") + mark[4]
 
-    return MARK.sub(figure, page)
+    return TABLE.sub(_connectors, MARK.sub(figure, page))
+
+
+def _connectors(mark: re.Match[str]) -> str:
+    """Make the table of connectors from the cells of RELEASE."""
+    cells = read_all_cells()
+    rows = ["| connector | idle, µs per step | with our fix |", "|---|---|---|"]
+    for words, config, fixed in CONNECTORS:
+        after = _cost(cells[RELEASE, fixed]) if fixed else DASH
+        rows.append(f"| {words} | {_cost(cells[RELEASE, config])} | {after} |")
+    return mark[1] + "\n".join(rows) + "\n" + mark[2]
+
+
+def _cost(cell: CellRecord) -> str:
+    """Describe the idle cost of a cell, and the axes along which it grows."""
+    us, axes = idle_us(cell), axes_of_growth(cell)
+    grows = f", grows with {', '.join(axes)}" if axes else ""
+    return DASH if us is None else f"{us:.0f}{grows}"
 
 
 def _text(value: Any, spec: str) -> str:

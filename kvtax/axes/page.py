@@ -163,11 +163,23 @@ def _table(
 
 
 def _idle(cell: CellRecord) -> str:
-    idle = growth(cell, "cache", whole(cell))
-    if idle is None:
+    us = idle_us(cell)
+    if us is None:
         return DASH
     grown = [_grown(cell, axis) for axis in AXES]
-    return "\n".join([f"{idle.level_us[0]:.0f}", *filter(None, grown)])
+    return "\n".join([f"{us:.0f}", *filter(None, grown)])
+
+
+def idle_us(cell: CellRecord) -> float | None:
+    """Return all calls of the connector per step with an empty cache."""
+    idle = growth(cell, "cache", whole(cell))
+    return None if idle is None else idle.level_us[0]
+
+
+def axes_of_growth(cell: CellRecord) -> list[str]:
+    """List the axes along which the connector's calls grow."""
+    along = {axis: growth(cell, axis, whole(cell)) for axis in AXES}
+    return [a for a, found in along.items() if found and found.verdict == "grows"]
 
 
 def _grown(cell: CellRecord, axis: str) -> str | None:
