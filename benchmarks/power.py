@@ -14,19 +14,19 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 
 from benchmarks.results import BadArguments, at_least, publish
+from kvtax.records.profile import ProfileRecord
 from kvtax.records.run import Verdict
 from kvtax.report.markdown import DASH, table
 from kvtax.stats.processes import look_level
 from kvtax.steps.trial_steps import NO_THREADS
 from kvtax.verdict.analysis import at_usual_speed
 from kvtax.verdict.holds import held_steps, places
-from kvtax.verdict.measured import fits_of, looks_of
+from kvtax.verdict.measured import fits_of
 from kvtax.verdict.metrics import MARGIN_US_PER_1K_BLOCKS, METRICS
 from kvtax.verdict.trials import LoadedTrial, load_run
 from kvtax.verdict.verdict import judge_all, overall_verdict
@@ -157,15 +157,15 @@ def add(trial: LoadedTrial, cost: Cost, size: float, seed: int = 0) -> LoadedTri
     return dataclasses.replace(trial, steps=grown)
 
 
-def judge(trials: list[LoadedTrial], profile: dict[str, Any]) -> Verdict:
+def judge(trials: list[LoadedTrial], profile: ProfileRecord) -> Verdict:
     """Judge the config of `trials` as the sweep does."""
     steps = pl.concat([t.steps for t in trials if t.steps is not None], how="diagonal")
     threads = pl.concat(
         [NO_THREADS, *(t.threads for t in trials if t.threads is not None)]
     )
-    held = held_steps(steps, profile["load"]["ladder"]["decoders"])
+    held = held_steps(steps, profile.load.ladder.decoders)
     fits = fits_of(held, places(held, threads))
-    judged = judge_all(fits, look_level(looks_of(profile)))
+    judged = judge_all(fits, look_level(profile.looks))
     return overall_verdict({name: one.verdict for name, one in judged.items()})
 
 
@@ -175,7 +175,7 @@ Verdicts = dict[str, dict[str, list[Verdict]]]
 def verdicts_of(
     drawn: list[list[LoadedTrial]],
     flat: list[str],
-    profile: dict[str, Any],
+    profile: ProfileRecord,
     cost: Cost | None = None,
     size: float = 0.0,
 ) -> list[Verdict]:

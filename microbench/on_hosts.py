@@ -47,7 +47,7 @@ def run_on_hosts(
     A round that is done is in `run_dir`, and in run.json who made it. With `resume`
     rounds are left out of which all trials are ok. Raises HostsError.
     """
-    profile = msgspec.convert(run.profile, Profile)
+    profile = msgspec.convert(msgspec.to_builtins(run.profile), Profile)
     versions = installed_here(python, vllm).versions
     rounds = {
         f"repeat {repeat}": [trial for trial in plan if trial.repeat == repeat]

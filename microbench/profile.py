@@ -4,35 +4,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from kvtax.config import read_toml
 from kvtax.engine.connector import Connector, load_connector
 from kvtax.engine.null_model import Checkpoint, real_model, write_null_model
-from kvtax.engine.settings import EngineSettings, Forward
+from kvtax.engine.settings import Forward
 from kvtax.load.plan import Phase as PlannedPhase
 from kvtax.load.plan import Plan
 from kvtax.paths import CONFIGS
+from kvtax.records.profile import ProfileRecord
 from kvtax.records.requests import Phase
-
-
-class Ladder(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Levels of |cache| that are held, as shares of num_blocks; a level of 1 evicts.
-
-    `passes` go up all levels, each after a reset. A level is held while `decoders`
-    requests decode `output_tokens` tokens each. Meanwhile `arrivals` come, one each
-    `1 / arrivals_rps` s, which are too short to fill a block.
-    """
-
-    levels: list[float]
-    passes: int
-    decoders: int
-    output_tokens: int
-    arrivals: int
-    arrivals_rps: float
-
 
 # Prompts of the requests that decode while a level is held, and of those that arrive:
 # with its answer, one of these fills no block of 16 tokens.
@@ -43,49 +26,13 @@ FURTHER = 3
 FILL_RPS, DECODERS_RPS = 100.0, 100.0
 
 
-class Load(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Load of the driver: see kvtax.load.plan.Plan.
-
-    The cache grows once from empty to full, and is full for `plateau_requests`. Then
-    come the levels of the `ladder`.
-    """
-
-    prompt_tokens: int
-    output_tokens: int
-    rate_rps: float
-    arrival: Literal["constant", "poisson"]
-    plateau_requests: int
-    lag_budget_ms: float
-    request_timeout_s: float
-    ladder: Ladder
-
-
-class Profile(EngineSettings, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Settings of a sweep: configs/profiles/<name>.toml.
 
-    |cache| grows to nearly `num_blocks`. With `null_model` the null model is served,
-    whose forward sleeps for `forward_us`; else `model`, a checkpoint folder or a name
-    in configs/models/. If that has no weights, only so many `layers` of it are served.
-    Each config is measured on `repeats` servers, and one that is then undecided on up
-    to `most_repeats`, while all trials take less than `minutes`; these further servers
-    have no growth, and FURTHER times the passes. `mooncake_protocol`
-    replaces what the configs say; "auto" is rdma where an RDMA port is up, else tcp
-    (microbench.machine_fit). `patches` are added to those of each config. `own` are
-    connectors without a file in configs/connectors/ (kvtax.engine.own_connector).
+    `own` are connectors without a file in configs/connectors/
+    (kvtax.engine.own_connector).
     """
 
-    summary: str
-    null_model: bool
-    configs: list[str]
-    repeats: int
-    most_repeats: int
-    minutes: float
-    load: Load
-    forward_us: int = 0
-    model: str | None = None
-    layers: int | None = None
-    mooncake_protocol: Literal["tcp", "rdma", "auto"] | None = None
-    patches: list[str] = msgspec.field(default_factory=list)
     own: dict[str, Connector] = msgspec.field(default_factory=dict)
 
     def connectors(self) -> dict[str, Connector]:

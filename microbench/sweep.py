@@ -30,6 +30,7 @@ from kvtax.engine.installation import Installation
 from kvtax.engine.preflight import check_machine
 from kvtax.records import stacks
 from kvtax.records.files import read_document, write_document
+from kvtax.records.profile import ProfileRecord
 from kvtax.records.run import PLAN_FILE, HostRecord, PlanEntry, RunRecord
 from kvtax.run_folder import RunFolderError
 from kvtax.verdict.analysis import analyse, is_set_aside
@@ -124,7 +125,9 @@ def _begin_run(
     file = run_dir / PLAN_FILE
     hashes = {name: sha for trial in plan for name, sha in trial.patches.items()}
     record = RunRecord(
-        profile=provenance.masked(msgspec.to_builtins(profile)),
+        profile=msgspec.convert(
+            provenance.masked(msgspec.to_builtins(profile)), ProfileRecord
+        ),
         provenance=provenance.collect(hashes, "kvtax", installed),
         configs={trial.config: trial.connector.report for trial in plan},
         plan=[PlanEntry(trial.config, trial.repeat) for trial in plan],

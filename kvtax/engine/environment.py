@@ -12,9 +12,9 @@ from pathlib import Path
 
 from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.settings import EngineSettings
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import LOOPBACK, Ports
+from kvtax.records.profile import EngineSettings
 
 NULL_MODEL_PLUGIN = Path(__file__).with_name("vllm_plugin")
 NULL_MODEL_NAME = "kvtax_null_model"

@@ -22,10 +22,10 @@ from kvtax.engine.errors import ServerError
 from kvtax.engine.gpus import gpu_problems
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.server import tail
-from kvtax.engine.settings import EngineSettings
 from kvtax.engine.transfer_check import FIRST_HONEST_VERSION
 from kvtax.proc.machine_lock import supervisors
 from kvtax.proc.supervise import Supervised, descendants
+from kvtax.records.profile import EngineSettings
 
 MIN_MEMORY_GIB = 5.0
 # Each server beside the first: 1.9 GiB at their peak where that was measured.

@@ -15,8 +15,8 @@ from kvtax.engine.installation import Installation, installation
 from kvtax.engine.null_model import has_weights
 from kvtax.engine.provenance import masked, secrets_in
 from kvtax.engine.releases import beside
-from kvtax.engine.settings import EngineSettings
 from kvtax.proc.ports import LOOPBACK, Ports, reserve
+from kvtax.records.profile import EngineSettings
 
 SERVED_MODEL = "model"
 SERVER = "vllm.entrypoints.openai.api_server"

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import msgspec
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
+from kvtax.records.profile import EngineSettings
+
 Time = Annotated[float, msgspec.Meta(ge=0)]
 
 
@@ -23,38 +24,7 @@ class Forward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     us_per_context_token: Time = 0
 
 
-class EngineSettings(
-    msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
-):
-    """The keys that configs/profiles/ and fleet/configs/profiles/ have in common.
-
-    `flavour` says which environment they are for. The KV cache has `num_blocks` blocks
-    of `block_size` tokens. A server is `data_parallel` engines, each with a KV cache of
-    its own, of `tensor_parallel` workers. `server_args` and `server_env` are added to
-    vLLM's command line and environment, `kv_transfer_config` to that of every
-    connector.
-    """
-
-    flavour: Literal["cpu", "gpu"]
-    num_blocks: Count
-    block_size: Count
-    max_model_len: Count
-    max_num_batched_tokens: Count
-    max_num_seqs: Count
-    tensor_parallel: Count = 1
-    data_parallel: Count = 1
-    server_args: list[str] = []
-    server_env: dict[str, str] = {}
-    kv_transfer_config: dict[str, Any] = {}
-    name: str = ""
-
-    @property
-    def workers(self) -> int:
-        """Settings of one server; on GPUs each has a device of its own."""
-        return self.tensor_parallel * self.data_parallel
-
-
-# For whoever measures or tests something else than vLLM's settings.
+# Engine settings of tests and benchmarks.
 CPU_ENGINE = EngineSettings(
     flavour="cpu",
     num_blocks=12_000,

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from kvtax.records.estimate import Estimate
+from kvtax.records.profile import ProfileRecord
 from kvtax.records.run import IdleCost, ReadCounts, Verdict
 
 Quantiles = dict[str, int | float]
@@ -249,7 +250,7 @@ class PerConfig(
 
     provenance: dict[str, Any]
     """That of run.json, and `report_git_commit`, the commit of the analysis."""
-    profile: dict[str, Any]
+    profile: ProfileRecord
     """That of run.json."""
     window: WindowRecord | None
     """Where levels are stated; null if the configs have nothing in common."""

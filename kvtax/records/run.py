@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from kvtax.records.profile import ProfileRecord
+
 
 class Provenance(msgspec.Struct, kw_only=True):
     """Machine, software and code: everything that may change a result."""
@@ -136,10 +138,8 @@ class HostRecord(msgspec.Struct):
 class RunRecord(msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.run/1"):
     """Plan of a sweep; written before its first trial."""
 
-    profile: dict[str, Any] = {}
-    """The profile as resolved: `name`, `null_model` (bool), `forward_us` (sleep of the
-    null model's forward), `configs`, `repeats`, `num_blocks`, `block_size`, `load` and
-    the rest of its file."""
+    profile: ProfileRecord
+    """The profile as resolved."""
     provenance: dict[str, Any] = {}
     """Where and with what the run was made: the table below."""
     configs: dict[str, Role] = {}

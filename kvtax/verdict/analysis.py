@@ -21,7 +21,7 @@ from kvtax.verdict.entry import (
 )
 from kvtax.verdict.latency import requests_to_fill, send_lag_ms
 from kvtax.verdict.levels import Level
-from kvtax.verdict.measured import Measured, looks_of, measure_all
+from kvtax.verdict.measured import Measured, measure_all
 from kvtax.verdict.roles import Roles, roles_of
 from kvtax.verdict.speed import times_usual, too_slow
 from kvtax.verdict.trials import LoadedTrial
@@ -51,12 +51,12 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
     measured = measure_all(by_config, run.profile)
     at_blocks = stated_cache_blocks(measured)
     noise = noise_floor(measured, roles)
-    level = look_level(looks_of(run.profile))
+    level = look_level(run.profile.looks)
     entries = {
         name: config_entry(group, measured.get(name), at_blocks, level)
         for name, group in by_config.items()
     }
-    forward_ms = float(run.profile.get("forward_us") or 0.0) / 1e3
+    forward_ms = run.profile.forward_us / 1e3
     compare_with_baseline(entries, measured, roles.baseline, noise, forward_ms)
     compare_with_floor(entries, measured, roles.floor)
     doubts: dict[str | None, list[RunWarning]] = {None: run_warnings(run, roles, noise)}

@@ -7,9 +7,7 @@ alike in every config: as many requests decode in each hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import polars as pl
 
@@ -20,13 +18,6 @@ from kvtax.verdict.metrics import number
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 # Quantiles of 100,000 steps are as good as of millions; every k-th step is kept.
 MAX_STEPS = 100_000
-
-
-def stated_level(profile: Mapping[str, Any]) -> int:
-    """Return the number of the highest level below a full cache in a run's profile."""
-    levels = profile["load"]["ladder"]["levels"]
-    below = [number for number, share in enumerate(levels) if share < 1.0]
-    return max(below, default=len(levels) - 1)
 
 
 @dataclass(frozen=True)

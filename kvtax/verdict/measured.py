@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import polars as pl
 
+from kvtax.records.profile import ProfileRecord
 from kvtax.records.requests import Phase
 from kvtax.stats.distribution import SEED, Distribution
 from kvtax.stats.held import Fit, Holds, fit
@@ -17,7 +17,7 @@ from kvtax.stats.median_slope import Cells, make_cells, slope_us_per_1k_blocks
 from kvtax.stats.processes import look_level, student
 from kvtax.steps.trial_steps import NO_THREADS
 from kvtax.verdict.holds import held_steps, holds_of, places
-from kvtax.verdict.levels import Level, stated_level
+from kvtax.verdict.levels import Level
 from kvtax.verdict.metrics import (
     ALL_PARTS,
     LEVELS,
@@ -74,7 +74,7 @@ class Measured:
 
 
 def measure_all(
-    by_config: Mapping[str, Sequence[LoadedTrial]], profile: Mapping[str, Any]
+    by_config: Mapping[str, Sequence[LoadedTrial]], profile: ProfileRecord
 ) -> dict[str, Measured]:
     """Measure every config that has steps, by name."""
     measured = {}
@@ -93,13 +93,14 @@ def _measure(
     name: str,
     every: pl.DataFrame,
     threads: pl.DataFrame,
-    profile: Mapping[str, Any],
+    profile: ProfileRecord,
     seed: int,
 ) -> Measured:
+    ladder = profile.load.ladder
     times = tuple(metric.time for metric in LEVELS.values())
     in_growth = every.filter("decode_only", pl.col("phase") == Phase.GROWTH)
     columns = ("repeat", "batch", "cache_blocks", *times)
-    held = held_steps(every, profile["load"]["ladder"]["decoders"])
+    held = held_steps(every, ladder.decoders)
     one = Measured(
         name=name,
         every=every,
@@ -107,14 +108,14 @@ def _measure(
         held=held,
         at=places(held, threads),
         cells=make_cells(in_growth.select(columns), times),
-        level=Level.of(held, stated_level(profile)),
+        level=Level.of(held, ladder.stated_level),
     )
     one.growth_slopes = {
         metric: slope_us_per_1k_blocks(one.cells, LEVELS[metric].time)
         for metric in ("schedule", "overhead")
     }
     one.fits = fits_of(one.held, one.at)
-    level, wide = stated_level(profile), look_level(looks_of(profile))
+    level, wide = ladder.stated_level, look_level(profile.looks)
     for place, (metric, found) in enumerate(one.fits.items()):
         usual = found.usual
         one.slopes[metric] = slope_of(usual, wide, seed + place)
@@ -159,9 +160,3 @@ def _summed(held: pl.DataFrame, at: pl.DataFrame, robust: bool) -> Holds | None:
         return None
     total = np.sum([part.values for part in known], axis=0)
     return Holds(**(vars(known[0]) | {"values": total}))
-
-
-def looks_of(profile: Mapping[str, Any]) -> int:
-    """Return how often a run of `profile` may look at its verdicts."""
-    repeats = int(profile.get("repeats", 1))
-    return 1 + max(int(profile.get("most_repeats", repeats)) - repeats, 0)

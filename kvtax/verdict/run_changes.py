@@ -13,6 +13,8 @@ from math import hypot
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvtax.records.files import read_document
 from kvtax.records.per_config import ConfigEntry, PerConfig, Quantiles
 from kvtax.stats import Estimate
@@ -143,7 +145,7 @@ class NotComparable(Exception):
 
 def require_same_profile(old: PerConfig, new: PerConfig) -> None:
     """Check the profiles. Raises NotComparable with each setting that differs."""
-    before, after = _settings(old.profile), _settings(new.profile)
+    before, after = _settings(old), _settings(new)
     differing = [
         f"{key}: {before[key]!r} and {after[key]!r}"
         for key in before
@@ -203,7 +205,7 @@ def doubts(old: PerConfig, new: PerConfig) -> list[str]:
         )
     if window := other_window(old, new):
         reasons.append(f"No level is compared with OLD: {window}.")
-    before, after = _settings(old.profile), _settings(new.profile)
+    before, after = _settings(old), _settings(new)
     if only_one := sorted(set(before) ^ set(after)):
         reasons.append(f"Only one of the two profiles has {', '.join(only_one)}.")
     factors = {metric: speed(old, new, metric) for metric in metrics_of([old, new])}
@@ -226,16 +228,17 @@ def doubts(old: PerConfig, new: PerConfig) -> list[str]:
     return reasons
 
 
-def _settings(profile: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _settings(document: PerConfig) -> dict[str, Any]:
     """Return all settings by dotted name, without the harmless ones."""
+    settings = _flat(msgspec.to_builtins(document.profile))
+    return {key: value for key, value in settings.items() if key not in HARMLESS}
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for key, value in profile.items():
-        if not prefix and key in HARMLESS:
-            continue
-        if isinstance(value, dict):
-            flat |= _settings(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+    for key, value in settings.items():
+        own = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        flat |= {f"{prefix}{key}": value} if own is None else own
     return flat
 
 

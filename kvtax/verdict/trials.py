@@ -60,11 +60,6 @@ def load_run(run_dir: Path) -> tuple[RunRecord, list[LoadedTrial]]:
     run = read_document(path, RunRecord)
     if not run.plan:
         raise RecordsError(f"{path}: the plan is empty; nothing was run")
-    if "ladder" not in run.profile.get("load", {}):
-        raise RecordsError(
-            f"{path}: the profile has no ladder, so |cache| was never held; measure "
-            "again, or report with the kvtax that made the run"
-        )
     return run, [load_trial(run_dir, trial.config, trial.repeat) for trial in run.plan]
 
 

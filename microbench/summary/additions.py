@@ -52,7 +52,7 @@ def reconciliation(document: PerConfig, baseline: str | None) -> Table | None:
         head += [f"forward {forward} ms, sync", f"{forward} ms, async"]
     head.append("measured TPOT ms p50/p90")
     # vLLM's CPU platform turns async scheduling off.
-    cpu = document.profile.get("null_model")
+    cpu = document.profile.null_model
     notes = [
         f"Predicted from the parts of a step against {baseline} at the stated "
         "|cache|. Sync: the addition counts in full. Async: a token takes the longer "

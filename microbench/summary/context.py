@@ -32,12 +32,12 @@ FACTS = (
 def model_note(document: PerConfig) -> str:
     """Describe the profile and the kind of model."""
     profile = document.profile
-    if not profile.get("null_model"):
-        return f"Profile {profile.get('name')}, a real model."
-    forward = float(profile.get("forward_us") or 0)
-    slept = f"a sleep of {forward:g} µs" if forward else "no time at all"
+    if not profile.null_model:
+        return f"Profile {profile.name}, a real model."
+    forward_us = profile.forward_us
+    slept = f"a sleep of {forward_us:g} µs" if forward_us else "no time at all"
     return (
-        f"Profile {profile.get('name')}: vLLM without a GPU, on a null model "
+        f"Profile {profile.name}: vLLM without a GPU, on a null model "
         f"whose forward returns zeros and takes {slept}. Engine, scheduler, block pool "
         "and connectors are the real ones; times are CPU times of this host."
     )

@@ -18,6 +18,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from kvtax.records.profile import Ladder, Load, ProfileRecord
 from kvtax.records.steps import FIELDS, EngineHeader, WorkerHeader
 
 FIRST_NS = 10**14
@@ -77,3 +78,34 @@ def write_lines(
             lines = io.BytesIO()
             batch.write_ndjson(lines)
             file.write(NULL.sub(b"", lines.getbuffer()))
+
+
+def profile(ladder: Ladder, **changes: Any) -> ProfileRecord:
+    """Make a profile whose levels are those of `ladder`."""
+    load = Load(
+        prompt_tokens=512,
+        output_tokens=64,
+        rate_rps=4.0,
+        arrival="constant",
+        plateau_requests=10,
+        lag_budget_ms=2.0,
+        request_timeout_s=60.0,
+        ladder=ladder,
+    )
+    settings = {
+        "flavour": "cpu",
+        "num_blocks": 16_000,
+        "block_size": 16,
+        "max_model_len": 8_192,
+        "max_num_batched_tokens": 8_192,
+        "max_num_seqs": 64,
+        "name": "synthetic",
+        "summary": "made up",
+        "null_model": True,
+        "configs": [],
+        "repeats": 1,
+        "most_repeats": 1,
+        "minutes": 60.0,
+        "load": load,
+    }
+    return ProfileRecord(**settings | changes)

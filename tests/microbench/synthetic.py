@@ -15,6 +15,7 @@ import polars as pl
 from kvtax.cli import main
 from kvtax.engine.connector import connector_names, load_connector
 from kvtax.records.files import LineFile, write_document
+from kvtax.records.profile import Ladder
 from kvtax.records.requests import (
     DriverEnd,
     Phase,
@@ -31,7 +32,13 @@ from kvtax.records.run import (
     TrialRecord,
 )
 from kvtax.records.steps import METHOD_FIELDS, EngineHeader, WorkerHeader
-from tests.harness.made_up import FIRST_NS, STEP_NS, step_columns, write_lines
+from tests.harness.made_up import (
+    FIRST_NS,
+    STEP_NS,
+    profile,
+    step_columns,
+    write_lines,
+)
 
 
 class Report(NamedTuple):
@@ -89,14 +96,14 @@ def with_outliers(rng: np.random.Generator, us: np.ndarray, share: float) -> np.
     return np.where(hit, us * rng.uniform(2, 100, len(us)), us)
 
 
-LADDER = {
-    "levels": [0.0, 0.3, 0.6, 0.92, 1.0],
-    "passes": 5,
-    "decoders": 8,
-    "output_tokens": 200,
-    "arrivals": 8,
-    "arrivals_rps": 12.0,
-}
+LADDER = Ladder(
+    levels=[0.0, 0.3, 0.6, 0.92, 1.0],
+    passes=5,
+    decoders=8,
+    output_tokens=200,
+    arrivals=8,
+    arrivals_rps=12.0,
+)
 # A hold has a prefill in so many steps.
 PREFILL_EVERY = 20
 
@@ -114,7 +121,7 @@ def layout(steps: int) -> list[Span]:
     """A quarter growth, a tenth plateau, and the holds of the passes."""
     growth, plateau = steps // 4, steps // 10
     spans = [Span("growth", 0, growth), Span("plateau", growth, plateau)]
-    levels, passes = LADDER["levels"], LADDER["passes"]
+    levels, passes = LADDER.levels, LADDER.passes
     each = (steps - growth - plateau) // (len(levels) * passes)
     first = growth + plateau
     for number in range(passes):
@@ -133,7 +140,7 @@ def trial_steps(
     rng = np.random.default_rng(seed)
     number = np.arange(steps)
     cache = np.zeros(steps)
-    batch = np.full(steps, LADDER["decoders"])
+    batch = np.full(steps, LADDER.decoders)
     prefill = np.where(number % PREFILL_EVERY == PREFILL_EVERY - 1, 512, 0)
     batch = batch + (prefill > 0)
     for span in layout(steps):
@@ -146,7 +153,7 @@ def trial_steps(
         elif span.level is None:
             cache[own] = blocks - rng.integers(0, 50, span.count)
         else:
-            share = LADDER["levels"][span.level]
+            share = LADDER.levels[span.level]
             more = np.linspace(0, 0.01, span.count)
             cache[own] = blocks * np.minimum(share + more, 1.0)
     cache = cache.astype(int)
@@ -229,12 +236,7 @@ def write_requests(path: Path, steps: int, tpot_ms: float) -> None:
         )
 
 
-PROFILE = {
-    "name": "synthetic",
-    "null_model": True,
-    "forward_us": 0,
-    "load": {"ladder": LADDER},
-}
+PROFILE = profile(LADDER)
 
 
 def write_run(

@@ -13,7 +13,13 @@ from kvtax.records.run import ReadCounts, RunRecord
 from kvtax.report.markdown import TIMES
 from kvtax.verdict.roles import roles_of
 from microbench.summary import fixes
-from tests.microbench.synthetic import Truth, configured_roles, report_of, write_run
+from tests.microbench.synthetic import (
+    PROFILE,
+    Truth,
+    configured_roles,
+    report_of,
+    write_run,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -29,9 +35,8 @@ TRUTHS = [
 def before_and_after(document) -> list:
     """The sections as the page holds them: the table and the aims, or none."""
     told = msgspec.convert(document, PerConfig)
-    made = fixes.before_and_after(
-        told, roles_of(RunRecord(configs=configured_roles(told.configs)), told.configs)
-    )
+    run = RunRecord(profile=PROFILE, configs=configured_roles(told.configs))
+    made = fixes.before_and_after(told, roles_of(run, told.configs))
     return msgspec.to_builtins(made)
 
 

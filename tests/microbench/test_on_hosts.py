@@ -12,7 +12,7 @@ from kvtax.records.per_config import PerConfig
 from kvtax.records.run import HostRecord, RunRecord
 from microbench.on_hosts import note
 from microbench.report import report
-from tests.microbench.synthetic import Truth, page_of, write_run
+from tests.microbench.synthetic import PROFILE, Truth, page_of, write_run
 
 SLOWER_US = 40.0
 
@@ -49,7 +49,7 @@ def test_a_run_on_one_machine_has_no_table_of_hosts(tmp_path: Path) -> None:
 
 
 def test_a_repeat_that_is_made_again_belongs_to_who_made_it_last() -> None:
-    run = RunRecord(hosts=[])
+    run = RunRecord(profile=PROFILE, hosts=[])
     for name, repeat in (("a", 0), ("b", 1), ("a", 2), ("b", 0)):
         note(run, name, repeat, {})
     assert {one.host: one.repeats for one in run.hosts} == {"a": [2], "b": [1, 0]}

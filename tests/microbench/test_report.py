@@ -400,11 +400,12 @@ def break_by_a_run_without_levels(folder: Path) -> str:
     run = json.loads((folder / "run.json").read_text())
     del run["profile"]["load"]["ladder"]
     (folder / "run.json").write_text(json.dumps(run))
-    return "the profile has no ladder"
+    return "missing required field `ladder`"
 
 
 def break_plan(folder: Path) -> str:
-    (folder / "run.json").write_text('{"schema": "kvtax.run/1", "plan": []}')
+    run = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(run | {"plan": []}))
     return "the plan is empty"
 
 

@@ -99,8 +99,9 @@ def scale(stated: dict[str, Any] | None, by: float) -> None:
 @pytest.fixture(scope="session")
 def made_up(tmp_path_factory) -> Run:
     """The results of a made-up run of the profile `cpu`."""
-    profile = msgspec.to_builtins(load_profile("cpu"))
-    profile["load"]["ladder"] = LADDER
+    profile = load_profile("cpu")
+    load = msgspec.structs.replace(profile.load, ladder=LADDER)
+    profile = msgspec.structs.replace(profile, load=load)
     folder = tmp_path_factory.mktemp("run")
     write_run(folder, TRUTHS, repeats=1, steps=2_000, profile=profile)
     run, trials = load_run(folder)

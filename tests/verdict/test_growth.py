@@ -16,7 +16,7 @@ from tests.harness.made_up import FIRST_NS, STEP_NS
 from tests.microbench.synthetic import LADDER, PROFILE, Truth, layout
 from tests.microbench.synthetic import trial_steps as made_up_steps
 
-LEVELS = len(LADDER["levels"])
+LEVELS = len(LADDER.levels)
 
 
 def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> LoadedTrial:

@@ -7,11 +7,12 @@ import numpy as np
 import polars as pl
 import pytest
 
+from kvtax.records.profile import Ladder
 from kvtax.records.requests import Phase
 from kvtax.steps.parts import attributed
 from kvtax.steps.trial_steps import NO_THREADS
 from kvtax.verdict.holds import held_steps, holds_of, places
-from kvtax.verdict.levels import Level, stated_level, thin
+from kvtax.verdict.levels import Level, thin
 from kvtax.verdict.metrics import METRICS, Metric
 from kvtax.verdict.speed import Control, read_control, times_usual, too_slow
 from tests.verdict.steps import hold, sample
@@ -242,7 +243,7 @@ def test_a_metric_is_held_against_the_works_that_it_is_no_part_of(metric, works)
     ],
 )
 def test_the_stated_level_is_the_highest_below_a_full_cache(levels, stated):
-    assert stated_level({"load": {"ladder": {"levels": levels}}}) == stated
+    assert Ladder(levels, 1, 8, 200, 8, 12.0).stated_level == stated
 
 
 def test_a_level_has_decode_only_steps_of_its_own():

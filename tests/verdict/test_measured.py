@@ -15,6 +15,7 @@ from kvtax.records.per_config import (
     NoiseDifference,
     NoiseFloor,
 )
+from kvtax.records.profile import Ladder
 from kvtax.records.requests import Phase
 from kvtax.records.run import Role, RunRecord
 from kvtax.stats import Estimate
@@ -26,30 +27,27 @@ from kvtax.verdict.entry import (
     noise_floor,
     set_parts,
 )
-from kvtax.verdict.measured import Measured, looks_of, measure_all
+from kvtax.verdict.measured import Measured, measure_all
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
+from tests.harness.made_up import profile
 from tests.verdict.steps import hold, sample
 
 SHARES = (0.0, 0.5, 0.9, 1.0)
-LADDER = {"levels": list(SHARES), "decoders": 8}
+LADDER = Ladder(list(SHARES), 4, 8, 200, 8, 12.0)
 BLOCKS = 10_000
 PASSES = 4
 
 
 @pytest.mark.parametrize(
-    ("profile", "looks"),
-    [
-        ({}, 1),
-        ({"repeats": 3}, 1),
-        ({"repeats": 2, "most_repeats": 2}, 1),
-        ({"repeats": 2, "most_repeats": 3}, 2),
-        ({"repeats": 2, "most_repeats": 6}, 5),
-        ({"repeats": 4, "most_repeats": 2}, 1),
-    ],
+    ("repeats", "most_repeats", "looks"),
+    [(2, 2, 1), (2, 3, 2), (2, 6, 5), (4, 2, 1)],
 )
-def test_a_run_looks_once_and_again_after_each_further_repeat(profile, looks):
-    assert looks_of(profile) == looks
+def test_a_run_looks_once_and_again_after_each_further_repeat(
+    repeats, most_repeats, looks
+):
+    settings = {"repeats": repeats, "most_repeats": most_repeats}
+    assert profile(LADDER, **settings).looks == looks
 
 
 def trial(repeat: int = 0, noise_us: float = 1.0, **changes: float) -> LoadedTrial:
@@ -73,8 +71,8 @@ def trial(repeat: int = 0, noise_us: float = 1.0, **changes: float) -> LoadedTri
     return LoadedTrial("plain", repeat, None, None, steps=table)
 
 
-def measured(*trials: LoadedTrial, **profile: int) -> Measured:
-    settings = {"load": {"ladder": LADDER}} | profile
+def measured(*trials: LoadedTrial, **changes: int) -> Measured:
+    settings = profile(LADDER, **changes)
     return measure_all({"plain": trials or (trial(),)}, settings)["plain"]
 
 
@@ -129,7 +127,7 @@ def test_servers_are_measured_together_and_a_failed_one_is_left_out():
     found = measured(trial(0), trial(1), failed)
     assert found.every["repeat"].unique().to_list() == [0, 1]
     assert found.fits["schedule"].usual.df > measured().fits["schedule"].usual.df
-    assert measure_all({"plain": [failed]}, {"load": {"ladder": LADDER}}) == {}
+    assert measure_all({"plain": [failed]}, profile(LADDER)) == {}
 
 
 def values(p50: float = 0.0, slope: float = 0.0, spread: float = 0.0) -> Measured:

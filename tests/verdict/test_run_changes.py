@@ -32,6 +32,7 @@ from kvtax.verdict.run_changes import (
     times_baseline,
 )
 from kvtax.verdict.warn import config_warnings, growth_alone, run_warnings
+from tests.microbench.synthetic import PROFILE
 from tests.verdict.steps import hold
 
 
@@ -72,7 +73,7 @@ def run(
     window = WindowRecord(at_cache_blocks=cache_blocks, requests_to_fill=None)
     return PerConfig(
         provenance={},
-        profile={},
+        profile=PROFILE,
         window=window,
         noise_floor=noise,
         warnings=[],
@@ -240,10 +241,12 @@ def test_a_cost_that_rose_only_while_the_cache_first_filled_is_told(
 @pytest.mark.parametrize(("floor", "warned"), [(1.9, False), (2.1, True)])
 def test_a_noisy_pair_of_twins_is_told(floor, warned):
     noise = run(slope_floor=floor).noise_floor
-    record = RunRecord(provenance={}, profile={}, plan=[], configs={})
+    record = RunRecord(provenance={}, profile=PROFILE, plan=[], configs={})
     kinds = [warning.kind for warning in run_warnings(record, Roles({}), noise)]
     assert kinds == ["high_noise_floor"] * warned
     kinds = [w.kind for w in run_warnings(record, Roles({}), NoiseFloor())]
     assert kinds == ["no_noise_floor"]
-    dirty = RunRecord(provenance={"git_dirty": True}, profile={}, plan=[], configs={})
+    dirty = RunRecord(
+        provenance={"git_dirty": True}, profile=PROFILE, plan=[], configs={}
+    )
     assert "uncommitted" in [w.kind for w in run_warnings(dirty, Roles({}), noise)]

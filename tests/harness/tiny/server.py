@@ -21,8 +21,9 @@ from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation
 from kvtax.engine.server import Server
 from kvtax.engine.server_spec import SERVED_MODEL, Engine, resolve
-from kvtax.engine.settings import CPU_ENGINE, EngineSettings
+from kvtax.engine.settings import CPU_ENGINE
 from kvtax.proc.supervise import signal_all
+from kvtax.records.profile import EngineSettings
 from tests.harness.tiny.checkpoint import MAX_TOKENS
 
 BLOCK_TOKENS = 16
