@@ -146,11 +146,13 @@ def _servers(
 
 
 def _compare(
-    servers: dict[str, dict[str, dict[str, list[float]]]], config: str
+    servers: dict[str, dict[str, dict[str, list[Any]]]], config: str
 ) -> dict[str, Estimate]:
     """Compare the two servers of each round: ratios by their logs, or differences."""
     found = {}
     for name in RATIOS | DIFFERENCES:
+        if None in servers[COLD][config][name]:  # no connector, no slope of its calls
+            continue
         cold, forked = (
             np.array(servers[kind][config][name]) for kind in (COLD, FORKED)
         )
