@@ -227,8 +227,7 @@ def test_verdicts_hold_in_95_percent_of_runs_however_often_they_look():
     """
     bounds = []
     for most_repeats in (1, 2, 5):
-        profile = {"load": {"ladder": LADDER}, "repeats": 1}
-        run = RunRecord(profile=profile | {"most_repeats": most_repeats})
+        run = RunRecord(profile=profile(LADDER, most_repeats=most_repeats))
         entry = analyse(run, [trial(noise_us=50.0)], None).document.configs["plain"]
         bounds.append(entry.held["schedule"].most_us_per_1k_blocks)
     once, twice, often = bounds
