@@ -7,9 +7,7 @@ patched copy of the file.
 """
 
 from __future__ import annotations
-import __future__
 
-import ast
 import dataclasses
 import functools
 import gc
@@ -17,7 +15,6 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Collection
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -62,16 +59,6 @@ def patch(name: str, without: str | None = None) -> patcher.Patch:
     blocks = tuple(block for block in loaded.blocks if block.id != without)
     assert (len(blocks) < len(loaded.blocks)) == (without is not None), without
     return dataclasses.replace(loaded, blocks=blocks)
-
-
-def edited(patch: patcher.Patch, block: str, old: str, new: str) -> patcher.Patch:
-    """The patch with one thing wrong in one of its blocks."""
-    blocks = list(patch.blocks)
-    (index,) = (i for i, spec in enumerate(blocks) if spec.id == block)
-    code = blocks[index].code
-    assert code.count(old) == 1, (block, old)
-    blocks[index] = dataclasses.replace(blocks[index], code=code.replace(old, new))
-    return dataclasses.replace(patch, blocks=tuple(blocks))
 
 
 @without_garbage_collection
@@ -119,19 +106,3 @@ def load(source: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-@without_garbage_collection
-def graft(module: ModuleType, name: str, source: Path, functions: Collection[str]):
-    """Give a class of `module` these methods of the same class in another file."""
-    (found,) = (
-        node
-        for node in ast.walk(ast.parse(source.read_bytes()))
-        if isinstance(node, ast.ClassDef) and node.name == name
-    )
-    methods = [node for node in found.body if getattr(node, "name", None) in functions]
-    assert {node.name for node in methods} == set(functions)
-    flags = __future__.annotations.compiler_flag
-    exec(compile(ast.Module(methods, []), source, "exec", flags), vars(module))
-    for node in methods:
-        setattr(getattr(module, name), node.name, getattr(module, node.name))

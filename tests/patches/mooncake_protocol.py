@@ -26,6 +26,11 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import msgspec
+from hypothesis import strategies as st
+
+from kvtax import patcher
+from tests.patches.test_releases import copy_of
+from tests.releases import package_of
 
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
 # Seconds of VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, and of one transfer of bytes.
@@ -39,6 +44,8 @@ PROTOCOL = (
     "MooncakeConnectorMetadata",
 )
 METHODS = (
+    "get_finished",
+    "fetch_finished_recving_reqs",
     "_sender_worker",
     "send_kv_to_decode",
     "resolve_need_send",
@@ -139,14 +146,22 @@ class Socket:
 
 
 class Pair:
-    """A prefiller and a decoder. Blocks of P are numbers, 1, 2 and so on."""
+    """A prefiller and a decoder; `both` if each is both, by its role.
 
-    def __init__(self, p_source: Path, d_source: Path) -> None:
+    Blocks are numbers, 1, 2 and so on.
+    """
+
+    def __init__(self, p_source: Path, d_source: Path, both: bool = False) -> None:
         self.clock = SimulatedClock()
         self.loop = asyncio.SelectorEventLoop(self.clock)
         self.loop.time = lambda: self.clock.now_s
         self.p_types, self.d_types = protocol(p_source), protocol(d_source)
+        # Times that a step has waited for an event loop.
+        self.waits = 0
         for module in (self.p_types, self.d_types):
+            module.asyncio = SimpleNamespace(
+                **vars(asyncio) | {"run_coroutine_threadsafe": self._wait_for}
+            )
             module.time = SimpleNamespace(perf_counter=self.loop.time)
             module.make_zmq_socket = self._connect
         self.p = self.p_types.MooncakeConnectorWorker()
@@ -158,13 +173,25 @@ class Pair:
         self.transfers_fail = False
         # Per request of P: how often its end was reported.
         self.ended_sends: dict[str, int] = defaultdict(int)
+        # Requests of D whose end was reported, received or not.
+        self.ended_pulls: set[str] = set()
+        # What the last step has reported, of P and of D.
+        self.reports: list[tuple] = []
         self._pulls: list[asyncio.Task] = []
         self._new_blocks = iter(range(1, 1 << 30))
         self._by_group = "list[list[int]]" in str(
             self.p_types.SendBlockMeta.__annotations__["local_block_ids"]
         )
         for worker in (self.p, self.d):
+            worker.is_kv_consumer, worker.is_kv_producer = (
+                (False, False) if both else (worker is self.d, worker is self.p)
+            )
             worker.kv_caches_base_addr = [0]
+            worker.reqs_need_send = {}
+            worker.finished_sending_reqs, worker.finished_recving_reqs = set(), set()
+            worker.next_send_expire_time = float("inf")
+            worker.sender_loop = SimpleNamespace(run_in_executor=self._transfer)
+            worker.receiver_loop = None
             for regions in REGIONS:
                 setattr(worker, regions, [])
         self._prepare_prefiller(self.p, self.p_types)
@@ -184,12 +211,9 @@ class Pair:
         worker.resolve_need_send = lambda send, *_: setattr(send, "need_send", 1)
         worker._build_transfer_params = self._build_transfer
         worker.xfer_stats = MagicMock()
-        worker.reqs_need_send, worker.finished_sending_reqs = {}, set()
-        worker.next_send_expire_time = float("inf")
         worker._encoder = msgspec.msgpack.Encoder()
         worker._xfer_meta_decoder = msgspec.msgpack.Decoder(types.MooncakeXferMetadata)
         worker.sender_worker_queue = asyncio.Queue()
-        worker.sender_loop = SimpleNamespace(run_in_executor=self._transfer)
         worker._sender_executor = worker._send_blocks = None
         socket = SimpleNamespace(send_multipart=self._answer)
         self._senders = [
@@ -199,7 +223,6 @@ class Pair:
     def _prepare_decoder(self, worker: Any, types: ModuleType) -> None:
         worker.hostname, worker.rpc_port, worker.tp_size, worker.tp_rank = "d", 1, 1, 0
         worker.pp_size = 1
-        worker.finished_recving_reqs = set()
         worker.invalid_block_ids, worker._invalid_block_ids = [], queue.Queue()
         worker._is_hma_required, worker._kv_layout_id = False, 0
         worker._acked_layout_peers = set()
@@ -265,14 +288,23 @@ class Pair:
         metadata = self.p_types.MooncakeConnectorMetadata()
         metadata.reqs_to_send, metadata.reqs_not_processed = to_send, aborted
 
-        async def report() -> None:
+        async def record() -> None:
             # Upstream's errors are seen by nobody, either.
             with contextlib.suppress(KeyError, AssertionError):
                 await self.p.record_send_reqs(metadata)
-            for request in await self.p.fetch_finished_sending_reqs():
-                self.ended_sends[request] += 1
+            # Whoever it wakes has run before the step asks.
+            await asyncio.sleep(1e-6)
 
-        self.loop.run_until_complete(report())
+        self.loop.run_until_complete(record())
+        self.reports = [self.p.get_finished(), self.d.get_finished()]
+        for request in self.reports[0][0] or ():
+            self.ended_sends[request] += 1
+        self.ended_pulls |= self.reports[1][1] or set()
+
+    def _wait_for(self, coroutine, loop) -> SimpleNamespace:
+        self.waits += 1
+        result = self.loop.run_until_complete(coroutine)
+        return SimpleNamespace(result=lambda: result)
 
     def pull(self, requests: dict[str, tuple[str, list]]) -> None:
         """Begin a pull of several requests in one message."""
@@ -314,3 +346,145 @@ class Pair:
 def flat(blocks: Iterable) -> list[int]:
     """Block ids of all groups."""
     return [b for g in blocks for b in (g if isinstance(g, list) else [g])]
+
+
+IDS = st.sampled_from(["t", "u"])
+COUNTS = st.integers(1, 3)
+NUMBERS = st.integers(0, 3)
+EVENTS = st.one_of(
+    st.tuples(st.just("schedule"), IDS),
+    st.tuples(st.just("finish"), NUMBERS, COUNTS),
+    st.tuples(st.just("abort"), NUMBERS),
+    st.tuples(st.just("abort_unscheduled"), IDS),
+    st.tuples(st.just("step")),
+    # A pull of no blocks is that of an aborted request.
+    st.tuples(st.just("pull"), st.lists(st.tuples(IDS, st.integers(0, 3)), min_size=1)),
+    st.tuples(st.just("transfers_fail"), st.booleans()),
+    st.tuples(
+        st.just("wait"), st.sampled_from([0.001, 0.02, 1, TIMEOUT_S, TIMEOUT_S + 1])
+    ),
+)
+
+TRAFFIC = st.lists(EVENTS, max_size=30).map(lambda events: [*events, ("end",)])
+
+
+class Traffic:
+    """What two schedulers ask of their workers; few transfer ids, used often."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        # Per request of D, the blocks it pulls.
+        self.pulls: dict[str, list[int]] = {}
+        # Requests of P whose blocks are kept until P's worker reports an end, and ids.
+        self.kept: dict[str, str] = {}
+        self._scheduled: dict[str, str] = {}
+        self._requests = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._to_send: dict[str, tuple[str, list]] = {}
+        self._aborted: set[str] = set()
+
+    def run(self, events: list[tuple]) -> Traffic:
+        for name, *arguments in events:
+            getattr(self, name)(*arguments)
+            self.wait(1e-6)
+        return self
+
+    def schedule(self, transfer_id: str) -> None:
+        self._requests += 1
+        request = f"p{self._requests}"
+        self._scheduled[request] = transfer_id
+        self._to_send[request] = transfer_id, []
+
+    def _take(self, number: int) -> tuple[str, str] | None:
+        """A request that an earlier step has scheduled."""
+        requests = [r for r in self._scheduled if r not in self._to_send]
+        if not requests:
+            return None
+        request = requests[number % len(requests)]
+        return request, self._scheduled.pop(request)
+
+    def finish(self, number: int, count: int) -> None:
+        if taken := self._take(number):
+            self._to_send[taken[0]] = taken[1], self.pair.blocks(count)
+            self.kept[taken[0]] = taken[1]
+
+    def abort(self, number: int) -> None:
+        if taken := self._take(number):
+            self._aborted.add(taken[1])
+
+    def abort_unscheduled(self, transfer_id: str) -> None:
+        self._aborted.add(transfer_id)
+
+    def step(self) -> None:
+        to_send, aborted = self._to_send, self._aborted
+        self._clear()
+        self.pair.step(to_send, aborted)
+
+    def pull(self, wanted: list[tuple[str, int]]) -> None:
+        first = len(self.pulls)
+        requests = {
+            f"d{first + n}": (transfer_id, self.pair.blocks(count))
+            for n, (transfer_id, count) in enumerate(wanted)
+        }
+        self.pulls |= {
+            request: flat(blocks) for request, (_, blocks) in requests.items()
+        }
+        self.pair.pull(requests)
+
+    def transfers_fail(self, fail: bool) -> None:
+        self.pair.transfers_fail = fail
+
+    def wait(self, duration_s: float) -> None:
+        self.pair.wait(duration_s)
+
+    def end(self) -> None:
+        """Abort what runs, and wait until all that can end has ended."""
+        while self._scheduled:
+            self.step()
+            self.abort(0)
+        for _ in range(3):
+            self.step()
+            self.wait(TIMEOUT_S + 61)
+
+    def kept_once(self) -> set[str]:
+        """Kept requests whose id no other has: upstream forgets the first of two."""
+        ids = list(self.kept.values())
+        return {request for request, id in self.kept.items() if ids.count(id) == 1}
+
+    # What D's scheduler makes of it. A pull of no blocks has no request.
+
+    def failed(self) -> set[str]:
+        invalid = self.pair.invalid_blocks()
+        return {r for r, blocks in self.pulls.items() if not invalid.isdisjoint(blocks)}
+
+    def taken_as_received(self) -> set[str]:
+        finished = self.pair.ended_pulls | self.pair.d.finished_recving_reqs
+        finished -= self.failed()
+        return {request for request in finished if self.pulls[request]}
+
+    def ended(self) -> set[str]:
+        return self.taken_as_received() | self.failed()
+
+    def received(self) -> set[str]:
+        return {
+            r
+            for r in self.taken_as_received()
+            if self.pair.memory.keys() >= set(self.pulls[r])
+        }
+
+
+SIDES = ("upstream", "patched")
+Sources = dict[str, Path]
+
+
+def make_sources(release: str, patch: patcher.Patch, place: Path) -> Sources:
+    """The connector of a release, as it is and patched."""
+    found = {}
+    for side in SIDES:
+        tree = copy_of(patch, package_of(release), place / side)
+        if side == "patched":
+            patcher.apply(tree, [patch])
+        found[side] = tree.root / CONNECTOR
+    return found

@@ -6,163 +6,29 @@ from __future__ import annotations
 import dataclasses
 from contextlib import closing
 from itertools import product
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvtax import patcher
 from kvtax.paths import PATCHES
-from tests.patches.mooncake_protocol import CONNECTOR, TIMEOUT_S, Pair, flat, protocol
-from tests.patches.test_releases import RELEASES, copy_of
-from tests.releases import package_of
+from tests.patches.mooncake_protocol import (
+    SIDES,
+    TRAFFIC,
+    Pair,
+    Sources,
+    Traffic,
+    make_sources,
+    protocol,
+)
+from tests.patches.test_releases import RELEASES
 
 RACE = patcher.load_patch(PATCHES / "kv_transfer_abort_race")
-SIDES = ("upstream", "patched")
-
-
-Sources = dict[str, Path]
-
-
-def make_sources(release: str, patch: patcher.Patch, place: Path) -> Sources:
-    """The connector of a release, as it is and patched."""
-    found = {}
-    for side in SIDES:
-        tree = copy_of(patch, package_of(release), place / side)
-        if side == "patched":
-            patcher.apply(tree, [patch])
-        found[side] = tree.root / CONNECTOR
-    return found
 
 
 @pytest.fixture(scope="module", params=RELEASES)
 def sources(request, tmp_path_factory) -> Sources:
     return make_sources(request.param, RACE, tmp_path_factory.mktemp("vllm"))
-
-
-IDS = st.sampled_from(["t", "u"])
-COUNTS = st.integers(1, 3)
-NUMBERS = st.integers(0, 3)
-EVENTS = st.one_of(
-    st.tuples(st.just("schedule"), IDS),
-    st.tuples(st.just("finish"), NUMBERS, COUNTS),
-    st.tuples(st.just("abort"), NUMBERS),
-    st.tuples(st.just("abort_unscheduled"), IDS),
-    st.tuples(st.just("step")),
-    # A pull of no blocks is that of an aborted request.
-    st.tuples(st.just("pull"), st.lists(st.tuples(IDS, st.integers(0, 3)), min_size=1)),
-    st.tuples(st.just("transfers_fail"), st.booleans()),
-    st.tuples(st.just("wait"), st.sampled_from([0.001, 0.02, 1, TIMEOUT_S + 1])),
-)
-
-TRAFFIC = st.lists(EVENTS, max_size=30).map(lambda events: [*events, ("end",)])
-
-
-class Traffic:
-    """What two schedulers ask of their workers; few transfer ids, used often."""
-
-    def __init__(self, pair: Pair) -> None:
-        self.pair = pair
-        # Per request of D, the blocks it pulls.
-        self.pulls: dict[str, list[int]] = {}
-        # Requests of P whose blocks are kept until P's worker reports an end, and ids.
-        self.kept: dict[str, str] = {}
-        self._scheduled: dict[str, str] = {}
-        self._requests = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._to_send: dict[str, tuple[str, list]] = {}
-        self._aborted: set[str] = set()
-
-    def run(self, events: list[tuple]) -> Traffic:
-        for name, *arguments in events:
-            getattr(self, name)(*arguments)
-            self.wait(1e-6)
-        return self
-
-    def schedule(self, transfer_id: str) -> None:
-        self._requests += 1
-        request = f"p{self._requests}"
-        self._scheduled[request] = transfer_id
-        self._to_send[request] = transfer_id, []
-
-    def _take(self, number: int) -> tuple[str, str] | None:
-        """A request that an earlier step has scheduled."""
-        requests = [r for r in self._scheduled if r not in self._to_send]
-        if not requests:
-            return None
-        request = requests[number % len(requests)]
-        return request, self._scheduled.pop(request)
-
-    def finish(self, number: int, count: int) -> None:
-        if taken := self._take(number):
-            self._to_send[taken[0]] = taken[1], self.pair.blocks(count)
-            self.kept[taken[0]] = taken[1]
-
-    def abort(self, number: int) -> None:
-        if taken := self._take(number):
-            self._aborted.add(taken[1])
-
-    def abort_unscheduled(self, transfer_id: str) -> None:
-        self._aborted.add(transfer_id)
-
-    def step(self) -> None:
-        to_send, aborted = self._to_send, self._aborted
-        self._clear()
-        self.pair.step(to_send, aborted)
-
-    def pull(self, wanted: list[tuple[str, int]]) -> None:
-        first = len(self.pulls)
-        requests = {
-            f"d{first + n}": (transfer_id, self.pair.blocks(count))
-            for n, (transfer_id, count) in enumerate(wanted)
-        }
-        self.pulls |= {
-            request: flat(blocks) for request, (_, blocks) in requests.items()
-        }
-        self.pair.pull(requests)
-
-    def transfers_fail(self, fail: bool) -> None:
-        self.pair.transfers_fail = fail
-
-    def wait(self, duration_s: float) -> None:
-        self.pair.wait(duration_s)
-
-    def end(self) -> None:
-        """Abort what runs, and wait until all that can end has ended."""
-        while self._scheduled:
-            self.step()
-            self.abort(0)
-        for _ in range(3):
-            self.step()
-            self.wait(TIMEOUT_S + 61)
-
-    def kept_once(self) -> set[str]:
-        """Kept requests whose id no other has: upstream forgets the first of two."""
-        ids = list(self.kept.values())
-        return {request for request, id in self.kept.items() if ids.count(id) == 1}
-
-    # What D's scheduler makes of it. A pull of no blocks has no request.
-
-    def failed(self) -> set[str]:
-        invalid = self.pair.invalid_blocks()
-        return {r for r, blocks in self.pulls.items() if not invalid.isdisjoint(blocks)}
-
-    def taken_as_received(self) -> set[str]:
-        finished = self.pair.d.finished_recving_reqs - self.failed()
-        return {request for request in finished if self.pulls[request]}
-
-    def ended(self) -> set[str]:
-        return self.taken_as_received() | self.failed()
-
-    def received(self) -> set[str]:
-        return {
-            r
-            for r in self.taken_as_received()
-            if self.pair.memory.keys() >= set(self.pulls[r])
-        }
 
 
 WAITING_BATCH = [
