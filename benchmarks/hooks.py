@@ -62,15 +62,11 @@ def measure(rounds: int, steps: int, batch: int) -> Samples:
         hooks = records.ask("time_writing", HOOK_LOOPS)
         hooks |= records.ask("time_calls", HOOK_LOOPS)
         hashes = records.patch_hashes
-    return Samples(
-        {name: np.array(times_us) for name, times_us in variants.items()},
-        *(
-            {name: np.array(times_us) for name, times_us in modes.items()}
-            for modes in splits.values()
-        ),
-        hooks,
-        hashes,
+    variants_us, modes_us, starts_us = (
+        {name: np.array(times_us) for name, times_us in part.items()}
+        for part in (variants, *splits.values())
     )
+    return Samples(variants_us, modes_us, starts_us, hooks, hashes)
 
 
 Floats = NDArray[np.float64]
