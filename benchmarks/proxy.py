@@ -35,7 +35,6 @@ from benchmarks.proxy_targets import (
     build_load_program,
     kvtax_proxy,
     process,
-    stack,
     url_of,
     vllm_router,
 )
@@ -78,8 +77,6 @@ def measure(
         targets = {DIRECT: Target(server)}
         proxy = kvtax_proxy(server, folder / "proxy.jsonl")
         targets["kvtax_fleet.proxy"] = ends.enter_context(proxy)
-        for name, serve in STACKS.items():
-            targets[name] = ends.enter_context(stack(serve, server))
         if router:
             targets["vllm-router"] = ends.enter_context(vllm_router(server, router))
         load = LoadGenerator(program)
@@ -99,8 +96,6 @@ def measure(
 
 
 DIRECT = "direct"
-# Its HTTP without its decisions, and what could take its place.
-STACKS = {"its HTTP alone": "serve_own", "uvicorn and aiohttp": "serve_by_libraries"}
 # By target and body: one list per round.
 Samples = dict[tuple[str, str], list[list[float]]]
 
@@ -196,7 +191,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def versions_beside() -> dict[str, str]:
     """Return the versions of what is measured beside the proxy, and of what it uses."""
-    names = ("uvicorn", "aiohttp", "httptools", "uvloop")
+    names = ("aiohttp", "uvloop")
     go = subprocess.run(["go", "version"], capture_output=True, text=True, check=True)
     found = {name: importlib.metadata.version(name) for name in names}
     return {"Go": go.stdout.split()[2].removeprefix("go"), **found}

@@ -100,14 +100,6 @@ def kvtax_proxy(server: str, log: Path) -> Iterator[Target]:
         yield Target(url_of(one), one.pid)
 
 
-@contextmanager
-def stack(serve: str, server: str) -> Iterator[Target]:
-    """A function of benchmarks.proxy_stacks in front of `server`."""
-    code = f"from benchmarks import proxy_stacks; proxy_stacks.{serve}({server!r})"
-    with process(ROUTER_CORE, sys.executable, "-c", code) as one:
-        yield Target(url_of(one), one.pid)
-
-
 def url_of(served: subprocess.Popen[str]) -> str:
     """Read the first line that a server prints."""
     assert served.stdout is not None

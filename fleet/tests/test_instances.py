@@ -127,3 +127,13 @@ def test_urls_of_the_command_line_may_have_names():
     for bad in (["a=b"], ["a=http://x:1", "a=http://y:1"]):
         with pytest.raises(InstancesError):
             instances_of_urls(bad)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://user:pw@h:1", "b=http://user:pw@h:1", "https://pw@h", "http://:pw@h:1"],
+)
+def test_a_password_in_a_url_is_refused_and_not_repeated(url):
+    with pytest.raises(InstancesError, match="user or password") as refusal:
+        instances_of_urls([url])
+    assert "pw" not in str(refusal.value)

@@ -282,3 +282,35 @@ def test_agents_without_a_header_stay_where_they_are(started, tmp_path):
         assert {one["snapshot"]["pinned"] for one in others} == {first["instance"]}
         assert named_one["session"] == "mine"
         assert [end["session"] for end in on.lines("end")][-1] == "mine"
+
+
+def picture(path: str, data: str) -> dict:
+    """A message with a picture, as the API writes it."""
+    url = f"data:image/png;base64,{data}"
+    part = {
+        CHAT: {"type": "image_url", "image_url": {"url": url}},
+        MESSAGES: {"type": "image", "source": {"type": "base64", "data": data}},
+        RESPONSES: {"type": "input_image", "image_url": url},
+    }[path]
+    return {"role": "user", "content": [{"type": "text", "text": "What?"}, part]}
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("escape", [False, True])
+def test_a_picture_in_base64_is_not_text(path, escape):
+    field = "input" if path == RESPONSES else "messages"
+
+    def body_of(data: str, *after: dict) -> Body:
+        raw = json.dumps({"model": "m", field: [picture(path, data), *after]}).encode()
+        return Body(raw.replace(b"/", b"\\/") if escape else raw, APIS[path])
+
+    large, other = "aB3/" * 400_000, "aB3+" * 400_000
+    answer = {"role": "assistant", "content": "A cat. " * 500}
+    once, again = body_of(large), body_of(large, answer)
+    assert 500 < once.prompt_tokens < 2000
+    assert again.keys()[: len(once.keys())] == once.keys()
+    assert body_of(other).keys() != once.keys()
+    # Where a model reads base64, it is text.
+    text = {"role": "user", "content": large}
+    raw = json.dumps({"model": "m", "messages": [text]}).encode()
+    assert Body(raw, APIS[CHAT]).prompt_tokens > 400_000

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
@@ -19,9 +18,8 @@ from kvtax.records import files
 from kvtax.records.files import read_lines
 
 from kvtax_fleet.proxy.decision_log import DecisionLog
-from kvtax_fleet.proxy.loads import FleetLoad, InstanceLoad, Shared
+from kvtax_fleet.proxy.loads import FleetLoad
 from kvtax_fleet.proxy.router import Mirror, PrefixIndex
-from kvtax_fleet.proxy.session_affinity import Pin, Pins, SharedPins
 from kvtax_fleet.proxy.settings import Settings, SettingsError, check
 from kvtax_fleet.records.decisions import DecisionEnd, DecisionsHeader
 from kvtax_fleet.records.instances import Address, Instance
@@ -113,87 +111,7 @@ def test_counters_are_back_at_zero_however_requests_end(scripts):
         assert loads.offloads == 0
 
 
-NAMES = ["a", "b"]
-NOTHING = InstanceLoad(0, 0, 0)
-
-
-def test_each_worker_sees_what_is_in_flight_at_all():
-    common = Shared(3, NAMES)
-    first, second, third = (FleetLoad(NAMES, common.loads, n) for n in range(3))
-    with first.flight("a", 100) as flight, second.flight("b", 7):
-        flight.prefills(60)
-        flight.generated(2)
-        third.decided(True, False)
-        second.decided(True, True)
-        totals = third.totals()
-        assert totals.instances == [InstanceLoad(1, 102, 60), InstanceLoad(1, 7, 0)]
-        assert (totals.arrivals, totals.offloaded) == (2, 1)
-        with second.offload("a", 10, 10):
-            assert third.offloads == 1
-            assert third["a"] == InstanceLoad(2, 112, 70)
-    assert third.totals().instances == [NOTHING, NOTHING]
-
-
-def test_what_a_dead_worker_had_in_flight_goes_with_it():
-    common = Shared(2, NAMES)
-    alive, dead = (FleetLoad(NAMES, common.loads, place) for place in range(2))
-    common.ports[1] = 1234
-    with alive.flight("a", 5):
-        dead.flight("a", 100).__enter__()
-        assert alive["a"].requests == 2
-        common.clear(1)
-        assert alive["a"] == InstanceLoad(1, 5, 0)
-        assert common.ports.tolist() == [0, 0]
-
-
-notes = st.tuples(
-    st.sampled_from(["s", "t", "u", None]),
-    st.sampled_from(NAMES),
-    st.integers(0, 2**33),
-)
-
-
-@given(st.lists(notes, max_size=30))
-def test_shared_pins_say_what_pins_of_one_process_say(asked):
-    one, several = Pins(), SharedPins(NAMES)
-    for session, instance, tokens in asked:
-        tokens = min(tokens, 2**32 - 1)
-        one.note(session, instance, tokens)
-        several.note(session, instance, tokens)
-        for name in ("s", "t", "u", None, "never seen"):
-            assert several.of(name) == one.of(name)
-
-
-def test_a_session_is_pinned_for_other_processes_too():
-    pins = SharedPins(NAMES)
-    if (child := os.fork()) == 0:
-        pins.note("s", "b", 33_000)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert pins.of("s") == Pin("b", 1, 33_000)
-
-
-def test_a_slot_that_two_write_at_once_is_nobodys(monkeypatch):
-    monkeypatch.setattr("kvtax_fleet.proxy.session_affinity.SLOTS", 1)
-    mine, others = SharedPins(NAMES), SharedPins(NAMES)
-    mine.note("s", "a", 1)
-    others.note("t", "b", 2)
-    mine._words[0] = others._words[0]
-    assert mine.of("s") is None
-    assert mine.of("t") is None
-
-
-def test_a_session_gives_way_to_another_with_the_same_slot(monkeypatch):
-    monkeypatch.setattr("kvtax_fleet.proxy.session_affinity.SLOTS", 1)
-    pins = SharedPins(NAMES)
-    pins.note("s", "a", 1)
-    pins.note("t", "b", 2)
-    assert pins.of("s") is None
-    assert pins.of("t") == Pin("b", 1, 2)
-
-
 MOONCAKE = {"connector": "mooncake", "bootstrap_url": "http://h:1"}
-EXACT = {"cache": "exact", "kvindexd": "unix:///k"}
 
 
 @pytest.mark.parametrize(
@@ -203,18 +121,13 @@ EXACT = {"cache": "exact", "kvindexd": "unix:///k"}
         (Settings("elastic"), {}, "all need the connector"),
         (Settings("elastic"), {"connector": "mooncake"}, "bootstrap_url"),
         (Settings("pd_sep"), MOONCAKE, "role prefill and of role decode"),
-        (Settings("linear", workers=2), {}, "give --kvindexd"),
-        (Settings("elastic", workers=2), MOONCAKE, "moves KV"),
-        (Settings("load_only", workers=0), {}, "at least 1"),
         (Settings("linear"), {}, None),
         (Settings("direct_read"), {"direct_read": Address("h", 1)}, None),
         (Settings("elastic"), MOONCAKE, None),
         (Settings("elastic"), {"connector": "nixl"}, None),
-        (Settings("load_only", workers=2), {}, None),
-        (Settings("linear", workers=2, **EXACT), {}, None),
     ],
 )
-def test_instances_or_workers_that_cannot_do_it_are_refused(settings, fields, reason):
+def test_instances_that_cannot_do_it_are_refused(settings, fields, reason):
     instances = [Instance("a", "http://h:2", **fields)]
     refusal = pytest.raises(SettingsError, match=reason) if reason else nullcontext()
     with refusal:

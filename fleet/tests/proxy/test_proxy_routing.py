@@ -6,18 +6,14 @@ from __future__ import annotations
 import http.server
 import json
 import random
-import re
 import subprocess
 import sys
 import threading
-import tomllib
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
-import psutil
 import pytest
 from fleet.tests.proxy.proxy_lab import DEADLINE_S, ask, connect, get, post, proxy, rest
 from kvtax.cli import main
@@ -196,7 +192,7 @@ def echo() -> Iterator[str]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            sent = {"headers": headers, "body": body.decode()}
+            sent = {"headers": headers, "body": body.decode(), "choices": [{}]}
             answer = json.dumps(sent).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(answer)))
@@ -297,15 +293,15 @@ def test_what_the_proxy_says_of_itself(instances, tmp_path):
 CONTROLS = ("/metrics", "/breakdown", "/decisions")
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_clients_get_nothing_of_the_control_surface(three, tmp_path, workers):
+def test_clients_get_nothing_of_the_control_surface(three, tmp_path):
     token = tmp_path / "token"
     token.write_text("secret\n")
-    options = ["--workers", workers, "--control-token-file", str(token)]
-    options += ["--control", "0.0.0.0:0"]
+    options = ["--control-token-file", str(token), "--control", "0.0.0.0:0"]
     with proxy(tmp_path, [Instance("a", three[0].url)], "load_only", *options) as on:
         assert post(on.url, ask()).status == 200
-        assert {get(on.url + path).status for path in CONTROLS} == {404}
+        of_the_instance = [get(on.url + path) for path in CONTROLS]
+        assert [answer.status for answer in of_the_instance] == [200, 404, 404]
+        assert b"kvtax_proxy" not in of_the_instance[0].body
         health = get(f"{on.url}/health")
         assert (health.status, health.body) == (200, b"")
         for path in (*CONTROLS, "/health"):
@@ -314,31 +310,6 @@ def test_clients_get_nothing_of_the_control_surface(three, tmp_path, workers):
             assert (wrong.status, b"kvtax/0" in wrong.body) == (401, False)
             right = get(on.control + path, Authorization="Bearer secret")
             assert (right.status, right.body != b"") == (200, True)
-
-
-def test_workers_answer_only_each_other(three, tmp_path):
-    """Each has a port of its own on this machine, for what it knows alone."""
-    with proxy(
-        tmp_path, [Instance("a", three[0].url)], "load_only", "--workers", "2"
-    ) as on:
-        known = {urlsplit(url).port for url in (on.url, on.control)}
-        ports = listened(on.process.pid) - known
-        assert len(ports) == 2
-        for port in ports:
-            assert get(f"http://127.0.0.1:{port}/decisions").status == 401
-            assert get(f"http://127.0.0.1:{port}/counts").status == 401
-        assert on.get("/breakdown").status == 200
-
-
-def listened(pid: int) -> set[int]:
-    """The ports of the process's children."""
-    children = psutil.Process(pid).children(recursive=True)
-    return {
-        connection.laddr.port
-        for child in children
-        for connection in child.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
 
 
 @pytest.mark.parametrize(
@@ -395,27 +366,35 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 
-def test_without_the_extra_there_is_help_and_a_remedy():
+def test_without_a_package_there_is_help_and_a_remedy():
     without = "import sys; sys.modules['uvloop'] = None; from kvtax.cli import main; "
     given = python(f"{without}sys.exit(main(['proxy', '--help']))")
     assert given.returncode == 0
-    assert "kvtax[proxy]" in given.stdout
     served = python(f"{without}sys.exit(main({SERVE!r}))")
     assert served.returncode == 2
-    assert "kvtax[proxy]" in served.stderr
+    assert "pip install 'kvtax-fleet'" in served.stderr
 
 
-def test_the_proxy_imports_nothing_beyond_its_extra():
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    needed = [*project["dependencies"], *project["optional-dependencies"]["proxy"]]
-    names = {re.split(r"[>=\[]", one)[0].replace("-", "_") for one in needed}
-    loads = python("import sys; print(*sys.modules)").stdout.split()
-    listed = python(
-        "import sys, kvtax_fleet.cli.proxy, kvtax_fleet.proxy.service\n"
-        "tops = {name.partition('.')[0]: one for name, one in sys.modules.items()\n"
-        "        if 'site-packages' in (getattr(one, '__file__', None) or '')}\n"
-        "print(*tops)"
-    ).stdout.split()
-    # Packages that those need.
-    others = {"markupsafe", "typing_extensions", "kvtax"}
-    assert set(listed) - names - others - set(loads) == set()
+def test_decisions_are_made_without_http():
+    given = python(
+        "import sys, kvtax_fleet.proxy.core; print('aiohttp' in sys.modules)"
+    )
+    assert given.stdout == "False\n"
+
+
+def test_paths_that_the_proxy_does_not_know_are_the_instances(of_two_models, tmp_path):
+    with echo() as a, echo() as b, proxy(tmp_path, [Instance("a", a)]) as on:
+        for path in ("/v1/embeddings", "/rerank?top=1", "/tokenize", "/v1/files/a%2Fb"):
+            answer = post(on.url, {"input": "x"}, path)
+            assert answer.status == 200, path
+            assert answer.headers["X-Kvtax-Instance"] == "a"
+            assert json.loads(answer.json["body"]) == {"input": "x"}
+        assert post(on.url, b"no JSON", "/v1/audio/transcriptions").status == 200
+        assert on.lines("decision") == []
+        on.idle()
+    # Of several, one that knows it answers.
+    with standin() as other, echo() as b:
+        both = [Instance("a", other.url), Instance("b", b)]
+        with proxy(tmp_path, both) as on:
+            served = {post(on.url, {}, "/v1/responses/r1/cancel").status for _ in "ab"}
+            assert served == {200}

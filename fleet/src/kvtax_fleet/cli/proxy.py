@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Route requests to many vLLM instances, by load and by what is cached where.
 
-Needs the extra `proxy`: pip install 'kvtax[proxy]'. Prints the proxy's URL as its first
+Prints the proxy's URL as its first
 line, the URL of its control surface as the second, and serves until SIGINT or SIGTERM.
+SIGHUP reads the instances file again; sessions stay where they are.
 The smallest instances file is one line:
 
     instances = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
@@ -19,6 +20,7 @@ from kvtax.cli.options import add_fields, add_parameters, fields_of, whole_numbe
 
 from kvtax_fleet.policies import POLICIES, named_values
 from kvtax_fleet.proxy.settings import Settings
+from kvtax_fleet.records.instances import Instance
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -95,10 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtax_fleet.proxy.control import control_address
     from kvtax_fleet.proxy.service import Endpoint, serve
 
-    if arguments.instances is not None:
-        instances = read_instances(arguments.instances)
-    else:
-        instances = instances_of_urls(arguments.url)
+    def read() -> list[Instance]:
+        if arguments.instances is None:
+            return instances_of_urls(arguments.url)
+        return read_instances(arguments.instances)
+
     settings = fields_of(
         arguments,
         Settings,
@@ -112,4 +115,4 @@ def run(arguments: argparse.Namespace) -> int:
     )
     control = control_address(arguments.control, arguments.control_token_file)
     endpoint = Endpoint(arguments.host, arguments.port, control)
-    return serve(instances, settings, arguments.log, endpoint)
+    return serve(read, settings, arguments.log, endpoint)

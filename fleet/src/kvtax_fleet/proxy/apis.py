@@ -7,6 +7,7 @@ a real line break cannot be part of generated text.
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -26,13 +27,25 @@ _DATA, _EVENT = b"data:", b"event:"
 
 class _Choice(msgspec.Struct):
     delta: dict[str, msgspec.Raw] = {}
+    text: str | None = None
+    finish_reason: str | None = None
 
 
 class _Chunk(msgspec.Struct):
     """The fields by which a chunk without a token differs from one with a token."""
 
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: dict[str, msgspec.Raw] | None = None
+    error: msgspec.Raw | None = None
+
+
+class _Result(msgspec.Struct):
+    """The fields by which a result in JSON differs from an error."""
+
+    choices: list[_Choice] | None = None
+    content: list[msgspec.Raw] | None = None
+    output: list[msgspec.Raw] | None = None
+    error: msgspec.Raw | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -50,11 +63,15 @@ class _Last(msgspec.Struct):
     response: _Response | None = None
 
 
+_decode_result = msgspec.json.Decoder(_Result).decode
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 _decode_last = msgspec.json.Decoder(_Last).decode
 # Bytes after the last line of a stream's event.
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _EMPTY = (b'""', b"null", b"[]", b"{}")
+# A choice without text that ends so has been given up by the engine.
+_GIVEN_UP = ("abort", "error")
+_BEGINS_AS_ERROR = re.compile(rb'\s*\{\s*("error"|"detail"|"object"\s*:\s*"error")')
 
 
 def with_lf(events: bytes) -> bytes:
@@ -93,22 +110,25 @@ class Api(msgspec.Struct, frozen=True):
     token: bytes = b"}\n\n"
 
     def kind(self, event: bytes) -> Kind:
-        """Classify an event at the beginning of a stream.
-
-        An event that cannot be read counts as a token: the client has to read it.
-        """
+        """Classify a whole event at the beginning of a stream."""
         line = b"\n" + event
         if line.startswith(self.errors):
             return "error"
         if line.startswith(self.ends):
             return "end"
+        if not event.startswith(_DATA):
+            return "opening"  # a comment, as gateways send to stay connected
         try:
             chunk = _decode_chunk(event.removeprefix(_DATA))
         except UNREADABLE:
-            return "token"
+            return "error"
+        if chunk.choices is None or not _is_null(chunk.error):
+            return "error" if chunk.usage is None else "end"
         if not chunk.choices:
             # vLLM 0.18.1 answers so to a request whose KV could not be loaded.
-            return "token" if chunk.usage is None else "end"
+            return "opening" if chunk.usage is None else "end"
+        if all(map(_is_given_up, chunk.choices)):
+            return "end"
         roles_only = all(_has_role_only(choice.delta) for choice in chunk.choices)
         return "opening" if roles_only else "token"
 
@@ -121,8 +141,10 @@ class NamedEvents(Api, frozen=True):
 
     def kind(self, event: bytes) -> Kind:
         first, _, data = event.partition(b"\n")
-        if b"\n" + first in self.errors:
+        if b"\n" + first in self.errors or first.startswith(_DATA):
             return "error"
+        if not first.startswith(_EVENT):
+            return "opening"
         name = first.removeprefix(_EVENT).decode(errors="replace").strip()
         if name in self.openings:
             return "opening"
@@ -132,6 +154,38 @@ class NamedEvents(Api, frozen=True):
 def _has_role_only(delta: dict[str, msgspec.Raw]) -> bool:
     others = (bytes(value) for name, value in delta.items() if name != "role")
     return "role" in delta and all(value in _EMPTY for value in others)
+
+
+def is_result(begin: bytes, is_whole: bool) -> bool:
+    """Return whether an answer in JSON has a result, as far as its beginning shows.
+
+    What stands before an instance may answer for it, with a page or an error of its
+    own, whatever the status.
+    """
+    if not is_whole:
+        return begin.lstrip()[:1] == b"{" and not _BEGINS_AS_ERROR.match(begin)
+    try:
+        result = _decode_result(begin)
+    except UNREADABLE:
+        return False
+    if not _is_null(result.error):
+        return False
+    if result.choices is not None:
+        return not all(map(_is_given_up, result.choices))
+    return result.content is not None or result.output is not None
+
+
+def _is_null(field: msgspec.Raw | None) -> bool:
+    return field is None or bytes(field) == b"null"
+
+
+def _is_given_up(choice: _Choice) -> bool:
+    has_text = choice.text or any(
+        bytes(value) not in _EMPTY
+        for name, value in choice.delta.items()
+        if name != "role"
+    )
+    return choice.finish_reason in _GIVEN_UP and not has_text
 
 
 def _counts_none(data: bytes) -> bool:

@@ -10,9 +10,11 @@ bits), and a collision would be a wrong estimate, not a wrong answer.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -48,6 +50,19 @@ _PLACE = b"[%d]" % secrets.randbits(63)
 BILLING = "x-anthropic-billing-header"
 _MARK = "cache_control"
 _HINTS = (_MARK.encode(), BILLING.encode())
+
+# Fields whose strings are text to the model, whatever stands in them.
+_TEXTS = frozenset(
+    {"arguments", "content", "input", "instructions", "output", "prompt", "system"}
+    | {"text", "thinking"}
+)
+# A picture, sound or file inside a chat counts as this many tokens: a picture of a
+# million pixels has 1,000 to 1,500 in common models.
+MEDIA_TOKENS = 1024
+# Bytes above which a string may be one; the model reads a shorter one at that price.
+_MEDIA_BYTES = MEDIA_TOKENS * BYTES_PER_TOKEN
+_MEDIA_HINTS = (b"base64", b'"image', b'"input_', b'"audio', b'"video', b'"file')
+_MEDIA = re.compile(r"\A(?:data:[^,]{0,200},)?[A-Za-z0-9+/=_\s-]+\Z")
 
 
 class BodyError(Exception):
@@ -97,6 +112,11 @@ class RequestBody(ABC, Generic[Payload]):
     def model(self) -> str | None:
         """The model, None for any."""
         return model_of(self.fields)
+
+    @property
+    def streams(self) -> bool:
+        """Return whether the answer is to be a stream."""
+        return self.text("stream") == b"true"
 
     @property
     def single(self) -> bool:
@@ -236,15 +256,42 @@ def _long_ids(raw: bytes) -> tuple[int, int] | None:
 
 
 def normalize_chat(raw: bytes) -> bytes:
-    """Remove from a part of a chat what changes each turn and no model sees.
+    """Leave what the model sees of a part of a chat, and what is the same each turn.
 
     Anthropic's clients mark the newest messages with `cache_control`, and move the
     marks with each turn. Claude Code begins its system prompt with a billing header
-    that has a hash of the request. Raises one of UNREADABLE.
+    that has a hash of the request. The bytes of pictures and other media are replaced
+    by their hash. Raises one of UNREADABLE.
     """
-    if not any(hint in raw for hint in _HINTS):
-        return raw
-    return _encode(_normalized(msgspec.json.decode(raw)))
+    if any(hint in raw for hint in _HINTS):
+        raw = _encode(_normalized(msgspec.json.decode(raw)))
+    if len(raw) > _MEDIA_BYTES and any(hint in raw for hint in _MEDIA_HINTS):
+        return _without_media(raw)
+    return raw
+
+
+def _without_media(raw: bytes) -> bytes:
+    """Replace media by their hash, and leave all other bytes as they are."""
+    value = msgspec.json.decode(raw)
+    media = {_encode(text)[1:-1] for text in _media(value)}
+    if not all(map(raw.__contains__, media)):  # a client may escape slashes
+        raw = _encode(value)
+    for encoded in media:
+        digest = hashlib.sha256(encoded).hexdigest().encode()
+        raw = raw.replace(encoded, digest * (_MEDIA_BYTES // len(digest)))
+    return raw
+
+
+def _media(value: Any, field: str = "") -> Iterator[str]:
+    """Yield the strings in a part of a chat that are media in base64."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _media(part, name)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _media(part, field)
+    elif isinstance(value, str) and len(value) > _MEDIA_BYTES and field not in _TEXTS:
+        yield from _MEDIA.findall(value)
 
 
 def _normalized(value: Any) -> Any:

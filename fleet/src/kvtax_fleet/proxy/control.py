@@ -8,25 +8,20 @@ address that others than this machine reach needs a token.
 from __future__ import annotations
 
 import ipaddress
-import socket
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
 from typing import NamedTuple
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
-from multidict import CIMultiDict
+from aiohttp import web
 
 from .core import Core
 from .decision_log import DecisionLog
-from .exchange import answer_error, answer_json, gets
-from .http_server import Request, answering
+from .failures import Failure
+from .http_server import Handle, error_response, gets, json_response
 from .kvindexd import Kvindexd, State
 from .metrics import Metrics
 from .settings import SettingsError, bearer
 from .tokenizer import Tokens
-from .upstream import Failure
-from .workers import Peers
 
 
 class ControlAddress(NamedTuple):
@@ -68,7 +63,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class Control:
-    """Answers for all workers, whichever is requested."""
+    """Answers to operators."""
 
     def __init__(
         self,
@@ -76,88 +71,47 @@ class Control:
         tokens: Tokens,
         decisions: DecisionLog,
         exact: Kvindexd | None,
-        peers: Peers,
     ) -> None:
         self._core = core
         self._decisions = decisions
         self._exact = exact
-        self._peers = peers
         self._metrics = Metrics(core, tokens, exact)
 
-    @asynccontextmanager
-    async def answered(
-        self, address: ControlAddress, bound: socket.socket | None
-    ) -> AsyncIterator[int]:
-        """Answer operators and other workers inside the context, which gives the port.
-
-        Raises OSError.
-        """
-        everything = {
+    def answer(self, address: ControlAddress) -> Handle:
+        """Return the handle for the requests that come to the address."""
+        handles = {
             "/health": self._get_health,
             "/metrics": self._get_metrics,
             "/breakdown": self._get_breakdown,
             "/decisions": self._get_decisions,
         }
-        own = {
-            "/counts": self._get_own_counts,
-            "/decisions": self._get_own_decisions,
-        }
-        at = address.host, address.port, bound
-        answer = gets(everything, address.authorization)
-        async with (
-            self._peers.answered(gets(own, self._peers.authorization)),
-            answering(answer, *at) as port,
-        ):
-            yield port
+        return gets(handles, address.authorization)
 
     async def _states(self) -> dict[str, State]:
         return {} if self._exact is None else await self._exact.states()
 
-    async def _get_health(self, request: Request) -> None:
+    async def _get_health(self, request: web.BaseRequest) -> web.Response:
         """Answer 200 while an instance is healthy, else 503."""
         ejected = self._core.health.ejected
         healthy = [name for name in self._core.instances if name not in ejected]
         body = msgspec.json.encode({"healthy": healthy, "ejected": sorted(ejected)})
-        answer_json(request, 200 if healthy else 503, body)
+        return json_response(200 if healthy else 503, body)
 
-    async def _get_metrics(self, request: Request) -> None:
-        others = await self._peers.counts()
-        text = self._metrics.prometheus(await self._states(), others)
-        kind = CIMultiDict({"Content-Type": "text/plain; version=0.0.4"})
-        request.whole(200, kind, text)
+    async def _get_metrics(self, request: web.BaseRequest) -> web.Response:
+        text = self._metrics.prometheus(await self._states())
+        kind = {"Content-Type": "text/plain; version=0.0.4"}
+        return web.Response(body=text, headers=kind)
 
-    async def _get_breakdown(self, request: Request) -> None:
-        others = await self._peers.counts()
-        breakdown = self._metrics.breakdown(await self._states(), others)
-        answer_json(request, 200, msgspec.json.encode(breakdown))
+    async def _get_breakdown(self, request: web.BaseRequest) -> web.Response:
+        breakdown = self._metrics.breakdown(await self._states())
+        return json_response(200, msgspec.json.encode(breakdown))
 
-    async def _get_decisions(self, request: Request) -> None:
+    async def _get_decisions(self, request: web.BaseRequest) -> web.Response:
         """Answer with the last `n` decisions, one a line as in the log, newest last."""
-        text = parse_qs(request.query).get("n", ["100"])[0]
+        text = request.rel_url.query.get("n", "100")
         if not text.isdecimal():
-            message = f"n={text!r} is no number of decisions"
-            answer_error(request, Failure(400, None, message))
-            return
+            failure = Failure(400, None, f"n={text!r} is no number of decisions")
+            return error_response(failure, request.path)
         lines = list(self._decisions.recent)
-        if others := await self._peers.decisions():
-            lines = sorted([*lines, *others], key=_at_ns)
-        _answer_lines(request, lines[max(0, len(lines) - int(text)) :])
-
-    async def _get_own_counts(self, request: Request) -> None:
-        answer_json(request, 200, msgspec.json.encode(self._metrics.counts()))
-
-    async def _get_own_decisions(self, request: Request) -> None:
-        _answer_lines(request, self._decisions.recent)
-
-
-class _Decision(msgspec.Struct):
-    at_ns: int
-
-
-def _at_ns(line: bytes) -> int:
-    return msgspec.json.decode(line, type=_Decision).at_ns
-
-
-def _answer_lines(request: Request, lines: Iterable[bytes]) -> None:
-    kind = CIMultiDict({"Content-Type": "application/jsonl"})
-    request.whole(200, kind, b"\n".join(lines))
+        body = b"\n".join(lines[max(0, len(lines) - int(text)) :])
+        return web.Response(body=body, content_type="application/jsonl")

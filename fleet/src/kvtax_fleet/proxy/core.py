@@ -15,43 +15,48 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from time import monotonic_ns
-from typing import Generic
+from typing import Any, Generic
+
+from multidict import CIMultiDict, MultiMapping
 
 from kvtax_fleet.policies import NoInstance, parameters_of
 from kvtax_fleet.records.instances import Instance
 
 from .apis import APIS, EVENT_ENDS, with_lf
-from .body import Payload
+from .body import Payload, RequestBody
 from .decision_log import DecisionLog
-from .exchange import Client, Exchange
+from .exchange import Answer, Client, Exact, Exchange, Upstream
+from .failures import ClientStalled, Failure, Lost, UnknownModel, Unreachable
 from .health import Health, Served
-from .http_server import ClientStalled
-from .kvindexd import Exact
-from .loads import FleetLoad, Seat
+from .loads import FleetLoad
 from .offload import UNTRIED, GivenUp, Offloader
 from .router import Mirror, Router
 from .session_affinity import Pins
 from .settings import Settings
-from .upstream import Answer, Failure, Lost, Unreachable, Upstream
 
 # Seconds for clients that read slowly to take the error when the proxy stops.
 STOP_GRACE_S = 1.0
 STOPPED = "the proxy was stopped"
 # Bytes before a chunk that are searched with it: no mark in apis.py is longer.
 _TAIL = 32
+# Statuses by which an instance refuses a request for what it is. Another instance
+# would, too.
+_REFUSALS = frozenset({400, 404, 405, 409, 411, 413, 415, 422})
+# Second attempts under way: this share of the requests in flight, or this number.
+MAX_RETRIES_SHARE, MIN_RETRIES = 0.2, 4
 log = logging.getLogger(__name__)
 
 
 class Core(Generic[Payload]):
     """Answers completion requests; decides, counts and remembers.
 
-    `settings` are resolved. `exact` is None without `--kvindexd`, `seat` for a proxy of
-    one process, `served` where all instances serve the same. `ended` counts requests by
-    (instance, status); `failed_open` counts decisions that took ejected instances for
-    healthy, because no other was left.
+    `settings` are resolved. `exact` is None without `--kvindexd`, `served` where all
+    instances serve the same. `ended` counts requests by (instance, status);
+    `failed_open` counts decisions that took ejected instances for healthy, because no
+    other was left.
     """
 
     def __init__(
@@ -62,12 +67,10 @@ class Core(Generic[Payload]):
         decisions: DecisionLog,
         exact: Exact[Payload] | None = None,
         now_ns: Callable[[], int] = monotonic_ns,
-        seat: Seat | None = None,
         served: Served | None = None,
     ) -> None:
         self.instances = {instance.name: instance for instance in instances}
-        rows = () if seat is None else (seat.shared.loads, seat.place)
-        self.loads = FleetLoad(self.instances, *rows)
+        self.loads = FleetLoad(self.instances)
         self.health = Health(instances, self._on_health, now_ns)
         self.mirror = Mirror(len(instances), settings.mirror_tokens)
         self.router = Router(
@@ -76,7 +79,7 @@ class Core(Generic[Payload]):
             parameters_of(settings.policy, settings.parameters),
             self.mirror,
             self.loads,
-            Pins() if seat is None else seat.shared.pins,
+            Pins(),
             decisions,
             now_ns,
         )
@@ -95,14 +98,36 @@ class Core(Generic[Payload]):
         self._now_ns = now_ns
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._retries = 0
+        self._compared: set[str] = set()
         self.stopping = False
         self.ended: Counter[tuple[str | None, str]] = Counter()
         self.failed_open = 0
+
+    def follow(self, instances: Sequence[Instance]) -> None:
+        """Replace the instances; those that stay keep sessions, state and mirror.
+
+        Requests in flight end where they are.
+        """
+        before = list(self.instances.values())
+        places = [before.index(each) if each in before else None for each in instances]
+        self.instances = {instance.name: instance for instance in instances}
+        self.loads.follow(self.instances)
+        self.health.follow(instances)
+        self.mirror.follow(places)
+        self.router.follow(instances)
+        if self._served is not None:
+            self._served.follow(instances)
 
     def _on_health(self, name: str, healthy: bool) -> None:
         """Empty the mirror of an ejected instance: it may restart without a cache."""
         if not healthy:
             self.mirror.clear(list(self.instances).index(name))
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is under way."""
+        return bool(self._tasks)
 
     async def handle(self, client: Client[Payload]) -> None:
         """Answer a request to one of the APIs."""
@@ -157,16 +182,15 @@ class Core(Generic[Payload]):
         if self._exact is not None:
             exchange.cached_tokens = await self._exact.cached_tokens(exchange.body)
         self._route(exchange, 0, set())
-        tried = {exchange.route.decision.instance}
-        with ExitStack() as exchange.visits:
-            try:
-                if await self._serve(exchange, tried):
-                    return
-            except Unreachable:
-                if len(self.instances) == 1:
-                    raise
-                self._route(exchange, 1, tried)
-            await self._serve(exchange, None)
+        with ExitStack() as exchange.in_flight:
+            if await self._attempt(exchange, is_last=False):
+                return
+            self._retries += 1
+            exchange.in_flight.callback(self._end_retry)
+            await self._attempt(exchange, is_last=True)
+
+    def _end_retry(self) -> None:
+        self._retries -= 1
 
     def _route(
         self, exchange: Exchange[Payload], attempt: int, tried: set[str]
@@ -194,60 +218,83 @@ class Core(Generic[Payload]):
         exchange.route = route = self.router.route(*request, without)
         exchange.end.instance = route.decision.instance
 
-    async def _serve(self, exchange: Exchange[Payload], tried: set[str] | None) -> bool:
+    async def _attempt(self, exchange: Exchange[Payload], is_last: bool) -> bool:
         """Request the chosen instance's answer and relay it.
 
-        Returns False instead if the answer of a suspect has failed, and an instance has
-        been chosen that is not in `tried` (None: no other may be).
+        Returns False instead if it has failed and another instance has been chosen.
+        Nothing has been sent to the client then.
         """
-        name = exchange.route.decision.instance
+        name, sender = exchange.route.decision.instance, exchange.sender
         flight = self.loads.flight(name, exchange.route.prompt_tokens)
-        exchange.visits.enter_context(self.health.visit(name))
+        exchange.in_flight.enter_context(self.health.attempt(name))
         with flight as exchange.flight:
             try:
                 answer = await self._request(exchange)
             except Failure as failure:
-                suspect = self.health.failed(failure)
-                if suspect and self._is_checked(exchange, name, tried):
+                suspect = self.health.failed(failure, sender)
+                if not is_last and self._is_moved(exchange, failure, suspect):
                     return False
-                if not isinstance(failure, Lost):
-                    self._judge(exchange, name, self.health.acquit)
+                self._judge(exchange, name, self.health.clear)
                 raise
-            if not _is_good(answer):
-                suspect = self.health.answered(name, well=False)
-                if suspect and self._is_checked(exchange, name, tried):
+            if answer.good:
+                self.health.begun(name)
+                self._judge(exchange, name, self._mark_outlier)
+                await self._relay(exchange, answer)
+                return True
+            suspect = self.health.answered(name, sender, well=False)
+            if not is_last:
+                refusal = Failure(answer.status, name, "")
+                if answer.status == 404:
+                    await self._find_model(exchange)
+                if self._is_moved(exchange, refusal, suspect):
                     answer.close()
                     return False
-                self._judge(exchange, name, self.health.acquit)
-            else:
-                self.health.begun(name)
-                self._judge(exchange, name, self._blame)
+            self._judge(exchange, name, self.health.clear)
             await self._relay(exchange, answer)
             return True
 
-    def _is_checked(
-        self, exchange: Exchange[Payload], suspect: str, tried: set[str] | None
+    async def _find_model(self, exchange: Exchange[Payload]) -> None:
+        """Read which instances serve the model, after one that does not."""
+        if self._served is None or exchange.body.model is None:
+            return
+        await self._served.read_again()
+        with suppress(UnknownModel):
+            exchange.lacking = await self._served.lacking(exchange.body.model)
+
+    def _is_moved(
+        self, exchange: Exchange[Payload], failure: Failure, suspect: bool
     ) -> bool:
-        """Choose an instance that fails less than a suspect; False without one."""
-        if tried is None:
+        """Choose another instance for a request that has failed; False without one."""
+        name = exchange.route.decision.instance
+        if isinstance(failure, Unreachable):
+            if len(self.instances) == 1:
+                return False
+            self._route(exchange, 1, {name})
+            return True
+        refused = failure.status in _REFUSALS and name not in exchange.lacking
+        limit = max(MIN_RETRIES, MAX_RETRIES_SHARE * len(self._tasks))
+        if (refused and not suspect) or self._retries >= limit:
             return False
-        try:
-            self._choose(exchange, 1, tried | self.health.no_witnesses(suspect))
-        except NoInstance:
-            return False
-        exchange.suspects.append(suspect)
-        return True
+        records = [self.health.without_better_record(name)]
+        if not suspect:
+            records.append(self.health.unavailable())
+        for out in records:
+            with suppress(NoInstance):
+                self._choose(exchange, 1, out | {name})
+                exchange.failed.append(name)
+                return True
+        return False
 
     def _judge(
         self, exchange: Exchange[Payload], name: str, verdict: Callable[[str], None]
     ) -> None:
-        """Pass a verdict on the suspects after which `name` has answered."""
-        for suspect in exchange.suspects:
-            if suspect != name:
-                verdict(suspect)
+        """Pass a verdict on the instances after which `name` has answered."""
+        for failed in exchange.failed:
+            if failed != name:
+                verdict(failed)
 
-    def _blame(self, name: str) -> None:
-        self.health.blame(name, "it has failed requests that another has answered")
+    def _mark_outlier(self, name: str) -> None:
+        self.health.mark_outlier(name, "it fails requests that another has answered")
 
     async def _relay(self, exchange: Exchange[Payload], answer: Answer) -> None:
         """Send the answer to the client, and note how it has ended."""
@@ -256,12 +303,53 @@ class Core(Generic[Payload]):
             await relay(exchange, answer, lambda: self.stopping, self._now_ns())
         finally:
             answer.close()
-            if answer.lost is not None:
-                self.health.failed(answer.lost)
-            elif end.status == "ok":
-                self.health.answered(name, well=True)
-            elif end.status == "failed" and answer.streams:
-                self.health.broke(name, str(end.error))
+            if end.status == "ok":
+                self.health.answered(name, exchange.sender, well=True)
+            elif end.status == "failed" and answer.good:
+                self._broke(exchange, name)
+
+    def _broke(self, exchange: Exchange[Payload], name: str) -> None:
+        """Note an answer that has failed after its beginning.
+
+        The client has a part of it, so that no other may follow. Another instance
+        answers the request of a suspect for the verdict alone.
+        """
+        suspect = self.health.answered(name, exchange.sender, well=False)
+        if not suspect or name in self._compared:
+            return
+        out = self.health.without_better_record(name) | exchange.lacking | {name}
+        others = [other for other in self.instances.values() if other.name not in out]
+        if not others:
+            return
+        witness = min(others, key=lambda other: self.loads[other.name].requests)
+        self._compared.add(name)
+        task = asyncio.create_task(self._compare(exchange, name, witness))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _compare(
+        self, exchange: Exchange[Payload], suspect: str, witness: Instance
+    ) -> None:
+        """Send the request to the witness; mark the suspect if that answers well."""
+        copy = Exchange(_Nobody(exchange.client, exchange.body), exchange.end.number)
+        copy.end.instance, copy.body = witness.name, exchange.body
+        try:
+            with self.loads.flight(
+                witness.name, copy.body.prompt_tokens
+            ) as copy.flight:
+                answer = await self._send(copy, witness, copy.body.raw)
+                try:
+                    await relay(copy, answer, lambda: True, self._now_ns())
+                finally:
+                    answer.close()
+        except Failure:
+            copy.end.status = "failed"
+        finally:
+            self._compared.discard(suspect)
+        if copy.end.status == "ok":
+            self._mark_outlier(suspect)
+        elif copy.end.status == "failed":
+            self.health.clear(suspect)
 
     async def _request(self, exchange: Exchange[Payload]) -> Answer:
         """Return the instance's answer, once its first byte is here."""
@@ -279,7 +367,16 @@ class Core(Generic[Payload]):
             assert peer is not None  # settings.check
             params = {"direct_read": {"host": peer.host, "port": peer.port}}
             payload = exchange.body.with_transfer(params)
-        return await self._upstream.request(d, exchange.path, exchange.headers, payload)
+        return await self._send(exchange, d, payload)
+
+    async def _send(
+        self, exchange: Exchange[Payload], instance: Instance, payload: Payload
+    ) -> Answer:
+        headers = exchange.client.headers
+        async with self.health.until_down(instance.name):
+            return await self._upstream.request(
+                instance, exchange.path, headers, payload, exchange.body.streams
+            )
 
     async def _offload(
         self, exchange: Exchange[Payload], p: Instance, d: Instance
@@ -289,49 +386,73 @@ class Core(Generic[Payload]):
         Returns None if D has to prefill itself; the end line's `fallback` says why.
         """
         end = exchange.end
-        exchange.visits.enter_context(self.health.visit(p.name))
+        exchange.in_flight.enter_context(self.health.attempt(p.name))
         try:
             answer = await self.offloader.offload(exchange, p, d)
         except GivenUp as error:
             refused = error.failure == "prefill_refused"
-            if refused and self.health.answered(p.name, well=False):
-                exchange.suspects.append(p.name)
+            if refused and self.health.answered(p.name, exchange.sender, well=False):
+                exchange.failed.append(p.name)
             if error.failure not in UNTRIED:
                 log.warning("request %s: %s; prefill on %s", end.id, error, d.name)
             end.fallback = str(error)
             return None
         self.health.begun(p.name)
-        self.health.answered(p.name, well=True)
+        self.health.answered(p.name, exchange.sender, well=True)
         end.prefill_instance = p.name
         return answer
 
 
+class _Nobody(Generic[Payload]):
+    """A Client that takes an answer for the sake of its end."""
+
+    name = ""
+
+    def __init__(self, client: Client[Payload], body: RequestBody[Payload]) -> None:
+        self.path, self.headers, self._body = client.path, client.headers, body
+
+    async def body(self) -> RequestBody[Payload]:
+        return self._body
+
+    def refuse(self, failure: Failure) -> None:
+        """Do nothing."""
+
+    async def begin(self, status: int, headers: MultiMapping[str]) -> None:
+        """Do nothing."""
+
+    async def write(self, chunk: bytes) -> None:
+        """Do nothing."""
+
+    async def end(self, chunk: bytes = b"") -> None:
+        """Do nothing."""
+
+    async def break_off(self, failure: Failure) -> None:
+        """Do nothing."""
+
+
 async def relay(
-    exchange: Exchange[Payload],
+    exchange: Exchange[Any],
     answer: Answer,
     stopping: Callable[[], bool],
     now_ns: int,
 ) -> None:
     """Send an answer, begun `now_ns`, to the client; fill in the exchange's end line.
 
-    Raises ConnectionResetError if the client is gone, or takes nothing for too long.
+    Raises ConnectionResetError if the client is gone, or takes nothing for too long;
+    and Lost if an answer that is no stream breaks off.
     """
-    end, headers, client = exchange.end, answer.headers, exchange.client
+    end, client = exchange.end, exchange.client
+    headers: CIMultiDict[str] = answer.headers
     headers["X-Kvtax-Instance"] = str(end.instance)
     if end.prefill_instance is not None:
         headers["X-Kvtax-Prefill"] = end.prefill_instance
     end.http_status = answer.status
     end.first_byte_ns = now_ns
     exchange.flight.first_token()
-    if not answer.streams:
-        end.status = "ok" if _is_good(answer) else "failed"
-        if end.status == "failed":
-            # Its text may quote the prompt, as vLLM's does.
-            kind = " and no result" if answer.status < 300 else ""
-            end.error = f"{end.instance} answered HTTP {answer.status}{kind}"
-        client.whole(answer.status, headers, answer.first)
-        return
     await client.begin(answer.status, headers)
+    if not answer.streams:
+        await _pass_on(exchange, answer)
+        return
     failure = None
     try:
         await _stream(exchange, answer)
@@ -349,19 +470,25 @@ async def relay(
     await client.end()
 
 
-def _is_good(answer: Answer) -> bool:
-    """Return whether an answer is a stream or a result in JSON.
+async def _pass_on(exchange: Exchange[Any], answer: Answer) -> None:
+    """Pass on an answer that is no stream as it comes. Raises Lost."""
+    client, end, chunk = exchange.client, exchange.end, answer.first
+    try:
+        while not answer.at_end:
+            await client.write(chunk)
+            chunk = await answer.chunk()
+    except Lost:
+        end.status = "failed"
+        raise
+    end.status = "ok" if answer.good else "failed"
+    if not answer.good:
+        # Its text may quote the prompt, as vLLM's does.
+        kind = " and no result" if answer.status < 300 else ""
+        end.error = f"{end.instance} answered HTTP {answer.status}{kind}"
+    await client.end(chunk)
 
-    What stands before an instance may answer for it, with a redirect or a page.
-    """
-    if answer.streams:
-        return True
-    begin = answer.first[:16].lstrip()
-    is_result = begin.startswith(b"{") and not begin.startswith(b'{"error"')
-    return 200 <= answer.status < 300 and is_result
 
-
-async def _stream(exchange: Exchange[Payload], answer: Answer) -> None:
+async def _stream(exchange: Exchange[Any], answer: Answer) -> None:
     """Pass the chunks on as fast as the client takes them. Raises Failure.
 
     A last chunk that is known to be the last goes out in one write with the end.

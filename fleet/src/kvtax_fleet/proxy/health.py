@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of the instances: their health, and the models that they serve.
 
-An instance is ejected after failures, and back by /health and by one request.
-
-An instance that fails fast has nothing in flight, so policies that go by load would
-send it nearly everything. Two rules eject. One is for an instance that may be down: it
-refuses connections, goes silent or breaks off, requests and polls alike. The other is
-for an outlier, whose answers fail where those of others do not, whatever their status.
-A client may be to blame for a failed answer, so another instance answers the same
-request before an outlier is ejected.
+An instance that is down refuses connections or fails polls of /health; it is back with
+a good poll. An outlier answers polls and fails requests: it would have nothing in
+flight, so that policies that go by load would send it nearly everything. A client may
+be to blame for a failed answer, so an outlier is ejected only after another instance
+has answered the same request.
 
 Time comes from a clock that the caller gives; only what is called forever sleeps.
 """
@@ -17,23 +14,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from kvtax_fleet.records.instances import Instance
 
-from .upstream import Failure, Lost, Models, UnknownModel, Unreachable
+from .failures import Failure, Lost, UnknownModel, Unreachable
 
 POLL_EVERY_S = 1.0
-# Failures in a row, of requests and polls together, that show that an instance may be
-# down; a good poll or answer ends the row. One refused connection is enough.
-MAX_FAILURES = 3
+# Failed polls in a row that show that an instance is down.
+MAX_FAILED_POLLS = 3
 # An instance is suspect if so many of its last answers have failed (Envoy and
-# vllm-router eject after 5 and 10 in a row).
+# vllm-router eject after 5 and 10 in a row), for this share of its last senders.
 WINDOW = 10
 SUSPECT_FAILURES = 5
-# Share of the instances that the rule for outliers may have ejected at once.
+SUSPECT_SENDERS_SHARE = 0.5
+# Share of the instances that may be out as outliers.
 MAX_OUTLIERS_SHARE = 0.5
 # Seconds that an ejected instance stays out at least. They double each time that it is
 # ejected again before it is trusted: /health may be all it still answers.
@@ -46,31 +44,52 @@ MODELS_EVERY_S = 30.0
 MODELS_AGAIN_S = 1.0
 log = logging.getLogger(__name__)
 Probe = Callable[[Instance], Awaitable[None]]
+# By name, as /v1/models has them.
+Models = dict[str, dict[str, Any]]
+# Returns None for an instance that lists none; raises OSError without an answer.
 ListModels = Callable[[Instance], Awaitable[Models | None]]
 
 
 class _State:
     """Health of one instance.
 
-    `row`: failures in a row. `failed`: whether each of the last answers has failed.
-    `good`: good answers since its return; None while it is trusted. `by_poll`: whether
-    it returns by a good poll only. `on_trial`: back, and one request at a time until an
-    answer begins; `trial` is that request's visit while it is under way.
+    `failed_polls`: in a row. `failed`: whether each of the last answers has failed;
+    `senders`: the same of the last answer to each sender. `good`: good answers since
+    its return; None while it is trusted. `is_down`: whether it returns by a good poll
+    only. `on_trial`: back, and one request at a time until an answer begins; `trial` is
+    that attempt while it is under way. `waiting`: limits of attempts without an answer.
     """
 
     def __init__(self) -> None:
-        self.row = 0
+        self.failed_polls = 0
         self.failed: deque[bool] = deque(maxlen=WINDOW)
+        self.senders: OrderedDict[str, bool] = OrderedDict()
         self.good: int | None = None
         self.out_s = MIN_OUT_S
         self.back_at_ns = 0
-        self.by_poll = self.on_trial = False
+        self.is_down = self.on_trial = False
         self.trial: object | None = None
+        self.waiting: set[asyncio.Timeout] = set()
+
+    def add(self, sender: str, failed: bool) -> None:
+        self.failed.append(failed)
+        self.senders[sender] = failed
+        self.senders.move_to_end(sender)
+        if len(self.senders) > WINDOW:
+            self.senders.popitem(last=False)
+
+    def clear(self) -> None:
+        self.failed.clear()
+        self.senders.clear()
 
     @property
-    def suspect(self) -> bool:
+    def is_suspect(self) -> bool:
         """True if its next failed answer may eject it."""
-        return self.good is not None or self.failed.count(True) >= SUSPECT_FAILURES
+        if self.good is not None:
+            return True
+        share = sum(self.senders.values()) / max(1, len(self.senders))
+        failures = self.failed.count(True)
+        return failures >= SUSPECT_FAILURES and share >= SUSPECT_SENDERS_SHARE
 
     @property
     def failed_share(self) -> float:
@@ -93,25 +112,37 @@ class Health:
         self._now_ns = now_ns
         self._states = {instance.name: _State() for instance in instances}
         self._on_change = on_change
+        self._polled: set[str] = set()
         self.ejected: set[str] = set()
         self.ejections = 0
+
+    def follow(self, instances: Sequence[Instance]) -> None:
+        """Replace the instances; one that stays as it was keeps its state."""
+        kept = set(self._instances) & set(instances)
+        states = {instance.name: self._states[instance.name] for instance in kept}
+        self._instances = instances
+        self._states = {
+            instance.name: states.get(instance.name) or _State()
+            for instance in instances
+        }
+        self.ejected &= states.keys()
 
     def unavailable(self) -> set[str]:
         """Return the instances to leave out: ejected, or on trial with a request."""
         for name in list(self.ejected):
-            if not self._states[name].by_poll:
+            if not self._states[name].is_down:
                 self._return(name)
         trials = {name for name, state in self._states.items() if state.trial}
         return self.ejected | trials
 
     @contextmanager
-    def visit(self, name: str) -> Iterator[None]:
+    def attempt(self, name: str) -> Iterator[None]:
         """Send a request to the instance inside the context: its trial, if one is due.
 
         The trial ends as soon as an answer begins, or with the context. That must hold
         until another instance has answered in place of a suspect.
         """
-        state, own = self._states[name], object()
+        state, own = self._state(name), object()
         if state.on_trial and state.trial is None:
             state.trial = own
         try:
@@ -120,104 +151,101 @@ class Health:
             if state.trial is own:
                 state.trial = None
 
+    @asynccontextmanager
+    async def until_down(self, name: str) -> AsyncIterator[None]:
+        """Wait for an instance's answer inside the context. Raises Lost if it is down.
+
+        An answer may take as long as its client waits, so there is no other limit.
+        """
+        state = self._state(name)
+        try:
+            async with asyncio.timeout(None) as limit:
+                state.waiting.add(limit)
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Lost(502, name, f"{name} is down: its polls fail") from None
+        finally:
+            state.waiting.discard(limit)
+
     def begun(self, name: str) -> None:
         """Note that a good answer has begun."""
-        self._states[name].on_trial, self._states[name].trial = False, None
+        state = self._state(name)
+        state.on_trial, state.trial = False, None
 
-    def answered(self, name: str, well: bool) -> bool:
+    def answered(self, name: str, sender: str, well: bool) -> bool:
         """Note a whole answer. Return whether a failed one makes the instance suspect.
 
-        Then another instance should answer the request: `blame` or `acquit` follows.
+        Then another instance should answer the request: `mark_outlier` or `clear`
+        follows.
         """
-        state = self._states[name]
-        state.row = 0
-        state.failed.append(not well)
+        state = self._state(name)
+        state.add(sender, not well)
         if not well:
-            return state.suspect
+            return state.is_suspect
         if state.good is not None and name not in self.ejected:
             state.good += 1
             if state.good >= TRUSTED_AFTER:
                 state.good, state.out_s = None, MIN_OUT_S
         return False
 
-    def no_witnesses(self, suspect: str) -> set[str]:
+    def without_better_record(self, suspect: str) -> set[str]:
         """Return the instances that may fail for the reason for which a suspect does.
 
         They are unavailable, not trusted, or fail at least as large a share.
         """
-        share = self._states[suspect].failed_share
+        share = self._state(suspect).failed_share
         return self.unavailable() | {
             name
             for name, state in self._states.items()
             if state.good is not None or state.failed_share >= share
         }
 
-    def acquit(self, name: str) -> None:
-        """Forget the failures of a suspect: another instance has failed alike."""
-        self._states[name].failed.clear()
+    def clear(self, name: str) -> None:
+        """Forget the failures of an instance: another has failed alike."""
+        self._state(name).clear()
 
-    def blame(self, name: str, why: str) -> None:
+    def mark_outlier(self, name: str, why: str) -> None:
         """Eject a suspect, unless too many are out: another has answered well."""
         outliers = len(self.ejected) + 1
-        if outliers <= MAX_OUTLIERS_SHARE * len(self._instances):
+        is_suspect = self._state(name).is_suspect
+        if is_suspect and outliers <= MAX_OUTLIERS_SHARE * len(self._instances):
             self._eject(name, why)
 
-    def failed(self, failure: Failure) -> bool:
+    def failed(self, failure: Failure, sender: str) -> bool:
         """Note the failure of a request. Return as `answered`.
 
-        The proxy's own failures do not count. An instance that may be down is ejected.
+        The proxy's own failures do not count. An instance that refuses connections is
+        down.
         """
         name = failure.instance
         if name is None:
             return False
-        if not isinstance(failure, Lost):
-            return self.answered(name, well=False)
-        state = self._states[name]
-        state.failed.append(True)
-        self._lost(failure, 1 if state.suspect else MAX_FAILURES)
-        return False
+        if isinstance(failure, Unreachable):
+            self._down(name, failure)
+            return False
+        return self.answered(name, sender, well=False)
 
-    def broke(self, name: str, why: str) -> None:
-        """Note an answer that has failed after its beginning.
+    def _state(self, name: str) -> _State:
+        """Return an instance's state, a new one if it has been taken out meanwhile."""
+        return self._states.get(name) or _State()
 
-        No other instance can answer that request, so it is the others' answers that a
-        suspect is compared with.
-        """
-        if self.answered(name, well=False) and self._others_do_better(name):
-            self.blame(name, why)
-
-    def _others_do_better(self, name: str) -> bool:
-        """Return whether the others' share of failed answers is below half of its."""
-        others = [
-            failed
-            for other, state in self._states.items()
-            if other != name
-            for failed in state.failed
-        ]
-        limit = self._states[name].failed_share / 2
-        return bool(others) and sum(others) / len(others) < limit
-
-    def _lost(self, failure: Lost, limit: int) -> None:
-        """Eject an instance that may be down after `limit` failures in a row."""
-        name = failure.instance
-        if name is None:
-            return
-        state = self._states[name]
-        state.row += 1
-        if isinstance(failure, Unreachable) or state.row >= limit:
+    def _down(self, name: str, failure: Failure) -> None:
+        if name in self._states:
             self._eject(name, str(failure))
-            state.by_poll = True
+            self._states[name].is_down = True
 
     def _eject(self, name: str, why: str) -> None:
-        if name in self.ejected:
+        if name in self.ejected or name not in self._states:
             return
         state = self._states[name]
         self.ejected.add(name)
         self.ejections += 1
         state.back_at_ns = self._now_ns() + int(state.out_s * 1e9)
         state.out_s = min(MAX_OUT_S, 2 * state.out_s)
-        state.good, state.by_poll, state.trial = 0, False, None
-        state.failed.clear()
+        state.good, state.is_down, state.trial = 0, False, None
+        state.clear()
         log.warning("%s ejected: %s", name, why)
         if len(self.ejected) == len(self._instances):
             log.warning("all are ejected: requests go to them as if none were")
@@ -235,24 +263,42 @@ class Health:
 
     async def poll_forever(self, probe: Probe) -> None:
         """Poll every instance until cancelled; `probe` raises Failure."""
-        await asyncio.gather(
-            *(self._poll(probe, instance) for instance in self._instances)
-        )
+        async with asyncio.TaskGroup() as polls:
+            while True:
+                await asyncio.sleep(POLL_EVERY_S)
+                for instance in self._instances:
+                    if instance.name not in self._polled:
+                        polls.create_task(self.poll(probe, instance))
 
-    async def _poll(self, probe: Probe, instance: Instance) -> None:
+    async def poll(self, probe: Probe, instance: Instance) -> None:
+        """Poll an instance."""
         name = instance.name
-        while True:
-            await asyncio.sleep(POLL_EVERY_S)
-            try:
-                await probe(instance)
-            except Lost as error:
-                self._lost(error, MAX_FAILURES)
-            except Exception:  # and the next poll may be good
-                log.exception("/health of %s", name)
-            else:
-                self._states[name].row = 0
-                if name in self.ejected:
-                    self._return(name)
+        self._polled.add(name)
+        try:
+            await probe(instance)
+        except Lost as error:
+            if instance in self._instances:
+                self._failed_poll(name, error)
+        except Exception:  # and the next poll may be good
+            log.exception("/health of %s", name)
+        else:
+            self._state(name).failed_polls = 0
+            if name in self.ejected:
+                self._return(name)
+        finally:
+            self._polled.discard(name)
+
+    def _failed_poll(self, name: str, failure: Lost) -> None:
+        """Eject an instance that is down, and end the attempts that wait for it."""
+        if failure.instance is None:
+            return
+        state = self._states[name]
+        state.failed_polls += 1
+        is_down = state.failed_polls == MAX_FAILED_POLLS
+        if is_down or isinstance(failure, Unreachable):
+            self._down(name, failure)
+        while is_down and state.waiting:
+            state.waiting.pop().reschedule(0)
 
 
 class Served:
@@ -269,17 +315,32 @@ class Served:
         self._now_ns = now_ns
         self._read_ns = 0
         self._lock = asyncio.Lock()
-        self._models: dict[str, Models] = {}
+        # Of the instances that have answered; None for one that lists none.
+        self._models: dict[Instance, Models | None] = {}
+
+    def follow(self, instances: Sequence[Instance]) -> None:
+        """Replace the instances; the lists of those that stay are kept."""
+        self._instances = instances
+        self._models = {
+            instance: models
+            for instance, models in self._models.items()
+            if instance in instances
+        }
+
+    def is_read(self, instance: Instance) -> bool:
+        return instance in self._models
 
     @property
     def same(self) -> bool:
-        """True if all lists are the same."""
-        first, *others = self._models.values() or ({},)
+        """True if all lists have been read and are the same."""
+        if len(self._models) < len(self._instances):
+            return False
+        first, *others = (*filter(None, self._models.values()),) or ({},)
         return all(models.keys() == first.keys() for models in others)
 
     def together(self) -> Models:
         """Return the models of all instances."""
-        lists = (self._models.get(each.name, {}) for each in self._instances)
+        lists = (self._models.get(each) or {} for each in self._instances)
         return {name: model for models in lists for name, model in models.items()}
 
     async def lacking(self, model: str | None) -> set[str]:
@@ -291,24 +352,39 @@ class Served:
             return set()
         lacking = self._lacking(model)
         if len(lacking) == len(self._instances):
-            async with self._lock:
-                if self._now_ns() - self._read_ns >= MODELS_AGAIN_S * 1e9:
-                    await self.read()
+            await self.read_again()
             lacking = self._lacking(model)
         if len(lacking) == len(self._instances):
             raise UnknownModel(model)
         return lacking
 
     def _lacking(self, model: str) -> set[str]:
-        return {name for name, models in self._models.items() if model not in models}
+        """Return those that do not list the model, or may, if another does."""
+        listed = [each for each, models in self._models.items() if models]
+        serving = [each for each in listed if model in (self._models[each] or ())]
+        unread = [each for each in self._instances if each not in self._models]
+        left_out = {*listed} - {*serving} | {*(unread if serving else ())}
+        return {instance.name for instance in left_out}
+
+    async def read_again(self) -> None:
+        """Read all lists, unless they have just been read."""
+        async with self._lock:
+            if self._now_ns() - self._read_ns >= MODELS_AGAIN_S * 1e9:
+                await self.read()
 
     async def read(self) -> None:
         """Read the lists of all instances; one that does not answer keeps its own."""
         self._read_ns = self._now_ns()
-        lists = await asyncio.gather(*map(self._list_models, self._instances))
-        for instance, models in zip(self._instances, lists, strict=True):
-            if models is not None:
-                self._models[instance.name] = models
+        await asyncio.gather(*map(self.read_of, self._instances))
+
+    async def read_of(self, instance: Instance) -> None:
+        """Read the list of an instance."""
+        try:
+            models = await self._list_models(instance)
+        except OSError:
+            return
+        if instance in self._instances:
+            self._models[instance] = models
 
     async def read_forever(self) -> None:
         """Read the lists at intervals until cancelled."""

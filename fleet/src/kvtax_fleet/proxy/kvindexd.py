@@ -8,22 +8,21 @@ request may be all that it does not answer, so a prompt of one token is looked u
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import ssl
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlencode
 
+import aiohttp
 import msgspec
-from multidict import CIMultiDict
+from yarl import URL
 
 from kvtax_fleet.records.instances import unusable
 
 from .apis import UNREADABLE
-from .body import Payload, RequestBody
-from .http_client import Pool
+from .body import RequestBody
 from .settings import SettingsError, bearer
 
 TIMEOUT_S = 1.0
@@ -31,7 +30,7 @@ TIMEOUT_S = 1.0
 KEEPALIVE_S = 60.0
 # Seconds without look-ups after an error, lest request after request waits.
 PAUSE_S = 1.0
-ERRORS = (OSError, *UNREADABLE)
+ERRORS = (OSError, aiohttp.ClientError, *UNREADABLE)
 # Statuses with which a request is refused that is at fault itself.
 REFUSALS = frozenset({400, 413, 414, 431})
 # Bytes of a query, above which the request goes as JSON, and of a prompt, above which
@@ -89,17 +88,6 @@ _states = msgspec.json.Decoder(States).decode
 _string = msgspec.json.Decoder(str).decode
 
 
-class Exact(Protocol[Payload]):
-    """A source of the exact cache state."""
-
-    async def cached_tokens(self, body: RequestBody[Payload]) -> list[int] | None:
-        """Return the tokens of the prompt's longest cached prefix for each instance.
-
-        None where they are unknown. At most all but the last token: vLLM computes at
-        least one.
-        """
-
-
 class Kvindexd:
     """A running kvindexd; `names` are the instances in the order of its answers.
 
@@ -124,11 +112,12 @@ class Kvindexd:
                 f"--kvindexd {address}: unix:///PATH, tcp://HOST:PORT or "
                 "tls://HOST:PORT is needed"
             )
-        root = {"unix": address, "tcp": f"http://{where}", "tls": f"https://{where}"}
-        self._url = root[scheme]
+        root = {"unix": "http://kvindexd", "tcp": f"http://{where}"}
+        self._url = root.get(scheme, f"https://{where}")
+        self._socket = where if scheme == "unix" else None
         if scheme != "unix" and (why := unusable(self._url)):
             raise SettingsError(f"--kvindexd {address}: {why}")
-        self._headers = CIMultiDict({"Content-Type": "application/json"})
+        self._headers = {"Content-Type": "application/json"}
         if token_file is not None:
             self._headers["Authorization"] = bearer("--kvindexd-token-file", token_file)
         self._tls = _trusted(ca_file) if scheme == "tls" else None
@@ -139,28 +128,50 @@ class Kvindexd:
 
     async def __aenter__(self) -> Kvindexd:
         """Raise SettingsError if it does not answer, or follows other instances."""
-        self._pool = Pool(TIMEOUT_S, TIMEOUT_S, KEEPALIVE_S, self._tls)
+        self._session = aiohttp.ClientSession(
+            connector=self._connector(),
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            headers=self._headers,
+        )
+        try:
+            await self.follow(self._names)
+        except BaseException:
+            await self._session.close()
+            raise
+        return self
+
+    def _connector(self) -> aiohttp.BaseConnector:
+        if self._socket is not None:
+            return aiohttp.UnixConnector(
+                self._socket, limit=0, keepalive_timeout=KEEPALIVE_S
+            )
+        tls = True if self._tls is None else self._tls
+        return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=tls)
+
+    async def follow(self, names: Sequence[str]) -> None:
+        """Replace the instances.
+
+        Raises SettingsError if it does not answer, or follows others.
+        """
         try:
             states = await self._read_states()
             await self._look_up_any()
         except ERRORS as error:
-            self._pool.close()
             raise SettingsError(
                 f"no kvindexd answers at {self._address} ({error!r}): start it, or "
                 "correct --kvindexd, --kvindexd-token-file and --kvindexd-ca-file"
             ) from None
-        if unknown := [name for name in self._names if name not in states]:
-            self._pool.close()
+        if unknown := [name for name in names if name not in states]:
             raise SettingsError(
                 f"the kvindexd at {self._address} does not follow {unknown[0]!r}: give "
                 "it and the proxy the same instances file"
             )
-        return self
+        self._names = names
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._pool.close()
+        await self._session.close()
 
-    async def cached_tokens(self, body: RequestBody[Any]) -> list[int] | None:
+    async def cached_tokens(self, body: RequestBody[Any]) -> dict[str, int] | None:
         """Look a prompt up: unknown without token ids, and without an answer."""
         if not body.has_ids or len(body.prompt) > MAX_PROMPT_BYTES:
             return None
@@ -193,7 +204,7 @@ class Kvindexd:
             log.warning("kvindexd at %s: %r", self._address, error)
             return {}
 
-    async def _look_up(self, body: RequestBody[Any]) -> list[int] | None:
+    async def _look_up(self, body: RequestBody[Any]) -> dict[str, int] | None:
         """Return None for a prompt that kvindexd refuses: vLLM reports the reason."""
         fields = {name: body.text(name) for name in ("model", "cache_salt")}
         query = {
@@ -211,7 +222,7 @@ class Kvindexd:
         several = len(encoded) > MAX_QUERY_BYTES
         found = _batch(text).answers[0] if several else _holdings(text)
         tokens = {holding.name: holding.tokens for holding in found.instances}
-        return [tokens.get(name, 0) for name in self._names]
+        return {name: tokens.get(name, 0) for name in self._names}
 
     async def _look_up_any(self) -> None:
         """Look any prompt up. Raises one of ERRORS."""
@@ -225,14 +236,9 @@ class Kvindexd:
         self, method: str, path: str, body: bytes = b""
     ) -> tuple[int, bytes]:
         """Return status and body. Raises one of ERRORS."""
-        async with asyncio.timeout(TIMEOUT_S):
-            answer = await self._pool.request(
-                method, self._url, path, self._headers, body
-            )
-            try:
-                text = await answer.read()
-            finally:
-                answer.close()
+        url = URL(self._url + path, encoded=True)
+        async with self._session.request(method, url, data=body or None) as answer:
+            text = await answer.read()
         if answer.status != 200 and answer.status not in REFUSALS:
             raise OSError(f"HTTP {answer.status}")
         return answer.status, text

@@ -26,10 +26,10 @@ from kvtax_fleet.records.decisions import Offload, OffloadFailure
 from kvtax_fleet.records.instances import Instance
 
 from .body import Payload
-from .exchange import Exchange
+from .exchange import Answer, Exchange, Upstream, rest_of
+from .failures import Failure, Lost, Unreachable
 from .health import Health
 from .loads import FleetLoad
-from .upstream import Answer, Failure, Lost, Unreachable, Upstream
 
 log = logging.getLogger(__name__)
 # Sends a request with these kv_transfer_params.
@@ -176,7 +176,8 @@ class Offloader(Generic[Payload]):
         self, exchange: Exchange[Payload], p: Instance, d: Instance, offload: Offload
     ) -> Answer:
         self._require_possible(exchange, p, d)
-        route, path, headers = exchange.route, exchange.path, exchange.headers
+        route, path, headers = exchange.route, exchange.path, exchange.client.headers
+        sender = exchange.sender
         # Counted from the decision on: a policy that caps the offloads under way must
         # see this one at once. Counted until P has answered, which may be after D has.
         counted = ExitStack()
@@ -189,17 +190,18 @@ class Offloader(Generic[Payload]):
             with counted:
                 payload = exchange.body.prefill_only(params)
                 offload.prefill_asked_ns = self._now_ns()
-                answer = await self._prefill(p, path, headers, payload, limit_s)
+                answer = await self._prefill(p, path, headers, payload, limit_s, sender)
                 offload.prefilled_ns = self._now_ns()
                 return answer
 
         async def decode(params: dict[str, Any]) -> Answer:
             payload = exchange.body.with_transfer(params)
             offload.decode_asked_ns = self._now_ns()
-            return await self._upstream.request(d, path, headers, payload)
+            streams = exchange.body.streams
+            return await self._upstream.request(d, path, headers, payload, streams)
 
         try:
-            return await self._transfer(p, d, prefill, decode, limit_s)
+            return await self._transfer(p, d, prefill, decode, limit_s, sender)
         except BaseException:
             counted.close()
             raise
@@ -222,14 +224,20 @@ class Offloader(Generic[Payload]):
             raise GivenUp("resting", why)
 
     async def _transfer(
-        self, p: Instance, d: Instance, prefill: Send, decode: Send, limit_s: float
+        self,
+        p: Instance,
+        d: Instance,
+        prefill: Send,
+        decode: Send,
+        limit_s: float,
+        sender: str,
     ) -> Answer:
         """Return D's answer, by the protocol of D's connector."""
         if d.connector == "nixl":
             prefilled = await prefill({"do_remote_decode": True})
             return await self._decode(decode(_params_of(prefilled, p)), d)
         transfer_id = uuid.uuid4().hex
-        pull = await self._pull_params(p, transfer_id, limit_s)
+        pull = await self._pull_params(p, transfer_id, limit_s, sender)
         send = {"do_remote_decode": True, "transfer_id": transfer_id}
         return await self._at_once(prefill(send), decode(pull), d)
 
@@ -264,28 +272,37 @@ class Offloader(Generic[Payload]):
         headers: MultiMapping[str],
         payload: Payload,
         limit_s: float,
+        sender: str,
     ) -> Answer:
-        """Prefill on P. Raises GivenUp."""
+        """Prefill on P; all of its answer becomes its `first`. Raises GivenUp."""
         try:
             async with asyncio.timeout(limit_s):
-                answer = await self._upstream.request(p, path, headers, payload)
+                answer = await self._upstream.request(p, path, headers, payload, False)
+                try:
+                    answer.first = await rest_of(answer)
+                finally:
+                    answer.close()
         except TimeoutError:
             why = f"prefill on {p.name} took over {limit_s:g} s"
-            self._give_up(p, Lost(504, p.name, why), "prefill_slow", why)
+            self._give_up(Lost(504, p.name, why), sender, "prefill_slow", p, why)
         except Failure as error:
             why = f"prefill on {p.name}: {error}"
-            self._give_up(p, error, "prefill_lost", why)
-        answer.close()
+            self._give_up(error, sender, "prefill_lost", p, why)
         if answer.status != 200:
             why = f"prefill on {p.name}: HTTP {answer.status}"
             raise GivenUp("prefill_refused", why)
         return answer
 
     def _give_up(
-        self, p: Instance, error: Failure, failure: OffloadFailure, why: str
+        self,
+        error: Failure,
+        sender: str,
+        failure: OffloadFailure,
+        p: Instance,
+        why: str,
     ) -> NoReturn:
         self._engine_ids.pop(p.name, None)
-        self._health.failed(error)
+        self._health.failed(error, sender)
         raise GivenUp(failure, why)
 
     async def _decode(self, decode: Awaitable[Answer], d: Instance) -> Answer:
@@ -309,10 +326,10 @@ class Offloader(Generic[Payload]):
         return answer
 
     async def _pull_params(
-        self, p: Instance, transfer_id: str, limit_s: float
+        self, p: Instance, transfer_id: str, limit_s: float, sender: str
     ) -> dict[str, Any]:
         if p.name not in self._engine_ids:
-            self._engine_ids[p.name] = await self._engine_id(p, limit_s)
+            self._engine_ids[p.name] = await self._engine_id(p, limit_s, sender)
         return {
             "do_remote_prefill": True,
             "transfer_id": transfer_id,
@@ -320,16 +337,17 @@ class Offloader(Generic[Payload]):
             "remote_engine_id": self._engine_ids[p.name],
         }
 
-    async def _engine_id(self, p: Instance, limit_s: float) -> str:
+    async def _engine_id(self, p: Instance, limit_s: float, sender: str) -> str:
         """Read P's engine id from its bootstrap server. Raises GivenUp."""
         try:
             async with asyncio.timeout(limit_s):
                 return await self._upstream.engine_id(p)
         except TimeoutError:
             why = f"prefill on {p.name}: {p.bootstrap_url} took over {limit_s:g} s"
-            self._give_up(p, Lost(504, p.name, why), "no_engine_id", why)
+            self._give_up(Lost(504, p.name, why), sender, "no_engine_id", p, why)
         except Failure as error:
-            self._give_up(p, error, "no_engine_id", f"prefill on {p.name}: {error}")
+            why = f"prefill on {p.name}: {error}"
+            self._give_up(error, sender, "no_engine_id", p, why)
 
 
 def _params_of(prefilled: Answer, p: Instance) -> dict[str, Any]:

@@ -115,6 +115,16 @@ class Mirror:
             self.tokens[instance] -= tokens
             self._index.discard(key, instance)
 
+    def follow(self, places: Sequence[int | None]) -> None:
+        """Replace the instances by those that had these places; None for new ones."""
+        pieces, tokens = self._pieces, self.tokens
+        self._pieces = [OrderedDict() if at is None else pieces[at] for at in places]
+        self.tokens = [0.0 if at is None else tokens[at] for at in places]
+        self._index = PrefixIndex(len(places))
+        for place, keys in enumerate(self._pieces):
+            for key in keys:
+                self._index.add(key, place)
+
     def clear(self, instance: int) -> None:
         for key in self._pieces[instance]:
             self._index.discard(key, instance)
@@ -148,8 +158,7 @@ class Router:
         log: DecisionLog,
         now_ns: Callable[[], int],
     ) -> None:
-        self._instances = instances
-        self._place = {instance.name: place for place, instance in enumerate(instances)}
+        self.follow(instances)
         self._decide = POLICIES[policy].decide
         self._parameters = parameters
         self._mirror = mirror
@@ -157,15 +166,20 @@ class Router:
         self._log = log
         self._now_ns = now_ns
         self._pins = pins
+        self.decision_us: deque[float] = deque(maxlen=10_000)
+
+    def follow(self, instances: Sequence[Instance]) -> None:
+        """Replace the instances; sessions stay where they are."""
+        self._instances = instances
+        self._place = {instance.name: place for place, instance in enumerate(instances)}
         self.difference_tokens = [0] * len(instances)
         self.differences = [0] * len(instances)
-        self.decision_us: deque[float] = deque(maxlen=10_000)
 
     def route(
         self,
         end: DecisionEnd,
         body: RequestBody[Any],
-        exact: list[int] | None,
+        exact: dict[str, int] | None,
         attempt: int,
         without: Collection[str],
     ) -> Route:
@@ -177,7 +191,9 @@ class Router:
         keys = body.keys()
         start_ns = self._now_ns()
         mirrored = self._mirrored(body, keys)
-        cached = mirrored if exact is None else exact
+        cached = mirrored
+        if exact is not None:
+            cached = [exact.get(each.name, 0) for each in self._instances]
         request = RequestInfo(end.session, body.prompt_tokens)
         snapshot = self._snapshot(end.session, cached, without)
         decision = self._decide(request, snapshot, self._parameters)
@@ -186,7 +202,7 @@ class Router:
         place = self._place[decision.instance]
         if exact is not None:
             self.differences[place] += 1
-            self.difference_tokens[place] += abs(mirrored[place] - exact[place])
+            self.difference_tokens[place] += abs(mirrored[place] - cached[place])
         source: Source = "mirror" if exact is None else "exact"
         self._log.decided(
             end, attempt, request, snapshot, decision, body.form, source, decision_us
@@ -207,12 +223,12 @@ class Router:
     def _snapshot(
         self, session: str | None, cached: list[int], without: Collection[str]
     ) -> Snapshot:
-        totals = self._loads.totals()
+        loads = self._loads
         candidates = []
         for place, instance in enumerate(self._instances):
             if instance.name in without:
                 continue
-            load = totals.instances[place]
+            load = loads[instance.name]
             candidates.append(
                 Candidate(
                     instance.name,
@@ -230,9 +246,9 @@ class Router:
         return Snapshot(
             candidates,
             pin and pin.instance,
-            totals.arrivals,
-            totals.offloads,
-            totals.offloaded,
+            loads.arrivals,
+            loads.offloads,
+            loads.offloaded,
             pin.turns if pin else 0,
             pin and pin.at_tokens,
         )

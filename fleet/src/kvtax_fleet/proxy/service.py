@@ -8,66 +8,55 @@ import gc
 import logging
 import os
 import signal
-import socket
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Sequence,
-)
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
+from aiohttp import web
 from kvtax.load import allow_open_files
-from multidict import CIMultiDict
 
+from kvtax_fleet.instances import InstancesError
+from kvtax_fleet.policies import PolicyError
 from kvtax_fleet.records.decisions import DecisionsHeader
 from kvtax_fleet.records.instances import Instance
 
-from .apis import APIS, MESSAGES, UNREADABLE
+from .apis import APIS, UNREADABLE
 from .body import model_of, top_level
 from .control import Control, ControlAddress
 from .core import Core
 from .decision_log import DecisionLog
-from .exchange import HttpClient, Routes, answer_error, answer_json, read, routed
+from .failures import Failure, Unreachable
 from .health import Served
-from .http_client import NoConnection, Pool
-from .http_server import Request, Server
-from .kvindexd import Kvindexd
-from .loads import Seat, Shared
-from .session_affinity import Sessions
-from .settings import Settings, SettingsError, resolved
-from .tokenizer import Tokenizer, Tokens
-from .upstream import (
-    Failure,
-    HttpUpstream,
-    forwarded,
-    list_models,
-    open_pool,
-    probe,
+from .http_server import (
+    Bodies,
+    Generating,
+    HttpClient,
+    answering,
+    error_response,
+    json_response,
 )
-from .workers import STOP_S, Peers, keep, listening
+from .kvindexd import Kvindexd
+from .session_affinity import Sessions
+from .settings import Settings, SettingsError, check, resolved
+from .tokenizer import Tokenizer, Tokens
+from .upstream import HttpAnswer, HttpUpstream
 
+# Threads of libuv, which looks names up: more than names that may hang.
+LOOK_UP_THREADS = "64"
 log = logging.getLogger(__name__)
+ReadInstances = Callable[[], Sequence[Instance]]
 
 
 class Endpoint(NamedTuple):
-    """Addresses of the proxy; `port` 0 is a free port.
-
-    A worker of several has a `seat`, and listens by the sockets `bound` and
-    `control_bound`.
-    """
+    """Addresses of the proxy; `port` 0 is a free port."""
 
     host: str
     port: int
     control: ControlAddress = ControlAddress()
-    bound: socket.socket | None = None
-    control_bound: socket.socket | None = None
-    seat: Seat | None = None
 
 
 class Ports(NamedTuple):
@@ -78,73 +67,33 @@ class Ports(NamedTuple):
 
 
 def serve(
-    instances: Sequence[Instance],
-    settings: Settings,
-    log_path: Path | None,
-    endpoint: Endpoint,
+    read: ReadInstances, settings: Settings, log_path: Path | None, endpoint: Endpoint
 ) -> int:
-    """Serve until SIGINT or SIGTERM; return 128 + the signal's number.
+    """Serve the instances that `read` returns; return 128 + a signal's number.
 
     SIGTERM lets the requests under way end first; SIGINT and a second signal do not.
-    Prints its URL and that of its control surface once it serves. Raises what `serving`
-    raises, and WorkerError.
+    SIGHUP reads the instances again. Prints its URL and that of its control surface
+    once it serves. Raises what `read` and `serving` raise.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     allow_open_files()  # two sockets per request
     # transformers would load PyTorch, 700 MB, and tokenizers need nothing of it.
     os.environ["USE_TORCH"] = "0"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ.setdefault("UV_THREADPOOL_SIZE", LOOK_UP_THREADS)
     # A request leaves the collector little to find, and a collection walks everything.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-
-    def announce(ports: Ports) -> None:
-        print(_url(endpoint.host, ports.clients), flush=True)
-        print(f"control: {_url(endpoint.control.host, ports.control)}", flush=True)
-
-    if settings.workers == 1:
-        return _run(_serve(instances, settings, log_path, endpoint, announce))
-    settings = resolved(instances, settings)
-    shared = Shared(settings.workers, [instance.name for instance in instances])
-    sockets = listening(endpoint.host, endpoint.port, settings.workers)
-    [control] = listening(endpoint.control.host, endpoint.control.port, 1)
-    ports = Ports(sockets[0].getsockname()[1], control.getsockname()[1])
-
-    def serve_as(seat: Seat, serves: Callable[[], None]) -> None:
-        for place, other in enumerate(sockets):
-            if place != seat.place:
-                other.close()
-        own = endpoint._replace(
-            bound=sockets[seat.place], control_bound=control, seat=seat
-        )
-        own_log = log_path and log_path.with_stem(f"{log_path.stem}.{seat.number}")
-        _run(_serve(instances, settings, own_log, own, lambda _: serves()))
-
-    stop_s = STOP_S + settings.drain_timeout_s
-    number = keep(shared, serve_as, lambda: announce(ports), sockets, stop_s)
-    return 128 + number
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _run(main: Coroutine[Any, Any, int]) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+        return runner.run(_serve(read, settings, log_path, endpoint))
 
 
 async def _serve(
-    instances: Sequence[Instance],
-    settings: Settings,
-    log_path: Path | None,
-    endpoint: Endpoint,
-    announce: Callable[[Ports], None],
+    read: ReadInstances, settings: Settings, log_path: Path | None, endpoint: Endpoint
 ) -> int:
-    """Serve until SIGINT or SIGTERM; call `announce` with the ports once it serves."""
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[int] = loop.create_future()
-    hurried = asyncio.Event()
+    hurried, reread = asyncio.Event(), asyncio.Event()
 
     def stop(number: int) -> None:
         if stopped.done() or number == signal.SIGINT:
@@ -154,9 +103,36 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
-    async with serving(instances, settings, log_path, endpoint, hurried) as ports:
-        announce(ports)
-        return 128 + await stopped
+    loop.add_signal_handler(signal.SIGHUP, reread.set)
+    async with serving(read(), settings, log_path, endpoint, hurried) as proxy:
+        print(_url(endpoint.host, proxy.ports.clients), flush=True)
+        control = _url(endpoint.control.host, proxy.ports.control)
+        print(f"control: {control}", flush=True)
+        rereading = asyncio.create_task(_reread_forever(proxy, read, reread))
+        rereading.add_done_callback(_report_failure)
+        try:
+            return 128 + await stopped
+        finally:
+            rereading.cancel()
+
+
+async def _reread_forever(
+    proxy: Proxy, read: ReadInstances, reread: asyncio.Event
+) -> None:
+    """Read the instances at each event; go on with the former ones on an error."""
+    while True:
+        await reread.wait()
+        reread.clear()
+        try:
+            await proxy.follow(read())
+        except (InstancesError, SettingsError, PolicyError) as error:
+            log.error("SIGHUP: the instances stay as they are: %s", error)
+        else:
+            log.warning("SIGHUP: instances are now %s", ", ".join(proxy.core.instances))
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @asynccontextmanager
@@ -166,8 +142,8 @@ async def serving(
     log_path: Path | None,
     endpoint: Endpoint,
     hurried: asyncio.Event | None = None,
-) -> AsyncIterator[Ports]:
-    """Serve inside the context, which gives the ports.
+) -> AsyncIterator[Proxy]:
+    """Serve inside the context.
 
     On leaving it, the requests under way have `drain_timeout_s` to end, until `hurried`
     is set; none without it. Raises SettingsError, PolicyError, TokenizerError, or
@@ -180,42 +156,41 @@ async def serving(
     async with AsyncExitStack() as stack:
         exact = None
         if settings.kvindexd is not None:
-            names = [instance.name for instance in instances]
             kvindexd = Kvindexd(
                 settings.kvindexd,
-                names,
+                [instance.name for instance in instances],
                 settings.kvindexd_token_file,
                 settings.kvindexd_ca_file,
             )
             exact = await stack.enter_async_context(kvindexd)
         decisions = stack.enter_context(_open_log(log_path, header))
-        pool = stack.enter_context(closing(open_pool(settings.silence_timeout_s)))
-        proxy = _Proxy(instances, settings, pool, decisions, exact, endpoint.seat)
-        server = Server(
-            proxy.answer,
-            settings.max_body_bytes,
-            settings.max_held_bytes,
-            settings.client_timeout_s,
+        upstream = HttpUpstream(instances, settings.silence_timeout_s)
+        await stack.enter_async_context(upstream)
+        proxy = Proxy(instances, settings, upstream, decisions, exact)
+        control = Control(proxy.core, proxy.tokens, decisions, exact)
+        at_control = answering(control.answer(endpoint.control), *endpoint.control[:2])
+        controlling = await stack.enter_async_context(at_control)
+        await proxy.poll_once()
+        at = answering(proxy.answer, endpoint.host, endpoint.port)
+        runner = await stack.enter_async_context(at)
+        proxy.ports = Ports(
+            runner.addresses[0][1],  # type: ignore[index]
+            controlling.addresses[0][1],  # type: ignore[index]
         )
-        peers = Peers(endpoint.seat, pool)
-        control = Control(proxy.core, proxy.tokens, decisions, exact, peers)
-        control_port = await stack.enter_async_context(
-            control.answered(endpoint.control, endpoint.control_bound)
-        )
-        await proxy.served.read()
-        listening = await server.listen(endpoint.host, endpoint.port, endpoint.bound)
-        work = [*proxy.background(), server.sweep_forever()]
-        background = [asyncio.create_task(task) for task in work]
+        background = [asyncio.create_task(task) for task in proxy.background()]
         for task in background:
             task.add_done_callback(_report_failure)
         try:
-            yield Ports(listening.sockets[0].getsockname()[1], control_port)
+            yield proxy
         finally:
-            listening.close()
+            proxy.draining = True
+            for site in list(runner.sites):
+                await site.stop()
+            assert runner.server is not None
+            runner.server.pre_shutdown()
             if hurried is not None:
-                await server.drain(settings.drain_timeout_s, hurried)
+                await proxy.drain(settings.drain_timeout_s, hurried)
             await proxy.core.stop()
-            await server.close()
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
@@ -230,110 +205,171 @@ def _open_log(path: Path | None, header: DecisionsHeader) -> DecisionLog:
         ) from None
 
 
-class _Proxy:
-    """Endpoints for clients, of one worker or of a proxy of one process."""
+class Proxy:
+    """Endpoints for clients; `ports` are there once it serves."""
+
+    ports: Ports
 
     def __init__(
         self,
         instances: Sequence[Instance],
         settings: Settings,
-        pool: Pool,
+        upstream: HttpUpstream,
         decisions: DecisionLog,
         exact: Kvindexd | None,
-        seat: Seat | None = None,
     ) -> None:
-        self._instances = instances
-        self._pool = pool
+        self._settings = settings
+        self._upstream = upstream
         self._decisions = decisions
-        self.served = Served(instances, list_models, monotonic_ns)
+        self._exact = exact
+        self._served = Served(instances, upstream.list_models, monotonic_ns)
         self.core = Core(
-            instances,
-            settings,
-            HttpUpstream(pool),
-            decisions,
-            exact,
-            seat=seat,
-            served=self.served,
+            instances, settings, upstream, decisions, exact, served=self._served
         )
-        # Two workers may find sessions of their own, and must not name them alike.
-        own = "kvtax/" if seat is None else f"kvtax/{seat.number}."
-        self._sessions = Sessions(own)
-        self.tokens = Tokens(_tokenizer(settings))
-        self._routes: Routes = {
-            **{path: ("POST", self._complete) for path in APIS},
-            f"{MESSAGES}/count_tokens": ("POST", self._count_tokens),
-            "/v1/models": ("GET", self._get_models),
-            "/health": ("GET", self._get_health),
-        }
+        self._sessions = Sessions()
+        self.tokens = Tokens(
+            None if settings.tokenizer is None else Tokenizer(settings.tokenizer)
+        )
+        self._bodies = Bodies(
+            settings.max_body_bytes, settings.max_held_bytes, settings.client_timeout_s
+        )
+        self._under_way = 0
+        self.draining = False
 
-    async def answer(self, request: Request) -> None:
-        """Answer any request, by its path and method."""
-        await routed(self._routes, request)
+    async def follow(self, instances: Sequence[Instance]) -> None:
+        """Replace the instances; sessions stay at those that are left.
+
+        Raises SettingsError and PolicyError, and then changes nothing.
+        """
+        check(instances, self._settings)
+        if self._exact is not None:
+            await self._exact.follow([instance.name for instance in instances])
+        self._upstream.instances = instances
+        self.core.follow(instances)
+        await self.poll_once()
+
+    async def poll_once(self) -> None:
+        """Poll all instances, and read what they serve."""
+        health, instances = self.core.health, list(self.core.instances.values())
+        await asyncio.gather(*(health.poll(self._probe, each) for each in instances))
 
     def background(self) -> list[Coroutine[Any, Any, None]]:
         """Return the work beside the requests."""
         return [
-            self.core.health.poll_forever(probe),
-            self.served.read_forever(),
+            self.core.health.poll_forever(self._probe),
+            self._served.read_forever(),
             self._decisions.flush_forever(),
         ]
 
-    async def _complete(self, request: Request) -> None:
-        """Answer a POST to one of the APIs."""
-        client = HttpClient(request, self._sessions, self.tokens)
-        await self.core.handle(client)
+    async def _probe(self, instance: Instance) -> None:
+        """Poll an instance; one that is new or back says first what it serves."""
+        await self._upstream.probe(instance)
+        is_out = instance.name in self.core.health.ejected
+        if is_out or not self._served.is_read(instance):
+            await self._served.read_of(instance)
 
-    async def _get_models(self, request: Request) -> None:
-        """Answer with the models of all instances."""
-        if self.served.same:
-            await self._answer_by_any(request, None)
-            return
-        models = {"object": "list", "data": list(self.served.together().values())}
-        answer_json(request, 200, msgspec.json.encode(models))
+    async def drain(self, limit_s: float, hurried: asyncio.Event) -> None:
+        """Wait for the requests under way, until `hurried` is set or for `limit_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._under_way and not hurried.is_set():
+                    await asyncio.sleep(0.02)
 
-    async def _count_tokens(self, request: Request) -> None:
-        model = None
-        with suppress(Failure, *UNREADABLE):  # which an instance answers
-            model = model_of(top_level(read(request)))
-        await self._answer_by_any(request, model)
-
-    async def _answer_by_any(self, request: Request, model: str | None) -> None:
-        """Pass on a request that all instances of the model answer alike.
-
-        The least busy one answers; healthy instances are preferred.
-        """
-        health, loads = self.core.health, self.core.loads
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer any request, by its path and method; instances know other paths."""
+        self._under_way += 1
         try:
-            lacking = await self.served.lacking(model)
-        except Failure as failure:
-            answer_error(request, failure)
-            return
-        serving = [each for each in self._instances if each.name not in lacking]
-        healthy = [each for each in serving if each.name not in health.ejected]
-        instance = min(
-            healthy or serving, key=lambda instance: loads[instance.name].requests
-        )
-        headers = forwarded(request.headers)
-        try:
-            answer = await self._pool.request(
-                request.method, instance.url, request.path, headers, read(request)
+            with self._bodies.held(request):
+                response = await self._answer(request)
+            if self.draining:
+                response.force_close()
+            return response
+        finally:
+            self._under_way -= 1
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.draining:
+            failure = Failure(503, None, "the proxy is being stopped")
+            return error_response(failure, request.path)
+        timeout_s, path = self._settings.client_timeout_s, request.rel_url.raw_path
+        is_get = request.method in ("GET", "HEAD")
+        if request.method == "POST" and path in APIS:
+            client = Generating(
+                request, timeout_s, self._bodies, self._sessions, self.tokens
             )
-            answer_json(request, answer.status, await answer.read())
+            await self.core.handle(client)
+            assert client.response is not None
+            return client.response
+        if is_get and path == "/health":
+            healthy = self.core.health.ejected < self.core.instances.keys()
+            return web.Response(status=200 if healthy else 503)
+        if is_get and path == "/v1/models" and not self._served.same:
+            models = list(self._served.together().values())
+            return json_response(
+                200, msgspec.json.encode({"object": "list", "data": models})
+            )
+        other = HttpClient(request, timeout_s)
+        try:
+            await self._pass_on(request, other)
         except Failure as failure:
-            answer_error(request, failure)
-        except OSError as error:
-            prefix = "no connection to " if isinstance(error, NoConnection) else ""
-            message = f"{prefix}{instance.name}: {error}"
-            answer_error(request, Failure(502, instance.name, message))
+            other.refuse(failure)
+        assert other.response is not None
+        return other.response
 
-    async def _get_health(self, request: Request) -> None:
-        """Answer 200 while an instance is healthy, else 503."""
-        healthy = self.core.health.ejected < self.core.instances.keys()
-        request.whole(200 if healthy else 503, CIMultiDict(), b"")
+    async def _pass_on(self, request: web.BaseRequest, client: HttpClient) -> None:
+        """Let an instance of the model answer: a healthy one, the least busy first.
+
+        Another is tried where one has no connection, or knows no such thing: a
+        response, say, is known where it was made. Raises Failure.
+        """
+        body = await self._bodies.read(request)
+        model = None
+        with suppress(*UNREADABLE):  # which an instance answers
+            model = model_of(top_level(body)) if body else None
+        lacking = await self._served.lacking(model)
+        out, loads = self.core.health.unavailable(), self.core.loads
+        instances = sorted(
+            (each for name, each in self.core.instances.items() if name not in lacking),
+            key=lambda each: (each.name in out, loads[each.name].requests),
+        )
+        for left, instance in reversed(list(enumerate(reversed(instances)))):
+            with loads.flight(instance.name, 0):
+                try:
+                    answer = await self._open(request, client, instance, body)
+                except Unreachable as failure:
+                    self.core.health.failed(failure, client.name)
+                    if left:
+                        continue
+                    raise
+                try:
+                    if answer.status == 404 and left:
+                        continue
+                    await _copy(answer, client, instance.name)
+                    return
+                finally:
+                    answer.close()
+
+    async def _open(
+        self,
+        request: web.BaseRequest,
+        client: HttpClient,
+        instance: Instance,
+        body: bytes,
+    ) -> HttpAnswer:
+        async with self.core.health.until_down(instance.name):
+            return await self._upstream.open(
+                instance, request.method, request.raw_path, client.headers, body
+            )
 
 
-def _tokenizer(settings: Settings) -> Tokenizer | None:
-    return None if settings.tokenizer is None else Tokenizer(settings.tokenizer)
+async def _copy(answer: HttpAnswer, client: HttpClient, name: str) -> None:
+    """Send an answer to the client as it comes. Raises Lost."""
+    headers = answer.headers
+    headers["X-Kvtax-Instance"] = name
+    await client.begin(answer.status, headers)
+    while chunk := await answer.chunk():
+        await client.write(chunk)
+    await client.end()
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

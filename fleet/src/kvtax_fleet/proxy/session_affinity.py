@@ -8,9 +8,7 @@ with one byte that its next turn does not have there: a bracket or a quote.
 
 from __future__ import annotations
 
-import mmap
 from collections import OrderedDict
-from collections.abc import Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -20,11 +18,6 @@ from .body import PIECE_BYTES, RequestBody
 MAX_TURNS = 100_000
 MAX_ALIKE = 64
 MAX_SESSIONS = 100_000
-# Slots of shared pins. A session has one slot, by its hash, and the newest session has
-# it: of 10,000 sessions one in a hundred loses its slot to another.
-SLOTS = 1 << 20
-_MAX_TURNS, _MAX_TOKENS = (1 << 16) - 1, (1 << 32) - 1
-_WORD = (1 << 64) - 1
 
 
 class _Turn(NamedTuple):
@@ -36,13 +29,9 @@ class _Turn(NamedTuple):
 
 
 class Sessions:
-    """The ends of the last turns, by the key of their last whole piece.
+    """The ends of the last turns, by the key of their last whole piece."""
 
-    `prefix`: the beginning of the names of its sessions.
-    """
-
-    def __init__(self, prefix: str = "kvtax/") -> None:
-        self._prefix = prefix
+    def __init__(self) -> None:
         self._turns: OrderedDict[int, list[_Turn]] = OrderedDict()
         self._count = 0
         self._numbers = count()
@@ -57,7 +46,7 @@ class Sessions:
         if pieces < 1:
             return None
         keys = body.keys()[:pieces]
-        session = self._found(prompt, keys) or f"{self._prefix}{next(self._numbers)}"
+        session = self._found(prompt, keys) or f"kvtax/{next(self._numbers)}"
         rest = prompt[pieces * PIECE_BYTES : -1]
         alike = self._turns.pop(keys[-1], [])
         before = len(alike)
@@ -103,53 +92,17 @@ class Pins:
 
     def of(self, session: str | None) -> Pin | None:
         """Return the session's pin, if there is one."""
-        return None if session is None else self._read(session)
+        return None if session is None else self._pins.get(hash(session))
 
     def note(self, session: str | None, instance: str, prompt_tokens: int) -> None:
         """Note that a request of the session goes to an instance."""
         if session is None:
             return
-        pin = self._read(session)
+        key = hash(session)
+        pin = self._pins.get(key)
         if pin is None or pin.instance != instance:
             pin = Pin(instance, 0, prompt_tokens)
-        self._write(session, pin._replace(turns=pin.turns + 1))
-
-    def _read(self, session: str) -> Pin | None:
-        return self._pins.get(hash(session))
-
-    def _write(self, session: str, pin: Pin) -> None:
-        key = hash(session)
-        self._pins[key] = pin
+        self._pins[key] = pin._replace(turns=pin.turns + 1)
         self._pins.move_to_end(key)
         if len(self._pins) > MAX_SESSIONS:
             self._pins.popitem(last=False)
-
-
-class SharedPins(Pins):
-    """Pins in memory that several workers read and write.
-
-    A slot is two words: the pin, and the session's hash XOR the pin. A slot of which
-    two workers wrote a word each is therefore no session's. Workers agree about hashes
-    as they are forks of one process. `names`: the instances, at most 65,536.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._places = {name: place for place, name in enumerate(names)}
-        self._words = memoryview(mmap.mmap(-1, 16 * SLOTS)).cast("Q")
-
-    def _read(self, session: str) -> Pin | None:
-        key = hash(session) & _WORD
-        at = 2 * (key % SLOTS)
-        pinned = self._words[at]
-        if not pinned or self._words[at + 1] ^ pinned != key:
-            return None
-        place, turns = pinned & 0xFFFF, pinned >> 16 & _MAX_TURNS
-        return Pin(self._names[place], turns, pinned >> 32)
-
-    def _write(self, session: str, pin: Pin) -> None:
-        turns, tokens = min(pin.turns, _MAX_TURNS), min(pin.at_tokens, _MAX_TOKENS)
-        pinned = tokens << 32 | turns << 16 | self._places[pin.instance]
-        key = hash(session) & _WORD
-        at = 2 * (key % SLOTS)
-        self._words[at], self._words[at + 1] = pinned, key ^ pinned

@@ -38,16 +38,19 @@ class Settings(msgspec.Struct, frozen=True):
     ] = 64 * 2**20
     max_held_bytes: Annotated[
         int,
-        Meta(
-            ge=1, description="bytes of all requests that a worker holds; more gets 503"
-        ),
+        Meta(ge=1, description="bytes that all request bodies may take; more gets 503"),
     ] = 2**30
     silence_timeout_s: Annotated[
-        float, Meta(ge=0.001, description="seconds an instance may send nothing")
+        float,
+        Meta(
+            ge=0.001,
+            description="seconds an instance may send nothing of an answer that has "
+            "begun, or is to be a stream",
+        ),
     ] = 300.0
     client_timeout_s: Annotated[
         float,
-        Meta(ge=0.001, description="seconds a client may take nothing of its stream"),
+        Meta(ge=0.001, description="seconds a client may send or take nothing"),
     ] = 60.0
     prefill_timeout_s: Annotated[
         float,
@@ -65,9 +68,6 @@ class Settings(msgspec.Struct, frozen=True):
     drain_timeout_s: Annotated[
         float, Meta(ge=0, description="seconds for requests under way after SIGTERM")
     ] = 25.0
-    workers: Annotated[
-        int, Meta(description="processes that serve, each on a core of its own")
-    ] = 1
 
 
 class SettingsError(Exception):
@@ -102,8 +102,6 @@ def resolved(instances: Sequence[Instance], settings: Settings) -> Settings:
 def check(instances: Sequence[Instance], settings: Settings) -> None:
     """Raise SettingsError if instances and settings do not fit together."""
     policy = POLICIES[settings.policy]
-    if settings.workers != 1:
-        _check_workers(settings)
     if policy.reads_peers:
         _need(instances, "direct_read", f"policy {settings.policy}")
     if policy.moves_kv:
@@ -115,22 +113,6 @@ def check(instances: Sequence[Instance], settings: Settings) -> None:
                 f"policy {settings.policy} needs instances of role prefill and of role "
                 f"decode (--instances FILE); there are {', '.join(sorted(roles))}"
             )
-
-
-def _check_workers(settings: Settings) -> None:
-    if settings.workers < 1:
-        raise SettingsError(f"--workers {settings.workers}: at least 1 is needed")
-    several = f"--workers {settings.workers}"
-    if POLICIES[settings.policy].moves_kv:
-        raise SettingsError(
-            f"{several}: policy {settings.policy} moves KV, which one process has to "
-            "keep account of: leave --workers out"
-        )
-    if settings.kvindexd is None and POLICIES[settings.policy].sees_caches:
-        raise SettingsError(
-            f"{several}: policy {settings.policy} goes by what is cached where, and "
-            "each worker would know of its own requests only: give --kvindexd ADDRESS"
-        )
 
 
 def _check_transfer(instances: Sequence[Instance], what: str) -> None:

@@ -41,7 +41,7 @@ class DecisionsHeader(
     max_body_bytes: int | None = None
     """The largest request body that is taken."""
     max_held_bytes: int | None = None
-    """Bytes of all requests that a worker held at most."""
+    """Bytes that all request bodies might take."""
     silence_timeout_s: float | None = None
     """How long an instance may send nothing."""
     client_timeout_s: float | None = None
@@ -52,8 +52,6 @@ class DecisionsHeader(
     """From the end of an offloaded prefill to the first byte of the answer."""
     drain_timeout_s: float | None = None
     """How long requests under way might take after SIGTERM."""
-    workers: int | None = None
-    """Processes that served: each wrote a file like this one."""
     instances: list[Instance] = []
     """The instances, in their order."""
 

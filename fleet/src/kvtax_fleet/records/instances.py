@@ -7,6 +7,7 @@ run already: unknown fields are refused.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from typing import Literal
 from urllib.parse import urlsplit
@@ -54,7 +55,10 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def unusable(url: str) -> str | None:
-    """Return why no request can be sent to an http URL, None if one can."""
+    """Return why no request can be sent to an http URL, None if one can.
+
+    The name of an instance is shown to clients, so a URL may have no secret.
+    """
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -63,6 +67,8 @@ def unusable(url: str) -> str | None:
         return str(error)
     if parts.scheme not in ("http", "https"):
         return "no http URL"
+    if "@" in parts.netloc:
+        return "a user or password stands in it, which is no address; remove it"
     if (
         not host
         or port == 0
@@ -103,7 +109,8 @@ class InstancesFile(
         for instance in self.instances:
             for url in filter(None, (instance.url, instance.bootstrap_url)):
                 if why := unusable(url):
-                    raise ValueError(f"{instance.name}: {url!r}: {why}")
+                    named = f"{_redacted(instance.name)}: {_redacted(url)!r}"
+                    raise ValueError(f"{named}: {why}")
             side = instance.direct_read
             for field, value, least in (
                 ("block_tokens", instance.block_tokens, 1),
@@ -115,3 +122,8 @@ class InstancesFile(
                     raise ValueError(f"{instance.name}: `{field}` is below {least}")
             if side is not None and side.port > 65_535:
                 raise ValueError(f"{instance.name}: `direct_read.port` is above 65535")
+
+
+def _redacted(text: str) -> str:
+    """Replace the user and password of a URL."""
+    return re.sub(r"(^|//)[^/]*@", r"\1***@", text)

@@ -21,9 +21,9 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
 from kvtax_fleet.proxy.apis import COMPLETIONS
 from kvtax_fleet.proxy.body import RequestBody
-from kvtax_fleet.proxy.exchange import Client, error_json
+from kvtax_fleet.proxy.exchange import Client
+from kvtax_fleet.proxy.failures import Failure, error_json
 from kvtax_fleet.proxy.kvindexd import State
-from kvtax_fleet.proxy.upstream import Failure
 from kvtax_fleet.records.instances import Instance
 from kvtax_fleet.replay.http_link import ReplayClient
 from kvtax_fleet.replay.sessions import asked_output_tokens
@@ -66,6 +66,8 @@ class VirtualBody(RequestBody[VirtualRequest]):
 class VirtualClient:
     """A Client of the proxy that stores the pieces of its answer, with their times."""
 
+    name = "replayer"
+
     def __init__(
         self, headers: dict[str, str], body: VirtualBody, now_ns: Callable[[], int]
     ) -> None:
@@ -80,11 +82,8 @@ class VirtualClient:
         return self._body
 
     def refuse(self, failure: Failure) -> None:
-        self.whole(failure.status, CIMultiDict(), error_json(failure))
-
-    def whole(self, status: int, headers: MultiMapping[str], body: bytes) -> None:
-        self.status = status
-        self._take(body)
+        self.status = failure.status
+        self._take(error_json(failure))
 
     async def begin(self, status: int, headers: MultiMapping[str]) -> None:
         self.status = status
@@ -159,6 +158,7 @@ class VirtualUpstream:
         path: str,
         headers: MultiMapping[str],
         payload: VirtualRequest,
+        streams: bool,
     ) -> VirtualAnswer:
         """Return the answer, once its first chunk is here."""
         answer = self._instances[instance.name].request(payload)
@@ -217,14 +217,15 @@ class VirtualIndex:
         for name, engine in engines.items():
             engine.on_events(partial(self._receive, self._states[name]))
 
-    async def cached_tokens(self, body: RequestBody[VirtualRequest]) -> list[int]:
+    async def cached_tokens(self, body: RequestBody[VirtualRequest]) -> dict[str, int]:
         """Look a prompt up, without its last token's block, which vLLM computes."""
         whole = (len(body.raw.prompt) - 1) // self._block_tokens
         hashes = self._any_engine.block_hashes(body.raw.prompt)[:whole]
-        return [
-            self._block_tokens * sum(1 for _ in takewhile(blocks.__contains__, hashes))
-            for blocks in (one.blocks for one in self._states.values())
-        ]
+        return {
+            name: self._block_tokens
+            * sum(1 for _ in takewhile(state.blocks.__contains__, hashes))
+            for name, state in self._states.items()
+        }
 
     def states(self) -> dict[str, State]:
         """Return the state of each instance, as kvindexd reports it."""

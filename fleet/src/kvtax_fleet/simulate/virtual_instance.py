@@ -14,7 +14,7 @@ from kvtax.engine.null_engine import cached_tokens
 from multidict import CIMultiDict
 
 from kvtax_fleet.counters import Totals, exposition
-from kvtax_fleet.proxy.upstream import Lost
+from kvtax_fleet.proxy.failures import Lost
 from kvtax_fleet.records.host_times import RequestTimes
 from kvtax_fleet.simulate.cost import request_ns
 from kvtax_fleet.simulate.virtual_engine import IDLE_NS, VirtualEngine
@@ -38,6 +38,7 @@ class VirtualAnswer:
     """The answer to one request; the proxy takes it for an Answer."""
 
     first: bytes
+    good = True
 
     def __init__(
         self, instance: VirtualInstance, request_id: str, request: VirtualRequest
@@ -62,7 +63,7 @@ class VirtualAnswer:
         return self._ended and not self._chunks
 
     async def begin(self) -> None:
-        """Wait for the first chunk, or all of an answer that is no stream."""
+        """Wait for the first chunk."""
         self.first = await self.chunk()
 
     async def chunk(self) -> bytes:
