@@ -319,3 +319,42 @@ def test_a_page_of_any_length_is_shown_at_once_and_answers_at_once(open_page):
     assert size < 3e6
     for few, many in zip(few_s, many_s, strict=True):
         assert many < 2 * few + 0.1
+
+
+STACK = """() => {
+  const {plot} = charts[0];
+  const shown = plot.series.slice(1).map((one, i) => [one.label, one.show,
+    plot.data[i + 1][7]]);
+  return {shown, top: plot.scales.y.max};
+}"""
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        {"model", "other"},
+        {"other"},
+        {"worker.get_finished"},
+        {"model", "worker.get_finished"},
+        set(),
+    ],
+)
+def test_the_stack_is_true_whatever_is_hidden(hidden, open_page):
+    line = time_line()
+    page = open_page(render.html(whole_page(sections=[line])))
+    for name in hidden ^ {"model", "other"}:  # hidden at first
+        page.locator(".u-legend").first.get_by_text(name, exact=True).click()
+    stack = page.evaluate(STACK)
+    below = 0.0
+    tops = {name: us for name, shown, us in stack["shown"] if shown}
+    for name in line.parts.keys() - hidden:
+        assert name in tops
+    for name in (name for name in line.parts if name not in hidden):
+        below += line.parts[name][7]
+        assert tops[name] == pytest.approx(below)
+    slowest = {name: line.slowest_parts.get(name, [0.0] * 200)[7] for name in hidden}
+    left = line.slowest_us[7] - sum(slowest.values())
+    assert tops["slowest step"] == pytest.approx(left)
+    # The axis is no higher than what is shown.
+    gone = sum(line.slowest_parts.get(name, [0.0])[0] for name in hidden)
+    assert stack["top"] == pytest.approx(max(line.slowest_us) - gone, rel=0.01)

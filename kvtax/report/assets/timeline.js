@@ -74,44 +74,73 @@ function restartMarks(section) {
   };
 }
 
+// What dwarfs the connector's part of a step, and is hidden at first.
+const LARGE = ["model", "other"];
+
 /** Parts on top of each other, and the slowest step of each interval above them. */
 function costFigure(section, sync) {
   const names = Object.keys(section.parts);
-  const tops = [];
-  names.forEach((name, index) => {
-    const below = index ? tops[index - 1] : null;
-    tops.push(section.parts[name].map((us, i) => (us === null ? null
-      : us + (below ? below[i] : 0))));
-  });
-  const series = [{ label: "s since the first step" }];
-  const data = [section.t_s];
   // The highest is drawn first, and those below it over it.
-  for (let index = names.length - 1; index >= 0; index -= 1) {
-    series.push({ label: names[index], fill: colour(index), stroke: colour(index),
-      shade: colour(index), width: 1, points: { show: false },
-      spoken: (i) => section.parts[names[index]][i],
-      value: (_, __, ___, i) => (i === null ? DASH : number(section.parts[names[index]][i])) });
-    data.push(tops[index]);
+  const drawn = [...names].reverse();
+  const known = names.some((name) => ![...LARGE, "scheduler"].includes(name));
+  const isShown = Object.fromEntries(
+    names.map((name) => [name, !(known && LARGE.includes(name))]));
+  const series = [{ label: "s since the first step" }];
+  for (const name of drawn) {
+    const index = names.indexOf(name);
+    series.push({ label: name, fill: colour(index), stroke: colour(index),
+      shade: colour(index), width: 1, points: { show: false }, show: isShown[name],
+      spoken: (i) => section.parts[name][i],
+      value: (_, __, ___, i) => (i === null ? DASH : number(section.parts[name][i])) });
   }
   series.push({ label: "slowest step", stroke: () => cssColour("--text"), width: 1,
     points: { show: true, size: 3 }, value: (_, us) => number(us) });
-  data.push(section.slowest_us);
   const columns = ["s", "steps", ...names, "slowest step us", "slowest step_id"];
   const rows = () => [columns, section.t_s.map((t, i) => [t, section.steps[i],
     ...names.map((name) => section.parts[name][i]), section.slowest_us[i],
     section.slowest_step[i]])];
+  const restack = (plot, number_) => {
+    const name = drawn[number_ - 1];
+    if (name === undefined || isShown[name] === plot.series[number_].show) return;
+    isShown[name] = plot.series[number_].show;
+    plot.setData(stacked(section, names, drawn, isShown));
+  };
   const options = {
     scales: { x: { time: false }, y: { range: (_, __, high) => [0, high] } },
     axes: [axis("s since the first step", { size: 48 }), axis("µs per step")],
     // As wide as the other figure's right axis, so that moments lie below each other.
     padding: [null, RIGHT_AXIS + LABEL, null, null],
     series,
-    hooks: { draw: [restartMarks(section)] },
+    hooks: { draw: [restartMarks(section)], setSeries: [restack] },
     cursor: { sync: { key: sync.key }, drag: { x: true, y: false, setScale: false } },
   };
   return figure("What a step takes, by part",
-    "Means over each interval, stacked; the line is the slowest step in it. Drag to choose "
-    + "a window, click for the slowest step there.", options, data, rows);
+    "Means over each interval, stacked; the line is the slowest step in it, both without "
+    + "the parts that are hidden. Click a name to hide or show it; drag to choose a window; "
+    + "click for the slowest step there.", options,
+    stacked(section, names, drawn, isShown), rows);
+}
+
+/** The chart's data: the tops of the parts that are shown, as one lies on the other. */
+function stacked(section, names, drawn, isShown) {
+  const tops = {};
+  let below = section.t_s.map(() => 0);
+  for (const name of names.filter((one) => isShown[one])) {
+    below = section.parts[name].map((us, i) => (us === null ? null : us + below[i]));
+    tops[name] = below;
+  }
+  const hidden = names.filter((one) => !isShown[one]);
+  const slowest = section.slowest_us.map((us, i) => (us === null ? null
+    : hidden.reduce((left, name) => left - partOfSlowest(section, names, name, i), us)));
+  return [section.t_s, ...drawn.map((name) => tops[name] ?? section.parts[name]), slowest];
+}
+
+/** What a part took in the slowest step; the last of the connector's is a sum. */
+function partOfSlowest(section, names, name, i) {
+  if (name in section.slowest_parts) return section.slowest_parts[name][i] ?? 0;
+  return Object.entries(section.slowest_parts)
+    .filter(([part]) => !names.includes(part))
+    .reduce((sum, [, us]) => sum + (us[i] ?? 0), 0);
 }
 
 function gaugeFigure(section, sync) {
