@@ -11,8 +11,7 @@ from kvtax.config import read_toml
 from kvtax.engine.connector import Connector, load_connector
 from kvtax.engine.null_model import Checkpoint, real_model, write_null_model
 from kvtax.engine.settings import Forward
-from kvtax.load.plan import Phase as PlannedPhase
-from kvtax.load.plan import Plan
+from kvtax.load.plan import Plan, PlannedPhase
 from kvtax.paths import CONFIGS
 from kvtax.records.profile import ProfileRecord
 from kvtax.records.requests import Phase

@@ -86,7 +86,7 @@ class SweepSettings:
 
 
 @dataclass
-class _Measured:
+class _TrialFacts:
     """Facts of a trial, as far as it came."""
 
     ready_s: float | None = None
@@ -108,7 +108,7 @@ def run_trial(
     folder.mkdir(parents=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     started = time.monotonic()
-    measured, error = _Measured(), planned.error
+    measured, error = _TrialFacts(), planned.error
     if error is None:
         try:
             _measure(folder, planned, overlay, common, measured)
@@ -151,7 +151,7 @@ def _measure(
     planned: PlannedTrial,
     overlay: Path,
     common: SweepSettings,
-    measured: _Measured,
+    measured: _TrialFacts,
 ) -> None:
     """Run server and driver; raise the errors that run_trial catches.
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.transfer_pair import ARRIVAL_LIMIT_MS, WRITE_BYTES, Outcome
+from kvtax.engine.transfer_pair import ARRIVAL_LIMIT_MS, WRITE_BYTES, TransferOutcome
 from kvtax.proc.supervise import Supervised
 
 # Writes that a preflight looks at.
@@ -36,7 +36,7 @@ class NoVerdict(Exception):
     """The check could not be done; the message says why."""
 
 
-def check(rounds: int, installed: Installation | None = None) -> Outcome:
+def check(rounds: int, installed: Installation | None = None) -> TransferOutcome:
     """Let Mooncake, by default ours, write `rounds` times and see how late it is.
 
     Raises NoVerdict if an engine fails or does not get done in time.
@@ -56,12 +56,12 @@ def check(rounds: int, installed: Installation | None = None) -> Outcome:
     for line in lines:
         # The engines write there too.
         if line.startswith("{"):
-            return msgspec.json.decode(line, type=Outcome)
+            return msgspec.json.decode(line, type=TransferOutcome)
     failure = f"the engines ended with status {status}"
     raise NoVerdict("\n".join([failure, *lines[-8:]]))
 
 
-def verdict(outcome: Outcome) -> str:
+def verdict(outcome: TransferOutcome) -> str:
     """Explain the outcome, and the remedy if it is bad."""
     what = f"{outcome.package} {outcome.version}"
     rounds, late_ms = len(outcome.late_ms), outcome.incomplete_ms

@@ -5,7 +5,7 @@ The receiver's memory is a memory file that the writer maps too, so that the wri
 what has arrived without asking. The file has no name and goes with the two processes.
 
 `python -m kvtax.engine.transfer_pair ROUNDS` is the writer and starts the receiver.
-Among what the engines log it prints one line of JSON, an Outcome.
+Among what the engines log it prints one line of JSON, an TransferOutcome.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WRITE_BYTES = RUNS * RUN_BYTES
 ARRIVAL_LIMIT_MS = 2000.0
 
 
-class Outcome(msgspec.Struct):
+class TransferOutcome(msgspec.Struct):
     """`late_ms`: per round, from the write's return to its last byte; 0 is honest.
 
     Bytes that did not arrive within ARRIVAL_LIMIT_MS end the rounds early.
@@ -45,7 +45,7 @@ class Outcome(msgspec.Struct):
         return [late_ms for late_ms in self.late_ms if late_ms > 0]
 
 
-def write(rounds: int) -> Outcome:
+def write(rounds: int) -> TransferOutcome:
     """Start the receiver, write to it `rounds` times, look each time.
 
     Raises RuntimeError if an engine refuses, ModuleNotFoundError without Mooncake.
@@ -61,7 +61,7 @@ def write(rounds: int) -> Outcome:
         finally:
             receiver.kill()
     package = importlib.metadata.packages_distributions()["mooncake"][0]
-    return Outcome(package, importlib.metadata.version(package), late_ms)
+    return TransferOutcome(package, importlib.metadata.version(package), late_ms)
 
 
 def _late_ms(

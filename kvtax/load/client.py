@@ -13,9 +13,9 @@ from aiohttp.payload import BytesPayload
 
 from kvtax.load.plan import Plan
 from kvtax.load.sse import CompletionStream, StreamError, Usage
-from kvtax.records.requests import Outcome, RequestRecord
+from kvtax.records.requests import RequestOutcome, RequestRecord
 
-Kind = TypeVar("Kind", bound=Outcome)
+Kind = TypeVar("Kind", bound=RequestOutcome)
 
 # Below the 5 s after which vLLM closes an idle connection: a request that meets the
 # close half-way would fail for no fault of the server.
@@ -36,7 +36,7 @@ def open_session() -> aiohttp.ClientSession:
 class _StampedBody(BytesPayload):
     """Notes when the first byte of the body is handed to the socket."""
 
-    def __init__(self, body: bytes, record: Outcome) -> None:
+    def __init__(self, body: bytes, record: RequestOutcome) -> None:
         super().__init__(body, content_type="application/json")
         self._record = record
 

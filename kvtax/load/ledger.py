@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtax.records.files import LineFile
 from kvtax.records.replay import ReplayHeader
-from kvtax.records.requests import Account, Outcome, RequestsHeader
+from kvtax.records.requests import Account, RequestOutcome, RequestsHeader
 
 End = TypeVar("End", bound=Account)
 
@@ -43,7 +43,7 @@ class Ledger(LineFile):
         """CPU time of this process since it began, in all its threads."""
         return round(time.process_time() - self._cpu_start_s, 6)
 
-    def add(self, record: Outcome, on_time: bool = True) -> None:
+    def add(self, record: RequestOutcome, on_time: bool = True) -> None:
         """Record how a request ended. Call it once for each.
 
         Its lag counts if it was to be sent `on_time`.

@@ -25,7 +25,7 @@ class PlanError(ValueError):
     """The plan cannot be used; the message names the file and the field."""
 
 
-class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlannedPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`requests` requests at `rate_rps` a second.
 
     It follows the phase before without pause or, with `after_answers`, once all earlier
@@ -50,13 +50,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: Annotated[int, Meta(ge=2)]
     prompt_tokens: Count
     output_tokens: Count
-    phases: Annotated[list[Phase], Meta(min_length=1)]
+    phases: Annotated[list[PlannedPhase], Meta(min_length=1)]
     seed: Annotated[int, Meta(ge=0)] = 0
     arrival: Literal["constant", "poisson"] = "constant"
     lag_budget_ms: Positive = 50.0
     request_timeout_s: Positive = 60.0
 
-    def shape(self, phase: Phase) -> tuple[int, int]:
+    def shape(self, phase: PlannedPhase) -> tuple[int, int]:
         """Return the tokens of a prompt and of an answer in a phase."""
         return (
             phase.prompt_tokens or self.prompt_tokens,
@@ -97,7 +97,7 @@ ARRIVALS, PROMPTS, PROBE = 0, 1, 2
 class Timetable(NamedTuple):
     """Due times of one phase, in ns after its start, and when the next phase starts."""
 
-    phase: Phase
+    phase: PlannedPhase
     due_ns: list[int]
     length_ns: int
 
@@ -108,7 +108,9 @@ def timetables(plan: Plan) -> list[Timetable]:
     return [_timetable(phase, plan.arrival, rng) for phase in plan.phases]
 
 
-def _timetable(phase: Phase, arrival: str, rng: np.random.Generator) -> Timetable:
+def _timetable(
+    phase: PlannedPhase, arrival: str, rng: np.random.Generator
+) -> Timetable:
     mean_ns = 1e9 / phase.rate_rps
     if arrival == "poisson":
         gaps_ns = rng.exponential(mean_ns, phase.requests)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtax.look.instance_summary import AXES, Cost, InstanceSummary
+from kvtax.look.instance_summary import COVARIATES, Cost, InstanceSummary
 from kvtax.stats import Estimate
 
 KNOWN_COSTS = Path(__file__).parent / "known_costs.toml"
@@ -91,7 +91,7 @@ def _may_be(cost: KnownCost, summary: InstanceSummary) -> bool:
 
 
 def _remedy(cost: KnownCost, name: str, us: float, summary: InstanceSummary) -> str:
-    per = f" per {AXES[cost.moves_with].unit}" if cost.moves_with else ""
+    per = f" per {COVARIATES[cost.moves_with].unit}" if cost.moves_with else ""
     words = f"`{name}` ({us:,.0f} µs{per}) {cost.words}"
     if not cost.patch:
         return f"{words}."
@@ -115,7 +115,7 @@ def _sentence(summary: InstanceSummary, cost: Cost) -> str:
         most = cost.methods[0]
         words += f", most of it {most.name} ({most.mean_us:,.1f} µs)"
     moved = [
-        f"{slope:+,.1f} µs per {AXES[axis].unit}"
+        f"{slope:+,.1f} µs per {COVARIATES[axis].unit}"
         for axis, slope in summary.slopes.get("connector_us", {}).items()
         if isinstance(slope, Estimate) and slope.low > 0
     ]

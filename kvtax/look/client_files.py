@@ -18,7 +18,7 @@ import msgspec
 from kvtax.records import RecordsError
 from kvtax.records.files import read_lines
 from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader, in_header
-from kvtax.records.requests import Outcome, read_requests
+from kvtax.records.requests import RequestOutcome, read_requests
 from kvtax.records.steps import MOST
 
 DRIVER, REPLAYER = "requests.jsonl", "replay.jsonl"
@@ -114,7 +114,10 @@ def _replayed(path: Path) -> ClientFile:
 
 
 def _own(
-    name: str, prompt_tokens: int | None, output_tokens: int | None, outcome: Outcome
+    name: str,
+    prompt_tokens: int | None,
+    output_tokens: int | None,
+    outcome: RequestOutcome,
 ) -> ClientRequest:
     ids = (_completion(name),)
     sent_ns, first_ns, end_ns = outcome.sent_ns, outcome.first_token_ns, outcome.end_ns

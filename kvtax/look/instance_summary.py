@@ -43,7 +43,7 @@ FEWEST_SWINGS = 3
 
 
 @dataclass(frozen=True)
-class Axis:
+class Covariate:
     """A covariate of costs, and the units of its slope."""
 
     column: str
@@ -52,11 +52,11 @@ class Axis:
     least_range: float
 
 
-AXES = {
-    "cache": Axis("cache_size", 1_000, "1,000 cached blocks", 500),
-    "running": Axis("running", 1, "running request", 3),
-    "context": Axis("used_blocks", 1_000, "1,000 blocks in use", 500),
-    "prefill": Axis("prefill_tokens", 1_000, "1,000 prompt tokens", 100),
+COVARIATES = {
+    "cache": Covariate("cache_size", 1_000, "1,000 cached blocks", 500),
+    "running": Covariate("running", 1, "running request", 3),
+    "context": Covariate("used_blocks", 1_000, "1,000 blocks in use", 500),
+    "prefill": Covariate("prefill_tokens", 1_000, "1,000 prompt tokens", 100),
 }
 
 
@@ -76,7 +76,7 @@ def moves(steps: pl.DataFrame, times: Sequence[str]) -> dict[str, Slopes]:
     """For each of the columns `times`: the slope of its mean along each axis."""
     blocks = _blocks(used_blocks(steps), times)
     unknown = _unmoved(blocks)
-    axes = {name: axis for name, axis in AXES.items() if name not in unknown}
+    axes = {name: axis for name, axis in COVARIATES.items() if name not in unknown}
     if not axes or not times:
         return {time: {**unknown} for time in times}
     columns = [blocks[axis.column].to_numpy() / axis.per for axis in axes.values()]
@@ -89,13 +89,13 @@ def moves(steps: pl.DataFrame, times: Sequence[str]) -> dict[str, Slopes]:
         times, jackknifed_slopes(matrix, blocks.select(times).to_numpy()), strict=True
     ):
         known = dict(zip(axes, slopes[:-1], strict=True)) | unknown
-        told[time] = {name: known[name] for name in AXES}
+        told[time] = {name: known[name] for name in COVARIATES}
     return told
 
 
 def _blocks(steps: pl.DataFrame, times: Sequence[str]) -> pl.DataFrame:
     """Means over blocks of neighbouring steps."""
-    columns = [*times, *(axis.column for axis in AXES.values())]
+    columns = [*times, *(axis.column for axis in COVARIATES.values())]
     number = (pl.int_range(pl.len()) // BLOCK_STEPS).set_sorted()
     return (
         steps.select(*columns, number.alias("block"))
@@ -118,9 +118,11 @@ def _swings(column: pl.Series, least_range: float) -> int | None:
 def _unmoved(blocks: pl.DataFrame) -> dict[str, str]:
     """Name the axes that say nothing about these blocks, and why."""
     if blocks.height < 2 * STRETCHES:
-        return dict.fromkeys(AXES, f"fewer than {2 * STRETCHES * BLOCK_STEPS:,} steps")
+        return dict.fromkeys(
+            COVARIATES, f"fewer than {2 * STRETCHES * BLOCK_STEPS:,} steps"
+        )
     told = {}
-    for name, axis in AXES.items():
+    for name, axis in COVARIATES.items():
         column = blocks[axis.column]
         if column.null_count():
             told[name] = "not recorded"

@@ -87,7 +87,7 @@ class Tail:
 
 
 @dataclass
-class Totals:
+class LiveTotals:
     """Totals of one instance since it was first read. Times are in us."""
 
     steps: int = 0
@@ -157,7 +157,7 @@ class Totals:
         self.connector_us += sum(times.values())
         return own_us
 
-    def minus(self, other: Totals) -> dict[str, Any]:
+    def minus(self, other: LiveTotals) -> dict[str, Any]:
         """Compute us per step since `other`, and the present queues."""
         steps = self.steps - other.steps
         per = max(steps, 1)
@@ -199,10 +199,10 @@ class Watched:
         self._folder = folder
         self._tails: dict[Path, Tail] = {}
         self._reported: set[Path] = set()
-        self.totals: dict[str, Totals] = {}
+        self.totals: dict[str, LiveTotals] = {}
         self._reading = threading.Lock()
 
-    def read(self) -> dict[str, Totals]:
+    def read(self) -> dict[str, LiveTotals]:
         """Read what is new; a copy of the totals by instance, for any thread."""
         with self._reading:
             self._read()
@@ -213,7 +213,7 @@ class Watched:
         for pattern, decoder in FILES.items():
             for path in files_below(self._folder, pattern):
                 name = name_of(self._folder, path)
-                totals = self.totals.setdefault(name, Totals())
+                totals = self.totals.setdefault(name, LiveTotals())
                 try:
                     for line in self._tails.setdefault(path, Tail(path)).lines():
                         totals.add(decoder, line)

@@ -18,7 +18,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from kvtax.look.live import BUCKETS_US, Totals, Watched
+from kvtax.look.live import BUCKETS_US, LiveTotals, Watched
 
 
 class Collector:
@@ -88,7 +88,7 @@ class Collector:
         yield from (busy, parts, methods, calls, bad, ended, *gauges.values())
 
 
-def _steps(totals: dict[str, Totals]) -> Metric:
+def _steps(totals: dict[str, LiveTotals]) -> Metric:
     steps = HistogramMetricFamily(
         "kvtax:step_seconds", "Time of engine steps.", labels=["instance_name"]
     )

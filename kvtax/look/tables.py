@@ -8,7 +8,7 @@ import polars as pl
 from kvtax.look.clients import SHARES as CLIENT_SHARES
 from kvtax.look.clients import on_the_way_us
 from kvtax.look.instance_summary import (
-    AXES,
+    COVARIATES,
     Cost,
     InstanceSummary,
     Part,
@@ -117,7 +117,7 @@ def _covariates(summary: InstanceSummary) -> list[Section]:
 
 
 def _slope_row(axis: str, slope: Estimate | str) -> list[Cell]:
-    unit = AXES[axis].unit
+    unit = COVARIATES[axis].unit
     if isinstance(slope, str):
         return [unit, None, None, None, slope]
     numbers = (slope.value, slope.low, slope.high)

@@ -14,7 +14,7 @@ from kvtax.look.together import Together
 from kvtax.look.totals import (
     ALPHA,
     NOTHING,
-    Server,
+    ServerTotals,
     StepTotals,
     mean_us,
     merge_totals,
@@ -100,7 +100,7 @@ def _totals_page(name: str, totals: StepTotals) -> Page:
     )
 
 
-def _times(by_time: dict[str, pl.DataFrame], servers: Sequence[Server]) -> Table:
+def _times(by_time: dict[str, pl.DataFrame], servers: Sequence[ServerTotals]) -> Table:
     methods = sorted(by_time.keys() - ROWS, key=lambda time: -mean_us(by_time[time]))
     shown = [time for time in methods if mean_us(by_time[time]) >= LEAST_US]
     labels = {time: f"    {time.removesuffix('_us')}" for time in shown[:METHODS_SHOWN]}
@@ -133,7 +133,7 @@ def _totals_row(name: str, counts: pl.DataFrame, share: float) -> list[Cell]:
     return [name, *shown, f"{calls:,.2f}" * bool(calls)]
 
 
-def _slope(time: str, servers: Sequence[Server]) -> str:
+def _slope(time: str, servers: Sequence[ServerTotals]) -> str:
     """Describe the mean over servers, with an interval where there are several."""
     known = [s for server in servers if (s := server.slopes.get(time)) is not None]
     if not known:

@@ -150,7 +150,7 @@ FILE_SCHEMA = "kvtax.summed/3"
 METADATA = "kvtax_summed"
 
 
-class Server(msgspec.Struct, frozen=True):
+class ServerTotals(msgspec.Struct, frozen=True):
     """One engine lifetime. By time: `us` per step, and per 1,000 cached blocks.
 
     `covered_us` is the time in which steps ran, that of overlapping ones once.
@@ -168,7 +168,7 @@ class Beside(msgspec.Struct, frozen=True):
     """Metadata of the file: everything beside the counts."""
 
     schema: str
-    servers: list[Server]
+    servers: list[ServerTotals]
     warnings: list[RunWarning]
 
 
@@ -176,7 +176,7 @@ class StepTotals(msgspec.Struct, frozen=True):
     """Servers in order of their names, and kvtax.look.totals of their steps."""
 
     counts: pl.DataFrame
-    servers: list[Server]
+    servers: list[ServerTotals]
     warnings: list[RunWarning]
 
     @property
@@ -241,7 +241,7 @@ def _of(instance: Instance, host: str) -> StepTotals:
     counts = counts_of(instance)
     by_time = counts.partition_by("time", as_dict=True)
     slopes = moves(instance.steps, _times(instance))
-    server = Server(
+    server = ServerTotals(
         name=f"{host}/{instance.name}",
         vllm_version=instance.vllm_version,
         steps=instance.steps.height,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from kvtax.records.steps import Measured
+from kvtax.records.steps import Unit
 
 
 class Format(NamedTuple):
@@ -46,7 +46,7 @@ def table(kind: type[msgspec.Struct]) -> str:
     measured = {
         name: notes[0]
         for name, hint in hints.items()
-        if (notes := [n for n in get_args(hint)[1:] if isinstance(n, Measured)])
+        if (notes := [n for n in get_args(hint)[1:] if isinstance(n, Unit)])
     }
     lines = ["| field | meaning |", "|---|---|"]
     if measured:

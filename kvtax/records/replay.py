@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from kvtax.records.requests import Account, Outcome
+from kvtax.records.requests import Account, RequestOutcome
 from kvtax.records.steps import Natural
 
 # What stays as it is, beside letters and digits.
@@ -43,8 +43,8 @@ class ReplayHeader(
     """Of the trace's file."""
 
 
-class ReplayedRequest(Outcome, tag_field="type", tag="request"):
-    """Outcome of one request of the trace; one line each, as they ended."""
+class ReplayedRequest(RequestOutcome, tag_field="type", tag="request"):
+    """RequestOutcome of one request of the trace; one line each, as they ended."""
 
     id: str
     """`<session>/<turn>`, unique; sent as `X-Request-Id`, percent-quoted where a

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """requests.jsonl: the phases of a trial, and the outcome of each of its requests.
 
-Driver and replayer share `Outcome` and `Account`. Times are CLOCK_MONOTONIC.
+Driver and replayer share `RequestOutcome` and `Account`. Times are CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def level_of(name: str) -> int:
     return int(place.split(".")[1]) if "." in place else 0
 
 
-class Outcome(msgspec.Struct, kw_only=True):
-    """Outcome of a request; the sender fills it in step by step."""
+class RequestOutcome(msgspec.Struct, kw_only=True):
+    """RequestOutcome of a request; the sender fills it in step by step."""
 
     status: Literal["ok", "failed", "cancelled"] | None = None
     """How it ended; no line is written before it has."""
@@ -113,8 +113,8 @@ class PhaseStart(msgspec.Struct, omit_defaults=True, tag_field="type", tag="phas
     """When `/reset_prefix_cache` answered OK; of the first phase after it only."""
 
 
-class RequestRecord(Outcome, tag_field="type", tag="request"):
-    """Outcome of one scheduled request; a moment that never came is null."""
+class RequestRecord(RequestOutcome, tag_field="type", tag="request"):
+    """RequestOutcome of one scheduled request; a moment that never came is null."""
 
     id: int
     """Counts from 0 in the order of the plan; sent as `X-Request-Id`."""

@@ -105,7 +105,7 @@ class WorkerHeader(FileHeader, tag_field="schema", tag="kvtax.worker_step/1"):
     """Methods that cannot be timed, and why."""
 
 
-class Measured(NamedTuple):
+class Unit(NamedTuple):
     """Unit of a field of a step record, and the version of kvtax it came with."""
 
     unit: str
@@ -126,44 +126,44 @@ class StepField(NamedTuple):
 class EngineStep(msgspec.Struct, omit_defaults=True):
     """One step of the engine core."""
 
-    step_id: Annotated[Natural, Measured("")]
+    step_id: Annotated[Natural, Unit("")]
     """Given in `schedule()`, carried by the scheduler output; unique in a trial."""
-    t_ns: Annotated[Natural, Measured("ns")]
+    t_ns: Annotated[Natural, Unit("ns")]
     """When the step began; decides its phase."""
-    schedule_us: Annotated[Us | None, Measured("us")] = None
+    schedule_us: Annotated[Us | None, Unit("us")] = None
     """Time in `Scheduler.schedule()`, `build_connector_meta` included."""
-    build_meta_us: Annotated[Us | None, Measured("us")] = None
+    build_meta_us: Annotated[Us | None, Unit("us")] = None
     """Time in the connector's `build_connector_meta`; absent without a connector."""
-    step_us: Annotated[Us | None, Measured("us")] = None
+    step_us: Annotated[Us | None, Unit("us")] = None
     """From the start of `schedule()` to the end of `update_from_output()` of the same
     step; under async scheduling steps overlap."""
-    running: Annotated[Natural | None, Measured("requests")] = None
+    running: Annotated[Natural | None, Unit("requests")] = None
     """Requests in the running queue."""
-    waiting: Annotated[Natural | None, Measured("requests")] = None
+    waiting: Annotated[Natural | None, Unit("requests")] = None
     """Requests in the waiting queue."""
-    scheduled: Annotated[Natural | None, Measured("requests")] = None
+    scheduled: Annotated[Natural | None, Unit("requests")] = None
     """Requests scheduled in this step: the batch size."""
-    prefill_tokens: Annotated[Natural | None, Measured("tokens")] = None
+    prefill_tokens: Annotated[Natural | None, Unit("tokens")] = None
     """Prompt tokens scheduled."""
-    decode_tokens: Annotated[Natural | None, Measured("tokens")] = None
+    decode_tokens: Annotated[Natural | None, Unit("tokens")] = None
     """Tokens scheduled that do not belong to a prompt."""
-    cache_size: Annotated[Natural | None, Measured("blocks")] = None
+    cache_size: Annotated[Natural | None, Unit("blocks")] = None
     """|cache|: cached block hashes at the end of `schedule()`,
     `len(block_pool.cached_block_hash_to_block)`. A report needs this
     field and those below."""
-    free_blocks: Annotated[Natural | None, Measured("blocks")] = None
+    free_blocks: Annotated[Natural | None, Unit("blocks")] = None
     """Blocks in the free queue."""
-    preemptions: Annotated[Natural | None, Measured("requests")] = None
+    preemptions: Annotated[Natural | None, Unit("requests")] = None
     """Requests preempted; absent if none was."""
-    update_us: Annotated[Us | None, Measured("us")] = None
+    update_us: Annotated[Us | None, Unit("us")] = None
     """Time in `update_from_output()`."""
-    schedule_cpu_us: Annotated[Us | None, Measured("us")] = None
+    schedule_cpu_us: Annotated[Us | None, Unit("us")] = None
     """CPU time of the engine's thread in `schedule()`, in drawn steps."""
-    update_cpu_us: Annotated[Us | None, Measured("us")] = None
+    update_cpu_us: Annotated[Us | None, Unit("us")] = None
     """CPU time of the engine's thread in `update_from_output()`, in drawn steps."""
-    thread_cpu_us: Annotated[Us | None, Measured("us")] = None
+    thread_cpu_us: Annotated[Us | None, Unit("us")] = None
     """CPU time of the engine's thread since the previous step ended, in drawn steps."""
-    connector_calls: Annotated[dict[str, Natural], Measured("calls")] = {}
+    connector_calls: Annotated[dict[str, Natural], Unit("calls")] = {}
     """Calls of the connector's methods, by name; a method with a time was called once
     if it is not here, and one without a time was not timed in this step. What was
     called since the previous step ended counts for the step being scheduled, what was
@@ -171,10 +171,10 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     of a MultiConnector's child is named like `NixlConnector[0].get_finished`. Methods
     that only return a constant, or that the connector inherits from vLLM's base class,
     can take no time, and are not timed unless they have a field of their own."""
-    connector_us: Annotated[dict[str, Us], Measured("us")] = {}
+    connector_us: Annotated[dict[str, Us], Unit("us")] = {}
     """Time in these calls, with the calls of timed methods that they made; absent where
     it is the same as without."""
-    connector_self_us: Annotated[dict[str, Us], Measured("us")] = {}
+    connector_self_us: Annotated[dict[str, Us], Unit("us")] = {}
     """Time in these calls, without the calls of timed methods that they made. A method
     with a field of its own is absent if it was called once and called no other: its
     time is in its field. The sum is the connector's time on this side."""
@@ -193,28 +193,28 @@ class WorkerStep(msgspec.Struct, omit_defaults=True):
     """One step of a worker. It joins the engine's record with the same `step_id` in a
     trial; of several ranks the one counts whose `execute_model_us` is longest."""
 
-    step_id: Annotated[Natural, Measured("")]
+    step_id: Annotated[Natural, Unit("")]
     """As in the engine's record."""
-    t_ns: Annotated[Natural, Measured("ns")]
+    t_ns: Annotated[Natural, Unit("ns")]
     """When the worker began the step."""
-    execute_model_us: Annotated[Us | None, Measured("us")] = None
+    execute_model_us: Annotated[Us | None, Unit("us")] = None
     """Time in `execute_model`, the connector's methods included."""
-    bind_us: Annotated[Us | None, Measured("us")] = None
+    bind_us: Annotated[Us | None, Unit("us")] = None
     """Time in the connector's `bind_connector_metadata`. This field and the next three
     are absent without a connector."""
-    start_load_kv_us: Annotated[Us | None, Measured("us")] = None
+    start_load_kv_us: Annotated[Us | None, Unit("us")] = None
     """Time in `start_load_kv`."""
-    wait_for_save_us: Annotated[Us | None, Measured("us")] = None
+    wait_for_save_us: Annotated[Us | None, Unit("us")] = None
     """Time in `wait_for_save`; also absent in a step that schedules nothing."""
-    get_finished_us: Annotated[Us | None, Measured("us")] = None
+    get_finished_us: Annotated[Us | None, Unit("us")] = None
     """Time in `get_finished`, from vLLM 0.30 on in `get_transfer_results`."""
-    connector_calls: Annotated[dict[str, Natural], Measured("calls")] = {}
+    connector_calls: Annotated[dict[str, Natural], Unit("calls")] = {}
     """Calls of the connector's methods, by name. What was called before the next step
     began counts for this one. This field and the next two are as in the engine's
     record."""
-    connector_us: Annotated[dict[str, Us], Measured("us")] = {}
+    connector_us: Annotated[dict[str, Us], Unit("us")] = {}
     """Time in these calls, with the calls of timed methods that they made."""
-    connector_self_us: Annotated[dict[str, Us], Measured("us")] = {}
+    connector_self_us: Annotated[dict[str, Us], Unit("us")] = {}
     """Time in these calls, without the calls of timed methods that they made."""
 
 

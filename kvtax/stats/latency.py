@@ -14,7 +14,7 @@ import polars as pl
 def latency_columns(output_tokens: str) -> list[pl.Expr]:
     """Compute all latencies in ms; null where a moment is missing.
 
-    The frame has the moments of an `Outcome`, and the column `output_tokens`.
+    The frame has the moments of an `RequestOutcome`, and the column `output_tokens`.
     """
     return [
         _ms("intended_ns", "first_token_ns").alias("ttft_ms"),

@@ -21,7 +21,7 @@ from kvtax.verdict.entry import (
 )
 from kvtax.verdict.latency import requests_to_fill, send_lag_ms
 from kvtax.verdict.levels import Level
-from kvtax.verdict.measured import Measured, measure_all
+from kvtax.verdict.measured import ConfigEstimates, measure_all
 from kvtax.verdict.roles import Roles, roles_of
 from kvtax.verdict.speed import times_usual, too_slow
 from kvtax.verdict.trials import LoadedTrial
@@ -38,7 +38,7 @@ class Analysis:
     document: PerConfig
     roles: Roles
     doubts: dict[str | None, list[RunWarning]]
-    measured: dict[str, Measured]
+    measured: dict[str, ConfigEstimates]
 
 
 def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> Analysis:
@@ -98,7 +98,7 @@ def _slow(times: float) -> str:
     return f"{SET_ASIDE}: the machine was {times:.1f} times as slow as usual"
 
 
-def stated_cache_blocks(measured: Mapping[str, Measured]) -> int | None:
+def stated_cache_blocks(measured: Mapping[str, ConfigEstimates]) -> int | None:
     """Return |cache| at the stated level, the median over the configs that have it."""
     known = [one.level.cache_blocks for one in measured.values() if one.level]
     return round(float(np.median(known))) if known else None
@@ -119,7 +119,7 @@ TIMES = ("schedule", "step")
 def host_entries(
     hosts: Sequence[HostRecord] | None,
     trials: Sequence[LoadedTrial],
-    measured: Mapping[str, Measured],
+    measured: Mapping[str, ConfigEstimates],
 ) -> dict[str, HostEntry] | None:
     """Build an entry per host; None for a run on one machine."""
     if not hosts:

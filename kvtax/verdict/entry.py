@@ -24,7 +24,7 @@ from kvtax.verdict import latency
 from kvtax.verdict.holds import holds_of
 from kvtax.verdict.latency import tpot_addition
 from kvtax.verdict.levels import Level
-from kvtax.verdict.measured import Measured, slope_of
+from kvtax.verdict.measured import ConfigEstimates, slope_of
 from kvtax.verdict.metrics import JUDGED, LEVELS, Metric, number
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
@@ -48,7 +48,7 @@ METHODS = (
 
 def config_entry(
     trials: list[LoadedTrial],
-    measured: Measured | None,
+    measured: ConfigEstimates | None,
     at_cache_blocks: int | None,
     level: float,
 ) -> ConfigEntry:
@@ -104,7 +104,7 @@ def _set_levels(entry: ConfigEntry, level: Level, at_cache_blocks: int) -> None:
     entry.attribution_us = level.attribution_us()
 
 
-def _set_verdicts(entry: ConfigEntry, measured: Measured, level: float) -> None:
+def _set_verdicts(entry: ConfigEntry, measured: ConfigEstimates, level: float) -> None:
     """Fill in slopes, levels and the verdicts from them."""
     entry.growth_slope_us_per_1k_blocks = rounded(measured.growth_slopes["schedule"])
     entry.verdict_of = {}
@@ -157,7 +157,7 @@ def pss_mib(trials: list[LoadedTrial]) -> float | None:
     return round(sum(found) / len(found), 1) if found else None
 
 
-def noise_floor(measured: Mapping[str, Measured], roles: Roles) -> NoiseFloor:
+def noise_floor(measured: Mapping[str, ConfigEstimates], roles: Roles) -> NoiseFloor:
     """Compute the difference of the baseline and its twin, in slope and in level."""
     first = measured.get(roles.baseline or "")
     second = measured.get(roles.twin or "")
@@ -182,7 +182,7 @@ def _apart(
 
 def compare_with_baseline(
     entries: Mapping[str, ConfigEntry],
-    measured: Mapping[str, Measured],
+    measured: Mapping[str, ConfigEstimates],
     baseline: str | None,
     noise: NoiseFloor,
     own_forward_ms: float,
@@ -201,7 +201,7 @@ def compare_with_baseline(
 
 
 def _differences(
-    one: Measured, base: Measured, noise: NoiseFloor
+    one: ConfigEstimates, base: ConfigEstimates, noise: NoiseFloor
 ) -> dict[str, BaselineDifference]:
     """Compute the difference of p50, by metric, and whether it is within noise."""
     found = {}
@@ -220,7 +220,7 @@ def _differences(
 
 def compare_with_floor(
     entries: Mapping[str, ConfigEntry],
-    measured: Mapping[str, Measured],
+    measured: Mapping[str, ConfigEstimates],
     floor: str | None,
 ) -> None:
     """Fill in `vs_noop` of the other measured configs."""
@@ -232,7 +232,7 @@ def compare_with_floor(
             entries[name].vs_noop = _ratios(one, base) or None
 
 
-def _ratios(one: Measured, base: Measured) -> dict[str, Estimate | None]:
+def _ratios(one: ConfigEstimates, base: ConfigEstimates) -> dict[str, Estimate | None]:
     """Compute the ratio of p50, by metric."""
     found = {}
     for metric in LEVELS:
@@ -242,7 +242,7 @@ def _ratios(one: Measured, base: Measured) -> dict[str, Estimate | None]:
     return found
 
 
-def set_parts(entry: ConfigEntry, one: Measured) -> None:
+def set_parts(entry: ConfigEntry, one: ConfigEstimates) -> None:
     """Fill in `connector`, `methods` and `threads`: means and slopes of the holds."""
     held = one.held
     if held["connector_us"].null_count() < held.height:
@@ -257,7 +257,7 @@ def set_parts(entry: ConfigEntry, one: Measured) -> None:
     }
 
 
-def _part(one: Measured, time: str) -> PartCost:
+def _part(one: ConfigEstimates, time: str) -> PartCost:
     steps = max(one.held.height, 1)
     calls = time.removesuffix("_us") + CALLS
     per_step = None
@@ -270,7 +270,7 @@ def _part(one: Measured, time: str) -> PartCost:
     )
 
 
-def _thread(one: Measured, samples: pl.DataFrame) -> PartCost:
+def _thread(one: ConfigEstimates, samples: pl.DataFrame) -> PartCost:
     holds = holds_of(samples, one.at, Metric("us_per_step", "all", "mean", 1))
     sampled = max(number(samples["steps"].sum()), 1)
     return PartCost(

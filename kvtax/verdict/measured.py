@@ -41,7 +41,7 @@ class Fits:
 
 
 @dataclass
-class Measured:
+class ConfigEstimates:
     """Steps of a config's good trials, and the estimates from them.
 
     `every` are all steps, `steps` the decode-only ones, `held` those of the holds, and
@@ -75,7 +75,7 @@ class Measured:
 
 def measure_all(
     by_config: Mapping[str, Sequence[LoadedTrial]], profile: ProfileRecord
-) -> dict[str, Measured]:
+) -> dict[str, ConfigEstimates]:
     """Measure every config that has steps, by name."""
     measured = {}
     for index, (name, trials) in enumerate(by_config.items()):
@@ -95,13 +95,13 @@ def _measure(
     threads: pl.DataFrame,
     profile: ProfileRecord,
     seed: int,
-) -> Measured:
+) -> ConfigEstimates:
     ladder = profile.load.ladder
     times = tuple(metric.time for metric in LEVELS.values())
     in_growth = every.filter("decode_only", pl.col("phase") == Phase.GROWTH)
     columns = ("repeat", "batch", "cache_blocks", *times)
     held = held_steps(every, ladder.decoders)
-    one = Measured(
+    one = ConfigEstimates(
         name=name,
         every=every,
         threads=threads,
@@ -133,7 +133,7 @@ def slope_of(found: Fit, level: float, seed: int = SEED) -> Distribution:
 
 
 def fits_of(held: pl.DataFrame, at: pl.DataFrame) -> dict[str, Fits]:
-    """Fit the levels of every metric that was measured; see Measured."""
+    """Fit the levels of every metric that was measured; see ConfigEstimates."""
     found = {}
     for name, metric in METRICS.items():
         holds = holds_of(held, at, metric)

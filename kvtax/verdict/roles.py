@@ -65,7 +65,7 @@ Kind = Literal["right", "false flat", "false grows", "wrong", "undecided"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExpectedVerdict:
     """Expected and found verdict of a config."""
 
     config: str
@@ -87,10 +87,10 @@ class Outcome:
         return f"{self.config}: expected {self.expected}, found {self.found}"
 
 
-def outcomes(document: PerConfig, roles: Roles) -> list[Outcome]:
+def outcomes(document: PerConfig, roles: Roles) -> list[ExpectedVerdict]:
     """One for each config whose role names a verdict, in the run's order."""
     return [
-        Outcome(name, expected, entry.verdict)
+        ExpectedVerdict(name, expected, entry.verdict)
         for name, entry in document.configs.items()
         if (expected := roles.of[name].expected) is not None
     ]

@@ -13,7 +13,7 @@ from kvtax.report.document import Figure, Line
 from kvtax.stats.median_slope import batch_held_us, group_of, make_cells, slope_value
 from kvtax.verdict.analysis import Analysis
 from kvtax.verdict.levels import thin
-from kvtax.verdict.measured import Measured
+from kvtax.verdict.measured import ConfigEstimates
 from kvtax.verdict.metrics import number
 
 BINS = 30
@@ -22,7 +22,7 @@ MAX_STEPS = 300_000
 BAND = {"p25_us": 0.25, "p50_us": 0.5, "p75_us": 0.75}
 
 
-def binned_curves(measured: Mapping[str, Measured], time: str) -> pl.DataFrame:
+def binned_curves(measured: Mapping[str, ConfigEstimates], time: str) -> pl.DataFrame:
     """p25, p50, p75 of `time` in the growth phase by |cache| bin and config.
 
     Repeat and batch size are held as in the verdict (batch_held_us), with the slope of

@@ -9,7 +9,7 @@ from kvtax.cli import main as main_of_kvtax
 from kvtax.cli.look import PAGE
 from kvtax.look.answer import known_costs
 from kvtax.look.demo import RECORDS
-from kvtax.look.instance_summary import AXES
+from kvtax.look.instance_summary import COVARIATES
 from kvtax.paths import PATCHES
 from tests.look.made_up_server import Server
 from tests.look.test_look_input import main
@@ -67,7 +67,7 @@ def test_a_walk_of_the_cache_is_named(tmp_path, capsys):
 def test_known_costs_name_patches_and_axes_that_exist():
     for cost in known_costs():
         assert not cost.patch or (PATCHES / cost.patch / "patch.toml").exists()
-        assert cost.moves_with is None or cost.moves_with in AXES
+        assert cost.moves_with is None or cost.moves_with in COVARIATES
 
 
 def test_the_demo_shows_a_walk_its_fix_and_an_h100(tmp_path, capsys):

@@ -15,7 +15,7 @@ from benchmarks.made_up_servers import write_servers
 from kvtax.look import instances
 from kvtax.look.discover import discover
 from kvtax.look.instance_summary import (
-    AXES,
+    COVARIATES,
     cost,
     moves,
     parts_of_requests,
@@ -173,7 +173,7 @@ def test_two_that_rise_together_are_not_told_apart():
 def test_few_steps_say_how_many_are_needed():
     steps = traffic(np.random.default_rng(1), 500)
     found = moved(steps.with_columns(pl.lit(1.0).alias("us")))
-    assert found == dict.fromkeys(AXES, "fewer than 2,000 steps")
+    assert found == dict.fromkeys(COVARIATES, "fewer than 2,000 steps")
 
 
 def test_many_times_at_once_are_found_as_each_by_itself():
@@ -187,7 +187,7 @@ def test_many_times_at_once_are_found_as_each_by_itself():
     assert list(together) == ["a", "b", "c"]
     for time, by_axis in together.items():
         alone = moves(steps, [time])[time]
-        assert list(by_axis) == list(alone) == list(AXES)
+        assert list(by_axis) == list(alone) == list(COVARIATES)
         for name, slope in by_axis.items():
             other = alone[name]
             assert slope.value == pytest.approx(other.value, abs=1e-9)
@@ -213,7 +213,7 @@ def test_slopes_are_least_squares_and_the_interval_the_widest_jackknife(steps):
     table = traffic(rng, steps).with_columns(us=pl.Series(noise(rng, steps)))
     number = (pl.int_range(pl.len()) // 50).alias("block")
     blocks = used_blocks(table).group_by(number).mean().sort("block")
-    columns = [blocks[axis.column] / axis.per for axis in AXES.values()]
+    columns = [blocks[axis.column] / axis.per for axis in COVARIATES.values()]
     columns.append(blocks["block"])
     design = np.column_stack([np.ones(blocks.height), *columns])
     us = blocks["us"].to_numpy()

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from kvtax.look.live import Totals, Watched, follow, spark, view
+from kvtax.look.live import LiveTotals, Watched, follow, spark, view
 from kvtax.look.prometheus import Collector, serve
 from kvtax.paths import REPOSITORY
 from tests.look.made_up_server import FIRST_NS, Server, served
@@ -169,7 +169,7 @@ def test_of_the_requests_that_ended_since_the_longest_are_shown(
     watched = Watched(folder)
     watched.read()
     path.write_text(whole)
-    told = watched.read()["records"].minus(Totals())
+    told = watched.read()["records"].minus(LiveTotals())
     assert len(told["ended"]) == len(server.requests)
     lengths = {
         one["id"]: (one["finished_ns"] - one["arrival_ns"]) / 1e6

@@ -14,7 +14,7 @@ import pytest
 from kvtax.cli import main
 from kvtax.engine.connector import connector_names, load_connector
 from kvtax.records.run import Role
-from kvtax.verdict.roles import Outcome
+from kvtax.verdict.roles import ExpectedVerdict
 from microbench.profile import load_profile
 from tests.microbench.synthetic import (
     Report,
@@ -140,7 +140,7 @@ def test_a_run_in_which_nothing_is_known_says_nothing(tmp_path, monkeypatch):
     ],
 )
 def test_no_answer_is_told_from_a_wrong_one(expected, found, kind):
-    assert Outcome("some", expected, found).kind == kind
+    assert ExpectedVerdict("some", expected, found).kind == kind
 
 
 def test_the_profile_measures_every_connector_with_a_known_cost():

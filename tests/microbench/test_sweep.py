@@ -17,8 +17,7 @@ from kvtax.config import ConfigError
 from kvtax.engine.connector import Connector, connector_names, load_connector
 from kvtax.engine.installation import installation
 from kvtax.engine.overlay import build_overlay
-from kvtax.load.plan import Phase as PlannedPhase
-from kvtax.load.plan import read_plan
+from kvtax.load.plan import PlannedPhase, read_plan
 from kvtax.patcher.at_import import SOURCES
 from kvtax.paths import CONFIGS, PATCHES
 from kvtax.proc import machine_lock as machine_lock_module

@@ -27,7 +27,7 @@ from kvtax.verdict.entry import (
     noise_floor,
     set_parts,
 )
-from kvtax.verdict.measured import Measured, measure_all
+from kvtax.verdict.measured import ConfigEstimates, measure_all
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
 from tests.harness.made_up import profile
@@ -71,7 +71,7 @@ def trial(repeat: int = 0, noise_us: float = 1.0, **changes: float) -> LoadedTri
     return LoadedTrial("plain", repeat, None, None, steps=table)
 
 
-def measured(*trials: LoadedTrial, **changes: int) -> Measured:
+def measured(*trials: LoadedTrial, **changes: int) -> ConfigEstimates:
     settings = profile(LADDER, **changes)
     return measure_all({"plain": trials or (trial(),)}, settings)["plain"]
 
@@ -130,7 +130,9 @@ def test_servers_are_measured_together_and_a_failed_one_is_left_out():
     assert measure_all({"plain": [failed]}, profile(LADDER)) == {}
 
 
-def values(p50: float = 0.0, slope: float = 0.0, spread: float = 0.0) -> Measured:
+def values(
+    p50: float = 0.0, slope: float = 0.0, spread: float = 0.0
+) -> ConfigEstimates:
     """Estimates of a config, with intervals of `spread` to both sides."""
     one = measured()
     draws = np.linspace(-spread, spread, 41) / 0.95
@@ -141,7 +143,7 @@ def values(p50: float = 0.0, slope: float = 0.0, spread: float = 0.0) -> Measure
     return replace(one, slopes=at(slope), p50=at(p50))
 
 
-def with_twin() -> tuple[dict[str, Measured], NoiseFloor]:
+def with_twin() -> tuple[dict[str, ConfigEstimates], NoiseFloor]:
     """A baseline at 100 us, a twin at 103, and configs beside them."""
     configs = {
         "plain": replace(values(100.0, 1.0), name="plain"),
@@ -165,7 +167,7 @@ def test_noise_is_what_the_twin_differs_by():
     assert noise_floor(configs, Roles({})).pair is None
 
 
-def entries(configs: dict[str, Measured]) -> dict[str, ConfigEntry]:
+def entries(configs: dict[str, ConfigEstimates]) -> dict[str, ConfigEntry]:
     return {
         name: ConfigEntry(
             slope_us_per_1k_blocks={},

@@ -18,7 +18,7 @@ from kvtax.load.client import Client
 from kvtax.load.prompts import completion_body
 from kvtax.load.sse import Usage
 from kvtax.records.replay import ReplayedRequest, in_header
-from kvtax.records.requests import Outcome
+from kvtax.records.requests import RequestOutcome
 from msgspec.json import encode
 
 from kvtax_fleet.replay.options import ReplayError
@@ -74,7 +74,7 @@ def _in_pieces(tokens: np.ndarray[Any, Any]) -> msgspec.Raw:
     return msgspec.Raw(b"[" + b",".join(texts) + b"]")
 
 
-class ReplayClient(Client[Outcome]):
+class ReplayClient(Client[RequestOutcome]):
     """Sends the requests of a trace to one server, ours or any other."""
 
     stopped = STOPPED
@@ -87,14 +87,16 @@ class ReplayClient(Client[Outcome]):
         }
         await self.request(record, body, headers | authorization())
 
-    def take_head(self, record: Outcome, response: aiohttp.ClientResponse) -> None:
+    def take_head(
+        self, record: RequestOutcome, response: aiohttp.ClientResponse
+    ) -> None:
         """Note the response's status, and the instances that a proxy reports."""
         super().take_head(record, response)
         assert isinstance(record, ReplayedRequest)
         record.instance = response.headers.get("X-Kvtax-Instance")
         record.prefill_instance = response.headers.get("X-Kvtax-Prefill")
 
-    def take_usage(self, record: Outcome, usage: Usage) -> None:
+    def take_usage(self, record: RequestOutcome, usage: Usage) -> None:
         """Note the server's token counts. Raises StreamError if they are wrong."""
         assert isinstance(record, ReplayedRequest)
         record.usage_prompt_tokens = usage.prompt_tokens

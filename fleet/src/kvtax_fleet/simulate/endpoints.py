@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from kvtax.load.sse import CompletionStream, StreamError
 from kvtax.records.replay import ReplayedRequest
-from kvtax.records.requests import Outcome
+from kvtax.records.requests import RequestOutcome
 from multidict import CIMultiDict, MultiMapping
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
@@ -118,7 +118,7 @@ class VirtualLink(ReplayClient):
         return [_completed(request) for request in requests]
 
     async def _exchange(
-        self, record: Outcome, request: Any, headers: dict[str, str] | None
+        self, record: RequestOutcome, request: Any, headers: dict[str, str] | None
     ) -> None:
         assert isinstance(record, ReplayedRequest)
         assert isinstance(request, Request)
