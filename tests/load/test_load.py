@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtax.load.alarm import Alarm
+from kvtax.load.ledger import Ledger
 from kvtax.load.plan import Plan, PlanError, read_plan, timetables
 from kvtax.load.prompts import bodies
 from kvtax.load.sse import CompletionStream, StreamError
+from kvtax.records.requests import DriverEnd, RequestRecord, RequestsHeader
 
 
 def make_plan(requests=40, rate_rps=200.0, **changes) -> dict:
@@ -200,3 +202,65 @@ def test_an_alarm_wakes_every_waiter_in_order_and_never_early():
     assert woken == sorted(woken)
     assert len(woken) == 6
     assert all(now_ns >= due_ns for due_ns, now_ns in woken)
+
+
+@pytest.mark.parametrize(
+    ("rate_rps", "requests", "due_ms", "length_ms"),
+    [
+        (4.0, 4, [0, 250, 500, 750], 1_000),
+        (1_000.0, 2, [0, 1], 2),
+        (0.5, 1, [0], 2_000),
+    ],
+)
+def test_a_phase_begins_with_a_request_and_ends_a_gap_after_the_last(
+    rate_rps, requests, due_ms, length_ms
+):
+    (found,) = timetables(plan_of(requests=requests, rate_rps=rate_rps))
+    assert found.due_ns == [ms * 1_000_000 for ms in due_ms]
+    assert found.length_ns == length_ms * 1_000_000
+
+
+def test_poisson_arrivals_have_the_rate_and_exponential_gaps():
+    (found,) = timetables(plan_of(requests=20_000, rate_rps=50.0, arrival="poisson"))
+    gaps_s = np.diff(found.due_ns) / 1e9
+    assert found.due_ns[0] == 0
+    assert gaps_s.mean() == pytest.approx(0.02, rel=0.03)
+    assert gaps_s.std() == pytest.approx(0.02, rel=0.03)
+    assert np.mean(gaps_s > 0.02) == pytest.approx(np.exp(-1), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("budget_ms", "late_ms", "valid"),
+    # 99 requests of 0 to 98 ms, and one of 500: p99 is 98 and a hundredth of the rest.
+    [(103.0, 500, True), (102.0, 500, False), (99.0, 99, True), (98.0, 99, False)],
+)
+def test_a_run_is_valid_if_p99_of_its_lag_is_within_the_budget(
+    tmp_path, budget_ms, late_ms, valid
+):
+    header = RequestsHeader(plan={}, scheduled=100)
+    ledger = Ledger(tmp_path / "requests.jsonl", header, budget_ms)
+    for number, lag_ms in enumerate([*range(99), late_ms]):
+        sent = {"intended_ns": 1_000, "sent_ns": 1_000 + lag_ms * 1_000_000}
+        ledger.add(
+            RequestRecord(
+                id=number, phase="growth", prompt_tokens=1, status="ok", **sent
+            )
+        )
+    # A request whose phase may begin at any time is never late.
+    ledger.add(
+        RequestRecord(
+            id=100,
+            phase="hold.0.0",
+            prompt_tokens=1,
+            status="failed",
+            intended_ns=0,
+            sent_ns=10**12,
+        ),
+        on_time=False,
+    )
+    end = ledger.end(DriverEnd)
+    assert end.lag_ms["p50"] == 49.5
+    assert end.lag_ms["p90"] == pytest.approx(89.1)
+    assert end.lag_ms["p99"] == pytest.approx(98 + 0.01 * (late_ms - 98))
+    assert end.lag_ms["max"] == late_ms
+    assert (end.ok, end.failed, end.valid) == (100, 1, valid)

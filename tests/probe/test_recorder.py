@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -176,7 +177,8 @@ def clock(monkeypatch, tmp_path) -> Clock:
     monkeypatch.setattr(engine, "thread_cpu_ns", clock.cpu_ns)
     monkeypatch.setattr(engine, "CPU_EVERY", 1)
     monkeypatch.setattr(files, "FLUSH_INTERVAL_S", 3_600)
-    monkeypatch.setattr(files, "at_exit", lambda close: None)
+    for module in (engine, worker):
+        monkeypatch.setattr(module, "at_exit", lambda close: None)
     monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(tmp_path))
     for name, attributes in VLLM.items():
         module = ModuleType(name)
@@ -200,9 +202,9 @@ class Scheduler:
         map_, queue = dict.fromkeys(range(7)), SimpleNamespace(num_free_blocks=5)
         pool = SimpleNamespace(cached_block_hash_to_block=map_, free_block_queue=queue)
         self.kv_cache_manager = SimpleNamespace(block_pool=pool)
-        # A prompt of 10 tokens of which 8 are computed, and one that decodes.
+        # The end of a prompt, which schedule() counts as computed, and a decode.
         self.requests = {
-            "r0": SimpleNamespace(num_computed_tokens=8, num_prompt_tokens=10),
+            "r0": SimpleNamespace(num_computed_tokens=10, num_prompt_tokens=10),
             "r1": SimpleNamespace(num_computed_tokens=21, num_prompt_tokens=10),
         }
         self.tokens = {"r0": 8, "r1": 1}
@@ -291,6 +293,29 @@ def test_steps_that_overlap_have_their_own_times(clock, tmp_path):
     assert [step["decode_tokens"] for step in steps] == [1, 1]
 
 
+def test_what_follows_a_step_is_in_no_step_that_is_open_meanwhile(
+    clock, tmp_path, monkeypatch
+):
+    """Requests are noted for 30 us after the first step, while the second is open."""
+    recorder_of_requests = requests.RequestRecorder
+    waiting = property(lambda self: {"r1"}, lambda self, value: None)
+    monkeypatch.setattr(recorder_of_requests, "without_token", waiting, raising=False)
+    monkeypatch.setattr(
+        recorder_of_requests, "note_first_tokens", lambda self, step: clock.passes(30)
+    )
+    core = engine_core(clock)
+    recorder = EngineRecorder(core)
+    first, second = core.scheduler.schedule(), core.scheduler.schedule()
+    core.scheduler.update_from_output(first, None)
+    core.scheduler.update_from_output(second, None)
+    third = core.scheduler.schedule()
+    core.scheduler.update_from_output(third, None)
+    recorder.close()
+    steps = recorded(tmp_path, "engine_step")
+    # 50 + 50 + 20; 50 + 20 + 20 without the 30; and 50 + 20.
+    assert [step["step_us"] for step in steps] == [120.0, 90.0, 70.0]
+
+
 @pytest.mark.parametrize(("every", "steps"), [(1, 12), (3, 4), (12, 1)])
 def test_one_step_in_so_many_is_recorded(clock, tmp_path, monkeypatch, every, steps):
     monkeypatch.setattr(engine, "STEPS_EVERY", every)
@@ -374,16 +399,18 @@ class Connector(Base):
     def get_finished(self) -> None:
         raise RuntimeError
 
+    def take_events(self) -> Iterator[int]:
+        self.clock.passes(3)
+        yield 1
+        self.clock.passes(4)
+
 
 def test_calls_of_a_connector_are_timed_with_what_they_take(clock):
     own = Connector(clock, layer_us=5)
     connector.time_connector(own)
     timer = connector.timer_of("WORKER")
-    assert set(timer.methods) == {
-        "start_load_kv",
-        "wait_for_layer_load",
-        "get_finished",
-    }
+    names = {"start_load_kv", "wait_for_layer_load", "get_finished", "take_events"}
+    assert set(timer.methods) == names
     own.start_load_kv(layers=3)
     with pytest.raises(RuntimeError):
         own.get_finished()
@@ -400,6 +427,13 @@ def test_calls_of_a_connector_are_timed_with_what_they_take(clock):
         "get_finished": 0.0,
     }
     assert not timer.take()
+    # One call, whose work is done while the caller goes on.
+    for _ in own.take_events():
+        clock.passes(50)
+    record = EngineStep(0, 0, 0.0)
+    fill(record, timer.take(), timer.methods, {})
+    assert record.connector_calls is None
+    assert record.connector_self_us == {"take_events": 7.0}
 
 
 @pytest.mark.parametrize(

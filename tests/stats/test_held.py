@@ -288,6 +288,7 @@ def test_a_line_is_bent_if_it_would_be_so_once_in_a_hundred_by_chance(kink_us, b
         # No jump is more than seven tenths of the rise.
         ((0, 9_990, 19_980, 30_100, 100_000), "curved"),
         ((0, 9_800, 19_600, 29_400, 100_000), "only when full"),
+        ((0, 9_000, 18_000, 27_000, 36_000, 100_000), "curved"),
         ((0, 100_000, 100_000, 109_900, 100_000), "not monotone"),
         ((0, 100_000, 100_000, 100_000, 100_000), "saturating"),
         ((0, 0, 100_000, 100_000, 100_000), "step"),

@@ -475,7 +475,7 @@ def test_a_block_is_of_20_steps_or_a_fortieth(steps, blocks):
 def test_rounds_of_steps_count_with_their_lower_quartiles():
     base = np.array([[1.0, 2.0, 3.0, 4.0, 99.0]] * 12)
     # Quartiles 2 and 7, whatever else disturbs a step.
-    times = np.array([[6.0, 7.0, 8.0, 9.0, 900.0]] * 12)
+    times = np.array([[6.0, 7.0, 80.0, 90.0, 900.0]] * 12)
     found = added(times, base)
     assert (found.value, found.ci95) == (5.0, (5.0, 5.0))
 

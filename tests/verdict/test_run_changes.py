@@ -233,7 +233,8 @@ def test_a_cost_that_rose_only_while_the_cache_first_filled_is_told(
 ):
     levels = HeldLevels([0, 1_000], [1.0, 1.0], None, bound, 0.0, None)
     one = entry(verdict=verdict, held={"schedule": levels})
-    slope = Distribution(least + 1, np.full(10, least))
+    # All but the upper end of the interval is within the bound.
+    slope = Distribution(least + 1, np.linspace(least, least + 99, 41) - 99 * 0.025)
     found = growth_alone(one, {"schedule": slope, "overhead": None})
     assert [warning.kind for warning in found] == ["growth_alone"] * warned
 

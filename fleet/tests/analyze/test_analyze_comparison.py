@@ -349,6 +349,27 @@ def test_pairs_compare_means_and_count_the_faster_requests() -> None:
     assert found.percent.low < 10.0 < found.percent.high
 
 
+@pytest.mark.parametrize(
+    ("steady", "n", "percent"),
+    # 49 pairs in the steady window of both are too few to leave the others out.
+    [(50, 50, 20.0), (49, 100, 10.0)],
+)
+def test_pairs_are_of_the_steady_window_if_it_has_enough(steady, n, percent) -> None:
+    rows = [
+        {
+            "id": f"r{number}",
+            "session": f"s{number % 10}",
+            "arm": arm,
+            "window": "steady" if number < steady else "drain",
+            "e2e_ms": 120.0 if arm == "a" and number < 50 else 100.0,
+        }
+        for arm in AB
+        for number in range(100)
+    ]
+    found = paired(requests(rows), "a", "b")["e2e_ms"]
+    assert (found.n, found.percent.value) == (n, percent)
+
+
 ends = st.floats(-99, 900, allow_nan=False)
 
 

@@ -23,7 +23,7 @@ from fleet.tests.analyze.analyze_runs import (
 from kvtax.records import RecordsError
 from kvtax.records.engine_requests import ids_of_completion
 from kvtax.records.files import read_document, write_document
-from kvtax.records.replay import in_header
+from kvtax.records.replay import ReplayedRequest, ReplayEnd, Steady, in_header
 
 from kvtax_fleet.analyze.analysis import analyse
 from kvtax_fleet.analyze.arm_runs import ArmRun, read_arm, read_run
@@ -186,6 +186,48 @@ def test_an_offload_that_fell_back_is_none(arm: Path) -> None:
 def test_class_limits(new: int, kind: str) -> None:
     frame = pl.DataFrame({"new_tokens": [new], "decided_class": [None]})
     assert frame.select(size_class()).item() == kind
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # Prompt, cached; new. A server that tells no cached tokens of one has none.
+        ({"usage_prompt_tokens": 9_000, "cached_tokens": 3_000}, (6_000, "MEDIUM")),
+        ({"usage_prompt_tokens": 7_000}, (7_000, "MEDIUM")),
+        ({"usage_prompt_tokens": 7_000, "cached_tokens": 7_000}, (0, "WARM")),
+        ({}, (None, None)),
+    ],
+)
+def test_new_tokens_are_those_of_the_prompt_that_were_not_cached(
+    fields, expected
+) -> None:
+    tells = ReplayedRequest(
+        id="s/0", session="s", turn=0, usage_prompt_tokens=10, cached_tokens=5
+    )
+    one = ReplayedRequest(id="s/1", session="s", turn=1, **fields)
+    frame = requests_frame([replace(NOTHING, requests=[tells, one])])
+    assert frame.select("new_tokens", "class").row(1) == expected
+
+
+@pytest.mark.parametrize(
+    ("intended_ns", "window"),
+    [
+        (999, "warmup"),
+        (1_000, "steady"),
+        (1_999, "steady"),
+        (2_000, "drain"),
+        (None, None),
+    ],
+)
+def test_the_steady_window_begins_with_its_start_and_ends_before_its_end(
+    intended_ns, window
+) -> None:
+    one = ReplayedRequest(id="s/0", session="s", turn=0, intended_ns=intended_ns)
+    end = ReplayEnd(
+        scheduled=1, ok=1, failed=0, cancelled=0, steady=Steady(1_000, 2_000)
+    )
+    frame = requests_frame([replace(NOTHING, requests=[one], end=end)])
+    assert frame["window"].item() == window
 
 
 def test_no_run_is_an_empty_frame_with_all_columns() -> None:
