@@ -15,8 +15,6 @@ from kvtax.records.stacks import SampledStacks, read_stacks
 from microbench.py_spy_output import FAILED, NotUnderstood, sampled
 from tests.engine.living import content
 
-pytestmark = pytest.mark.slow
-
 LATE_NS = 20_000_000
 # More frames than py-spy reads: such a sample fails.
 DEEP = 5000
@@ -85,6 +83,7 @@ def frames_of(found: SampledStacks, name: str) -> list[tuple[int, list[str]]]:
     ]
 
 
+@pytest.mark.slow
 def test_what_was_done_at_the_moment_of_a_sample_is_what_it_shows(recorded):
     folder, found = recorded
     lines = (folder / "turns.partial").read_text().splitlines()
@@ -105,6 +104,7 @@ def test_what_was_done_at_the_moment_of_a_sample_is_what_it_shows(recorded):
     assert 30 < computed < len(main) - 30
 
 
+@pytest.mark.slow
 def test_a_thread_that_only_waits_is_shown_where_it_waits(recorded):
     _, found = recorded
     waits = frames_of(found, "waiter")
@@ -112,6 +112,7 @@ def test_a_thread_that_only_waits_is_shown_where_it_waits(recorded):
     assert all(any(f.startswith("waits_in_vain ") for f in of) for _, of in waits)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_but_the_stacks(recorded):
     folder, found = recorded
     left = {path.name for path in folder.iterdir()}
@@ -119,6 +120,7 @@ def test_nothing_is_left_but_the_stacks(recorded):
     assert left == known | {f"stacks.{found.pid}.json"}
 
 
+@pytest.mark.slow
 def test_a_process_that_is_gone_is_named(tmp_path):
     with subprocess.Popen(["true"]) as ended:
         pass
@@ -130,6 +132,7 @@ def test_a_process_that_is_gone_is_named(tmp_path):
     assert not list(tmp_path.glob("stacks*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "what"), [((), "no engine_step"), (("--seconds", "0"), "above 0")]
 )

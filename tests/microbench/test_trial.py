@@ -17,27 +17,10 @@ from kvtax.records.files import LineFile
 from kvtax.records.run import ReadCounts
 from kvtax.records.steps import EngineHeader, EngineStep
 from microbench.profile import load_profile
-from microbench.trial import PlannedTrial, TrialError, _check_fresh, _count_reads, _peer
-from microbench.workshop import Workshop
+from microbench.trial import TrialError, _check_fresh, _count_reads, _peer
 
 PROFILE = load_profile("cpu-smoke")
 OWN_BLOCKS = 3
-
-
-def test_odd_rounds_go_backwards_so_that_a_drift_affects_all_configs_alike():
-    plain = load_connector("plain")
-    ready = {name: PlannedTrial(name, 0, plain, {}) for name in "abc"}
-    shop = Workshop(Path("overlays"), None, ready)
-    rounds = [
-        [(trial.config, trial.repeat) for trial in shop.round(repeat, names)]
-        for repeat, names in ((0, None), (1, None), (2, None), (3, ["c", "a"]))
-    ]
-    assert rounds == [
-        [("a", 0), ("b", 0), ("c", 0)],
-        [("c", 1), ("b", 1), ("a", 1)],
-        [("a", 2), ("b", 2), ("c", 2)],
-        [("a", 3), ("c", 3)],
-    ]
 
 
 def write_first_step(folder: Path, **changes: int | None) -> None:
