@@ -282,8 +282,17 @@ def _run(task: bytes) -> tuple[str, dict[str, bytes]]:
 
     host = ray.util.get_node_ip_address()
     _link_environments()
-    folder = Path(tempfile.mkdtemp(prefix="kvtax-host-"))
-    (folder / RESULT).mkdir()
+    # The process removes the folder as well, in case this worker is killed.
+    with tempfile.TemporaryDirectory(
+        prefix="kvtax-host-", ignore_cleanup_errors=True
+    ) as folder:
+        return host, _files_of(task, Path(folder), host)
+
+
+def _files_of(task: bytes, folder: Path, host: str) -> dict[str, bytes]:
+    """Run the task in a process; return the files that it made."""
+    result = folder / RESULT
+    result.mkdir()
     (folder / TASK).write_bytes(task)
     # The folder goes with the process, but the log's end is wanted then.
     log = Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('log')}")
@@ -295,8 +304,7 @@ def _run(task: bytes) -> tuple[str, dict[str, bytes]]:
             if made.poll() is not None:
                 raise TaskFailed(f"on {host}: {tail(log)}")
             time.sleep(WATCH_EVERY_S)
-        result = folder / RESULT
-        return host, {
+        return {
             str(path.relative_to(result)): path.read_bytes()
             for path in result.rglob("*")
             if path.is_file()
