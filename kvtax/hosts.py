@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.server import tail
@@ -294,15 +294,19 @@ def _files_of(task: bytes, folder: Path, host: str) -> dict[str, bytes]:
     result = folder / RESULT
     result.mkdir()
     (folder / TASK).write_bytes(task)
-    # The folder goes with the process, but the log's end is wanted then.
-    log = Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('log')}")
     env = {name: of for name, of in os.environ.items() if name not in NOT_OURS}
     path = [REPOSITORY, REPOSITORY / "fleet" / "src"]
     env |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "TMPDIR": str(folder)}
-    with _process([sys.executable, "-m", "kvtax.hosts", str(folder)], env, log) as made:
+    command = [sys.executable, "-m", "kvtax.hosts", str(folder)]
+    # The folder goes with the process, but the log's end is wanted then.
+    with (
+        os.fdopen(os.memfd_create("log"), "wb") as log,
+        _process(command, env, log) as process,
+    ):
         while not (folder / DONE).exists():
-            if made.poll() is not None:
-                raise TaskFailed(f"on {host}: {tail(log)}")
+            if process.poll() is not None:
+                end = tail(Path(f"/proc/self/fd/{log.fileno()}"))
+                raise TaskFailed(f"on {host}: {end}")
             time.sleep(WATCH_EVERY_S)
         return {
             str(path.relative_to(result)): path.read_bytes()
@@ -313,19 +317,18 @@ def _files_of(task: bytes, folder: Path, host: str) -> dict[str, bytes]:
 
 @contextmanager
 def _process(
-    command: list[str], env: dict[str, str], log: Path
+    command: list[str], env: dict[str, str], log: IO[bytes]
 ) -> Iterator[subprocess.Popen]:
     """Run a command that ends with the context, or with this process."""
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            env=env,
-            cwd=REPOSITORY,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            preexec_fn=begin_child,
-        )
+    process = subprocess.Popen(
+        command,
+        env=env,
+        cwd=REPOSITORY,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        preexec_fn=begin_child,
+    )
     try:
         yield process
     finally:

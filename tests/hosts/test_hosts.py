@@ -101,7 +101,7 @@ def lose_host(host: Host) -> None:
 
 
 def lose_worker(host: Host) -> None:
-    for pid in host.processes("ray::"):
+    for pid in host.processes("ray::_run"):
         os.kill(pid, signal.SIGKILL)
 
 
