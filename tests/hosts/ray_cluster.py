@@ -42,7 +42,7 @@ PORTS = {
     "metrics-export": 6404,
 }
 OBJECT_STORE_BYTES = 100_000_000
-READY_S = 60
+READY_S = 150
 # What `ray start` prints once its node has joined.
 JOINED = "Ray runtime started"
 # Another file at a path, for one host alone.
@@ -111,7 +111,10 @@ class Host:
             command += ["--include-dashboard=false"]
         # Or Ray wants the token that is in the user's home, if one is.
         env = {"RAY_AUTH_MODE": "disabled"} | os.environ
-        env |= {"RAY_worker_niceness": str(self._cluster.niceness)}
+        env |= {
+            "RAY_worker_niceness": str(self._cluster.niceness),
+            "RAY_raylet_start_wait_time_s": str(READY_S),
+        }
         for path, other in instead.items():
             bound = [MOUNTED, str(other), str(path)]
             command = ["unshare", "--mount", "sh", "-c", *bound, *command]
