@@ -218,6 +218,14 @@ def test_a_late_wake_of_the_model_disturbs_and_the_connectors_calls_do_not():
     assert places(own, NO_THREADS)["disturbance"].to_list()[:4] == [1.0] * 4
 
 
+def test_a_pause_in_one_step_disturbs_no_hold():
+    paused = hold(level=3, execute_model_us=[1e6] + [200.0] * 39)
+    steps = pl.concat(
+        [*(hold(level=n, execute_model_us=200.0) for n in range(3)), paused]
+    )
+    assert places(steps, NO_THREADS)["disturbance"].to_list() == [1.0] * 4
+
+
 @pytest.mark.parametrize(
     ("metric", "works"),
     # The engine's thread is a part of the whole step.

@@ -20,13 +20,14 @@ from kvtax.records.requests import Phase
 from kvtax.records.run import Role, RunRecord
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Distribution
-from kvtax.verdict.analysis import analyse
+from kvtax.verdict.analysis import analyse, stated_cache_blocks
 from kvtax.verdict.entry import (
     compare_with_baseline,
     compare_with_floor,
     noise_floor,
     set_parts,
 )
+from kvtax.verdict.levels import Level
 from kvtax.verdict.measured import ConfigEstimates, measure_all
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
@@ -234,3 +235,14 @@ def test_verdicts_hold_in_95_percent_of_runs_however_often_they_look():
         bounds.append(entry.held["schedule"].most_us_per_1k_blocks)
     once, twice, often = bounds
     assert (often - once) / (twice - once) == pytest.approx(0.665 / 0.312, rel=0.02)
+
+
+def test_levels_are_stated_at_the_median_of_the_configs_caches():
+    one = measured()
+    configs = {
+        str(blocks): replace(one, level=Level(hold(cache_blocks=blocks)))
+        for blocks in (8_000, 9_000, 16_000)
+    }
+    configs["failed"] = replace(one, level=None)
+    assert stated_cache_blocks(configs) == 9_000
+    assert stated_cache_blocks({}) is None

@@ -21,6 +21,7 @@ from kvtax.records.per_config import (
 from kvtax.records.run import RunRecord
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Distribution
+from kvtax.verdict.aims import Check, Outcome, headline
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.run_changes import (
     change,
@@ -251,3 +252,16 @@ def test_a_noisy_pair_of_twins_is_told(floor, warned):
         provenance={"git_dirty": True}, profile=PROFILE, plan=[], configs={}
     )
     assert "uncommitted" in [w.kind for w in run_warnings(dirty, Roles({}), noise)]
+
+
+def test_a_gate_says_how_many_limits_are_broken_and_undecided():
+    def check(outcome: Outcome, fails: bool) -> Check:
+        return Check("mine", "a slope", "at most 2", "3", outcome, fails)
+
+    kept, unsure = check("kept", False), check("undecided", False)
+    broken = check("broken", True)
+    assert headline([kept, unsure, unsure, broken, kept]) == (
+        "Cost gate: failed. 1 of 5 limits broken, 2 undecided"
+    )
+    assert headline([kept, unsure]).startswith("Cost gate: passed. 0 of 2")
+    assert headline([kept, check("undecided", True)]).startswith("Cost gate: failed.")
