@@ -195,8 +195,10 @@ def parse(text: bytes, file: str = "<text>") -> Parsed:
     while number < len(lines):
         if begin := _read_begin(lines[number]):
             end = _find_end(lines, number, begin, file)
-            body = lines[number : end + 1]
-            block = _read_block(begin, body, pristine, len(blocks))
+            above, whole, below = _without_foreign(begin, lines[number : end + 1])
+            pristine += above
+            block = _read_block(begin, whole, pristine, len(blocks))
+            pristine += below
             if any(block.name == other.name for other in blocks):
                 raise _damaged(file, number, lines[number], "stands here twice")
             blocks.append(block)
@@ -221,6 +223,26 @@ def _find_end(lines: list[bytes], at: int, begin: _Begin, file: str) -> int:
         if _read_begin(lines[number]) or _END.fullmatch(lines[number]):
             break
     raise _damaged(file, at, lines[at], "has no BLOCK_END of its own")
+
+
+def _without_foreign(
+    begin: _Begin, text: list[bytes]
+) -> tuple[list[bytes], list[bytes], list[bytes]]:
+    """Split off what somebody put between a sentinel and the lines of a block.
+
+    That is a block of theirs, from one comment to another.
+    """
+    first, *body, last = text
+    for count in range(2, 0 if _fits(begin.check, body) else len(body)):
+        for run, rest in (
+            (body[:count], body[count:]),
+            (body[-count:], body[:-count]),
+        ):
+            is_block = run[0].lstrip()[:1] == run[-1].lstrip()[:1] == b"#"
+            if is_block and _fits(begin.check, rest):
+                above, below = (run, []) if rest == body[count:] else ([], run)
+                return above, [first, *rest, last], below
+    return [], text, []
 
 
 def _damaged(file: str, number: int, line: bytes, what: str) -> DamagedError:

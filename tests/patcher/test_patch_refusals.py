@@ -253,6 +253,33 @@ def test_half_a_block_of_ours_is_refused_with_its_line(
     assert len(damaged) == 1 and re.search(match, damaged[0])
 
 
+@pytest.mark.parametrize("foreign", FOREIGN)
+@pytest.mark.parametrize(
+    ("anchor", "after"), [("BEGIN alpha:b0", 1), ("END gamma:b0", 0)]
+)
+def test_a_foreign_block_just_inside_of_ours_is_left_when_ours_goes(
+    tree, patches, foreign, anchor, after
+):
+    """As an inserter does that knows statements and no comments."""
+    names = ["alpha", "gamma"]
+    place = tree.root / "scheduler.py"
+    lines = [foreign[0], "v1 = 1", foreign[1]]
+    apply(tree, [patches[name] for name in names])
+    text = place.read_text().splitlines()
+    at = next(n for n, line in enumerate(text) if anchor in line) + after
+    text[at:at] = [f"        {line}" for line in lines] if after else lines
+    place.write_text("\n".join(text) + "\n")
+    assert {status(tree, patches.values())[name].state for name in names} <= {
+        "applied",
+        "outdated",
+    }
+    revert(tree, names)
+    left = place.read_text().splitlines()
+    assert [line.strip() for line in left if line.strip() in lines] == lines
+    own = [line for line in left if line.strip() not in lines]
+    assert own == FILES["scheduler.py"].decode().splitlines()
+
+
 V1 = """{begin}
 {indent}import time as _v1
 {indent}{end}"""
