@@ -35,7 +35,7 @@ from kvtax.records.run import PLAN_FILE, HostRecord, PlanEntry, RunRecord
 from kvtax.run_folder import RunFolderError
 from kvtax.verdict.analysis import analyse, is_set_aside
 from kvtax.verdict.trials import load_run
-from kvtax.verdict.warn import doubtfulness
+from kvtax.verdict.warnings import largest_relative_bound
 from microbench.profile import Profile
 from microbench.trial import PlannedTrial, TrialRecord, read_finished
 from microbench.workshop import Workshop, workshop
@@ -179,7 +179,7 @@ def undecided(run_dir: Path, repeats: int) -> list[str]:
     run, trials = load_run(run_dir)
     document = analyse(run, trials, None).document
     more = {
-        name: doubtfulness(entry)
+        name: largest_relative_bound(entry)
         for name, entry in document.configs.items()
         if entry.verdict == "inconclusive"
         or (entry.n_repeats < repeats and (entry.n_repeats or is_set_aside(entry)))

@@ -29,7 +29,7 @@ from kvtax.look.requests import FILE
 from kvtax.records import RecordsError
 from kvtax.records.engine_requests import hashed_id, read_engine_requests
 from kvtax.records.parts import parts_of
-from kvtax.records.warning import RunWarning
+from kvtax.records.warning import RECORD, RunWarning
 from kvtax.report.document import Cell
 
 SPANS = {"ttft": "client's TTFT", "e2e": "client's E2E"}
@@ -100,8 +100,7 @@ def read_clients(folder: Path, found: Sequence[ServerFiles]) -> Clients:
         if alone.height:
             seen |= {one.name: alone.select(*KEY, *OUTSIDE) for one in instances}
     why = (
-        f"there is no {FILE} of {', '.join(sorted(unrecorded))}: record with today's "
-        "step_timing_v2"
+        f"there is no {FILE} of {', '.join(sorted(unrecorded))}: {RECORD}"
         if unrecorded
         else "see whether what stands between passes X-Request-Id on"
     )

@@ -23,7 +23,7 @@ from kvtax.records import RecordsError
 from kvtax.records.files import read_header
 from kvtax.records.parts import parts_of, whole
 from kvtax.records.steps import EngineHeader, first_step
-from kvtax.records.warning import RunWarning, encodable, unreadable
+from kvtax.records.warning import RECORD, RunWarning, Warn, encodable
 
 # Name of the folder that the recorder makes for each life of an engine.
 LIFE = re.compile(r"\d{8}T\d{6}\.\d+Z-(?P<host>.+)-dp(?P<rank>\d+)-(?P<pid>\d+)")
@@ -65,29 +65,28 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
             raise RecordsError(f"{closed[0].filename}: {closed[0].strerror}")
         raise RecordsError(
             f"{folder}: no engine_step.jsonl here or below; was the server started "
-            "with KVTAX_STEP_RECORDS_DIR, and is its vLLM patched "
-            "(python apply_step_timing_v2.py --status)?"
+            f"with KVTAX_STEP_RECORDS_DIR? {RECORD}"
         )
     found = []
-    warnings = [unreadable(name_of(folder, Path(e.filename, "*")), e) for e in closed]
+    warnings = [
+        _unreadable(name_of(folder, Path(error.filename, "*")), error)
+        for error in closed
+    ]
     for path in paths:
         name = name_of(folder, path)
         try:
             found.append(_found(name, path))
         except RecordsError as error:
-            warnings.append(unreadable(name, error))
+            warnings.append(_unreadable(name, error))
     releases = {one.header.vllm_version for one in found}
     if len(releases) > 1:
         listed = ", ".join(sorted(str(release) for release in releases))
-        warnings.append(
-            RunWarning(
-                "several_releases",
-                "",
-                f"the instances run different vLLM releases: {listed}",
-                "Compare instances of one release",
-            )
-        )
+        warnings.append(Warn.SEVERAL_RELEASES(releases=listed))
     return found, warnings
+
+
+def _unreadable(name: str, error: RecordsError | OSError) -> RunWarning:
+    return Warn.UNREADABLE(name, error=error, what="The instance")
 
 
 def files_below(
@@ -192,17 +191,7 @@ def _ahead_ns(instance: ServerFiles) -> int | None:
 def _warnings(others: list[str], unknown: list[str]) -> tuple[RunWarning, ...]:
     warnings = []
     if others:
-        message = (
-            f"{', '.join(others)} ran on other hosts: moments are aligned by the wall "
-            "clocks, and are off by as much as these differ"
-        )
-        remedy = "Keep the hosts' clocks in step"
-        warnings.append(RunWarning("other_hosts", "", message, remedy))
+        warnings.append(Warn.OTHER_HOSTS(names=", ".join(others)))
     if unknown:
-        message = (
-            f"{', '.join(unknown)} do not say which clock is theirs: their moments are "
-            "taken as those of one host"
-        )
-        remedy = "Apply the patches of today; older ones did not record it"
-        warnings.append(RunWarning("unknown_clock", "", message, remedy))
+        warnings.append(Warn.UNKNOWN_CLOCK(names=", ".join(unknown)))
     return tuple(warnings)

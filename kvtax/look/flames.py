@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvtax.records import RecordsError
 from kvtax.records.stacks import SampledStacks, read_stacks
-from kvtax.records.warning import RunWarning
+from kvtax.records.warning import RunWarning, Warn
 from kvtax.report.document import Flame, FlameThread
 from kvtax.stats.distribution import Ints
 
@@ -35,18 +35,13 @@ def flames(folder: Path, steps: pl.DataFrame) -> tuple[list[Flame], list[RunWarn
         try:
             found = read_stacks(path)
         except RecordsError as error:
-            remedy = "Sample again: python -m microbench.py_spy"
-            warnings.append(
-                RunWarning("stacks_unreadable", path.name, str(error), remedy)
-            )
+            warnings.append(Warn.STACKS_UNREADABLE(path.name, error=error))
             continue
         flame, moments = _flame(found, steps)
         if flame is not None:
             shown.append(flame)
         if moments < FEWEST_MOMENTS:
-            message = f"{moments} samples lie in decode-only steps"
-            remedy = "Sample a server that decodes, for longer: --seconds"
-            warnings.append(RunWarning("few_samples", path.name, message, remedy))
+            warnings.append(Warn.FEW_SAMPLES(path.name, count=moments))
     return shown, warnings
 
 

@@ -23,7 +23,7 @@ from kvtax.records.steps import (
     another_life,
     read_device_steps,
 )
-from kvtax.records.warning import RunWarning, left_out, stranger, unreadable
+from kvtax.records.warning import RunWarning, Warn, left_out
 from kvtax.report.document import Flame
 from kvtax.stats.distribution import as_float
 from kvtax.steps.life import recorded_steps
@@ -119,7 +119,7 @@ def _read(found: ServerFiles) -> Instance | RunWarning:
         return read_instance(found)
     except (RecordsError, OSError) as error:
         # Also of a life that is removed meanwhile.
-        return unreadable(found.name, error)
+        return Warn.UNREADABLE(found.name, error=error, what="The instance")
 
 
 def read_instance(found: ServerFiles) -> Instance:
@@ -133,7 +133,7 @@ def read_instance(found: ServerFiles) -> Instance:
     sampled, of_stacks = flames(folder, steps)
     warnings = [
         *recorded.warnings,
-        *_untimed(recorded.table),
+        *([] if method_columns(steps) else [Warn.CONNECTOR_UNKNOWN()]),
         *of_steps,
         *of_requests,
         *of_device,
@@ -152,82 +152,27 @@ def _read_device(
     try:
         lines = read_device_steps(path, strict=False)
     except RecordsError as error:
-        remedy = "What was exposed is not told; see the file"
-        return [], [RunWarning("device_unreadable", path.name, str(error), remedy)]
+        return [], [Warn.DEVICE_UNREADABLE(path.name, error=error)]
     if why := another_life(header, lines.header, process=False):
-        return [], [stranger(path, why)]
+        return [], [Warn.ANOTHER_LIFE(path.name, path=path, why=why)]
     return lines.records, left_out(path.name, lines.torn_lines, lines.bad)
-
-
-def _untimed(steps: pl.DataFrame) -> list[RunWarning]:
-    if method_columns(steps):
-        return []
-    return [
-        RunWarning(
-            "connector_unknown",
-            "",
-            "no call of a connector was timed: what it costs is unknown",
-            "Nothing if the server has no connector; else record with today's "
-            "step_timing_v2, whose header names what could not be timed",
-        )
-    ]
 
 
 def _ended(steps: pl.DataFrame) -> tuple[pl.DataFrame, list[RunWarning]]:
     """Select the steps that ended, by a clock that went on; warn of the others."""
-    warnings = []
     ended = steps.filter(pl.col("step_us").is_not_null())
-    if open_steps := steps.height - ended.height:
-        warnings.append(
-            RunWarning(
-                "open_steps",
-                "",
-                f"{open_steps:,} steps were scheduled and never ended",
-                "They are left out; the engine was stopped, or failed, in them",
-            )
-        )
     possible = ended.filter(_possible(ended))
-    if impossible := ended.height - possible.height:
-        warnings.append(
-            RunWarning(
-                "impossible_steps",
-                "",
-                f"{impossible:,} steps took less than nothing or over an hour, or have "
-                "counts below zero",
-                "They are left out; look at the host's clock",
-            )
-        )
     kept = _longest_run(possible)
-    if jumped := possible.height - kept.height:
-        warnings.append(
-            RunWarning(
-                "clock",
-                "",
-                f"the clock jumped: {jumped:,} steps stand before or after a step that "
-                "begins before the last",
-                "They are left out, the longest stretch is kept; look at the host's "
-                "clock",
-            )
-        )
+    left_out = {
+        Warn.OPEN_STEPS: steps.height - ended.height,
+        Warn.IMPOSSIBLE_STEPS: ended.height - possible.height,
+        Warn.CLOCK: possible.height - kept.height,
+    }
+    warnings = [warn(count=count) for warn, count in left_out.items() if count]
     if kept.height and kept["cache_size"].null_count() == kept.height:
-        warnings.append(
-            RunWarning(
-                "no_cache_size",
-                "",
-                "records without |cache|: the scheduler has no block pool, or "
-                "an older recorder wrote them",
-                "Record again with kvtax-probe, or read what is there",
-            )
-        )
+        warnings.append(Warn.NO_CACHE_SIZE())
     if not kept.height:
-        warnings.append(
-            RunWarning(
-                "no_steps",
-                "",
-                "no engine step has ended",
-                "Send the server a request; it records a step for each",
-            )
-        )
+        warnings.append(Warn.NO_STEPS())
     return kept, warnings
 
 

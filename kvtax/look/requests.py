@@ -26,7 +26,7 @@ from kvtax.records import RecordsError
 from kvtax.records.engine_requests import EngineRequest, read_engine_requests
 from kvtax.records.parts import parts_of
 from kvtax.records.steps import EngineHeader, another_life
-from kvtax.records.warning import RunWarning, left_out, stranger
+from kvtax.records.warning import RunWarning, Warn, left_out
 from kvtax.stats.distribution import Floats, Ints
 from kvtax.stats.latency import tpot
 from kvtax.steps.parts import method_columns
@@ -67,48 +67,24 @@ def read_requests(
     if not any(part.exists() for part in parts_of(path)):
         return NO_REQUESTS, []
     if (every := header.every) > 1:
-        sampled = RunWarning(
-            "sampled",
-            FILE,
-            f"one step in {every} was recorded: waits of single requests are unknown",
-            "Record every step to see it: unset KVTAX_STEP_RECORDS_EVERY",
-        )
-        return NO_REQUESTS, [sampled]
+        return NO_REQUESTS, [Warn.SAMPLED(FILE, every=every)]
     try:
         lines = read_engine_requests(path, strict=False)
     except RecordsError as error:
-        remedy = "The requests are left out; see the file"
-        bad = RunWarning("requests_unreadable", FILE, str(error), remedy)
-        return NO_REQUESTS, [bad]
+        return NO_REQUESTS, [Warn.REQUESTS_UNREADABLE(FILE, error=error)]
     if why := another_life(header, lines.header):
-        return NO_REQUESTS, [stranger(path, why)]
+        return NO_REQUESTS, [Warn.ANOTHER_LIFE(path.name, path=path, why=why)]
     recorded = _table(lines.records)
     ended = recorded.filter(pl.col("finished_ns").is_not_null())
     possible = ended.filter(_possible())
     table = split(possible, steps).drop("finished_ns").sort("arrival_ns")
     warnings = left_out(FILE, lines.torn_lines, lines.bad)
-    for count, kind, told, remedy in (
-        (
-            recorded.height - ended.height,
-            "unended_requests",
-            "{:,} requests had not ended when the engine stopped",
-            "They are left out of the table of requests",
-        ),
-        (
-            ended.height - possible.height,
-            "impossible_requests",
-            "{:,} requests ended before they began, or have counts below zero",
-            "They are left out; look at the host's clock",
-        ),
-        (
-            possible.height - table.height,
-            "unplaced_requests",
-            "{:,} requests name steps that are not recorded",
-            "They are left out; steps are missing, or step_timing was not applied",
-        ),
-    ):
-        if count:
-            warnings.append(RunWarning(kind, FILE, told.format(count), remedy))
+    missing = {
+        Warn.UNENDED_REQUESTS: recorded.height - ended.height,
+        Warn.IMPOSSIBLE_REQUESTS: ended.height - possible.height,
+        Warn.UNPLACED_REQUESTS: possible.height - table.height,
+    }
+    warnings += [warn(FILE, count=count) for warn, count in missing.items() if count]
     return table, warnings
 
 

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from enum import Enum
+from typing import Any
 
 import msgspec
-
-from kvtax.records import RecordsError
 
 
 def encodable(text: str) -> str:
@@ -44,31 +43,187 @@ class RunWarning(msgspec.Struct, frozen=True):
         return RunWarning(self.kind, inner, self.message, self.remedy)
 
 
-def unreadable(
-    name: str, error: RecordsError | OSError, remedy: str = "The instance is left out"
-) -> RunWarning:
-    """Warn of an instance, or a file, that is not what it should be."""
-    return RunWarning("unreadable", name, str(error), f"{remedy}; see the file")
+RECORD = "Record with kvtax-probe: docs/operate.md"
+QUIETER = "stop what else runs on the machine, or use one whose cores are not shared"
+LOOK_AT_CLOCK = "They are left out; look at the host's clock"
 
 
-def stranger(path: Path, why: str) -> RunWarning:
-    """Warn of a file that lies beside records to which it does not belong."""
-    remedy = (
-        "The file is left out; keep the records of each life in a folder of its own"
+class Warn(Enum):
+    """Kinds of warnings: text and remedy, both filled in with the facts of a case."""
+
+    # Files of records.
+    UNREADABLE = "{error}", "{what} is left out; see the file"
+    ANOTHER_LIFE = (
+        "{path}: {why}",
+        "The file is left out; keep the records of each life in a folder of its own",
     )
-    return RunWarning("another_life", path.name, f"{path}: {why}", remedy)
+    TORN_LINES = "{lines} left out", "Nothing: a stopped writer leaves one"
+    BAD_LINES = "{first}{more}", "They are left out, the rest is shown; see the file"
+    NO_WORKER = (
+        "no records of a worker ({why}): its calls and the model count as other",
+        f"{RECORD}. Let the workers write to the same folder",
+    )
+    STEPS_WITHOUT_WORKER = (
+        "{count:,} of {steps:,} steps have no record of a worker",
+        "See whether the worker's file ends early; its calls are missing there",
+    )
+    NOT_TIMED = "not timed: {why}", "Their time counts as scheduler, model or other"
+    CONNECTOR_UNKNOWN = (
+        "no call of a connector was timed: what it costs is unknown",
+        f"Nothing if the server has no connector; else: {RECORD}. The file's header "
+        "names what could not be timed",
+    )
+    OPEN_STEPS = (
+        "{count:,} steps were scheduled and never ended",
+        "They are left out; the engine was stopped, or failed, in them",
+    )
+    IMPOSSIBLE_STEPS = (
+        "{count:,} steps took less than nothing or over an hour, or have counts below "
+        "zero",
+        LOOK_AT_CLOCK,
+    )
+    CLOCK = (
+        "the clock jumped: {count:,} steps stand before or after a step that begins "
+        "before the last",
+        "They are left out, the longest stretch is kept; look at the host's clock",
+    )
+    NO_CACHE_SIZE = (
+        "records without |cache|: the scheduler has no block pool, or an older "
+        "recorder wrote them",
+        f"Read what is there. {RECORD}",
+    )
+    NO_STEPS = (
+        "no engine step has ended",
+        "Send the server a request; it records a step for each",
+    )
+    DEVICE_UNREADABLE = (
+        "{error}",
+        "What the device waited for is not shown; see the file",
+    )
+    STACKS_UNREADABLE = "{error}", "Sample again: python -m microbench.py_spy"
+    FEW_SAMPLES = (
+        "{count} samples lie in decode-only steps",
+        "Sample a server that decodes, for longer: --seconds",
+    )
+    # Servers side by side.
+    SEVERAL_RELEASES = (
+        "the instances run different vLLM releases: {releases}",
+        "Compare instances of one release",
+    )
+    OTHER_HOSTS = (
+        "{names} ran on other hosts: moments are aligned by the wall clocks, and are "
+        "off by as much as these differ",
+        "Keep the hosts' clocks in step",
+    )
+    UNKNOWN_CLOCK = (
+        "{names} do not say which clock is theirs: their moments are taken as those of "
+        "one host",
+        f"{RECORD}. Older recorders did not name the clock",
+    )
+    # Requests of engines and of their clients.
+    SAMPLED = (
+        "one step in {every} was recorded: waits of single requests are unknown",
+        "Record every step to see it: unset KVTAX_STEP_RECORDS_EVERY",
+    )
+    REQUESTS_UNREADABLE = "{error}", "The requests are left out; see the file"
+    UNENDED_REQUESTS = (
+        "{count:,} requests had not ended when the engine stopped",
+        "They are left out of the table of requests",
+    )
+    IMPOSSIBLE_REQUESTS = (
+        "{count:,} requests ended before they began, or have counts below zero",
+        LOOK_AT_CLOCK,
+    )
+    UNPLACED_REQUESTS = (
+        "{count:,} requests name steps that are not recorded",
+        "They are left out; steps are missing",
+    )
+    # Trials of a sweep.
+    TRIAL_FAILED = (
+        "failed: {error}",
+        "Read the trial's server.log; kvtax sweep --resume runs it again",
+    )
+    TRIALS_FAILED = (
+        "some trials failed and are left out: {error}",
+        "Read their server.log and driver.log; a sweep with `--out` and `--resume` "
+        "makes only them again.",
+    )
+    FEW_STEPS = (
+        "{count} decode-only steps at the stated |cache| (fewer than {fewest})",
+        "Hold the levels for longer (`output_tokens` of the ladder).",
+    )
+    NO_SLOPE = "too few holds to know a level", "Add passes to the ladder."
+    UNDECIDED = (
+        "its verdict says in what, and by how much",
+        f"Run it with more repeats (`--only`, `--repeats`), or {QUIETER}.",
+    )
+    GROWTH_ALONE = (
+        "{metric} rose by {slope:.1f} us per 1,000 blocks while the cache filled for "
+        "the first time, and not with the levels",
+        "If the connector keeps an index that a reset of the prefix cache does not "
+        "empty, that was full before the first hold: its cost has no verdict. A "
+        "machine that got slower meanwhile looks alike; another server tells.",
+    )
+    NO_WORKER_RECORDS = (
+        "{missing} of {steps} steps lack worker records",
+        "Look in server.log for a worker that died: the overhead of these steps is "
+        "not known.",
+    )
+    TORN_TRIAL = (
+        "{count} torn last lines were dropped",
+        "Look in server.log and driver.log for what killed the writer.",
+    )
+    REQUESTS_LOST = (
+        "{count} of {scheduled} requests {how}",
+        "Read the errors in requests.jsonl: the server had less load than planned.",
+    )
+    NOT_RECONCILED = (
+        "requests do not reconcile",
+        "Make the trial again: requests have no outcome, or two.",
+    )
+    SENT_LATE = (
+        "the driver sent late: lag p99 {p99} ms, budget {budget} ms",
+        "Growth and latencies of that trial are left out, not its levels. Lower the "
+        f"rate of the load (`rate_rps`), or {QUIETER}.",
+    )
+    INTERRUPTED = (
+        "{share:.1%} of the steps took over {times} times the median of their batch "
+        "size: the cores were shared or stolen",
+        f"{QUIETER.capitalize()}.",
+    )
+    # A sweep as a whole.
+    UNCOMMITTED = (
+        "the run was made from a tree with uncommitted changes",
+        "Commit and run again: the measured code is not on record.",
+    )
+    NO_NOISE_FLOOR = (
+        "no A/A pair: differences have no noise floor",
+        "Run the config with the role `baseline` and the one with the role `twin` too.",
+    )
+    HIGH_NOISE_FLOOR = (
+        "the A/A pair differs by up to {floor:.1f} us per 1,000 blocks in {metric}: "
+        "smaller slopes are noise",
+        f"Add repeats, or {QUIETER}.",
+    )
+    ROLE_TWICE = (
+        "{names} have the role {role}: the first counts",
+        "Leave the role to one config of the run.",
+    )
+
+    def __call__(self, place: str = "", **facts: Any) -> RunWarning:
+        """Make a warning of this kind about `place`."""
+        text, remedy = (part.format(**facts) for part in self.value)
+        return RunWarning(self.name.lower(), place, text, remedy)
 
 
 def left_out(name: str, torn_lines: int, bad: Sequence[str]) -> list[RunWarning]:
     """Warn of lines and parts of a file that are left out."""
     warnings = []
     if torn_lines:
-        told = f"{torn_lines} torn last line{'s'[: torn_lines > 1]} left out"
-        remedy = "Nothing: a stopped writer leaves one"
-        warnings.append(RunWarning("torn_lines", name, told, remedy))
+        lines = f"{torn_lines} torn last line{'s'[: torn_lines > 1]}"
+        warnings.append(Warn.TORN_LINES(name, lines=lines))
     if bad:
         first, *others = bad
         more = f", and {len(others):,} more like it" if others else ""
-        remedy = "They are left out, the rest is shown; see the file"
-        warnings.append(RunWarning("bad_lines", name, f"{first}{more}", remedy))
+        warnings.append(Warn.BAD_LINES(name, first=first, more=more))
     return warnings

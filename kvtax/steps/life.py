@@ -25,7 +25,7 @@ from kvtax.records.steps import (
     another_life,
     method_fields,
 )
-from kvtax.records.warning import RunWarning, left_out, stranger, unreadable
+from kvtax.records.warning import RunWarning, Warn, left_out
 from kvtax.steps.parquet_cache import RecordedSteps, cached
 from kvtax.steps.parts import CALLS, method_columns
 from kvtax.steps.step_file import BY_METHOD, StepFile, newest_header, read_steps
@@ -107,23 +107,17 @@ def _ranks(
             header = newest_header(path, WorkerHeader)
             rank = read_rank(path)
         except RecordsError as error:
-            warnings.append(unreadable(path.name, error, "The file is left out"))
+            warnings.append(Warn.UNREADABLE(path.name, error=error, what="The file"))
             continue
         reason = another_life(engine_header, header, process=False)
         if reason := reason or _other_steps(engine, rank.frame):
-            warnings.append(stranger(path, reason))
+            warnings.append(Warn.ANOTHER_LIFE(path.name, path=path, why=reason))
             continue
         ranks.append(rank)
         warnings += _not_timed("worker", header)
     warnings = list(dict.fromkeys(warnings))
     if not ranks:
-        missing = RunWarning(
-            "no_worker",
-            "",
-            f"no records of a worker ({why}): its calls and the model count as other",
-            "Apply step_timing_v2, and let the workers write to the same folder",
-        )
-        warnings.append(missing)
+        warnings.append(Warn.NO_WORKER(why=why))
     return ranks, warnings
 
 
@@ -132,21 +126,13 @@ def _without_worker(steps: pl.DataFrame) -> list[RunWarning]:
     # The last steps of an engine that is killed, and those that schedule nothing.
     if alone <= max(10, steps.height // 100):
         return []
-    return [
-        RunWarning(
-            "steps_without_worker",
-            "",
-            f"{alone:,} of {steps.height:,} steps have no record of a worker",
-            "See whether the worker's file ends early; its calls are missing there",
-        )
-    ]
+    return [Warn.STEPS_WITHOUT_WORKER(count=alone, steps=steps.height)]
 
 
 def _not_timed(side: str, header: EngineHeader | WorkerHeader) -> list[RunWarning]:
     """Warn of methods that the recorder could not time."""
-    remedy = "Their time counts as scheduler, model or other"
     return [
-        RunWarning("not_timed", f"{side}.{method}", f"not timed: {why}", remedy)
+        Warn.NOT_TIMED(f"{side}.{method}", why=why)
         for method, why in header.not_timed.items()
     ]
 

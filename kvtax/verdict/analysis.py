@@ -25,19 +25,24 @@ from kvtax.verdict.measured import ConfigEstimates, measure_all
 from kvtax.verdict.roles import Roles, roles_of
 from kvtax.verdict.speed import times_usual, too_slow
 from kvtax.verdict.trials import LoadedTrial
-from kvtax.verdict.warn import config_warnings, growth_alone, run_warnings, undecided
+from kvtax.verdict.warnings import (
+    config_warnings,
+    growth_alone,
+    run_warnings,
+    undecided,
+)
 
 
 @dataclass(frozen=True)
 class Analysis:
     """The document, and what the summary and the figures need beside it.
 
-    `doubts` are the document's warnings by config, those of the run under None.
+    `warnings` are the document's warnings by config, those of the run under None.
     """
 
     document: PerConfig
     roles: Roles
-    doubts: dict[str | None, list[RunWarning]]
+    warnings: dict[str | None, list[RunWarning]]
     measured: dict[str, ConfigEstimates]
 
 
@@ -59,22 +64,24 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
     forward_ms = run.profile.forward_us / 1e3
     compare_with_baseline(entries, measured, roles.baseline, noise, forward_ms)
     compare_with_floor(entries, measured, roles.floor)
-    doubts: dict[str | None, list[RunWarning]] = {None: run_warnings(run, roles, noise)}
+    warnings: dict[str | None, list[RunWarning]] = {
+        None: run_warnings(run, roles, noise)
+    }
     for name, one in measured.items():
-        doubts[name] = config_warnings(entries[name], one.steps)
-        doubts[name] += undecided(entries[name])
-        doubts[name] += growth_alone(entries[name], one.growth_slopes)
-        entries[name].warnings = [str(doubt) for doubt in doubts[name]]
+        warnings[name] = config_warnings(entries[name], one.steps)
+        warnings[name] += undecided(entries[name])
+        warnings[name] += growth_alone(entries[name], one.growth_slopes)
+        entries[name].warnings = [str(warning) for warning in warnings[name]]
     document = PerConfig(
         provenance=run.provenance | {"report_git_commit": commit},
         profile=run.profile,
         window=_window_record(at_blocks, trials) if at_blocks else None,
         noise_floor=noise,
-        warnings=[str(doubt) for doubt in doubts[None]],
+        warnings=[str(warning) for warning in warnings[None]],
         configs=entries,
         hosts=host_entries(run.hosts, counted, measured),
     )
-    return Analysis(document, roles, doubts, measured)
+    return Analysis(document, roles, warnings, measured)
 
 
 def at_usual_speed(trials: list[LoadedTrial]) -> list[LoadedTrial]:

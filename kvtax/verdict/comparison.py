@@ -11,8 +11,8 @@ from kvtax.verdict.limits import LimitsFile, check_runs, require_known
 from kvtax.verdict.run_changes import (
     Change,
     baseline_of,
+    cautions,
     change,
-    doubts,
     level_us,
     require_same_profile,
 )
@@ -43,7 +43,7 @@ def markdown(old: PerConfig, new: PerConfig, checks: list[Check]) -> str:
     sections = [
         f"# {headline(checks)}",
         _provenance(old, new),
-        *_listed("Read this first", doubts(old, new)),
+        *_listed("Read this first", cautions(old, new)),
         *_open(checks),
         "## All limits",
         f"<details>\n\n{_checks_table(checks)}\n\n</details>",

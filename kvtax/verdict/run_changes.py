@@ -194,7 +194,7 @@ def speed(old: PerConfig, new: PerConfig, metric: str) -> float | None:
     return None
 
 
-def doubts(old: PerConfig, new: PerConfig) -> list[str]:
+def cautions(old: PerConfig, new: PerConfig) -> list[str]:
     """List reasons to distrust the comparison."""
     reasons = []
     if machine := other_machine(old, new):

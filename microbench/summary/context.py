@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtax.records.per_config import ConfigEntry, HostEntry, PerConfig
-from kvtax.records.warning import RunWarning
+from kvtax.records.warning import RunWarning, Warn
 from kvtax.report.document import Cell, Table
 from kvtax.report.markdown import DASH, number, spread
 from kvtax.verdict.roles import Roles
@@ -80,22 +80,17 @@ def accounts(document: PerConfig) -> Table:
     return Table(title="Requests and records", columns=head, rows=rows, open=False)
 
 
-def doubts_of(
-    doubts: Mapping[str | None, list[RunWarning]], configs: Mapping[str, ConfigEntry]
+def warnings_of(
+    warnings: Mapping[str | None, list[RunWarning]], configs: Mapping[str, ConfigEntry]
 ) -> list[RunWarning]:
-    """List all warnings; `doubts` are by config, the run's under None."""
+    """List all warnings; `warnings` are by config, the run's under None."""
     found = [
-        RunWarning(
-            kind="trials_failed",
-            place=name,
-            message=f"failed: {entry.error}",
-            remedy="Read the trial's server.log; kvtax sweep --resume runs it again",
-        )
+        Warn.TRIAL_FAILED(name, error=entry.error)
         for name, entry in configs.items()
         if entry.verdict == "failed"
     ]
     return found + [
-        doubt.within(name or "") for name, told in doubts.items() for doubt in told
+        warning.within(name or "") for name, of in warnings.items() for warning in of
     ]
 
 

@@ -11,7 +11,7 @@ from kvtax.report.markdown import DASH, interval, number, spread
 from kvtax.verdict.metrics import ALL_PARTS, LEVELS, MARGIN_US_PER_1K_BLOCKS
 from kvtax.verdict.roles import Roles, outcomes
 from kvtax.verdict.verdict import RARE
-from kvtax.verdict.warn import open_metrics
+from kvtax.verdict.warnings import open_metrics
 
 PER = "µs per 1,000 cached blocks"
 # Words for one config and for several, most important verdict first.

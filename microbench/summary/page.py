@@ -22,10 +22,10 @@ from microbench.summary.additions import (
 )
 from microbench.summary.context import (
     accounts,
-    doubts_of,
     hosts,
     model_note,
     provenance,
+    warnings_of,
 )
 from microbench.summary.figures import CURVES, curve_figure
 from microbench.summary.fixes import before_and_after
@@ -73,7 +73,7 @@ def write_page(analysis: Analysis, servers: list[Section]) -> str:
             title="What a KV connector costs per engine step",
             question=QUESTION,
             answer=[answer(document), model_note(document)],
-            warnings=doubts_of(analysis.doubts, document.configs),
+            warnings=warnings_of(analysis.warnings, document.configs),
             sections=[section for section in sections if section is not None],
             made="Another repeat's moments, or a trace of them: kvtax look "
             "RUN_DIR/CONFIG/r1. Every figure: per_config.json.",

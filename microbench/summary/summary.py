@@ -12,7 +12,7 @@ from kvtax.report.markdown import TIMES, table
 from kvtax.report.render import warning_list
 from kvtax.verdict.analysis import Analysis
 from microbench.summary import study
-from microbench.summary.context import doubts_of, hosts, model_note
+from microbench.summary.context import hosts, model_note, warnings_of
 from microbench.summary.growth import (
     answer,
     expected_verdicts,
@@ -63,7 +63,7 @@ def _shown(found: Table) -> str:
 
 
 def _warnings(analysis: Analysis) -> str:
-    warnings = doubts_of(analysis.doubts, analysis.document.configs)
+    warnings = warnings_of(analysis.warnings, analysis.document.configs)
     return "\n".join(warning_list(warnings)) or "None."
 
 

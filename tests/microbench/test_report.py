@@ -7,7 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -15,9 +15,9 @@ import pytest
 
 from kvtax.cli import main
 from kvtax.records.requests import Phase
+from kvtax.records.warning import Warn
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run
-from kvtax.verdict.warn import REMEDIES, Kind
 from microbench.summary.figures import BINS, binned_curves
 from tests.microbench.synthetic import Report, Truth, report_of, write_run
 
@@ -260,13 +260,15 @@ def test_doubts_are_told(tmp_path: Path):
     told = [*document["warnings"], *document["configs"]["noop"]["warnings"]]
     assert len(told) >= 4
     for warning in told:
-        assert warning.endswith(tuple(REMEDIES.values())), warning
+        assert warning.endswith(tuple(warn.value[1] for warn in Warn)), warning
 
 
-def test_every_doubt_ends_with_what_to_do_about_it():
-    assert set(REMEDIES) == set(get_args(Kind))
-    for remedy in REMEDIES.values():
-        assert remedy[0].isupper() and remedy.endswith(".")
+def test_every_kind_of_warning_has_a_text_and_says_what_to_do_about_it():
+    # Two kinds with the same text and remedy would be one.
+    assert len(Warn) == len(Warn.__members__)
+    for text, remedy in (warn.value for warn in Warn):
+        assert text and not text.endswith(".")
+        assert remedy[0].isupper() or remedy.startswith("{what}")
 
 
 def test_a_failed_repeat_is_named_and_the_others_are_used(tmp_path: Path):

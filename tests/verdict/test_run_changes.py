@@ -24,15 +24,15 @@ from kvtax.stats.distribution import Distribution
 from kvtax.verdict.aims import Check, Outcome, headline
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.run_changes import (
+    cautions,
     change,
-    doubts,
     got_worse,
     other_window,
     p50_us,
     speed,
     times_baseline,
 )
-from kvtax.verdict.warn import config_warnings, growth_alone, run_warnings
+from kvtax.verdict.warnings import config_warnings, growth_alone, run_warnings
 from tests.microbench.synthetic import PROFILE
 from tests.verdict.steps import hold
 
@@ -153,7 +153,7 @@ def test_levels_are_compared_within_5_percent_of_the_cache(blocks, comparable):
     [(149.0, False), (151.0, True), (67.0, False), (66.0, True)],
 )
 def test_a_machine_half_as_slow_again_is_named(plain_us, doubtful):
-    reasons = doubts(run(), run(plain_us, plain_us + 50))
+    reasons = cautions(run(), run(plain_us, plain_us + 50))
     assert any("machine's speed" in reason for reason in reasons) == doubtful
 
 
@@ -187,7 +187,7 @@ HELD: dict[str, Any] = {"held": {"schedule": None}}
             HELD | {"records": RECORDS | {"engine_without_worker": 11}},
             {"no_worker_records"},
         ),
-        (HELD | {"records": RECORDS | {"torn_lines": 1}}, {"torn_lines"}),
+        (HELD | {"records": RECORDS | {"torn_lines": 1}}, {"torn_trial"}),
         (HELD | {"requests": REQUESTS | {"ok": 9}}, {"not_reconciled"}),
         (HELD | {"requests": REQUESTS | {"ok": 9, "failed": 1}}, {"requests_lost"}),
         (HELD | {"requests": REQUESTS | {"ok": 8, "cancelled": 2}}, {"requests_lost"}),

@@ -18,7 +18,7 @@ from kvtax.verdict.verdict import (
     judge_metric,
     overall_verdict,
 )
-from kvtax.verdict.warn import config_warnings, doubtfulness, undecided
+from kvtax.verdict.warnings import config_warnings, largest_relative_bound, undecided
 from microbench.summary.growth import verdict_words
 from tests.microbench.synthetic import Truth, trial_steps
 
@@ -202,17 +202,17 @@ MOST = {"scheduler_cpu": 0.5, "connector": 0.5, "prefill": 3.0, "all_parts": 1.0
 
 def test_the_doubt_is_that_of_the_least_known_part_by_its_own_margin():
     entry = entry_of(MOST | {"connector": 3.0}, connector="inconclusive")
-    assert doubtfulness(entry) == pytest.approx(1.5)
+    assert largest_relative_bound(entry) == pytest.approx(1.5)
     prompts = entry_of(
         MOST | {"connector": 3.0, "prefill": 40.0},
         connector="inconclusive",
         prefill="inconclusive",
     )
-    assert doubtfulness(prompts) == pytest.approx(4.0)
+    assert largest_relative_bound(prompts) == pytest.approx(4.0)
     # Their sum has the margin that a single part has.
     total = entry_of(MOST | {"all_parts": 5.0}, all_parts="inconclusive")
-    assert doubtfulness(total) == pytest.approx(2.5)
-    assert doubtfulness(entry_of(MOST)) == 0
+    assert largest_relative_bound(total) == pytest.approx(2.5)
+    assert largest_relative_bound(entry_of(MOST)) == 0
 
 
 def test_an_undecided_config_names_what_is_undecided_and_how_large_it_can_be():
@@ -227,7 +227,7 @@ def test_an_undecided_config_names_what_is_undecided_and_how_large_it_can_be():
 
 def test_a_config_with_too_few_holds_says_so_and_nothing_else():
     entry = entry_of({})
-    assert entry.verdict == "inconclusive" and doubtfulness(entry) == 0
+    assert entry.verdict == "inconclusive" and largest_relative_bound(entry) == 0
     assert undecided(entry) == []
     assert "too few holds" in verdict_words(entry)
     engine, _ = trial_steps(Truth("plain"), 0, 0, 400, 16_000)
