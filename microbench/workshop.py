@@ -42,9 +42,17 @@ class Workshop:
             order.reverse()
         return [dataclasses.replace(self.ready[name], repeat=repeat) for name in order]
 
-    def run(self, folder: Path, planned: PlannedTrial, **settings: bool) -> TrialRecord:
-        """Run the trial as run_trial does, with further SweepSettings."""
-        common = dataclasses.replace(self.common, **settings)
+    def run(
+        self,
+        folder: Path,
+        planned: PlannedTrial,
+        sampled: bool = False,
+        start_cold: bool = False,
+    ) -> TrialRecord:
+        """Run the trial as run_trial does, with these SweepSettings."""
+        common = dataclasses.replace(
+            self.common, sampled=sampled, start_cold=start_cold
+        )
         return run_trial(folder, planned, self.overlays / planned.config, common)
 
 
