@@ -16,33 +16,69 @@ if TYPE_CHECKING:
     Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
-def add_fields(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> None:
+class OptionsError(Exception):
+    """Options are missing or exclude each other; the message says which."""
+
+    exit_code = 2
+
+
+def add_settings(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> None:
+    """Add --settings, and in its place the options of `add_fields`."""
+    parser.add_argument(
+        "--settings",
+        type=Path,
+        metavar="FILE",
+        help="JSON file of all settings, in place of the options for them",
+    )
+    add_fields(parser, kind, required=False)
+
+
+def add_fields(
+    parser: argparse.ArgumentParser, kind: type[msgspec.Struct], required: bool = True
+) -> None:
     """Add an option for each field of `kind` that has a description."""
     for field, field_type, text in _described(kind):
-        name = "--" + field.name.replace("_", "-")
         value_type = get_args(field_type)[0]
+        options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS}
         if value_type is bool:
-            parser.add_argument(name, action="store_true", help=text)
-            continue
-        default = None if field.required else field.default
-        if default is not None:
-            text += f" (default: {str(default).removesuffix('.0')})"
-        parser.add_argument(
-            name,
-            type=str if value_type is str else _parser_of(field_type),
-            required=field.required,
-            default=default,
-            metavar=None if value_type is str else "N",
-            help=text,
-        )
+            options |= {"action": "store_true"}
+        else:
+            default = None if field.required else field.default
+            if default is not None:
+                options["help"] += f" (default: {str(default).removesuffix('.0')})"
+            options["required"] = required and field.required
+            options["type"] = str if value_type is str else _parser_of(field_type)
+            options["metavar"] = None if value_type is str else "N"
+        parser.add_argument("--" + field.name.replace("_", "-"), **options)
 
 
 def fields_of(
     arguments: argparse.Namespace, kind: type[Struct], **others: Any
 ) -> Struct:
-    """Make the struct whose options `add_fields` has added, with its `others`."""
-    named = {field.name for field, _, _ in _described(kind)} - others.keys()
-    return kind(**{name: getattr(arguments, name) for name in named}, **others)
+    """Make the struct of the given options and its `others`, or read --settings.
+
+    Raises OptionsError and OSError.
+    """
+    import msgspec
+
+    described = {field.name: field for field, _, _ in _described(kind)}
+    given = {
+        name: value for name, value in vars(arguments).items() if name in described
+    }
+    given |= others
+    path = getattr(arguments, "settings", None)
+    if path is None:
+        for name, field in described.items():
+            if field.required and name not in given:
+                raise OptionsError(f"--{name.replace('_', '-')} is needed")
+        return kind(**given)
+    if given:
+        option = next(iter(given)).replace("_", "-")
+        raise OptionsError(f"--settings {path} has all settings: leave --{option} out")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except ValueError as error:
+        raise OptionsError(f"--settings {path}: {error}") from None
 
 
 def _described(

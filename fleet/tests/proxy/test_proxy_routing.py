@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 from fleet.tests.proxy.proxy_lab import DEADLINE_S, ask, connect, get, post, proxy, rest
 from kvtax.cli import main
@@ -22,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtax_fleet.policies import POLICIES
 from kvtax_fleet.policies.replay import decide_again
+from kvtax_fleet.proxy.settings import Settings
 from kvtax_fleet.records.instances import Address, Instance
 from kvtax_fleet.standin.process import Standin, standin
 
@@ -324,6 +326,10 @@ def test_clients_get_nothing_of_the_control_surface(three, tmp_path):
         ["--url", "a=http://h:1", "--policy", "linear", "--control", "here:0"],
         ["--url", "a=http://h:1", "--policy", "linear", "--control", "127.0.0.1"],
         ["--instances", "/nowhere", "--policy", "linear"],
+        ["--url", "a=http://h:1"],
+        ["--url", "a=http://h:1", "--policy", "nearest"],
+        ["--url", "a=http://h:1", "--settings", "/nowhere"],
+        ["--url", "a=http://h:1", "--settings", "/nowhere", "--policy", "linear"],
         ["--url", "a=http://h:1", "--policy", "linear", "--parameters", "alpha=nan"],
     ],
 )
@@ -353,6 +359,36 @@ def test_a_number_that_no_proxy_can_have_is_refused(option, capsys):
         main(["proxy", "--url", "a=http://h:1", "--policy", "linear", *option])
     assert refusal.value.code == 2
     assert f"argument {option[0]}" in capsys.readouterr().err
+
+
+def test_settings_come_as_one_document_or_as_options(three, tmp_path):
+    file = tmp_path / "settings.json"
+    settings = Settings("lmetric", mirror_tokens=7, drain_timeout_s=0.0)
+    file.write_bytes(msgspec.json.encode(settings))
+    command = [sys.executable, "-m", "kvtax", "proxy", "--url", f"a={three[0].url}"]
+    told = [*command, "--policy", "lmetric", "--mirror-tokens", "7"]
+    headers = []
+    for number, options in enumerate(
+        ([*command, "--settings", str(file)], [*told, "--drain-timeout-s", "0"])
+    ):
+        log = tmp_path / f"{number}.jsonl"
+        served = subprocess.Popen(
+            [*options, "--log", str(log)], cwd=REPOSITORY, stdout=subprocess.PIPE
+        )
+        served.stdout.readline()
+        served.terminate()
+        served.wait()
+        headers.append(log.read_bytes().split(b"\n")[0])
+    assert headers[0] == headers[1]
+    assert b'"mirror_tokens":7' in headers[0]
+
+
+@pytest.mark.parametrize("text", ['{"policy": "linear", "alhpa": 1}', "{}", "[", "3"])
+def test_a_document_that_has_no_settings_is_refused(tmp_path, capsys, text):
+    file = tmp_path / "settings.json"
+    file.write_text(text)
+    assert main(["proxy", "--url", "a=http://h:1", "--settings", str(file)]) == 2
+    assert str(file) in capsys.readouterr().err
 
 
 def test_a_host_that_cannot_be_looked_up_is_named(capsys):

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from kvtax.cli import Exit, require_checkout
 from kvtax.cli.options import (
-    add_fields,
     add_model,
     add_parameters,
     add_ray,
+    add_settings,
     number,
     whole_number,
 )
@@ -177,7 +177,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     from kvtax_fleet.replay.options import Options
 
-    add_fields(parser, Options)
+    add_settings(parser, Options)
     parser.add_argument(
         "--out", required=True, type=Path, help="file of the records, a new one"
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Route requests to many vLLM instances, by load and by what is cached where.
 
-Prints the proxy's URL as its first
-line, the URL of its control surface as the second, and serves until SIGINT or SIGTERM.
-SIGHUP reads the instances file again; sessions stay where they are.
+Prints the proxy's URL as its first line, the URL of its control surface as the second,
+and serves until SIGINT or SIGTERM. SIGHUP reads the instances file again; sessions stay
+where they are.
 The smallest instances file is one line:
 
     instances = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from kvtax.cli.options import add_fields, add_parameters, fields_of, whole_number
+from kvtax.cli.options import add_parameters, add_settings, fields_of, whole_number
 
-from kvtax_fleet.policies import POLICIES, named_values
+from kvtax_fleet.policies import named_values
 from kvtax_fleet.proxy.settings import Settings
 from kvtax_fleet.records.instances import Instance
 
@@ -35,34 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     instances.add_argument(
         "--url", action="append", metavar="[NAME=]URL", help="an instance; repeatable"
     )
-    parser.add_argument(
-        "--policy",
-        choices=list(POLICIES),
-        required=True,
-        metavar="POLICY",
-        help=f"how to route requests: {', '.join(POLICIES)}",
-    )
+    add_settings(parser, Settings)
     add_parameters(parser)
-    parser.add_argument(
-        "--kvindexd",
-        metavar="ADDRESS",
-        help="look up what is cached where in this kvindexd: unix:///PATH, "
-        "tcp://HOST:PORT or tls://HOST:PORT (default: estimate from the proxy's own "
-        "decisions)",
-    )
-    parser.add_argument(
-        "--kvindexd-token-file", metavar="FILE", help="kvindexd's own -token-file"
-    )
-    parser.add_argument(
-        "--kvindexd-ca-file",
-        metavar="FILE",
-        help="PEM certificates that tls:// trusts (default: the system's)",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FOLDER",
-        help="folder of the served model, to compute token ids of text and chats",
-    )
     parser.add_argument(
         "--log", type=Path, metavar="FILE", help="new file for decisions.jsonl"
     )
@@ -88,7 +63,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="token that --control takes as a bearer's; needed beyond this machine",
     )
-    add_fields(parser, Settings)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -102,17 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
             return instances_of_urls(arguments.url)
         return read_instances(arguments.instances)
 
-    settings = fields_of(
-        arguments,
-        Settings,
-        policy=arguments.policy,
-        parameters=named_values(arguments.parameters),
-        cache="mirror" if arguments.kvindexd is None else "exact",
-        kvindexd=arguments.kvindexd,
-        kvindexd_token_file=arguments.kvindexd_token_file,
-        kvindexd_ca_file=arguments.kvindexd_ca_file,
-        tokenizer=arguments.tokenizer,
-    )
+    others: dict[str, Any] = {}
+    if arguments.parameters:
+        others["parameters"] = named_values(arguments.parameters)
+    if getattr(arguments, "kvindexd", None) is not None:
+        others["cache"] = "exact"
+    settings = fields_of(arguments, Settings, **others)
     control = control_address(arguments.control, arguments.control_token_file)
     endpoint = Endpoint(arguments.host, arguments.port, control)
     return serve(read, settings, arguments.log, endpoint)

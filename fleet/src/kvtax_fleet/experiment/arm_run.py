@@ -22,6 +22,7 @@ from kvtax_fleet.experiment.experiment_plan import PlannedRun
 from kvtax_fleet.experiment.fleet import FLEET_ERRORS, POLL_S, Fleet
 from kvtax_fleet.experiment.freshness import counted, first_step_cached_blocks, judge
 from kvtax_fleet.experiment.router import RunError, started_router
+from kvtax_fleet.experiment.settings import replay_options
 from kvtax_fleet.instances import write_instances
 from kvtax_fleet.launch.launched import Workshop, http_text
 from kvtax_fleet.records.arm import ArmRecord, Freshness, MachineLoad
@@ -154,12 +155,17 @@ def _replay(
 def _replayer(
     run: PlannedRun, experiment: Experiment, trace: Path, url: str, vocab_size: int
 ) -> list[str]:
-    in_flight = run.run.concurrency * experiment.instances
-    command = [sys.executable, "-m", "kvtax", "fleet", "replay", "--url", url]
-    command += ["--trace", str(trace), "--out", str(run.folder / "replay.jsonl")]
-    command += ["--vocab-size", str(vocab_size)]
-    command += ["--time-scale", str(experiment.time_scale)]
-    command += ["--timeout", str(experiment.request_timeout_s)]
-    command += ["--lag-budget-ms", str(experiment.lag_budget_ms)]
-    command += ["--max-inflight-sessions", str(in_flight)]
-    return command if experiment.open_loop else [*command, "--closed-loop"]
+    """Write the options; return the command of a replay that reads them."""
+    options = replay_options(
+        experiment, run.run.concurrency, url, str(trace), vocab_size
+    )
+    file = run.folder / "replay.json"
+    write_document(file, options)
+    command = [sys.executable, "-m", "kvtax", "fleet", "replay"]
+    return [
+        *command,
+        "--settings",
+        str(file),
+        "--out",
+        str(run.folder / "replay.jsonl"),
+    ]

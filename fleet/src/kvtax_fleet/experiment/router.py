@@ -14,10 +14,14 @@ from pathlib import Path
 from kvtax.engine.server import http_ok, tail
 from kvtax.proc.ports import LOOPBACK, reserve
 from kvtax.proc.supervise import Supervised
+from kvtax.records.files import write_document
+from msgspec.structs import replace
 
 from kvtax_fleet.experiment.config import INDEXES, Arm
+from kvtax_fleet.experiment.settings import proxy_settings
 from kvtax_fleet.launch import vllm_router
 from kvtax_fleet.launch.kvindexd import kvindexd
+from kvtax_fleet.proxy.settings import Settings
 from kvtax_fleet.records.arm import OUR_PROXY
 from kvtax_fleet.records.instances import Instance
 
@@ -61,14 +65,16 @@ def started_router(
             log, report_file = "proxy.log", "breakdown.json"
             control = f"{LOOPBACK}:{metrics.http}"
             report_url = f"http://{control}/breakdown"
-            command = _proxy(folder, arm, instances, own.http)
-            command += ["--control", control]
+            # It is stopped after the last answer, or because a run has failed.
+            settings = replace(proxy_settings(arm, instances), drain_timeout_s=0.0)
             if arm.cache_state in INDEXES:
                 program = INDEXES[arm.cache_state]
                 file = folder / "instances.json"
                 log_file = folder / f"{program.name}.log"
                 index = kvindexd(file, log_file, program=program)
-                command += ["--kvindexd", stack.enter_context(index)]
+                address = stack.enter_context(index)
+                settings = replace(settings, cache="exact", kvindexd=address)
+            command = _proxy(folder, settings, own.http, control)
         else:
             log, report_file = "router.log", "router.prom"
             report_url = f"http://{LOOPBACK}:{metrics.http}/metrics"
@@ -89,22 +95,14 @@ def _await(router: Router) -> None:
         time.sleep(0.1)
 
 
-def _proxy(
-    folder: Path, arm: Arm, instances: Sequence[Instance], port: int
-) -> list[str]:
-    command = [sys.executable, "-m", "kvtax", "proxy"]
+def _proxy(folder: Path, settings: Settings, port: int, control: str) -> list[str]:
+    """Write the settings; return the command of a proxy that reads them."""
+    file = folder / "proxy.json"
+    write_document(file, settings)
+    command = [sys.executable, "-m", "kvtax", "proxy", "--settings", str(file)]
     command += ["--instances", str(folder / "instances.json")]
-    command += ["--policy", arm.policy, "--host", LOOPBACK, "--port", str(port)]
-    command += ["--log", str(folder / "decisions.jsonl")]
-    # It is stopped after the last answer, or because a run has failed.
-    command += ["--drain-timeout-s", "0"]
-    held = [each.kv_tokens for each in instances]
-    known = [tokens for tokens in held if tokens is not None]
-    if len(known) == len(held):
-        # The mirror holds as much as the smallest cache.
-        command += ["--mirror-tokens", str(min(known))]
-    parameters = [f"{name}={value}" for name, value in arm.parameters.items()]
-    return [*command, "--parameters", *parameters]
+    command += ["--host", LOOPBACK, "--port", str(port), "--control", control]
+    return [*command, "--log", str(folder / "decisions.jsonl")]
 
 
 def _vllm_router(

@@ -28,16 +28,16 @@ from kvtax.proc.supervise import Supervised
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document
 
-from kvtax_fleet.experiment.config import Experiment
-from kvtax_fleet.experiment.experiment_plan import TRACE, PlannedRun, Run
+from kvtax_fleet.experiment.config import Arm, Experiment
+from kvtax_fleet.experiment.experiment_plan import TRACE, PlannedRun
+from kvtax_fleet.experiment.settings import proxy_settings, replay_options
 from kvtax_fleet.launch.launched import Workshop
-from kvtax_fleet.launch.spec import FleetSpec, members, server_of
+from kvtax_fleet.launch.spec import members, server_of
 from kvtax_fleet.paths import CONFIGS
 from kvtax_fleet.proxy.settings import Settings, resolved
 from kvtax_fleet.records.arm import OUR_PROXY
 from kvtax_fleet.records.host_times import HostTimes, StepTimes
 from kvtax_fleet.records.instances import Instance
-from kvtax_fleet.replay.options import Options
 from kvtax_fleet.simulate.cells import Cell, Member, write_failed
 
 # Environment in which runs are alike: the order of vLLM's sets of names, and no step
@@ -300,34 +300,17 @@ def _cell(
         event_loss=experiment.virtual.event_loss,
         vocab_size=model.vocab_size,
         max_model_len=wanted.settings.max_model_len,
-        proxy=_proxy(run, wanted, list(servers)),
-        replay=_replay(experiment, run, trace),
+        proxy=_proxy(run.arm, list(servers)),
+        replay=replay_options(
+            experiment, run.concurrency, "virtual", trace.name, model.vocab_size
+        ),
         seed=experiment.seed,
     )
     return cell, next(iter(servers.values())).env
 
 
-def _proxy(run: Run, wanted: FleetSpec, instances: list[Instance]) -> Settings:
-    cache = run.arm.cache_state
-    assert cache != "llm-d"  # refused by check_virtual
-    num_blocks = wanted.settings.num_blocks
-    assert num_blocks is not None
-    settings = Settings(
-        policy=run.arm.policy,
-        parameters=run.arm.parameters,
-        cache=cache,
-        mirror_tokens=num_blocks * wanted.settings.block_size,
-    )
+def _proxy(arm: Arm, instances: list[Instance]) -> Settings:
+    assert arm.cache_state != "llm-d"  # refused by check_virtual
+    settings = proxy_settings(arm, instances)
+    settings = msgspec.structs.replace(settings, cache=arm.cache_state)
     return resolved(instances, settings)
-
-
-def _replay(experiment: Experiment, run: Run, trace: Path) -> Options:
-    return Options(
-        url="virtual",
-        trace=trace.name,
-        time_scale=experiment.time_scale,
-        max_inflight_sessions=run.concurrency * experiment.instances,
-        closed_loop=not experiment.open_loop,
-        timeout_s=experiment.request_timeout_s,
-        lag_budget_ms=experiment.lag_budget_ms,
-    )

@@ -14,21 +14,45 @@ from kvtax_fleet.policies import POLICIES, parameters_of
 from kvtax_fleet.records.instances import Instance
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """Settings of a proxy. Fields with a description are options of the command.
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of a proxy. Fields with a description are options of the command."""
 
-    `kvindexd`: its address, with `cache` "exact". `kvindexd_token_file`: the token for
-    it. `kvindexd_ca_file`: certificates that TLS to it trusts. `tokenizer`: the
-    model's folder, for prompts that come as text or chats.
-    """
-
-    policy: str
+    policy: Annotated[
+        str, Meta(description=f"how to route requests: {', '.join(POLICIES)}")
+    ]
     parameters: dict[str, Any] = {}
     cache: Literal["mirror", "exact"] = "mirror"
-    kvindexd: str | None = None
-    kvindexd_token_file: str | None = None
-    kvindexd_ca_file: str | None = None
-    tokenizer: str | None = None
+    kvindexd: (
+        Annotated[
+            str,
+            Meta(
+                description="look up what is cached where in the kvindexd at this "
+                "address: unix:///PATH, tcp://HOST:PORT or tls://HOST:PORT (default: "
+                "estimate from the proxy's own decisions)"
+            ),
+        ]
+        | None
+    ) = None
+    kvindexd_token_file: (
+        Annotated[str, Meta(description="kvindexd's own -token-file")] | None
+    ) = None
+    kvindexd_ca_file: (
+        Annotated[
+            str,
+            Meta(description="PEM certificates that tls:// trusts (default: system's)"),
+        ]
+        | None
+    ) = None
+    tokenizer: (
+        Annotated[
+            str,
+            Meta(
+                description="folder of the served model, to compute token ids of text "
+                "and chats"
+            ),
+        ]
+        | None
+    ) = None
     mirror_tokens: Annotated[
         int,
         Meta(ge=1, description="tokens that the mirror assumes an instance to hold"),

@@ -15,7 +15,7 @@ class ReplayError(Exception):
     exit_code = 2
 
 
-class Options(msgspec.Struct, frozen=True):
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a replay. Fields with a description are options of the command.
 
     Sessions begin when the trace says, and wait while `max_inflight_sessions` are in

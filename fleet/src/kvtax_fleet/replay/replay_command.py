@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 
+import msgspec
 from kvtax.cli.options import fields_of
 from kvtax.records.replay import ReplayEnd
 
@@ -28,17 +29,18 @@ BY_SIGNAL = 128
 def run(arguments: argparse.Namespace) -> int:
     """Replay and return the exit code.
 
-    Raises ReplayError and TraceError before anything is sent; OSError if the records
-    cannot be written.
+    Raises OptionsError, ReplayError and TraceError before anything is sent; OSError if
+    the records cannot be written.
     """
-    url = arguments.url.rstrip("/")
+    options = fields_of(arguments, Options)
+    url = options.url.rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise ReplayError(f"--url {url}: must begin with http:// or https://")
-    if arguments.closed_loop and arguments.max_inflight_sessions is None:
+    if options.closed_loop and options.max_inflight_sessions is None:
         raise ReplayError("--closed-loop: give --max-inflight-sessions, too")
-    options = fields_of(arguments, Options, url=url)
-    require_file(arguments.trace)  # hashed, too
-    sessions = group(read_trace(arguments.trace), arguments.request_limit)
+    options = msgspec.structs.replace(options, url=url)
+    require_file(options.trace)  # hashed, too
+    sessions = group(read_trace(options.trace), options.request_limit)
     replay = Replay(options, sessions, arguments.out)
     try:
         return asyncio.run(_replay(replay, arguments.progress))
