@@ -298,8 +298,7 @@ class Proxy:
                 request, timeout_s, self._bodies, self._sessions, self.tokens
             )
             await self.core.handle(client)
-            assert client.response is not None
-            return client.response
+            return client.response or web.Response(status=503)  # it is gone
         if is_get and path == "/health":
             healthy = self.core.health.ejected < self.core.instances.keys()
             return web.Response(status=200 if healthy else 503)
