@@ -102,6 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtax.look.perfetto import Window
 
     first, *others = arguments.records
+    if arguments.from_s > arguments.to_s:
+        raise LookError(
+            f"--from-s {arguments.from_s:g} is after --to-s {arguments.to_s:g}: "
+            "give the earlier second first"
+        )
     watching = arguments.follow or arguments.prometheus
     if not first.is_file() and others:
         raise LookError(f"{others[0]}: give one folder of records, or only summaries")
@@ -119,6 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         window = Window(arguments.from_s, arguments.to_s)
         out = arguments.out or first / PAGE
+        for file in filter(None, (arguments.out, arguments.perfetto)):
+            actions.check_writable(file)
         warnings = actions.show(first, out, arguments.perfetto, window)
     is_bad = any(warning.kind in actions.BAD_INPUT for warning in warnings)
     return Exit.BAD_INPUT if is_bad else Exit.GOOD

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,14 +76,30 @@ def show(
     return [*warnings, *all_warnings]
 
 
+def check_writable(file: Path) -> None:
+    """Try to write beside `file`, before the work. Raises RecordsError."""
+    try:
+        if not file.exists():
+            with tempfile.TemporaryFile(dir=file.parent):
+                return
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(file, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _not_written(file, error) from None
+
+
+def _not_written(file: Path, error: OSError) -> RecordsError:
+    return RecordsError(f"{file}: {error.strerror}; name another file with --out")
+
+
 def write_page(out: Path, page: str) -> None:
     """Write the page. Raises RecordsError naming what to do where that cannot be."""
     try:
         write_whole(out, page.encode())
     except OSError as error:
-        raise RecordsError(
-            f"{out}: {error.strerror}; name another file with --out"
-        ) from None
+        raise _not_written(out, error) from None
 
 
 def count(folder: Path, host: str, summary: Path) -> list[RunWarning]:

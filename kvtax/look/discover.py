@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kvtax.records import RecordsError
 from kvtax.records.files import read_header
+from kvtax.records.life import STEPS
 from kvtax.records.parts import parts_of, whole
 from kvtax.records.steps import EngineHeader, first_step
 from kvtax.records.warning import RECORD, RunWarning, Warn, encodable
@@ -64,8 +65,8 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
         if closed:
             raise RecordsError(f"{closed[0].filename}: {closed[0].strerror}")
         raise RecordsError(
-            f"{folder}: no engine_step.jsonl here or below; was the server started "
-            f"with KVTAX_STEP_RECORDS_DIR? {RECORD}"
+            f"{folder}: no engine_step.jsonl here or below{_records_near(folder)}; was "
+            f"the server started with KVTAX_STEP_RECORDS_DIR? {RECORD}"
         )
     found = []
     warnings = [
@@ -78,6 +79,8 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
             found.append(_found(name, path))
         except RecordsError as error:
             warnings.append(_unreadable(name, error))
+    found, copies = _each_life_once(found)
+    warnings += copies
     releases = {one.header.vllm_version for one in found}
     if len(releases) > 1:
         listed = ", ".join(sorted(str(release) for release in releases))
@@ -87,6 +90,34 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
 
 def _unreadable(name: str, error: RecordsError | OSError) -> RunWarning:
     return Warn.UNREADABLE(name, error=error, what="The instance")
+
+
+def _records_near(folder: Path) -> str:
+    """Name a folder of records beside a `folder` without any."""
+    above = folder.resolve().parent
+    near = [path.parent for at in (STEPS, f"*/{STEPS}") for path in above.glob(at)]
+    return f" (there is one in {near[0]})" if near else ""
+
+
+def _each_life_once(
+    found: list[ServerFiles],
+) -> tuple[list[ServerFiles], list[RunWarning]]:
+    """Select the larger of the copies of one life, and name the others."""
+    by_life: dict[str, ServerFiles] = {}
+    copies = []
+    for one in found:
+        life = one.header.life or one.name
+        other = by_life.setdefault(life, one)
+        if other is one:
+            continue
+        larger, copy = (other, one) if _size(other) >= _size(one) else (one, other)
+        by_life[life] = larger
+        copies.append(Warn.COPY(copy.name, of=larger.name, life=life))
+    return [*by_life.values()], copies
+
+
+def _size(server: ServerFiles) -> int:
+    return sum(part.stat().st_size for part in parts_of(server.path))
 
 
 def files_below(

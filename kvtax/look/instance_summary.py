@@ -31,6 +31,8 @@ from kvtax.stats.least_squares import (
 from kvtax.steps.parts import STEP_PARTS
 
 BLOCK_STEPS = 50
+# Columns of what the engine's process does, which is known of each step.
+OF_THE_ENGINE = ("step_us", "scheduler")
 # Mean step over the time between two ends from which steps are called overlapping.
 MOST_ALONE = 1.05
 # Correlation with the other axes above which two cannot be told apart: a variance
@@ -155,15 +157,26 @@ class Cost:
     A step ended every `period_us` while any ran: less than a step takes, where steps
     overlap. `connector_ms_per_s` is per second in which steps ran. `exposed_us` of a
     part is what a device beside the host waited for it (kvtax.look.critical_path); None
-    where no device was recorded.
+    where no device was recorded. Model, connector, its methods in the worker and other
+    are of the `worker_steps` that have a worker's record. `at_start_us` and
+    `between_us` are in no part (Instance).
     """
 
     steps: int
+    worker_steps: int
     seconds: float
     period_us: float
     step: Part
     parts: list[Part]
     methods: list[Part]
+    at_start_us: dict[str, float]
+    between_us: dict[str, float]
+
+    def __post_init__(self) -> None:
+        """Assert that no part is less than nothing, or more than the whole."""
+        for part in (*self.parts, *self.methods):
+            assert part.mean_us >= 0, part
+            assert 0 <= part.share <= 1, part
 
     @property
     def connector(self) -> Part | None:
@@ -183,34 +196,40 @@ class Cost:
 
 def cost(instance: Instance) -> Cost | None:
     """Compute the cost, None without steps; the method that takes most comes first."""
-    steps = instance.steps
+    steps, with_worker = instance.steps, instance.with_worker
     if not steps.height:
         return None
-    covered_us = instance.covered_us or 1.0
     felt_us = exposed_per_step(steps, instance.device)
     known = [name for name in STEP_PARTS if steps[name].count()]
-    step, *parts = (
-        replace(_part(steps, name, covered_us), exposed_us=felt_us.get(name))
-        for name in ("step_us", *known, *instance.methods)
-    )
-    parts, methods = parts[: len(known)], parts[len(known) :]
+
+    def part(name: str) -> Part:
+        # What the worker does is a share of the steps in which it is recorded.
+        in_all = name.startswith(OF_THE_ENGINE)
+        part = _part(steps if in_all else with_worker, name, instance.alone_share)
+        return replace(part, exposed_us=felt_us.get(name))
+
+    parts, methods = map(part, known), [part(name) for name in instance.methods]
     # All time that is in no other part, as that of overlapping steps is in several.
     *others, rest = parts
     left = max(0.0, 1.0 - sum(part.share for part in others))
     return Cost(
         steps=steps.height,
+        worker_steps=with_worker.height,
         seconds=(steps["end_ns"].max() - steps["t_ns"][0]) / 1e9,
-        period_us=covered_us / steps.height,
-        step=replace(step, share=1.0),
-        parts=[*others, replace(rest, share=left)],
+        period_us=(instance.covered_us or 1.0) / steps.height,
+        step=replace(part("step_us"), share=1.0),
+        parts=[*others, replace(rest, share=left, mean_us=max(rest.mean_us, 0.0))],
         methods=sorted(methods, key=lambda part: -part.mean_us),
+        at_start_us=instance.at_start_us,
+        between_us=instance.between_us,
     )
 
 
-def _part(steps: pl.DataFrame, column: str, covered_us: float) -> Part:
+def _part(steps: pl.DataFrame, column: str, alone_share: float) -> Part:
     us = steps[column]
     p50_us, p99_us = quantiles(us, (0.5, 0.99))
     calls = column.removesuffix("_us") + "_calls"
+    covered_us = as_float(steps["step_us"].cast(pl.Float64).sum()) * alone_share or 1.0
     return Part(
         name=STEP_PARTS.get(column, column.removesuffix("_us")),
         column=column,
@@ -221,7 +240,8 @@ def _part(steps: pl.DataFrame, column: str, covered_us: float) -> Part:
         p50_us=p50_us,
         p99_us=p99_us,
         most_us=as_float(us.max()),
-        share=float(us.sum()) / covered_us,
+        # Parts of steps that overlap run at the same time, in several processes.
+        share=min(float(us.sum()) / covered_us, 1.0),
     )
 
 
@@ -269,10 +289,12 @@ def parts_of_requests(requests: pl.DataFrame) -> dict[str, dict[str, float]]:
     """
     shares: dict[str, dict[str, float]] = {}
     for span, whole in (("ttft", "ttft_us"), ("e2e", "e2e_us")):
-        total_us = as_float(requests[whole].sum())
         for name, part in PARTS_OF_A_REQUEST.items():
-            if total_us and (column := f"{span}.{part}") in requests.columns:
-                part_us = as_float(requests[column].sum())
+            if (column := f"{span}.{part}") not in requests.columns:
+                continue
+            known = requests.select(whole, column).drop_nulls()
+            if total_us := as_float(known[whole].sum()):
+                part_us = as_float(known[column].sum())
                 shares.setdefault(name, {})[span] = part_us / total_us
     return shares
 
@@ -281,7 +303,7 @@ def waited_most(requests: pl.DataFrame, count: int) -> pl.DataFrame:
     """Select the requests that waited longest for the connector, if that is known."""
     known = "e2e.connector_us" in requests.columns
     by = "e2e.connector_us" if known else "e2e_us"
-    return requests.sort(by, descending=True).head(count)
+    return requests.sort(by, descending=True, nulls_last=True).head(count)
 
 
 @dataclass(frozen=True)
@@ -322,7 +344,7 @@ def summarise(instance: Instance) -> InstanceSummary:
     return InstanceSummary(
         instance,
         cost(instance),
-        moves(instance.steps, times),
+        moves(instance.with_worker, times),
         felt(instance.requests),
         outside(instance.requests),
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import polars as pl
 
 from kvtax.look.discover import ServerFiles, discover
 from kvtax.look.flames import flames
+from kvtax.look.outside_calls import without_outside_calls
 from kvtax.look.requests import NO_REQUESTS, read_requests
 from kvtax.records import RecordsError
 from kvtax.records.steps import (
@@ -46,7 +48,8 @@ class Instance:
     `schedule_us`, `update_us`, `worker_t_ns`, `execute_model_us`. `requests` is a table
     of kvtax.look.requests. `device` are the forwards of a device that works beside the
     host; none were recorded where it is empty. `flames` show the code of processes that
-    were sampled.
+    were sampled. `at_start_us` and `between_us` are the connector's calls by method
+    that were made before the first step and between two steps, and are in no step.
     """
 
     name: str
@@ -56,6 +59,8 @@ class Instance:
     device: list[DeviceStep] = field(default_factory=list)
     flames: list[Flame] = field(default_factory=list)
     warnings: list[RunWarning] = field(default_factory=list)
+    at_start_us: dict[str, float] = field(default_factory=dict)
+    between_us: dict[str, float] = field(default_factory=dict)
 
     @property
     def vllm_version(self) -> str | None:
@@ -67,8 +72,22 @@ class Instance:
         return method_columns(self.steps)
 
     @property
+    def with_worker(self) -> pl.DataFrame:
+        """The steps that have a worker's record; all of them where no step has one."""
+        worker_us = self.steps.get_column("execute_model_us", default=None)
+        if worker_us is None or not worker_us.count():
+            return self.steps
+        return self.steps.filter(worker_us.is_not_null())
+
+    @property
     def covered_us(self) -> float:
-        """Time in which steps ran: where steps overlap, their time counts once.
+        """Time in which steps ran: where steps overlap, their time counts once."""
+        step_us = pl.col("step_us").cast(pl.Float64)
+        return as_float(self.steps.select(step_us.sum()).item()) * self.alone_share
+
+    @functools.cached_property
+    def alone_share(self) -> float:
+        """The share of a step's time in which no later step runs.
 
         Of steps drawn at random, those whose next step was drawn show how much.
         """
@@ -86,8 +105,7 @@ class Instance:
             )
             .row(0)
         )
-        share = alone_us / ran_us if ran_us else 1.0
-        return as_float(self.steps.select(step_us.sum()).item()) * share
+        return alone_us / ran_us if ran_us else 1.0
 
 
 def read_instances(folder: Path) -> tuple[list[Instance], list[RunWarning]]:
@@ -127,7 +145,8 @@ def read_instance(found: ServerFiles) -> Instance:
     folder = found.path.parent
     recorded = recorded_steps(found.path)
     ended, of_steps = _ended(recorded.table)
-    steps = _with_parts(ended)
+    inside = without_outside_calls(ended)
+    steps = _with_parts(inside.steps)
     requests, of_requests = read_requests(folder, steps, found.header)
     device, of_device = _read_device(folder / "device_step.jsonl", found.header)
     sampled, of_stacks = flames(folder, steps)
@@ -140,7 +159,15 @@ def read_instance(found: ServerFiles) -> Instance:
         *of_stacks,
     ]
     return Instance(
-        found.name, found.header, steps, requests, device, sampled, warnings
+        found.name,
+        found.header,
+        steps,
+        requests,
+        device,
+        sampled,
+        warnings,
+        inside.at_start_us,
+        inside.between_us,
     )
 
 

@@ -120,6 +120,9 @@ def _table(requests: list[EngineRequest]) -> pl.DataFrame:
 WAITS = ("queued_us", "kv_wait_us")
 TIMED_PARTS = ("model_us", "scheduler_us", "connector_us")
 NAMED_STEPS = ("first_step", "first_token_step", "last_step")
+# Share of a request's steps without a worker's record, above which its parts are not
+# known.
+MOST_UNKNOWN = 0.01
 # The row of a step that is not there, or that nobody named.
 ABSENT = -1
 
@@ -130,7 +133,8 @@ def split(requests: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     `requests` have the fields of an EngineRequest as columns, and have ended. Added are
     `end_ns`, `ttft_us`, `tpot_us` and `e2e_us`, and in us `ttft.PART` and `e2e.PART`
     for each part of WAITS, of TIMED_PARTS, `other_us` and each method of the connector.
-    Those until the first token are null without one.
+    Those until the first token are null without one, and all but the waits where over
+    MOST_UNKNOWN of a request's steps have no worker's record.
     """
     rows = _Rows(steps)
     found = np.array([rows.of(requests[name]) for name in NAMED_STEPS])
@@ -147,7 +151,8 @@ def split(requests: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
         "ttft": waits.until(token, rows.end_ns[token]),
         "e2e": waits.until(last, end_ns),
     }
-    told = pl.DataFrame({"end_ns": end_ns, **dict(_parts(spans, steps))})
+    parts = pl.DataFrame(dict(_parts(spans, steps))).fill_nan(None)
+    told = parts.insert_column(0, pl.Series("end_ns", end_ns))
     has_token = pl.col("first_token_step").is_not_null()
     decode_us = pl.col("e2e_us") - pl.col("ttft_us")
     return requests.hstack(told).with_columns(
@@ -284,14 +289,23 @@ def _parts(
         yield f"{name}.kv_wait_us", span.kv_wait_us
         left_us[name] = span.whole_us - span.queued_us - span.kv_wait_us
     before_us = np.zeros(steps.height + 1)
+    alone = steps["execute_model_us"].is_null().to_numpy()
+    np.cumsum(alone & (not alone.all()), out=before_us[1:])
+    all_before: Floats = np.arange(steps.height + 1).astype(float)
+    unknown = {
+        name: span.inside(before_us) > MOST_UNKNOWN * span.inside(all_before)
+        for name, span in spans.items()
+    }
     for part in (*TIMED_PARTS, *method_columns(steps)):
         if steps.height and not steps[part].count():
             continue
         np.cumsum(steps[part].to_numpy(), out=before_us[1:])
         for name, span in spans.items():
             us = span.inside(before_us)
+            us[unknown[name]] = np.nan
             yield f"{name}.{part}", us
             if part in TIMED_PARTS:
                 left_us[name] = left_us[name] - us
     for name, us in left_us.items():
-        yield f"{name}.other_us", us
+        # Where steps overlap, their parts run at the same time.
+        yield f"{name}.other_us", np.maximum(us, 0)

@@ -74,8 +74,22 @@ def _cost_note(cost: Cost) -> str:
         ""
         if cost.connector_ms_per_s is None
         else f"the connector takes {cost.connector_ms_per_s:,.1f} ms per s of steps",
+        f"model, connector, the worker's calls and other are of the "
+        f"{cost.worker_steps:,} steps that have a worker's record"
+        if cost.worker_steps < cost.steps
+        else "",
+        *_outside("before the first step", cost.at_start_us),
+        *_outside("between steps", cost.between_us),
     ]
     return "; ".join(filter(None, notes))
+
+
+def _outside(when: str, us: dict[str, float]) -> list[str]:
+    """Name the calls that are in no step, with their time."""
+    calls = ", ".join(
+        f"{method} {took_us / 1e3:,.1f} ms" for method, took_us in us.items()
+    )
+    return [f"{when}, in no share: {calls}"] if us else []
 
 
 def _cost_row(part: Part, indent: str) -> list[Cell]:
@@ -161,7 +175,7 @@ def _waited_most(requests: pl.DataFrame) -> Table:
     rows: list[list[Cell]] = [
         [
             row["id"],
-            *(f"{row[wait] / 1e3:,.1f}" for wait in waits.values()),
+            *(_ms(row[wait]) for wait in waits.values()),
             row["prompt_tokens"],
         ]
         for row in most.iter_rows(named=True)
@@ -172,6 +186,10 @@ def _waited_most(requests: pl.DataFrame) -> Table:
         columns=["waited most", *waits, "prompt tokens"],
         rows=rows,
     )
+
+
+def _ms(us: float | None) -> str:
+    return "" if us is None else f"{us / 1e3:,.1f}"
 
 
 def _clients(outside: list[list[Cell]]) -> Table:
@@ -210,7 +228,7 @@ def _clients_slowest(requests: pl.DataFrame) -> Table:
     rows: list[list[Cell]] = [
         [
             row["client_id"],
-            *("" if row[wait] is None else f"{row[wait] / 1e3:,.1f}" for wait in waits),
+            *(_ms(row[wait]) for wait in waits),
             " to ".join(str(row[name]) for name in ("first_step", "last_step")),
         ]
         for row in slowest.iter_rows(named=True)

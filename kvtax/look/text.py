@@ -112,8 +112,10 @@ def _times(by_time: dict[str, pl.DataFrame], servers: Sequence[ServerTotals]) ->
         if time not in by_time:
             rows.append([name, "unknown", *[""] * (len(TOTALS_HEAD) - 2)])
             continue
-        covered_us = sum(one.covered_us for one in servers if time in one.us)
-        share = as_float(by_time[time]["sum_ns"].sum()) / 1e3 / (covered_us or 1.0)
+        of = [one for one in servers if time in one.us]
+        covered_us = sum(one.covered_us for one in of) or 1.0
+        # Steps without a worker's record are taken to be like the others.
+        share = sum(one.us[time] * one.steps for one in of) / covered_us
         if time == "step_us":
             share = 1.0
         elif time == other:

@@ -27,7 +27,7 @@ import numpy as np
 import polars as pl
 
 from kvtax.look.discover import discover
-from kvtax.look.instance_summary import moves
+from kvtax.look.instance_summary import OF_THE_ENGINE, moves
 from kvtax.look.instances import Instance, one_by_one
 from kvtax.records import RecordsError
 from kvtax.records.files import replacing
@@ -63,8 +63,12 @@ def counts_of(instance: Instance) -> pl.DataFrame:
     Times are a step, its parts, and the connector's methods, as far as they are known.
     Cells are null where the records do not tell them.
     """
-    steps = instance.steps.with_columns(_cells())
-    return merged(_counted(steps, time) for time in _times(instance))
+    of_engine = instance.steps.with_columns(_cells())
+    of_worker = instance.with_worker.with_columns(_cells())
+    return merged(
+        _counted(of_engine if time.startswith(OF_THE_ENGINE) else of_worker, time)
+        for time in _times(instance)
+    )
 
 
 def _times(instance: Instance) -> list[str]:
@@ -240,7 +244,7 @@ def read_totals(path: Path) -> StepTotals:
 def _of(instance: Instance, host: str) -> StepTotals:
     counts = counts_of(instance)
     by_time = counts.partition_by("time", as_dict=True)
-    slopes = moves(instance.steps, _times(instance))
+    slopes = moves(instance.with_worker, _times(instance))
     server = ServerTotals(
         name=f"{host}/{instance.name}",
         vllm_version=instance.vllm_version,

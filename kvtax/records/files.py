@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from kvtax.records import RecordsError
-from kvtax.records.parts import existing, opened
+from kvtax.records.parts import LONGEST_LINE, existing, lines_of, opened
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
@@ -138,7 +139,7 @@ def read_lines(
     decode_record = msgspec.json.Decoder(record_kind).decode
     try:
         with opened(path) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(lines_of(file), start=1):
                 if header is not None and len(records) == limit:
                     break
                 if torn is not None:
@@ -148,9 +149,16 @@ def read_lines(
                     torn = None
                 try:
                     if not line.endswith(b"\n"):
-                        raise msgspec.DecodeError("the line is cut off")
+                        is_long = len(line) == LONGEST_LINE
+                        why = (
+                            f"is over {LONGEST_LINE >> 20} MB"
+                            if is_long
+                            else "is cut off"
+                        )
+                        raise msgspec.DecodeError(f"the line {why}")
                     if number == 1:
-                        header = decode(path, line, header_kind)
+                        # Editors of Windows begin a file with a byte order mark.
+                        header = decode(path, line.removeprefix(BOM_UTF8), header_kind)
                     else:
                         records.append(decode_record(line))
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:

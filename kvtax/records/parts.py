@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import gzip
-import shutil
+import io
+import sys
 import tempfile
 import zlib
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +22,10 @@ from kvtax.records import RecordsError
 
 GZIP = b"\x1f\x8b"
 ENDINGS = ("", ".gz")
+# Bytes of a line above which it is no record, but a hole in the file.
+LONGEST_LINE = 16 << 20
+PIECE_BYTES = 1 << 20
+REPORTED_BYTES = 1 << 29
 
 
 def older_part(path: Path) -> Path:
@@ -53,26 +59,76 @@ def open_plain(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def opened(path: Path) -> BinaryIO:
-    """Open a part; a compressed one as a temporary file with its content.
+class _Unpacked(io.RawIOBase):
+    """Content of a compressed file as it is read. Raises RecordsError if damaged.
 
-    A writer that was killed leaves what can be unpacked. Raises OSError, and
-    RecordsError for a compressed file that is damaged.
+    A writer that was killed leaves what can be unpacked.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._content = gzip.GzipFile(fileobj=file)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            content = self._content.read1(len(buffer))
+        except EOFError:
+            return 0
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise RecordsError(f"{self._path}: {error}; copy the file again") from None
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a part to be read from its beginning; a compressed one is unpacked.
+
+    Raises OSError; reading a damaged compressed file raises RecordsError.
     """
     file = open_plain(path)
     is_packed = file.read(len(GZIP)) == GZIP
     file.seek(0)
-    if not is_packed:
+    return io.BufferedReader(_Unpacked(path, file)) if is_packed else file
+
+
+def seekable(path: Path) -> BinaryIO:
+    """Open a part, a compressed one as a temporary file with its content.
+
+    Reports what it unpacks on stderr, once it is much. Raises OSError and RecordsError.
+    """
+    file = opened(path)
+    if file.seekable():
         return file
-    with ExitStack() as stack:
-        stack.enter_context(file)
+    with file, ExitStack() as stack:
         plain: Any = stack.enter_context(tempfile.TemporaryFile())
-        try:
-            with suppress(EOFError):
-                shutil.copyfileobj(gzip.GzipFile(fileobj=file), plain)
-        except (gzip.BadGzipFile, zlib.error) as error:
-            raise RecordsError(f"{path}: {error}; copy the file again") from None
+        reported = 0
+        while piece := file.read(PIECE_BYTES):
+            plain.write(piece)
+            if plain.tell() - reported >= REPORTED_BYTES:
+                reported = plain.tell()
+                gigabytes = f"{reported / 1e9:,.1f} GB so far"
+                print(f"unpacking {path}: {gigabytes}", file=sys.stderr, flush=True)
         plain.seek(0)
         stack.pop_all()
-    file.close()
     return plain  # type: ignore[no-any-return]
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of `file`; of one over LONGEST_LINE bytes its beginning alone."""
+    while line := file.readline(LONGEST_LINE):
+        if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+            skip_line(file)
+        yield line
+
+
+def skip_line(file: BinaryIO) -> None:
+    """Read to the end of the line, in pieces: it may be gigabytes of NULs."""
+    while (piece := file.readline(PIECE_BYTES)) and not piece.endswith(b"\n"):
+        pass

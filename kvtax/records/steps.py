@@ -94,6 +94,8 @@ class WorkerHeader(FileHeader, tag_field="schema", tag="kvtax.worker_step/1"):
 
     rank: int = 0
     """The worker's rank."""
+    stage: int | None = None
+    """The worker's stage of the pipeline; older files do not say."""
     every: int = 1
     """One step in so many was recorded, drawn at random."""
     connectors: list[str] = []
@@ -191,7 +193,8 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
 
 class WorkerStep(msgspec.Struct, omit_defaults=True):
     """One step of a worker. It joins the engine's record with the same `step_id` in a
-    trial; of several ranks the one counts whose `execute_model_us` is longest."""
+    trial. Of several ranks of a stage the one counts whose `execute_model_us` is
+    longest; the stages of a pipeline add up."""
 
     step_id: Annotated[Natural, Unit("")]
     """As in the engine's record."""

@@ -106,6 +106,7 @@ class Warn(Enum):
         "Sample a server that decodes, for longer: --seconds",
     )
     # Servers side by side.
+    COPY = "a copy of {of}: both are the life {life}", "It is left out; remove it"
     SEVERAL_RELEASES = (
         "the instances run different vLLM releases: {releases}",
         "Compare instances of one release",

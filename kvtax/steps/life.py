@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -39,6 +41,11 @@ ENGINE_COLUMNS = [
 WORKER_COLUMNS = ["step_id", "t_ns", *WORKER_TIMES, *BY_METHOD]
 # As many of a worker's steps show whether they are the engine's.
 SAMPLED_STEPS = 10_000
+# Share of steps in which ranks work one after the other, from which on they are stages.
+MOST_IN_TURNS = 0.9
+# Share and number of steps that are in a file twice, from which on two processes wrote
+# it.
+MOST_TWICE, FEW_TWICE = 0.01, 10
 # Warnings of records that are missing in a table of steps.
 NOT_WHOLE = ("unreadable", "bad_lines", "another_life", "no_worker")
 
@@ -67,12 +74,12 @@ def recorded_steps(engine: Path, ended: bool = False) -> RecordedSteps:
 
 def _read(path: Path) -> RecordedSteps:
     header = newest_header(path, EngineHeader)
-    engine = read_steps(path, EngineHeader, ENGINE_COLUMNS, strict=False)
+    engine = ordered(path, read_steps(path, EngineHeader, ENGINE_COLUMNS, strict=False))
     warnings = left_out(path.name, engine.torn_lines, engine.bad)
     warnings += _not_timed("scheduler", header)
-    frame = by_method("scheduler", ordered(path, engine.frame))
+    frame = by_method("scheduler", engine.frame)
     ranks, of_ranks = _ranks(path.parent, header, frame)
-    worker = _slowest(ranks)
+    worker = _together(ranks)
     table = (
         frame.lazy()
         .join(worker.lazy(), on="step_id", how="left", maintain_order="left")
@@ -80,22 +87,29 @@ def _read(path: Path) -> RecordedSteps:
     )
     warnings += of_ranks
     if ranks:
-        bad = [line for rank in ranks for line in rank.bad]
-        torn = sum(rank.torn_lines for rank in ranks)
+        bad = [line for rank in ranks for line in rank.file.bad]
+        torn = sum(rank.file.torn_lines for rank in ranks)
         warnings += left_out("worker_step", torn, bad)
         warnings += _without_worker(table)
-    files = [engine, *ranks]
+    files = [engine, *(rank.file for rank in ranks)]
     return RecordedSteps(
         table=table,
-        worker_records=sum(rank.frame.height for rank in ranks),
+        worker_records=sum(rank.file.frame.height for rank in ranks),
         torn_lines=sum(file.torn_lines for file in files),
         warnings=warnings,
     )
 
 
+class _Rank(NamedTuple):
+    """The steps of one worker, and its stage of the pipeline where that is recorded."""
+
+    stage: int | None
+    file: StepFile
+
+
 def _ranks(
     folder: Path, engine_header: EngineHeader, engine: pl.DataFrame
-) -> tuple[list[StepFile], list[RunWarning]]:
+) -> tuple[list[_Rank], list[RunWarning]]:
     """Read the workers' times by rank, those of this life."""
     paths = sorted({whole(path) for path in folder.glob("worker_step.r*.jsonl*")})
     why = "see the other warnings"
@@ -113,7 +127,7 @@ def _ranks(
         if reason := reason or _other_steps(engine, rank.frame):
             warnings.append(Warn.ANOTHER_LIFE(path.name, path=path, why=reason))
             continue
-        ranks.append(rank)
+        ranks.append(_Rank(header.stage, rank))
         warnings += _not_timed("worker", header)
     warnings = list(dict.fromkeys(warnings))
     if not ranks:
@@ -159,20 +173,81 @@ def _other_steps(engine: pl.DataFrame, worker: pl.DataFrame) -> str:
 
 def read_rank(path: Path) -> StepFile:
     """Read the times of one rank by step. Raises RecordsError."""
-    rank = read_steps(path, WorkerHeader, WORKER_COLUMNS, strict=False)
-    frame = ordered(path, rank.frame).rename({"t_ns": "worker_t_ns"})
+    rank = ordered(path, read_steps(path, WorkerHeader, WORKER_COLUMNS, strict=False))
+    frame = rank.frame.rename({"t_ns": "worker_t_ns"})
     return replace(rank, frame=by_method("worker", frame))
 
 
-def _slowest(ranks: Sequence[StepFile]) -> pl.DataFrame:
-    """Select the slowest of the ranks in each step."""
-    if len(ranks) == 1:
-        return ranks[0].frame
-    if not ranks:
+def _together(ranks: Sequence[_Rank]) -> pl.DataFrame:
+    """Make one worker of the ranks: ranks of a tensor group are one, stages add up."""
+    stages = [_slowest(frames) for frames in _stages(ranks)]
+    if len(stages) == 1:
+        return stages[0]
+    if not stages:
         moments = dict.fromkeys(("step_id", "worker_t_ns"), pl.Int64())
         times = dict.fromkeys(WORKER_TIMES, pl.Float32())
         return pl.DataFrame(schema=pl.Schema({**moments, **times}))
-    every = pl.concat([rank.frame for rank in ranks], how="diagonal")
+    ended_ns = pl.col("worker_t_ns") + pl.col("execute_model_us") * 1e3
+    every = (
+        pl.concat(stages, how="diagonal")
+        .sort("step_id", "worker_t_ns")
+        .with_columns(ended_ns.alias("ended_ns"))
+    )
+    before_ns = pl.col("ended_ns").cum_max().shift(1).over("step_id")
+    # A stage may wait for the one before within its own call: that time counts once.
+    since_ns = pl.max_horizontal("worker_t_ns", before_ns)
+    alone_us = (pl.col("ended_ns") - since_ns).clip(lower_bound=0) / 1e3
+    own = ("step_id", "worker_t_ns", "execute_model_us", "ended_ns")
+    sums = [name for name in every.columns if name not in own]
+    return (
+        every.with_columns(alone_us.cast(pl.Float32).alias("execute_model_us"))
+        .group_by("step_id", maintain_order=True)
+        .agg(
+            pl.col("worker_t_ns").min(),
+            pl.len().alias("stages"),
+            # A sum of nulls is 0, which would be a time.
+            *(
+                pl.when(pl.col(name).count() > 0).then(pl.col(name).sum())
+                for name in ("execute_model_us", *sums)
+            ),
+        )
+        .filter(pl.col("stages") == len(stages))
+        .drop("stages")
+        .with_columns(pl.col("step_id").set_sorted())
+    )
+
+
+def _stages(ranks: Sequence[_Rank]) -> list[list[pl.DataFrame]]:
+    """Group the ranks' times by stage of the pipeline.
+
+    Records that do not name it are of one stage, unless each begins its steps after
+    the one before has ended them.
+    """
+    named = {rank.stage for rank in ranks}
+    by_stage: dict[int, list[pl.DataFrame]] = {}
+    for number, rank in enumerate(ranks):
+        unnamed = number if named == {None} and _in_turns(ranks) else 0
+        stage = unnamed if rank.stage is None else rank.stage
+        by_stage.setdefault(stage, []).append(rank.file.frame)
+    return list(by_stage.values())
+
+
+def _in_turns(ranks: Sequence[_Rank]) -> bool:
+    end_ns = pl.col("worker_t_ns") + pl.col("execute_model_us") * 1e3
+    return len(ranks) > 1 and all(
+        one.file.frame.select("step_id", end_ns.alias("end_ns"))
+        .join(after.file.frame.select("step_id", "worker_t_ns"), on="step_id")
+        .select((pl.col("worker_t_ns") >= pl.col("end_ns")).mean() > MOST_IN_TURNS)
+        .item()
+        for one, after in pairwise(ranks)
+    )
+
+
+def _slowest(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """Select the slowest of the ranks of a tensor group in each step."""
+    if len(frames) == 1:
+        return frames[0]
+    every = pl.concat(frames, how="diagonal")
     # A step waits for its slowest rank; parts of two ranks would sum to no step.
     last = every.sort("step_id", "execute_model_us", nulls_last=False)
     return last.unique("step_id", keep="last", maintain_order=True)
@@ -216,15 +291,23 @@ def _completed(
     )
 
 
-def ordered(path: Path, frame: pl.DataFrame) -> pl.DataFrame:
-    """Sorted by step_id (async scheduling may swap neighbours), each id once."""
-    steps = np.diff(frame["step_id"].to_numpy())
-    if (steps <= 0).any():
-        frame = frame.sort("step_id")
-        steps = np.diff(frame["step_id"].to_numpy())
-        if (steps == 0).any():
-            twice = frame["step_id"][int(np.argmin(steps))]
+def ordered(path: Path, file: StepFile) -> StepFile:
+    """Sort by step_id (async scheduling may swap neighbours), each id once.
+
+    Of a step that is there twice the first stays. Raises RecordsError if many are.
+    """
+    frame, bad = file.frame, file.bad
+    if (np.diff(frame["step_id"].to_numpy()) <= 0).any():
+        frame = frame.sort("step_id", maintain_order=True)
+        twice = frame.filter(pl.col("step_id") == pl.col("step_id").shift(1))
+        if twice.height > max(FEW_TWICE, MOST_TWICE * frame.height):
             raise RecordsError(
-                f"{path}: step_id {twice} twice: two processes wrote this file"
+                f"{path}: {twice.height:,} steps twice, the first is step_id "
+                f"{twice['step_id'][0]}: two processes wrote this file"
             )
-    return frame.with_columns(pl.col("step_id").set_sorted())
+        for step_id in twice["step_id"]:
+            bad = (*bad, f"{path}: step_id {step_id} twice, the first one counts")
+        frame = frame.unique("step_id", keep="first", maintain_order=True)
+    return replace(
+        file, frame=frame.with_columns(pl.col("step_id").set_sorted()), bad=bad
+    )

@@ -3,8 +3,8 @@
 
 A step is model + scheduler + connector + other. The connector's calls are made within
 `schedule()`, `update_from_output()` and the worker's `execute_model`, so they are taken
-out of scheduler and model. Calls between two steps are in no part of either's own time,
-so that may not go below zero for them; `other` takes what is over.
+out of scheduler and model, neither of which goes below zero: a step may have calls
+elsewhere, and those outside of it are taken out before.
 
 Each method of the connector has two columns: `scheduler.NAME_us` or `worker.NAME_us` is
 its time less that of the connector's methods which it called, and the same name with

@@ -7,7 +7,6 @@ one chunk per thread, and a bad line is still found by its number.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ import polars as pl
 
 from kvtax.records import RecordsError
 from kvtax.records.files import Header, is_torn, read_header
-from kvtax.records.parts import opened, parts_of
+from kvtax.records.parts import LONGEST_LINE, PIECE_BYTES, parts_of, seekable, skip_line
 from kvtax.records.steps import (
     FIELDS,
     MOST,
@@ -127,7 +126,7 @@ def _open_part(
     header = read_header(path, header_kind)
     if newer and (why := another_life(newer[0].header, header)):
         raise RecordsError(f"{path}: {why}")
-    return _Part(path, header, stack.enter_context(opened(path)))
+    return _Part(path, header, stack.enter_context(seekable(path)))
 
 
 class _Part:
@@ -138,7 +137,7 @@ class _Part:
     ) -> None:
         self.header = header
         self._path, self._file = path, file
-        self._spans, self._torn = _line_spans(file)
+        self._spans, self._long, self._torn = _line_spans(file)
 
     def methods(self) -> list[str]:
         """List the methods of the header, and those that chunks begin or end with."""
@@ -160,7 +159,7 @@ class _Part:
             frame, bad = _good(lines, schema)
             is_last = span == self._spans[-1]
             torn = is_last and bool(bad) and _is_torn_last(lines, bad[-1].row)
-            told = [self._error(span, line) for line in bad[: len(bad) - torn]]
+            told = [self._error(span[0], line) for line in bad[: len(bad) - torn]]
             if told and strict:
                 raise told[0]
             return StepFile(frame, int(torn), tuple(map(str, told)))
@@ -168,15 +167,21 @@ class _Part:
         # Two threads, so that one reads while the other parses; order is kept.
         with ThreadPoolExecutor(2) as pool:
             read = list(pool.map(parse, self._spans))
-        if not read:
-            read = [StepFile(_parse(b"", schema), 0)]
-        return _together([*read, StepFile(read[0].frame.clear(), self._torn)])
+        megabytes = f"over {LONGEST_LINE >> 20} MB in a line"
+        long = [self._error(at, _BadLine(0, megabytes)) for at in self._long]
+        if long and strict:
+            raise long[0]
+        rest = StepFile(_parse(b"", schema), self._torn, tuple(map(str, long)))
+        return _together([*read, rest])
 
     def _pread(self, start: int, stop: int) -> bytes:
         return os.pread(self._file.fileno(), stop - start, start)
 
-    def _error(self, span: tuple[int, int], line: _BadLine) -> RecordsError:
-        number = self._pread(0, span[0]).count(b"\n") + 1 + line.row
+    def _error(self, start: int, line: _BadLine) -> RecordsError:
+        """Name a line by its number, of the span that begins at `start`."""
+        number = 1 + line.row
+        for at in range(0, start, PIECE_BYTES):
+            number += self._pread(at, min(at + PIECE_BYTES, start)).count(b"\n")
         return RecordsError(f"{self._path}:{number}: bad record: {line.why}")
 
 
@@ -190,23 +195,38 @@ def _column_type(name: str, methods: Sequence[str]) -> pl.DataType:
     return pl.Int64() if name in ("step_id", "t_ns") else number
 
 
-def _line_spans(file: Any) -> tuple[list[tuple[int, int]], int]:
-    """Byte spans of whole lines after the header, and 1 if the end is torn."""
+def _line_spans(file: Any) -> tuple[list[tuple[int, int]], list[int], int]:
+    """Byte spans of whole lines after the header, and 1 if the end is torn.
+
+    Between them, the beginnings of lines over LONGEST_LINE bytes, which are in no span.
+    """
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     file.readline()
-    cuts = [file.tell()]
-    while cuts[-1] < size:
-        file.seek(min(cuts[-1] + CHUNK_BYTES, size))
-        file.readline()
-        cuts.append(file.tell())
-    file.seek(max(size - 1, 0))
-    torn = int(size > cuts[0] and file.read(1) != b"\n")
-    if torn:
-        file.seek(cuts[-2])
-        cuts[-1] = cuts[-2] + file.read().rfind(b"\n") + 1
-    spans = [span for span in itertools.pairwise(cuts) if span[0] < span[1]]
-    return spans, torn
+    spans: list[tuple[int, int]] = []
+    long: list[int] = []
+    begin, torn = file.tell(), 0
+    while begin < size:
+        target = min(begin + CHUNK_BYTES, size)
+        file.seek(target)
+        skip_line(file)
+        end = file.tell()
+        whole = end
+        if end - begin > LONGEST_LINE or end == size:
+            # The last line of the span may be too long, or torn.
+            file.seek(begin)
+            whole = begin + file.read(target - begin).rfind(b"\n") + 1
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                torn = 1
+            elif end - whole > LONGEST_LINE:
+                long.append(whole)
+            else:
+                whole = end
+        if begin < whole:
+            spans.append((begin, whole))
+        begin = end
+    return spans, long, torn
 
 
 class _BadLine(NamedTuple):

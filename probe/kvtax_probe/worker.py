@@ -56,6 +56,7 @@ class WorkerRecorder:
         "_file",
         "_life",
         "_rank",
+        "_stage",
         "_step_id",
         "_steps",
         "_timer",
@@ -64,6 +65,7 @@ class WorkerRecorder:
 
     def __init__(self, worker: Any):
         self._rank = getattr(worker.worker, "rank", worker.rpc_rank)
+        self._stage = _stage(worker.worker, self._rank)
         self._timer = timer_of("WORKER")
         self._fields = dict(FIELDS)
         if "get_transfer_results" in self._timer.methods:
@@ -119,6 +121,7 @@ class WorkerRecorder:
     def _header(self) -> dict[str, Any]:
         return {
             "rank": self._rank,
+            "stage": self._stage,
             "every": STEPS_EVERY,
             "connectors": self._timer.connectors,
             "methods": self._timer.methods,
@@ -133,3 +136,13 @@ class WorkerRecorder:
         if calls:
             fill(record, calls, self._timer.methods, self._fields)
         return record
+
+
+def _stage(worker: Any, rank: int) -> int | None:
+    """Return the worker's stage of the pipeline; its ranks follow one another."""
+    config = getattr(worker, "parallel_config", None)
+    stages = getattr(config, "pipeline_parallel_size", None)
+    ranks = getattr(config, "world_size", None)
+    if not stages or not ranks:
+        return None
+    return rank % ranks // (ranks // stages)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of `kvtax look` against the same figures computed line by line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from kvtax.look.discover import discover
+from kvtax.look.instance_summary import Cost, cost, felt, parts_of_requests
+from kvtax.look.instances import read_instances
+from kvtax.records.parts import LONGEST_LINE
+from tests.look.conftest import main
+from tests.look.made_up_server import Server, served
+
+
+def cost_of(folder: Path) -> Cost:
+    ((instance,), _) = read_instances(folder)
+    computed = cost(instance)
+    assert computed is not None
+    return computed
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def calls_us(record: dict) -> float:
+    return sum(record["connector_self_us"].values())
+
+
+def share_by_line(folder: Path) -> float:
+    """The connector's share of steps that all ranks recorded, in plain Python."""
+    ranks = [
+        {record["step_id"]: record for record in records(path)}
+        for path in folder.glob("worker_step.r*.jsonl")
+    ]
+    connector_us = step_us = 0.0
+    for step in records(folder / "engine_step.jsonl"):
+        if all(step["step_id"] in rank for rank in ranks):
+            workers = [rank[step["step_id"]] for rank in ranks]
+            connector_us += calls_us(step) + sum(map(calls_us, workers))
+            step_us += step["step_us"]
+    return connector_us / step_us
+
+
+@pytest.mark.parametrize("kept", [slice(200, None), slice(None, 200), slice(None)])
+def test_steps_without_a_workers_record_are_in_no_share_of_the_worker(tmp_path, kept):
+    server = served(tmp_path / "records")
+    server.workers = server.workers[kept]
+    computed = cost_of(server.write())
+    assert computed.connector.share == pytest.approx(share_by_line(server.folder))
+    (finished,) = [p for p in computed.methods if p.name == "worker.get_finished"]
+    assert finished.calls_per_step == 1
+    assert finished.mean_us == pytest.approx(
+        sum(map(calls_us, server.workers)) / len(server.workers), rel=1e-5
+    )
+    scheduled_us = sum(map(calls_us, server.steps)) / len(server.steps)
+    (build,) = [p for p in computed.methods if p.name.endswith("build_connector_meta")]
+    assert build.mean_us == pytest.approx(scheduled_us, rel=1e-5)
+    assert computed.worker_steps == len(server.workers)
+
+
+def test_a_request_in_steps_without_a_worker_has_no_share_of_the_connector(tmp_path):
+    server = served(tmp_path / "records")
+    server.workers = server.workers[200:]
+    ((instance,), _) = read_instances(server.write())
+    requests = instance.requests
+    unknown = requests.filter(pl.col("first_step") < 190)
+    assert unknown.height > 5
+    assert unknown["e2e.connector_us"].null_count() == unknown.height
+    known = requests.filter(pl.col("first_step") >= 200)
+    assert known.height > 2
+    assert known["e2e.connector_us"].null_count() == 0
+    for shares in parts_of_requests(requests).values():
+        assert all(0 <= share <= 1 for share in shares.values())
+
+
+HANDSHAKE = "set_xfer_handshake_metadata"
+
+
+@pytest.mark.parametrize("call", [HANDSHAKE, "a_method_of_its_own"])
+def test_calls_before_the_first_step_are_in_no_share(tmp_path, capsys, call):
+    server = served(tmp_path / "records")
+    server.requests[0] |= {"first_step": 0, "preemptions": 0}
+    server.requests[0].pop("preempted_steps", None)
+    server.requests[0]["arrival_ns"] = server.steps[0]["t_ns"] - 1_000
+    server.requests[0].pop("kv_wait_ns", None)
+    before = cost_of(server.write())
+    for field, value in (("connector_self_us", 24_061.7), ("connector_calls", 1)):
+        server.steps[0][field] |= {call: value}
+    after = cost_of(server.write())
+    assert after.connector.share == pytest.approx(before.connector.share)
+    assert after.connector.most_us == before.connector.most_us
+    assert after.at_start_us == {f"scheduler.{call}": pytest.approx(24_061.7)}
+    ((instance,), _) = read_instances(server.folder)
+    assert max(felt(instance.requests)["ttft"].values()) < 1
+    assert instance.requests["e2e.other_us"].min() >= 0
+    assert main([str(server.folder), "--out", str(tmp_path / "page.html")]) == 0
+    assert f"before the first step, in no share: scheduler.{call} 24.1 ms" in (
+        capsys.readouterr().out.replace("\n", " ")
+    )
+
+
+def test_calls_between_two_steps_are_in_no_share(tmp_path):
+    server = served(tmp_path / "records")
+    before = cost_of(server.write())
+    server.steps[390]["connector_self_us"]["request_finished"] = 50_000.0
+    after = cost_of(server.write())
+    assert after.connector.share == pytest.approx(before.connector.share)
+    assert after.between_us == {"scheduler.request_finished": pytest.approx(50_000)}
+
+
+def of_ranks(folder: Path, kind: str) -> Path:
+    """Two workers: ranks of a tensor group, stages that name it, or that take turns."""
+    server = served(folder)
+    path = server.write() / "worker_step.r0.jsonl"
+    header, *lines = map(json.loads, path.read_text().splitlines())
+    for rank in range(2):
+        workers = []
+        for line in lines:
+            us = line["execute_model_us"] / 2
+            finished_us = line["connector_self_us"]["get_finished"] / (rank + 2)
+            moved_us = rank * us if kind == "in turns" else 0
+            workers.append(
+                line
+                | {
+                    "t_ns": line["t_ns"] + round(moved_us * 1e3) + rank,
+                    "execute_model_us": us * (2 if rank and kind == "stages" else 1),
+                    "connector_self_us": {"get_finished": finished_us},
+                }
+            )
+        stage = {"stage": rank} if kind == "stages" else {}
+        texts = [json.dumps(line) + "\n" for line in (header | stage, *workers)]
+        path.with_name(f"worker_step.r{rank}.jsonl").write_text("".join(texts))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["stages", "in turns"])
+def test_stages_of_a_pipeline_add_up(tmp_path, kind):
+    folder = of_ranks(tmp_path / "records", kind)
+    computed = cost_of(folder)
+    assert computed.connector.share == pytest.approx(share_by_line(folder))
+    # A stage that waited for the one before counts the wait once.
+    whole = cost_of(served(tmp_path / "one").write())
+    model_us = sum(part.mean_us for part in computed.parts if part.name == "model")
+    calls_us = sum(part.mean_us for part in computed.methods if "worker" in part.name)
+    one_us = sum(part.mean_us for part in whole.parts if part.name == "model")
+    finished_us = sum(part.mean_us for part in whole.methods if "worker" in part.name)
+    assert model_us + calls_us == pytest.approx(one_us + finished_us, rel=1e-4)
+
+
+def test_ranks_of_a_tensor_group_do_not_add_up(tmp_path):
+    folder = of_ranks(tmp_path / "records", "ranks")
+    (path, other) = sorted(folder.glob("worker_step.*"))
+    (finished,) = [p for p in cost_of(folder).methods if "worker" in p.name]
+    means_us = [sum(map(calls_us, records(p))) / 400 for p in (path, other)]
+    assert min(means_us) * 0.999 <= finished.mean_us <= max(means_us) * 1.001
+
+
+def test_a_life_that_was_copied_counts_once(tmp_path, capsys):
+    server = served(tmp_path / "records" / "one")
+    server.header["life"] = "20261127T202243.759269Z-vm-dp0-30874"
+    shutil.copytree(server.write(), tmp_path / "records" / "two")
+    (found,), (warning,) = discover(tmp_path / "records")
+    assert (found.name, warning.place) == ("one", "two")
+    assert "a copy of one" in warning.message
+
+
+def test_a_colliding_line_hides_nothing_else(tmp_path, capsys):
+    folder = served(tmp_path / "records").write()
+    with (folder / "engine_step.jsonl").open("a") as file:
+        file.write('{"step_id": 48, "t_ns": 1, "step_us": 1}\n')
+    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 2
+    shown = capsys.readouterr().out
+    assert "400 steps" in shown
+    assert "step_id 48 twice" in shown
+
+
+@pytest.mark.parametrize("file", ["engine_step", "worker_step.r0", "engine_request"])
+def test_a_byte_order_mark_hides_nothing(tmp_path, file):
+    folder = served(tmp_path / "records").write()
+    before = cost_of(folder)
+    path = folder / f"{file}.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert cost_of(folder) == before
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+@pytest.mark.parametrize("at", [-1, 20])
+@pytest.mark.parametrize("file", ["engine_step", "worker_step.r0", "engine_request"])
+def test_a_hole_in_a_file_is_a_bad_line(tmp_path, file, at, end):
+    folder = served(tmp_path / "records").write()
+    path = folder / f"{file}.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    hole = b"\0" * (2 * LONGEST_LINE + 5) + (end if at < 0 else b"\n")
+    lines.insert(at if at > 0 else len(lines), hole)
+    path.write_bytes(b"".join(lines))
+    ((instance,), _) = read_instances(folder)
+    assert instance.steps.height == 400
+    assert instance.requests.height == 50
+    assert {"torn_lines", "bad_lines"} & {one.kind for one in instance.warnings}
+
+
+def test_gigabytes_of_blanks_in_a_line_need_little_memory(tmp_path, capsys):
+    folder = served(tmp_path / "records").write()
+    path = folder / "engine_step.jsonl"
+    with gzip.open(f"{path}.gz", "wb", compresslevel=1) as file:
+        file.write(path.read_bytes())
+        for _ in range(600):
+            file.write(b" " * 1_000_000)
+    path.unlink()
+    assert cost_of(folder).steps == 400
+    assert f"unpacking {path}.gz: 0.5 GB so far" in capsys.readouterr().err
+
+
+def test_an_inverted_window_is_refused(tmp_path, capsys):
+    folder = served(tmp_path / "records").write()
+    trace = tmp_path / "trace"
+    options = ["--perfetto", str(trace), "--from-s", "100", "--to-s", "90"]
+    assert main([str(folder), *options]) == 2
+    assert "--from-s 100 is after --to-s 90" in capsys.readouterr().err
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("option", ["--out", "--perfetto"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path, capsys, option
+):
+    folder = served(tmp_path / "records").write()
+    assert main([str(folder), option, str(tmp_path / "nowhere" / "file")]) == 2
+    shown = capsys.readouterr()
+    assert "name another file" in shown.err
+    assert "steps" not in shown.out
+
+
+def test_a_folder_beside_records_says_where_they_are(tmp_path, capsys):
+    Server(tmp_path / "records").write()
+    (tmp_path / "logs").mkdir()
+    assert main([str(tmp_path / "logs")]) == 2
+    assert f"(there is one in {tmp_path / 'records'})" in capsys.readouterr().err
