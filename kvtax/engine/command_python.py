@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import getopt
 import os
 import re
 import shlex
@@ -23,6 +24,10 @@ _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "ash"}
 _ELSEWHERE = {"sudo", "doas", "pkexec", "ssh", "docker", "podman", "nerdctl", "kubectl"}
 _LOGINS = {"su", "runuser"}  # with one of these options
 _LOGIN_OPTIONS = {"-", "-l", "--login"}
+_ENV_OPTIONS = (
+    "i0vu:C:S:",
+    ["ignore-environment", "null", "debug", "unset=", "chdir=", "split-string="],
+)
 _DATA_PARALLEL = ("--data-parallel-backend", "-dpb")
 # As a script or `-m` would have it, sys.path begins with a folder of its own.
 _FOLDER = """
@@ -135,6 +140,10 @@ def _shut_out(words: Sequence[str]) -> Iterator[str]:
             continue
         elif name in _ELSEWHERE or (name in _LOGINS and _LOGIN_OPTIONS & {*rest}):
             yield f"{name} starts it without PYTHONPATH; put kvtax run behind {name}"
+        elif word.startswith("PYTHONPATH=") and "$" not in word:
+            yield "it sets another PYTHONPATH; set it before kvtax run"
+        elif name == "unset" and rest[:1] == ["PYTHONPATH"]:
+            yield "it unsets PYTHONPATH"
         elif name == "env":
             yield from _lost_by_env(rest)
         elif name in _SHELLS:
@@ -177,36 +186,42 @@ def _shebang_words(program: str) -> Iterator[str]:
 
 def _lost_by_env(words: Sequence[str]) -> Iterator[str]:
     """Yield why `env` with these arguments does not hand PYTHONPATH on."""
-    rest = iter(words)
-    for word in rest:
-        if word in ("-", "-i", "--ignore-environment"):
-            yield f"env {word} starts it with no PYTHONPATH"
-        elif word.startswith("PYTHONPATH="):
-            yield "env sets another PYTHONPATH; set it before kvtax run"
-        elif word in ("-u", "--unset", "-C", "--chdir"):
-            if next(rest, "") == "PYTHONPATH" and word in ("-u", "--unset"):
-                yield "env takes PYTHONPATH away"
-        elif word in ("-uPYTHONPATH", "--unset=PYTHONPATH"):
+    try:
+        options, command = getopt.getopt([*words], *_ENV_OPTIONS)
+    except getopt.GetoptError:
+        return
+    for option, value in options:
+        if option in ("-i", "--ignore-environment"):
+            yield f"env {option} starts it with no PYTHONPATH"
+        elif option in ("-u", "--unset") and value == "PYTHONPATH":
             yield "env takes PYTHONPATH away"
-        elif word in ("-S", "--split-string"):
-            yield from _shut_out(["env", *_split(next(rest, ""))])
-        elif not word.startswith("-") and "=" not in word:
-            return
+        elif option in ("-S", "--split-string"):
+            yield from _shut_out(["env", *_split(value), *command])
+    if command[:1] == ["-"]:
+        yield "env - starts it with no PYTHONPATH"
 
 
 def _shell_script(words: Sequence[str]) -> list[str]:
     """Return the words that a shell is to run after -c."""
-    for index, word in enumerate(words):
-        if re.fullmatch(r"-\w*c", word):
-            return _split("".join(words[index + 1 : index + 2]))
-        if not word.startswith("-"):
-            break
+    is_script = False
+    rest = iter(words)
+    for word in rest:
+        if word in ("--rcfile", "--init-file") or re.fullmatch(r"[-+]\w*[oO]", word):
+            is_script |= "c" in word and not word.startswith("--")
+            next(rest, "")
+        elif re.fullmatch(r"-\w*c\w*", word):
+            is_script = True
+        elif not word.startswith(("-", "+")):
+            return _split(word) if is_script else []
     return []
 
 
 def _split(text: str) -> list[str]:
+    """Split a shell's text into words and operators, without comments."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
     try:
-        return shlex.split(re.sub(r"[;&|]+", " ; ", text))
+        return [*lexer]
     except ValueError:
         return text.split()
 

@@ -21,6 +21,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import NamedTuple
 
 from .errors import ConflictError, DamagedError
@@ -228,20 +229,19 @@ def _find_end(lines: list[bytes], at: int, begin: _Begin, file: str) -> int:
 def _without_foreign(
     begin: _Begin, text: list[bytes]
 ) -> tuple[list[bytes], list[bytes], list[bytes]]:
-    """Split off what somebody put between a sentinel and the lines of a block.
+    """Split off what somebody put between the lines of a block.
 
-    That is a block of theirs, from one comment to another.
+    That is a block of theirs, from one comment to another, indented as this one is.
     """
     first, *body, last = text
-    for count in range(2, 0 if _fits(begin.check, body) else len(body)):
-        for run, rest in (
-            (body[:count], body[count:]),
-            (body[-count:], body[:-count]),
-        ):
-            is_block = run[0].lstrip()[:1] == run[-1].lstrip()[:1] == b"#"
-            if is_block and _fits(begin.check, rest):
-                above, below = (run, []) if rest == body[count:] else ([], run)
-                return above, [first, *rest, last], below
+    if _fits(begin.check, body):
+        return [], text, []
+    ends = [n for n, line in enumerate(body) if line.startswith(begin.indent + b"#")]
+    for start, stop in combinations(ends, 2):
+        run, rest = body[start : stop + 1], body[:start] + body[stop + 1 :]
+        if _fits(begin.check, rest):
+            above, below = (run, []) if start == 0 else ([], run)
+            return above, [first, *rest, last], below
     return [], text, []
 
 

@@ -151,6 +151,25 @@ def test_whatever_is_not_of_our_whole_form_is_text_of_others(foreign, case, data
     assert len(left) >= 2
 
 
+@pytest.mark.parametrize("foreign", FOREIGN)
+@pytest.mark.parametrize("at", range(5))
+def test_a_foreign_block_anywhere_in_a_block_of_ours_goes_below_or_above(foreign, at):
+    lines = (b"def f():\n", b"    a = 1\n")
+    code = "c = 3\nif c:\n    c = 4"
+    block = make_block(("v1", "x"), lines, (1, 2), b"    ", code)
+    own = render(lines, [block]).splitlines(keepends=True)
+    theirs = [f"    {line}\n".encode() for line in (foreign[0], "v = 1", foreign[1])]
+    found = parse(b"".join([*own[: 2 + at], *theirs, *own[2 + at :]]))
+    assert [b.text for b in found.blocks] == [block.text]
+    assert not found.blocks[0].edited
+    around = [*theirs, lines[1]] if at == 0 else [lines[1], *theirs]
+    assert found.lines == (lines[0], *around)
+    # Deeper in our code, it would stand where its indent means nothing without ours.
+    deeper = [b"    " + line for line in theirs]
+    found = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]))
+    assert found.blocks[0].edited
+
+
 ADDED = Added("v1/new.py", ("a", "b"), b"x = 1\n")
 
 
