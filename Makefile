@@ -110,8 +110,10 @@ lock: setup ## resolve pyproject.toml and locks/*.in again
 clean-releases: ## remove the environments of other vLLM releases, and of vllm-router
 	rm -rf .releases
 
-clean: clean-releases ## remove runs, fetched sources and the environment
-	rm -rf runs third_party .venv .uv .setup.lock dist
+clean: clean-releases ## remove what was fetched or made: runs, report.html, sources, the environment, caches
+	rm -rf runs report.html third_party .venv .uv .setup.lock dist kvindex/bin \
+	    fleet/results/virtual-* .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help setup sweep test test-fast test-all fleet-test hosts-test release-test \
 	fresh-machine-check lint results browser vllm-releases upstream-check upstream-series \

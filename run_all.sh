@@ -5,10 +5,11 @@
 #   bash run_all.sh [--profile NAME] [--only CONFIG]... [--repeats N] [--model PATH]
 #                   [--connector MODULE:CLASS [--connector-config JSON|@FILE]] [--limits FILE]
 #                   [--python PATH | --vllm VERSION] [--out DIR [--resume]]
-#                   [--profile-cpu] [--ray ADDRESS] [--check | --report RUN]
+#                   [--profile-cpu] [--ray ADDRESS] [--wait SECONDS] [--check | --report RUN]
 #
-# The run goes to runs/, its result to SUMMARY.md, report.html, per_config.json and
-# figures/ here; with --out DIR, everything goes to DIR.
+# The run goes to runs/NAME or --out DIR, and so does its result: SUMMARY.md, report.html,
+# per_config.json and figures/. Only a run of the whole default profile, without --out,
+# puts its result here, and into the pages that quote it; `git diff` shows what changed.
 #   --profile NAME       a file of configs/profiles/: cpu (the default), cpu-smoke, gpu ...
 #   --only CONFIG        measure this config (repeatable)
 #   --repeats N          servers per config (default: the profile's)
@@ -19,6 +20,7 @@
 #   --limits FILE        limits to check, such as configs/limits/ci.toml
 #   --python PATH        measure the vLLM of this Python, and leave it as it is
 #   --vllm VERSION       measure this release, in a new environment (up to 9 GB)
+#   --wait SECONDS       wait for another measurement on this machine (default: refuse)
 #   --resume             keep the finished trials of --out
 #   --profile-cpu        then sample one more server of each config: where CPU time goes
 #   --ray ADDRESS        measure on all hosts of a Ray cluster (docs/hosts.md)

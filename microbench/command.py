@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what each KV connector costs per engine step, and report (the main job).
 
-Writes a run folder, and from it SUMMARY.md, report.html, per_config.json and figures/:
-in the repository, or all of it in --out. Exit code 1: a limit is broken, or a config of
-known cost got another verdict. Exit code 3: a server failed, or this machine cannot
-measure.
+Writes a run folder, runs/NAME or --out, and in it SUMMARY.md, report.html,
+per_config.json and figures/. These go to the repository, with the pages that quote
+them, if the whole default profile was measured and --out is not given. Exit code 1: a
+limit is broken, or a config of known cost got another verdict. Exit code 3: a server
+failed, or this machine cannot measure.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtax.cli.options import add_connector_config, add_ray, add_vllm
+from kvtax.cli.options import add_connector_config, add_ray, add_vllm, add_wait
 
 if TYPE_CHECKING:
     from kvtax.engine.installation import Installation
     from kvtax.verdict.analysis import Analysis
     from microbench.profile import Profile
     from microbench.sweep import Rounds
+
+
+# The profile whose results stand in the repository.
+DEFAULT = "cpu"
 
 
 class SweepError(Exception):
@@ -34,9 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False  # run_all.sh reads --profile, too.
     parser.add_argument(
         "--profile",
-        default="cpu",
+        default=DEFAULT,
         metavar="NAME",
-        help="a file of configs/profiles/ (default: cpu)",
+        help=f"a file of configs/profiles/ (default: {DEFAULT})",
     )
     parser.add_argument(
         "--only", action="append", metavar="CONFIG", help="measure this (repeatable)"
@@ -66,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="run folder (default: a new one)"
+        "--out", type=Path, metavar="DIR", help="run folder (default: one in runs/)"
     )
     parser.add_argument(
         "--resume", action="store_true", help="keep the finished trials of --out"
@@ -77,6 +83,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="then sample one more server of each config: where its CPU time goes",
     )
     add_ray(parser, "measure on all hosts")
+    add_wait(parser)
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--check",
@@ -94,10 +101,15 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check, report or measure. Raises errors with an exit code."""
     from kvtax.cli import Exit
+    from kvtax.proc.machine_lock import machine_lock
 
     if arguments.report:
-        _report(arguments.report, arguments.out or arguments.report)
+        _print_verdicts(_report(arguments.report, arguments.out or arguments.report))
         return Exit.GOOD
+    if not arguments.check and not arguments.ray:
+        # Before checks that take half a minute; it is held from the first server on.
+        with machine_lock(arguments.wait_s):
+            print("sweep: checking vLLM, patches and this machine ...", flush=True)
     if arguments.limits:
         from kvtax.verdict.limits import read_limits
 
@@ -125,6 +137,7 @@ def _gate_is_worse(arguments: argparse.Namespace, profile: Profile) -> bool:
     options = GateOptions(
         connector=arguments.connector,
         connector_config=arguments.connector_config,
+        wait_s=arguments.wait_s,
         python=arguments.python,
         vllm=arguments.vllm,
         limits=arguments.limits,
@@ -163,7 +176,7 @@ def _measure(
     )
     on_hosts = _on_hosts(arguments)
     # With --ray, each round takes the lock of its host.
-    with nullcontext() if on_hosts else machine_lock():
+    with nullcontext() if on_hosts else machine_lock(arguments.wait_s):
         trials = sweep(
             run_dir,
             profile,
@@ -172,11 +185,37 @@ def _measure(
             arguments.profile_cpu,
             on_hosts,
         )
-        analysis = _report(run_dir, arguments.out or REPOSITORY)
-    if _is_worse(analysis, arguments.limits):
+        is_reference = _is_reference(arguments)
+        analysis = _report(run_dir, REPOSITORY if is_reference else run_dir)
+    if is_reference:
+        _write_figures_into_pages(REPOSITORY)
+    is_worse = _is_worse(analysis, arguments.limits)
+    _print_verdicts(analysis)
+    if is_worse:
         return Exit.WORSE
     failed = any(trial.status != "ok" for trial in trials)
     return Exit.NOT_MEASURED if failed else Exit.GOOD
+
+
+def _is_reference(arguments: argparse.Namespace) -> bool:
+    """Return whether the whole default profile is measured on the locked vLLM."""
+    changed = (
+        *(arguments.out, arguments.only, arguments.repeats, arguments.model),
+        *(arguments.connector, arguments.vllm),
+    )
+    is_locked = arguments.python == sys.executable
+    return arguments.profile == DEFAULT and is_locked and not any(changed)
+
+
+def _write_figures_into_pages(repository: Path) -> None:
+    """Write the figures into the pages that quote them; a test compares the two."""
+    subprocess.run([sys.executable, "-m", "tools.figures"], cwd=repository, check=True)
+
+
+def _print_verdicts(analysis: Analysis) -> None:
+    from microbench.summary.summary import verdict_lines
+
+    print(f"\n{verdict_lines(analysis.document)}")
 
 
 def _report(run_dir: Path, out: Path) -> Analysis:

@@ -37,7 +37,8 @@ class GateOptions:
     `connector` and `connector_config` are as own_connector takes them. The vLLM is that
     of the interpreter `python`, or the release `vllm`. `limits` and `since` (the cell
     of an older commit) are read; `out`, `junit` and `summary` are written. `repository`
-    is the connector's, for the commit in the cell.
+    is the connector's, for the commit in the cell. For `wait_s` another measurement on
+    the machine may go on.
     """
 
     connector: str
@@ -50,6 +51,7 @@ class GateOptions:
     junit: Path | None = None
     summary: Path | None = None
     repository: Path | None = None
+    wait_s: float = 0.0
 
 
 class NotMeasured(Exception):
@@ -173,11 +175,16 @@ def _read_old(file: Path, name: str) -> CellRecord:
 
 
 def _measure(name: str, connector: Connector, options: GateOptions) -> CellRecord:
-    installed = release(options.vllm) if options.vllm else installation(options.python)
-    version = _require_cpu(installed)
-    patches = [*connector.patches, *stand_ins(connector)]
-    connector = msgspec.structs.replace(connector, patches=patches)
-    with machine_lock():
+    with machine_lock(options.wait_s):
+        which = options.vllm or options.python
+        print(f"gate: checking the vLLM of {which} ...", file=sys.stderr, flush=True)
+        installed = (
+            release(options.vllm) if options.vllm else installation(options.python)
+        )
+        version = _require_cpu(installed)
+        patches = [*connector.patches, *stand_ins(connector)]
+        connector = msgspec.structs.replace(connector, patches=patches)
+        print(f"gate: measuring {name} on vLLM {version}", file=sys.stderr, flush=True)
         cell = measure(name, version, connector, installed, "kvtax gate")
     if options.repository and (commit := git_commit(options.repository)):
         cell.provenance["connector_commit"] = commit

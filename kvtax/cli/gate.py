@@ -16,7 +16,7 @@ import argparse
 import os
 from pathlib import Path
 
-from kvtax.cli.options import add_connector_config, add_limits, add_vllm
+from kvtax.cli.options import add_connector_config, add_limits, add_vllm, add_wait
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the connector's repository, for the commit in the cell",
     )
+    add_wait(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,9 +7,9 @@ Every number in it is from the document per_config.json.
 from __future__ import annotations
 
 from kvtax.records.per_config import ConfigEntry, PerConfig
-from kvtax.report.document import Table
-from kvtax.report.markdown import TIMES, table
-from kvtax.report.render import warning_list
+from kvtax.report.document import Cell, Page, Table
+from kvtax.report.markdown import TIMES, interval, number, table
+from kvtax.report.render import terminal, warning_list
 from kvtax.verdict.analysis import Analysis
 from microbench.summary import study
 from microbench.summary.context import hosts, model_note, warnings_of
@@ -46,6 +46,33 @@ def write_summary(analysis: Analysis, figures: list[str]) -> str:
         _more(document),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def verdict_lines(document: PerConfig) -> str:
+    """Render each config's verdict, cost and slope for a terminal."""
+    rows: list[list[Cell]] = []
+    for name, entry in document.configs.items():
+        connector = entry.connector
+        slope = entry.slope_us_per_1k_blocks.get("schedule")
+        us = number(connector.us_per_step if connector else None)
+        rows.append([name, entry.verdict, us, interval(slope)])
+    head = [
+        "config",
+        "verdict",
+        "connector, µs per step",
+        "schedule, µs per 1,000 blocks",
+    ]
+    verdicts = Table(title="", columns=head, rows=rows)
+    return terminal(
+        Page(
+            title="Verdicts",
+            question="",
+            answer=[],
+            warnings=[],
+            sections=[verdicts],
+            made="",
+        )
+    )
 
 
 def _verdicts(configs: dict[str, ConfigEntry]) -> str:

@@ -83,7 +83,9 @@ def test_of_two_baselines_the_first_counts_and_the_reader_is_told(tmp_path: Path
 KNOWN = "Configs whose verdict is known"
 
 
-def run_all(folder, monkeypatch, expected: dict[str, str]) -> int:
+def run_all(
+    folder, monkeypatch, expected: dict[str, str], arguments: tuple[str, ...] = ()
+) -> int:
     """Return the exit code of a sweep in which `walk` grows and `plain` is flat."""
 
     def made_up(run_dir, *_):
@@ -94,7 +96,7 @@ def run_all(folder, monkeypatch, expected: dict[str, str]) -> int:
     monkeypatch.setattr("microbench.sweep.sweep", made_up)
     # Nothing is measured here, so another process may be measuring.
     monkeypatch.setattr("kvtax.proc.machine_lock.machine_lock", nullcontext)
-    return main(["sweep", "--out", str(folder)])
+    return main(["sweep", *(arguments or ["--out", str(folder)])])
 
 
 @pytest.mark.slow
@@ -148,3 +150,36 @@ def test_the_profile_measures_every_connector_with_a_known_cost():
     configs = load_profile("synthetic").configs
     assert known <= set(configs)
     assert len(configs) == len(set(configs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "is_reference"),
+    [
+        (("--profile", "cpu"), True),
+        (("--profile", "cpu-smoke"), False),
+        (("--only", "plain"), False),
+        (("--repeats", "1"), False),
+    ],
+)
+def test_only_a_whole_default_run_puts_its_result_into_the_checkout(
+    tmp_path, monkeypatch, capsys, arguments, is_reference
+):
+    pages: list[object] = []
+    monkeypatch.setattr("kvtax.paths.REPOSITORY", tmp_path / "checkout")
+    monkeypatch.setattr("microbench.command._write_figures_into_pages", pages.append)
+    monkeypatch.setattr("kvtax.run_folder.REPOSITORY", tmp_path / "checkout")
+    (tmp_path / "checkout").mkdir()
+    assert run_all(tmp_path, monkeypatch, {}, arguments) == 0
+    printed = capsys.readouterr().out
+    (run,) = (tmp_path / "checkout" / "runs").iterdir()
+    out = tmp_path / "checkout" if is_reference else run
+    assert f"sweep: {out / 'SUMMARY.md'}" in printed
+    assert (out / "per_config.json").is_file()
+    assert (run / "SUMMARY.md").exists() is not is_reference
+    assert len(pages) == is_reference
+    *_, plain, walk = printed.splitlines()
+    assert (plain.split()[:2], walk.split()[:2]) == (
+        ["plain", "flat"],
+        ["walk", "grows"],
+    )
