@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of ``patches/<name>/patch.toml``; checks every field before use.
 
-``[[file]]`` adds a file, ``[[block]]`` puts lines at an anchor; README.md shows both.
+``[[file]]`` adds a file, ``[[block]]`` puts lines at an anchor (patches/README.md).
 Blocks of one id are forms of it, of which exactly one fits a tree (choice.py).
 """
 
