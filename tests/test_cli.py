@@ -272,3 +272,37 @@ def test_help_of_run_all_names_every_option():
     options = {name for action in parser._actions for name in action.option_strings}
     comment = (REPOSITORY / "run_all.sh").read_text().partition("\nset -euo")[0]
     assert options - {"-h", "--help"} <= set(re.findall(r"--[a-z-]+", comment))
+
+
+@pytest.mark.parametrize(
+    ("line", "usage", "nearest"),
+    [
+        ("look --otu x D", "kvtax look", "--otu (did you mean --out?)"),
+        ("patch --aply", "kvtax patch", "--aply (did you mean --apply?)"),
+        ("sweep --profle=cpu", "kvtax sweep", "--profle (did you mean --profile?)"),
+        ("lok D", "kvtax", "no command 'lok' (did you mean look?)"),
+        ("fleet rn", "kvtax fleet", "no action 'rn' (did you mean run?)"),
+        ("look D --frob", "kvtax look", "unrecognized arguments: --frob"),
+    ],
+)
+def test_a_mistyped_word_names_the_nearest_and_its_usage(capsys, line, usage, nearest):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == Exit.BAD_INPUT
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"usage: {usage} [")
+    assert nearest in shown
+
+
+def test_help_of_what_is_not_installed_says_what_it_needs(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "microbench", None)
+    monkeypatch.delitem(sys.modules, "microbench.command", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", "--help"])
+    assert ended.value.code == Exit.GOOD
+    assert "needs a checkout of kvtax" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_wrong_target_names_the_package_that_most_patches_are_for(tmp_path, capsys):
+    assert main(["patch", "--status", "--target", str(tmp_path)]) == Exit.BAD_INPUT
+    assert f"no package 'vllm' at {tmp_path}" in capsys.readouterr().err

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import io
+import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from kvtax.paths import IN_CHECKOUT
 from kvtax.signals import exit_on_signals
@@ -164,6 +166,45 @@ class UsageError(Exception):
     exit_code = Exit.BAD_INPUT
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that names the option or command nearest to a mistyped one."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse; refuse what is unknown with the usage of the subcommand it is of."""
+        self._given = [] if self._subparsers else list(args or ())
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """End with the usage, and name the options nearest to unknown ones."""
+        for word in itertools.takewhile(lambda word: word != "--", self._given):
+            option = word.partition("=")[0]
+            options = self._option_string_actions
+            if option.startswith("--") and not any(
+                o.startswith(option) for o in options
+            ):
+                message += f"; {option}{_nearest(option, options) or ' is unknown'}"
+        super().error(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            nearest = _nearest(str(value), map(str, action.choices))
+            what = f"no {str(action.metavar or 'value').lower()} {value!r}{nearest}"
+            choices = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(None, f"{what}; there are {choices}")
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, [*words], 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def _parser(
     given: Sequence[str], commands: Sequence[Command]
 ) -> argparse.ArgumentParser:
@@ -171,7 +212,7 @@ def _parser(
 
     Others stay unread, so that help needs no heavy import.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvtax",
         description="What a vLLM KV connector costs per engine step, and the fixes.",
         epilog="Exit codes: 0 good, 1 a limit is broken or a verdict got worse, 2 bad "
@@ -180,17 +221,32 @@ def _parser(
     parser.add_argument("--version", action=_Version)
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in commands:
-        module = _load(command) if _named(given) == command.name else None
+        module = description = None
+        if _named(given) == command.name:
+            module, description = _module_and_help(command, given)
         subparser = parsers.add_parser(
             command.name,
             help=command.summary,
-            description=module.__doc__ if module else None,
+            description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if module:
             module.configure(subparser)
             subparser.set_defaults(run=partial(_run, command, module))
     return parser
+
+
+def _module_and_help(
+    command: Command, given: Sequence[str]
+) -> tuple[ModuleType | None, str | None]:
+    """Import the subcommand; where it is not installed, help says what it needs."""
+    try:
+        module = _load(command)
+    except UsageError as error:
+        if not {"-h", "--help"} & {*given}:
+            raise
+        return None, f"{command.summary[0].upper()}{command.summary[1:]}.\n\n{error}"
+    return module, module.__doc__
 
 
 def _load(command: Command) -> ModuleType:

@@ -9,6 +9,7 @@ programs are recognised by several of their fields.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from mmap import PROT_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,10 @@ from kvtax.records.steps import MOST
 DRIVER, REPLAYER = "requests.jsonl", "replay.jsonl"
 # Names of files that may be a client's.
 KINDS = ("*.json", "*.jsonl")
-# Where the fields stand by which a document is recognised.
+# Beginning of a file that shows whether it is a client's at all.
 HEAD_BYTES = 1 << 16
+# Answers to one request, or turns of one, that are looked for.
+MOST_ANSWERS = 8
 US = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6, "sec": 1e6}
 
 
@@ -75,18 +78,35 @@ def read_client_file(path: Path) -> ClientFile:
         raise RecordsError(f"{path}: {error.strerror}") from None
 
 
+def is_not_understood(path: Path) -> bool:
+    """Decide whether the file seems to be of a client that no reader knows."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError:
+        return False
+    is_ours = any(schema in head for schema in OUR_SCHEMAS)
+    return not is_ours and _reader_of(path) is None and any(w in head for w in TIMES)
+
+
 def _reader_of(path: Path) -> Callable[[Path], ClientFile] | None:
     if path.name == DRIVER:
         return _driven
     if path.name == REPLAYER:
         return _replayed
     try:
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-    except OSError:
+        with path.open("rb") as file, mmap(file.fileno(), 0, prot=PROT_READ) as content:
+            # A list of thousands of requests may stand before the field that shows it.
+            one_line = path.suffix == ".jsonl" and content.find(b"\n") + 1
+            end = one_line or len(content)
+            readers = (
+                reader
+                for fields, reader in EVIDENCE
+                if all(content.find(field, 0, end) >= 0 for field in fields)
+            )
+            return next(readers, None)
+    except (OSError, ValueError):  # no file, or an empty one
         return None
-    readers = (reader for fields, reader in EVIDENCE if all(f in head for f in fields))
-    return next(readers, None)
 
 
 def _driven(path: Path) -> ClientFile:
@@ -133,7 +153,23 @@ def _completion(x_request_id: str) -> str:
 
 def _ids(x_request_id: str) -> tuple[str, ...]:
     """Name what vLLM makes of a header: of a completion, or a chat's answer."""
-    return _completion(x_request_id), f"chatcmpl-{x_request_id}"
+    return _answers(f"cmpl-{x_request_id}") + _answers(f"chatcmpl-{x_request_id}")
+
+
+def _answers(response_id: str) -> tuple[str, ...]:
+    """Name the engine's requests of an answer.
+
+    Each prompt of a completion has a number, each turn of /v1/responses has one, and so
+    has each of several answers.
+    """
+    prompts = [f"{response_id}-{number}" for number in range(MOST_ANSWERS)]
+    turns = [f"{response_id}_{number}" for number in range(MOST_ANSWERS)]
+    several = [
+        f"{number}_{one}"
+        for number in range(MOST_ANSWERS)
+        for one in (response_id, f"{response_id}-0")
+    ]
+    return (response_id, *prompts, *turns, *several)
 
 
 AIPERF_TIMES = {"time_to_first_token", "request_latency"}
@@ -245,8 +281,7 @@ def _guidellm(path: Path) -> ClientFile:
         if not one.response_id:
             without_id += 1
             continue
-        # The id of the answer is that of the engine, but for the prompt's number.
-        ids = (one.response_id, f"{one.response_id}-0")
+        ids = _answers(one.response_id)
         ttft_ms, e2e_s = one.time_to_first_token_ms, one.request_latency
         requests.append(
             ClientRequest(
@@ -296,8 +331,14 @@ def _vllm_bench(path: Path) -> ClientFile:
     """
     requests, without_id = [], 0
     decode = msgspec.json.Decoder(_VllmBench).decode
-    results: Any = jsonlines.Reader(path.read_bytes().splitlines(), loads=decode)
-    for bench in results.iter(skip_empty=True):
+    content = path.read_bytes()
+    results: Any
+    try:
+        results = [decode(content)]
+    except msgspec.DecodeError:
+        lines: Any = jsonlines.Reader(content.splitlines(), loads=decode)
+        results = lines.iter(skip_empty=True)
+    for bench in results:
         names = bench.request_ids
         if names is None and bench.request_id_prefix is not None:
             count = len(bench.errors)
@@ -321,6 +362,13 @@ def _vllm_bench(path: Path) -> ClientFile:
     return ClientFile(requests, without_id=without_id, remedy=remedy)
 
 
+# Words in files of clients.
+TIMES = (
+    *(b'"ttft', b"time_to_first_token", b"time to first token", b'"request_start_ns"'),
+    *(b'latency"', b"latencies", b"latency (s)"),
+    *(b'"response_timestamps"', b'"output_token_times"'),
+)
+OUR_SCHEMAS = (b'"schema":"kvtax.', b'"schema": "kvtax.')
 # Fields by which the files of other programs are recognised.
 EVIDENCE = (
     ((b'"x_request_id"', b'"request_start_ns"', b'"metadata"', b'"metrics"'), _aiperf),

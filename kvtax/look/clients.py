@@ -21,6 +21,7 @@ from kvtax.look.client_files import (
     KINDS,
     ClientRequest,
     is_client_file,
+    is_not_understood,
     read_client_file,
 )
 from kvtax.look.discover import ServerFiles, files_below
@@ -37,6 +38,7 @@ SHARES = (0.5, 0.9, 0.99)
 TOKENS = ("prompt_tokens", "output_tokens")
 TIMES = ("client_ttft_us", "client_e2e_us")
 KEY: dict[str, type[pl.DataType]] = {"id": pl.String, **dict.fromkeys(TOKENS, pl.Int64)}
+ENDED = KEY | {"finished_ns": pl.Int64}
 SENT: dict[str, pl.DataType | type[pl.DataType]] = {
     "client_id": pl.String,
     "id": pl.List(pl.String),
@@ -102,8 +104,19 @@ def read_clients(folder: Path, found: Sequence[ServerFiles]) -> Clients:
     why = (
         f"there is no {FILE} of {', '.join(sorted(unrecorded))}: {RECORD}"
         if unrecorded
-        else "see whether what stands between passes X-Request-Id on"
+        else "see whether what stands between passes X-Request-Id on; vLLM gives "
+        "requests of /v1/responses no id of it"
     )
+    for path in filter(is_not_understood, _candidates(folder)):
+        warnings.append(
+            RunWarning(
+                "client_not_understood",
+                path.name,
+                "not a client file that kvtax look knows",
+                "It is left out; known are those of aiperf (profile_export.jsonl), "
+                "guidellm, vllm bench serve --save-detailed, and kvtax",
+            )
+        )
     warnings += _warnings(
         "",
         client_failed=(
@@ -164,11 +177,8 @@ def _groups(
     driver for each server. Files above no instance tell of those that have none.
     """
     places: dict[Path, list[Path]] = {}
-    beside = (p for kind in KINDS for p in folder.resolve().parent.glob(kind))
-    below = (p for kind in KINDS for p in files_below(folder, kind))
-    for path in sorted({path.resolve() for path in (*beside, *below)}):
-        if path.is_file() and is_client_file(path):
-            places.setdefault(path.parent, []).append(path)
+    for path in filter(is_client_file, _candidates(folder)):
+        places.setdefault(path.parent, []).append(path)
     instances: dict[Path | None, list[ServerFiles]] = {None: []}
     for one in found:
         above = (place for place in one.path.resolve().parents if place in places)
@@ -179,6 +189,14 @@ def _groups(
     for place, told in instances.items():
         if files := others if place is None else places[place]:
             yield files, told
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """List the files below `folder` and beside it that may be a client's."""
+    beside = (p for kind in KINDS for p in folder.resolve().parent.glob(kind))
+    below = (p for kind in KINDS for p in files_below(folder, kind))
+    paths = sorted({path.resolve() for path in (*beside, *below)})
+    return [path for path in paths if path.is_file()]
 
 
 def _has_requests(instance: ServerFiles) -> bool:
@@ -223,18 +241,22 @@ def _read(files: Sequence[Path]) -> tuple[pl.DataFrame, list[RunWarning]]:
 
 def _matched(answered: pl.DataFrame, folders: set[Path]) -> pl.DataFrame:
     """Pair each client's request with one that an engine recorded."""
-    recorded = pl.concat([pl.DataFrame(schema=KEY), *map(_recorded, sorted(folders))])
+    recorded = pl.concat([pl.DataFrame(schema=ENDED), *map(_recorded, sorted(folders))])
     # An engine's header says which of the two its ids are.
     sent = answered.explode("id")
     sent = pl.concat([sent, sent.with_columns(_hashed(sent["id"]))])
     pairs = recorded.with_row_index("request").join(sent, on="id")
-    equal = [
-        (pl.col(f"client_{name}") == pl.col(name)).fill_null(value=True)
-        for name in TOKENS
-    ]
-    most = pl.col("output_tokens").max().over("client")
-    counted = pl.col("client_output_tokens").is_not_null()
-    return pairs.filter(*equal).filter(counted | (pl.col("output_tokens") == most))
+    prompt, output = (pl.col(f"client_{name}") for name in TOKENS)
+    own, in_all = pl.col("output_tokens"), pl.col("output_tokens").sum().over("client")
+    equal = pairs.filter(
+        (prompt == pl.col("prompt_tokens")).fill_null(value=True),
+        ((output == own) | (output == in_all)).fill_null(value=True),
+    )
+    found = equal.filter(output.is_not_null() | (own == own.max().over("client")))
+    # Of several answers to one request, the client waited for the last.
+    several = pl.col("id").n_unique().over("client") == pl.len().over("client")
+    last = pl.col("finished_ns") == pl.col("finished_ns").max().over("client")
+    return found.filter(~several | last)
 
 
 def _hashed(ids: pl.Series) -> pl.Series:
@@ -242,16 +264,16 @@ def _hashed(ids: pl.Series) -> pl.Series:
 
 
 def _recorded(folder: Path) -> pl.DataFrame:
-    """Read KEY of the requests that ended; none where kvtax.look.requests warns."""
+    """Read ENDED of the requests that ended; none where kvtax.look.requests warns."""
     rows = []
     with suppress(RecordsError):
         records = read_engine_requests(folder / FILE, strict=False).records
         rows = [
-            (one.id, one.prompt_tokens, one.output_tokens)
+            (one.id, one.prompt_tokens, one.output_tokens, one.finished_ns)
             for one in records
             if one.finished_ns is not None
         ]
-    return pl.DataFrame(rows, KEY, orient="row", strict=False)
+    return pl.DataFrame(rows, ENDED, orient="row", strict=False)
 
 
 def _warnings(place: str, **told: tuple[int, str, str]) -> list[RunWarning]:

@@ -6,6 +6,7 @@ import ast
 import io
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,8 +177,11 @@ def _tree(package: str, target: Path | None, repository: Path) -> Tree:
 def _trees(
     packages: Iterable[str], target: Path | None, repository: Path
 ) -> list[Tree]:
-    """Find the trees of those packages that exist. Raises TargetError if none does."""
-    names = sorted(packages)
+    """Find the trees of those packages that exist, the one with most patches first.
+
+    `packages` has one for each patch. Raises TargetError if none exists.
+    """
+    names = [name for name, _ in Counter(packages).most_common()]
     if target is not None and (target / "__init__.py").is_file():
         names = [target.absolute().name]
     trees, misses = [], []
@@ -280,9 +284,9 @@ def _revert(
     repository: Path,
 ) -> None:
     everywhere = not known.keys() >= set(names)
-    packages = {
+    packages = [
         patch.package for patch in known.values() if everywhere or patch.name in names
-    }
+    ]
     trees = _trees(packages, args.target, repository)
     plans = [engine.revert(tree, names, known, args.discard_edits) for tree in trees]
     for tree, plan in zip(trees, plans, strict=True):
@@ -297,7 +301,7 @@ def _status(
 ) -> int:
     shown = in_sets(args.patch or [], sets)
     damaged: list[str] = []
-    packages = {patch.package for patch in known.values()}
+    packages = [patch.package for patch in known.values()]
     for tree in _trees(packages, args.target, repository):
         print(title(tree))
         if left := pending(tree):

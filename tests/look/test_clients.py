@@ -629,3 +629,70 @@ def test_without_a_file_of_requests_the_remedy_is_to_record_them(tmp_path):
     _, clients = joined(tmp_path)
     (warning,) = clients.warnings
     assert "there is no engine_request.jsonl" in warning.remedy
+
+
+@pytest.mark.parametrize("layout", ["long", "indented", "appended"])
+def test_a_long_or_indented_result_of_vllm_bench_is_joined(tmp_path, layout):
+    recorded = serve(tmp_path / "records", BENCH)
+    more = {"request_id_prefix": "bench-"}
+    if layout == "long":
+        more["notes"] = "x" * 200_000
+    path = vllm_bench(tmp_path / "r.json", recorded, **more)
+    if layout == "indented":
+        path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
+    if layout == "appended":
+        with path.open("a") as file:
+            file.write(vllm_bench(tmp_path / "none", {}, **more).read_text())
+    ((instance,), clients) = joined(tmp_path / "records")
+    assert clients.warnings == instance.warnings == []
+    assert known(instance) == 50
+
+
+@pytest.mark.parametrize(
+    ("response", "engine"),
+    [
+        ("resp_{}", ["resp_{}_0"]),
+        ("chatcmpl-{}", ["0_chatcmpl-{}", "1_chatcmpl-{}"]),
+        ("cmpl-{}", ["cmpl-{}-0", "cmpl-{}-1"]),
+    ],
+)
+def test_requests_of_several_answers_or_turns_are_joined_to_the_last(
+    tmp_path, response, engine
+):
+    recorded = serve(tmp_path / "records", UUIDS)
+    path = tmp_path / "records" / "engine_request.jsonl"
+    header, *lines = path.read_text().splitlines()
+    by_id = {ids_of_completion(name)[1]: name for name in UUIDS}
+    written = [header]
+    for line in map(json.loads, lines):
+        for number, one in enumerate(engine):
+            plain = one.format(by_id[line["id"]])
+            ended_ns = line["finished_ns"] - 1_000 * (len(engine) - 1 - number)
+            written.append(json.dumps(line | {"id": plain, "finished_ns": ended_ns}))
+    path.write_text("\n".join(written) + "\n")
+    guidellm(tmp_path / "benchmarks.json", recorded, response.partition("{")[0])
+    ((instance,), clients) = joined(tmp_path / "records")
+    assert clients.warnings == []
+    joined_ids = instance.requests.drop_nulls("client_e2e_us")["id"]
+    assert sorted(joined_ids) == sorted(engine[-1].format(name) for name in UUIDS)
+
+
+NOT_UNDERSTOOD = {
+    "profile_export_raw.jsonl": '{"metadata": {"x_request_id": "a", '
+    '"request_start_ns": 1}, "payload": {}, "responses": []}\n',
+    "profile_export.json": '{"service_kind": "openai", "experiments": [{"requests": '
+    '[{"response_timestamps": [2]}]}]}',
+    "per_request_lifecycle_metrics.json": '[{"start_time": 1.0, "info": '
+    '{"output_token_times": [1.1]}}]',
+    "benchmark_summary.json": '{"Average latency (s)": 1.2, "Succeed requests": 3}',
+}
+
+
+@pytest.mark.parametrize("name", NOT_UNDERSTOOD)
+def test_a_client_s_file_that_is_not_understood_is_named(tmp_path, name):
+    serve(tmp_path / "records", BENCH)
+    (tmp_path / "records" / name).write_text(NOT_UNDERSTOOD[name])
+    (_, clients) = joined(tmp_path / "records")
+    (warning,) = clients.warnings
+    assert (warning.kind, warning.place) == ("client_not_understood", name)
+    assert "vllm bench" in warning.remedy
