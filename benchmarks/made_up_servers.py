@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvtax.records.engine_requests import EngineRequestHeader
+from kvtax.records.requests import EngineRequestHeader
 from kvtax.records.steps import EngineHeader, WorkerHeader
 from tests.harness.made_up import FIRST_NS, step_columns, write_lines
 

@@ -39,7 +39,7 @@ from benchmarks.proxy_targets import (
     vllm_router,
 )
 from benchmarks.results import NotMeasured, configure_rounds, publish
-from kvtax.engine.errors import ServerError
+from kvtax.engine import ServerError
 from kvtax.report.markdown import table
 from kvtax.stats import Estimate
 from kvtax.stats.resampling import over_rounds

@@ -15,8 +15,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from kvtax.load.plan import PROBE, Plan
-from kvtax.load.prompts import completion_body
+from kvtax.load.plan import PROBE, Plan, completion_body
 
 # Four blocks of 128 tokens, the largest default block size, and the one token that
 # is always computed.

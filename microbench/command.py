@@ -213,7 +213,7 @@ def _write_figures_into_pages(repository: Path) -> None:
 
 
 def _print_verdicts(analysis: Analysis) -> None:
-    from microbench.summary.summary import verdict_lines
+    from microbench.summary.page import verdict_lines
 
     print(f"\n{verdict_lines(analysis.document)}")
 
@@ -281,7 +281,7 @@ def _profile(arguments: argparse.Namespace) -> Profile:
     """Return the profile with the changes of the options."""
     import msgspec
 
-    from kvtax.engine.own_connector import own_connector
+    from kvtax.engine.connector import own_connector
     from microbench.profile import load_profile, measured_with
 
     profile = load_profile(arguments.profile)

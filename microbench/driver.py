@@ -25,10 +25,8 @@ from time import perf_counter_ns
 
 from kvtax.load import allow_open_files
 from kvtax.load.alarm import Alarm
-from kvtax.load.client import Client, PlanClient, Stop, open_session
-from kvtax.load.ledger import Ledger
-from kvtax.load.plan import Plan, PlanError, Timetable, read_plan, timetables
-from kvtax.load.prompts import bodies
+from kvtax.load.client import Client, Ledger, PlanClient, Stop, open_session
+from kvtax.load.plan import Plan, PlanError, Timetable, bodies, read_plan, timetables
 from kvtax.records.requests import DriverEnd, PhaseStart, RequestRecord, RequestsHeader
 from microbench.cache_reset import ResetError, reset_prefix_cache
 

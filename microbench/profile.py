@@ -9,8 +9,7 @@ import msgspec
 
 from kvtax.config import read_toml
 from kvtax.engine.connector import Connector, load_connector
-from kvtax.engine.null_model import Checkpoint, real_model, write_null_model
-from kvtax.engine.settings import Forward
+from kvtax.engine.null_model import Checkpoint, Forward, real_model, write_null_model
 from kvtax.load.plan import Plan, PlannedPhase
 from kvtax.paths import CONFIGS
 from kvtax.records.profile import ProfileRecord
@@ -29,7 +28,7 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     """Settings of a sweep: configs/profiles/<name>.toml.
 
     `own` are connectors without a file in configs/connectors/
-    (kvtax.engine.own_connector).
+    (kvtax.engine.connector).
     """
 
     own: dict[str, Connector] = msgspec.field(default_factory=dict)

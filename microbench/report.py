@@ -15,8 +15,7 @@ from kvtax.report.document import Section
 from kvtax.verdict.analysis import Analysis, analyse
 from kvtax.verdict.trials import load_run
 from microbench.summary.figures import draw_all
-from microbench.summary.page import code, moments, write_page
-from microbench.summary.summary import write_summary
+from microbench.summary.page import code, moments, write_page, write_summary
 
 
 def report(run_dir: Path, out: Path) -> Analysis:

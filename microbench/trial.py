@@ -22,15 +22,13 @@ from kvtax.engine.connector import Connector
 from kvtax.engine.environment import DIRECT_READ_SECRET, HASH_SEED
 from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import Checkpoint
-from kvtax.engine.server import Server, ServerError, tail
-from kvtax.engine.server_spec import SERVED_MODEL, Engine, resolve
+from kvtax.engine.server import SERVED_MODEL, Engine, Server, ServerError, resolve, tail
 from kvtax.proc.ports import Ports, PortsError
 from kvtax.proc.supervise import Supervised
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document, read_lines, write_document
-from kvtax.records.life import only_life
 from kvtax.records.run import IdleCost, ReadCounts, ReadRecord, ReadsHeader, TrialRecord
-from kvtax.records.steps import first_step
+from kvtax.records.steps import first_step, only_life
 from kvtax.steps.life import whole_steps
 from microbench.profile import Profile
 from microbench.py_spy import Sampler, SamplingError, processes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtax.axes import run_matrix
+from kvtax.axes import matrix
 from kvtax.cli import main, subcommands
 from kvtax.engine import releases
 from kvtax.engine.connector import load_connector
@@ -120,7 +120,7 @@ def test_each_answer_is_measured_again_by_its_command(monkeypatch, tmp_path):
     code that is gone names the commit that has it.
     """
     measured = []
-    monkeypatch.setattr(run_matrix, "measure_matrix", lambda *of: measured.append(of))
+    monkeypatch.setattr(matrix, "measure_matrix", lambda *of: measured.append(of))
     monkeypatch.setattr("kvtax.axes.page.write_pages", lambda *_: [])
     monkeypatch.setattr("kvtax_fleet.cli.fleet._run", lambda arguments: 0)
     monkeypatch.setattr("kvtax.cli.look.run", lambda arguments: 0)

@@ -21,8 +21,8 @@ import subprocess
 import sys
 from typing import Any
 
+from kvtax.axes.matrix import read_all_cells
 from kvtax.axes.page import axes_of_growth, idle_us
-from kvtax.axes.run_matrix import read_all_cells
 from kvtax.paths import REPOSITORY
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report.markdown import DASH

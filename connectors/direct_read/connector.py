@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from connectors.direct_read.metrics import DirectReadPromMetrics, DirectReadStats
-from connectors.direct_read.puller import DirectReadMetadata
+from connectors.direct_read.reads import DirectReadMetadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

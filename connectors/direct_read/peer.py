@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peer of a trial that serves direct reads: reads the prompts the driver sends.
+"""A reader without an engine, and the peer of a trial that reads with it.
 
-Run by microbench.trial beside a server that is ready, as `python -m
-connectors.direct_read.peer TRIAL_FOLDER PORT BLOCK_SIZE READS_PER_S`, until it is
-stopped. PORT is the server's side channel on the loopback interface.
-
-It makes the driver's prompts from the trial's plan and hashes them as vLLM does; the
-short ones of holds are left out. At each turn it reads the oldest prompt since the last
-reset that is still there: a whole prompt at any |cache|, and at all levels of a pass
-one whose blocks lie alike. What a read costs depends on that: the pool's blocks are
-mixed more with every request, and the newest prompt has those that are mixed most.
-Each read is a line of reads.jsonl
-(docs/records.md), whose header says that it began.
+Look up, read into memory of its own, validate, with the connector's own code: one
+connection as its scheduler has and one as its worker has. Only the engine of the
+reading instance is missing, so that the cost of being read can be measured alone.
 """
 
 from __future__ import annotations
@@ -24,13 +16,145 @@ from itertools import islice
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from mooncake.engine import TransferEngine
 
-from connectors.direct_read.reader import Read, Reader, new_engine
-from kvtax.load.plan import Plan, read_plan
-from kvtax.load.prompts import bodies
+from connectors.direct_read.client import Client, Connections
+from connectors.direct_read.protocol import Offer
+from connectors.direct_read.reads import (
+    Order,
+    Region,
+    contiguous_runs,
+    order_of,
+    read_blocks,
+)
+from kvtax.load.plan import Plan, bodies, read_plan
 from kvtax.records.files import LineFile
 from kvtax.records.run import ReadRecord, ReadsHeader
 from kvtax.signals import exit_on_signals
+
+# Longer than an instance would wait, because the time itself is measured.
+TIMEOUT_S = 20.0
+
+
+class Read(msgspec.Struct):
+    """One read: blocks offered, how many of them were valid, and µs of each part.
+
+    `descriptors` is the number of reads that the transport was given, `order` that of
+    the peer's block ids. Without an offer no part but the lookup happened: the others
+    are 0, and the order is None.
+    """
+
+    t_ns: int
+    offered: int
+    valid: int
+    lookup_us: float
+    read_us: float = 0.0
+    validate_us: float = 0.0
+    descriptors: int = 0
+    order: Order | None = None
+
+
+def places(offer: Offer) -> list[int]:
+    """Return where a Reader puts the offer's blocks: in the order of the peer's ids.
+
+    So does an instance whose pool is at the same turn as the peer's; at the opposite
+    turn, no two blocks follow each other on both sides.
+    """
+    place = {peer_id: i for i, peer_id in enumerate(sorted(offer.block_ids))}
+    return [place[peer_id] for peer_id in offer.block_ids]
+
+
+def new_engine() -> TransferEngine:
+    """Make a transfer engine over TCP. Raises RuntimeError if there can be none."""
+    engine = TransferEngine()
+    if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
+        raise RuntimeError("Mooncake cannot use TCP on the loopback interface")
+    return engine
+
+
+class Reader:
+    """Reads from the peer whose side channel is at `address`, one read at a time.
+
+    Its memory has room for `max_blocks` blocks. Raises DirectReadError if the peer
+    does not answer, RuntimeError if the memory cannot be registered.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        address: tuple[str, int],
+        secret: str,
+        max_blocks: int,
+    ) -> None:
+        self.engine = engine
+        self._address, self._secret = address, secret.encode()
+        self._max_blocks = max_blocks
+        self._lookups = Connections(self._secret, TIMEOUT_S)
+        self._validations = Connections(self._secret, TIMEOUT_S)
+        with self._lookups.to(address) as client:
+            (theirs,) = client.greeted().workers
+        self.session = theirs.session
+        self._memory = [
+            np.zeros(size * max_blocks, np.uint8) for size in theirs.block_bytes
+        ]
+        for part in self._memory:
+            if engine.register_memory(part.ctypes.data, part.nbytes) != 0:
+                raise RuntimeError("Mooncake cannot register the reader's memory")
+        self.regions = [
+            Region(ours.ctypes.data, address, size)
+            for ours, address, size in zip(
+                self._memory, theirs.base_addresses, theirs.block_bytes, strict=True
+            )
+        ]
+
+    def connect(self) -> Client:
+        return Client(*self._address, self._secret, TIMEOUT_S)
+
+    def look_up(self, hashes: list[bytes]) -> Offer:
+        with self._lookups.to(self._address) as client:
+            return client.lookup(hashes[: self._max_blocks])
+
+    def pull(self, offer: Offer) -> int:
+        """Read the offer's blocks and return how many leading ones arrived."""
+        return read_blocks(
+            self.engine,
+            self.session,
+            self.regions,
+            places(offer),
+            offer.block_ids,
+            lambda: False,
+        )
+
+    def validate(self, offer: Offer) -> int:
+        with self._validations.to(self._address) as client:
+            return client.validate(offer.token)
+
+    def read(self, hashes: list[bytes]) -> Read:
+        """Look up, read and validate. Raises DirectReadError if the peer is silent."""
+        began_ns = time.perf_counter_ns()
+        offer = self.look_up(hashes)
+        offered_ns = time.perf_counter_ns()
+        lookup_us = (offered_ns - began_ns) / 1e3
+        if not offer.block_ids:
+            return Read(began_ns, 0, 0, lookup_us)
+        arrived = self.pull(offer)
+        arrived_ns = time.perf_counter_ns()
+        valid = min(self.validate(offer), arrived)
+        validated_ns = time.perf_counter_ns()
+        num_regions = len(self.regions)
+        runs = contiguous_runs(places(offer), offer.block_ids, num_regions)
+        return Read(
+            began_ns,
+            len(offer.block_ids),
+            valid,
+            lookup_us,
+            (arrived_ns - offered_ns) / 1e3,
+            (validated_ns - arrived_ns) / 1e3,
+            len(runs) * num_regions,
+            order_of(offer.block_ids),
+        )
+
 
 # How far beyond the prompt that it read last it asks, once that is gone.
 AHEAD = (0, 1, 2, 4, 8, 16, 32)

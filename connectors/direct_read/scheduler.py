@@ -23,7 +23,7 @@ from connectors.direct_read.lookups import (
 )
 from connectors.direct_read.metrics import SchedulerCounts
 from connectors.direct_read.protocol import MAX_HASHES, Peer
-from connectors.direct_read.puller import DirectReadHandshake, DirectReadMetadata, Pull
+from connectors.direct_read.reads import DirectReadHandshake, DirectReadMetadata, Pull
 from connectors.direct_read.server import Server
 from connectors.direct_read.settings import Settings
 

@@ -15,11 +15,7 @@ from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
 from connectors.direct_read.metrics import DirectReadStats
 from connectors.direct_read.protocol import WorkerAddress
-from connectors.direct_read.puller import (
-    DirectReadHandshake,
-    DirectReadMetadata,
-    Puller,
-)
+from connectors.direct_read.reads import DirectReadHandshake, DirectReadMetadata, Puller
 from connectors.direct_read.settings import Settings
 
 if TYPE_CHECKING:

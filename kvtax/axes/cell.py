@@ -19,16 +19,15 @@ import msgspec
 import polars as pl
 
 from kvtax.axes import GIVEN
-from kvtax.engine import provenance
+from kvtax.engine import ServerError, provenance
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Connector
 from kvtax.engine.engine_process import ENDED, EngineProcess
-from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation
+from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.engine.releases import beside
-from kvtax.engine.settings import CPU_ENGINE
-from kvtax.records.life import only_life
 from kvtax.records.observatory_cell import CellRecord, Passes
+from kvtax.records.steps import only_life
 from kvtax.steps.life import whole_steps
 from kvtax.steps.parts import method_columns, step_parts
 from kvtax.verdict.axes import AXES

@@ -15,10 +15,9 @@ import msgspec
 
 from kvtax.axes.cell import measure, reason
 from kvtax.config import ConfigError
-from kvtax.engine.connector import Connector
-from kvtax.engine.errors import InstallationError
+from kvtax.engine import InstallationError
+from kvtax.engine.connector import STAND_INS, Connector, own_connector, stand_ins
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.own_connector import STAND_INS, own_connector, stand_ins
 from kvtax.engine.provenance import git_commit
 from kvtax.engine.releases import release
 from kvtax.proc.machine_lock import machine_lock

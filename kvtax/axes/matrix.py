@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors, releases and claims that studies/observatory/README.md covers."""
+"""Connectors, releases and claims of the observatory; measure and keep each cell."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 import msgspec
 
+from kvtax.axes.cell import measured
 from kvtax.config import read_toml
-from kvtax.engine.connector import load_connector
+from kvtax.engine import provenance
+from kvtax.engine.connector import Connector, load_connector
+from kvtax.engine.installation import Installation
+from kvtax.engine.releases import release as environment_of
 from kvtax.engine.releases import tested_releases
-from kvtax.paths import CONFIGS
+from kvtax.hosts import Task, finished_tasks, require_same
+from kvtax.paths import CONFIGS, REPOSITORY
+from kvtax.proc.machine_lock import machine_lock
+from kvtax.records.files import decode, write_document
+from kvtax.records.observatory_cell import CellRecord, keep_cell, read_cells
 from kvtax.verdict.axes import require_axes
 
 # (release, connector) of a cell.
@@ -54,3 +66,116 @@ def read_matrix() -> Matrix:
     """Read configs/observatory.toml. Raises ConfigError."""
     matrix = read_toml(CONFIGS / "observatory.toml", Matrix)
     return msgspec.structs.replace(matrix, releases=tested_releases())
+
+
+RESULTS = REPOSITORY / "studies" / "observatory"
+COMMAND = "kvtax"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Cells to measure: of some releases and connectors, or of all; `again` if kept."""
+
+    releases: list[str] | None = None
+    connectors: list[str] | None = None
+    again: bool = False
+
+
+def measure_matrix(matrix: Matrix, choice: Choice, ray: str | None) -> None:
+    """Measure and keep the cells of `choice`, here or on the Ray cluster `ray`.
+
+    Raises ConfigError, HostsError, MachineBusy, RecordsError, ServerError, OSError.
+    """
+    kept = read_all_cells()
+    cells = [
+        (release, connector)
+        for release in choice.releases or matrix.releases
+        for connector in choice.connectors or matrix.connectors
+        if choice.again or (release, connector) not in kept
+    ]
+    # All at once, so that a missing one is reported before an hour of measuring.
+    configs = {connector: load_connector(connector) for _, connector in cells}
+    installed = {release: environment_of(release) for release, _ in cells}
+    if ray is None:
+        records = _measure_here(cells, configs, installed)
+    else:
+        records = _measure_on_hosts(ray, cells, matrix.claims, installed)
+    for number, cell in enumerate(records, 1):
+        print(f"kvtax axes: {number} of {len(cells)}: {_line(cell)}", flush=True)
+        keep_cell(cell, RESULTS)
+
+
+def read_all_cells(folder: Path = RESULTS) -> dict[CellName, CellRecord]:
+    """Read the kept cells of all releases. Raises RecordsError."""
+    return {
+        (cell.release, cell.connector): cell
+        for file in sorted(folder.glob("*.jsonl.xz"))
+        for cell in read_cells(file)
+    }
+
+
+def _measure_here(
+    cells: list[CellName],
+    configs: dict[str, Connector],
+    installed: dict[str, Installation],
+) -> Iterator[CellRecord]:
+    with machine_lock():
+        for release, connector in cells:
+            config, environment = configs[connector], installed[release]
+            yield measured(connector, release, config, environment, COMMAND)
+
+
+def _measure_on_hosts(
+    address: str,
+    cells: list[CellName],
+    claims: Sequence[Claim],
+    installed: dict[str, Installation],
+) -> Iterator[CellRecord]:
+    """Yield the records of `cells`, as they are done; `installed` by release."""
+    versions = {release: there.versions for release, there in installed.items()}
+    tasks = [
+        Task(
+            ", ".join(f"{connector} {release}" for release, connector in group),
+            _measure_there,
+            (group, versions),
+        )
+        for group in compared(cells, claims)
+    ]
+    for task in finished_tasks(address, tasks, measures=True):
+        for name, content in sorted(task.files.items()):
+            cell = decode(Path(name), content, CellRecord)
+            facts = cell.provenance | provenance.checkout()
+            yield msgspec.structs.replace(cell, host=task.host, provenance=facts)
+
+
+def compared(cells: list[CellName], claims: Sequence[Claim]) -> list[list[CellName]]:
+    """Group `cells`: those together that a claim sets beside each other."""
+    beside = {
+        (claim.release, claim.connector): claim.beside
+        for claim in claims
+        if claim.beside is not None
+    }
+    groups: dict[CellName, list[CellName]] = {}
+    for release, connector in cells:
+        first = beside.get((release, connector), connector)
+        groups.setdefault((release, first), []).append((release, connector))
+    return list(groups.values())
+
+
+def _measure_there(
+    folder: Path, cells: list[CellName], versions: dict[str, dict[str, str]]
+) -> None:
+    """Measure cells into `folder`, on a host of a cluster."""
+    for number, (release, connector) in enumerate(cells):
+        config, installed = load_connector(connector), environment_of(release)
+        require_same(installed, versions[release])
+        cell = measured(connector, release, config, installed, f"{COMMAND} --ray")
+        write_document(folder / f"{number}.json", cell)
+
+
+def _line(cell: CellRecord) -> str:
+    where = f" on {cell.host}" if cell.host else ""
+    outcome = cell.error or "measured"
+    return (
+        f"vLLM {cell.release}, {cell.connector}{where}: {outcome}, {cell.wall_s:.0f} s"
+    )

@@ -35,9 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure the cells that are missing, and write the page."""
-    from kvtax.axes.matrix import read_matrix
+    from kvtax.axes.matrix import Choice, measure_matrix, read_all_cells, read_matrix
     from kvtax.axes.page import write_pages
-    from kvtax.axes.run_matrix import Choice, measure_matrix, read_all_cells
     from kvtax.cli import require_checkout
 
     require_checkout("axes")

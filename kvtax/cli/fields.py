@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtax.records.fields import Format
+    from kvtax.records.formats import Format
 
 # Entry points by which another package adds its formats.
 ENTRY_POINTS = "kvtax.formats"
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the fields, or the list of files. Raises UnknownFileError."""
     from kvtax.cli import Exit
-    from kvtax.records.fields import described
+    from kvtax.records.formats import described
 
     known = formats()
     if arguments.file is None:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtax.engine.errors import InstallationError
+from kvtax.engine import InstallationError
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?t?$")
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "ash"}

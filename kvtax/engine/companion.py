@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from kvtax.engine import ServerError
 from kvtax.engine.connector import Companion, Connector
-from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation
 from kvtax.engine.provenance import secrets_in
 from kvtax.engine.releases import beside

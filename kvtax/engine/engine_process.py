@@ -15,14 +15,13 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Self
 
+from kvtax.engine import ServerError
 from kvtax.engine.environment import engine_environment, record_steps
-from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.null_model import write_null_model
+from kvtax.engine.null_model import CPU_ENGINE, Forward, write_null_model
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.preloaded import Preloaded
 from kvtax.engine.server import tail
-from kvtax.engine.settings import CPU_ENGINE, Forward
 from kvtax.proc.ports import reserve
 from kvtax.proc.supervise import Supervised
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvtax.engine.errors import ServerError
+from kvtax.engine import ServerError
 from kvtax.engine.installation import Installation, installation
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import LOOPBACK, Ports

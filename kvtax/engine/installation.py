@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvtax.engine.errors import InstallationError
+from kvtax.engine import InstallationError
 from kvtax.paths import IN_CHECKOUT, REPOSITORY
 
 # In the Python that is asked, whose version may be older than ours.

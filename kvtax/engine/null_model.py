@@ -1,18 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint folder that vLLM is pointed at: a config.json, and no weights."""
+"""The null model: its folder without weights, and the time of its forwards."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from kvtax.config import ConfigError
-from kvtax.engine.settings import CPU_ENGINE, Forward
 from kvtax.paths import CONFIGS
 from kvtax.records.files import write_whole
+from kvtax.records.profile import EngineSettings
+
+Time = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Forward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Time of a forward of the null model.
+
+    A forward takes `forward_us`, plus `us_per_token` for each token of its batch, plus
+    `us_per_context_token` for each token that those attend to.
+    """
+
+    forward_us: Time
+    us_per_token: Time = 0
+    us_per_context_token: Time = 0
+
+
+# Engine settings of tests and benchmarks.
+CPU_ENGINE = EngineSettings(
+    flavour="cpu",
+    num_blocks=12_000,
+    block_size=16,
+    max_model_len=8192,
+    max_num_batched_tokens=8192,
+    max_num_seqs=64,
+    server_args=["--enforce-eager"],
+    server_env={
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # The random sampler alone would go through torch.compile: seconds per step.
+        "TORCHDYNAMO_DISABLE": "1",
+    },
+    kv_transfer_config={"kv_buffer_device": "cpu"},
+)
+
 
 # As many attention layers as Qwen3-Coder-30B-A3B has, for the connector's calls per
 # layer. Only the first has a KV cache, so that it stays small.

@@ -15,10 +15,9 @@ from pathlib import Path
 import psutil
 
 from kvtax import patcher
-from kvtax.engine import transfer_check
+from kvtax.engine import ServerError, transfer_check
 from kvtax.engine.connector import Connector
 from kvtax.engine.environment import cpu_preload
-from kvtax.engine.errors import ServerError
 from kvtax.engine.gpus import gpu_problems
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.server import tail

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvtax.engine.errors import InstallationError, ServerError
+from kvtax.engine import InstallationError, ServerError
 from kvtax.engine.installation import Installation, installation
 from kvtax.patcher import Tree, load_releases
 from kvtax.paths import CONFIGS, IN_CHECKOUT, REPOSITORY

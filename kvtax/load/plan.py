@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a run: what to send, when, in which phases. Read from JSON.
+"""The plan of a run: what to send, when, in which phases; and the prompts.
 
 The schedule is a pure function of the plan, so a seed is a schedule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -119,3 +120,44 @@ def _timetable(
     ends_ns = np.cumsum(gaps_ns)
     due_ns = np.concatenate(([0.0], ends_ns[:-1])).astype(np.int64).tolist()
     return Timetable(phase, due_ns, int(ends_ns[-1]))
+
+
+def bodies(plan: Plan) -> Iterator[bytes]:
+    """Yield the JSON body of each request in turn."""
+    rng = np.random.default_rng([PROMPTS, plan.seed])
+    seen: set[bytes] = set()
+    for phase in plan.phases:
+        prompt_tokens, output_tokens = plan.shape(phase)
+        for _ in range(phase.requests):
+            prompt = _fresh(plan, prompt_tokens, rng, seen)
+            yield completion_body(plan.model, prompt, output_tokens)
+
+
+def _fresh(
+    plan: Plan, tokens: int, rng: np.random.Generator, seen: set[bytes]
+) -> list[int]:
+    while True:  # a Plan leaves room: hardly ever more than once
+        prompt = rng.integers(1, plan.vocab_size, tokens, dtype=np.int32)
+        first_block = prompt[:FIRST_BLOCK_TOKENS].tobytes()
+        if first_block not in seen:
+            seen.add(first_block)
+            return prompt.tolist()
+
+
+def completion_body(
+    model: str, prompt: list[int] | msgspec.Raw, output_tokens: int
+) -> bytes:
+    """Build a /v1/completions body for exactly `output_tokens`."""
+    return msgspec.json.encode(
+        {
+            "model": model,
+            "prompt": prompt,
+            "temperature": 0,
+            "ignore_eos": True,
+            "min_tokens": output_tokens,
+            "max_tokens": output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+    )

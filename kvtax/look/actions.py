@@ -15,8 +15,8 @@ from kvtax.look.instance_summary import summarise
 from kvtax.look.instances import one_by_one
 from kvtax.look.page import PageOfRecords
 from kvtax.look.perfetto import TraceOfRecords, Window
+from kvtax.look.tables import Together
 from kvtax.look.text import instance_text, together_text, totals_text
-from kvtax.look.together import Together
 from kvtax.look.totals import (
     StepTotals,
     merge_totals,

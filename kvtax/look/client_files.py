@@ -18,8 +18,14 @@ import msgspec
 
 from kvtax.records import RecordsError
 from kvtax.records.files import read_lines
-from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader, in_header
-from kvtax.records.requests import RequestOutcome, read_requests
+from kvtax.records.requests import (
+    ReplayedRequest,
+    ReplayEnd,
+    ReplayHeader,
+    RequestOutcome,
+    in_header,
+    read_requests,
+)
 from kvtax.records.steps import MOST
 
 DRIVER, REPLAYER = "requests.jsonl", "replay.jsonl"

@@ -28,8 +28,8 @@ from kvtax.look.discover import ServerFiles, files_below
 from kvtax.look.instances import Instance
 from kvtax.look.requests import FILE
 from kvtax.records import RecordsError
-from kvtax.records.engine_requests import hashed_id, read_engine_requests
 from kvtax.records.parts import parts_of
+from kvtax.records.requests import hashed_id, read_engine_requests
 from kvtax.records.warning import RECORD, RunWarning
 from kvtax.report.document import Cell
 

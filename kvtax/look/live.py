@@ -27,8 +27,8 @@ from rich.text import Text
 
 from kvtax.look.discover import files_below, name_of
 from kvtax.records import RecordsError
-from kvtax.records.engine_requests import EngineRequest
 from kvtax.records.parts import open_plain
+from kvtax.records.requests import EngineRequest
 from kvtax.records.steps import EngineStep, WorkerStep
 from kvtax.report.render import visible
 from kvtax.steps.parts import side_parts

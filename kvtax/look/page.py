@@ -19,8 +19,7 @@ from kvtax.look.instance_summary import (
 )
 from kvtax.look.instances import Instance
 from kvtax.look.requests import TIMED_PARTS, WAITS
-from kvtax.look.tables import part_name, tables
-from kvtax.look.together import Together
+from kvtax.look.tables import Together, part_name, tables
 from kvtax.records.warning import RunWarning, encodable
 from kvtax.report import render
 from kvtax.report.document import (

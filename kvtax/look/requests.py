@@ -23,12 +23,12 @@ import numpy as np
 import polars as pl
 
 from kvtax.records import RecordsError
-from kvtax.records.engine_requests import EngineRequest, read_engine_requests
 from kvtax.records.parts import parts_of
+from kvtax.records.requests import EngineRequest, read_engine_requests
 from kvtax.records.steps import EngineHeader, another_life
 from kvtax.records.warning import RunWarning, Warn, left_out
 from kvtax.stats.distribution import Floats, Ints
-from kvtax.stats.latency import tpot
+from kvtax.stats.quantiles import tpot
 from kvtax.steps.parts import method_columns
 
 FILE = "engine_request.jsonl"

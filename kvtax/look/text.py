@@ -9,8 +9,7 @@ import polars as pl
 
 from kvtax.look.answer import answer
 from kvtax.look.instance_summary import InstanceSummary
-from kvtax.look.tables import LEAST_US, tables
-from kvtax.look.together import Together
+from kvtax.look.tables import LEAST_US, Together, tables
 from kvtax.look.totals import (
     ALPHA,
     NOTHING,

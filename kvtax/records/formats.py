@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every file format of the core, in the order of a run."""
+"""Every file format of the core, in the order of a run, and its fields, described."""
 
 from __future__ import annotations
 
-from kvtax.records import (
-    engine_requests,
-    observatory_cell,
-    per_config,
-    replay,
-    requests,
-    run,
-    stacks,
-    steps,
-)
-from kvtax.records.fields import Format
+import ast
+import inspect
+import itertools
+import textwrap
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import msgspec
+
+from kvtax.records import observatory_cell, per_config, requests, run, stacks, steps
+from kvtax.records.steps import Unit
+
+
+class Format(NamedTuple):
+    """A kind of file: name, purpose, and the structs of its document or its lines."""
+
+    name: str
+    purpose: str
+    kinds: tuple[type[msgspec.Struct], ...]
+
 
 FORMATS = (
     Format(
@@ -39,7 +48,7 @@ FORMATS = (
     Format(
         "engine_request.jsonl",
         "A line per request when it ended, written in the engine core.",
-        (engine_requests.EngineRequestHeader, engine_requests.EngineRequest),
+        (requests.EngineRequestHeader, requests.EngineRequest),
     ),
     Format(
         "device_step.jsonl",
@@ -68,9 +77,9 @@ FORMATS = (
         (run.ReadsHeader, run.ReadRecord),
     ),
     Format(
-        "replay.jsonl",
+        "requests.jsonl",
         "A line per request of a replayed trace, in the order in which they ended.",
-        (replay.ReplayHeader, replay.ReplayedRequest, replay.ReplayEnd),
+        (requests.ReplayHeader, requests.ReplayedRequest, requests.ReplayEnd),
     ),
     Format(
         "per_config.json",
@@ -83,3 +92,76 @@ FORMATS = (
         (observatory_cell.CellRecord,),
     ),
 )
+
+
+def descriptions(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Read the description of each field of `kind`, inherited ones included."""
+    texts: dict[str, str] = {}
+    for base in kind.__mro__[: kind.__mro__.index(msgspec.Struct)]:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, after in itertools.pairwise(definition.body):
+            match field, after:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts.setdefault(name, " ".join(text.split()))
+    return texts
+
+
+def table(kind: type[msgspec.Struct]) -> str:
+    """Make a row per field of `kind`. Raises KeyError if a field has no description."""
+    texts = descriptions(kind)
+    hints = get_type_hints(kind, include_extras=True)
+    measured = {
+        name: notes[0]
+        for name, hint in hints.items()
+        if (notes := [n for n in get_args(hint)[1:] if isinstance(n, Unit)])
+    }
+    lines = ["| field | meaning |", "|---|---|"]
+    if measured:
+        lines = ["| field | unit | since | meaning |", "|---|---|---|---|"]
+    for field, written in zip(
+        kind.__struct_fields__, kind.__struct_encode_fields__, strict=True
+    ):
+        facts = f" {' | '.join(measured[field])} |" if measured else ""
+        text = texts[field].replace("|cache|", r"\|cache\|")
+        lines.append(f"| `{written}` |{facts} {text} |")
+    return "\n".join([*lines, ""])
+
+
+def described(form: Format) -> str:
+    """Render a format as Markdown: a table per struct, those inside of others last.
+
+    Raises KeyError if a field has no description.
+    """
+    sections = [f"# {form.name}{_schema(form)}\n\n{form.purpose}\n"]
+    sections += [
+        f"## {kind.__name__}\n\n{inspect.getdoc(kind)}\n\n{table(kind)}"
+        for kind in _with_inner(form.kinds)
+    ]
+    return "\n".join(sections)
+
+
+def _schema(form: Format) -> str:
+    """The schema that the file's first field names."""
+    config = form.kinds[0].__struct_config__
+    return f", schema {config.tag}" if config.tag_field == "schema" else ""
+
+
+def _with_inner(kinds: tuple[type[msgspec.Struct], ...]) -> list[type[msgspec.Struct]]:
+    """List `kinds` and the structs that their fields hold, each once."""
+    every = list(kinds)
+    for kind in every:
+        for hint in get_type_hints(kind, include_extras=True).values():
+            every += [inner for inner in _structs(hint) if inner not in every]
+    return every
+
+
+def _structs(hint: Any) -> Iterator[type[msgspec.Struct]]:
+    """Yield the structs that a type hint names, at any depth."""
+    if inspect.isclass(hint) and issubclass(hint, msgspec.Struct):
+        yield hint
+    for inner in get_args(hint):
+        yield from _structs(inner)

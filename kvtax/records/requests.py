@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""requests.jsonl: the phases of a trial, and the outcome of each of its requests.
+"""Records of requests: by the driver, by the replayer, and inside the engine.
+
+requests.jsonl has the phases of a trial and the outcome of each request, replay.jsonl
+the requests of a replayed trace, engine_request.jsonl what became of each in vLLM.
 
 Driver and replayer share `RequestOutcome` and `Account`. Times are CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 import msgspec
 
-from kvtax.records.files import read_lines
-from kvtax.records.steps import Natural
+from kvtax.records import RecordsError
+from kvtax.records.files import Lines, read_lines
+from kvtax.records.parts import parts_of
+from kvtax.records.steps import FileHeader, Natural, another_life
 
 
 class Phase(IntEnum):
@@ -156,3 +163,176 @@ def read_requests(path: Path) -> Requests:
         end=ends[-1] if ends else None,
         torn_lines=lines.torn_lines,
     )
+
+
+class EngineRequestHeader(FileHeader, tag_field="schema", tag="kvtax.engine_request/1"):
+    """Header; written by the engine core."""
+
+    ids: str = "hashed"
+    """`hashed`: ids are 16 hexadecimal digits of BLAKE2b; `plain`: as the server has
+    them."""
+
+
+# What a column of 64 bits can hold; any other number is a damaged line.
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class EngineRequest(msgspec.Struct, omit_defaults=True):
+    """One request; written when it ended, or when the engine did."""
+
+    id: str
+    """Of the client's id as the server knows it; a client may repeat one."""
+    arrival_ns: Whole
+    """When the scheduler got it."""
+    prompt_tokens: Whole
+    """Tokens of the prompt."""
+    before_engine_us: float | None = None
+    """From its arrival at the server to `arrival_ns`, by the wall clock."""
+    first_step: Whole | None = None
+    """`step_id` in which it was first scheduled; absent if it never was."""
+    first_token_step: Whole | None = None
+    """`step_id` whose end brought its first token."""
+    last_step: Whole | None = None
+    """`step_id` in which it ended; absent if it ended between two."""
+    finished_ns: Whole | None = None
+    """When it ended; absent if it had not when the engine stopped."""
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort`, `error` or `repetition`."""
+    cached_tokens: Whole | None = None
+    """Prompt tokens found in this instance's prefix cache."""
+    external_tokens: Whole | None = None
+    """Prompt tokens that the connector brought."""
+    output_tokens: Whole = 0
+    """Tokens generated."""
+    preemptions: Whole = 0
+    """How often it was preempted."""
+    preempted_steps: list[Whole] = []
+    """`step_id` in which it was preempted and in which it went on, in turn."""
+    kv_wait_ns: list[Whole] = []
+    """When it began to wait for KV from elsewhere, and when that had come, in turn."""
+
+
+def read_engine_requests(path: Path, strict: bool = True) -> Lines[EngineRequestHeader]:
+    """All requests of a file and its older part, in the order in which they ended.
+
+    Raises RecordsError. If not `strict`, bad lines and what is no part of this file are
+    left out, as long as a part is left.
+    """
+    read: list[Lines[EngineRequestHeader]] = []
+    bad: list[RecordsError] = []
+    for part in reversed(parts_of(path)):
+        try:
+            lines = read_lines(part, EngineRequestHeader, EngineRequest, strict=strict)
+            if read and (why := another_life(read[0].header, lines.header)):
+                raise RecordsError(f"{part}: {why}")
+            read.append(lines)
+        except RecordsError as error:
+            bad.append(error)
+    if bad and (strict or not read):
+        raise bad[0]
+    return Lines(
+        read[0].header,
+        [record for one in reversed(read) for record in one.records],
+        sum(one.torn_lines for one in read),
+        [*map(str, bad), *(line for one in reversed(read) for line in one.bad)],
+    )
+
+
+def ids_of_completion(x_request_id: str) -> tuple[str, str]:
+    """Compute the `id` of a completion whose client sent this header: plain and hashed.
+
+    vLLM names it `cmpl-<header>-<number of the prompt>`, and one prompt is number 0
+    (`create_completion` in 0.18.1 to 0.33.0). What vLLM adds to make ids unique, the
+    patch has cut off.
+    """
+    name = f"cmpl-{x_request_id}-0"
+    return name, hashed_id(name)
+
+
+def hashed_id(name: str) -> str:
+    """Hash an id of the server's as the recorder does."""
+    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+
+
+# What stays as it is, beside letters and digits.
+_IN_HEADER = " /:;,.@+=~#!$&'()*|?[]"
+
+
+def in_header(name: str) -> str:
+    """Encode a session's or a request's name for a header."""
+    return quote(name, safe=_IN_HEADER)
+
+
+class ReplayHeader(
+    msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.replay/1"
+):
+    """Header; written by the replayer before the first request."""
+
+    clock: str = "CLOCK_MONOTONIC"
+    """The clock of all `_ns`."""
+    load: str | None = None
+    """Open or closed loop, in words."""
+    options: Any = None
+    """The options as resolved: `kvtax_fleet/replay/options.py`."""
+    model: str | None = None
+    """The requested model."""
+    max_model_len: int | None = None
+    """The longest request that the server takes; null if it does not say."""
+    scheduled: int = 0
+    """Requests of the trace."""
+    sessions: int = 0
+    """Sessions of the trace."""
+    trace_sha256: str | None = None
+    """Of the trace's file."""
+
+
+class ReplayedRequest(RequestOutcome, tag_field="type", tag="request"):
+    """RequestOutcome of one request of the trace; one line each, as they ended."""
+
+    id: str
+    """`<session>/<turn>`, unique; sent as `X-Request-Id`, percent-quoted where a
+    header needs it."""
+    session: str
+    """As the trace has it."""
+    turn: int
+    """Counts from 0 in its session."""
+    arrival_s: float | None = None
+    """Arrival in the trace. A session's first turn is due then, or later, when a slot
+    is free; in a closed loop when a slot is free. A later turn is due `think_s` after
+    `end_ns` of the turn before. The time scale divides both times."""
+    input_tokens: int | None = None
+    """Requested prompt tokens."""
+    output_tokens: int | None = None
+    """Requested output tokens, at least 1."""
+    instance: str | None = None
+    """The answer's `X-Kvtax-Instance`."""
+    prefill_instance: str | None = None
+    """The answer's `X-Kvtax-Prefill`."""
+    usage_prompt_tokens: Natural | None = None
+    """The server's count; the request is `failed` if it differs from the request."""
+    usage_completion_tokens: Natural | None = None
+    """The server's count; the request is `failed` if it differs from the request."""
+    cached_tokens: int | None = None
+    """Prompt tokens that were not computed; null if the server does not say."""
+
+
+class Steady(msgspec.Struct):
+    """The time in which the load neither rose nor ran out."""
+
+    start_ns: int
+    """Requests due from here on belong to it."""
+    end_ns: int
+    """Requests due from here on do not."""
+
+
+class ReplayEnd(Account, kw_only=True, tag_field="type", tag="end"):
+    """The replayer's account; the last line, absent if the replayer was killed."""
+
+    steady: Steady | None = None
+    """The steady window; null if a signal stopped the replay, or nothing is left."""
+    held_sessions: int = 0
+    """Sessions of an open loop that found all slots taken when they arrived."""
+    held_s_max: float = 0.0
+    """The longest that one of them waited for a slot; its latency does not count it."""
+    replay_cpu_s: float | None = None
+    """CPU time of the replayer."""

@@ -17,10 +17,10 @@ import numpy as np
 import polars as pl
 
 from kvtax.records import RecordsError
-from kvtax.records.life import STEPS
 from kvtax.records.parts import whole
 from kvtax.records.steps import (
     FIELDS,
+    STEPS,
     WORKER_TIMES,
     EngineHeader,
     WorkerHeader,

@@ -14,7 +14,7 @@ import polars as pl
 
 from kvtax.records.per_config import Addition, ConfigEntry, TpotAddition
 from kvtax.records.requests import Phase
-from kvtax.stats.latency import latency_columns
+from kvtax.stats.quantiles import latency_columns
 from kvtax.verdict.trials import LoadedTrial
 
 FORWARD_MS = (7.0, 25.0)

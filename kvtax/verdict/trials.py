@@ -10,9 +10,9 @@ import polars as pl
 
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document
-from kvtax.records.life import STEPS, only_life
 from kvtax.records.requests import Phase, Requests, read_requests
 from kvtax.records.run import PLAN_FILE, RunRecord, TrialRecord
+from kvtax.records.steps import STEPS, only_life
 from kvtax.steps.life import whole_steps
 from kvtax.steps.trial_steps import read_threads, trial_steps, with_threads
 from kvtax.verdict.speed import Control, read_control

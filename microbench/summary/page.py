@@ -1,41 +1,228 @@
 # SPDX-License-Identifier: Apache-2.0
-"""report.html of a run: the answer first, then its evidence."""
+"""SUMMARY.md, the first page on a run; report.html has the rest.
+
+Every number in it is from the document per_config.json.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from kvtax.look.discover import common_clock, discover
 from kvtax.look.instances import read_instance
 from kvtax.look.page import time_line
 from kvtax.records import stacks
+from kvtax.records.per_config import ConfigEntry, PerConfig
+from kvtax.records.run import ReferenceFigures
 from kvtax.report import render
-from kvtax.report.document import Flame, Page, Section, TimeLine
+from kvtax.report.document import Cell, Flame, Page, Section, Table, TimeLine
+from kvtax.report.markdown import DASH, TIMES, interval, number, spread, table
+from kvtax.report.render import terminal, warning_list
 from kvtax.verdict.analysis import Analysis
+from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
-from microbench.summary import study
-from microbench.summary.additions import (
-    attribution,
-    noise_floor,
-    parts_table,
-    reconciliation,
-)
-from microbench.summary.context import (
-    accounts,
-    hosts,
-    model_note,
-    provenance,
-    warnings_of,
-)
 from microbench.summary.figures import CURVES, curve_figure
-from microbench.summary.fixes import before_and_after
 from microbench.summary.growth import (
     answer,
     expected_verdicts,
     hypothesis,
     level_table,
+    verdict_words,
     verdicts,
 )
+from microbench.summary.tables import (
+    accounts,
+    attribution,
+    before_and_after,
+    hosts,
+    model_note,
+    noise_floor,
+    parts_table,
+    provenance,
+    reconciliation,
+    warnings_of,
+)
+
+FIGURE = "schedule_vs_cache"
+
+
+def write_summary(analysis: Analysis, figures: list[str]) -> str:
+    """Render SUMMARY.md; `figures` are the names of the drawn figures."""
+    document = analysis.document
+    known = expected_verdicts(document, analysis.roles)
+    sections = [
+        "# What a KV connector costs per engine step",
+        f"{QUESTION} {answer(document)}",
+        _shown(table_of(document, analysis.roles)),
+        study_walk(document, analysis.roles),
+        model_note(document),
+        "## Verdicts",
+        _verdicts(document.configs),
+        known and known.note,
+        _shown(level_table(document)),
+        _figure(figures),
+        _hosts(hosts(document, analysis.roles)),
+        "## Warnings",
+        _warnings(analysis),
+        "## More",
+        _more(document),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def verdict_lines(document: PerConfig) -> str:
+    """Render each config's verdict, cost and slope for a terminal."""
+    rows: list[list[Cell]] = []
+    for name, entry in document.configs.items():
+        connector = entry.connector
+        slope = entry.slope_us_per_1k_blocks.get("schedule")
+        us = number(connector.us_per_step if connector else None)
+        rows.append([name, entry.verdict, us, interval(slope)])
+    head = [
+        "config",
+        "verdict",
+        "connector, µs per step",
+        "schedule, µs per 1,000 blocks",
+    ]
+    verdicts = Table(title="", columns=head, rows=rows)
+    return terminal(
+        Page(
+            title="Verdicts",
+            question="",
+            answer=[],
+            warnings=[],
+            sections=[verdicts],
+            made="",
+        )
+    )
+
+
+def _verdicts(configs: dict[str, ConfigEntry]) -> str:
+    """List the configs by verdict; those that say the same share a line."""
+    said: dict[str, list[str]] = {}
+    for name, entry in configs.items():
+        words = f"**{entry.verdict}**: {verdict_words(entry)}"
+        said.setdefault(words, []).append(f"`{name}`")
+    return "\n".join(f"- {', '.join(names)}: {words}" for words, names in said.items())
+
+
+def _shown(found: Table) -> str:
+    rows = [[f"`{row[0]}`", *map(str, row[1:])] for row in found.rows]
+    return f"{table(found.columns, rows)}\n\n{found.note}"
+
+
+def _warnings(analysis: Analysis) -> str:
+    warnings = warnings_of(analysis.warnings, analysis.document.configs)
+    return "\n".join(warning_list(warnings)) or "None."
+
+
+def _hosts(found: Table | None) -> str:
+    if found is None:
+        return ""
+    rows = [[str(cell) for cell in row] for row in found.rows]
+    return f"## Hosts\n\n{table(found.columns, rows)}\n\n{found.note}"
+
+
+def _figure(figures: list[str]) -> str:
+    if FIGURE not in figures:
+        return ""
+    return (
+        f"![schedule() against |cache|](figures/{FIGURE}.png)\n\n"
+        f"Data: [figures/{FIGURE}.csv](figures/{FIGURE}.csv)"
+    )
+
+
+def _more(document: PerConfig) -> str:
+    facts = document.provenance
+    return (
+        "`report.html`, written beside this file, opens in a browser: the evidence for "
+        "each verdict, the time of each method, the fixes, noise, requests and "
+        "provenance. [per_config.json](per_config.json) is for programs.\n\n"
+        f"Run: `{facts.get('command_line')}`, {facts.get('date_utc')}, vLLM "
+        f"{facts.get('vllm_version')}, {facts.get('cpu_count')} {TIMES} "
+        f"{facts.get('cpu_model')}, commit {facts.get('git_commit')}."
+    )
+
+
+# The study's replay: APC 79 %, so about so many blocks, on a forward of so long.
+REPLAY_BLOCKS, FORWARD_MS = 13_000, 7.0
+
+
+def table_of(document: PerConfig, roles: Roles) -> Table:
+    """Tabulate each config, and the study's figures for the same thing below it."""
+    rows = []
+    for name, entry in document.configs.items():
+        rows.append([name, *_ours(entry), entry.verdict])
+        if (told := roles.of[name].reference) is not None:
+            rows.append(["its reference (H20)", *_theirs(told), DASH])
+    at = document.window.at_cache_blocks if document.window else 0
+    note = (
+        "Rows of this run, and below some of them the reference study's (H5; H20 96 "
+        f"GB, levels at 16,600 blocks; here {at:,}). Another machine and another load: "
+        "compare ratios and signs, not µs. The study's `step_dur` is our `schedule`. "
+        "Its `mooncake_both` is our `mooncake_both_hash_sync`, a fork that walks all "
+        "cached hashes in each step; Mooncake in vLLM 0.18.1 does not. get_finished "
+        "is that of a decode-only step without transfers."
+    )
+    head = ["config", "slope, µs per 1,000 blocks", "schedule µs p50"]
+    head += ["build_meta µs p50 (share)", "get_finished µs p50/p90/p99", "n", "verdict"]
+    return Table(title="H5: cost per step", note=note, columns=head, rows=rows)
+
+
+def _ours(entry: ConfigEntry) -> list[str]:
+    if entry.verdict == "failed":
+        return [DASH] * 5
+    level = entry.schedule_us or {}
+    return [
+        interval(entry.slope_us_per_1k_blocks["schedule"]),
+        number(level.get("p50")),
+        _share((entry.build_meta_us or {}).get("p50"), level.get("p50")),
+        spread(entry.get_finished_us),
+        f"{entry.n_window_steps:,}",
+    ]
+
+
+def _theirs(told: ReferenceFigures) -> list[str]:
+    finished = told.get_finished_us
+    return [
+        f"{told.schedule_slope_us_per_1k_blocks:+.1f}",
+        number(told.schedule_p50_us, 0),
+        _share(told.build_meta_p50_us, told.schedule_p50_us),
+        "/".join(number(us, 0) for us in finished) if finished else DASH,
+        "15,000 to 18,000",
+    ]
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    if part is None or not whole:
+        return DASH
+    return f"{number(part)} ({part / whole:.0%})"
+
+
+def study_walk(document: PerConfig, roles: Roles) -> str:
+    """State what the walk adds to a step of the study's replay, by both machines."""
+    told = []
+    for name in roles.named("hypothesis"):
+        entry, theirs = document.configs[name], roles.of[name].reference
+        held = entry.held.get("schedule")
+        finished = (entry.get_finished_us or {}).get("p50")
+        if theirs and theirs.get_finished_us and held and finished is not None:
+            empty, at = held.us[0], np.interp(REPLAY_BLOCKS, held.cache_blocks, held.us)
+            ours_ms = (float(at) - empty + finished) / 1e3
+            slope = theirs.schedule_slope_us_per_1k_blocks
+            build_us = slope * REPLAY_BLOCKS / 1e3
+            ref_ms = (build_us + theirs.get_finished_us[0]) / 1e3
+            told.append(
+                f"At the study's APC of 79 % (about {REPLAY_BLOCKS:,} blocks) the walk "
+                f"and get_finished of {name} add {ours_ms:.2f} ms per step here, and "
+                f"by the study's figures {ref_ms:.2f} ms: {ours_ms / FORWARD_MS:.0%} "
+                f"and {ref_ms / FORWARD_MS:.0%} of a decode forward of {FORWARD_MS:g} "
+                "ms."
+            )
+    return " ".join(told)
+
 
 QUESTION = (
     "What does a KV connector cost per engine step, and does that grow with |cache|, "
@@ -51,7 +238,7 @@ def write_page(analysis: Analysis, servers: list[Section]) -> str:
     figures = {name: curve_figure(analysis, name) for name in CURVES}
     first, *others = [figures.pop(FIRST), *figures.values()]
     sections = [
-        study.table_of(document, roles),
+        table_of(document, roles),
         verdicts(document),
         first,
         expected_verdicts(document, roles),

@@ -19,14 +19,13 @@ from typing import Any
 
 import msgspec
 
+from kvtax.engine import ServerError
 from kvtax.engine.engine_process import WorkerProcess
 from kvtax.engine.environment import engine_environment
-from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.null_model import null_checkpoint
+from kvtax.engine.null_model import CPU_ENGINE, null_checkpoint
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.releases import release, source_package
-from kvtax.engine.settings import CPU_ENGINE
 from kvtax.patcher import Tree
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import reserve

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.results import configure_rounds
 from kvtax.engine.connector import load_connector
-from kvtax.engine.settings import CPU_ENGINE
+from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.stats import Estimate
 from kvtax.stats.resampling import difference
 from studies.exposure.bench import (

@@ -18,8 +18,7 @@ from benchmarks.results import turns
 from kvtax.engine.engine_process import EngineProcess
 from kvtax.look.critical_path import exposed
 from kvtax.look.instances import read_instances
-from kvtax.records.life import only_life
-from kvtax.records.steps import read_device_steps
+from kvtax.records.steps import only_life, read_device_steps
 from kvtax.stats.distribution import Floats, as_float
 
 # The second is no longer than a slow host's work.

@@ -18,7 +18,7 @@ from typing import Literal
 
 from kvtax.engine.engine_process import serve
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
-from kvtax.stats.latency import tpot_of
+from kvtax.stats.quantiles import tpot_of
 from studies import busy_python
 from studies.exposure.connector import DELAY_US
 

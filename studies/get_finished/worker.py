@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtax.engine.connector import load_connector
 from kvtax.engine.engine_process import serve
-from kvtax.engine.settings import CPU_ENGINE
+from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.stats.distribution import Floats
 from studies.busy_python import busy_thread
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import SEED, Floats
-from kvtax.stats.latency import tpot_of
+from kvtax.stats.quantiles import tpot_of
 from kvtax.stats.resampling import over_rounds
 from studies.harness import STUDIES, main, publish, rows_table
 

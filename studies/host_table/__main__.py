@@ -31,7 +31,7 @@ from kvtax_fleet.simulate.measure_host import (
 )
 
 from benchmarks.results import Variant, engines
-from kvtax.axes.run_matrix import RESULTS as CELLS
+from kvtax.axes.matrix import RESULTS as CELLS
 from kvtax.records.files import read_document, write_whole
 from kvtax.records.observatory_cell import CellRecord, read_cells
 from kvtax.report.markdown import table

@@ -27,8 +27,8 @@ from kvtax_fleet.trace.request import Request
 
 from kvtax.engine.engine_process import serve
 from kvtax.records.files import read_lines
-from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader
-from kvtax.stats.latency import tpot_of
+from kvtax.records.requests import ReplayedRequest, ReplayEnd, ReplayHeader
+from kvtax.stats.quantiles import tpot_of
 
 PROFILE = read_instance_settings(CONFIGS / "profiles" / "h20-30b-a3b.toml")
 assert PROFILE.forward is not None

@@ -6,9 +6,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvtax.axes.matrix import Claim, Matrix, read_matrix
+from kvtax.axes.matrix import Claim, Matrix, read_all_cells, read_matrix
 from kvtax.axes.page import PAGE, full_page, summary_page
-from kvtax.axes.run_matrix import read_all_cells
 from kvtax.records.observatory_cell import CellRecord, keep_cell
 from kvtax.report import render
 from kvtax.verdict.axes import AXES

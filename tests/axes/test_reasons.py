@@ -9,12 +9,10 @@ import pytest
 
 from kvtax.axes import cell
 from kvtax.axes.cell import not_in_release, reason
-from kvtax.axes.matrix import read_matrix
-from kvtax.axes.run_matrix import compared
-from kvtax.engine.connector import load_connector
-from kvtax.engine.errors import ServerError
+from kvtax.axes.matrix import compared, read_matrix
+from kvtax.engine import ServerError
+from kvtax.engine.connector import load_connector, own_connector
 from kvtax.engine.installation import installation
-from kvtax.engine.own_connector import own_connector
 
 CUDA = """\
 the worker did not start

@@ -18,13 +18,18 @@ import msgspec
 
 from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation
-from kvtax.engine.server_spec import SERVED_MODEL, Engine, ServerSpec, resolve
+from kvtax.engine.server import SERVED_MODEL, Engine, ServerSpec, resolve
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
-from kvtax.records.engine_requests import read_engine_requests
 from kvtax.records.files import read_lines
-from kvtax.records.life import only_life
-from kvtax.records.steps import EngineHeader, EngineStep, WorkerHeader, WorkerStep
+from kvtax.records.requests import read_engine_requests
+from kvtax.records.steps import (
+    EngineHeader,
+    EngineStep,
+    WorkerHeader,
+    WorkerStep,
+    only_life,
+)
 from tests.engine.living import eventually
 from tests.harness.tiny.checkpoint import MAX_TOKENS
 from tests.harness.tiny.server import BLOCK_TOKENS, tiny_settings

@@ -20,7 +20,6 @@ from kvtax.engine import releases
 from kvtax.engine.installation import Installation
 from kvtax.engine.server import Server
 from kvtax.records.files import read_lines
-from kvtax.records.life import only_life
 from kvtax.records.steps import (
     METHOD_FIELDS,
     WORKER_TIMES,
@@ -30,6 +29,7 @@ from kvtax.records.steps import (
     WorkerStep,
     calls_by_method,
     method_fields,
+    only_life,
 )
 from tests.e2e.doors import (
     DOORS,

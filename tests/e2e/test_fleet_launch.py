@@ -27,11 +27,10 @@ from kvtax_fleet.records.exposition import cache_config
 from kvtax_fleet.records.instances import Instance
 
 from kvtax.engine.connector import load_connector
-from kvtax.engine.server import READY_DEADLINE_S
-from kvtax.engine.server_spec import SERVED_MODEL
+from kvtax.engine.server import READY_DEADLINE_S, SERVED_MODEL
 from kvtax.paths import CONFIGS, REPOSITORY
 from kvtax.proc.supervise import descendants
-from kvtax.records.life import only_life
+from kvtax.records.steps import only_life
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -19,7 +19,7 @@ import pytest
 from kvtax_fleet.trace import Request, write_trace
 
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.server_spec import SERVED_MODEL
+from kvtax.engine.server import SERVED_MODEL
 from kvtax.look.clients import on_the_way_us, read_clients
 from kvtax.look.discover import discover
 from kvtax.look.instances import Instance, read_instance

@@ -19,7 +19,7 @@ import pytest
 from kvtax.engine.installation import installation
 from kvtax.paths import REPOSITORY
 from kvtax.proc.supervise import descendants
-from kvtax.records.life import only_life
+from kvtax.records.steps import only_life
 from tests.engine.living import eventually, gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.serial, pytest.mark.timeout(3_600)]

@@ -33,8 +33,7 @@ from kvtax_fleet.records.decisions import (
 )
 
 from kvtax.engine.connector import load_connector
-from kvtax.engine.server import http_ok
-from kvtax.engine.server_spec import SERVED_MODEL
+from kvtax.engine.server import SERVED_MODEL, http_ok
 from kvtax.paths import CONFIGS
 from kvtax.proc.ports import reserve
 from kvtax.proc.supervise import Supervised

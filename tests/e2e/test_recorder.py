@@ -15,8 +15,8 @@ from kvtax.engine.server import Server
 from kvtax.look.discover import discover
 from kvtax.look.instances import read_instance
 from kvtax.proc.supervise import signal_all
-from kvtax.records.engine_requests import read_engine_requests
-from kvtax.records.life import lives
+from kvtax.records.requests import read_engine_requests
+from kvtax.records.steps import lives
 from tests.e2e.doors import await_written, complete, through, unrecorded
 from tests.harness.tiny.checkpoint import write_checkpoint
 from tests.releases import under_test

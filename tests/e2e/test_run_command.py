@@ -15,8 +15,14 @@ from pathlib import Path
 import pytest
 
 from kvtax.engine.connector import Connector
-from kvtax.engine.server import READY_DEADLINE_S, http_ok, tail
-from kvtax.engine.server_spec import SERVED_MODEL, Engine, resolve
+from kvtax.engine.server import (
+    READY_DEADLINE_S,
+    SERVED_MODEL,
+    Engine,
+    http_ok,
+    resolve,
+    tail,
+)
 from kvtax.look.discover import discover
 from kvtax.look.instances import read_instance
 from kvtax.paths import REPOSITORY

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtax.engine import InstallationError
 from kvtax.engine.command_python import python_of, require_environment
-from kvtax.engine.errors import InstallationError
 
 TRAMPOLINE = """#!/bin/sh
 '''exec' "{python}" "$0" "$@"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtax.engine import ServerError
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Companion, Connector, needs_company
-from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import installation
 from kvtax.paths import REPOSITORY
 from tests.engine.living import alive, content, eventually, gone

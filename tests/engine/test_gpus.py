@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvtax.engine import gpus
 from kvtax.engine.gpus import gpu_problems, has_rdma
 from kvtax.paths import CONFIGS
-from microbench.gpu_fit import (
+from microbench.machine_fit import (
     LEAST_BLOCKS,
     DoesNotFit,
     embedding_bytes,

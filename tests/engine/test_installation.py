@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvtax.axes.gate import _require_cpu
-from kvtax.engine import releases
+from kvtax.engine import InstallationError, ServerError, releases
 from kvtax.engine.engine_process import WorkerProcess
-from kvtax.engine.errors import InstallationError, ServerError
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.releases import beside, release, source_package
 from kvtax.paths import REPOSITORY

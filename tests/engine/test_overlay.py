@@ -20,9 +20,8 @@ from kvtax.engine.environment import (
     engine_environment,
 )
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.null_model import write_null_model
+from kvtax.engine.null_model import CPU_ENGINE, Forward, write_null_model
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.settings import CPU_ENGINE, Forward
 from kvtax.patcher.at_import import SOURCES
 from kvtax.patcher.import_finder import MODULES
 from kvtax.paths import PATCHES

@@ -16,10 +16,9 @@ from kvtax_fleet.paths import CONFIGS
 
 from kvtax.config import ConfigError
 from kvtax.engine import preflight, provenance
-from kvtax.engine.connector import load_connector
+from kvtax.engine.connector import load_connector, own_connector, stand_ins
 from kvtax.engine.installation import installation
-from kvtax.engine.own_connector import own_connector, stand_ins
-from kvtax.engine.server_spec import Engine, resolve
+from kvtax.engine.server import Engine, resolve
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import reserve
 from kvtax.records.run import PLAN_FILE

@@ -11,10 +11,9 @@ import time
 
 import pytest
 
-from kvtax.engine import preflight
+from kvtax.engine import ServerError, preflight
 from kvtax.engine.connector import Connector, load_connector
 from kvtax.engine.environment import cpu_preload
-from kvtax.engine.errors import ServerError
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.preflight import PreflightError
 from kvtax.proc.machine_lock import supervisors

@@ -12,7 +12,7 @@ import pytest
 
 from kvtax.paths import REPOSITORY
 from kvtax.records.stacks import SampledStacks, read_stacks
-from microbench.py_spy_output import FAILED, NotUnderstood, sampled
+from microbench.py_spy import FAILED, NotUnderstood, sampled
 from tests.engine.living import content
 
 LATE_NS = 20_000_000

@@ -16,11 +16,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtax.engine import ServerError
 from kvtax.engine.connector import Connector, connector_names, load_connector
 from kvtax.engine.environment import HASH_SEED
-from kvtax.engine.errors import ServerError
-from kvtax.engine.server_spec import Engine, ServerSpec, resolve
-from kvtax.engine.settings import CPU_ENGINE
+from kvtax.engine.null_model import CPU_ENGINE
+from kvtax.engine.server import Engine, ServerSpec, resolve
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import MOONCAKE, PortsError, reserve
 

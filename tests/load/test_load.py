@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtax.load.alarm import Alarm
-from kvtax.load.ledger import Ledger
-from kvtax.load.plan import Plan, PlanError, read_plan, timetables
-from kvtax.load.prompts import bodies
+from kvtax.load.client import Ledger
+from kvtax.load.plan import Plan, PlanError, bodies, read_plan, timetables
 from kvtax.load.sse import CompletionStream, StreamError
 from kvtax.records.requests import DriverEnd, RequestRecord, RequestsHeader
 

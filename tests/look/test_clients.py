@@ -16,9 +16,17 @@ import pytest
 from kvtax.look.clients import Clients, read_clients
 from kvtax.look.discover import discover
 from kvtax.look.instances import Instance, read_instance
-from kvtax.records.engine_requests import hashed_id, ids_of_completion
-from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader
-from kvtax.records.requests import DriverEnd, PhaseStart, RequestRecord, RequestsHeader
+from kvtax.records.requests import (
+    DriverEnd,
+    PhaseStart,
+    ReplayedRequest,
+    ReplayEnd,
+    ReplayHeader,
+    RequestRecord,
+    RequestsHeader,
+    hashed_id,
+    ids_of_completion,
+)
 from tests.look.conftest import main
 from tests.look.made_up_server import served
 

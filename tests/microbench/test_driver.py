@@ -220,7 +220,7 @@ def test_a_slow_disk_does_not_delay_sends(server, tmp_path):
     slow_write = """
 import threading
 from kvtax.load.client import Client
-from kvtax.load.ledger import Ledger
+from kvtax.load.client import Ledger
 sent, before = threading.Event(), iter(range(99))
 request, write = Client.request, Ledger._write
 async def counted(self, *args):
@@ -239,7 +239,7 @@ Client.request, Ledger._write = counted, slow
 
 def test_records_that_cannot_be_written_stop_the_run(server, tmp_path):
     full_disk = """
-from kvtax.load.ledger import Ledger
+from kvtax.load.client import Ledger
 write = Ledger._write
 def full(self, lines):
     if b"request" in lines and not lines.startswith(b'{"schema"'):

@@ -12,7 +12,7 @@ from kvtax.records.per_config import PerConfig
 from kvtax.records.run import ReadCounts, RunRecord
 from kvtax.report.markdown import TIMES
 from kvtax.verdict.roles import roles_of
-from microbench.summary import fixes
+from microbench.summary import tables
 from tests.microbench.synthetic import (
     PROFILE,
     Truth,
@@ -36,7 +36,7 @@ def before_and_after(document) -> list:
     """The sections as the page holds them: the table and the aims, or none."""
     told = msgspec.convert(document, PerConfig)
     run = RunRecord(profile=PROFILE, configs=configured_roles(told.configs))
-    made = fixes.before_and_after(told, roles_of(run, told.configs))
+    made = tables.before_and_after(told, roles_of(run, told.configs))
     return msgspec.to_builtins(made)
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from connectors.direct_read.peer import reads
-from connectors.direct_read.reader import Read
+from connectors.direct_read.peer import Read, reads
 from kvtax.engine.connector import load_connector
 from kvtax.proc.ports import reserve
 from kvtax.records.files import LineFile

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from kvtax.engine.environment import engine_environment
 from kvtax.engine.installation import Installation
+from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import tail
-from kvtax.engine.settings import CPU_ENGINE
 from kvtax.proc.ports import reserve
 from kvtax.proc.supervise import Supervised
 

@@ -40,7 +40,6 @@ from connectors.noop import NoopConnector
 from kvtax.engine import null_engine
 from kvtax.engine.null_engine import NOOP, NullEngine
 from kvtax.records.files import Lines, read_lines
-from kvtax.records.life import only_life
 from kvtax.records.steps import (
     EngineHeader,
     EngineStep,
@@ -48,6 +47,7 @@ from kvtax.records.steps import (
     WorkerStep,
     calls_by_method,
     method_fields,
+    only_life,
 )
 
 SPIN_US = 100

@@ -10,12 +10,10 @@ import pytest
 from recorder_lab import recording
 
 from kvtax.engine.null_engine import NOOP, NullEngine
-from kvtax.engine.null_model import write_null_model
-from kvtax.engine.settings import Forward
+from kvtax.engine.null_model import Forward, write_null_model
 from kvtax.look.critical_path import exposed
 from kvtax.look.instances import read_instances
-from kvtax.records.life import only_life
-from kvtax.records.steps import read_device_steps
+from kvtax.records.steps import only_life, read_device_steps
 
 PATCHES = ["step_timing_v2"]
 

@@ -46,8 +46,13 @@ from vllm.kvtax_probe.threads import ThreadsFile
 from kvtax.engine.null_engine import NOOP
 from kvtax.look.instances import read_instances
 from kvtax.records.files import read_lines
-from kvtax.records.life import only_life
-from kvtax.records.steps import EngineHeader, EngineStep, ThreadsHeader, ThreadTimes
+from kvtax.records.steps import (
+    EngineHeader,
+    EngineStep,
+    ThreadsHeader,
+    ThreadTimes,
+    only_life,
+)
 from kvtax.steps.step_file import read_steps
 
 PATCHES = ["step_timing_v2"]

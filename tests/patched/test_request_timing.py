@@ -20,13 +20,13 @@ from vllm.kvtax_probe import record_engine
 
 from connectors.noop import NoopConnector
 from kvtax.engine import null_engine
-from kvtax.records.engine_requests import (
+from kvtax.records.files import Lines
+from kvtax.records.requests import (
     EngineRequest,
     ids_of_completion,
     read_engine_requests,
 )
-from kvtax.records.files import Lines
-from kvtax.records.life import only_life
+from kvtax.records.steps import only_life
 
 LATE = {
     "kv_connector": "Late",

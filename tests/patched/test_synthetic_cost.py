@@ -19,8 +19,13 @@ from connectors.synthetic_cost import SCHEDULER_METHODS, WORKER_METHODS, Cost, S
 from kvtax.engine.connector import connector_names, load_connector
 from kvtax.engine.null_model import NULL_MODEL
 from kvtax.records.files import read_lines
-from kvtax.records.life import only_life
-from kvtax.records.steps import EngineHeader, EngineStep, WorkerHeader, WorkerStep
+from kvtax.records.steps import (
+    EngineHeader,
+    EngineStep,
+    WorkerHeader,
+    WorkerStep,
+    only_life,
+)
 from kvtax.verdict.verdict import MARGIN_US_PER_1K_BLOCKS
 
 PATCHES = ["step_timing_v2", "direct_read_hooks"]

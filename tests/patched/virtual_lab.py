@@ -15,7 +15,7 @@ from kvtax_fleet.simulate.cost import StepCost
 from kvtax_fleet.simulate.virtual_engine import Moves, VirtualEngine
 
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
-from kvtax.engine.settings import Forward
+from kvtax.engine.null_model import Forward
 
 MAX_MODEL_LEN = 8_192
 FORWARD_NS = 5_000_000

@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from kvtax.engine.environment import engine_environment, record_steps
-from kvtax.engine.null_model import null_checkpoint
+from kvtax.engine.null_model import CPU_ENGINE, null_checkpoint
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import tail
-from kvtax.engine.settings import CPU_ENGINE
 from kvtax.proc.ports import reserve
 from kvtax.proc.supervise import Supervised
-from kvtax.records.life import only_life
+from kvtax.records.steps import only_life
 from tests.engine.living import eventually
 from tests.releases import INSTALLED, under_test
 

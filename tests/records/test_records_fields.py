@@ -14,7 +14,7 @@ from kvtax_fleet.records.decisions import DecisionRecord
 from kvtax import records
 from kvtax.cli import Exit, main
 from kvtax.cli.fields import formats
-from kvtax.records.fields import described, table
+from kvtax.records.formats import described, table
 from kvtax.records.requests import DriverEnd
 
 FORMATS = {form.name: form for form in formats()}

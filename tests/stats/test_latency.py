@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtax.stats.latency import latency_columns, tpot_of
+from kvtax.stats.quantiles import latency_columns, tpot_of
 
 MOMENTS = ("intended_ns", "sent_ns", "first_token_ns", "end_ns")
 COLUMNS = dict.fromkeys((*MOMENTS, "tokens"), pl.Int64)

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtax.records import RecordsError
-from kvtax.records.life import STEPS
 from kvtax.records.requests import Phase, PhaseStart
-from kvtax.records.steps import EngineStep, ThreadsHeader, WorkerStep
+from kvtax.records.steps import STEPS, EngineStep, ThreadsHeader, WorkerStep
 from kvtax.steps.life import recorded_steps, whole_steps
 from kvtax.steps.parts import side_parts, step_parts
 from kvtax.steps.trial_steps import read_threads, trial_steps, with_threads

@@ -20,7 +20,7 @@ import numpy as np
 from mooncake.engine import TransferEngine
 
 from connectors.direct_read.bench.cost import Chunk, Reads
-from connectors.direct_read.reader import Read, Reader, new_engine
+from connectors.direct_read.peer import Read, Reader, new_engine
 from connectors.direct_read.server import THREAD_NAME
 from kvtax.engine.connector import load_connector
 from kvtax.engine.engine_process import serve, thread_cpu_s, thread_ids

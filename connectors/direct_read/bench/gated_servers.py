@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from connectors.direct_read.bench.gates import GATES_VARIABLE
 from kvtax.engine.connector import Connector
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.server import Server
-from kvtax.engine.server_spec import SERVED_MODEL, Engine, resolve
+from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
 from tests.harness.tiny.checkpoint import MAX_TOKENS
 from tests.harness.tiny.server import (
     BLOCK_TOKENS,

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from benchmarks.results import NotMeasured
-from kvtax.engine.server import Server
-from kvtax.engine.server_spec import SERVED_MODEL
+from kvtax.engine.server import SERVED_MODEL, Server
 from tests.harness.tiny.checkpoint import VOCAB_SIZE
 from tests.harness.tiny.server import BLOCK_TOKENS, Tokens
 

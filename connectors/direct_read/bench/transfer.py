@@ -40,8 +40,8 @@ from benchmarks.results import (
     quantiles,
     turns,
 )
+from connectors.direct_read.peer import Reader, new_engine, places
 from connectors.direct_read.protocol import Offer, Peer, WorkerAddress
-from connectors.direct_read.reader import Reader, new_engine, places
 from connectors.direct_read.reads import contiguous_runs
 from kvtax.engine.engine_process import serve
 from kvtax.engine.environment import DIRECT_READ_SECRET

@@ -14,8 +14,13 @@ from contextlib import closing, contextmanager
 import pytest
 
 from connectors.direct_read.protocol import Offer, Peer, WorkerAddress
-from connectors.direct_read.puller import Pull, Puller
-from connectors.direct_read.reads import FAILED, LostTrackError, read_blocks
+from connectors.direct_read.reads import (
+    FAILED,
+    LostTrackError,
+    Pull,
+    Puller,
+    read_blocks,
+)
 from connectors.direct_read.tests.fake_engine import (
     BASES,
     BLOCK_BYTES,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvtax.records.fields import Format
+from kvtax.records.formats import Format
 
 from kvtax_fleet.analyze.analysis import FleetAnalysis
 from kvtax_fleet.records import arm, decisions, host_times, instances

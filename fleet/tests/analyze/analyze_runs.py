@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 from kvtax.engine.connector import load_connector
 from kvtax.records.files import write_document
-from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader, Steady
+from kvtax.records.requests import ReplayedRequest, ReplayEnd, ReplayHeader, Steady
 from kvtax.records.run import Role
 from kvtax.report import render
 

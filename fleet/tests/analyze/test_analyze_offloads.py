@@ -15,8 +15,7 @@ from fleet.tests.analyze.analyze_runs import (
     write_run,
 )
 from kvtax.records import RecordsError
-from kvtax.records.engine_requests import ids_of_completion
-from kvtax.records.replay import ReplayedRequest
+from kvtax.records.requests import ReplayedRequest, ids_of_completion
 from kvtax.report.markdown import DASH
 from kvtax.stats.quantiles import SessionDraws
 

@@ -21,9 +21,14 @@ from fleet.tests.analyze.analyze_runs import (
     write_run,
 )
 from kvtax.records import RecordsError
-from kvtax.records.engine_requests import ids_of_completion
 from kvtax.records.files import read_document, write_document
-from kvtax.records.replay import ReplayedRequest, ReplayEnd, Steady, in_header
+from kvtax.records.requests import (
+    ReplayedRequest,
+    ReplayEnd,
+    Steady,
+    ids_of_completion,
+    in_header,
+)
 
 from kvtax_fleet.analyze.analysis import analyse
 from kvtax_fleet.analyze.arm_runs import ArmRun, read_arm, read_run

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from fleet.tests.experiment.small_experiment import OF_THE_MACHINE, SMOKE
-from kvtax.engine import releases
-from kvtax.engine.errors import ServerError
+from kvtax.engine import ServerError, releases
 from kvtax.paths import REPOSITORY
 
 from kvtax_fleet.analyze.arm_runs import ArmRun, read_run

@@ -19,9 +19,9 @@ from kvtax.config import ConfigError
 from kvtax.engine import preflight
 from kvtax.engine.connector import load_connector
 from kvtax.engine.installation import Installation
+from kvtax.engine.null_model import Forward
 from kvtax.engine.preflight import PreflightError
-from kvtax.engine.server_spec import ServerSpec
-from kvtax.engine.settings import Forward
+from kvtax.engine.server import ServerSpec
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import PortsError, reserve
 from tests.fake_gpu import H100, path_with_gpus

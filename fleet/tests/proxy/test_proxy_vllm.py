@@ -21,10 +21,8 @@ from fleet.tests.kvindexd.kvindexd_lab import needs_go
 from fleet.tests.proxy.proxy_lab import free_port, post, proxy, until
 from fleet.tests.proxy.tiny_model import ours, tiny_model
 from kvtax.engine.connector import Connector
-from kvtax.engine.null_model import null_checkpoint
-from kvtax.engine.server import Server
-from kvtax.engine.server_spec import SERVED_MODEL, Engine, resolve
-from kvtax.engine.settings import CPU_ENGINE
+from kvtax.engine.null_model import CPU_ENGINE, null_checkpoint
+from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
 from kvtax.paths import REPOSITORY
 
 from kvtax_fleet.instances import write_instances

@@ -255,7 +255,7 @@ ReplayClient.send = slow
 
 def test_a_full_disk_stops_the_replay(server, tmp_path):
     full = """
-from kvtax.load.ledger import Ledger
+from kvtax.load.client import Ledger
 write = Ledger._write
 def full(self, lines):
     if b'"request"' in lines:

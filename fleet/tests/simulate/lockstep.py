@@ -14,10 +14,9 @@ import sys
 from multiprocessing.util import _run_finalizers
 from pathlib import Path
 
-from kvtax.records.engine_requests import read_engine_requests
 from kvtax.records.files import read_lines
-from kvtax.records.life import only_life
-from kvtax.records.steps import EngineHeader, EngineStep
+from kvtax.records.requests import read_engine_requests
+from kvtax.records.steps import EngineHeader, EngineStep, only_life
 
 from kvtax_fleet.replay.sessions import asked_output_tokens
 from kvtax_fleet.simulate.cost import Step

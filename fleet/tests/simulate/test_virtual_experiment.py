@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from fleet.tests.simulate.two_arms import run, two_arms
 from kvtax.cli import Exit
-from kvtax.engine.settings import Forward
+from kvtax.engine.null_model import Forward
 from kvtax.paths import REPOSITORY
 from kvtax.report.markdown import DASH
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kvtax.engine.settings import Forward
+from kvtax.engine.null_model import Forward
 from kvtax.engine.vllm_plugin.kvtax_null_model.forward import SimulatedForward
 from kvtax.records import RecordsError
-from kvtax.records.engine_requests import EngineRequest, EngineRequestHeader
+from kvtax.records.requests import EngineRequest, EngineRequestHeader
 from kvtax.records.steps import EngineHeader, EngineStep
 
 from kvtax_fleet.simulate.fit_forward import fitted_table

@@ -13,13 +13,12 @@ import msgspec
 import pytest
 from kvtax.engine.connector import load_connector
 from kvtax.engine.environment import record_steps
-from kvtax.engine.settings import Forward
+from kvtax.engine.null_model import Forward
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import FIRST, staggered
-from kvtax.records.engine_requests import read_engine_requests
 from kvtax.records.files import read_lines
-from kvtax.records.life import only_life
-from kvtax.records.steps import EngineHeader, EngineStep
+from kvtax.records.requests import read_engine_requests
+from kvtax.records.steps import EngineHeader, EngineStep, only_life
 
 from kvtax_fleet.experiment.config import Workload
 from kvtax_fleet.experiment.workload import make_workload

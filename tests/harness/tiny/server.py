@@ -19,9 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation
-from kvtax.engine.server import Server
-from kvtax.engine.server_spec import SERVED_MODEL, Engine, resolve
-from kvtax.engine.settings import CPU_ENGINE
+from kvtax.engine.null_model import CPU_ENGINE
+from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
 from kvtax.proc.supervise import signal_all
 from kvtax.records.profile import EngineSettings
 from tests.harness.tiny.checkpoint import MAX_TOKENS

@@ -15,10 +15,16 @@ from typing import Any
 
 import msgspec
 from kvtax.records import RecordsError
-from kvtax.records.engine_requests import ids_of_completion, read_engine_requests
 from kvtax.records.files import read_document, read_lines
-from kvtax.records.life import only_life
-from kvtax.records.replay import ReplayedRequest, ReplayEnd, ReplayHeader, in_header
+from kvtax.records.requests import (
+    ReplayedRequest,
+    ReplayEnd,
+    ReplayHeader,
+    ids_of_completion,
+    in_header,
+    read_engine_requests,
+)
+from kvtax.records.steps import only_life
 
 from kvtax_fleet.records.arm import OUR_PROXY, ArmRecord
 from kvtax_fleet.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One row per request: what the client saw, joined with what the proxy decided.
 
-Latencies (kvtax.stats.latency) are in ms. Only requests that ended ok have any.
+Latencies (kvtax.stats.quantiles) are in ms. Only requests that ended ok have any.
 
 New tokens = prompt - cached, from the server's usage. Where the prompt was computed
 elsewhere, the serving instance counts what it was sent as cached; then it is what the
@@ -20,9 +20,9 @@ from urllib.parse import unquote
 import msgspec
 import polars as pl
 from kvtax.records.estimate import Estimate
-from kvtax.records.replay import ReplayEnd
+from kvtax.records.requests import ReplayEnd
 from kvtax.stats.distribution import Distribution
-from kvtax.stats.latency import latency_columns
+from kvtax.stats.quantiles import latency_columns
 
 from kvtax_fleet.analyze.arm_runs import ArmRun
 from kvtax_fleet.policies.decision import (

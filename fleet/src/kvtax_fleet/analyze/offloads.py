@@ -18,13 +18,12 @@ from urllib.parse import unquote
 
 import msgspec
 import polars as pl
-from kvtax.records.engine_requests import (
+from kvtax.records.requests import (
     EngineRequest,
     ids_of_completion,
     read_engine_requests,
 )
-from kvtax.records.life import only_life
-from kvtax.records.steps import EngineHeader
+from kvtax.records.steps import EngineHeader, only_life
 from kvtax.stats.quantiles import SessionDraws
 from kvtax.steps.step_file import read_steps
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvtax.records.replay import ReplayedRequest
+from kvtax.records.requests import ReplayedRequest
 
 from kvtax_fleet.analyze.arm_runs import ArmRun
 

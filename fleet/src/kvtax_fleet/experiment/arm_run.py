@@ -15,7 +15,7 @@ import msgspec
 from kvtax.engine.server import tail
 from kvtax.proc.supervise import Supervised
 from kvtax.records.files import write_document
-from kvtax.records.life import only_life
+from kvtax.records.steps import only_life
 
 from kvtax_fleet.experiment.config import Arm, Experiment
 from kvtax_fleet.experiment.experiment_plan import PlannedRun

@@ -13,8 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
-from kvtax.engine import preflight
-from kvtax.engine.errors import ServerError
+from kvtax.engine import ServerError, preflight
 from kvtax.engine.preloaded import zygote_pids
 from kvtax.engine.server import READY_DEADLINE_S
 from kvtax.proc.ports import PortsError

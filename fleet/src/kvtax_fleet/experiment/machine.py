@@ -27,8 +27,7 @@ import numpy as np
 import polars as pl
 import psutil
 from kvtax.proc.supervise import PR_SET_PDEATHSIG
-from kvtax.records.life import STEPS, only_life
-from kvtax.records.steps import EngineHeader
+from kvtax.records.steps import STEPS, EngineHeader, only_life
 from kvtax.steps.step_file import read_steps
 
 from kvtax_fleet.launch.launched import FORWARD_TOTALS

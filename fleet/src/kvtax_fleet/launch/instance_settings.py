@@ -8,8 +8,13 @@ from typing import Annotated
 
 import msgspec
 from kvtax.config import ConfigError, read_toml
-from kvtax.engine.null_model import Checkpoint, real_model, write_null_model
-from kvtax.engine.settings import Forward, Time
+from kvtax.engine.null_model import (
+    Checkpoint,
+    Forward,
+    Time,
+    real_model,
+    write_null_model,
+)
 from kvtax.records.profile import Count, EngineSettings
 
 from kvtax_fleet.paths import CONFIGS

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtax.engine.errors import ServerError
+from kvtax.engine import ServerError
 from kvtax.engine.server import tail
 from kvtax.paths import REPOSITORY
 from kvtax.proc.supervise import Supervised

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-from kvtax.engine.errors import ServerError
+from kvtax.engine import ServerError
 from kvtax.engine.null_model import Checkpoint
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import Server, tail

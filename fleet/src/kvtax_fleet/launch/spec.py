@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from kvtax.engine.connector import Connector, needs_company
 from kvtax.engine.gpus import NoGpu, visible_gpus
-from kvtax.engine.server_spec import Engine, ServerSpec, resolve
+from kvtax.engine.server import Engine, ServerSpec, resolve
 from kvtax.proc.ports import LOOPBACK, Ports
 
 from kvtax_fleet.launch.instance_settings import InstanceSettings

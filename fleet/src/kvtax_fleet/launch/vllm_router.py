@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtax.engine.errors import ServerError
+from kvtax.engine import ServerError
 from kvtax.engine.releases import environment
 from kvtax.paths import REPOSITORY
 

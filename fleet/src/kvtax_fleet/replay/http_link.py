@@ -15,10 +15,9 @@ import msgspec
 import numpy as np
 from kvtax.load.alarm import Alarm
 from kvtax.load.client import Client
-from kvtax.load.prompts import completion_body
+from kvtax.load.plan import completion_body
 from kvtax.load.sse import Usage
-from kvtax.records.replay import ReplayedRequest, in_header
-from kvtax.records.requests import RequestOutcome
+from kvtax.records.requests import ReplayedRequest, RequestOutcome, in_header
 from msgspec.json import encode
 
 from kvtax_fleet.replay.options import ReplayError

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from itertools import chain, groupby, islice, zip_longest
 from typing import Any, Protocol
 
-from kvtax.load.ledger import Ledger
-from kvtax.records.replay import ReplayedRequest, ReplayEnd, Steady
+from kvtax.load.client import Ledger
+from kvtax.records.requests import ReplayedRequest, ReplayEnd, Steady
 
 from kvtax_fleet.replay.options import Options
 from kvtax_fleet.replay.sessions import STOPPED, Session, record_of, steady_window

@@ -13,7 +13,7 @@ import time
 
 import msgspec
 from kvtax.cli.options import fields_of
-from kvtax.records.replay import ReplayEnd
+from kvtax.records.requests import ReplayEnd
 
 from kvtax_fleet.replay.options import Options, ReplayError
 from kvtax_fleet.replay.replayer import Replay

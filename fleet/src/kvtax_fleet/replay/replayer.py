@@ -11,9 +11,8 @@ from typing import Any
 
 from kvtax.load import allow_open_files
 from kvtax.load.alarm import Alarm
-from kvtax.load.client import Stop, open_session
-from kvtax.load.ledger import Ledger
-from kvtax.records.replay import ReplayEnd
+from kvtax.load.client import Ledger, Stop, open_session
+from kvtax.records.requests import ReplayEnd
 
 from kvtax_fleet.replay.http_link import (
     Bodies,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from kvtax.load.ledger import Ledger
-from kvtax.records.replay import ReplayedRequest, ReplayHeader
+from kvtax.load.client import Ledger
+from kvtax.records.requests import ReplayedRequest, ReplayHeader
 
 from kvtax_fleet.replay.options import Options, ReplayError
 from kvtax_fleet.trace import Request

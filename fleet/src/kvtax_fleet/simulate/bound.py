@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import msgspec
 import polars as pl
-from kvtax.engine.settings import Forward
+from kvtax.engine.null_model import Forward
 from kvtax.engine.vllm_plugin.kvtax_null_model.forward import SimulatedForward
 from kvtax.records import RecordsError
 from kvtax.report.markdown import DASH, table
-from kvtax.stats.latency import tpot_of
+from kvtax.stats.quantiles import tpot_of
 
 from kvtax_fleet.analyze.arm_runs import ArmRun, read_run
 from kvtax_fleet.analyze.frames import TITLES, requests_frame

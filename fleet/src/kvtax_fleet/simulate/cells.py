@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from kvtax.engine.settings import Forward
+from kvtax.engine.null_model import Forward
 from kvtax.records.files import write_document
 
 from kvtax_fleet.launch.instance_settings import Transfer

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import msgspec
-from kvtax.engine.settings import Forward
+from kvtax.engine.null_model import Forward
 from kvtax.engine.vllm_plugin.kvtax_null_model.forward import SimulatedForward
 
 from kvtax_fleet.records.host_times import RequestTime, StepTime, StepTimes

@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 from kvtax.load.sse import CompletionStream, StreamError
-from kvtax.records.replay import ReplayedRequest
-from kvtax.records.requests import RequestOutcome
+from kvtax.records.requests import ReplayedRequest, RequestOutcome
 from multidict import CIMultiDict, MultiMapping
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 

@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 from kvtax.records import RecordsError
-from kvtax.records.engine_requests import EngineRequest, read_engine_requests
 from kvtax.records.files import read_header
-from kvtax.records.life import only_life
-from kvtax.records.steps import EngineHeader
+from kvtax.records.requests import EngineRequest, read_engine_requests
+from kvtax.records.steps import EngineHeader, only_life
 from kvtax.stats.distribution import Floats
 from kvtax.stats.least_squares import least_relative_error
 from kvtax.steps.step_file import read_steps

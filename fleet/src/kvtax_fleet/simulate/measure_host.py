@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 from kvtax.records import RecordsError
-from kvtax.records.engine_requests import ids_of_completion, read_engine_requests
 from kvtax.records.files import write_document
 from kvtax.records.observatory_cell import CellRecord, read_cells
+from kvtax.records.requests import ids_of_completion, read_engine_requests
 from kvtax.records.steps import EngineHeader
 from kvtax.stats.distribution import Floats
 from kvtax.steps.step_file import read_steps
