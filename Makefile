@@ -24,8 +24,7 @@ test-all: setup vllm-releases browser ## all tests, the long ones too (hours)
 	$(python) -m pytest -m "" --hypothesis-profile many
 
 fleet-test: setup vllm-releases ## the fleet's tests, the long ones too (20 minutes)
-	$(python) -m pytest -m "" fleet/tests tests/e2e/test_fleet_launch.py \
-	    tests/e2e/test_offloads.py
+	$(python) -m pytest -m "" fleet/tests tests/e2e/test_fleet.py
 
 hosts-test: setup ## work on a Ray cluster, hosts of which are lost (needs root; 15 minutes)
 	$(python) -m pytest -m "" tests/hosts

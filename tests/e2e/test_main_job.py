@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,12 @@ import pytest
 from kvtax.engine.installation import installation
 from kvtax.paths import REPOSITORY
 from kvtax.proc.supervise import descendants
+from kvtax.records.files import read_document
+from kvtax.records.observatory_cell import CellRecord
 from kvtax.records.steps import only_life
-from tests.engine.living import eventually, gone
-
-pytestmark = [pytest.mark.e2e, pytest.mark.serial, pytest.mark.timeout(3_600)]
+from kvtax.verdict.axes import growth
+from tests.proc.living import eventually, gone
+from tests.test_wheel import UV, built
 
 RUN_ALL = ["bash", str(REPOSITORY / "run_all.sh")]
 # One server each: that a config without a verdict gets another is of test_sweep.py.
@@ -110,6 +113,9 @@ def configs(whole) -> dict:
     return whole.configs
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 def test_the_hash_walk_grows_with_the_level_at_which_the_cache_is_held(configs):
     walk = configs["mooncake_both_hash_sync"]
     assert walk["verdict"] == "grows"
@@ -122,6 +128,9 @@ def test_the_hash_walk_grows_with_the_level_at_which_the_cache_is_held(configs):
     assert shares == pytest.approx([0.0, 0.3, 0.6, 0.92, 1.0], abs=0.05)
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("name", ["plain", "noop"])
 def test_configs_without_the_walk_grow_at_most_a_third_as_fast(configs, name):
     # One server each tells them from the walk by far.
@@ -131,6 +140,9 @@ def test_configs_without_the_walk_grow_at_most_a_third_as_fast(configs, name):
         assert slope[metric]["ci95"][1] < walk[metric]["ci95"][0] / 3
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 def test_the_walk_is_found_in_build_connector_meta(configs):
     walk, noop = configs["mooncake_both_hash_sync"], configs["noop"]
     assert walk["build_meta_us"]["p50"] > 20 * noop["build_meta_us"]["p50"]
@@ -138,12 +150,18 @@ def test_the_walk_is_found_in_build_connector_meta(configs):
     assert configs["plain"]["build_meta_us"] is None
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 def test_the_cache_grew_from_empty_to_the_ceiling(configs):
     for config in configs.values():
         assert config["cache_blocks"]["min"] <= 300
         assert config["cache_blocks"]["max"] >= 11_900
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 def test_every_scheduled_request_has_exactly_one_outcome(configs):
     for config in configs.values():
         requests = config["requests"]
@@ -151,6 +169,9 @@ def test_every_scheduled_request_has_exactly_one_outcome(configs):
         assert requests["failed"] == requests["cancelled"] == 0
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 def test_every_engine_step_has_its_worker_step(configs):
     for config in configs.values():
         records = config["records"]
@@ -160,11 +181,17 @@ def test_every_engine_step_has_its_worker_step(configs):
         assert records["torn_lines"] == 0
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 def test_the_trees_are_gone_and_no_server_is_left(whole):
     assert not (whole.folder / "overlays").exists()
     assert not [pid for pid in descendants(1) if belongs_to(pid, whole.folder)]
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 def test_a_server_that_dies_fails_its_config_and_not_the_others(hurt):
     """Neither the one before it nor the one after."""
     assert hurt.status == 3
@@ -179,6 +206,9 @@ def test_a_server_that_dies_fails_its_config_and_not_the_others(hurt):
         assert requests["ok"] == requests["scheduled"] > 0
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 def test_a_resumed_run_measures_what_failed_and_nothing_twice(hurt, whole):
     failed = {name for name, trial in hurt.trials.items() if trial.status != "ok"}
     again = {name for name in hurt.trials if hurt.trials[name] != whole.trials[name]}
@@ -186,6 +216,9 @@ def test_a_resumed_run_measures_what_failed_and_nothing_twice(hurt, whole):
     assert "noop/r0" in failed and len(failed) < len(hurt.trials)
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 def test_a_finished_run_is_not_overwritten(whole):
     again = subprocess.run(
         [*SMOKE, "--out", whole.folder], stderr=subprocess.PIPE, text=True
@@ -194,6 +227,9 @@ def test_a_finished_run_is_not_overwritten(whole):
     assert "--resume" in again.stderr
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 @pytest.mark.long  # test_supervise.py shows it of any server, test_run_command of vLLM
 @pytest.mark.parametrize(
     ("number", "status"),
@@ -245,6 +281,9 @@ def listening_ports(processes: list[int]) -> set[int]:
     return ports
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 def test_the_sweep_ends_with_a_page_that_has_every_verdict(whole, configs):
     text = (whole.folder / "report.html").read_text()
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
@@ -253,6 +292,9 @@ def test_the_sweep_ends_with_a_page_that_has_every_verdict(whole, configs):
     assert told == {name: config["verdict"] for name, config in configs.items()}
 
 
+@pytest.mark.e2e
+@pytest.mark.serial
+@pytest.mark.timeout(3_600)
 @pytest.mark.long
 @pytest.mark.timeout(7_200)
 def test_every_synthetic_cost_gets_its_expected_verdict(tmp_path):
@@ -260,3 +302,154 @@ def test_every_synthetic_cost_gets_its_expected_verdict(tmp_path):
     sweep = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     named = [line for line in sweep.stdout.splitlines() if ": expected " in line]
     assert sweep.returncode == 0, "\n".join(named) or sweep.stdout
+
+
+# 60 us per step and 1,000 cached blocks. No hook of 0.18.1 gives it the block pool, so
+# it looks for the scheduler that calls it.
+GROWS_WITH_CACHE = """
+import sys, time
+from connectors.noop import NoopConnector
+
+def block_pool():
+    frame = sys._getframe()
+    while not hasattr(frame.f_locals.get("self"), "kv_cache_manager"):
+        frame = frame.f_back
+    return frame.f_locals["self"].kv_cache_manager.block_pool
+
+class Mine(NoopConnector):
+    def build_connector_meta(self, scheduler_output):
+        cached = len(block_pool().cached_block_hash_to_block)
+        until = time.perf_counter() + 60e-9 * cached
+        while time.perf_counter() < until:
+            pass
+        return super().build_connector_meta(scheduler_output)
+"""
+SWEEP_LIMITS = """
+[configs.Mine]
+verdicts = ["flat"]
+slope_us_per_1k_blocks = { "scheduler.build_connector_meta" = 2.0 }
+"""
+
+
+@pytest.fixture
+def their_venv(tmp_path) -> Path:
+    """An environment of somebody else, with our packages."""
+    venv = tmp_path / "venv"
+    packages = venv / "lib" / Path(sysconfig.get_path("purelib")).parent.name
+    packages = packages / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "theirs.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (venv / "bin").mkdir()
+    (venv / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
+    (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix, 'bin')}\n")
+    for library in Path(sys.prefix, "lib").glob("*.so*"):
+        (venv / "lib" / library.name).symlink_to(library)
+    return venv
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_a_connector_that_grows_breaks_its_limits_and_the_python_keeps_every_byte(
+    their_venv, tmp_path
+):
+    (tmp_path / "mypkg").mkdir()
+    (tmp_path / "mypkg" / "kv.py").write_text(GROWS_WITH_CACHE)
+    limits = tmp_path / "limits.toml"
+    limits.write_text(SWEEP_LIMITS)
+    before = {path: path.lstat().st_mtime_ns for path in their_venv.rglob("*")}
+    ours = {path: path.stat().st_mtime_ns for path in packages_of_vllm()}
+    told = ["--profile", "cpu-smoke", "--repeats", "2", "--out", tmp_path / "run"]
+    told += ["--python", their_venv / "bin" / "python", "--limits", limits]
+    told += ["--connector", "mypkg.kv:Mine"]
+    sweep = subprocess.run(
+        ["bash", REPOSITORY / "run_all.sh", *told],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert sweep.returncode == 1, sweep.stderr
+    assert (
+        "`Mine`: verdict is grows, `scheduler.build_connector_meta` +" in sweep.stdout
+    )
+    assert {path: path.lstat().st_mtime_ns for path in their_venv.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in packages_of_vllm()} == ours
+
+
+def packages_of_vllm() -> list[Path]:
+    """All files of the installed vLLM."""
+    folder = Path(sysconfig.get_path("purelib"), "vllm")
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+# 5 us per running request.
+GROWS_WITH_RUNNING = """
+import time
+from connectors.noop import NoopConnector
+
+class Mine(NoopConnector):
+    def build_connector_meta(self, scheduler_output):
+        until = time.perf_counter() + 5e-6 * len(scheduler_output.num_scheduled_tokens)
+        while time.perf_counter() < until:
+            pass
+        return super().build_connector_meta(scheduler_output)
+"""
+GATE_LIMITS = '[axes.running]\nshape = { connector = "flat" }\n'
+
+
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory) -> Path:
+    """An environment with vLLM and the wheel, outside of the checkout."""
+    folder = tmp_path_factory.mktemp("author")
+    venv = folder / "venv"
+    python = str(venv / "bin" / "python")
+    install = [UV, "pip", "install", "-q", "--python", python]
+    subprocess.run([UV, "venv", "-q", "--python", "3.11", str(venv)], check=True)
+    subprocess.run(
+        [*install, "--no-deps", "-r", str(REPOSITORY / "locks" / "cpu.txt")], check=True
+    )
+    subprocess.run([*install, str(built(folder / "wheel"))], check=True)
+    return venv
+
+
+@pytest.fixture
+def gate(venv, tmp_path):
+    (tmp_path / "mypkg").mkdir()
+    (tmp_path / "mypkg" / "kv.py").write_text(GROWS_WITH_RUNNING)
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [venv / "bin" / "kvtax", "gate", *map(str, arguments)],
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.serial
+def test_a_connector_in_the_working_folder_breaks_its_limit(gate, venv, tmp_path):
+    vllm = next(venv.glob("lib/python*/site-packages/vllm"))
+    before = {path: path.stat().st_mtime_ns for path in vllm.rglob("*")}
+    (tmp_path / "limits.toml").write_text(GATE_LIMITS)
+    out = tmp_path / "cell.json"
+    run = gate("mypkg.kv:Mine", "--limits", "limits.toml", "--out", out)
+    assert run.returncode == 1, run.stderr
+    cell = read_document(out, CellRecord)
+    grown = growth(cell, "running", "scheduler.build_connector_meta_us")
+    assert grown and grown.slope.ci95[0] > 4
+    assert cell.provenance["git_commit"] is None
+    assert {path: path.stat().st_mtime_ns for path in vllm.rglob("*")} == before
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.serial
+def test_exit_codes_tell_bad_input_from_what_did_not_start(gate):
+    assert gate("mypkg.kv:Missing").returncode == 3
+    assert gate("no colon or name").returncode == 2
+    assert gate("mypkg.kv:Mine", "--vllm", "0.32.0").returncode == 2
+    assert gate("mypkg.kv:Mine", "--python", "/bin/false").returncode == 2

@@ -3,23 +3,60 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from kvtax.engine.server import Server
+from kvtax.engine import releases
+from kvtax.engine.connector import Connector
+from kvtax.engine.installation import Installation
+from kvtax.engine.server import (
+    READY_DEADLINE_S,
+    SERVED_MODEL,
+    Engine,
+    Server,
+    http_ok,
+    resolve,
+    tail,
+)
 from kvtax.look.discover import discover
 from kvtax.look.instances import read_instance
-from kvtax.proc.supervise import signal_all
+from kvtax.paths import REPOSITORY
+from kvtax.proc.supervise import descendants, signal_all
+from kvtax.records.files import read_lines
 from kvtax.records.requests import read_engine_requests
-from kvtax.records.steps import lives
-from tests.e2e.doors import await_written, complete, through, unrecorded
-from tests.harness.tiny.checkpoint import write_checkpoint
-from tests.releases import under_test
+from kvtax.records.steps import (
+    METHOD_FIELDS,
+    WORKER_TIMES,
+    EngineHeader,
+    EngineStep,
+    WorkerHeader,
+    WorkerStep,
+    calls_by_method,
+    lives,
+    method_fields,
+    only_life,
+)
+from tests.e2e.doors import DOORS, TOKENS, await_written, complete, through, unrecorded
+from tests.harness.tiny.checkpoint import MAX_TOKENS, write_checkpoint
+from tests.harness.tiny.server import tiny_settings
+from tests.harness.tiny.servers import KV_TRANSFER
+from tests.proc.living import gone
+from tests.releases import INSTALLED, under_test
 
 pytestmark = pytest.mark.e2e
 
@@ -110,3 +147,239 @@ def test_every_worker_of_a_parallel_engine_is_recorded(checkpoint, tmp_path, way
     with serving(tmp_path, checkpoint, *parallel) as server:
         complete_all(server)
     assert check_lives(tmp_path / "records", 1, ranks=2) == REQUESTS
+
+
+DOOR_REQUESTS = 16
+FILES = ("engine_step", "worker_step.r0", "engine_request", "threads")
+# What a header says of one life alone.
+OF_A_LIFE = {"life", "pid", "began_ns", "began_unix_ns"}
+ENGINE_TIMES = ("schedule_us", "update_us", "step_us", "build_meta_us")
+# Medians of servers that take turns are closer than this factor.
+NOISE = 2.0
+NEWEST = releases.tested_releases()[-1]
+RELEASES = [INSTALLED, pytest.param(NEWEST, marks=pytest.mark.long)]
+
+
+@dataclass
+class Recorded:
+    """Headers, names of fields, and what was counted and timed, of one engine's life.
+
+    Steps that schedule nothing are left out: such a step ends a request, unless the
+    next request has come by then.
+    """
+
+    headers: dict[str, dict]
+    fields: dict[str, set[str]]
+    counts: Counter[str]
+    times_us: dict[str, list[float]]
+
+
+def read(records: Path) -> Recorded:
+    life = only_life(records)
+    headers, fields = {}, {}
+    for name in FILES:
+        header, *lines = map(json.loads, (life / f"{name}.jsonl").open())
+        headers[name] = {k: v for k, v in header.items() if k not in OF_A_LIFE}
+        fields[name] = set().union(*lines)
+        if name == "engine_request":
+            requests = len(lines)
+    engine = read_lines(life / "engine_step.jsonl", EngineHeader, EngineStep)
+    worker = read_lines(life / "worker_step.r0.jsonl", WorkerHeader, WorkerStep)
+    busy = {step.step_id for step in engine.records if step.scheduled}
+    counts: Counter[str] = Counter(requests=requests)
+    times_us: dict[str, list[float]] = {}
+    sides = {"scheduler": (engine, ENGINE_TIMES), "worker": (worker, WORKER_TIMES)}
+    for side, (file, names) in sides.items():
+        steps = [step for step in file.records if step.step_id in busy]
+        counts[side] = len(steps)
+        for step in steps:
+            calls, _ = calls_by_method(step, method_fields(side, file.header.methods))
+            counts.update({f"{side}.{method}": n for method, n in calls.items()})
+        for name in names:
+            found = [getattr(step, name) for step in steps]
+            times_us[name] = [us for us in found if us is not None]
+    return Recorded(headers, fields, counts, times_us)
+
+
+NOBODY = 65534
+# May read what root may, such as a Python in root's home, and write nothing of it.
+AS_NOBODY = [
+    *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
+    *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
+]
+# The doors that need no copy of vLLM; their servers run as nobody, if they may.
+OF_NOBODY = ("plugin", "run")
+# Where anybody may write.
+OPEN = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+@dataclass
+class Served:
+    """What the servers of all doors recorded, and left on the disk.
+
+    `written`: files of nobody outside of the scratch folder, None if no server ran as
+    nobody.
+    """
+
+    release: str
+    folder: Path
+    written: set[Path] | None
+    is_untouched: bool
+
+    def recorded(self, door: str) -> Recorded:
+        return read(self.folder / door / "records")
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def served(request, checkpoint, tmp_path_factory) -> Iterator[Served]:
+    release, folder = request.param, tmp_path_factory.mktemp("doors")
+    installed = under_test() if release == INSTALLED else releases.release(release)
+    # Not below `folder`: vLLM has its sockets there, and their paths have 107 bytes at
+    # most.
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        are_nobody = subprocess.run([*AS_NOBODY, "true"], check=False).returncode == 0
+        tree, files = modified(installed), files_of_nobody()
+        servers = []
+        for door in DOORS:
+            (records := folder / door / "records").mkdir(parents=True)
+            spec = unrecorded(folder / door, checkpoint, installed)
+            spec = through(door, spec, folder / door, installed)
+            if are_nobody and door in OF_NOBODY:
+                os.chown(scratch, NOBODY, NOBODY)
+                os.chown(records, NOBODY, NOBODY)
+                names = ("HOME", "TMPDIR", "VLLM_RPC_BASE_PATH")
+                places = [f"{name}={scratch}" for name in names]
+                spec = replace(spec, argv=[*AS_NOBODY, "env", *places, *spec.argv])
+            servers.append(stack.enter_context(Server(spec)))
+        for server in servers:
+            server.wait_ready()
+        # In turn, so that a busy machine disturbs all alike.
+        for number in range(DOOR_REQUESTS):
+            for server in servers:
+                complete(server.url, number)
+        for door in DOORS:
+            await_written(
+                folder / door / "records", DOOR_REQUESTS, DOOR_REQUESTS * TOKENS
+            )
+        stack.close()
+        new = files_of_nobody() - files
+        written = {path for path in new if not path.is_relative_to(scratch)}
+        is_untouched = modified(installed) == tree
+        yield Served(release, folder, written if are_nobody else None, is_untouched)
+
+
+def files_of_nobody() -> set[Path]:
+    find = ["find", *OPEN, "-xdev", "-user", str(NOBODY)]
+    # A file may go while find looks at it.
+    found = subprocess.run(find, stdout=subprocess.PIPE, text=True, check=False)
+    return {Path(line) for line in found.stdout.splitlines()}
+
+
+def modified(installed: Installation) -> dict[Path, int]:
+    tree = installed.package("vllm").rglob("*")
+    return {path: path.stat().st_mtime_ns for path in tree}
+
+
+def test_all_doors_give_the_same_records(served):
+    plugin, *others = map(served.recorded, DOORS)
+    assert plugin.headers["engine_step"]["vllm_version"] == served.release
+    steps = DOOR_REQUESTS * TOKENS
+    assert plugin.counts["requests"] == DOOR_REQUESTS
+    assert plugin.counts["scheduler"] == plugin.counts["worker"] == steps
+    for side, fields in METHOD_FIELDS.items():
+        assert {plugin.counts[f"{side}.{method}"] for method in fields} <= {steps, 0}
+        assert any(plugin.counts[f"{side}.{method}"] for method in fields)
+    for other in others:
+        for name, header in plugin.headers.items():
+            assert list(other.headers[name].items()) == list(header.items())
+        assert other.fields == plugin.fields
+        assert other.counts == plugin.counts
+        for name, times_us in plugin.times_us.items():
+            medians = [statistics.median(us) for us in (times_us, other.times_us[name])]
+            assert max(medians) < NOISE * min(medians), (name, medians)
+
+
+def test_a_vllm_that_its_users_may_not_write_is_recorded_and_stays_as_it_is(served):
+    if served.written is None:
+        pytest.skip("this user may not start a process as another one")
+    assert served.is_untouched
+    theirs = [served.folder / door / "records" for door in OF_NOBODY]
+    assert served.written == {f for one in theirs for f in (one, *one.rglob("*"))}
+
+
+FIX = "mooncake_get_finished_short_circuit"
+END_S = 300.0
+
+
+@pytest.fixture
+def scratch():
+    # Not tmp_path: vLLM has its sockets there, and their paths have 107 bytes at most.
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_a_server_is_patched_and_recorded_and_leaves_nothing(tmp_path, scratch):
+    installed = under_test()
+    connector = Connector(
+        "", [], kv_transfer_config=KV_TRANSFER["mooncake"] | {"kv_role": "kv_both"}
+    )
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", seed=1)
+    settings = tiny_settings(MAX_TOKENS, 8)
+    engine = Engine(None, settings, connector, checkpoint, installed)
+    server = resolve(engine, tmp_path, {})
+    vllm = installed.package("vllm")
+    before = {path: path.read_bytes() for path in vllm.rglob("*.py")}
+    records = tmp_path / "records"
+    run = [sys.executable, "-m", "kvtax", "run", "--records", str(records)]
+    with server.log.open("wb") as log:
+        process = subprocess.Popen(
+            [*run, "--fix", FIX, "mooncake_cpu_layout", "--", *server.argv],
+            env=server.env | {"TMPDIR": str(scratch)},
+            cwd=REPOSITORY,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        url = f"http://{server.ports.host}:{server.ports.http}"
+        wait_ready(process, url, server.log)
+        assert completions(url) == 8
+        (overlay,) = scratch.glob("kvtax-run-*")
+        # Code that a process has imported.
+        assert [*overlay.rglob("mooncake_connector.py.*.code")]
+        processes = [process.pid, *descendants(process.pid)]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_S) == 0, tail(server.log)
+        assert gone(processes)
+        assert not overlay.exists()
+    finally:
+        process.kill()
+    text = server.log.read_text()
+    assert (
+        f"in {vllm.resolve()} gets {FIX}, mooncake_cpu_layout, step_timing_v2" in text
+    )
+    assert {path: path.read_bytes() for path in vllm.rglob("*.py")} == before
+    (found,), warnings = discover(records)
+    assert warnings == []
+    steps = read_instance(found).steps
+    assert steps["decode_tokens"].sum() >= 7
+    assert steps["worker.get_finished_us"].is_not_null().any()
+
+
+def wait_ready(process: subprocess.Popen, url: str, log: Path) -> None:
+    deadline_s = time.monotonic() + READY_DEADLINE_S
+    while not http_ok(f"{url}/health"):
+        assert process.poll() is None, tail(log)
+        assert time.monotonic() < deadline_s, tail(log)
+        time.sleep(0.2)
+
+
+def completions(url: str) -> int:
+    """Number of tokens that the server answers with."""
+    body = {"model": SERVED_MODEL, "prompt": [*range(40)], "max_tokens": 8}
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body | {"ignore_eos": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=600) as response:
+        return json.load(response)["usage"]["completion_tokens"]

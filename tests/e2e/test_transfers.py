@@ -9,17 +9,37 @@ directions.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
+from kvtax.proc.ports import reserve
+from tests.e2e.pair import (
+    Bench,
+    abort_unscheduled_pull,
+    pull_params,
+    pulling,
+    route,
+    send_params,
+    stuck_send,
+)
 from tests.harness.tiny.checkpoint import prompt
-from tests.harness.tiny.server import BLOCK_TOKENS, Counters, TinyServer, Tokens
+from tests.harness.tiny.server import (
+    BLOCK_TOKENS,
+    Counters,
+    RequestFailed,
+    TinyServer,
+    Tokens,
+    aborted,
+    occupied,
+)
 from tests.harness.tiny.servers import Reference, TinyServers, ready
 from tests.releases import INSTALLED
-
-from .pair import route
 
 pytestmark = pytest.mark.e2e
 
@@ -125,3 +145,204 @@ async def counted(
             return
         await asyncio.sleep(0.02)
     assert found == (pulled, computed, cached)
+
+
+# VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT.
+TIMEOUT_S = 8
+MAX_SEQS = 4
+# 31 MiB of KV: more than the kernel buffers for a receiver that does not read.
+LONG_TOKENS = 8000
+
+
+@pytest.fixture(scope="module")
+def start(lab: TinyServers) -> Callable[..., TinyServer]:
+    return partial(
+        lab.instance,
+        "mooncake",
+        env={"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(TIMEOUT_S)},
+        max_num_seqs=MAX_SEQS,
+    )
+
+
+@pytest.fixture(scope="module")
+def bench(lab: TinyServers, start, reference: Reference) -> Iterator[Bench]:
+    with ready(
+        start("kv_producer", patched=True),
+        start("kv_consumer", patched=True, on_load_failure="recompute"),
+        start("kv_both", patched=True, checkpoint=lab.other_weights),
+    ) as instances:
+        yield Bench(*instances, reference)
+
+
+async def test_other_weights_on_the_prefill_side_are_noticed(bench):
+    # D computes what it cannot pull in time, and a first pull takes longest.
+    await route("mooncake", bench.foreign, bench.d, prompt(59_999, 500))
+    for seed, length in enumerate((2, 17, 1000, 4001)):
+        asked = prompt(60_000 + seed, length)
+        (expected,) = await bench.reference.tokens([asked])
+        # Or D would wait for the prefill, too.
+        await bench.foreign.complete(asked, 1)
+        answer = await route("mooncake", bench.foreign, bench.d, asked)
+        assert answer.tokens != expected
+    await asyncio.gather(bench.foreign.settle(), bench.d.settle())
+
+
+async def test_abort_before_it_is_scheduled(bench):
+    expired = expirations(bench.p)
+    async with occupied(bench.d, MAX_SEQS):
+        await abort_unscheduled_pull(bench.p, bench.d, seed=61_000)
+        await bench.p.settle()
+    assert expirations(bench.p) == expired
+    await bench.well(seed=61_001)
+
+
+async def test_abort_while_it_waits_for_remote_kv(bench):
+    prompts = [prompt(62_000 + i, 500) for i in range(2)]
+    ids = [uuid.uuid4().hex for _ in prompts]
+    pulls = [
+        await pulling(bench.p, bench.d, asked, transfer_id)
+        for asked, transfer_id in zip(prompts, ids, strict=True)
+    ]
+    await bench.d.has(waiting=2)
+    for pull in pulls:
+        await aborted(pull)
+    # The first is sent all the same, the second never.
+    await bench.p.complete(prompts[0], 1, send_params(ids[0]))
+    await bench.well(seed=62_002)
+
+
+async def test_abort_on_the_prefill_side_lets_the_decode_side_go_on_at_once(bench):
+    asked, transfer_id = prompt(63_000, 500), uuid.uuid4().hex
+    await bench.reference.tokens([asked])
+    expired = expirations(bench.p)
+    async with occupied(bench.p, MAX_SEQS):
+        send = asyncio.create_task(bench.p.complete(asked, 1, send_params(transfer_id)))
+        await bench.p.has(waiting=1)
+        pull = await pulling(bench.p, bench.d, asked, transfer_id)
+        await bench.d.has(waiting=1)
+        await aborted(send)
+        await bench.right(pull, asked)
+    assert expirations(bench.p) == expired
+    await bench.well(seed=63_001)
+
+
+async def test_abort_while_the_prefill_side_is_sending(bench):
+    asked = prompt(64_000, LONG_TOKENS)
+    await bench.pulls(bench.p, bench.d, seed=64_001)
+    with ExitStack() as halt:
+        async with stuck_send(bench.p, bench.d, asked) as pull:
+            halt.enter_context(bench.p.stopped())
+        await aborted(pull)
+        await bench.d.has(waiting=0)
+        # The rest may still arrive, so its blocks must not go to another request.
+        await bench.d.complete([0], 2)
+        assert (await bench.d.counters()).used_blocks == LONG_TOKENS // BLOCK_TOKENS
+    await bench.well(seed=64_002)
+
+
+async def test_bootstrap_server_gone(bench):
+    """Nothing listens there, or it does not answer, or it knows another engine."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        known = await pull_params(bench.p, "")
+        closed_port = reserve(1)[0].http
+        gone = [
+            {"remote_bootstrap_addr": f"http://127.0.0.1:{closed_port}"},
+            {"remote_bootstrap_addr": address(silent)},
+            {},
+        ]
+        before = await bench.d.counters()
+        for number, difference in enumerate(gone):
+            params = known | difference | {"remote_engine_id": uuid.uuid4().hex}
+            params["transfer_id"] = uuid.uuid4().hex
+            asked = prompt(65_000 + number, 500)
+            await bench.right(bench.d.complete(asked, 16, params), asked)
+        since = await bench.d.counters() - before
+        assert since.pulled_tokens == 0
+    await bench.well(seed=65_003)
+
+
+async def test_prefill_side_stopped_past_its_timeout(bench):
+    asked, transfer_id = prompt(66_000, 500), uuid.uuid4().hex
+    unsent = prompt(66_001, 500)
+    await bench.p.complete(unsent, 1, send_params("unsent"))
+    late = await pull_params(bench.p, "unsent")
+    pull = await pulling(bench.p, bench.d, asked, transfer_id)
+    await bench.d.has(waiting=1)
+    with bench.p.stopped():
+        send = asyncio.create_task(bench.p.complete(asked, 1, send_params(transfer_id)))
+        await asyncio.sleep(TIMEOUT_S + 1)
+    await bench.right(pull, asked)
+    await send
+    # What nobody pulled has expired; a late pull must not get what is there now.
+    await bench.p.settle()
+    await bench.right(bench.d.complete(unsent, 16, late), unsent)
+    await bench.well(seed=66_002)
+
+
+async def test_prefill_side_stopped_while_sending(bench):
+    """D keeps the blocks as long as P may write to them, and goes on serving."""
+    await route("mooncake", bench.foreign, bench.d, prompt(70_000, 500))
+    # From other weights, so that a late write into another's blocks would show.
+    asked = prompt(70_001, 4000)
+    others = [prompt(70_002 + i, LONG_TOKENS) for i in range(2)]
+    await bench.reference.tokens(others)
+    with ExitStack() as halt:
+        async with stuck_send(bench.foreign, bench.d, asked) as pull:
+            halt.enter_context(bench.foreign.stopped())
+        await asyncio.sleep(TIMEOUT_S + 1)
+        # More blocks than there are beside those of the pull.
+        for other in others:
+            await bench.right(bench.d.complete(other), other)
+        assert not pull.done()
+        held = (await bench.d.counters()).used_blocks
+        assert held >= len(asked) // BLOCK_TOKENS
+    await pull
+    for other in others:
+        await bench.right(bench.d.complete(other), other)
+    await bench.foreign.settle()
+    await bench.d.settle()
+
+
+@pytest.mark.long  # tests/patched/test_abort_race.py shows it in the engine alone
+async def test_without_the_fix_an_abort_before_scheduling_is_the_end_of_the_engine(
+    bench, start
+):
+    with ready(start("kv_both")) as (unfixed,):
+        with suppress(RequestFailed):
+            async with occupied(unfixed, MAX_SEQS):
+                await abort_unscheduled_pull(bench.foreign, unfixed, seed=67_000)
+                await bench.foreign.settle()
+        with pytest.raises(RequestFailed):
+            await unfixed.settle()
+        log = unfixed.log.read_text()
+    assert "in _update_from_kv_xfer_finished" in log
+    assert "AssertionError" in log
+
+
+async def test_by_default_a_failed_pull_fails_its_request_alone(bench):
+    closed_port = reserve(1)[0].http
+    params = {
+        "do_remote_prefill": True,
+        "transfer_id": "none",
+        "remote_engine_id": "none",
+        "remote_bootstrap_addr": f"http://127.0.0.1:{closed_port}",
+    }
+    with pytest.raises(RequestFailed, match="500"):
+        await bench.foreign.complete(prompt(71_000, 500), 16, params)
+    await bench.foreign.settle()
+
+
+def test_the_defence_in_the_scheduler_was_not_needed(bench):
+    """The connector itself must report nothing wrong."""
+    for instance in (bench.p, bench.d, bench.foreign):
+        assert "No request waits for the KV transfer" not in instance.log.read_text()
+
+
+def expirations(p: TinyServer) -> int:
+    """How often P gave up waiting: for a puller, or for what a puller waits for."""
+    log = p.log.read_text()
+    return sum(map(log.count, ("without being sent", "Timeout waiting for P side")))
+
+
+def address(server: socket.socket) -> str:
+    return "http://{}:{}".format(*server.getsockname())

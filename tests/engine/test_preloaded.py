@@ -20,7 +20,7 @@ from kvtax.engine.preloaded import Preloaded
 from kvtax.patcher.import_finder import MODULES
 from kvtax.paths import REPOSITORY
 from kvtax.proc.supervise import Supervised
-from tests.engine.living import content, eventually, gone
+from tests.proc.living import content, eventually, gone
 
 DEADLINE_S = 120.0
 FACTS = """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.living import eventually
+from tests.proc.living import eventually
 
 CHECK = Path(__file__).with_name("check.sh")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

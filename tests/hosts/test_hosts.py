@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from fleet.tests.simulate.two_arms import two_arms
+from kvtax.engine.provenance import git_commit
 from kvtax.hosts import FinishedTask
 from kvtax.paths import REPOSITORY
+from kvtax.records.files import read_document
+from kvtax.records.observatory_cell import read_cells
+from kvtax.records.per_config import PerConfig
+from kvtax.records.run import PLAN_FILE, RunRecord
 from tests.hosts.ray_cluster import HeadCommand, Host, RayCluster, on_cluster
 
 DEADLINE_S = 240
@@ -197,3 +204,124 @@ def test_a_result_takes_the_place_of_an_earlier_one_whole(tmp_path: Path) -> Non
     FinishedTask("task", "host", files).put(tmp_path, ["a/r0", "b/r0"])
     found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert found == {"kept", "a/r0/deep/new", "b/r0/new"}
+
+
+COMMAND_DEADLINE_S = 900
+
+
+@pytest.fixture
+def kvtax_cluster() -> Iterator[RayCluster]:
+    with RayCluster(2) as kvtax_cluster:
+        yield kvtax_cluster
+
+
+def kvtax(kvtax_cluster: RayCluster, log: Path, *arguments: str) -> HeadCommand:
+    command = ["kvtax", *arguments, "--ray", kvtax_cluster.address]
+    return HeadCommand(kvtax_cluster, log, *command, deadline_s=COMMAND_DEADLINE_S)
+
+
+@on_cluster
+def test_a_sweep_loses_a_host_and_each_repeat_is_there_once_and_whole(
+    kvtax_cluster: RayCluster, tmp_path: Path
+) -> None:
+    out, lost = tmp_path / "run", kvtax_cluster.hosts[1]
+    configs = ["--only", "plain", "--only", "noop", "--repeats", "3"]
+    command = ["sweep", "--profile", "cpu-smoke", *configs, "--out", str(out)]
+    with kvtax(kvtax_cluster, tmp_path / "log", *command) as sweep:
+        sweep.wait(lambda: bool(lost.processes("microbench.driver")))
+        lost.kill()
+        status = sweep.status()
+    assert status == 0, sweep.printed
+    assert f"lost {lost.address}" in sweep.printed
+    (host,) = read_document(out / PLAN_FILE, RunRecord).hosts
+    assert host.host == kvtax_cluster.hosts[0].address
+    assert sorted(host.repeats) == [0, 1, 2]
+    assert host.provenance["git_commit"] == git_commit()
+    (entry,) = read_document(out / "per_config.json", PerConfig).hosts.values()
+    assert entry.servers == 6
+    assert set(entry.p50_us) == {"plain", "noop"}
+    assert "## Hosts" in (out / "SUMMARY.md").read_text()
+    kvtax_cluster.nothing_stays("microbench", "vllm", within_s=CLEAN_S)
+
+
+@on_cluster
+def test_a_sweep_is_killed_and_no_server_stays(
+    kvtax_cluster: RayCluster, tmp_path: Path
+) -> None:
+    command = ["sweep", "--profile", "cpu-smoke", "--only", "plain", "--repeats", "2"]
+    out = ["--out", str(tmp_path / "run")]
+    with kvtax(kvtax_cluster, tmp_path / "log", *command, *out) as sweep:
+        sweep.wait(lambda: bool(kvtax_cluster.hosts[1].processes("microbench.driver")))
+        sweep.process.kill()
+        sweep.status()
+    kvtax_cluster.nothing_stays("microbench", "vllm", within_s=CLEAN_S)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of this one, as the observatory writes into its own."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=REPOSITORY, capture_output=True, check=True)
+    copy = tmp_path / "checkout"
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (REPOSITORY / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, copy / name)
+    (copy / ".venv").symlink_to(REPOSITORY / ".venv")
+    return copy
+
+
+@on_cluster
+def test_two_cells_are_measured_by_two_hosts_and_the_page_says_so(
+    kvtax_cluster: RayCluster, checkout: Path
+) -> None:
+    release, connectors = "0.18.1", ["noop", "plain"]
+    command = [sys.executable, "-m", "kvtax", "axes", "--release", release, "--again"]
+    for connector in connectors:
+        command += ["--connector", connector]
+    done = subprocess.run(
+        kvtax_cluster.on_head(*command, "--ray", kvtax_cluster.address),
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = checkout / "studies" / "observatory"
+    kept = read_cells(results / f"{release}.jsonl.xz")
+    cells = [cell for cell in kept if cell.connector in connectors]
+    assert [cell.error for cell in cells] == [None, None]
+    hosts = {host.address for host in kvtax_cluster.hosts}
+    assert {cell.host for cell in cells} == hosts
+    page = (results / "README.md").read_text()
+    assert all(f"| {host} |" in page for host in hosts)
+    kvtax_cluster.nothing_stays("kvtax.axes", within_s=CLEAN_S)
+
+
+@on_cluster
+def test_an_experiment_loses_a_host_and_its_bytes_are_those_of_one_host(
+    kvtax_cluster: RayCluster, tmp_path: Path
+) -> None:
+    config, lost = tmp_path / "two_arms.toml", kvtax_cluster.hosts[1]
+    config.write_text(two_arms([1, 2], repeats=4))
+    command = ["fleet", str(config), "--virtual", "--out"]
+    here, there = tmp_path / "here", tmp_path / "there"
+    alone = [sys.executable, "-m", "kvtax", *command, str(here)]
+    subprocess.run(alone, cwd=REPOSITORY, check=True, timeout=COMMAND_DEADLINE_S)
+    with kvtax(kvtax_cluster, tmp_path / "log", *command, str(there)) as experiment:
+        experiment.wait(lambda: bool(list(there.glob("*/r*/arm.json"))))
+        lost.kill()
+        assert experiment.status() == 0, experiment.printed
+    assert f"lost {lost.address}" in experiment.printed
+    assert files(there) == files(here)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All files of a run; its page names the folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes().replace(
+            str(folder).encode(), b"RUN"
+        )
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

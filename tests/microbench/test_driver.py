@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from kvtax_fleet.standin.process import standin
 
-from tests.engine.living import eventually
+from tests.proc.living import eventually
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,25 @@ import sys
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtax.engine import gpus
+from kvtax.engine.gpus import gpu_problems, has_rdma
 from kvtax.engine.preflight import PreflightError
-from kvtax.paths import REPOSITORY
-from microbench.machine_fit import choices, fitted
+from kvtax.paths import CONFIGS, REPOSITORY
+from microbench.machine_fit import (
+    LEAST_BLOCKS,
+    DoesNotFit,
+    choices,
+    embedding_bytes,
+    fit_shape,
+    fit_weights,
+    fitted,
+    kv_bytes_per_token_and_layer,
+    layer_bytes,
+    usable_bytes,
+)
 from microbench.profile import load_profile
 from tests.fake_gpu import H100, path_with_gpus
 
@@ -146,3 +160,156 @@ def test_what_stops_several_configs_is_said_once(tmp_path):
     assert done.returncode == 3
     (reason,) = [line for line in done.stderr.splitlines() if line[:4] == "  - "]
     assert reason.startswith("  - mooncake_both, mooncake_producer: ")
+
+
+@pytest.fixture
+def problems(tmp_path, monkeypatch):
+    """The problems of a machine whose nvidia-smi prints these lines."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def found(*lines: str, servers: int = 1, workers: int = 1, script: str = "") -> str:
+        monkeypatch.setenv("PATH", path_with_gpus(tmp_path, *lines, script=script))
+        return "\n".join(gpu_problems(servers, workers))
+
+    return found
+
+
+def test_a_usual_gpu_has_no_problem(problems):
+    assert problems(H100) == ""
+
+
+def test_all_problems_of_a_gpu_are_said_at_once(problems):
+    said = problems("0, Tesla V100, 16384, 9000, 470.82.01, 7.0")
+    assert "9000 of 16384 MiB are in use" in said
+    assert "no bfloat16" in said
+    assert "driver 470.82.01 is too old for CUDA 12" in said
+
+
+def test_each_server_needs_a_gpu_and_each_of_these_is_looked_at(problems):
+    assert "2 server(s) need a GPU each, and 1" in problems(H100, servers=2)
+    busy = H100.replace(" 4,", " 70000,")
+    assert "in use" in problems(H100, busy, servers=2)
+    assert problems(H100, busy) == ""
+
+
+def test_a_server_of_several_workers_needs_a_gpu_for_each(problems):
+    second = H100.replace("0, ", "1, ", 1)
+    with_two = problems(H100, second, servers=1, workers=2)
+    assert with_two == ""
+    said = problems(H100, second, servers=2, workers=2)
+    assert "2 server(s) need 2 GPUs each, and 2 can be seen" in said
+
+
+def test_a_driver_that_does_not_run_is_said_in_its_own_words(problems):
+    said = problems(script="echo could not talk to the driver; exit 9")
+    assert "status 9" in said
+    assert "could not talk to the driver" in said
+
+
+def test_what_is_not_understood_is_not_taken_for_a_gpu(problems):
+    assert "not understood" in problems("0, NVIDIA GB10, [N/A], [N/A], 580.1, 12.1")
+
+
+@pytest.mark.parametrize("said", ["true", "echo No devices were found"])
+def test_a_driver_without_a_gpu_is_no_gpu(problems, said):
+    assert "this profile needs a GPU" in problems(script=said)
+
+
+def test_without_nvidia_smi_there_is_no_gpu(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    (said,) = gpu_problems(1)
+    assert "no nvidia-smi" in said
+
+
+def test_only_the_gpu_that_a_server_will_use_is_asked_about(problems, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert problems(script=f'[ "$3" = --id=3 ] && echo "{H100}"') == ""
+
+
+@pytest.mark.parametrize(
+    ("state", "up"), [("4: ACTIVE\n", True), ("1: DOWN\n", False), (None, False)]
+)
+def test_rdma_is_there_where_a_port_is_up(state, up, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpus, "INFINIBAND", tmp_path)
+    if state:
+        port = tmp_path / "mlx5_0" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+    assert has_rdma() is up
+
+
+QWEN = json.loads((CONFIGS / "models" / "qwen3-coder-30b-a3b.json").read_text())
+GIB = 2**30
+BLOCKS, BLOCK_TOKENS = 18_000, 16
+# Of a dense model, tied embeddings, no head_dim: facebook/opt's and Llama's kind.
+DENSE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+
+
+def needed_bytes(config: dict, layers: int, blocks: int) -> int:
+    kv = blocks * BLOCK_TOKENS * kv_bytes_per_token_and_layer(config)
+    return layers * (layer_bytes(config) + kv) + embedding_bytes(config)
+
+
+# What nvidia-smi says of an RTX 4090, an A6000, an H100 and an H200, in MiB.
+@pytest.mark.parametrize(
+    ("memory_mib", "layers"),
+    [(24564, 10), (49140, 24), (81559, 41), (143771, 48)],
+    ids=["24 GB", "48 GB", "80 GB", "141 GB"],
+)
+def test_the_whole_cache_fits_each_usual_card(memory_mib, layers):
+    memory_bytes = memory_mib * 2**20
+    fit = fit_shape(memory_bytes, QWEN, BLOCKS, BLOCK_TOKENS)
+    assert (fit.layers, fit.num_blocks) == (layers, BLOCKS)
+    used = needed_bytes(QWEN, layers, BLOCKS)
+    assert used <= usable_bytes(memory_bytes) < memory_bytes
+    if layers < QWEN["num_hidden_layers"]:
+        assert needed_bytes(QWEN, layers + 1, BLOCKS) > usable_bytes(memory_bytes)
+
+
+def test_the_weights_are_those_of_the_models_own_card():
+    weights = 48 * layer_bytes(QWEN) + embedding_bytes(QWEN)
+    assert weights / 2 == pytest.approx(30.5e9, rel=0.002)  # Parameters.
+    dense = 16 * layer_bytes(DENSE) + embedding_bytes(DENSE)
+    assert dense / 2 == pytest.approx(1.236e9, rel=0.002)  # Llama 3.2 1B.
+
+
+def test_a_card_without_room_for_a_layer_is_refused():
+    with pytest.raises(DoesNotFit, match="4 GiB of GPU memory"):
+        fit_shape(4 * GIB, QWEN, BLOCKS, BLOCK_TOKENS)
+
+
+def test_real_weights_are_served_whole_with_the_blocks_that_are_left():
+    weights = 61 * 10**9
+    whole = fit_weights(141 * 10**9, weights, QWEN, BLOCKS, BLOCK_TOKENS)
+    assert (whole.layers, whole.num_blocks) == (48, BLOCKS)
+    less = fit_weights(81559 * 2**20, weights, QWEN, BLOCKS, BLOCK_TOKENS)
+    assert less.layers == 48
+    assert LEAST_BLOCKS <= less.num_blocks < BLOCKS
+
+
+def test_real_weights_that_leave_no_room_for_a_cache_are_refused():
+    with pytest.raises(DoesNotFit, match="serve a smaller model"):
+        fit_weights(48 * 10**9, 61 * 10**9, QWEN, BLOCKS, BLOCK_TOKENS)
+
+
+@given(st.integers(4 * GIB, 300 * GIB), st.sampled_from([QWEN, DENSE]))
+def test_more_memory_never_holds_less_and_nothing_is_served_that_does_not_fit(
+    memory_bytes, config
+):
+    try:
+        fit = fit_shape(memory_bytes, config, BLOCKS, BLOCK_TOKENS)
+    except DoesNotFit:
+        return
+    assert needed_bytes(config, fit.layers, fit.num_blocks) <= usable_bytes(
+        memory_bytes
+    )
+    more = fit_shape(memory_bytes + GIB, config, BLOCKS, BLOCK_TOKENS)
+    assert more.layers >= fit.layers

@@ -20,7 +20,7 @@ from kvtax.engine.server import tail
 from kvtax.proc.ports import reserve
 from kvtax.proc.supervise import Supervised
 from kvtax.records.steps import only_life
-from tests.engine.living import eventually
+from tests.proc.living import eventually
 from tests.releases import INSTALLED, under_test
 
 DEADLINE_S = 900

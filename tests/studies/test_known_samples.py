@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
+from pathlib import Path
 
+import msgspec
 import numpy as np
+import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvtax_fleet.analyze.comparison import Paired
 
+from kvtax.records import RecordsError
+from kvtax.records.estimate import Estimate
 from kvtax.stats import resampling
 from studies.abort import __main__ as abort
 from studies.block_order import __main__ as block_order
@@ -17,6 +27,18 @@ from studies.exposure.__main__ import check_rows, check_text, curve_rows
 from studies.exposure.bench import Cell, Measurement
 from studies.get_finished import __main__ as get_finished
 from studies.get_finished.__main__ import AFTER
+from studies.harness import STUDIES, rows_table
+from studies.questions.__main__ import compared, earlier, levels, verdict
+from studies.reference_study.__main__ import (
+    AGREES_WITHIN,
+    COLUMNS,
+    SUBSTRATE,
+    Row,
+    _analysis,
+    _connectors,
+    _framework,
+    agrees,
+)
 
 ROUNDS, STEPS = 12, 60
 
@@ -239,3 +261,170 @@ def test_a_scenario_with_a_problem_failed_and_shows_the_last_line_of_the_first()
     assert passed == "| nothing fails | passed |  |"
     assert "prefills aborted alone | failed | AssertionError: a \\| b |" in failed
     assert long.endswith("x… |") and len(long) < 130
+
+
+@pytest.mark.parametrize(
+    ("percent", "interval", "word"),
+    [
+        (5.0, [0.1, 9.9], "worse"),
+        (-5.0, [-9.9, -0.1], "better"),
+        (4.9, [4.8, 5.0], "no difference that matters"),
+        (20.0, [-1.0, 41.0], "no difference that matters"),
+        (20.0, None, "undecided"),
+    ],
+)
+def test_a_difference_matters_from_5_percent_with_0_outside(percent, interval, word):
+    found = Estimate(percent, interval)
+    assert verdict(Paired(9, found, Estimate(0.0, None))) == word
+
+
+def test_arms_are_compared_with_the_first_and_as_the_expectations_say():
+    rows = [
+        {
+            "arm": f"{arm}@{load}",
+            "repeat": repeat,
+            "id": f"{session}",
+            "session": f"s{session}",
+            "status": "ok",
+            "window": "steady",
+            "ttft_ms": 10.0 * factor,
+            "tpot_ms": 1.0 * factor,
+            "e2e_ms": 100.0 * factor + session,
+        }
+        for load in (2, 6)
+        for arm, factor in (("linear", 1), ("lmetric", 2), ("dynamo", 3))
+        for repeat in range(3)
+        for session in range(40)
+    ]
+    found = compared(pl.DataFrame(rows))
+    pairs = [("lmetric", "linear"), ("dynamo", "linear"), ("dynamo", "lmetric")]
+    assert [(row.load, row.arm, row.against) for row in found] == [
+        (load, *pair) for load in (2, 6) for pair in pairs
+    ]
+    assert [row.ttft.value for row in found[:3]] == [100, 200, 50]
+    assert {row.verdict for row in found} == {"worse"}
+
+
+def test_answers_of_earlier_calls_stay_on_the_page(tmp_path: Path):
+    committed = STUDIES / "questions" / "result.json"
+    found = earlier(committed)
+    text = json.loads(gzip.decompress(Path(f"{committed}.gz").read_bytes()))
+    assert "routers_question" in found and "provenance" not in found
+    again = json.loads(msgspec.json.encode(found))
+    assert again == {name: {"levels": []} | text[name] for name in found}
+    assert earlier(tmp_path / "none.json") == {}
+
+
+def test_levels_are_over_all_orders_and_instances():
+    """Two orders of four requests: three at one instance, a second apart."""
+    rows = [
+        {
+            "arm": "linear@2",
+            "repeat": repeat,
+            "status": "ok",
+            "window": "steady",
+            "instance": "i1" if number == 3 else "i0",
+            "sent_ns": number * 10**9,
+            "end_ns": (number + 1) * 10**9,
+            "input_tokens": 100,
+            "usage_prompt_tokens": 100,
+            "cached_tokens": 25 * number,
+            "ttft_ms": float(number),
+            "tpot_ms": 10.0,
+        }
+        for repeat in range(2)
+        for number in range(4)
+    ]
+    (found,) = levels(pl.DataFrame(rows))
+    assert (found.load, found.arm, found.requests_per_s) == (2, "linear", 1.0)
+    assert found.tpot_ms == [10, 10, 10] and found.ttft_ms[2] == 3
+    assert (found.cached_percent, found.most_to_mean) == (37.5, 1.5)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"provenance": {}, "a": 1}'])
+def test_another_file_is_not_taken_for_the_page(tmp_path: Path, text: str):
+    other = tmp_path / "other.json"
+    other.write_text(text)
+    with pytest.raises(RecordsError, match="take another --out"):
+        earlier(other)
+
+
+figures = st.floats(0.01, 1e6)
+
+
+@given(figures, figures)
+def test_which_of_two_figures_is_the_studys_makes_no_difference(one, other):
+    assert agrees(one, other) == agrees(other, one) == agrees(-one, -other)
+    assert not agrees(one, -other)
+
+
+@given(figures, st.floats(1.001, 10))
+def test_figures_agree_up_to_the_stated_factor(study, factor):
+    other = study * factor
+    assert agrees(study, other) == (other / study <= AGREES_WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("row", "cells"),
+    [
+        (Row("a", 2, 2.2), "| a | 2 | 2.2 | agrees |  |"),
+        (Row("a", 2, 3, "why"), "| a | 2 | 3 | differs | why |"),
+        (Row("a", 2, None, "why"), "| a | 2 | - |  | why |"),
+        (Row("a", None, 3), "| a | - | 3 |  |  |"),
+        (Row("moves", 0, 0), "| moves | 0 | 0 | agrees |  |"),
+        (Row("a", -0.8, 0.2), "| a | -0.8 | 0.2 | differs |  |"),
+        (Row("a", -0.8, 0.2, near=1), "| a | -0.8 | 0.2 | agrees |  |"),
+        (Row("a", 0, 1.1, near=1), "| a | 0 | 1.1 | differs |  |"),
+    ],
+)
+def test_a_row_without_one_of_the_two_has_no_verdict(row, cells):
+    assert rows_table([row], COLUMNS).splitlines()[-1] == cells
+
+
+def test_the_frameworks_part_is_split_by_purpose_and_has_no_thread_of_the_engine():
+    rows = {row.what.partition(",")[0]: row for row in _framework()}
+    assert {"metadata", "KV buffers", "what has arrived"} < rows.keys()
+    assert all(row.here >= 0 for row in rows.values() if row.here is not None)
+    assert "MainThread" not in rows["its own threads"].note
+    assert "nixl" in rows["its own threads"].note
+
+
+def test_each_connector_has_one_row_and_its_break_even(tmp_path):
+    def arm(ms):
+        level = {"p90": {"value": ms}}
+        return {
+            "latency": {
+                "all": {"all": dict.fromkeys(("ttft_ms", "tpot_ms", "e2e_ms"), level)}
+            },
+            "repeats": [
+                {"hotspot": {"mean": ms / 1000}, "apc": {"overall": {"apc": ms / 2000}}}
+            ],
+            "interference": None,
+        }
+
+    slower = {"value": 2.0, "ci95": [1.0, 3.0]}
+    document = {
+        "arms": {f"{name}@15": arm(1100) for name in SUBSTRATE}
+        | {"plain@15": arm(1000)},
+        "comparisons": [
+            {"arm": f"{name}@15", "paired": {"e2e_ms": {"percent": slower}}}
+            for name in SUBSTRATE
+            if name != "plain"
+        ],
+    }
+    (tmp_path / "analysis.json").write_text(json.dumps(document))
+    rows, table = _connectors(tmp_path)
+    assert [line.split("|")[1].strip(" `") for line in table.splitlines()[2:]] == [
+        *SUBSTRATE
+    ]
+    walk = next(line for line in table.splitlines() if "hash_walk" in line)
+    # Each of 0.5 % must make up for 2 % of all: four requests' time.
+    assert "| +2.0 [+1.0, +3.0] | 4 |" in walk
+    assert "| 10 (45.3) | 10 (24.5) | 10 (27) | 10 (19) | 5 (-1.1) |" in walk
+    assert len(rows) == 6 * len(SUBSTRATE)
+
+
+def test_a_run_of_another_experiment_is_refused_by_name(tmp_path):
+    (tmp_path / "analysis.json").write_text('{"arms": {"linear@4": {}}}')
+    with pytest.raises(RecordsError, match="a run of fleet/configs"):
+        _analysis(tmp_path, "study_sample", ["linear@1"])

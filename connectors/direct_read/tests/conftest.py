@@ -4,7 +4,7 @@ from contextlib import closing
 import pytest
 
 from connectors.direct_read.client import Client
-from connectors.direct_read.tests.wire import SECRET, FakeLedger, serving
+from connectors.direct_read.tests.fakes import SECRET, FakeLedger, serving
 
 
 @pytest.fixture

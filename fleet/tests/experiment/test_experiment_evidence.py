@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kvtax.records.files import LineFile
 from kvtax.records.steps import EngineHeader, EngineStep
-from tests.engine.living import content, eventually, gone
+from tests.proc.living import content, eventually, gone
 
 from kvtax_fleet.experiment.freshness import COUNTERS, counted, judge
 from kvtax_fleet.experiment.machine import (

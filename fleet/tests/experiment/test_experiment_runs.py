@@ -15,7 +15,7 @@ import pytest
 from fleet.tests.experiment.small_experiment import OF_THE_MACHINE, SMOKE, smoke_of
 from kvtax.paths import REPOSITORY
 from kvtax.proc.supervise import descendants
-from tests.engine.living import eventually, gone
+from tests.proc.living import eventually, gone
 
 from kvtax_fleet.analyze.arm_runs import read_run
 from kvtax_fleet.experiment.config import read_experiment

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from kvtax.paths import REPOSITORY
-from tests.engine.living import eventually
+from tests.proc.living import eventually
 
 from kvtax_fleet.replay.options import Options
 from kvtax_fleet.replay.replayer import Replay

@@ -22,7 +22,7 @@ from fleet.tests.replay.replay_lab import (
 )
 from kvtax.cli import Exit
 from kvtax.paths import REPOSITORY
-from tests.engine.living import eventually
+from tests.proc.living import eventually
 
 from kvtax_fleet.standin.process import standin
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
-from tests.engine.living import eventually
+from tests.proc.living import eventually
 
 from kvtax_fleet.standin.process import standin
 

@@ -24,7 +24,7 @@ from fleet.tests.trace.trace_commands import (
     header,
     put,
 )
-from tests.engine.living import eventually
+from tests.proc.living import eventually
 
 from kvtax_fleet.trace import Request, TraceError, read_trace, write_trace
 from kvtax_fleet.trace.trace_file import SCHEMA

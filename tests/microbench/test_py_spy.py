@@ -13,7 +13,7 @@ import pytest
 from kvtax.paths import REPOSITORY
 from kvtax.records.stacks import SampledStacks, read_stacks
 from microbench.py_spy import FAILED, NotUnderstood, sampled
-from tests.engine.living import content
+from tests.proc.living import content
 
 LATE_NS = 20_000_000
 # More frames than py-spy reads: such a sample fails.

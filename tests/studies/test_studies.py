@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Studies start by name, and their pages have the figures of the committed results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+from kvtax_fleet.records.host_times import HostTable
+
+from kvtax.engine.null_engine import NOOP
+from kvtax.paths import REPOSITORY
+from kvtax.records.files import read_document
+from kvtax.records.observatory_cell import CellRecord, keep_cell
+from studies.__main__ import pages
+from studies.exposure.__main__ import DELAYING, RECORDING
+from studies.exposure.bench import FORWARD_US, Cell, measure
+from studies.harness import STUDIES
+from studies.host_table import __main__ as host_table
+
+NAMES = sorted(file.parent.name for file in STUDIES.glob("*/__main__.py"))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_each_study_describes_itself_and_is_documented(name):
+    done = run(f"studies.{name}", "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"usage: python -m studies.{name}" in done.stdout
+    page = (STUDIES / name / "README.md").read_text()
+    assert f"python -m studies.{name}" in page
+    assert f"[{name}]({name}/README.md)" in (STUDIES / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_missing_run_is_an_error_that_names_it(tmp_path):
+    done = run("studies.reference_study", "--sample", str(tmp_path))
+    assert done.returncode == 2
+    assert "give a finished run of" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_abort_says_what_a_vllm_survives_as_it_is(tmp_path):
+    names = "nothing_fails", "aborted_before_scheduled"
+    chosen = [part for name in names for part in ("--scenario", name)]
+    options = [*chosen, "--patience", "5", "--out", str(tmp_path / "abort.md")]
+    done = run("studies.abort", "--vllm", "0.18.1", *options)
+    assert done.returncode == 1, done.stderr
+    assert "vLLM 0.18.1 as it is: 1 of 2 passed." in done.stdout
+    assert "| nothing fails | passed |" in done.stdout
+    assert "| aborted before scheduled | failed |" in done.stdout
+
+
+@pytest.mark.long
+def test_each_token_waits_for_its_forward_and_a_known_delay_is_found():
+    def cells(bench):
+        engine = bench.start("delaying", "sync", DELAYING, RECORDING)
+        for delay_us in (0.0, 2_000.0):
+            yield Cell("sync", 1.0, "build_connector_meta", delay_us), engine
+
+    measured, _ = measure(cells, FORWARD_US, rounds=2, requests=8)
+    assert all(one.gap_us["p50"] > FORWARD_US for one in measured)
+    exposed_us = {
+        one.cell.delay_us: one.exposed_us["scheduler.build_connector_meta_us"]
+        for one in measured
+    }
+    # The delay is CPU time: on a busy machine it takes longer.
+    assert exposed_us[2_000.0] - exposed_us[0.0] > 1_900
+
+
+@pytest.mark.long
+def test_a_busy_thread_of_the_second_rank_makes_the_gaps_longer():
+    def cells(bench):
+        engine = bench.start("noop", "async", NOOP, RECORDING, ranks=2)
+        for busy in (0.0, 1.0):
+            yield Cell("async", 1.0, "noop", busy=busy, ranks=2), engine
+
+    measured, _ = measure(cells, FORWARD_US, rounds=2, requests=8)
+    gap_us = {
+        busy: min(one.gap_us["p50"] for one in measured if one.cell.busy == busy)
+        for busy in (0.0, 1.0)
+    }
+    # Each hand-over of the GIL takes 5 ms.
+    assert gap_us[1.0] - gap_us[0.0] > 1_000
+
+
+def test_each_readme_shows_its_committed_result():
+    found = pages()
+    stale = [str(page) for page, text in found.items() if page.read_text() != text]
+    assert len(found) >= 6
+    assert stale == [], "run python -m studies"
+
+
+SCHEDULER_US, STEP_US, WORKER_SIDE_US = 10.0, 500.0, 7.0
+
+
+def a_cell() -> CellRecord:
+    """Times that are lines; each pass is 1 us slower than the one before."""
+
+    def passes(base: float, slope: float, levels: list[int]) -> list[list[float]]:
+        return [[base + slope * x + k for x in levels] for k in range(-4, 5)]
+
+    levels = {
+        "running": [1, 64, 256],
+        "context": [1_024, 65_536],
+        "cache": [256, 16_384],
+        "arrivals": [0, 16],
+    }
+    slopes = {"running": 3.0, "context": 0.0, "cache": 0.02, "arrivals": 40.0}
+    return CellRecord(
+        release="9.9.9",
+        connector="plain",
+        provenance={
+            "cpu_count": 2,
+            "cpu_model": "a CPU",
+            "kernel": "6",
+            "command_line": "kvtax axes",
+            "git_commit": "abc",
+            "date_utc": "2026-01-01",
+        },
+        wall_s=1.0,
+        levels=levels,
+        means_us={
+            axis: {
+                "scheduler_us": passes(SCHEDULER_US, slopes[axis], levels[axis]),
+                "step_us": passes(STEP_US, slopes[axis], levels[axis]),
+                "connector_us": passes(9.0, 0.0, levels[axis]),
+                "worker.get_finished_us": passes(WORKER_SIDE_US, 0.0, levels[axis]),
+            }
+            for axis in levels
+        },
+    )
+
+
+def test_a_point_of_the_host_table_is_what_was_running_and_how_long_it_took(tmp_path):
+    keep_cell(a_cell(), tmp_path)
+    (cell,) = host_table.host_table(tmp_path).cells
+    places = [(p.running, p.context_tokens, p.cached_blocks) for p in cell.points]
+    assert places == [
+        (1, 64, 4),
+        (64, 64, 256),
+        (256, 64, 1_024),
+        (4, 1_024, 256),
+        (4, 65_536, 16_384),
+        (8, 64, 256),
+        (8, 64, 16_384),
+    ]
+    most = cell.points[2]
+    assert most.scheduler_us.value == SCHEDULER_US + 3 * 256
+    assert most.host_us.value == most.scheduler_us.value + WORKER_SIDE_US
+    assert most.scheduler_us.low < most.scheduler_us.value < most.scheduler_us.high
+    assert cell.steps.scheduler.us_per_1k_cached_blocks == pytest.approx(20)
+
+
+def test_the_table_of_the_committed_cells_follows_its_own_schema(tmp_path):
+    made = host_table.host_table()
+    host_table.write_table(tmp_path / "t.json", made)
+    assert read_document(tmp_path / "t.json", HostTable) == made
+    document = json.loads((tmp_path / "t.json").read_text())
+    jsonschema.validate(document, document["json_schema"])
+    del document["cells"][0]["points"][0]["host_us"]["value"]
+    with pytest.raises(jsonschema.ValidationError, match="value"):
+        jsonschema.validate(document, document["json_schema"])
