@@ -65,7 +65,7 @@ kvindex-test: ## test the prefix index, its adapters and kvindexd (needs Go and 
 	cd kvindex && go test -run '^$$' -fuzz FuzzIndex -fuzztime 30s .
 	cd kvindex/llmd && go vet ./... && go test -race ./...
 	cd kvindex/llmd/router && go vet ./... && go test -race ./...
-	cd kvindex/cmd/kvbench && go vet ./... && go test ./...
+	cd kvindex/bench && go vet ./... && go test ./...
 	cd kvindex/cmd/kvindexd && go vet ./... && go test -race ./...
 	cd kvindex/cmd/kvindexd && go test -run '^$$' -fuzz FuzzDecode -fuzztime 30s ./events
 	cd kvindex/cmd/kvindexd && go test -run '^$$' -fuzz FuzzLookup -fuzztime 30s ./server
@@ -74,8 +74,8 @@ kvindexd: ## build the prefix index as a service (needs Go)
 	cd kvindex/cmd/kvindexd && CGO_ENABLED=0 go build -o ../../bin/kvindexd .
 
 kvindex-bench: ## the prefix index beside Dynamo's (10 minutes; needs Go and Rust)
-	cd kvindex/cmd/kvbench && CGO_ENABLED=0 go build -o ../../bin/kvbench .
-	cd kvindex/cmd/kvbench/peer && cargo build --release --locked --target-dir ../../../bin/peer
+	cd kvindex/bench && CGO_ENABLED=0 go build -o ../bin/kvbench .
+	cd kvindex/bench/peer && cargo build --release --locked --target-dir ../../bin/peer
 	cd kvindex && bin/kvbench run -peer bin/peer/release/dynbench -out results.json
 	cd kvindex && bin/kvbench report -in results.json -readme README.md
 

@@ -77,7 +77,7 @@ FORMATS = (
         (run.ReadsHeader, run.ReadRecord),
     ),
     Format(
-        "requests.jsonl",
+        "replay.jsonl",
         "A line per request of a replayed trace, in the order in which they ended.",
         (requests.ReplayHeader, requests.ReplayedRequest, requests.ReplayEnd),
     ),

@@ -1,4 +1,4 @@
-module kvtax/kvindex/cmd/kvbench
+module kvtax/kvindex/bench
 
 go 1.25.0
 
@@ -7,4 +7,4 @@ require (
 	kvtax/kvindex v0.0.0
 )
 
-replace kvtax/kvindex => ../..
+replace kvtax/kvindex => ..

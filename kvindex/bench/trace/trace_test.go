@@ -15,7 +15,7 @@ import (
 	"github.com/ulikunitz/xz"
 )
 
-const traces = "../../../../fleet/traces/"
+const traces = "../../../fleet/traces/"
 
 func compressed(t *testing.T, text string) []byte {
 	t.Helper()
