@@ -21,9 +21,8 @@ from pathlib import Path
 
 from kvtax.records import RecordsError
 from kvtax.records.files import read_header
-from kvtax.records.life import STEPS
 from kvtax.records.parts import parts_of, whole
-from kvtax.records.steps import EngineHeader, first_step
+from kvtax.records.steps import STEPS, EngineHeader, first_step
 from kvtax.records.warning import RECORD, RunWarning, Warn, encodable
 
 # Name of the folder that the recorder makes for each life of an engine.
