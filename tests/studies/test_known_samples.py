@@ -9,7 +9,6 @@ import random
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given
@@ -25,8 +24,6 @@ from studies.block_order import worker as block_order_worker
 from studies.busy_thread import __main__ as busy_thread
 from studies.exposure.__main__ import check_rows, check_text, curve_rows
 from studies.exposure.bench import Cell, Measurement
-from studies.get_finished import __main__ as get_finished
-from studies.get_finished.__main__ import AFTER
 from studies.harness import STUDIES, rows_table
 from studies.questions.__main__ import compared, earlier, levels, verdict
 from studies.reference_study.__main__ import (
@@ -49,56 +46,6 @@ def few_replicates(monkeypatch):
     monkeypatch.setattr(resampling, "ROUND_REPLICATES", 100)
 
 
-# get_finished: all steps take the same.
-
-CASES = (get_finished.QUIET[0], get_finished.BUSY[0])
-
-
-def steps_of(get_finished_us: float, variants=get_finished.VARIANTS) -> dict:
-    rng = np.random.default_rng(1)
-    return {
-        (case, variant): np.stack(
-            [
-                rng.normal(get_finished_us, 0.01, (ROUNDS, STEPS)),
-                rng.normal(300, 5, (ROUNDS, STEPS)),
-            ],
-            axis=1,
-        )
-        for case in CASES
-        for variant in variants
-    }
-
-
-def test_rows_hold_each_variant_in_each_case_with_its_own_times():
-    found = get_finished.rows(steps_of(2.0))
-    assert len(found) == len(CASES) * len(get_finished.VARIANTS)
-    for row in found:
-        assert (row.rounds, row.steps) == (ROUNDS, ROUNDS * STEPS)
-        assert row.get_finished_us["p50"].value == pytest.approx(2.0, abs=0.01)
-        assert row.step_us["p50"].value == pytest.approx(300, abs=1)
-        assert row.step_us["p99"].value > row.step_us["p50"].value
-
-
-@pytest.mark.parametrize(
-    ("get_finished_us", "words"),
-    [(0.5, ["met", "met"]), (2.0, ["missed", "met"]), (9.0, ["missed", "missed"])],
-)
-def test_aims_are_judged_for_the_short_circuit_when_nobody_is_busy(
-    get_finished_us, words
-):
-    aims = get_finished.aims(
-        get_finished.rows(steps_of(get_finished_us, (get_finished.BEFORE, AFTER)))
-    )
-    rows_of_aims = aims.splitlines()[2:]
-    assert [row.split("|")[-2].strip() for row in rows_of_aims] == words
-    assert all(
-        f"{AFTER}, {get_finished.QUIET[0].batch} running" in row for row in rows_of_aims
-    )
-
-
-# block_order: all rounds take the same.
-
-
 def test_an_order_has_the_same_pairs_and_its_own_descriptors():
     made = {name: order(64) for name, order in block_order.ORDERS.items()}
     assert list(made) == ["ascending", "descending", "mixed", "opposite"]
@@ -111,52 +58,12 @@ def test_an_order_has_the_same_pairs_and_its_own_descriptors():
     ]
 
 
-def test_before_and_after_stay_apart_in_rows_and_table():
-    timed = block_order.Timed((24_576, 48), (5_000.0, 400.0), (40_000.0, 300.0))
-    row = block_order.row(block_order.Case(8_192, "descending"), [timed] * ROUNDS)
-    assert (row.blocks, row.rounds, row.descriptors) == (512, ROUNDS, (24_576, 48))
-    assert [us.value for us in row.group_us] == [5_000, 400]
-    _, table = block_order.report([row])
-    cells = [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]]
-    assert cells[:4] == ["8,192", "descending", "24,576", "48"]
-    assert [cell.split()[0] for cell in cells[4:]] == ["5,000", "400", "40,000", "300"]
-
-
 @pytest.mark.slow
 def test_the_orders_are_those_of_two_rounds_of_vllms_pool():
     rounds = block_order_worker.rounds_of_a_pool(64)
     assert rounds == {
         order: block_order.ORDERS[order](64)[0] for order in block_order.ROUND_TRIP
     }
-
-
-def test_refused_transfers_have_no_time_and_the_others_a_ratio_within_rounds():
-    slow = [block_order.Sent(24_576, ms, True) for ms in (700.0, 1_400.0, 2_800.0)]
-    fast = [block_order.Sent(48, ms, True) for ms in (70.0, 140.0, 280.0)]
-    refused = [block_order.Sent(24_576, 80.0, False), *slow[1:]]
-    case = "t", 8_192, 2_048, "descending"
-    some = block_order.transfers(*case, (refused, fast))
-    assert (some.refused, some.ms[0], some.ratio) == ((1, 0), None, None)
-    assert some.ms[1].value == 140
-    none = block_order.transfers(*case, (slow, fast))
-    assert none.descriptors == (24_576, 48)
-    assert (none.ms[0].value, none.ratio.ci95) == (1_400, pytest.approx((10, 10)))
-    *_, first, second = block_order.report_transfers([some, none]).splitlines()
-    assert "1 of 3 refused" in first and "1,400.0" in second
-
-
-def test_sizes_are_limited_by_tokens_and_by_bytes():
-    longest, most_mib = block_order.CONTEXTS[-1], block_order.MOST_MIB
-    assert block_order.sizes(longest, most_mib) == block_order.SIZES
-    assert block_order.sizes(2_048, most_mib) == [(2_048, 2_048)]
-    small = block_order.sizes(longest, 192)
-    assert small == [(tokens, 2_048) for tokens in (2_048, 8_192, 32_768)]
-
-
-def test_sorted_pairs_are_the_same_pairs():
-    sources, targets = [5, 4, 9, 3], [1, 2, 3, 4]
-    pairs = block_order_worker.sort_pairs(sources, targets)
-    assert pairs == ([3, 4, 5, 9], [4, 2, 1, 3])
 
 
 # exposure: a share of each delay is felt, and a share of that is found.
