@@ -37,8 +37,6 @@ from studies.reference_study.__main__ import (
     agrees,
 )
 
-ROUNDS, STEPS = 12, 60
-
 
 @pytest.fixture(autouse=True)
 def few_replicates(monkeypatch):
