@@ -23,6 +23,7 @@ from kvtax.stats.distribution import as_float
 from kvtax.steps.parts import STEP_PARTS
 
 REQUESTS_SHOWN = 5
+OUTSIDE_SHOWN = 3
 SPANS = ("ttft", "e2e")
 # Mean us per step below which a method is left out while others take more.
 LEAST_US = 0.05
@@ -88,11 +89,12 @@ def _cost_note(cost: Cost) -> str:
 
 
 def _outside(when: str, us: dict[str, float]) -> list[str]:
-    """Name the calls that are in no step, with their time."""
-    calls = ", ".join(
-        f"{method} {took_us / 1e3:,.1f} ms" for method, took_us in us.items()
-    )
-    return [f"{when}, in no share: {calls}"] if us else []
+    """Name the longest of the calls that are in no step, with their time."""
+    longest = sorted(us.items(), key=lambda call: -call[1])
+    calls = [f"{method} {took_us / 1e3:,.1f} ms" for method, took_us in longest]
+    more = len(calls) - OUTSIDE_SHOWN
+    shown = ", ".join(calls[:OUTSIDE_SHOWN]) + f" and {more} more" * (more > 0)
+    return [f"{when}, in no share: {shown}"] if us else []
 
 
 def _cost_row(part: Part, indent: str) -> list[Cell]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 
 from kvtax.records.requests import Phase
@@ -80,6 +81,42 @@ def _binned(held: pl.DataFrame, width: float) -> pl.DataFrame:
     )
 
 
+def held_figure(analysis: Analysis) -> Figure | None:
+    """Draw what scheduler and connector take at each held level; None without holds."""
+    fits = {
+        name: fits.usual
+        for name, measured in analysis.measured.items()
+        if (fits := measured.fits.get(HELD)) is not None
+    }
+    if not fits:
+        return None
+    x = sorted({1e3 * float(blocks) for one in fits.values() for blocks in one.x})
+    lines = []
+    for name, one in fits.items():
+        us = {}
+        for level, blocks in enumerate(one.x):
+            mean, error = one.contrast(np.eye(len(one.x))[level])
+            half = one.reach(error)
+            us[1e3 * float(blocks)] = (mean - half, mean, mean + half)
+        low, middle, high = (
+            [us[blocks][edge] if blocks in us else None for blocks in x]
+            for edge in range(3)
+        )
+        place = analysis.roles.places[name]
+        lines.append(Line(name=name, y=middle, low=low, high=high, place=place))
+    return Figure(
+        title="Scheduler and connector calls at held levels of |cache|",
+        note="The verdicts' evidence: decode-only steps while |cache| is held. Band: "
+        "95 % interval of the level.",
+        x_label="cached block hashes, |cache|",
+        y_label="scheduler and connector calls (µs)",
+        x=x,
+        lines=lines,
+    )
+
+
+# Metric of the figure of held levels: what a token waits for.
+HELD = "overhead"
 BEFORE_AFTER = "before_after"
 # Figure: what it draws and its label, of all configs but in BEFORE_AFTER.
 CURVES = {

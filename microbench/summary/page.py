@@ -6,8 +6,10 @@ Every number in it is from the document per_config.json.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from kvtax.look.discover import common_clock, discover
@@ -23,7 +25,7 @@ from kvtax.report.render import terminal, warning_list
 from kvtax.verdict.analysis import Analysis
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
-from microbench.summary.figures import CURVES, curve_figure
+from microbench.summary.figures import CURVES, curve_figure, held_figure
 from microbench.summary.growth import (
     answer,
     expected_verdicts,
@@ -228,23 +230,20 @@ QUESTION = (
     "What does a KV connector cost per engine step, and does that grow with |cache|, "
     "the number of cached block hashes?"
 )
-# Figure beside the answer: the time that users wait for.
-FIRST = "before_after"
 
 
 def write_page(analysis: Analysis, servers: list[Section]) -> str:
     """Render the page; `servers` are the sections on single servers."""
     document, roles = analysis.document, analysis.roles
     figures = {name: curve_figure(analysis, name) for name in CURVES}
-    first, *others = [figures.pop(FIRST), *figures.values()]
     sections = [
-        table_of(document, roles),
+        _verdict_second(table_of(document, roles)),
+        held_figure(analysis),
         verdicts(document),
-        first,
         expected_verdicts(document, roles),
         *before_and_after(document, roles),
         *(hypothesis(document, roles, name) for name in roles.named("hypothesis")),
-        *others,
+        *figures.values(),
         level_table(document),
         parts_table(document),
         attribution(document),
@@ -265,6 +264,19 @@ def write_page(analysis: Analysis, servers: list[Section]) -> str:
             made="Another repeat's moments, or a trace of them: kvtax look "
             "RUN_DIR/CONFIG/r1. Every figure: per_config.json.",
         )
+    )
+
+
+def _verdict_second(table: Table) -> Table:
+    """Move the verdict beside the config: a narrow screen shows the first columns."""
+    at = table.columns.index("verdict")
+
+    def moved(row: Sequence[Cell]) -> list[Cell]:
+        return [row[0], row[at], *row[1:at], *row[at + 1 :]]
+
+    columns = [str(name) for name in moved(table.columns)]
+    return msgspec.structs.replace(
+        table, columns=columns, rows=[moved(row) for row in table.rows]
     )
 
 

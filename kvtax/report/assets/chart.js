@@ -27,10 +27,11 @@ function axis(label, extra = {}) {
 /**
  * A figure element: the chart, what it shows in words, and its data to be saved.
  *
- * `options` are uPlot's, less size. `rows` gives the columns and rows behind the chart.
+ * `options` are uPlot's, less size. `rows` gives the columns and rows behind the chart,
+ * `cells` those of its table where that is narrower.
  * Arrow keys move the cursor, and what stands there is read out.
  */
-function figure(title, note, options, data, rows) {
+function figure(title, note, options, data, rows, cells = rows) {
   const holder = el("div", { class: "chart", tabindex: "0", role: "group",
     "aria-label": `${title}. Arrow keys move along the x axis.` });
   const spoken = el("p", { class: "note", "aria-live": "polite" });
@@ -48,7 +49,7 @@ function figure(title, note, options, data, rows) {
   moveByKeys(holder, plot, options, spoken);
   const details = el("details", { ontoggle: () => {
     if (details.open && details.children.length === 1) {
-      const [columns, all] = rows();
+      const [columns, all] = cells();
       const every = Math.ceil(all.length / MOST_ROWS);
       const shown = all.filter((_, index) => index % every === 0);
       if (every > 1) {
@@ -60,8 +61,8 @@ function figure(title, note, options, data, rows) {
   const tools = el("div", { class: "tools" },
     saveButton("Save as PNG", fileName(title, "png"), () => png(plot)),
     saveButton("Save as CSV", fileName(title, "csv"), () => csv(...rows())));
-  const element = el("figure", {}, el("figcaption", {}, title),
-    note ? el("p", { class: "note" }, note) : null, holder, spoken, tools, details);
+  const element = el("figure", {}, el("figcaption", {}, ...marked(title)),
+    note ? el("p", { class: "note" }, ...marked(note)) : null, holder, spoken, tools, details);
   return { element, plot, holder };
 }
 
@@ -150,7 +151,11 @@ function showFigure(section) {
     bands,
     cursor: { drag: { x: true, y: false } },
   };
-  const made = figure(section.title, section.note, options, data, rows);
+  const range = (line, i) => (line.low && line.y[i] !== null
+    ? `${number(line.y[i])} [${number(line.low[i])}, ${number(line.high[i])}]` : line.y[i]);
+  const cells = () => [[section.x_label, ...section.lines.map((line) => line.name)],
+    section.x.map((x, i) => [x, ...section.lines.map((line) => range(line, i))])];
+  const made = figure(section.title, section.note, options, data, rows, cells);
   // The edges of bands are no lines of their own.
   made.holder.querySelectorAll(".u-series.edge").forEach((row) => row.remove());
   return el("section", {}, made.element);

@@ -14,8 +14,8 @@ const SHOW = {
 {
   const page = JSON.parse(document.getElementById("data").textContent);
   document.getElementById("head").append(
-    el("h1", {}, page.title),
-    page.question ? el("p", { class: "note" }, page.question) : "",
+    el("h1", {}, ...marked(page.title)),
+    page.question ? el("p", { class: "note" }, ...marked(page.question)) : "",
     ...paragraphs(page.answer));
   const main = document.getElementById("content");
   const shown = page.sections.map((section) => SHOW[section.kind](section));
@@ -24,7 +24,7 @@ const SHOW = {
   const first = el("div", { class: two ? "first two" : "first" },
     ...shown.splice(0, two ? 2 : 1));
   main.replaceChildren(...[first, showWarnings(page.warnings), ...shown].filter(Boolean));
-  document.getElementById("foot").append(el("p", {}, page.made));
+  document.getElementById("foot").append(el("p", {}, ...marked(page.made)));
   fitCharts();
   addEventListener("resize", fitCharts);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

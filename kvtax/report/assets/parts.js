@@ -2,6 +2,8 @@
 // Words, tables and verdicts. All text goes in as text, never as HTML.
 
 const DASH = "\u2013";
+// Rows of a table that are shown before a button shows all.
+const FOLDED_ROWS = 20;
 
 /** An element with attributes and children; strings become text. */
 function el(tag, attributes = {}, ...children) {
@@ -58,17 +60,48 @@ function paragraphs(texts) {
 const cellText = (value) => (typeof value === "number" || value === null
   ? [number(value)] : marked(value));
 
-/** A table that can be scrolled by keyboard where it is too wide. */
+/** Nodes whose long names may break behind a dot, a slash or an underscore. */
+function breakable(nodes) {
+  return nodes.flatMap((node) => {
+    if (typeof node !== "string") {
+      const inner = [...node.childNodes].map((one) => one.nodeType === 3 ? one.data : one);
+      if (inner.length) node.replaceChildren(...breakable(inner));
+      return node;
+    }
+    return node.split(/(?<=[._\/])(?=[^\d\s])/).flatMap((part, i) =>
+      (i ? [el("wbr"), part] : [part]));
+  });
+}
+
+const VERDICTS = ["grows", "flat", "drifts", "inconclusive", "failed"];
+
+function cellOf(value, index) {
+  if (index === 0) return el("th", { scope: "row" }, ...breakable(cellText(value)));
+  if (VERDICTS.includes(value)) {
+    return el("td", {}, el("span", { class: `verdict ${value}` }, value));
+  }
+  if (typeof value !== "string") return el("td", {}, ...cellText(value));
+  return el("td", { class: value.length > 24 ? "text" : "short" },
+    ...breakable(cellText(value)));
+}
+
+/** A table that can be scrolled by keyboard where a screen is too narrow for it. */
 function tableOf(caption, columns, rows) {
-  const head = el("tr", {}, ...columns.map((name) => el("th", { scope: "col" }, ...marked(name))));
-  const body = rows.map((row) => el("tr", {}, ...row.map((value, index) => {
-    const words = typeof value === "string" && value.length > 24 && index > 0;
-    if (index === 0) return el("th", { scope: "row" }, ...cellText(value));
-    return el("td", { class: words ? "text" : null }, ...cellText(value));
-  })));
+  const head = el("tr", {}, ...columns.map((name) => el("th", { scope: "col" },
+    ...breakable(marked(name)))));
+  const body = rows.map((row) => el("tr", {}, ...row.map(cellOf)));
+  const folded = body.slice(FOLDED_ROWS);
   const table = el("table", {}, el("thead", {}, head), el("tbody", {}, ...body));
-  return el("div", { class: "scroll", tabindex: "0", role: "region",
+  const shown = el("div", { class: "scroll", tabindex: "0", role: "region",
     "aria-label": caption }, table);
+  if (folded.length < 3) return shown;
+  folded.forEach((row) => { row.hidden = true; });
+  const more = el("button", { type: "button", onclick: () => {
+    folded.forEach((row) => { row.hidden = false; });
+    more.remove();
+  } }, `Show all ${number(rows.length)} rows`);
+  shown.append(more);
+  return shown;
 }
 
 function saveButton(words, name, content) {
@@ -99,7 +132,7 @@ const fileName = (title, ending) =>
   `${title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "")}.${ending}`;
 
 function showWords(section) {
-  return el("section", {}, el("h2", {}, section.title),
+  return el("section", {}, el("h2", {}, ...marked(section.title)),
     ...paragraphs(section.paragraphs));
 }
 
@@ -115,23 +148,23 @@ function showTable(section) {
     () => csv(section.columns, section.rows));
   const note = section.note ? el("p", { class: "note" }, ...marked(section.note)) : null;
   if (section.open) {
-    return el("section", {}, el("h2", {}, section.title), note, table,
+    return el("section", {}, el("h2", {}, ...marked(section.title)), note, table,
       el("div", { class: "tools" }, save));
   }
-  return el("section", {}, el("details", {}, el("summary", {}, section.title), note, table,
+  return el("section", {}, el("details", {}, el("summary", {}, ...marked(section.title)), note, table,
     el("div", { class: "tools" }, save)));
 }
 
 function showVerdicts(section) {
   const items = section.verdicts.map((one) => {
     const words = [el("code", {}, one.name), " ",
-      el("span", { class: `verdict ${one.verdict}` }, one.verdict), `: ${one.words}`];
+      el("span", { class: `verdict ${one.verdict}` }, one.verdict), ": ", ...marked(one.words)];
     if (!one.reasons) return el("li", {}, ...words);
     return el("li", {}, el("details", {}, el("summary", {}, ...words),
-      one.reasons.note ? el("p", { class: "note" }, one.reasons.note) : null,
+      one.reasons.note ? el("p", { class: "note" }, ...marked(one.reasons.note)) : null,
       tableOf(`${one.name}: ${one.reasons.title}`, one.reasons.columns, one.reasons.rows)));
   });
-  return el("section", {}, el("h2", {}, section.title),
+  return el("section", {}, el("h2", {}, ...marked(section.title)),
     el("ul", { class: "verdicts" }, ...items));
 }
 
@@ -139,7 +172,7 @@ function showWarnings(warnings) {
   if (!warnings.length) return null;
   const items = warnings.map((one) => el("li", {},
     one.place ? el("code", {}, one.place) : null, one.place ? ": " : null,
-    `${one.message}. `, el("em", {}, one.remedy.replace(/\.?$/, "."))));
+    ...marked(`${one.message}. `), el("em", {}, ...marked(one.remedy.replace(/\.?$/, ".")))));
   const many = warnings.length > 3;
   const list = el("ul", {}, ...items);
   const told = `${warnings.length} warning${warnings.length > 1 ? "s" : ""}`;

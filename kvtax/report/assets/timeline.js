@@ -1,6 +1,8 @@
 "use strict";
 // A server's steps over time: what they cost, what was in them, and who waited.
 
+// Columns of times in the table of requests.
+const MOST_TIMES = 8;
 const MOST_REQUESTS = 100;
 const RIGHT_AXIS = 48;
 const LABEL = 24;
@@ -220,22 +222,37 @@ function windowParts(section, from, to) {
 
 function requestParts(requests, from, to, span) {
   const names = Object.keys(requests.columns);
+  const shown = shownColumns(requests.columns);
   const found = requestsIn(requests, from, to);
   const waits = requests.columns[names[0]];
   found.sort((a, b) => waits[b] - waits[a]);
-  const row = (i) => [requests.ids[i], ...names.map((name) => requests.columns[name][i])];
+  const row = (i, of) => [requests.ids[i], ...of.map((name) => requests.columns[name][i])];
+  const hidden = names.length - shown.length;
   const left = requests.total - requests.ids.length;
   const heading = el("h3", { "data-requests": String(found.length) },
     `${number(found.length)} requests from ${span}, by what they waited for`);
   const note = `Longest ${names[0]} first${found.length > MOST_REQUESTS
     ? `, ${MOST_REQUESTS} of them; the CSV has all` : ""}. Requests of one step wait for the `
     + "same work together, so waits of two requests must not be added up."
+    + (hidden ? ` ${hidden} columns that are zero, or smaller, are in the CSV alone.` : "")
     + (left > 0 ? ` ${number(left)} requests that waited less are not on this page.` : "");
   return [heading, el("p", { class: "note" }, note),
-    tableOf(`Requests from ${span}`, ["request", ...names],
-      found.slice(0, MOST_REQUESTS).map(row)),
+    tableOf(`Requests from ${span}`, ["request", ...shown],
+      found.slice(0, MOST_REQUESTS).map((i) => row(i, shown))),
     el("div", { class: "tools" }, saveButton("Save these requests as CSV", "requests.csv",
-      () => csv(["request", ...names], found.map(row))))];
+      () => csv(["request", ...names], found.map((i) => row(i, names)))))];
+}
+
+/** The columns that are not all zero, of numbers the largest, in their order. */
+function shownColumns(columns) {
+  const size = Object.fromEntries(Object.entries(columns).map(([name, values]) =>
+    [name, values.reduce((sum, value) =>
+      sum + (typeof value === "number" ? Math.abs(value) : 0), 0)]));
+  const kept = Object.keys(columns).filter((name, i) =>
+    i === 0 || size[name] > 0 || columns[name].some((value) => typeof value === "string"));
+  const times = kept.filter((name) => name.endsWith(" ms"))
+    .sort((a, b) => size[b] - size[a]).slice(0, MOST_TIMES);
+  return kept.filter((name, i) => i === 0 || !name.endsWith(" ms") || times.includes(name));
 }
 
 function stepParts(section, index) {

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phones, laptops and wide screens show a page's answer first, and nothing beyond."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page
+
+from microbench.report import report
+from tests.look.conftest import main
+from tests.look.made_up_server import served
+from tests.microbench.synthetic import Truth, write_run
+
+pytestmark = pytest.mark.slow
+
+WIDTHS = [390, 1_366, 1_920]
+CONFIGS = {
+    "plain": 0.0,
+    "noop": 0.0,
+    "mooncake_both_hash_sync": 60.0,
+    "mooncake_both_block_pool_delta": 0.0,
+    "offloading_new_hashes_only_fixed": 8.0,
+}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("sweep")
+    write_run(folder, [Truth(name, slope=slope) for name, slope in CONFIGS.items()])
+    report(folder, folder)
+    return (folder / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> str:
+    """Records of a server whose connector has many methods, one in two at work."""
+    made = served(tmp_path_factory.mktemp("look") / "records", 2_500)
+    calls = {
+        f"MultiConnector[{i}].build_connector_worker_meta": 50.0 * (i % 2)
+        for i in range(24)
+    }
+    for record in (made.steps[-1], made.workers[-1], made.steps[100]):
+        for field in ("connector_self_us", "connector_calls"):
+            record[field] |= calls
+    folder: Path = made.write()
+    assert main([str(folder)]) == 0
+    return (folder / "look.html").read_text()
+
+
+@pytest.fixture(params=["sweep", "server"])
+def text(request) -> str:
+    return request.getfixturevalue(request.param)
+
+
+def at(open_page, text: str, width: int) -> Page:
+    height = 844 if width < 500 else 768
+    page = open_page(text, viewport={"width": width, "height": height})
+    page.evaluate(
+        "for (const one of document.querySelectorAll('details')) one.open = true"
+    )
+    page.wait_for_timeout(300)
+    return page
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_page_scrolls_sideways_and_no_table_does_on_a_laptop(open_page, text, width):
+    page = at(open_page, text, width)
+    beyond = page.evaluate(
+        "[...document.querySelectorAll('body *')].filter((one) => "
+        "!one.closest('.scroll') && one.getBoundingClientRect().right > innerWidth)"
+        ".map((one) => one.outerHTML.slice(0, 200))"
+    )
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, beyond
+    wide = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter((one) => "
+        "one.scrollWidth > one.clientWidth).map((one) => "
+        "[one.ariaLabel, one.scrollWidth - one.clientWidth])"
+    )
+    if width >= 1_366:
+        assert wide == []
+    assert "`" not in page.evaluate("document.body.innerText")
+
+
+def in_first_screen(page: Page, selector: str) -> bool:
+    box = page.locator(selector).first.bounding_box()
+    height = page.viewport_size["height"]
+    width = page.viewport_size["width"]
+    return bool(box) and box["y"] < height and box["x"] + box["width"] <= width
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_first_screen_of_a_sweep_has_the_answer_and_the_verdicts(
+    open_page, sweep, width
+):
+    height = 844 if width < 500 else 768
+    page = open_page(sweep, viewport={"width": width, "height": height})
+    assert in_first_screen(page, "#head p:nth-of-type(2)")
+    assert in_first_screen(page, "td .verdict")
+    heads = page.locator("table").first.locator("thead th").all_text_contents()
+    assert heads[:2] == ["config", "verdict"]
+    shown = page.locator("td .verdict").all_text_contents()
+    assert shown[: len(CONFIGS)] == ["flat", "flat", "grows", "flat", "grows"]
+    assert (
+        page.locator("figcaption")
+        .first.text_content()
+        .startswith("Scheduler and connector calls at held levels")
+    )
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_first_screen_of_a_server_has_the_answer_and_the_chart(
+    open_page, server, width
+):
+    height = 844 if width < 500 else 768
+    page = open_page(server, viewport={"width": width, "height": height})
+    assert in_first_screen(page, "#head p")
+    assert in_first_screen(page, "canvas")
+
+
+def test_requests_show_no_column_of_zeros_and_fold_after_twenty(open_page, server):
+    page = open_page(server, viewport={"width": 1_366, "height": 768})
+    table = page.get_by_role("region", name="Requests from").first
+    rows = table.locator("tbody tr")
+    assert rows.count() == 100
+    assert sum(row.is_visible() for row in rows.all()) == 20
+    heads = table.locator("thead th").all_text_contents()
+    page_data = json.loads(page.locator("#data").text_content())
+    (line,) = [s for s in page_data["sections"] if s["kind"] == "timeline"]
+    columns = line["requests"]["columns"]
+    assert len(columns) > 40
+    for name in heads[2:]:
+        assert any(columns[name])
+    table.get_by_role("button", name="Show all 100 rows").click()
+    assert all(row.is_visible() for row in rows.all())
