@@ -258,6 +258,26 @@ def test_a_listener_that_is_removed_hears_nothing_more_and_the_others_do(variant
     assert [call[0] for call in left.heard] == ["cached", "cached", "reset"]
 
 
+def test_listeners_that_change_places_in_a_call_hear_each_change_once(variant):
+    pool = variant.pool(CASE_BLOCKS)
+    pool.free_blocks(cache(pool, b"a"))
+    late = Replica()
+
+    class Exchanging(Replica):
+        def on_block_evicted(self, key: bytes, block_id: int) -> None:
+            super().on_block_evicted(key, block_id)
+            pool.remove_listener(gone)
+            pool.add_listener(late)
+
+    pool.add_listener(Exchanging())
+    gone = variant.listen(pool)
+    pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash})
+    cache(pool, b"b")
+    assert [call[0] for call in gone.heard] == ["cached", "evicted"]
+    assert [call[0] for call in late.heard] == ["cached"]
+    assert late.pairs == pairs_held(pool)
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_listener_that_raises_is_dropped_and_the_pool_is_whole(moment):
     check_dropped(Variant(), moment)
