@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from benchmarks.made_up_servers import write_servers
+from benchmarks.look import write_servers
 from kvtax.cli import main as main_of_kvtax
 from kvtax.cli.look import PAGE
 from kvtax.look import instances

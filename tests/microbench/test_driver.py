@@ -352,7 +352,7 @@ def test_a_reset_that_did_not_happen_is_tried_again(server, tmp_path):
 
 def test_a_reset_that_never_happens_fails_the_run(server, tmp_path):
     server.set_faults(ignored_resets=1000)
-    soon = "import microbench.cache_reset as r; r.RESET_TIMEOUT_S = 0.5"
+    soon = "import microbench.driver as r; r.RESET_TIMEOUT_S = 0.5"
     result = drive(tmp_path, server.url, reset_plan(), soon)
     server.set_faults()
     assert result.code == 4

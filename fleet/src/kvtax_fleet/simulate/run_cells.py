@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from kvtax.proc.lines import Lines
 from kvtax.proc.supervise import remove_openmp_segment
 from kvtax.records.files import LineFile, write_document
 
@@ -62,6 +61,31 @@ from kvtax_fleet.simulate.virtual_engine import VirtualEngine
 from kvtax_fleet.simulate.virtual_instance import VirtualInstance
 from kvtax_fleet.simulate.virtual_loop import VirtualLoop
 from kvtax_fleet.trace import read_trace
+
+PIPE_BYTES = 65_536
+
+
+class Lines:
+    """The lines that come through the pipe at `path`; waits until somebody writes it.
+
+    Can be waited for, as a file can. `open` is False once none can come any more.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY)
+        self._rest = b""
+        self.open = True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def come(self) -> list[bytes]:
+        """Read the whole lines that are there by now; wait if there are none."""
+        told = os.read(self._fd, PIPE_BYTES)
+        self.open = bool(told)
+        *lines, self._rest = (self._rest + told).split(b"\n")
+        return lines
+
 
 # Virtual seconds for which lines of records stay in memory.
 FLUSH_EVERY_S = 30.0
