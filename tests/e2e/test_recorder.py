@@ -340,7 +340,7 @@ def test_a_server_is_patched_and_recorded_and_leaves_nothing(tmp_path, scratch):
             stderr=log,
         )
     try:
-        url = f"http://{server.ports.host}:{server.ports.http}"
+        url = f"http://127.0.0.1:{server.ports.http}"
         wait_ready(process, url, server.log)
         assert completions(url) == 8
         (overlay,) = scratch.glob("kvtax-run-*")

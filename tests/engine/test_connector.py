@@ -321,7 +321,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_companion import companion_of
+from test_connector import companion_of
 from kvtax.engine.companion import accompanied
 from kvtax.engine.installation import installation
 with accompanied(companion_of(), Path(sys.argv[1]), installation()):

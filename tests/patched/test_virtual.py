@@ -67,9 +67,9 @@ def asked_in_turn(model, delay_ns: int) -> list[tuple[int, int, int]]:
         for prompt in prompts():
             body = VirtualBody(prompt, 3)
             await loop.sleep_until(loop.now_ns() + delay_ns - 1)
-            (before,) = await index.cached_tokens(body)
+            (before,) = (await index.cached_tokens(body)).values()
             await asyncio.sleep(0.001)
-            (then,) = await index.cached_tokens(body)
+            (then,) = (await index.cached_tokens(body)).values()
             earlier = instance.totals.cached_tokens
             answer = instance.request(body.raw)
             await answer.begin()
@@ -149,7 +149,7 @@ async def seen(index: VirtualIndex) -> set[int]:
     found = set()
     for block in range(9):
         # The block of the last token does not count.
-        (tokens,) = await index.cached_tokens(VirtualBody([block, 0], 1))
+        (tokens,) = (await index.cached_tokens(VirtualBody([block, 0], 1))).values()
         found |= {block} if tokens else set()
     return found
 
