@@ -27,12 +27,11 @@ from kvtax.look.requests import TIMED_PARTS, WAITS
 from kvtax.patcher import load_sets
 from kvtax.paths import PATCHES, REPOSITORY
 from kvtax.report.document import Flame
-from tests.harness.tiny.checkpoint import VOCAB_SIZE, prompt
-from tests.harness.tiny.server import TinyServer
+from tests.e2e.test_transfers import pull_params, send_params
+from tests.harness.tiny.server import VOCAB_SIZE, TinyServer, prompt
 from tests.harness.tiny.servers import KV_TRANSFER, NEEDED, TinyServers, ready
 
 from .doors import await_written
-from .pair import pull_params, send_params
 
 pytestmark = pytest.mark.e2e
 

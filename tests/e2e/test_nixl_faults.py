@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvtax.proc.ports import reserve
-from tests.harness.tiny.checkpoint import prompt
+from tests.e2e.test_transfers import route
 from tests.harness.tiny.server import (
     BLOCK_TOKENS,
     NUM_BLOCKS,
@@ -26,10 +26,9 @@ from tests.harness.tiny.server import (
     Tokens,
     aborted,
     occupied,
+    prompt,
 )
 from tests.harness.tiny.servers import Reference, TinyServers, ready
-
-from .pair import route
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -11,37 +11,132 @@ from __future__ import annotations
 import asyncio
 import socket
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import aiohttp
 import pytest
 
 from kvtax.proc.ports import reserve
-from tests.e2e.pair import (
-    Bench,
-    abort_unscheduled_pull,
-    pull_params,
-    pulling,
-    route,
-    send_params,
-    stuck_send,
-)
-from tests.harness.tiny.checkpoint import prompt
 from tests.harness.tiny.server import (
     BLOCK_TOKENS,
+    Answer,
     Counters,
     RequestFailed,
     TinyServer,
     Tokens,
     aborted,
     occupied,
+    prompt,
 )
 from tests.harness.tiny.servers import Reference, TinyServers, ready
 from tests.releases import INSTALLED
 
-pytestmark = pytest.mark.e2e
+
+async def route(connector: str, p: TinyServer, d: TinyServer, prompt: Tokens) -> Answer:
+    """D's answer to a prompt that P has prefilled. Raises RequestFailed."""
+    if connector == "nixl":
+        prefilled = await p.complete(prompt, 1, {"do_remote_decode": True})
+        return await d.complete(prompt, kv_transfer_params=prefilled.kv_transfer_params)
+    transfer_id = uuid.uuid4().hex
+    pull = await pull_params(p, transfer_id)
+    answer, _ = await asyncio.gather(
+        d.complete(prompt, kv_transfer_params=pull),
+        p.complete(prompt, 1, send_params(transfer_id)),
+    )
+    return answer
+
+
+def send_params(transfer_id: str) -> dict[str, Any]:
+    """Parameters that make a Mooncake P hold the prompt's KV until it is pulled."""
+    return {"do_remote_decode": True, "transfer_id": transfer_id}
+
+
+async def pull_params(p: TinyServer, transfer_id: str) -> dict[str, Any]:
+    """Parameters that make a Mooncake D pull from `p`, from its bootstrap server."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{p.bootstrap_url}/query") as answer,
+    ):
+        ranks = await answer.json()
+    return {
+        "do_remote_prefill": True,
+        "transfer_id": transfer_id,
+        "remote_bootstrap_addr": p.bootstrap_url,
+        "remote_engine_id": ranks["0"]["engine_id"],
+    }
+
+
+@dataclass(frozen=True)
+class Bench:
+    """`d` recomputes what it cannot pull; `foreign` has other weights."""
+
+    p: TinyServer
+    d: TinyServer
+    foreign: TinyServer
+    reference: Reference
+
+    async def right(self, answer: Awaitable[Answer], asked: Tokens) -> None:
+        (expected,) = await self.reference.tokens([asked])
+        assert (await answer).tokens == expected
+
+    async def pulls(self, p: TinyServer, d: TinyServer, seed: int) -> None:
+        asked = prompt(seed, 500)
+        before = await d.counters()
+        await self.right(route("mooncake", p, d, asked), asked)
+        await d.has(pulled_tokens=before.pulled_tokens + 500)
+
+    async def well(self, seed: int) -> None:
+        """Neither side holds anything, and transfers go on."""
+        # In this order: once P holds nothing, D has had its answer.
+        await self.p.settle()
+        await self.d.settle()
+        await self.pulls(self.p, self.d, seed)
+
+
+async def pulling(
+    p: TinyServer, d: TinyServer, asked: Tokens, transfer_id: str
+) -> asyncio.Task:
+    """D's answer to come, for which it pulls from P."""
+    params = await pull_params(p, transfer_id)
+    return asyncio.create_task(d.complete(asked, kv_transfer_params=params))
+
+
+async def abort_unscheduled_pull(p: TinyServer, d: TinyServer, seed: int) -> None:
+    """Have `d`, which takes no more, given a pull from `p` that is then aborted."""
+    asked, transfer_id = prompt(seed, 500), uuid.uuid4().hex
+    await p.complete(asked, 1, send_params(transfer_id))
+    pull = await pulling(p, d, asked, transfer_id)
+    await d.has(waiting=1)
+    await aborted(pull)
+    await d.has(waiting=0)
+
+
+@asynccontextmanager
+async def stuck_send(
+    p: TinyServer, d: TinyServer, asked: Tokens
+) -> AsyncIterator[asyncio.Task]:
+    """P in the middle of sending to D, which is stopped; yields D's answer to come.
+
+    The transfer engines must know each other already.
+    """
+    transfer_id = uuid.uuid4().hex
+    # P waits for a prompt as long as for an aborted one, so it must be soon prefilled.
+    await p.complete(asked, 1)
+    waiting = (await d.counters()).waiting
+    pull = await pulling(p, d, asked, transfer_id)
+    await d.has(waiting=waiting + 1)
+    # Steps of D wait for its event loop. The request to P needs many of its turns:
+    # a new socket has its handshake first, and a stopped D would not end it.
+    await d.complete([0], 32)
+    with d.stopped():
+        await p.complete(asked, 1, send_params(transfer_id))
+        await d.has_unread(2**15)
+        yield pull
+
 
 LENGTHS = [
     1,
@@ -85,6 +180,7 @@ def direction(request) -> int:
     return request.param
 
 
+@pytest.mark.e2e
 async def test_tokens_are_those_of_a_single_instance_at_every_length(pair, direction):
     p, d = pair.instances[::direction]
     before_p, before_d = await p.counters(), await d.counters()
@@ -98,6 +194,7 @@ async def test_tokens_are_those_of_a_single_instance_at_every_length(pair, direc
     await asyncio.gather(p.settle(), d.settle())
 
 
+@pytest.mark.e2e
 async def test_only_what_the_decode_side_has_not_cached_is_pulled(pair, direction):
     p, d = pair.instances[::direction]
     before = await d.counters()
@@ -115,6 +212,7 @@ async def test_only_what_the_decode_side_has_not_cached_is_pulled(pair, directio
     await asyncio.gather(p.settle(), d.settle())
 
 
+@pytest.mark.e2e
 async def test_sixteen_at_once_in_both_directions(pair):
     one, other = pair.instances
     before = [await one.counters(), await other.counters()]
@@ -174,6 +272,7 @@ def bench(lab: TinyServers, start, reference: Reference) -> Iterator[Bench]:
         yield Bench(*instances, reference)
 
 
+@pytest.mark.e2e
 async def test_other_weights_on_the_prefill_side_are_noticed(bench):
     # D computes what it cannot pull in time, and a first pull takes longest.
     await route("mooncake", bench.foreign, bench.d, prompt(59_999, 500))
@@ -187,6 +286,7 @@ async def test_other_weights_on_the_prefill_side_are_noticed(bench):
     await asyncio.gather(bench.foreign.settle(), bench.d.settle())
 
 
+@pytest.mark.e2e
 async def test_abort_before_it_is_scheduled(bench):
     expired = expirations(bench.p)
     async with occupied(bench.d, MAX_SEQS):
@@ -196,6 +296,7 @@ async def test_abort_before_it_is_scheduled(bench):
     await bench.well(seed=61_001)
 
 
+@pytest.mark.e2e
 async def test_abort_while_it_waits_for_remote_kv(bench):
     prompts = [prompt(62_000 + i, 500) for i in range(2)]
     ids = [uuid.uuid4().hex for _ in prompts]
@@ -211,6 +312,7 @@ async def test_abort_while_it_waits_for_remote_kv(bench):
     await bench.well(seed=62_002)
 
 
+@pytest.mark.e2e
 async def test_abort_on_the_prefill_side_lets_the_decode_side_go_on_at_once(bench):
     asked, transfer_id = prompt(63_000, 500), uuid.uuid4().hex
     await bench.reference.tokens([asked])
@@ -226,6 +328,7 @@ async def test_abort_on_the_prefill_side_lets_the_decode_side_go_on_at_once(benc
     await bench.well(seed=63_001)
 
 
+@pytest.mark.e2e
 async def test_abort_while_the_prefill_side_is_sending(bench):
     asked = prompt(64_000, LONG_TOKENS)
     await bench.pulls(bench.p, bench.d, seed=64_001)
@@ -240,6 +343,7 @@ async def test_abort_while_the_prefill_side_is_sending(bench):
     await bench.well(seed=64_002)
 
 
+@pytest.mark.e2e
 async def test_bootstrap_server_gone(bench):
     """Nothing listens there, or it does not answer, or it knows another engine."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -261,6 +365,7 @@ async def test_bootstrap_server_gone(bench):
     await bench.well(seed=65_003)
 
 
+@pytest.mark.e2e
 async def test_prefill_side_stopped_past_its_timeout(bench):
     asked, transfer_id = prompt(66_000, 500), uuid.uuid4().hex
     unsent = prompt(66_001, 500)
@@ -279,6 +384,7 @@ async def test_prefill_side_stopped_past_its_timeout(bench):
     await bench.well(seed=66_002)
 
 
+@pytest.mark.e2e
 async def test_prefill_side_stopped_while_sending(bench):
     """D keeps the blocks as long as P may write to them, and goes on serving."""
     await route("mooncake", bench.foreign, bench.d, prompt(70_000, 500))
@@ -303,6 +409,7 @@ async def test_prefill_side_stopped_while_sending(bench):
     await bench.d.settle()
 
 
+@pytest.mark.e2e
 @pytest.mark.long  # tests/patched/test_abort_race.py shows it in the engine alone
 async def test_without_the_fix_an_abort_before_scheduling_is_the_end_of_the_engine(
     bench, start
@@ -319,6 +426,7 @@ async def test_without_the_fix_an_abort_before_scheduling_is_the_end_of_the_engi
     assert "AssertionError" in log
 
 
+@pytest.mark.e2e
 async def test_by_default_a_failed_pull_fails_its_request_alone(bench):
     closed_port = reserve(1)[0].http
     params = {
@@ -332,6 +440,7 @@ async def test_by_default_a_failed_pull_fails_its_request_alone(bench):
     await bench.foreign.settle()
 
 
+@pytest.mark.e2e
 def test_the_defence_in_the_scheduler_was_not_needed(bench):
     """The connector itself must report nothing wrong."""
     for instance in (bench.p, bench.d, bench.foreign):

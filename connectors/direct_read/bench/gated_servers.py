@@ -17,9 +17,9 @@ from connectors.direct_read.bench.gates import GATES_VARIABLE
 from kvtax.engine.connector import Connector
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
-from tests.harness.tiny.checkpoint import MAX_TOKENS
 from tests.harness.tiny.server import (
     BLOCK_TOKENS,
+    MAX_TOKENS,
     NUM_BLOCKS,
     SETTLE_DEADLINE_S,
     TinyServer,

@@ -17,8 +17,7 @@ import aiohttp
 
 from benchmarks.results import NotMeasured
 from kvtax.engine.server import SERVED_MODEL, Server
-from tests.harness.tiny.checkpoint import VOCAB_SIZE
-from tests.harness.tiny.server import BLOCK_TOKENS, Tokens
+from tests.harness.tiny.server import BLOCK_TOKENS, VOCAB_SIZE, Tokens
 
 ANSWER_TOKENS = 6
 # Prompts begin with one of this many beginnings, of this many blocks (least, most).

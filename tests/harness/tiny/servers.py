@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.overlay import build_overlay
-from tests.harness.tiny.checkpoint import write_checkpoint
-from tests.harness.tiny.server import BLOCK_TOKENS, TinyServer, Tokens
+from tests.harness.tiny.server import BLOCK_TOKENS, TinyServer, Tokens, write_checkpoint
 
 KV_TRANSFER: dict[str, dict[str, str | dict[str, str]]] = {
     "mooncake": {
