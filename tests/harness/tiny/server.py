@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM instance with a tiny checkpoint: random weights, yet every greedy token hangs on the prompt.
+"""A vLLM with a tiny checkpoint: random weights, but each token hangs on the prompt.
 
 A transfer that loses or mixes up KV can only show in the tokens if these depend on
 it. Two things see to that: query and key norms of SHARPNESS give attention scores a
