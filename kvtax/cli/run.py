@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -80,8 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         print(f"does not fit: {error}")
         return Exit.BAD_INPUT
+    walls = _walls(arguments)
     if arguments.check:
         _report(plans)
+    if walls:
+        print(walls, file=sys.stderr)
+        return Exit.BAD_INPUT
+    if arguments.check:
         return Exit.GOOD
     for tree, patches, _ in plans:
         names = ", ".join(patch.name for patch in patches)
@@ -124,6 +130,27 @@ def _plans(arguments: argparse.Namespace) -> list[patcher.ImportPlan]:
         dict(arguments.set),
         lambda package: patcher.Tree(used.package(package), only_read=True),
     )
+
+
+def _walls(arguments: argparse.Namespace) -> str:
+    """Name what would stop a server on the CPU, and the command that works."""
+    from kvtax.engine.command_python import python_of
+    from kvtax.engine.cpu_walls import walls_of
+
+    used = python_of(arguments.command, arguments.python)
+    walls = walls_of(arguments.command, used, arguments.fix)
+    if not walls.reasons:
+        return ""
+    words = ["kvtax", "run"]
+    if arguments.records:
+        words += ["--records", str(arguments.records)]
+    if walls.fixes:
+        words += ["--fix", *walls.fixes]
+    for name, value in arguments.set:
+        words += ["--set", f"{name}={value!r}"]
+    reasons = "".join(f"\n  {reason}" for reason in walls.reasons)
+    line = shlex.join([*words, "--", *walls.command])
+    return f"kvtax: vLLM would not start:{reasons}\nthis works: {line}"
 
 
 def _environment(overlay: Path, records: Path | None) -> dict[str, str]:
