@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtax.cli import main
 from kvtax.engine import releases
 from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation
@@ -382,3 +383,22 @@ def completions(url: str) -> int:
     )
     with urllib.request.urlopen(request, timeout=600) as response:
         return json.load(response)["usage"]["completion_tokens"]
+
+
+def test_the_demo_records_a_server_of_its_own_and_leaves_nothing_else(
+    tmp_path, monkeypatch, capsys
+):
+    # The paths of vLLM's sockets are at most 107 characters long.
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        assert main(["demo", "--serve", "--out", str(tmp_path / "demo")]) == 0
+        assert list(Path(short).iterdir()) == []
+    shown = capsys.readouterr().out
+    assert "48 requests" in shown
+    assert "Connector adds" in shown
+    assert (tmp_path / "demo" / "look.html").is_file()
+
+
+def test_the_demo_without_vllm_says_what_to_install(tmp_path, capsys):
+    assert main(["demo", "--serve", "--python", "/usr/bin/env"]) == 2
+    assert "is not a Python" in capsys.readouterr().err
