@@ -59,7 +59,7 @@ def record_server(folder: Path, python: str) -> str:
 def _complete(url: str, seed: int) -> None:
     """Send a prompt of random tokens, and read its answer."""
     rng = random.Random(seed)
-    vocabulary = int(NULL_MODEL["vocab_size"])
+    vocabulary = int(str(NULL_MODEL["vocab_size"]))
     body = {
         "model": SERVED_MODEL,
         "prompt": [rng.randrange(vocabulary) for _ in range(PROMPT_TOKENS)],
