@@ -28,7 +28,7 @@ from kvtax.look.instance_summary import (
     used_blocks,
 )
 from kvtax.look.instances import one_by_one, read_instances
-from kvtax.paths import PATCHES
+from kvtax.paths import PATCHES, REPOSITORY
 from kvtax.records.steps import METHOD_FIELDS
 from kvtax.records.warning import RunWarning
 from kvtax.stats import Estimate
@@ -514,6 +514,8 @@ def test_the_demo_shows_a_walk_its_fix_and_an_h100(tmp_path, capsys):
     assert "scheduler.build_connector_meta (" in told and "docs/fixes.md" in told
     assert SHORT_CIRCUIT in told
     assert "Warnings" not in told
+    quoted = (REPOSITORY / "README.md").read_text().split("```\n")[1]
+    assert " ".join(quoted.split()) in " ".join(told.split())
     page = (tmp_path / "demo" / PAGE).read_text()
     assert all(name in page for name in ("hash_walk", "fixed", "h100"))
 
