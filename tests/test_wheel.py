@@ -27,8 +27,8 @@ HEAVY = ("torch", "vllm", "ray", "transformers", "aiohttp", "matplotlib")
 
 
 @functools.cache
-def built(folder: Path) -> Path:
-    command = [UV, "build", "-q", "--wheel", "--out-dir", str(folder), str(REPOSITORY)]
+def built(folder: Path, project: Path = REPOSITORY) -> Path:
+    command = [UV, "build", "-q", "--wheel", "--out-dir", str(folder), str(project)]
     subprocess.run(command, check=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -125,9 +125,14 @@ def contents(tree: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in tree.rglob("*.py")}
 
 
-def test_trace_stats_reads_a_published_trace(kvtax):
-    (trace,) = (REPOSITORY / "traces").glob("mooncake_conversation_trace.jsonl.*")
-    told = kvtax("trace", "stats", trace)
+def test_the_fleet_s_wheel_adds_its_commands(environment, tmp_path):
+    """Reading a trace takes nothing of what the fleet's wheel depends on."""
+    python = str(environment / "bin" / "python")
+    wheel = built(tmp_path, REPOSITORY / "fleet")
+    subprocess.run([UV, "pip", "install", "-q", "--no-deps", "--python", python, wheel])
+    (trace,) = (REPOSITORY / "fleet" / "traces").glob("mooncake_conversation*")
+    command = [environment / "bin" / "kvtax", "trace", "stats", trace]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (told.returncode, told.stderr) == (0, "")
     assert "12,031" in told.stdout
 
