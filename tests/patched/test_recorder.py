@@ -668,9 +668,11 @@ def test_a_fault_of_the_recorder_is_a_message_and_the_engine_serves(
         for _ in range(2):
             engine.add([1] * 40, 20)
             engine.run_to_end()
-    assert all("records" in one and "from here on" in one for one in logged)
+    # A file of the test before may be closed only now, and names its path.
+    own = [line for line in logged if "/" not in line]
+    assert all("records" in line and "from here on" in line for line in own)
     # Of the engine, and of the worker, which has its own.
-    assert 1 <= len(logged) == len(set(logged)) <= 2
+    assert 1 <= len(own) == len(set(own)) <= 2
     assert not engine.core.scheduler.requests
 
 

@@ -25,7 +25,8 @@ OPTIONS = [
 NEVER_MS = 0
 
 
-@pytest.fixture(scope="session")
+# While it is open, its event loop runs in this thread: no test beside may run one.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
