@@ -8,4 +8,3 @@ _WHEEL_DATA = _PACKAGE / "data"
 # Experiments name their traces below it.
 FLEET = _WHEEL_DATA if _WHEEL_DATA.is_dir() else _PACKAGE.parents[1]
 CONFIGS = FLEET / "configs"
-TRACES = FLEET / "traces"
