@@ -86,7 +86,7 @@ from pathlib import Path
 from kvtax.engine import preloaded
 preloaded.IMPORTED = sys.argv[2]
 command = [sys.executable, "-m", "sleeper"]
-preloaded.Preloaded(command, dict(os.environ), Path(sys.argv[1]))
+running = preloaded.Preloaded(command, dict(os.environ), Path(sys.argv[1]))
 time.sleep(600)
 """
 
