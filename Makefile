@@ -110,7 +110,7 @@ clean-releases: ## remove the environments of other vLLM releases, and of vllm-r
 	rm -rf .releases
 
 clean: clean-releases ## remove what was fetched or made: runs, report.html, sources, the environment, caches
-	rm -rf runs report.html third_party .venv .uv .setup.lock dist kvindex/bin \
+	rm -rf runs report.html third_party env .venv .uv .setup.lock dist kvindex/bin \
 	    fleet/results/virtual-* .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -15,10 +15,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvtax.proc.loopback import without_proxy
+
 # Many container images forbid Python to keep bytecode. Then each process that a test
 # starts would compile its imports anew: seconds where it imports torch.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# The proxy of a host knows none of the servers that tests start.
+os.environ.update(without_proxy(os.environ))
 # Our matrices are small. On a busy machine numpy's threads spend several times the
 # time of a product waiting for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

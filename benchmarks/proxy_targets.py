@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 from benchmarks.results import NotMeasured
 from kvtax.paths import REPOSITORY
+from kvtax.proc.loopback import open_url, without_proxy
 from kvtax.proc.ports import reserve
 
 SOURCES = Path(__file__).parent / "proxy_load"
@@ -76,6 +76,7 @@ def process(core: str, *command: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         pinned,
         cwd=REPOSITORY,
+        env=os.environ | without_proxy(os.environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -125,7 +126,7 @@ def vllm_router(server: str, command: str) -> Iterator[Target]:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=1):
+        with open_url(url, 1):
             return True
     except OSError:
         return False

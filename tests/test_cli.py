@@ -191,13 +191,25 @@ def test_without_a_checkout_a_command_says_that_it_needs_one(
     assert "checkout" in capsys.readouterr().err
 
 
-def test_without_an_extra_a_command_names_the_extra(monkeypatch, capsys):
+def test_without_a_package_a_command_names_what_to_install(monkeypatch, capsys):
     def absent(name: str):
         raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
 
     monkeypatch.setattr("kvtax.cli.importlib.import_module", absent)
     assert main(["proxy"]) == Exit.BAD_INPUT
-    assert "pip install 'kvtax-fleet'" in capsys.readouterr().err
+    assert "pip install ./fleet" in capsys.readouterr().err
+
+
+def test_without_the_fleet_help_says_what_its_commands_need(ended, monkeypatch):
+    monkeypatch.setattr("kvtax.cli.entry_points", lambda group: [])
+    monkeypatch.setitem(sys.modules, "kvtax_fleet", None)
+    _, shown, _ = ended("--help")
+    for name in ("fleet", "proxy", "trace"):
+        assert f"    {name}  " in shown
+        code, _, told = ended(name, "--url", "a=http://h:1")
+        assert code == Exit.BAD_INPUT
+        assert "pip install ./fleet" in told
+    assert shown.count("(needs pip install ./fleet in a checkout)") == 3
 
 
 def test_completion_lists_subcommands_and_their_options(tmp_path):

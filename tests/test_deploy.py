@@ -15,6 +15,7 @@ import urllib.request
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from tests.proc.living import eventually
 
 FOLDER = REPOSITORY / "deploy"
 CONTAINERFILE = (FOLDER / "Containerfile").read_text()
-COMPONENT = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
-PATCH = yaml.safe_load((FOLDER / "recorder.yaml").read_text())
+# Kinds that kustomize can merge.
+MERGED = ("Deployment", "StatefulSet")
+PATCH = yaml.safe_load((FOLDER / "deployment" / "recorder.yaml").read_text())
+PARTS = yaml.safe_load((FOLDER / "leaderworkerset" / "recorder.yaml").read_text())
 # As in vLLM's guide to Kubernetes, with an init container and a root that is read-only.
 DEPLOYMENT = yaml.safe_load("""
 apiVersion: apps/v1
@@ -64,6 +67,33 @@ spec:
       - {name: models, persistentVolumeClaim: {claimName: models}}
       - {name: shm, emptyDir: {medium: Memory}}
 """)
+# Leader and worker have their own containers, and the worker little else.
+LEADER_WORKER_SET = yaml.safe_load("""
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+metadata: {name: vllm}
+spec:
+  replicas: 1
+  leaderWorkerTemplate:
+    size: 2
+    leaderTemplate:
+      metadata: {labels: {role: leader}}
+      spec:
+        initContainers:
+        - {name: model, image: "fetch:1", command: [fetch, /models]}
+        containers:
+        - name: vllm-leader
+          image: vllm/vllm-openai:v0.32.0
+          args: [serve, /models/it, --pipeline-parallel-size, "2"]
+          env: [{name: HF_HOME, value: /models}]
+          volumeMounts: [{name: shm, mountPath: /dev/shm}]
+        - {name: other, image: "other:1"}
+        volumes: [{name: shm, emptyDir: {medium: Memory}}]
+    workerTemplate:
+      spec:
+        containers:
+        - {name: vllm-worker, image: "vllm/vllm-openai:v0.32.0", command: [ray, start]}
+""")
 # The oldest and the newest whose schemas kubernetes-validate has.
 VERSIONS = ("1.25", "1.37")
 # Starts of vLLM's container, with so many workers, in the life of one pod.
@@ -91,7 +121,9 @@ def without_order(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_order(inside) for key, inside in value.items()}
     if isinstance(value, list):
-        return sorted(map(without_order, value), key=json.dumps)
+        return sorted(
+            map(without_order, value), key=partial(json.dumps, sort_keys=True)
+        )
     return value
 
 
@@ -122,27 +154,94 @@ def test_the_schema_refuses_a_misspelt_field():
         kubernetes_validate.validate(merge(PATCHED, wrong), VERSIONS[-1], strict=True)
 
 
-def test_the_component_only_adds():
-    assert COMPONENT.keys() == {"apiVersion", "kind", "patches"}
-    assert COMPONENT["patches"] == [{"path": "recorder.yaml"}]
+@pytest.mark.parametrize("kind", MERGED)
+def test_the_component_only_adds(kind):
+    folder = FOLDER / kind.lower()
+    component = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert component.keys() == {"apiVersion", "kind", "patches"}
+    assert component["patches"] == [{"path": "recorder.yaml"}]
+    patch = yaml.safe_load((folder / "recorder.yaml").read_text())
+    assert patch == PATCH | {"kind": kind}
     # No value is in both: neither side wins, whichever is merged into the other.
     assert without_order(PATCHED) == without_order(merge(PATCH, DEPLOYMENT))
 
 
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl has kustomize")
-def test_kustomize_adds_the_component_and_leaves_nothing_when_it_is_deleted(tmp_path):
-    shutil.copytree(FOLDER, tmp_path / "recorder")
-    (tmp_path / "vllm.yaml").write_text(yaml.safe_dump(DEPLOYMENT))
-    kustomization = tmp_path / "kustomization.yaml"
-    before = "resources: [vllm.yaml]\n"
-    for text, expected in (
-        (before + "components: [recorder]\n", PATCHED),
-        (before, DEPLOYMENT),
-    ):
-        kustomization.write_text(text)
-        command = ["kubectl", "kustomize", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert yaml.safe_load(done.stdout) == expected
+def test_all_shapes_add_the_same_parts():
+    pod = PATCH["spec"]["template"]["spec"]
+    assert PARTS["init"] == PROBE
+    assert PARTS["look"] == LOOK
+    assert list(PARTS["env"].values()) == VLLM["env"]
+    assert list(PARTS["mounts"].values()) == VLLM["volumeMounts"]
+    assert list(PARTS["volumes"].values()) == pod["volumes"]
+    component = yaml.safe_load(
+        (FOLDER / "leaderworkerset" / "kustomization.yaml").read_text()
+    )
+    used = {one["source"]["fieldPath"] for one in component["replacements"]}
+    names = {
+        f"{key}.{name}" for key in ("env", "mounts", "volumes") for name in PARTS[key]
+    }
+    assert used == names | {"init", "look", "leaderTemplate", "workerTemplate"}
+
+
+needs_kustomize = pytest.mark.skipif(
+    not shutil.which("kubectl"), reason="kubectl has kustomize"
+)
+
+
+def built(folder: Path, manifest: dict, component: str | None) -> Any:
+    """Build a manifest with kustomize. Raises CalledProcessError."""
+    (folder / "vllm.yaml").write_text(yaml.safe_dump(manifest))
+    text = "resources: [vllm.yaml]\n"
+    if component:
+        shutil.copytree(FOLDER / component, folder / "recorder", dirs_exist_ok=True)
+        text += "components: [recorder]\n"
+    (folder / "kustomization.yaml").write_text(text)
+    command = ["kubectl", "kustomize", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return yaml.safe_load(done.stdout)
+
+
+@needs_kustomize
+@pytest.mark.parametrize("kind", MERGED)
+def test_kustomize_adds_the_component_and_leaves_nothing_when_it_is_deleted(
+    kind, tmp_path
+):
+    manifest = DEPLOYMENT | {"kind": kind}
+    assert built(tmp_path, manifest, kind.lower()) == PATCHED | {"kind": kind}
+    assert built(tmp_path, manifest, None) == manifest
+
+
+@needs_kustomize
+def test_pods_of_a_leader_worker_set_keep_what_they_had_and_record(tmp_path):
+    done = built(tmp_path, LEADER_WORKER_SET, "leaderworkerset")
+    before = LEADER_WORKER_SET["spec"]["leaderWorkerTemplate"]
+    after = done["spec"]["leaderWorkerTemplate"]
+    for role in ("leader", "worker"):
+        old = before[f"{role}Template"]["spec"]
+        new = after[f"{role}Template"]["spec"]
+        added = {
+            "initContainers": [PROBE],
+            "containers": [VLLM | {"name": f"vllm-{role}"}, LOOK],
+            "volumes": PATCH["spec"]["template"]["spec"]["volumes"],
+        }
+        assert without_order(new) == without_order(merge(old, added))
+        for version in VERSIONS:
+            pod = {"template": {"metadata": {"labels": {"app": "vllm"}}, "spec": new}}
+            checked = DEPLOYMENT | {"spec": DEPLOYMENT["spec"] | pod}
+            assert kubernetes_validate.validate(checked, version, strict=True)
+    assert after["size"] == before["size"]
+    assert after["leaderTemplate"]["metadata"] == before["leaderTemplate"]["metadata"]
+    assert built(tmp_path, LEADER_WORKER_SET, None) == LEADER_WORKER_SET
+
+
+@needs_kustomize
+@pytest.mark.parametrize("wrong", ["vllm", "vllm-leader", "vllm-worker"])
+def test_a_name_that_is_not_there_ends_the_build(wrong, tmp_path):
+    text = json.dumps(LEADER_WORKER_SET).replace(f'"name": "{wrong}"', '"name": "x"')
+    with pytest.raises(subprocess.CalledProcessError):
+        built(tmp_path, json.loads(text), "leaderworkerset")
+    with pytest.raises(subprocess.CalledProcessError):
+        built(tmp_path, DEPLOYMENT | {"metadata": {"name": "x"}}, "deployment")
 
 
 @pytest.mark.parametrize("container", [PROBE, LOOK], ids=["probe", "look"])

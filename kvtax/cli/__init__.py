@@ -40,8 +40,8 @@ class Command(NamedTuple):
     name: str
     summary: str
     module: str
-    # What pip installs for it: the wheel, one with an extra, or another project.
-    package: str = "kvtax"
+    # Folder of a checkout that pip installs for it.
+    package: str = "."
     # The action that may be left out: `fleet FILE` is `fleet run FILE`.
     default_action: str = ""
 
@@ -58,6 +58,11 @@ COMMANDS = (
     Command("axes", "measure connectors by release and axis", "kvtax.cli.axes"),
     Command("bench", "measure what kvtax's own parts cost", "benchmarks.command"),
 )
+# Commands of the fleet's project, where it is not installed.
+FLEET = [
+    Command(name, "(needs pip install ./fleet in a checkout)", "kvtax_fleet", "./fleet")
+    for name in ("fleet", "proxy", "trace")
+]
 # Environment variable by which a shell asks for completions (argcomplete).
 COMPLETION = "_ARGCOMPLETE"
 # Entry points by which another package adds its `Command`s.
@@ -137,8 +142,9 @@ def subcommands(given: Sequence[str]) -> Sequence[Command]:
     """All subcommands; only ours if `given` names one, as entry points take time."""
     if _named(given) in {command.name for command in COMMANDS}:
         return COMMANDS
-    added = entry_points(group=ENTRY_POINTS)
-    return [*COMMANDS, *(point.load() for point in added)]
+    added = [point.load() for point in entry_points(group=ENTRY_POINTS)]
+    names = {command.name for command in added}
+    return [*COMMANDS, *added, *(each for each in FLEET if each.name not in names)]
 
 
 def _with_action(given: list[str], commands: Sequence[Command]) -> list[str]:
@@ -279,7 +285,10 @@ def require_checkout(command: str) -> None:
 def _remedy(command: Command, missing: str | None) -> str:
     if str(missing).partition(".")[0] in CHECKOUT_ROOMS:
         return CHECKOUT_REMEDY
-    return f"the package {missing} is missing: pip install '{command.package}'"
+    return (
+        f"the package {missing} is missing: in a checkout of kvtax, pip install "
+        f"{command.package}"
+    )
 
 
 def _complete(words: Sequence[str]) -> None:

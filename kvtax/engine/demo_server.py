@@ -16,6 +16,7 @@ from kvtax.engine.installation import installation
 from kvtax.engine.null_model import CPU_ENGINE, NULL_MODEL, Forward, write_null_model
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
+from kvtax.proc.loopback import open_url
 
 # A connector of vLLM's own where what it needs is installed, and one without a cost.
 CONNECTOR, NEEDS = "MooncakeConnector", "mooncake-transfer-engine"
@@ -70,7 +71,5 @@ def _complete(url: str, seed: int) -> None:
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    # The host's proxy does not know this server.
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(request, timeout=REQUEST_TIMEOUT_S) as answer:
+    with open_url(request, REQUEST_TIMEOUT_S) as answer:
         answer.read()

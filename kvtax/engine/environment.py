@@ -13,6 +13,7 @@ from pathlib import Path
 from kvtax.engine import ServerError
 from kvtax.engine.installation import Installation, installation
 from kvtax.paths import REPOSITORY
+from kvtax.proc.loopback import without_proxy
 from kvtax.proc.ports import LOOPBACK, Ports
 from kvtax.records.profile import EngineSettings
 
@@ -59,6 +60,7 @@ def engine_environment(
         "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
         "DIRECT_READ_HOST": LOOPBACK,
         "DIRECT_READ_SECRET": DIRECT_READ_SECRET,
+        **without_proxy(os.environ),
     }
     if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
         # Or vLLM would leave the null model out.

@@ -7,8 +7,6 @@ import dataclasses
 import json
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from kvtax.engine.null_model import has_weights
 from kvtax.engine.preloaded import Preloaded
 from kvtax.engine.provenance import masked, secrets_in
 from kvtax.engine.releases import beside
+from kvtax.proc.loopback import open_url
 from kvtax.proc.ports import LOOPBACK, Ports, listener_pid, reserve
 from kvtax.proc.supervise import Supervised
 from kvtax.records.profile import EngineSettings
@@ -222,9 +221,9 @@ class Server:
 
 def http_ok(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with open_url(url, 5) as response:
             return response.status == 200
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return False
 
 

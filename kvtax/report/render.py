@@ -205,9 +205,11 @@ def aligned(rows: list[list[str]]) -> list[str]:
 
 def plain(text: str) -> str:
     """Remove the marks of links, code and emphasis, and show control characters."""
-    words = LINK.sub(r"\1", text)
-    bare = MARKS.sub(lambda mark: mark[1] or mark[2], words).replace("\n", "; ")
-    return visible(bare)
+    return visible(_unmarked(LINK.sub(r"\1", text)).replace("\n", "; "))
+
+
+def _unmarked(text: str) -> str:
+    return MARKS.sub(lambda mark: mark[1] or _unmarked(mark[2]), text)
 
 
 def visible(text: str) -> str:

@@ -37,6 +37,8 @@ from kvtax.engine.server import (
 from kvtax.look.discover import discover
 from kvtax.look.instances import read_instance
 from kvtax.paths import REPOSITORY
+from kvtax.proc.loopback import NAMES
+from kvtax.proc.ports import LOOPBACK
 from kvtax.proc.supervise import descendants, signal_all
 from kvtax.records.files import read_lines
 from kvtax.records.requests import read_engine_requests
@@ -388,6 +390,10 @@ def completions(url: str) -> int:
 def test_the_demo_records_a_server_of_its_own_and_leaves_nothing_else(
     tmp_path, monkeypatch, capsys
 ):
+    # As in a company's network; Mooncake's worker asks its own server by HTTP, too.
+    monkeypatch.setenv("http_proxy", f"http://{LOOPBACK}:9")
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
     # The paths of vLLM's sockets are at most 107 characters long.
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr(tempfile, "tempdir", short)

@@ -45,6 +45,12 @@ PAGE = Page(
 )
 
 
+def test_code_inside_of_emphasis_shows_no_marks():
+    assert render.plain("**Not compared: `a` with `b`**: `**x`") == (
+        "Not compared: a with b: **x"
+    )
+
+
 def test_markdown_holds_every_part_of_a_page():
     text = render.markdown(PAGE)
     assert text.startswith(

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
+from fleet.tests.analyze.analyze_runs import Truth as Arm
+from fleet.tests.analyze.analyze_runs import write_run as write_fleet
+from kvtax.cli import main as kvtax_main
 from microbench.report import report
 from tests.look.conftest import main
 from tests.look.made_up_server import served
@@ -50,7 +53,24 @@ def server(tmp_path_factory) -> str:
     return (folder / "look.html").read_text()
 
 
-@pytest.fixture(params=["sweep", "server"])
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory) -> str:
+    """An experiment with equal arms, one that is slower, and one that is refused."""
+    folder = write_fleet(
+        tmp_path_factory.mktemp("fleet"),
+        [
+            Arm("linear"),
+            Arm("linear_again", same_as="linear"),
+            Arm("cache_aware_with_a_long_name", slower=1.2),
+            Arm("load_only", policy="load_only", slower=1.5),
+            Arm("round_robin", fails=9),
+        ],
+    )
+    assert kvtax_main(["fleet", "analyze", str(folder)]) == 3
+    return (folder / "report.html").read_text()
+
+
+@pytest.fixture(params=["sweep", "server", "fleet"])
 def text(request) -> str:
     return request.getfixturevalue(request.param)
 
@@ -108,6 +128,23 @@ def test_the_first_screen_of_a_sweep_has_the_answer_and_the_verdicts(
         .first.text_content()
         .startswith("Scheduler and connector calls at held levels")
     )
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_first_screen_of_a_fleet_has_the_ranking(open_page, fleet, width):
+    height = 844 if width < 500 else 768
+    page = open_page(fleet, viewport={"width": width, "height": height})
+    assert "has the shortest mean E2E" in page.locator("#head").text_content()
+    table = page.locator("table").first
+    heads = table.locator("thead th").all_text_contents()
+    assert heads[:2] == ["arm", "verdict"]
+    assert in_first_screen(page, "tbody tr td strong")
+    verdicts = table.locator("tbody td strong").all_text_contents()
+    assert verdicts[0] == "best" and verdicts[-1].startswith("higher")
+    figure = page.locator("figcaption").first
+    assert figure.text_content().startswith("Mean E2E of each arm")
+    if width >= 1_366:
+        assert figure.bounding_box()["y"] < 2 * height
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -3,7 +3,7 @@
 
 from kvtax.cli import Command
 
-PACKAGE = "kvtax-fleet"
+PACKAGE = "./fleet"
 TRACE = Command(
     "trace", "read, sample, anonymise request traces", "kvtax_fleet.cli.trace", PACKAGE
 )

@@ -25,8 +25,9 @@ from kvtax_fleet.paths import FLEET
 
 LOCK = FLEET / "results.lock"
 RESULTS = FLEET / "results"
-# Fields of analysis.json that say by whom and with what it was made.
-PROVENANCE = {"made"}
+# Fields of analysis.json that say by whom and with what it was made, and the ranking,
+# which sums up the rest.
+LEFT_OUT = {"made", "ranking"}
 # The warning that does, too.
 UNCOMMITTED = "uncommitted"
 
@@ -49,9 +50,9 @@ def read_lock(path: Path = LOCK) -> dict[str, Locked]:
 
 
 def fingerprint(analysis: Path) -> str:
-    """Compute the SHA-256 of an analysis.json without its provenance."""
+    """Compute the SHA-256 of an analysis.json without LEFT_OUT."""
     document = json.loads(analysis.read_text())
-    numbers = {name: document[name] for name in document.keys() - PROVENANCE}
+    numbers = {name: document[name] for name in document.keys() - LEFT_OUT}
     numbers["warnings"] = [
         warning
         for warning in document.get("warnings", [])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,58 @@ def test_the_answer_comes_first(text: str) -> None:
     assert "`lmetric` against" not in answers or "no significant difference" in answers
 
 
+def test_arms_are_ranked_by_mean_e2e_against_the_best(
+    document: dict[str, Any], text: str
+) -> None:
+    ranks = document["ranking"]
+    means = [rank["e2e_ms"] for rank in ranks]
+    assert means == sorted(means)
+    assert {rank["arm"] for rank in ranks} == {truth.arm for truth in TRUTHS}
+    assert (ranks[0]["verdict"], ranks[0]["against_best"]) == ("best", None)
+    by_arm = {rank["arm"]: rank for rank in ranks}
+    percent = by_arm["slow"]["against_best"]
+    low, high = percent["ci95"]
+    expected = 100 * (by_arm["slow"]["e2e_ms"] / means[0] - 1)
+    assert percent["value"] == pytest.approx(expected, abs=0.01)
+    assert low < percent["value"] < high
+    # One of two equal arms may be the best: the other is not told from it.
+    pair = {by_arm[arm]["verdict"] for arm in ("linear", "linear_aa")}
+    assert "higher" not in pair
+    table = text.split("## Ranking")[1].split("## ")[0]
+    assert table.count("\n| `") == len(TRUTHS)
+    head, *_ = re.findall(r"^\| (.+) \|$", table, re.M)
+    assert head.split(" | ")[:2] == ["arm", "verdict"]
+    assert text.index("## Ranking") < text.index("figures/ranking.png")
+    assert text.index("figures/ranking.png") < text.index("## What differs")
+
+
+def test_a_ranking_equals_plain_means_over_the_same_requests(tmp_path: Path) -> None:
+    truths = Truth("linear", repeats=2), Truth("slow", slower=1.2, repeats=2)
+    analysis, _ = analysed(tmp_path, *truths)
+    rows = analysis.requests.filter(pl.col("status") == "ok").rows(named=True)
+    runs: dict[str, set[tuple[str, int]]] = {}
+    for row in rows:
+        if row["window"] == "steady":
+            runs.setdefault(row["id"], set()).add((row["arm"], row["repeat"]))
+    same = {of for of, seen in runs.items() if len(seen) == 4}
+    for rank in analysis.results.ranking:
+        own = [r["e2e_ms"] for r in rows if r["arm"] == rank.arm and r["id"] in same]
+        assert rank.n == len(same)
+        assert rank.e2e_ms == pytest.approx(sum(own) / len(own), abs=0.001)
+
+
+def test_in_virtual_time_an_arm_that_repeats_another_is_not_shown(
+    tmp_path: Path,
+) -> None:
+    analysis, real = analysed(tmp_path, *TRUTHS[:3])
+    analysis.results.made.virtual = True
+    text = text_of(analysis)
+    assert "linear_aa" in real and "linear_aa" not in text
+    assert "each an order of the sessions" in text
+    assert "reach" not in text and "+0.0 to" not in text
+    assert "linear_aa" not in analysis.without_twins().requests["arm"]
+
+
 def test_what_is_said_is_about_the_whole_interval() -> None:
     for value, low, high, said in (
         (3, 1, 5, "within the noise floor"),
@@ -184,7 +237,9 @@ def test_a_connector_that_only_the_run_knows_has_its_place(tmp_path: Path) -> No
 def test_figures_have_their_data_beside_them(out: Path, text: str) -> None:
     drawn = {path.stem for path in (out / "figures").glob("*.png")}
     assert drawn == {path.stem for path in (out / "figures").glob("*.csv")}
-    assert drawn == {"latency", "comparison", "interference", "sessions", "substrate"}
+    assert drawn == {
+        *("ranking", "latency", "comparison", "interference", "sessions", "substrate")
+    }
     for name in drawn:
         assert f"figures/{name}.png" in text
 

@@ -408,7 +408,7 @@ def test_without_a_package_there_is_help_and_a_remedy():
     assert given.returncode == 0
     served = python(f"{without}sys.exit(main({SERVE!r}))")
     assert served.returncode == 2
-    assert "pip install 'kvtax-fleet'" in served.stderr
+    assert "pip install ./fleet" in served.stderr
 
 
 def test_decisions_are_made_without_http():

@@ -19,10 +19,12 @@ const SHOW = {
     ...paragraphs(page.answer));
   const main = document.getElementById("content");
   const shown = page.sections.map((section) => SHOW[section.kind](section));
-  // On the first screen: a verdict and its figure side by side, or the first section.
-  const two = page.sections[0]?.kind === "verdicts" && page.sections[1]?.kind === "figure";
-  const first = el("div", { class: two ? "first two" : "first" },
-    ...shown.splice(0, two ? 2 : 1));
+  // On the first screen: verdicts beside their figure, a table over its picture, or the
+  // first section.
+  const kinds = page.sections.slice(0, 2).map((section) => section.kind).join();
+  const isBeside = kinds === "verdicts,figure";
+  const first = el("div", { class: isBeside ? "first two" : "first" },
+    ...shown.splice(0, isBeside || kinds === "table,picture" ? 2 : 1));
   main.replaceChildren(...[first, showWarnings(page.warnings), ...shown].filter(Boolean));
   document.getElementById("foot").append(el("p", {}, ...marked(page.made)));
   fitCharts();

@@ -34,13 +34,14 @@ function marked(text) {
     if (link) return marked(link[1]);
     if (part === "\n") return el("br");
     if (/^`.+`$/.test(part)) return el("code", {}, part.slice(1, -1));
-    if (/^\*\*.+\*\*$/.test(part)) return el("strong", {}, part.slice(2, -2));
+    if (/^\*\*.+\*\*$/.test(part)) return el("strong", {}, ...marked(part.slice(2, -2)));
     return part;
   });
 }
 
-const plain = (text) => text.replace(/`([^`]+)`|\*\*(.+?)\*\*/g, "$1$2")
-  .replaceAll("\n", "; ");
+const unmarked = (text) => text.replace(/`([^`]+)`|\*\*(.+?)\*\*/g,
+  (_, code, strong) => code ?? unmarked(strong));
+const plain = (text) => unmarked(text).replaceAll("\n", "; ");
 
 /** Paragraphs; neighbouring ones that begin with "- " are one list. */
 function paragraphs(texts) {

@@ -43,6 +43,7 @@ from kvtax_fleet.analyze.load import (
     token_imbalance,
 )
 from kvtax_fleet.analyze.offloads import Offloads, offloads
+from kvtax_fleet.analyze.ranking import Rank, ranking, twins_of
 from kvtax_fleet.analyze.request_tables import (
     Latency,
     Moves,
@@ -181,6 +182,18 @@ class FleetAnalysis(msgspec.Struct, tag_field="schema", tag=SCHEMA):
     """What each connector adds to the one before; empty if no config has a `layer`."""
     warnings: list[WarningEntry]
     """What makes a figure doubtful."""
+    ranking: list[Rank] = []
+    """Arms by mean E2E, the best of each concurrency first; missing in old ones."""
+
+    def without_twins(self) -> FleetAnalysis:
+        """Leave out arms that are equal to another one to the byte."""
+        twins = twins_of(self.comparisons, self.made.virtual)
+        return msgspec.structs.replace(
+            self,
+            arms={arm: of for arm, of in self.arms.items() if arm not in twins},
+            comparisons=[c for c in self.comparisons if c.arm not in twins],
+            ranking=[rank for rank in self.ranking if rank.arm not in twins],
+        )
 
 
 @dataclass(frozen=True)
@@ -207,6 +220,17 @@ class Analysis:
 
     def of(self, run: ArmRun) -> pl.DataFrame:
         return of(self.requests, run)
+
+    def without_twins(self) -> Analysis:
+        """Leave out arms that are equal to another one to the byte."""
+        results = self.results.without_twins()
+        shown = results.arms
+        return Analysis(
+            results,
+            [run for run in self.runs if run.info.arm in shown],
+            self.requests.filter(pl.col("arm").is_in(list(shown))),
+            {arm: of for arm, of in self.interference.items() if arm in shown},
+        )
 
 
 def of(requests: pl.DataFrame, run: ArmRun) -> pl.DataFrame:
@@ -276,6 +300,7 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
         workload=workload(of(everything, runs[0])),
         arms=arms,
         comparisons=compared,
+        ranking=ranking(finished, requests, compared),
         migration=_migration(finished, requests, model, link),
         substrate=substrate(
             requests, _layers(by_arm(runs), arms, compared), draws, spreads

@@ -238,18 +238,25 @@ def paired(requests: pl.DataFrame, arm: str, baseline: str) -> dict[str, Paired 
     The requests are those in the steady window of both, or in any where these are too
     few.
     """
-    pairs = _pairs(requests, arm, baseline)
-    return {metric: _compared(pairs, metric) for metric in TITLES}
-
-
-def _pairs(requests: pl.DataFrame, arm: str, baseline: str) -> pl.DataFrame:
-    ok = requests.filter(pl.col("status") == "ok")
-    ours, theirs = (ok.filter(pl.col("arm") == one) for one in (arm, baseline))
-    pairs = ours.join(theirs, on=["id", "repeat"], suffix="_before")
+    pairs = _pairs(requests.filter(pl.col("status") == "ok"), arm, baseline)
     steady = pairs.filter(
         pl.col("window") == "steady", pl.col("window_before") == "steady"
     )
-    return steady if steady.height >= MIN_COMMON else pairs
+    if steady.height >= MIN_COMMON:
+        pairs = steady
+    return {metric: _compared(pairs, metric) for metric in TITLES}
+
+
+def paired_means(
+    requests: pl.DataFrame, arm: str, baseline: str, metric: str
+) -> Paired | None:
+    """Compare `arm` with `baseline` by one metric, over all requests of both."""
+    return _compared(_pairs(requests, arm, baseline), metric)
+
+
+def _pairs(requests: pl.DataFrame, arm: str, baseline: str) -> pl.DataFrame:
+    ours, theirs = (requests.filter(pl.col("arm") == one) for one in (arm, baseline))
+    return ours.join(theirs, on=["id", "repeat"], suffix="_before")
 
 
 def _compared(pairs: pl.DataFrame, metric: str) -> Paired | None:

@@ -43,6 +43,7 @@ def draw_all(analysis: Analysis, folder: Path) -> dict[str, str | None]:
     )
     results = analysis.results
     figures: dict[str, tuple[Callable[[], pl.DataFrame], Draw]] = {
+        "ranking": (lambda: ranking_points(results), draw_ranking),
         "latency": (lambda: latency_points(results), draw_latency),
         "comparison": (lambda: comparison_points(results), draw_comparison),
         "interference": (lambda: interference_bins(analysis), draw_interference),
@@ -62,6 +63,42 @@ def draw_all(analysis: Analysis, folder: Path) -> dict[str, str | None]:
             plt.close("all")
             outcomes[name] = f"{type(error).__name__}: {error}"
     return outcomes
+
+
+def ranking_points(results: FleetAnalysis) -> pl.DataFrame:
+    """Collect (concurrency, arm, percent, low, high): mean E2E over the best arm's."""
+    rows = []
+    for rank in results.ranking:
+        level = rank.against_best or Estimate(0.0)
+        low, high = level.ci95 or (None, None)
+        row = {"concurrency": rank.concurrency, "arm": rank.arm}
+        rows.append(row | {"percent": level.value, "low": low, "high": high})
+    return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def draw_ranking(points: pl.DataFrame, path: Path) -> None:
+    """One panel per concurrency, one row per arm, the best on top."""
+    panels = points.partition_by("concurrency", maintain_order=True)
+    figure, axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(9.5, 0.8 + sum(0.4 + 0.32 * own.height for own in panels)),
+        height_ratios=[own.height + 1 for own in panels],
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, own in zip(axes.flat, panels, strict=True):
+        places, x = range(own.height), own["percent"].to_numpy()
+        low, high = (own[end].cast(pl.Float64).to_numpy() for end in ("low", "high"))
+        panel.hlines(places, low, high, color=PALETTE.colour(0), linewidth=2)
+        panel.plot(x, places, "o", color=PALETTE.colour(0), markersize=6)
+        panel.axvline(0, color="#000000", linewidth=0.8)
+        panel.set_yticks(places, own["arm"].to_list())
+        panel.set_ylim(own.height - 0.5, -0.5)
+        panel.grid(axis="x", alpha=0.3)
+    axes.flat[-1].set_xlabel("mean E2E, % over the best; lines: 95 % intervals")
+    _save(figure, path)
 
 
 def latency_points(results: FleetAnalysis) -> pl.DataFrame:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a fleet run, as a page made from analysis.json.
 
-Here: what differs, then requests and comparisons. kvtax_fleet.analyze.instance_tables
-has the tables about the instances. Every number is from analysis.json.
+Here: the ranking, what differs, then requests and comparisons.
+kvtax_fleet.analyze.instance_tables has the tables about the instances. Every number is
+from analysis.json.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvtax_fleet.analyze.analysis import FleetAnalysis, analyse
 from kvtax_fleet.analyze.arm_runs import read_run
 from kvtax_fleet.analyze.comparison import NO_DIFFERENCE, Comparison, Paired, Reaches
 from kvtax_fleet.analyze.frames import LATENCIES, TITLES
+from kvtax_fleet.analyze.ranking import Rank
 from kvtax_fleet.analyze.request_tables import WorkloadSpread
 from kvtax_fleet.policies.decision import CLASSES, LIMITS
 
@@ -38,6 +40,7 @@ ANSWERED = ("p50", "p90")
 SPREADS = WorkloadSpread.__struct_fields__
 SHOWN_VERDICTS = {NO_DIFFERENCE: "no significant difference"}
 FIGURES = {
+    "ranking": "Mean E2E of each arm over the best at its load",
     "comparison": "Differences against the baseline; grey: reach of equal arms",
     "latency": "Latencies of each arm",
     "interference": "TPOT against the prefill under way at the same instance",
@@ -63,7 +66,8 @@ def write_reports(
     # Imported here: matplotlib is not needed for the numbers.
     from kvtax_fleet.analyze.figures import draw_all
 
-    _write_pages(analysis.results, out, draw_all(analysis, out / "figures"))
+    figures = draw_all(analysis.without_twins(), out / "figures")
+    _write_pages(analysis.results, out, figures)
     return analysis.sound
 
 
@@ -95,13 +99,18 @@ def _picture(name: str, out: Path) -> Picture:
 
 def report_page(results: FleetAnalysis, pictures: Iterable[Picture] = ()) -> Page:
     """Make the page of a run."""
+    results, drawn = results.without_twins(), list(pictures)
+    first = [picture for picture in drawn if picture.title == FIGURES["ranking"]]
     sections: list[Section] = [
+        *ranking_table(results),
+        *first,
+        Words(title="What differs", paragraphs=differences(results)),
         workload_table(results),
         *outcome_sections(results),
         *latency_sections(results),
         *comparison_sections(results),
         *instance_tables.sections(results),
-        *pictures,
+        *(picture for picture in drawn if picture not in first),
         _provenance(results),
     ]
     return Page(
@@ -116,12 +125,82 @@ def report_page(results: FleetAnalysis, pictures: Iterable[Picture] = ()) -> Pag
 
 
 def answers(results: FleetAnalysis) -> list[str]:
-    """List refusals, then the differences of p50 and p90, then the noise floor."""
+    """Name refusals, then the best arm of each load, then how many doubts there are."""
     lines = [
         f"- **Not compared: `{c.arm}` with `{c.baseline}`**: " + "; ".join(c.refused)
         for c in results.comparisons
         if c.refused
     ]
+    for concurrency, ranks in by_load(results.ranking).items():
+        best, *others = ranks
+        open_ones = [f"`{r.arm}`" for r in others if not _is_worse(r)]
+        text = (
+            f"- {load_words(concurrency)}**`{best.arm}`** has the shortest mean E2E, "
+        )
+        text += f"{best.e2e_ms:,.0f} ms"
+        if open_ones:
+            text += f"; not told from it: {', '.join(open_ones)}"
+        lines.append(f"{text}.")
+    if doubts := len(results.warnings):
+        plural = "s" if doubts > 1 else ""
+        lines.append(f"- **{doubts} warning{plural}**: read before the numbers.")
+    return lines
+
+
+def by_load(ranking: list[Rank]) -> dict[int | None, list[Rank]]:
+    """Group the ranks by requests in flight per instance."""
+    loads: dict[int | None, list[Rank]] = {}
+    for rank in ranking:
+        loads.setdefault(rank.concurrency, []).append(rank)
+    return loads
+
+
+def load_words(concurrency: int | None) -> str:
+    """Begin a sentence about a load; nothing where the load is not known."""
+    if concurrency is None:
+        return ""
+    plural = "s" if concurrency > 1 else ""
+    return f"At {concurrency} request{plural} in flight per instance, "
+
+
+def _is_worse(rank: Rank) -> bool:
+    return rank.verdict.startswith("higher")
+
+
+def ranking_table(results: FleetAnalysis) -> list[Section]:
+    """Show the arms of each load by mean E2E; nothing with a single arm."""
+    rows: list[list[Cell]] = []
+    for ranks in by_load(results.ranking).values():
+        rows += [
+            [
+                f"`{rank.arm}`",
+                f"**{_word(rank.verdict)}**",
+                number(rank.e2e_ms, 0),
+                f"{rank.against_best:+.1f}" if rank.against_best else DASH,
+                number(rank.ttft_p90_ms, 0),
+                rank.policy or DASH,
+            ]
+            for rank in ranks
+        ]
+    if not rows:
+        return []
+    over = f"sessions and {results.ranking[0].repeats} repeats"
+    if results.made.virtual:
+        over += (
+            ", each an order of the sessions: a run in virtual time gives the same "
+            "bytes again, so no machine is in them"
+        )
+    note = (
+        "The arms of a load are compared request by request, over those that ended ok "
+        f"in all of them. Intervals are 95 %, over {over}."
+    )
+    columns = ["arm", "verdict", "mean E2E, ms", "over the best, %", "TTFT p90, ms"]
+    return [Table(title="Ranking", note=note, columns=[*columns, "policy"], rows=rows)]
+
+
+def differences(results: FleetAnalysis) -> list[str]:
+    """List the differences of p50 and p90, then the noise floor."""
+    lines: list[str] = []
     allowed = [c for c in results.comparisons if not c.refused]
     others: Counter[str] = Counter()
     compared_arms = [c for c in allowed if not c.same]
@@ -151,12 +230,12 @@ def answers(results: FleetAnalysis) -> list[str]:
             for quantile in ANSWERED
         ]
     elif results.made.virtual:
-        lines.append("- In virtual time, two equal arms are equal to the byte.")
+        lines.append(
+            "- In virtual time equal arms are equal to the byte: there is no noise "
+            "floor, and an arm that repeats another is not shown."
+        )
     else:
         lines.append("- The noise floor is unknown: this run has no A/A pair.")
-    if doubts := len(results.warnings):
-        plural = "s" if doubts > 1 else ""
-        lines.append(f"- **{doubts} warning{plural}**: read before the numbers.")
     return lines
 
 
@@ -345,7 +424,9 @@ def comparison_sections(results: FleetAnalysis) -> list[Section]:
             rows.append([*(first if quantile == "p50" else [""] * 3), quantile, *cells])
     if not rows:
         return [Words(title=title, paragraphs=["Nothing to compare: a single arm."])]
-    reach: Reaches = next((c.reach for c in results.comparisons if c.reach), {})
+    reach: Reaches = {}
+    if not results.made.virtual:
+        reach = next((c.reach for c in results.comparisons if c.reach), reach)
     for quantile in QUANTILES if reach else ():
         cells = [reach_text(reach[metric][quantile]) for metric in TITLES]
         name = "reach of equal arms" if quantile == "p50" else ""
@@ -353,9 +434,13 @@ def comparison_sections(results: FleetAnalysis) -> list[Section]:
     note = (
         "The same requests in both arms: those that ended ok and were in the steady "
         "window in every repeat of both, or in any window where these are too few. "
-        "Intervals (95 %) are over sessions and runs. Higher or lower: the whole "
-        f"interval lies beyond the reach ({REACHING} differ by no more, by the runs of "
-        "all A/A pairs)."
+        "Intervals (95 %) are over sessions and runs. Higher or lower: "
+    )
+    note += (
+        "0 is not in the interval."
+        if results.made.virtual
+        else f"the whole interval lies beyond the reach ({REACHING} differ by no more, "
+        "by the runs of all A/A pairs)."
     )
     columns = ["arm", "against", "requests", "", *TITLES.values()]
     table = Table(title=title, note=note, columns=columns, rows=rows)

@@ -7,8 +7,6 @@ import shutil
 import socket
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from kvtax.engine import ServerError
 from kvtax.engine.null_model import Checkpoint
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import Server, tail
+from kvtax.proc.loopback import open_url
 from kvtax.proc.ports import reserve
 
 from kvtax_fleet.launch.instance_settings import InstanceSettings
@@ -207,7 +206,7 @@ def _unreachable(
 def http_text(url: str) -> str:
     """Fetch a page as text. Raises CheckError."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+        with open_url(url, TIMEOUT_S) as response:
             return str(response.read().decode())
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise CheckError(f"{url}: {error}") from None

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtax.paths import REPOSITORY
+from kvtax.proc.loopback import open_url
+
+TIMEOUT_S = 60.0
 
 
 class Standin(NamedTuple):
@@ -26,11 +29,11 @@ class Standin(NamedTuple):
         query = f"cycle={','.join(names)}&after={after}&deaf={deaf:d}"
         query += f"&ignored_resets={ignored_resets}"
         url = f"{self.url}/faults?{query}"
-        urllib.request.urlopen(urllib.request.Request(url, method="POST")).close()
+        open_url(urllib.request.Request(url, method="POST"), TIMEOUT_S).close()
 
     def metrics(self) -> dict[str, float]:
         """Return its counters by name, and by their own label if they have one."""
-        with urllib.request.urlopen(f"{self.url}/metrics") as response:
+        with open_url(f"{self.url}/metrics", TIMEOUT_S) as response:
             lines = response.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {_short(name): float(value) for name, value in samples}

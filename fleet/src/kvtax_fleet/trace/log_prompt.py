@@ -185,7 +185,7 @@ def _encoder(path: Path) -> Callable[[str], NDArray[Any]]:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:
         raise TraceError(
-            "--tokenizer needs the package tokenizers: pip install kvtax-fleet, or "
+            "--tokenizer needs the package tokenizers: pip install tokenizers, or "
             "leave --tokenizer out"
         ) from None
     file = path / "tokenizer.json" if path.is_dir() else path
