@@ -44,6 +44,13 @@ def test_help_costs_little_cpu(arguments):
     assert help_s <= MOST_OF_BARE * bare_s
 
 
+@pytest.fixture(autouse=True)
+def machine_of_its_own(monkeypatch):
+    """Hold another lock than the sweeps that other tests and people run meanwhile."""
+    name = f"\0kvtax-test-{os.getpid()}"
+    monkeypatch.setattr("kvtax.proc.machine_lock.MEASUREMENT", name)
+
+
 @pytest.fixture
 def ended(capsys, monkeypatch, signals):
     """Run `kvtax` in this process; return its exit code and what it printed."""

@@ -67,12 +67,12 @@ def draw_all(analysis: Analysis, folder: Path) -> dict[str, str | None]:
 
 def ranking_points(results: FleetAnalysis) -> pl.DataFrame:
     """Collect (concurrency, arm, percent, low, high): mean E2E over the best arm's."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for rank in results.ranking:
         level = rank.against_best or Estimate(0.0)
         low, high = level.ci95 or (None, None)
         row = {"concurrency": rank.concurrency, "arm": rank.arm}
-        rows.append(row | {"percent": level.value, "low": low, "high": high})
+        rows.append({**row, "percent": level.value, "low": low, "high": high})
     return pl.DataFrame(rows, infer_schema_length=None)
 
 

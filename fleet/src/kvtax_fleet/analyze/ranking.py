@@ -67,8 +67,10 @@ def ranking(
         means = dict(
             kept.group_by("arm").agg(pl.col("e2e_ms").mean()).sort("e2e_ms").iter_rows()
         )
-        best = next(iter(means), None)
-        for arm, mean in means.items() if len(means) > 1 else ():
+        if len(means) < 2:
+            continue
+        best = next(iter(means))
+        for arm, mean in means.items():
             known = None if arm == best else paired_means(kept, arm, best, "e2e_ms")
             percent = known.percent if known else None
             own = kept.filter(pl.col("arm") == arm)
