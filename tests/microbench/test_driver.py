@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvtax_fleet.standin.process import standin
 
+from tests.harness.standin.process import standin
 from tests.proc.living import eventually
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
 from fleet.tests.analyze.analyze_runs import (
     INSTANCES,
@@ -27,7 +26,6 @@ from kvtax.records.run import Role
 from kvtax_fleet.analyze.analysis import analyse
 from kvtax_fleet.analyze.arm_runs import read_run
 from kvtax_fleet.analyze.comparison import NO_DIFFERENCE, verdict
-from kvtax_fleet.analyze.figures import draw_latency
 from kvtax_fleet.policies.decision import CLASSES
 
 pytestmark = pytest.mark.slow
@@ -234,14 +232,10 @@ def test_a_connector_that_only_the_run_knows_has_its_place(tmp_path: Path) -> No
     assert "| my connector | plain |" in text
 
 
-def test_figures_have_their_data_beside_them(out: Path, text: str) -> None:
-    drawn = {path.stem for path in (out / "figures").glob("*.png")}
-    assert drawn == {path.stem for path in (out / "figures").glob("*.csv")}
-    assert drawn == {
-        *("ranking", "latency", "comparison", "interference", "sessions", "substrate")
-    }
-    for name in drawn:
-        assert f"figures/{name}.png" in text
+def test_the_page_draws_what_the_tables_do_not(out: Path, text: str) -> None:
+    page = (out / "report.html").read_text()
+    for title in ("TPOT against the prefill under way", "Sessions living at each"):
+        assert title in page and title not in text
 
 
 def test_a_sound_run_has_no_warnings(document: dict[str, Any], text: str) -> None:
@@ -359,31 +353,3 @@ def test_a_folder_without_a_run_is_an_error(
     assert main(["fleet", "analyze", str(tmp_path)]) == Exit.BAD_INPUT
     assert str(tmp_path) in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_answers_of_one_token_have_a_figure_without_tpot(tmp_path: Path) -> None:
-    """A logarithmic axis without a point must not cost the run its report."""
-    point = {"metric": "ttft_ms", "arm": "linear", "quantile": "p50"}
-    points = pl.DataFrame([point | {"value": 9.0, "low": 8.0, "high": 10.0}])
-    draw_latency(points, tmp_path / "latency.png")
-    assert (tmp_path / "latency.png").stat().st_size > 0
-
-
-def test_a_figure_that_cannot_be_drawn_is_left_out_and_the_page_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise ValueError("data cannot be log-scaled")
-
-    run = write_run(tmp_path / "run", [Truth("linear", repeats=1)])
-    out = tmp_path / "out"
-    monkeypatch.setattr("kvtax_fleet.analyze.figures.draw_latency", fail)
-    status = main(["fleet", "analyze", str(run), "--out", str(out)])
-    assert status == main(["fleet", "analyze", str(run), "--out", str(tmp_path / "b")])
-    assert (out / "analysis.json").exists()
-    for page in ("report.md", "report.html"):
-        text = (out / page).read_text()
-        assert "figure left out" in text and "data cannot be log-scaled" in text
-    assert not (out / "figures" / "latency.png").exists()
-    assert (out / "figures" / "sessions.png").exists()
-    assert "figures/sessions.png" in (out / "report.md").read_text()

@@ -24,7 +24,7 @@ from kvtax_fleet.records.instances import Instance
 
 def restarted(*command: str, instances: int = 1, file: Path = Path("none")) -> None:
     given_there = Given(str(file), list(command))
-    elsewhere = experiment(standin=None, given=given_there, instances=instances)
+    elsewhere = experiment(given=given_there, instances=instances)
     with Fleet(elsewhere, Workshop(Path()), Path("no-folder")) as fleet:
         fleet.start(Arm("linear"))
 
@@ -65,7 +65,7 @@ def before(tmp_path, monkeypatch):
     monkeypatch.setattr(fleet_module.Workshop, "overlay", lambda *_: (tmp_path, {}))
 
     def facts(**source) -> Fleet:
-        two = experiment(**({"standin": None, "instances": 2} | source))
+        two = experiment(**({"given": None, "instances": 2} | source))
         with Fleet(two, Workshop(tmp_path), tmp_path / "run") as fleet:
             fleet.start(two.arms["a"])
             return fleet
@@ -96,15 +96,14 @@ def test_only_gpus_that_instances_start_on_are_looked_at(before, used_gpus):
     assert before(profile=f"{used_gpus}/gpu").gpu_used_mib == [9000, 5]
     assert before(profile="h20-30b-a3b").gpu_used_mib is None
     assert before(given=given_two).gpu_used_mib is None
-    assert before(standin=[]).gpu_used_mib is None
 
 
 @pytest.mark.slow
 def test_a_process_that_outlived_its_run_is_seen_before_the_next(before, tmp_path):
     given_two = Given(f"{tmp_path}/two.json", ["true"])
     # Children of the process that runs the tests, such as a resource tracker.
-    already = set(before(standin=[]).survivors)
+    already = set(before(profile="h20-30b-a3b").survivors)
     with subprocess.Popen(["sleep", "60"]) as left:
-        assert set(before(standin=[]).survivors) - already == {left.pid}
+        assert set(before(profile="h20-30b-a3b").survivors) - already == {left.pid}
         assert before(given=given_two).survivors is None
         left.kill()

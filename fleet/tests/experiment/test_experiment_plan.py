@@ -70,7 +70,7 @@ def test_an_arm_keeps_no_secret_of_its_servers(tmp_path):
     profile = tmp_path / "profile.toml"
     key = 'server_args = ["--api-key", "sesame", '
     profile.write_text(text.replace("server_args = [", key))
-    wanted = experiment(standin=None, profile=str(profile.with_suffix("")))
+    wanted = experiment(given=None, profile=str(profile.with_suffix("")))
     facts = TraceFacts("t", "", "t", 1, 1, 1, 1)
     arm = planned_arm(wanted, plan(wanted)[0], facts, {})
     assert arm.profile["server_args"][:2] == ["--api-key", "***"]
@@ -110,7 +110,7 @@ def test_a_request_beyond_the_kv_cache_is_refused_before_a_fleet_starts(tmp_path
     for tokens, fits in ((1598, True), (1599, False)):
         write_trace(file, trace(8, 1, input_tokens=tokens, output_tokens=2))
         wanted = experiment(
-            standin=None,
+            given=None,
             profile=str(profile.with_suffix("")),
             workload=Workload(str(file)),
             concurrency=[1],
@@ -162,7 +162,7 @@ def test_a_policy_of_another_router_is_no_aa_twin_of_ours_of_that_name():
     ("changes", "what"),
     [
         (
-            {"standin": [], "profile": None},
+            {"profile": None, "given": Given("instances.json", ["true"])},
             "--virtual is for the instances of a `profile`",
         ),
         ({"arms": {"a": theirs()}}, "arm 'a': --virtual has no vllm-router"),
@@ -173,7 +173,7 @@ def test_a_policy_of_another_router_is_no_aa_twin_of_ours_of_that_name():
     ],
 )
 def test_what_runs_in_real_time_alone_is_refused_in_virtual_time(changes, what):
-    launched = {"standin": None, "profile": "h20-30b-a3b"}
+    launched = {"given": None, "profile": "h20-30b-a3b"}
     with pytest.raises(ConfigError, match=what):
         check_virtual(experiment(**(launched | changes)))
 
@@ -198,7 +198,7 @@ def test_what_runs_in_real_time_alone_is_refused_in_virtual_time(changes, what):
 )
 def test_what_an_arm_needs_is_missed_before_anything_is_started(arm, what):
     arms = {"a": Arm("linear"), "b": arm}
-    launched = experiment(standin=None, profile="h20-30b-a3b", arms=arms)
+    launched = experiment(given=None, profile="h20-30b-a3b", arms=arms)
     with pytest.raises(ConfigError, match=f"arm 'b': .*{what}"):
         check_arms(launched)
 
@@ -228,7 +228,7 @@ def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
     [
         ({"baseline": "c"}, "'c' is no arm"),
         ({"profile": "p"}, "one of"),
-        ({"standin": None}, "one of"),
+        ({"given": None}, "one of"),
         ({"time_factor": 2.0}, "`time_factor` is for the forward of a `profile`"),
         ({"concurrency": [2, 8, 2]}, "`concurrency` has a number twice"),
         *(
@@ -239,7 +239,7 @@ def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
         ({"arms": {"a": Arm("linear", {"alfa": 1})}}, "arm 'a'.*alfa"),
         (
             {
-                "standin": None,
+                "given": None,
                 "profile": "p",
                 "arms": {"a": Arm("linear", roles=["both"])},
             },
@@ -252,7 +252,7 @@ def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
         ({"arms": {"a": theirs(cache_state="exact")}}, "`cache_state` is for"),
         (
             {
-                "standin": None,
+                "given": None,
                 "profile": "p",
                 "arms": {"a": theirs(roles=["both"] * 4)},
             },
@@ -261,7 +261,6 @@ def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
         ({"arms": {"a": Arm("linear", roles=["both"] * 4)}}, "arm 'a': `roles`"),
         (
             {
-                "standin": None,
                 "given": Given("instances.json", ["true"]),
                 "arms": {"a": Arm("linear", connector="noop")},
             },

@@ -10,7 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from fleet.tests.experiment.small_experiment import OF_THE_MACHINE, SMOKE
+from fleet.tests.experiment.small_experiment import (
+    OF_THE_MACHINE,
+    SMOKE,
+    on_standins,
+)
 from kvtax.engine import ServerError, releases
 from kvtax.paths import REPOSITORY
 
@@ -33,9 +37,10 @@ ARM = Arm("cache_aware", router="vllm-router")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The smoke experiment with an arm behind vllm-router, on stand-ins."""
     place = tmp_path_factory.mktemp("router")
-    (place / "routed.toml").write_text(SMOKE.read_text() + THEIRS)
-    command = [sys.executable, "-m", "kvtax", "fleet", str(place / "routed.toml")]
-    subprocess.run([*command, "--out", str(place / "run")], cwd=REPOSITORY)
+    command = [sys.executable, "-m", "kvtax", "fleet"]
+    with on_standins(place, SMOKE + THEIRS) as config:
+        command += [str(config), "--out", str(place / "run")]
+        subprocess.run(command, cwd=REPOSITORY)
     return place / "run"
 
 
@@ -102,7 +107,7 @@ def test_what_cannot_be_installed_is_named_before_anything_starts(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(releases, "RELEASES", tmp_path / "releases")
     config = tmp_path / "routed.toml"
-    config.write_text(SMOKE.read_text() + THEIRS)
+    config.write_text(SMOKE + THEIRS)
     what = r"vllm-router [0-9.]+ is needed.*locks/vllm-router\.txt.*uv venv failed"
     with pytest.raises(ServerError, match=what):
         run_experiment(config, RunOptions(tmp_path / "run"))

@@ -12,9 +12,15 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from fleet.tests.experiment.small_experiment import OF_THE_MACHINE, SMOKE, smoke_of
+from fleet.tests.experiment.small_experiment import (
+    OF_THE_MACHINE,
+    SMOKE,
+    on_standins,
+    smoke_of,
+)
 from kvtax.paths import REPOSITORY
 from kvtax.proc.supervise import descendants
+from tests.harness.standin.process import standin
 from tests.proc.living import eventually, gone
 
 from kvtax_fleet.analyze.arm_runs import read_run
@@ -22,7 +28,6 @@ from kvtax_fleet.experiment.config import read_experiment
 from kvtax_fleet.experiment.experiment_plan import plan
 from kvtax_fleet.instances import write_instances
 from kvtax_fleet.records.instances import Instance
-from kvtax_fleet.standin.process import standin
 
 pytestmark = pytest.mark.slow
 
@@ -46,32 +51,34 @@ def run(config: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory):
-    """(folder, arm.json of the run that had ended before, processes then, result)."""
-    out = tmp_path_factory.mktemp("experiment") / "run"
-    first = out / plan(read_experiment(SMOKE))[0].name / "arm.json"
-    with subprocess.Popen(command(SMOKE, out), cwd=REPOSITORY) as experiment:
-        eventually(first.exists, DEADLINE_S)
-        # The second run has begun.
-        eventually(lambda: len(descendants(experiment.pid)) > 4, DEADLINE_S)
-        processes = descendants(experiment.pid)
-        os.kill(experiment.pid, signal.SIGKILL)
-    eventually(lambda: gone(processes))
-    before = first.stat().st_mtime_ns, first.read_bytes()
-    return out, first, before, run(SMOKE, out, "--resume")
+    """(config, folder, arm.json of the run that had ended before, then, result)."""
+    folder = tmp_path_factory.mktemp("experiment")
+    out = folder / "run"
+    with on_standins(folder, SMOKE) as config:
+        first = out / plan(read_experiment(config))[0].name / "arm.json"
+        with subprocess.Popen(command(config, out), cwd=REPOSITORY) as experiment:
+            eventually(first.exists, DEADLINE_S)
+            # The second run has begun: a proxy, or a replayer too.
+            eventually(lambda: descendants(experiment.pid), DEADLINE_S)
+            processes = descendants(experiment.pid)
+            os.kill(experiment.pid, signal.SIGKILL)
+        eventually(lambda: gone(processes))
+        before = first.stat().st_mtime_ns, first.read_bytes()
+        yield config, out, first, before, run(config, out, "--resume")
 
 
 def test_nothing_outlives_a_killed_experiment_and_resume_ends_it(killed_and_resumed):
-    out, first, before, result = killed_and_resumed
+    config, out, first, before, result = killed_and_resumed
     assert (first.stat().st_mtime_ns, first.read_bytes()) == before
     runs = read_run(out)
-    planned = {run.name for run in plan(read_experiment(SMOKE))}
+    planned = {run.name for run in plan(read_experiment(config))}
     assert {str(run.folder.relative_to(out)) for run in runs} == planned
     assert {run.info.status for run in runs} == {"ok"}, result.stdout
     assert not (out / "workshop").exists()
 
 
 def test_all_arms_serve_the_same_requests_each_exactly_once(killed_and_resumed):
-    out, *_ = killed_and_resumed
+    _, out, *_ = killed_and_resumed
     for one in read_run(out):
         ids = [request.id for request in one.requests]
         assert len(ids) == len(set(ids)) == one.info.trace.requests
@@ -82,7 +89,7 @@ def test_all_arms_serve_the_same_requests_each_exactly_once(killed_and_resumed):
 
 
 def test_what_the_proxy_says_after_the_last_request_is_kept(killed_and_resumed):
-    out, *_ = killed_and_resumed
+    _, out, *_ = killed_and_resumed
     for one in read_run(out):
         said = json.loads((one.folder / "breakdown.json").read_text())
         ended = [instance["ended"]["ok"] for instance in said["instances"].values()]
@@ -90,7 +97,7 @@ def test_what_the_proxy_says_after_the_last_request_is_kept(killed_and_resumed):
 
 
 def test_the_report_compares_or_says_why_not(killed_and_resumed):
-    out, _, _, result = killed_and_resumed
+    _, out, _, _, result = killed_and_resumed
     analysis = json.loads((out / "analysis.json").read_text())
     refused = [why for one in analysis["comparisons"] for why in one["refused"]]
     assert all(any(what in why for what in OF_THE_MACHINE) for why in refused), refused
@@ -99,13 +106,13 @@ def test_the_report_compares_or_says_why_not(killed_and_resumed):
 
 
 def test_a_folder_with_another_experiment_is_left_alone(killed_and_resumed, tmp_path):
-    out, *_ = killed_and_resumed
+    config, out, *_ = killed_and_resumed
     before = contents(out)
-    refused = run(SMOKE, out)
+    refused = run(config, out)
     assert refused.returncode == 2
     assert "--resume" in refused.stderr
     other = tmp_path / "other.toml"
-    other.write_text(SMOKE.read_text().replace("max_turns = 3", "max_turns = 2"))
+    other.write_text(config.read_text().replace("max_turns = 3", "max_turns = 2"))
     refused = run(other, out)
     assert refused.returncode == 2
     refused = run(other, out, "--resume")
@@ -174,10 +181,10 @@ def test_without_ray_nothing_of_ray_is_imported():
 
 def test_an_open_loop_keeps_the_traces_arrivals_and_the_cap(tmp_path):
     """Ten sessions arrive over minutes, here within a second, and two may be served."""
-    config = tmp_path / "open.toml"
     text = smoke_of(arms=1).replace("concurrency = [2]", "concurrency = [1]")
-    config.write_text(f"open_loop = true\ntime_scale = 100000\n{text}")
-    run(config, tmp_path / "run")
+    text = f"open_loop = true\ntime_scale = 100000\n{text}"
+    with on_standins(tmp_path, text) as config:
+        run(config, tmp_path / "run")
     (replayed,) = read_run(tmp_path / "run")
     assert replayed.info.status == "ok", replayed.info.error
     assert replayed.info.open_loop

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 from fleet.tests.proxy.proxy_lab import SLOW
-
-from kvtax_fleet.standin.process import Standin, standin
+from tests.harness.standin.process import Standin, standin
 
 
 @pytest.hookimpl(tryfirst=True)

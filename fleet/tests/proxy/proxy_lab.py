@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import reserve
+from tests.harness.standin.process import Standin
 
 from kvtax_fleet.instances import write_instances
 from kvtax_fleet.records.instances import Instance
-from kvtax_fleet.standin.process import Standin
 
 # Until something that never happens is called so, on a machine of any speed.
 DEADLINE_S = 120.0

@@ -34,9 +34,9 @@ from fleet.tests.proxy.proxy_lab import (
     until,
 )
 from kvtax.load import allow_open_files
+from tests.harness.standin.process import Standin, standin
 
 from kvtax_fleet.records.instances import Instance
-from kvtax_fleet.standin.process import Standin, standin
 
 pytestmark = pytest.mark.slow
 IDLE = 10_000

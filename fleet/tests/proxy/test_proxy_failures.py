@@ -30,10 +30,10 @@ from fleet.tests.proxy.proxy_lab import (
     until,
 )
 from kvtax.paths import REPOSITORY
+from tests.harness.standin.process import standin
 
 from kvtax_fleet.instances import write_instances
 from kvtax_fleet.records.instances import Instance
-from kvtax_fleet.standin.process import standin
 
 pytestmark = pytest.mark.slow
 

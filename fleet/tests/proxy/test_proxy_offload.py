@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 from fleet.tests.proxy.proxy_lab import DONE, Proxy, ask, connect, post, proxy, until
+from tests.harness.standin.process import Standin, standin
 
 from kvtax_fleet.proxy.offload import (
     FIRST_BACKOFF_S,
@@ -24,7 +25,6 @@ from kvtax_fleet.proxy.offload import (
 )
 from kvtax_fleet.records.decisions import Offload
 from kvtax_fleet.records.instances import Instance
-from kvtax_fleet.standin.process import Standin, standin
 
 pytestmark = pytest.mark.slow
 # A prompt of HEAVY tokens takes 0.2 s to prefill.

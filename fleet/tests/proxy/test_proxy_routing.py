@@ -20,12 +20,12 @@ from fleet.tests.proxy.proxy_lab import DEADLINE_S, ask, connect, get, post, pro
 from kvtax.cli import main
 from kvtax.paths import REPOSITORY
 from prometheus_client.parser import text_string_to_metric_families
+from tests.harness.standin.process import Standin, standin
 
 from kvtax_fleet.policies import POLICIES
 from kvtax_fleet.policies.replay import decide_again
 from kvtax_fleet.proxy.settings import Settings
 from kvtax_fleet.records.instances import Address, Instance
-from kvtax_fleet.standin.process import Standin, standin
 
 pytestmark = pytest.mark.slow
 SERVE = ["proxy", "--url", "http://127.0.0.1:1", "--policy", "lmetric"]

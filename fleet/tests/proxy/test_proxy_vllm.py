@@ -19,7 +19,7 @@ import openai
 import pytest
 from fleet.tests.kvindexd.kvindexd_lab import needs_go
 from fleet.tests.proxy.proxy_lab import free_port, post, proxy, until
-from fleet.tests.proxy.tiny_model import ours, tiny_model
+from fleet.tests.proxy.tiny_model import tiny_model
 from kvtax.engine.connector import Connector
 from kvtax.engine.null_model import CPU_ENGINE, null_checkpoint
 from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
@@ -28,7 +28,6 @@ from kvtax.paths import REPOSITORY
 from kvtax_fleet.instances import write_instances
 from kvtax_fleet.launch.kvindexd import HASH_SEED, kvindexd
 from kvtax_fleet.proxy.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from kvtax_fleet.proxy.tokenizer import Tokenizer
 from kvtax_fleet.records.instances import Instance
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -95,26 +94,6 @@ def instance(
         yield Instance("a", server.url)
 
 
-def test_ids_are_those_of_vllms_tokenize(instance, model):
-    own = Tokenizer(str(model))
-    for path, asked in [(COMPLETIONS, ASKED[0][1]), *((CHAT, one) for one in CHATS)]:
-        answer = post(instance.url, {**MORE, **asked}, "/tokenize")
-        assert answer.json["tokens"] == ours(own, path, asked)
-
-
-def test_every_prompt_is_as_long_as_vllm_says(instance, model, tmp_path):
-    options = ("--tokenizer", str(model))
-    with proxy(tmp_path, [instance], "linear", *options) as on:
-        for number, (path, asked) in enumerate(ASKED):
-            answer = post(on.url, {**MORE, **asked}, path, X_Request_Id=f"{number}")
-            assert answer.status == 200, answer.body
-            usage = answer.json["usage"]
-            on.end(f"{number}")
-            told = usage.get("prompt_tokens", usage.get("input_tokens"))
-            assert on.lines("decision")[-1]["prompt_tokens"] == told, path
-        assert b"kvtax_proxy_untokenized_total{" not in on.get("/metrics").body
-
-
 def test_the_clients_streams_end_well(instance, tmp_path):
     with proxy(tmp_path, [instance], "linear") as on:
         by = openai.OpenAI(base_url=f"{on.url}/v1", api_key="none", max_retries=0)
@@ -151,7 +130,7 @@ def test_vllms_own_benchmark_gets_all_it_asks_for(
     instance, model, tmp_path, backend, path
 ):
     result = tmp_path / "bench.json"
-    with proxy(tmp_path, [instance], "linear", "--tokenizer", str(model)) as on:
+    with proxy(tmp_path, [instance], "linear") as on:
         command = [sys.executable, "-c", BENCH, "--backend", backend]
         command += ["--base-url", on.url, "--endpoint", path, "--model", SERVED_MODEL]
         command += ["--tokenizer", str(model), "--dataset-name", "random"]
@@ -167,9 +146,6 @@ def test_vllms_own_benchmark_gets_all_it_asks_for(
         on.idle()
         on.accounted(40)
         assert {end["status"] for end in on.lines("end")} == {"ok"}
-        told = sum(one["prompt_tokens"] for one in on.lines("decision"))
-        assert b"kvtax_proxy_untokenized_total{" not in on.get("/metrics").body
-        assert said["total_input_tokens"] <= told
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +161,7 @@ def aiperf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_aiperf_gets_all_it_asks_for(instance, model, aiperf, tmp_path, endpoint):
-    with proxy(tmp_path, [instance], "linear", "--tokenizer", str(model)) as on:
+    with proxy(tmp_path, [instance], "linear") as on:
         command = [aiperf, "profile", "-m", SERVED_MODEL, "--url", on.url]
         command += ["--endpoint-type", endpoint, "--streaming"]
         command += ["--tokenizer", model, "--isl", "200", "--osl", "8"]
@@ -200,7 +176,6 @@ def test_aiperf_gets_all_it_asks_for(instance, model, aiperf, tmp_path, endpoint
         on.idle()
         on.accounted(40)
         assert {end["status"] for end in on.lines("end")} == {"ok"}
-        assert b"kvtax_proxy_untokenized_total{" not in on.get("/metrics").body
 
 
 def test_vllms_refusals_have_the_shape_of_the_api(instance, tmp_path):

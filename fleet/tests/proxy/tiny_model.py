@@ -5,18 +5,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import tokenizers
 from kvtax.paths import REPOSITORY
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
-
-from kvtax_fleet.proxy.body import top_level
-from kvtax_fleet.proxy.tokenizer import Tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -50,19 +45,8 @@ CHATML = """\
 {% if reasoning_effort %}{{ reasoning_effort }} {% endif %}
 {%- if thinking is defined and not thinking %}<think></think>{% endif %}{% endif %}"""
 
-# After Llama 4's: the parts of a message's content.
-PARTS = """\
-{{- bos_token }}
-{%- for message in messages %}<|im_start|>{{ message['role'] }}
-{% for part in message['content'] %}{{ part['text'] | trim }}|{% endfor %}
-{%- if message.tool_calls %}<tool>{{ message.tool_calls | tojson }}</tool>{% endif %}
-{%- if tools and loop.first %}{{ tools | tojson(indent=2) }}{% endif %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 
-
-def tiny_model(folder: Path, template: str | None = CHATML) -> Path:
+def tiny_model(folder: Path) -> Path:
     """The folder, with a config.json and a tokenizer trained on the root's README."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,23 +58,13 @@ def tiny_model(folder: Path, template: str | None = CHATML) -> Path:
         show_progress=False,
     )
     tokenizer.train([str(REPOSITORY / "README.md")], trainer)
-    # Whitespace before it is part of it: no place to cut.
-    tokenizer.add_special_tokens(
-        [AddedToken("<|eats|>", lstrip=True, normalized=False)]
-    )
     tokenizer.post_processor = TemplateProcessing(
         single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
     )
     whole = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|im_end|>"
     )
-    whole.chat_template = template
+    whole.chat_template = CHATML
     whole.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
-
-
-def ours(tokenizer: Tokenizer, path: str, asked: dict[str, Any]) -> list[int]:
-    """The ids that the proxy makes of the prompt of a request with these fields."""
-    raw = json.dumps({"model": "m", **asked}).encode()
-    return msgspec.json.decode(tokenizer.ids(path, top_level(raw)))

@@ -19,9 +19,8 @@ from fleet.tests.replay.replay_lab import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtax.cli import Exit
-
-from kvtax_fleet.standin.process import standin
-from kvtax_fleet.standin.server import FAULTS
+from tests.harness.standin.process import standin
+from tests.harness.standin.server import FAULTS
 
 pytestmark = pytest.mark.slow
 

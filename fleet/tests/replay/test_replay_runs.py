@@ -22,9 +22,8 @@ from fleet.tests.replay.replay_lab import (
 )
 from kvtax.cli import Exit
 from kvtax.paths import REPOSITORY
+from tests.harness.standin.process import standin
 from tests.proc.living import eventually
-
-from kvtax_fleet.standin.process import standin
 
 pytestmark = pytest.mark.slow
 

@@ -171,7 +171,6 @@ def test_answers_of_one_token_end_with_a_report(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "TTFT" in (out / "report.md").read_text()
     assert (out / "analysis.json").exists()
-    assert (out / "figures" / "latency.png").exists()
 
 
 def test_a_run_that_can_write_nothing_ends_the_command(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from analysis.json.
 
 from __future__ import annotations
 
-import base64
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ from kvtax.records.estimate import Estimate
 from kvtax.records.files import write_document, write_whole
 from kvtax.records.warning import RunWarning
 from kvtax.report import render
-from kvtax.report.document import Cell, Page, Picture, Section, Table, Words
+from kvtax.report.document import Cell, Figure, Page, Picture, Section, Table, Words
 from kvtax.report.markdown import DASH, number
 from kvtax.stats.distribution import REPLICATES
 from kvtax.stats.processes import REACH
@@ -39,78 +38,49 @@ REACHING = f"{100 * REACH:g} % of equal arms"
 ANSWERED = ("p50", "p90")
 SPREADS = WorkloadSpread.__struct_fields__
 SHOWN_VERDICTS = {NO_DIFFERENCE: "no significant difference"}
-FIGURES = {
-    "ranking": "Mean E2E of each arm over the best at its load",
-    "comparison": "Differences against the baseline; grey: reach of equal arms",
-    "latency": "Latencies of each arm",
-    "interference": "TPOT against the prefill under way at the same instance",
-    "sessions": "Sessions living at each instance over time, first repeat",
-    "substrate": "Latency added by each connector, p50 and p90",
-}
 WINDOWS = {"steady": "steady window", "all": "all requests"}
 
 
 def write_reports(
     run_dir: Path, out: Path, model: str, bandwidth_gbit_s: float
 ) -> bool:
-    """Write analysis.json, report.md, report.html and figures/; return whether sound.
+    """Write analysis.json, report.md and report.html; return whether sound.
 
-    Numbers are on disk before the first figure is drawn; a figure that cannot be drawn
-    is left out, and the page says why. Raises RecordsError, HardwareError and
-    ConfigError, with nothing written.
+    Raises RecordsError, HardwareError and ConfigError, with nothing written.
     """
     analysis = analyse(read_run(run_dir), model, bandwidth_gbit_s)
     out.mkdir(parents=True, exist_ok=True)
     write_document(out / "analysis.json", analysis.results)
-    _write_pages(analysis.results, out, {})
     # Imported here: matplotlib is not needed for the numbers.
-    from kvtax_fleet.analyze.figures import draw_all
+    from kvtax_fleet.analyze.figures import draw_ranking, figures
 
-    figures = draw_all(analysis.without_twins(), out / "figures")
-    _write_pages(analysis.results, out, figures)
+    results, shown = analysis.results, analysis.without_twins()
+    loads = [*by_load(shown.results.ranking).values()]
+    pictures = [draw_ranking(loads, out)] if loads else []
+    text = render.markdown(report_page(results, pictures))
+    write_whole(out / "report.md", text.encode())
+    page = render.html(report_page(results, pictures, figures(shown)))
+    write_whole(out / "report.html", page.encode())
     return analysis.sound
 
 
-def _write_pages(
-    results: FleetAnalysis, out: Path, figures: dict[str, str | None]
-) -> None:
-    page = report_page(
-        results, [_picture(name, out) for name, why in figures.items() if why is None]
-    )
-    page.warnings.extend(
-        RunWarning(
-            "figure left out",
-            FIGURES[name],
-            why,
-            "the numbers are not affected; CSV files in figures/ have the points",
-        )
-        for name, why in figures.items()
-        if why is not None
-    )
-    write_whole(out / "report.md", render.markdown(page).encode())
-    write_whole(out / "report.html", render.html(page).encode())
-
-
-def _picture(name: str, out: Path) -> Picture:
-    file = f"figures/{name}.png"
-    png = base64.b64encode((out / file).read_bytes()).decode()
-    return Picture(title=FIGURES[name], png=png, file=file)
-
-
-def report_page(results: FleetAnalysis, pictures: Iterable[Picture] = ()) -> Page:
-    """Make the page of a run."""
-    results, drawn = results.without_twins(), list(pictures)
-    first = [picture for picture in drawn if picture.title == FIGURES["ranking"]]
+def report_page(
+    results: FleetAnalysis,
+    pictures: Iterable[Picture] = (),
+    figures: Iterable[Figure] = (),
+) -> Page:
+    """Make the page of a run; `pictures` are of the ranking."""
+    results = results.without_twins()
     sections: list[Section] = [
         *ranking_table(results),
-        *first,
+        *pictures,
         Words(title="What differs", paragraphs=differences(results)),
         workload_table(results),
         *outcome_sections(results),
         *latency_sections(results),
         *comparison_sections(results),
         *instance_tables.sections(results),
-        *(picture for picture in drawn if picture not in first),
+        *figures,
         _provenance(results),
     ]
     return Page(
@@ -119,8 +89,7 @@ def report_page(results: FleetAnalysis, pictures: Iterable[Picture] = ()) -> Pag
         answer=answers(results),
         warnings=list(_shown_warnings(results)),
         sections=sections,
-        made="Made by `kvtax fleet analyze`. "
-        "Each figure has its numbers beside it, as CSV.",
+        made="Made by `kvtax fleet analyze`.",
     )
 
 

@@ -216,7 +216,7 @@ def _add_analyze(parser: argparse.ArgumentParser) -> None:
 
 
 def _analyze(arguments: argparse.Namespace) -> int:
-    """Write report.md, report.html, analysis.json and figures/ of a run.
+    """Write report.md, report.html and analysis.json of a run.
 
     Reads files only: every folder below RUN_DIR that has an arm.json. Exit codes: 0; 2
     the run cannot be read, and nothing is written; 3 a run failed or a comparison is
@@ -237,7 +237,7 @@ def _write_report(
     from kvtax_fleet.analyze.fleet_report import write_reports
 
     sound = write_reports(run_dir, out, model, bandwidth_gbit_s)
-    print(f"wrote {out / 'report.md'}, {out / 'analysis.json'}, {out / 'figures'}/")
+    print(f"wrote {out / 'report.md'}, {out / 'analysis.json'}")
     print(f"open {out / 'report.html'}")
     return Exit.GOOD if sound else Exit.NOT_MEASURED
 

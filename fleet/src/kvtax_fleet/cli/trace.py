@@ -236,6 +236,7 @@ class _ReadOptions(TypedDict):
     share_prefix: bool
     chars_per_token: float
     tokenizer: str | None
+    time_unit: str | None
     left_out: Counter[str] | None
 
 
@@ -247,6 +248,7 @@ def _options(arguments: argparse.Namespace) -> _ReadOptions:
         "share_prefix": arguments.share_prefix,
         "chars_per_token": arguments.chars_per_token,
         "tokenizer": arguments.tokenizer and str(arguments.tokenizer),
+        "time_unit": arguments.time_unit,
         "left_out": arguments.left_out,
     }
 
@@ -268,6 +270,9 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     _add_block_tokens(parser)
     _add_tokens(parser)
     _add_skip_unusable(parser)
+    parser.add_argument(
+        "--time-unit", choices=("s", "ms"), help="mooncake format: default ms"
+    )
     parser.add_argument(
         "--session-interval-s",
         type=number(0),

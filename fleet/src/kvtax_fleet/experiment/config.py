@@ -131,9 +131,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     forward: 0.5 is a GPU twice as fast. `time_scale` divides the trace's think times,
     and with `open_loop` its arrival times: 20 is twenty times faster. With `open_loop`
     sessions begin at the trace's times, and `concurrency` is the most that are in
-    flight: further sessions wait. `standin` starts stand-ins in place of vLLM, with
-    these options of kvtax_fleet/standin, for tests of the experiment itself. `virtual`
-    is for --virtual alone.
+    flight: further sessions wait. `virtual` is for --virtual alone.
     """
 
     summary: str
@@ -142,7 +140,6 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     baseline: str
     profile: str | None = None
     given: Given | None = None
-    standin: list[str] | None = None
     virtual: Virtual = Virtual()
     instances: Annotated[int, msgspec.Meta(ge=1, le=MOST_SERVERS)] = 4
     concurrency: Annotated[list[Few], msgspec.Meta(min_length=1)] = msgspec.field(
@@ -174,9 +171,8 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         )
 
     def __post_init__(self) -> None:
-        sources = (self.profile, self.given, self.standin)
-        if sum(source is not None for source in sources) != 1:
-            raise ValueError("give one of `profile`, `given` and `standin`")
+        if (self.profile is None) == (self.given is None):
+            raise ValueError("give one of `profile` and `given`")
         if self.time_factor != 1 and self.profile is None:
             raise ValueError("`time_factor` is for the forward of a `profile`")
         if self.baseline not in self.arms:
@@ -230,8 +226,8 @@ def _refuse_launch_settings(name: str, arm: Arm) -> None:
     """Raise ValueError for settings of launched instances."""
     _refuse(
         name,
-        "for the instances of a `profile`: leave it out, as stand-ins have none and "
-        "`file` says what `given` ones are",
+        "for the instances of a `profile`: leave it out, as `file` says what `given` "
+        "ones are",
         connector=arm.connector != DEFAULT_CONNECTOR,
         roles=bool(arm.roles),
     )

@@ -42,11 +42,8 @@ from kvtax_fleet.launch.spec import SpecError
 from kvtax_fleet.records.arm import MachineLoad
 from kvtax_fleet.records.exposition import cache_config
 from kvtax_fleet.records.instances import Instance
-from kvtax_fleet.standin.process import Standin, standin
 
 POLL_S = 0.2
-# kvtax_fleet/standin takes any token id.
-STANDIN_VOCABULARY = 32_000
 # Errors by which a fleet fails.
 FLEET_ERRORS = (
     RecordsError,
@@ -62,9 +59,9 @@ FLEET_ERRORS = (
 class Fleet:
     """The instances that a run sends its requests to, with files in its `folder`.
 
-    They are vLLM servers of a profile, servers that a command restarts (`given`), or
-    stand-ins. Leaving the context ends them; then `machine` has the load, and the
-    records are complete. Methods raise FLEET_ERRORS.
+    They are vLLM servers of a profile, or servers that a command restarts (`given`).
+    Leaving the context ends the former; then `machine` has the load, and the records
+    are complete. Methods raise FLEET_ERRORS.
     """
 
     def __init__(self, experiment: Experiment, workshop: Workshop, folder: Path):
@@ -74,10 +71,9 @@ class Fleet:
         self._stack = ExitStack()
         self._cpu: CpuSampler | None = None
         self._servers: list[LaunchedInstance] = []
-        self._standins: dict[str, Standin] = {}
         self._began_s = 0.0
         self.instances: list[Instance] = []
-        self.vocab_size = STANDIN_VOCABULARY
+        self.vocab_size = 0
         self.patches: dict[str, str] = {}
         # Processes from before the start; None if nothing is started here.
         self.survivors: list[int] | None = None
@@ -107,10 +103,7 @@ class Fleet:
             return
         # Orphaned descendants become children of this process (kvtax.proc.supervise).
         self.survivors = sorted(set(descendants(os.getpid())) - zygote_pids())
-        if self._experiment.standin is not None:
-            self._start_standins(self._experiment.standin)
-        else:
-            self._launch(arm)
+        self._launch(arm)
 
     def wait_ready(self) -> float:
         """Wait until all instances answer; return the seconds since the start."""
@@ -130,9 +123,6 @@ class Fleet:
     def check_alive(self) -> None:
         """Raise ServerError if an instance has ended."""
         check_alive(self._servers)
-        for name, started in self._standins.items():
-            if (status := started.process.poll()) is not None:
-                raise ServerError(f"{name} ended with status {status}")
 
     @contextmanager
     def under_load(self) -> Iterator[None]:
@@ -142,14 +132,6 @@ class Fleet:
             self.pss_mib = {
                 each.instance.name: each.server.pss_mib() for each in self._servers
             }
-
-    def _start_standins(self, options: list[str]) -> None:
-        for number in range(self._experiment.instances):
-            started = self._stack.enter_context(standin(*options))
-            self._standins[f"i{number}"] = started
-        self.instances = [
-            Instance(name, started.url) for name, started in self._standins.items()
-        ]
 
     def _launch(self, arm: Arm) -> None:
         spec = self._experiment.fleet_spec(arm)

@@ -83,7 +83,6 @@ class RequestBody(ABC, Generic[Payload]):
     prompt_tokens: int
     form: Form
     fields: Fields
-    _has_computed_ids = False
     _keys: list[int] | None = None
 
     @abstractmethod
@@ -94,15 +93,9 @@ class RequestBody(ABC, Generic[Payload]):
     def prefill_only(self, params: dict[str, Any]) -> Payload:
         """Return the payload that prefills the prompt and answers with one token."""
 
-    def take_ids(self, ids: bytes) -> None:
-        """Replace the prompt by its token ids, a JSON array."""
-        self.prompt, self._keys = ids, None
-        self.prompt_tokens = _commas(ids) + 1
-        self._has_computed_ids = True
-
     @property
     def has_ids(self) -> bool:
-        return self._has_computed_ids or self.form == "ids"
+        return self.form == "ids"
 
     def text(self, field: str) -> bytes:
         """Return a field's JSON, empty without the field."""

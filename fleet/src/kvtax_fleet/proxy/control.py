@@ -21,7 +21,6 @@ from .http_server import Handle, error_response, gets, json_response
 from .kvindexd import Kvindexd, State
 from .metrics import Metrics
 from .settings import SettingsError, bearer
-from .tokenizer import Tokens
 
 
 class ControlAddress(NamedTuple):
@@ -66,16 +65,12 @@ class Control:
     """Answers to operators."""
 
     def __init__(
-        self,
-        core: Core[bytes],
-        tokens: Tokens,
-        decisions: DecisionLog,
-        exact: Kvindexd | None,
+        self, core: Core[bytes], decisions: DecisionLog, exact: Kvindexd | None
     ) -> None:
         self._core = core
         self._decisions = decisions
         self._exact = exact
-        self._metrics = Metrics(core, tokens, exact)
+        self._metrics = Metrics(core, exact)
 
     def answer(self, address: ControlAddress) -> Handle:
         """Return the handle for the requests that come to the address."""

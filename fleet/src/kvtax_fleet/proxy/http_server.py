@@ -15,7 +15,6 @@ from .apis import APIS
 from .body import Body, BodyError
 from .failures import ClientStalled, Failure, error_event, error_json
 from .session_affinity import Sessions
-from .tokenizer import Tokens
 from .upstream import MAX_LINE_BYTES, MAX_LINES, READ_BYTES, forwarded
 
 # Seconds that a connection may be silent between requests, and for what a client still
@@ -149,12 +148,10 @@ class Generating(HttpClient):
         timeout_s: float,
         bodies: Bodies,
         sessions: Sessions,
-        tokens: Tokens,
     ) -> None:
         super().__init__(request, timeout_s)
         self._bodies = bodies
         self._sessions = sessions
-        self._tokens = tokens
 
     async def body(self) -> Body:
         raw = await self._bodies.read(self._request)
@@ -162,10 +159,8 @@ class Generating(HttpClient):
             body = Body(raw, APIS[self.path])
         except BodyError as error:
             raise Failure(400, None, str(error)) from None
-        # From the client's bytes: a template may write the history anew.
         if "X-Session-Id" not in self.headers:
             body.session = self._sessions.of(body)
-        await self._tokens.find(body)
         return body
 
 

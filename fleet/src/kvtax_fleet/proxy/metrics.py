@@ -23,7 +23,6 @@ from kvtax_fleet.records.decisions import (
 
 from .core import Core
 from .kvindexd import Kvindexd, State
-from .tokenizer import Tokens
 
 INSTANCE_GAUGES = ("healthy", "requests", "ongoing_tokens", "pending_prefill_tokens")
 CACHE_GAUGES = (
@@ -40,12 +39,9 @@ CACHE_GAUGES = (
 class Metrics:
     """Metrics of the proxy's parts, and of kvindexd's `states`."""
 
-    def __init__(
-        self, core: Core[Any], tokens: Tokens, exact: Kvindexd | None = None
-    ) -> None:
+    def __init__(self, core: Core[Any], exact: Kvindexd | None = None) -> None:
         self._core = core
         self._exact = exact
-        self._tokens = tokens
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -114,14 +110,6 @@ class Metrics:
             ended.add_metric([name or "", status], number)
         yield ended
         yield from self._core.offloader.account.collect()
-        unknown = CounterMetricFamily(
-            "kvtax_proxy_untokenized",
-            "Prompts in words whose token ids could not be computed",
-            labels=["reason"],
-        )
-        for reason, number in self._tokens.unknown.items():
-            unknown.add_metric([reason], number)
-        yield unknown
         yield CounterMetricFamily(
             "kvtax_proxy_ejections", "Ejections", value=self._core.health.ejections
         )

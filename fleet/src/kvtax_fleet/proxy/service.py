@@ -41,8 +41,7 @@ from .http_server import (
 )
 from .kvindexd import Kvindexd
 from .session_affinity import Sessions
-from .settings import Settings, SettingsError, check, resolved
-from .tokenizer import Tokenizer, Tokens
+from .settings import Settings, SettingsError, check, header_of, resolved
 from .upstream import HttpAnswer, HttpUpstream
 
 # Threads of libuv, which looks names up: more than names that may hang.
@@ -77,9 +76,6 @@ def serve(
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     allow_open_files()  # two sockets per request
-    # transformers would load PyTorch, 700 MB, and tokenizers need nothing of it.
-    os.environ["USE_TORCH"] = "0"
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ.setdefault("UV_THREADPOOL_SIZE", LOOK_UP_THREADS)
     # A request leaves the collector little to find, and a collection walks everything.
     gc.freeze()
@@ -146,13 +142,11 @@ async def serving(
     """Serve inside the context.
 
     On leaving it, the requests under way have `drain_timeout_s` to end, until `hurried`
-    is set; none without it. Raises SettingsError, PolicyError, TokenizerError, or
+    is set; none without it. Raises SettingsError, PolicyError, or
     OSError if it cannot listen.
     """
     settings = resolved(instances, settings)
-    header = DecisionsHeader(
-        **msgspec.structs.asdict(settings), instances=list(instances)
-    )
+    header = header_of(settings, instances)
     async with AsyncExitStack() as stack:
         exact = None
         if settings.kvindexd is not None:
@@ -167,7 +161,7 @@ async def serving(
         upstream = HttpUpstream(instances, settings.silence_timeout_s)
         await stack.enter_async_context(upstream)
         proxy = Proxy(instances, settings, upstream, decisions, exact)
-        control = Control(proxy.core, proxy.tokens, decisions, exact)
+        control = Control(proxy.core, decisions, exact)
         at_control = answering(control.answer(endpoint.control), *endpoint.control[:2])
         controlling = await stack.enter_async_context(at_control)
         await proxy.poll_once()
@@ -227,9 +221,6 @@ class Proxy:
             instances, settings, upstream, decisions, exact, served=self._served
         )
         self._sessions = Sessions()
-        self.tokens = Tokens(
-            None if settings.tokenizer is None else Tokenizer(settings.tokenizer)
-        )
         self._bodies = Bodies(
             settings.max_body_bytes, settings.max_held_bytes, settings.client_timeout_s
         )
@@ -294,9 +285,7 @@ class Proxy:
         timeout_s, path = self._settings.client_timeout_s, request.rel_url.raw_path
         is_get = request.method in ("GET", "HEAD")
         if request.method == "POST" and path in APIS:
-            client = Generating(
-                request, timeout_s, self._bodies, self._sessions, self.tokens
-            )
+            client = Generating(request, timeout_s, self._bodies, self._sessions)
             await self.core.handle(client)
             return client.response or web.Response(status=503)  # it is gone
         if is_get and path == "/health":

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kvtax_fleet.policies import POLICIES, parameters_of
+from kvtax_fleet.records.decisions import DecisionsHeader
 from kvtax_fleet.records.instances import Instance
 
 
@@ -40,16 +41,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Annotated[
             str,
             Meta(description="PEM certificates that tls:// trusts (default: system's)"),
-        ]
-        | None
-    ) = None
-    tokenizer: (
-        Annotated[
-            str,
-            Meta(
-                description="folder of the served model, to compute token ids of text "
-                "and chats"
-            ),
         ]
         | None
     ) = None
@@ -120,6 +111,18 @@ def resolved(instances: Sequence[Instance], settings: Settings) -> Settings:
     check(instances, settings)
     return msgspec.structs.replace(
         settings, parameters=msgspec.structs.asdict(parameters)
+    )
+
+
+def header_of(settings: Settings, instances: Sequence[Instance]) -> DecisionsHeader:
+    """Make the header of a decision log."""
+    others = msgspec.structs.asdict(settings)
+    policy, parameters = others.pop("policy"), others.pop("parameters")
+    return DecisionsHeader(
+        policy=policy,
+        parameters=parameters,
+        settings=others,
+        instances=list(instances),
     )
 
 

@@ -18,7 +18,7 @@ from kvtax_fleet.records.instances import Instance, Role
 class DecisionsHeader(
     msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.decisions/1"
 ):
-    """Header; the settings of the proxy as resolved."""
+    """Header."""
 
     clock: str = "CLOCK_MONOTONIC"
     """The clock of all `_ns`."""
@@ -26,32 +26,8 @@ class DecisionsHeader(
     """Name of the policy."""
     parameters: dict[str, Any] = {}
     """Of the policy, as resolved."""
-    cache: Literal["mirror", "exact"] | None = None
-    """How the proxy knows what is cached: from its own decisions, or KV events."""
-    kvindexd: str | None = None
-    """Address of the kvindexd that knows what the KV events say."""
-    kvindexd_token_file: str | None = None
-    """File of the token for it."""
-    kvindexd_ca_file: str | None = None
-    """Certificates that TLS to it trusts."""
-    mirror_tokens: int | None = None
-    """How many tokens the mirror assumes that an instance can cache."""
-    tokenizer: str | None = None
-    """The model's folder, whose tokenizer made ids of text and chats."""
-    max_body_bytes: int | None = None
-    """The largest request body that is taken."""
-    max_held_bytes: int | None = None
-    """Bytes that all request bodies might take."""
-    silence_timeout_s: float | None = None
-    """How long an instance may send nothing."""
-    client_timeout_s: float | None = None
-    """How long a client may take nothing of its stream."""
-    prefill_timeout_s: float | None = None
-    """How long an offloaded prefill may take."""
-    handover_timeout_s: float | None = None
-    """From the end of an offloaded prefill to the first byte of the answer."""
-    drain_timeout_s: float | None = None
-    """How long requests under way might take after SIGTERM."""
+    settings: dict[str, Any] = {}
+    """All other settings of the proxy, by option."""
     instances: list[Instance] = []
     """The instances, in their order."""
 
@@ -124,7 +100,7 @@ class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decisi
     prefill_timeout_s: float | None = None
     """How long the prefill elsewhere may take; null: `prefill_timeout_s` above."""
     prompt_tokens: int
-    """Exact for the form `ids` and by a tokenizer, else an estimate."""
+    """Exact for the form `ids`, else an estimate."""
     form: str
     """Form of the prompt: `ids`, `text`, `chat` or `other`."""
     cache: Literal["mirror", "exact"]

@@ -36,9 +36,8 @@ from kvtax_fleet.instances import write_instances
 from kvtax_fleet.proxy.core import Core
 from kvtax_fleet.proxy.decision_log import DecisionLog
 from kvtax_fleet.proxy.metrics import Metrics
-from kvtax_fleet.proxy.tokenizer import Tokens
+from kvtax_fleet.proxy.settings import header_of
 from kvtax_fleet.records.arm import ArmRecord, Freshness
-from kvtax_fleet.records.decisions import DecisionsHeader
 from kvtax_fleet.replay.http_link import check_vocabulary
 from kvtax_fleet.replay.play import Player
 from kvtax_fleet.replay.sessions import Session, group, new_ledger
@@ -231,8 +230,7 @@ async def _run(
     sessions = drawn_sessions(cell)
     check_vocabulary(sessions, cell.vocab_size)
     instances = [member.instance for member in cell.members]
-    settings = msgspec.structs.asdict(cell.proxy)
-    header = DecisionsHeader(**settings, instances=instances)
+    header = header_of(cell.proxy, instances)
     assert cell.planned.trace is not None
     facts = {
         "model": MODEL,
@@ -269,7 +267,7 @@ async def _run(
             task.cancel()
         player.end()
     states = index.states() if index else {}
-    breakdown = msgspec.json.encode(Metrics(core, Tokens(None)).breakdown(states))
+    breakdown = msgspec.json.encode(Metrics(core).breakdown(states))
     (folder / "breakdown.json").write_bytes(breakdown)
     return loop.time()
 

@@ -4,7 +4,8 @@
 A line is a request to a chat, messages, responses or completions endpoint, with its
 time and its answer or usage. Fields are found by their common names; a name with a dot
 is a field of an object. Objects may be JSON in a string, as gateways write bodies. No
-text is kept.
+text is kept. Requests to endpoints that generate nothing are no usable lines, nor are
+those that continue a stored response, whose text is elsewhere.
 
 Logs are written when an answer ends, so lines may be out of order by REORDER_S. A
 request without a session's name belongs to the conversation that it continues: the one
@@ -16,11 +17,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from os import PathLike
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -96,6 +100,23 @@ FAILURES = frozenset(
 )
 SUCCESS = ("success", "ok")  # false of a failed request
 ERROR = ("error", "error_str", "response.error", "response_body.error")
+# Where a request went: a path or URL, or a gateway's word.
+ENDPOINT = ("path", "url", "uri", "endpoint", "route", "request_path")
+ENDPOINT += ("request.path", "request.url", "call_type", "operation")
+_NO_ENDPOINT = re.compile(r"/?(\w+/)?(v\d+\w*)?/?")  # as in a base URL
+_GENERATES = re.compile(
+    r"[/:](completions?|chat|messages|responses|converse(-stream)?|invoke(-with\S*)?"
+    r"|(stream)?generate(_stream|content)?)/?$"
+)
+_GENERATES_NOT = re.compile(
+    r"token|embed|moderat|rerank|score|classif|pool|speech|audio|transcri|image|batch"
+)
+# What a body continues; its text is in no field.
+CONTINUED = ("previous_response_id", "conversation")
+# Estimates that are so many times larger or smaller than the usage are named.
+FAR_FACTOR = 3.0
+FAR_TOKENS = 100  # of a chat template, which the text is without
+log = logging.getLogger(__name__)
 
 # Seconds since 1970 are below 1e11 until the year 5138.
 _UNITS_S = ((1e11, 1.0), (1e14, 1e-3), (1e17, 1e-6), (float("inf"), 1e-9))
@@ -118,7 +139,7 @@ class Log:
     """Reader of a request log.
 
     Of the lines whose usage counts the prompt's tokens, `counted_tokens` is that count
-    and `estimated_tokens` ours.
+    and `estimated_tokens` ours; `far_lines` are those in which the two are far apart.
     """
 
     def __init__(self, lines: Lines, tokens: Tokens, block_tokens: int) -> None:
@@ -127,6 +148,7 @@ class Log:
         self._block_tokens = block_tokens
         self.counted_tokens = 0
         self.estimated_tokens = 0
+        self.far_lines = 0
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests in order of arrival.
@@ -155,6 +177,14 @@ class Log:
             raise TraceError(
                 f"{self._lines.path}: no line is a usable request "
                 f"({explain(self._lines.left_out)})"
+            )
+        if self.far_lines:
+            log.warning(
+                "%s: in %d lines the usage counts %g times more or fewer prompt tokens "
+                "than the text has (%s against %s in all lines with a usage): the text "
+                "is not what the model read, or give --tokenizer or --chars-per-token",
+                *(self._lines.path, self.far_lines, FAR_FACTOR),
+                *(f"{self.counted_tokens:,}", f"{self.estimated_tokens:,}"),
             )
 
     def _ordered(self) -> Iterator[_Call]:
@@ -188,11 +218,15 @@ class Log:
         """Read a line. Raises FieldError."""
         if failed(row):
             raise FieldError("the request failed")
+        if went_elsewhere(row):
+            raise FieldError("a request to an endpoint that generates nothing")
         arrived_s = arrival_s(row)
         ended_s = end_s(row, arrived_s)
         body = body_of(row)
         if body is None:
             raise FieldError("no body with messages, prompt or input")
+        if any(_found(body, CONTINUED)):
+            raise FieldError("it continues a stored response, whose text is elsewhere")
         prompt = self._tokens.prompt(asked_of(body), self._block_tokens)
         if not prompt.tokens:
             raise FieldError("the prompt is empty")
@@ -200,6 +234,8 @@ class Log:
         if counted is not None:
             self.counted_tokens += counted
             self.estimated_tokens += prompt.tokens
+            low, high = sorted((counted, prompt.tokens))
+            self.far_lines += high > FAR_FACTOR * low + FAR_TOKENS
         if output_tokens is None:
             answer = answer_of(row)
             if answer is None:
@@ -308,6 +344,23 @@ def failed(row: LogRow) -> bool:
     if any(success is False for _, success in _found(row, SUCCESS)):
         return True
     return any(error not in ("", {}, [], False) for _, error in _found(row, ERROR))
+
+
+def went_elsewhere(row: LogRow) -> bool:
+    """Recognise a request to an endpoint that generates nothing, such as tokenize."""
+    for _, where in _found(row, ENDPOINT):
+        if not isinstance(where, str):
+            continue
+        path = urlsplit(where).path if "/" in where else f"/{where}"
+        if "/" not in where and _GENERATES_NOT.search(where.lower()):
+            return True
+        if "/" in where and not _NO_ENDPOINT.fullmatch(path):
+            return not _GENERATES.search(path.lower())
+    answer = answer_of(row)
+    if not isinstance(answer, dict):
+        return False
+    is_count = answer.keys() == {"input_tokens"}
+    return is_count or answer.get("object") in ("list", "embedding")
 
 
 def body_of(row: LogRow) -> LogRow | None:

@@ -32,6 +32,8 @@ LogRow = dict[str, Any]
 # Marks where a prompt may be cached; clients move it from turn to turn.
 NOT_READ = frozenset({"cache_control"})
 BINARY = frozenset({"data", "file_data"})
+# Reasoning that only its maker can read, and proofs of it.
+BINARY |= {"encrypted_content", "signature", "thought_signature", "thoughtSignature"}
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 
 
@@ -95,7 +97,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_binary(key: str, value: Any) -> bool:
-    """Recognise images, sounds and files: models do not read their encoded text."""
+    """Recognise what models do not read as text: images, sounds, files, proofs."""
     return isinstance(value, str) and (key in BINARY or value.startswith("data:"))
 
 

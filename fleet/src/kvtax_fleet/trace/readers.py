@@ -22,6 +22,7 @@ filled.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from os import PathLike
@@ -55,15 +56,17 @@ def read_trace(
     share_prefix: bool = False,
     chars_per_token: float = CHARS_PER_TOKEN,
     tokenizer: str | PathLike[str] | None = None,
+    time_unit: str | None = None,
     left_out: Counter[str] | None = None,
 ) -> Iterator[Request]:
     """Yield the requests of a trace file, plain or packed, in order of arrival.
 
     `block_tokens` is for the formats that do not name it, `mooncake`, `bailian` and
     `log`; `session_interval_s` and `share_prefix` are for `sessions`: see sessions.py.
-    `chars_per_token` and `tokenizer` are for `log`: see log_prompt.py. So is
-    `left_out`, which counts the lines that are no requests by reason; without it, such
-    a line is an error.
+    `time_unit`, s or ms, is for `mooncake`; None is ms, and an error where rows look
+    like seconds. `chars_per_token` and `tokenizer` are for `log`: see log_prompt.py. So
+    is `left_out`, which counts the lines that are no requests by reason; without it,
+    such a line is an error.
 
     Raises TraceError: the file, or something in it, is not what it should be. Raised
     when the reader gets there: the requests before it are good.
@@ -77,6 +80,8 @@ def read_trace(
         )
     if tokenizer is not None and format != "log":
         raise TraceError(f"{path}: it has its token counts: leave --tokenizer out")
+    if time_unit is not None and format != "mooncake":
+        raise TraceError(f"{path}: its unit of time is known: leave --time-unit out")
     if left_out is not None and format != "log":
         raise TraceError(
             f"{path}: only a request log may have unusable lines: leave "
@@ -85,7 +90,8 @@ def read_trace(
     if format == "own":
         requests = trace_file.read(lines)
     elif format == "mooncake":
-        requests = _read_mooncake(lines, block_tokens or MOONCAKE_BLOCK_TOKENS)
+        size = block_tokens or MOONCAKE_BLOCK_TOKENS
+        requests = _read_mooncake(lines, size, time_unit)
     elif format == "bailian":
         requests = _read_bailian(lines, block_tokens or BAILIAN_BLOCK_TOKENS)
     elif format == "log":
@@ -125,6 +131,13 @@ def detect(lines: Lines) -> str:
     for format, fields in EVIDENCE.items():
         if fields <= row.keys():
             return format
+    is_timed = any(name in row for name in log.TIME)
+    if "text_input" in row or (
+        {"messages", "output_length"} <= row.keys() and not is_timed
+    ):
+        raise lines.error(
+            "a Mooncake trace with texts in place of `hash_ids`: make hashes of them"
+        )
     # Of a log, the request's body is what all its lines share.
     if body_of(row) is not None or lines.left_out is not None:
         return "log"
@@ -225,10 +238,12 @@ def _read_bailian(lines: Lines, block_tokens: int) -> Iterator[Request]:
 
 
 MOONCAKE_BLOCK_TOKENS = 512  # the traces do not name it
+# Rows by which a file in seconds is recognised.
+DOUBTED_ROWS = 100
 
 
 class MooncakeRow(msgspec.Struct):
-    """A line; `timestamp` and `delay` are milliseconds."""
+    """A line; `timestamp` and `delay` are milliseconds, in some files seconds."""
 
     input_length: Positive
     output_length: Count
@@ -241,7 +256,9 @@ class MooncakeRow(msgspec.Struct):
 _MOONCAKE_ROW = msgspec.json.Decoder(MooncakeRow)
 
 
-def _read_mooncake(lines: Lines, block_tokens: int) -> Iterator[Request]:
+def _read_mooncake(
+    lines: Lines, block_tokens: int, time_unit: str | None
+) -> Iterator[Request]:
     """Yield the requests of a trace.
 
     Memory: the turns that wait for their delay, and 1 request per named session.
@@ -252,7 +269,16 @@ def _read_mooncake(lines: Lines, block_tokens: int) -> Iterator[Request]:
     newest_s = 0.0  # of the rows with a time
     before: dict[str, Request] = {}  # the last turn of each session_id
     has_unnamed = False
-    for number, row in enumerate(lines.read(_MOONCAKE_ROW)):
+    rows = lines.read(_MOONCAKE_ROW)
+    first = [(row, lines.number) for row in itertools.islice(rows, DOUBTED_ROWS)]
+    if time_unit is None and _may_be_seconds([row for row, _ in first]):
+        raise lines.error(
+            "the first rows have fractions of a millisecond and come at over 1,000 a "
+            "second: give --time-unit s if these are seconds, else --time-unit ms"
+        )
+    per_s = 1.0 if time_unit == "s" else 1e3
+    rest = ((row, lines.number) for row in rows)
+    for number, (row, lines.number) in enumerate(itertools.chain(first, rest)):
         named = None if row.session_id in (None, "") else str(row.session_id)
         last = None if named is None else before.get(named)
         if last is not None:
@@ -263,7 +289,7 @@ def _read_mooncake(lines: Lines, block_tokens: int) -> Iterator[Request]:
         else:
             # Rows without a name have numbers.
             session = f"id {named}" if has_unnamed and named.isdecimal() else named
-        arrival_s, think_s = _mooncake_times(lines, row, last, newest_s)
+        arrival_s, think_s = _mooncake_times(lines, row, last, newest_s, per_s)
         request = Request(
             arrival_s=arrival_s,
             session=session,
@@ -286,13 +312,24 @@ def _read_mooncake(lines: Lines, block_tokens: int) -> Iterator[Request]:
         yield heapq.heappop(waiting)[-1]
 
 
+def _may_be_seconds(rows: list[MooncakeRow]) -> bool:
+    """Return whether rows have fractions, and come at over one a millisecond."""
+    times = [row.timestamp for row in rows if row.timestamp is not None]
+    has_fractions = any(time != int(time) for time in times)
+    return has_fractions and max(times) - min(times) < len(times)
+
+
 def _mooncake_times(
-    lines: Lines, row: MooncakeRow, last: Request | None, newest_s: float
+    lines: Lines,
+    row: MooncakeRow,
+    last: Request | None,
+    newest_s: float,
+    per_s: float,
 ) -> tuple[float, float | None]:
     """Return arrival and think time of a row; `last` is the turn before it."""
-    delay_s = None if row.delay is None else row.delay / 1e3
+    delay_s = None if row.delay is None else row.delay / per_s
     if row.timestamp is not None:
-        arrival_s = row.timestamp / 1e3
+        arrival_s = row.timestamp / per_s
     elif last is not None and delay_s is not None:
         # The answers' times are unknown, so later than this is possible, too.
         arrival_s = max(last.arrival_s + delay_s, newest_s)

@@ -50,6 +50,8 @@ type Event struct {
 
 // A Decoder reads batches. It keeps buffers, so it is for one goroutine at a time.
 type Decoder struct {
+	// Rank is that of the data-parallel engine of the last batch, -1 if it names none.
+	Rank  int64
 	event Event
 	names []uint64
 }
@@ -79,7 +81,11 @@ func (d *Decoder) Decode(batch []byte, take func(*Event) error) error {
 			return err
 		}
 	}
-	return nil
+	d.Rank = -1
+	if fields > 2 && msgp.NextType(b) == msgp.IntType || fields > 2 && msgp.NextType(b) == msgp.UintType {
+		d.Rank, _, err = msgp.ReadInt64Bytes(b)
+	}
+	return err
 }
 
 // decode reads the event that b begins with, and returns what is after it.

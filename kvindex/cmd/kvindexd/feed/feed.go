@@ -4,7 +4,8 @@
 //
 // vLLM numbers its batches from 0 and, where it has a replay endpoint, repeats the last
 // ones on request (ZmqEventPublisher in vllm/distributed/kv_events.py). A publisher that
-// starts anew begins with 0 again, and does not say so. But it has another connection.
+// starts anew begins with 0 again, and does not say so. But it has another connection, or
+// behind a forwarder the same one, on which a number comes that is not above the one before.
 // So whoever connects asks for the last batch that was taken: if the publisher does not
 // repeat it to the byte, it is another one, and what was taken is void.
 package feed
@@ -72,7 +73,7 @@ const (
 
 // Run feeds a taker until ctx is done. It connects again for as long as that takes.
 func Run(ctx context.Context, log *slog.Logger, source Source, taker Taker) {
-	f := &feed{source, taker}
+	f := &feed{source: source, taker: taker}
 	pause := shortestPause
 	for ctx.Err() == nil {
 		began := time.Now()
@@ -96,6 +97,22 @@ func Run(ctx context.Context, log *slog.Logger, source Source, taker Taker) {
 type feed struct {
 	source Source
 	taker  Taker
+	above  uint64 // what the next number on this connection is at least
+	// taken are the last batches that were taken, by their numbers.
+	taken [maxQueuedParts]Position
+}
+
+func (f *feed) take(m message) {
+	f.taken[m.number%maxQueuedParts] = Position{m.number + 1, Digest(m.batch)}
+	f.taker.Take(m.number, m.batch)
+}
+
+// beginsAnew reports whether a batch is of another publisher than those before it: its
+// number goes back, or is that of another batch.
+func (f *feed) beginsAnew(m message) bool {
+	known := f.taken[m.number%maxQueuedParts]
+	isOther := known.Next == m.number+1 && known.Last != Digest(m.batch)
+	return m.number < f.above || m.number < f.taker.Position().Next && isOther
 }
 
 // follow takes what one connection brings, and returns why it ended.
@@ -113,6 +130,7 @@ func (f *feed) follow(ctx context.Context) error {
 	if err := f.meet(ctx); err != nil {
 		return err
 	}
+	f.above = 0
 	f.taker.Connected()
 	queue := newQueue()
 	ended := make(chan error, 1)
@@ -215,6 +233,10 @@ func (f *feed) meet(ctx context.Context) error {
 
 // live takes a batch that came by itself. Those that a replay has brought are passed over.
 func (f *feed) live(ctx context.Context, m message) {
+	if f.beginsAnew(m) {
+		f.taker.Drop(fmt.Sprintf("its numbers begin anew with %d", m.number))
+	}
+	f.above = m.number + 1
 	next := f.taker.Position().Next
 	if m.number > next {
 		f.taker.Missed(m.number - next)
@@ -229,7 +251,7 @@ func (f *feed) live(ctx context.Context, m message) {
 	if m.number > next && next > 0 {
 		f.taker.Drop(fmt.Sprintf("batches %d to %d are lost", next, m.number-1))
 	}
-	f.taker.Take(m.number, m.batch)
+	f.take(m)
 }
 
 // catchUp takes what the publisher can repeat and was not taken.
@@ -286,7 +308,7 @@ func (f *feed) replay(ctx context.Context) (again bool, err error) {
 			if m.number > next && next > 0 {
 				f.taker.Drop(fmt.Sprintf("batches %d to %d are lost", next, m.number-1))
 			}
-			f.taker.Take(m.number, m.batch)
+			f.take(m)
 		}
 	}
 }

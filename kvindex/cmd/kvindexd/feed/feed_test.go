@@ -242,6 +242,31 @@ func TestAPublisherThatStartsAnewVoidsWhatWasTaken(t *testing.T) {
 	}
 }
 
+// TestNumbersThatBeginAnewAreOfAnotherPublisher: on one connection, as behind a forwarder.
+func TestNumbersThatBeginAnewAreOfAnotherPublisher(t *testing.T) {
+	for _, replays := range []bool{true, false} {
+		t.Run(fmt.Sprint(replays), func(t *testing.T) {
+			at, r := source(t), new(recorder)
+			own := at
+			if !replays {
+				own.Replay = ""
+			}
+			p := publish(t, at)
+			follow(t, own, r)
+			r.until(t, "connected", func() bool { return r.connected })
+			for n := 0; r.Position().Next < 3; n++ { // until the subscription is there
+				p.send(false, fmt.Sprint(n))
+				time.Sleep(time.Millisecond)
+			}
+			p.mu.Lock()
+			p.number, p.batches = 0, nil
+			p.mu.Unlock()
+			p.send(false, "a", "b")
+			r.untilHas(t, "a", "b")
+		})
+	}
+}
+
 func TestALostConnectionToTheSamePublisherVoidsNothing(t *testing.T) {
 	at, r := source(t), new(recorder)
 	p := publish(t, at)

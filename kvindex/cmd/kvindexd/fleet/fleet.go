@@ -21,7 +21,6 @@ import (
 
 	"kvtax/kvindex"
 	"kvtax/kvindex/cmd/kvindexd/blockhash"
-	"kvtax/kvindex/cmd/kvindexd/events"
 	"kvtax/kvindex/cmd/kvindexd/feed"
 	"kvtax/kvindex/cmd/kvindexd/names"
 )
@@ -52,10 +51,10 @@ type holder struct {
 }
 
 const (
+	// Of one instance.
 	maxMedia    = 8
 	maxGroups   = 64
-	maxSchemes  = 64
-	maxAdapters = 4096
+	maxAdapters = 1024
 )
 
 // A Fleet is all instances and what they hold.
@@ -67,10 +66,7 @@ type Fleet struct {
 	instances []*Instance
 
 	// quiet is held by whoever wants that nothing changes; by events for reading.
-	quiet    sync.RWMutex
-	media    set[string] // the first is the GPU's
-	schemes  set[names.HashScheme]
-	adapters set[string]
+	quiet sync.RWMutex
 }
 
 // New returns a fleet of which nothing is known yet.
@@ -90,8 +86,6 @@ func New(config Config, log *slog.Logger) (*Fleet, error) {
 		maxBlocks: config.MaxBlocks,
 		seeds:     config.Seeds,
 	}
-	f.media.most, f.schemes.most, f.adapters.most = maxMedia, maxSchemes, maxAdapters
-	f.media.add(events.GPU)
 	for n, instance := range config.Instances {
 		if f.Instance(instance.Name) != nil {
 			return nil, fmt.Errorf("two instances have the name %q", instance.Name)
@@ -195,18 +189,18 @@ func (s *set[T]) add(value T) int {
 // A snapshot is a magic line, a gob of snapshotHeader with its length before it, one
 // record for each block (its name, the number of its holders, and these), a record of
 // no holders, and the CRC-32 of all that.
-const snapshotMagic = "kvindexd snapshot 2\n"
+const snapshotMagic = "kvindexd snapshot 3\n"
 
 type snapshotHeader struct {
-	Media     []string
-	Adapters  []string
 	Instances []snapshotInstance
 }
 
 type snapshotInstance struct {
-	Name   string
-	Source feed.Source
-	State  state
+	Name     string
+	Source   feed.Source
+	State    state
+	Media    []string
+	Adapters []string
 }
 
 // Save writes a snapshot to a file, in one piece or not at all. Events wait meanwhile.
@@ -252,13 +246,15 @@ func (f *Fleet) write(file io.Writer) error {
 }
 
 func (f *Fleet) writeHeader(out *bufio.Writer) error {
-	header := snapshotHeader{Media: f.media.all(), Adapters: f.adapters.all()}
+	var header snapshotHeader
 	for _, instance := range f.instances {
 		instance.mu.Lock()
 		defer instance.mu.Unlock()
 		state := instance.state
 		state.Complete = instance.complete()
-		header.Instances = append(header.Instances, snapshotInstance{instance.Name, instance.Source, state})
+		header.Instances = append(header.Instances, snapshotInstance{
+			instance.Name, instance.Source, state, instance.media.all(), instance.adapters.all(),
+		})
 	}
 	var encoded bytes.Buffer
 	if err := gob.NewEncoder(&encoded).Encode(&header); err != nil {
@@ -296,8 +292,6 @@ func (f *Fleet) Load(path string) error {
 	if err := gob.NewDecoder(bytes.NewReader(body[:size])).Decode(&header); err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}
-	f.media.has.Store(&header.Media)
-	f.adapters.has.Store(&header.Adapters)
 	if err := f.readBlocks(body[size:], f.readInstances(header.Instances)); err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}
@@ -318,9 +312,10 @@ func (f *Fleet) readInstances(saved []snapshotInstance) []*Instance {
 		if instance.state.Refcounts == nil { // gob leaves out what is empty
 			instance.state.Refcounts = refcounts
 		}
-		if entry.State.HashScheme.BlockTokens > 0 {
-			f.schemes.add(entry.State.HashScheme)
+		if len(entry.Media) > 0 {
+			instance.media.has.Store(&entry.Media)
 		}
+		instance.adapters.has.Store(&entry.Adapters)
 	}
 	return instances
 }

@@ -244,12 +244,54 @@ func TestBlocksInLowerMediaGoOnWhereTheGPUStops(t *testing.T) {
 	}
 	for n, holding := range f.NewReader().Lookup(&Query{IDs: ids}) {
 		want := []string{"CPU", "STORAGE"}[n]
-		if holding.Blocks != 3+n || holding.Further != 5-n || f.Medium(holding.Medium) != want {
+		if holding.Blocks != 3+n || holding.Further != 5-n || holding.MediumName() != want {
 			t.Errorf("%+v", holding)
 		}
 		if got := holding.Score(); got != float64(3+n)+0.8*float64(5-n) {
 			t.Errorf("the score is %v", got)
 		}
+	}
+}
+
+// TestWhatAnInstanceNamesIsItsOwn: its adapters, its media, and how it names blocks.
+func TestWhatAnInstanceNamesIsItsOwn(t *testing.T) {
+	f := newFleet(t, 1000, 2)
+	ids := make([]uint32, 41)
+	other := newEngine(f.instances[1], blockhash.SHA256, "0")
+	other.to.Connected()
+	for n := range maxMedia + 1 {
+		other.store(ids[:8], "", 0, fmt.Sprint("M", n))
+	}
+	other.to.adapters.add("llama")
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	one.to.Connected()
+	one.store(ids[:12], "", 0, "GPU")
+	one.store(ids[:32], "", 2, "CPU")
+	holding := f.NewReader().Lookup(&Query{IDs: ids, Model: "llama"})[0]
+	if holding.Blocks != 3 || holding.Further != 5 || holding.MediumName() != "CPU" {
+		t.Errorf("%+v", holding)
+	}
+	if why := other.to.Status().Why; !strings.Contains(why, "more than 8 media") {
+		t.Error(why)
+	}
+	other.reset()
+	if left := other.to.adapters.all(); len(left) > 0 {
+		t.Error("left over:", left)
+	}
+}
+
+func TestEnginesThatShareAStreamAreNotBelieved(t *testing.T) {
+	f := newFleet(t, 100, 1)
+	one := newEngine(f.instances[0], blockhash.SHA256, "0")
+	one.to.Connected()
+	one.store(make([]uint32, 8), "", 0, "GPU")
+	one.rank = 1
+	one.number = 0
+	one.store(make([]uint32, 8), "", 0, "GPU")
+	one.store(make([]uint32, 8), "", 0, "GPU")
+	got := one.to.Status()
+	if got.Complete || !strings.Contains(got.Why, "ranks 0 and 1") || blocks(f, Query{IDs: make([]uint32, 9)})[0] > 0 {
+		t.Errorf("%+v", got)
 	}
 }
 
@@ -366,8 +408,9 @@ func TestASnapshotGivesNobodyWhatIsNotTheirs(t *testing.T) {
 
 func TestAModelThatIsAnAdapterIsKnownAfterARestart(t *testing.T) {
 	f := newFleet(t, 100, 1)
-	f.adapters.add("adapter")
-	if again := reloaded(t, f); !slices.Contains(again.adapters.all(), "adapter") {
+	newEngine(f.instances[0], blockhash.SHA256, "0").store(make([]uint32, 8), "", 0, "GPU")
+	f.instances[0].adapters.add("adapter")
+	if again := reloaded(t, f); !slices.Contains(again.instances[0].adapters.all(), "adapter") {
 		t.Error("forgotten")
 	}
 }
@@ -695,6 +738,7 @@ type engine struct {
 	held   map[string]int
 	to     *Instance
 	number uint64
+	rank   int
 }
 
 func newEngine(to *Instance, algorithm blockhash.Algorithm, seed string) *engine {
@@ -792,7 +836,7 @@ func appendHashes(b []byte, hashes [][]byte) []byte {
 func (e *engine) publish(event []byte) {
 	b := msgp.AppendFloat64(msgp.AppendArrayHeader(nil, 3), 1.5)
 	b = append(msgp.AppendArrayHeader(b, 1), event...)
-	e.to.Take(e.number, msgp.AppendInt(b, 0))
+	e.to.Take(e.number, msgp.AppendInt(b, e.rank))
 	e.number++
 }
 

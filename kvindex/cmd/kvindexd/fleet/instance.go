@@ -42,6 +42,9 @@ type Instance struct {
 	tiered atomic.Bool
 	// evicted is set once one of its blocks was forgotten for lack of room.
 	evicted atomic.Bool
+	// media are where it keeps blocks, the GPU first; adapters are those with a block.
+	media    set[string]
+	adapters set[string]
 
 	mu        sync.Mutex
 	decoder   events.Decoder
@@ -50,6 +53,8 @@ type Instance struct {
 	state     state
 	connected bool
 	why       string // it is not connected, or was dropped last
+	rank      int64  // of the data-parallel engine that publishes; -1 if none is named
+	mixed     bool   // several of them publish
 	counts    Counts
 }
 
@@ -93,12 +98,16 @@ type Counts struct {
 }
 
 func newInstance(f *Fleet, number uint16, config InstanceConfig, log *slog.Logger) *Instance {
-	return &Instance{
+	i := &Instance{
 		Name: config.Name, Source: config.Source, fleet: f, number: number,
 		log:   log.With("instance", config.Name),
 		state: emptyState(),
 		why:   "not connected yet",
+		rank:  -1,
 	}
+	i.media.most, i.adapters.most = maxMedia, maxAdapters
+	i.media.add(events.GPU)
+	return i
 }
 
 func emptyState() state {
@@ -124,8 +133,24 @@ func (i *Instance) Take(number uint64, batch []byte) {
 	i.counts.Batches++
 	if err := i.decoder.Decode(batch, i.apply); err != nil {
 		i.drop(fmt.Sprintf("batch %d: %v", number, err))
+	} else {
+		i.checkRank(i.decoder.Rank)
 	}
 	i.state.Position = feed.Position{Next: number + 1, Last: feed.Digest(batch)}
+}
+
+// checkRank notes if several engines publish on one stream: their batches have numbers of
+// their own, and blocks that the others do not have.
+func (i *Instance) checkRank(rank int64) {
+	if i.rank < 0 {
+		i.rank = rank
+	}
+	if rank < 0 || rank == i.rank || i.mixed {
+		return
+	}
+	i.mixed = true
+	i.drop(fmt.Sprintf("data-parallel ranks %d and %d publish on one stream: "+
+		"give each an endpoint and an instance of its own", i.rank, rank))
 }
 
 // Drop forgets all.
@@ -149,12 +174,14 @@ func (i *Instance) drop(why string) {
 // forget takes its blocks from the index.
 func (i *Instance) forget() {
 	i.fleet.index.ClearFunc(func(h holder) bool { return h.instance == i.number })
+	i.adapters.has.Store(nil)
+	i.media.has.Store(&[]string{events.GPU})
 	i.evicted.Store(false)
 	clear(i.state.Refcounts)
 }
 
 // complete reports whether it holds just what it is said to hold.
-func (i *Instance) complete() bool { return i.state.Complete && !i.evicted.Load() }
+func (i *Instance) complete() bool { return i.state.Complete && !i.evicted.Load() && !i.mixed }
 
 // Untouched says that there was no event yet.
 func (i *Instance) Untouched() {
@@ -175,7 +202,10 @@ func (i *Instance) Missed(batches uint64) {
 func (i *Instance) Connected() {
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	i.connected, i.why = true, ""
+	i.connected = true
+	if !i.mixed {
+		i.why = ""
+	}
 	i.answer()
 }
 
@@ -184,12 +214,13 @@ func (i *Instance) Disconnected(why error) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	i.connected, i.why = false, why.Error()
+	i.rank, i.mixed = -1, false
 	i.answers.Store(nil)
 }
 
 // answer lets lookups find the instance, if there is an answer to give.
 func (i *Instance) answer() {
-	if i.connected && i.state.HashScheme.BlockTokens > 0 {
+	if i.connected && !i.mixed && i.state.HashScheme.BlockTokens > 0 {
 		i.answers.Store(newLayout(i.state.HashScheme, i.state.Groups))
 	}
 }
@@ -230,7 +261,7 @@ func (i *Instance) stored(e *events.Event) {
 		i.tiered.Store(true)
 	}
 	if 0 < len(e.LoRA) && len(e.LoRA) <= maxAdapterBytes {
-		i.fleet.adapters.add(string(e.LoRA))
+		i.adapters.add(string(e.LoRA))
 	}
 	at := holder{i.number, medium, uint8(e.Group)}
 	i.fresh = i.fresh[:0]
@@ -336,7 +367,10 @@ func (i *Instance) medium(e *events.Event) (uint8, bool) {
 	if len(e.Medium) > maxKindBytes {
 		return 0, false
 	}
-	n := i.fleet.media.add(strings.ToUpper(string(e.Medium)))
+	n := i.media.add(strings.ToUpper(string(e.Medium)))
+	if n < 0 && i.why == "" {
+		i.why = fmt.Sprintf("blocks in more than %d media: those in further ones are not kept", maxMedia)
+	}
 	return uint8(n), n >= 0
 }
 
@@ -404,7 +438,6 @@ func (i *Instance) recognize(scheme names.HashScheme, number int) {
 			g.BlockTokens, g.Partial = 0, false
 		}
 	}
-	i.fleet.schemes.add(scheme)
 }
 
 // A Status is what there is to say of an instance.
@@ -444,7 +477,7 @@ func (i *Instance) Status() Status {
 	defer i.mu.Unlock()
 	main, per := i.mainGroup()
 	blocks := make(map[string]int)
-	for medium, name := range i.fleet.media.all() {
+	for medium, name := range i.media.all() {
 		blocks[name] = per * i.fleet.index.Count(holder{i.number, uint8(medium), main})
 	}
 	return Status{

@@ -14,9 +14,12 @@ import (
 // the weight that llm-d's tiered scorer gives to one in the CPU's memory.
 const lowerTier = 0.8
 
+// maxNamers bounds what a Reader keeps for each way to name blocks.
+const maxNamers = 64
+
 // A Query is a prompt: its token ids, with what else decides what its blocks hold, or
-// else the names of its blocks. Model is what a request names: it counts as the adapter if
-// there are blocks of an adapter with that name.
+// else the names of its blocks. Model is what a request names: to an instance that has blocks
+// of an adapter with that name, it is that adapter.
 type Query struct {
 	IDs   []uint32
 	Model string
@@ -32,13 +35,19 @@ type Holding struct {
 	Further     int // that follow these, in one lower medium
 	Medium      uint8
 	layout      *layout
+	adapter     bool // the model of the query is one of its adapters
 }
 
 // Score is 1 for each leading block, and 0.8 for each further one.
 func (h *Holding) Score() float64 { return float64(h.Blocks) + lowerTier*float64(h.Further) }
 
-// Medium returns the name of a Holding's medium.
-func (f *Fleet) Medium(n uint8) string { return f.media.all()[n] }
+// MediumName returns the name of the Medium.
+func (h *Holding) MediumName() string {
+	if media := h.Instance.media.all(); int(h.Medium) < len(media) {
+		return media[h.Medium]
+	}
+	return "" // all its blocks have just been forgotten
+}
 
 // A Reader looks prompts up. It keeps buffers, so it is for one goroutine at a time.
 type Reader struct {
@@ -48,11 +57,13 @@ type Reader struct {
 	scores   []kvindex.PodScore[holder]
 	further  []kvindex.PodScore[holder]
 	holdings []Holding
+	schemes  []names.HashScheme // of the instances
 	// held is what the instances whose layout is not simple hold of a chain, by instance
 	// and group.
 	held   [][]spans
 	simple int  // instances with a simple layout
 	other  int  // and with another one
+	named  bool // the instances that count now are those whose adapter the model is
 	sparse bool // some of those may hold a block without those before it
 }
 
@@ -69,38 +80,57 @@ func (f *Fleet) NewReader() *Reader {
 // token ids, that is at most what lies before the last one: vLLM computes at least that.
 // It is valid until the next call.
 func (r *Reader) Lookup(q *Query) []Holding {
-	r.begin()
+	adapters := r.begin(q)
 	if len(q.Names) > 0 {
 		r.tally(q.Names)
 		return r.holdings
 	}
 	ids := q.IDs[:max(0, len(q.IDs)-1)]
 	extra := q.Extra
-	if extra.LoRA == "" && slices.Contains(r.fleet.adapters.all(), q.Model) {
-		extra.LoRA = q.Model
+	if adapters < len(r.holdings) {
+		r.tallyIDs(ids, &extra)
 	}
-	for _, scheme := range r.fleet.schemes.all() {
-		namer := r.namers[scheme]
-		if namer == nil {
-			namer = names.NewNamer(r.fleet.memo, scheme)
-			r.namers[scheme] = namer
-		}
-		for _, style := range extra.Styles() {
-			r.names = namer.Append(r.names[:0], ids, &extra, style, r.mayGoOn)
-			r.tally(r.names)
-		}
+	if adapters > 0 {
+		extra.LoRA, r.named = q.Model, true
+		r.tallyIDs(ids, &extra)
 	}
 	return r.holdings
 }
 
-// begin makes a Holding for each instance.
-func (r *Reader) begin() {
-	r.holdings = r.holdings[:0]
-	r.simple, r.other, r.sparse = 0, 0, false
+// tallyIDs adds what is held of a prompt, by all the ways in which instances name blocks.
+func (r *Reader) tallyIDs(ids []uint32, extra *blockhash.Extra) {
+	for _, scheme := range r.schemes {
+		namer := r.namers[scheme]
+		if namer == nil {
+			if len(r.namers) > maxNamers { // of instances that are gone
+				clear(r.namers)
+			}
+			namer = names.NewNamer(r.fleet.memo, scheme)
+			r.namers[scheme] = namer
+		}
+		for _, style := range extra.Styles() {
+			r.names = namer.Append(r.names[:0], ids, extra, style, r.mayGoOn)
+			r.tally(r.names)
+		}
+	}
+}
+
+// begin makes a Holding for each instance, and counts those whose adapter the model is.
+func (r *Reader) begin(q *Query) (adapters int) {
+	r.holdings, r.schemes = r.holdings[:0], r.schemes[:0]
+	r.simple, r.other, r.sparse, r.named = 0, 0, false, false
+	byIDs := len(q.Names) == 0 && q.Extra.LoRA == ""
 	for _, instance := range r.fleet.instances {
 		holding := Holding{Instance: instance}
+		if byIDs && slices.Contains(instance.adapters.all(), q.Model) {
+			holding.adapter = true
+			adapters++
+		}
 		if l := instance.answers.Load(); l != nil {
-			holding.BlockTokens, holding.layout = l.blockTokens, l
+			holding.BlockTokens, holding.layout = l.scheme.BlockTokens, l
+			if !slices.Contains(r.schemes, l.scheme) {
+				r.schemes = append(r.schemes, l.scheme)
+			}
 			if l.simple {
 				r.simple++
 			} else {
@@ -110,6 +140,7 @@ func (r *Reader) begin() {
 		}
 		r.holdings = append(r.holdings, holding)
 	}
+	return adapters
 }
 
 // mayGoOn says whether anybody may have a block after one of a name.
@@ -138,7 +169,8 @@ func (r *Reader) tallyLeading(chain []uint64) {
 	r.scores = r.fleet.index.Score(chain, r.scores)
 	for _, score := range r.scores {
 		holding := &r.holdings[score.Pod.instance]
-		if l := holding.layout; l != nil && l.simple && score.Pod.medium == 0 && score.Pod.group == l.leading {
+		if l := holding.layout; l != nil && holding.adapter == r.named &&
+			l.simple && score.Pod.medium == 0 && score.Pod.group == l.leading {
 			holding.Blocks = max(holding.Blocks, score.Blocks)
 		}
 	}
@@ -148,7 +180,8 @@ func (r *Reader) tallyLeading(chain []uint64) {
 func (r *Reader) tallyGroups(chain []uint64) {
 	for stretch := range r.fleet.index.Stretches(chain) {
 		for _, at := range stretch.Pods {
-			if l := r.holdings[at.instance].layout; l != nil && !l.simple && at.medium == 0 {
+			holding := &r.holdings[at.instance]
+			if l := holding.layout; l != nil && holding.adapter == r.named && !l.simple && at.medium == 0 {
 				r.hold(l, at, stretch.Begin, stretch.End)
 			}
 		}
@@ -182,7 +215,7 @@ func (r *Reader) tallyFurther(chain []uint64) {
 	for n := range r.holdings {
 		holding := &r.holdings[n]
 		l := holding.layout
-		if l == nil || !holding.Instance.tiered.Load() || holding.Blocks > len(chain) {
+		if l == nil || holding.adapter != r.named || !holding.Instance.tiered.Load() || holding.Blocks > len(chain) {
 			continue
 		}
 		if holding.Blocks != scored {
@@ -201,8 +234,8 @@ func (r *Reader) tallyFurther(chain []uint64) {
 // A layout is what lookups need to know of an instance: how it names blocks, and what its
 // layers look at. Groups whose layers look at the whole prompt come first.
 type layout struct {
-	blockTokens int
-	groups      []reach
+	scheme names.HashScheme
+	groups []reach
 	// per is how many of the blocks that are hashed a block of each group has, 0 where the
 	// group does not count. Where parts of blocks can be found it is 1.
 	per     [maxGroups]int
@@ -245,7 +278,7 @@ func (g *group) attention() attention {
 
 // newLayout returns the layout of an instance with such groups.
 func newLayout(scheme names.HashScheme, groups []group) *layout {
-	l := &layout{blockTokens: scheme.BlockTokens, align: 1}
+	l := &layout{scheme: scheme, align: 1}
 	partial := partsAreFound(groups)
 	for n, g := range groups {
 		if g.BlockTokens == 0 || g.attention() == unknownAttention {

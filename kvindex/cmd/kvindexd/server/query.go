@@ -286,7 +286,7 @@ func (s *Server) appendAnswer(out []byte, holdings []fleet.Holding) []byte {
 		out = appendNumber(out, `,"tokens":`, h.Blocks*h.BlockTokens)
 		if h.Further > 0 {
 			out = append(out, `,"medium":`...)
-			out = strconv.AppendQuoteToASCII(out, s.fleet.Medium(h.Medium))
+			out = strconv.AppendQuoteToASCII(out, h.MediumName())
 			out = appendNumber(out, `,"further_blocks":`, h.Further)
 		}
 		out = append(out, `,"score":`...)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stand-in's server: the endpoints of vLLM that clients, proxies and routers use.
 
-    python -m kvtax_fleet.standin.server [OPTIONS]
+    python -m tests.harness.standin.server [OPTIONS]
 
 Serves until SIGINT or SIGTERM. Prints its URL as the first line of its output once it
 listens.
@@ -25,9 +25,9 @@ from uuid import uuid4
 
 import msgspec
 from aiohttp import web
-
 from kvtax_fleet.counters import exposition
-from kvtax_fleet.standin.messages import (
+
+from tests.harness.standin.messages import (
     Answer,
     BadRequest,
     CompletionAnswer,
@@ -39,8 +39,8 @@ from kvtax_fleet.standin.messages import (
     error_body,
     read_request,
 )
-from kvtax_fleet.standin.standin_engine import Engine, Ids, Sequence, Shape
-from kvtax_fleet.standin.transfer import Transfers
+from tests.harness.standin.standin_engine import Engine, Ids, Sequence, Shape
+from tests.harness.standin.transfer import Transfers
 
 FAULTS = {
     "none": "answers correctly",
@@ -125,6 +125,7 @@ class StandinInstance:
                 web.get("/v1/models", self._models),
                 web.get("/metrics", self._metrics),
                 web.post("/reset_prefix_cache", self._reset),
+                web.post("/restart", self._restart),
                 *(web.post(path, self._completions) for path in _ANSWERS),
                 web.post("/v1/messages/count_tokens", self._count_tokens),
                 web.post("/faults", self._set_faults),
@@ -136,12 +137,22 @@ class StandinInstance:
         return app
 
     async def _run_engine(self, _: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.engine.run())
-        task.add_done_callback(_die_with_engine)
+        self._start_engine()
         yield
-        task.cancel()
+        self._running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await task
+            await self._running
+
+    def _start_engine(self) -> None:
+        self._running = asyncio.create_task(self.engine.run())
+        self._running.add_done_callback(_die_with_engine)
+
+    async def _restart(self, _: web.Request) -> web.Response:
+        """Begin anew, with an engine that has served nothing."""
+        self._running.cancel()
+        self.engine = Engine(self.engine.shape)
+        self._start_engine()
+        return web.Response()
 
     @web.middleware
     async def _maybe_deaf(
@@ -356,7 +367,7 @@ def main() -> int:
     """Serve; return the exit status."""
     descriptions = "\n".join(f"  {name:12} {text}" for name, text in FAULTS.items())
     parser = argparse.ArgumentParser(
-        "python -m kvtax_fleet.standin.server",
+        "python -m tests.harness.standin.server",
         description=__doc__,
         epilog=f"faults:\n{descriptions}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

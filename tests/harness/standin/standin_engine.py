@@ -18,9 +18,9 @@ from time import perf_counter_ns
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from kvtax.load.alarm import Alarm
-
 from kvtax_fleet.counters import Gauges, Totals
+
+from kvtax.load.alarm import Alarm
 
 OUTPUT_TOKEN = 1
 Ids = npt.NDArray[np.int32]

@@ -45,7 +45,7 @@ def standin(*options: str) -> Iterator[Standin]:
     command = [
         sys.executable,
         "-m",
-        "kvtax_fleet.standin.server",
+        "tests.harness.standin.server",
         "--until-stdin-closes",
         *options,
     ]

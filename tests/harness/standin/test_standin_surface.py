@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
-from tests.proc.living import eventually
 
-from kvtax_fleet.standin.process import standin
+from tests.harness.standin.process import standin
+from tests.proc.living import eventually
 
 pytestmark = pytest.mark.slow
 

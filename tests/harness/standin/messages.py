@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtax_fleet.standin.standin_engine import OUTPUT_TOKEN, Ids
+from tests.harness.standin.standin_engine import OUTPUT_TOKEN, Ids
 
 # Bytes of UTF-8 in a token of text: there is no tokenizer.
 BYTES_PER_TOKEN = 4

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtax_fleet.standin.standin_engine import BlockCache, Engine, Sequence, Shape
+from tests.harness.standin.standin_engine import BlockCache, Engine, Sequence, Shape
 
 PROMPTS = st.lists(
     st.lists(st.integers(0, 1), min_size=1, max_size=20), min_size=1, max_size=12
