@@ -8,7 +8,7 @@ import errno
 import os
 import random
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from time import monotonic_ns
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from fleet.tests.proxy.proxy_lab import DEADLINE_S, ask, free_port
 from multidict import CIMultiDict
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtax_fleet.proxy import health
+from kvtax_fleet.proxy import core, health
 from kvtax_fleet.proxy.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from kvtax_fleet.proxy.body import Body
 from kvtax_fleet.proxy.core import Core
@@ -48,8 +48,8 @@ class Engine:
     """Answers polls with `polls` in turn, and requests with the status `serves`.
 
     With `pieces` an answer is a stream that comes in these pieces, and then `ends` or
-    stays open. Each answer `takes_s`; those to poison fail by `poison`. It lists its
-    `models`, None for a server that does not.
+    stays open. Each answer `takes_s`; those to poison fail by `poison`, those for the
+    model `broken` by 503. It lists its `models`, None for a server that does not.
     """
 
     def __init__(self, polls: tuple[int, ...] = (200,), serves: int = 200) -> None:
@@ -61,6 +61,7 @@ class Engine:
         self.poison = "event"
         self.text = '{"choices": [{"text": "a"}]}'
         self.models: list[str] | None = None
+        self.broken = "none"
         self.ranks: list[list[str]] = []
 
     async def health(self, _: web.Request) -> web.Response:
@@ -76,6 +77,8 @@ class Engine:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.ranks.append(request.headers.getall(RANK, []))
         pieces = self.pieces
+        if f'"{self.broken}"' in await request.text():
+            return web.Response(status=503)
         if "X-Poison" in request.headers:
             if self.poison == "status":
                 return web.Response(status=500)
@@ -187,7 +190,7 @@ def test_an_instance_that_answers_health_only_is_out_for_longer_each_time():
 
         async def seconds_out() -> float:
             while not healths.ejected:
-                healths.failed(Unreachable(503, "a", "refused"), "s")
+                healths.failed(Unreachable(503, "a", "refused"), None, "s")
             since = loop.time()
             while healths.ejected:
                 await asyncio.sleep(POLL_EVERY_S)
@@ -195,7 +198,7 @@ def test_an_instance_that_answers_health_only_is_out_for_longer_each_time():
 
         out_s = [await seconds_out() for _ in range(3)]
         for _ in range(health.TRUSTED_AFTER):
-            healths.answered("a", "s", well=True)
+            healths.answered("a", None, "s", well=True)
         out_s.append(await seconds_out())
         polling.cancel()
         return out_s
@@ -335,6 +338,54 @@ async def test_streams_that_fail_after_their_first_token_eject_an_outlier(monkey
         for _ in range(4 * health.SUSPECT_FAILURES):
             await client.send(whole=True, Connection="close")
         assert await client.ejected() == ["b"]
+
+
+@pytest.mark.slow
+async def test_an_instance_that_never_answers_is_an_outlier(monkeypatch):
+    """Its /health is good, and the requests are no streams."""
+    monkeypatch.setattr(health, "MIN_OUT_S", 60)
+    monkeypatch.setattr(core, "MIN_WAIT_S", 0.05)
+    mute, good = Engine(), Engine()
+    mute.takes_s = 3600.0
+    async with before(mute, good) as client, asyncio.timeout(DEADLINE_S):
+        while await client.ejected() != ["a"]:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await client.send()
+        assert {await client.send() for _ in range(8)} == {(200, "b")}
+
+
+@pytest.mark.slow
+async def test_clients_that_leave_soon_eject_nobody(monkeypatch):
+    monkeypatch.setattr(core, "MIN_WAIT_S", 0.05)
+    engines = [Engine(), Engine()]
+    for engine in engines:
+        engine.takes_s = 0.5
+    async with before(*engines) as client:
+        for _ in range(4 * health.SUSPECT_FAILURES):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await client.send()
+        assert await client.ejections() == 0
+
+
+async def test_a_model_that_fails_at_an_instance_is_out_there_alone(monkeypatch):
+    monkeypatch.setattr(health, "MIN_OUT_S", 60)
+    engines = [Engine(), Engine()]
+    for engine in engines:
+        engine.models = ["base", "adapter"]
+    engines[0].broken = "adapter"
+    sent: dict[str, list[tuple[int, str | None]]] = {"base": [], "adapter": []}
+    async with before(*engines) as client:
+        chance = random.Random(0)
+        for number in range(200):
+            model, name = chance.choice(["base", "adapter"]), f"{number % 20}"
+            sent[model].append(await client.send(model=model, X_Session_Id=name))
+        assert await client.ejections() == 1
+        assert await client.ejected() == []
+    assert {status for one in sent.values() for status, _ in one} == {200}
+    assert set(sent["base"][-20:]) == {(200, "a"), (200, "b")}
+    assert set(sent["adapter"][-20:]) == {(200, "b")}
 
 
 @pytest.mark.parametrize("number", [errno.EADDRNOTAVAIL, errno.EMFILE])

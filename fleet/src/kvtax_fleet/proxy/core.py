@@ -40,6 +40,8 @@ from .settings import Settings
 # Seconds for clients that read slowly to take the error when the proxy stops.
 STOP_GRACE_S = 1.0
 STOPPED = "the proxy was stopped"
+# A client that leaves sooner, in seconds, has changed its mind.
+MIN_WAIT_S = 1.0
 # Bytes before a chunk that are searched with it: no mark in apis.py is longer.
 _TAIL = 32
 # Statuses by which an instance refuses a request for what it is. Another instance
@@ -201,7 +203,9 @@ class Core(Generic[Payload]):
         other instance is left. Raises Failure.
         """
         try:
-            self._choose(exchange, attempt, tried | self.health.unavailable())
+            self._choose(
+                exchange, attempt, tried | self.health.unavailable(exchange.body.model)
+            )
         except NoInstance:
             try:
                 self._choose(exchange, attempt, tried)
@@ -225,23 +229,28 @@ class Core(Generic[Payload]):
         Nothing has been sent to the client then.
         """
         name, sender = exchange.route.decision.instance, exchange.sender
+        model, began_ns = exchange.body.model, self._now_ns()
         flight = self.loads.flight(name, exchange.route.prompt_tokens)
-        exchange.in_flight.enter_context(self.health.attempt(name))
+        exchange.in_flight.enter_context(self.health.attempt(name, model))
         with flight as exchange.flight:
             try:
                 answer = await self._request(exchange)
+            except asyncio.CancelledError:
+                if not (self.stopping or exchange.body.streams):
+                    self._left(exchange, name, (self._now_ns() - began_ns) / 1e9)
+                raise
             except Failure as failure:
-                suspect = self.health.failed(failure, sender)
+                suspect = self.health.failed(failure, model, sender)
                 if not is_last and self._is_moved(exchange, failure, suspect):
                     return False
                 self._judge(exchange, name, self.health.clear)
                 raise
             if answer.good:
-                self.health.begun(name)
+                self.health.begun(name, model)
                 self._judge(exchange, name, self._mark_outlier)
                 await self._relay(exchange, answer)
                 return True
-            suspect = self.health.answered(name, sender, well=False)
+            suspect = self.health.answered(name, model, sender, well=False)
             if not is_last:
                 refusal = Failure(answer.status, name, "")
                 if answer.status == 404:
@@ -275,9 +284,10 @@ class Core(Generic[Payload]):
         limit = max(MIN_RETRIES, MAX_RETRIES_SHARE * len(self._tasks))
         if (refused and not suspect) or self._retries >= limit:
             return False
-        records = [self.health.without_better_record(name)]
+        model = exchange.body.model
+        records = [self.health.without_better_record(name, model)]
         if not suspect:
-            records.append(self.health.unavailable())
+            records.append(self.health.unavailable(model))
         for out in records:
             with suppress(NoInstance):
                 self._choose(exchange, 1, out | {name})
@@ -286,15 +296,19 @@ class Core(Generic[Payload]):
         return False
 
     def _judge(
-        self, exchange: Exchange[Payload], name: str, verdict: Callable[[str], None]
+        self,
+        exchange: Exchange[Payload],
+        name: str,
+        verdict: Callable[[str, str | None], None],
     ) -> None:
         """Pass a verdict on the instances after which `name` has answered."""
         for failed in exchange.failed:
             if failed != name:
-                verdict(failed)
+                verdict(failed, exchange.body.model)
 
-    def _mark_outlier(self, name: str) -> None:
-        self.health.mark_outlier(name, "it fails requests that another has answered")
+    def _mark_outlier(self, name: str, model: str | None) -> None:
+        why = "it fails requests that another has answered"
+        self.health.mark_outlier(name, model, why)
 
     async def _relay(self, exchange: Exchange[Payload], answer: Answer) -> None:
         """Send the answer to the client, and note how it has ended."""
@@ -304,52 +318,69 @@ class Core(Generic[Payload]):
         finally:
             answer.close()
             if end.status == "ok":
-                self.health.answered(name, exchange.sender, well=True)
+                model, sender = exchange.body.model, exchange.sender
+                self.health.answered(name, model, sender, well=True)
             elif end.status == "failed" and answer.good:
                 self._broke(exchange, name)
 
-    def _broke(self, exchange: Exchange[Payload], name: str) -> None:
-        """Note an answer that has failed after its beginning.
+    def _left(self, exchange: Exchange[Payload], name: str, waited_s: float) -> None:
+        """Note a client that has left before an answer that is no stream.
 
-        The client has a part of it, so that no other may follow. Another instance
-        answers the request of a suspect for the verdict alone.
+        The instance may be mute. It has failed if another answers in less time.
         """
-        suspect = self.health.answered(name, exchange.sender, well=False)
+        if waited_s >= MIN_WAIT_S:
+            self._broke(exchange, name, waited_s)
+
+    def _broke(
+        self, exchange: Exchange[Payload], name: str, limit_s: float | None = None
+    ) -> None:
+        """Note an answer that has failed after its beginning, or did not begin.
+
+        The client has a part of it, or is gone, so that no other may follow. Another
+        instance answers the request of a suspect for the verdict alone.
+        """
+        model = exchange.body.model
+        suspect = self.health.answered(name, model, exchange.sender, well=False)
         if not suspect or name in self._compared:
             return
-        out = self.health.without_better_record(name) | exchange.lacking | {name}
+        worse = self.health.without_better_record(name, model)
+        out = worse | exchange.lacking | {name}
         others = [other for other in self.instances.values() if other.name not in out]
         if not others:
             return
         witness = min(others, key=lambda other: self.loads[other.name].requests)
         self._compared.add(name)
-        task = asyncio.create_task(self._compare(exchange, name, witness))
+        task = asyncio.create_task(self._compare(exchange, name, witness, limit_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _compare(
-        self, exchange: Exchange[Payload], suspect: str, witness: Instance
+        self,
+        exchange: Exchange[Payload],
+        suspect: str,
+        witness: Instance,
+        limit_s: float | None,
     ) -> None:
         """Send the request to the witness; mark the suspect if that answers well."""
         copy = Exchange(_Nobody(exchange.client, exchange.body), exchange.end.number)
         copy.end.instance, copy.body = witness.name, exchange.body
         try:
-            with self.loads.flight(
-                witness.name, copy.body.prompt_tokens
-            ) as copy.flight:
-                answer = await self._send(copy, witness, copy.body.raw)
-                try:
-                    await relay(copy, answer, lambda: True, self._now_ns())
-                finally:
-                    answer.close()
-        except Failure:
+            flight = self.loads.flight(witness.name, copy.body.prompt_tokens)
+            with flight as copy.flight:
+                async with asyncio.timeout(limit_s):
+                    answer = await self._send(copy, witness, copy.body.raw)
+                    try:
+                        await relay(copy, answer, lambda: True, self._now_ns())
+                    finally:
+                        answer.close()
+        except (Failure, TimeoutError):
             copy.end.status = "failed"
         finally:
             self._compared.discard(suspect)
         if copy.end.status == "ok":
-            self._mark_outlier(suspect)
+            self._mark_outlier(suspect, copy.body.model)
         elif copy.end.status == "failed":
-            self.health.clear(suspect)
+            self.health.clear(suspect, copy.body.model)
 
     async def _request(self, exchange: Exchange[Payload]) -> Answer:
         """Return the instance's answer, once its first byte is here."""
@@ -386,19 +417,20 @@ class Core(Generic[Payload]):
         Returns None if D has to prefill itself; the end line's `fallback` says why.
         """
         end = exchange.end
-        exchange.in_flight.enter_context(self.health.attempt(p.name))
+        model, sender = exchange.body.model, exchange.sender
+        exchange.in_flight.enter_context(self.health.attempt(p.name, model))
         try:
             answer = await self.offloader.offload(exchange, p, d)
         except GivenUp as error:
             refused = error.failure == "prefill_refused"
-            if refused and self.health.answered(p.name, exchange.sender, well=False):
+            if refused and self.health.answered(p.name, model, sender, well=False):
                 exchange.failed.append(p.name)
             if error.failure not in UNTRIED:
                 log.warning("request %s: %s; prefill on %s", end.id, error, d.name)
             end.fallback = str(error)
             return None
-        self.health.begun(p.name)
-        self.health.answered(p.name, exchange.sender, well=True)
+        self.health.begun(p.name, model)
+        self.health.answered(p.name, model, sender, well=True)
         end.prefill_instance = p.name
         return answer
 

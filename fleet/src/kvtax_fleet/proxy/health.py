@@ -5,7 +5,8 @@ An instance that is down refuses connections or fails polls of /health; it is ba
 a good poll. An outlier answers polls and fails requests: it would have nothing in
 flight, so that policies that go by load would send it nearly everything. A client may
 be to blame for a failed answer, so an outlier is ejected only after another instance
-has answered the same request.
+has answered the same request. One that serves other models well, as where an adapter is
+broken, is out for that model alone.
 
 Time comes from a clock that the caller gives; only what is called forever sleeps.
 """
@@ -42,7 +43,11 @@ TRUSTED_AFTER = 10
 # Seconds between two readings of the models, and before one that a request causes.
 MODELS_EVERY_S = 30.0
 MODELS_AGAIN_S = 1.0
+# Models whose outcomes at an instance are remembered; clients name them.
+MAX_MODELS = 1024
 log = logging.getLogger(__name__)
+# An instance, and None for all of it or one of its models.
+Key = tuple[str, str | None]
 Probe = Callable[[Instance], Awaitable[None]]
 # By name, as /v1/models has them.
 Models = dict[str, dict[str, Any]]
@@ -51,7 +56,7 @@ ListModels = Callable[[Instance], Awaitable[Models | None]]
 
 
 class _State:
-    """Health of one instance.
+    """Health of one instance, or of one model at it.
 
     `failed_polls`: in a row. `failed`: whether each of the last answers has failed;
     `senders`: the same of the last answer to each sender. `good`: good answers since
@@ -111,9 +116,11 @@ class Health:
         self._instances = instances
         self._now_ns = now_ns
         self._states = {instance.name: _State() for instance in instances}
+        self._of_models: OrderedDict[Key, _State] = OrderedDict()
         self._on_change = on_change
         self._polled: set[str] = set()
         self.ejected: set[str] = set()
+        self._ejected_for: set[Key] = set()
         self.ejections = 0
 
     def follow(self, instances: Sequence[Instance]) -> None:
@@ -126,30 +133,42 @@ class Health:
             for instance in instances
         }
         self.ejected &= states.keys()
+        self._ejected_for = {key for key in self._ejected_for if key[0] in states}
+        for key in [key for key in self._of_models if key[0] not in states]:
+            del self._of_models[key]
 
-    def unavailable(self) -> set[str]:
+    def unavailable(self, model: str | None) -> set[str]:
         """Return the instances to leave out: ejected, or on trial with a request."""
         for name in list(self.ejected):
             if not self._states[name].is_down:
-                self._return(name)
-        trials = {name for name, state in self._states.items() if state.trial}
-        return self.ejected | trials
+                self._return((name, None))
+        for key in list(self._ejected_for):
+            self._return(key)
+        out = self.ejected | {name for name, of in self._ejected_for if of == model}
+        return out | {
+            name
+            for name in self._states
+            if any(state.trial for state in self._both(name, model))
+        }
 
     @contextmanager
-    def attempt(self, name: str) -> Iterator[None]:
+    def attempt(self, name: str, model: str | None) -> Iterator[None]:
         """Send a request to the instance inside the context: its trial, if one is due.
 
         The trial ends as soon as an answer begins, or with the context. That must hold
         until another instance has answered in place of a suspect.
         """
-        state, own = self._state(name), object()
-        if state.on_trial and state.trial is None:
-            state.trial = own
+        own = object()
+        states = self._both(name, model)
+        for state in states:
+            if state.on_trial and state.trial is None:
+                state.trial = own
         try:
             yield
         finally:
-            if state.trial is own:
-                state.trial = None
+            for state in states:
+                if state.trial is own:
+                    state.trial = None
 
     @asynccontextmanager
     async def until_down(self, name: str) -> AsyncIterator[None]:
@@ -169,51 +188,61 @@ class Health:
         finally:
             state.waiting.discard(limit)
 
-    def begun(self, name: str) -> None:
+    def begun(self, name: str, model: str | None) -> None:
         """Note that a good answer has begun."""
-        state = self._state(name)
-        state.on_trial, state.trial = False, None
+        for state in self._both(name, model):
+            state.on_trial, state.trial = False, None
 
-    def answered(self, name: str, sender: str, well: bool) -> bool:
+    def answered(self, name: str, model: str | None, sender: str, well: bool) -> bool:
         """Note a whole answer. Return whether a failed one makes the instance suspect.
 
         Then another instance should answer the request: `mark_outlier` or `clear`
         follows.
         """
-        state = self._state(name)
-        state.add(sender, not well)
-        if not well:
-            return state.is_suspect
-        if state.good is not None and name not in self.ejected:
-            state.good += 1
-            if state.good >= TRUSTED_AFTER:
-                state.good, state.out_s = None, MIN_OUT_S
-        return False
+        states = self._both(name, model)
+        for state in states:
+            state.add(sender, not well)
+            if well and state.good is not None and name not in self.ejected:
+                state.good += 1
+                if state.good >= TRUSTED_AFTER:
+                    state.good, state.out_s = None, MIN_OUT_S
+        return not well and any(state.is_suspect for state in states)
 
-    def without_better_record(self, suspect: str) -> set[str]:
+    def without_better_record(self, suspect: str, model: str | None) -> set[str]:
         """Return the instances that may fail for the reason for which a suspect does.
 
         They are unavailable, not trusted, or fail at least as large a share.
         """
-        share = self._state(suspect).failed_share
-        return self.unavailable() | {
+        share = self._both(suspect, model)[-1].failed_share
+        return self.unavailable(model) | {
             name
-            for name, state in self._states.items()
+            for name in self._states
+            for state in [self._both(name, model)[-1]]
             if state.good is not None or state.failed_share >= share
         }
 
-    def clear(self, name: str) -> None:
+    def clear(self, name: str, model: str | None) -> None:
         """Forget the failures of an instance: another has failed alike."""
-        self._state(name).clear()
+        for state in self._both(name, model):
+            state.clear()
 
-    def mark_outlier(self, name: str, why: str) -> None:
+    def mark_outlier(self, name: str, model: str | None, why: str) -> None:
         """Eject a suspect, unless too many are out: another has answered well."""
-        outliers = len(self.ejected) + 1
-        is_suspect = self._state(name).is_suspect
-        if is_suspect and outliers <= MAX_OUTLIERS_SHARE * len(self._instances):
-            self._eject(name, why)
+        if not any(state.is_suspect for state in self._both(name, model)):
+            return
+        key = (name, model if self._serves_others_well(name, model) else None)
+        out = self.ejected | {name for name, of in self._ejected_for if of == key[1]}
+        if len(out - {name}) + 1 <= MAX_OUTLIERS_SHARE * len(self._instances):
+            self._eject(key, why)
 
-    def failed(self, failure: Failure, sender: str) -> bool:
+    def _serves_others_well(self, name: str, model: str | None) -> bool:
+        """Return whether the last answer for another model was good."""
+        return any(
+            other == name and of != model and state.failed and not state.failed[-1]
+            for (other, of), state in self._of_models.items()
+        )
+
+    def failed(self, failure: Failure, model: str | None, sender: str) -> bool:
         """Note the failure of a request. Return as `answered`.
 
         The proxy's own failures do not count. An instance that refuses connections is
@@ -225,7 +254,19 @@ class Health:
         if isinstance(failure, Unreachable):
             self._down(name, failure)
             return False
-        return self.answered(name, sender, well=False)
+        return self.answered(name, model, sender, well=False)
+
+    def _both(self, name: str, model: str | None) -> list[_State]:
+        """Return the states of an instance, and of a model at it if one is named."""
+        own = self._state(name)
+        if model is None or name not in self._states:
+            return [own]
+        state = self._of_models.setdefault((name, model), _State())
+        self._of_models.move_to_end((name, model))
+        if len(self._of_models) > MAX_MODELS:
+            key, _ = self._of_models.popitem(last=False)
+            self._ejected_for.discard(key)
+        return [own, state]
 
     def _state(self, name: str) -> _State:
         """Return an instance's state, a new one if it has been taken out meanwhile."""
@@ -233,33 +274,42 @@ class Health:
 
     def _down(self, name: str, failure: Failure) -> None:
         if name in self._states:
-            self._eject(name, str(failure))
+            self._eject((name, None), str(failure))
             self._states[name].is_down = True
 
-    def _eject(self, name: str, why: str) -> None:
+    def _eject(self, key: Key, why: str) -> None:
+        name, model = key
         if name in self.ejected or name not in self._states:
             return
-        state = self._states[name]
-        self.ejected.add(name)
+        state = self._both(name, model)[-1]
+        if model is None:
+            self.ejected.add(name)
+        else:
+            self._ejected_for.add(key)
         self.ejections += 1
         state.back_at_ns = self._now_ns() + int(state.out_s * 1e9)
         state.out_s = min(MAX_OUT_S, 2 * state.out_s)
         state.good, state.is_down, state.trial = 0, False, None
         state.clear()
-        log.warning("%s ejected: %s", name, why)
+        of = "" if model is None else f" for model {model!r}"
+        log.warning("%s ejected%s: %s", name, of, why)
+        if model is not None:
+            return
         if len(self.ejected) == len(self._instances):
             log.warning("all are ejected: requests go to them as if none were")
         self._on_change(name, False)
 
-    def _return(self, name: str) -> None:
+    def _return(self, key: Key) -> None:
         """Take an ejected instance back if it has been out for long enough."""
-        state = self._states[name]
+        name, model = key
+        state = self._both(name, model)[-1]
         if self._now_ns() < state.back_at_ns:
             return
-        self.ejected.remove(name)
+        self.ejected.discard(name) if model is None else self._ejected_for.discard(key)
         state.on_trial, state.good = True, 0
         log.warning("%s is back, with one request until an answer begins", name)
-        self._on_change(name, True)
+        if model is None:
+            self._on_change(name, True)
 
     async def poll_forever(self, probe: Probe) -> None:
         """Poll every instance until cancelled; `probe` raises Failure."""
@@ -284,7 +334,7 @@ class Health:
         else:
             self._state(name).failed_polls = 0
             if name in self.ejected:
-                self._return(name)
+                self._return((name, None))
         finally:
             self._polled.discard(name)
 

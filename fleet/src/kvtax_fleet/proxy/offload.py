@@ -32,6 +32,8 @@ from .health import Health
 from .loads import FleetLoad
 
 log = logging.getLogger(__name__)
+# A request's model and its sender, by which failures are counted.
+Sender = tuple[str | None, str]
 # Sends a request with these kv_transfer_params.
 Send = Callable[[dict[str, Any]], Awaitable[Answer]]
 
@@ -177,7 +179,7 @@ class Offloader(Generic[Payload]):
     ) -> Answer:
         self._require_possible(exchange, p, d)
         route, path, headers = exchange.route, exchange.path, exchange.client.headers
-        sender = exchange.sender
+        sender = exchange.body.model, exchange.sender
         # Counted from the decision on: a policy that caps the offloads under way must
         # see this one at once. Counted until P has answered, which may be after D has.
         counted = ExitStack()
@@ -230,7 +232,7 @@ class Offloader(Generic[Payload]):
         prefill: Send,
         decode: Send,
         limit_s: float,
-        sender: str,
+        sender: Sender,
     ) -> Answer:
         """Return D's answer, by the protocol of D's connector."""
         if d.connector == "nixl":
@@ -272,7 +274,7 @@ class Offloader(Generic[Payload]):
         headers: MultiMapping[str],
         payload: Payload,
         limit_s: float,
-        sender: str,
+        sender: Sender,
     ) -> Answer:
         """Prefill on P; all of its answer becomes its `first`. Raises GivenUp."""
         try:
@@ -296,13 +298,13 @@ class Offloader(Generic[Payload]):
     def _give_up(
         self,
         error: Failure,
-        sender: str,
+        sender: Sender,
         failure: OffloadFailure,
         p: Instance,
         why: str,
     ) -> NoReturn:
         self._engine_ids.pop(p.name, None)
-        self._health.failed(error, sender)
+        self._health.failed(error, *sender)
         raise GivenUp(failure, why)
 
     async def _decode(self, decode: Awaitable[Answer], d: Instance) -> Answer:
@@ -326,7 +328,7 @@ class Offloader(Generic[Payload]):
         return answer
 
     async def _pull_params(
-        self, p: Instance, transfer_id: str, limit_s: float, sender: str
+        self, p: Instance, transfer_id: str, limit_s: float, sender: Sender
     ) -> dict[str, Any]:
         if p.name not in self._engine_ids:
             self._engine_ids[p.name] = await self._engine_id(p, limit_s, sender)
@@ -337,7 +339,7 @@ class Offloader(Generic[Payload]):
             "remote_engine_id": self._engine_ids[p.name],
         }
 
-    async def _engine_id(self, p: Instance, limit_s: float, sender: str) -> str:
+    async def _engine_id(self, p: Instance, limit_s: float, sender: Sender) -> str:
         """Read P's engine id from its bootstrap server. Raises GivenUp."""
         try:
             async with asyncio.timeout(limit_s):

@@ -315,7 +315,7 @@ class Proxy:
         with suppress(*UNREADABLE):  # which an instance answers
             model = model_of(top_level(body)) if body else None
         lacking = await self._served.lacking(model)
-        out, loads = self.core.health.unavailable(), self.core.loads
+        out, loads = self.core.health.unavailable(model), self.core.loads
         instances = sorted(
             (each for name, each in self.core.instances.items() if name not in lacking),
             key=lambda each: (each.name in out, loads[each.name].requests),
@@ -325,7 +325,7 @@ class Proxy:
                 try:
                     answer = await self._open(request, client, instance, body)
                 except Unreachable as failure:
-                    self.core.health.failed(failure, client.name)
+                    self.core.health.failed(failure, model, client.name)
                     if left:
                         continue
                     raise

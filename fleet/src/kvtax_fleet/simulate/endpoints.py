@@ -48,6 +48,7 @@ class VirtualBody(RequestBody[VirtualRequest]):
         self.fields = {
             "model": msgspec.Raw(b'"model"'),
             "prompt": msgspec.Raw(self.prompt),
+            "stream": msgspec.Raw(b"true"),
         }
         self.form = "ids"
         self.prompt_tokens = len(ids)
