@@ -41,7 +41,7 @@ lint: setup ## ruff: check and format; mypy
 	$(python) -m mypy
 
 results: setup ## make results in virtual time again and compare with results.lock: NAME=virtual-open_loop, or all
-	$(python) -m kvtax_fleet.locked_results $(NAME)
+	$(python) -m tools.locked_results $(NAME)
 
 browser: ## install Chromium, for the tests of the reports' pages; without it they are skipped
 	@type chromium >/dev/null 2>&1 || bash tests/report/install_browser.sh

@@ -88,7 +88,7 @@ ROOMS: dict[str, set[str]] = {
         "tools",
         "tests.harness",
     },
-    "tools": {"kvtax"},
+    "tools": {"kvtax", "kvtax_fleet"},
     "kvindex": {"kvtax"},
 }
 # What is launched where nobody names a config, and a word of a file format.

@@ -109,7 +109,6 @@ class Metrics:
         for (name, status), number in self._core.ended.items():
             ended.add_metric([name or "", status], number)
         yield ended
-        yield from self._core.offloader.account.collect()
         yield CounterMetricFamily(
             "kvtax_proxy_ejections", "Ejections", value=self._core.health.ejections
         )

@@ -14,13 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any, Generic, NoReturn
 
 import msgspec
 from multidict import MultiMapping
-from prometheus_client import Counter, Histogram, Metric
 
 from kvtax_fleet.records.decisions import Offload, OffloadFailure
 from kvtax_fleet.records.instances import Instance
@@ -40,8 +39,6 @@ Send = Callable[[dict[str, Any]], Awaitable[Answer]]
 # Seconds without offloads of a pair after the first failure; the longest such time.
 FIRST_BACKOFF_S = 10.0
 LONGEST_BACKOFF_S = 320.0
-# Seconds, from a prefill that was nearly cached to the longest that is waited for.
-BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120)
 UNTRIED: frozenset[OffloadFailure] = frozenset({"not_possible", "resting"})
 # Failures in which KV was to arrive and did not.
 _NO_KV: frozenset[OffloadFailure] = frozenset({"handover_slow", "no_token"})
@@ -89,37 +86,6 @@ class Backoff:
         self._pairs.pop((p, d), None)
 
 
-class OffloadAccount:
-    """Counts by outcome and times by phase of the offloads that ended, for /metrics."""
-
-    def __init__(self) -> None:
-        self._ended = Counter(
-            "kvtax_proxy_offloads_ended",
-            "Prefills begun elsewhere: `used`, or why their KV was not",
-            ["prefill", "outcome"],
-            registry=None,
-        )
-        self._seconds = Histogram(
-            "kvtax_proxy_offload_seconds",
-            "Phases of the offloads whose KV was used",
-            ["phase"],
-            buckets=BUCKETS_S,
-            registry=None,
-        )
-
-    def add(self, offload: Offload) -> None:
-        outcome = offload.failure or "used"
-        self._ended.labels(offload.prefill_instance, outcome).inc()
-        if offload.failure is None:
-            for phase, seconds in offload.phases_s().items():
-                self._seconds.labels(phase).observe(seconds)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics for prometheus_client."""
-        yield from self._ended.collect()
-        yield from self._seconds.collect()
-
-
 class Offloader(Generic[Payload]):
     """Carries out decisions that name a prefill instance.
 
@@ -145,7 +111,6 @@ class Offloader(Generic[Payload]):
         self._backoff = Backoff(now_ns)
         self._engine_ids: dict[str, str] = {}
         self._background: set[asyncio.Future[Answer]] = set()
-        self.account = OffloadAccount()
 
     async def offload(
         self, exchange: Exchange[Payload], p: Instance, d: Instance
@@ -170,7 +135,6 @@ class Offloader(Generic[Payload]):
             raise
         finally:
             offload.ended_ns = self._now_ns()
-            self.account.add(offload)
         self._backoff.worked(p.name, d.name)
         return answer
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make results in virtual time again and compare them with fleet/results.lock.
 
-    python -m kvtax_fleet.locked_results [NAME ...]     all without a NAME
+    python -m tools.locked_results [NAME ...]     all without a NAME
 
 A result goes to fleet/results/NAME, which git ignores. Two runs of the same experiment
 give the same bytes but for their provenance, so a hash that differs means that the code
@@ -19,9 +19,9 @@ import tomllib
 from pathlib import Path
 
 import msgspec
-from kvtax.paths import REPOSITORY
-
 from kvtax_fleet.paths import FLEET
+
+from kvtax.paths import REPOSITORY
 
 LOCK = FLEET / "results.lock"
 RESULTS = FLEET / "results"

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvtax_fleet.locked_results import ResultsError, fingerprint, make, read_lock
+from tools.locked_results import ResultsError, fingerprint, make, read_lock
 
 SMALLEST = "virtual-open_loop"
 
@@ -39,7 +39,7 @@ def test_a_tree_with_changes_gives_the_same_fingerprint(tmp_path):
 def test_a_result_that_differs_is_refused(tmp_path, monkeypatch):
     locked = read_lock()[SMALLEST]
     monkeypatch.setattr(
-        "kvtax_fleet.locked_results.subprocess.run", _writes(tmp_path / "out")
+        "tools.locked_results.subprocess.run", _writes(tmp_path / "out")
     )
     with pytest.raises(ResultsError, match=SMALLEST):
         make(SMALLEST, locked, tmp_path / "out")
