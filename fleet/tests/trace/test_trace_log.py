@@ -222,6 +222,68 @@ def test_pictures_count_by_what_they_are_not_by_their_length(tmp_path):
     assert one.hashes == three.hashes
 
 
+@pytest.mark.parametrize("item", ["encrypted_content", "signature", "data"])
+def test_what_no_model_reads_as_text_counts_little(tmp_path, item):
+    body = {"input": [{"type": "reasoning", item: "A" * 40_000}, ASK]}
+    (request,) = read(tmp_path, line(0, body))
+    (plain,) = read(tmp_path, line(0, {"input": [ASK]}))
+    assert request.input_tokens - plain.input_tokens < 30
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"path": "/v1/messages/count_tokens"},
+        {"url": "https://host:1/tokenize?x=1"},
+        {"path": "/v1/embeddings"},
+        {"endpoint": "/v2/rerank/"},
+        {"call_type": "aembedding"},
+        {"response_body": {"input_tokens": 9}},
+        {"response_body": {"object": "list", "data": [{"embedding": [0.5]}]}},
+    ],
+)
+def test_a_request_that_generates_nothing_is_left_out(tmp_path, where):
+    left_out: Counter[str] = Counter()
+    rows = line(0, chat(ASK), **where), line(1, chat(ASK))
+    (request,) = read(tmp_path, *rows, left_out=left_out)
+    assert request.arrival_s == 0
+    assert left_out == {"a request to an endpoint that generates nothing": 1}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"path": "/v1/chat/completions"},
+        {"url": "https://host/v1/messages?beta=true"},
+        {"url": "https://api.openai.com/v1"},
+        {"path": "/openai/deployments/m/chat/completions/"},
+        {"url": "https://g/v1beta/models/m:streamGenerateContent"},
+        {"call_type": "acompletion"},
+        {"endpoint": "responses"},
+    ],
+)
+def test_a_request_that_generates_is_read(tmp_path, where):
+    assert len(read(tmp_path, line(0, chat(ASK), **where))) == 1
+
+
+@pytest.mark.parametrize("name", ["previous_response_id", "conversation"])
+def test_what_continues_a_stored_response_is_left_out(tmp_path, name):
+    left_out: Counter[str] = Counter()
+    rows = line(0, {"input": [ASK]}), line(1, {"input": [MORE], name: "r1"})
+    assert len(read(tmp_path, *rows, left_out=left_out)) == 1
+    assert list(left_out) == ["it continues a stored response, whose text is elsewhere"]
+
+
+def test_an_estimate_far_from_the_usage_is_named(tmp_path, caplog):
+    usage = {"prompt_tokens": 9_000, "completion_tokens": 7}
+    read(tmp_path, line(0, chat(ASK), usage=usage), line(1, chat(ASK)))
+    assert "in 1 lines the usage counts" in caplog.text and "9,000" in caplog.text
+    caplog.clear()
+    usage["prompt_tokens"] = 200
+    read(tmp_path, line(0, chat(ASK), usage=usage))
+    assert not caplog.text
+
+
 def test_estimated_tokens_follow_the_stated_characters(tmp_path):
     row = line(0, {"prompt": "x" * 6400})
     (four,) = read(tmp_path, row)

@@ -60,6 +60,17 @@ def turns_of_mooncake(tmp_path: Path, *rows: dict) -> list[tuple]:
     return [(r.session, r.turn, r.arrival_s, r.think_s) for r in requests]
 
 
+def test_mooncake_rows_in_seconds_are_not_taken_for_milliseconds(tmp_path):
+    rows = [{**MOONCAKE, "timestamp": 0.5 * number} for number in range(20)]
+    path = put(tmp_path / "t", *rows)
+    with pytest.raises(TraceError, match="--time-unit"):
+        list(read_trace(path))
+    assert [r.arrival_s for r in read_trace(path, time_unit="s")][-1] == 9.5
+    assert [r.arrival_s for r in read_trace(path, time_unit="ms")][-1] == 0.0095
+    slow = [{**row, "timestamp": 1000 * row["timestamp"] + 0.5} for row in rows]
+    assert len(list(read_trace(put(tmp_path / "t", *slow)))) == 20
+
+
 def test_mooncake_rows_of_one_session_id_are_turns_of_one_session(tmp_path):
     rows = [{"session_id": "s", "timestamp": at} for at in (0, 1000, 3500)]
     assert turns_of_mooncake(tmp_path, *rows) == [

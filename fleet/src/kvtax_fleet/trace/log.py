@@ -101,8 +101,18 @@ FAILURES = frozenset(
 SUCCESS = ("success", "ok")  # false of a failed request
 ERROR = ("error", "error_str", "response.error", "response_body.error")
 # Where a request went: a path or URL, or a gateway's word.
-ENDPOINT = ("path", "url", "uri", "endpoint", "route", "request_path")
-ENDPOINT += ("request.path", "request.url", "call_type", "operation")
+ENDPOINT = (
+    "path",
+    "url",
+    "uri",
+    "endpoint",
+    "route",
+    "request_path",
+    "request.path",
+    "request.url",
+    "call_type",
+    "operation",
+)
 _NO_ENDPOINT = re.compile(r"/?(\w+/)?(v\d+\w*)?/?")  # as in a base URL
 _GENERATES = re.compile(
     r"[/:](completions?|chat|messages|responses|converse(-stream)?|invoke(-with\S*)?"
