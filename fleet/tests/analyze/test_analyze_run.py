@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from fleet.tests.analyze.analyze_runs import (
     INSTANCES,

@@ -4,7 +4,8 @@
 import sys
 import urllib.request
 
+from kvtax.proc.loopback import open_url
+
 for url in sys.argv[1:]:
-    urllib.request.urlopen(
-        urllib.request.Request(f"{url}/restart", method="POST")
-    ).close()
+    request = urllib.request.Request(f"{url}/restart", method="POST")
+    open_url(request, 30.0).close()
