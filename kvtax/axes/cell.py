@@ -11,6 +11,7 @@ import json
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
@@ -48,6 +49,7 @@ RUNS_HERE = ("cpu_uniproc", "cpu_small_blocks")
 # What the scheduler takes: of a cell without a connector, that is the figure.
 SCHEDULER_US = pl.col("schedule_us") + pl.col("update_us")
 PER_STEP = ("scheduler_us", "step_us", "connector_us")
+Ranges = list[tuple[int, int]]
 
 # What comes before a line of a traceback in vLLM's logs.
 PREFIX = re.compile(r"^(\[rank\d+\]: |\(\w+ pid=\d+\) )")
@@ -62,17 +64,26 @@ FRAME = re.compile(r'\s*File ".*/(vllm/[^"]+)", line (\d+), in ')
 
 
 def measure(
-    name: str, release: str, connector: Connector, installed: Installation, command: str
+    name: str,
+    release: str,
+    connector: Connector,
+    installed: Installation,
+    command: str,
+    noop: Connector | None = None,
 ) -> CellRecord:
-    """Measure one cell; its `error` is the log's end if the engine fails."""
+    """Measure one cell; its `error` is the log's end if the engine fails.
+
+    An engine with the connector `noop` takes turns with it, if it is given.
+    """
     began_s = time.monotonic()
-    means: Passes = {}
+    means: list[Passes] = [{}, {}]
     hashes: dict[str, str] = {}
     error = not_in_release(connector, installed)
     if error is None:
+        both = [connector, *([noop] if noop else [])]
         with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
             try:
-                means, hashes = run(connector, installed, Path(folder) / "cell")
+                means, hashes = run(both, installed, Path(folder))
             except (RuntimeError, ServerError) as failure:
                 error = str(failure)
     return CellRecord(
@@ -81,67 +92,105 @@ def measure(
         provenance=provenance.collect(hashes, command, installed),
         wall_s=round(time.monotonic() - began_s, 1),
         levels={axis: list(told.levels) for axis, told in AXES.items()},
-        means_us=means,
+        means_us=means[0],
+        noop_us=_whole_steps(means[1]) if noop else {},
         error=error,
     )
 
 
 def measured(
-    name: str, release: str, connector: Connector, installed: Installation, command: str
+    name: str,
+    release: str,
+    connector: Connector,
+    installed: Installation,
+    command: str,
+    noop: Connector,
 ) -> CellRecord:
-    """Measure one cell; its `error` is the reason alone, without the engine's log."""
-    found = measure(name, release, connector, installed, command)
+    """Measure one cell beside `noop`; its `error` is the reason, without the log."""
+    found = measure(name, release, connector, installed, command, noop)
     if found.error:
         found = msgspec.structs.replace(found, error=reason(found.error))
     return found
 
 
 def run(
-    connector: Connector, installed: Installation, folder: Path
-) -> tuple[Passes, dict[str, str]]:
-    """Return the means, and the hashes of the patches.
+    connectors: Sequence[Connector], installed: Installation, folder: Path
+) -> tuple[list[Passes], dict[str, str]]:
+    """Hold the engines of `connectors` at each level of each axis, in turn.
 
-    Raises ServerError with the end of the engine's log if it does not start, or dies,
-    and ServerError if the connector's companion does not start.
+    Returns the means of each, and the hashes of the first one's patches. Raises
+    ServerError with the end of an engine's log if it does not start, or dies, and
+    ServerError if a connector's companion does not start.
     """
-    folder.mkdir()
     with ExitStack() as stack:
-        told = stack.enter_context(accompanied(connector, folder, installed))
-        transfer = told.kv_transfer_config
-        given = {
-            "kv_transfer": transfer and CPU_ENGINE.kv_transfer_config | transfer,
-            "sizes": SIZES | told.engine_args,
-        }
-        engine = stack.enter_context(
-            EngineProcess(
-                folder,
-                "kvtax.axes.worker",
-                [*connector.patches, *RUNS_HERE],
-                recording=True,
-                env=told.env | {GIVEN: json.dumps(given)},
-                installed=installed,
-                max_model_len=SIZES["max_model_len"],
-                beside=beside(told.beside, installed),
-                secrets=provenance.secrets_in(given, told.env),
-            )
-        )
-        engine.wait_ready()
-        axes = [axis for axis in AXES if axis != "tier" or engine.ask("has_tier")]
-        ranges = []
+        engines = [
+            _started(stack, connector, folder / str(number), installed)
+            for number, connector in enumerate(connectors)
+        ]
+        for engine in engines:
+            engine.wait_ready()
+        axes = [_axes_of(engine) for engine in engines]
+        ranges: list[list[tuple[str, bool, Ranges]]] = [[] for _ in engines]
         began_s = time.monotonic()
         for number in range(PASSES):
             if number >= FEWEST_PASSES and time.monotonic() - began_s > LIMIT_S:
                 break
-            for axis in axes:
-                levels = engine.ask("ranges", axis, _in_order(axis, number), STEPS)
-                ranges.append((axis, _down(axis, number), levels))
-    steps = _read(folder / "records")
-    found: Passes = {axis: {} for axis in axes}
+            for axis in axes[0]:
+                order = list(enumerate(engines))
+                for which, engine in order[::-1] if number % 2 else order:
+                    if axis in axes[which]:
+                        down, levels = _down(axis, number), _in_order(axis, number)
+                        held = engine.ask("ranges", axis, levels, STEPS)
+                        ranges[which].append((axis, down, held))
+    means = [
+        _passes(_read(folder / str(number) / "records"), of_engine)
+        for number, of_engine in enumerate(ranges)
+    ]
+    return means, engines[0].patch_hashes
+
+
+def _started(
+    stack: ExitStack, connector: Connector, folder: Path, installed: Installation
+) -> EngineProcess:
+    """Start an engine with the connector, which lives as long as `stack`."""
+    folder.mkdir()
+    told = stack.enter_context(accompanied(connector, folder, installed))
+    transfer = told.kv_transfer_config
+    given = {
+        "kv_transfer": transfer and CPU_ENGINE.kv_transfer_config | transfer,
+        "sizes": SIZES | told.engine_args,
+    }
+    return stack.enter_context(
+        EngineProcess(
+            folder,
+            "kvtax.axes.worker",
+            [*connector.patches, *RUNS_HERE],
+            recording=True,
+            env=told.env | {GIVEN: json.dumps(given)},
+            installed=installed,
+            max_model_len=SIZES["max_model_len"],
+            beside=beside(told.beside, installed),
+            secrets=provenance.secrets_in(given, told.env),
+        )
+    )
+
+
+def _axes_of(engine: EngineProcess) -> list[str]:
+    return [axis for axis in AXES if axis != "tier" or engine.ask("has_tier")]
+
+
+def _passes(steps: pl.DataFrame, ranges: Sequence[tuple[str, bool, Ranges]]) -> Passes:
+    found: Passes = {axis: {} for axis, _, _ in ranges}
     for axis, down, of_levels in ranges:
         upwards = of_levels[::-1] if down else of_levels
         for one, means in _means(steps, upwards).items():
             found[axis].setdefault(one, []).append(means)
-    return found, engine.patch_hashes
+    return found
+
+
+def _whole_steps(means: Passes) -> Passes:
+    """Leave out the times of single methods."""
+    return {axis: {one: of[one] for one in PER_STEP} for axis, of in means.items()}
 
 
 def _down(axis: str, number: int) -> bool:
@@ -161,9 +210,7 @@ def _read(records: Path) -> pl.DataFrame:
     )
 
 
-def _means(
-    steps: pl.DataFrame, ranges: list[tuple[int, int]]
-) -> dict[str, list[float]]:
+def _means(steps: pl.DataFrame, ranges: Ranges) -> dict[str, list[float]]:
     """Compute by name of the time its mean in each of `ranges` of step_id."""
     times = [*PER_STEP, *method_columns(steps)]
     found: dict[str, list[float]] = {one: [] for one in times}

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gzip
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +16,18 @@ from kvtax.axes.cell import measured
 from kvtax.config import read_toml
 from kvtax.engine import provenance
 from kvtax.engine.connector import Connector, load_connector
-from kvtax.engine.installation import Installation
+from kvtax.engine.installation import Installation, installation
+from kvtax.engine.releases import (
+    known_releases,
+    on_sources,
+    source_version,
+    tested_releases,
+)
 from kvtax.engine.releases import release as environment_of
-from kvtax.engine.releases import tested_releases
 from kvtax.hosts import Task, finished_tasks, require_same
 from kvtax.paths import CONFIGS, REPOSITORY
 from kvtax.proc.machine_lock import machine_lock
+from kvtax.records.estimate import Estimate
 from kvtax.records.files import decode, write_document
 from kvtax.records.observatory_cell import CellRecord, keep_cell, read_cells
 from kvtax.verdict.axes import require_axes
@@ -45,16 +54,39 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         require_axes([self.axis])
 
 
+class Growing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Cost of a connector that grows, and the code `where` it does.
+
+    Measured along `axis` in the cell of `config` on `release`; or by studies.pending,
+    in the row of `what` and `level`; else only read in the source.
+    """
+
+    connector: str
+    grows_with: str
+    where: str
+    fix: str
+    reported: str
+    release: str
+    config: str | None = None
+    axis: str | None = None
+    time: str = "connector_us"
+    what: str | None = None
+    level: str | None = None
+
+
 class Matrix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Each of `connectors` on each of `releases` (by default, the tested ones).
+    """Each of `connectors` on each of `releases` (by default, the known ones).
 
     `stand_ins` describes, by patch, the part that a connector is measured without.
+    Each is measured beside `noop`.
     """
 
     connectors: list[str]
+    noop: str
     releases: list[str] = []
     stand_ins: dict[str, str] = {}
     claims: list[Claim] = []
+    growing: list[Growing] = []
 
     def stand_in_of(self, connector: str) -> str | None:
         """Return the connector's patch that replaces a part of the real thing."""
@@ -65,20 +97,52 @@ class Matrix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_matrix() -> Matrix:
     """Read configs/observatory.toml. Raises ConfigError."""
     matrix = read_toml(CONFIGS / "observatory.toml", Matrix)
-    return msgspec.structs.replace(matrix, releases=tested_releases())
+    return msgspec.structs.replace(matrix, releases=known_releases())
 
 
 RESULTS = REPOSITORY / "studies" / "observatory"
+PENDING = REPOSITORY / "studies" / "pending" / "result.json.gz"
 COMMAND = "kvtax"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Cells to measure: of some releases and connectors, or of all; `again` if kept."""
+    """Cells to measure and `folder` to keep them in; `again` those that are kept.
+
+    Of some releases and connectors, or of all that can be installed; or of the vLLM
+    whose Python files are in `vllm`, on the compiled parts of the vLLM of `python`, or
+    of the newest release with a CPU build. For `wait_s` another measurement on the
+    machine may go on.
+    """
 
     releases: list[str] | None = None
     connectors: list[str] | None = None
     again: bool = False
+    vllm: Path | None = None
+    python: str | None = None
+    folder: Path = RESULTS
+    wait_s: float = 0.0
+
+    def names(self) -> list[str]:
+        """List the releases. Raises InstallationError if `vllm` has no vLLM."""
+        if self.vllm is not None:
+            return [source_version(self.vllm)]
+        return self.releases or tested_releases()
+
+    @contextmanager
+    def installed(self, releases: Iterable[str]) -> Iterator[dict[str, Installation]]:
+        """Install what cells of `releases` are measured on, by release.
+
+        Raises InstallationError, ServerError.
+        """
+        if self.vllm is None:
+            yield {release: environment_of(release) for release in releases}
+            return
+        python, newest = self.python, tested_releases()[-1]
+        compiled = installation(python) if python else environment_of(newest)
+        with tempfile.TemporaryDirectory(prefix="kvtax-sources-") as folder:
+            installed = on_sources(self.vllm, compiled, Path(folder))
+            yield dict.fromkeys(releases, installed)
 
 
 def measure_matrix(matrix: Matrix, choice: Choice, ray: str | None) -> None:
@@ -86,23 +150,23 @@ def measure_matrix(matrix: Matrix, choice: Choice, ray: str | None) -> None:
 
     Raises ConfigError, HostsError, MachineBusy, RecordsError, ServerError, OSError.
     """
-    kept = read_all_cells()
+    kept = read_all_cells(choice.folder)
     cells = [
         (release, connector)
-        for release in choice.releases or matrix.releases
+        for release in choice.names()
         for connector in choice.connectors or matrix.connectors
         if choice.again or (release, connector) not in kept
     ]
     # All at once, so that a missing one is reported before an hour of measuring.
     configs = {connector: load_connector(connector) for _, connector in cells}
-    installed = {release: environment_of(release) for release, _ in cells}
-    if ray is None:
-        records = _measure_here(cells, configs, installed)
-    else:
-        records = _measure_on_hosts(ray, cells, matrix.claims, installed)
-    for number, cell in enumerate(records, 1):
-        print(f"kvtax axes: {number} of {len(cells)}: {_line(cell)}", flush=True)
-        keep_cell(cell, RESULTS)
+    with choice.installed({release for release, _ in cells}) as installed:
+        if ray is None:
+            records = _measure_here(matrix, cells, configs, installed, choice.wait_s)
+        else:
+            records = _measure_on_hosts(ray, cells, matrix.claims, installed)
+        for number, cell in enumerate(records, 1):
+            print(f"kvtax axes: {number} of {len(cells)}: {_line(cell)}", flush=True)
+            keep_cell(cell, choice.folder)
 
 
 def read_all_cells(folder: Path = RESULTS) -> dict[CellName, CellRecord]:
@@ -114,15 +178,42 @@ def read_all_cells(folder: Path = RESULTS) -> dict[CellName, CellRecord]:
     }
 
 
+class PendingRow(msgspec.Struct, frozen=True):
+    """Row of the committed result of studies.pending."""
+
+    part: str
+    what: str
+    level: str
+    time: Estimate
+    unit: str
+
+
+class PendingResult(msgspec.Struct, frozen=True):
+    """Committed result of studies.pending."""
+
+    rows: list[PendingRow]
+
+
+def read_pending() -> list[PendingRow]:
+    """Read what studies.pending measured. Raises RecordsError."""
+    if not PENDING.exists():
+        return []
+    content = gzip.decompress(PENDING.read_bytes())
+    return decode(PENDING, content, PendingResult).rows
+
+
 def _measure_here(
+    matrix: Matrix,
     cells: list[CellName],
     configs: dict[str, Connector],
     installed: dict[str, Installation],
+    wait_s: float,
 ) -> Iterator[CellRecord]:
-    with machine_lock():
+    noop = load_connector(matrix.noop)
+    with machine_lock(wait_s):
         for release, connector in cells:
             config, environment = configs[connector], installed[release]
-            yield measured(connector, release, config, environment, COMMAND)
+            yield measured(connector, release, config, environment, COMMAND, noop)
 
 
 def _measure_on_hosts(
@@ -166,10 +257,11 @@ def _measure_there(
     folder: Path, cells: list[CellName], versions: dict[str, dict[str, str]]
 ) -> None:
     """Measure cells into `folder`, on a host of a cluster."""
+    noop, command = load_connector(read_matrix().noop), f"{COMMAND} --ray"
     for number, (release, connector) in enumerate(cells):
         config, installed = load_connector(connector), environment_of(release)
         require_same(installed, versions[release])
-        cell = measured(connector, release, config, installed, f"{COMMAND} --ray")
+        cell = measured(connector, release, config, installed, command, noop)
         write_document(folder / f"{number}.json", cell)
 
 

@@ -6,18 +6,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from kvtax.axes.matrix import CellName, Claim, Matrix
-from kvtax.paths import REPOSITORY
+import msgspec
+import numpy as np
+
+from kvtax.axes.matrix import CellName, Claim, Growing, Matrix, read_pending
 from kvtax.records.files import write_whole
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report import render
 from kvtax.report.document import Cell, Page, Table, Words
 from kvtax.report.markdown import DASH
+from kvtax.stats import Estimate
+from kvtax.stats.quantiles import median_of_passes
 from kvtax.verdict.axes import AXES, Growth, growth, steepest, whole
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 MARK = "\N{DAGGER}"
-PAGE = REPOSITORY / "studies" / "observatory" / "README.md"
+TIMES = "\N{MULTIPLICATION SIGN}"
+PAGE = "README.md"
 Cells = dict[CellName, CellRecord]
 
 ANSWER = (
@@ -30,11 +35,13 @@ ANSWER = (
     "what it cannot see."
 )
 SUMMARY = (
-    "All calls of the connector per step, with eight running requests and an empty "
-    "cache, in µs. Below it, the axes along which they grow; `?` marks an axis that "
-    "the cell cannot decide. Their records are a file per release, beside this page. "
-    "`plain` and `kv_events` have no connector: theirs is what vLLM's own "
-    "`schedule()` and `update_from_output()` take."
+    f"With eight running requests and an empty cache. {TIMES}: the whole step over "
+    "that of an engine with a no-op connector, which took turns with it, and the 95 % "
+    "interval over the passes. It may be compared between cells; a cell without it was "
+    "measured alone. µs: all calls of the connector per step. Below them, the axes "
+    "along which they grow; `?` marks an axis that the cell cannot decide. The records "
+    "are a file per release, beside this page. `plain` and `kv_events` have no "
+    "connector: theirs is what vLLM's own `schedule()` and `update_from_output()` take."
 )
 AXIS = (
     "All calls of the connector per step at both ends of the axis, and the slope in µs "
@@ -43,7 +50,8 @@ AXIS = (
     "over the whole axis. Where it grows, the method that grows most is named."
 )
 NEWEST = (
-    "µs per step at both ends of each axis, and whether the cost grows. "
+    f"At both ends of each axis: {TIMES}, the step over the no-op's; the connector's "
+    "µs per step, in bold if they grow. "
     "`kvtax axes --page --html FILE` writes all releases, with slopes, intervals and "
     "the method that grows most."
 )
@@ -51,16 +59,33 @@ HOSTS = (
     "The cells are of several hosts, each cell of one. So what it says of growth holds "
     "as it stands. Levels of cells of different hosts must not be compared."
 )
+GROWING = (
+    "Work of a connector's step that grows, in µs of that step. What is measured here "
+    "names its command; what is not was read in the source."
+)
 CLAIMS = "What users reported, and what the cell shows. A curve is level: µs per step."
 
 
-def write_pages(matrix: Matrix, cells: Cells, html: Path | None) -> list[Path]:
-    """Write PAGE, and `html` for a browser; return the files."""
-    write_whole(PAGE, render.markdown(summary_page(matrix, cells)).encode())
+def write_pages(
+    matrix: Matrix, cells: Cells, folder: Path, html: Path | None
+) -> list[Path]:
+    """Write PAGE into `folder`, and `html` for a browser; return the files."""
+    matrix = with_releases_of(matrix, cells)
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / PAGE
+    write_whole(page, render.markdown(summary_page(matrix, cells)).encode())
     if html is None:
-        return [PAGE]
+        return [page]
     write_whole(html, render.html(full_page(matrix, cells)).encode())
-    return [PAGE, html]
+    return [page, html]
+
+
+def with_releases_of(matrix: Matrix, cells: Cells) -> Matrix:
+    """Return the matrix with the releases that `cells` are of, unknown ones last."""
+    measured = {release for release, _ in cells}
+    releases = [release for release in matrix.releases if release in measured]
+    releases += sorted(measured.difference(releases))
+    return msgspec.structs.replace(matrix, releases=releases)
 
 
 def summary_page(matrix: Matrix, cells: Cells) -> Page:
@@ -79,6 +104,7 @@ def _page(matrix: Matrix, cells: Cells, axes: Iterable[Table]) -> Page:
     idle = "What it costs idle, and what it grows with"
     names = [name for name in matrix.connectors if _is_measured(name, cells)]
     sections = [
+        _growing(matrix, cells),
         _matrix_table(idle, SUMMARY, matrix, names, cells, _idle),
         Words(title=idle, paragraphs=list(_stand_ins(matrix))),
         _hosts(cells),
@@ -166,8 +192,23 @@ def _idle(cell: CellRecord) -> str:
     us = idle_us(cell)
     if us is None:
         return DASH
+    ratios = [f"{TIMES}{ratio:.2f}" for ratio in step_ratios(cell, "cache")[:1]]
     grown = [_grown(cell, axis) for axis in AXES]
-    return "\n".join([f"{us:.0f}", *filter(None, grown)])
+    return "\n".join([*ratios, f"{us:.0f} µs", *filter(None, grown)])
+
+
+def step_ratios(cell: CellRecord, axis: str) -> list[Estimate]:
+    """Compare whole steps at each level of `axis` with the no-op's beside them.
+
+    Empty for a cell that was measured alone.
+    """
+    own, noop = (
+        np.array(times.get(axis, {}).get("step_us", []))
+        for times in (cell.means_us, cell.noop_us)
+    )
+    if not len(noop):
+        return []
+    return [median_of_passes(of_level) for of_level in (own / noop).T]
 
 
 def idle_us(cell: CellRecord) -> float | None:
@@ -230,7 +271,11 @@ def _ends(cell: CellRecord, axis: str) -> str:
         return DASH
     ends = f"{along.level_us[0]:.0f} {ARROW} {along.level_us[-1]:.0f}"
     marked = {"grows": f"**{ends}**", "flat": ends, "inconclusive": f"{ends}?"}
-    return marked[along.verdict]
+    ratios = step_ratios(cell, axis)
+    if not ratios:
+        return marked[along.verdict]
+    first, last = ratios[0].value, ratios[-1].value
+    return f"{TIMES}{first:.2f} {ARROW} {last:.2f}\n{marked[along.verdict]}"
 
 
 def _is_measured(connector: str, cells: Cells) -> bool:
@@ -270,6 +315,44 @@ def _stand_ins(matrix: Matrix) -> Iterator[str]:
     for patch in sorted(filter(None, patches)):
         link = f"[`{patch}`](../../patches/README.md#{patch})"
         yield f"{MARK} with {link}: {matrix.stand_ins[patch]}"
+
+
+def _growing(matrix: Matrix, cells: Cells) -> Table | None:
+    title = "What connectors cost, and grow with"
+    head = ["connector", "grows with", "size", "measured by", "where", "fix", "told"]
+    rows: list[list[Cell]] = [
+        [
+            one.connector,
+            one.grows_with,
+            *_size(one, cells),
+            one.where,
+            one.fix,
+            one.reported,
+        ]
+        for one in matrix.growing
+    ]
+    return _table(title, GROWING, head, rows)
+
+
+def _size(growing: Growing, cells: Cells) -> tuple[str, str]:
+    """Return the cost at a production point, and the command that measures it."""
+    if growing.what is not None:
+        for row in read_pending():
+            if (row.what, row.level) == (growing.what, growing.level):
+                command = f"`python -m studies.pending --only {row.part}`"
+                return f"{row.time:,.0f} at {row.level}", command
+        return "not measured", DASH
+    if growing.config is None or growing.axis is None:
+        return "not measured", "read in the source"
+    cell = cells.get((growing.release, growing.config))
+    along = growth(cell, growing.axis, growing.time) if cell else None
+    if along is None:
+        return "not measured", DASH
+    units = AXES[growing.axis].units
+    ends = f"{along.level_us[0]:,.0f} {ARROW} {along.level_us[-1]:,.0f}"
+    at = f"{along.levels[0]:,} {ARROW} {along.levels[-1]:,} {units}"
+    command = f"`kvtax axes --connector {growing.config}`"
+    return f"{ends} at {at}: {along.markdown}", command
 
 
 def _claims(matrix: Matrix, cells: Cells) -> Table | None:

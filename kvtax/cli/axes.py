@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure each connector on each release of vLLM, along each axis.
 
-configs/observatory.toml lists the connectors. Kept cells are not measured again, so a
-run that was stopped goes on where it was. Writes studies/observatory/README.md.
+configs/observatory.toml lists the connectors. Each is measured in turn with a no-op
+connector, so that its figures can be compared with those of another minute or machine.
+Kept cells are not measured again, so a run that was stopped goes on where it was.
+Writes the cells and README.md into the folder of --out.
+
+A vLLM that has no build for CPUs (--vllm PATH: a git checkout, or a source release,
+unpacked) runs on the compiled parts of another one: of the newest release that has a
+build, or of --python's.
 """
 
 from __future__ import annotations
@@ -10,13 +16,25 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvtax.cli.options import add_ray
+from kvtax.cli.options import add_ray, add_wait
+
+OF_SOURCES = Path("runs/axes")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kvtax axes`."""
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--release", action="append", metavar="VERSION", help="only this (repeatable)"
+    )
+    which.add_argument(
+        "--vllm", type=Path, metavar="PATH", help="the vLLM whose Python files are here"
+    )
+    parser.add_argument(
+        "--python",
+        metavar="PATH",
+        help="interpreter with a vLLM for CPUs whose compiled parts --vllm uses "
+        "(default: that of the newest release)",
     )
     parser.add_argument(
         "--connector", action="append", metavar="CONFIG", help="only this (repeatable)"
@@ -26,6 +44,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_ray(parser, "measure on all hosts")
     parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="for cells and page (default: studies/observatory, with --vllm "
+        f"{OF_SOURCES})",
+    )
+    add_wait(parser)
+    parser.add_argument(
         "--page", action="store_true", help="measure nothing, write the page"
     )
     parser.add_argument(
@@ -34,16 +60,40 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the cells that are missing, and write the page."""
-    from kvtax.axes.matrix import Choice, measure_matrix, read_all_cells, read_matrix
+    """Measure the cells that are missing, and write the page.
+
+    Raises ConfigError for --ray or --python where they have no meaning.
+    """
+    from kvtax.axes.matrix import (
+        RESULTS,
+        Choice,
+        measure_matrix,
+        read_all_cells,
+        read_matrix,
+    )
     from kvtax.axes.page import write_pages
     from kvtax.cli import require_checkout
+    from kvtax.config import ConfigError
 
     require_checkout("axes")
+    vllm, ray = arguments.vllm, arguments.ray
+    if vllm and ray:
+        raise ConfigError("--vllm PATH is measured here only, without --ray")
+    if arguments.python and not vllm:
+        raise ConfigError("--python names the compiled parts for --vllm PATH")
+    folder = arguments.out or (OF_SOURCES if vllm else RESULTS)
     matrix = read_matrix()
     if not arguments.page:
-        choice = Choice(arguments.release, arguments.connector, arguments.again)
-        measure_matrix(matrix, choice, arguments.ray)
-    for file in write_pages(matrix, read_all_cells(), arguments.html):
+        choice = Choice(
+            arguments.release,
+            arguments.connector,
+            arguments.again,
+            vllm,
+            arguments.python,
+            folder,
+            arguments.wait_s,
+        )
+        measure_matrix(matrix, choice, ray)
+    for file in write_pages(matrix, read_all_cells(folder), folder, arguments.html):
         print(f"kvtax axes: wrote {file}")
     return 0

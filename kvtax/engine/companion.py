@@ -75,7 +75,7 @@ def _filled(value: Any, given: dict[str, str]) -> Any:
 
 def _environment(connector: Connector, installed: Installation) -> dict[str, str]:
     folder = beside(connector.beside, installed)
-    path = [folder, REPOSITORY, os.environ.get("PYTHONPATH")]
+    path = [folder, installed.sources, REPOSITORY, os.environ.get("PYTHONPATH")]
     paths = os.pathsep.join(str(one) for one in path if one)
     return os.environ | {"PYTHONPATH": paths} | connector.env
 

@@ -46,6 +46,7 @@ def engine_environment(
         if not name.startswith("KVTAX_")
     }
     path: list[str | Path] = [overlay] if overlay else []
+    path += [installed.sources] if installed and installed.sources else []
     path += [NULL_MODEL_PLUGIN, REPOSITORY]
     # A user's connector may be there.
     path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -68,7 +68,8 @@ class VllmFacts:
 class Installation:
     """`versions` are those of all installed distributions, by name.
 
-    `bytecode` is a folder for the bytecode of packages that came without any.
+    `bytecode` is a folder for the bytecode of packages that came without any. With
+    `sources` its vLLM is the package in that folder, which comes first on the path.
     """
 
     python: str
@@ -76,6 +77,7 @@ class Installation:
     python_version: str
     versions: dict[str, str]
     bytecode: str | None = None
+    sources: str | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -94,6 +96,8 @@ class Installation:
 
         Raises ModuleNotFoundError if there is none.
         """
+        if self.sources and (own := Path(self.sources, name)).is_dir():
+            return own
         if not (folder := _asked(self.python, FOLDER, name).strip()):
             raise ModuleNotFoundError(
                 f"package {name} is not installed in {self.python}"
@@ -105,7 +109,8 @@ class Installation:
 
         Raises InstallationError with the last line of vLLM's own message.
         """
-        return _vllm_facts(self.python, os.environ.get("PYTHONPATH", ""))
+        path = filter(None, [self.sources, os.environ.get("PYTHONPATH")])
+        return _vllm_facts(self.python, os.pathsep.join(path))
 
     def has_vllm(self, flavour: Literal["cpu", "gpu"]) -> bool:
         """Return whether vLLM is installed and built for `flavour`."""

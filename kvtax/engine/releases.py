@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from kvtax.engine import InstallationError, ServerError
@@ -20,6 +21,7 @@ from kvtax.engine.installation import Installation, installation
 from kvtax.patcher import Tree, load_releases
 from kvtax.paths import CONFIGS, IN_CHECKOUT, REPOSITORY
 
+RELEASES_TOML = CONFIGS / "releases.toml"
 LOCKS = REPOSITORY / "locks" / "releases"
 LOCKS_BESIDE = REPOSITORY / "locks" / "beside"
 RELEASES = REPOSITORY / ".releases"
@@ -27,9 +29,14 @@ RELEASES = REPOSITORY / ".releases"
 NEEDED_GIB = 9.0
 
 
+def known_releases() -> list[str]:
+    """List the vLLM releases that kvtax is tested with, oldest first."""
+    return [release.version for release in load_releases(RELEASES_TOML)["vllm"]]
+
+
 def tested_releases() -> list[str]:
-    """List the tested vLLM releases that have a CPU build, oldest first."""
-    releases = load_releases(CONFIGS / "releases.toml")["vllm"]
+    """List those of the known releases that have a CPU build, oldest first."""
+    releases = load_releases(RELEASES_TOML)["vllm"]
     return [release.version for release in releases if release.lock]
 
 
@@ -99,19 +106,38 @@ def beside(name: str | None, installed: Installation) -> Path | None:
     return place
 
 
-def source_package(sources: Path, compiled: Path, into: Path) -> Path:
-    """Link the sources of vLLM into `into`, so that they run as a CPU build.
+def on_sources(sources: Path, compiled: Installation, into: Path) -> Installation:
+    """Run the Python files of a checkout or source release of vLLM as a CPU build.
 
-    Both are packages: of `sources` come the Python files, of `compiled` the extensions.
+    They are linked into `into`, beside the extensions of `compiled`, whose other
+    packages are used as well. Raises InstallationError if there is no vLLM.
     """
-    package = into / sources.name
+    version, package = source_version(sources), into / "vllm"
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(
-        sources.resolve(), package, ignore=ignored, copy_function=os.symlink
-    )
+    copied = _source_package(sources).resolve()
+    shutil.copytree(copied, package, ignore=ignored, copy_function=os.symlink)
+    link_extensions(compiled.package("vllm"), package, version)
+    versions = compiled.versions | {"vllm": f"{version}+cpu"}
+    return replace(compiled, versions=versions, sources=str(into))
+
+
+def source_version(sources: Path) -> str:
+    """Read the version of a checkout or source release of vLLM.
+
+    Raises InstallationError if there is no vLLM.
+    """
     # A checkout that was never built has no version, and is a later one.
-    link_extensions(compiled, package, Tree(sources).version or "0.1.dev0")
-    return package
+    return Tree(_source_package(sources)).version or "0.1.dev0"
+
+
+def _source_package(sources: Path) -> Path:
+    for place in (sources / "vllm", sources):
+        if place.name == "vllm" and (place / "__init__.py").is_file():
+            return place
+    raise InstallationError(
+        f"{sources} has no vllm/__init__.py: name the folder of a checkout of vLLM or "
+        "of its source release, unpacked (tar -xzf vllm-VERSION.tar.gz)"
+    )
 
 
 def link_extensions(compiled: Path, package: Path, version: str) -> None:

@@ -36,6 +36,9 @@ class CellRecord(
     means_us: Passes = {}
     """By axis and time, for each pass over the levels, the mean of a step in us at each
     level. The slowest tenth of the steps is left out."""
+    noop_us: Passes = {}
+    """The same of a no-op connector's engine beside it: both are held at each level of
+    an axis, one after the other. Empty if the connector was measured alone."""
     error: str | None = None
     """Why it could not be measured."""
 

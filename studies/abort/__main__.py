@@ -25,7 +25,7 @@ from kvtax.engine.environment import engine_environment
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.null_model import CPU_ENGINE, null_checkpoint
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.releases import release, source_package
+from kvtax.engine.releases import on_sources, release
 from kvtax.patcher import Tree
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import reserve
@@ -70,13 +70,13 @@ class Outcome(msgspec.Struct):
 class Lab:
     """The engine that runs scenarios; one that ended or hangs is replaced."""
 
-    def __init__(self, vllm: Path, installed: Installation, folder: Path) -> None:
+    def __init__(self, installed: Installation, folder: Path) -> None:
         self._installed, self._folder = installed, folder
         overlay = folder / "overlay"
-        self.patch_hashes = build_overlay(overlay, PATCHES, {}, installed, vllm)
+        self.patch_hashes = build_overlay(overlay, PATCHES, {}, installed)
         self._arguments = "abort_lab", str(null_checkpoint(folder / "model"))
         self._env = engine_environment(overlay, CPU_ENGINE, reserve(1)[0], installed)
-        path = [self._env["PYTHONPATH"], str(LAB), str(vllm.parent)]
+        path = [self._env["PYTHONPATH"], str(LAB)]
         self._env["PYTHONPATH"] = os.pathsep.join(path)
         self._stack = ExitStack()
         self._process: WorkerProcess | None = None
@@ -161,11 +161,11 @@ def run(arguments: argparse.Namespace) -> int:
     installed = installation(arguments.python) if arguments.python else release(name)
     with tempfile.TemporaryDirectory(prefix="kvtax-abort-") as temporary:
         folder = Path(temporary)
-        vllm = installed.package("vllm")
         if is_path:
-            vllm = source_package(sources / "vllm", vllm, folder / "sources")
+            installed = on_sources(sources, installed, folder / "sources")
+        vllm = installed.package("vllm")
         version = Tree(vllm).version or "of unknown version"
-        lab = Lab(vllm, installed, folder)
+        lab = Lab(installed, folder)
         try:
             names = arguments.scenario or lab.names()
             outcomes = [lab.outcome(name, arguments.patience) for name in names]

@@ -10,8 +10,22 @@ import pytest
 
 from kvtax.axes import cell
 from kvtax.axes.cell import not_in_release, reason
-from kvtax.axes.matrix import Claim, Matrix, compared, read_all_cells, read_matrix
-from kvtax.axes.page import PAGE, full_page, summary_page
+from kvtax.axes.matrix import (
+    RESULTS,
+    Claim,
+    Matrix,
+    compared,
+    read_all_cells,
+    read_matrix,
+)
+from kvtax.axes.page import (
+    ARROW,
+    PAGE,
+    TIMES,
+    full_page,
+    summary_page,
+    with_releases_of,
+)
 from kvtax.engine import ServerError
 from kvtax.engine.connector import load_connector, own_connector
 from kvtax.engine.installation import installation
@@ -21,7 +35,9 @@ from kvtax.verdict.axes import AXES
 from tests.axes.cells import made
 from tests.verdict.test_axes import curve
 
-MATRIX = Matrix(releases=["0.28.0", "0.32.0"], connectors=["noop", "mooncake_both"])
+MATRIX = Matrix(
+    releases=["0.28.0", "0.32.0"], connectors=["noop", "mooncake_both"], noop="noop"
+)
 GROWING = made("mooncake_both", running=curve("running", 2, 900.0))
 DEAD = msgspec.structs.replace(
     made("noop", "0.28.0"), error="no | device (vllm/v1/a.py:3)"
@@ -63,6 +79,29 @@ def test_the_short_page_has_a_row_per_connector_of_the_newest_release():
     newest = text[text.index("## Each axis on 0.32.0") :]
     assert "| `mooncake_both` |" in newest and "**" in newest
     assert "| `noop` | " not in newest[: newest.index("## What does not start")]
+
+
+def test_a_cell_beside_a_no_op_leads_with_the_ratio_of_their_steps():
+    def steps(us: float) -> dict[str, dict[str, list[list[float]]]]:
+        # Each pass is on a machine twice as slow as the one before.
+        return {
+            axis: {"step_us": [[us * 2**k] * len(told.levels) for k in range(6)]}
+            for axis, told in AXES.items()
+        }
+
+    means = {
+        axis: of | steps(300.0)[axis]
+        for axis, of in made("mooncake_both").means_us.items()
+    }
+    cell = msgspec.structs.replace(
+        made("mooncake_both"), means_us=means, noop_us=steps(200.0)
+    )
+    cells = {(cell.release, cell.connector): cell}
+    text = render.markdown(summary_page(MATRIX, cells))
+    idle = f"{TIMES}1.50 [1.50, 1.50] <br> 10 µs |"
+    assert f"| `mooncake_both` | not measured | {idle}" in text
+    ends = f"{TIMES}1.50 {ARROW} 1.50 <br> 10 {ARROW} 10"
+    assert text.count(ends) == len(AXES)
 
 
 def test_an_axis_that_a_connector_has_not_has_no_row_of_it():
@@ -149,11 +188,11 @@ def test_a_stand_in_is_said_wherever_the_connector_is_named():
 
 @pytest.mark.slow
 def test_the_committed_page_is_what_the_committed_cells_make():
-    matrix = read_matrix()
     cells = read_all_cells()
-    assert PAGE.read_text() == render.markdown(summary_page(matrix, cells))
+    matrix = with_releases_of(read_matrix(), cells)
+    assert (RESULTS / PAGE).read_text() == render.markdown(summary_page(matrix, cells))
     # Each cell is on the page.
-    assert {release for release, _ in cells} <= set(matrix.releases)
+    assert set(matrix.releases) <= set(read_matrix().releases)
     assert {connector for _, connector in cells} <= set(matrix.connectors)
 
 
@@ -264,12 +303,19 @@ def test_the_reason_is_the_last_exception_and_its_place_in_vllm(error, told):
         ("mooncake_both", None),
         ("observatory/example", None),
         ("observatory/hf3fs", "there is no HF3FSKVConnector in this release"),
-        ("observatory/umbp", "there is no UMBPStoreConnector in this release"),
     ],
 )
 def test_a_connector_that_came_later_is_said_to_be_missing(config, told):
     """In the release of this checkout, 0.18.1."""
     assert not_in_release(load_connector(config), installation()) == told
+
+
+@pytest.mark.slow
+def test_a_module_of_vllm_that_came_later_is_said_to_be_missing():
+    module = "vllm.distributed.kv_transfer.kv_connector.v1.umbp.connector"
+    transfer = {"kv_connector": "UMBP", "kv_connector_module_path": module}
+    own = msgspec.structs.replace(load_connector("noop"), kv_transfer_config=transfer)
+    assert not_in_release(own, installation()) == "there is no UMBP in this release"
 
 
 PLUGIN = """
@@ -303,7 +349,7 @@ def test_the_engine_of_a_cell_gets_its_config_in_no_command_line(monkeypatch, tm
     monkeypatch.setattr(cell, "EngineProcess", engine)
     _, connector = own_connector("mypkg.kv:Mine", '{"password": "sesame"}')
     with pytest.raises(ServerError):
-        cell.run(connector, installation(), tmp_path / "cell")
+        cell.run([connector], installation(), tmp_path)
     ((arguments, options),) = given
     assert "sesame" not in str(arguments)
     assert "sesame" in options["env"][cell.GIVEN]

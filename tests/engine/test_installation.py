@@ -17,9 +17,12 @@ import pytest
 from kvtax.axes.gate import _require_cpu
 from kvtax.engine import InstallationError, ServerError, releases
 from kvtax.engine.engine_process import WorkerProcess
+from kvtax.engine.environment import engine_environment
 from kvtax.engine.installation import Installation, installation
-from kvtax.engine.releases import beside, release, source_package
+from kvtax.engine.null_model import CPU_ENGINE
+from kvtax.engine.releases import beside, on_sources, release
 from kvtax.paths import REPOSITORY
+from kvtax.proc.ports import reserve
 
 
 @pytest.fixture
@@ -280,8 +283,9 @@ def test_a_connector_without_packages_of_its_own_gets_none(calls):
     ("version_py", "version"),
     [("__version__ = version = '0.33.0'\n", "0.33.0"), (None, "0.1.dev0")],
 )
+@pytest.mark.parametrize("name_package", [False, True])
 def test_sources_get_the_extensions_and_the_platform_of_a_cpu_build(
-    tmp_path, version_py, version
+    tmp_path, version_py, version, name_package
 ):
     sources, compiled = tmp_path / "checkout" / "vllm", tmp_path / "site" / "vllm"
     for folder in (sources, compiled):
@@ -290,13 +294,28 @@ def test_sources_get_the_extensions_and_the_platform_of_a_cpu_build(
         (folder / "_C.abi3.so").write_text(folder.parent.name)
     if version_py:
         (sources / "_version.py").write_text(version_py)
-    before = sorted(sources.iterdir())
-    package = source_package(sources, compiled, tmp_path / "linked")
+    before = sorted(sources.rglob("*"))
+    into = tmp_path / "linked"
+    build = dataclasses.replace(installation(), sources=str(compiled.parent))
+    installed = on_sources(sources if name_package else sources.parent, build, into)
+    package = installed.package("vllm")
     assert "checkout" in (package / "__init__.py").read_text()
     assert (package / "_C.abi3.so").read_text() == "site"
     (found,) = importlib.metadata.distributions(name="vllm", path=[str(package.parent)])
-    assert found.version == f"{version}+cpu"
-    assert sorted(sources.iterdir()) == before
+    assert found.version == installed.versions["vllm"] == f"{version}+cpu"
+    assert installed.has_vllm("cpu")
+    assert sorted(sources.rglob("*")) == before
+    # It comes before the installed one, and behind what patches it.
+    path = engine_environment(tmp_path, CPU_ENGINE, reserve(1)[0], installed)
+    first = path["PYTHONPATH"].split(os.pathsep)[:2]
+    assert first == [str(tmp_path), str(into)]
+
+
+@pytest.mark.parametrize("name", ["vllm-0.33.0.tar.gz", "no_such_folder", "."])
+def test_what_is_no_vllm_is_refused_and_nothing_is_written(tmp_path, name):
+    with pytest.raises(InstallationError, match=r"no vllm/__init__\.py: name"):
+        on_sources(tmp_path / name, installation(), tmp_path / "into")
+    assert not (tmp_path / "into").exists()
 
 
 WORKER = """
