@@ -11,9 +11,9 @@ The result replaces kvtax/look/demo.tar.xz.
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
-import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +28,13 @@ PLACE = {"host": "demo", "boot_id": "demo"}
 
 def main() -> None:
     """Write the archive, and print its size."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("lives", nargs="+", metavar="NAME=LIFE[:FIRST:STEPS]")
+    lives = parser.parse_args().lives
     with tarfile.open(RECORDS, "w:xz", preset=9) as archive:
-        for argument in sys.argv[1:]:
+        for argument in lives:
             name, _, place = argument.partition("=")
             life, *window = place.split(":")
             first, steps = map(int, window) if window else (0, 10**9)

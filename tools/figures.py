@@ -15,6 +15,7 @@ written as `value [low, high]`. The table between `<!--connectors-->` and
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -109,6 +110,9 @@ def sweep() -> dict[str, Any]:
 
 def main() -> int:
     """Rewrite the pages, name those that changed."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     configs = sweep()
     listed = subprocess.run(
         ["git", "ls-files", "*.md"],

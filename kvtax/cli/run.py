@@ -166,4 +166,4 @@ def _report(plans: Sequence[patcher.ImportPlan]) -> None:
     releases = patcher.load_releases(CONFIGS / "releases.toml")
     for tree, patches, plan in plans:
         cli.report(tree, plan, "check")
-        cli.report_fit(tree, patches, releases)
+        cli.report_fit(tree, patches, plan, releases)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import getopt
+import io
 import os
 import re
 import shlex
@@ -12,7 +13,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,13 @@ _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "ash"}
 _ELSEWHERE = {"sudo", "doas", "pkexec", "ssh", "docker", "podman", "nerdctl", "kubectl"}
 _LOGINS = {"su", "runuser"}  # with one of these options
 _LOGIN_OPTIONS = {"-", "-l", "--login"}
+_OPERATOR = re.compile(r"[();<>|&\n]+")
+# Programs and words of a shell that take text, not a command.
+_TEXT = {"echo", "printf", "which", "type", "test", "[", "[[", "for", "case"}
+# What a command may begin with, beside options, numbers and variables.
+_BEFORE = {"exec", "nohup", "time", "nice", "timeout", "setsid", "stdbuf", "taskset"}
+_BEFORE |= {"export", "!", "{", "if", "then", "elif", "else", "while", "until", "do"}
+_MORE_BEFORE = re.compile(r"-|\d+$|\w+=")
 _ENV_OPTIONS = (
     "i0vu:C:S:",
     ["ignore-environment", "null", "debug", "unset=", "chdir=", "split-string="],
@@ -129,33 +137,50 @@ def require_environment(command: Sequence[str]) -> None:
 
 def _shut_out(words: Sequence[str]) -> Iterator[str]:
     """Yield each reason why PYTHONPATH gets lost on the way that the words show."""
-    is_started = False
-    for index, word in enumerate(words):
-        name, rest = Path(word).name, words[index + 1 :]
-        if python := _interpreter(word, rest):
-            is_started = True
-            if flags := _python_arguments(python[1:]).isolating:
-                yield f"{Path(python[0]).name} -{flags} reads no PYTHONPATH"
-        elif is_started:
-            continue
-        elif name in _ELSEWHERE or (name in _LOGINS and _LOGIN_OPTIONS & {*rest}):
-            yield f"{name} starts it without PYTHONPATH; put kvtax run behind {name}"
-        elif word.startswith("PYTHONPATH=") and "$" not in word:
-            yield "it sets another PYTHONPATH; set it before kvtax run"
-        elif name == "unset" and rest[:1] == ["PYTHONPATH"]:
-            yield "it unsets PYTHONPATH"
-        elif name == "env":
-            yield from _lost_by_env(rest)
-        elif name in _SHELLS:
-            yield from _shut_out(_shell_script(rest))
-        elif name == "ray" and rest[:1] == ["job"]:
-            yield "ray job starts it in a cluster; put kvtax run into the job"
+    yield from _lost_by(words)
+    scripts = [command for word in words if " " in word for command in _commands(word)]
+    words = [*words, *chain.from_iterable(scripts)]
     backends = _values(words, "--distributed-executor-backend", *_DATA_PARALLEL)
     if "ray" in backends and (cluster := _ray_cluster(words)):
         yield (
             f"its workers are those of the Ray cluster at {cluster}, which runs "
             "already; patch the files of its hosts with kvtax patch"
         )
+
+
+def _lost_by(words: Sequence[str]) -> Iterator[str]:
+    """Yield why one command does not hand PYTHONPATH on to its Python.
+
+    A program that is not known may start what its arguments name: that counts where
+    a Python is among these.
+    """
+    starts = [bool(_interpreter(word, words[n + 1 :])) for n, word in enumerate(words)]
+    is_first, is_started = True, False
+    for index, word in enumerate(words):
+        name, rest = Path(word).name, words[index + 1 :]
+        if starts[index]:
+            is_started, python = True, _interpreter(word, rest)
+            if flags := _python_arguments(python[1:]).isolating:
+                yield f"{Path(python[0]).name} -{flags} reads no PYTHONPATH"
+        elif is_started or not (is_first or name in _SHELLS or any(starts[index:])):
+            continue
+        elif word.startswith("PYTHONPATH=") and "$" not in word:
+            yield "it sets another PYTHONPATH; set it before kvtax run"
+        elif name in _ELSEWHERE or (name in _LOGINS and _LOGIN_OPTIONS & {*rest}):
+            yield f"{name} starts it without PYTHONPATH; put kvtax run behind {name}"
+        elif name == "unset" and rest[:1] == ["PYTHONPATH"]:
+            yield "it unsets PYTHONPATH"
+        elif name == "env":
+            yield from _lost_by_env(rest)
+        elif name in _SHELLS:
+            for command in _commands(_shell_script(rest)):
+                yield from _lost_by(command)
+            return
+        elif name == "ray" and rest[:1] == ["job"]:
+            yield "ray job starts it in a cluster; put kvtax run into the job"
+        elif is_first and name in _TEXT:
+            return
+        is_first &= name in _BEFORE or bool(_MORE_BEFORE.match(word))
 
 
 def _interpreter(word: str, rest: Sequence[str]) -> Sequence[str]:
@@ -196,13 +221,13 @@ def _lost_by_env(words: Sequence[str]) -> Iterator[str]:
         elif option in ("-u", "--unset") and value == "PYTHONPATH":
             yield "env takes PYTHONPATH away"
         elif option in ("-S", "--split-string"):
-            yield from _shut_out(["env", *_split(value), *command])
+            yield from _lost_by(["env", *next(_commands(value)), *command])
     if command[:1] == ["-"]:
         yield "env - starts it with no PYTHONPATH"
 
 
-def _shell_script(words: Sequence[str]) -> list[str]:
-    """Return the words that a shell is to run after -c."""
+def _shell_script(words: Sequence[str]) -> str:
+    """Return the text that a shell is to run after -c."""
     is_script = False
     rest = iter(words)
     for word in rest:
@@ -212,18 +237,37 @@ def _shell_script(words: Sequence[str]) -> list[str]:
         elif re.fullmatch(r"-\w*c\w*", word):
             is_script = True
         elif not word.startswith(("-", "+")):
-            return _split(word) if is_script else []
-    return []
+            return word if is_script else ""
+    return ""
 
 
-def _split(text: str) -> list[str]:
-    """Split a shell's text into words and operators, without comments."""
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
+class _Text(io.StringIO):
+    """Text of which shlex skips the comments, but not the ends of their lines."""
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
+        line = super().readline(size)
+        self.seek(self.tell() - line.endswith("\n"))
+        return line
+
+
+def _commands(script: str) -> Iterator[list[str]]:
+    """Split a shell's text into commands, without comments and redirections."""
+    text = _Text(script.replace("\\\n", " "))
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="();<>|&\n")
+    lexer.whitespace, lexer.whitespace_split = " \t\r", True
+    command: list[str] = []
     try:
-        return [*lexer]
-    except ValueError:
-        return text.split()
+        for word in lexer:
+            if not _OPERATOR.fullmatch(word):
+                command.append(word)
+            elif "<" in word or ">" in word:
+                next(lexer, "")
+            else:
+                yield command
+                command = []
+    except ValueError:  # a quote that is not closed
+        pass
+    yield command
 
 
 def _values(words: Sequence[str], *options: str) -> set[str]:

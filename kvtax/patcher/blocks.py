@@ -9,19 +9,22 @@ All text is bytes, so lines of others come back byte for byte. A block:
     # BLOCK_END <patch>:<id> <check>
 
 The check, 8 hex digits, is of the lines between the two, blanks at their ends left out.
-Only a line of this whole form is ours: any other BLOCK_BEGIN or BLOCK_END is somebody's
-text. An added file is one block around the whole file, and its id is the path:
+Only a pair of this whole form is ours, whose check fits or whose patch is known: any
+other BLOCK_BEGIN or BLOCK_END is somebody's text. An added file is one block around the
+whole file, and its id is the path:
 
     # BLOCK_BEGIN <patch>[+<patch>...]:<path> <check>
 
 An earlier kvtax wrote longer BEGIN lines, which are read as well (``_EARLIER``).
 """
 
+import ast
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple
 
 from .errors import ConflictError, DamagedError
@@ -29,6 +32,7 @@ from .errors import ConflictError, DamagedError
 WAS = b"# WAS: "
 MARK = b"# BLOCK_"
 ADDED_ID = ".py"  # how the id of an added file ends, and no other
+MOST_ENDS = 12  # comments among which two foreign blocks are looked for
 _NAME = rb"([\w.+-]+):([\w./-]+)"
 _BEGIN = re.compile(
     rb"([ \t]*)# BLOCK_BEGIN " + _NAME + rb" ([0-9a-f]{8})(?: was=(\d+))?\r?\n"
@@ -106,6 +110,7 @@ class _Begin(NamedTuple):
     check: str
     displaced: int
     end: bytes
+    is_earlier: bool
 
 
 def _read_begin(line: bytes) -> _Begin | None:
@@ -116,8 +121,15 @@ def _read_begin(line: bytes) -> _Begin | None:
     end = indent + b"# BLOCK_END " + patch + b":" + id_
     if match.re is _BEGIN:
         end += b" " + check
-    count = int(displaced or 0)
-    return _Begin(indent, patch.decode(), id_.decode(), check.decode(), count, end)
+    return _Begin(
+        indent,
+        patch.decode(),
+        id_.decode(),
+        check.decode(),
+        int(displaced or 0),
+        end,
+        match.re is _EARLIER,
+    )
 
 
 def fingerprint(body: Iterable[bytes]) -> str:
@@ -177,11 +189,15 @@ def _sentinels(name: str, body: Iterable[bytes]) -> tuple[str, str]:
     return f"# BLOCK_BEGIN {name} {check}", f"# BLOCK_END {name} {check}"
 
 
-def parse(text: bytes, file: str = "<text>") -> Parsed:
+# Names of patches that are ours in whatever state their blocks are; None for any.
+Ours = Collection[str] | None
+
+
+def parse(text: bytes, file: str = "<text>", ours: Ours = None) -> Parsed:
     """Split ``text`` into pristine lines and blocks.
 
-    Raises DamagedError, with ``file`` and line number, for half a block of ours, nested
-    blocks, or one that stands there twice.
+    Raises DamagedError, with ``file`` and line number, for half a block of ours, or one
+    that stands there twice.
     """
     lines = text.splitlines(keepends=True)
     if MARK not in text:
@@ -194,55 +210,119 @@ def parse(text: bytes, file: str = "<text>") -> Parsed:
     blocks: list[Block] = []
     number = 0
     while number < len(lines):
-        if begin := _read_begin(lines[number]):
-            end = _find_end(lines, number, begin, file)
+        begin = _read_begin(lines[number])
+        end = _find_end(lines, number, begin, ours) if begin else 0
+        if begin and end:
             above, whole, below = _without_foreign(begin, lines[number : end + 1])
-            pristine += above
-            block = _read_block(begin, whole, pristine, len(blocks))
-            pristine += below
-            if any(block.name == other.name for other in blocks):
-                raise _damaged(file, number, lines[number], "stands here twice")
-            blocks.append(block)
-            number = end
-        elif _END.fullmatch(lines[number]):
-            raise _damaged(file, number, lines[number], "has no BLOCK_BEGIN of its own")
-        else:
-            pristine.append(lines[number])
+            if _is_ours(begin, ours) or _fits(begin.check, whole[1:-1]):
+                pristine += above
+                block = _read_block(begin, whole, pristine, len(blocks))
+                pristine += below
+                if any(block.name == other.name for other in blocks):
+                    raise _damaged(file, number, lines[number], "stands here twice")
+                blocks.append(block)
+                number = end + 1
+                continue
+        elif what := _half_of_ours(lines[number], begin, ours):
+            raise _damaged(file, number, lines[number], what)
+        pristine.append(lines[number])
         number += 1
     if open_ended and pristine:
         pristine[-1] = pristine[-1].removesuffix(eol)
     return Parsed(tuple(pristine), tuple(blocks))
 
 
-def _find_end(lines: list[bytes], at: int, begin: _Begin, file: str) -> int:
-    """Find the index of the END line that closes the BEGIN line at ``at``."""
+def _is_ours(begin: _Begin, ours: Ours) -> bool:
+    return begin.is_earlier or _has_owner(begin.patch, ours)
+
+
+def _has_owner(patch: str, ours: Ours) -> bool:
+    return ours is None or not set(ours).isdisjoint(patch.split("+"))
+
+
+def _half_of_ours(line: bytes, begin: _Begin | None, ours: Ours) -> str:
+    """Return what is wrong with a line that is half a block of ours, else nothing."""
+    if begin:
+        if not _is_ours(begin, ours):
+            return ""
+        if begin.id.endswith(ADDED_ID):
+            return "is that of a whole file, which does not end with it or was moved"
+        return "has no BLOCK_END of its own"
+    end = _END.fullmatch(line)
+    is_ours = end and _has_owner(end[1].decode(), ours)
+    return "has no BLOCK_BEGIN of its own" if is_ours else ""
+
+
+def _find_end(lines: list[bytes], at: int, begin: _Begin, ours: Ours) -> int:
+    """Find the index of the END line that closes the BEGIN line at ``at``, else 0."""
     if begin.id.endswith(ADDED_ID):
-        raise _damaged(file, at, lines[at], "is that of a whole file, not of this one")
+        return 0
     for number in range(at + 1, len(lines)):
         if lines[number].rstrip(b"\r\n") == begin.end:
             return number
-        if _read_begin(lines[number]) or _END.fullmatch(lines[number]):
+        if _half_of_ours(lines[number], _read_begin(lines[number]), ours):
             break
-    raise _damaged(file, at, lines[at], "has no BLOCK_END of its own")
+    return 0
 
 
 def _without_foreign(
     begin: _Begin, text: list[bytes]
 ) -> tuple[list[bytes], list[bytes], list[bytes]]:
-    """Split off what somebody put between the lines of a block.
+    """Split off what somebody put between the lines of a block, at most twice.
 
-    That is a block of theirs, from one comment to another, indented as this one is.
+    That is a block of theirs, from one comment to another. It gets the indent of ours,
+    outside of which it then stands, and must have no use for a name of ours.
     """
     first, *body, last = text
     if _fits(begin.check, body):
         return [], text, []
-    ends = [n for n, line in enumerate(body) if line.startswith(begin.indent + b"#")]
-    for start, stop in combinations(ends, 2):
-        run, rest = body[start : stop + 1], body[:start] + body[stop + 1 :]
-        if _fits(begin.check, rest):
-            above, below = (run, []) if start == 0 else ([], run)
-            return above, [first, *rest, last], below
+    ends = [n for n, line in enumerate(body) if line.lstrip().startswith(b"#")]
+    for bounds in chain(combinations(ends, 2), combinations(ends[:MOST_ENDS], 4)):
+        runs = list(zip(bounds[::2], bounds[1::2], strict=True))
+        within = {n for start, stop in runs for n in range(start, stop + 1)}
+        rest = [line for n, line in enumerate(body) if n not in within]
+        if not _fits(begin.check, rest):
+            continue
+        above: list[bytes] = []
+        below: list[bytes] = []
+        for start, stop in runs:
+            run = _at_indent(body[start : stop + 1], begin.indent)
+            if run is None or _names(run) & _bound(rest):
+                return [], text, []
+            (below if start else above).extend(run)
+        return above, [first, *rest, last], below
     return [], text, []
+
+
+def _at_indent(run: list[bytes], indent: bytes) -> list[bytes] | None:
+    """Indent lines as a block is; None if they are less indented."""
+    blank = run[0][: len(run[0]) - len(run[0].lstrip())]
+    if not blank.startswith(indent):
+        return None
+    return [indent + line.removeprefix(blank) if line.strip() else line for line in run]
+
+
+def _names(run: Sequence[bytes]) -> set[str]:
+    code = b"".join(line for line in run if not line.lstrip().startswith(b"#"))
+    return set(re.findall(r"[^\W\d]\w*", code.decode(errors="replace")))
+
+
+def _bound(body: Sequence[bytes]) -> set[str]:
+    """Return the names that the lines of a block bind."""
+    names = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(b"".join(body).decode()))):
+        match node:
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.arg(arg=name)
+                | ast.ExceptHandler(name=name)
+                | ast.alias(name=_, asname=str(name))
+                | ast.alias(name=name)
+                | ast.FunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
+                names.add((name or "").partition(".")[0])
+    return names - {""}
 
 
 def _damaged(file: str, number: int, line: bytes, what: str) -> DamagedError:
@@ -321,31 +401,29 @@ def _overlaps(replace: Block, other: Block) -> bool:
     return other.at == replace.until and len(other.indent) > len(replace.indent)
 
 
-def parse_added(text: bytes, file: str) -> Added | None:
-    """Parse an added file; None if ``text`` is an ordinary file.
-
-    Raises DamagedError if anything stands outside its sentinels, or it was moved.
-    """
+def parse_added(text: bytes, file: str, ours: Ours = None) -> Added | None:
+    """Parse an added file; None if ``text`` is an ordinary file, or is not whole."""
     lines = text.splitlines(keepends=True)
     begin = _read_begin(lines[0]) if lines else None
-    if not begin or not begin.id.endswith(ADDED_ID):
+    if not begin or begin.id != file or not file.endswith(ADDED_ID):
         return None
-    if lines[-1].rstrip(b"\r\n") != begin.end:
-        raise _damaged(file, 0, lines[0], "does not enclose the file as it was added")
-    if begin.id != file:
-        raise _damaged(file, 0, lines[0], "names another path: the file was moved")
     body = lines[1:-1]
+    if lines[-1].rstrip(b"\r\n") != begin.end:
+        return None
+    edited = not _fits(begin.check, body)
+    if edited and not _is_ours(begin, ours):
+        return None
     return Added(
         path=file,
         owners=tuple(begin.patch.split("+")),
         content=b"".join(body).replace(b"\r\n", b"\n"),
-        edited=not _fits(begin.check, body),
+        edited=edited,
     )
 
 
-def read(text: bytes, file: str) -> Parsed | Added:
+def read(text: bytes, file: str, ours: Ours = None) -> Parsed | Added:
     """Parse a file of either kind. Raises DamagedError."""
-    return parse_added(text, file) or parse(text, file)
+    return parse_added(text, file, ours) or parse(text, file, ours)
 
 
 def render_added(added: Added) -> bytes:

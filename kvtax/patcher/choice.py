@@ -8,13 +8,13 @@ one name come together where all of them fit, and are left out elsewhere.
 from collections.abc import Sequence
 
 from .anchors import Source
-from .blocks import parse
+from .blocks import Ours, parse
 from .errors import AnchorError, TargetError
 from .patch import BlockSpec, Patch
 from .target import Tree
 
 
-def active_blocks(tree: Tree, patch: Patch) -> list[BlockSpec]:
+def active_blocks(tree: Tree, patch: Patch, ours: Ours = None) -> list[BlockSpec]:
     """Select the blocks of ``patch`` for this tree. Raises BlockPatchError on a misfit.
 
     A block without an alternative is not looked up here: it must fit.
@@ -33,7 +33,7 @@ def active_blocks(tree: Tree, patch: Patch) -> list[BlockSpec]:
             if not group and len(forms) == 1 and not forms[0].given:
                 picked += forms
                 continue
-            found = {spec: _misfit(tree, spec, sources) for spec in forms}
+            found = {spec: _misfit(tree, spec, sources, ours) for spec in forms}
             fitting = [spec for spec, misfit in found.items() if not misfit]
             if len(fitting) > 1:
                 raise AnchorError(_refusal(tree, patch, forms, len(fitting), ""))
@@ -53,7 +53,7 @@ def active_blocks(tree: Tree, patch: Patch) -> list[BlockSpec]:
     return [spec for spec in patch.blocks if spec in chosen]
 
 
-def _misfit(tree: Tree, spec: BlockSpec, sources: dict[str, Source]) -> str:
+def _misfit(tree: Tree, spec: BlockSpec, sources: dict[str, Source], ours: Ours) -> str:
     """Return why the block does not fit the tree, empty if it does."""
     places = [spec.given] if spec.given else []
     for file, scope, anchor in [*places, (spec.file, spec.scope, spec.anchor)]:
@@ -61,7 +61,7 @@ def _misfit(tree: Tree, spec: BlockSpec, sources: dict[str, Source]) -> str:
             text = tree.read(file)
             if text is None:
                 return f"{file}: no such file"
-            sources[file] = Source(parse(text, file).lines, file)
+            sources[file] = Source(parse(text, file, ours).lines, file)
         try:
             sources[file].find(scope, anchor)
         except AnchorError as error:

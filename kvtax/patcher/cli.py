@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from . import engine
-from .choice import active_blocks
 from .errors import (
     BlockPatchError,
     LockedError,
@@ -227,7 +226,7 @@ def _put(patches: list[Patch], args: argparse.Namespace, repository: Path) -> in
             continue
         report(tree, plan, args.action)
         if args.action == "check":
-            report_fit(tree, mine, _releases(repository))
+            report_fit(tree, mine, plan, _releases(repository))
     return 0
 
 
@@ -247,9 +246,12 @@ def report(tree: Tree, plan: Plan, action: str) -> None:
 
 
 def report_fit(
-    tree: Tree, patches: list[Patch], releases: Mapping[str, list[Release]]
+    tree: Tree,
+    patches: list[Patch],
+    plan: Plan,
+    releases: Mapping[str, list[Release]],
 ) -> None:
-    """Print for each of the patches, which fit the tree, whether that is tested."""
+    """Print for each of the planned patches whether that is tested on the tree."""
     present = _applied(engine.status(tree)) | {patch.name for patch in patches}
     for patch in patches:
         tested = patch.tested(releases)
@@ -260,9 +262,7 @@ def report_fit(
                 f"  {patch.name}: fits, but is not tested on this release "
                 f"({', '.join(tested) or 'none'} are)"
             )
-        active = {spec.id for spec in active_blocks(tree, patch)}
-        left = dict.fromkeys(s.id for s in patch.blocks if s.id not in active)
-        if left:
+        if left := dict.fromkeys(plan.unfit.get(patch.name, ())):
             print(f"    left out, for other code than this: {', '.join(left)}")
         _report_relations(patch, present)
 

@@ -126,27 +126,22 @@ def status(
     for a file with half a block, or lists it in ``damaged``.
     """
     require_unlocked(tree)
-    found = survey(tree, damaged)
     known = {patch.name: patch for patch in patches}
+    found = survey(tree, known, damaged)
     return {
         name: _status(tree, name, known.get(name), found)
-        for name in sorted(known.keys() | patches_in(found))
+        for name in sorted(known.keys() | patches_in(found.files))
     }
 
 
-def _blocks(found: Survey) -> Iterable[tuple[str, Block]]:
-    for path, file in found.items():
-        if isinstance(file, Parsed):
-            yield from ((path, block) for block in file.blocks)
-
-
-def _added(found: Survey) -> Iterable[Added]:
-    return (file for file in found.values() if isinstance(file, Added))
-
-
 def _status(tree: Tree, name: str, patch: Patch | None, found: Survey) -> PatchStatus:
-    blocks = {(p, b.id): b for p, b in _blocks(found) if b.patch == name}
-    added = {file.path: file for file in _added(found) if name in file.owners}
+    blocks: dict[tuple[str, str], Block] = {}
+    added: dict[str, Added] = {}
+    for path, file in found.files.items():
+        if isinstance(file, Parsed):
+            blocks |= {(path, b.id): b for b in file.blocks if b.patch == name}
+        elif name in file.owners:
+            added[path] = file
     files = tuple(sorted({path for path, _ in blocks} | added.keys()))
     sha256 = patch.sha256 if patch else None
     if not files:
@@ -159,7 +154,8 @@ def _status(tree: Tree, name: str, patch: Patch | None, found: Survey) -> PatchS
         return PatchStatus(name, "applied", files)
     values: dict[str, Any] = {}
     try:
-        specs = {(spec.file, spec.id): spec for spec in active_blocks(tree, patch)}
+        active = active_blocks(tree, patch, found.ours)
+        specs = {(spec.file, spec.id): spec for spec in active}
         for key in specs.keys() & blocks.keys():
             values |= _values_in(specs[key], blocks[key])
         same = not plan_apply(tree, [patch], values, found).changes

@@ -7,9 +7,9 @@ order in which patches come and go does not matter. Reverting is applying nothin
 
 import difflib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from .anchors import BOM, Source
 from .blocks import (
@@ -23,7 +23,6 @@ from .blocks import (
     line_ending,
     make_block,
     parse,
-    parse_added,
     read,
     render,
     render_added,
@@ -32,7 +31,6 @@ from .blocks import (
 from .choice import active_blocks
 from .errors import (
     AnchorError,
-    BlockPatchError,
     CompileError,
     ConflictError,
     DamagedError,
@@ -42,7 +40,7 @@ from .patch import BlockSpec, Patch, fill, resolve_parameters
 from .target import Tree
 from .uses import require_only
 
-Survey = dict[str, Parsed | Added]
+Files = Mapping[str, Parsed | Added]
 Wanted = tuple[Patch, BlockSpec, str]  # the string: code with its parameters
 
 
@@ -72,12 +70,13 @@ class Plan:
     """All files the patches touch; ``changes`` are those that differ from now.
 
     ``removed`` names the patches that are in the tree and will not be, ``left`` those
-    that will.
+    that will. ``unfit`` has by patch the optional blocks that are left out.
     """
 
     files: tuple[Change, ...]
     removed: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    unfit: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -88,15 +87,34 @@ class Plan:
         return "".join(_diff(file) for file in self.files)
 
 
-def survey(tree: Tree, damaged: list[str] | None = None) -> Survey:
+class Survey(NamedTuple):
+    """Files of a tree that hold blocks, and the names of the patches that are ours."""
+
+    files: Files
+    ours: set[str]
+
+
+def survey(
+    tree: Tree, names: Iterable[str], damaged: list[str] | None = None
+) -> Survey:
     """Parse every file of the tree that holds blocks.
 
-    Raises DamagedError for half a block, or lists it in `damaged`.
+    Ours are the patches of these names, and those that have an intact block in the
+    tree. Raises DamagedError for half a block of theirs, or lists it in `damaged`.
     """
+    texts = tree.scan(MARK)
+    ours = set(names)
+    ours |= patches_in(_read_all(texts, ours, []), intact=True)
+    return Survey(_read_all(texts, ours, damaged), ours)
+
+
+def _read_all(
+    texts: Mapping[str, bytes], ours: Collection[str], damaged: list[str] | None
+) -> Files:
     found = {}
-    for path, text in tree.scan(MARK).items():
+    for path, text in texts.items():
         try:
-            file = read(text, path)
+            file = read(text, path, ours)
         except DamagedError as error:
             if damaged is None:
                 raise
@@ -115,25 +133,29 @@ def plan_apply(
 ) -> Plan:
     """Plan to apply ``patches``. Raises BlockPatchError on any misfit."""
     patches = list(patches)
-    found = survey(tree) if found is None else found
     names = {patch.name for patch in patches}
+    found = found or survey(tree, names)
     names |= {old for patch in patches for old in patch.replaces}
-    there = patches_in(found)
+    there = patches_in(found.files)
     _refuse_conflicts(patches, there - names)
     declared = {patch.name: patch.parameters for patch in patches}
     values = resolve_parameters(declared, parameters)
     blocks: dict[str, list[Wanted]] = {}
     added: dict[str, dict[str, bytes]] = {}
+    unfit: dict[str, list[str]] = {}
     for patch in patches:
-        require_only(tree, patch)
-        for spec in active_blocks(tree, patch):
+        require_only(tree, patch, found.ours)
+        active = active_blocks(tree, patch, found.ours)
+        ids = {spec.id for spec in active}
+        unfit[patch.name] = [s.id for s in patch.blocks if s.id not in ids]
+        for spec in active:
             code = fill(spec.code, values[patch.name])
             blocks.setdefault(spec.file, []).append((patch, spec, code))
         for path, content in patch.files.items():
             added.setdefault(path, {})[patch.name] = content
     known = {patch.name: patch for patch in patches}
     files = _plan(tree, names, blocks, added, found, known)
-    return Plan(files, tuple(sorted(there & names - known.keys())))
+    return Plan(files, tuple(sorted(there & names - known.keys())), unfit=unfit)
 
 
 def plan_revert(
@@ -147,19 +169,19 @@ def plan_revert(
     A refusal shows how edited blocks differ from ``known`` patches; ``discard_edits``
     plans to take them out and to keep copies of the files.
     """
-    found, known = survey(tree), known or {}
-    there = patches_in(found)
-    wanted = set(names)
+    known, wanted = known or {}, set(names)
+    found = survey(tree, wanted | known.keys())
+    there = patches_in(found.files)
     wanted |= {old for name in wanted & known.keys() for old in known[name].replaces}
     out = wanted & there
     files = _plan(tree, out, {}, {}, found, known, discard_edits)
     if discard_edits:
-        files += tuple(_copies(tree, files, found, out))
+        files += tuple(_copies(tree, files, found.files, out))
     return Plan(files, tuple(sorted(out)), tuple(sorted(there - out)))
 
 
 def _copies(
-    tree: Tree, files: Sequence[Change], found: Survey, names: set[str]
+    tree: Tree, files: Sequence[Change], found: Files, names: set[str]
 ) -> Iterable[Change]:
     """Plan a copy of each file whose edits go: beside it, or, as the folder of an added
     file may go as well, in the package directory."""
@@ -197,10 +219,11 @@ def _plan(
     known: Mapping[str, Patch],
     discard_edits: bool = False,
 ) -> tuple[Change, ...]:
-    paths = {path for path in found if names & patches_in({path: found[path]})}
+    here = found.files
+    paths = {path for path in here if names & patches_in({path: here[path]})}
     files = []
     for path in sorted(paths | blocks.keys() | added.keys()):
-        existing = found.get(path)
+        existing = here.get(path)
         if path in added and path in blocks:
             raise ConflictError(f"{path}: one patch adds it, another has blocks in it")
         if isinstance(existing, Added) and path in blocks:
@@ -214,26 +237,27 @@ def _plan(
             gone = present is not None and names >= set(present.owners)
             if present and present.edited and not (discard_edits and gone):
                 raise edited_file(present, known)
-            files.append(_plan_added(tree, path, names, wanted))
+            files.append(_plan_added(tree, path, names, wanted, present))
         else:
-            here = blocks.get(path, [])
             if isinstance(existing, Parsed):
                 for block in existing.blocks:
                     mine = block.patch in names and not discard_edits
                     if block.torn or (block.edited and mine):
                         raise edited_block(existing, block, path, known)
-            files.append(_plan_blocks(tree, path, names, here))
+            specs = blocks.get(path, [])
+            files.append(_plan_blocks(tree, path, names, specs, found.ours))
     return tuple(files)
 
 
-def patches_in(found: Survey) -> set[str]:
-    """Return the names of the patches that are in the tree."""
+def patches_in(files: Files, intact: bool = False) -> set[str]:
+    """Return the names of the patches that are in files, or with an `intact` block."""
     names: set[str] = set()
-    for file in found.values():
-        if isinstance(file, Added):
+    for file in files.values():
+        if isinstance(file, Parsed):
+            blocks = (block for block in file.blocks if not (intact and block.edited))
+            names.update(block.patch for block in blocks)
+        elif not (intact and file.edited):
             names.update(file.owners)
-        else:
-            names.update(block.patch for block in file.blocks)
     return names
 
 
@@ -242,6 +266,7 @@ def _plan_blocks(
     path: str,
     names: set[str],
     wanted: Sequence[Wanted],
+    ours: Collection[str],
 ) -> Change:
     text = tree.read(path)
     if text is None:
@@ -250,10 +275,13 @@ def _plan_blocks(
             f"{path}: no such file in {tree.title}, needed by "
             f"block {patch.name}:{spec.id}; the patch does not fit this release"
         )
-    lines, present = parse(text, path)
+    lines, present = parse(text, path, ours)
     kept = [block for block in present if block.patch not in names]
     if not wanted:
         new = render(lines, kept)
+        if _compiles(text, path):
+            # What somebody put into a block of ours may need it.
+            _check_result(path, new, names, "without")
         return Change(path, text, new, new)
     source = Source(lines, path)
     placed = [_place(source, patch, spec, code) for patch, spec, code in wanted]
@@ -299,10 +327,13 @@ def _place(source: Source, patch: Patch, spec: BlockSpec, code: str) -> Block:
 
 
 def _plan_added(
-    tree: Tree, path: str, names: set[str], wanted: dict[str, bytes]
+    tree: Tree,
+    path: str,
+    names: set[str],
+    wanted: dict[str, bytes],
+    present: Added | None,
 ) -> Change:
     text = tree.read(path)
-    present = None if text is None else parse_added(text, path)
     if text is not None and present is None:
         raise ConflictError(
             f"{path}: patch {' and '.join(wanted)} wants to add this file, but the "
@@ -328,18 +359,28 @@ def _plan_added(
     return Change(path, text, text_for(kept), new)
 
 
-def _check_result(path: str, text: bytes, names: set[str]) -> None:
-    """Check that the file compiles, and that revert will find its blocks."""
+def _check_result(path: str, text: bytes, names: set[str], how: str = "with") -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            compile(text, path, "exec", dont_inherit=True)
-        parse_added(text, path) or parse(text, path)
-    except (SyntaxError, ValueError, BlockPatchError) as error:
+        _compile(text, path)
+    except (SyntaxError, ValueError) as error:
         raise CompileError(
-            f"{path}: with {', '.join(sorted(names))} the file would not compile: "
-            f"{error}; the patch does not fit this release"
+            f"{path}: {how} {', '.join(sorted(names))} the file would not compile: "
+            f"{error}; the patch does not fit this file"
         ) from None
+
+
+def _compiles(text: bytes, path: str) -> bool:
+    try:
+        _compile(text, path)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def _compile(text: bytes, path: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compile(text, path, "exec", dont_inherit=True)
 
 
 def _diff(file: Change) -> str:

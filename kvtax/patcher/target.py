@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from .blocks import parse_added
+from .blocks import Added, read
 from .errors import DamagedError, TargetError
 
 JOURNAL = ".blockpatch-journal"
@@ -126,7 +126,7 @@ def _is_added(path: str, root: Path) -> bool:
     with open(path, "rb") as file:
         text = file.read()
     try:
-        return parse_added(text, os.path.relpath(path, root)) is not None
+        return isinstance(read(text, os.path.relpath(path, root)), Added)
     except DamagedError:
         return True
 

@@ -18,18 +18,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from .anchors import DEFINITIONS, Source
-from .blocks import Parsed, read
+from .blocks import Ours, Parsed, read
 from .errors import TargetError
 from .patch import Only, Patch
 from .target import Tree
 
 
-def require_only(tree: Tree, patch: Patch) -> None:
+def require_only(tree: Tree, patch: Patch, ours: Ours = None) -> None:
     """Raise TargetError for a use that the patch does not know."""
     for only in patch.only:
         text = (only.within or only.name).encode()
         for path, content in sorted(tree.scan(text).items()):
-            file = read(content, path)
+            file = read(content, path, ours)
             if isinstance(file, Parsed):
                 _require(tree, patch, only, Source(file.lines, path))
 

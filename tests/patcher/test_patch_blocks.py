@@ -134,7 +134,7 @@ def test_half_or_malformed_sentinels_are_refused_with_their_line():
 
 @pytest.mark.parametrize("foreign", FOREIGN)
 @given(patched(), st.data())
-def test_whatever_is_not_of_our_whole_form_is_text_of_others(foreign, case, data):
+def test_whatever_is_no_block_of_ours_is_text_of_others(foreign, case, data):
     lines, blocks = case
     assume(lines[-1].endswith(b"\n"))
     text = render(lines, blocks).splitlines(keepends=True)
@@ -144,7 +144,7 @@ def test_whatever_is_not_of_our_whole_form_is_text_of_others(foreign, case, data
     places = data.draw(st.lists(st.sampled_from(outside), min_size=2, max_size=2))
     for place, line in zip(sorted(places)[::-1], foreign[::-1], strict=True):
         text.insert(place, line.encode() + b"\n")
-    found = parse(b"".join(text))
+    found = parse(b"".join(text), ours=())
     assert [b.text for b in found.blocks] == [b.text for b in blocks]
     assert render(*found) == b"".join(text)
     left = [line for line in found.lines if line.rstrip().decode("latin1") in foreign]
@@ -156,17 +156,20 @@ def test_whatever_is_not_of_our_whole_form_is_text_of_others(foreign, case, data
 def test_a_foreign_block_anywhere_in_a_block_of_ours_goes_below_or_above(foreign, at):
     lines = (b"def f():\n", b"    a = 1\n")
     code = "c = 3\nif c:\n    c = 4"
-    block = make_block(("v1", "x"), lines, (1, 2), b"    ", code)
+    block = make_block(("ours", "x"), lines, (1, 2), b"    ", code)
     own = render(lines, [block]).splitlines(keepends=True)
     theirs = [f"    {line}\n".encode() for line in (foreign[0], "v = 1", foreign[1])]
-    found = parse(b"".join([*own[: 2 + at], *theirs, *own[2 + at :]]))
+    found = parse(b"".join([*own[: 2 + at], *theirs, *own[2 + at :]]), ours={"ours"})
     assert [b.text for b in found.blocks] == [block.text]
     assert not found.blocks[0].edited
     around = [*theirs, lines[1]] if at == 0 else [lines[1], *theirs]
     assert found.lines == (lines[0], *around)
-    # Deeper in our code, it would stand where its indent means nothing without ours.
+    # Deeper in our code it gets our indent; if it uses what ours binds, it cannot.
     deeper = [b"    " + line for line in theirs]
-    found = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]))
+    found = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]), ours={"ours"})
+    assert (found.lines, found.blocks[0].edited) == ((lines[0], *around), False)
+    deeper[1] = deeper[1].replace(b"v = 1", b"v = c")
+    found = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]), ours={"ours"})
     assert found.blocks[0].edited
 
 
@@ -190,5 +193,5 @@ def test_an_added_file_that_was_touched_outside_or_moved_is_refused():
         with pytest.raises(DamagedError, match=r"v1/new\.py"):
             read(broken, "v1/new.py")
     with pytest.raises(DamagedError, match="moved"):
-        parse_added(text, "v1/other.py")
+        read(text, "v1/other.py")
     assert parse_added(text.replace(b"x = 1", b"x = 2"), "v1/new.py").edited

@@ -199,13 +199,14 @@ def test_refusals_and_wrong_usage_return_2_and_change_nothing(
 
 
 def test_a_foreign_sentinel_is_nothing_to_say_and_half_a_block_is(run, tree):
-    (tree.root / "other.py").write_text("# BLOCK_BEGIN of my own\n")
+    own = "# BLOCK_BEGIN of my own\n# BLOCK_BEGIN of:mine 01234567\n"
+    (tree.root / "other.py").write_text(own)
     before = snapshot(tree.root)
     for action in ("--check", "--apply", "--status", "--revert"):
         assert (run(action)[0], run(action)[2]) == (0, "")
     assert snapshot(tree.root) == before
-    (tree.root / "other.py").write_text("# BLOCK_BEGIN of:ours 01234567\n")
-    said = "other.py:1: '# BLOCK_BEGIN of:ours 01234567' has no BLOCK_END of its own"
+    (tree.root / "other.py").write_text("# BLOCK_BEGIN alpha:b9 01234567\n")
+    said = "other.py:1: '# BLOCK_BEGIN alpha:b9 01234567' has no BLOCK_END of its own"
     for action in ("--check", "--apply", "--status", "--revert"):
         code, out, err = run(action)
         assert code == 2 and said in out + err

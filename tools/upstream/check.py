@@ -14,6 +14,7 @@ difference or a failure, 2 an unknown release. Logs are in runs/upstream-check/.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -268,12 +269,16 @@ def judge(before: Outcomes, after: Outcomes, without: Outcomes) -> list[str]:
     return wrong
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Check the series of the versions named, or all; return the exit code."""
-    changed = "--changed" in arguments
-    versions = [argument for argument in arguments if argument != "--changed"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("versions", nargs="*", metavar="VERSION")
+    parser.add_argument("--changed", action="store_true")
+    arguments = parser.parse_args()
     try:
-        releases = load_releases(versions)
+        releases = load_releases(arguments.versions)
     except UpstreamError as error:
         print(f"upstream check: {error}", file=sys.stderr)
         return error.exit_code
@@ -283,7 +288,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"vLLM {version}: {len(release.patches)} patches", flush=True)
         with tempfile.TemporaryDirectory(prefix="kvtax-upstream-") as scratch:
             try:
-                wrong = check(release, Path(scratch), changed)
+                wrong = check(release, Path(scratch), arguments.changed)
             except UpstreamError as error:
                 wrong = [str(error)]
         for line in wrong:
@@ -294,4 +299,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -9,11 +9,11 @@ that its patch makes of the release now.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,10 +122,14 @@ def write_series(repository: Repository, commits: str, folder: Path) -> None:
     repository.git("format-patch", *options, "-o", str(folder), commits)
 
 
-def main(versions: Sequence[str]) -> int:
-    """Make the series of `versions` anew, or all; return the exit code."""
+def main() -> int:
+    """Make the series of the versions named anew, or all; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("versions", nargs="*", metavar="VERSION")
     try:
-        releases = load_releases(versions)
+        releases = load_releases(parser.parse_args().versions)
         for version, release in releases.items():
             with tempfile.TemporaryDirectory(prefix="kvtax-upstream-") as scratch:
                 changed = rebuild(release, Path(scratch))
@@ -137,4 +141,4 @@ def main(versions: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
