@@ -21,13 +21,17 @@ Time = Annotated[float, msgspec.Meta(ge=0)]
 class Forward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Time of a forward of the null model.
 
-    A forward takes `forward_us`, plus `us_per_token` for each token of its batch, plus
-    `us_per_context_token` for each token that those attend to.
+    The device takes `forward_us`, plus `us_per_token` for each token of its batch, plus
+    `us_per_context_token` for each token that those attend to, plus `us_per_kv_token`
+    for each token of KV that is read: those before the step, once a request. The host
+    takes `launch_us` to launch it meanwhile; the longer of the two counts.
     """
 
     forward_us: Time
     us_per_token: Time = 0
     us_per_context_token: Time = 0
+    us_per_kv_token: Time = 0
+    launch_us: Time = 0
 
 
 # Engine settings of tests and benchmarks.

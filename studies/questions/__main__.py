@@ -31,10 +31,6 @@ ALSO = (
     ("lmetric", "linear_tuned"),
     ("dynamo", "lmetric"),
     ("lmetric_exact", "lmetric"),
-    ("elastic_25g_layers", "elastic_25g"),
-    ("elastic_25g_chunks", "elastic_25g"),
-    ("elastic_100g_layers", "elastic_100g"),
-    ("elastic_nvlink_layers", "elastic_nvlink"),
 )
 METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
 QUANTILES = (0.5, 0.95, 0.99)

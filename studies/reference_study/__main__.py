@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Set every figure of the reference study's results beside this project's own.
 
-Reads the committed sweep and runs of three experiments in virtual time (study_sample,
-study_thousand and connectors; those that are given); prints Markdown and writes it with
-JSON. `python -m studies.reference_study.sample` has the figures of its trace.
+Reads the committed sweep and runs of two experiments in virtual time (study_sample and
+study_thousand); prints Markdown and writes it with JSON. Of figures that differ
+causes.toml has the cause. `python -m studies.reference_study.sample` has the figures of
+its trace, `python -m studies.reference_study.forward` those of its device.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,9 @@ from kvtax_fleet.analyze.frames import requests_frame
 
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
-from kvtax.report.markdown import table
 from studies.harness import main, publish, rows_table
-from studies.reference_study.reference import figures
+from studies.reference_study import forward, sample
+from studies.reference_study.reference import figures, withdrawn
 
 # Two figures agree if neither is more than a quarter above the other. So do two changes
 # that are as near as a change that does not matter (studies/questions), and two
@@ -33,9 +35,10 @@ NEAR_US_PER_1K_BLOCKS = 2.0
 
 
 class Row(msgspec.Struct):
-    """A figure of the study and ours. `here` None: nothing here has it; `note` why.
+    """A figure of the study and ours. None: not stated, or nothing here has it.
 
-    Figures that are no further apart than `near` agree.
+    Figures that are no further apart than `near` agree. `fitted`: ours was chosen so
+    that it does. `withdrawn`: by the study's authors, and why.
     """
 
     what: str
@@ -43,6 +46,8 @@ class Row(msgspec.Struct):
     here: float | None
     note: str = ""
     near: float = 0.0
+    fitted: bool = False
+    withdrawn: str = ""
 
     @property
     def stated(self) -> str:
@@ -55,10 +60,19 @@ class Row(msgspec.Struct):
         return _text(self.here)
 
     @property
+    def basis(self) -> str:
+        """How the figure here came about."""
+        if self.here is None:
+            return "-"
+        return "input" if self.fitted else "prediction"
+
+    @property
     def verdict(self) -> str:
-        """The verdict on the two figures; nothing without both."""
+        """The verdict on the two figures."""
+        if self.withdrawn:
+            return "theirs withdrawn"
         if self.study is None or self.here is None:
-            return ""
+            return "not comparable"
         same = agrees(self.study, self.here, self.near)
         return "agrees" if same else "differs"
 
@@ -67,9 +81,24 @@ COLUMNS = {
     "": "{row.what}",
     "study": "{row.stated}",
     "here": "{row.found}",
+    "here is": "{row.basis}",
     "verdict": "{row.verdict}",
-    "note": "{row.note}",
+    "cause, or what else is not alike": "{row.note}",
 }
+
+
+class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Words about the figures of a section whose names match a regular expression."""
+
+    section: str
+    figures: str
+    note: str = ""
+    fitted: bool = False
+
+
+CAUSES = msgspec.toml.decode(
+    Path(__file__).with_name("causes.toml").read_bytes(), type=dict[str, list[Cause]]
+)["cause"]
 
 
 class Section:
@@ -78,21 +107,32 @@ class Section:
     def __init__(self, title: str) -> None:
         self.title = title
         self._figures = figures(title)
+        self._withdrawn = withdrawn(title)
+        self._causes = [cause for cause in CAUSES if cause.section == title]
 
     def row(
-        self,
-        what: str,
-        here: float | None,
-        note: str = "",
-        near: float = 0.0,
-        figure: str = "",
+        self, what: str, here: float | None, near: float = 0.0, figure: str = ""
     ) -> Row:
         """Set `here` beside the study's figure `figure`, or `what`."""
-        return Row(what, self._figures.get(figure or what), here, note, near)
+        figure = figure or what
+        gone = self._withdrawn.get(figure, "")
+        row = Row(what, self._figures.get(figure), here, gone, near, withdrawn=gone)
+        for cause in self._causes:
+            if re.fullmatch(cause.figures, what):
+                row.fitted |= cause.fitted
+                row.note = row.note or cause.note
+        if row.verdict == "agrees" and not row.fitted:
+            row.note = ""
+        return row
 
-    def change(self, what: str, here: float | None, note: str = "") -> Row:
+    def change(self, what: str, here: float | None) -> Row:
         """Set a change in % or points beside the study's."""
-        return self.row(what, here, note, NEAR_PERCENT)
+        return self.row(what, here, NEAR_PERCENT)
+
+    def stated_alone(self) -> Iterator[Row]:
+        """Yield the figures that nothing here is set beside."""
+        for figure in self._figures:
+            yield self.row(figure, None)
 
 
 REPLAY = Section("R: 200 requests, at most one session per GPU")
@@ -107,26 +147,24 @@ SUBSTRATE_PART = Section("N: what the substrate costs")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the runs to read, and --out for the page."""
-    for name in ("sample", "thousand", "connectors"):
-        parser.add_argument(f"--{name}", type=Path, metavar="DIR")
+    for name in ("sample", "thousand"):
+        parser.add_argument(f"--{name}", type=Path, metavar="DIR", required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/reference_study.md"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print and write the page. Returns the exit code. Raises RecordsError."""
-    sections: dict[str, list[Row]] = {}
-    if arguments.sample is not None:
-        sample = _analysis(arguments.sample, "study_sample", SAMPLE)["arms"]
-        sections |= {
-            REPLAY.title: [*_replay(sample)],
-            BY_CLASS.title: [*_classes(sample)],
-            OFFLOADING.title: [*_elastic(sample)],
-            CACHE.title: [*_cache(sample)],
-        }
-    if arguments.thousand is not None:
-        sections[THOUSAND.title] = [*_thousand(arguments.thousand)]
-    sections[STEPS.title] = [*_steps()]
-    sections[FRAMEWORK_PART.title] = [*_framework()]
+    replay = _analysis(arguments.sample, "study_sample", SAMPLE)["arms"]
+    sections: dict[str, list[Row]] = {
+        REPLAY.title: [*_replay(replay)],
+        BY_CLASS.title: [*_classes(replay, requests_of(arguments.sample))],
+        OFFLOADING.title: [*_elastic(replay)],
+        CACHE.title: [*_cache(replay)],
+        THOUSAND.title: [*_thousand(arguments.thousand)],
+        STEPS.title: [*_steps()],
+        FRAMEWORK_PART.title: [*_framework()],
+        SUBSTRATE_PART.title: [*SUBSTRATE_PART.stated_alone()],
+    }
     parts = [
         f"Agrees: within a factor of {AGREES_WITHIN:g}, {NEAR_PERCENT:g} points of a "
         f"change in %, or {NEAR_US_PER_1K_BLOCKS:g} µs of a slope. Times in s, "
@@ -134,10 +172,6 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     for title, rows in sections.items():
         parts += [f"## {title}", rows_table(rows, COLUMNS)]
-    if arguments.connectors is not None:
-        title = SUBSTRATE_PART.title
-        sections[title], connectors = _connectors(arguments.connectors)
-        parts += [f"## {title}", SUBSTRATE_NOTE, connectors]
     return publish("reference_study", arguments.out, parts, {"rows": sections}, {})
 
 
@@ -193,7 +227,14 @@ LEVELS = (
 
 
 CLASSES = ("WARM", "MEDIUM", "HEAVY", "HUGE")
-SAMPLE = ("linear@1", "linear@2", "lmetric@1", "elastic@1", "round_robin@1")
+SAMPLE = (
+    "linear@1",
+    "linear@2",
+    "lmetric@1",
+    "lmetric_plus_one@1",
+    "elastic@1",
+    "round_robin@1",
+)
 
 
 def _replay(arms: dict[str, Any]) -> Iterator[Row]:
@@ -203,7 +244,6 @@ def _replay(arms: dict[str, Any]) -> Iterator[Row]:
         yield REPLAY.row(
             f"{policy}: failed, %",
             100 * (ok["n"] - ok["ok"]) / ok["n"],
-            "the client's protocol error, and time-outs at D",
         )
         for name, metric, quantile in LEVELS:
             yield REPLAY.row(f"{policy}: {name}", _level(arm, metric, quantile))
@@ -217,10 +257,25 @@ def _replay(arms: dict[str, Any]) -> Iterator[Row]:
     yield REPLAY.change("TPOT p90, % from 8 to 16", _percent(twice, once))
 
 
-def _classes(arms: dict[str, Any]) -> Iterator[Row]:
+def requests_of(run: Path) -> pl.DataFrame:
+    """Read a run's requests that ended ok."""
+    return requests_frame(read_run(run)).filter(pl.col("status") == "ok")
+
+
+def _classes(arms: dict[str, Any], requests: pl.DataFrame) -> Iterator[Row]:
     yield from _class_rows(arms["linear@1"], "linear", CLASSES)
-    # Its third row, HEAVY and HUGE together, has no level in a run's analysis.
     yield from _class_rows(arms["elastic@1"], "elastic", CLASSES[:2])
+    # HEAVY and HUGE together.
+    own = requests.filter(pl.col("arm") == "elastic@1")
+    heavy = own.filter(pl.col("class").is_in(CLASSES[2:]))
+    label = "elastic, HEAVY above 20k"
+    yield BY_CLASS.row(f"{label}: % of requests", 100 * len(heavy) / max(1, len(own)))
+    for level, metric, quantile in LEVELS[:3]:
+        found = _number(heavy[metric].quantile(float(quantile[1:]) / 100))
+        scale = 1 if metric == "tpot_ms" else 1e3
+        yield BY_CLASS.row(
+            f"{label}: {level}", None if found is None else found / scale
+        )
 
 
 def _class_rows(arm: Any, name: str, classes: Iterable[str]) -> Iterator[Row]:
@@ -257,8 +312,11 @@ def _cache(arms: dict[str, Any]) -> Iterator[Row]:
         counted = arms[arm]["repeats"][0]["apc"]["instances"].values()
         return sorted((100 * one["apc"] for one in counted), reverse=True)
 
-    for place, found in enumerate(apc("lmetric@1"), 1):
-        yield CACHE.row(f"LMetric: APC of instance {place}, %", found)
+    for arm, name in (("lmetric@1", "LMetric"), ("lmetric_plus_one@1", "LMetric + 1")):
+        for place, found in enumerate(apc(arm), 1):
+            figure = f"LMetric: APC of instance {place}, %"
+            what = f"{name}: APC of instance {place}, %"
+            yield CACHE.row(what, found, figure=figure)
     overall = {
         arm: 100 * arms[arm]["repeats"][0]["apc"]["overall"]["apc"]
         for arm in ("linear@1", "round_robin@1")
@@ -270,8 +328,7 @@ def _cache(arms: dict[str, Any]) -> Iterator[Row]:
             _level(arms[arm], "ttft_ms", quantile)
             for arm in ("round_robin@1", "linear@1")
         )
-        note = "the study does not say of which quantile"
-        yield CACHE.change(f"linear's TTFT {quantile}, %", _percent(new, old), note)
+        yield CACHE.change(f"linear's TTFT {quantile}, %", _percent(new, old))
 
 
 def _thousand(run: Path) -> Iterator[Row]:
@@ -289,9 +346,8 @@ def _thousand(run: Path) -> Iterator[Row]:
         ("two lightest instances: TTFT p50", order[:2]),
     ):
         own = requests.filter(pl.col("instance").is_in(names))
-        note = "by prompt tokens, most of which are cached where many turns go"
         ttft_s = float(own["ttft_ms"].quantile(0.5) or 0) / 1e3
-        yield THOUSAND.row(what, ttft_s, note)
+        yield THOUSAND.row(what, ttft_s)
     tpot = requests.group_by("instance").agg(pl.col("tpot_ms").quantile(0.9))["tpot_ms"]
     yield THOUSAND.row("TPOT p90 of the slowest instance", _number(tpot.max()))
     yield THOUSAND.row("TPOT p90 of the fastest instance", _number(tpot.min()))
@@ -299,11 +355,10 @@ def _thousand(run: Path) -> Iterator[Row]:
     for every in (None, 10, 5):
         rule = rules[every]
         name = f"migration every {every} turns" if every else "no migration"
-        note = "from tokens served so far; the study does not state its rule"
-        yield THOUSAND.row(f"{name}: imbalance", rule["max_over_min"], note)
+        yield THOUSAND.row(f"{name}: imbalance", rule["max_over_min"])
         yield THOUSAND.row(f"{name}: moves", rule["migrations"])
         moved_s = rule["transfer_ms_total"] / 1e3
-        yield THOUSAND.row(f"{name}: KV time, s", moved_s, "over 100 Gb/s here")
+        yield THOUSAND.row(f"{name}: KV time, s", moved_s)
 
 
 def _number(value: Any) -> float | None:
@@ -326,15 +381,18 @@ def _steps() -> Iterator[Row]:
         configs = msgspec.json.decode(path.read_bytes())["configs"]
 
         def row(figure: str, here: float, near: float = 0.0, where: str = where) -> Row:
-            return STEPS.row(f"{where}: {figure}", here, near=near, figure=figure)
+            return STEPS.row(f"{where}: {figure}", here, near, figure)
 
         for name, config in STEP_COSTS.items():
             found = configs[config]
             # Not reached on the H100.
             if found["schedule_us"] is None:
                 continue
-            slope = found["slope_us_per_1k_blocks"]["schedule"]["value"]
-            yield row(f"{name}: µs per 1,000 blocks", slope, NEAR_US_PER_1K_BLOCKS)
+            slope = f"{name}: µs per 1,000 blocks"
+            held = found["slope_us_per_1k_blocks"]["schedule"]["value"]
+            yield STEPS.row(f"{where}: {slope}, held", held)
+            if growth := found["growth_slope_us_per_1k_blocks"]:
+                yield row(slope, growth["value"], NEAR_US_PER_1K_BLOCKS)
             yield row(f"{name}: schedule p50, µs", found["schedule_us"]["p50"])
         walk = configs["mooncake_both_hash_sync"]
         share = 100 * walk["build_meta_us"]["p50"] / walk["schedule_us"]["p50"]
@@ -358,127 +416,27 @@ FRAMEWORK = {
 
 
 def _framework() -> Iterator[Row]:
-    """Yield NIXL's calls by purpose, in % of plain's step, and its memory."""
+    """Yield NIXL's calls by purpose, in % of plain's step."""
     path = SWEEPS["a CPU host"]
     configs = msgspec.json.decode(path.read_bytes())["configs"]
     plain, nixl = configs["plain"], configs["nixl_both"]
     step_us = plain["attribution_us"]["step"]
     for what, methods in FRAMEWORK.items():
         us = sum(nixl["methods"][method]["us_per_step"] for method in methods)
-        note = "no block waits: nothing is sent" if what == "blocks freed later" else ""
-        yield FRAMEWORK_PART.row(f"{what}, % of plain's step", 100 * us / step_us, note)
+        yield FRAMEWORK_PART.row(f"{what}, % of plain's step", 100 * us / step_us)
     threads = nixl["threads"].keys() - configs["noop"]["threads"].keys()
     us = sum(nixl["threads"][thread]["us_per_step"] or 0 for thread in threads)
-    note = "CPU time, beside the step: " + ", ".join(sorted(threads))
     share = 100 * us / step_us
-    yield FRAMEWORK_PART.row("its own threads, % of plain's step", share, note)
-    for config in ("nixl_both", "mooncake_both"):
-        found = [one.get("pss_mib") for one in (configs[config], plain)]
-        more = None if None in found else found[0] - found[1]
-        what = f"{config}: memory over plain, MiB"
-        yield FRAMEWORK_PART.row(what, more, "of the host")
-
-
-SUBSTRATE = (
-    "plain",
-    "noop",
-    "nixl",
-    "mooncake",
-    "mooncake_hash_walk",
-    "mooncake_fixed",
-)
-# Levels of plain vLLM, and changes of the others in the unit in brackets.
-CHANGES = {
-    "TTFT p90": "%",
-    "TPOT p90": "%",
-    "E2E p90": "%",
-    "hotspot": "%",
-    "APC": "points",
-    "interference": "",
-}
-# Share of the requests that a transfer helps.
-TRIGGER_SHARE = 0.005
-SUBSTRATE_NOTE = (
-    "Levels of `plain`, changes of the others against it; the study's in parentheses. "
-    "Hotspot: tokens under way on the busiest instance over the mean of all, over "
-    "time. Interference is not defined there; here ms of TPOT per 1,000 prefill tokens "
-    "beside. Mean E2E: request by request, with its 95 % interval over orders. A "
-    "transfer must save as much, in requests' mean E2E, as all requests lose, if "
-    f"{TRIGGER_SHARE:.1%} of them have one."
-)
-
-
-def _connectors(run: Path) -> tuple[list[Row], str]:
-    """Return the figures of each connector, and a table with a row for each."""
-    document = _analysis(run, "connectors", [f"{name}@15" for name in SUBSTRATE])
-    # One load, so that an arm's name without it is unique.
-    arms = {name.partition("@")[0]: arm for name, arm in document["arms"].items()}
-    means = {
-        one["arm"].partition("@")[0]: one["paired"]["e2e_ms"]["percent"]
-        for one in document["comparisons"]
-    }
-    plain = _substrate_levels(arms["plain"])
-    rows, lines = [], []
-    for name in SUBSTRATE:
-        here = _substrate_levels(arms[name])
-        if name != "plain":
-            here = [*map(_percent, here[:4], plain[:4]), here[4] - plain[4], here[5]]
-        found = [
-            SUBSTRATE_PART.row(f"{name}: {what}", figure, near=_near(name, what))
-            for what, figure in zip(CHANGES, here, strict=True)
-        ]
-        lines.append([f"`{name}`", *map(_cell, found), *_of_the_mean(means.get(name))])
-        rows += found
-    changes = [f"{what}, {unit}" if unit else what for what, unit in CHANGES.items()]
-    heads = ["", *changes, "mean E2E, %", "a transfer must save, requests' E2E"]
-    return rows, table(heads, lines)
-
-
-def _near(name: str, what: str) -> float:
-    """Return how near levels (plain's, and interference) and changes agree."""
-    return 0.0 if name == "plain" or what == "interference" else NEAR_PERCENT
-
-
-def _cell(row: Row) -> str:
-    stated = "" if row.study is None else f" ({_text(row.study)})"
-    return f"{_text(row.here)}{stated}"
-
-
-def _of_the_mean(change: Any) -> tuple[str, str]:
-    """Format a change in %, and what each transfer must save to make up for it."""
-    if change is None:
-        return "", ""
-    low, high = change["ci95"]
-    must_save = change["value"] / 100 / TRIGGER_SHARE
-    return f"{change['value']:+.1f} [{low:+.1f}, {high:+.1f}]", f"{must_save:.2g}"
-
-
-def _substrate_levels(arm: Any) -> list[Any]:
-    """Return what CHANGES are of: s, ms, s, a ratio, %, ms per 1,000 tokens."""
-    latencies = [_level(arm, name, "p90") for name in ("ttft_ms", "tpot_ms", "e2e_ms")]
-    slope = arm["interference"] and arm["interference"]["slope_ms_per_ktoken"]["value"]
-    return [*latencies, _hotspot(arm), 100 * _apc(arm), slope]
-
-
-def _hotspot(arm: Any) -> float:
-    found = [
-        repeat["hotspot"]["mean"] for repeat in arm["repeats"] if repeat["hotspot"]
-    ]
-    return sum(found) / len(found)
-
-
-def _apc(arm: Any) -> float:
-    found = [repeat["apc"]["overall"]["apc"] for repeat in arm["repeats"]]
-    return sum(found) / len(found)
+    yield FRAMEWORK_PART.row("its own threads, % of plain's step", share)
 
 
 def figure(result: dict[str, Any]) -> str:
-    """Return all tables of a result."""
+    """Return all tables: a result's, the populations and the forward."""
     sections = msgspec.convert(result["rows"], dict[str, list[Row]])
-    parts = [
-        f"{part}\n\n{rows_table(rows, COLUMNS)}" for part, rows in sections.items()
-    ]
-    return "\n\n".join(f"### {part}" for part in parts)
+    parts = {part: rows_table(rows, COLUMNS) for part, rows in sections.items()}
+    parts["Which population each figure is of"] = sample.population_table()
+    parts["The forward"] = forward.forward_table(forward.rows())
+    return "\n\n".join(f"### {part}\n\n{text}" for part, text in parts.items())
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
+from statistics import median
 from typing import NamedTuple
 
 from kvtax_fleet.policies.decision import (
@@ -16,18 +17,17 @@ from kvtax_fleet.policies.decision import (
 )
 from kvtax_fleet.trace import Request
 from kvtax_fleet.trace.stats import describe
-from kvtax_fleet.trace.study_sample import (
-    FIRST_REQUESTS,
-    StudySample,
-    sampled_requests,
-)
+from kvtax_fleet.trace.study_sample import StudySample, sampled_requests
 
 from kvtax.report.markdown import table
 from studies.harness import main
 from studies.reference_study import reference
 
-# The section of reference.csv, and the largest sessions in it.
-SAMPLE = "sample of 1,000 requests"
+SAMPLE = "population: sample of 1,000"
+FIRST = "population: its first 200"
+WHOLE = "population: whole trace"
+POPULATIONS = (WHOLE, SAMPLE, FIRST, "population: w600")
+FIRST_REQUESTS = 200
 LARGEST = ("1569319", "1206593", "178176")
 INSTANCES = 8
 
@@ -37,63 +37,85 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the twin's figures beside the study's."""
-    print(twin_table(figures(sampled_requests(StudySample()))))
+    """Print each figure of the study's populations, and the twin's."""
+    print(population_table())
     return 0
 
 
 class Figure(NamedTuple):
     """A figure of the study and the twin's; `tolerance`: most that they differ by.
 
-    No tolerance: no trace with the other figures has it.
+    No tolerance: no rule gives it and the other figures.
     """
 
+    population: str
     name: str
     study: float
     here: float
     tolerance: float | None
 
 
-def figures(requests: list[Request]) -> list[Figure]:
-    """Compute the study's figures of its sample for a trace of 1,000 requests."""
-    first = requests[:FIRST_REQUESTS]
-    stated = reference.figures(SAMPLE)
-    rows = [
-        *_aggregates(requests),
-        *_sessions(requests, first),
-        *_classes(first),
-        ("token imbalance, sticky", _imbalance(requests), 0.2),
-        ("first 200: token imbalance, sticky", _imbalance(first), None),
-    ]
-    return [Figure(name, stated[name], here, most) for name, here, most in rows]
-
-
 # A figure's name, the twin's, and the tolerance.
 Here = tuple[str, float, float | None]
 
 
-def _aggregates(requests: list[Request]) -> Iterator[Here]:
+def figures(requests: list[Request]) -> list[Figure]:
+    """Compute the study's figures of its sample for a trace of 1,000 requests."""
+    first = requests[:FIRST_REQUESTS]
+    rows: dict[str, Iterable[Here]] = {
+        SAMPLE: [*_sessions(requests), *_reuse(requests), *_largest(requests)],
+        FIRST: [*_sessions(first), *_classes(first)],
+        # The study states these of the trace that the sample was drawn from.
+        WHOLE: _lengths(requests),
+    }
+    return [
+        Figure(population, name, reference.figures(population)[name], here, most)
+        for population, own in rows.items()
+        for name, here, most in own
+    ]
+
+
+def _lengths(requests: list[Request]) -> Iterator[Here]:
     found = describe(requests, "")
-    within = 100 * (found.intra_session_share_of_reuse or 0)
-    yield "requests", found.requests, 0
-    yield "duration, s", found.duration_s, 150
-    yield "input tokens, mean", found.input_tokens.mean, 700
-    yield "input tokens, p50", found.input_tokens.p50, 600
-    yield "input tokens, p90", found.input_tokens.p90, 4_000
-    yield "output tokens, mean", found.output_tokens.mean, 5
+    yield "duration, s", found.duration_s, 300
+    yield "input tokens, mean", found.input_tokens.mean, 1_000
     yield "output tokens, p50", found.output_tokens.p50, 2
-    yield "input tokens per output token", found.io_ratio or 0, 1.5
     yield "prefill share, %", 100 * found.prefill_share, 1
-    yield "reuse within the session, % of reuse", within, 1
+
+
+def _sessions(requests: list[Request]) -> Iterator[Here]:
+    found = describe(requests, "", largest=3)
+    whole = len(requests) > FIRST_REQUESTS
+    if whole:
+        yield "requests", found.requests, 0
+    yield "sessions", found.sessions, 0 if whole else 8
+    top = 100 * found.top_sessions_share_of_input_tokens
+    yield "tokens of the top 5 sessions, %", top, 1 if whole else 8
+    tolerance = 0.2 if whole else None
+    yield "token imbalance, sticky", _imbalance(requests), tolerance
+
+
+def _reuse(requests: list[Request]) -> Iterator[Here]:
+    """Yield what an infinite cache would save, and where."""
+    found = describe(requests, "")
+    within = found.intra_session_share_of_reuse or 0
     yield "APC, infinite cache, %", 100 * found.apc_infinite, 1.5
+    yield "reuse within the session, % of reuse", 100 * within, 1.5
+    across = 100 * found.apc_infinite * (1 - within)
+    yield "tokens shared with other sessions, %", across, 0.5
+    yield "input tokens per output token", found.io_ratio or 0, 1.5
+    new = new_tokens(requests)
+    is_warm = [2 * n < one.input_tokens for n, one in zip(new, requests, strict=True)]
+    warm = [n for n, warm in zip(new, is_warm, strict=True) if warm]
+    cold = [n for n, warm in zip(new, is_warm, strict=True) if not warm]
+    share = 100 * len(warm) / len(requests)
+    yield "more than half cached, % of requests", share, 2
+    yield "at most half cached, % of requests", 100 - share, 2
+    yield "new tokens where more than half is cached", median(warm), 400
+    yield "new tokens where at most half is cached, at least", median(cold), 8_000
 
 
-def _sessions(requests: list[Request], first: list[Request]) -> Iterator[Here]:
-    for name, part in (("", requests), ("first 200: ", first)):
-        found = describe(part, "", largest=3)
-        top = 100 * found.top_sessions_share_of_input_tokens
-        yield f"{name}sessions", found.sessions, 0
-        yield f"{name}tokens of the top 5 sessions, %", top, 1
+def _largest(requests: list[Request]) -> Iterator[Here]:
     largest = describe(requests, "", largest=3).largest_sessions
     for row, name in zip(largest, LARGEST, strict=True):
         tokens = row.input_tokens + row.output_tokens
@@ -105,15 +127,21 @@ def _sessions(requests: list[Request], first: list[Request]) -> Iterator[Here]:
 
 def _classes(first: list[Request]) -> Iterator[Here]:
     """Yield each class's share by new tokens, with an infinite cache."""
-    seen: set[int] = set()
-    classes = []
-    for request in first:
-        cached = sum(1 for _ in takewhile(seen.__contains__, request.hashes))
-        seen.update(request.hashes)
-        classes.append(_class(request.input_tokens - cached * request.block_tokens))
+    classes = [_class(tokens) for tokens in new_tokens(first)]
     for name in CLASSES:
         share = 100 * classes.count(name) / len(first)
-        yield f"first 200: {name}, % of requests", share, 2.5
+        yield f"{name}, % of requests", share, 4
+
+
+def new_tokens(requests: list[Request]) -> list[int]:
+    """Return each request's tokens that no earlier one had."""
+    seen: set[int] = set()
+    found = []
+    for request in requests:
+        cached = sum(1 for _ in takewhile(seen.__contains__, request.hashes))
+        seen.update(request.hashes)
+        found.append(request.input_tokens - cached * request.block_tokens)
+    return found
 
 
 def _class(new_tokens: float) -> str:
@@ -134,21 +162,35 @@ def _imbalance(requests: list[Request]) -> float:
     return max(tokens) / min(tokens)
 
 
-def twin_table(rows: list[Figure]) -> str:
-    """Format the twin's figures beside the study's, as Markdown."""
-    return table(
-        ["", "study", "twin", "off by", "tolerance"],
-        [
-            [
-                row.name,
-                f"{row.study:,.10g}",
-                f"{row.here:,.2f}",
-                f"{row.here - row.study:+,.2f}",
-                "none" if row.tolerance is None else f"{row.tolerance:,g}",
-            ]
-            for row in rows
-        ],
-    )
+def population_table() -> str:
+    """Format each figure with its population, and the twin's where it is fitted."""
+    twin = {
+        (row.population, row.name): row
+        for row in figures(sampled_requests(StudySample()))
+    }
+    lines = []
+    for population in POPULATIONS:
+        for row in reference.rows(population):
+            fitted = twin.get((population, row["figure"]))
+            lines.append(
+                [
+                    population.removeprefix("population: "),
+                    row["figure"],
+                    f"{float(row['value']):,.10g}",
+                    row["source"],
+                    "-" if fitted is None else f"{fitted.here:,.1f}",
+                    _tolerance(fitted),
+                    row["withdrawn"],
+                ]
+            )
+    heads = ["population", "figure", "study", "stated in"]
+    return table([*heads, "sample here", "held within", "withdrawn"], lines)
+
+
+def _tolerance(fitted: Figure | None) -> str:
+    if fitted is None:
+        return "-"
+    return "not" if fitted.tolerance is None else f"{fitted.tolerance:,g}"
 
 
 if __name__ == "__main__":

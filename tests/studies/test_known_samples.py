@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtax_fleet.analyze.comparison import Paired
+from kvtax_fleet.launch.instance_settings import read_instance_settings
+from kvtax_fleet.paths import CONFIGS
 
 from kvtax.records import RecordsError
 from kvtax.records.estimate import Estimate
@@ -24,15 +27,14 @@ from studies.block_order import worker as block_order_worker
 from studies.busy_thread import __main__ as busy_thread
 from studies.exposure.__main__ import check_rows, check_text, curve_rows
 from studies.exposure.bench import Cell, Measurement
-from studies.harness import STUDIES, rows_table
+from studies.harness import STUDIES, committed
 from studies.questions.__main__ import compared, earlier, levels, verdict
+from studies.reference_study import forward
 from studies.reference_study.__main__ import (
     AGREES_WITHIN,
-    COLUMNS,
-    SUBSTRATE,
+    CAUSES,
     Row,
     _analysis,
-    _connectors,
     _framework,
     agrees,
 )
@@ -270,66 +272,71 @@ def test_figures_agree_up_to_the_stated_factor(study, factor):
 
 
 @pytest.mark.parametrize(
-    ("row", "cells"),
+    ("row", "verdict"),
     [
-        (Row("a", 2, 2.2), "| a | 2 | 2.2 | agrees |  |"),
-        (Row("a", 2, 3, "why"), "| a | 2 | 3 | differs | why |"),
-        (Row("a", 2, None, "why"), "| a | 2 | - |  | why |"),
-        (Row("a", None, 3), "| a | - | 3 |  |  |"),
-        (Row("moves", 0, 0), "| moves | 0 | 0 | agrees |  |"),
-        (Row("a", -0.8, 0.2), "| a | -0.8 | 0.2 | differs |  |"),
-        (Row("a", -0.8, 0.2, near=1), "| a | -0.8 | 0.2 | agrees |  |"),
-        (Row("a", 0, 1.1, near=1), "| a | 0 | 1.1 | differs |  |"),
+        (Row("a", 2, 2.2), "agrees"),
+        (Row("a", 2, 3), "differs"),
+        (Row("a", 2, None), "not comparable"),
+        (Row("a", None, 3), "not comparable"),
+        (Row("moves", 0, 0), "agrees"),
+        (Row("a", -0.8, 0.2), "differs"),
+        (Row("a", -0.8, 0.2, near=1), "agrees"),
+        (Row("a", 0, 1.1, near=1), "differs"),
     ],
 )
-def test_a_row_without_one_of_the_two_has_no_verdict(row, cells):
-    assert rows_table([row], COLUMNS).splitlines()[-1] == cells
+def test_a_row_is_judged_where_both_have_a_figure(row, verdict):
+    assert row.verdict == verdict
 
 
 def test_the_frameworks_part_is_split_by_purpose_and_has_no_thread_of_the_engine():
     rows = {row.what.partition(",")[0]: row for row in _framework()}
     assert {"metadata", "KV buffers", "what has arrived"} < rows.keys()
     assert all(row.here >= 0 for row in rows.values() if row.here is not None)
-    assert "MainThread" not in rows["its own threads"].note
-    assert "nixl" in rows["its own threads"].note
 
 
-def test_each_connector_has_one_row_and_its_break_even(tmp_path):
-    def arm(ms):
-        level = {"p90": {"value": ms}}
-        return {
-            "latency": {
-                "all": {"all": dict.fromkeys(("ttft_ms", "tpot_ms", "e2e_ms"), level)}
-            },
-            "repeats": [
-                {"hotspot": {"mean": ms / 1000}, "apc": {"overall": {"apc": ms / 2000}}}
-            ],
-            "interference": None,
-        }
+def test_no_row_of_the_page_lacks_a_verdict_or_what_explains_it():
+    sections = committed("reference_study", "rows", dict[str, list[Row]])
+    rows = [row for section in sections.values() for row in section]
+    assert len(rows) > 100
+    assert [row.what for row in rows if not row.verdict] == []
+    unexplained = [row for row in rows if row.verdict != "agrees" and not row.note]
+    assert unexplained == []
+    assert {row.basis for row in rows} == {"input", "prediction", "-"}
 
-    slower = {"value": 2.0, "ci95": [1.0, 3.0]}
-    document = {
-        "arms": {f"{name}@15": arm(1100) for name in SUBSTRATE}
-        | {"plain@15": arm(1000)},
-        "comparisons": [
-            {"arm": f"{name}@15", "paired": {"e2e_ms": {"percent": slower}}}
-            for name in SUBSTRATE
-            if name != "plain"
-        ],
-    }
-    (tmp_path / "analysis.json").write_text(json.dumps(document))
-    rows, table = _connectors(tmp_path)
-    assert [line.split("|")[1].strip(" `") for line in table.splitlines()[2:]] == [
-        *SUBSTRATE
-    ]
-    walk = next(line for line in table.splitlines() if "hash_walk" in line)
-    # Each of 0.5 % must make up for 2 % of all: four requests' time.
-    assert "| +2.0 [+1.0, +3.0] | 4 |" in walk
-    assert "| 10 (45.3) | 10 (24.5) | 10 (27) | 10 (19) | 5 (-1.1) |" in walk
-    assert len(rows) == 6 * len(SUBSTRATE)
+
+def test_every_cause_is_of_a_row():
+    sections = committed("reference_study", "rows", dict[str, list[Row]])
+    for cause in CAUSES:
+        names = [row.what for row in sections[cause.section]]
+        assert any(re.fullmatch(cause.figures, name) for name in names), cause
+
+
+def test_what_its_authors_withdrew_agrees_with_nothing():
+    row = Row("a", 2, 2, withdrawn="obsolete")
+    assert row.verdict == "theirs withdrawn"
 
 
 def test_a_run_of_another_experiment_is_refused_by_name(tmp_path):
     (tmp_path / "analysis.json").write_text('{"arms": {"linear@4": {}}}')
     with pytest.raises(RecordsError, match="a run of fleet/configs"):
         _analysis(tmp_path, "study_sample", ["linear@1"])
+
+
+def test_the_profile_is_the_fit_and_holds_at_every_measured_length():
+    assert forward.PROFILE.forward is not None
+    fitted, found = forward.fit(), forward.PROFILE.forward
+    assert fitted[1:] == (
+        found.forward_us,
+        found.us_per_token,
+        found.us_per_context_token,
+    )
+    assert fitted.path_us == forward.HOST.requests.to_engine.base_us
+    beside = forward.rows()
+    assert sum(not row.fitted for row in beside) == 4
+    assert [row.what for row in beside if abs(row.off) > 0.15] == []
+
+
+def test_the_replays_own_step_is_the_measured_profile_and_74_ms():
+    replay = read_instance_settings(CONFIGS / "profiles" / "h20-replay-r.toml")
+    measured = forward.PROFILE.forward
+    assert replay.forward == msgspec.structs.replace(measured, launch_us=74_000)

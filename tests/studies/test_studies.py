@@ -42,7 +42,8 @@ def test_each_study_describes_itself_and_is_documented(name):
 
 @pytest.mark.slow
 def test_a_missing_run_is_an_error_that_names_it(tmp_path):
-    done = run("studies.reference_study", "--sample", str(tmp_path))
+    runs = ["--sample", str(tmp_path), "--thousand", str(tmp_path)]
+    done = run("studies.reference_study", *runs)
     assert done.returncode == 2
     assert "give a finished run of" in done.stderr and "Traceback" not in done.stderr
 

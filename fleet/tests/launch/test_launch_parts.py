@@ -313,6 +313,8 @@ COSTS = [
     Forward(1000),
     Forward(500, 10),
     Forward(500, 10, 0.5),
+    Forward(500, 10, 0.5, 2),
+    Forward(500, 10, launch_us=900),
 ]
 
 
@@ -331,8 +333,12 @@ def test_a_forward_takes_what_its_tokens_and_their_context_cost(
     for _ in range(3):
         forward.wait(positions)
     context = sum(range(100, 120)) + 7
-    expected_us = (
-        cost.forward_us + cost.us_per_token * 21 + cost.us_per_context_token * context
+    expected_us = max(
+        cost.launch_us,
+        cost.forward_us
+        + cost.us_per_token * 21
+        + cost.us_per_context_token * context
+        + cost.us_per_kv_token * (100 + 7),
     )
     forwards, simulated_ns, slept_ns = np.fromfile(totals, np.int64)
     assert forwards == 3

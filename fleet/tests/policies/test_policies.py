@@ -23,6 +23,9 @@ from kvtax_fleet.policies import (
 )
 
 MOVES_KV = [name for name in POLICIES if POLICIES[name].moves_kv]
+# The reference study's rule sends KV whether there is room or not.
+GATED = [name for name in MOVES_KV if parameters_of(name, {}).kv_share is not None]
+LMETRICS = [name for name in POLICIES if name.startswith("lmetric")]
 BLIND = [name for name in POLICIES if not POLICIES[name].sees_caches]
 
 
@@ -111,11 +114,12 @@ def test_a_decision_is_possible_the_same_again_and_of_the_lowest_score_if_not_pi
     assert decision == decided(policy, request_info, snapshot)
 
 
+@pytest.mark.parametrize("policy", LMETRICS)
 @given(request_info=requests, snapshot=snapshots())
-def test_lmetric_has_no_affinity(request_info, snapshot):
+def test_lmetric_has_no_affinity(policy, request_info, snapshot):
     free = msgspec.structs.replace(snapshot, pinned=None)
-    pinned = decided("lmetric", request_info, snapshot)
-    assert pinned == decided("lmetric", request_info, free)
+    pinned = decided(policy, request_info, snapshot)
+    assert pinned == decided(policy, request_info, free)
 
 
 @pytest.mark.parametrize("policy", BLIND)
@@ -169,6 +173,28 @@ def test_lmetric_multiplies_prefill_work_by_the_batch_it_joins():
     b = candidate("b", requests=0)
     assert decide("lmetric", [a, b]).scores == {"a": 200 * 4, "b": 1000}
     assert decide("lmetric", [a, b]).instance == "a"
+
+
+def test_of_idle_instances_the_studys_lmetric_takes_the_first_and_ours_the_cached():
+    idle = [candidate("a"), candidate("b", cached_tokens=900), candidate("c")]
+    for arrivals in range(3):
+        assert decide("lmetric_study", idle, arrivals=arrivals).instance == "a"
+        assert decide("lmetric", idle, arrivals=arrivals).instance == "b"
+    busy = [candidate("a", requests=1, pending_prefill_tokens=1), *idle[1:]]
+    assert decide("lmetric_study", busy).instance == "b"
+
+
+def test_each_proposed_lmetric_counts_what_its_proposal_says():
+    a = candidate("a", requests=1, pending_prefill_tokens=4000, ongoing_tokens=6000)
+    b = candidate("b", requests=2, cached_tokens=488, ongoing_tokens=32_000)
+    scores = {name: decide(name, [a, b]).scores for name in LMETRICS}
+    assert scores == {
+        "lmetric": {"a": 5000 * 2, "b": 512 * 3},
+        "lmetric_study": {"a": 5000, "b": 512 * 2},
+        "lmetric_llm_d": {"a": 1000 * 2, "b": 512 * 3},
+        "lmetric_dynamo": {"a": 313 * 376, "b": 32 * 2001},
+    }
+    assert decide("lpwl", [a, b]).scores == {"a": 5000, "b": 512}
 
 
 def test_dynamo_adds_scaled_prefill_work_to_the_ongoing_tokens():
@@ -356,6 +382,11 @@ def test_elastic_study_has_the_studys_constants_and_takes_prefill_in_turn():
     assert [one.prefill for one in chosen] == ["b", "c", "d", "b"]
     assert {one.prefill_timeout_s for one in chosen} == {120}
     assert decide("elastic_study", idle, **heavy | {"offloads": 4}).prefill is None
+    full = [idle[0], candidate("b", pending_prefill_tokens=30_001), *idle[2:]]
+    assert decide("elastic_skip", full, **heavy).prefill == "c"
+    stays = decide("elastic_study", full, **heavy)
+    assert (stays.prefill, stays.reason) == (None, "b is overloaded: not offloaded")
+    assert decide("elastic_skip", full[:2], **heavy).prefill is None
     # Ours takes the one with the least to prefill, and the proxy's limit.
     ours = decide("elastic", idle, **heavy | {"offloads": 0})
     assert (ours.prefill, ours.prefill_timeout_s) == ("d", None)
@@ -379,7 +410,12 @@ def moves_kv(policy: str, kv_tokens: int | None, in_flight: int) -> bool:
     return decide(policy, pair, 30_000, "a").prefill is not None
 
 
-@pytest.mark.parametrize("policy", MOVES_KV)
+def test_only_the_studys_rule_sends_kv_where_it_has_no_room():
+    assert set(MOVES_KV) - set(GATED) == {"elastic_skip"}
+    assert moves_kv("elastic_skip", 100_000, 60_001)
+
+
+@pytest.mark.parametrize("policy", GATED)
 def test_kv_moves_only_to_where_it_fits_beside_all_that_is_in_flight(
     policy,
 ):
@@ -388,7 +424,7 @@ def test_kv_moves_only_to_where_it_fits_beside_all_that_is_in_flight(
     assert moves_kv(policy, None, 60_001)
 
 
-@given(request_info=requests, snapshot=snapshots(), policy=st.sampled_from(MOVES_KV))
+@given(request_info=requests, snapshot=snapshots(), policy=st.sampled_from(GATED))
 def test_whatever_the_load_no_kv_moves_to_where_it_does_not_fit(
     request_info, snapshot, policy
 ):

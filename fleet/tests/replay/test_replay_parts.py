@@ -167,6 +167,15 @@ def played(requests, tmp_path, link: VirtualLink, **options) -> Player:
             {"max_inflight_sessions": 2, "closed_loop": True},
             {"s0": [0, 7, 14], "s1": [0, 7, 14], "s2": [16, 23, 30]},
         ),
+        # As the trace says: turns 5 s apart, or when the answer is there.
+        (
+            {"trace_times": True},
+            {"s0": [0, 5, 10], "s1": [1, 6, 11], "s2": [2, 7, 12]},
+        ),
+        (
+            {"trace_times": True, "time_scale": 10.0},
+            {"s0": [0, 2, 4], "s1": [0.1, 2.1, 4.1], "s2": [0.2, 2.2, 4.2]},
+        ),
     ],
 )
 def test_a_turn_is_due_its_think_time_after_the_answer_before(tmp_path, options, due_s):

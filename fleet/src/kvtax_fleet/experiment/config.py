@@ -131,7 +131,8 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     forward: 0.5 is a GPU twice as fast. `time_scale` divides the trace's think times,
     and with `open_loop` its arrival times: 20 is twenty times faster. With `open_loop`
     sessions begin at the trace's times, and `concurrency` is the most that are in
-    flight: further sessions wait. `virtual` is for --virtual alone.
+    flight: further sessions wait; `trace_times` is the replay's. `virtual` is for
+    --virtual alone.
     """
 
     summary: str
@@ -146,6 +147,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         default_factory=lambda: [8]
     )
     open_loop: bool = False
+    trace_times: bool = False
     time_scale: AtLeast = 1.0
     time_factor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     repeats: Few = 2
@@ -173,6 +175,8 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     def __post_init__(self) -> None:
         if (self.profile is None) == (self.given is None):
             raise ValueError("give one of `profile` and `given`")
+        if self.trace_times and not self.open_loop:
+            raise ValueError("`trace_times` needs `open_loop`")
         if self.time_factor != 1 and self.profile is None:
             raise ValueError("`time_factor` is for the forward of a `profile`")
         if self.baseline not in self.arms:

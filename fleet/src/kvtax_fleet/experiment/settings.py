@@ -37,6 +37,7 @@ def replay_options(
         time_scale=experiment.time_scale,
         max_inflight_sessions=concurrency * experiment.instances,
         closed_loop=not experiment.open_loop,
+        trace_times=experiment.trace_times,
         timeout_s=experiment.request_timeout_s,
         lag_budget_ms=experiment.lag_budget_ms,
     )

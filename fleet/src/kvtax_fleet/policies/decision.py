@@ -121,15 +121,18 @@ def new_tokens(request: RequestInfo, candidate: Candidate) -> int:
     return max(0, request.prompt_tokens - candidate.cached_tokens)
 
 
-def has_room(request: RequestInfo, candidate: Candidate, kv_share: float) -> bool:
+def has_room(
+    request: RequestInfo, candidate: Candidate, kv_share: float | None
+) -> bool:
     """Return whether the prompt's KV can arrive there beside all that is in flight.
 
     KV that arrives holds blocks before its request runs, and cannot be preempted: where
     everything waits for blocks, an engine can stop for good (vLLM 0.18.1;
     connectors/direct_read/scheduler.py). So at most `kv_share` of the instance's KV
-    may be in flight; the rest is for answers still to come.
+    may be in flight; the rest is for answers still to come. Without a share there is
+    always room.
     """
-    if candidate.kv_tokens is None:
+    if candidate.kv_tokens is None or kv_share is None:
         return True
     in_flight = candidate.ongoing_tokens + request.prompt_tokens
     return in_flight <= kv_share * candidate.kv_tokens

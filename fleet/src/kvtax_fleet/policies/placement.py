@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 
 from .decision import (
@@ -19,6 +20,7 @@ from .decision import (
 )
 
 HASH_BYTES = 8
+BLOCK_TOKENS = 16
 
 
 def decide_round_robin(
@@ -67,27 +69,64 @@ def _hash(text: str) -> float:
     return float(int.from_bytes(digest.digest()) / 256**HASH_BYTES)
 
 
-def decide_lmetric(
+Score = Callable[[RequestInfo, Candidate], float]
+
+
+def _prefill_tokens(request: RequestInfo, candidate: Candidate) -> int:
+    """Return the tokens to prefill there before the request has its first token."""
+    return candidate.pending_prefill_tokens + new_tokens(request, candidate)
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
+
+
+# Scores without affinity, override or parameter; of equal ones `lowest` decides.
+SCORES: dict[str, Score] = {
+    # LMetric (arXiv:2603.15202), work before the first token times batch, with this
+    # request in the batch: an idle instance that has more cached is better.
+    "lmetric": lambda request, candidate: (
+        _prefill_tokens(request, candidate) * (candidate.requests + 1)
+    ),
+    # As proposed to llm-d (llm-d-router pull request 2351): without the queue's tokens.
+    "lmetric_llm_d": lambda request, candidate: (
+        new_tokens(request, candidate) * (candidate.requests + 1)
+    ),
+    # As proposed to Dynamo (ai-dynamo/dynamo pull request 11028): blocks for requests.
+    "lmetric_dynamo": lambda request, candidate: (
+        _blocks(_prefill_tokens(request, candidate))
+        * (_blocks(candidate.ongoing_tokens) + 1)
+    ),
+    # The reference study's last policy.
+    "lpwl": _prefill_tokens,
+}
+
+
+def _lowest_score(score: Score) -> Policy:
+    def decide(
+        request: RequestInfo, snapshot: Snapshot, parameters: Parameters
+    ) -> Decision:
+        candidates = serving(snapshot)
+        scores = [float(score(request, candidate)) for candidate in candidates]
+        return least(candidates, scores, snapshot, "lowest score")
+
+    return Policy(decide, Parameters)
+
+
+def decide_lmetric_study(
     request: RequestInfo, snapshot: Snapshot, parameters: Parameters
 ) -> Decision:
-    """Choose by the work in front of the first token times the batch it joins.
+    """Choose by LMetric as the reference study has it: the first of the lowest scores.
 
-    score = (pending prefill tokens + the request's new tokens) * (requests + 1). No
-    session affinity, no override, no parameter.
-
-    LMetric (arXiv:2603.15202) multiplies the prefill tokens an instance would have to
-    compute by its batch size. The batch is counted with this request in it: without,
-    all idle instances would score 0, whatever they have cached.
+    score = (pending prefill tokens + the request's new tokens) * requests. All idle
+    instances score 0, whatever they have cached.
     """
     candidates = serving(snapshot)
     scores = [
-        float(
-            (candidate.pending_prefill_tokens + new_tokens(request, candidate))
-            * (candidate.requests + 1)
-        )
+        float(_prefill_tokens(request, candidate) * candidate.requests)
         for candidate in candidates
     ]
-    return least(candidates, scores, snapshot, "lowest score")
+    return placed(candidates, scores, scores.index(min(scores)), "lowest score")
 
 
 class DynamoParameters(Parameters, frozen=True):
@@ -110,8 +149,7 @@ def decide_dynamo(
     """
     candidates = serving(snapshot)
     scores = [
-        parameters.prefill_scale
-        * (candidate.pending_prefill_tokens + new_tokens(request, candidate))
+        parameters.prefill_scale * _prefill_tokens(request, candidate)
         + candidate.ongoing_tokens
         for candidate in candidates
     ]
@@ -250,7 +288,8 @@ POLICIES = {
     "round_robin": Policy(decide_round_robin, Parameters, sees_caches=False),
     "load_only": Policy(decide_load_only, Parameters, sees_caches=False),
     "linear": Policy(decide_linear, LinearParameters),
-    "lmetric": Policy(decide_lmetric, Parameters),
+    **{name: _lowest_score(score) for name, score in SCORES.items()},
+    "lmetric_study": Policy(decide_lmetric_study, Parameters),
     "dynamo": Policy(decide_dynamo, DynamoParameters),
     "session_hash": Policy(decide_session_hash, Parameters, sees_caches=False),
     "cache_aware": Policy(decide_cache_aware, CacheAwareParameters),

@@ -101,16 +101,18 @@ def _least_prefill(
 
 
 class ElasticParameters(LinearParameters, frozen=True):
-    """linear's parameters; limits in new tokens; the most offloads under way; the share
-    of an instance's KV that may be in flight for more to arrive.
+    """linear's parameters; limits in new tokens; the most offloads under way; what
+    happens where the instance in turn is overloaded; the share of an instance's KV that
+    may be in flight for more to arrive, None for any.
     """
 
     warm_tokens: int = WARM_BELOW_TOKENS
     heavy_tokens: int = HEAVY_ABOVE_TOKENS
     max_offloads: int = 2
     prefill_on: Literal["least_prefill", "in_turn"] = "least_prefill"
+    overloaded: Literal["stay", "skip"] = "stay"
     prefill_timeout_s: float | None = None
-    kv_share: float = 0.9
+    kv_share: float | None = 0.9
 
 
 class ElasticStudyParameters(ElasticParameters, frozen=True):
@@ -121,6 +123,15 @@ class ElasticStudyParameters(ElasticParameters, frozen=True):
     max_offloads: int = 4
     prefill_on: Literal["least_prefill", "in_turn"] = "in_turn"
     prefill_timeout_s: float | None = 120.0
+
+
+class ElasticSkipParameters(ElasticStudyParameters, frozen=True):
+    """elastic_study's, and the study's rule: past overloaded instances, and KV sent
+    whether there is room for it or not.
+    """
+
+    overloaded: Literal["stay", "skip"] = "skip"
+    kv_share: float | None = None
 
 
 def decide_elastic(
@@ -136,7 +147,7 @@ def decide_elastic(
     `prefill` where the fleet has any. It stays where it decodes if
     `max_offloads` are under way, if there is no room for its KV to arrive, or if that
     other instance is overloaded: more prefill tokens pending there than here, new ones
-    included.
+    included. By `overloaded` the next one is taken then, if any is not.
     """
     chosen = decide_linear(request, snapshot, parameters)
     here = _candidate(snapshot.candidates, chosen.instance)
@@ -160,11 +171,17 @@ def decide_elastic(
         return co_located(f"{snapshot.offloads} offloads under way")
     if not has_room(request, here, parameters.kv_share):
         return co_located(f"{here.name} has no room for KV to arrive")
-    if parameters.prefill_on == "in_turn":
-        source = others[snapshot.offloaded % len(others)]
-    else:
+    limit = here.pending_prefill_tokens + new
+    free = [other for other in others if other.pending_prefill_tokens <= limit]
+    if parameters.prefill_on == "least_prefill":
         source = _least_prefill(request, others, snapshot)
-    if source.pending_prefill_tokens > here.pending_prefill_tokens + new:
+    else:
+        turn = snapshot.offloaded % len(others)
+        in_turn = others[turn:] + others[:turn]
+        source = in_turn[0]
+        if parameters.overloaded == "skip":
+            source = next((other for other in in_turn if other in free), source)
+    if source not in free:
         return co_located(f"{source.name} is overloaded")
     return msgspec.structs.replace(
         chosen,
@@ -304,6 +321,7 @@ POLICIES = {
     "pd_sep": Policy(decide_pd_sep, PdSepParameters, moves_kv=True, needs_pools=True),
     "elastic": Policy(decide_elastic, ElasticParameters, moves_kv=True),
     "elastic_study": Policy(decide_elastic, ElasticStudyParameters, moves_kv=True),
+    "elastic_skip": Policy(decide_elastic, ElasticSkipParameters, moves_kv=True),
     "conserve": Policy(decide_conserve, PdSepParameters, moves_kv=True),
     "migrate": Policy(decide_migrate, MigrateParameters, moves_kv=True),
     "direct_read": Policy(decide_direct_read, DirectReadParameters, reads_peers=True),

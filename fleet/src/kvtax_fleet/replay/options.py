@@ -51,6 +51,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bool,
         Meta(description="ignore arrival times: sessions begin when others end"),
     ] = False
+    trace_times: Annotated[
+        bool,
+        Meta(
+            description="a turn is due when the trace says, or after the answer before "
+            "if that is later; default: its think time after that answer"
+        ),
+    ] = False
     request_limit: (
         Annotated[int, Meta(ge=1, description="only the first N requests of the trace")]
         | None

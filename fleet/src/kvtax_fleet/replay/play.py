@@ -68,6 +68,7 @@ class Player:
         records: Ledger,
     ) -> None:
         self._origin_s = sessions[0].turns[0].arrival_s
+        self._start_ns = 0
         self._options = options
         self._sessions = sessions
         self._link = link
@@ -131,7 +132,7 @@ class Player:
                 await self._link.sleep_until(start_ns + batch[0][0] - ahead_ns)
                 prepare(batch)
 
-        start_ns = await self._start(prepare(first))
+        self._start_ns = start_ns = await self._start(prepare(first))
         async with asyncio.TaskGroup() as group:
             group.create_task(prepare_ahead())
             for after_ns, _ in arrivals:
@@ -182,9 +183,10 @@ class Player:
             record = record_of(turn, intended_ns=due_ns)
             await self._link.sleep_until(due_ns)
             payload = await ready(bodies.popleft())
-            think_ns = self._scaled_ns(following.think_s or 0) if following else 0
-            if not bodies and following is not None and think_ns <= AHEAD_NS:
-                bodies.extend(self._link.prepare([following]))
+            if not bodies and following is not None:
+                now_ns = self._link.now_ns()
+                if self._due_ns(following, now_ns) <= now_ns + AHEAD_NS:
+                    bodies.extend(self._link.prepare([following]))
             await self._send(session, record, payload)
             del payload  # not in memory for the think time
             assert record.end_ns is not None
@@ -193,11 +195,18 @@ class Player:
                 self._cancel_rest(session, f"turn {turn.turn} failed")
             if record.status != "ok" or following is None:
                 break
-            due_ns = end_ns + think_ns
+            due_ns = self._due_ns(following, end_ns)
             if not bodies:
                 await self._link.sleep_until(due_ns - AHEAD_NS)
                 bodies.extend(self._link.prepare([following]))
         return end_ns
+
+    def _due_ns(self, turn: Request, answered_ns: int) -> int:
+        """Return when a turn is due whose session had its last answer then."""
+        if not self._options.trace_times:
+            return answered_ns + self._scaled_ns(turn.think_s or 0)
+        after_ns = self._scaled_ns(turn.arrival_s - self._origin_s)
+        return max(answered_ns, self._start_ns + after_ns)
 
     async def _send(self, session: Session, record: ReplayedRequest, body: Any) -> None:
         if session.begin_ns is None:

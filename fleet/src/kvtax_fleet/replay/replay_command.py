@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ReplayError(f"--url {url}: must begin with http:// or https://")
     if options.closed_loop and options.max_inflight_sessions is None:
         raise ReplayError("--closed-loop: give --max-inflight-sessions, too")
+    if options.closed_loop and options.trace_times:
+        raise ReplayError("--trace-times: leave --closed-loop out, which has no times")
     options = msgspec.structs.replace(options, url=url)
     require_file(options.trace)  # hashed, too
     sessions = group(read_trace(options.trace), options.request_limit)

@@ -48,11 +48,12 @@ def bounds(
         for begin in range(cached, prompt, chunk_tokens):
             tokens = min(chunk_tokens, prompt - begin)
             attended = tokens * begin + tokens * (tokens - 1) // 2
-            ttft_us += device.duration_us(tokens, attended)
+            ttft_us += device.duration_us(tokens, attended, begin)
         tokens = max(1, request.output_tokens)
         steps = tokens - 1
         # Each token attends to all before it: on average to those of the middle one.
-        end_us = ttft_us + steps * device.duration_us(1, prompt + (steps - 1) / 2)
+        middle = prompt + (steps - 1) / 2
+        end_us = ttft_us + steps * device.duration_us(1, middle, middle)
         found[f"{request.session}/{request.turn}"] = Latency(
             ttft_us / 1e3, tpot_of(ttft_us / 1e3, end_us / 1e3, tokens), end_us / 1e3
         )

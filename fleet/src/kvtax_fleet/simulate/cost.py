@@ -46,7 +46,9 @@ class StepCost:
         """Return the time of the forward; 0 if nothing was scheduled."""
         if not step.tokens:
             return 0
-        us = self._forward.duration_us(step.tokens, step.attended_tokens)
+        us = self._forward.duration_us(
+            step.tokens, step.attended_tokens, step.context_tokens
+        )
         return round(1e3 * us)
 
 

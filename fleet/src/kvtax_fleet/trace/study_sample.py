@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a trace like the 1,000 requests that the reference study sampled and replayed.
 
-`python -m studies.reference_study.sample` sets the study's figures beside these. A
-stationary trace cannot have them all. Half of the first 200 requests have more than
-20,000 new tokens, so the average one has at least 17,000. With a mean prompt of 33,600
-tokens and 71 % of the blocks seen before, the average request of the sample has 9,700.
-So the trace has two parts: sessions that begin and end within the first 200 requests
-(FIRST), and those that follow (NEXT).
+`python -m studies.reference_study.sample` sets the study's figures beside these. One
+population, at the same rate at any time: sessions of one turn, most of whose prompts
+are new, and sessions that grow. The mean prompt, the cached share and the classes of
+the first 200 requests leave little room: with 24,000 new tokens on average, a quarter
+of the first prompts has more than 50,000, so these have few more, and so on in each
+class.
+
+The study's authors call such a sample (whole sessions, by chance) invalid for reuse
+across sessions: of 52 % of the trace's blocks it shares 16 to 20 % (1e1e2e7).
 
 Lengths are spread evenly over the quantiles of each group, so every seed has the same
 ones; the seed shuffles who has which, when sessions begin, and how long they think.
@@ -30,23 +33,32 @@ from kvtax_fleet.trace.synth import (
     arrivals_s,
     firsts,
     lasts,
-    log_normal,
     turn_numbers,
 )
-from kvtax_fleet.trace.twin import OUTPUT_TOKENS, THINK_S, log_linear_tokens
+from kvtax_fleet.trace.twin import log_linear, log_linear_tokens
 
 Points = tuple[tuple[float, float], ...]
 
 REQUESTS = 1_000
-FIRST_REQUESTS = 200
 DURATION_S = 7_200.0
 BLOCK_TOKENS = 64
 # Time for a turn, by which sessions of many turns begin earlier.
-TURN_S = 40.0
-# Shared by all first prompts that are longer.
-SYSTEM_TOKENS = 5_120
+TURN_S = 48.0
+# Shared by all first prompts.
+SYSTEM_TOKENS = 2_432
 # Growth of a prompt over the turn before: mostly a small tool result, at times a file.
-STEP_TOKENS = ((0, 100), (0.73, 900), (0.75, 6_000), (1, 9_500))
+STEP_TOKENS = ((0, 250), (0.75, 1_700), (0.77, 5_500), (1, 9_000))
+OUTPUT_TOKENS = ((0, 1), (0.5, 80), (0.9, 1_000), (1, 10_500))
+# From the answer to the next turn, in the whole trace: mean 37 s.
+THINK_S = (
+    (0, 0.2),
+    (0.25, 0.69),
+    (0.5, 1.6),
+    (0.75, 8.6),
+    (0.9, 44),
+    (0.99, 738),
+    (1, 1_500),
+)
 
 
 class Group(NamedTuple):
@@ -68,31 +80,28 @@ def _all(tokens: float) -> Points:
     return (0, tokens), (1, tokens)
 
 
-# Five long sessions, and prompts half of which are heavy.
-FIRST = (
-    Group(5, 12, ((0, 66_000), (1, 74_000)), ((0, 92_000), (1, 104_000)), 0.58),
-    Group(2, 2, _all(30_000), _all(36_000)),
-    Group(
-        136,
-        1,
-        (
-            (0, 8_500),
-            (0.31, 25_200),
-            (0.54, 32_000),
-            (0.76, 55_200),
-            (0.89, 63_000),
-            (1, 110_000),
-        ),
-    ),
-)
-# The study's three largest sessions, two more, and prompts most of which are small.
-NEXT = (
+# The study's three largest sessions, two more, others that grow, and first prompts
+# without a second.
+GROUPS = (
     Group(1, 36, _all(27_000), _all(98_000), 0.52),
     Group(1, 36, _all(15_000), _all(106_000), 0.535),
     Group(1, 25, _all(36_000), _all(95_000), 0.69),
     Group(2, 24, _all(40_000), _all(94_000), 0.53),
-    Group(15, 10, ((0, 20_000), (1, 42_000)), ((0, 62_000), (1, 135_000)), 0.53),
-    Group(505, 1, ((0, 1_020), (0.922, 20_000), (1, 45_000))),
+    Group(16, 13, ((0, 12_000), (1, 30_000)), ((0, 36_000), (1, 70_000)), 0.53),
+    Group(
+        647,
+        1,
+        (
+            (0, 3_200),
+            (0.04, 4_600),
+            (0.045, 7_500),
+            (0.34, 11_500),
+            (0.36, 22_500),
+            (0.755, 27_500),
+            (0.77, 52_500),
+            (1, 57_000),
+        ),
+    ),
 )
 
 
@@ -124,45 +133,41 @@ def study_sample(shape: StudySample, out: str | PathLike[str]) -> dict[str, Any]
 def sampled_requests(shape: StudySample) -> list[Request]:
     """Make the requests, in order of arrival."""
     rng = np.random.default_rng(shape.seed)
-    first = _part(rng, FIRST, 0, 0.0, DURATION_S * FIRST_REQUESTS / REQUESTS)
-    begin_s = float(first.arrival_s.max())
-    following = _part(rng, NEXT, int(first.session.max()) + 1, begin_s, DURATION_S)
-    turns = Turns(*map(np.concatenate, zip(first, following, strict=True)))
     contexts = Contexts(SYSTEM_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS)
-    return list(contexts.requests(turns))[: shape.requests]
+    return list(contexts.requests(_turns(rng)))[: shape.requests]
 
 
-def _part(
-    rng: np.random.Generator,
-    groups: tuple[Group, ...],
-    first_session: int,
-    from_s: float,
-    until_s: float,
-) -> Turns:
-    """Make the turns of sessions that begin between `from_s` and `until_s`."""
-    prompts = [prompt for group in groups for prompt in _prompts(rng, group)]
+def _turns(rng: np.random.Generator) -> Turns:
+    prompts = [prompt for group in GROUPS for prompt in _prompts(rng, group)]
     counts = np.array([len(each) for each in prompts])
-    latest_s = until_s - TURN_S * (counts - 1)
-    begins_s = from_s + rng.random(len(prompts)) * (latest_s - from_s)
     session = np.repeat(np.arange(len(prompts)), counts)
     input_tokens = np.concatenate(prompts)
     output_tokens = _evenly(rng, OUTPUT_TOKENS, len(session))
-    think_s = np.round(log_normal(rng, THINK_S, len(session)), 3)
+    think_s = np.round(log_linear(THINK_S, _places(rng, len(session))), 3)
     blocks = input_tokens // BLOCK_TOKENS
     kept = np.append(0, blocks[:-1])
     kept[firsts(session)] = 0
     return Turns(
-        session=session + first_session,
+        session=session,
         turn=turn_numbers(session),
-        arrival_s=arrivals_s(session, begins_s, output_tokens, think_s),
+        arrival_s=arrivals_s(session, _begins_s(rng, counts), output_tokens, think_s),
         think_s=think_s,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         blocks=blocks,
         kept=kept,
-        shares_system=input_tokens >= SYSTEM_TOKENS,
+        shares_system=np.ones(len(session), bool),
         last=lasts(session),
     )
+
+
+def _begins_s(rng: np.random.Generator, counts: NDArray[Any]) -> NDArray[Any]:
+    """Spread the begins of sessions that grow evenly, and those of the others."""
+    begins_s = np.empty(len(counts))
+    for group in (counts > 1, counts == 1):
+        begins_s[group] = DURATION_S * _places(rng, group.sum())
+    latest_s = DURATION_S - TURN_S * (counts - 1)
+    return begins_s * latest_s / DURATION_S
 
 
 def _prompts(rng: np.random.Generator, group: Group) -> list[NDArray[Any]]:
@@ -198,4 +203,9 @@ def _power(way: NDArray[Any], mean: float) -> float:
 
 def _evenly(rng: np.random.Generator, points: Points, count: int) -> NDArray[Any]:
     """Spread lengths evenly over the quantiles, in an order by chance."""
-    return log_linear_tokens(points, (rng.permutation(count) + 0.5) / count)
+    return log_linear_tokens(points, _places(rng, count))
+
+
+def _places(rng: np.random.Generator, count: int) -> NDArray[Any]:
+    """Return evenly spread places between 0 and 1, in an order by chance."""
+    return (rng.permutation(count) + 0.5) / count

@@ -125,7 +125,7 @@ def _drawn(shape: Twin) -> Iterator[tuple[Turns, float]]:
 
 
 def _turns(places: NDArray[Any]) -> NDArray[Any]:
-    return np.rint(_log_linear(TURNS, places)).astype(np.int64)
+    return np.rint(log_linear(TURNS, places)).astype(np.int64)
 
 
 def _sessions(
@@ -167,7 +167,7 @@ def _sessions(
     )
 
 
-def _log_linear(
+def log_linear(
     points: tuple[tuple[float, float], ...], at: NDArray[Any]
 ) -> NDArray[Any]:
     """Interpolate the quantile function through (share, value), log-linearly."""
@@ -178,4 +178,4 @@ def _log_linear(
 def log_linear_tokens(
     points: tuple[tuple[float, float], ...], at: NDArray[Any]
 ) -> NDArray[Any]:
-    return np.rint(_log_linear(points, at)).astype(np.int64)
+    return np.rint(log_linear(points, at)).astype(np.int64)

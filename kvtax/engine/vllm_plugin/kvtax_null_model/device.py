@@ -95,7 +95,7 @@ class NullDeviceWorker(CPUWorker):
         model = cast("NullForCausalLM", self.model_runner.model)
         # The model's own, until the device takes its place.
         simulated = cast("SimulatedForward | None", model.simulated)
-        self.null_device = NullDevice(simulated or SimulatedForward(0, 0, 0))
+        self.null_device = NullDevice(simulated or SimulatedForward())
         model.simulated = self.null_device
 
     def execute_model(self, scheduler_output: Any) -> Any:

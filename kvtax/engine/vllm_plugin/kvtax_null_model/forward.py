@@ -17,7 +17,8 @@ class SimulatedForward:
     """Duration of a forward on the simulated device, and the wait for it.
 
     forward_us + us_per_token * tokens of the batch + us_per_context_token * the sum of
-    their positions: what a token attends to, prefilled or decoded.
+    their positions (what a token attends to, prefilled or decoded) + us_per_kv_token *
+    the tokens of their requests before them; launch_us if that is longer.
 
     The sleep releases the GIL, as waiting for a GPU does, so that the connector's own
     threads run as they would beside a real model.
@@ -28,16 +29,28 @@ class SimulatedForward:
     a step together, one is `counted`.
     """
 
+    COSTS = (
+        "forward_us",
+        "us_per_token",
+        "us_per_context_token",
+        "us_per_kv_token",
+        "launch_us",
+    )
+
     def __init__(
         self,
-        forward_us: float,
-        us_per_token: float,
-        us_per_context_token: float,
+        forward_us: float = 0,
+        us_per_token: float = 0,
+        us_per_context_token: float = 0,
+        us_per_kv_token: float = 0,
+        launch_us: float = 0,
         counted: bool = True,
     ) -> None:
         self.forward_us = forward_us
         self.us_per_token = us_per_token
         self.us_per_context_token = us_per_context_token
+        self.us_per_kv_token = us_per_kv_token
+        self.launch_us = launch_us
         path = os.environ.get("KVTAX_FORWARD_TOTALS")
         self.totals: numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.int64]] | None = (
             numpy.memmap(path, numpy.int64, "w+", shape=(3,))
@@ -45,18 +58,24 @@ class SimulatedForward:
             else None
         )
 
-    def duration_us(self, tokens: int, context_tokens: float) -> float:
+    def duration_us(
+        self, tokens: int, context_tokens: float, kv_tokens: float = 0
+    ) -> float:
         """Compute the duration of a forward over `tokens`.
 
-        `context_tokens`: those that each of them attends to, summed up.
+        `context_tokens`: those that each of them attends to, summed up. `kv_tokens`:
+        those of their requests before this step.
         """
         us = self.forward_us + self.us_per_token * tokens
-        return us + self.us_per_context_token * context_tokens
+        us += self.us_per_context_token * context_tokens
+        us += self.us_per_kv_token * kv_tokens
+        return max(us, self.launch_us)
 
     def duration_at_us(self, positions: torch.Tensor) -> float:
         """Compute the duration of a forward; `positions`: [tokens] of one step."""
         context_tokens = int(positions.sum()) if self.us_per_context_token else 0
-        return self.duration_us(positions.shape[0], context_tokens)
+        kv_tokens = _before(positions) if self.us_per_kv_token else 0
+        return self.duration_us(positions.shape[0], context_tokens, kv_tokens)
 
     def wait(self, positions: torch.Tensor) -> None:
         """`positions`: [tokens] of one step."""
@@ -66,3 +85,9 @@ class SimulatedForward:
         if self.totals is not None:
             slept_ns = time.perf_counter_ns() - started_ns
             self.totals += (1, int(simulated_us * 1e3), slept_ns)
+
+
+def _before(positions: torch.Tensor) -> int:
+    """Sum the first positions of all requests; a request's tokens follow each other."""
+    follows = positions[1:] == positions[:-1] + 1
+    return int(positions[0]) + int((positions[1:] * ~follows).sum())

@@ -55,8 +55,7 @@ class NullForCausalLM(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         cost = {
-            name: getattr(config, f"null_{name}", 0)
-            for name in ("forward_us", "us_per_token", "us_per_context_token")
+            name: getattr(config, f"null_{name}", 0) for name in SimulatedForward.COSTS
         }
         counted = get_tensor_model_parallel_rank() == 0
         self.simulated: SimulatedForward | NullDevice | None = (
