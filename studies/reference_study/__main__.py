@@ -61,7 +61,7 @@ class Row(msgspec.Struct):
 
     @property
     def basis(self) -> str:
-        """How the figure here came about."""
+        """Origin of the figure here."""
         if self.here is None:
             return "-"
         return "input" if self.fitted else "prediction"
