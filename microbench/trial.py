@@ -13,13 +13,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import psutil
 
 from kvtax.engine import provenance
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Connector
-from kvtax.engine.environment import DIRECT_READ_SECRET, HASH_SEED
+from kvtax.engine.environment import DIRECT_READ_SECRET, HASH_SEED, YARDSTICK
 from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import Checkpoint
 from kvtax.engine.server import SERVED_MODEL, Engine, Server, ServerError, resolve, tail
@@ -27,7 +29,14 @@ from kvtax.proc.ports import Ports, PortsError
 from kvtax.proc.supervise import Supervised
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document, read_lines, write_document
-from kvtax.records.run import IdleCost, ReadCounts, ReadRecord, ReadsHeader, TrialRecord
+from kvtax.records.run import (
+    IdleCost,
+    MachineLoad,
+    ReadCounts,
+    ReadRecord,
+    ReadsHeader,
+    TrialRecord,
+)
 from kvtax.records.steps import first_step, only_life
 from kvtax.steps.life import whole_steps
 from microbench.profile import Profile
@@ -91,6 +100,7 @@ class _TrialFacts:
     pss_mib: float | None = None
     reads: ReadCounts | None = None
     idle: IdleCost | None = None
+    machine: MachineLoad | None = None
 
 
 def run_trial(
@@ -167,19 +177,56 @@ def _measure(
     with contextlib.ExitStack() as stack:
         told = stack.enter_context(accompanied(connector, folder, installed))
         engine = Engine(overlay, profile, told, model, installed)
-        spec = resolve(engine, folder, label)
+        spec = resolve(engine, folder, label).told(**YARDSTICK)
         if common.start_cold:
             spec = dataclasses.replace(spec, starts_cold=True)
         server = stack.enter_context(Server(spec))
         measured.ready_s = server.wait_ready()
+        before = _Clocks.read(server)
         with _peer(folder, connector, profile.block_size, server.ports):
             _drive(folder, server, common.sampled)
+        measured.machine = before.load_until(_Clocks.read(server))
         began_ns, cpu_s = _watch_idle(server)
         measured.pss_mib = server.pss_mib()
     measured.idle = IdleCost(IDLE_S, cpu_s, _steps_of_idle(folder, began_ns))
     _check_fresh(folder, profile)
     if connector.reads_per_s is not None:
         measured.reads = _count_reads(folder)
+
+
+class _Clocks(NamedTuple):
+    """Clocks of the machine and of this run, in s."""
+
+    wall: float
+    cores: float
+    steal: float
+    processes: float
+    ours: float
+
+    @classmethod
+    def read(cls, server: Server) -> _Clocks:
+        """Read them; the driver and the peer count once they have ended."""
+        all_cores = psutil.cpu_times()
+        return cls(
+            wall=time.monotonic(),
+            cores=sum(all_cores[:8]),  # without guests, whose time is in `user`
+            steal=all_cores.steal,
+            processes=all_cores.user + all_cores.nice + all_cores.system,
+            ours=sum(os.times()[:4]) + server.cpu_s(),
+        )
+
+    def load_until(self, end: _Clocks) -> MachineLoad:
+        """Compute the load between two readings."""
+        spent = _Clocks(
+            *(after - before for before, after in zip(self, end, strict=True))
+        )
+        others_s = max(spent.processes - spent.ours, 0.0)
+        return MachineLoad(
+            cores=psutil.cpu_count(),
+            seconds=round(spent.wall, 3),
+            steal_share=round(spent.steal / spent.cores, 5),
+            others_cores=round(others_s / spent.wall, 4),
+        )
 
 
 def _drive(folder: Path, server: Server, sampled: bool) -> None:

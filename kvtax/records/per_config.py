@@ -9,7 +9,7 @@ metric" is by these and by what else has a slope and a verdict. An interval hold
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -243,6 +243,43 @@ class HostEntry(msgspec.Struct):
     """By config and time (`schedule`, `step`), the median at the stated |cache|."""
 
 
+class ServerConditions(msgspec.Struct, frozen=True):
+    """Conditions that one server had; null: not recorded."""
+
+    config: str
+    """Its config."""
+    repeat: int
+    """Its repeat."""
+    yardstick_us: float | None = None
+    """Median time of the yardstick over the holds."""
+    yardstick_spread: float | None = None
+    """p90 over p10 of the yardstick's medians in the holds."""
+    steal_share: float | None = None
+    """That of trial.json."""
+    others_cores: float | None = None
+    """That of trial.json."""
+
+
+Grade = Literal["quiet", "uneven", "busy"]
+
+
+class MachineEntry(msgspec.Struct, frozen=True):
+    """Grade of the machine during the run (`kvtax/verdict/machine.py`)."""
+
+    grade: Grade
+    """The worst that a number gives."""
+    reasons: list[str]
+    """Numbers that a quiet machine would not have; empty if it was quiet."""
+    cores: int | None
+    """Logical cores."""
+    yardstick_us: float | None
+    """Median of the servers' `yardstick_us`."""
+    yardstick_apart: float | None
+    """Highest of these over the lowest, less 1; of several hosts the worst."""
+    servers: list[ServerConditions]
+    """Conditions by server."""
+
+
 class PerConfig(
     msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.per_config/2"
 ):
@@ -262,3 +299,5 @@ class PerConfig(
     """What was found, by config."""
     hosts: dict[str, HostEntry] | None = None
     """What each host measured, by its address; null for a run on one machine."""
+    machine: MachineEntry | None = None
+    """How quiet the machine was; null for a run that did not record it."""

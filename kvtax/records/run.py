@@ -176,6 +176,19 @@ class IdleCost(msgspec.Struct):
     """Steps of its engine."""
 
 
+class MachineLoad(msgspec.Struct, frozen=True):
+    """Load of the machine while requests were sent."""
+
+    cores: int
+    """Logical cores."""
+    seconds: float
+    """For so long."""
+    steal_share: float
+    """Share of the time of all cores that the hypervisor gave to other machines."""
+    others_cores: float
+    """CPU time per second of processes that are not this run's."""
+
+
 class TrialRecord(
     msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.trial/1"
 ):
@@ -209,6 +222,8 @@ class TrialRecord(
     """What a peer read meanwhile; null without one."""
     idle: IdleCost | None = None
     """What the server took once all was answered, and the peer gone."""
+    machine: MachineLoad | None = None
+    """What else the machine did meanwhile."""
 
 
 class ReadsHeader(

@@ -167,6 +167,9 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     """CPU time of the engine's thread in `update_from_output()`, in drawn steps."""
     thread_cpu_us: Annotated[Us | None, Unit("us")] = None
     """CPU time of the engine's thread since the previous step ended, in drawn steps."""
+    yardstick_us: Annotated[Us | None, Unit("us")] = None
+    """CPU time of a fixed piece of work (probe/kvtax_probe/engine.py) after the
+    step, part of no other time; in drawn steps of a server with KVTAX_YARDSTICK=1."""
     connector_calls: Annotated[dict[str, Natural], Unit("calls")] = {}
     """Calls of the connector's methods, by name; a method with a time was called once
     if it is not here, and one without a time was not timed in this step. What was

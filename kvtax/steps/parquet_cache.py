@@ -18,7 +18,7 @@ import polars as pl
 from kvtax.records.warning import RunWarning
 
 # What the table of steps looks like; counted up when that changes.
-VERSION = 5
+VERSION = 6
 FEWEST_STEPS = 100_000
 # A server that still writes changes its files four times a second.
 QUIET_S = 10.0

@@ -9,8 +9,8 @@ The table has one row for each step that began in a phase; steps before the grow
   scheduled), cache_blocks (|cache| at the end of schedule()), tokens (scheduled);
 - decode_only: requests were scheduled, all of them decodes; prefills: prompt tokens
   were scheduled;
-- the times in us of kvtax.records.steps and the sums below; a time is null if it
-  was not measured.
+- the times in us of kvtax.records.steps, the yardstick's among them, and the sums
+  below; a time is null if it was not measured.
 
 The sums:
 
@@ -60,7 +60,7 @@ def trial_steps(
         (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),
         (~prefills & (pl.col("decode_tokens") > 0)).alias("decode_only"),
         prefills.alias("prefills"),
-        *(*STEP_TIMES, *CLOCKS, *methods, *calls),
+        *(*STEP_TIMES, *CLOCKS, "yardstick_us", *methods, *calls),
         *(parts[name] for name in ("connector_us", "overhead_us", "worker_calls_us")),
         (pl.col("schedule_cpu_us") + pl.col("update_cpu_us")).alias("scheduler_cpu_us"),
     )

@@ -21,6 +21,7 @@ from kvtax.verdict.entry import (
 )
 from kvtax.verdict.latency import requests_to_fill, send_lag_ms
 from kvtax.verdict.levels import Level
+from kvtax.verdict.machine import machine_entry
 from kvtax.verdict.measured import ConfigEstimates, measure_all
 from kvtax.verdict.roles import Roles, roles_of
 from kvtax.verdict.speed import times_usual, too_slow
@@ -80,6 +81,7 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
         warnings=[str(warning) for warning in warnings[None]],
         configs=entries,
         hosts=host_entries(run.hosts, counted, measured),
+        machine=machine_entry(trials, run.hosts),
     )
     return Analysis(document, roles, warnings, measured)
 

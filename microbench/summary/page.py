@@ -56,6 +56,7 @@ def write_summary(analysis: Analysis, figures: list[str]) -> str:
     known = expected_verdicts(document, analysis.roles)
     sections = [
         "# What a KV connector costs per engine step",
+        machine(document),
         f"{QUESTION} {answer(document)}",
         _shown(table_of(document, analysis.roles)),
         study_walk(document, analysis.roles),
@@ -72,6 +73,16 @@ def write_summary(analysis: Analysis, figures: list[str]) -> str:
         _more(document),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def machine(document: PerConfig) -> str:
+    """Render the grade of the machine with what it rests on."""
+    found = document.machine
+    if found is None:
+        return "Machine: not graded, as the run did not record it."
+    us = number(found.yardstick_us, 0)
+    facts = f"{found.cores} cores; the yardstick, fixed work, took {us} µs"
+    return f"Machine: {'; '.join([f'**{found.grade}**', *found.reasons, facts])}."
 
 
 def verdict_lines(document: PerConfig) -> str:
@@ -258,7 +269,7 @@ def write_page(analysis: Analysis, servers: list[Section]) -> str:
         Page(
             title="What a KV connector costs per engine step",
             question=QUESTION,
-            answer=[answer(document), model_note(document)],
+            answer=[machine(document), answer(document), model_note(document)],
             warnings=warnings_of(analysis.warnings, document.configs),
             sections=[section for section in sections if section is not None],
             made="Another repeat's moments, or a trace of them: kvtax look "

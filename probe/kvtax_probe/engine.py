@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import deque
@@ -16,13 +17,20 @@ from .connector import Calls, fill, timer_of
 from .draw import Draw
 from .files import RecordFile, at_exit, new_life
 from .requests import RequestRecorder, put
-from .settings import CPU_EVERY, STEPS_EVERY
+from .settings import CPU_EVERY, STEPS_EVERY, has_yardstick
 from .threads import ThreadsFile, threads_of_executor
 
 logger = logging.getLogger("vllm.kvtax_probe")
 
 # Steps scheduled but not updated yet: 1, or the depth of the batch queue.
 MAX_OPEN_STEPS = 64
+# One step in so many is followed by the yardstick, drawn at random.
+YARDSTICK_EVERY = 16
+# As many as a full cache has: fewer fit into nearer caches, and do not slow down with a
+# walk over all.
+YARDSTICK_KEYS = 16_000
+# Bytes of a block hash with its group.
+KEY_BYTES = 36
 # Fields of the connector's methods.
 FIELDS = {"build_connector_meta": "build_meta_us"}
 
@@ -50,6 +58,7 @@ class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
     schedule_cpu_us: float | None = None
     update_cpu_us: float | None = None
     thread_cpu_us: float | None = None
+    yardstick_us: float | None = None
     connector_calls: dict[str, int] | None = None
     connector_us: dict[str, float] | None = None
     connector_self_us: dict[str, float] | None = None
@@ -60,8 +69,9 @@ class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
 # free_blocks, time spent aside until then, calls of schedule(). Times are in ns.
 Scheduled = tuple[Any, ...]
 # The step's update: began and ended, its CPU time and that of the whole step, the time
-# spent aside until then, and the calls of the update.
-Updated = tuple[int, int, int, "int | None", int, Calls]
+# spent aside until then, the calls of the update, and the CPU time of the yardstick
+# after it.
+Updated = tuple[int, int, int, "int | None", int, Calls, "int | None"]
 
 
 class EngineRecorder:
@@ -93,6 +103,7 @@ class EngineRecorder:
         "_threads_before",
         "_timer",
         "_update",
+        "_yardstick",
         "life",
         "next_step_id",
     )
@@ -123,6 +134,7 @@ class EngineRecorder:
         # The thread's CPU clock when it was read last, and the step that ended then.
         self._thread_cpu_ns, self._thread_cpu_step = 0, -2
         self._cpu_read_after: set[int] = set()
+        self._yardstick = Yardstick() if has_yardstick() else None
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         self._requests = RequestRecorder(self.life, scheduler)
         self.attach()
@@ -253,10 +265,11 @@ class EngineRecorder:
             timer = self._timer
             calls = timer.take() if timer.calls or timer.frequent else ()
             if step is not None:
-                aside_ns = self._aside_ns
-                self._append(
-                    (step, (began_ns, ended_ns, cpu_ns, step_cpu_ns, aside_ns, calls))
-                )
+                times_ns = began_ns, ended_ns, cpu_ns, step_cpu_ns, self._aside_ns
+                yardstick_ns = None
+                if self._yardstick is not None and self._yardstick.is_due(step_id):
+                    yardstick_ns = self._time_yardstick(self._yardstick)
+                self._append((step, (*times_ns, calls, yardstick_ns)))
             if step_id != self.next_step_id - 1:
                 self._aside_ns += now_ns() - ended_ns
         except Exception:
@@ -298,6 +311,14 @@ class EngineRecorder:
             return None
         return self._thread_cpu_ns - before_ns
 
+    def _time_yardstick(self, yardstick: Yardstick) -> int:
+        """Return the CPU time of the yardstick's work in ns, which is no step's."""
+        before_ns = thread_cpu_ns()
+        yardstick.work()
+        took_ns = thread_cpu_ns() - before_ns
+        self._thread_cpu_ns += took_ns
+        return took_ns
+
     def _append(self, step: tuple[Scheduled, Updated | None]) -> None:
         if self._file is None:
             schema = "kvtax.engine_step/1"
@@ -338,15 +359,18 @@ class EngineRecorder:
             aside_ns,
             calls,
         ) = scheduled
-        step_us = update_us = update_cpu_us = step_cpu_us = None
+        step_us = update_us = update_cpu_us = step_cpu_us = yardstick_us = None
         if updated is not None:
-            update_ns, updated_ns, update_cpu_ns, step_cpu_ns, until_ns, more = updated
+            update_ns, updated_ns, update_cpu_ns, step_cpu_ns = updated[:4]
+            until_ns, more, yardstick_ns = updated[4:]
             update_us = (updated_ns - update_ns) / 1e3
             step_us = (updated_ns - began_ns - until_ns + aside_ns) / 1e3
             if update_cpu_ns:
                 update_cpu_us = update_cpu_ns / 1e3
             if step_cpu_ns is not None:
                 step_cpu_us = step_cpu_ns / 1e3
+            if yardstick_ns is not None:
+                yardstick_us = yardstick_ns / 1e3
             if more:
                 calls = (*calls, *more)
         record = EngineStep(
@@ -367,10 +391,36 @@ class EngineRecorder:
             cpu_ns / 1e3 if cpu_ns else None,
             update_cpu_us,
             step_cpu_us,
+            yardstick_us,
         )
         if calls:
             fill(record, calls, self._timer.methods, FIELDS)
         return record
+
+
+class Yardstick:
+    """Fixed work like that of a walk over all cached block hashes.
+
+    Its CPU time is how slow the machine is for such work.
+    """
+
+    __slots__ = ("_drawn", "_keys", "_known")
+
+    def __init__(self):
+        draw = random.Random(0)
+        self._keys = {draw.randbytes(KEY_BYTES): None for _ in range(YARDSTICK_KEYS)}
+        self._known = set(self._keys)
+        self._drawn = Draw(YARDSTICK_EVERY)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the work follows a step; steps count up from 0."""
+        return self._drawn.is_chosen(step)
+
+    def work(self) -> None:
+        """Find the keys that came and went, as a walk does: none."""
+        current = set(self._keys)
+        _ = current - self._known, self._known - current
+        self._known = current
 
 
 def _count_waiting(scheduler: Any) -> Callable[[Any], int] | None:

@@ -230,6 +230,19 @@ class Scheduler:
         timer.calls.append((WALK, 1, self.clock.now_ns() - 3 * US, self.clock.now_ns()))
 
 
+class Work:
+    """A yardstick that takes 490 us of 500 after each third step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def is_due(self, step: int) -> bool:
+        return step % 3 == 0
+
+    def work(self) -> None:
+        self.clock.passes(500, 490)
+
+
 def engine_core(clock: Clock) -> SimpleNamespace:
     parallel = SimpleNamespace(data_parallel_rank=0)
     config = SimpleNamespace(parallel_config=parallel)
@@ -271,6 +284,32 @@ def test_a_step_has_the_times_and_counts_of_its_own_calls(clock, tmp_path):
         "thread_cpu_us": 70.0,
         "connector_self_us": {"walk": 3.0},
     }
+
+
+def test_a_yardstick_is_in_no_time_of_a_step(clock, tmp_path, monkeypatch):
+    """The same steps in turn, with 500 us of work between some, and without."""
+    times = {}
+    for value in ("0", "1"):
+        folder = tmp_path / value
+        monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(folder))
+        monkeypatch.setenv("KVTAX_YARDSTICK", value)
+        monkeypatch.setattr(connector, "_timers", {})
+        work = Work(clock)
+        monkeypatch.setattr(engine, "Yardstick", lambda work=work: work)
+        core = engine_core(clock)
+        recorder = EngineRecorder(core)
+        ahead = core.scheduler.schedule()
+        for _ in range(12):
+            output, ahead = ahead, core.scheduler.schedule()
+            core.scheduler.update_from_output(output, None)
+            clock.passes(100, 5)
+        recorder.close()
+        times[value] = recorded(folder, "engine_step")
+    timed = [step.pop("yardstick_us", None) for step in times["1"]]
+    for step in (*times["0"], *times["1"]):
+        del step["t_ns"]
+    assert timed == [490.0 if step % 3 == 0 else None for step in range(12)]
+    assert times["1"] == times["0"]
 
 
 def test_steps_that_overlap_have_their_own_times(clock, tmp_path):

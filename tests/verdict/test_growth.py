@@ -24,7 +24,7 @@ def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> Loaded
     engine, worker = made_up_steps(truth, repeat, seed, steps, 16_000)
     recorded = engine.join(worker.drop("t_ns"), on="step_id").with_columns(
         pl.lit(None, pl.Float64).alias(time)
-        for time in STEP_TIMES
+        for time in (*STEP_TIMES, "yardstick_us")
         if time not in (*engine.columns, *worker.columns)
     )
     phases = []
