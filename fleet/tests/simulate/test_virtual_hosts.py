@@ -13,7 +13,7 @@ from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord, keep_cell
 
 from kvtax_fleet.paths import CONFIGS
-from kvtax_fleet.records.host_times import HostTimes, StepTime
+from kvtax_fleet.records.host_times import HostTimes, StepTime, StepTimes
 from kvtax_fleet.simulate.measure_host import step_times, write_host_times
 
 LEVELS = {
@@ -74,5 +74,8 @@ def test_a_missing_file_of_cells_is_an_error_that_names_it(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_a_committed_host_s_steps_are_those_of_the_committed_cells(path: Path) -> None:
+    """Or nothing, where a profile's forward is of whole steps."""
     cells = REPOSITORY / "studies" / "observatory" / "0.18.1.jsonl.xz"
-    assert read_document(path, HostTimes).steps == step_times(cells)
+    steps = read_document(path, HostTimes).steps
+    if set(steps.values()) != {StepTimes()}:
+        assert steps == step_times(cells)
