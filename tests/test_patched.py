@@ -64,7 +64,7 @@ UNREADABLE = {
 
 def run(folder: Path, modules: dict[str, str]) -> tuple[str, dict[str, str]]:
     """What pytest prints, and the word of its summary for each test."""
-    for name in ("conftest.py", "inside.py", "inside_run.py"):
+    for name in ("conftest.py", "inside.py"):
         shutil.copy(REPOSITORY / "tests" / "patched" / name, folder)
     for name, module in modules.items():
         (folder / f"test_{name}.py").write_text(module)

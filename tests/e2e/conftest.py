@@ -7,8 +7,7 @@ import inspect
 import pytest
 
 from kvtax.engine.preflight import require_honest_transfers
-from tests.harness.tiny.server import BLOCK_TOKENS
-from tests.harness.tiny.servers import Reference, TinyServers, ready
+from tests.harness.tiny import BLOCK_TOKENS, Reference, TinyServers, ready
 from tests.releases import INSTALLED, under_test
 
 

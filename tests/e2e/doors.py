@@ -30,7 +30,7 @@ from kvtax.records.steps import (
     WorkerStep,
     only_life,
 )
-from tests.harness.tiny.server import BLOCK_TOKENS, MAX_TOKENS, tiny_settings
+from tests.harness.tiny import BLOCK_TOKENS, MAX_TOKENS, tiny_settings
 from tests.proc.living import eventually
 
 # A plugin, patches at import, patches in a copy of vLLM's files.

@@ -47,15 +47,16 @@ from kvtax.proc.ports import reserve
 from kvtax.proc.supervise import Supervised, descendants
 from kvtax.records.files import read_lines
 from kvtax.records.steps import only_life
-from tests.harness.tiny.server import (
+from tests.harness.tiny import (
     ANSWER_TOKENS,
     BLOCK_TOKENS,
     MAX_TOKENS,
     NUM_BLOCKS,
+    Reference,
+    TinyServers,
     Tokens,
     prompt,
 )
-from tests.harness.tiny.servers import Reference, TinyServers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

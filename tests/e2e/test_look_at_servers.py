@@ -28,8 +28,15 @@ from kvtax.patcher import load_sets
 from kvtax.paths import PATCHES, REPOSITORY
 from kvtax.report.document import Flame
 from tests.e2e.test_transfers import pull_params, send_params
-from tests.harness.tiny.server import VOCAB_SIZE, TinyServer, prompt
-from tests.harness.tiny.servers import KV_TRANSFER, NEEDED, TinyServers, ready
+from tests.harness.tiny import (
+    KV_TRANSFER,
+    NEEDED,
+    VOCAB_SIZE,
+    TinyServer,
+    TinyServers,
+    prompt,
+    ready,
+)
 
 from .doors import await_written
 

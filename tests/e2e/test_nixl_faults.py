@@ -17,18 +17,20 @@ import pytest
 
 from kvtax.proc.ports import reserve
 from tests.e2e.test_transfers import route
-from tests.harness.tiny.server import (
+from tests.harness.tiny import (
     BLOCK_TOKENS,
     NUM_BLOCKS,
     Answer,
+    Reference,
     RequestFailed,
     TinyServer,
+    TinyServers,
     Tokens,
     aborted,
     occupied,
     prompt,
+    ready,
 )
-from tests.harness.tiny.servers import Reference, TinyServers, ready
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -55,8 +55,7 @@ from kvtax.records.steps import (
     only_life,
 )
 from tests.e2e.doors import DOORS, TOKENS, await_written, complete, through, unrecorded
-from tests.harness.tiny.server import MAX_TOKENS, tiny_settings, write_checkpoint
-from tests.harness.tiny.servers import KV_TRANSFER
+from tests.harness.tiny import KV_TRANSFER, MAX_TOKENS, tiny_settings, write_checkpoint
 from tests.proc.living import gone
 from tests.releases import INSTALLED, under_test
 

@@ -21,18 +21,20 @@ import aiohttp
 import pytest
 
 from kvtax.proc.ports import reserve
-from tests.harness.tiny.server import (
+from tests.harness.tiny import (
     BLOCK_TOKENS,
     Answer,
     Counters,
+    Reference,
     RequestFailed,
     TinyServer,
+    TinyServers,
     Tokens,
     aborted,
     occupied,
     prompt,
+    ready,
 )
-from tests.harness.tiny.servers import Reference, TinyServers, ready
 from tests.releases import INSTALLED
 
 

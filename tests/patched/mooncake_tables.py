@@ -41,7 +41,7 @@ REFUSED = [
     "prefill_aborted_before_scheduled_while_decoder_waits",
 ]
 # For blocks of the patch, a scenario that goes wrong without them. What else each block
-# is for shows between workers of all releases: tests/patches/test_abort_protocol.py.
+# is for shows between workers of all releases: tests/patches/test_mooncake_protocol.py.
 NOTICES = {
     "forget": "prefills_aborted_alone",
     "empty_pull": "aborted_before_scheduled",

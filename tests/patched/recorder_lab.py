@@ -7,13 +7,14 @@ The engine, in the same process, loads the connectors from this module.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import random
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 import vllm
 from overlapping import Overlapping
-from v2_runner import connector_output
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector import factory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -34,7 +35,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core as core_module
 from vllm.v1.executor import ray_utils
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin, worker_base
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from connectors.noop import NoopConnector
 from kvtax.engine import null_engine
@@ -49,6 +52,36 @@ from kvtax.records.steps import (
     method_fields,
     only_life,
 )
+
+
+def connector_output(
+    config: VllmConfig,
+) -> Callable[..., AbstractContextManager[KVConnectorOutput]]:
+    """What takes the place of KVConnectorModelRunnerMixin._get_kv_connector_output.
+
+    The engine's connector must have been made.
+    """
+    active = ActiveKVConnector(config, {})
+    takes = inspect.signature(active.post_forward).parameters
+
+    @contextmanager
+    def around_forward(
+        scheduler_output, defer_finalize=False, **waits
+    ) -> Iterator[KVConnectorOutput]:
+        assert not defer_finalize, "only with a draft model"
+        output = KVConnectorOutput()
+        active.pre_forward(scheduler_output)
+        yield output
+        # Since 0.30.
+        if finish := getattr(active, "finish_forward", None):
+            finish()
+        finished = scheduler_output
+        if "finished_req_ids" in takes:
+            finished = scheduler_output.finished_req_ids
+        vars(output).update(vars(active.post_forward(finished, **waits)))
+
+    return around_forward
+
 
 SPIN_US = 100
 

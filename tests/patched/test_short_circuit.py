@@ -2,7 +2,7 @@
 """Mooncake's get_finished with the short-circuit, in a real engine.
 
 What each step reports is compared with upstream's in
-tests/patches/test_short_circuit_protocol.py; storms of aborts run with this patch, too.
+tests/patches/test_mooncake_protocol.py; storms of aborts run with this patch, too.
 """
 
 from __future__ import annotations

@@ -6,15 +6,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import importlib
+import inspect
 import io
 import json
+import pkgutil
 import threading
 from io import FileIO
 from pathlib import Path
 
 import msgspec
 import pytest
+from kvtax_fleet.records.decisions import DecisionRecord
 
+from kvtax import records
+from kvtax.cli import Exit, main
+from kvtax.cli.fields import formats
 from kvtax.records import RecordsError
 from kvtax.records.files import (
     FLUSH_EVERY_S,
@@ -25,7 +32,8 @@ from kvtax.records.files import (
     write_document,
     write_whole,
 )
-from kvtax.records.requests import read_requests
+from kvtax.records.formats import described, table
+from kvtax.records.requests import DriverEnd, read_requests
 from kvtax.records.run import ReadCounts, ReadRecord, ReadsHeader, TrialRecord
 
 HEADER = ReadsHeader(reads_per_s=2.0)
@@ -280,3 +288,62 @@ def test_a_device_is_written_to_and_a_link_stays(tmp_path: Path) -> None:
     write_whole(link, b"x")
     assert (link.is_symlink(), target.read_bytes()) == (True, b"x")
     assert {path.name for path in tmp_path.iterdir()} == {"link", "target"}
+
+
+FORMATS = {form.name: form for form in formats()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_field_of_a_file_is_described(name, capsys):
+    """A struct without a description raises."""
+    assert main(["fields", name.replace("*", "x")]) == Exit.GOOD
+    assert capsys.readouterr().out == described(FORMATS[name])
+
+
+def test_every_document_of_the_core_has_a_format():
+    tagged = set()
+    for module in pkgutil.iter_modules(records.__path__, "kvtax.records."):
+        for kind in vars(importlib.import_module(module.name)).values():
+            if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
+                config = kind.__struct_config__
+                tagged |= {config.tag} if config.tag_field == "schema" else set()
+    first = {form.kinds[0].__struct_config__.tag for form in FORMATS.values()}
+    assert tagged <= first
+
+
+def test_structs_inside_of_others_are_described():
+    page = described(FORMATS["run.json"])
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert {"## RunRecord", "## AimOfConfig"} <= set(headings)
+
+
+def test_a_file_is_found_by_its_path_packed_or_not(capsys):
+    for path in ("run/plain/r0/worker_step.r3.jsonl", "hosts/mine.json", "run.json.gz"):
+        assert main(["fields", path]) == Exit.GOOD
+        assert capsys.readouterr().out.startswith("# ")
+
+
+def test_an_unknown_file_is_bad_input_and_the_known_ones_are_listed(capsys):
+    assert main(["fields", "steps.csv"]) == Exit.BAD_INPUT
+    error = capsys.readouterr().err
+    assert "steps.csv" in error and "engine_step.jsonl" in error
+
+
+class Undocumented(msgspec.Struct):
+    """One field is described, the other is not."""
+
+    known: int
+    """A description."""
+    unknown: int
+
+
+def test_a_field_without_a_description_makes_no_table():
+    with pytest.raises(KeyError, match="unknown"):
+        table(Undocumented)
+
+
+def test_a_table_has_inherited_fields_and_the_names_of_the_file():
+    rows = table(DriverEnd).splitlines()
+    assert rows[2] == "| `scheduled` | Requests that were to be sent. |"
+    assert rows[-1].startswith("| `driver_cpu_s` | ")
+    assert "| `class` | `WARM`, `MEDIUM`, `HEAVY` or `HUGE`" in table(DecisionRecord)

@@ -17,15 +17,15 @@ from connectors.direct_read.bench.gates import GATES_VARIABLE
 from kvtax.engine.connector import Connector
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
-from tests.harness.tiny.server import (
+from tests.harness.tiny import (
     BLOCK_TOKENS,
     MAX_TOKENS,
     NUM_BLOCKS,
     SETTLE_DEADLINE_S,
     TinyServer,
+    TinyServers,
     tiny_settings,
 )
-from tests.harness.tiny.servers import TinyServers
 
 PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
 PROGRESS_TIMEOUT_S = 3

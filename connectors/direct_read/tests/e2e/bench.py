@@ -15,14 +15,14 @@ from typing import Any
 
 from connectors.direct_read.bench.gated_servers import GatedServer
 from connectors.direct_read.bench.gates import LOOKUP, MID_READ, READ, VALIDATE
-from tests.harness.tiny.server import (
+from tests.harness.tiny import (
     BLOCK_TOKENS,
     SETTLE_DEADLINE_S,
     Answer,
+    Reference,
     Tokens,
     prompt,
 )
-from tests.harness.tiny.servers import Reference
 
 # Blocks of A: two prompts of LONG_TOKENS are more than it can cache.
 SMALL_BLOCKS = 300

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from connectors.direct_read.bench.gated_servers import GatedServer, direct_read_overlay
-from tests.harness.tiny.servers import Reference, TinyServers, ready
+from tests.harness.tiny import Reference, TinyServers, ready
 
 from .bench import SMALL_BLOCKS, ReadBench
 

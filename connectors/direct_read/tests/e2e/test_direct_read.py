@@ -31,7 +31,7 @@ from connectors.direct_read.tests.e2e.bench import (
 )
 from kvtax.engine.environment import DIRECT_READ_SECRET
 from kvtax.proc.ports import reserve
-from tests.harness.tiny.server import BLOCK_TOKENS, SETTLE_DEADLINE_S, aborted, prompt
+from tests.harness.tiny import BLOCK_TOKENS, SETTLE_DEADLINE_S, aborted, prompt
 
 pytestmark = pytest.mark.long
 

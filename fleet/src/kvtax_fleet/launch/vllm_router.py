@@ -6,6 +6,7 @@ It is installed from locks/vllm-router.txt when it is first asked for, never int
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from kvtax.engine import ServerError
@@ -26,8 +27,8 @@ POLICIES = (
 
 
 def version() -> str:
-    """`0.1.17`: what its lock is made from."""
-    return LOCK.with_suffix(".in").read_text().strip().partition("==")[2]
+    """Return the version that its lock installs: `0.1.17`."""
+    return re.search(r"^vllm-router==(\S+)", LOCK.read_text(), re.M)[1]
 
 
 def executable() -> Path:
