@@ -57,7 +57,7 @@ settings.register_profile("many", settings.get_profile("few"), max_examples=200)
 settings.load_profile("few")
 
 # Folders whose tests share servers: one worker of pytest-xdist runs all of each.
-TOGETHER = ("tests/patched/", "tests/e2e/", "connectors/direct_read/tests/e2e/")
+TOGETHER = ("tests/patched/", "tests/e2e/")
 
 
 @pytest.hookimpl(tryfirst=True)

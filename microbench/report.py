@@ -2,7 +2,7 @@
 """Write per_config.json, SUMMARY.md, report.html and figures/ from a run folder.
 
 Reads files only; `kvtax sweep --report RUN` calls this for an earlier run.
-docs/records.md has the fields, docs/method.md the computation.
+docs/method.md has the fields and the computation.
 """
 
 from __future__ import annotations

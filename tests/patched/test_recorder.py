@@ -278,32 +278,6 @@ def test_times_are_those_since_the_step_before(idle):
         assert 0 < step.schedule_cpu_us + step.update_cpu_us < step.thread_cpu_us
 
 
-def test_what_follows_a_step_is_not_in_the_step_that_is_open_meanwhile(
-    model, tmp_path, monkeypatch
-):
-    append = EngineRecorder._append
-
-    def slow_append(recorder, step):
-        append(recorder, step)
-        time.sleep(0.5)
-
-    monkeypatch.setattr(EngineRecorder, "_append", slow_append)
-    with recording(tmp_path):
-        scheduler = new_engine(NOOP, model).core.scheduler
-        monkeypatch.setattr(scheduler, "update_from_output", lambda *_: None)
-        recorder = EngineRecorder(SimpleNamespace(scheduler=scheduler, **PARALLEL))
-        outputs = [scheduler.schedule() for _ in range(2)]
-        for output in outputs:
-            recorder._timed_update(output, None)
-    path = only_life(tmp_path) / "engine_step.jsonl"
-    first, second = read_lines(path, EngineHeader, EngineStep).records
-    for step in (first, second):
-        assert step.step_us < 500_000, "the first append is in it"
-
-
-PARALLEL = {"vllm_config": SimpleNamespace(parallel_config=SimpleNamespace())}
-
-
 def test_a_scheduler_with_its_own_schedule_is_recorded(model, tmp_path):
     with recording(tmp_path):
         own = {"scheduler_cls": "recorder_lab.OwnScheduler"}
@@ -601,22 +575,6 @@ def test_a_writer_killed_between_two_names_leaves_records_that_are_read(
         file.flush()
     assert only_life(tmp_path) == tmp_path / LIFE
     assert step_ids(tmp_path) == list(range(100))
-
-
-@pytest.mark.parametrize("every", ["0.4", "2.5", "-1", "0", "1e30", "nan", "x", "1e"])
-def test_a_number_of_steps_that_is_none_is_named_and_the_default(
-    monkeypatch, logged, every
-):
-    monkeypatch.setenv("KVTAX_STEP_RECORDS_EVERY", every)
-    assert settings.whole_number("KVTAX_STEP_RECORDS_EVERY", 16) == 16
-    (message,) = logged
-    assert f"KVTAX_STEP_RECORDS_EVERY={every} is no " in message
-
-
-@pytest.mark.parametrize("every", ["1", " 7 ", "1e3"])
-def test_a_number_of_steps_is_read(monkeypatch, every):
-    monkeypatch.setenv("KVTAX_STEP_RECORDS_EVERY", every)
-    assert settings.whole_number("KVTAX_STEP_RECORDS_EVERY", 16) == float(every)
 
 
 BAD_LABELS = ["x", "[1]", "NaN", '{"a": "\\ud800"}', '{"a":' + "[" * 100_000]

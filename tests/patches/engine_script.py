@@ -7,10 +7,8 @@ say without asking the recorder.
 
 import inspect
 import json
-import logging
 import os
 import random
-import resource
 import sys
 import time
 from collections import deque
@@ -20,7 +18,6 @@ from pathlib import Path
 from kvtax.engine.null_engine import BLOCK_SIZE, NOOP, NullEngine, cached_tokens
 
 NUM_BLOCKS = 2_000
-STEP_FILES = ("engine_step", "worker_step.r0")
 
 
 class Prompts:
@@ -124,9 +121,8 @@ def workload(engine: NullEngine) -> dict:
     return phases
 
 
-def record_to(engine: NullEngine, directory: Path) -> list[logging.LogRecord]:
-    """Record this engine into `directory` from here on; what the recorder logs."""
-    from vllm.kvtax_probe import logger
+def record_to(engine: NullEngine, directory: Path) -> None:
+    """Record this engine into `directory` from here on."""
     from vllm.kvtax_probe.engine import EngineRecorder
     from vllm.kvtax_probe.worker import WorkerRecorder
 
@@ -138,12 +134,6 @@ def record_to(engine: NullEngine, directory: Path) -> list[logging.LogRecord]:
     core._kvtax_recorder = EngineRecorder(core)
     worker._kvtax_recorder = WorkerRecorder(worker)
 
-    messages: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = messages.append
-    logger.handlers[:] = [handler]
-    return messages
-
 
 def idle_steps_wait_for_saves() -> bool:
     """Whether vLLM waits for saves in a step that computes nothing: later ones do."""
@@ -151,57 +141,6 @@ def idle_steps_wait_for_saves() -> bool:
 
     step = mixin.KVConnectorModelRunnerMixin._get_kv_connector_output
     return "wait_for_save" not in inspect.signature(step).parameters
-
-
-def serve(engine: NullEngine) -> int:
-    """Steps of one short request, all of them done."""
-    engine.add([5] * 40, 30)
-    steps = 0
-    while engine.core.scheduler.has_requests():
-        outputs, _ = engine.core.step()
-        assert outputs[0].outputs
-        steps += 1
-        if any(output.finished for output in outputs[0].outputs):
-            engine.run_to_end()
-            return steps
-    raise AssertionError("the request never finished")
-
-
-def unwritable(engine: NullEngine, directory: Path) -> dict:
-    """Settings with which no record file can be made, or that are wrong."""
-    (directory / "a file").write_text("not a folder")
-    messages = record_to(engine, directory / "a file")
-    found = {"no_folder": {"steps": serve(engine) + serve(engine)}}
-    found["no_folder"]["errors"] = [message.getMessage() for message in messages]
-    os.environ["KVTAX_STEP_RECORDS_LABEL"] = "{not json"
-    messages = record_to(engine, directory / "bad label")
-    found["bad_label"] = {"steps": serve(engine)}
-    found["bad_label"]["errors"] = [message.getMessage() for message in messages]
-    os.environ["KVTAX_STEP_RECORDS_LABEL"] = "{}"
-    return found
-
-
-def full_disk(engine: NullEngine, directory: Path) -> dict:
-    """Writing fails once a file has 6,000 bytes, then could go on."""
-    time.sleep(0.6)  # two flushes: earlier records must not meet the limit
-    messages = record_to(engine, directory)
-
-    def errors() -> list[str]:
-        """About the steps' files; other files of this process meet the limit, too."""
-        names = [f"/{name}.jsonl" for name in STEP_FILES]
-        told = [message.getMessage() for message in messages]
-        return [text for text in told if any(name in text for name in names)]
-
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, limits[1]))
-    steps, deadline = 0, time.monotonic() + 120
-    while len(errors()) < 2 and time.monotonic() < deadline:
-        steps += serve(engine)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    for _ in range(20):
-        steps += serve(engine)
-    time.sleep(0.6)  # two flushes
-    return {"steps": steps, "errors": errors()}
 
 
 class SlowExecutor:
@@ -277,15 +216,11 @@ def main() -> None:
             "phases": workload(engine),
             "idle_steps_wait_for_saves": idle_steps_wait_for_saves(),
             "batch_queue": batch_queue(engine, place / "queue"),
-            "unwritable": unwritable(engine, place),
-            "full_disk": full_disk(engine, place / "full"),
         }
-    else:
-        found = {"steps": serve(engine)}
-    Path(result).write_text(json.dumps(found))
-    if scenario == "until_killed":
-        while True:
-            serve(engine)
+        Path(result).write_text(json.dumps(found))
+    while scenario == "until_killed":
+        engine.add([5] * 40, 30)
+        engine.run_to_end()
 
 
 if __name__ == "__main__":

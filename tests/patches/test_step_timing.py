@@ -31,7 +31,7 @@ ON_A_CPU = ("cpu_uniproc", "cpu_small_blocks")
 class ScriptProcess:
     """One run of `script(model, result, *arguments)` in a folder of its own.
 
-    `records` is where step records go; without `recording` there are none.
+    `records` is where step records go.
     """
 
     def __init__(
@@ -40,7 +40,6 @@ class ScriptProcess:
         script: str,
         patches: list[str],
         *arguments: str,
-        recording: bool = True,
     ) -> None:
         folder.mkdir()
         self.folder = folder
@@ -53,8 +52,7 @@ class ScriptProcess:
         overlay = folder / "overlay"
         build_overlay(overlay, [*patches, *ON_A_CPU], {}, installed)
         env = engine_environment(overlay, CPU_ENGINE, reserve(1)[0], installed)
-        if recording:
-            env |= record_steps(self.records, {"test": 1})
+        env |= record_steps(self.records, {"test": 1})
         path = Path(__file__).with_name(script)
         arguments = (str(path), str(model), str(self._result), *arguments)
         command = installed.command(*arguments)
@@ -103,16 +101,13 @@ def processes(installed_vllm, tmp_path_factory):
     script = "engine_script.py"
     with ExitStack() as stack:
 
-        def start(name: str, patches: list[str], *arguments: str, **options):
-            process = ScriptProcess(
-                place / name, script, patches, *arguments, **options
-            )
+        def start(name: str, patches: list[str], *arguments: str):
+            process = ScriptProcess(place / name, script, patches, *arguments)
             return stack.enter_context(process)
 
         yield {
             "all": start("all", PATCHES, "all", str(place / "scenarios")),
             "killed": start("killed", PATCHES, "until_killed"),
-            "off": start("off", PATCHES, "serve", recording=False),
             "scenarios": place / "scenarios",
         }
 
@@ -296,49 +291,3 @@ def so_far(folder: Path) -> list[list[bytes]]:
     names = ("engine_step", "worker_step.r0")
     files = [path for name in names for path in folder.rglob(f"{name}.jsonl")]
     return [path.read_bytes().splitlines() for path in files] or [[]]
-
-
-def test_off_makes_no_file(processes):
-    assert processes["off"].result()["steps"] == 30
-    assert not list(processes["off"].records.iterdir())
-
-
-def test_no_record_file_can_be_made_and_the_engine_serves(found):
-    outcome = found["unwritable"]["no_folder"]
-    assert outcome["steps"] == 60
-    # One for each file, not one per step.
-    assert len(outcome["errors"]) == len(RECORD_FILES)
-    for error in outcome["errors"]:
-        assert "cannot be written; its records wait" in error
-        assert any(name in error for name in RECORD_FILES)
-
-
-RECORD_FILES = ("engine_request", "engine_step", "worker_step", "threads")
-
-
-def test_a_label_that_is_no_json_is_left_out(processes, found):
-    assert found["unwritable"]["bad_label"]["steps"] == 30
-    errors = found["unwritable"]["bad_label"]["errors"]
-    assert errors
-    assert all("KVTAX_STEP_RECORDS_LABEL" in error for error in errors)
-    life = only_life(processes["scenarios"] / "bad label")
-    header, _ = records(life / "engine_step.jsonl")
-    assert header["label"] == {}
-
-
-def test_full_disk_delays_records_and_the_engine_serves(processes, found):
-    errors = found["full_disk"]["errors"]
-    assert found["full_disk"]["steps"] > 600
-    assert [("cannot" in text, "records lost: 0" in text) for text in errors] == [
-        (True, False),
-        (True, False),
-        (False, True),
-        (False, True),
-    ]
-    life = only_life(processes["scenarios"] / "full")
-    for name in ("engine_step", "worker_step.r0"):
-        text = (life / f"{name}.jsonl").read_bytes()
-        assert len(text) > 6_000
-        _, *lines = map(json.loads, text.splitlines())
-        assert len(lines) > 600
-        assert [line["step_id"] for line in lines] == list(range(len(lines)))

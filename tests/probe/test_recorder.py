@@ -562,4 +562,7 @@ def test_a_number_of_steps_is_read_and_any_other_text_is_the_default(
     monkeypatch, text, expected
 ):
     monkeypatch.setenv("EVERY", text)
+    messages: list[str] = []
+    monkeypatch.setattr(settings.logger, "error", lambda *told: messages.append(told))
     assert settings.whole_number("EVERY", 16) == expected
+    assert bool(messages) == (text != "" and expected == 16)
