@@ -30,7 +30,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     for title, output in report.sections:
         text += f"\n--- {title} ---\n{output}"
     outcome = {report.nodeid: {"outcome": worst.outcome, "text": text}}
-    with open(os.environ["INSIDE_RESULTS"], "a") as file:
+    with open(os.environ["KVTAX_INSIDE_RESULTS"], "a") as file:
         file.write(json.dumps(outcome) + "\n")
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from kvtax import patcher
 from kvtax.paths import PATCHES
@@ -24,6 +24,8 @@ from tests.patches.mooncake_protocol import (
 )
 from tests.patches.test_releases import RELEASES
 
+# The oldest release and the newest one.
+ENDS = (RELEASES[0], RELEASES[-1])
 RACE = patcher.load_patch(PATCHES / "kv_transfer_abort_race")
 
 
@@ -86,13 +88,11 @@ def reports_failed_pulls(sources: Sources) -> bool:
     return bool({"fail_pulls", "_handle_failed_recv"} & vars(worker).keys())
 
 
-@settings(max_examples=50)
 @given(TRAFFIC)
 def test_with_either_side_unpatched_nothing_gets_worse(sources, events):
     check_all_mixes(sources, events)
 
 
-@settings(max_examples=50)
 @given(TRAFFIC)
 def test_every_pull_ends_where_both_sides_are_patched(sources, events):
     if not reports_failed_pulls(sources):
@@ -138,6 +138,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("block", NEEDS)
+@pytest.mark.parametrize("sources", ENDS, indirect=True)
 def test_each_block_is_needed(sources, block, tmp_path, request):
     events = [*NEEDS[block], ("end",)]
     check_all(sources, events)
@@ -193,7 +194,6 @@ def may_look(pair: Pair, look_at_s: float) -> bool:
 def test_every_step_reports_what_upstream_reports(short_circuit, both):
     """On a simulated clock, so that sends expire to the instant."""
 
-    @settings(max_examples=50)
     @given(TRAFFIC)
     def run(events):
         check_same_reports(short_circuit, both, events)
@@ -249,6 +249,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("short_circuit", ENDS, indirect=True)
 def test_each_block_and_condition_is_needed(short_circuit, edit, tmp_path, request):
     check_same_reports(short_circuit, True, TOUR)
     name, old, new = EDITS[edit]

@@ -16,9 +16,9 @@ import pytest
 from kvtax.engine.environment import engine_environment, record_steps
 from kvtax.engine.null_model import CPU_ENGINE, null_checkpoint
 from kvtax.engine.overlay import build_overlay
+from kvtax.engine.preloaded import Preloaded
 from kvtax.engine.server import tail
 from kvtax.proc.ports import reserve
-from kvtax.proc.supervise import Supervised
 from kvtax.records.steps import only_life
 from tests.proc.living import eventually
 from tests.releases import INSTALLED, under_test
@@ -53,10 +53,9 @@ class ScriptProcess:
         build_overlay(overlay, [*patches, *ON_A_CPU], {}, installed)
         env = engine_environment(overlay, CPU_ENGINE, reserve(1)[0], installed)
         env |= record_steps(self.records, {"test": 1})
-        path = Path(__file__).with_name(script)
-        arguments = (str(path), str(model), str(self._result), *arguments)
-        command = installed.command(*arguments)
-        self.process = Supervised(command, env, self.log)
+        module = ("-m", f"tests.patches.{script}", str(model), str(self._result))
+        command = installed.command(*module, *arguments)
+        self.process = Preloaded(command, env, self.log)
 
     def result(self) -> dict:
         """The script's result file. Fails unless the script ends well."""
@@ -98,7 +97,7 @@ def processes(installed_vllm, tmp_path_factory):
     """The engines by scenario; all start at once, because a start mostly waits."""
     place = tmp_path_factory.mktemp("engines")
     (place / "scenarios").mkdir()
-    script = "engine_script.py"
+    script = "engine_script"
     with ExitStack() as stack:
 
         def start(name: str, patches: list[str], *arguments: str):
