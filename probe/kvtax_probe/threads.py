@@ -103,6 +103,8 @@ def _cpu_ns_of_threads() -> tuple[dict[int, int], int]:
 def _names(threads: set[int]) -> dict[int, str]:
     """Return a unique name of each thread id: that in `threading`, or the kernel's."""
     python = {thread.native_id: thread.name for thread in threading.enumerate()}
+    # In a forked process `threading` has the id of its parent's.
+    python[os.getpid()] = threading.main_thread().name
     names = {thread: python.get(thread) or _comm(thread) for thread in threads}
     count = Counter(names.values())
     return {

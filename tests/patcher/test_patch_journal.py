@@ -313,7 +313,6 @@ def stop(work, kill_at: int, full_at: int | None) -> None:
 
 
 @settings(
-    max_examples=200,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

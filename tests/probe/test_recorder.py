@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -540,6 +542,18 @@ def test_threads_take_the_cpu_time_since_the_record_before(
         "a": 0.0,
         "io": 0.0,
     }
+
+
+def test_the_main_thread_of_a_forked_process_has_its_name():
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        name = threads._names({os.getpid()})[os.getpid()]
+        os.write(writing, name.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(reading, 99).decode() == threading.current_thread().name
+    os.close(reading)
+    os.close(writing)
 
 
 @pytest.mark.parametrize(
