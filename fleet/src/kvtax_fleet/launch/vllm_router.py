@@ -28,7 +28,7 @@ POLICIES = (
 
 def version() -> str:
     """Return the version that its lock installs: `0.1.17`."""
-    return re.search(r"^vllm-router==(\S+)", LOCK.read_text(), re.M)[1]
+    return re.findall(r"^vllm-router==(\S+)", LOCK.read_text(), re.M)[0]
 
 
 def executable() -> Path:
