@@ -90,7 +90,8 @@ class CpuSampler:
         busy, total = np.diff(cores_s, axis=0).T
         known = total > 0
         shares = busy[known] / total[known]
-        return float(busy.sum() / total.sum()), float(np.quantile(shares, 0.99))
+        mean = min(1.0, float(busy.sum() / total.sum()))
+        return mean, float(np.quantile(shares, 0.99))
 
     def busy_own(self, cores: int) -> float:
         """Compute the share of the cores that this process and its descendants took."""
