@@ -155,7 +155,8 @@ def time_starts(
             times_us[mode] += engine.time_starts(CHUNK_STEPS, batch)
     switch.set(MODES["calls"])
     engine.run_to_end()
-    assert engine.core.scheduler.reset_prefix_cache()
+    if not engine.core.scheduler.reset_prefix_cache():
+        raise RuntimeError("the prefix cache has blocks of requests that ended")
     return {mode: np.array(values[:steps]) for mode, values in times_us.items()}
 
 

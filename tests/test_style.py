@@ -16,12 +16,30 @@ HEADLESS = {
 }
 
 
+# Calls that an assert may make.
+PURE = {"all", "isinstance", "len"}
+
+
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring of a module."""
     for node in [tree, *statements(tree)]:
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         if documented and (text := ast.get_docstring(node)):
             yield getattr(node, "lineno", 1), text
+
+
+def test_no_assert_does_work_that_python_minus_o_leaves_out():
+    working = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        for path in sources(REPOSITORY)
+        if not {"tests", "bench", "studies"} & {*path.relative_to(REPOSITORY).parts}
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Assert)
+        for call in ast.walk(node.test)
+        if isinstance(call, ast.Call)
+        and not (isinstance(call.func, ast.Name) and call.func.id in PURE)
+    ]
+    assert working == []
 
 
 def test_no_docstring_begins_with_a_clause_that_has_no_subject():

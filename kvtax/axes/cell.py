@@ -8,18 +8,21 @@ worker and connector, and the null model. HTTP has no part in the question.
 from __future__ import annotations
 
 import json
+import random
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import polars as pl
 
-from kvtax.axes import GIVEN
+from kvtax.axes import GIVEN, Held
 from kvtax.engine import ServerError, provenance
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Connector
@@ -27,21 +30,23 @@ from kvtax.engine.engine_process import ENDED, EngineProcess
 from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.engine.releases import beside
-from kvtax.records.observatory_cell import CellRecord, Passes
+from kvtax.records.observatory_cell import AxisHolds, CellRecord, Passes
 from kvtax.records.steps import only_life
 from kvtax.steps.life import whole_steps
 from kvtax.steps.parts import method_columns, step_parts
-from kvtax.verdict.axes import AXES
+from kvtax.verdict.axes import AXES, SLOW_US
 
-# Every second pass goes down the levels, so that a drift of the machine falls out.
 PASSES, FEWEST_PASSES = 9, 6
 # After so long, the fewest will do: some connectors write every block that is computed.
 LIMIT_S = 30.0
+# After so long the connector is too slow; LMCacheMP's fewest passes take 4 minutes.
+MOST_S = 600.0
+MOST_WRITTEN_BYTES = 4 * 2**30
 STEPS = 25
-# Filled, and emptied before the next pass.
-ONLY_UP = ("cache", "tier")
-# What a busy machine does to single steps is left out. So is what a connector does in
-# less than one step of ten: that is for the sweep to see.
+# More where a cost in one step of 200 is counted.
+STEPS_OF = {"cache": 150}
+# What a busy machine does to single steps is left out of the means. What a connector
+# does in less than one step of ten is counted.
 SLOWEST = 0.1
 # 4 requests of 131,072 tokens, and some more to fill the cache with.
 SIZES = {"num_blocks": 36_000, "max_model_len": 132_096, "max_requests": 256}
@@ -49,8 +54,6 @@ RUNS_HERE = ("cpu_uniproc", "cpu_small_blocks")
 # What the scheduler takes: of a cell without a connector, that is the figure.
 SCHEDULER_US = pl.col("schedule_us") + pl.col("update_us")
 PER_STEP = ("scheduler_us", "step_us", "connector_us")
-Ranges = list[tuple[int, int]]
-
 # What comes before a line of a traceback in vLLM's logs.
 PREFIX = re.compile(r"^(\[rank\d+\]: |\(\w+ pid=\d+\) )")
 RAISED = re.compile(
@@ -76,24 +79,25 @@ def measure(
     An engine with the connector `noop` takes turns with it, if it is given.
     """
     began_s = time.monotonic()
-    means: list[Passes] = [{}, {}]
-    hashes: dict[str, str] = {}
+    found, of_noop = Measured(), Measured()
     error = not_in_release(connector, installed)
     if error is None:
         both = [connector, *([noop] if noop else [])]
         with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
             try:
-                means, hashes = run(both, installed, Path(folder))
+                found, *others = run(both, installed, Path(folder))
+                of_noop = others[0] if others else of_noop
             except (RuntimeError, ServerError) as failure:
                 error = str(failure)
     return CellRecord(
         release=release,
         connector=name,
-        provenance=provenance.collect(hashes, command, installed),
+        provenance=provenance.collect(found.patch_hashes, command, installed),
         wall_s=round(time.monotonic() - began_s, 1),
         levels={axis: list(told.levels) for axis, told in AXES.items()},
-        means_us=means[0],
-        noop_us=_whole_steps(means[1]) if noop else {},
+        means_us=found.means_us,
+        noop_us=_whole_steps(of_noop.means_us),
+        holds=found.holds,
         error=error,
     )
 
@@ -113,24 +117,35 @@ def measured(
     return found
 
 
+@dataclass
+class Measured:
+    """Means and holds of each axis, and the hashes of the patches."""
+
+    means_us: Passes = field(default_factory=dict)
+    holds: dict[str, AxisHolds] = field(default_factory=dict)
+    patch_hashes: dict[str, str] = field(default_factory=dict)
+
+
 def run(
     connectors: Sequence[Connector], installed: Installation, folder: Path
-) -> tuple[list[Passes], dict[str, str]]:
+) -> list[Measured]:
     """Hold the engines of `connectors` at each level of each axis, in turn.
 
-    Returns the means of each, and the hashes of the first one's patches. Raises
-    ServerError with the end of an engine's log if it does not start, or dies, and
-    ServerError if a connector's companion does not start.
+    Raises ServerError with the end of an engine's log if it does not start, or dies,
+    and ServerError if a connector's companion does not start.
     """
+    folders = [folder / str(number) for number in range(len(connectors))]
     with ExitStack() as stack:
         engines = [
-            _started(stack, connector, folder / str(number), installed)
-            for number, connector in enumerate(connectors)
+            _started(stack, connector, installed, own)
+            for connector, own in zip(connectors, folders, strict=True)
         ]
         for engine in engines:
             engine.wait_ready()
         axes = [_axes_of(engine) for engine in engines]
-        ranges: list[list[tuple[str, bool, Ranges]]] = [[] for _ in engines]
+        passes: list[dict[str, list[list[Held]]]] = [
+            {axis: [] for axis in of_engine} for of_engine in axes
+        ]
         began_s = time.monotonic()
         for number in range(PASSES):
             if number >= FEWEST_PASSES and time.monotonic() - began_s > LIMIT_S:
@@ -139,26 +154,45 @@ def run(
                 order = list(enumerate(engines))
                 for which, engine in order[::-1] if number % 2 else order:
                     if axis in axes[which]:
-                        down, levels = _down(axis, number), _in_order(axis, number)
-                        held = engine.ask("ranges", axis, levels, STEPS)
-                        ranges[which].append((axis, down, held))
-    means = [
-        _passes(_read(folder / str(number) / "records"), of_engine)
-        for number, of_engine in enumerate(ranges)
+                        passes[which][axis].append(_pass(engine, axis, number))
+    return [
+        _measured(_read(own / "records"), of_engine, engine.patch_hashes)
+        for own, of_engine, engine in zip(folders, passes, engines, strict=True)
     ]
-    return means, engines[0].patch_hashes
+
+
+def _axes_of(engine: EngineProcess) -> list[str]:
+    return [axis for axis in AXES if axis != "tier" or engine.ask("has_tier")]
+
+
+def _measured(
+    steps: pl.DataFrame,
+    passes: dict[str, list[list[Held]]],
+    patch_hashes: dict[str, str],
+) -> Measured:
+    found = Measured(patch_hashes=patch_hashes)
+    for axis, of_axis in passes.items():
+        found.means_us[axis], found.holds[axis] = _of_axis(steps, of_axis)
+    return found
+
+
+def _whole_steps(means: Passes) -> Passes:
+    """Leave out the times of single methods."""
+    return {axis: {one: of[one] for one in PER_STEP} for axis, of in means.items()}
 
 
 def _started(
-    stack: ExitStack, connector: Connector, folder: Path, installed: Installation
+    stack: ExitStack, connector: Connector, installed: Installation, folder: Path
 ) -> EngineProcess:
-    """Start an engine with the connector, which lives as long as `stack`."""
+    """Start the connector's companion and its engine; both end with `stack`."""
     folder.mkdir()
     told = stack.enter_context(accompanied(connector, folder, installed))
     transfer = told.kv_transfer_config
-    given = {
+    given: dict[str, Any] = {
         "kv_transfer": transfer and CPU_ENGINE.kv_transfer_config | transfer,
         "sizes": SIZES | told.engine_args,
+        "most_bytes": min(MOST_WRITTEN_BYTES, shutil.disk_usage(folder).free // 2),
+        "most_s": MOST_S,
     }
     return stack.enter_context(
         EngineProcess(
@@ -175,31 +209,17 @@ def _started(
     )
 
 
-def _axes_of(engine: EngineProcess) -> list[str]:
-    return [axis for axis in AXES if axis != "tier" or engine.ask("has_tier")]
+def _pass(engine: EngineProcess, axis: str, number: int) -> list[Held]:
+    """Hold each level of `axis`, in a random order; return the holds by level.
 
-
-def _passes(steps: pl.DataFrame, ranges: Sequence[tuple[str, bool, Ranges]]) -> Passes:
-    found: Passes = {axis: {} for axis, _, _ in ranges}
-    for axis, down, of_levels in ranges:
-        upwards = of_levels[::-1] if down else of_levels
-        for one, means in _means(steps, upwards).items():
-            found[axis].setdefault(one, []).append(means)
-    return found
-
-
-def _whole_steps(means: Passes) -> Passes:
-    """Leave out the times of single methods."""
-    return {axis: {one: of[one] for one in PER_STEP} for axis, of in means.items()}
-
-
-def _down(axis: str, number: int) -> bool:
-    return axis not in ONLY_UP and number % 2 == 1
-
-
-def _in_order(axis: str, number: int) -> list[int]:
+    So neither a drift of the machine nor the time since a reset is the level.
+    """
     levels = list(AXES[axis].levels)
-    return levels[::-1] if _down(axis, number) else levels
+    order = random.Random(f"{axis} {number}").sample(levels, len(levels))
+    steps = STEPS_OF.get(axis, STEPS)
+    held = engine.ask("hold", axis, order, steps, timeout_s=MOST_S)
+    by_level = dict(zip(order, held, strict=True))
+    return [by_level[level] for level in levels]
 
 
 def _read(records: Path) -> pl.DataFrame:
@@ -210,21 +230,47 @@ def _read(records: Path) -> pl.DataFrame:
     )
 
 
-def _means(steps: pl.DataFrame, ranges: Ranges) -> dict[str, list[float]]:
-    """Compute by name of the time its mean in each of `ranges` of step_id."""
+def _of_axis(
+    steps: pl.DataFrame, passes: Sequence[Sequence[Held]]
+) -> tuple[dict[str, list[list[float]]], AxisHolds]:
+    """Compute the means of all times, and what is recorded of the holds."""
     times = [*PER_STEP, *method_columns(steps)]
-    found: dict[str, list[float]] = {one: [] for one in times}
-    for first, end in ranges:
-        own = steps.filter(pl.col("step_id").is_between(first, end, closed="left"))
-        if own.height != end - first:
-            raise RuntimeError(f"{own.height} records of {end - first} steps")
-        kept = round(own.height * (1 - SLOWEST))
-        for one in times:
-            fastest = own[one].fill_null(0.0).sort().head(kept)
-            # A column of floats, so its mean is one too.
-            mean = cast(float, fastest.mean())
-            found[one].append(round(float(mean), 3))
-    return found
+    means: dict[str, list[list[float]]] = {
+        time: [] for time in [*times, "threads_us", "processes_us"]
+    }
+    holds = AxisHolds(steps=passes[0][0].end - passes[0][0].first)
+    for held in passes:
+        own = [_steps_of(steps, hold) for hold in held]
+        for column in times:
+            means[column].append([_usual(table[column]) for table in own])
+        means["threads_us"].append([round(hold.threads_us, 3) for hold in held])
+        means["processes_us"].append([round(hold.processes_us, 3) for hold in held])
+        holds.slow.append([_slow(table["connector_us"]) for table in own])
+        holds.time_s.append([round(hold.time_s, 3) for hold in held])
+        holds.age_s.append([round(hold.age_s, 3) for hold in held])
+    return means, holds
+
+
+def _steps_of(steps: pl.DataFrame, hold: Held) -> pl.DataFrame:
+    own = steps.filter(
+        pl.col("step_id").is_between(hold.first, hold.end, closed="left")
+    )
+    if own.height != hold.end - hold.first:
+        raise RuntimeError(f"{own.height} records of {hold.end - hold.first} steps")
+    return own
+
+
+def _usual(us: pl.Series) -> float:
+    """Compute the mean without the slowest steps."""
+    kept = round(us.len() * (1 - SLOWEST))
+    # A column of floats, so its mean is one too.
+    return round(float(cast(float, us.fill_null(0.0).sort().head(kept).mean())), 3)
+
+
+def _slow(us: pl.Series) -> int:
+    """Count the steps that take SLOW_US more than half of the steps of the hold do."""
+    us = us.fill_null(0.0)
+    return int((us > cast(float, us.median()) + SLOW_US).sum())
 
 
 def not_in_release(connector: Connector, installed: Installation) -> str | None:

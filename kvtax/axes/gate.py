@@ -25,7 +25,17 @@ from kvtax.records.files import read_document, write_document, write_whole
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report.markdown import table
 from kvtax.verdict.aims import Check, headline, junit
-from kvtax.verdict.axes import ALL, AXES, growth, steepest
+from kvtax.verdict.axes import (
+    ALL,
+    AXES,
+    SLOW_ALPHA,
+    SLOW_US,
+    Growth,
+    growth,
+    slow_steps_rise,
+    steepest,
+    times_beside,
+)
 from kvtax.verdict.limits import check_cell, check_since, read_limits
 
 
@@ -54,7 +64,7 @@ class GateOptions:
 
 
 class NotMeasured(Exception):
-    """The connector's engine did not start, or ended; the message has its log's end."""
+    """The connector could not be measured; the message has the end of its log."""
 
     exit_code = 3
 
@@ -84,8 +94,8 @@ def gate(options: GateOptions) -> GateResult:
     cell = _measure(name, connector, options)
     if cell.error:
         why = reason(cell.error)
-        _append(options.summary, f"`{cell.connector}` did not start: {why}\n")
-        message = f"{cell.connector} did not start\n{cell.error}"
+        _append(options.summary, f"`{cell.connector}` was not measured: {why}\n")
+        message = f"{cell.connector} could not be measured\n{cell.error}"
         raise NotMeasured(message if message.endswith(why) else f"{message}\n{why}")
     if options.out:
         write_document(options.out, cell)
@@ -108,26 +118,47 @@ def markdown(result: GateResult) -> str:
     ]
     not_kept = [table(["what", "limit", "found", ""], rows)] if rows else []
     parts = [f"# {headline(result.checks)}", *not_kept, _costs(result.cell)]
+    parts += filter(None, [_slow_steps(result.cell)])
     return "\n\n".join(parts) + "\n"
 
 
 def summary(result: GateResult) -> str:
-    """Render one sentence, and a table of all calls along each axis, as Markdown."""
+    """Render one sentence, and a table along each axis, as Markdown.
+
+    The table has all calls together, and what is beside the engine's thread if it
+    grows.
+    """
     cell, checks = result.cell, result.checks
     broken = [f"{check.what} is {check.found}" for check in checks if check.fails]
     named = f": {'; '.join(broken)}" if broken else ""
     rows = []
     for axis in cell.means_us:
-        if found := growth(cell, axis, f"{ALL}_us"):
-            along = AXES[axis]
-            ends = f"{found.level_us[0]:,.1f}", f"{found.level_us[-1]:,.1f}"
-            slope = f"{found.slope:+.3g} per {along.per_unit}"
-            method = (steepest(cell, axis) or "").removesuffix("_us")
-            levels = f"{found.levels[0]:,} to {found.levels[-1]:,} {along.units}"
-            rows.append([levels, *ends, slope, found.markdown, method])
-    head = ["µs per step", "first level", "last level", "slope", "", "grows most"]
+        for time in (f"{ALL}_us", *times_beside(cell, axis)):
+            found = growth(cell, axis, time)
+            if found and (time == f"{ALL}_us" or found.verdict == "grows"):
+                along = AXES[axis]
+                levels = f"{found.levels[0]:,} to {found.levels[-1]:,} {along.units}"
+                most = steepest(cell, axis) or "" if time == f"{ALL}_us" else time
+                row = [*_figures(axis, found), most.removesuffix("_us")]
+                rows.append([levels, *row])
+    head = ["µs per step", *FIGURES, "grows most"]
     line = f"{headline(checks)}, for `{cell.connector}` on vLLM {cell.release}"
     return f"{line}{named}.\n\n{table(head, rows)}\n"
+
+
+FIGURES = ("first level", "last level", "slope", "margin", "")
+
+
+def _figures(axis: str, found: Growth) -> list[str]:
+    """Format a growth along `axis` as the columns FIGURES."""
+    along = AXES[axis]
+    return [
+        f"{found.level_us[0]:,.1f}",
+        f"{found.level_us[-1]:,.1f}",
+        f"{found.slope:+.3g}",
+        f"{along.margin_us:g} per {along.per_unit}",
+        found.markdown,
+    ]
 
 
 def _append(file: Path | None, text: str) -> None:
@@ -142,16 +173,33 @@ def _costs(cell: CellRecord) -> str:
     for axis, times in cell.means_us.items():
         for time in times:
             found = growth(cell, axis, time)
-            if found is None:
+            if found is None or time in ("scheduler_us", "step_us"):
                 continue
-            if time == f"{ALL}_us" or ("." in time and max(found.level_us) >= 1):
-                ends = f"{found.level_us[0]:,.1f}", f"{found.level_us[-1]:,.1f}"
-                slope = f"{found.slope:+.3g}"
-                rows.append([f"`{time}`", axis, *ends, slope, found.markdown])
-    head = ["µs per step", "axis", "first level", "last level", "slope", ""]
+            if time == f"{ALL}_us" or max(found.level_us) >= 1:
+                rows.append([f"`{time}`", axis, *_figures(axis, found)])
     patches = [name for name in STAND_INS if name in cell.provenance["patch_hashes"]]
     without = f", with {', '.join(patches)} in place of a GPU" if patches else ""
     line = f"`{cell.connector}` on vLLM {cell.release}{without}, {cell.wall_s:.0f} s:"
+    return f"{line}\n\n{table(['µs per step', 'axis', *FIGURES], rows)}"
+
+
+def _slow_steps(cell: CellRecord) -> str:
+    """Tabulate the slow steps by level of each axis that has any; empty without."""
+    rows = []
+    for axis, holds in cell.holds.items():
+        if any(map(any, holds.slow)):
+            counts = [sum(of_level) for of_level in zip(*holds.slow, strict=True)]
+            levels = zip(cell.levels[axis], counts, strict=True)
+            by_level = ", ".join(f"{level:,}: {count}" for level, count in levels)
+            word = "**grows**" if slow_steps_rise(cell, axis) else ""
+            rows.append([axis, by_level, f"{len(holds.slow) * holds.steps:,}", word])
+    if not rows:
+        return ""
+    line = (
+        f"Steps in which the connector took over {SLOW_US / 1e3:g} ms more than usual "
+        f"(*grows*: Fisher's exact test of holds that have one, p < {SLOW_ALPHA:g}):"
+    )
+    head = ["axis", "level: slow steps", "of steps at each level", ""]
     return f"{line}\n\n{table(head, rows)}"
 
 

@@ -2,8 +2,8 @@
 """An engine core that is held at one level of one axis after the other.
 
 Run by kvtax.axes.cell on a patched vLLM of some release, whose step records tell
-what the steps took. Nothing here takes a time. It says which steps belong to which
-level.
+what the steps took. The worker says which steps belong to which hold, and takes the CPU
+time of all that is beside the engine's thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from kvtax.axes import GIVEN
+from kvtax.axes import GIVEN, Held
+from kvtax.axes.beside import cpu_ns_beside, helpers, threads_of_vllm, written_bytes
 from kvtax.engine.engine_process import serve
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 HELD_BATCH, HELD_TOKENS = 8, 4 * BLOCK_SIZE
+WIDE_BATCH = 32
 FILLING_TOKENS = 256 * BLOCK_SIZE
 FRAGMENTED_BLOCKS = 64
 # More than 25 of the longest prompts take: none gets the blocks of one before.
@@ -40,8 +42,16 @@ PREFILL_STEPS = 200
 # A connector may hold what has ended until it has saved it.
 FINISH_DEADLINE_S = 120.0
 HELD_PAUSE_S = 0.002
+# Blocks of requests that have all ended are free by then.
+FREED_DEADLINE_S, FREED_PAUSE_S = 10.0, 0.1
+# A prompt repeats so many token ids, which are below the null model's 1,024.
+PROMPT_IDS, VOCABULARY = 8, 1_000
+# Steps between two looks at what the processes have written.
+WATCHED_STEPS = 4
 
-Ranges = list[tuple[int, int]]
+
+class ConnectorError(Exception):
+    """The connector does what no engine can be measured with; the message says what."""
 
 
 class Scheduler(Protocol):
@@ -55,30 +65,53 @@ class Scheduler(Protocol):
 class SteppedEngine(NullEngine):
     """An engine that can be taken to a level of each axis, and counts its steps."""
 
-    def __init__(self, model: Path, kv_transfer: dict | None, sizes: dict) -> None:
+    def __init__(
+        self,
+        model: Path,
+        kv_transfer: dict | None,
+        sizes: dict,
+        most_bytes: int,
+        most_s: float,
+    ) -> None:
         super().__init__(model, kv_transfer, **sizes)
         self._steps = 0
-        self._prompts = count()
+        # Prompts of another run are others: a connector may have stored those.
+        self._prompts = count(int.from_bytes(os.urandom(6)))
         self._scheduler = cast(Scheduler, self.core.scheduler)
+        self._reset_s = self._began_s = time.monotonic()
+        self._most_s = most_s
+        self._most_bytes = most_bytes
+        self._of_vllm = threads_of_vllm()
+        self._helpers = helpers()
+        self._written_before = written_bytes(self._helpers)
 
-    def cache(self, levels: list[int], steps: int) -> Ranges:
-        """At each number of cached blocks, from an empty cache on."""
+    def cache(self, levels: list[int], steps: int) -> list[Held]:
+        """At each number of cached blocks; before a lower one the cache is reset."""
+        return self._cached(levels, HELD_BATCH, steps)
+
+    def cache_at_32(self, levels: list[int], steps: int) -> list[Held]:
+        """At each number of cached blocks, with more requests that decode."""
+        return self._cached(levels, WIDE_BATCH, steps)
+
+    def _cached(self, levels: list[int], batch: int, steps: int) -> list[Held]:
         self._forget()
         found = []
         for blocks in levels:
+            if self._cached_blocks > blocks:
+                self._forget()
             self._fill(blocks)
-            found.append(self._decode(HELD_BATCH, HELD_TOKENS, steps))
+            found.append(self._decode(batch, HELD_TOKENS, steps))
         return found
 
-    def running(self, levels: list[int], steps: int) -> Ranges:
+    def running(self, levels: list[int], steps: int) -> list[Held]:
         """At each number of requests that decode."""
         return [self._anew(batch, HELD_TOKENS, steps) for batch in levels]
 
-    def context(self, levels: list[int], steps: int) -> Ranges:
+    def context(self, levels: list[int], steps: int) -> list[Held]:
         """At each number of tokens that a decoding request attends to."""
         return [self._anew(LONG_BATCH, tokens, steps) for tokens in levels]
 
-    def arrivals(self, levels: list[int], steps: int) -> Ranges:
+    def arrivals(self, levels: list[int], steps: int) -> list[Held]:
         """At each number of requests that arrive, and end, in every step."""
         found = []
         for each in levels:
@@ -86,7 +119,7 @@ class SteppedEngine(NullEngine):
             found.append(self._arriving(each, HELD_TOKENS, steps))
         return found
 
-    def prompt(self, levels: list[int], steps: int) -> Ranges:
+    def prompt(self, levels: list[int], steps: int) -> list[Held]:
         """At each length of the prompt of a request that arrives, and ends, in a step.
 
         The pool is small and full, so as many blocks are cached at all levels; and in
@@ -104,7 +137,7 @@ class SteppedEngine(NullEngine):
         queue.append_n(kept_out)
         return found
 
-    def fragments(self, levels: list[int], steps: int) -> Ranges:
+    def fragments(self, levels: list[int], steps: int) -> list[Held]:
         """At each number of runs of neighbours that an arriving request's blocks are.
 
         One request of FRAGMENTED_BLOCKS arrives, and ends, in every step.
@@ -122,15 +155,14 @@ class SteppedEngine(NullEngine):
         connector = self._scheduler.connector
         return connector is not None and "reset_cache" in vars(type(connector))
 
-    def tier(self, levels: list[int], steps: int) -> Ranges:
+    def tier(self, levels: list[int], steps: int) -> list[Held]:
         """At each number of blocks that were computed and left to the connector."""
-        self._forget()
-        connector = self._scheduler.connector
-        if connector is None:
-            raise RuntimeError("there is no connector to have a tier")
-        assert connector.reset_cache() is not False
-        found, stored = [], 0
+        found: list[Held] = []
+        stored = levels[0] + 1
         for blocks in levels:
+            if stored > blocks:
+                self._empty_tier()
+                stored = 0
             while stored < blocks:
                 self.add(self._prompt(FILLING_TOKENS), 1)
                 self._finish()
@@ -138,38 +170,63 @@ class SteppedEngine(NullEngine):
             found.append(self._anew(HELD_BATCH, HELD_TOKENS, steps))
         return found
 
+    def _empty_tier(self) -> None:
+        self._forget()
+        connector = self._scheduler.connector
+        if connector is None:
+            raise RuntimeError("there is no connector to have a tier")
+        if connector.reset_cache() is False:
+            raise ConnectorError("the connector's reset_cache() did not empty its tier")
+
+    @property
+    def _cached_blocks(self) -> int:
+        return len(self._pool.cached_block_hash_to_block)
+
     @property
     def _pool(self) -> BlockPool:
         return self._scheduler.kv_cache_manager.block_pool
 
     def _fill(self, blocks: int) -> None:
         """Compute prompts until at least so many blocks are cached."""
-        while len(self._pool.cached_block_hash_to_block) < blocks:
+        while self._cached_blocks < blocks:
             self.add(self._prompt(FILLING_TOKENS), 1)
             self._finish()
 
-    def _anew(self, batch: int, tokens: int, steps: int) -> tuple[int, int]:
+    def _anew(self, batch: int, tokens: int, steps: int) -> Held:
         self._forget()
         return self._decode(batch, tokens, steps)
 
-    def _decode(self, batch: int, tokens: int, steps: int) -> tuple[int, int]:
-        """[first, end) of `steps` steps in which all of `batch` requests decode."""
-        self._start(batch, tokens, steps)
-        first = self._steps
-        for _ in range(steps):
-            self._step()
-        self._end()
-        return first, first + steps
+    def _decode(self, batch: int, tokens: int, steps: int) -> Held:
+        """Hold `steps` steps in which all of `batch` requests decode."""
+        return self._hold(batch, tokens, steps, 0, 0)
 
-    def _arriving(self, each: int, tokens: int, steps: int) -> tuple[int, int]:
-        self._start(HELD_BATCH, HELD_TOKENS, steps)
-        first = self._steps
+    def _arriving(self, each: int, tokens: int, steps: int) -> Held:
+        """Hold `steps` steps in each of which `each` requests arrive, and end."""
+        return self._hold(HELD_BATCH, HELD_TOKENS, steps, each, tokens)
+
+    def _hold(
+        self, batch: int, tokens: int, steps: int, arrivals: int, arriving_tokens: int
+    ) -> Held:
+        self._start(batch, tokens, steps)
+        self._helpers = helpers()
+        first, began_s = self._steps, time.monotonic()
+        before = cpu_ns_beside(self._of_vllm, self._helpers)
         for _ in range(steps):
-            for _ in range(each):
-                self.add(self._prompt(tokens), 1)
+            for _ in range(arrivals):
+                self.add(self._prompt(arriving_tokens), 1)
             self._step()
+        ended_s = time.monotonic()
+        after = cpu_ns_beside(self._of_vllm, helpers())
         self._end()
-        return first, first + steps
+        time_s = (began_s + ended_s) / 2
+        return Held(
+            first=first,
+            end=first + steps,
+            time_s=time_s - self._began_s,
+            age_s=time_s - self._reset_s,
+            threads_us=(after.threads - before.threads) / 1e3 / steps,
+            processes_us=(after.processes - before.processes) / 1e3 / steps,
+        )
 
     def _scatter(self, run: int) -> None:
         """Have the pool hand out runs of `run` neighbours, none next to the one before.
@@ -183,6 +240,7 @@ class SteppedEngine(NullEngine):
         queue.append_n(list(chain.from_iterable(runs[::2] + runs[1::2])))
 
     def _start(self, batch: int, tokens: int, steps: int) -> None:
+        """Prefill `batch` requests that decode for longer than a hold."""
         for _ in range(batch):
             self.add(self._prompt(tokens), PREFILL_STEPS + COLD_STEPS + steps)
         requests = self._scheduler.requests
@@ -200,8 +258,10 @@ class SteppedEngine(NullEngine):
         while self.core.scheduler.has_requests():
             if time.monotonic() > deadline_s:
                 if self._scheduler.requests:
-                    raise RuntimeError("requests do not end: the connector holds them")
-                raise RuntimeError(
+                    raise ConnectorError(
+                        "requests do not end: the connector holds them"
+                    )
+                raise ConnectorError(
                     "the connector keeps an engine without requests stepping: "
                     "has_pending_push_work"
                 )
@@ -211,21 +271,58 @@ class SteppedEngine(NullEngine):
                 time.sleep(HELD_PAUSE_S)
 
     def _forget(self) -> None:
+        """Reset the prefix cache. Raises ConnectorError if blocks stay in use."""
         self._finish()
-        assert self.core.scheduler.reset_prefix_cache()
+        held = len(self._scheduler.requests)
+        deadline_s = time.monotonic() + FREED_DEADLINE_S
+        while not self.core.scheduler.reset_prefix_cache():
+            if time.monotonic() > deadline_s:
+                raise ConnectorError(
+                    f"the connector holds the blocks of {held} finished requests: "
+                    "request_finished() said that it would, and get_finished() did "
+                    f"not report them within {FREED_DEADLINE_S:g} s"
+                )
+            # Only an engine that steps calls get_finished().
+            self.add(self._prompt(BLOCK_SIZE), 1)
+            self._finish()
+            time.sleep(FREED_PAUSE_S)
+        self._reset_s = time.monotonic()
 
     def _step(self) -> None:
         self.core.step()
         self._steps += 1
+        if self._steps % WATCHED_STEPS == 0:
+            self._require_bounded()
+
+    def _require_bounded(self) -> None:
+        """Raise ConnectorError if the passes write, or take, more than they may."""
+        took_s = time.monotonic() - self._began_s
+        written = written_bytes(self._helpers) - self._written_before
+        if written > self._most_bytes:
+            raise ConnectorError(
+                f"the connector wrote {written / 2**30:.1f} GiB of files in "
+                f"{took_s:.0f} s and would fill the disk: it is measured along no "
+                "axis; give it a smaller store, or measure it in servers, as "
+                "`kvtax sweep --connector` does"
+            )
+        if took_s > self._most_s:
+            raise ConnectorError(
+                f"the levels of all axes were not held within {self._most_s:.0f} s, in "
+                f"{self._steps:,} steps: the connector is too slow for this; measure "
+                "it in servers, as `kvtax sweep --connector` does"
+            )
 
     def _prompt(self, tokens: int) -> list[int]:
-        """One that shares no block with any other of the first million."""
-        high, low = divmod(next(self._prompts), 1_000)
-        return [high + 1, low + 1] * (tokens // 2)
+        """Make a prompt that shares no block with any other."""
+        number, ids = next(self._prompts), []
+        for _ in range(PROMPT_IDS):
+            number, own = divmod(number, VOCABULARY)
+            ids.append(own + 1)
+        return ids * (tokens // PROMPT_IDS)
 
 
-def ranges(engine: SteppedEngine, axis: str, levels: list[int], steps: int) -> Ranges:
-    """[first, end) of the steps at each level of `axis`, by step_id."""
+def hold(engine: SteppedEngine, axis: str, levels: list[int], steps: int) -> list[Held]:
+    """Hold `axis` at each of `levels`, in their order, for `steps` steps."""
     return getattr(engine, axis)(levels, steps)
 
 
@@ -236,8 +333,8 @@ def has_tier(engine: SteppedEngine) -> bool:
 def main() -> None:
     model, socket = sys.argv[1:]
     given = json.loads(os.environ.pop(GIVEN))
-    engine = SteppedEngine(Path(model), given["kv_transfer"], given["sizes"])
-    serve(engine, socket, ranges, has_tier)
+    engine = SteppedEngine(Path(model), **given)
+    serve(engine, socket, hold, has_tier)
 
 
 if __name__ == "__main__":

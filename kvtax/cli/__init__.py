@@ -29,6 +29,7 @@ class Exit(IntEnum):
     WORSE = 1  # a limit is broken, or a verdict got worse
     BAD_INPUT = 2
     NOT_MEASURED = 3
+    BUSY = 4  # another measurement has the machine; later the command may succeed
     INTERRUPTED = 130
     CLOSED_PIPE = 141
     TERMINATED = 143
@@ -222,7 +223,8 @@ def _parser(
         prog="kvtax",
         description="What a vLLM KV connector costs per engine step, and the fixes.",
         epilog="Exit codes: 0 good, 1 a limit is broken or a verdict got worse, 2 bad "
-        "input, 3 could not measure, 130 and 143 ended by a signal.",
+        "input, 3 could not measure, 4 the machine is busy with another measurement, "
+        "130 and 143 ended by a signal.",
     )
     parser.add_argument("--version", action=_Version)
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -2,12 +2,14 @@
 """Measure what a connector costs per engine step, and check it against limits.
 
 Takes about a minute. An engine core of vLLM runs on the CPU with a model that computes
-nothing, and is held at levels of cached blocks, running requests, context, arrivals,
-an arriving prompt's length and fragments. Prints Markdown.
+nothing, and is held at levels of cached blocks (with 8 and with 32 running requests),
+running requests, context, arrivals, an arriving prompt's length and fragments. Prints
+Markdown.
 
 MODULE:CLASS is importable in the environment that has vLLM, or from the working folder.
 Exit codes: 0 all limits kept; 1 a limit is broken, or a method grows that did not in
-the cell of --since; 2 bad input; 3 the connector could not be measured.
+the cell of --since; 2 bad input; 3 the connector could not be measured; 4 another
+measurement has the machine, and --wait was too short.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 def needs_company(connector: Connector) -> bool:
     """True until kvtax.engine.companion.accompanied has filled in the companion."""
     told = str((connector.kv_transfer_config, connector.engine_args, connector.env))
-    return connector.companion is not None or "@FOLDER@" in told or "@PORT_" in told
+    return connector.companion is not None or FOLDER in told or "@PORT_" in told
 
 
 def load_connector(name: str) -> Connector:
@@ -103,6 +103,7 @@ def _file(name: str) -> Path:
     return CONFIGS / "connectors" / f"{name}.toml"
 
 
+EXTRA, FOLDER = "kv_connector_extra_config", "@FOLDER@"
 # What records a step of any vLLM, with or without a connector.
 RECORDING = ["step_timing_v2"]
 # Patches without which some of vLLM's own connectors need a GPU.
@@ -119,7 +120,8 @@ def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
     """(name, connector) of `where`: module:Class, or a name that vLLM knows.
 
     `config` is a JSON object, added to vLLM's kv_transfer_config, or `@FILE` with one.
-    Raises ConfigError.
+    Without one of its own, a connector of vLLM's has the extra config of ours: it keeps
+    what ExampleConnector writes in the run's folder. Raises ConfigError.
     """
     module, colon, name = where.rpartition(":")
     parts = [name, *(module.split(".") if colon else [])]
@@ -148,9 +150,20 @@ def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
                 f"{source} has a {key} that is not {where}'s; name one connector, and "
                 "leave the key out"
             )
-    told |= config_given
+    told = _extra_config(told) | told | config_given
     summary = f"{where}, told on the command line"
     return name, Connector(summary=summary, patches=RECORDING, kv_transfer_config=told)
+
+
+def _extra_config(transfer: dict[str, Any]) -> dict[str, Any]:
+    """Return our extra config of a connector that writes to the run's folder."""
+    for config in map(load_connector, connector_names()):
+        ours = config.kv_transfer_config or {}
+        same = ours | {EXTRA: None} == transfer | {EXTRA: None}
+        extra = ours.get(EXTRA, {})
+        if same and "connectors" not in extra and FOLDER in str(extra):
+            return {EXTRA: extra}
+    return {}
 
 
 def stand_ins(connector: Connector) -> list[str]:

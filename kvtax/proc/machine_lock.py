@@ -28,7 +28,7 @@ MOST_COMMAND = 160
 class MachineBusy(Exception):
     """Another measurement is running here; the two would disturb each other."""
 
-    exit_code = 3
+    exit_code = 4
 
 
 @contextmanager

@@ -16,6 +16,22 @@ from kvtax.records.files import decode, write_whole
 Passes = dict[str, dict[str, list[list[float]]]]
 
 
+class AxisHolds(msgspec.Struct, kw_only=True):
+    """Holds of one axis; lists have a list for each pass, with a value for each level.
+
+    Levels come in a random order in each pass.
+    """
+
+    steps: int
+    """Steps of a hold."""
+    time_s: list[list[float]] = []
+    """When it was, since the engine started."""
+    age_s: list[list[float]] = []
+    """When it was, since the prefix cache was reset."""
+    slow: list[list[int]] = []
+    """Steps in which the connector took over 1 ms more than in half of the others."""
+
+
 class CellRecord(
     msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.observatory_cell/1"
 ):
@@ -35,10 +51,13 @@ class CellRecord(
     """By axis, where it was measured."""
     means_us: Passes = {}
     """By axis and time, for each pass over the levels, the mean of a step in us at each
-    level. The slowest tenth of the steps is left out."""
+    level. The slowest tenth of the steps is left out. `threads_us` and `processes_us`
+    are CPU time: of the engine's other threads, and of what the connector started."""
     noop_us: Passes = {}
     """The same of a no-op connector's engine beside it: both are held at each level of
     an axis, one after the other. Empty if the connector was measured alone."""
+    holds: dict[str, AxisHolds] = {}
+    """By axis, when its levels were held; empty in older cells."""
     error: str | None = None
     """Why it could not be measured."""
 

@@ -16,6 +16,7 @@ quantiles: `weighted_quantiles`, `median_of_passes` (sign test), `SessionDraws`
     (quantiles over sessions)
 median_slope: `slope_us_per_1k_blocks` (Theil-Sen in |cache|), `batch_held_us`
 held: `fit` (levels of an axis that was held), `growth`, `most_rise_us`
+counts: `rises` (rare events, by level)
 least_squares: `jackknifed_slopes`, `share_explained_by_others`, `line_of_sums`,
     `exponent` (of a power), `regression_slope`, `least_absolute_line`,
     `least_relative_error`

@@ -99,6 +99,8 @@ class Check:
 
 def headline(checks: list[Check]) -> str:
     """`Cost gate: failed. 1 of 14 limits broken, 2 undecided`."""
+    if not checks:
+        return "Cost gate: no limits given"
     broken, undecided = (
         sum(check.outcome == outcome for check in checks)
         for outcome in ("broken", "undecided")

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Literal
 
 import numpy as np
 
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.records.run import Verdict
 from kvtax.stats import Estimate
+from kvtax.stats.counts import rises
 from kvtax.stats.distribution import Floats, t_quantile
 from kvtax.stats.held import Shape
 from kvtax.stats.least_squares import exponent
@@ -94,6 +96,14 @@ AXES = {
         margin_us=3.0,
         levels=(0, 4_096, 8_192, 16_384),
     ),
+    # A cost may need both: a cache and a large batch.
+    "cache_at_32": Axis(
+        units="cached blocks with 32 running requests",
+        per_unit="1,000 cached blocks with 32 running requests",
+        per=1_000,
+        margin_us=3.0,
+        levels=(256, 8_192, 16_384),
+    ),
 }
 
 
@@ -112,6 +122,13 @@ EXPONENTS: dict[Shape, tuple[float, float]] = {
 ALPHA = 0.05
 # All calls of the connector, in place of a method.
 ALL = "connector"
+# CPU time beside the engine's thread, in place of a method.
+BESIDE = ("threads", "processes")
+# A step is slow if the connector takes so much more than in half of the hold's steps.
+SLOW_US = 1_000.0
+# Probability of an error in the test of slow steps.
+SLOW_ALPHA = 0.001
+RARE: Literal["rare"] = "rare"
 
 
 @dataclass(frozen=True)
@@ -120,7 +137,8 @@ class Growth:
 
     `last` is the level's cost at the end, and `slope` in us per step and `Axis.per`.
     `shape` and `exponent` are None unless the slope is above the margin, and the shape
-    if it is not known. `passes` is how many they are known from.
+    if it is not known; RARE if only the number of slow steps grows. `passes` is how
+    many they are known from.
     """
 
     levels: list[int]
@@ -128,7 +146,7 @@ class Growth:
     last: Estimate
     slope: Estimate
     verdict: Verdict
-    shape: Shape | None
+    shape: Shape | Literal["rare"] | None
     exponent: Estimate | None
     passes: int
 
@@ -137,7 +155,7 @@ class Growth:
         """The verdict, and how it grows."""
         if self.verdict != "grows":
             return self.verdict
-        if self.exponent is None:
+        if self.exponent is None and self.shape is None:
             return "grows, not in a line"
         return f"grows, {self.shape or 'shape not known'}"
 
@@ -156,21 +174,31 @@ def growth(cell: CellRecord, axis: str, time: str) -> Growth | None:
     x = np.array(cell.levels[axis]) / AXES[axis].per
     slope = median_of_passes(np.array([np.polyfit(x, one, 1)[0] for one in us]))
     verdict = _against(slope, AXES[axis].margin_us)
-    power = None
+    power: Estimate | None = None
+    shape: Shape | Literal["rare"] | None = None
     if verdict == "grows":
         power = median_of_passes(np.array([exponent(x, one) for one in us]))
+        shape = _shape(power)
     elif _a_pair_rises(AXES[axis], x, us):
         verdict = "grows"
+    elif time == f"{ALL}_us" and slow_steps_rise(cell, axis):
+        verdict, shape = "grows", RARE
     return Growth(
         levels=cell.levels[axis],
         level_us=[float(one) for one in np.median(us, axis=0)],
         last=median_of_passes(us[:, -1]),
         slope=slope,
         verdict=verdict,
-        shape=None if power is None else _shape(power),
+        shape=shape,
         exponent=power,
         passes=len(us),
     )
+
+
+def slow_steps_rise(cell: CellRecord, axis: str) -> bool:
+    """Return whether higher levels of `axis` certainly have more slow steps."""
+    holds = cell.holds.get(axis)
+    return holds is not None and rises(np.array(holds.slow), SLOW_ALPHA)
 
 
 def whole(cell: CellRecord) -> str:
@@ -182,6 +210,12 @@ def whole(cell: CellRecord) -> str:
 def methods(cell: CellRecord, axis: str) -> list[str]:
     """List the times of single methods of the connector: `worker.get_finished_us`."""
     return [time for time in cell.means_us.get(axis, {}) if "." in time]
+
+
+def times_beside(cell: CellRecord, axis: str) -> list[str]:
+    """List the times of what the connector does beside the engine's thread."""
+    times = [f"{name}_us" for name in BESIDE]
+    return [time for time in times if time in cell.means_us.get(axis, {})]
 
 
 def steepest(cell: CellRecord, axis: str) -> str | None:

@@ -30,7 +30,16 @@ from kvtax.records.run import Verdict
 from kvtax.report.markdown import TIMES
 from kvtax.stats import Estimate
 from kvtax.verdict.aims import OUTCOMES, Aim, Check, Outcome, judge
-from kvtax.verdict.axes import ALL, AXES, Growth, growth, methods, require_axes
+from kvtax.verdict.axes import (
+    ALL,
+    AXES,
+    RARE,
+    Growth,
+    growth,
+    methods,
+    require_axes,
+    times_beside,
+)
 from kvtax.verdict.run_changes import (
     baseline_of,
     change,
@@ -74,7 +83,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AxisLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most that a connector may cost along an axis, by method.
 
-    The method `connector` stands for all calls. `slope_us` is per step and per running
+    The method `connector` stands for all calls; `threads` and `processes` for CPU time
+    beside the engine's thread. `slope_us` is per step and per running
     request, arrival per step, 1,000 cached blocks or 1,000 tokens of context;
     `level_us` is per step at the highest level; `shape` is the fastest growth.
     """
@@ -268,14 +278,14 @@ def check_since(cell: CellRecord, old: CellRecord, since: str) -> list[Check]:
 
     A slope is broken if its whole interval is above the axis' margin and above what
     `old` had on a machine SLOWER. So is a growth without such a slope, as of a cost
-    that rises and falls again, where `old` had none. Axes that are younger than `old`
-    are left out.
+    that rises and falls again, where `old` had none. Axes and times beside the engine's
+    thread that are younger than `old` are left out.
     """
     return [
         check
         for axis in cell.means_us
         if axis in old.levels
-        for method in _methods(cell, axis)
+        for method in _methods(cell, axis, old)
         for check in _than_before(cell, old, axis, method, since)
     ]
 
@@ -304,7 +314,7 @@ def _along(
 
 def _of_shape(found: Growth, at_most: AtMost) -> Outcome:
     shape = "flat" if found.verdict == "flat" else found.shape
-    if shape is None:
+    if shape is None or shape == RARE:
         grows = found.verdict == "grows"
         return "broken" if grows and at_most == "flat" else "undecided"
     return "kept" if SHAPES.index(shape) <= SHAPES.index(at_most) else "broken"
@@ -342,5 +352,11 @@ def _growth(cell: CellRecord, axis: str, method: str) -> Growth:
     raise ConfigError(f"axes.{axis} names {method!r}; the connector has {known}")
 
 
-def _methods(cell: CellRecord, axis: str) -> list[str]:
-    return [ALL, *(time.removesuffix("_us") for time in methods(cell, axis))]
+def _methods(cell: CellRecord, axis: str, old: CellRecord | None = None) -> list[str]:
+    """List what can be limited along `axis`; `old` must have what no method is."""
+    beside = [
+        time
+        for time in times_beside(cell, axis)
+        if old is None or time in times_beside(old, axis)
+    ]
+    return [ALL, *(time.removesuffix("_us") for time in methods(cell, axis) + beside)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvtax.records.observatory_cell import CellRecord
+from kvtax.records.observatory_cell import AxisHolds, CellRecord
 from kvtax.verdict.axes import AXES
 
 PASSES = 9
@@ -19,6 +19,12 @@ PROVENANCE = {
 }
 
 Cost = Callable[[float], float]
+
+
+def slow_at(*levels: int, axis: str = "cache") -> AxisHolds:
+    """Holds of `axis` with one slow step at each of these levels, in each pass."""
+    slow = [int(level in levels) for level in AXES[axis].levels]
+    return AxisHolds(steps=150, slow=[list(slow) for _ in range(PASSES)])
 
 
 def made(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvtax.axes import gate
@@ -13,9 +14,9 @@ from kvtax.cli import main
 from kvtax.config import ConfigError
 from kvtax.records.files import read_document, write_document
 from kvtax.records.observatory_cell import CellRecord
-from kvtax.verdict.axes import AXES
+from kvtax.verdict.axes import AXES, growth
 from kvtax.verdict.limits import check_cell, check_since, read_limits
-from tests.axes.cells import META, made
+from tests.axes.cells import META, made, slow_at
 from tests.verdict.test_axes import curve
 
 METHOD = META.removesuffix("_us")
@@ -154,6 +155,76 @@ def test_growth_since_another_release_names_that_release(gated, tmp_path, capsys
     write_document(tmp_path / "old.json", old)
     assert main(["gate", "mine:mine", "--since", "old.json"]) == 1
     assert "since 2026-11-22 on vLLM 0.30.0" in capsys.readouterr().out
+
+
+def test_without_limits_nothing_is_passed(gated, capsys):
+    assert main(["gate", "mine:mine"]) == 0
+    said = capsys.readouterr().out
+    assert "no limits given" in said and "passed" not in said
+
+
+def test_the_margin_of_each_axis_stands_beside_its_slope():
+    # 3.45 us per 1,000 tokens of a prompt are flat, as the margin is 6.
+    cell = made(prompt=lambda tokens: 10 + 3.45 * tokens / 1_000)
+    result = gate.GateResult(cell, [])
+    for text in (gate.markdown(result), gate.summary(result)):
+        for along in AXES.values():
+            assert f"| {along.margin_us:g} per {along.per_unit} |" in text
+        rows = [line for line in text.splitlines() if "| +3.4" in line]
+        assert rows and all("| flat |" in row for row in rows)
+
+
+def test_more_slow_steps_at_higher_levels_are_growth_that_no_mean_shows():
+    cell = made()
+    cell.holds["cache"] = slow_at(12_288, 16_384)
+    found = growth(cell, "cache", "connector_us")
+    assert (found.words, found.exponent) == ("grows, rare", None)
+    assert growth(cell, "cache", META).verdict == "flat"
+    said = gate.markdown(gate.GateResult(cell, []))
+    assert "12,288: 9, 16,384: 9 | 1,350 | **grows** |" in said
+    assert [c.what for c in check_since(cell, made(), "abc") if c.fails] == [
+        "growth of connector along cache, since abc"
+    ]
+
+
+def test_as_many_slow_steps_at_every_level_are_counted_and_are_no_growth():
+    cell = made()
+    cell.holds["cache"] = slow_at(*AXES["cache"].levels)
+    assert growth(cell, "cache", "connector_us").verdict == "flat"
+    assert "256: 9, 4,096: 9" in gate.markdown(gate.GateResult(cell, []))
+
+
+def test_a_flat_shape_is_broken_by_rare_steps_and_a_linear_one_is_not_decided(limits):
+    cell = made()
+    cell.holds["cache"] = slow_at(16_384)
+    flat = limits('[axes.cache]\nshape = { connector = "flat" }\n')
+    linear = limits('[axes.cache]\nshape = { connector = "linear" }\n')
+    assert outcomes(cell, flat) == ["broken"]
+    assert outcomes(cell, linear) == ["undecided"]
+
+
+def beside(threads: float, processes: float) -> CellRecord:
+    """A cell with CPU time beside the engine, of so many us at the last level."""
+    cell = made()
+    for times in cell.means_us.values():
+        levels = np.linspace(0, 1, len(times[META][0]))
+        for name, us in (("threads_us", threads), ("processes_us", processes)):
+            times[name] = [list(us * levels) for _ in times[META]]
+    return cell
+
+
+@pytest.mark.parametrize("name", ["threads", "processes"])
+def test_cpu_time_beside_the_engine_is_limited_and_compared_as_a_method_is(
+    limits, name
+):
+    cell = beside(**{"threads": 0.0, "processes": 0.0, name: 1_000.0})
+    told = limits(f"[axes.cache]\nslope_us = {{ {name} = 3 }}\n")
+    assert outcomes(cell, told) == ["broken"]
+    broken = [c.what for c in check_since(cell, beside(0, 0), "abc") if c.fails]
+    assert f"slope of {name} along cache, since abc" in broken
+    # An older cell that has no such time is no proof that it was less.
+    assert not any(c.fails for c in check_since(cell, made(), "abc"))
+    assert f"| {name} |" in gate.summary(gate.GateResult(cell, []))
 
 
 def test_what_a_sweep_limits_stands_in_the_same_file(limits):

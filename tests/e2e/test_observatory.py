@@ -8,13 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
+from kvtax.axes import cell
+from kvtax.engine import ServerError
+from kvtax.engine.connector import own_connector
+from kvtax.engine.installation import installation
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord
-from kvtax.verdict.axes import growth
+from kvtax.verdict.axes import AXES, growth
+from tests.axes.cells import made
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3_600)]
 
@@ -136,6 +142,89 @@ def test_a_connector_that_does_not_start_is_told_with_its_reason(tmp_path):
     run = gate(tmp_path, "")
     assert run.returncode == 3
     assert "Mine not found in mine" in run.stderr
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory):
+    """Return the passes of tests.e2e.hidden_costs over both axes of the cache."""
+    _, connector = own_connector("tests.e2e.hidden_costs:Hidden", None)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PYTHONPATH", str(REPOSITORY))
+        axes = {name: AXES[name] for name in ("cache", "cache_at_32")}
+        changed.setattr(cell, "AXES", axes)
+        (found,) = cell.run([connector], installation(), tmp_path_factory.mktemp("h"))
+    return msgspec.structs.replace(made(), means_us=found.means_us, holds=found.holds)
+
+
+@pytest.mark.long
+@pytest.mark.serial
+def test_a_cost_that_needs_a_cache_and_a_large_batch_is_seen_with_both(hidden):
+    assert growth(hidden, "cache", META).verdict == "flat"
+    assert growth(hidden, "cache_at_32", META).verdict == "grows"
+
+
+@pytest.mark.long
+@pytest.mark.serial
+def test_a_thread_of_any_name_and_a_process_of_the_connector_are_seen(hidden):
+    for time in ("threads_us", "processes_us"):
+        assert growth(hidden, "cache", time).verdict == "grows"
+
+
+@pytest.mark.long
+@pytest.mark.serial
+def test_a_cost_of_one_step_in_200_is_counted_where_it_is(hidden):
+    by_level = [sum(counts) for counts in zip(*hidden.holds["cache"].slow, strict=True)]
+    assert sum(by_level[3:]) >= 8
+    assert growth(hidden, "cache", "connector_us").words == "grows, rare"
+
+
+KEEPS = """
+from connectors.noop import NoopConnector
+
+class Mine(NoopConnector):
+    def request_finished(self, request, block_ids):
+        return True, None
+
+    def request_finished_all_groups(self, request, block_ids):
+        return True, None
+"""
+# Repeats what ExampleConnector does: all that is computed goes to a file.
+STORES = """
+import tempfile
+from connectors.noop import NoopConnector
+
+class Mine(NoopConnector):
+    def build_connector_meta(self, scheduler_output):
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(10_000 * scheduler_output.total_num_scheduled_tokens))
+        return super().build_connector_meta(scheduler_output)
+"""
+
+
+def run_mine(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold the connector of `code` at each level of each axis."""
+    (folder / "mine.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [folder, REPOSITORY])))
+    _, connector = own_connector("mine:Mine", None)
+    cell.run([connector], installation(), folder)
+
+
+@pytest.mark.parametrize("optimised", ["", "1"])
+def test_a_connector_that_never_frees_its_blocks_is_refused_with_that(
+    tmp_path, optimised, monkeypatch
+):
+    monkeypatch.setenv("PYTHONOPTIMIZE", optimised)
+    with pytest.raises(ServerError) as failure:
+        run_mine(tmp_path, KEEPS, monkeypatch)
+    why = cell.reason(str(failure.value))
+    assert why.startswith("ConnectorError: the connector holds the blocks of ")
+    assert "get_finished() did not report them" in why
+
+
+def test_a_connector_that_would_fill_the_disk_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(cell, "MOST_WRITTEN_BYTES", 2**28)
+    with pytest.raises(ServerError, match=r"ConnectorError: the connector wrote 0\.\d"):
+        run_mine(tmp_path, STORES, monkeypatch)
 
 
 @pytest.mark.long

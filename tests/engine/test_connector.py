@@ -52,11 +52,20 @@ def test_it_is_a_config_of_its_class_s_name_that_records_steps():
 
 
 def test_one_of_vllms_own_is_told_by_its_name_alone():
-    _, connector = own_connector("ExampleConnector", None)
+    _, connector = own_connector("NixlConnector", None)
     assert connector.kv_transfer_config == {
-        "kv_connector": "ExampleConnector",
+        "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
     }
+
+
+def test_the_example_writes_into_the_runs_folder_unless_it_is_given_another():
+    _, connector = own_connector("ExampleConnector", None)
+    extra = (connector.kv_transfer_config or {})["kv_connector_extra_config"]
+    assert extra == {"shared_storage_path": "@FOLDER@/kv"}
+    given = {"kv_connector_extra_config": {"shared_storage_path": "/data"}}
+    _, connector = own_connector("ExampleConnector", json.dumps(given))
+    assert (connector.kv_transfer_config or {}).items() >= given.items()
 
 
 def children(*connectors: dict) -> str:

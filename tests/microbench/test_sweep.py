@@ -226,7 +226,7 @@ def test_a_second_sweep_on_the_same_machine_is_refused(tmp_path, monkeypatch, ca
     name = f"\0kvtax-test-{os.getpid()}"
     monkeypatch.setattr(machine_lock_module, "MEASUREMENT", name)
     with machine_lock():
-        assert main(["sweep", "--out", str(tmp_path / "run")]) == Exit.NOT_MEASURED
+        assert main(["sweep", "--out", str(tmp_path / "run")]) == Exit.BUSY
     assert "another sweep or experiment is running" in capsys.readouterr().err
 
 
