@@ -10,13 +10,12 @@ median or a mean without the slowest steps: their intervals are Student's t.
 A result is an `Estimate`, a value with its 95 % interval; a `Distribution` has the
 draws as well, so that it can be subtracted and divided. Where to find which:
 
-distribution: `Distribution`, `f_quantile`, `t_quantile`
+distribution: `Distribution`, `f_quantile`, `t_quantile`, `rises` (rare events by level)
 resampling: `resample_blocks`, `over_rounds`, `difference`, `ratio`, `added`
 quantiles: `weighted_quantiles`, `median_of_passes` (sign test), `SessionDraws`
     (quantiles over sessions)
 median_slope: `slope_us_per_1k_blocks` (Theil-Sen in |cache|), `batch_held_us`
 held: `fit` (levels of an axis that was held), `growth`, `most_rise_us`
-counts: `rises` (rare events, by level)
 least_squares: `jackknifed_slopes`, `share_explained_by_others`, `line_of_sums`,
     `exponent` (of a power), `regression_slope`, `least_absolute_line`,
     `least_relative_error`

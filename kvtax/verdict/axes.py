@@ -21,8 +21,7 @@ import numpy as np
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.records.run import Verdict
 from kvtax.stats import Estimate
-from kvtax.stats.counts import rises
-from kvtax.stats.distribution import Floats, t_quantile
+from kvtax.stats.distribution import Floats, rises, t_quantile
 from kvtax.stats.held import Shape
 from kvtax.stats.least_squares import exponent
 from kvtax.stats.quantiles import median_of_passes

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from kvtax.axes import cell
+from kvtax.axes.cell import Measured
 from kvtax.engine import ServerError
 from kvtax.engine.connector import own_connector
 from kvtax.engine.installation import installation
@@ -144,15 +145,109 @@ def test_a_connector_that_does_not_start_is_told_with_its_reason(tmp_path):
     assert "Mine not found in mine" in run.stderr
 
 
+def run_mine(folder: Path, code: str, changed: pytest.MonkeyPatch) -> Measured:
+    """Hold the connector of `code` at each level of each axis."""
+    (folder / "mine.py").write_text(code)
+    changed.setenv("PYTHONPATH", os.pathsep.join(map(str, [folder, REPOSITORY])))
+    _, connector = own_connector("mine:Mine", None)
+    (found,) = cell.run([connector], installation(), folder)
+    return found
+
+
+# Costs that no axis shows that is moved alone, or by means of steps alone.
+HIDDEN = """
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from vllm.v1.core.block_pool import BlockPool
+
+from connectors.noop import NoopConnector
+
+# Busy for 0.1 us per cached block, which the parent writes into a file; then asleep.
+HELPER = '''
+import mmap, os, struct, sys, time
+file, parent = open(sys.argv[1], "r+b"), os.getppid()
+pool = mmap.mmap(file.fileno(), 8)
+while os.getppid() == parent:
+    until = time.perf_counter() + 1e-7 * struct.unpack("q", pool[:8])[0]
+    while time.perf_counter() < until:
+        pass
+    time.sleep(0.002)
+'''
+pools: list[BlockPool] = []
+_init = BlockPool.__init__
+
+
+def _noted(self, *args, **kwargs):
+    _init(self, *args, **kwargs)
+    pools.append(self)
+
+
+BlockPool.__init__ = _noted
+
+
+def cached() -> int:
+    return len(pools[-1].cached_block_hash_to_block) if pools else 0
+
+
+def take(us: float) -> None:
+    until_ns = time.thread_time_ns() + us * 1e3
+    while time.thread_time_ns() < until_ns:
+        pass
+
+
+class Mine(NoopConnector):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._calls = 0
+        if "SCHEDULER" in str(args[1] if len(args) > 1 else kwargs["role"]):
+            # As the recorder calls its own.
+            name = "records-engine_step"
+            threading.Thread(target=self._write, name=name, daemon=True).start()
+            self._start_helper()
+
+    def _start_helper(self) -> None:
+        self._file = tempfile.NamedTemporaryFile()
+        self._file.write(bytes(8))
+        self._file.flush()
+        self._blocks = mmap.mmap(self._file.fileno(), 8)
+        subprocess.Popen([sys.executable, "-S", "-c", HELPER, self._file.name])
+
+    def _write(self) -> None:
+        while True:
+            time.sleep(0.003)
+            take(0.03 * cached())
+
+    def build_connector_meta(self, scheduler_output):
+        # 40 us per 1,000 cached blocks if 12 requests or more are scheduled.
+        self._blocks[:8] = cached().to_bytes(8, "little")
+        if len(scheduler_output.num_scheduled_tokens) >= 12:
+            take(0.04 * cached())
+        return super().build_connector_meta(scheduler_output)
+
+    def get_finished(self, finished_req_ids):
+        # 6 ms in one step of 200 with more than half of the blocks cached.
+        self._calls += 1
+        if self._calls % 200 == 0 and cached() > 9_000:
+            take(6_000)
+        return None, None
+"""
+
+
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory):
-    """Return the passes of tests.e2e.hidden_costs over both axes of the cache."""
-    _, connector = own_connector("tests.e2e.hidden_costs:Hidden", None)
+    """Return the passes of HIDDEN over both axes of the cache."""
+    folder = tmp_path_factory.mktemp("hidden")
     with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("PYTHONPATH", str(REPOSITORY))
         axes = {name: AXES[name] for name in ("cache", "cache_at_32")}
         changed.setattr(cell, "AXES", axes)
-        (found,) = cell.run([connector], installation(), tmp_path_factory.mktemp("h"))
+        found = run_mine(folder, HIDDEN, changed)
     return msgspec.structs.replace(made(), means_us=found.means_us, holds=found.holds)
 
 
@@ -199,14 +294,6 @@ class Mine(NoopConnector):
             file.write(bytes(10_000 * scheduler_output.total_num_scheduled_tokens))
         return super().build_connector_meta(scheduler_output)
 """
-
-
-def run_mine(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hold the connector of `code` at each level of each axis."""
-    (folder / "mine.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [folder, REPOSITORY])))
-    _, connector = own_connector("mine:Mine", None)
-    cell.run([connector], installation(), folder)
 
 
 @pytest.mark.parametrize("optimised", ["", "1"])
