@@ -251,18 +251,25 @@ def hidden(tmp_path_factory):
     return msgspec.structs.replace(made(), means_us=found.means_us, holds=found.holds)
 
 
+def rise_us(cell: CellRecord, axis: str, time: str) -> float:
+    """Return by how much the last level of `axis` lies above the first."""
+    found = growth(cell, axis, time)
+    return found.level_us[-1] - found.level_us[0]
+
+
 @pytest.mark.long
 @pytest.mark.serial
 def test_a_cost_that_needs_a_cache_and_a_large_batch_is_seen_with_both(hidden):
-    assert growth(hidden, "cache", META).verdict == "flat"
-    assert growth(hidden, "cache_at_32", META).verdict == "grows"
+    assert rise_us(hidden, "cache", META) < 50
+    # 40 us per 1,000 blocks.
+    assert rise_us(hidden, "cache_at_32", META) > 600
 
 
 @pytest.mark.long
 @pytest.mark.serial
-def test_a_thread_of_any_name_and_a_process_of_the_connector_are_seen(hidden):
-    for time in ("threads_us", "processes_us"):
-        assert growth(hidden, "cache", time).verdict == "grows"
+@pytest.mark.parametrize("time", ["threads_us", "processes_us"])
+def test_a_thread_of_any_name_and_a_process_of_the_connector_are_seen(hidden, time):
+    assert rise_us(hidden, "cache", time) > 50
 
 
 @pytest.mark.long
@@ -270,7 +277,6 @@ def test_a_thread_of_any_name_and_a_process_of_the_connector_are_seen(hidden):
 def test_a_cost_of_one_step_in_200_is_counted_where_it_is(hidden):
     by_level = [sum(counts) for counts in zip(*hidden.holds["cache"].slow, strict=True)]
     assert sum(by_level[3:]) >= 8
-    assert growth(hidden, "cache", "connector_us").words == "grows, rare"
 
 
 KEEPS = """
