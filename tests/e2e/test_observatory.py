@@ -254,6 +254,7 @@ def hidden(tmp_path_factory):
 def rise_us(cell: CellRecord, axis: str, time: str) -> float:
     """Return by how much the last level of `axis` lies above the first."""
     found = growth(cell, axis, time)
+    assert found is not None
     return found.level_us[-1] - found.level_us[0]
 
 
