@@ -35,7 +35,8 @@ from kvtax.engine.server import (
     tail,
 )
 from kvtax.look.discover import discover
-from kvtax.look.instances import read_instance
+from kvtax.look.instance_summary import cost
+from kvtax.look.instances import Instance, read_instance
 from kvtax.paths import REPOSITORY
 from kvtax.proc.loopback import NAMES
 from kvtax.proc.ports import LOOPBACK
@@ -56,6 +57,7 @@ from kvtax.records.steps import (
 )
 from tests.e2e.doors import DOORS, TOKENS, await_written, complete, through, unrecorded
 from tests.harness.tiny import KV_TRANSFER, MAX_TOKENS, tiny_settings, write_checkpoint
+from tests.look.by_line import figures
 from tests.proc.living import gone
 from tests.releases import INSTALLED, under_test
 
@@ -96,6 +98,7 @@ def check_lives(records: Path, count: int, ranks: int) -> int:
         instance = read_instance(each)
         assert not [w for w in instance.warnings if w.kind != "few_steps"]
         steps = instance.steps
+        check_figures(instance, each.path.parent)
         assert steps["worker.get_finished_us"].is_not_null().all()
         assert (steps["model_us"] > 0).all()
         life = each.path.parent
@@ -106,6 +109,18 @@ def check_lives(records: Path, count: int, ranks: int) -> int:
         assert steps["decode_tokens"].sum() == decoded
         requests += len(ended)
     return requests
+
+
+def check_figures(instance: Instance, life: Path) -> None:
+    """What look says of the life is what its lines add up to."""
+    expected, computed = figures(life), cost(instance)
+    assert (computed.steps, computed.worker_steps) == expected[:2]
+    assert computed.step.mean_us == pytest.approx(expected.step_us, rel=1e-4)
+    # What overlaps with the last step is not known.
+    rel = 0.01 + 1 / expected.steps
+    assert computed.connector.share == pytest.approx(expected.share, rel=rel)
+    means_us = {part.name: part.mean_us for part in computed.methods if part.mean_us}
+    assert means_us == pytest.approx(expected.methods_us, rel=1e-3)
 
 
 @pytest.mark.parametrize("starts", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -141,8 +156,9 @@ def test_a_killed_server_that_starts_again_with_more_workers_has_two_lives(
         assert instance.requests.height == REQUESTS
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("tensor", marks=pytest.mark.long), "pipeline"]
+)
 def test_every_worker_of_a_parallel_engine_is_recorded(checkpoint, tmp_path, way):
     parallel = (f"--{way}-parallel-size", "2")
     with serving(tmp_path, checkpoint, *parallel) as server:

@@ -15,6 +15,7 @@ from kvtax.look.discover import discover
 from kvtax.look.instance_summary import Cost, cost, felt, parts_of_requests
 from kvtax.look.instances import read_instances
 from kvtax.records.parts import LONGEST_LINE
+from tests.look.by_line import figures, records
 from tests.look.conftest import main
 from tests.look.made_up_server import Server, served
 
@@ -26,41 +27,18 @@ def cost_of(folder: Path) -> Cost:
     return computed
 
 
-def records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
-
-
-def calls_us(record: dict) -> float:
-    return sum(record["connector_self_us"].values())
-
-
-def share_by_line(folder: Path) -> float:
-    """The connector's share of steps that all ranks recorded, in plain Python."""
-    ranks = [
-        {record["step_id"]: record for record in records(path)}
-        for path in folder.glob("worker_step.r*.jsonl")
-    ]
-    connector_us = step_us = 0.0
-    for step in records(folder / "engine_step.jsonl"):
-        if all(step["step_id"] in rank for rank in ranks):
-            workers = [rank[step["step_id"]] for rank in ranks]
-            connector_us += calls_us(step) + sum(map(calls_us, workers))
-            step_us += step["step_us"]
-    return connector_us / step_us
-
-
 @pytest.mark.parametrize("kept", [slice(200, None), slice(None, 200), slice(None)])
 def test_steps_without_a_workers_record_are_in_no_share_of_the_worker(tmp_path, kept):
     server = served(tmp_path / "records")
     server.workers = server.workers[kept]
     computed = cost_of(server.write())
-    assert computed.connector.share == pytest.approx(share_by_line(server.folder))
+    assert computed.connector.share == pytest.approx(figures(server.folder).share)
     (finished,) = [p for p in computed.methods if p.name == "worker.get_finished"]
     assert finished.calls_per_step == 1
     assert finished.mean_us == pytest.approx(
-        sum(map(calls_us, server.workers)) / len(server.workers), rel=1e-5
+        figures(server.folder).methods_us["worker.get_finished"], rel=1e-5
     )
-    scheduled_us = sum(map(calls_us, server.steps)) / len(server.steps)
+    scheduled_us = figures(server.folder).methods_us["scheduler.build_connector_meta"]
     (build,) = [p for p in computed.methods if p.name.endswith("build_connector_meta")]
     assert build.mean_us == pytest.approx(scheduled_us, rel=1e-5)
     assert computed.worker_steps == len(server.workers)
@@ -116,15 +94,17 @@ def test_calls_between_two_steps_are_in_no_share(tmp_path):
     assert after.between_us == {"scheduler.request_finished": pytest.approx(50_000)}
 
 
-def of_ranks(folder: Path, kind: str) -> Path:
+def of_ranks(server: Server, kind: str) -> Path:
     """Two workers: ranks of a tensor group, stages that name it, or that take turns."""
-    server = served(folder)
-    path = server.write() / "worker_step.r0.jsonl"
+    folder = server.write()
+    path = folder / "worker_step.r0.jsonl"
     header, *lines = map(json.loads, path.read_text().splitlines())
     for rank in range(2):
         workers = []
         for line in lines:
             us = line["execute_model_us"] / 2
+            if kind == "ranks":  # they are the slowest in turns
+                us *= 1 + 0.01 * ((line["step_id"] + rank) % 2)
             finished_us = line["connector_self_us"]["get_finished"] / (rank + 2)
             moved_us = rank * us if kind == "in turns" else 0
             workers.append(
@@ -143,9 +123,10 @@ def of_ranks(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["stages", "in turns"])
 def test_stages_of_a_pipeline_add_up(tmp_path, kind):
-    folder = of_ranks(tmp_path / "records", kind)
+    folder = of_ranks(served(tmp_path / "records"), kind)
     computed = cost_of(folder)
-    assert computed.connector.share == pytest.approx(share_by_line(folder))
+    expected = figures(folder, is_pipeline=True)
+    assert computed.connector.share == pytest.approx(expected.share)
     # A stage that waited for the one before counts the wait once.
     whole = cost_of(served(tmp_path / "one").write())
     model_us = sum(part.mean_us for part in computed.parts if part.name == "model")
@@ -156,11 +137,62 @@ def test_stages_of_a_pipeline_add_up(tmp_path, kind):
 
 
 def test_ranks_of_a_tensor_group_do_not_add_up(tmp_path):
-    folder = of_ranks(tmp_path / "records", "ranks")
+    folder = of_ranks(served(tmp_path / "records"), "ranks")
     (path, other) = sorted(folder.glob("worker_step.*"))
     (finished,) = [p for p in cost_of(folder).methods if "worker" in p.name]
-    means_us = [sum(map(calls_us, records(p))) / 400 for p in (path, other)]
+    means_us = [
+        sum(line["calls_us"]["get_finished"] for line in records(p)) / 400
+        for p in (path, other)
+    ]
     assert min(means_us) * 0.999 <= finished.mean_us <= max(means_us) * 1.001
+
+
+def half_overlapping(server: Server) -> None:
+    """Begin each step in the middle of the one before, as asynchronous scheduling."""
+    now_ns = server.steps[0]["t_ns"]
+    for step, worker in zip(server.steps, server.workers, strict=True):
+        worker["t_ns"] += now_ns - step["t_ns"]
+        step["t_ns"] = now_ns
+        now_ns += round(step["step_us"] * 500)
+
+
+@pytest.mark.parametrize("workers", ["one", "ranks", "stages", "two engines"])
+@pytest.mark.parametrize("kept", [slice(200, None), slice(None, 200), slice(None)])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_figures_are_those_of_a_sum_over_the_lines(tmp_path, workers, kept, is_async):
+    """Whatever is missing, overlaps, or was called before the first step."""
+    folder = tmp_path / "records"
+    for seed in range(2 if workers == "two engines" else 1):
+        server = served(folder / f"life{seed}", seed=seed)
+        server.header["life"] = f"life{seed}"
+        server.requests = []
+        if is_async:
+            half_overlapping(server)
+        server.workers = server.workers[kept]
+        for of, name in (
+            (server.steps, HANDSHAKE),
+            (server.workers, "register_kv_caches"),
+        ):
+            of[0]["connector_self_us"] |= {name: 90_000.0}
+            of[0]["connector_calls"] |= {name: 1}
+        if workers in ("ranks", "stages"):
+            of_ranks(server, workers)
+        else:
+            server.write()
+    instances, _ = read_instances(folder)
+    assert len(instances) == seed + 1
+    for instance in instances:
+        expected, computed = figures(folder / instance.name), cost(instance)
+        assert computed.steps == expected.steps
+        assert computed.worker_steps == expected.worker_steps
+        assert computed.step.mean_us == pytest.approx(expected.step_us, rel=1e-5)
+        # What overlaps at the two ends of a recording is not known.
+        assert computed.connector.share == pytest.approx(expected.share, rel=0.01)
+        means_us = {
+            part.name: part.mean_us for part in computed.methods if part.mean_us
+        }
+        assert means_us == pytest.approx(expected.methods_us, rel=1e-4)
+        assert f"scheduler.{HANDSHAKE}" in computed.at_start_us
 
 
 def test_a_life_that_was_copied_counts_once(tmp_path, capsys):
