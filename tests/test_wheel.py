@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -56,7 +58,13 @@ def environment(request, wheel, tmp_path_factory) -> Path:
 
 
 def interpreter(version: str) -> str:
-    """A path of this Python where pyenv has one, else its version for uv to find."""
+    """The system's Python of this version, which is the oldest, or pyenv's.
+
+    Else the version, for uv to find.
+    """
+    system = Path(f"/usr/bin/python{version}")
+    if system.exists():
+        return str(system)
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     return next(map(str, versions.glob(f"{version}.*/bin/python{version}")), version)
 
@@ -104,6 +112,29 @@ def test_look_gives_the_figures_that_the_checkout_gives(kvtax, tmp_path):
         for shown in (alone, here)
     ]
     assert without_paths[0] == without_paths[1]
+
+
+def test_the_demo_answers(kvtax):
+    shown = kvtax("demo")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "Remedy" in shown.stdout and "look.html" in shown.stdout
+
+
+def test_the_paste_of_the_readme_ends_with_an_answer(tmp_path):
+    """Line by line as it is printed, in a shell of a user who has nothing."""
+    readme = (REPOSITORY / "README.md").read_text()
+    paste = re.search(r"(?:^    .+\n)+", readme, re.MULTILINE)[0]
+    script = textwrap.dedent(paste).replace("REPOSITORY", str(REPOSITORY))
+    kept = {"PATH", "PIP_CONFIG_FILE", "PIP_INDEX_URL", "SSL_CERT_FILE"} & {*os.environ}
+    done = subprocess.run(
+        ["bash", "-ec", script],
+        cwd=tmp_path,
+        env={name: os.environ[name] for name in kept} | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Users feel it" in done.stdout
 
 
 def test_compare_reads_the_committed_sweep(kvtax):
