@@ -269,7 +269,7 @@ def write_page(analysis: Analysis, servers: list[Section]) -> str:
         Page(
             title="What a KV connector costs per engine step",
             question=QUESTION,
-            answer=[machine(document), answer(document), model_note(document)],
+            answer=[answer(document), machine(document)],
             warnings=warnings_of(analysis.warnings, document.configs),
             sections=[section for section in sections if section is not None],
             made="Another repeat's moments, or a trace of them: kvtax look "

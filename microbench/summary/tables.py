@@ -203,7 +203,11 @@ def provenance(document: PerConfig) -> Table:
             listed = ", ".join(f"{k} {str(v)[:16]}" for k, v in facts[title].items())
             rows.append([title, listed])
     return Table(
-        title="How this was made", columns=["what", "is"], rows=rows, open=False
+        title="How this was made",
+        note=model_note(document),
+        columns=["what", "is"],
+        rows=rows,
+        open=False,
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -171,7 +170,7 @@ FILES = ("engine_step", "worker_step.r0", "engine_request", "threads")
 # What a header says of one life alone.
 OF_A_LIFE = {"life", "pid", "began_ns", "began_unix_ns"}
 ENGINE_TIMES = ("schedule_us", "update_us", "step_us", "build_meta_us")
-# Medians of servers that take turns are closer than this factor.
+# The fastest steps of two servers are closer than this factor.
 NOISE = 2.0
 NEWEST = releases.tested_releases()[-1]
 RELEASES = [INSTALLED, pytest.param(NEWEST, marks=pytest.mark.long)]
@@ -312,8 +311,9 @@ def test_all_doors_give_the_same_records(served):
         assert other.fields == plugin.fields
         assert other.counts == plugin.counts
         for name, times_us in plugin.times_us.items():
-            medians = [statistics.median(us) for us in (times_us, other.times_us[name])]
-            assert max(medians) < NOISE * min(medians), (name, medians)
+            # A busy machine makes steps slower, and not the fastest one.
+            least = [min(us) for us in (times_us, other.times_us[name])]
+            assert max(least) < NOISE * min(least), (name, least)
 
 
 def test_a_vllm_that_its_users_may_not_write_is_recorded_and_stays_as_it_is(served):

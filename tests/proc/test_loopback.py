@@ -12,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from kvtax_fleet.launch.launched import http_text
-from kvtax_fleet.standin.process import standin
 
 from kvtax.engine.environment import engine_environment
 from kvtax.engine.null_model import CPU_ENGINE
@@ -20,6 +19,7 @@ from kvtax.engine.server import http_ok
 from kvtax.paths import REPOSITORY
 from kvtax.proc.loopback import NAMES, without_proxy
 from kvtax.proc.ports import LOOPBACK, reserve
+from tests.harness.standin.process import standin
 
 VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY")
 LIBRARIES = {

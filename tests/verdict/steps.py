@@ -49,12 +49,13 @@ def hold(
         "prefills": False,
         "t_ns": [round(at_s * 1e9) + step * MS for step in range(steps)],
         "step_id": range(steps),
+        "yardstick_us": None,
     }
     filled = {
         name: [value] * steps if isinstance(value, int | float | None) else value
         for name, value in (given | columns).items()
     }
-    schema = dict.fromkeys((*TIMES, *columns), pl.Float64)
+    schema = dict.fromkeys((*TIMES, "yardstick_us", *columns), pl.Float64)
     schema = {name: kind for name, kind in schema.items() if name.endswith("_us")}
     return pl.DataFrame(filled, schema_overrides=schema | {"cache_blocks": pl.Int64})
 
