@@ -107,6 +107,7 @@ def test_a_sample_has_whole_sessions_in_order_and_says_what_it_is(tmp_path, seed
             "share_prefix": False,
             "chars_per_token": 4.0,
             "tokenizer": None,
+            "time_unit": None,
             "left_out": None,
         },
         "target_requests": 200,
