@@ -39,6 +39,7 @@ import torch.distributed as dist
 from benchmarks.results import Variant, configure_rounds, engines, turns
 from kvtax.engine.connector import load_connector
 from kvtax.engine.engine_process import EngineProcess
+from kvtax.engine.installation import Installation
 from kvtax.engine.releases import on_sources, release, tested_releases
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import LOOPBACK, reserve
@@ -86,14 +87,19 @@ def engine(
     """Start an engine on the sources of a release, with the connector of `config`."""
     patches = [] if config == "pulling" else load_connector(config).patches
     variant = {config: Variant([*patches, *ON_A_CPU], (config,))}
-    with tempfile.TemporaryDirectory() as folder:
-        sources = REPOSITORY / "third_party" / f"vllm-{version}"
-        compiled = release(tested_releases()[-1])
-        installed = on_sources(sources, compiled, Path(folder))
+    with sources_of(version) as installed:
         options = {"installed": installed, "forward_us": forward_us}
         worker = "studies.pending.worker"
         with engines(worker, variant, **options) as processes:
             yield processes[config], processes[config].patch_hashes
+
+
+@contextmanager
+def sources_of(version: str) -> Iterator[Installation]:
+    """Make an installation of a release's sources, on compiled parts of another."""
+    with tempfile.TemporaryDirectory() as folder:
+        sources = REPOSITORY / "third_party" / f"vllm-{version}"
+        yield on_sources(sources, release(tested_releases()[-1]), Path(folder))
 
 
 def grown(part: str, rounds: int) -> tuple[list[Row], dict[str, str]]:
@@ -242,7 +248,8 @@ def run(arguments: argparse.Namespace) -> int:
         rows += of_part
         hashes |= used
     parts = [rows_table(rows, COLUMNS)]
-    return publish("pending", arguments.out, parts, {"rows": rows}, hashes)
+    with sources_of(NEWEST) as newest:
+        return publish("pending", arguments.out, parts, {"rows": rows}, hashes, newest)
 
 
 def figure(result: dict[str, Any]) -> str:
