@@ -170,3 +170,14 @@ def test_the_table_of_the_committed_cells_follows_its_own_schema(tmp_path):
     del document["cells"][0]["points"][0]["host_us"]["value"]
     with pytest.raises(jsonschema.ValidationError, match="value"):
         jsonschema.validate(document, document["json_schema"])
+
+
+@pytest.mark.long
+def test_a_session_on_a_gpu_is_rehearsed_without_one(tmp_path):
+    out = tmp_path / "dry"
+    done = run("studies.gpu.session", "--out", str(out), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    text = (out / "session.md").read_text()
+    for name in ("plain", "mooncake_both_hash_sync", "mooncake_both_fixed", "nixl_both"):
+        assert f"| `{name}` |" in text
+    assert "| 8,000 |" in text
