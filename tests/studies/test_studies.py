@@ -178,6 +178,6 @@ def test_a_session_on_a_gpu_is_rehearsed_without_one(tmp_path):
     done = run("studies.gpu.session", "--out", str(out), "--dry-run")
     assert done.returncode == 0, done.stderr
     text = (out / "session.md").read_text()
-    for name in ("plain", "mooncake_both_hash_sync", "mooncake_both_fixed", "nixl_both"):
+    for name in ("plain", "mooncake_both_hash_sync", "nixl_both"):
         assert f"| `{name}` |" in text
     assert "| 8,000 |" in text
