@@ -23,20 +23,21 @@ from kvtax.records.profile import ProfileRecord
 from kvtax.records.run import Verdict
 from kvtax.report.markdown import DASH, table
 from kvtax.stats.processes import look_level
-from kvtax.steps.trial_steps import NO_THREADS
-from kvtax.verdict.analysis import at_usual_speed
-from kvtax.verdict.holds import held_steps, places
+from kvtax.steps.trial_steps import NO_CPU, PROCESSES
+from kvtax.verdict.holds import held_steps
 from kvtax.verdict.measured import fits_of
 from kvtax.verdict.metrics import MARGIN_US_PER_1K_BLOCKS, METRICS
+from kvtax.verdict.rare import rare_steps
 from kvtax.verdict.trials import LoadedTrial, load_run
-from kvtax.verdict.verdict import judge_all, overall_verdict
+from kvtax.verdict.verdict import judge_all, judge_rare, overall_verdict
 
 POWER = 0.95
 # Columns of kvtax.steps.trial_steps that hold the CPU time of a part.
-IN_STEP = ("overhead_us", "step_us", "thread_cpu_us")
-IN_WORKER = ("connector_us", "worker_calls_us", *IN_STEP)
-IN_SCHEDULER = ("schedule_us", "schedule_cpu_us", "scheduler_cpu_us", *IN_STEP)
+IN_STEP = ("overhead_us", "step_us")
+IN_WORKER = ("connector_us", *IN_STEP)
+# Not a column of the steps: it is added to each hold's CPU time.
 IN_THREAD = ("threads_us",)
+TIMES = ("connector_us", "overhead_us", "step_us")
 # The shape: a cost of 1 in each step, by the share of the blocks that are cached.
 Shape = Callable[[pl.Expr, int], pl.Expr]
 BLOCKS_1K = pl.col("cache_blocks") / 1_000
@@ -110,9 +111,6 @@ COSTS: dict[str, Cost] = {
         margin_us_per_1k_blocks=METRICS["prefill"].margin_us_per_1k_blocks,
     ),
     "a thread of its own": Cost(linear, SLOPES, (IN_THREAD,)),
-    "scheduler, connector's call and thread, so much each": Cost(
-        linear, (1.2,), (IN_SCHEDULER, IN_WORKER, IN_THREAD)
-    ),
     "a call, in one step of 1,000": Cost(rare, (5.0, 20.0, 50.0)),
     "a call, from half of the cache on": Cost(
         from_half, (25.0, 50.0, 100.0, 200.0), per_1k=False
@@ -153,20 +151,25 @@ def add(trial: LoadedTrial, cost: Cost, size: float, seed: int = 0) -> LoadedTri
     share = pl.col("cache_blocks") / trial.facts.num_blocks
     us = size * cost.shape(share, seed + 1_000 * trial.repeat)
     times = Counter(time for part in cost.parts for time in part)
-    grown = trial.steps.with_columns(pl.col(t) + n * us for t, n in times.items())
-    return dataclasses.replace(trial, steps=grown)
+    grown = trial.steps.with_columns((times.pop(t, 0) * us + pl.col(t)) for t in TIMES)
+    if not times or trial.cpu is None:
+        return dataclasses.replace(trial, steps=grown)
+    place = ("repeat", "hold", "level")
+    beside = trial.steps.group_by(place).agg(us.mean().alias("us_per_step"))
+    rows = trial.cpu.filter(pl.col("of") == PROCESSES).drop("us_per_step")
+    thread = rows.join(beside, on=place).with_columns(of=pl.lit("a thread"))
+    cpu = pl.concat([trial.cpu, thread.select(trial.cpu.columns)])
+    return dataclasses.replace(trial, steps=grown, cpu=cpu)
 
 
 def judge(trials: list[LoadedTrial], profile: ProfileRecord) -> Verdict:
     """Judge the config of `trials` as the sweep does."""
     steps = pl.concat([t.steps for t in trials if t.steps is not None], how="diagonal")
-    threads = pl.concat(
-        [NO_THREADS, *(t.threads for t in trials if t.threads is not None)]
-    )
-    held = held_steps(steps, profile.load.ladder.decoders)
-    fits = fits_of(held, places(held, threads))
-    judged = judge_all(fits, look_level(profile.looks))
-    return overall_verdict({name: one.verdict for name, one in judged.items()})
+    cpu = pl.concat([NO_CPU, *(t.cpu for t in trials if t.cpu is not None)])
+    held = held_steps(steps, profile.load.ladder)
+    judged = judge_all(fits_of(held, cpu), look_level(profile.looks))
+    judged |= judge_rare(rare_steps(held))
+    return overall_verdict({name: one.verdict for name, one in judged.items()}, ())
 
 
 Verdicts = dict[str, dict[str, list[Verdict]]]
@@ -245,7 +248,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, publish the result and return the exit code."""
     record, trials = load_run(arguments.run_dir)
     flat = arguments.flat
-    usable = [trial for trial in at_usual_speed(trials) if trial.steps is not None]
+    usable = [trial for trial in trials if trial.steps is not None]
     known = {trial.config for trial in usable if _has_connector(trial)}
     if missing := set(flat) - known:
         raise BadArguments(

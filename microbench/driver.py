@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open-loop load driver: send each request at its scheduled time, one record each.
 
-    python -m microbench.driver URL PLAN OUT
+    python -m microbench.driver URL PLAN OUT SUPERVISOR
 
-PLAN is a JSON file (kvtax.load.plan), OUT a new file of records. Exit codes:
+PLAN is a JSON file (kvtax.load.plan), OUT a new file of records, SUPERVISOR the id of
+the process below which the server is. Exit codes:
   0    every request ok, send lag within its budget
   2    a request failed, or the records could not be written
   3    no request failed, but p99 of the send lag is over its budget: run not valid
@@ -11,7 +12,10 @@ PLAN is a JSON file (kvtax.load.plan), OUT a new file of records. Exit codes:
   64   the plan is wrong or OUT exists; nothing was sent
   130  stopped by SIGINT, 143 by SIGTERM: the rest is recorded as cancelled
 
-Before a hold it resets the prefix cache of the idle server, and verifies the reset.
+The CPU time of the server is read at the edges of each hold.
+
+Where the plan asks for it, the driver resets the prefix cache of the idle server, and
+verifies the reset.
 vLLM resets only when no block is in use, and up to 0.22.1 answers 200 either way. A
 probe prompt is therefore cached first; after the reset it must miss. The probe leaves a
 few blocks in the cache.
@@ -45,7 +49,14 @@ from kvtax.load.plan import (
     read_plan,
     timetables,
 )
-from kvtax.records.requests import DriverEnd, PhaseStart, RequestRecord, RequestsHeader
+from kvtax.records.requests import (
+    DriverEnd,
+    Phase,
+    PhaseStart,
+    RequestRecord,
+    RequestsHeader,
+)
+from microbench.server_cpu import read_cpu
 
 # Four blocks of 128 tokens, the largest default block size, and the one token that
 # is always computed.
@@ -159,10 +170,11 @@ class _Probe:
 FAILED, LATE, NOT_RESET, USAGE, BY_SIGNAL = 2, 3, 4, 64, 128
 
 
-def main(url: str, plan_file: str, out: str) -> int:
+def main(url: str, plan_file: str, out: str, supervisor: str) -> int:
     """Send the requests of the plan; return the exit code."""
     try:
-        return asyncio.run(_drive(Run(url, read_plan(Path(plan_file)), Path(out))))
+        plan = read_plan(Path(plan_file))
+        return asyncio.run(_drive(Run(url, plan, Path(out), int(supervisor))))
     except PlanError as error:
         return _fail(USAGE, str(error))
     except FileExistsError:
@@ -197,7 +209,7 @@ def _fail(status: int, message: str) -> int:
 
 
 # Nanoseconds from the decision to start a phase to its first request.
-LEAD_NS = 50_000_000
+LEAD_NS = 10_000_000
 # Bodies built between two checks for signals.
 BUILD_BATCH = 64
 
@@ -211,10 +223,11 @@ class Run:
 
     ledger: Ledger
 
-    def __init__(self, url: str, plan: Plan, out: Path) -> None:
+    def __init__(self, url: str, plan: Plan, out: Path, supervisor: int) -> None:
         self.url = url.rstrip("/")
         self.plan = plan
         self.out = out
+        self.supervisor = supervisor
         self.stop = Stop()
         self.reset_error: str | None = None
         self.in_flight = 0
@@ -267,7 +280,10 @@ class Run:
                 reset_ns = None
                 if stretch[0].phase.reset_prefix_cache:
                     reset_ns = await reset_prefix_cache(session, self.url, self.plan)
+                await asyncio.sleep(stretch[0].phase.pause_s)
                 await self._send_stretch(client, stretch, reset_ns, ids)
+                if _holds(stretch[-1]):
+                    self.ledger.append(read_cpu(self.supervisor))
 
     async def _send_stretch(
         self,
@@ -280,8 +296,12 @@ class Run:
         start_ns = perf_counter_ns() + LEAD_NS
         with Alarm() as alarm:
             async with asyncio.TaskGroup() as group:
-                for phase, due_ns, length_ns in stretch:
+                for timetable in stretch:
+                    phase, due_ns, length_ns = timetable
                     self.ledger.append(PhaseStart(phase.name, start_ns, reset_ns))
+                    if _holds(timetable):
+                        await alarm.sleep_until(start_ns)
+                        self.ledger.append(read_cpu(self.supervisor))
                     for due in due_ns:
                         record = self._records[id_ := next(ids)]
                         record.intended_ns = start_ns + due
@@ -302,6 +322,10 @@ class Run:
         finally:
             self.in_flight -= 1
             self.ledger.add(record, on_time)
+
+
+def _holds(timetable: Timetable) -> bool:
+    return Phase.of(timetable.phase.name) is Phase.HOLD
 
 
 def _records(plan: Plan) -> Iterator[RequestRecord]:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvtax.config import read_toml
 from kvtax.engine.connector import Connector, load_connector
@@ -20,8 +23,14 @@ from kvtax.records.requests import Phase
 DECODER_TOKENS, ARRIVAL_TOKENS, ANSWER_TOKENS = 16, 12, 2
 # A server beyond the first `repeats` goes up the levels so many times as often.
 FURTHER = 3
+# Few requests fill the cache, and a scheduled prompt is one step.
+FILL_TOKENS = 8_000
 # As fast as the driver can send without falling behind.
-FILL_RPS, DECODERS_RPS = 100.0, 100.0
+FILL_RPS, DECODERS_RPS = 100.0, 1_000.0
+# Before a hold.
+MOST_PAUSE_S = 0.3
+# First word of the seed of a server's holds.
+HOLDS = 3
 
 
 class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -77,11 +86,7 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
             PlannedPhase(Phase.GROWTH.label, growth_requests, load.rate_rps),
             PlannedPhase(Phase.PLATEAU.label, load.plateau_requests, load.rate_rps),
         ]
-        passes = [
-            phase
-            for number in range(self.passes(repeat))
-            for phase in self._pass(number)
-        ]
+        holds = list(self._phases(repeat))
         return Plan(
             model=model,
             seed=repeat,
@@ -91,7 +96,7 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
             arrival=load.arrival,
             lag_budget_ms=load.lag_budget_ms,
             request_timeout_s=load.request_timeout_s,
-            phases=[*growth, *passes] if repeat < self.repeats else passes,
+            phases=[*growth, *holds] if repeat < self.repeats else holds,
         )
 
     def _blocks(self, output_tokens: int) -> int:
@@ -99,54 +104,77 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
         # The last token of a request is sampled but never computed, hence - 1.
         return (self.load.prompt_tokens + output_tokens - 1) // self.block_size
 
-    def _pass(self, number: int) -> list[PlannedPhase]:
-        """Fill the cache to each level in turn, and hold it there."""
+    def _holds(self, repeat: int) -> Iterator[_Hold]:
+        """Yield the holds of all passes of the `repeat`-th server.
+
+        All configs have the same holds. In a random order a level is neither a time nor
+        an age of the cache, and with random pauses no neighbour keeps pace with it.
+        """
         ladder = self.load.ladder
-        phases: list[PlannedPhase] = []
-        held_blocks = ladder.decoders * (
-            (DECODER_TOKENS + ladder.output_tokens - 1) // self.block_size
-        )
-        filled = 0
-        for place, share in enumerate(ladder.levels):
-            more = share * self.num_blocks - filled
+        rng = np.random.default_rng([HOLDS, repeat])
+        many = (0, ladder.stated_level) if ladder.many_decoders else ()
+        for _ in range(self.passes(repeat)):
+            levels = [*range(len(ladder.levels)), rng.integers(len(ladder.levels))]
+            for level in rng.permutation(levels):
+                yield _Hold(int(level), ladder.decoders, rng.uniform(0, MOST_PAUSE_S))
+            for level in rng.permutation(many):
+                yield _Hold(int(level), ladder.many_decoders, 0.0)
+
+    def _phases(self, repeat: int) -> Iterator[PlannedPhase]:
+        """Fill the cache to the level of each hold, and hold it there."""
+        ladder = self.load.ladder
+        blocks_of_prompt = FILL_TOKENS // self.block_size
+        filled = float("inf")
+        for number, hold in enumerate(self._holds(repeat)):
+            share = ladder.levels[hold.level]
+            target = share * self.num_blocks
             if share == 1.0:
                 # Blocks that are counted twice, and what a request holds meanwhile.
-                more += 2 * self._blocks(1)
-            requests = round(more / self._blocks(1))
-            if place == 0:
+                target += 2 * blocks_of_prompt
+            # What holds leave behind is no reason to begin anew.
+            reset = target < filled - blocks_of_prompt
+            filled = 0 if reset else filled
+            requests = max(round((target - filled) / blocks_of_prompt), 0)
+            if reset:
                 # Peers that read find a prompt at every level.
                 requests = max(requests, 1)
-            if requests > 0:
-                phases.append(
-                    PlannedPhase(
-                        Phase.FILL.at(number, place),
-                        requests,
-                        FILL_RPS,
-                        after_answers=True,
-                        output_tokens=1,
-                    )
-                )
-                filled += requests * self._blocks(1)
-            phases += [
-                PlannedPhase(
-                    f"{Phase.FILL.at(number, place)}.decoders",
-                    ladder.decoders,
-                    DECODERS_RPS,
+            place = (number, hold.level, hold.decoders)
+            fill = Phase.FILL.at(*place)
+            if requests:
+                yield PlannedPhase(
+                    fill,
+                    requests,
+                    FILL_RPS,
                     after_answers=True,
-                    prompt_tokens=DECODER_TOKENS,
-                    output_tokens=ladder.output_tokens,
-                ),
-                PlannedPhase(
-                    Phase.HOLD.at(number, place),
-                    ladder.arrivals,
-                    ladder.arrivals_rps,
-                    prompt_tokens=ARRIVAL_TOKENS,
-                    output_tokens=ANSWER_TOKENS,
-                ),
-            ]
-            filled += held_blocks
-        phases[0] = msgspec.structs.replace(phases[0], reset_prefix_cache=True)
-        return phases
+                    reset_prefix_cache=reset,
+                    prompt_tokens=FILL_TOKENS,
+                    output_tokens=1,
+                )
+                filled += requests * blocks_of_prompt
+            yield PlannedPhase(
+                f"{fill}.decoders",
+                hold.decoders,
+                DECODERS_RPS,
+                after_answers=True,
+                pause_s=hold.pause_s,
+                prompt_tokens=DECODER_TOKENS,
+                output_tokens=ladder.output_tokens,
+            )
+            yield PlannedPhase(
+                Phase.HOLD.at(*place),
+                ladder.arrivals,
+                ladder.arrivals_rps,
+                prompt_tokens=ARRIVAL_TOKENS,
+                output_tokens=ANSWER_TOKENS,
+            )
+            blocks_of_decoder = DECODER_TOKENS + ladder.output_tokens - 1
+            filled += hold.decoders * (blocks_of_decoder // self.block_size)
+
+
+class _Hold(NamedTuple):
+    level: int
+    decoders: int
+    pause_s: float
 
 
 def load_profile(name: str) -> Profile:

@@ -33,7 +33,7 @@ from kvtax.records.files import read_document, write_document
 from kvtax.records.profile import ProfileRecord
 from kvtax.records.run import PLAN_FILE, HostRecord, PlanEntry, RunRecord
 from kvtax.run_folder import RunFolderError
-from kvtax.verdict.analysis import analyse, is_set_aside
+from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run
 from kvtax.verdict.warnings import largest_relative_bound
 from microbench.profile import Profile
@@ -181,8 +181,7 @@ def undecided(run_dir: Path, repeats: int) -> list[str]:
     more = {
         name: largest_relative_bound(entry)
         for name, entry in document.configs.items()
-        if entry.verdict == "inconclusive"
-        or (entry.n_repeats < repeats and (entry.n_repeats or is_set_aside(entry)))
+        if entry.verdict == "inconclusive" or 0 < entry.n_repeats < repeats
     }
     return sorted(more, key=lambda name: more[name])
 

@@ -232,6 +232,7 @@ class _Clocks(NamedTuple):
 def _drive(folder: Path, server: Server, sampled: bool) -> None:
     command = [sys.executable, "-m", "microbench.driver", server.url]
     command += [str(folder / "plan.json"), str(folder / "requests.jsonl")]
+    command += [str(server.supervised.supervisor_pid)]
     with contextlib.ExitStack() as stack:
         driver = stack.enter_context(
             Supervised(command, dict(os.environ), folder / "driver.log")

@@ -31,8 +31,9 @@ class PlannedPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     It follows the phase before without pause or, with `after_answers`, once all earlier
     requests are answered: then it does not matter when it begins, and the lag of its
-    requests does not count. `reset_prefix_cache` resets before it. Requests have the
-    plan's shape where the phase does not say another.
+    requests does not count. `reset_prefix_cache` resets before it, and then nothing
+    happens for `pause_s`. Requests have the plan's shape where the phase does not say
+    another.
     """
 
     name: Name
@@ -40,6 +41,7 @@ class PlannedPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rate_rps: Positive
     after_answers: bool = False
     reset_prefix_cache: bool = False
+    pause_s: Annotated[float, Meta(ge=0)] = 0.0
     prompt_tokens: Count | None = None
     output_tokens: Count | None = None
 

@@ -29,13 +29,6 @@ class WindowRecord(msgspec.Struct):
     """Requests until |cache| is that full, by APC."""
 
 
-class NoiseDifference(Estimate, frozen=True, kw_only=True):
-    """Difference of the baseline and its twin."""
-
-    floor: float
-    """Its size: a smaller difference is within noise."""
-
-
 class BaselineDifference(Estimate, frozen=True, kw_only=True):
     """Difference of a config from the baseline."""
 
@@ -61,21 +54,35 @@ class HeldLevels(msgspec.Struct, frozen=True):
     cache_blocks: list[int]
     """|cache| at each level."""
     us: list[float]
-    """The metric there: a median, or a mean without the slowest hundredth of the
-    steps."""
-    mean_us: list[float] | None
-    """The mean over all steps; null for a median."""
+    """The metric there: a mean without the slowest tenth of the steps."""
+    full_adds_us: Estimate
+    """What it is more at the highest level than at the lowest."""
+    most_us: float
+    """For certain (95 %) no level lies above a lower one by more."""
     most_us_per_1k_blocks: float
-    """For certain (95 %) no level lies above a lower one by more than this times the
-    range of |cache|; by `mean_us`, too."""
+    """The same over the range of |cache|."""
     drift_us_per_pass: float
-    """By how much it rises from one pass to the next, whatever the level; by `mean_us`
-    if `shape` is `rare`."""
+    """By how much it rises from one pass to the next, whatever the level."""
+    age_us: float | None
+    """By how much it rises in the longest time since a reset, whatever the level; null
+    where higher levels are always older."""
     shape: str | None
-    """Of one that grows: `linear`, `step`, `only when full`, `saturating`, `curved`,
-    `not monotone`, or `rare` if only the mean over all steps shows it. Of one that
-    drifts, `rare` says the same; of one that is inconclusive, it is what keeps it from
-    flat. `falls` of one that is flat."""
+    """Of one that grows: `linear`, `step`, `only when full`, `saturating`, `curved` or
+    `not monotone`. Of one that drifts, `age` if with the time since a reset. `falls`
+    of one that is flat."""
+
+
+class RareSteps(msgspec.Struct, frozen=True):
+    """Steps in which the connector's calls took long, at each level of |cache|."""
+
+    longer_by_us: float
+    """Than usual in their hold."""
+    steps: list[int]
+    """Steps of the holds."""
+    long: list[int]
+    """Those of them that took longer."""
+    chance: float
+    """Chance that they rise so with |cache| if they have nothing to do with it."""
 
 
 class Addition(msgspec.Struct, frozen=True):
@@ -103,23 +110,28 @@ class NoiseFloor(msgspec.Struct):
 
     pair: tuple[str, str] | None = None
     """The A/A configs; null if the run has no such pair."""
-    slope_us_per_1k_blocks: dict[str, NoiseDifference] | None = None
+    slope_us_per_1k_blocks: dict[str, Estimate] | None = None
     """Difference of the slopes, by metric."""
-    p50_us: dict[str, NoiseDifference] | None = None
+    p50_us: dict[str, Estimate] | None = None
     """Difference of the medians at the stated |cache|, by time."""
 
-    def slope_floor(self, metric: str) -> float:
-        """Return the size of the difference; 0 without a pair."""
-        return _floor(self.slope_us_per_1k_blocks, metric)
+    def slope(self, metric: str) -> float:
+        """Return the size of the difference of the slopes; 0 without a pair."""
+        return _size(self.slope_us_per_1k_blocks, metric)
 
-    def p50_floor(self, metric: str) -> float:
-        """Return the size of the difference; 0 without a pair."""
-        return _floor(self.p50_us, metric)
+    def p50(self, metric: str) -> float:
+        """Return the size of the difference of the medians; 0 without a pair."""
+        return _size(self.p50_us, metric)
+
+    def covers(self, metric: str, difference: Estimate) -> bool:
+        """Return whether a difference of medians may be none, or is the pair's."""
+        low, high = difference.ci95 or (difference.value, difference.value)
+        return low <= 0 <= high or abs(difference.value) <= self.p50(metric)
 
 
-def _floor(differences: dict[str, NoiseDifference] | None, metric: str) -> float:
+def _size(differences: dict[str, Estimate] | None, metric: str) -> float:
     difference = (differences or {}).get(metric)
-    return difference.floor if difference else 0.0
+    return abs(difference.value) if difference else 0.0
 
 
 class ConfigEntry(msgspec.Struct, kw_only=True):
@@ -195,11 +207,15 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     """CPU time by thread of the engine's process."""
     held: dict[str, HeldLevels] = msgspec.field(default_factory=dict)
     """What each metric is at the levels of |cache|."""
+    rare: RareSteps | None = None
+    """Costs in few steps; null without holds."""
     growth_slope_us_per_1k_blocks: Estimate | None = None
     """Slope of the time in `schedule()` while |cache| grows under an open load, without
     what servers differ by."""
     verdict_of: dict[str, Verdict]
     """The verdict on each metric alone, of those that were measured."""
+    not_measured: list[str] = []
+    """Metrics that the run should have measured and has not."""
     verdict: Verdict = "failed"
     """The verdict on the config."""
     error: str | None = None
@@ -233,10 +249,7 @@ class HostEntry(msgspec.Struct):
     servers: int
     """How many servers these are."""
     servers_that_count: int
-    """Those of them that were measured and are not set aside."""
-    times_as_slow: float | None
-    """Median of how many times as slow as usual in this run its servers were, by work
-    in which no connector has a part; null where none had it recorded."""
+    """Those of them that were measured."""
     send_lag_p99_ms: float | None = None
     """How late the load was sent to that one of its servers where it was latest."""
     p50_us: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)

@@ -47,12 +47,13 @@ class EngineSettings(
 
 
 class Ladder(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Levels of |cache| that are held, one after the other."""
+    """Levels of |cache| that are held."""
 
     levels: list[float]
-    """Shares of `num_blocks`; a level of 1 evicts."""
+    """Shares of `num_blocks`, from low to high; a level of 1 evicts."""
     passes: int
-    """How often a server goes up all levels, each time after a reset."""
+    """How often a server holds all levels, each time in another order, one of them
+    twice, with resets before a lower one."""
     decoders: int
     """Requests that decode while a level is held."""
     output_tokens: int
@@ -61,6 +62,9 @@ class Ladder(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Requests that arrive meanwhile, too short to fill a block."""
     arrivals_rps: float
     """How many of these arrive per second."""
+    many_decoders: int = 0
+    """Requests that decode while the lowest and the stated level are held once more in
+    each pass; 0: they are not."""
 
     @property
     def stated_level(self) -> int:

@@ -13,7 +13,7 @@ import hashlib
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -27,7 +27,8 @@ from kvtax.records.steps import FileHeader, Natural, another_life
 class Phase(IntEnum):
     """The cache grows under load, and stays full; then it is filled and held at levels.
 
-    A pass over the levels begins with a reset of the prefix cache.
+    The levels of a pass come in random order; the prefix cache is reset before a lower
+    one.
     """
 
     GROWTH = 0
@@ -40,9 +41,9 @@ class Phase(IntEnum):
         """The name that plans and request records use."""
         return self.name.lower()
 
-    def at(self, number: int, level: int) -> str:
-        """Return the name of the phase at a level of a pass, both from 0."""
-        return f"{self.label}.{number}.{level}"
+    def at(self, number: int, level: int, decoders: int) -> str:
+        """Return the name of the phase of the `number`-th hold, at a level from 0."""
+        return f"{self.label}.{number}.{level}.{decoders}"
 
     @classmethod
     def of(cls, name: str) -> Phase | None:
@@ -51,10 +52,18 @@ class Phase(IntEnum):
         return next((phase for phase in cls if phase.label == label), None)
 
 
-def level_of(name: str) -> int:
-    """Return the level in the name of a phase; 0 if it has none."""
-    _, _, place = name.partition(".")
-    return int(place.split(".")[1]) if "." in place else 0
+class Place(NamedTuple):
+    """Place of a hold: its number, its level, and how many requests decode in it."""
+
+    number: int
+    level: int
+    decoders: int
+
+
+def place_of(name: str) -> Place:
+    """Return the place in the name of a phase; 0 is what it does not say."""
+    numbers = [int(part) for part in name.split(".")[1:] if part.isdecimal()]
+    return Place(*[*numbers, 0, 0, 0][:3])
 
 
 class RequestOutcome(msgspec.Struct, kw_only=True):
@@ -113,11 +122,23 @@ class PhaseStart(msgspec.Struct, omit_defaults=True, tag_field="type", tag="phas
     """Start of a phase."""
 
     name: str
-    """`growth`, `plateau`; `fill.P.L` and `hold.P.L` at level L of pass P."""
+    """`growth`, `plateau`; `fill.N.L.D` and `hold.N.L.D`: the N-th hold, at level L,
+    with D requests that decode."""
     start_ns: int
     """When its first request may be due."""
     reset_ns: int | None = None
     """When `/reset_prefix_cache` answered OK; of the first phase after it only."""
+
+
+class CpuReading(msgspec.Struct, omit_defaults=True, tag_field="type", tag="cpu"):
+    """CPU time of the server's processes; read at the edges of each hold."""
+
+    t_ns: int
+    """When it was read."""
+    ns: int
+    """That of all of them since they began, and of those that ended."""
+    threads: dict[int, int]
+    """That of each living thread that has any, in ns by its id."""
 
 
 class RequestRecord(RequestOutcome, tag_field="type", tag="request"):
@@ -140,25 +161,30 @@ class DriverEnd(Account, kw_only=True, tag_field="type", tag="end"):
     """CPU time of the driver from the first request on."""
 
 
+RequestsLine = PhaseStart | CpuReading | RequestRecord | DriverEnd
+
+
 @dataclass(frozen=True)
 class Requests:
     """The content of one requests.jsonl."""
 
     scheduled: int
     phases: list[PhaseStart]
+    cpu: list[CpuReading]
     requests: list[RequestRecord]
     end: DriverEnd | None
     torn_lines: int
 
 
 def read_requests(path: Path) -> Requests:
-    """Phases, requests and the account of `path`. Raises RecordsError."""
-    lines = read_lines(path, RequestsHeader, PhaseStart | RequestRecord | DriverEnd)
+    """Read phases, CPU times, requests and the account. Raises RecordsError."""
+    lines = read_lines(path, RequestsHeader, RequestsLine)
     records = lines.records
     ends = [record for record in records if isinstance(record, DriverEnd)]
     return Requests(
         scheduled=lines.header.scheduled,
         phases=[record for record in records if isinstance(record, PhaseStart)],
+        cpu=[record for record in records if isinstance(record, CpuReading)],
         requests=[record for record in records if isinstance(record, RequestRecord)],
         end=ends[-1] if ends else None,
         torn_lines=lines.torn_lines,

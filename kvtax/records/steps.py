@@ -308,10 +308,10 @@ class ThreadTimes(msgspec.Struct, kw_only=True):
     step_id: Natural
     """The last step that had begun."""
     threads: dict[str, float]
-    """CPU time in us by thread. Python's threads go by their name in `threading`, all
-    others by the kernel's; of equal names each gets `#` and its thread id. `model
-    executor` are all that were there once vLLM had made that, but the main thread, and
-    `ended threads` those that ended since the record before."""
+    """CPU time in us by thread: its name in `threading`, or else the kernel's, `#` and
+    its id. `vllm` or `recorder` stands before the name of one that runs code of these.
+    `model executor` are all that were there once vLLM had made that, but the main
+    thread, and `ended threads` those that ended since the record before."""
 
 
 class DeviceHeader(FileHeader, tag_field="schema", tag="kvtax.device_step/1"):

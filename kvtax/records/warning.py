@@ -201,10 +201,10 @@ class Warn(Enum):
         "no A/A pair: differences have no noise floor",
         "Run the config with the role `baseline` and the one with the role `twin` too.",
     )
-    HIGH_NOISE_FLOOR = (
-        "the A/A pair differs by up to {floor:.1f} us per 1,000 blocks in {metric}: "
-        "smaller slopes are noise",
-        f"Add repeats, or {QUIETER}.",
+    EQUALS_DIFFER = (
+        "{pair} are the same thing, and differ by {apart:.1f} us in the median of "
+        "{metric}: servers of this run cannot be compared",
+        f"Compare no config with another; {QUIETER}.",
     )
     ROLE_TWICE = (
         "{names} have the role {role}: the first counts",

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Levels of a time along an axis that was held at one level after the other.
 
-A hold is one value: the time at one level in one pass of one server. A server goes up
-the levels in each pass and falls back between two of them, so a machine that gets
-slower rises through the passes as well, and a growing cost does not: both are fitted
-at once. How slow the machine was in each hold can be fitted, too. A hold in which
-something disturbed it may be as noisy as others or far noisier: it weighs as much as
-the holds themselves make most likely.
+A hold is one value: the time at one level of one server. The levels come in random
+order, and before a lower one the axis is reset. So neither a machine that gets slower
+nor a cost that rises with the time since the reset looks like a level; both are fitted
+at once with the levels.
 
-    value of a hold = level + server + drift of the server * time + share of slowness
+    value of a hold = level + server + drift of the server * time + rise * age
 
-Intervals are Student's t from what is left over (analysis of covariance).
+Noise is a share of the level: a slow machine makes a long time longer by more us than a
+short one. Intervals are Student's t from what is left over (analysis of covariance).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -37,10 +36,8 @@ LEAST_VARIANCE = 1e-12
 LEAST_SHARE = 0.1
 # Rounds until the levels' sizes are those that they were weighted by.
 ROUNDS = 4
-# A smaller share of the largest singular value is a column that is not known.
-LEAST_SPREAD = 1e-12
-# Noise of a hold is as its disturbance to one of these powers.
-POWERS = (0.0, 1.0, 2.0, 3.0)
+# Ages are told from levels if so much of their variance is not the levels'.
+LEAST_OWN_AGE = 0.1
 # So rarely is a straight line taken for a bend.
 BENT = 0.01
 
@@ -49,17 +46,15 @@ BENT = 0.01
 class Holds:
     """Holds of one config, each an element of arrays (holds,).
 
-    `level` counts from 0 up; `x` is what the axis really was. `slowness` is (holds,
-    works), above 0: how slow the machine was by each of some works, 1 as usual.
-    `disturbance` is how many times as slow as in quiet holds, at least 1.
+    `level` counts from 0 up; `x` is what the axis really was. `time_s` is when it was
+    held, `age_s` the time since the reset.
     """
 
     server: Ints
     level: Ints
     x: Floats
     time_s: Floats
-    slowness: Floats
-    disturbance: Floats
+    age_s: Floats
     values: Floats
 
 
@@ -68,7 +63,8 @@ class Fit:
     """Levels (levels,) of a time in us, `x` of each, and how well they are known.
 
     `covariance` is that of the levels, `drift_us` by how much the time rises in one
-    pass without the axis, `df` what the variance of a hold is known from.
+    pass without the axis, `age_us` by how much in the longest time since a reset, None
+    where age and level are one; `df` is what the variance of a hold is known from.
     """
 
     x: Floats
@@ -77,6 +73,8 @@ class Fit:
     drift_us: float
     drift_error_us: float
     df: int
+    age_us: float | None
+    age_error_us: float
 
     def contrast(self, weights: Floats) -> tuple[float, float]:
         """Return the weighted sum of the levels in us, and its standard error."""
@@ -100,6 +98,11 @@ class Fit:
         """Return the interval of the drift per pass in us; it holds in `level`."""
         reach = self.reach(self.drift_error_us, level)
         return self.drift_us - reach, self.drift_us + reach
+
+    def aging(self, level: float) -> tuple[float, float]:
+        """Return the interval of the rise with age in us; it holds in `level`."""
+        reach = self.reach(self.age_error_us, level)
+        return (self.age_us or 0.0) - reach, (self.age_us or 0.0) + reach
 
     def upper(self, low: int, high: int, level: float) -> float:
         """Return the most by which level `high` may lie above level `low`, in us.
@@ -131,14 +134,14 @@ class Fit:
 
 
 def fit(holds: Holds) -> Fit | None:
-    """Fit the levels; None if they do not rise, or too few holds tell them apart.
-
-    A slow machine makes a long time longer by more us than a short one: slowness and
-    noise are shares of the level, found in a few rounds.
-    """
+    """Fit the levels; None if they do not rise, or too few holds tell them apart."""
     levels, level = np.unique(holds.level, return_inverse=True)
     count = len(levels)
     design = _design(holds, level, count)
+    # Around its mean: the levels are those at the mean age.
+    age_s = holds.age_s - holds.age_s.mean()
+    if aged := _tells_age(design, age_s):
+        design = np.column_stack([design, age_s])
     rank, others = (int(np.linalg.matrix_rank(d)) for d in (design, design[:, count:]))
     df = len(level) - rank
     # Levels that something else explains as well, such as time in a single pass.
@@ -147,72 +150,59 @@ def fit(holds: Holds) -> Fit | None:
     x = np.array([holds.x[level == n].mean() for n in range(count)])
     if x[-1] <= x[0]:
         return None
-    size = _sizes(holds, design, level)
-    tried = [_solve(holds, design, size, df, power) for power in POWERS]
-    likeliest = max(tried, key=lambda one: one.likelihood)
-    found, covariance = likeliest.factors, likeliest.covariance
+    size = _sizes(holds.values, design, level)
+    factors, covariance = _solve(holds.values, design, size, df)
     servers = len(np.unique(holds.server))
     drifts = list(range(count, count + servers))
     share = np.full(servers, 1 / servers)
     drift_error = np.sqrt(share @ covariance[np.ix_(drifts, drifts)] @ share)
+    oldest_s = float(holds.age_s.max())
     return Fit(
         x=x,
-        level_us=found[:count],
+        level_us=factors[:count],
         covariance=covariance[:count, :count],
-        drift_us=float(share @ found[drifts]),
+        drift_us=float(share @ factors[drifts]),
         drift_error_us=float(drift_error),
         df=df,
+        age_us=oldest_s * float(factors[-1]) if aged else None,
+        age_error_us=oldest_s * float(np.sqrt(covariance[-1, -1])) if aged else 0.0,
     )
 
 
-class _Solved(NamedTuple):
-    factors: Floats
-    covariance: Floats
-    likelihood: float
+def _tells_age(design: Floats, age_s: Floats) -> bool:
+    """Return whether age is something else than what `design` has already."""
+    own = age_s - design @ np.linalg.lstsq(design, age_s, rcond=None)[0]
+    return float(own @ own) > LEAST_OWN_AGE * float(age_s @ age_s)
 
 
-def _sizes(holds: Holds, design: Floats, level: Ints) -> Floats:
+def _sizes(values: Floats, design: Floats, level: Ints) -> Floats:
     """Find the size of each level in a few rounds, and return it for each hold."""
     count = int(level.max()) + 1
     size: Floats = np.ones(count)
     for _ in range(ROUNDS):
-        scaled = _scaled(holds, design, size[level])
-        values = holds.values / size[level]
-        size = np.abs(np.linalg.lstsq(scaled, values, rcond=None)[0][:count])
+        weight = 1 / size[level]
+        solved = np.linalg.lstsq(design * weight[:, None], values * weight, rcond=None)
+        size = np.abs(solved[0][:count])
         size = np.maximum(size, max(LEAST_SHARE * float(size.mean()), LEAST_VARIANCE))
     return size[level]
 
 
-def _scaled(holds: Holds, design: Floats, size: Floats) -> Floats:
-    """Divide all columns but those of slowness, which are shares of the size."""
-    scaled = design / size[:, None]
-    shares = slice(design.shape[1] - holds.slowness.shape[1], None)
-    scaled[:, shares] = design[:, shares]
-    return scaled
-
-
 def _solve(
-    holds: Holds, design: Floats, size: Floats, df: int, power: float
-) -> _Solved:
-    """Fit the factors of `design`, with noise as the disturbance to the `power`.
+    values: Floats, design: Floats, size: Floats, df: int
+) -> tuple[Floats, Floats]:
+    """Fit the factors of `design`, with noise that is a share of `size`.
 
-    The likelihood is the restricted one of normal noise (Patterson, Thompson 1971).
+    Returns the factors and their covariance.
     """
-    noise = holds.disturbance**power
-    weighted = _scaled(holds, design, size) / noise[:, None]
-    values = holds.values / (size * noise)
-    inverse = np.linalg.pinv(weighted)
-    factors = inverse @ values
-    left = values - weighted @ factors
+    inverse = np.linalg.pinv(design / size[:, None])
+    factors = inverse @ (values / size)
+    left = (values - design @ factors) / size
     variance = max(float(left @ left) / df, LEAST_VARIANCE)
-    spread = np.linalg.svd(weighted, compute_uv=False)
-    spread = spread[spread > LEAST_SPREAD * spread[0]]
-    likelihood = -np.log(noise).sum() - np.log(spread).sum() - df * np.log(variance) / 2
-    return _Solved(factors, variance * inverse @ inverse.T, float(likelihood))
+    return factors, variance * inverse @ inverse.T
 
 
 def _design(holds: Holds, level: Ints, count: int) -> Floats:
-    """Columns: levels, drift of each server, servers but the first, slowness."""
+    """Columns: levels, drift of each server, servers but the first."""
     servers = np.unique(holds.server)
     levels = (level[:, None] == np.arange(count)).astype(float)
     drifts, offsets = [], []
@@ -222,15 +212,13 @@ def _design(holds: Holds, level: Ints, count: int) -> Floats:
         drifts.append(since / _pass_s(holds, own))
         # Around the mean of all servers: the levels are means.
         offsets.append(own.astype(float) - (holds.server == servers[0]))
-    slowness = np.log(holds.slowness)
-    slowness = slowness - slowness.mean(axis=0)
-    return np.column_stack([levels, *drifts, *offsets[1:], slowness])
+    return np.column_stack([levels, *drifts, *offsets[1:]])
 
 
 def _pass_s(holds: Holds, own: Floats) -> float:
-    """Return how long a server took for a pass."""
-    first = np.sort(holds.time_s[own & (holds.level == holds.level[own].min())])
-    return float(np.diff(first).mean()) if len(first) > 1 else 1.0
+    """Return how long a server took for a pass: from a level to the same level."""
+    times = np.sort(holds.time_s[own & (holds.level == holds.level[own].min())])
+    return float(np.diff(times).mean()) if len(times) > 1 else 1.0
 
 
 def growth(fit: Fit, margin_us: float, level: float) -> Shape | None:

@@ -4,9 +4,10 @@
 The table has one row for each step that began in a phase; steps before the growth phase
 (the dummy runs of an engine start) belong to none and are left out. Its columns:
 
-- repeat, step_id, t_ns, phase (a number of kvtax.records.requests), cycle (prefix-cache
-  resets before it: in a hold, that is its pass), level (of a hold), batch (requests
-  scheduled), cache_blocks (|cache| at the end of schedule()), tokens (scheduled);
+- repeat, step_id, t_ns, phase (a number of kvtax.records.requests), hold, level and
+  decoders (its place, kvtax.records.requests.Place), age_s (time since the prefix cache
+  was reset), batch (requests scheduled), cache_blocks (|cache| at the end of
+  schedule()), tokens (scheduled);
 - decode_only: requests were scheduled, all of them decodes; prefills: prompt tokens
   were scheduled;
 - the times in us of kvtax.records.steps, the yardstick's among them, and the sums
@@ -17,20 +18,27 @@ The sums:
 - connector_us, overhead_us, worker_calls_us: see kvtax.steps.parts.
 - scheduler_cpu_us: CPU time of the engine's thread in schedule() and in
   update_from_output().
-- threads_us: CPU time per step of the threads of the engine's process that are not
-  vLLM's own (with_threads).
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import polars as pl
 
 from kvtax.records.files import read_lines
-from kvtax.records.requests import Phase, PhaseStart, level_of
+from kvtax.records.requests import (
+    CpuReading,
+    Phase,
+    PhaseStart,
+    Place,
+    Requests,
+    place_of,
+)
 from kvtax.records.steps import WORKER_TIMES, ThreadsHeader, ThreadTimes
 from kvtax.steps.parts import CALLS, method_columns, step_parts
 
@@ -46,15 +54,16 @@ def trial_steps(
     methods = method_columns(recorded)
     calls = [name.removesuffix("_us") + CALLS for name in methods]
     parts = step_parts(methods)
-    phase, cycle, level = _place(phases)
+    spans = phase_spans(phases)
+    phase, place, age_s = _place(spans)
     prefills = pl.col("prefill_tokens") > 0
     whole = pl.col("step_us").is_not_null()
     return recorded.filter(whole, phase < len(Phase)).select(
         pl.lit(repeat, dtype=pl.Int16).alias("repeat"),
         *("step_id", "t_ns"),
         phase.alias("phase"),
-        cycle.alias("cycle"),
-        level.alias("level"),
+        *place,
+        age_s.alias("age_s"),
         pl.col("scheduled").cast(pl.Int16).alias("batch"),
         pl.col("cache_size").alias("cache_blocks"),
         (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),
@@ -67,114 +76,113 @@ def trial_steps(
 
 
 class Span(NamedTuple):
-    """A phase, the resets before it, its level and when it begins."""
+    """A phase, its place, when it begins, and when the cache was last reset by then."""
 
     phase: Phase
-    cycle: int
-    level: int
+    place: Place
     begins_ns: int
+    reset_ns: int
 
 
-def phase_starts(phases: list[PhaseStart]) -> list[Span]:
-    """Find the phases in order; a reset begins a cycle.
+def phase_spans(phases: list[PhaseStart]) -> list[Span]:
+    """Find the phases in order.
 
     A phase after a reset begins at the reset itself: steps before it still see the full
     cache.
     """
-    found, cycle = [], 0
+    found, reset_ns = [], phases[0].start_ns if phases else 0
     for start in phases:
-        cycle += start.reset_ns is not None
+        reset_ns = reset_ns if start.reset_ns is None else start.reset_ns
         phase = Phase.of(start.name)
         if phase is not None:
             begins_ns = start.start_ns if start.reset_ns is None else start.reset_ns
-            level = level_of(start.name)
-            found.append(Span(phase, cycle, level, begins_ns))
+            found.append(Span(phase, place_of(start.name), begins_ns, reset_ns))
     return found
 
 
-def _place(phases: list[PhaseStart]) -> tuple[pl.Expr, pl.Expr, pl.Expr]:
-    """Return phase, cycle and level of a step by when it began.
+def _place(spans: list[Span]) -> tuple[pl.Expr, list[pl.Expr], pl.Expr]:
+    """Return phase, place and age of a step by when it began.
 
     The last phase that began at or before the step; len(Phase) stands for none.
     """
-    phase, zero = pl.lit(len(Phase), pl.UInt8), pl.lit(0, pl.UInt8)
-    cycle, level = zero, zero
-    for span in phase_starts(phases):
+    phase, reset_ns = pl.lit(len(Phase), pl.UInt8), pl.col("t_ns")
+    place = [pl.lit(0, kind) for kind in PLACE.values()]
+    for span in spans:
         since = pl.when(pl.col("t_ns") >= span.begins_ns)
         phase = since.then(pl.lit(int(span.phase), pl.UInt8)).otherwise(phase)
-        cycle = since.then(pl.lit(span.cycle, pl.UInt8)).otherwise(cycle)
-        level = since.then(pl.lit(span.level, pl.UInt8)).otherwise(level)
-    return phase, cycle, level
+        reset_ns = since.then(span.reset_ns).otherwise(reset_ns)
+        place = [
+            since.then(pl.lit(number, kind)).otherwise(before)
+            for number, before, kind in zip(
+                span.place, place, PLACE.values(), strict=True
+            )
+        ]
+    named = [one.alias(name) for one, name in zip(place, PLACE, strict=True)]
+    return phase, named, (pl.col("t_ns") - reset_ns) / 1e9
 
 
-SCHEMA = {
-    "repeat": pl.Int16,
-    "step_id": pl.Int64,
-    "phase": pl.UInt8,
-    "cycle": pl.UInt8,
-    "level": pl.UInt8,
-    "batch": pl.Int16,
-    "cache_blocks": pl.Int32,
-    "steps": pl.Int64,
-    "thread": pl.String,
-    "us": pl.Float64,
-    "us_per_step": pl.Float64,
-}
+PLACE = {"hold": pl.UInt16, "level": pl.UInt8, "decoders": pl.UInt16}
+PROCESSES = "processes"
+CPU_SCHEMA = pl.Schema(
+    {
+        "repeat": pl.Int16,
+        **PLACE,
+        "steps": pl.Int64,
+        "of": pl.String,
+        "us_per_step": pl.Float64,
+    }
+)
+NO_CPU = pl.DataFrame(schema=CPU_SCHEMA)
+# Threads that no connector started: vLLM's own, and the recorder's. Older recorders
+# wrote no thread ids, and only names.
+OWN = r"^MainThread|^model executor$|^vllm |^recorder|\(process_(in|out)put_sockets\)$"
 
 
-# vLLM's own: those that were there before the connector, and those that serve requests
-# and are as busy as these. And our recorder's.
-OWN = r"^MainThread$|^model executor$|\(process_(in|out)put_sockets\)$|^records-"
-NO_THREADS = pl.DataFrame(schema=SCHEMA)
-PLACE = ("phase", "cycle", "level")
+def read_cpu_of_holds(
+    repeat: int, steps: pl.DataFrame, requests: Requests, threads: Path
+) -> pl.DataFrame:
+    """Tabulate the CPU time per engine step of each hold, by what took it.
 
-
-def read_threads(path: Path, steps: pl.DataFrame) -> pl.DataFrame:
-    """Read a row for each sample and thread; empty without the file.
-
-    Threads of equal names count as one: their numbers differ from server to server.
-    `steps` is the trial's table of steps: a sample has the |cache| and the place of its
-    last step. Samples without a step, or across two places, are left out. `batch` is 0.
+    `of` is a thread of the engine's process, by name, that is not vLLM's own, or
+    PROCESSES: all processes of the server. Threads of equal names count as one. Empty
+    where the driver read no CPU time. `threads` is the recorder's file.
     """
-    if not path.is_file() or not steps.height:
-        return NO_THREADS
-    records = read_lines(path, ThreadsHeader, ThreadTimes).records
-    names = sorted({_kind(name) for record in records for name in record.threads})
-    at = dict(
-        zip(
-            steps["step_id"].to_list(),
-            steps.select("repeat", *PLACE, "cache_blocks").iter_rows(),
-            strict=True,
-        )
-    )
+    names = _thread_names(threads)
+    began = steps["t_ns"].to_numpy()
     rows = []
-    for before, record in pairwise(records):
-        made = record.step_id - before.step_id
-        if made <= 0 or record.step_id not in at or before.step_id + 1 not in at:
+    for span, first, last in _readings(requests):
+        count = np.searchsorted(began, [first.t_ns, last.t_ns])
+        made = int(count[1] - count[0])
+        if made < 1:
             continue
-        repeat, *place, blocks = at[record.step_id]
-        if place != list(at[before.step_id + 1][1:-1]):
-            continue
-        spent = dict.fromkeys(names, 0.0)
-        for name, us in record.threads.items():
-            spent[_kind(name)] += us
-        for name, us in spent.items():
-            at_step = (repeat, record.step_id, *place, 0, blocks, made)
-            rows.append((*at_step, name, us, us / made))
-    return pl.DataFrame(rows, schema=SCHEMA, orient="row")
+        spent_ns = {PROCESSES: last.ns - first.ns} | dict.fromkeys(names.values(), 0)
+        for thread, ns in last.threads.items():
+            if thread in names:
+                spent_ns[names[thread]] += ns - first.threads.get(thread, 0)
+        rows += [
+            (repeat, *span.place, made, name, max(ns, 0) / 1e3 / made)
+            for name, ns in spent_ns.items()
+        ]
+    return pl.DataFrame(rows, schema=CPU_SCHEMA, orient="row")
 
 
-def with_threads(steps: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
-    """Add threads_us at the last step of each sample, null elsewhere.
-
-    CPU time per step since the sample before, of all threads but vLLM's own.
-    """
-    others = threads.filter(~pl.col("thread").str.contains(OWN))
-    spent = others.group_by("step_id").agg(
-        pl.col("us_per_step").sum().alias("threads_us")
-    )
-    return steps.join(spent, on="step_id", how="left", maintain_order="left")
+def _readings(requests: Requests) -> Iterator[tuple[Span, CpuReading, CpuReading]]:
+    """Yield each hold with the readings at its edges."""
+    spans = [s for s in phase_spans(requests.phases) if s.phase is Phase.HOLD]
+    for first, last in zip(requests.cpu[::2], requests.cpu[1::2], strict=False):
+        held = [span for span in spans if span.begins_ns <= first.t_ns]
+        if held:
+            yield held[-1], first, last
 
 
-def _kind(name: str) -> str:
-    return name.partition("#")[0]
+def _thread_names(path: Path) -> dict[int, str]:
+    """Read the names of threads that are not vLLM's own, by their ids."""
+    if not path.is_file():
+        return {}
+    named = {}
+    for record in read_lines(path, ThreadsHeader, ThreadTimes).records:
+        for name in record.threads:
+            kind, _, thread = name.rpartition("#")
+            if thread.isdecimal() and not re.search(OWN, kind):
+                named[int(thread)] = kind
+    return named

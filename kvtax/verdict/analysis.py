@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from kvtax.records.per_config import ConfigEntry, HostEntry, PerConfig, WindowRecord
+from kvtax.records.per_config import HostEntry, PerConfig, WindowRecord
 from kvtax.records.run import HostRecord, RunRecord
 from kvtax.records.warning import RunWarning
 from kvtax.stats.processes import look_level
@@ -18,13 +18,18 @@ from kvtax.verdict.entry import (
     compare_with_floor,
     config_entry,
     noise_floor,
+    set_verdicts,
 )
 from kvtax.verdict.latency import requests_to_fill, send_lag_ms
 from kvtax.verdict.levels import Level
 from kvtax.verdict.machine import machine_entry
-from kvtax.verdict.measured import ConfigEstimates, measure_all
+from kvtax.verdict.measured import (
+    Comparison,
+    ConfigEstimates,
+    measure_all,
+    promised_metrics,
+)
 from kvtax.verdict.roles import Roles, roles_of
-from kvtax.verdict.speed import times_usual, too_slow
 from kvtax.verdict.trials import LoadedTrial
 from kvtax.verdict.warnings import (
     config_warnings,
@@ -50,21 +55,26 @@ class Analysis:
 def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> Analysis:
     """Compute the whole per_config.json of a run."""
     by_config: dict[str, list[LoadedTrial]] = {}
-    counted = at_usual_speed(trials)
-    for trial in counted:
+    for trial in trials:
         by_config.setdefault(trial.config, []).append(trial)
     roles = roles_of(run, by_config)
     measured = measure_all(by_config, run.profile)
     at_blocks = stated_cache_blocks(measured)
-    noise = noise_floor(measured, roles)
+    comparison = Comparison(measured)
+    noise = noise_floor(measured, comparison, roles)
     level = look_level(run.profile.looks)
-    entries = {
-        name: config_entry(group, measured.get(name), at_blocks, level)
-        for name, group in by_config.items()
-    }
+    ladder = run.profile.load.ladder
+    reads_cpu = any(one.cpu.height for one in measured.values())
+    entries = {}
+    for name, group in by_config.items():
+        entries[name] = config_entry(group, measured.get(name), at_blocks)
+        if one := measured.get(name):
+            set_verdicts(
+                entries[name], one, level, promised_metrics(one, ladder, reads_cpu)
+            )
     forward_ms = run.profile.forward_us / 1e3
-    compare_with_baseline(entries, measured, roles.baseline, noise, forward_ms)
-    compare_with_floor(entries, measured, roles.floor)
+    compare_with_baseline(entries, comparison, roles.baseline, noise, forward_ms)
+    compare_with_floor(entries, comparison, roles.floor)
     warnings: dict[str | None, list[RunWarning]] = {
         None: run_warnings(run, roles, noise)
     }
@@ -80,31 +90,10 @@ def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> An
         noise_floor=noise,
         warnings=[str(warning) for warning in warnings[None]],
         configs=entries,
-        hosts=host_entries(run.hosts, counted, measured),
+        hosts=host_entries(run.hosts, trials, measured),
         machine=machine_entry(trials, run.hosts),
     )
     return Analysis(document, roles, warnings, measured)
-
-
-def at_usual_speed(trials: list[LoadedTrial]) -> list[LoadedTrial]:
-    """Drop the steps of trials that were made on a much slower machine."""
-    slow = too_slow([trial.control for trial in trials])
-    return [
-        trial if times is None else replace(trial, steps=None, error=_slow(times))
-        for trial, times in zip(trials, slow, strict=True)
-    ]
-
-
-SET_ASIDE = "set aside"
-
-
-def is_set_aside(entry: ConfigEntry) -> bool:
-    """Return whether a trial was left out because the machine was too slow."""
-    return SET_ASIDE in (entry.error or "")
-
-
-def _slow(times: float) -> str:
-    return f"{SET_ASIDE}: the machine was {times:.1f} times as slow as usual"
 
 
 def stated_cache_blocks(measured: Mapping[str, ConfigEstimates]) -> int | None:
@@ -133,22 +122,15 @@ def host_entries(
     """Build an entry per host; None for a run on one machine."""
     if not hosts:
         return None
-    times = times_usual([trial.control for trial in trials])
     found = {}
     for host in hosts:
-        own = [
-            (trial, slow)
-            for trial, slow in zip(trials, times, strict=True)
-            if trial.repeat in host.repeats
-        ]
-        known = [slow for _, slow in own if slow is not None]
+        own = [trial for trial in trials if trial.repeat in host.repeats]
         found[host.host] = HostEntry(
             cpu_model=host.provenance.get("cpu_model"),
             repeats=sorted(host.repeats),
             servers=len(own),
-            servers_that_count=sum(trial.steps is not None for trial, _ in own),
-            times_as_slow=round(float(np.median(known)), 3) if known else None,
-            send_lag_p99_ms=(send_lag_ms([trial for trial, _ in own]) or {}).get("p99"),
+            servers_that_count=sum(trial.steps is not None for trial in own),
+            send_lag_p99_ms=(send_lag_ms(own) or {}).get("p99"),
             p50_us={
                 name: levels
                 for name, one in measured.items()

@@ -3,35 +3,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import polars as pl
 
 from kvtax.records.per_config import (
     BaselineDifference,
     ConfigEntry,
-    NoiseDifference,
     NoiseFloor,
     PartCost,
 )
-from kvtax.records.requests import Phase
 from kvtax.records.run import IdleCost, ReadCounts
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Distribution, rounded
 from kvtax.stats.held import Fit, fit
 from kvtax.steps.parts import CALLS, method_columns
 from kvtax.verdict import latency
-from kvtax.verdict.holds import holds_of
+from kvtax.verdict.holds import holds_of, holds_of_cpu
 from kvtax.verdict.latency import tpot_addition
 from kvtax.verdict.levels import Level
-from kvtax.verdict.measured import ConfigEstimates, slope_of
+from kvtax.verdict.measured import Comparison, ConfigEstimates
 from kvtax.verdict.metrics import JUDGED, LEVELS, Metric, number
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
 from kvtax.verdict.verdict import (
-    RARE,
     held_levels,
     judge_all,
+    judge_rare,
     overall_verdict,
 )
 
@@ -50,12 +48,8 @@ def config_entry(
     trials: list[LoadedTrial],
     measured: ConfigEstimates | None,
     at_cache_blocks: int | None,
-    level: float,
 ) -> ConfigEntry:
-    """Build the entry of the config of `trials`; `measured` is None without steps.
-
-    The verdict holds in `level` of runs.
-    """
+    """Build the entry of the config of `trials`; `measured` is None without steps."""
     entry = ConfigEntry(
         slope_us_per_1k_blocks=dict.fromkeys(JUDGED),
         verdict_of=dict.fromkeys(JUDGED, "failed"),
@@ -79,7 +73,6 @@ def config_entry(
     entry.cache_blocks = cache_reach(measured.steps)
     if measured.level and at_cache_blocks is not None:
         _set_levels(entry, measured.level, at_cache_blocks)
-    _set_verdicts(entry, measured, level)
     set_parts(entry, measured)
     return entry
 
@@ -104,20 +97,26 @@ def _set_levels(entry: ConfigEntry, level: Level, at_cache_blocks: int) -> None:
     entry.attribution_us = level.attribution_us()
 
 
-def _set_verdicts(entry: ConfigEntry, measured: ConfigEstimates, level: float) -> None:
-    """Fill in slopes, levels and the verdicts from them."""
+def set_verdicts(
+    entry: ConfigEntry,
+    measured: ConfigEstimates,
+    level: float,
+    promised: Collection[str],
+) -> None:
+    """Fill in slopes, levels and the verdicts from them, which hold in `level` of runs.
+
+    `promised` are the metrics without which nothing is flat.
+    """
     entry.growth_slope_us_per_1k_blocks = rounded(measured.growth_slopes["schedule"])
-    entry.verdict_of = {}
-    for name, judged in judge_all(measured.fits, level).items():
-        found = measured.fits[name]
-        slope = measured.slopes[name]
-        if judged.shape == RARE and found.mean is not None:
-            # The usual steps do not show it.
-            slope = slope_of(found.mean, level)
-        entry.slope_us_per_1k_blocks[name] = rounded(slope)
-        entry.held[name] = held_levels(found, level, judged)
-        entry.verdict_of[name] = judged.verdict
-    entry.verdict = overall_verdict(entry.verdict_of)
+    judged = judge_all(measured.fits, level)
+    for name, one in judged.items():
+        entry.slope_us_per_1k_blocks[name] = rounded(measured.slopes[name])
+        entry.held[name] = held_levels(measured.fits[name], level, one)
+    entry.rare = measured.rare
+    judged |= judge_rare(measured.rare)
+    entry.verdict_of = {name: one.verdict for name, one in judged.items()}
+    entry.not_measured = sorted(set(promised) - judged.keys())
+    entry.verdict = overall_verdict(entry.verdict_of, promised)
 
 
 def record_counts(trials: list[LoadedTrial]) -> dict[str, int]:
@@ -157,89 +156,66 @@ def pss_mib(trials: list[LoadedTrial]) -> float | None:
     return round(sum(found) / len(found), 1) if found else None
 
 
-def noise_floor(measured: Mapping[str, ConfigEstimates], roles: Roles) -> NoiseFloor:
+def noise_floor(
+    measured: Mapping[str, ConfigEstimates], comparison: Comparison, roles: Roles
+) -> NoiseFloor:
     """Compute the difference of the baseline and its twin, in slope and in level."""
     first = measured.get(roles.baseline or "")
     second = measured.get(roles.twin or "")
     if first is None or second is None:
         return NoiseFloor()
-    slopes = _apart(first.slopes, second.slopes)
-    levels = _apart(first.p50, second.p50)
+    slopes = {
+        metric: _rounded(second.slopes[metric].minus(slope))
+        for metric, slope in first.slopes.items()
+        if metric in second.slopes
+    }
     pair = (first.name, second.name)
+    levels = {
+        metric: found
+        for metric in LEVELS
+        if (found := comparison.difference_us(pair[1], pair[0], metric))
+    }
     return NoiseFloor(pair, slopes or None, levels or None)
 
 
-def _apart(
-    first: Mapping[str, Distribution], second: Mapping[str, Distribution]
-) -> dict[str, NoiseDifference]:
-    """Compute the difference and its size, by metric."""
-    found = {}
-    for metric in (name for name in first if name in second):
-        known = Estimate.of(second[metric].minus(first[metric]), 3)
-        found[metric] = NoiseDifference(known.value, known.ci95, floor=abs(known.value))
-    return found
+def _rounded(found: Distribution) -> Estimate:
+    return Estimate.of(found, 3)
 
 
 def compare_with_baseline(
     entries: Mapping[str, ConfigEntry],
-    measured: Mapping[str, ConfigEstimates],
+    comparison: Comparison,
     baseline: str | None,
     noise: NoiseFloor,
     own_forward_ms: float,
 ) -> None:
     """Fill in `vs_plain` and `tpot_addition` of the other measured configs."""
-    if baseline is None or baseline not in measured:
+    if baseline is None or baseline not in comparison:
         return
-    base = measured[baseline]
-    for name, one in measured.items():
-        if one is not base:
-            entry = entries[name]
-            entry.vs_plain = _differences(one, base, noise) or None
+    for name, entry in entries.items():
+        if name != baseline and name in comparison:
+            entry.vs_plain = {
+                metric: BaselineDifference(
+                    found.value, found.ci95, within_noise=noise.covers(metric, found)
+                )
+                for metric in LEVELS
+                if (found := comparison.difference_us(name, baseline, metric))
+            } or None
             entry.tpot_addition = tpot_addition(
                 entries[baseline], entry, own_forward_ms
             )
 
 
-def _differences(
-    one: ConfigEstimates, base: ConfigEstimates, noise: NoiseFloor
-) -> dict[str, BaselineDifference]:
-    """Compute the difference of p50, by metric, and whether it is within noise."""
-    found = {}
-    for metric in LEVELS:
-        ours, theirs = one.p50.get(metric), base.p50.get(metric)
-        if ours is not None and theirs is not None:
-            difference = ours.minus(theirs)
-            low, high = difference.ci95
-            small = abs(difference.value) <= noise.p50_floor(metric)
-            known = Estimate.of(difference, 3)
-            found[metric] = BaselineDifference(
-                known.value, known.ci95, within_noise=low <= 0 <= high or small
-            )
-    return found
-
-
 def compare_with_floor(
-    entries: Mapping[str, ConfigEntry],
-    measured: Mapping[str, ConfigEstimates],
-    floor: str | None,
+    entries: Mapping[str, ConfigEntry], comparison: Comparison, floor: str | None
 ) -> None:
     """Fill in `vs_noop` of the other measured configs."""
-    if floor is None or floor not in measured:
+    if floor is None or floor not in comparison:
         return
-    base = measured[floor]
-    for name, one in measured.items():
-        if one is not base:
-            entries[name].vs_noop = _ratios(one, base) or None
-
-
-def _ratios(one: ConfigEstimates, base: ConfigEstimates) -> dict[str, Estimate | None]:
-    """Compute the ratio of p50, by metric."""
-    found = {}
-    for metric in LEVELS:
-        ours, theirs = one.p50.get(metric), base.p50.get(metric)
-        if ours is not None and theirs is not None:
-            found[metric] = rounded(ours.over(theirs))
-    return found
+    for name, entry in entries.items():
+        if name != floor and name in comparison:
+            ratios = {m: comparison.ratio(name, floor, m) for m in LEVELS}
+            entry.vs_noop = {m: r for m, r in ratios.items() if r} or None
 
 
 def set_parts(entry: ConfigEntry, one: ConfigEstimates) -> None:
@@ -250,10 +226,9 @@ def set_parts(entry: ConfigEntry, one: ConfigEstimates) -> None:
     entry.methods = {
         name.removesuffix("_us"): _part(one, name) for name in method_columns(held)
     }
-    threads = one.threads.filter(pl.col("phase") == Phase.HOLD)
     entry.threads = {
-        str(name): _thread(one, samples)
-        for (name,), samples in threads.group_by("thread", maintain_order=True)
+        str(name): _thread(one, own)
+        for (name,), own in one.cpu.group_by("of", maintain_order=True)
     }
 
 
@@ -265,17 +240,22 @@ def _part(one: ConfigEstimates, time: str) -> PartCost:
         per_step = round(number(one.held[calls].sum()) / steps, 3)
     return PartCost(
         calls_per_step=per_step,
-        slope_per_1k_blocks=_slope(one.slope_of(time)),
+        slope_per_1k_blocks=_slope(_fit(one, time)),
         us_per_step=round(number(one.held[time].sum()) / steps, 3),
     )
 
 
-def _thread(one: ConfigEstimates, samples: pl.DataFrame) -> PartCost:
-    holds = holds_of(samples, one.at, Metric("us_per_step", "all", "mean", 1))
-    sampled = max(number(samples["steps"].sum()), 1)
+def _fit(one: ConfigEstimates, time: str) -> Fit | None:
+    holds = holds_of(one.held, Metric(time))
+    return None if holds is None else fit(holds)
+
+
+def _thread(one: ConfigEstimates, own: pl.DataFrame) -> PartCost:
+    steps = max(number(own["steps"].sum()), 1)
+    holds = holds_of_cpu(one.held, own, str(own["of"][0]))
     return PartCost(
         slope_per_1k_blocks=_slope(None if holds is None else fit(holds)),
-        us_per_step=round(number(samples["us"].sum()) / sampled, 3),
+        us_per_step=round(number((own["us_per_step"] * own["steps"]).sum()) / steps, 3),
     )
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
+from kvtax.stats.distribution import Floats
 from kvtax.steps.parts import attributed
 from kvtax.steps.trial_steps import STEP_TIMES
 from kvtax.verdict.metrics import number
@@ -45,6 +47,14 @@ class Level:
             name: round(number(values.quantile(q, "higher")), 3)
             for name, q in QUANTILES.items()
         }
+
+    def log_of_servers(self, time: str) -> Floats:
+        """Return the log of each server's median of `time` in us: (servers,)."""
+        of_servers = (
+            self.steps.group_by("repeat").agg(pl.col(time).median()).sort("repeat")
+        )
+        known = of_servers[time].drop_nulls().cast(pl.Float64).to_numpy()
+        return np.asarray(np.log(known[known > 0]), float)
 
     def attribution_us(self) -> dict[str, float | None]:
         """Mean parts of the middle half of the steps, which sum to their step time.

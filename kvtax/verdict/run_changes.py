@@ -79,7 +79,7 @@ def p50_us(document: PerConfig, name: str, metric: str) -> Estimate | None:
     difference = _with_ends(difference)
     if level is None or difference is None:
         return None
-    p50, floor = float(level["p50"]), document.noise_floor.p50_floor(metric)
+    p50, floor = float(level["p50"]), document.noise_floor.p50(metric)
     below = max(floor, difference.value - difference.low)
     above = max(floor, difference.high - difference.value)
     return Estimate(p50, (p50 - below, p50 + above))
@@ -270,7 +270,7 @@ def change(old: PerConfig, new: PerConfig, name: str, metric: str) -> Change:
     times_old = None
     if not machine and not other_window(old, new):
         times_old = _times_old(old, new, name, metric, factor)
-    floor = max(d.noise_floor.slope_floor(metric) for d in (old, new))
+    floor = max(d.noise_floor.slope(metric) for d in (old, new))
     return Change(
         name,
         metric,

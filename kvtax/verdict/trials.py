@@ -14,15 +14,14 @@ from kvtax.records.requests import Phase, Requests, read_requests
 from kvtax.records.run import PLAN_FILE, RunRecord, TrialRecord
 from kvtax.records.steps import STEPS, only_life
 from kvtax.steps.life import whole_steps
-from kvtax.steps.trial_steps import read_threads, trial_steps, with_threads
-from kvtax.verdict.speed import Control, read_control
+from kvtax.steps.trial_steps import read_cpu_of_holds, trial_steps
 
 
 @dataclass(frozen=True)
 class LoadedTrial:
     """One server lifetime. `error` says why it has no `steps`; else it is None.
 
-    `steps` and `threads` are tables of kvtax.steps.trial_steps. A trial
+    `steps` and `cpu` are tables of kvtax.steps.trial_steps. A trial
     whose requests were sent `late` has no steps of growth and plateau, where the load
     is open: only what was held.
     """
@@ -32,8 +31,7 @@ class LoadedTrial:
     error: str | None
     facts: TrialRecord | None  # None if it was never written
     steps: pl.DataFrame | None = None
-    threads: pl.DataFrame | None = None
-    control: Control | None = None
+    cpu: pl.DataFrame | None = None
     requests: Requests | None = None
     engine_steps: int = 0
     worker_steps: int = 0
@@ -80,9 +78,7 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
     recorded = whole_steps(life)
     _require_cache_size(life, recorded.table)
     steps = trial_steps(repeat, recorded.table, requests.phases)
-    threads = read_threads(life / "threads.jsonl", steps)
-    control = read_control(steps, threads)
-    steps = with_threads(steps, threads)
+    cpu = read_cpu_of_holds(repeat, steps, requests, life / "threads.jsonl")
     if requests.end and not requests.end.valid:
         steps = steps.filter(~pl.col("phase").is_in([Phase.GROWTH, Phase.PLATEAU]))
     decode = steps.filter("decode_only")
@@ -92,8 +88,7 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
         error=None,
         facts=facts,
         steps=steps,
-        threads=threads,
-        control=control,
+        cpu=cpu,
         requests=requests,
         engine_steps=recorded.table.height,
         worker_steps=recorded.worker_records,

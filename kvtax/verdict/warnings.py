@@ -13,12 +13,7 @@ from kvtax.records.warning import RunWarning, Warn
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Distribution
 from kvtax.verdict.levels import MAX_STEPS, thin
-from kvtax.verdict.metrics import (
-    ALL_PARTS,
-    MARGIN_US_PER_1K_BLOCKS,
-    PART_METRICS,
-    margin_of,
-)
+from kvtax.verdict.metrics import DECISIVE, MARGIN_US_PER_1K_BLOCKS, margin_of
 from kvtax.verdict.roles import Roles
 
 
@@ -48,13 +43,12 @@ def growth_alone(
 
 
 def open_metrics(entry: ConfigEntry) -> list[str]:
-    """List the parts, or their sum, that are undecided."""
-    parts = [name for name in entry.verdict_of if name in (*PART_METRICS, ALL_PARTS)]
-    return [name for name in parts if entry.verdict_of.get(name) == "inconclusive"]
+    """List the metrics that keep a config from flat, but those not measured."""
+    return [name for name in DECISIVE if entry.verdict_of.get(name) == "inconclusive"]
 
 
 def largest_relative_bound(entry: ConfigEntry) -> float:
-    """Compute the largest bound of an undecided part, as a multiple of its margin.
+    """Compute the largest bound that keeps a config from flat, by its margin.
 
     Of configs without a verdict, the one with the least is measured again first.
     """
@@ -149,7 +143,9 @@ def run_warnings(run: RunRecord, roles: Roles, noise: NoiseFloor) -> list[RunWar
     for role in ("baseline", "twin", "floor"):
         if len(names := roles.named(role)) > 1:
             warnings.append(Warn.ROLE_TWICE(names=", ".join(names), role=role))
-    for metric, slope in (noise.slope_us_per_1k_blocks or {}).items():
-        if slope.floor > MARGIN_US_PER_1K_BLOCKS:
-            warnings.append(Warn.HIGH_NOISE_FLOOR(metric=metric, floor=slope.floor))
+    for metric, apart in (noise.p50_us or {}).items():
+        low, high = apart.ci95 or (0.0, 0.0)
+        if low > 0 or high < 0:
+            pair = " and ".join(noise.pair or ())
+            warnings.append(Warn.EQUALS_DIFFER(pair=pair, metric=metric, apart=apart))
     return warnings

@@ -84,9 +84,9 @@ def _binned(held: pl.DataFrame, width: float) -> pl.DataFrame:
 def held_figure(analysis: Analysis) -> Figure | None:
     """Draw what scheduler and connector take at each held level; None without holds."""
     fits = {
-        name: fits.usual
+        name: found
         for name, measured in analysis.measured.items()
-        if (fits := measured.fits.get(HELD)) is not None
+        if (found := measured.fits.get(HELD)) is not None
     }
     if not fits:
         return None

@@ -8,20 +8,44 @@ from collections import Counter
 from kvtax.records.per_config import ConfigEntry, PerConfig
 from kvtax.report.document import Table, Verdict, Verdicts, Words
 from kvtax.report.markdown import DASH, interval, number, spread
-from kvtax.verdict.metrics import ALL_PARTS, LEVELS, MARGIN_US_PER_1K_BLOCKS
+from kvtax.verdict.metrics import (
+    MARGIN_US_PER_1K_BLOCKS,
+    PROCESSES,
+    RARE,
+    THREADS,
+    TIMED,
+    TIMED_MANY,
+)
 from kvtax.verdict.roles import Roles, outcomes
-from kvtax.verdict.verdict import RARE
 from kvtax.verdict.warnings import open_metrics
 
 PER = "µs per 1,000 cached blocks"
 # Words for one config and for several, most important verdict first.
 SAID = {
     "grows": ("grows with |cache|", "grow with |cache|"),
-    "drifts": ("drifts", "drift"),
-    "inconclusive": ("stays undecided", "stay undecided"),
+    "drifts": ("grows with time, not with |cache|",) * 2,
+    "inconclusive": ("is not known", "are not known"),
     "failed": ("failed", "failed"),
     "flat": ("does not grow", "do not grow"),
 }
+TIMES = (TIMED, TIMED_MANY)
+# What a statement names, in that order.
+STATED = {
+    TIMED: "to what scheduler and connector take of a step",
+    TIMED_MANY: "with many requests",
+    THREADS: "in other threads",
+    "step": "in the whole step",
+    PROCESSES: "in the CPU time of all processes",
+}
+
+
+def short_verdict(entry: ConfigEntry) -> str:
+    """Give the verdict in a word or two: *grows*, *at most X*, *not known*."""
+    if entry.verdict == "flat":
+        most_us = max(entry.held[name].most_us for name in TIMES if name in entry.held)
+        return f"at most {number(most_us)} µs"
+    short = {"inconclusive": "not known", "drifts": "grows with time"}
+    return short.get(entry.verdict, entry.verdict)
 
 
 def verdicts(document: PerConfig) -> Verdicts:
@@ -56,62 +80,44 @@ def answer(document: PerConfig) -> str:
 
 
 def verdict_words(entry: ConfigEntry) -> str:
-    """Describe a config's verdict in a sentence."""
-    said = {
-        "grows": _growth,
-        "flat": _flat,
-        "drifts": lambda _: (
-            "the cost rises from pass to pass but not with the level, so something "
-            "other than |cache| is the cause, such as all that was ever cached"
-        ),
-        "inconclusive": _undecided,
-        "failed": lambda entry: entry.error or "no trial went well",
-    }[entry.verdict](entry)
+    """State in a sentence what a full cache adds to a step, or at most."""
+    if entry.verdict == "failed":
+        return f"{entry.error or 'no trial went well'}."
+    if not entry.held:
+        return "too few holds to know any level."
+    said = f"{_reason(entry)}a full cache adds {_additions(entry)}"
+    if entry.rare and any(entry.rare.long):
+        counts = ", ".join(map(str, entry.rare.long))
+        ms = entry.rare.longer_by_us / 1e3
+        said += f"; steps that took {ms:g} ms longer, by level: {counts}"
     return f"{said}."
 
 
-def _growth(entry: ConfigEntry) -> str:
-    metric = next(m for m, verdict in entry.verdict_of.items() if verdict == "grows")
-    slope = interval(entry.slope_us_per_1k_blocks[metric])
-    text = f"{slope} {PER} in {metric} ({entry.held[metric].shape})"
-    level = entry.level_us(metric) if metric in LEVELS else None
-    if level:
-        text += (
-            f", p50 {number(level['p50'])} µs at {level['at_cache_blocks']:,} blocks"
-        )
-    return text
+def _reason(entry: ConfigEntry) -> str:
+    """Name the metrics that the verdict rests on, where it is not flat."""
+    if entry.not_measured:
+        return f"not measured: {', '.join(entry.not_measured)}; "
+    if entry.verdict == "drifts":
+        return "something else than |cache| goes up, such as all that was ever cached; "
+    if entry.verdict == "inconclusive":
+        return f"undecided in {', '.join(open_metrics(entry))}; "
+    grown = [name for name, of in entry.verdict_of.items() if of == "grows"]
+    if not grown:
+        return ""
+    shapes = [entry.held[name].shape for name in grown if name in entry.held]
+    return f"{', '.join(grown)} ({(shapes or [RARE])[0]}); "
 
 
-def _flat(entry: ConfigEntry) -> str:
-    """State the bounds of the sum of the parts and of the whole step."""
-    bounds = {
-        ALL_PARTS: "in all its parts together",
-        "step_cpu": "in the CPU time of the whole step",
-    }
-    told = [
-        f"{number(entry.held[metric].most_us_per_1k_blocks)} {words}"
-        for metric, words in bounds.items()
-        if metric in entry.held
-    ]
-    most = ", ".join(told) or f"{MARGIN_US_PER_1K_BLOCKS:g}"
-    falls = any(held.shape == "falls" for held in entry.held.values())
-    return f"at most, in {PER}: {most}" + ("; a cost falls with |cache|" * falls)
-
-
-def _undecided(entry: ConfigEntry) -> str:
-    if not entry.held:
-        return "too few holds to know any level"
-    undecided = open_metrics(entry)
-    if not undecided:
-        return "the whole step grows, but none of its parts"
-    told = []
-    for name in undecided:
-        held = entry.held[name]
-        rare = ", by its rare steps" if held.shape == RARE else ""
-        told.append(
-            f"{name} (at most {number(held.most_us_per_1k_blocks)} {PER}{rare})"
-        )
-    return f"undecided in {', '.join(told)}"
+def _additions(entry: ConfigEntry) -> str:
+    """What a full cache adds to each of STATED, where it is certain, or at most."""
+    parts = []
+    for name, where in STATED.items():
+        if (held := entry.held.get(name)) is None:
+            continue
+        grows = entry.verdict_of[name] == "grows"
+        us = interval(held.full_adds_us) if grows else f"at most {number(held.most_us)}"
+        parts.append(f"{us} µs {where}")
+    return ", ".join(parts)
 
 
 def _reasons(entry: ConfigEntry) -> Table | None:
@@ -119,26 +125,30 @@ def _reasons(entry: ConfigEntry) -> Table | None:
     if not entry.held:
         return None
     rows = []
+    levels = max(len(held.us) for held in entry.held.values())
     for metric, held in entry.held.items():
         verdict = entry.verdict_of[metric]
         rows.append(
             [
                 metric,
                 f"{verdict}, {held.shape}" if held.shape else verdict,
-                interval(entry.slope_us_per_1k_blocks[metric], 2),
-                number(held.most_us_per_1k_blocks, 2),
+                interval(held.full_adds_us),
+                number(held.most_us),
                 number(held.drift_us_per_pass, 1),
+                number(held.age_us, 1),
                 *(number(us) for us in held.us),
+                *(DASH for _ in range(levels - len(held.us))),
             ]
         )
-    blocks = next(iter(entry.held.values())).cache_blocks
     return Table(
         title="How the verdict was reached",
-        note="Slope through the levels, and the most that a level can lie above a "
-        f"lower one (95 %), both in {PER}; drift in µs per pass. Grows: some level "
-        "lies above a lower one by more than the margin for certain. Flat: none can.",
-        columns=["metric", "verdict", "slope", "at most", "drift"]
-        + [f"µs at {n:,} blocks" for n in blocks],
+        note="What the highest level takes more than the lowest, and the most that any "
+        "level can lie above a lower one (95 %); drift per pass, and with the time "
+        "since a reset, both in µs. Grows: some level lies above a lower one by more "
+        f"than the margin for certain, {MARGIN_US_PER_1K_BLOCKS:g} {PER}. Flat: none "
+        "can.",
+        columns=["metric", "verdict", "full cache adds", "at most", "drift", "age"]
+        + [f"level {n}, µs" for n in range(levels)],
         rows=rows,
     )
 
@@ -243,5 +253,5 @@ def _metrics_behind(entry: ConfigEntry) -> str:
     return "; ".join(
         f"{metric} {interval(slopes[metric])} {entry.held[metric].shape or ''}".strip()
         for metric, verdict in entry.verdict_of.items()
-        if verdict == entry.verdict != "flat" and slopes[metric]
+        if verdict == entry.verdict != "flat" and slopes.get(metric)
     )

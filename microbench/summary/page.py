@@ -6,10 +6,8 @@ Every number in it is from the document per_config.json.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from kvtax.look.discover import common_clock, discover
@@ -23,6 +21,7 @@ from kvtax.report.document import Cell, Flame, Page, Section, Table, TimeLine
 from kvtax.report.markdown import DASH, TIMES, interval, number, spread, table
 from kvtax.report.render import terminal, warning_list
 from kvtax.verdict.analysis import Analysis
+from kvtax.verdict.metrics import TIMED, TIMED_MANY
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
 from microbench.summary.figures import CURVES, curve_figure, held_figure
@@ -31,6 +30,7 @@ from microbench.summary.growth import (
     expected_verdicts,
     hypothesis,
     level_table,
+    short_verdict,
     verdict_words,
     verdicts,
 )
@@ -92,7 +92,7 @@ def verdict_lines(document: PerConfig) -> str:
         connector = entry.connector
         slope = entry.slope_us_per_1k_blocks.get("schedule")
         us = number(connector.us_per_step if connector else None)
-        rows.append([name, entry.verdict, us, interval(slope)])
+        rows.append([name, short_verdict(entry), us, interval(slope)])
     head = [
         "config",
         "verdict",
@@ -116,7 +116,7 @@ def _verdicts(configs: dict[str, ConfigEntry]) -> str:
     """List the configs by verdict; those that say the same share a line."""
     said: dict[str, list[str]] = {}
     for name, entry in configs.items():
-        words = f"**{entry.verdict}**: {verdict_words(entry)}"
+        words = f"**{short_verdict(entry)}**: {verdict_words(entry)}"
         said.setdefault(words, []).append(f"`{name}`")
     return "\n".join(f"- {', '.join(names)}: {words}" for words, names in said.items())
 
@@ -165,11 +165,13 @@ REPLAY_BLOCKS, FORWARD_MS = 13_000, 7.0
 
 def table_of(document: PerConfig, roles: Roles) -> Table:
     """Tabulate each config, and the study's figures for the same thing below it."""
+    ladder = document.profile.load.ladder
+    few, many = ladder.decoders, ladder.many_decoders
     rows = []
     for name, entry in document.configs.items():
-        rows.append([name, *_ours(entry), entry.verdict])
+        rows.append([name, short_verdict(entry), *_ours(entry, many > 0)])
         if (told := roles.of[name].reference) is not None:
-            rows.append(["its reference (H20)", *_theirs(told), DASH])
+            rows.append(["its reference (H20)", DASH, *_theirs(told, many > 0)])
     at = document.window.at_cache_blocks if document.window else 0
     note = (
         "Rows of this run, and below some of them the reference study's (H5; H20 96 "
@@ -179,32 +181,35 @@ def table_of(document: PerConfig, roles: Roles) -> Table:
         "cached hashes in each step; Mooncake in vLLM 0.18.1 does not. get_finished "
         "is that of a decode-only step without transfers."
     )
-    head = ["config", "slope, µs per 1,000 blocks", "schedule µs p50"]
-    head += ["build_meta µs p50 (share)", "get_finished µs p50/p90/p99", "n", "verdict"]
+    head = ["config", "verdict", f"a full cache adds, µs per step of {few} requests"]
+    head += [f"of {many}"] if many else []
+    head += ["in growth, µs per 1,000 blocks", "schedule µs p50"]
+    head += ["build_meta µs p50 (share)", "get_finished µs p50/p90/p99", "TPOT ms p50"]
     return Table(title="H5: cost per step", note=note, columns=head, rows=rows)
 
 
-def _ours(entry: ConfigEntry) -> list[str]:
-    if entry.verdict == "failed":
-        return [DASH] * 5
+def _ours(entry: ConfigEntry, many: bool) -> list[str]:
     level = entry.schedule_us or {}
+    adds = [entry.held.get(name) for name in (TIMED, *[TIMED_MANY] * many)]
     return [
-        interval(entry.slope_us_per_1k_blocks["schedule"]),
+        *(interval(held.full_adds_us if held else None) for held in adds),
+        interval(entry.growth_slope_us_per_1k_blocks),
         number(level.get("p50")),
         _share((entry.build_meta_us or {}).get("p50"), level.get("p50")),
         spread(entry.get_finished_us),
-        f"{entry.n_window_steps:,}",
+        number((entry.tpot_ms or {}).get("p50"), 3),
     ]
 
 
-def _theirs(told: ReferenceFigures) -> list[str]:
+def _theirs(told: ReferenceFigures, many: bool) -> list[str]:
     finished = told.get_finished_us
     return [
+        *[DASH] * (1 + many),
         f"{told.schedule_slope_us_per_1k_blocks:+.1f}",
         number(told.schedule_p50_us, 0),
         _share(told.build_meta_p50_us, told.schedule_p50_us),
         "/".join(number(us, 0) for us in finished) if finished else DASH,
-        "15,000 to 18,000",
+        DASH,
     ]
 
 
@@ -248,7 +253,7 @@ def write_page(analysis: Analysis, servers: list[Section]) -> str:
     document, roles = analysis.document, analysis.roles
     figures = {name: curve_figure(analysis, name) for name in CURVES}
     sections = [
-        _verdict_second(table_of(document, roles)),
+        table_of(document, roles),
         held_figure(analysis),
         verdicts(document),
         expected_verdicts(document, roles),
@@ -275,19 +280,6 @@ def write_page(analysis: Analysis, servers: list[Section]) -> str:
             made="Another repeat's moments, or a trace of them: kvtax look "
             "RUN_DIR/CONFIG/r1. Every figure: per_config.json.",
         )
-    )
-
-
-def _verdict_second(table: Table) -> Table:
-    """Move the verdict beside the config: a narrow screen shows the first columns."""
-    at = table.columns.index("verdict")
-
-    def moved(row: Sequence[Cell]) -> list[Cell]:
-        return [row[0], row[at], *row[1:at], *row[at + 1 :]]
-
-    columns = [str(name) for name in moved(table.columns)]
-    return msgspec.structs.replace(
-        table, columns=columns, rows=[moved(row) for row in table.rows]
     )
 
 

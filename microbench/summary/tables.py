@@ -13,7 +13,7 @@ from kvtax.report.markdown import DASH, TIMES, interval, number, spread
 from kvtax.stats import Estimate
 from kvtax.steps.parts import ATTRIBUTED
 from kvtax.verdict.aims import Aim, judge
-from kvtax.verdict.metrics import METRICS
+from kvtax.verdict.metrics import JUDGED
 from kvtax.verdict.roles import Roles
 
 
@@ -103,7 +103,7 @@ def noise_floor(document: PerConfig) -> Table | None:
         return None
     baseline, twin = noise.pair
     rows = []
-    for metric in METRICS:
+    for metric in JUDGED:
         slope = (noise.slope_us_per_1k_blocks or {}).get(metric)
         level = (noise.p50_us or {}).get(metric)
         rows.append([metric, interval(slope, 2), interval(level, 2)])
@@ -246,9 +246,8 @@ def warnings_of(
 
 
 NOTE = (
-    "Each host measured all configs in each of its repeats. A server is set aside if "
-    "it was more than 1.5 times as slow as usual in this run, by work in which no "
-    "connector has a part. `schedule()` and step: p50 in µs at the stated |cache|."
+    "Each host measured all configs in each of its repeats. `schedule()` and step: p50 "
+    "in µs at the stated |cache|."
 )
 
 
@@ -257,8 +256,7 @@ def hosts(document: PerConfig, roles: Roles) -> Table | None:
     if not document.hosts:
         return None
     shown = [name for name in (roles.baseline, roles.twin) if name in document.configs]
-    head = ["host", "CPU", "repeats", "servers", "set aside or failed"]
-    head += ["times as slow", "send lag p99, ms"]
+    head = ["host", "CPU", "repeats", "servers", "failed", "send lag p99, ms"]
     head += [f"{name}: {time}" for name in shown for time in ("schedule", "step")]
     rows = [
         [name, *_facts(one), *_levels(one, shown)]
@@ -273,7 +271,6 @@ def _facts(one: HostEntry) -> list[str]:
         ", ".join(map(str, one.repeats)),
         str(one.servers),
         str(one.servers - one.servers_that_count),
-        number(one.times_as_slow, 2),
         number(one.send_lag_p99_ms, 2),
     ]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -101,16 +100,27 @@ def _cpu_ns_of_threads() -> tuple[dict[int, int], int]:
 
 
 def _names(threads: set[int]) -> dict[int, str]:
-    """Return a unique name of each thread id: that in `threading`, or the kernel's."""
-    python = {thread.native_id: thread.name for thread in threading.enumerate()}
+    """Return a name of each thread id, with the id: in `threading`, or the kernel's."""
+    python = {thread.native_id: _name(thread) for thread in threading.enumerate()}
     # In a forked process `threading` has the id of its parent's.
-    python[os.getpid()] = threading.main_thread().name
-    names = {thread: python.get(thread) or _comm(thread) for thread in threads}
-    count = Counter(names.values())
+    python[os.getpid()] = _name(threading.main_thread())
     return {
-        thread: name if count[name] == 1 else f"{name}#{thread}"
-        for thread, name in names.items()
+        thread: f"{python.get(thread) or _comm(thread)}#{thread}" for thread in threads
     }
+
+
+def _name(thread: threading.Thread) -> str:
+    """Return a thread's name, after `vllm` or `recorder` if these have started it.
+
+    By the code that it runs: anybody can give a thread any name.
+    """
+    target = getattr(thread, "_target", None)
+    module = getattr(target, "__module__", None) or type(thread).__module__
+    if module.startswith(__package__ + "."):
+        return f"recorder {thread.name}"
+    if module.startswith("vllm.v1.engine."):
+        return f"vllm {thread.name}"
+    return thread.name
 
 
 def _comm(thread: int) -> str:
