@@ -25,45 +25,46 @@ def made_up(
     passes: int = PASSES,
     drift_us: float = 0.0,
     offsets_us: float = 0.0,
-    slower: float = 1.0,
-    disturbed: float = 1.0,
+    aging_us: float = 0.0,
 ) -> Holds:
-    """Holds of servers whose levels are `level_us`.
+    """Holds of servers whose levels are `level_us`, in random order in each pass.
 
-    The time rises by `drift_us` in each pass, servers are `offsets_us` apart, and in
-    half of the holds the machine takes `slower` times as long, which is known. In a
-    third of them noise is `disturbed` times as large, and the machine known to be slow.
+    The time rises by `drift_us` in each pass and by `aging_us` per second since the
+    reset before a lower level; servers are `offsets_us` apart.
     """
-    levels = len(SHARES)
+    levels, count = len(SHARES), servers * passes * len(SHARES)
     server = np.repeat(np.arange(servers), passes * levels)
     number = np.tile(np.repeat(np.arange(passes), levels), servers)
-    level = np.tile(np.arange(levels), servers * passes)
-    at = number + level / levels
-    # Levels are those of a machine as slow as on average.
-    slowness = slower ** rng.permutation(np.resize([-0.5, 0.5], len(level)))
-    values = 200 + np.asarray(level_us)[level]
-    # Half of the time is as slow as the machine, the rest is not.
-    values = values * (1 + 0.5 * np.log(slowness)) + offsets_us * server
-    values = values + drift_us * at
-    noise = np.where(rng.permutation(len(level)) % 3 == 0, disturbed, 1.0)
+    level = np.concatenate([rng.permutation(levels) for _ in range(servers * passes)])
+    at = number + np.tile(np.arange(levels), servers * passes) / levels
+    age_s = np.zeros(count)
+    for hold in range(1, count):
+        older = level[hold] > level[hold - 1] and server[hold] == server[hold - 1]
+        age_s[hold] = age_s[hold - 1] + 1.0 if older else 0.0
+    values = 200 + np.asarray(level_us)[level] + offsets_us * server
+    # Levels are those at the mean age.
+    values = values + drift_us * at + aging_us * (age_s - age_s.mean())
     return Holds(
         server=server,
         level=level,
         x=BLOCKS_1K * SHARES[level],
         time_s=1_000 + PASS_S * at,
-        slowness=slowness[:, None],
-        disturbance=np.sqrt(noise),
-        values=values + rng.normal(0, sd_us * noise),
+        age_s=age_s,
+        values=values + rng.normal(0, sd_us, count),
     )
 
 
 MACHINES = {
     "steady": {},
     "slower from pass to pass": {"drift_us": 60.0},
-    "of two speeds": {"slower": 1.8},
-    "disturbed in some holds": {"disturbed": 8.0},
+    "slower with the age of the cache": {"aging_us": 40.0},
     "three servers": {"servers": 3, "passes": 2, "offsets_us": 300.0},
-    "all at once": {"servers": 2, "drift_us": -30.0, "slower": 1.5, "offsets_us": 90.0},
+    "all at once": {
+        "servers": 2,
+        "drift_us": -30.0,
+        "aging_us": 20.0,
+        "offsets_us": 90.0,
+    },
 }
 
 
@@ -95,27 +96,19 @@ def test_a_drift_is_stated_per_pass_and_not_taken_for_growth():
     assert most_rise_us(found, 0.95) < MARGIN_US
 
 
-def test_two_speeds_that_are_known_do_not_widen_the_interval():
-    error_us = [
-        fit(made_up(np.random.default_rng(3), **machine)).slope()[1]
-        for machine in ({}, {"slower": 2.0})
-    ]
-    assert error_us[1] < 1.3 * error_us[0]
-    unknown = made_up(np.random.default_rng(3), slower=2.0)
-    unknown = replace(unknown, slowness=np.ones((len(unknown.values), 1)))
-    assert fit(unknown).slope()[1] > 4 * error_us[0]
-
-
-def test_holds_that_are_known_to_be_disturbed_hardly_widen_the_interval():
-    rng = np.random.default_rng(14)
-    quiet, disturbed = (
-        np.mean([fit(made_up(rng, disturbed=n)).slope()[1] for _ in range(40)])
-        for n in (1.0, 8.0)
-    )
-    assert disturbed < 1.4 * quiet
-    unknown = made_up(rng, disturbed=8.0)
-    unknown = replace(unknown, disturbance=np.ones(len(unknown.values)))
-    assert fit(unknown).slope()[1] > 2.5 * quiet
+def test_what_rises_with_the_time_since_a_reset_is_not_taken_for_growth():
+    rng = np.random.default_rng(3)
+    holds = made_up(rng, aging_us=100.0, servers=2)
+    found = fit(holds)
+    oldest_us = 100 * holds.age_s.max()
+    assert found.age_us == pytest.approx(oldest_us, abs=4 * found.age_error_us)
+    least, most = found.aging(0.95)
+    assert least < oldest_us < most
+    assert growth(found, MARGIN_US, 0.95) is None
+    assert most_rise_us(found, 0.95) < MARGIN_US
+    # A level that is always as old tells nothing of age, and all of it looks alike.
+    climbing = replace(holds, age_s=1.0 * holds.level)
+    assert fit(climbing).age_us is None
 
 
 def test_levels_are_means_over_the_servers_whatever_these_differ_by():
@@ -215,7 +208,7 @@ def test_holds_that_are_alike_to_the_last_bit_still_have_an_interval():
 def known_to_1_us(*level_us: float, df: int = 1_000) -> Fit:
     levels = np.array(level_us, float)
     x = np.arange(len(levels), dtype=float)
-    return Fit(x, levels, np.eye(len(levels)), 0.0, 1.0, df)
+    return Fit(x, levels, np.eye(len(levels)), 0.0, 1.0, df, None, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -303,46 +296,38 @@ def test_a_shape_is_named_by_its_jumps(level_us, shape):
     assert growth(known_to_1_us(*level_us), 1.0, 0.95) == shape
 
 
-def table(
-    values, server=0, level=0, time_s=0, slowness=1, disturbance=1, x=None
-) -> Holds:
-    """Holds from columns of equal length; a number stands for a whole column."""
-    columns = [
-        np.broadcast_to(np.asarray(column), len(values)).copy()
-        for column in (server, level, time_s, slowness, disturbance)
-    ]
-    server, level, time_s, slowness, disturbance = columns
-    return Holds(
-        server=server,
-        level=level,
-        x=1.0 * level if x is None else np.asarray(x, float),
-        time_s=1.0 * time_s,
-        slowness=1.0 * slowness[:, None],
-        disturbance=1.0 * disturbance,
-        values=np.asarray(values, float),
-    )
+def table(values, server, level, time_s, age_s) -> Holds:
+    """Holds from columns of equal length."""
+    floats = (np.asarray(column, float) for column in (level, time_s, age_s, values))
+    return Holds(server, level, *floats)
 
 
 SERVER = np.repeat([0, 1], 12)
 NUMBER = np.tile(np.repeat([0, 1, 2, 3], 3), 2)
-LEVEL = np.tile([0, 1, 2], 8)
+LEVEL = np.tile([0, 1, 2, 2, 0, 1, 0, 2, 1, 1, 2, 0], 2)
+AGE_S = np.tile([0, 1, 2, 2, 0, 1, 0, 1, 0, 0, 1, 0], 2)
 # 40 s a pass; the second server begins later.
-TIME_S = 1_000 * SERVER + 40 * NUMBER + 10 * LEVEL
-SLOWNESS = np.tile([1.0, 2.0, 0.5, 1.0, 1.0, 4.0], 4)
+TIME_S = 1_000 * SERVER + 40 * NUMBER + 10 * np.tile([0, 1, 2], 8)
 
 
 def test_what_a_time_is_made_of_is_found_exactly_where_there_is_no_noise():
-    """100, 130 and 200 us; 6 us more in each pass; servers 8 us above and below."""
-    level_us = np.array([100.0, 130.0, 200.0])[LEVEL]
-    log = np.log(SLOWNESS)
-    values = level_us * (1 + 0.3 * (log - log.mean()))
+    """100, 130 and 200 us; 6 us more in each pass; 5 us a second; servers 8 us apart.
+
+    The lowest level comes again after 40 s and 20, 120 s in four passes.
+    """
+    values = np.array([100.0, 130.0, 200.0])[LEVEL]
     since = TIME_S - np.where(SERVER == 0, TIME_S[:12].mean(), TIME_S[12:].mean())
-    values = values + 6 * since / 40 + np.where(SERVER == 0, 8.0, -8.0)
-    found = fit(table(values, SERVER, LEVEL, TIME_S, SLOWNESS))
+    own = LEVEL[:12] == 0
+    pass_s = np.diff(TIME_S[:12][own]).mean()
+    values = values + 6 * since / pass_s + np.where(SERVER == 0, 8.0, -8.0)
+    values = values + 5.0 * (AGE_S - AGE_S.mean())
+    found = fit(table(values, SERVER, LEVEL, TIME_S, AGE_S))
     assert found.level_us == pytest.approx([100, 130, 200], rel=1e-5)
     assert found.drift_us == pytest.approx(6.0, rel=1e-4)
+    # The oldest hold is of 2 s.
+    assert found.age_us == pytest.approx(10.0, rel=1e-4)
     assert found.x.tolist() == [0.0, 1.0, 2.0]
-    # 24 holds less 3 levels, 2 drifts, 1 offset and 1 slowness.
+    # 24 holds less 3 levels, 2 drifts, 1 offset and 1 age.
     assert found.df == 17
     assert found.slope()[0] == pytest.approx(50.0, rel=1e-4)
     assert found.rise(0, 2)[0] == pytest.approx(100.0, rel=1e-4)
