@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pytest
+from kvtax.verdict.speed import Control, read_control, times_usual, too_slow
 
 from kvtax.records.profile import Ladder
 from kvtax.records.requests import Phase
@@ -14,7 +15,6 @@ from kvtax.steps.trial_steps import NO_THREADS
 from kvtax.verdict.holds import held_steps, holds_of, places
 from kvtax.verdict.levels import Level, thin
 from kvtax.verdict.metrics import METRICS, Metric
-from kvtax.verdict.speed import Control, read_control, times_usual, too_slow
 from tests.verdict.steps import hold, sample
 
 MEAN = Metric("schedule_us", "all", "mean")
