@@ -78,7 +78,7 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     def plan(self, model: str, vocab_size: int, repeat: int) -> Plan:
         """Plan the driver's requests: growth, plateau, and the passes of the ladder.
 
-        Growth and plateau are of the first `repeats` servers only.
+        Growth and plateau are of the first server only.
         """
         load = self.load
         growth_requests = -(-self.num_blocks // self._blocks(load.output_tokens))
@@ -96,7 +96,7 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
             arrival=load.arrival,
             lag_budget_ms=load.lag_budget_ms,
             request_timeout_s=load.request_timeout_s,
-            phases=[*growth, *holds] if repeat < self.repeats else holds,
+            phases=[*growth, *holds] if repeat == 0 else holds,
         )
 
     def _blocks(self, output_tokens: int) -> int:

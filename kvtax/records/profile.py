@@ -108,8 +108,8 @@ class ProfileRecord(
     repeats: int
     """Servers of each config."""
     most_repeats: int
-    """Servers of a config that is undecided; those beyond `repeats` have no growth, and
-    three times the passes."""
+    """Servers of a config that is undecided; those beyond `repeats` have three times
+    the passes."""
     minutes: float
     """Time of all trials beyond which no further server is started."""
     load: Load

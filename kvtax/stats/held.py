@@ -4,9 +4,13 @@
 A hold is one value: the time at one level of one server. The levels come in random
 order, and before a lower one the axis is reset. So neither a machine that gets slower
 nor a cost that rises with the time since the reset looks like a level; both are fitted
-at once with the levels.
+beside the levels.
 
-    value of a hold = level + server + drift of the server * time + rise * age
+    value of a hold = level + server + drift of the server * time [+ rise * age]
+
+A higher level is older, as a rule: with the age in the fit, levels are known half as
+well. So it is in the fit where it matters for certain. Where it may matter, growth must
+be certain with it, too.
 
 Noise is a share of the level: a slow machine makes a long time longer by more us than a
 short one. Intervals are Student's t from what is left over (analysis of covariance).
@@ -14,7 +18,7 @@ short one. Intervals are Student's t from what is left over (analysis of covaria
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
 
@@ -38,6 +42,8 @@ LEAST_SHARE = 0.1
 ROUNDS = 4
 # Ages are told from levels if so much of their variance is not the levels'.
 LEAST_OWN_AGE = 0.1
+# The age is in the fit if it matters so certainly.
+AGED = 0.95
 # So rarely is a straight line taken for a bend.
 BENT = 0.01
 
@@ -65,6 +71,7 @@ class Fit:
     `covariance` is that of the levels, `drift_us` by how much the time rises in one
     pass without the axis, `age_us` by how much in the longest time since a reset, None
     where age and level are one; `df` is what the variance of a hold is known from.
+    `aged` is the fit with the age in it, None if this is it, or there is none.
     """
 
     x: Floats
@@ -75,6 +82,7 @@ class Fit:
     df: int
     age_us: float | None
     age_error_us: float
+    aged: Fit | None = None
 
     def contrast(self, weights: Floats) -> tuple[float, float]:
         """Return the weighted sum of the levels in us, and its standard error."""
@@ -136,27 +144,44 @@ class Fit:
 def fit(holds: Holds) -> Fit | None:
     """Fit the levels; None if they do not rise, or too few holds tell them apart."""
     levels, level = np.unique(holds.level, return_inverse=True)
-    count = len(levels)
-    design = _design(holds, level, count)
+    design = _design(holds, level, len(levels))
+    x = np.array([holds.x[level == n].mean() for n in range(len(levels))])
+    if (young := _fit(holds, x, level, design)) is None:
+        return None
     # Around its mean: the levels are those at the mean age.
     age_s = holds.age_s - holds.age_s.mean()
-    if aged := _tells_age(design, age_s):
-        design = np.column_stack([design, age_s])
+    if not _tells_age(design, age_s):
+        return young
+    aged = _fit(holds, x, level, np.column_stack([design, age_s]))
+    if aged is None:
+        return young
+    oldest_s = float(holds.age_s.max())
+    ages = {
+        "age_us": aged.age_us * oldest_s,
+        "age_error_us": aged.age_error_us * oldest_s,
+    }
+    aged = replace(aged, **ages)
+    low, high = aged.aging(AGED)
+    return aged if low > 0 or high < 0 else replace(young, aged=aged, **ages)
+
+
+def _fit(holds: Holds, x: Floats, level: Ints, design: Floats) -> Fit | None:
+    """Fit the levels at `x` by `design`, in which the age is last, if it is there.
+
+    `age_us` is per second.
+    """
+    count, servers = len(x), len(np.unique(holds.server))
     rank, others = (int(np.linalg.matrix_rank(d)) for d in (design, design[:, count:]))
     df = len(level) - rank
     # Levels that something else explains as well, such as time in a single pass.
-    if count < 2 or df < 1 or rank - others < count:
-        return None
-    x = np.array([holds.x[level == n].mean() for n in range(count)])
-    if x[-1] <= x[0]:
+    if count < 2 or df < 1 or rank - others < count or x[-1] <= x[0]:
         return None
     size = _sizes(holds.values, design, level)
     factors, covariance = _solve(holds.values, design, size, df)
-    servers = len(np.unique(holds.server))
     drifts = list(range(count, count + servers))
     share = np.full(servers, 1 / servers)
     drift_error = np.sqrt(share @ covariance[np.ix_(drifts, drifts)] @ share)
-    oldest_s = float(holds.age_s.max())
+    aged = design.shape[1] > count + 2 * servers - 1
     return Fit(
         x=x,
         level_us=factors[:count],
@@ -164,8 +189,8 @@ def fit(holds: Holds) -> Fit | None:
         drift_us=float(share @ factors[drifts]),
         drift_error_us=float(drift_error),
         df=df,
-        age_us=oldest_s * float(factors[-1]) if aged else None,
-        age_error_us=oldest_s * float(np.sqrt(covariance[-1, -1])) if aged else 0.0,
+        age_us=float(factors[-1]) if aged else None,
+        age_error_us=float(np.sqrt(covariance[-1, -1])) if aged else 0.0,
     )
 
 
@@ -227,14 +252,19 @@ def growth(fit: Fit, margin_us: float, level: float) -> Shape | None:
     All pairs of levels and the straight line are tested at once, each at a Bonferroni
     share of `level`.
     """
+    both = [fit] if fit.aged is None else [fit, fit.aged]
+    certain = all(_rises(one, margin_us, level) for one in both)
+    return _shape(fit, margin_us, level) if certain else None
+
+
+def _rises(fit: Fit, margin_us: float, level: float) -> bool:
     pairs = list(combinations(range(len(fit.x)), 2))
     across = float(fit.x[-1] - fit.x[0])
     slope, error = fit.slope()
     rises = [(slope * across, error * across), *(fit.rise(*pair) for pair in pairs)]
-    certain = any(
+    return any(
         rise - fit.reach(error, level, len(rises)) > margin_us for rise, error in rises
     )
-    return _shape(fit, margin_us, level) if certain else None
 
 
 def falls(fit: Fit, margin_us: float, level: float) -> bool:

@@ -55,11 +55,14 @@ def judge_metric(
     margin_us = margin * _range_1k(found)
     if (shape := growth(found, margin_us, level)) is not None:
         return Judged("grows", shape)
-    rises = {None: found.drift(level), AGE: found.aging(level)}
-    for which, (least_us, _) in rises.items():
+    for which, (least_us, _) in {
+        None: found.drift(level),
+        AGE: found.aging(level),
+    }.items():
         if least_us > margin_us:
             return Judged("drifts", which)
-    still = all(most < DRIFT_MARGINS * margin_us for _, most in rises.values())
+    # What rises with the age is in the levels, unless it is told from them.
+    still = found.drift(level)[1] < DRIFT_MARGINS * margin_us
     if most_rise_us(found, level) >= margin_us or not still:
         return Judged("inconclusive")
     return Judged("flat", "falls" if falls(found, margin_us, level) else None)
