@@ -109,25 +109,34 @@ PREFILL_EVERY = 20
 
 
 class Span(NamedTuple):
-    """A phase of a trial: its first step, how many it has, and the level of a hold."""
+    """A phase of a trial: its first step, how many it has, and the level of a hold.
+
+    `reset` is whether the cache was reset before it.
+    """
 
     name: str
     first: int
     count: int
     level: int | None = None
+    reset: bool = False
 
 
 def layout(steps: int) -> list[Span]:
-    """A quarter growth, a tenth plateau, and the holds of the passes."""
+    """A quarter growth, a tenth plateau, and the holds of the passes.
+
+    The levels of a pass come in random order, with a reset before a lower one.
+    """
     growth, plateau = steps // 4, steps // 10
     spans = [Span("growth", 0, growth), Span("plateau", growth, plateau)]
-    levels, passes = LADDER.levels, LADDER.passes
-    each = (steps - growth - plateau) // (len(levels) * passes)
-    first = growth + plateau
-    for number in range(passes):
-        for level in range(len(levels)):
-            spans.append(Span(Phase.HOLD.at(number, level), first, each, level))
-            first += each
+    levels, passes = len(LADDER.levels), LADDER.passes
+    each = (steps - growth - plateau) // (levels * passes)
+    rng = np.random.default_rng(0)
+    order = [int(level) for _ in range(passes) for level in rng.permutation(levels)]
+    for number, level in enumerate(order):
+        name = Phase.HOLD.at(number, level, LADDER.decoders)
+        first = growth + plateau + number * each
+        reset = level <= order[number - 1] if number else True
+        spans.append(Span(name, first, each, level, reset))
     # The last has what is left over.
     spans[-1] = spans[-1]._replace(count=steps - spans[-1].first)
     return spans
@@ -204,7 +213,7 @@ def write_requests(path: Path, steps: int, tpot_ms: float) -> None:
     with LineFile(path, RequestsHeader(plan={}, scheduled=count)) as file:
         for place, span in enumerate(spans):
             start_ns = FIRST_NS + span.first * STEP_NS
-            reset_ns = start_ns if span.level == 0 else None
+            reset_ns = start_ns if span.reset else None
             file.append(PhaseStart(span.name, start_ns, reset_ns))
             for index in range(10):
                 sent_ns = start_ns + index * 1_000_000

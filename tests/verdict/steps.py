@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of held steps with few rows and round numbers."""
+"""Tables of held steps, and of their CPU time, with few rows and round numbers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import polars as pl
 
 from kvtax.records.requests import Phase
-from kvtax.steps.trial_steps import NO_THREADS, STEP_TIMES
+from kvtax.steps.trial_steps import CPU_SCHEMA, PROCESSES, STEP_TIMES
 
-CONTROL = "Thread-2 (process_output_sockets)"
 TIMES = (
     *STEP_TIMES,
     "overhead_us",
@@ -18,7 +17,6 @@ TIMES = (
     "worker_calls_us",
     "thread_cpu_us",
     "scheduler_cpu_us",
-    "threads_us",
 )
 MS = 1_000_000
 
@@ -33,16 +31,18 @@ def hold(
     cache_blocks: int = 1_000,
     **columns: float | Sequence[float] | None,
 ) -> pl.DataFrame:
-    """Make steps of one hold, decodes of 8 requests that take 100 us in every time.
+    """Make steps of the `number`-th hold, decodes of 8 requests of 100 us in every time.
 
-    They begin at `at_s`, 1 ms apart; by default a pass takes 100 s and a level 10.
+    They begin at `at_s`, 1 ms apart; by default a hold takes 10 s.
     """
-    at_s = 100 * number + 10 * level if at_s is None else at_s
+    at_s = 10 * number if at_s is None else at_s
     given = dict.fromkeys(TIMES, 100.0) | {
         "repeat": repeat,
         "phase": int(Phase.HOLD),
-        "cycle": number,
+        "hold": number,
         "level": level,
+        "decoders": 8,
+        "age_s": 0.0,
         "batch": 8,
         "cache_blocks": cache_blocks,
         "decode_only": True,
@@ -57,32 +57,22 @@ def hold(
     }
     schema = dict.fromkeys((*TIMES, "yardstick_us", *columns), pl.Float64)
     schema = {name: kind for name, kind in schema.items() if name.endswith("_us")}
+    schema |= {name: CPU_SCHEMA[name] for name in PLACE_OF_CPU}
     return pl.DataFrame(filled, schema_overrides=schema | {"cache_blocks": pl.Int64})
 
 
-def sample(
+PLACE_OF_CPU = ("repeat", "hold", "level", "decoders")
+
+
+def cpu(
     repeat: int = 0,
     number: int = 0,
     level: int = 0,
     *,
     us: float,
     steps: int = 40,
-    step_id: int = 0,
-    thread: str = CONTROL,
-    phase: Phase = Phase.HOLD,
+    of: str = PROCESSES,
 ) -> pl.DataFrame:
-    """Make one sample of a thread in a hold."""
-    row = {
-        "repeat": repeat,
-        "step_id": step_id,
-        "phase": int(phase),
-        "cycle": number,
-        "level": level,
-        "batch": 0,
-        "cache_blocks": 1_000,
-        "steps": steps,
-        "thread": thread,
-        "us": us,
-        "us_per_step": us / steps,
-    }
-    return pl.DataFrame([row], schema=NO_THREADS.schema)
+    """Make the CPU time of the `number`-th hold that `of` took, `us` per step."""
+    row = (repeat, number, level, 8, steps, of, us)
+    return pl.DataFrame([row], schema=CPU_SCHEMA, orient="row")

@@ -9,7 +9,7 @@ import pytest
 
 from kvtax.records.requests import PhaseStart
 from kvtax.records.run import RunRecord
-from kvtax.steps.trial_steps import NO_THREADS, STEP_TIMES, trial_steps, with_threads
+from kvtax.steps.trial_steps import STEP_TIMES, trial_steps
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import LoadedTrial
 from tests.harness.made_up import FIRST_NS, STEP_NS
@@ -30,10 +30,11 @@ def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> Loaded
     phases = []
     for span in layout(steps):
         start_ns = FIRST_NS + span.first * STEP_NS
-        reset_ns = start_ns if span.level == 0 else None
+        reset_ns = start_ns if span.reset else None
         phases.append(PhaseStart(span.name, start_ns, reset_ns))
-    table = with_threads(trial_steps(repeat, recorded, phases), NO_THREADS)
-    return LoadedTrial(truth.name, repeat, None, None, table)
+    return LoadedTrial(
+        truth.name, repeat, None, None, trial_steps(repeat, recorded, phases)
+    )
 
 
 def slowed(trial: LoadedTrial, start: float, stop: float, factor: float) -> LoadedTrial:
@@ -71,8 +72,9 @@ def test_a_flat_cost_is_never_called_growing_on_a_noisy_machine():
 def test_a_neighbour_that_looks_like_growth_in_one_pass_does_not_convince():
     trial = trial_of(Truth("plain"), 0, 0)
     holds = [span for span in layout(1_600) if span.level is not None]
-    # Slow in the two highest levels of one pass, then gone.
-    start, stop = (holds[n].first / 1_600 for n in (LEVELS + 3, 2 * LEVELS))
+    # Slow in the highest level of one pass, then gone.
+    full = [span for span in holds if span.level == LEVELS - 1][1]
+    start, stop = (step / 1_600 for step in (full.first, full.first + full.count))
     assert verdict_of([slowed(trial, start, stop, 2.0)]) == "inconclusive"
 
 
