@@ -43,7 +43,7 @@ ROUNDS = 4
 # Ages are told from levels if so much of their variance is not the levels'.
 LEAST_OWN_AGE = 0.1
 # The age is in the fit if it matters so certainly.
-AGED = 0.95
+AGED = 0.99
 # So rarely is a straight line taken for a bend.
 BENT = 0.01
 
@@ -241,9 +241,10 @@ def _design(holds: Holds, level: Ints, count: int) -> Floats:
 
 
 def _pass_s(holds: Holds, own: Floats) -> float:
-    """Return how long a server took for a pass: from a level to the same level."""
-    times = np.sort(holds.time_s[own & (holds.level == holds.level[own].min())])
-    return float(np.diff(times).mean()) if len(times) > 1 else 1.0
+    """Return how long a server took for a pass, in which no level is missing."""
+    times, count = holds.time_s[own], int(own.sum())
+    passes = np.unique(holds.level[own], return_counts=True)[1].min()
+    return float(np.ptp(times)) * count / max(count - 1, 1) / passes or 1.0
 
 
 def growth(fit: Fit, margin_us: float, level: float) -> Shape | None:

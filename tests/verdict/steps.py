@@ -31,7 +31,7 @@ def hold(
     cache_blocks: int = 1_000,
     **columns: float | Sequence[float] | None,
 ) -> pl.DataFrame:
-    """Make steps of the `number`-th hold, decodes of 8 requests of 100 us in every time.
+    """Make steps of the `number`-th hold, decodes of 8 requests, 100 us in every time.
 
     They begin at `at_s`, 1 ms apart; by default a hold takes 10 s.
     """
