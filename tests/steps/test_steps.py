@@ -6,18 +6,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtax.records import RecordsError
-from kvtax.records.requests import Phase, PhaseStart
+from kvtax.records.requests import CpuReading, Phase, PhaseStart, Requests
 from kvtax.records.steps import STEPS, EngineStep, ThreadsHeader, WorkerStep
 from kvtax.steps.life import recorded_steps, whole_steps
 from kvtax.steps.parts import side_parts, step_parts
-from kvtax.steps.trial_steps import read_threads, trial_steps, with_threads
+from kvtax.steps.trial_steps import read_cpu_of_holds, trial_steps
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run, load_trial
 from tests.harness import made_up
@@ -69,27 +68,30 @@ def test_a_pass_begins_at_its_reset_and_not_at_the_phase_record(tmp_path: Path):
     write_lines(tmp_path / "engine_step.jsonl", lines)
     phases = [
         PhaseStart("growth", FIRST_NS),
-        PhaseStart("hold.0.0", FIRST_NS, reset_ns=FIRST_NS + 6 * STEP_NS),
+        PhaseStart("hold.0.0.8", FIRST_NS, reset_ns=FIRST_NS + 6 * STEP_NS),
     ]
     engine = trial_steps(0, recorded_steps(tmp_path / STEPS).table, phases)
     assert engine["phase"].to_list() == [0] * 6 + [3] * 4
 
 
-def test_a_step_has_the_pass_and_the_level_that_it_was_held_at(tmp_path: Path):
+def test_a_step_has_the_place_of_its_hold_and_the_age_of_the_cache(tmp_path: Path):
     lines = [HEADER] + [engine_record(step) for step in range(12)]
     write_lines(tmp_path / "engine_step.jsonl", lines)
-    names = ["growth", "fill.0.0.decoders", "hold.0.0", "fill.0.1", "hold.0.1"]
-    names += ["fill.1.0.decoders"]
+    names = ["growth", "fill.0.2.8.decoders", "hold.0.2.8", "fill.1.4.32"]
+    names += ["hold.1.4.32", "fill.2.0.8.decoders"]
     phases = []
     for number, name in enumerate(names):
         start_ns = FIRST_NS + 2 * number * STEP_NS
-        reset_ns = start_ns if name.endswith("0.decoders") else None
+        reset_ns = start_ns if name in (names[1], names[5]) else None
         phases.append(PhaseStart(name, start_ns, reset_ns))
     engine = trial_steps(0, recorded_steps(tmp_path / STEPS).table, phases)
     fill, hold = int(Phase.FILL), int(Phase.HOLD)
     assert engine["phase"].to_list()[::2] == [0, fill, hold, fill, hold, fill]
-    assert engine["cycle"].to_list()[::2] == [0, 1, 1, 1, 1, 2]
-    assert engine["level"].to_list()[::2] == [0, 0, 0, 1, 1, 0]
+    assert engine["hold"].to_list()[::2] == [0, 0, 0, 1, 1, 2]
+    assert engine["level"].to_list()[::2] == [0, 2, 2, 4, 4, 0]
+    assert engine["decoders"].to_list()[::2] == [0, 8, 8, 32, 32, 8]
+    steps_of_age = (engine["age_s"] * 1e9 / STEP_NS).round().to_list()
+    assert steps_of_age == [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1]
 
 
 def test_steps_join_by_id_even_out_of_order_and_missing_ones_are_counted(
@@ -233,33 +235,42 @@ def test_a_trial_that_was_sent_late_counts_for_what_is_held_alone(tmp_path: Path
     assert any("sent late" in warning for warning in entry.warnings)
 
 
-def test_a_sample_of_the_threads_counts_where_it_lies_within_one_hold(tmp_path: Path):
-    steps = pl.DataFrame(
-        {
-            "repeat": 0,
-            "step_id": np.arange(400),
-            "phase": int(Phase.HOLD),
-            "cycle": 1,
-            "level": np.arange(400) // 100,
-            "cache_blocks": 16_000,
-        },
-        schema_overrides={"cycle": pl.UInt8, "level": pl.UInt8},
-    )
-    # Every 40 steps: those that end at 119 and 319 began in the level before.
-    ends = np.arange(-1, 400, 40)
-    ends[0] = 0
-    lines = pl.DataFrame({"t_ns": ends, "step_id": ends}).with_columns(
-        pl.struct(pl.lit(80.0).alias("a thread#1"), pl.lit(40.0).alias("a thread#2"))
-        .alias("threads")
-    )  # fmt: skip
+def test_cpu_of_a_hold_is_that_between_its_edges_per_step(tmp_path: Path):
+    steps = pl.DataFrame({"t_ns": [100, 110, 120, 130, 140, 210, 220]})
+    names = {"io#7": 1.0, "io#8": 1.0, "MainThread#1": 1.0, "records-of-mine#9": 1.0}
+    names |= {"recorder writer#5": 1.0, "vllm output#6": 1.0}
+    lines = pl.DataFrame({"t_ns": 1, "step_id": 1, "threads": [names]})
     made_up.write_lines(tmp_path / "threads.jsonl", ThreadsHeader(pid=1), [lines])
-    found = read_threads(tmp_path / "threads.jsonl", steps)
-    assert found["step_id"].to_list() == [39, 79, 159, 199, 239, 279, 359, 399]
-    assert found["level"].to_list() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert found["thread"].unique().to_list() == ["a thread"]
-    assert found["us"].unique().to_list() == [120.0]
-    per_step = with_threads(steps, found)["threads_us"].drop_nulls()
-    assert per_step[1:].to_list() == [3.0] * 7
+    phases = [PhaseStart("hold.0.3.8", 90), PhaseStart("hold.1.0.8", 200)]
+    requests = Requests(
+        0,
+        phases,
+        [
+            CpuReading(95, 1_000, {7: 500, 1: 900}),
+            # A thread of no name in the engine's process is another process's.
+            CpuReading(145, 6_000, {7: 2_500, 8: 1_000, 1: 4_000, 44: 900, 5: 900}),
+            CpuReading(205, 9_000, {7: 2_500, 8: 1_000, 9: 0}),
+            CpuReading(225, 9_900, {8: 1_000, 9: 400}),
+        ],
+        [],
+        None,
+        0,
+    )
+    found = read_cpu_of_holds(2, steps, requests, tmp_path / "threads.jsonl")
+    assert found["repeat"].unique().to_list() == [2]
+    rows = found.select("hold", "level", "decoders", "steps", "of", "us_per_step")
+    table = {(row[0], row[4]): row for row in rows.rows()}
+    # Five steps of 5,000 ns; two threads of one name, 2,000 and 1,000 ns.
+    assert table[0, "processes"] == (0, 3, 8, 5, "processes", 1.0)
+    assert table[0, "io"][-1] == pytest.approx(0.6)
+    assert table[0, "records-of-mine"][-1] == 0.0
+    # Thread 7 has ended: what it took is not known, and not below nothing.
+    assert table[1, "processes"] == (1, 0, 8, 2, "processes", 0.45)
+    assert table[1, "io"][-1] == 0.0
+    assert table[1, "records-of-mine"][-1] == pytest.approx(0.2)
+    assert {of for _, of in table} == {"processes", "io", "records-of-mine"}
+    unread = Requests(0, phases, [], [], None, 0)
+    assert not read_cpu_of_holds(0, steps, unread, tmp_path / "none").height
 
 
 # Steps of one server, as its files have them: an arrival, a decode with a connector's
@@ -348,7 +359,6 @@ def steps(tmp_path: Path) -> pl.DataFrame:
         ("overhead_us", [66.0, 68.0, 120.5, None]),
         ("scheduler_cpu_us", [None, 53.0, None, None]),
         ("thread_cpu_us", [None, 70.0, None, None]),
-        ("threads_us", [None, None, None, None]),
     ],
 )
 def test_a_step_has_its_parts_and_their_sums(steps: pl.DataFrame, column, expected):

@@ -9,17 +9,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvtax.records.per_config import (
-    BaselineDifference,
-    ConfigEntry,
-    NoiseDifference,
-    NoiseFloor,
-)
+from kvtax.records.per_config import ConfigEntry
 from kvtax.records.profile import Ladder
 from kvtax.records.requests import Phase
 from kvtax.records.run import Role, RunRecord
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import Distribution
 from kvtax.verdict.analysis import analyse, stated_cache_blocks
 from kvtax.verdict.entry import (
     compare_with_baseline,
@@ -28,11 +22,16 @@ from kvtax.verdict.entry import (
     set_parts,
 )
 from kvtax.verdict.levels import Level
-from kvtax.verdict.measured import ConfigEstimates, measure_all
+from kvtax.verdict.measured import (
+    Comparison,
+    ConfigEstimates,
+    measure_all,
+    promised_metrics,
+)
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
 from tests.harness.made_up import profile
-from tests.verdict.steps import hold, sample
+from tests.verdict.steps import cpu, hold
 
 SHARES = (0.0, 0.5, 0.9, 1.0)
 LADDER = Ladder(list(SHARES), 4, 8, 200, 8, 12.0)
@@ -62,8 +61,9 @@ def trial(repeat: int = 0, noise_us: float = 1.0, **changes: float) -> LoadedTri
             us = 100 + 3 * share * BLOCKS / 1_000 + noise_us * (number * level % 2)
             blocks = round(share * BLOCKS)
             times = {"schedule_us": us} | changes
-            holds.append(hold(repeat, number, level, cache_blocks=blocks, **times))
-    filling = hold(repeat, steps=200, cache_blocks=range(0, 8_000, 40), level=0)
+            place = number * len(SHARES) + level
+            holds.append(hold(repeat, place, level, cache_blocks=blocks, **times))
+    filling = hold(repeat, steps=200, cache_blocks=range(0, 8_000, 40))
     growth = filling.with_columns(
         phase=pl.lit(int(Phase.GROWTH), pl.Int64),
         schedule_us=pl.col("cache_blocks") / 1_000 * 7,
@@ -83,7 +83,7 @@ def test_slopes_are_per_1000_blocks_and_levels_those_of_the_holds():
     assert slope.value == pytest.approx(3.0, abs=0.2)
     assert slope.ci95[0] < 3.0 < slope.ci95[1]
     # The stated level is the third: 127 us at 9,000 blocks.
-    assert found.p50["schedule"].value == pytest.approx(127, abs=1)
+    assert np.exp(found.p50["schedule"]) == pytest.approx([127], abs=1)
     assert found.level.cache_blocks == 9_000
     assert found.growth_slopes["schedule"].value == pytest.approx(7.0)
     assert found.growth_slopes["overhead"].value == pytest.approx(0.0, abs=1e-9)
@@ -103,69 +103,65 @@ def test_intervals_of_slopes_are_as_wide_as_the_looks_ask_for(most_repeats, z):
     assert np.diff(found)[0] / np.diff(once)[0] == pytest.approx(t / 2.201, rel=0.002)
 
 
-def test_the_sum_of_the_parts_is_that_of_scheduler_worker_and_threads():
-    found = measured(
-        trial(scheduler_cpu_us=10.0, worker_calls_us=20.0, threads_us=40.0)
-    )
-    assert found.fits["all_parts"].usual.level_us == pytest.approx([70.0] * 4)
-    # The connector's calls in the scheduler are in the scheduler's CPU time.
-    assert found.fits["connector"].usual.level_us == pytest.approx([100.0] * 4)
-    without = measured(trial(threads_us=None))
-    assert "all_parts" not in without.fits and "threads" not in without.fits
+def test_what_a_run_should_have_measured_is_promised():
+    one = measured()
+    assert promised_metrics(one, LADDER, False) == {"timed", "prefill"}
+    assert promised_metrics(one, LADDER, True) == {"timed", "prefill", "threads"}
+    many = replace_ladder(many_decoders=32)
+    assert promised_metrics(one, many, False) == {"timed", "prefill", "timed_many"}
+    # Without a connector there are no calls.
+    plain = measured(trial(connector_us=None))
+    assert promised_metrics(plain, LADDER, False) == {"timed"}
 
 
-def test_only_parts_and_their_sum_have_a_mean_of_all_steps():
-    stalled = trial(connector_us=[1.0] * 39 + [41.0], schedule_us=[1.0] * 39 + [41.0])
-    found = measured(stalled)
-    parts = {name for name, fits in found.fits.items() if fits.mean is not None}
-    assert parts == {"scheduler_cpu", "connector", "threads", "all_parts"}
-    # Of 40 steps the slowest is no hundredth.
-    assert found.fits["connector"].mean.level_us == pytest.approx([2.0] * 4)
+def replace_ladder(**changes) -> Ladder:
+    return Ladder(list(SHARES), 4, 8, 200, 8, 12.0, **changes)
 
 
 def test_servers_are_measured_together_and_a_failed_one_is_left_out():
     failed = LoadedTrial("plain", 2, "it died", None)
     found = measured(trial(0), trial(1), failed)
     assert found.every["repeat"].unique().to_list() == [0, 1]
-    assert found.fits["schedule"].usual.df > measured().fits["schedule"].usual.df
+    assert found.fits["schedule"].df > measured().fits["schedule"].df
     assert measure_all({"plain": [failed]}, profile(LADDER)) == {}
 
 
-def values(
-    p50: float = 0.0, slope: float = 0.0, spread: float = 0.0
-) -> ConfigEstimates:
-    """Estimates of a config, with intervals of `spread` to both sides."""
-    one = measured()
-    draws = np.linspace(-spread, spread, 41) / 0.95
-
-    def at(value: float) -> dict[str, Distribution]:
-        return {"schedule": Distribution(value, value + draws)}
-
-    return replace(one, slopes=at(slope), p50=at(p50))
+def values(name: str, *p50: float) -> ConfigEstimates:
+    """Estimates of a config whose servers have these medians of schedule()."""
+    return replace(measured(), name=name, p50={"schedule": np.log(p50)})
 
 
-def with_twin() -> tuple[dict[str, ConfigEstimates], NoiseFloor]:
-    """A baseline at 100 us, a twin at 103, and configs beside them."""
+def with_twin() -> tuple[dict[str, ConfigEstimates], Comparison]:
+    """A baseline at 100 us, a twin at 103, and configs beside them.
+
+    The two servers of a config are 1 % apart: 0.00707 is the standard deviation, so
+    with 5 degrees of freedom two configs differ by up to 1.8 % by chance.
+    """
+    p50 = {"plain": 100.0, "twin": 103.0, "near": 101.0, "far": 150.0, "also": 80.0}
     configs = {
-        "plain": replace(values(100.0, 1.0), name="plain"),
-        "twin": replace(values(103.0, 0.6, 2.0), name="twin"),
-        "near": values(102.9, 0.0, 1.0),
-        "vague": values(110.0, 0.0, 12.0),
-        "far": values(150.0, 0.0, 5.0),
+        name: values(name, us * np.exp(0.005), us * np.exp(-0.005))
+        for name, us in p50.items()
     }
-    roles = Roles({"plain": Role(role="baseline"), "twin": Role(role="twin")})
-    return configs, noise_floor(configs, roles)
+    return configs, Comparison(configs)
+
+
+ROLES = Roles({"plain": Role(role="baseline"), "twin": Role(role="twin")})
+# Student's t of 5 degrees of freedom.
+REACH = 2.5706 * 0.0070711
 
 
 def test_noise_is_what_the_twin_differs_by():
-    configs, noise = with_twin()
+    configs, comparison = with_twin()
+    noise = noise_floor(configs, comparison, ROLES)
     assert noise.pair == ("plain", "twin")
-    assert noise.p50_us["schedule"] == NoiseDifference(3.0, (1.0, 5.0), floor=3.0)
-    slopes = noise.slope_us_per_1k_blocks["schedule"]
-    assert slopes == NoiseDifference(-0.4, (-2.4, 1.6), floor=0.4)
-    assert noise.p50_floor("schedule") == 3.0
-    assert noise.p50_floor("step") == 0.0
-    assert noise_floor(configs, Roles({})).pair is None
+    low, high = noise.p50_us["schedule"].ci95
+    assert noise.p50_us["schedule"].value == 3.0
+    assert low == pytest.approx(103 * np.exp(-REACH) - 100, abs=0.1)
+    assert high == pytest.approx(103 * np.exp(REACH) - 100, abs=0.1)
+    assert noise.slope_us_per_1k_blocks["schedule"].value == 0.0
+    assert noise.p50("schedule") == 3.0
+    assert noise.p50("step") == 0.0
+    assert noise_floor(configs, comparison, Roles({})).pair is None
 
 
 def entries(configs: dict[str, ConfigEstimates]) -> dict[str, ConfigEntry]:
@@ -182,39 +178,43 @@ def entries(configs: dict[str, ConfigEstimates]) -> dict[str, ConfigEntry]:
 
 
 def test_a_difference_is_noise_within_its_interval_or_within_the_twins():
-    configs, noise = with_twin()
+    configs, comparison = with_twin()
     found = entries(configs)
-    compare_with_baseline(found, configs, "plain", noise, 0.0)
-    differences = {n: e.vs_plain and e.vs_plain["schedule"] for n, e in found.items()}
-    assert differences == {
-        "plain": None,
-        "twin": BaselineDifference(3.0, (1.0, 5.0), within_noise=True),
-        "near": BaselineDifference(2.9, (1.9, 3.9), within_noise=True),
-        "vague": BaselineDifference(10.0, (-2.0, 22.0), within_noise=True),
-        "far": BaselineDifference(50.0, (45.0, 55.0), within_noise=False),
+    noise = noise_floor(configs, comparison, ROLES)
+    compare_with_baseline(found, comparison, "plain", noise, 0.0)
+    assert found["plain"].vs_plain is None
+    within = {
+        name: entry.vs_plain["schedule"].within_noise
+        for name, entry in found.items()
+        if entry.vs_plain
     }
+    assert within == {"twin": True, "near": True, "far": False, "also": False}
+    assert found["far"].vs_plain["schedule"].value == 50.0
 
 
-def test_a_ratio_is_to_the_floor():
-    configs, _ = with_twin()
+def test_a_ratio_is_to_the_floor_and_as_sure_as_servers_of_one_config_are_alike():
+    configs, comparison = with_twin()
     found = entries(configs)
-    compare_with_floor(found, configs, "plain")
+    compare_with_floor(found, comparison, "plain")
     assert found["plain"].vs_noop is None
-    assert found["far"].vs_noop["schedule"] == Estimate(1.5, (1.45, 1.55))
+    ratio = found["far"].vs_noop["schedule"]
+    assert ratio.value == 1.5
+    interval = 1.5 * np.exp([-REACH, REACH])
+    assert ratio.ci95 == pytest.approx(tuple(interval), abs=2e-3)
+    # One server of each tells nothing of how servers differ.
+    alone = Comparison({name: values(name, us) for name, us in (("a", 2), ("b", 3))})
+    assert alone.ratio("b", "a", "schedule") == Estimate(1.5, None)
+    assert alone.ratio("b", "a", "step") is None
 
 
 def test_parts_cost_a_mean_per_step_of_the_holds_and_their_slope():
     calls = {"scheduler.a_us": 6.0, "scheduler.a_calls": 3.0, "worker.b_us": None}
     one = measured(trial(connector_us=[6.0] * 20 + [8.0] * 20, **calls))
     threads = pl.concat(
-        [
-            sample(us=100.0, steps=40, thread="io"),
-            sample(us=20.0, steps=20, thread="io", level=1),
-            sample(us=9_999.0, thread="io", phase=Phase.GROWTH),
-        ]
+        [cpu(us=2.5, of="io"), cpu(us=1.0, steps=20, of="io", number=1, level=1)]
     )
     (entry,) = entries({"one": one}).values()
-    set_parts(entry, replace(one, threads=threads))
+    set_parts(entry, replace(one, cpu=threads))
     assert entry.connector.us_per_step == 7.0
     assert entry.connector.slope_per_1k_blocks.value == 0.0
     assert (entry.methods["scheduler.a"].us_per_step) == 6.0

@@ -8,18 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtax.records.per_config import ConfigEntry, HeldLevels
+from kvtax.records.per_config import ConfigEntry, HeldLevels, RareSteps
+from kvtax.stats import Estimate
 from kvtax.stats.held import Fit
-from kvtax.verdict.measured import Fits
-from kvtax.verdict.metrics import JUDGED, margin_of
+from kvtax.verdict.metrics import DECISIVE, JUDGED, margin_of
 from kvtax.verdict.verdict import (
     held_levels,
     judge_all,
     judge_metric,
+    judge_rare,
     overall_verdict,
 )
 from kvtax.verdict.warnings import config_warnings, largest_relative_bound, undecided
-from microbench.summary.growth import verdict_words
+from microbench.summary.growth import short_verdict, verdict_words
 from tests.microbench.synthetic import Truth, trial_steps
 
 X = np.array([0.0, 5.0, 10.0, 15.0, 18.0])
@@ -29,10 +30,8 @@ MARGIN_US = 2.0 * 18
 
 def fit_of(level_us, error_us: float = 1.0, drift_us: float = 0.0) -> Fit:
     """Levels of which each is known to `error_us`, as is the drift."""
-    levels = np.asarray(level_us, float)
-    return Fit(
-        X, levels, error_us**2 * np.eye(len(X)), drift_us, error_us / 3, df=1_000
-    )
+    levels, known = np.asarray(level_us, float), error_us**2 * np.eye(len(X))
+    return Fit(X, levels, known, drift_us, error_us / 3, 1_000, None, 0.0)
 
 
 LEVEL = [100.0] * 5
@@ -40,8 +39,8 @@ LEVEL = [100.0] * 5
 BOUND = 2.33
 
 
-def judged(usual: Fit, mean: Fit | None = None):
-    return judge_metric(Fits(usual, mean), 0.95, 2.0)
+def judged(found: Fit):
+    return judge_metric(found, 0.95, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -97,84 +96,96 @@ def test_what_rises_from_pass_to_pass_and_not_with_the_level_drifts(
 
 @pytest.mark.parametrize(
     ("metric", "margin"),
-    [(name, 10.0 if name == "prefill" else 2.0) for name in JUDGED],
+    [(name, {"prefill": 10.0, "timed_many": 4.0}.get(name, 2.0)) for name in JUDGED],
 )
 def test_a_metric_may_rise_by_its_own_margin(metric, margin):
     assert margin_of(metric) == margin
     within, beyond = (
-        judge_all({metric: Fits(fit_of(100 + slope * X))}, 0.95)[metric].verdict
+        judge_all({metric: fit_of(100 + slope * X)}, 0.95)[metric].verdict
         for slope in (margin - 0.3, margin + 0.3)
     )
     assert (within, beyond) == ("flat", "grows")
 
 
-def test_what_rises_from_pass_to_pass_in_rare_steps_alone_drifts_too():
-    found = judged(fit_of(LEVEL), fit_of(LEVEL, drift_us=MARGIN_US + 2))
-    assert (found.verdict, found.shape) == ("drifts", "rare")
-    unsure = replace(fit_of(LEVEL), drift_error_us=2 * MARGIN_US)
-    found = judged(fit_of(LEVEL), unsure)
-    assert (found.verdict, found.shape) == ("inconclusive", "rare")
+@pytest.mark.parametrize(
+    ("age_us", "error_us", "verdict"),
+    # The margin is 36 us, and the interval reaches 1.962 errors to both sides.
+    [(37.0, 0.5, "drifts"), (36.9, 0.5, "flat"), (-90.0, 0.5, "flat")],
+)
+def test_what_rises_with_the_time_since_a_reset_drifts_by_age(
+    age_us, error_us, verdict
+):
+    aged = replace(fit_of(LEVEL), age_us=age_us, age_error_us=error_us)
+    assert judged(aged).verdict == verdict
+    assert (judged(aged).shape == "age") == (verdict == "drifts")
 
 
 def test_what_rises_with_the_level_grows_whatever_drifts_besides():
     assert judged(fit_of(100 + 10 * X, drift_us=500)).verdict == "grows"
 
 
-def test_growth_in_rare_steps_alone_is_growth_and_keeps_from_flat():
-    usual, mean = fit_of(LEVEL), fit_of(100 + 10 * X)
-    assert (judged(usual, mean).verdict, judged(usual, mean).shape) == ("grows", "rare")
-    unsure = judged(usual, fit_of(LEVEL, error_us=20))
-    assert (unsure.verdict, unsure.shape) == ("inconclusive", "rare")
-    assert judged(usual, fit_of(LEVEL)).verdict == "flat"
+def test_what_grows_only_if_age_is_no_matter_is_not_known():
+    grown = fit_of(100 + 10 * X)
+    assert judged(replace(grown, aged=fit_of(100 + 9 * X))).verdict == "grows"
+    assert judged(replace(grown, aged=fit_of(LEVEL))).verdict == "inconclusive"
 
 
-def test_the_most_that_a_slope_can_be_covers_the_rare_steps_too():
-    usual, mean = fit_of(LEVEL), fit_of(LEVEL, error_us=10)
-    found = Fits(usual, mean)
-    held = held_levels(found, 0.95, judge_metric(found, 0.95))
-    assert held.most_us_per_1k_blocks == pytest.approx(10 * BOUND / 18, rel=0.01)
+@pytest.mark.parametrize(
+    ("chance", "verdict"), [(0.0009, "grows"), (0.001, "flat"), (1.0, "flat")]
+)
+def test_long_steps_that_come_more_often_than_by_chance_grow(chance, verdict):
+    assert judge_rare(RareSteps(1_000.0, [9], [1], chance))["rare"].verdict == verdict
+    assert judge_rare(None) == {}
+
+
+def test_levels_are_stated_with_what_a_full_cache_adds_and_at_most():
+    found = fit_of([100, 100, 100, 100, 110])
+    held = held_levels(found, 0.95, judged(found))
     assert held.cache_blocks == [0, 5_000, 10_000, 15_000, 18_000]
-    assert held.us == held.mean_us == LEVEL
-    alone = held_levels(Fits(usual), 0.95, judge_metric(Fits(usual), 0.95))
-    assert alone.most_us_per_1k_blocks == pytest.approx(BOUND / 18, rel=0.01)
-    assert alone.mean_us is None
+    assert held.us == [100.0] * 4 + [110.0]
+    assert held.full_adds_us.value == 10.0
+    # 1.962 times the error of a pair, 1.414.
+    assert held.full_adds_us.ci95 == pytest.approx((7.225, 12.775), abs=2e-3)
+    assert held.most_us == pytest.approx(10 + BOUND, abs=0.01)
+    assert held.most_us_per_1k_blocks == pytest.approx((10 + BOUND) / 18, abs=1e-3)
+    assert held.age_us is None
 
 
 def test_more_looks_ask_for_more_certainty():
     nearly = fit_of([100, 100, 100, 100, 100 + MARGIN_US - BOUND - 0.2])
-    assert judge_metric(Fits(nearly), 0.95, 2.0).verdict == "flat"
-    assert judge_metric(Fits(nearly), 0.99, 2.0).verdict == "inconclusive"
+    assert judge_metric(nearly, 0.95, 2.0).verdict == "flat"
+    assert judge_metric(nearly, 0.99, 2.0).verdict == "inconclusive"
 
 
-FLAT = dict.fromkeys(JUDGED, "flat")
+FLAT = dict.fromkeys(DECISIVE, "flat")
 
 
-@pytest.mark.parametrize(
-    "part", ["scheduler_cpu", "connector", "prefill", "threads", "all_parts"]
-)
-def test_flat_needs_every_part_and_their_sum_to_be_flat(part):
-    assert overall_verdict(FLAT) == "flat"
+@pytest.mark.parametrize("part", DECISIVE)
+def test_flat_needs_all_that_was_timed_to_be_flat(part):
+    assert overall_verdict(FLAT, DECISIVE) == "flat"
     for verdict in ("grows", "drifts", "inconclusive"):
-        assert overall_verdict(FLAT | {part: verdict}) == verdict
+        assert overall_verdict(FLAT | {part: verdict}, ()) == verdict
 
 
-@pytest.mark.parametrize("whole", ["schedule", "overhead"])
-def test_a_whole_that_grows_convicts_and_a_noisy_one_does_not_decide(whole):
-    assert overall_verdict(FLAT | {whole: "grows"}) == "grows"
+@pytest.mark.parametrize("part", DECISIVE)
+def test_a_part_that_should_be_there_and_is_not_keeps_from_flat(part):
+    others = {name: "flat" for name in DECISIVE if name != part}
+    assert overall_verdict(others, DECISIVE) == "inconclusive"
+    assert overall_verdict(others, others) == "flat"
+    # Growth is growth, whatever else is missing.
+    assert overall_verdict(others | {"rare": "grows"}, DECISIVE) == "grows"
+
+
+@pytest.mark.parametrize("other", ["schedule", "overhead", "step", "processes", "rare"])
+def test_anything_that_grows_convicts_and_what_is_noisy_has_a_bound_beside_it(other):
+    assert overall_verdict(FLAT | {other: "grows"}, DECISIVE) == "grows"
     for verdict in ("drifts", "inconclusive"):
-        assert overall_verdict(FLAT | {whole: verdict}) == "flat"
-
-
-@pytest.mark.parametrize("step", ["step", "step_cpu"])
-def test_a_step_that_grows_vetoes_flat(step):
-    # It holds what nobody has timed, too, and the model.
-    assert overall_verdict(FLAT | {step: "grows"}) == "inconclusive"
-    assert overall_verdict(FLAT | {step: "drifts"}) == "flat"
+        assert overall_verdict(FLAT | {other: verdict}, DECISIVE) == "flat"
 
 
 def test_no_levels_are_no_verdict():
-    assert overall_verdict({}) == "inconclusive"
-    assert overall_verdict({"schedule": "flat", "overhead": "flat"}) == "inconclusive"
+    assert overall_verdict({}, ()) == "inconclusive"
+    assert overall_verdict({"schedule": "flat", "rare": "flat"}, ()) == "inconclusive"
 
 
 def entry_of(most: dict[str, float], **verdicts: str) -> ConfigEntry:
@@ -189,40 +200,59 @@ def entry_of(most: dict[str, float], **verdicts: str) -> ConfigEntry:
             ("engine_steps", "engine_without_worker", "torn_lines"), 0
         ),
         verdict_of=verdict_of,
-        verdict=overall_verdict(verdict_of),
+        verdict=overall_verdict(verdict_of, ()),
         held={
-            name: HeldLevels([0, 18_000], [1.0, 1.0], None, bound, 0.0, None)
+            name: HeldLevels(
+                cache_blocks=[0, 10_000],
+                us=[1.0, 1.0],
+                full_adds_us=Estimate(1.0, (-9.0, 11.0)),
+                most_us=10 * bound,
+                most_us_per_1k_blocks=bound,
+                drift_us_per_pass=0.0,
+                age_us=None,
+                shape=None,
+            )
             for name, bound in most.items()
         },
     )
 
 
-MOST = {"scheduler_cpu": 0.5, "connector": 0.5, "prefill": 3.0, "all_parts": 1.0}
+MOST = {"timed": 0.5, "timed_many": 0.7, "prefill": 3.0, "threads": 0.1}
 
 
 def test_the_doubt_is_that_of_the_least_known_part_by_its_own_margin():
-    entry = entry_of(MOST | {"connector": 3.0}, connector="inconclusive")
+    entry = entry_of(MOST | {"timed": 3.0}, timed="inconclusive")
     assert largest_relative_bound(entry) == pytest.approx(1.5)
     prompts = entry_of(
-        MOST | {"connector": 3.0, "prefill": 40.0},
-        connector="inconclusive",
+        MOST | {"timed": 3.0, "prefill": 40.0},
+        timed="inconclusive",
         prefill="inconclusive",
     )
     assert largest_relative_bound(prompts) == pytest.approx(4.0)
-    # Their sum has the margin that a single part has.
-    total = entry_of(MOST | {"all_parts": 5.0}, all_parts="inconclusive")
-    assert largest_relative_bound(total) == pytest.approx(2.5)
     assert largest_relative_bound(entry_of(MOST)) == 0
 
 
 def test_an_undecided_config_names_what_is_undecided_and_how_large_it_can_be():
-    entry = entry_of(MOST | {"connector": 3.0}, connector="inconclusive")
+    entry = entry_of(MOST | {"timed": 3.0}, timed="inconclusive")
     (warning,) = undecided(entry)
     assert warning.kind == "undecided"
-    assert "connector (at most 3.0 µs" in verdict_words(entry)
+    words = verdict_words(entry)
+    assert words.startswith("undecided in timed; a full cache adds at most 30.0 µs to")
+    assert short_verdict(entry) == "not known"
     assert undecided(entry_of(MOST)) == []
-    hidden = entry_of(MOST | {"step": 9.0}, step="grows")
-    assert "none of its parts" in verdict_words(hidden)
+
+
+def test_a_verdict_is_a_statement_of_what_a_full_cache_adds():
+    flat, grown = entry_of(MOST), entry_of(MOST, timed="grows")
+    assert short_verdict(flat) == "at most 7.0 µs"
+    assert "at most 5.0 µs to what scheduler and connector take" in verdict_words(flat)
+    assert short_verdict(grown) == "grows"
+    assert "+1.0 [-9.0, +11.0] µs to what scheduler and" in verdict_words(grown)
+    missing = entry_of(MOST)
+    missing.verdict, missing.not_measured = "inconclusive", ["threads"]
+    assert verdict_words(missing).startswith("not measured: threads; ")
+    aging = entry_of(MOST, timed="drifts")
+    assert short_verdict(aging) == "grows with time"
 
 
 def test_a_config_with_too_few_holds_says_so_and_nothing_else():
