@@ -24,7 +24,7 @@ from kvtax.records.run import Verdict
 from kvtax.report.markdown import DASH, table
 from kvtax.stats.processes import look_level
 from kvtax.steps.trial_steps import NO_CPU, PROCESSES
-from kvtax.verdict.holds import held_steps
+from kvtax.verdict.holds import held_steps, hold_table
 from kvtax.verdict.measured import fits_of
 from kvtax.verdict.metrics import MARGIN_US_PER_1K_BLOCKS, METRICS
 from kvtax.verdict.rare import rare_steps
@@ -167,8 +167,9 @@ def judge(trials: list[LoadedTrial], profile: ProfileRecord) -> Verdict:
     steps = pl.concat([t.steps for t in trials if t.steps is not None], how="diagonal")
     cpu = pl.concat([NO_CPU, *(t.cpu for t in trials if t.cpu is not None)])
     held = held_steps(steps, profile.load.ladder)
-    judged = judge_all(fits_of(held, cpu), look_level(profile.looks))
-    judged |= judge_rare(rare_steps(held))
+    holds = hold_table(held, cpu)
+    judged = judge_all(fits_of(holds), look_level(profile.looks))
+    judged |= judge_rare(rare_steps(holds))
     return overall_verdict({name: one.verdict for name, one in judged.items()}, ())
 
 

@@ -1,36 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write per_config.json, SUMMARY.md, report.html and figures/ from a run folder.
+"""Write the results of a run folder, or of the evidence of a run.
 
-Reads files only; `kvtax sweep --report RUN` calls this for an earlier run.
-docs/method.md has the fields and the computation.
+From a folder: per_config.json, SUMMARY.md, report.html, figures/ and evidence.json.gz,
+a row for each hold, of which the first two can be made again. Reads files only; `kvtax
+sweep --report RUN` calls this for an earlier run.
 """
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
+import msgspec
+
 from kvtax.engine.provenance import git_commit
-from kvtax.records.files import write_document, write_whole
+from kvtax.records.evidence import Evidence
+from kvtax.records.files import read_document, write_document, write_whole
 from kvtax.report.document import Section
-from kvtax.verdict.analysis import Analysis, analyse
+from kvtax.verdict.analysis import Analysis, evidence_of, judge, steps_of_run
 from kvtax.verdict.trials import load_run
 from microbench.summary.figures import draw_all
 from microbench.summary.page import code, moments, write_page, write_summary
 
+EVIDENCE = "evidence.json.gz"
 
-def report(run_dir: Path, out: Path) -> Analysis:
-    """Analyse `run_dir`, write all outputs into `out`, and return the analysis.
+
+def report(run: Path, out: Path) -> Analysis:
+    """Analyse a run folder or its EVIDENCE, write into `out`, return the analysis.
 
     Raises RecordsError.
     """
-    run, trials = load_run(run_dir)
-    analysis = analyse(run, trials, git_commit())
+    if run.is_file():
+        evidence = read_document(run, Evidence)
+        analysis = judge(evidence)
+        _write_results(analysis, evidence.figures, out)
+        return analysis
+    record, trials = load_run(run)
+    steps = steps_of_run(record, trials)
+    evidence = evidence_of(record, trials, steps, git_commit())
+    analysis = judge(evidence)
     out.mkdir(parents=True, exist_ok=True)
-    figures = draw_all(analysis, out / "figures")
+    evidence.figures = draw_all(analysis, steps, out / "figures")
+    packed = gzip.compress(msgspec.json.encode(evidence), mtime=0)
+    write_whole(out / EVIDENCE, packed)
+    _write_results(analysis, evidence.figures, out)
+    servers: list[Section] = [*moments(run, trials), *code(run, trials)]
+    page = write_page(analysis, steps, servers)
+    write_whole(out / "report.html", page.encode())
+    return analysis
+
+
+def _write_results(analysis: Analysis, figures: list[str], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
     write_document(out / "per_config.json", analysis.document)
     summary = write_summary(analysis, figures)
     write_whole(out / "SUMMARY.md", summary.encode())
-    servers: list[Section] = [*moments(run_dir, trials), *code(run_dir, trials)]
-    page = write_page(analysis, servers)
-    write_whole(out / "report.html", page.encode())
-    return analysis

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from kvtax.records import observatory_cell, per_config, requests, run, stacks, steps
+from kvtax.records import (
+    evidence,
+    observatory_cell,
+    per_config,
+    requests,
+    run,
+    stacks,
+    steps,
+)
 from kvtax.records.steps import Unit
 
 
@@ -85,6 +93,11 @@ FORMATS = (
         "per_config.json",
         "The results of a sweep. A field is null if it was not measured.",
         (per_config.PerConfig,),
+    ),
+    Format(
+        "evidence.json.gz",
+        "What a sweep measured, a row for each hold; its results are made from it.",
+        (evidence.Evidence,),
     ),
     Format(
         "observatory/*.jsonl.xz",

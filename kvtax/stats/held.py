@@ -148,28 +148,22 @@ def fit(holds: Holds) -> Fit | None:
     x = np.array([holds.x[level == n].mean() for n in range(len(levels))])
     if (young := _fit(holds, x, level, design)) is None:
         return None
+    oldest_s = max(float(holds.age_s.max()), LEAST_VARIANCE)
     # Around its mean: the levels are those at the mean age.
-    age_s = holds.age_s - holds.age_s.mean()
-    if not _tells_age(design, age_s):
+    age = (holds.age_s - holds.age_s.mean()) / oldest_s
+    if not _tells_age(design, age):
         return young
-    aged = _fit(holds, x, level, np.column_stack([design, age_s]))
+    aged = _fit(holds, x, level, np.column_stack([design, age]))
     if aged is None:
         return young
-    oldest_s = float(holds.age_s.max())
-    ages = {
-        "age_us": aged.age_us * oldest_s,
-        "age_error_us": aged.age_error_us * oldest_s,
-    }
-    aged = replace(aged, **ages)
     low, high = aged.aging(AGED)
-    return aged if low > 0 or high < 0 else replace(young, aged=aged, **ages)
+    if low > 0 or high < 0:
+        return aged
+    return replace(young, aged=aged, age_us=aged.age_us, age_error_us=aged.age_error_us)
 
 
 def _fit(holds: Holds, x: Floats, level: Ints, design: Floats) -> Fit | None:
-    """Fit the levels at `x` by `design`, in which the age is last, if it is there.
-
-    `age_us` is per second.
-    """
+    """Fit the levels at `x` by `design`, in which the age is last, if it is there."""
     count, servers = len(x), len(np.unique(holds.server))
     rank, others = (int(np.linalg.matrix_rank(d)) for d in (design, design[:, count:]))
     df = len(level) - rank
@@ -194,10 +188,10 @@ def _fit(holds: Holds, x: Floats, level: Ints, design: Floats) -> Fit | None:
     )
 
 
-def _tells_age(design: Floats, age_s: Floats) -> bool:
+def _tells_age(design: Floats, age: Floats) -> bool:
     """Return whether age is something else than what `design` has already."""
-    own = age_s - design @ np.linalg.lstsq(design, age_s, rcond=None)[0]
-    return float(own @ own) > LEAST_OWN_AGE * float(age_s @ age_s)
+    own = age - design @ np.linalg.lstsq(design, age, rcond=None)[0]
+    return float(own @ own) > LEAST_OWN_AGE * float(age @ age)
 
 
 def _sizes(values: Floats, design: Floats, level: Ints) -> Floats:

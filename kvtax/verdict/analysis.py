@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's trials to the document per_config.json (kvtax/records/per_config.py)."""
+"""From a run's trials over its holds to the document per_config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import polars as pl
 
+from kvtax.records.evidence import ConfigEvidence, Evidence
 from kvtax.records.per_config import HostEntry, PerConfig, WindowRecord
 from kvtax.records.run import HostRecord, RunRecord
 from kvtax.records.warning import RunWarning
@@ -20,23 +22,22 @@ from kvtax.verdict.entry import (
     noise_floor,
     set_verdicts,
 )
+from kvtax.verdict.holds import as_table, hold_table
 from kvtax.verdict.latency import requests_to_fill, send_lag_ms
-from kvtax.verdict.levels import Level
+from kvtax.verdict.levels import MAX_STEPS, Level, thin
 from kvtax.verdict.machine import machine_entry
 from kvtax.verdict.measured import (
     Comparison,
     ConfigEstimates,
-    measure_all,
+    ConfigSteps,
+    estimate_all,
     promised_metrics,
+    steps_of_all,
 )
+from kvtax.verdict.metrics import PROCESSES
 from kvtax.verdict.roles import Roles, roles_of
 from kvtax.verdict.trials import LoadedTrial
-from kvtax.verdict.warnings import (
-    config_warnings,
-    growth_alone,
-    run_warnings,
-    undecided,
-)
+from kvtax.verdict.warnings import config_warnings, interrupted_share, run_warnings
 
 
 @dataclass(frozen=True)
@@ -49,56 +50,107 @@ class Analysis:
     document: PerConfig
     roles: Roles
     warnings: dict[str | None, list[RunWarning]]
-    measured: dict[str, ConfigEstimates]
+    estimates: dict[str, ConfigEstimates]
 
 
 def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> Analysis:
     """Compute the whole per_config.json of a run."""
+    steps = steps_of_run(run, trials)
+    return judge(evidence_of(run, trials, steps, commit))
+
+
+def steps_of_run(run: RunRecord, trials: list[LoadedTrial]) -> dict[str, ConfigSteps]:
+    """Put the steps of every config together that has any, by name."""
+    return steps_of_all(_by_config(trials), run.profile.load.ladder)
+
+
+def _by_config(trials: list[LoadedTrial]) -> dict[str, list[LoadedTrial]]:
     by_config: dict[str, list[LoadedTrial]] = {}
     for trial in trials:
         by_config.setdefault(trial.config, []).append(trial)
-    roles = roles_of(run, by_config)
-    measured = measure_all(by_config, run.profile)
-    at_blocks = stated_cache_blocks(measured)
-    comparison = Comparison(measured)
-    noise = noise_floor(measured, comparison, roles)
-    level = look_level(run.profile.looks)
-    ladder = run.profile.load.ladder
-    reads_cpu = any(one.cpu.height for one in measured.values())
-    entries = {}
-    for name, group in by_config.items():
-        entries[name] = config_entry(group, measured.get(name), at_blocks)
-        if one := measured.get(name):
-            set_verdicts(
-                entries[name], one, level, promised_metrics(one, ladder, reads_cpu)
+    return by_config
+
+
+def evidence_of(
+    run: RunRecord,
+    trials: list[LoadedTrial],
+    steps: Mapping[str, ConfigSteps],
+    commit: str | None,
+) -> Evidence:
+    """Reduce a run to what its verdicts rest on: a row for each hold."""
+    at_blocks = stated_cache_blocks(steps)
+    return Evidence(
+        run=run,
+        report_git_commit=commit,
+        window=_window_record(at_blocks, trials) if at_blocks else None,
+        machine=machine_entry(trials, run.hosts),
+        hosts=host_entries(run.hosts, trials, steps),
+        configs={
+            name: _of_config(group, steps.get(name), at_blocks)
+            for name, group in _by_config(trials).items()
+        },
+    )
+
+
+def _of_config(
+    trials: list[LoadedTrial], steps: ConfigSteps | None, at_blocks: int | None
+) -> ConfigEvidence:
+    facts = config_entry(trials, steps, at_blocks)
+    if steps is None:
+        return ConfigEvidence(facts=facts)
+    return ConfigEvidence(
+        facts=facts,
+        holds=hold_table(steps.held, steps.cpu).to_dict(as_series=False),
+        log_p50=steps.log_p50(),
+        growth_slopes=steps.growth_slopes(),
+        interrupted_share=interrupted_share(thin(steps.decodes, MAX_STEPS)),
+    )
+
+
+def judge(evidence: Evidence) -> Analysis:
+    """Compute per_config.json from what was measured."""
+    run, of = evidence.run, evidence.configs
+    roles = roles_of(run, of)
+    holds = {name: as_table(one.holds) for name, one in of.items() if one.holds}
+    estimates = estimate_all(holds, run.profile.looks)
+    comparison = Comparison({name: of[name].log_p50 for name in holds})
+    noise = noise_floor(estimates, comparison, roles)
+    reads_cpu = any(table[PROCESSES].count() for table in holds.values())
+    entries, level = {}, look_level(run.profile.looks)
+    for name, one in of.items():
+        entries[name] = msgspec.structs.replace(one.facts)
+        if found := estimates.get(name):
+            with_calls, ladder = (
+                one.facts.connector is not None,
+                run.profile.load.ladder,
             )
+            promised = promised_metrics(with_calls, ladder, reads_cpu)
+            set_verdicts(entries[name], one, found, level, promised)
     forward_ms = run.profile.forward_us / 1e3
     compare_with_baseline(entries, comparison, roles.baseline, noise, forward_ms)
     compare_with_floor(entries, comparison, roles.floor)
     warnings: dict[str | None, list[RunWarning]] = {
         None: run_warnings(run, roles, noise)
     }
-    for name, one in measured.items():
-        warnings[name] = config_warnings(entries[name], one.steps)
-        warnings[name] += undecided(entries[name])
-        warnings[name] += growth_alone(entries[name], one.growth_slopes)
+    for name in estimates:
+        warnings[name] = config_warnings(entries[name], of[name])
         entries[name].warnings = [str(warning) for warning in warnings[name]]
     document = PerConfig(
-        provenance=run.provenance | {"report_git_commit": commit},
+        provenance=run.provenance | {"report_git_commit": evidence.report_git_commit},
         profile=run.profile,
-        window=_window_record(at_blocks, trials) if at_blocks else None,
+        window=evidence.window,
         noise_floor=noise,
         warnings=[str(warning) for warning in warnings[None]],
         configs=entries,
-        hosts=host_entries(run.hosts, trials, measured),
-        machine=machine_entry(trials, run.hosts),
+        hosts=evidence.hosts,
+        machine=evidence.machine,
     )
-    return Analysis(document, roles, warnings, measured)
+    return Analysis(document, roles, warnings, estimates)
 
 
-def stated_cache_blocks(measured: Mapping[str, ConfigEstimates]) -> int | None:
+def stated_cache_blocks(steps: Mapping[str, ConfigSteps]) -> int | None:
     """Return |cache| at the stated level, the median over the configs that have it."""
-    known = [one.level.cache_blocks for one in measured.values() if one.level]
+    known = [one.level.cache_blocks for one in steps.values() if one.level]
     return round(float(np.median(known))) if known else None
 
 
@@ -117,7 +169,7 @@ TIMES = ("schedule", "step")
 def host_entries(
     hosts: Sequence[HostRecord] | None,
     trials: Sequence[LoadedTrial],
-    measured: Mapping[str, ConfigEstimates],
+    steps: Mapping[str, ConfigSteps],
 ) -> dict[str, HostEntry] | None:
     """Build an entry per host; None for a run on one machine."""
     if not hosts:
@@ -133,7 +185,7 @@ def host_entries(
             send_lag_p99_ms=(send_lag_ms(own) or {}).get("p99"),
             p50_us={
                 name: levels
-                for name, one in measured.items()
+                for name, one in steps.items()
                 if one.level and (levels := _levels(one.level, host.repeats))
             },
         )

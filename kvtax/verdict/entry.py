@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 
 import polars as pl
 
+from kvtax.records.evidence import ConfigEvidence
 from kvtax.records.per_config import (
     BaselineDifference,
     ConfigEntry,
@@ -22,7 +23,7 @@ from kvtax.verdict import latency
 from kvtax.verdict.holds import holds_of, holds_of_cpu
 from kvtax.verdict.latency import tpot_addition
 from kvtax.verdict.levels import Level
-from kvtax.verdict.measured import Comparison, ConfigEstimates
+from kvtax.verdict.measured import Comparison, ConfigEstimates, ConfigSteps
 from kvtax.verdict.metrics import JUDGED, LEVELS, Metric, number
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
@@ -46,10 +47,10 @@ METHODS = (
 
 def config_entry(
     trials: list[LoadedTrial],
-    measured: ConfigEstimates | None,
+    steps: ConfigSteps | None,
     at_cache_blocks: int | None,
 ) -> ConfigEntry:
-    """Build the entry of the config of `trials`; `measured` is None without steps."""
+    """Build the entry of the config of `trials`, but its verdicts."""
     entry = ConfigEntry(
         slope_us_per_1k_blocks=dict.fromkeys(JUDGED),
         verdict_of=dict.fromkeys(JUDGED, "failed"),
@@ -62,18 +63,18 @@ def config_entry(
     )
     for time, quantiles in latency.latencies_ms(trials).items():
         setattr(entry, time, quantiles)
-    if measured is None:
+    if steps is None:
         errors = [f"r{t.repeat}: {t.error or 'no steps'}" for t in trials]
         entry.error = "; ".join(errors)
         return entry
     errors = [f"r{t.repeat}: {t.error}" for t in trials if t.error]
     entry.error = "; ".join(errors) or None
-    entry.n_decode_steps = measured.steps.height
+    entry.n_decode_steps = steps.decodes.height
     entry.n_repeats = sum(t.error is None for t in trials)
-    entry.cache_blocks = cache_reach(measured.steps)
-    if measured.level and at_cache_blocks is not None:
-        _set_levels(entry, measured.level, at_cache_blocks)
-    set_parts(entry, measured)
+    entry.cache_blocks = cache_reach(steps.decodes)
+    if steps.level and at_cache_blocks is not None:
+        _set_levels(entry, steps.level, at_cache_blocks)
+    set_parts(entry, steps)
     return entry
 
 
@@ -99,7 +100,8 @@ def _set_levels(entry: ConfigEntry, level: Level, at_cache_blocks: int) -> None:
 
 def set_verdicts(
     entry: ConfigEntry,
-    measured: ConfigEstimates,
+    evidence: ConfigEvidence,
+    found: ConfigEstimates,
     level: float,
     promised: Collection[str],
 ) -> None:
@@ -107,13 +109,15 @@ def set_verdicts(
 
     `promised` are the metrics without which nothing is flat.
     """
-    entry.growth_slope_us_per_1k_blocks = rounded(measured.growth_slopes["schedule"])
-    judged = judge_all(measured.fits, level)
-    for name, one in judged.items():
-        entry.slope_us_per_1k_blocks[name] = rounded(measured.slopes[name])
-        entry.held[name] = held_levels(measured.fits[name], level, one)
-    entry.rare = measured.rare
-    judged |= judge_rare(measured.rare)
+    judged = judge_all(found.fits, level)
+    entry.growth_slope_us_per_1k_blocks = evidence.growth_slopes["schedule"]
+    slopes = {name: rounded(found.slopes[name]) for name in judged}
+    entry.slope_us_per_1k_blocks = entry.slope_us_per_1k_blocks | slopes
+    entry.held = {
+        name: held_levels(found.fits[name], level, one) for name, one in judged.items()
+    }
+    entry.rare = found.rare
+    judged |= judge_rare(found.rare)
     entry.verdict_of = {name: one.verdict for name, one in judged.items()}
     entry.not_measured = sorted(set(promised) - judged.keys())
     entry.verdict = overall_verdict(entry.verdict_of, promised)
@@ -157,19 +161,18 @@ def pss_mib(trials: list[LoadedTrial]) -> float | None:
 
 
 def noise_floor(
-    measured: Mapping[str, ConfigEstimates], comparison: Comparison, roles: Roles
+    estimates: Mapping[str, ConfigEstimates], comparison: Comparison, roles: Roles
 ) -> NoiseFloor:
     """Compute the difference of the baseline and its twin, in slope and in level."""
-    first = measured.get(roles.baseline or "")
-    second = measured.get(roles.twin or "")
-    if first is None or second is None:
+    pair = (roles.baseline or "", roles.twin or "")
+    if not all(name in estimates for name in pair):
         return NoiseFloor()
+    first, second = (estimates[name] for name in pair)
     slopes = {
         metric: _rounded(second.slopes[metric].minus(slope))
         for metric, slope in first.slopes.items()
         if metric in second.slopes
     }
-    pair = (first.name, second.name)
     levels = {
         metric: found
         for metric in LEVELS
@@ -218,7 +221,7 @@ def compare_with_floor(
             entry.vs_noop = {m: r for m, r in ratios.items() if r} or None
 
 
-def set_parts(entry: ConfigEntry, one: ConfigEstimates) -> None:
+def set_parts(entry: ConfigEntry, one: ConfigSteps) -> None:
     """Fill in `connector`, `methods` and `threads`: means and slopes of the holds."""
     held = one.held
     if held["connector_us"].null_count() < held.height:
@@ -232,7 +235,7 @@ def set_parts(entry: ConfigEntry, one: ConfigEstimates) -> None:
     }
 
 
-def _part(one: ConfigEstimates, time: str) -> PartCost:
+def _part(one: ConfigSteps, time: str) -> PartCost:
     steps = max(one.held.height, 1)
     calls = time.removesuffix("_us") + CALLS
     per_step = None
@@ -245,14 +248,14 @@ def _part(one: ConfigEstimates, time: str) -> PartCost:
     )
 
 
-def _fit(one: ConfigEstimates, time: str) -> Fit | None:
+def _fit(one: ConfigSteps, time: str) -> Fit | None:
     holds = holds_of(one.held, Metric(time))
     return None if holds is None else fit(holds)
 
 
-def _thread(one: ConfigEstimates, own: pl.DataFrame) -> PartCost:
+def _thread(one: ConfigSteps, own: pl.DataFrame) -> PartCost:
     steps = max(number(own["steps"].sum()), 1)
-    holds = holds_of_cpu(one.held, own, str(own["of"][0]))
+    holds = holds_of_cpu(one.held.filter(~pl.col("many")), own)
     return PartCost(
         slope_per_1k_blocks=_slope(None if holds is None else fit(holds)),
         us_per_step=round(number((own["us_per_step"] * own["steps"]).sum()) / steps, 3),

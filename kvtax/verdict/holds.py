@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds of a config: what each metric takes while |cache| stays at one level."""
+"""Holds of a config: what each metric takes while |cache| stays at one level.
+
+A value is the mean without the slowest tenth of the hold's steps.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import polars as pl
 
 from kvtax.records.profile import Ladder
 from kvtax.records.requests import Phase
 from kvtax.stats.held import Holds
-from kvtax.steps.trial_steps import PROCESSES
-from kvtax.verdict.metrics import Metric
+from kvtax.verdict.metrics import METRICS, OF_CPU, PROCESSES, THREADS, Metric
 
 PLACE = ("repeat", "hold", "level")
 # What is cut off at the slow end of a hold: stalls of the machine, and rare costs.
 SLOWEST = 0.1
+LONG_US = 1_000.0
+# Of numbers in a table of holds.
+DIGITS = 3
 
 
 def held_steps(steps: pl.DataFrame, ladder: Ladder) -> pl.DataFrame:
@@ -28,44 +35,98 @@ def held_steps(steps: pl.DataFrame, ladder: Ladder) -> pl.DataFrame:
 
 
 def holds_of(held: pl.DataFrame, metric: Metric) -> Holds | None:
-    """Compute what `metric` is in each hold; None where it was not measured.
+    """Compute what `metric` is in each hold; None where it was not measured."""
+    return as_holds(_places(held).join(_values(held, metric), on=PLACE), "us")
 
-    The mean without the slowest tenth of the hold's steps.
+
+def holds_of_cpu(held: pl.DataFrame, cpu: pl.DataFrame) -> Holds | None:
+    """Sum the CPU time per step of `cpu` in each hold; None without any."""
+    us = cpu.group_by(PLACE).agg(pl.col("us_per_step").sum().alias("us"))
+    return as_holds(_places(held).join(us, on=PLACE), "us")
+
+
+def hold_table(held: pl.DataFrame, cpu: pl.DataFrame) -> pl.DataFrame:
+    """Tabulate the holds: place, |cache|, age, time, and each metric in us per step.
+
+    CPU times are of holds with few decoders: those of PROCESSES, and of all else in
+    `cpu`, nothing if no thread was started.
     """
-    time = pl.col(metric.time)
-    own = held.filter(time.is_finite(), pl.col("many") == metric.many)
-    if metric.steps != "all":
-        own = own.filter(metric.steps)
-    usual = time.filter(time <= time.quantile(1 - SLOWEST, "higher")).mean()
-    values = own.group_by(PLACE).agg(usual.alias("us"), pl.len().alias("n"))
-    return _holds(held, values.filter(pl.col("n") >= metric.least_steps))
-
-
-def holds_of_cpu(held: pl.DataFrame, cpu: pl.DataFrame, of: str) -> Holds | None:
-    """Compute the CPU time per step in each hold of few decoders; None without any.
-
-    `of` is PROCESSES, or THREADS for all else in `cpu`: nothing, if no thread was
-    started.
-    """
-    own = (pl.col("of") == PROCESSES) == (of == PROCESSES)
-    us = pl.col("us_per_step").filter(own).sum().alias("us")
-    return _holds(held.filter(~pl.col("many")), cpu.group_by(PLACE).agg(us))
-
-
-def _holds(held: pl.DataFrame, values: pl.DataFrame) -> Holds | None:
-    """Join values by hold with where and when the hold was."""
-    places = held.group_by(PLACE).agg(
-        pl.col("cache_blocks", "age_s").mean(),
-        (pl.col("t_ns").mean() / 1e9).alias("time_s"),
+    table = _places(held)
+    for name, metric in METRICS.items():
+        table = table.join(_values(held, metric, name), on=PLACE, how="left")
+    of_all, us = pl.col("of") == PROCESSES, pl.col("us_per_step")
+    read = cpu.group_by(PLACE).agg(
+        us.filter(~of_all).sum().alias(THREADS),
+        us.filter(of_all).sum().alias(PROCESSES),
     )
-    rows = places.join(values, on=PLACE).sort(PLACE)
+    table = table.join(read, on=PLACE, how="left").with_columns(
+        pl.when(~pl.col("many")).then(name).alias(name) for name in OF_CPU
+    )
+    counts = long_steps(held)
+    table = table.join(counts, on=PLACE, how="left").sort(PLACE)
+    return table.with_columns(
+        pl.col("many").cast(pl.Int64),
+        pl.col(pl.Float32, pl.Float64).cast(pl.Float64).round(DIGITS),
+    )
+
+
+def as_table(columns: Mapping[str, Sequence[float | None]]) -> pl.DataFrame:
+    """Read a table of holds from a file's columns."""
+    whole = dict.fromkeys((*PLACE, "many", "steps", "long"), pl.Int64)
+    schema = {name: whole.get(name, pl.Float64) for name in columns}
+    return pl.DataFrame(dict(columns), schema=schema)
+
+
+def as_holds(rows: pl.DataFrame, name: str) -> Holds | None:
+    """Select the rows of a table of holds that have the metric; None without any."""
+    rows = rows.filter(pl.col(name).is_not_null()).sort(PLACE)
     if not rows.height:
         return None
     return Holds(
         server=rows["repeat"].cast(pl.Int64).to_numpy(),
         level=rows["level"].cast(pl.Int64).to_numpy(),
-        x=rows["cache_blocks"].to_numpy() / 1_000,
-        time_s=rows["time_s"].to_numpy(),
-        age_s=rows["age_s"].to_numpy(),
-        values=rows["us"].cast(pl.Float64).to_numpy(),
+        x=rows["cache_blocks"].cast(pl.Float64).to_numpy() / 1_000,
+        time_s=rows["time_s"].cast(pl.Float64).to_numpy(),
+        age_s=rows["age_s"].cast(pl.Float64).to_numpy(),
+        values=rows[name].cast(pl.Float64).to_numpy(),
+    )
+
+
+def _places(held: pl.DataFrame) -> pl.DataFrame:
+    """Tabulate where and when the holds were."""
+    return held.group_by(PLACE).agg(
+        pl.col("many").first(),
+        pl.col("cache_blocks", "age_s").mean(),
+        (pl.col("t_ns").mean() / 1e9).alias("time_s"),
+    )
+
+
+def _values(held: pl.DataFrame, metric: Metric, name: str = "us") -> pl.DataFrame:
+    """Compute the mean without the slowest tenth of each hold's steps."""
+    time = pl.col(metric.time)
+    own = held.filter(time.is_finite(), pl.col("many") == metric.many)
+    if metric.steps != "all":
+        own = own.filter(metric.steps)
+    usual = time.filter(time <= time.quantile(1 - SLOWEST, "higher")).mean()
+    values = own.group_by(PLACE).agg(
+        usual.cast(pl.Float64).alias(name), pl.len().alias("n")
+    )
+    return values.filter(pl.col("n") >= metric.least_steps).drop("n")
+
+
+def long_steps(held: pl.DataFrame) -> pl.DataFrame:
+    """Count the steps of each hold with few decoders, and the long ones.
+
+    Long is one in which the connector's calls (without a connector, scheduler and
+    calls) took LONG_US more than usual in its hold.
+    """
+    own = held.filter(~pl.col("many"))
+    with_calls = own["connector_us"].null_count() < own.height
+    time = pl.col("connector_us" if with_calls else "overhead_us")
+    own = own.filter(time.is_finite())
+    long = (time > time.median().over(PLACE) + LONG_US).alias("long")
+    return (
+        own.with_columns(long)
+        .group_by(PLACE)
+        .agg(pl.len().alias("steps"), pl.col("long").sum())
     )

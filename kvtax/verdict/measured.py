@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
 from kvtax.records.estimate import Estimate
 from kvtax.records.per_config import RareSteps
-from kvtax.records.profile import Ladder, ProfileRecord
+from kvtax.records.profile import Ladder
 from kvtax.records.requests import Phase
-from kvtax.stats.distribution import SEED, Distribution, Floats
+from kvtax.stats.distribution import SEED, Distribution, rounded
 from kvtax.stats.held import Fit, fit
 from kvtax.stats.median_slope import Cells, make_cells, slope_us_per_1k_blocks
 from kvtax.stats.processes import RunSpread, look_level, student
 from kvtax.steps.trial_steps import NO_CPU
-from kvtax.verdict.holds import held_steps, holds_of, holds_of_cpu
+from kvtax.verdict.holds import as_holds, held_steps
 from kvtax.verdict.levels import Level
 from kvtax.verdict.metrics import (
     LEVELS,
@@ -33,80 +33,97 @@ from kvtax.verdict.rare import rare_steps
 from kvtax.verdict.trials import LoadedTrial
 
 
-@dataclass
-class ConfigEstimates:
-    """Steps of a config's good trials, and the estimates from them.
+@dataclass(frozen=True)
+class ConfigSteps:
+    """Steps of a config's good trials.
 
-    `every` are all steps, `steps` the decode-only ones, `held` those of the holds;
-    `cpu` is that of kvtax.steps.trial_steps. `cells` are of the growth phase, as are
-    `growth_slopes`, of `schedule` and `overhead`. `level` is None if the config has no
-    steps there. `fits` are by metric, `slopes` in us per 1,000 cached blocks; `p50` are
-    the logs of the medians at the stated |cache|, by metric and server.
+    `every` are all steps, `held` those of the holds; `cpu` is that of
+    kvtax.steps.trial_steps. `cells` are of the growth phase. `level` is None if the
+    config has no steps there.
     """
 
-    name: str
     every: pl.DataFrame
     held: pl.DataFrame
     cpu: pl.DataFrame
     cells: Cells
     level: Level | None
-    rare: RareSteps | None
-    fits: dict[str, Fit] = field(default_factory=dict)
-    slopes: dict[str, Distribution] = field(default_factory=dict)
-    p50: dict[str, Floats] = field(default_factory=dict)
-    growth_slopes: dict[str, Distribution | None] = field(default_factory=dict)
 
     @property
-    def steps(self) -> pl.DataFrame:
+    def decodes(self) -> pl.DataFrame:
+        """Return the decode-only steps."""
         return self.every.filter("decode_only")
 
+    def log_p50(self) -> dict[str, list[float]]:
+        """Compute the log of each server's median at the stated |cache|, by metric."""
+        if self.level is None:
+            return {}
+        return {
+            name: self.level.log_of_servers(metric.time).round(6).tolist()
+            for name, metric in LEVELS.items()
+        }
 
-def measure_all(
-    by_config: Mapping[str, Sequence[LoadedTrial]], profile: ProfileRecord
-) -> dict[str, ConfigEstimates]:
-    """Measure every config that has steps, by name."""
-    measured = {}
-    for index, (name, trials) in enumerate(by_config.items()):
+    def growth_slopes(self) -> dict[str, Estimate | None]:
+        """Estimate the slopes in growth, in us per 1,000 blocks, by metric."""
+        return {
+            name: rounded(slope_us_per_1k_blocks(self.cells, LEVELS[name].time))
+            for name in ("schedule", "overhead")
+        }
+
+
+@dataclass(frozen=True)
+class ConfigEstimates:
+    """Estimates of a config from its holds.
+
+    `fits` are by metric, `slopes` in us per 1,000 cached blocks.
+    """
+
+    fits: dict[str, Fit]
+    slopes: dict[str, Distribution]
+    rare: RareSteps | None
+
+
+def steps_of_all(
+    by_config: Mapping[str, Sequence[LoadedTrial]], ladder: Ladder
+) -> dict[str, ConfigSteps]:
+    """Put the steps of every config together that has any, by name."""
+    found = {}
+    for name, trials in by_config.items():
         tables = [t.steps for t in trials if t.steps is not None and t.steps.height]
         if tables:
             every = pl.concat(tables, how="diagonal", rechunk=False)
             cpu = pl.concat([NO_CPU, *(t.cpu for t in trials if t.cpu is not None)])
-            seed = SEED + 1_000 * index
-            measured[name] = _measure(name, every, cpu, profile, seed)
-    return measured
+            found[name] = _steps(every, cpu, ladder)
+    return found
 
 
-def _measure(
-    name: str, every: pl.DataFrame, cpu: pl.DataFrame, profile: ProfileRecord, seed: int
-) -> ConfigEstimates:
-    ladder = profile.load.ladder
+def _steps(every: pl.DataFrame, cpu: pl.DataFrame, ladder: Ladder) -> ConfigSteps:
     times = tuple(metric.time for metric in LEVELS.values())
     in_growth = every.filter("decode_only", pl.col("phase") == Phase.GROWTH)
     columns = ("repeat", "batch", "cache_blocks", *times)
     held = held_steps(every, ladder)
-    one = ConfigEstimates(
-        name=name,
+    return ConfigSteps(
         every=every,
         held=held,
         cpu=cpu,
         cells=make_cells(in_growth.select(columns), times),
         level=Level.of(held.filter(~pl.col("many")), ladder.stated_level),
-        rare=rare_steps(held),
-        fits=fits_of(held, cpu),
     )
-    one.growth_slopes = {
-        metric: slope_us_per_1k_blocks(one.cells, LEVELS[metric].time)
-        for metric in ("schedule", "overhead")
-    }
-    if one.level:
-        one.p50 = {
-            name: one.level.log_of_servers(metric.time)
-            for name, metric in LEVELS.items()
+
+
+def estimate_all(
+    holds: Mapping[str, pl.DataFrame], looks: int
+) -> dict[str, ConfigEstimates]:
+    """Fit the levels of every metric of every config's table of holds."""
+    wide, found = look_level(looks), {}
+    for index, (name, table) in enumerate(holds.items()):
+        seed = SEED + 1_000 * index
+        fits = fits_of(table)
+        slopes = {
+            metric: slope_of(one, wide, seed + place)
+            for place, (metric, one) in enumerate(fits.items())
         }
-    wide = look_level(profile.looks)
-    for place, (metric, found) in enumerate(one.fits.items()):
-        one.slopes[metric] = slope_of(found, wide, seed + place)
-    return one
+        found[name] = ConfigEstimates(fits, slopes, rare_steps(table))
+    return found
 
 
 def slope_of(found: Fit, level: float, seed: int = SEED) -> Distribution:
@@ -115,20 +132,19 @@ def slope_of(found: Fit, level: float, seed: int = SEED) -> Distribution:
     return student(slope, error, found.df, seed, level)
 
 
-def fits_of(held: pl.DataFrame, cpu: pl.DataFrame) -> dict[str, Fit]:
-    """Fit the levels of every metric that was measured; see ConfigEstimates."""
-    holds = {name: holds_of(held, metric) for name, metric in METRICS.items()}
-    holds |= {name: holds_of_cpu(held, cpu, name) for name in OF_CPU}
-    fits = {name: fit(one) for name, one in holds.items() if one is not None}
+def fits_of(holds: pl.DataFrame) -> dict[str, Fit]:
+    """Fit the levels of every metric of a table of holds that has them."""
+    known = {name: as_holds(holds, name) for name in (*METRICS, *OF_CPU)}
+    fits = {name: fit(one) for name, one in known.items() if one is not None}
     return {name: found for name, found in fits.items() if found is not None}
 
 
-def promised_metrics(one: ConfigEstimates, ladder: Ladder, reads_cpu: bool) -> set[str]:
+def promised_metrics(with_calls: bool, ladder: Ladder, reads_cpu: bool) -> set[str]:
     """List the metrics that a run must have measured of a config.
 
-    `reads_cpu` is whether its driver read CPU times.
+    `with_calls` is whether its connector's calls were timed, `reads_cpu` whether the
+    run's driver read CPU times.
     """
-    with_calls = one.held["connector_us"].null_count() < one.held.height
     return {
         TIMED,
         *([TIMED_MANY] if ladder.many_decoders else []),
@@ -140,8 +156,12 @@ def promised_metrics(one: ConfigEstimates, ladder: Ladder, reads_cpu: bool) -> s
 class Comparison:
     """Compares the medians of configs, by how much servers of one config differ."""
 
-    def __init__(self, measured: Mapping[str, ConfigEstimates]) -> None:
-        self._of = {name: one.p50 for name, one in measured.items()}
+    def __init__(self, log_p50: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+        """Compare by the logs of each server's median, by config and metric."""
+        self._of = {
+            name: {metric: np.array(logs) for metric, logs in of.items()}
+            for name, of in log_p50.items()
+        }
         self._spread = {
             metric: RunSpread.of(
                 p50[metric] for p50 in self._of.values() if metric in p50

@@ -2,10 +2,8 @@
 """Costs in few steps: steps that took long, counted at each level of |cache|.
 
 A mean over steps cannot be known where a few of them take most of the time: stalls of
-the machine do, too. But those come at every level alike. So steps are counted in which
-the connector's calls (without a connector, scheduler and calls) took LONG_US more than
-usual in their hold, and if the counts rise with the level, more than by chance, the
-cost grows.
+the machine do, too. But those come at every level alike. So long steps are counted; if
+the counts rise with the level, more than by chance, the cost grows.
 """
 
 from __future__ import annotations
@@ -15,42 +13,26 @@ import polars as pl
 
 from kvtax.records.per_config import RareSteps
 from kvtax.stats.distribution import SEED, Floats, Ints
-from kvtax.verdict.holds import PLACE
+from kvtax.verdict.holds import LONG_US
 
-LONG_US = 1_000.0
 CHANCE = 0.001
 PERMUTATIONS = 20_000
 
 
-def rare_steps(held: pl.DataFrame) -> RareSteps | None:
-    """Count the long steps of holds with few decoders; None without any holds."""
-    own = held.filter(~pl.col("many"))
-    with_calls = own["connector_us"].null_count() < own.height
-    time = pl.col("connector_us" if with_calls else "overhead_us")
-    own = own.filter(time.is_finite())
+def rare_steps(holds: pl.DataFrame) -> RareSteps | None:
+    """Count the long steps of a table of holds by level; None without any holds."""
+    own = holds.filter(pl.col("steps").is_not_null())
     if not own.height:
         return None
-    long = time > time.median().over(PLACE) + LONG_US
-    holds = (
-        own.with_columns(long.alias("long"))
-        .group_by(PLACE)
-        .agg(
-            pl.col("long").sum(),
-            pl.len().alias("steps"),
-            pl.col("cache_blocks").mean(),
-            time.filter("long").sum().alias("us"),
-        )
-        .sort(PLACE)
-    )
-    levels = holds.group_by("level").agg(pl.col("long", "steps").sum()).sort("level")
+    levels = own.group_by("level").agg(pl.col("long", "steps").sum()).sort("level")
     return RareSteps(
         longer_by_us=LONG_US,
-        steps=levels["steps"].to_list(),
-        long=levels["long"].to_list(),
+        steps=levels["steps"].cast(pl.Int64).to_list(),
+        long=levels["long"].cast(pl.Int64).to_list(),
         chance=_chance(
-            holds["long"].cast(pl.Float64).to_numpy(),
-            holds["cache_blocks"].to_numpy(),
-            holds["repeat"].cast(pl.Int64).to_numpy(),
+            own["long"].cast(pl.Float64).to_numpy(),
+            own["cache_blocks"].cast(pl.Float64).to_numpy(),
+            own["repeat"].cast(pl.Int64).to_numpy(),
         ),
     )
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 
 import polars as pl
 
+from kvtax.records.evidence import ConfigEvidence
 from kvtax.records.per_config import ConfigEntry, NoiseFloor
 from kvtax.records.run import RunRecord
 from kvtax.records.warning import RunWarning, Warn
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import Distribution
-from kvtax.verdict.levels import MAX_STEPS, thin
 from kvtax.verdict.metrics import DECISIVE, MARGIN_US_PER_1K_BLOCKS, margin_of
 from kvtax.verdict.roles import Roles
 
@@ -25,7 +24,7 @@ def undecided(entry: ConfigEntry) -> list[RunWarning]:
 
 
 def growth_alone(
-    entry: ConfigEntry, slopes: Mapping[str, Distribution | None]
+    entry: ConfigEntry, slopes: Mapping[str, Estimate | None]
 ) -> list[RunWarning]:
     """Warn if a cost rose while the cache first filled, and not with the levels.
 
@@ -35,10 +34,10 @@ def growth_alone(
         return []
     for metric, slope in slopes.items():
         held = entry.held.get(metric)
-        if held is None or slope is None:
+        if held is None or slope is None or slope.ci95 is None:
             continue
         if slope.ci95[0] > max(MARGIN_US_PER_1K_BLOCKS, held.most_us_per_1k_blocks):
-            return [Warn.GROWTH_ALONE(metric=metric, slope=Estimate.of(slope))]
+            return [Warn.GROWTH_ALONE(metric=metric, slope=slope)]
     return []
 
 
@@ -68,14 +67,18 @@ SLOW_SHARE = 0.01
 MISSING_SHARE = 0.01
 
 
-def config_warnings(entry: ConfigEntry, steps: pl.DataFrame) -> list[RunWarning]:
+def config_warnings(entry: ConfigEntry, evidence: ConfigEvidence) -> list[RunWarning]:
     """Warn of what makes the numbers of one config doubtful."""
+    share = evidence.interrupted_share
+    interrupted = Warn.INTERRUPTED(share=share, times=SLOW_TIMES)
     return [
         *([Warn.TRIALS_FAILED(error=entry.error)] if entry.error else []),
         *_of_estimates(entry),
         *_of_records(entry),
         *_of_requests(entry),
-        *_of_speed(steps),
+        *[interrupted] * (share > SLOW_SHARE),
+        *undecided(entry),
+        *growth_alone(entry, evidence.growth_slopes),
     ]
 
 
@@ -111,11 +114,6 @@ def _of_requests(entry: ConfigEntry) -> list[RunWarning]:
     if lag and not lag["valid"]:
         warnings.append(Warn.SENT_LATE(p99=lag["p99"], budget=lag["budget"]))
     return warnings
-
-
-def _of_speed(steps: pl.DataFrame) -> list[RunWarning]:
-    share = interrupted_share(thin(steps, MAX_STEPS))
-    return [Warn.INTERRUPTED(share=share, times=SLOW_TIMES)] * (share > SLOW_SHARE)
 
 
 def interrupted_share(steps: pl.DataFrame) -> float:

@@ -14,8 +14,9 @@ from kvtax.report.document import Figure, Line
 from kvtax.stats.median_slope import batch_held_us, group_of, make_cells, slope_value
 from kvtax.verdict.analysis import Analysis
 from kvtax.verdict.levels import thin
-from kvtax.verdict.measured import ConfigEstimates
-from kvtax.verdict.metrics import number
+from kvtax.verdict.measured import ConfigSteps
+from kvtax.verdict.metrics import TIMED, number
+from kvtax.verdict.roles import Roles
 
 BINS = 30
 MIN_STEPS_PER_BIN = 20
@@ -23,7 +24,7 @@ MAX_STEPS = 300_000
 BAND = {"p25_us": 0.25, "p50_us": 0.5, "p75_us": 0.75}
 
 
-def binned_curves(measured: Mapping[str, ConfigEstimates], time: str) -> pl.DataFrame:
+def binned_curves(steps: Mapping[str, ConfigSteps], time: str) -> pl.DataFrame:
     """p25, p50, p75 of `time` in the growth phase by |cache| bin and config.
 
     Repeat and batch size are held as in the verdict (batch_held_us), with the slope of
@@ -31,9 +32,9 @@ def binned_curves(measured: Mapping[str, ConfigEstimates], time: str) -> pl.Data
     """
     growths = {
         name: thin(
-            one.steps.filter(pl.col("phase") == Phase.GROWTH), MAX_STEPS
+            one.decodes.filter(pl.col("phase") == Phase.GROWTH), MAX_STEPS
         ).drop_nulls(time)
-        for name, one in measured.items()
+        for name, one in steps.items()
     }
     drawn = {name: growth for name, growth in growths.items() if growth.height}
     if not drawn:
@@ -81,33 +82,42 @@ def _binned(held: pl.DataFrame, width: float) -> pl.DataFrame:
     )
 
 
+def held_levels(analysis: Analysis) -> pl.DataFrame:
+    """Tabulate what scheduler and connector take at each held level, by config."""
+    rows = []
+    for name, one in analysis.estimates.items():
+        if (found := one.fits.get(HELD)) is None:
+            continue
+        for level, blocks in enumerate(found.x):
+            us, error = found.contrast(np.eye(len(found.x))[level])
+            reach = found.reach(error)
+            rows.append((name, round(1e3 * float(blocks)), us, us - reach, us + reach))
+    schema = {"config": pl.String, "cache_blocks": pl.Int64}
+    schema |= dict.fromkeys(("us", "low_us", "high_us"), pl.Float64)
+    return pl.DataFrame(rows, schema, orient="row").with_columns(
+        pl.col(pl.Float64).round(3)
+    )
+
+
 def held_figure(analysis: Analysis) -> Figure | None:
     """Draw what scheduler and connector take at each held level; None without holds."""
-    fits = {
-        name: found
-        for name, measured in analysis.measured.items()
-        if (found := measured.fits.get(HELD)) is not None
-    }
-    if not fits:
+    levels = held_levels(analysis)
+    if not levels.height:
         return None
-    x = sorted({1e3 * float(blocks) for one in fits.values() for blocks in one.x})
+    x = levels["cache_blocks"].unique().sort().to_list()
     lines = []
-    for name, one in fits.items():
-        us = {}
-        for level, blocks in enumerate(one.x):
-            mean, error = one.contrast(np.eye(len(one.x))[level])
-            half = one.reach(error)
-            us[1e3 * float(blocks)] = (mean - half, mean, mean + half)
+    for (config,), own in levels.group_by("config", maintain_order=True):
+        at = {row["cache_blocks"]: row for row in own.iter_rows(named=True)}
         low, middle, high = (
-            [us[blocks][edge] if blocks in us else None for blocks in x]
-            for edge in range(3)
+            [at[blocks][column] if blocks in at else None for blocks in x]
+            for column in ("low_us", "us", "high_us")
         )
-        place = analysis.roles.places[name]
-        lines.append(Line(name=name, y=middle, low=low, high=high, place=place))
+        place = analysis.roles.places[str(config)]
+        lines.append(Line(name=str(config), y=middle, low=low, high=high, place=place))
     return Figure(
         title="Scheduler and connector calls at held levels of |cache|",
-        note="The verdicts' evidence: decode-only steps while |cache| is held. Band: "
-        "95 % interval of the level.",
+        note="The verdicts' evidence: steps while |cache| is held. Band: 95 % interval "
+        "of the level.",
         x_label="cached block hashes, |cache|",
         y_label="scheduler and connector calls (µs)",
         x=x,
@@ -116,7 +126,7 @@ def held_figure(analysis: Analysis) -> Figure | None:
 
 
 # Metric of the figure of held levels: what a token waits for.
-HELD = "overhead"
+HELD = TIMED
 BEFORE_AFTER = "before_after"
 # Figure: what it draws and its label, of all configs but in BEFORE_AFTER.
 CURVES = {
@@ -126,39 +136,44 @@ CURVES = {
     "build_meta_vs_cache": ("build_meta_us", "build_connector_meta, p50 (µs)"),
 }
 # Those that documents show.
+HELD_LEVELS = "held_levels"
 FILES = ("schedule_vs_cache", BEFORE_AFTER)
 
 
-def draw_all(analysis: Analysis, folder: Path) -> list[str]:
-    """Write the FILES that have data into `folder`; return their names."""
+def draw_all(
+    analysis: Analysis, steps: Mapping[str, ConfigSteps], folder: Path
+) -> list[str]:
+    """Write the figures that have data into `folder`; return their names."""
     from kvtax.report import png
 
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    drawn = {HELD_LEVELS: (held_levels(analysis), held_figure(analysis))}
     for name in FILES:
-        curves = _curves(analysis, name)
-        if curves.height:
-            curves.write_csv(folder / f"{name}.csv")
-            png.draw(_figure(analysis, name, curves), folder / f"{name}.png")
-            written.append(name)
-    return written
+        curves = _curves(steps, analysis.roles, name)
+        drawn[name] = curves, _figure(analysis.roles, name, curves)
+    for name, (data, figure) in drawn.items():
+        if data.height and figure:
+            data.write_csv(folder / f"{name}.csv")
+            png.draw(figure, folder / f"{name}.png")
+    return [name for name, (data, _) in drawn.items() if data.height]
 
 
-def curve_figure(analysis: Analysis, name: str) -> Figure | None:
+def curve_figure(
+    steps: Mapping[str, ConfigSteps], roles: Roles, name: str
+) -> Figure | None:
     """Draw a time against |cache|, a line per config; None without data."""
-    curves = _curves(analysis, name)
-    return _figure(analysis, name, curves) if curves.height else None
+    curves = _curves(steps, roles, name)
+    return _figure(roles, name, curves) if curves.height else None
 
 
-def _curves(analysis: Analysis, name: str) -> pl.DataFrame:
-    curves = binned_curves(analysis.measured, CURVES[name][0])
+def _curves(steps: Mapping[str, ConfigSteps], roles: Roles, name: str) -> pl.DataFrame:
+    curves = binned_curves(steps, CURVES[name][0])
     if name != BEFORE_AFTER:
         return curves
-    return curves.filter(pl.col("config").is_in(analysis.roles.before_after))
+    return curves.filter(pl.col("config").is_in(roles.before_after))
 
 
-def _figure(analysis: Analysis, name: str, curves: pl.DataFrame) -> Figure:
-    places = analysis.roles.places
+def _figure(roles: Roles, name: str, curves: pl.DataFrame) -> Figure:
     x = curves["cache_blocks"].unique().sort().to_list()
     lines = []
     for (config,), curve in curves.group_by("config", maintain_order=True):
@@ -167,7 +182,7 @@ def _figure(analysis: Analysis, name: str, curves: pl.DataFrame) -> Figure:
             [at[blocks][column] if blocks in at else None for blocks in x]
             for column in BAND
         )
-        place = places[str(config)]
+        place = roles.places[str(config)]
         lines.append(Line(name=str(config), y=middle, low=low, high=high, place=place))
     return Figure(
         title=f"{CURVES[name][1]} against |cache|",

@@ -6,6 +6,7 @@ Every number in it is from the document per_config.json.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,11 @@ from kvtax.report.document import Cell, Flame, Page, Section, Table, TimeLine
 from kvtax.report.markdown import DASH, TIMES, interval, number, spread, table
 from kvtax.report.render import terminal, warning_list
 from kvtax.verdict.analysis import Analysis
+from kvtax.verdict.measured import ConfigSteps
 from kvtax.verdict.metrics import TIMED, TIMED_MANY
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
-from microbench.summary.figures import CURVES, curve_figure, held_figure
+from microbench.summary.figures import CURVES, HELD_LEVELS, curve_figure, held_figure
 from microbench.summary.growth import (
     answer,
     expected_verdicts,
@@ -47,8 +49,6 @@ from microbench.summary.tables import (
     warnings_of,
 )
 
-FIGURE = "schedule_vs_cache"
-
 
 def write_summary(analysis: Analysis, figures: list[str]) -> str:
     """Render SUMMARY.md; `figures` are the names of the drawn figures."""
@@ -65,7 +65,7 @@ def write_summary(analysis: Analysis, figures: list[str]) -> str:
         _verdicts(document.configs),
         known and known.note,
         _shown(level_table(document)),
-        _figure(figures),
+        _figures(figures),
         _hosts(hosts(document, analysis.roles)),
         "## Warnings",
         _warnings(analysis),
@@ -138,12 +138,19 @@ def _hosts(found: Table | None) -> str:
     return f"## Hosts\n\n{table(found.columns, rows)}\n\n{found.note}"
 
 
-def _figure(figures: list[str]) -> str:
-    if FIGURE not in figures:
-        return ""
-    return (
-        f"![schedule() against |cache|](figures/{FIGURE}.png)\n\n"
-        f"Data: [figures/{FIGURE}.csv](figures/{FIGURE}.csv)"
+# Figures of the page: what they show.
+SHOWN = {
+    HELD_LEVELS: "Scheduler and connector calls at held levels of |cache|",
+    "schedule_vs_cache": "schedule() while |cache| grows",
+}
+
+
+def _figures(figures: list[str]) -> str:
+    return "\n\n".join(
+        f"![{words}](figures/{name}.png)\n\nData: "
+        f"[figures/{name}.csv](figures/{name}.csv)"
+        for name, words in SHOWN.items()
+        if name in figures
     )
 
 
@@ -248,10 +255,12 @@ QUESTION = (
 )
 
 
-def write_page(analysis: Analysis, servers: list[Section]) -> str:
+def write_page(
+    analysis: Analysis, steps: Mapping[str, ConfigSteps], servers: list[Section]
+) -> str:
     """Render the page; `servers` are the sections on single servers."""
     document, roles = analysis.document, analysis.roles
-    figures = {name: curve_figure(analysis, name) for name in CURVES}
+    figures = {name: curve_figure(steps, roles, name) for name in CURVES}
     sections = [
         table_of(document, roles),
         held_figure(analysis),

@@ -86,7 +86,6 @@ def on_a_machine(run: Run, times_slower: float, config: str | None = None) -> Ru
         ):
             for stated in noise.values():
                 scale(stated, times_slower)
-                stated["floor"] *= times_slower
     return new
 
 

@@ -9,10 +9,19 @@ import pytest
 from kvtax.records.profile import Ladder
 from kvtax.records.requests import Phase
 from kvtax.steps.parts import attributed
-from kvtax.verdict.holds import held_steps, holds_of, holds_of_cpu
+from kvtax.steps.trial_steps import NO_CPU
+from kvtax.verdict.holds import (
+    LONG_US,
+    as_holds,
+    as_table,
+    held_steps,
+    hold_table,
+    holds_of,
+    holds_of_cpu,
+)
 from kvtax.verdict.levels import Level, thin
 from kvtax.verdict.metrics import METRICS, PROCESSES, THREADS, Metric
-from kvtax.verdict.rare import LONG_US, rare_steps
+from kvtax.verdict.rare import rare_steps
 from tests.verdict.steps import cpu, hold
 
 MEAN = Metric("schedule_us")
@@ -148,12 +157,33 @@ def test_cpu_time_beside_the_steps_is_that_of_threads_or_of_all_processes():
             cpu(number=1, us=800.0),
         ]
     )
-    threads, processes = (holds_of_cpu(held, table, n) for n in (THREADS, PROCESSES))
+    holds = hold_table(held, table)
+    threads, processes = (as_holds(holds, name) for name in (THREADS, PROCESSES))
     # A hold without a thread of a connector's has 0 us of them; one that was not read
     # has no value.
     assert threads.values.tolist() == [9.0, 0.0]
     assert processes.values.tolist() == [900.0, 800.0]
-    assert holds_of_cpu(held, table.clear(), THREADS) is None
+    assert holds_of_cpu(held, table.filter(of="io")).values.tolist() == [4.0]
+    unread = hold_table(held, table.clear())
+    assert as_holds(unread, THREADS) is None and as_holds(unread, PROCESSES) is None
+
+
+def test_a_table_of_holds_is_the_same_after_it_was_a_files_columns():
+    many = hold(number=1, batch=32, decoders=32, overhead_us=300.0)
+    held = held_steps(pl.concat([hold(overhead_us=1 / 3), many]), LADDER)
+    table = hold_table(held, pl.concat([cpu(us=900.0), cpu(number=1, us=90.0)]))
+    assert table["many"].to_list() == [0, 1]
+    assert table["timed"].to_list() == [0.333, None]
+    assert table["timed_many"].to_list() == [None, 300.0]
+    # CPU times and long steps are of holds with few decoders.
+    assert table[PROCESSES].to_list() == [900.0, None]
+    assert table["steps"].to_list() == [40, None]
+    again = as_table(table.to_dict(as_series=False))
+    for name in ("timed", "timed_many", PROCESSES):
+        first, second = as_holds(table, name), as_holds(again, name)
+        for field in vars(first):
+            assert getattr(first, field).tolist() == getattr(second, field).tolist()
+    assert rare_steps(again) == rare_steps(table)
 
 
 def holds_with_stalls(counts: list[list[int]], **columns) -> pl.DataFrame:
@@ -165,7 +195,7 @@ def holds_with_stalls(counts: list[list[int]], **columns) -> pl.DataFrame:
         us = [100.0] * (40 - stalls) + [6_100.0] * stalls
         times = {"connector_us": us} | columns
         rows.append(hold(0, number, level, cache_blocks=3_000 * level, **times))
-    return held_steps(pl.concat(rows), LADDER)
+    return hold_table(held_steps(pl.concat(rows), LADDER), NO_CPU)
 
 
 def test_long_steps_are_counted_by_level_and_judged_by_chance():
@@ -188,8 +218,8 @@ def test_long_steps_are_counted_by_level_and_judged_by_chance():
 def test_without_a_connector_long_steps_are_those_of_the_scheduler():
     us = [100.0] * 39 + [6_100.0]
     held = held_steps(hold(connector_us=None, overhead_us=us), LADDER)
-    assert rare_steps(held).long == [1]
-    assert rare_steps(held.clear()) is None
+    assert rare_steps(hold_table(held, NO_CPU)).long == [1]
+    assert rare_steps(hold_table(held.clear(), NO_CPU)) is None
 
 
 @pytest.mark.parametrize(

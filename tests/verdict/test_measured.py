@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -21,12 +22,15 @@ from kvtax.verdict.entry import (
     noise_floor,
     set_parts,
 )
+from kvtax.verdict.holds import hold_table
 from kvtax.verdict.levels import Level
 from kvtax.verdict.measured import (
     Comparison,
     ConfigEstimates,
-    measure_all,
+    ConfigSteps,
+    estimate_all,
     promised_metrics,
+    steps_of_all,
 )
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
@@ -72,9 +76,13 @@ def trial(repeat: int = 0, noise_us: float = 1.0, **changes: float) -> LoadedTri
     return LoadedTrial("plain", repeat, None, None, steps=table)
 
 
-def measured(*trials: LoadedTrial, **changes: int) -> ConfigEstimates:
-    settings = profile(LADDER, **changes)
-    return measure_all({"plain": trials or (trial(),)}, settings)["plain"]
+def steps_of(*trials: LoadedTrial) -> ConfigSteps:
+    return steps_of_all({"plain": trials or (trial(),)}, LADDER)["plain"]
+
+
+def measured(*trials: LoadedTrial, looks: int = 1) -> ConfigEstimates:
+    steps = steps_of(*trials)
+    return estimate_all({"plain": hold_table(steps.held, steps.cpu)}, looks)["plain"]
 
 
 def test_slopes_are_per_1000_blocks_and_levels_those_of_the_holds():
@@ -83,35 +91,34 @@ def test_slopes_are_per_1000_blocks_and_levels_those_of_the_holds():
     assert slope.value == pytest.approx(3.0, abs=0.2)
     assert slope.ci95[0] < 3.0 < slope.ci95[1]
     # The stated level is the third: 127 us at 9,000 blocks.
-    assert np.exp(found.p50["schedule"]) == pytest.approx([127], abs=1)
-    assert found.level.cache_blocks == 9_000
-    assert found.growth_slopes["schedule"].value == pytest.approx(7.0)
-    assert found.growth_slopes["overhead"].value == pytest.approx(0.0, abs=1e-9)
+    steps = steps_of()
+    assert np.exp(steps.log_p50()["schedule"]) == pytest.approx([127], abs=1)
+    assert steps.level.cache_blocks == 9_000
+    assert steps.growth_slopes()["schedule"].value == pytest.approx(7.0)
+    assert steps.growth_slopes()["overhead"].value == pytest.approx(0.0, abs=1e-9)
     assert found.slopes["overhead"].value == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("most_repeats", "z"),
+    ("looks", "z"),
     # Pocock's constants for 1, 2 and 5 looks.
     [(1, 1.960), (2, 2.178), (5, 2.413)],
 )
-def test_intervals_of_slopes_are_as_wide_as_the_looks_ask_for(most_repeats, z):
+def test_intervals_of_slopes_are_as_wide_as_the_looks_ask_for(looks, z):
     """Student's t of 11 degrees of freedom, at the level that z has in the normal."""
     t = {1.960: 2.201, 2.178: 2.502, 2.413: 2.849}[z]
-    once = measured(repeats=1).slopes["schedule"].ci95
-    found = measured(repeats=1, most_repeats=most_repeats).slopes["schedule"].ci95
+    once = measured().slopes["schedule"].ci95
+    found = measured(looks=looks).slopes["schedule"].ci95
     assert np.diff(found)[0] / np.diff(once)[0] == pytest.approx(t / 2.201, rel=0.002)
 
 
 def test_what_a_run_should_have_measured_is_promised():
-    one = measured()
-    assert promised_metrics(one, LADDER, False) == {"timed", "prefill"}
-    assert promised_metrics(one, LADDER, True) == {"timed", "prefill", "threads"}
+    assert promised_metrics(True, LADDER, False) == {"timed", "prefill"}
+    assert promised_metrics(True, LADDER, True) == {"timed", "prefill", "threads"}
     many = replace_ladder(many_decoders=32)
-    assert promised_metrics(one, many, False) == {"timed", "prefill", "timed_many"}
+    assert promised_metrics(True, many, False) == {"timed", "prefill", "timed_many"}
     # Without a connector there are no calls.
-    plain = measured(trial(connector_us=None))
-    assert promised_metrics(plain, LADDER, False) == {"timed"}
+    assert promised_metrics(False, LADDER, False) == {"timed"}
 
 
 def replace_ladder(**changes) -> Ladder:
@@ -120,29 +127,30 @@ def replace_ladder(**changes) -> Ladder:
 
 def test_servers_are_measured_together_and_a_failed_one_is_left_out():
     failed = LoadedTrial("plain", 2, "it died", None)
-    found = measured(trial(0), trial(1), failed)
-    assert found.every["repeat"].unique().to_list() == [0, 1]
-    assert found.fits["schedule"].df > measured().fits["schedule"].df
-    assert measure_all({"plain": [failed]}, profile(LADDER)) == {}
+    both = (trial(0), trial(1), failed)
+    assert steps_of(*both).every["repeat"].unique().to_list() == [0, 1]
+    assert measured(*both).fits["schedule"].df > measured().fits["schedule"].df
+    assert steps_of_all({"plain": [failed]}, LADDER) == {}
 
 
-def values(name: str, *p50: float) -> ConfigEstimates:
-    """Estimates of a config whose servers have these medians of schedule()."""
-    return replace(measured(), name=name, p50={"schedule": np.log(p50)})
+def medians(**p50: tuple[float, ...]) -> Comparison:
+    """Compare configs whose servers have these medians of schedule()."""
+    return Comparison(
+        {name: {"schedule": np.log(us).tolist()} for name, us in p50.items()}
+    )
 
 
-def with_twin() -> tuple[dict[str, ConfigEstimates], Comparison]:
+P50 = {"plain": 100.0, "twin": 103.0, "near": 101.0, "far": 150.0, "also": 80.0}
+
+
+def with_twin() -> Comparison:
     """A baseline at 100 us, a twin at 103, and configs beside them.
 
     The two servers of a config are 1 % apart: 0.00707 is the standard deviation, so
     with 5 degrees of freedom two configs differ by up to 1.8 % by chance.
     """
-    p50 = {"plain": 100.0, "twin": 103.0, "near": 101.0, "far": 150.0, "also": 80.0}
-    configs = {
-        name: values(name, us * np.exp(0.005), us * np.exp(-0.005))
-        for name, us in p50.items()
-    }
-    return configs, Comparison(configs)
+    apart = np.exp([0.005, -0.005])
+    return medians(**{name: tuple(us * apart) for name, us in P50.items()})
 
 
 ROLES = Roles({"plain": Role(role="baseline"), "twin": Role(role="twin")})
@@ -151,8 +159,7 @@ REACH = 2.5706 * 0.0070711
 
 
 def test_noise_is_what_the_twin_differs_by():
-    configs, comparison = with_twin()
-    noise = noise_floor(configs, comparison, ROLES)
+    noise = noise_floor(dict.fromkeys(P50, measured()), with_twin(), ROLES)
     assert noise.pair == ("plain", "twin")
     low, high = noise.p50_us["schedule"].ci95
     assert noise.p50_us["schedule"].value == 3.0
@@ -161,10 +168,10 @@ def test_noise_is_what_the_twin_differs_by():
     assert noise.slope_us_per_1k_blocks["schedule"].value == 0.0
     assert noise.p50("schedule") == 3.0
     assert noise.p50("step") == 0.0
-    assert noise_floor(configs, comparison, Roles({})).pair is None
+    assert noise_floor({"plain": measured()}, with_twin(), ROLES).pair is None
 
 
-def entries(configs: dict[str, ConfigEstimates]) -> dict[str, ConfigEntry]:
+def entries(configs: Iterable[str]) -> dict[str, ConfigEntry]:
     return {
         name: ConfigEntry(
             slope_us_per_1k_blocks={},
@@ -178,9 +185,8 @@ def entries(configs: dict[str, ConfigEstimates]) -> dict[str, ConfigEntry]:
 
 
 def test_a_difference_is_noise_within_its_interval_or_within_the_twins():
-    configs, comparison = with_twin()
-    found = entries(configs)
-    noise = noise_floor(configs, comparison, ROLES)
+    comparison, found = with_twin(), entries(P50)
+    noise = noise_floor(dict.fromkeys(P50, measured()), comparison, ROLES)
     compare_with_baseline(found, comparison, "plain", noise, 0.0)
     assert found["plain"].vs_plain is None
     within = {
@@ -193,8 +199,7 @@ def test_a_difference_is_noise_within_its_interval_or_within_the_twins():
 
 
 def test_a_ratio_is_to_the_floor_and_as_sure_as_servers_of_one_config_are_alike():
-    configs, comparison = with_twin()
-    found = entries(configs)
+    comparison, found = with_twin(), entries(P50)
     compare_with_floor(found, comparison, "plain")
     assert found["plain"].vs_noop is None
     ratio = found["far"].vs_noop["schedule"]
@@ -202,18 +207,18 @@ def test_a_ratio_is_to_the_floor_and_as_sure_as_servers_of_one_config_are_alike(
     interval = 1.5 * np.exp([-REACH, REACH])
     assert ratio.ci95 == pytest.approx(tuple(interval), abs=2e-3)
     # One server of each tells nothing of how servers differ.
-    alone = Comparison({name: values(name, us) for name, us in (("a", 2), ("b", 3))})
+    alone = medians(a=(2.0,), b=(3.0,))
     assert alone.ratio("b", "a", "schedule") == Estimate(1.5, None)
     assert alone.ratio("b", "a", "step") is None
 
 
 def test_parts_cost_a_mean_per_step_of_the_holds_and_their_slope():
     calls = {"scheduler.a_us": 6.0, "scheduler.a_calls": 3.0, "worker.b_us": None}
-    one = measured(trial(connector_us=[6.0] * 20 + [8.0] * 20, **calls))
+    one = steps_of(trial(connector_us=[6.0] * 20 + [8.0] * 20, **calls))
     threads = pl.concat(
         [cpu(us=2.5, of="io"), cpu(us=1.0, steps=20, of="io", number=1, level=1)]
     )
-    (entry,) = entries({"one": one}).values()
+    (entry,) = entries(["one"]).values()
     set_parts(entry, replace(one, cpu=threads))
     assert entry.connector.us_per_step == 7.0
     assert entry.connector.slope_per_1k_blocks.value == 0.0
@@ -238,7 +243,7 @@ def test_verdicts_hold_in_95_percent_of_runs_however_often_they_look():
 
 
 def test_levels_are_stated_at_the_median_of_the_configs_caches():
-    one = measured()
+    one = steps_of()
     configs = {
         str(blocks): replace(one, level=Level(hold(cache_blocks=blocks)))
         for blocks in (8_000, 9_000, 16_000)

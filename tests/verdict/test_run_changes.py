@@ -5,22 +5,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pytest
 
+from kvtax.records.evidence import ConfigEvidence
 from kvtax.records.per_config import (
     BaselineDifference,
     ConfigEntry,
     HeldLevels,
-    NoiseDifference,
     NoiseFloor,
     PerConfig,
     WindowRecord,
 )
 from kvtax.records.run import RunRecord
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import Distribution
 from kvtax.verdict.aims import Check, Outcome, headline
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.run_changes import (
@@ -32,7 +30,12 @@ from kvtax.verdict.run_changes import (
     speed,
     times_baseline,
 )
-from kvtax.verdict.warnings import config_warnings, growth_alone, run_warnings
+from kvtax.verdict.warnings import (
+    config_warnings,
+    growth_alone,
+    interrupted_share,
+    run_warnings,
+)
 from tests.microbench.synthetic import PROFILE
 from tests.verdict.steps import hold
 
@@ -68,8 +71,8 @@ def run(
     )
     noise = NoiseFloor(
         ("plain", "twin"),
-        {"schedule": NoiseDifference(0.5, (0.0, 1.0), floor=slope_floor)},
-        {"schedule": NoiseDifference(1.0, (-1.0, 3.0), floor=floor)},
+        {"schedule": Estimate(slope_floor, (slope_floor - 1, slope_floor + 1))},
+        {"schedule": Estimate(floor, (floor - 2, floor + 2))},
     )
     window = WindowRecord(at_cache_blocks=cache_blocks, requests_to_fill=None)
     return PerConfig(
@@ -196,8 +199,8 @@ HELD: dict[str, Any] = {"held": {"schedule": None}}
     ],
 )
 def test_a_config_is_doubted_for_what_its_records_lack(fields, kinds):
-    steps = hold(steps=100)
-    found = config_warnings(entry(**fields), steps)
+    doubted = entry(**fields)
+    found = config_warnings(doubted, ConfigEvidence(facts=doubted))
     assert {warning.kind for warning in found} == kinds
 
 
@@ -213,7 +216,8 @@ def test_more_than_a_hundredth_of_steps_that_take_five_times_as_long_are_told(
         steps=50, batch=16, step_us=[900.0 * times] * slow + [900.0] * (50 - slow)
     )
     steps = pl.concat([hold(steps=50), large])
-    kinds = {warning.kind for warning in config_warnings(entry(**HELD), steps)}
+    evidence = ConfigEvidence(facts=entry(), interrupted_share=interrupted_share(steps))
+    kinds = {warning.kind for warning in config_warnings(entry(**HELD), evidence)}
     assert ("interrupted" in kinds) == warned
 
 
@@ -232,20 +236,24 @@ def test_more_than_a_hundredth_of_steps_that_take_five_times_as_long_are_told(
 def test_a_cost_that_rose_only_while_the_cache_first_filled_is_told(
     least, bound, verdict, warned
 ):
-    levels = HeldLevels([0, 1_000], [1.0, 1.0], None, bound, 0.0, None)
+    added = Estimate(0.0, (-1.0, 1.0))
+    levels = HeldLevels(
+        [0, 1_000], [1.0, 1.0], added, bound, bound, 0.0, None, shape=None
+    )
     one = entry(verdict=verdict, held={"schedule": levels})
-    # All but the upper end of the interval is within the bound.
-    slope = Distribution(least + 1, np.linspace(least, least + 99, 41) - 99 * 0.025)
+    slope = Estimate(least + 1, (least, least + 9))
     found = growth_alone(one, {"schedule": slope, "overhead": None})
     assert [warning.kind for warning in found] == ["growth_alone"] * warned
 
 
-@pytest.mark.parametrize(("floor", "warned"), [(1.9, False), (2.1, True)])
-def test_a_noisy_pair_of_twins_is_told(floor, warned):
-    noise = run(slope_floor=floor).noise_floor
+@pytest.mark.parametrize(
+    ("floor", "warned"), [(1.9, False), (2.1, True), (-1.9, False), (-2.1, True)]
+)
+def test_equal_configs_that_certainly_differ_are_named(floor, warned):
+    noise = run(floor=floor).noise_floor
     record = RunRecord(provenance={}, profile=PROFILE, plan=[], configs={})
     kinds = [warning.kind for warning in run_warnings(record, Roles({}), noise)]
-    assert kinds == ["high_noise_floor"] * warned
+    assert kinds == ["equals_differ"] * warned
     kinds = [w.kind for w in run_warnings(record, Roles({}), NoiseFloor())]
     assert kinds == ["no_noise_floor"]
     dirty = RunRecord(

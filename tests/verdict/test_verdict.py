@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvtax.records.evidence import ConfigEvidence
 from kvtax.records.per_config import ConfigEntry, HeldLevels, RareSteps
 from kvtax.stats import Estimate
 from kvtax.stats.held import Fit
@@ -21,7 +22,6 @@ from kvtax.verdict.verdict import (
 )
 from kvtax.verdict.warnings import config_warnings, largest_relative_bound, undecided
 from microbench.summary.growth import short_verdict, verdict_words
-from tests.microbench.synthetic import Truth, trial_steps
 
 X = np.array([0.0, 5.0, 10.0, 15.0, 18.0])
 # What a level may lie above a lower one and still be flat.
@@ -260,6 +260,5 @@ def test_a_config_with_too_few_holds_says_so_and_nothing_else():
     assert entry.verdict == "inconclusive" and largest_relative_bound(entry) == 0
     assert undecided(entry) == []
     assert "too few holds" in verdict_words(entry)
-    engine, _ = trial_steps(Truth("plain"), 0, 0, 400, 16_000)
-    steps = engine.rename({"scheduled": "batch"})
-    assert "no_slope" in {found.kind for found in config_warnings(entry, steps)}
+    evidence = ConfigEvidence(facts=entry)
+    assert "no_slope" in {found.kind for found in config_warnings(entry, evidence)}
