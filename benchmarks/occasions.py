@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare sweeps of several occasions: `kvtax bench occasions [EVIDENCE]...`
+
+Does a headline hold the next run? For each sweep, by default those in
+benchmarks/results/sweeps/ and the committed one: the machine's grade, how many configs
+are not known, and what a full cache adds to a step of the config that walks all hashes,
+in us and in yardsticks of its own servers. Then, by unit, in how many ordered pairs of
+sweeps the one's interval holds the other's figure. Nothing is measured anew.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from itertools import permutations
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtax.paths import REPOSITORY
+from kvtax.records.estimate import Estimate
+from kvtax.records.evidence import Evidence
+from kvtax.records.files import read_document
+from kvtax.report.markdown import interval, number, table
+from kvtax.verdict.analysis import judge
+from kvtax.verdict.metrics import TIMED
+
+SWEEPS = REPOSITORY / "benchmarks" / "results" / "sweeps"
+COMMITTED = REPOSITORY / "evidence.json.gz"
+UNITS = ("µs", "yardsticks")
+
+
+class Occasion(NamedTuple):
+    """One sweep: its headline by unit, None where it was not measured."""
+
+    began: str
+    grade: str
+    unknown: int
+    configs: int
+    yardstick_us: float | None
+    adds: dict[str, Estimate | None]
+    growth: Estimate | None
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the files."""
+    parser.add_argument("evidence", nargs="*", type=Path, metavar="EVIDENCE")
+
+
+def run(arguments: Namespace) -> int:
+    """Compare and print. Raises RecordsError."""
+    files = arguments.evidence or [*sorted(SWEEPS.glob("*.json.gz")), COMMITTED]
+    print(report([occasion(read_document(file, Evidence)) for file in files]))
+    return 0
+
+
+def occasion(evidence: Evidence) -> Occasion:
+    """Judge a sweep anew, and select its headline."""
+    analysis = judge(evidence)
+    configs, machine = analysis.document.configs, analysis.document.machine
+    (name, *_) = analysis.roles.named("hypothesis")
+    held = configs[name].held.get(TIMED)
+    servers = machine.servers if machine else []
+    own = [s.yardstick_us for s in servers if s.config == name and s.yardstick_us]
+    yardstick_us = float(np.mean(own)) if own else None
+    adds = held.full_adds_us if held else None
+    return Occasion(
+        began=str(evidence.run.provenance.get("date_utc"))[:16],
+        grade=machine.grade if machine else "not graded",
+        unknown=sum(one.verdict == "inconclusive" for one in configs.values()),
+        configs=len(configs),
+        yardstick_us=yardstick_us,
+        adds={"µs": adds, "yardsticks": _over(adds, yardstick_us)},
+        growth=configs[name].growth_slope_us_per_1k_blocks,
+    )
+
+
+def _over(adds: Estimate | None, yardstick_us: float | None) -> Estimate | None:
+    if adds is None or adds.ci95 is None or not yardstick_us:
+        return None
+    low, high = adds.ci95
+    return Estimate(
+        adds.value / yardstick_us, (low / yardstick_us, high / yardstick_us)
+    )
+
+
+def holds(one: Estimate | None, other: Estimate | None) -> bool | None:
+    """Return whether the interval of `one` holds the figure of `other`."""
+    if one is None or other is None or one.ci95 is None:
+        return None
+    low, high = one.ci95
+    return low <= other.value <= high
+
+
+def report(occasions: list[Occasion]) -> str:
+    """Render a row per sweep, and how often one's interval holds another's figure."""
+    head = ["began (UTC)", "machine", "not known", "yardstick, µs"]
+    head += [f"a full cache adds to the walk, {unit}" for unit in UNITS]
+    head += ["in growth, µs per 1,000 blocks"]
+    rows = [
+        [
+            one.began,
+            one.grade,
+            f"{one.unknown} of {one.configs}",
+            number(one.yardstick_us, 0),
+            interval(one.adds["µs"], 0),
+            interval(one.adds["yardsticks"], 2),
+            interval(one.growth),
+        ]
+        for one in occasions
+    ]
+    counts = []
+    for unit in UNITS:
+        pairs = permutations((one.adds[unit] for one in occasions), 2)
+        known = [held for pair in pairs if (held := holds(*pair)) is not None]
+        counts.append(f"in {unit} in {sum(known)} of {len(known)}")
+    said = f"The interval of one sweep holds the figure of another {', '.join(counts)}."
+    return f"{table(head, rows)}\n\n{said}"
