@@ -18,7 +18,8 @@ class ConfigEvidence(msgspec.Struct, kw_only=True):
     holds: dict[str, list[float | None]] = msgspec.field(default_factory=dict)
     """Columns of the table of its holds, a row each: `repeat`, `hold`, `level`, `many`
     (1 with many decoders), `cache_blocks`, `age_s`, `time_s`, `steps` and `long` (those
-    that took 1 ms longer than usual), and each metric in us per step."""
+    that took 1 ms longer than usual), `rest` (the step without scheduler and connector)
+    and each metric, in us per step."""
     log_p50: dict[str, list[float]] = msgspec.field(default_factory=dict)
     """Logarithms of the medians at the stated |cache|, by time, of each server."""
     growth_slopes: dict[str, Estimate | None] = msgspec.field(default_factory=dict)

@@ -6,7 +6,11 @@ order, and before a lower one the axis is reset. So neither a machine that gets 
 nor a cost that rises with the time since the reset looks like a level; both are fitted
 beside the levels.
 
-    value of a hold = level + server + drift of the server * time [+ rise * age]
+    value of a hold = level + server + drift of the server * time
+                      [+ rise * age] [+ share * control]
+
+A control is how slow the machine was in that hold, by work in which the axis has no
+part. Where it rises with the levels after all, for certain, it is left out.
 
 A higher level is older, as a rule: with the age in the fit, levels are known half as
 well. So it is in the fit where it matters for certain. Where it may matter, growth must
@@ -42,8 +46,8 @@ LEAST_SHARE = 0.1
 ROUNDS = 4
 # Ages are told from levels if so much of their variance is not the levels'.
 LEAST_OWN_AGE = 0.1
-# The age is in the fit if it matters so certainly.
-AGED = 0.99
+# The age is in the fit if it matters so certainly, a control if it does not move.
+CERTAIN = 0.99
 # So rarely is a straight line taken for a bend.
 BENT = 0.01
 
@@ -53,7 +57,7 @@ class Holds:
     """Holds of one config, each an element of arrays (holds,).
 
     `level` counts from 0 up; `x` is what the axis really was. `time_s` is when it was
-    held, `age_s` the time since the reset.
+    held, `age_s` the time since the reset. `control` is what other work took then.
     """
 
     server: Ints
@@ -62,6 +66,7 @@ class Holds:
     time_s: Floats
     age_s: Floats
     values: Floats
+    control: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -146,36 +151,68 @@ def fit(holds: Holds) -> Fit | None:
     levels, level = np.unique(holds.level, return_inverse=True)
     design = _design(holds, level, len(levels))
     x = np.array([holds.x[level == n].mean() for n in range(len(levels))])
-    if (young := _fit(holds, x, level, design)) is None:
+    slow = _slowness(holds, x, level, design)
+    if (young := _fit(holds.values, x, level, design, slow)) is None:
         return None
     oldest_s = max(float(holds.age_s.max()), LEAST_VARIANCE)
     # Around its mean: the levels are those at the mean age.
     age = (holds.age_s - holds.age_s.mean()) / oldest_s
     if not _tells_age(design, age):
         return young
-    aged = _fit(holds, x, level, np.column_stack([design, age]))
+    aged = _fit(holds.values, x, level, design, slow, age)
     if aged is None:
         return young
-    low, high = aged.aging(AGED)
+    low, high = aged.aging(CERTAIN)
     if low > 0 or high < 0:
         return aged
     return replace(young, aged=aged, age_us=aged.age_us, age_error_us=aged.age_error_us)
 
 
-def _fit(holds: Holds, x: Floats, level: Ints, design: Floats) -> Fit | None:
-    """Fit the levels at `x` by `design`, in which the age is last, if it is there."""
-    count, servers = len(x), len(np.unique(holds.server))
+def _slowness(holds: Holds, x: Floats, level: Ints, design: Floats) -> Floats | None:
+    """Return by how much the control is longer than its server's mean, as a share.
+
+    None without a control, or where the control itself certainly moves with the levels.
+    """
+    if holds.control is None:
+        return None
+    own = _fit(holds.control, x, level, design)
+    if own is None or _rises(own, 0.0, CERTAIN) or falls(own, 0.0, CERTAIN):
+        return None
+    slow = np.zeros(len(level))
+    for server in np.unique(holds.server):
+        here = holds.server == server
+        slow[here] = holds.control[here] / holds.control[here].mean() - 1
+    return slow
+
+
+def _fit(
+    values: Floats,
+    x: Floats,
+    level: Ints,
+    design: Floats,
+    slow: Floats | None = None,
+    age: Floats | None = None,
+) -> Fit | None:
+    """Fit the levels at `x` by `design`, and by slowness and age where they are."""
+    count = len(x)
+    # Of `design`: levels, a drift for each server, and servers but the first.
+    servers = (design.shape[1] - count + 1) // 2
+    drifts = list(range(count, count + servers))
+    size = _sizes(values, design, level)
+    if slow is not None:
+        # A share of the level: a slow machine makes a long time longer by more us.
+        design = np.column_stack([design, slow * size])
+    if age is not None:
+        design = np.column_stack([design, age])
     rank, others = (int(np.linalg.matrix_rank(d)) for d in (design, design[:, count:]))
     df = len(level) - rank
     # Levels that something else explains as well, such as time in a single pass.
     if count < 2 or df < 1 or rank - others < count or x[-1] <= x[0]:
         return None
-    size = _sizes(holds.values, design, level)
-    factors, covariance = _solve(holds.values, design, size, df)
-    drifts = list(range(count, count + servers))
+    factors, covariance = _solve(values, design, size, df)
     share = np.full(servers, 1 / servers)
     drift_error = np.sqrt(share @ covariance[np.ix_(drifts, drifts)] @ share)
-    aged = design.shape[1] > count + 2 * servers - 1
+    aged = age is not None
     return Fit(
         x=x,
         level_us=factors[:count],

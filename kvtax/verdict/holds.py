@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import polars as pl
 
 from kvtax.records.profile import Ladder
 from kvtax.records.requests import Phase
+from kvtax.stats.distribution import Floats
 from kvtax.stats.held import Holds
 from kvtax.verdict.metrics import METRICS, OF_CPU, PROCESSES, THREADS, Metric
 
@@ -19,6 +21,10 @@ PLACE = ("repeat", "hold", "level")
 # What is cut off at the slow end of a hold: stalls of the machine, and rare costs.
 SLOWEST = 0.1
 LONG_US = 1_000.0
+# The control: vLLM's own work in a step, and the model.
+REST = "rest"
+# All but the whole step, of which it is a part.
+CONTROLLED = frozenset({*METRICS, *OF_CPU} - {"step"})
 # Of numbers in a table of holds.
 DIGITS = 3
 
@@ -62,6 +68,7 @@ def hold_table(held: pl.DataFrame, cpu: pl.DataFrame) -> pl.DataFrame:
     table = table.join(read, on=PLACE, how="left").with_columns(
         pl.when(~pl.col("many")).then(name).alias(name) for name in OF_CPU
     )
+    table = table.join(_rest(held), on=PLACE, how="left")
     counts = long_steps(held)
     table = table.join(counts, on=PLACE, how="left").sort(PLACE)
     return table.with_columns(
@@ -72,9 +79,8 @@ def hold_table(held: pl.DataFrame, cpu: pl.DataFrame) -> pl.DataFrame:
 
 def as_table(columns: Mapping[str, Sequence[float | None]]) -> pl.DataFrame:
     """Read a table of holds from a file's columns."""
-    whole = dict.fromkeys((*PLACE, "many", "steps", "long"), pl.Int64)
-    schema = {name: whole.get(name, pl.Float64) for name in columns}
-    return pl.DataFrame(dict(columns), schema=schema)
+    table = pl.DataFrame(dict(columns), schema=dict.fromkeys(columns, pl.Float64))
+    return table.cast(dict.fromkeys((*PLACE, "many", "steps", "long"), pl.Int64))
 
 
 def as_holds(rows: pl.DataFrame, name: str) -> Holds | None:
@@ -89,7 +95,15 @@ def as_holds(rows: pl.DataFrame, name: str) -> Holds | None:
         time_s=rows["time_s"].cast(pl.Float64).to_numpy(),
         age_s=rows["age_s"].cast(pl.Float64).to_numpy(),
         values=rows[name].cast(pl.Float64).to_numpy(),
+        control=_control(rows) if name in CONTROLLED else None,
     )
+
+
+def _control(rows: pl.DataFrame) -> Floats | None:
+    rest = rows[REST].cast(pl.Float64) if REST in rows.columns else pl.Series([None])
+    if rest.null_count() or (rest <= 0).any():
+        return None
+    return np.asarray(rest.to_numpy(), float)
 
 
 def _places(held: pl.DataFrame) -> pl.DataFrame:
@@ -99,6 +113,13 @@ def _places(held: pl.DataFrame) -> pl.DataFrame:
         pl.col("cache_blocks", "age_s").mean(),
         (pl.col("t_ns").mean() / 1e9).alias("time_s"),
     )
+
+
+def _rest(held: pl.DataFrame) -> pl.DataFrame:
+    """Compute the median of what a step takes besides scheduler and connector."""
+    rest = pl.col("step_us") - pl.col("overhead_us")
+    own = held.filter("decode_only", rest.is_finite())
+    return own.group_by(PLACE).agg(rest.cast(pl.Float64).median().alias(REST))
 
 
 def _values(held: pl.DataFrame, metric: Metric, name: str = "us") -> pl.DataFrame:

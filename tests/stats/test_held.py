@@ -54,6 +54,12 @@ def made_up(
     )
 
 
+def of_some(holds: Holds, kept) -> Holds:
+    """Return the holds that are kept, without a control."""
+    columns = {name: of[kept] for name, of in vars(holds).items() if of is not None}
+    return Holds(**columns)
+
+
 MACHINES = {
     "steady": {},
     "slower from pass to pass": {"drift_us": 60.0},
@@ -126,6 +132,39 @@ def test_an_age_that_does_not_matter_is_not_in_the_fit_and_growth_must_hold_with
     assert fit(made_up(rng, aging_us=100.0)).aged is None
 
 
+def on_two_speeds(rng: np.random.Generator, level_us=SHARES * 0, **own) -> Holds:
+    """Holds on a machine that is a third slower at times, as its control is.
+
+    `own` is by how many us the control itself rises with the level.
+    """
+    holds = made_up(rng, level_us, servers=2)
+    slow = np.where(rng.random(len(holds.level)) < 0.4, 1.3, 1.0)
+    control = 800 * slow * (1 + 0.01 * rng.normal(size=len(slow)))
+    control = control + own.get("own_us", 0.0) * SHARES[holds.level]
+    return replace(holds, values=holds.values * slow, control=control)
+
+
+def test_a_control_takes_out_what_the_machine_does_and_leaves_growth():
+    rng, wrong, narrower = np.random.default_rng(20), [], []
+    for slope in (0.0, 6.0):
+        for _ in range(60):
+            holds = on_two_speeds(rng, slope * BLOCKS_1K * SHARES)
+            bare, found = fit(replace(holds, control=None)), fit(holds)
+            value, error = found.slope()
+            wrong.append(abs(value - slope * 1.12) > found.reach(error))
+            narrower.append(error / bare.slope()[1])
+    # Levels are those of the machine's mean speed: 1.12 of the fast one's.
+    assert np.mean(wrong) < 0.2
+    assert np.median(narrower) < 0.5
+
+
+def test_a_control_that_moves_with_the_levels_is_left_out():
+    rng = np.random.default_rng(21)
+    for own_us in (900.0, -500.0):
+        holds = on_two_speeds(rng, 6 * BLOCKS_1K * SHARES, own_us=own_us)
+        assert fit(holds).slope() == fit(replace(holds, control=None)).slope()
+
+
 def test_levels_are_means_over_the_servers_whatever_these_differ_by():
     rng = np.random.default_rng(4)
     level_us = 20 * BLOCKS_1K * SHARES
@@ -134,8 +173,7 @@ def test_levels_are_means_over_the_servers_whatever_these_differ_by():
     # A server that lost its lowest levels does not tilt the others.
     holds = made_up(rng, level_us, servers=3, offsets_us=1_000.0)
     kept = (holds.server < 2) | (holds.level > 2)
-    part = Holds(**{name: of[kept] for name, of in vars(holds).items()})
-    assert fit(part).slope()[0] == pytest.approx(20, abs=0.5)
+    assert fit(of_some(holds, kept)).slope()[0] == pytest.approx(20, abs=0.5)
 
 
 SHAPES = {
@@ -207,8 +245,7 @@ def test_a_single_pass_cannot_tell_a_level_from_the_time():
 
 def test_one_level_or_levels_that_do_not_rise_are_nothing_to_fit():
     holds = made_up(np.random.default_rng(12))
-    lowest = Holds(**{name: of[holds.level == 0] for name, of in vars(holds).items()})
-    assert fit(lowest) is None
+    assert fit(of_some(holds, holds.level == 0)) is None
     assert fit(replace(holds, x=np.full(len(holds.x), 9.0))) is None
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -169,20 +170,25 @@ def test_cpu_time_beside_the_steps_is_that_of_threads_or_of_all_processes():
 
 
 def test_a_table_of_holds_is_the_same_after_it_was_a_files_columns():
-    many = hold(number=1, batch=32, decoders=32, overhead_us=300.0)
+    many = hold(number=1, batch=32, decoders=32, overhead_us=300.0, step_us=900.0)
     held = held_steps(pl.concat([hold(overhead_us=1 / 3), many]), LADDER)
     table = hold_table(held, pl.concat([cpu(us=900.0), cpu(number=1, us=90.0)]))
     assert table["many"].to_list() == [0, 1]
     assert table["timed"].to_list() == [0.333, None]
     assert table["timed_many"].to_list() == [None, 300.0]
+    assert table["rest"].to_list() == [99.667, 600.0]
+    assert as_holds(table, "timed").control.tolist() == [99.667]
+    assert as_holds(table, "step").control is None
     # CPU times and long steps are of holds with few decoders.
     assert table[PROCESSES].to_list() == [900.0, None]
     assert table["steps"].to_list() == [40, None]
     again = as_table(table.to_dict(as_series=False))
     for name in ("timed", "timed_many", PROCESSES):
         first, second = as_holds(table, name), as_holds(again, name)
-        for field in vars(first):
-            assert getattr(first, field).tolist() == getattr(second, field).tolist()
+        for before, after in zip(
+            vars(first).values(), vars(second).values(), strict=True
+        ):
+            assert np.array_equal(before, after)
     assert rare_steps(again) == rare_steps(table)
 
 
