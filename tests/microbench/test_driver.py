@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -57,7 +58,7 @@ class Drive:
         plan_file.write_text(json.dumps(plan))
         program = f"import sys\n{before}\nfrom microbench.driver import main\n"
         command = [sys.executable, "-c", program + "sys.exit(main(*sys.argv[1:]))"]
-        command += [url, plan_file, self.out]
+        command += [url, plan_file, self.out, str(os.getpid())]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
