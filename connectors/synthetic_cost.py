@@ -68,13 +68,13 @@ class Step(KVConnectorMetadata):
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time spent in one method; a call takes the sum of all terms.
 
-    `method` is a method of the connector, THREAD or PROCESS. The cost arises in every
-    step, or in each `every`-th; with `prefill_only` only in steps with new prompts; with
-    `layer` only in the hook of that layer; with `from_blocks` only with so many cached
-    blocks, with `from_running` only with so many scheduled requests. Blocks count
-    beyond `beyond_blocks`, and a call takes no more than `at_most_us`. With `waits`, the
-    method sleeps and leaves the GIL and the core to others. With `is_object` it is an
-    object that is called, which no recorder times.
+    `method` is a method of the connector, or THREAD, or PROCESS. The cost arises in
+    every step, or in each `every`-th; with `prefill_only` only in steps with new
+    prompts; with `layer` only in the hook of that layer; with `from_blocks` only with
+    so many cached blocks, with `from_running` only with so many scheduled requests. A
+    call takes no more than `at_most_us`. With `waits`, the method sleeps and leaves the
+    GIL and the core to others. With `is_object` it is an object that is called, which
+    the recorder does not time. A process has `us_per_1k_blocks` alone.
     """
 
     method: str
@@ -85,7 +85,6 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     us_per_1k_context_tokens: float = 0
     us_per_s: float = 0
     us_per_s_since_reset: float = 0
-    beyond_blocks: int = 0
     from_blocks: int = 0
     from_running: int = 0
     at_most_us: float = math.inf
@@ -108,7 +107,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return 0.0
         if step.cache_blocks < self.from_blocks or step.running < self.from_running:
             return 0.0
-        blocks_1k = max(step.cache_blocks - self.beyond_blocks, 0) / 1_000
+        blocks_1k = step.cache_blocks / 1_000
         us = (
             self.us
             + self.us_per_1k_blocks * blocks_1k
@@ -156,7 +155,7 @@ class SyntheticCostConnector(NoopConnector):
                 method = self._with_cost(getattr(self, cost.method), cost)
                 if not cost.is_object:
                     setattr(self, cost.method, method)
-                elif (role == KVConnectorRole.WORKER) == (cost.method in WORKER_METHODS):
+                elif role == KVConnectorRole.WORKER:
                     # An attribute of an instance is timed, whatever it is.
                     setattr(type(self), cost.method, Object(method))
             elif role != KVConnectorRole.SCHEDULER:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that works longer the more is cached, beside an engine.
 
-    python -m connectors.synthetic_process DESCRIPTOR ENGINE US_PER_1K_BLOCKS
+python connectors/synthetic_process.py DESCRIPTOR ENGINE US_PER_1K_BLOCKS
 """
 
 import os
@@ -18,7 +18,7 @@ BLOCKS = struct.Struct("q")
 
 
 def burn(us: float) -> None:
-    """Work for so long by the thread's own clock: none is done while it is preempted."""
+    """Work for so long by the thread's own clock: not while it is preempted."""
     end_ns = time.thread_time_ns() + us * 1e3
     while time.thread_time_ns() < end_ns:
         pass
@@ -30,7 +30,7 @@ def start_process(us_per_1k_blocks: float) -> mmap:
         file.write(bytes(BLOCKS.size))
         file.flush()
         shared, number = mmap(file.fileno(), BLOCKS.size), file.fileno()
-        command = [sys.executable, "-m", __name__, str(number), str(os.getpid())]
+        command = [sys.executable, __file__, str(number), str(os.getpid())]
         subprocess.Popen([*command, str(us_per_1k_blocks)], pass_fds=[number])
     return shared
 

@@ -21,7 +21,8 @@ KINDS = {
     "itself": "burn(0.3)",
     "a thread that goes on": (
         "import threading\n"
-        "threading.Thread(target=lambda: (burn(0.3), print(flush=True), input())).start()"
+        "work = lambda: (burn(0.3), print(flush=True), input())\n"
+        "threading.Thread(target=work).start()"
     ),
     "a thread that ended": (
         "import threading\n"
@@ -29,7 +30,8 @@ KINDS = {
         "thread.join()"
     ),
     "a child that ended": (
-        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', BURN + 'burn(0.3)'])"
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', BURN + 'burn(0.3)'])"
     ),
     "a child that nobody waited for": (
         "import subprocess, sys\n"
@@ -66,7 +68,9 @@ def test_cpu_time_counts_whoever_took_it(kind):
     spent_s = (after.ns - before.ns) / 1e9
     # A child has an interpreter to start, which is CPU time, too.
     assert 0.29 < spent_s < 1.0
-    own_ns = (ns - before.threads.get(thread, 0) for thread, ns in after.threads.items())
+    own_ns = (
+        ns - before.threads.get(thread, 0) for thread, ns in after.threads.items()
+    )
     if kind == "a thread that goes on":
         assert max(own_ns) / 1e9 > 0.28
 
