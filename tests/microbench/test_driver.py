@@ -361,7 +361,8 @@ async def slow(self, record, *args):
 Client.request = slow
 """
     phases = [
-        {"name": "fill.0.0.2", "requests": 4, "rate_rps": 1000.0, "after_answers": True},
+        {"name": "fill.0.0.2", "requests": 4, "rate_rps": 1000.0,
+         "after_answers": True},
         {"name": "hold.0.0.2", "requests": 9, "rate_rps": 50.0, "after_answers": False,
          "reset_prefix_cache": True},
     ]  # fmt: skip
