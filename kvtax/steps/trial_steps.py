@@ -135,7 +135,7 @@ CPU_SCHEMA = pl.Schema(
 NO_CPU = pl.DataFrame(schema=CPU_SCHEMA)
 # Threads that no connector started: vLLM's own, and the recorder's. Older recorders
 # wrote no thread ids, and only names.
-OWN = r"^MainThread|^model executor$|^vllm |^recorder|\(process_(in|out)put_sockets\)$"
+OWN = r"^MainThread$|^vllm |^recorder "
 
 
 def read_cpu_of_holds(
