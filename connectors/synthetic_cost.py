@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass
+from mmap import mmap
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from connectors.noop import NoopConnector
+from connectors.synthetic_process import BLOCKS, PAUSE_S, burn, start_process
 
 SCHEDULER_METHODS = (
     "get_num_new_matched_tokens",
@@ -44,9 +46,11 @@ WORKER_METHODS = (
     "build_connector_worker_meta",
     "clear_connector_metadata",
 )
-# In place of a method: a thread of the connector, with a pause between two costs.
-THREAD = "thread"
-THREAD_PAUSE_S = 0.003
+# In place of a method: a thread of the connector, or a process that it starts; with
+# PAUSE_S between two costs.
+THREAD, PROCESS = "thread", "process"
+# A name is no reason not to count a thread.
+THREAD_NAME = "records-of-blocks"
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,19 @@ class Step(KVConnectorMetadata):
     running: int = 0
     context_tokens: int = 0
     prefills: bool = False
+    since_reset_s: float = 0.0
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time spent in one method; a call takes the sum of all terms.
 
-    `method` is a method of the connector, or THREAD. The cost arises in every step, or
-    in each `every`-th; with `prefill_only` only in steps with new prompts; with `layer`
-    only in the hook of that layer; with `from_blocks` only with so many cached blocks.
-    Blocks count beyond `beyond_blocks`, and a call takes no more than `at_most_us`.
-    With `waits`, the method sleeps and leaves the GIL and the core to others.
+    `method` is a method of the connector, or THREAD, or PROCESS. The cost arises in
+    every step, or in each `every`-th; with `prefill_only` only in steps with new
+    prompts; with `layer` only in the hook of that layer; with `from_blocks` only with
+    so many cached blocks, with `from_running` only with so many scheduled requests. A
+    call takes no more than `at_most_us`. With `waits`, the method sleeps and leaves the
+    GIL and the core to others. With `is_object` it is an object that is called, which
+    the recorder does not time. A process has `us_per_1k_blocks` alone.
     """
 
     method: str
@@ -77,16 +84,18 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     us_per_running_request: float = 0
     us_per_1k_context_tokens: float = 0
     us_per_s: float = 0
-    beyond_blocks: int = 0
+    us_per_s_since_reset: float = 0
     from_blocks: int = 0
+    from_running: int = 0
     at_most_us: float = math.inf
     every: int = 1
     prefill_only: bool = False
     layer: int | None = None
     waits: bool = False
+    is_object: bool = False
 
     def __post_init__(self) -> None:
-        known = (*SCHEDULER_METHODS, *WORKER_METHODS, THREAD)
+        known = (*SCHEDULER_METHODS, *WORKER_METHODS, THREAD, PROCESS)
         if self.method not in known:
             raise ValueError(
                 f"no method {self.method!r}; the connector has {', '.join(known)}"
@@ -96,9 +105,9 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the cost of a call in `step`; `age_s` is the connector's age."""
         if step.number % self.every or (self.prefill_only and not step.prefills):
             return 0.0
-        if step.cache_blocks < self.from_blocks:
+        if step.cache_blocks < self.from_blocks or step.running < self.from_running:
             return 0.0
-        blocks_1k = max(step.cache_blocks - self.beyond_blocks, 0) / 1_000
+        blocks_1k = step.cache_blocks / 1_000
         us = (
             self.us
             + self.us_per_1k_blocks * blocks_1k
@@ -106,6 +115,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             + self.us_per_running_request * step.running
             + self.us_per_1k_context_tokens * step.context_tokens / 1_000
             + self.us_per_s * age_s
+            + self.us_per_s_since_reset * step.since_reset_s
         )
         return min(us, self.at_most_us)
 
@@ -117,6 +127,16 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return self
 
 
+class Object:
+    """Object that is called in the place of a method."""
+
+    def __init__(self, call) -> None:
+        self._call = call
+
+    def __call__(self, *args, **kwargs):
+        return self._call(*args, **kwargs)
+
+
 class SyntheticCostConnector(NoopConnector):
     def __init__(self, vllm_config, role, kv_cache_config) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -125,14 +145,27 @@ class SyntheticCostConnector(NoopConnector):
         self._made_s = time.monotonic()
         self._step = Step()
         self._block_pool = None
+        # vLLM makes another map at a reset of the prefix cache.
+        self._cached, self._reset_s = None, self._made_s
+        self._shared: mmap | None = None
         for cost in self._costs:
-            if cost.method != THREAD:
+            if cost.method not in (THREAD, PROCESS):
                 # All other methods stay as cheap as those of a connector that does
                 # nothing.
-                free = getattr(self, cost.method)
-                setattr(self, cost.method, self._with_cost(free, cost))
-            elif role == KVConnectorRole.SCHEDULER:
-                threading.Thread(target=self._spend_for_ever, daemon=True).start()
+                method = self._with_cost(getattr(self, cost.method), cost)
+                if not cost.is_object:
+                    setattr(self, cost.method, method)
+                elif role == KVConnectorRole.WORKER:
+                    # An attribute of an instance is timed, whatever it is.
+                    setattr(type(self), cost.method, Object(method))
+            elif role != KVConnectorRole.SCHEDULER:
+                continue
+            elif cost.method == THREAD:
+                threading.Thread(
+                    target=self._spend_for_ever, name=THREAD_NAME, daemon=True
+                ).start()
+            else:
+                self._shared = start_process(cost.us_per_1k_blocks)
 
     def bind_gpu_block_pool(self, gpu_block_pool) -> None:
         self._block_pool = gpu_block_pool
@@ -144,13 +177,19 @@ class SyntheticCostConnector(NoopConnector):
         before = sum(request.num_computed_tokens for request in new)
         before += sum(running.num_computed_tokens)
         tokens = scheduler_output.total_num_scheduled_tokens
+        cached, now_s = self._block_pool.cached_block_hash_to_block, time.monotonic()
+        if cached is not self._cached:
+            self._cached, self._reset_s = cached, now_s
         self._step = Step(
             number=self._step.number + 1,
-            cache_blocks=len(self._block_pool.cached_block_hash_to_block),
+            cache_blocks=len(cached),
             running=len(scheduled),
             context_tokens=before + tokens,
             prefills=bool(new) or tokens > len(scheduled),
+            since_reset_s=now_s - self._reset_s,
         )
+        if self._shared is not None:
+            BLOCKS.pack_into(self._shared, 0, self._step.cache_blocks)
         return self._step
 
     def bind_connector_metadata(self, connector_metadata: Step) -> None:
@@ -177,14 +216,11 @@ class SyntheticCostConnector(NoopConnector):
         if us and cost.waits:
             time.sleep(us / 1e6)
         elif us:
-            # By the thread's own clock: while it is preempted, no work is done.
-            end_ns = time.thread_time_ns() + us * 1e3
-            while time.thread_time_ns() < end_ns:
-                pass
+            burn(us)
 
     def _spend_for_ever(self) -> None:
         while True:
-            time.sleep(THREAD_PAUSE_S)
+            time.sleep(PAUSE_S)
             for cost in self._costs:
                 if cost.method == THREAD:
                     self._spend(cost)

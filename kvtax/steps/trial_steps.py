@@ -135,7 +135,7 @@ CPU_SCHEMA = pl.Schema(
 NO_CPU = pl.DataFrame(schema=CPU_SCHEMA)
 # Threads that no connector started: vLLM's own, and the recorder's. Older recorders
 # wrote no thread ids, and only names.
-OWN = r"^MainThread|^model executor$|^vllm |^recorder|\(process_(in|out)put_sockets\)$"
+OWN = r"^MainThread$|^vllm |^recorder "
 
 
 def read_cpu_of_holds(
@@ -144,18 +144,24 @@ def read_cpu_of_holds(
     """Tabulate the CPU time per engine step of each hold, by what took it.
 
     `of` is a thread of the engine's process, by name, that is not vLLM's own, or
-    PROCESSES: all processes of the server. Threads of equal names count as one. Empty
-    where the driver read no CPU time. `threads` is the recorder's file.
+    PROCESSES: all processes of the server, without the yardstick. Threads of equal
+    names count as one. Empty where the driver read no CPU time, and where `threads`,
+    the recorder's file, is missing.
     """
+    if not threads.is_file():
+        return NO_CPU
     names = _thread_names(threads)
     began = steps["t_ns"].to_numpy()
+    yardstick_us = np.append(0.0, steps["yardstick_us"].fill_null(0).cum_sum())
     rows = []
     for span, first, last in _readings(requests):
         count = np.searchsorted(began, [first.t_ns, last.t_ns])
         made = int(count[1] - count[0])
         if made < 1:
             continue
-        spent_ns = {PROCESSES: last.ns - first.ns} | dict.fromkeys(names.values(), 0)
+        aside_ns = round(1e3 * float(np.diff(yardstick_us[count])[0]))
+        spent_ns = dict.fromkeys(names.values(), 0)
+        spent_ns[PROCESSES] = last.ns - first.ns - aside_ns
         for thread, ns in last.threads.items():
             if thread in names:
                 spent_ns[names[thread]] += ns - first.threads.get(thread, 0)
@@ -177,8 +183,6 @@ def _readings(requests: Requests) -> Iterator[tuple[Span, CpuReading, CpuReading
 
 def _thread_names(path: Path) -> dict[int, str]:
     """Read the names of threads that are not vLLM's own, by their ids."""
-    if not path.is_file():
-        return {}
     named = {}
     for record in read_lines(path, ThreadsHeader, ThreadTimes).records:
         for name in record.threads:

@@ -16,6 +16,10 @@ from kvtax.records.steps import STEPS, only_life
 from kvtax.steps.life import whole_steps
 from kvtax.steps.trial_steps import read_cpu_of_holds, trial_steps
 
+# Methods that the recorder could not time, and the times that have them in.
+NOT_TIMED = "not_timed"
+SUMS = ("connector_us", "worker_calls_us", "overhead_us")
+
 
 @dataclass(frozen=True)
 class LoadedTrial:
@@ -78,6 +82,11 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
     recorded = whole_steps(life)
     _require_cache_size(life, recorded.table)
     steps = trial_steps(repeat, recorded.table, requests.phases)
+    if any(warning.kind == NOT_TIMED for warning in recorded.warnings):
+        # A sum without one of its parts says nothing.
+        steps = steps.with_columns(
+            pl.lit(None, pl.Float32).alias(sum_) for sum_ in SUMS
+        )
     cpu = read_cpu_of_holds(repeat, steps, requests, life / "threads.jsonl")
     if requests.end and not requests.end.valid:
         steps = steps.filter(~pl.col("phase").is_in([Phase.GROWTH, Phase.PLATEAU]))

@@ -15,6 +15,7 @@ from .files import RecordFile
 TASKS = "/proc/self/task"
 # Threads that were there before the first connector: dozens of vLLM's own.
 EXECUTOR = "model executor"
+MAIN = "MainThread"
 # Threads that ended since the record before, or began and ended.
 ENDED = "ended threads"
 # Time between records while the engine makes no steps.
@@ -103,9 +104,10 @@ def _names(threads: set[int]) -> dict[int, str]:
     """Return a name of each thread id, with the id: in `threading`, or the kernel's."""
     python = {thread.native_id: _name(thread) for thread in threading.enumerate()}
     # In a forked process `threading` has the id of its parent's.
-    python[os.getpid()] = _name(threading.main_thread())
+    python[os.getpid()] = MAIN
     return {
-        thread: f"{python.get(thread) or _comm(thread)}#{thread}" for thread in threads
+        thread: f"{python.get(thread) or _foreign(_comm(thread))}#{thread}"
+        for thread in threads
     }
 
 
@@ -120,7 +122,12 @@ def _name(thread: threading.Thread) -> str:
         return f"recorder {thread.name}"
     if module.startswith("vllm.v1.engine."):
         return f"vllm {thread.name}"
-    return thread.name
+    return _foreign(thread.name)
+
+
+def _foreign(name: str) -> str:
+    """Return the name of a thread that neither has started, which must not look so."""
+    return f"thread {name}" if name.startswith((MAIN, "vllm ", "recorder ")) else name
 
 
 def _comm(thread: int) -> str:

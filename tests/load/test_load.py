@@ -100,8 +100,8 @@ def test_no_two_prompts_share_a_first_block():
 def test_a_phase_has_its_own_shape_or_the_one_of_the_plan():
     phases = [
         {"name": "growth", "requests": 2, "rate_rps": 1.0},
-        {"name": "fill.0.1", "requests": 1, "rate_rps": 1.0, "output_tokens": 1},
-        {"name": "hold.0.1", "requests": 2, "rate_rps": 1.0, "prompt_tokens": 12},
+        {"name": "fill.0.1.8", "requests": 1, "rate_rps": 1.0, "output_tokens": 1},
+        {"name": "hold.0.1.8", "requests": 2, "rate_rps": 1.0, "prompt_tokens": 12},
     ]
     sent = [json.loads(body) for body in bodies(plan_of(phases=phases))]
     shapes = [(len(one["prompt"]), one["max_tokens"]) for one in sent]
@@ -249,7 +249,7 @@ def test_a_run_is_valid_if_p99_of_its_lag_is_within_the_budget(
     ledger.add(
         RequestRecord(
             id=100,
-            phase="hold.0.0",
+            phase="hold.0.0.8",
             prompt_tokens=1,
             status="failed",
             intended_ns=0,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from kvtax.engine.connector import connector_names, load_connector
 from kvtax.records.files import LineFile, write_document
 from kvtax.records.profile import Ladder
 from kvtax.records.requests import (
+    CpuReading,
     DriverEnd,
     Phase,
     PhaseStart,
@@ -103,6 +104,7 @@ LADDER = Ladder(
     output_tokens=200,
     arrivals=8,
     arrivals_rps=12.0,
+    many_decoders=32,
 )
 # A hold has a prefill in so many steps.
 PREFILL_EVERY = 20
@@ -111,7 +113,7 @@ PREFILL_EVERY = 20
 class Span(NamedTuple):
     """A phase of a trial: its first step, how many it has, and the level of a hold.
 
-    `reset` is whether the cache was reset before it.
+    `reset` is whether the cache was reset before it; `decoders` decode in it.
     """
 
     name: str
@@ -119,24 +121,30 @@ class Span(NamedTuple):
     count: int
     level: int | None = None
     reset: bool = False
+    decoders: int = LADDER.decoders
 
 
 def layout(steps: int) -> list[Span]:
     """A quarter growth, a tenth plateau, and the holds of the passes.
 
-    The levels of a pass come in random order, with a reset before a lower one.
+    The levels of a pass come in random order, with a reset before a lower one; then the
+    lowest and the stated one with many decoders.
     """
     growth, plateau = steps // 4, steps // 10
     spans = [Span("growth", 0, growth), Span("plateau", growth, plateau)]
-    levels, passes = len(LADDER.levels), LADDER.passes
-    each = (steps - growth - plateau) // (levels * passes)
     rng = np.random.default_rng(0)
-    order = [int(level) for _ in range(passes) for level in rng.permutation(levels)]
-    for number, level in enumerate(order):
-        name = Phase.HOLD.at(number, level, LADDER.decoders)
+    order = []
+    for _ in range(LADDER.passes):
+        levels = rng.permutation(len(LADDER.levels))
+        order += [(int(level), LADDER.decoders) for level in levels]
+        many = rng.permutation([0, LADDER.stated_level])
+        order += [(int(level), LADDER.many_decoders) for level in many]
+    each = (steps - growth - plateau) // len(order)
+    for number, (level, decoders) in enumerate(order):
+        name = Phase.HOLD.at(number, level, decoders)
         first = growth + plateau + number * each
-        reset = level <= order[number - 1] if number else True
-        spans.append(Span(name, first, each, level, reset))
+        reset = level <= order[number - 1][0] if number else True
+        spans.append(Span(name, first, each, level, reset, decoders))
     # The last has what is left over.
     spans[-1] = spans[-1]._replace(count=steps - spans[-1].first)
     return spans
@@ -154,6 +162,7 @@ def trial_steps(
     batch = batch + (prefill > 0)
     for span in layout(steps):
         own = slice(span.first, span.first + span.count)
+        batch[own] += span.decoders - LADDER.decoders
         if span.name == "growth":
             cache[own] = np.linspace(0, blocks, span.count)
             # The batch grows with |cache|, as the load of a filling server does.
@@ -206,7 +215,29 @@ def trial_steps(
     return pl.DataFrame(engine), pl.DataFrame(worker)
 
 
-def write_requests(path: Path, steps: int, tpot_ms: float) -> None:
+THREAD = 77
+
+
+@dataclass
+class Cpu:
+    """CPU time of each step in us: of all processes, and of the thread THREAD."""
+
+    processes: np.ndarray
+    thread: np.ndarray
+
+    def readings(self, span: Span) -> Iterator[CpuReading]:
+        """Yield the driver's readings at the edges of a hold."""
+        for step in (span.first, span.first + span.count):
+            ns, of_thread = (
+                round(1e3 * float(us[:step].sum()))
+                for us in (self.processes, self.thread)
+            )
+            yield CpuReading(FIRST_NS + step * STEP_NS, ns, {THREAD: of_thread})
+
+
+def write_requests(
+    path: Path, steps: int, tpot_ms: float, cpu: Cpu | None = None
+) -> None:
     """The driver's records of a trial of `steps` steps: 10 requests per phase."""
     spans = layout(steps)
     count = 10 * len(spans)
@@ -215,6 +246,8 @@ def write_requests(path: Path, steps: int, tpot_ms: float) -> None:
             start_ns = FIRST_NS + span.first * STEP_NS
             reset_ns = start_ns if span.reset else None
             file.append(PhaseStart(span.name, start_ns, reset_ns))
+            for reading in cpu.readings(span) if cpu and span.level is not None else ():
+                file.append(reading)
             for index in range(10):
                 sent_ns = start_ns + index * 1_000_000
                 first_ns = sent_ns + 5_000_000

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -57,7 +58,7 @@ class Drive:
         plan_file.write_text(json.dumps(plan))
         program = f"import sys\n{before}\nfrom microbench.driver import main\n"
         command = [sys.executable, "-c", program + "sys.exit(main(*sys.argv[1:]))"]
-        command += [url, plan_file, self.out]
+        command += [url, plan_file, self.out, str(os.getpid())]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
@@ -86,6 +87,7 @@ class Result:
         self.header, *typed, self.end = lines
         self.requests = [line for line in typed if line["type"] == "request"]
         self.phases = [line for line in typed if line["type"] == "phase"]
+        self.cpu = [line for line in typed if line["type"] == "cpu"]
         assert self.end["type"] == "end"
         ids = sorted(request["id"] for request in self.requests)
         assert ids == list(range(self.header["scheduled"]))
@@ -279,7 +281,7 @@ def reset_plan() -> dict:
         phases=[
             {"name": "growth", "requests": 10, "rate_rps": 100.0},
             {
-                "name": "hold.0.0",
+                "name": "hold.0.0.2",
                 "requests": 5,
                 "rate_rps": 100.0,
                 "reset_prefix_cache": True,
@@ -300,10 +302,10 @@ def test_a_reset_comes_after_the_drain_and_before_the_phase(slow_server, tmp_pat
 
 def test_a_phase_waits_for_all_answers_before_it_if_it_says_so(slow_server, tmp_path):
     phases = [
-        {"name": "fill.0.1", "requests": 3, "rate_rps": 100.0, "output_tokens": 1},
-        {"name": "fill.0.1.decoders", "requests": 2, "rate_rps": 100.0,
+        {"name": "fill.0.1.2", "requests": 3, "rate_rps": 100.0, "output_tokens": 1},
+        {"name": "fill.0.1.2.decoders", "requests": 2, "rate_rps": 100.0,
          "after_answers": True, "prompt_tokens": 16, "output_tokens": 12},
-        {"name": "hold.0.1", "requests": 2, "rate_rps": 20.0, "prompt_tokens": 12,
+        {"name": "hold.0.1.2", "requests": 2, "rate_rps": 20.0, "prompt_tokens": 12,
          "output_tokens": 2},
     ]  # fmt: skip
     result = drive(tmp_path, slow_server.url, make_plan(phases=phases))
@@ -320,6 +322,33 @@ def test_a_phase_waits_for_all_answers_before_it_if_it_says_so(slow_server, tmp_
             assert request["prompt_tokens"] == phase.get("prompt_tokens", 40)
 
 
+def test_cpu_time_is_read_at_both_edges_of_a_hold(tmp_path):
+    with standin("--step-us", "20000") as server:
+        hold = {"name": "hold.0.1.2", "requests": 2, "rate_rps": 20.0}
+        growth = {"name": "growth", "requests": 2, "rate_rps": 100.0}
+        phases = [growth, hold | {"after_answers": True}]
+        result = drive(tmp_path, server.url, make_plan(phases=phases))
+    assert result.code == 0, result.stderr
+    first, last = result.cpu
+    (begins_ns,) = (p["start_ns"] for p in result.phases if p["name"] == hold["name"])
+    assert begins_ns <= first["t_ns"] < begins_ns + 200_000_000
+    held = [r for r in result.requests if r["phase"] == hold["name"]]
+    assert last["t_ns"] > max(r["end_ns"] for r in held)
+    assert last["ns"] > first["ns"]
+    assert first["threads"].keys() & last["threads"].keys()
+
+
+def test_a_phase_pauses_before_it_if_it_says_so(server, tmp_path):
+    phases = [
+        {"name": "growth", "requests": 1, "rate_rps": 100.0},
+        {"name": "plateau", "requests": 1, "rate_rps": 100.0, "after_answers": True,
+         "pause_s": 0.5},
+    ]  # fmt: skip
+    result = drive(tmp_path, server.url, make_plan(phases=phases))
+    (before,) = (r for r in result.requests if r["phase"] == "growth")
+    assert result.phases[1]["start_ns"] - before["end_ns"] >= 500_000_000
+
+
 def test_the_lag_of_what_was_not_to_be_on_time_does_not_count(server, tmp_path):
     slow_fill = """
 import time
@@ -332,8 +361,9 @@ async def slow(self, record, *args):
 Client.request = slow
 """
     phases = [
-        {"name": "fill.0.0", "requests": 4, "rate_rps": 1000.0, "after_answers": True},
-        {"name": "hold.0.0", "requests": 9, "rate_rps": 50.0, "after_answers": False,
+        {"name": "fill.0.0.2", "requests": 4, "rate_rps": 1000.0,
+         "after_answers": True},
+        {"name": "hold.0.0.2", "requests": 9, "rate_rps": 50.0, "after_answers": False,
          "reset_prefix_cache": True},
     ]  # fmt: skip
     plan = make_plan(phases=phases, lag_budget_ms=450.0)

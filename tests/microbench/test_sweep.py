@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+from collections import defaultdict
 from itertools import groupby
 from pathlib import Path
 
@@ -22,9 +24,9 @@ from kvtax.patcher.at_import import SOURCES
 from kvtax.paths import CONFIGS, PATCHES
 from kvtax.proc import machine_lock as machine_lock_module
 from kvtax.proc.machine_lock import machine_lock
-from kvtax.records.requests import Phase, level_of
+from kvtax.records.requests import Phase, Place, place_of
 from kvtax.records.run import TrialRecord
-from microbench.profile import Profile, load_profile
+from microbench.profile import FILL_TOKENS, Profile, load_profile
 from microbench.sweep import configs_of_next_round, undecided
 from microbench.trial import PlannedTrial, SweepSettings, run_trial
 from microbench.workshop import Workshop, build_overlays
@@ -50,61 +52,112 @@ def test_every_profile_fills_its_cache_within_one_lifetime(name):
     assert tokens < profile.max_model_len
 
 
-def passes_of(profile: Profile) -> list[list[PlannedPhase]]:
-    """The phases of each pass over the ladder."""
-    _, _, *phases = profile.plan("model", vocab_size=1000, repeat=0).phases
-    grouped = groupby(phases, lambda phase: phase.name.split(".")[1])
-    return [list(of_pass) for _, of_pass in grouped]
+def hold_phases(profile: Profile, repeat: int = 0) -> list[list[PlannedPhase]]:
+    """Group the phases of each hold: what fills the cache, the decoders, the hold."""
+    phases = profile.plan("model", vocab_size=1000, repeat=repeat).phases
+    of_holds = (phase for phase in phases if "." in phase.name)
+    grouped = groupby(of_holds, lambda phase: place_of(phase.name).number)
+    return [list(of_hold) for _, of_hold in grouped]
+
+
+def passes_of(profile: Profile, repeat: int = 0) -> list[list[Place]]:
+    """List the holds of each pass."""
+    places = [place_of(phases[-1].name) for phases in hold_phases(profile, repeat)]
+    count = profile.passes(repeat)
+    assert len(places) % count == 0
+    each = len(places) // count
+    return [places[n : n + each] for n in range(0, len(places), each)]
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_every_pass_holds_every_level_after_filling_the_cache_to_it(name):
+def test_every_hold_begins_with_the_cache_filled_to_its_level(name):
     profile = load_profile(name)
     ladder, plan = profile.load.ladder, profile.plan("model", 1000, repeat=0)
-    one_request = (plan.prompt_tokens + 1) // profile.block_size
-    passes = passes_of(profile)
-    assert len(passes) == ladder.passes
-    for number, phases in enumerate(passes):
-        blocks, filled = 0, 0
+    one_request = FILL_TOKENS // profile.block_size
+    blocks = math.inf
+    for phases in hold_phases(profile):
+        *_, decoders, hold = phases
+        level, count = place_of(hold.name)[1:]
+        if phases[0].reset_prefix_cache:
+            blocks = 0
+        filled = blocks
         for phase in phases:
             prompt, answer = plan.shape(phase)
             # The last token of an answer is never computed.
             more = phase.requests * ((prompt + answer - 1) // profile.block_size)
-            if phase.name.endswith(".decoders"):
-                filled = blocks
-            elif Phase.of(phase.name) is Phase.HOLD:
-                level = level_of(phase.name)
-                assert phase.name == Phase.HOLD.at(number, level)
-                target = ladder.levels[level] * profile.num_blocks
-                assert abs(filled - target) <= one_request or filled > target == (
-                    profile.num_blocks
-                )
-                # What arrives leaves no block, so the level holds.
-                assert more == 0
             blocks += more
-        levels = [level_of(p.name) for p in phases if Phase.of(p.name) is Phase.HOLD]
-        assert levels == list(range(len(ladder.levels)))
+            if phase not in (decoders, hold):
+                filled = blocks
+        # What arrives leaves no block, so the level holds.
+        assert more == 0
+        assert decoders.requests == count
+        target = ladder.levels[level] * profile.num_blocks
+        if level == len(ladder.levels) - 1:
+            assert filled >= target
+        else:
+            assert abs(filled - target) <= one_request
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_only_the_first_phase_of_a_pass_resets_and_only_holds_do_not_wait(name):
-    for phases in passes_of(load_profile(name)):
-        assert [phase.reset_prefix_cache for phase in phases] == [True] + [False] * (
-            len(phases) - 1
-        )
+def test_a_pass_has_every_level_in_random_order_one_of_them_twice(name):
+    profile = load_profile(name)
+    ladder = profile.load.ladder
+    passes = passes_of(profile)
+    assert len(passes) == ladder.passes
+    orders = []
+    for places in passes:
+        few = [place.level for place in places if place.decoders == ladder.decoders]
+        many = [place.level for place in places if place.decoders != ladder.decoders]
+        assert set(few) == set(range(len(ladder.levels)))
+        assert len(few) == len(ladder.levels) + 1
+        both = [0, ladder.stated_level] if ladder.many_decoders else []
+        assert sorted(many) == both
+        orders.append(few)
+    assert len(set(map(tuple, orders))) == len(passes)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_levels_are_told_from_the_time_since_the_reset(name):
+    # Requests since the reset stand for time.
+    profile = load_profile(name)
+    since, ages = 0, defaultdict(set)
+    for phases in hold_phases(profile):
+        since = 0 if phases[0].reset_prefix_cache else since
+        ages[place_of(phases[-1].name).level].add(since)
+        since += sum(phase.requests for phase in phases)
+    assert sum(len(of_level) > 1 for of_level in ages.values()) >= 3
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_lower_level_follows_a_reset_and_only_holds_do_not_wait(name):
+    before = math.inf
+    for phases in hold_phases(load_profile(name)):
+        first, *others = phases
+        level = place_of(first.name).level
+        if level < before:
+            assert first.reset_prefix_cache
+        assert not any(phase.reset_prefix_cache for phase in others)
         for phase in phases:
             assert phase.after_answers == (Phase.of(phase.name) is Phase.FILL)
+        before = level
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_a_further_server_goes_up_the_levels_three_times_as_often_at_once(name):
+def test_a_further_server_has_three_times_the_passes_in_another_order(name):
     profile = load_profile(name)
-    first = profile.plan("model", 1000, repeat=profile.repeats - 1)
+    first = profile.plan("model", 1000, repeat=0)
     further = profile.plan("model", 1000, repeat=profile.repeats)
     assert [phase.name for phase in first.phases[:2]] == ["growth", "plateau"]
-    assert len(further.phases) == 3 * len(first.phases[2:])
-    assert further.phases[: len(first.phases[2:])] == first.phases[2:]
+    assert Phase.of(further.phases[0].name) is Phase.FILL
+    holds = passes_of(profile, profile.repeats)
+    assert len(holds) == 3 * profile.load.ladder.passes
+    assert holds[0] != passes_of(profile)[0]
     assert further.seed != first.seed
+
+
+def test_all_configs_have_the_same_holds():
+    plans = [load_profile("cpu").plan(model, 1000, repeat=0) for model in ("a", "b")]
+    assert plans[0].phases == plans[1].phases
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,14 +21,28 @@ import pytest
 
 from benchmarks import power
 from benchmarks.results import BadArguments
-from kvtax.records.steps import EngineHeader, ThreadsHeader, WorkerHeader
+from kvtax.records.files import LineFile
+from kvtax.records.steps import (
+    EngineHeader,
+    ThreadsHeader,
+    ThreadTimes,
+    WorkerHeader,
+)
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run
-from tests.harness.made_up import write_lines
-from tests.microbench.synthetic import Truth, layout, trial_steps, write_run
+from tests.harness.made_up import FIRST_NS, write_lines
+from tests.microbench.synthetic import (
+    LADDER,
+    THREAD,
+    Cpu,
+    Truth,
+    layout,
+    trial_steps,
+    write_requests,
+    write_run,
+)
 
 STEPS, BLOCKS, REPEATS = 8_000, 16_000, 2
-SAMPLE_STEPS = 40
 
 
 @dataclass(frozen=True)
@@ -40,31 +55,42 @@ class Facts:
     number: np.ndarray
     stored_1k: np.ndarray  # blocks that were ever cached
     since_reset: np.ndarray  # steps
+    rng: np.random.Generator
 
 
 Cost = Callable[[Facts], np.ndarray]
+# Where a cost may be beside the steps.
+A_THREAD, A_PROCESS = "a thread", "a process"
 
 
 def growing(us_per_1k_blocks: float) -> Cost:
     return lambda facts: us_per_1k_blocks * facts.blocks_1k
 
 
-def records(costs: dict[str, Cost], seed: int) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Engine and worker steps of a connector with `costs`, with all clocks."""
+class Recorded(NamedTuple):
+    """Records of a trial."""
+
+    engine: pl.DataFrame
+    worker: pl.DataFrame
+    cpu: Cpu
+
+
+def records(costs: dict[str, Cost], seed: int) -> Recorded:
+    """Make the records of a connector with `costs`, with all clocks."""
     rng = np.random.default_rng(1_000 + seed)
     engine, worker = trial_steps(Truth("", build_meta=1), 0, seed, STEPS, BLOCKS)
     number, running = np.arange(STEPS), engine["scheduled"].to_numpy()
     prefills = engine["prefill_tokens"].to_numpy() > 0
     blocks_1k = engine["cache_size"].to_numpy() / 1_000
-    resets = [0, *(span.first for span in layout(STEPS) if span.level == 0)]
+    resets = [0, *(span.first for span in layout(STEPS) if span.reset)]
     since_reset = (
         number - np.array(resets)[np.searchsorted(resets, number, "right") - 1]
     )
     stored_1k = np.cumsum(np.maximum(np.diff(blocks_1k, prepend=0), 0))
-    facts = Facts(blocks_1k, running, prefills, number, stored_1k, since_reset)
+    facts = Facts(blocks_1k, running, prefills, number, stored_1k, since_reset, rng)
     own_us = ("scheduler.build_connector_meta", "worker.get_finished")
     methods = {name: rng.exponential(0.5, STEPS) for name in own_us}
-    sides = ("scheduler", "worker", "a thread", "the engine")
+    sides = ("scheduler", "worker", "the engine", A_THREAD, A_PROCESS)
     more_us = dict.fromkeys(sides, np.zeros(STEPS))
     for where, cost in costs.items():
         us = cost(facts)
@@ -84,11 +110,11 @@ def records(costs: dict[str, Cost], seed: int) -> tuple[pl.DataFrame, pl.DataFra
     own_cpu = schedule_cpu + engine["update_us"] + execute
     engine = engine.with_columns(
         schedule_us=schedule,
-        step_us=engine["step_us"] + sum(more_us.values()) - more_us["a thread"],
+        step_us=engine["step_us"]
+        + sum(more_us[side] for side in ("scheduler", "worker", "the engine")),
         schedule_cpu_us=schedule_cpu,
         update_cpu_us=engine["update_us"],
         thread_cpu_us=own_cpu,
-        a_thread_us=rng.exponential(20, STEPS) + more_us["a thread"],
         connector_self_us=self_us("scheduler"),
     )
     worker = worker.with_columns(
@@ -96,7 +122,9 @@ def records(costs: dict[str, Cost], seed: int) -> tuple[pl.DataFrame, pl.DataFra
         get_finished_us=methods["worker.get_finished"],
         connector_self_us=self_us("worker"),
     )
-    return engine, worker
+    thread = rng.exponential(20, STEPS) + more_us[A_THREAD]
+    processes = 500 + rng.exponential(100, STEPS) + thread + more_us[A_PROCESS]
+    return Recorded(engine, worker, Cpu(processes, thread))
 
 
 def headers(engine: pl.DataFrame, worker: pl.DataFrame) -> tuple[msgspec.Struct, ...]:
@@ -107,33 +135,30 @@ def headers(engine: pl.DataFrame, worker: pl.DataFrame) -> tuple[msgspec.Struct,
     )
 
 
-def threads_of(engine: pl.DataFrame) -> pl.DataFrame:
-    """What its thread took, in samples of SAMPLE_STEPS steps."""
-    spent = engine["a_thread_us"].rolling_sum(SAMPLE_STEPS)
-    samples = engine.select("t_ns", "step_id", pl.Series("us", spent).round(3))
-    return (
-        samples.gather_every(SAMPLE_STEPS, offset=SAMPLE_STEPS - 1)
-        .with_columns(pl.struct(pl.col("us").alias("a thread")).alias("threads"))
-        .drop("us")
-    )
+def write_threads(path: Path, name: str) -> None:
+    """Write the recorder's file, in which THREAD has this name."""
+    with LineFile(path, ThreadsHeader(pid=1)) as file:
+        threads = {f"{name}#{THREAD}": 1.0}
+        file.append(ThreadTimes(t_ns=FIRST_NS, step_id=0, threads=threads))
 
 
 def write_costs(folder: Path, configs: Mapping[str, dict[str, Cost]]) -> None:
     """A run of REPEATS trials of each config.
 
-    By where a config spends its time: a method of the connector, "a thread", or "the
-    engine", which is time of the step in no connector method.
+    By where a config spends its time: a method of the connector, A_THREAD, A_PROCESS,
+    or "the engine", which is time of the step in no connector method.
     """
     write_run(folder, [Truth(name) for name in configs], REPEATS, STEPS, BLOCKS)
     for number, (name, costs) in enumerate(configs.items()):
         for repeat in range(REPEATS):
             trial = folder / name / f"r{repeat}"
-            steps = records(costs, 100 * number + repeat)
-            files = ("engine_step.jsonl", "worker_step.r0.jsonl")
-            for file, header, frame in zip(files, headers(*steps), steps, strict=True):
-                write_lines(trial / file, header, [frame])
-            threads = threads_of(steps[0])
-            write_lines(trial / "threads.jsonl", ThreadsHeader(pid=1), [threads])
+            engine, worker, cpu = records(costs, 100 * number + repeat)
+            of_engine, of_worker = headers(engine, worker)
+            write_lines(trial / "engine_step.jsonl", of_engine, [engine])
+            write_lines(trial / "worker_step.r0.jsonl", of_worker, [worker])
+            write_threads(trial / "threads.jsonl", "records-of-blocks")
+            (trial / "requests.jsonl").unlink()
+            write_requests(trial / "requests.jsonl", STEPS, 1.0, cpu)
 
 
 HIDDEN = "in no method"
@@ -155,6 +180,11 @@ def beyond_half(facts: Facts) -> np.ndarray:
     return 40 * np.maximum(facts.blocks_1k - BLOCKS / 2_000, 0)
 
 
+def stalls(facts: Facts) -> np.ndarray:
+    hit = facts.rng.random(len(facts.number)) < 1 / 190
+    return np.where(hit & (facts.blocks_1k > BLOCKS / 2e3), 6_000.0, 0)
+
+
 GROWING: dict[str, dict[str, Cost]] = {
     "one method cancels the other": {
         "worker.get_finished": growing(3),
@@ -169,7 +199,12 @@ GROWING: dict[str, dict[str, Cost]] = {
         "scheduler.request_finished_all_groups": where_requests_end
     },
     "in the worker after a request ended": {"worker.get_finished": where_requests_end},
-    "a thread": {"a thread": growing(20)},
+    "a thread": {A_THREAD: growing(20)},
+    "a process": {A_PROCESS: growing(60)},
+    "steps with 12 requests and more": {
+        "worker.get_finished": lambda f: 40 * f.blocks_1k * (f.running >= 12)
+    },
+    "stalls of 6 ms in one step of 190": {"worker.get_finished": stalls},
     "beyond half of the cache": {"worker.get_finished": beyond_half},
     "the square": {"worker.get_finished": lambda f: 1.3 * f.blocks_1k**2},
 }
@@ -178,10 +213,6 @@ NOT_GROWING: dict[str, dict[str, Cost]] = {
     "a constant": {"worker.get_finished": lambda f: np.full(len(f.number), 200.0)},
     "running requests": {"scheduler.build_connector_meta": lambda f: 20 * f.running},
 }
-
-
-def rare(facts: Facts) -> np.ndarray:
-    return np.where(facts.number % 400 == 200, 8_000 * facts.blocks_1k, 0)
 
 
 SHAPES: dict[str, tuple[Cost, str]] = {
@@ -203,17 +234,17 @@ SHAPES: dict[str, tuple[Cost, str]] = {
         "not monotone",
     ),
     "the square": (lambda f: 1.3 * f.blocks_1k**2, "curved"),
-    "8 ms per 1,000 blocks in one step of 400": (rare, "rare"),
-    "a start-up cost that balances growth": (
-        lambda f: 6 * f.blocks_1k + 80.0 * (f.since_reset < 300),
-        "curved",
-    ),
 }
-# 1.2 in each is below the margin, their sum is not.
-IN_THREE = {
-    "scheduler.build_connector_meta": growing(1.4),
-    "worker.get_finished": growing(1.4),
-    "a thread": growing(1.4),
+# Each is below the margin, their sum is not.
+IN_TWO = {
+    "scheduler.build_connector_meta": growing(1.8),
+    "worker.get_finished": growing(1.8),
+}
+DRIFTING: dict[str, dict[str, Cost]] = {
+    "all ever stored": {"worker.get_finished": lambda f: 6 * f.stored_1k},
+    "the time since the last reset": {
+        "worker.get_finished": lambda f: 0.5 * f.since_reset
+    },
 }
 
 
@@ -223,11 +254,8 @@ def configs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     costs = GROWING | NOT_GROWING | {HIDDEN: {"the engine": growing(20)}}
     costs |= {name: {"worker.get_finished": cost} for name, (cost, _) in SHAPES.items()}
-    costs["three parts"] = IN_THREE
+    costs |= DRIFTING | {"two parts": IN_TWO}
     costs["falling"] = {"worker.get_finished": lambda f: 400 - 20 * f.blocks_1k}
-    costs["all ever stored"] = {"worker.get_finished": lambda f: 6 * f.stored_1k}
-    index = {"worker.get_finished": lambda f: 6 * np.minimum(f.stored_1k, BLOCKS / 1e3)}
-    costs["an index that is full before the holds"] = index
     costs["each request"] = {
         "scheduler.request_finished": lambda f: np.where(
             f.number % 60 == 30, 2_000 * f.blocks_1k, 0
@@ -258,7 +286,7 @@ def test_what_does_not_grow_with_cache_is_flat(name, verdicts):
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_of_growth_is_seen_and_named(name, configs):
     assert configs[name].verdict == "grows"
-    assert configs[name].held["connector"].shape == SHAPES[name][1]
+    assert configs[name].held["timed"].shape == SHAPES[name][1]
 
 
 @pytest.mark.slow
@@ -268,32 +296,70 @@ def test_a_cost_of_each_request_grows_with_cache(verdicts):
 
 @pytest.mark.slow
 def test_flat_is_true_of_the_sum_of_the_parts(verdicts):
-    assert verdicts["three parts"] == "grows"
+    assert verdicts["two parts"] == "grows"
 
 
 @pytest.mark.slow
 def test_a_cost_that_falls_with_cache_is_flat(configs):
     assert configs["falling"].verdict == "flat"
-    assert configs["falling"].held["connector"].shape == "falls"
+    assert configs["falling"].held["timed"].shape == "falls"
 
 
 @pytest.mark.slow
-def test_what_grows_with_all_that_was_ever_stored_drifts(verdicts):
-    assert verdicts["all ever stored"] == "drifts"
+@pytest.mark.parametrize("name", DRIFTING)
+def test_what_something_else_makes_rise_drifts(name, verdicts):
+    assert verdicts[name] == "drifts"
 
 
 @pytest.mark.slow
-def test_growth_that_no_reset_takes_back_is_warned_of_where_levels_are_flat(configs):
-    entry = configs["an index that is full before the holds"]
-    assert entry.verdict == "flat"
-    assert any("overhead rose by 6.0" in warning for warning in entry.warnings)
-    for name in (*NOT_GROWING, *SHAPES, "all ever stored", "falling"):
-        assert not any("filled for the first" in w for w in configs[name].warnings)
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("a thread", "threads"),
+        ("a process", "processes"),
+        ("steps with 12 requests and more", "timed_many"),
+        ("steps with prefill", "prefill"),
+        ("stalls of 6 ms in one step of 190", "rare"),
+        (HIDDEN, "step"),
+    ],
+)
+def test_growth_is_seen_in_the_part_that_it_is_in_where_no_other_shows_it(
+    name, metric, configs
+):
+    of = configs[name].verdict_of
+    assert of[metric] == "grows"
+    assert of["timed"] != "grows"
+
+
+def without_a_clock(trial: Path) -> None:
+    """Have a method that the recorder could not time."""
+    path = trial / "worker_step.r0.jsonl"
+    header, _, rest = path.read_text().partition("\n")
+    known = json.loads(header) | {"not_timed": {"get_finished": "an object"}}
+    path.write_text(f"{json.dumps(known)}\n{rest}")
+
+
+def without_threads(trial: Path) -> None:
+    """Have no record of threads."""
+    (trial / "threads.jsonl").unlink()
 
 
 @pytest.mark.slow
-def test_a_step_that_grows_where_nobody_looks_is_not_flat(verdicts):
-    assert verdicts[HIDDEN] == "inconclusive"
+@pytest.mark.parametrize(
+    ("damage", "missing"),
+    [
+        (without_a_clock, ["timed", "timed_many"]),
+        (without_threads, ["threads"]),
+    ],
+)
+def test_nothing_is_flat_of_which_a_part_is_missing(tmp_path, damage, missing):
+    write_costs(tmp_path, {"whole": {}, "damaged": {}})
+    for trial in (tmp_path / "damaged").iterdir():
+        damage(trial)
+    configs = analyse(*load_run(tmp_path), None).document.configs
+    assert configs["whole"].verdict == "flat"
+    assert configs["damaged"].verdict == "inconclusive"
+    assert configs["damaged"].not_measured == missing
 
 
 FLAT = [f"flat_{number}" for number in range(4)]
@@ -323,7 +389,6 @@ LARGE = {
     "the same, three times as much in every third step": 20.0,
     "the same, in each step with prefill alone": 100.0,
     "a thread of its own": 20.0,
-    "scheduler, connector's call and thread, so much each": 1.8,
     "a call, from half of the cache on": 200.0,
     "a call, only when the cache is full": 300.0,
     "a call, constant from a tenth of the cache on": 200.0,
@@ -370,13 +435,22 @@ def test_a_cost_is_added_as_a_mean_over_the_steps_that_have_it(name, trial):
     }.get(cost.shape, pl.col("cache_blocks") / 1e3)
     # Few steps are rare ones.
     within = 1.0 if cost.shape is power.rare else 0.02
-    for time in {time for part in cost.parts for time in part}:
+    times = {time for part in cost.parts for time in part}
+    for time in times & set(trial.steps.columns):
         parts = sum(time in part for part in cost.parts)
-        # The threads' time stands at the steps that end a sample.
-        had = pl.col(time).is_not_null()
-        more_us = grown.steps.filter(had)[time] - trial.steps.filter(had)[time]
-        expected = trial.steps.filter(had).select(full_us.fill_null(0).mean()).item()
+        more_us = grown.steps[time] - trial.steps[time]
+        expected = trial.steps.select(full_us.fill_null(0).mean()).item()
         assert more_us.mean() == pytest.approx(20 * parts * expected, rel=within)
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_thread_is_added_to_each_hold(trial):
+    grown = power.add(trial, power.COSTS["a thread of its own"], size=20.0)
+    assert grown.steps.equals(trial.steps)
+    added = grown.cpu.join(trial.cpu, on=trial.cpu.columns, how="anti")
+    full = added.filter(pl.col("level") == len(LADDER.levels) - 1)["us_per_step"]
+    assert full.to_list() == pytest.approx([20 * BLOCKS / 1e3] * len(full), rel=0.01)
+    assert len(full) == LADDER.passes
 
 
 @pytest.mark.slow
@@ -385,8 +459,6 @@ def test_only_a_rise_beyond_the_margin_makes_flat_a_false_word():
     assert not call.grows(1.9, BLOCKS) and call.grows(2.1, BLOCKS)
     step = power.Cost(power.from_half, (), per_1k=False)
     assert not step.grows(31.0, BLOCKS) and step.grows(33.0, BLOCKS)
-    three = power.COSTS["scheduler, connector's call and thread, so much each"]
-    assert three.grows(1.2, BLOCKS) and not three.grows(0.6, BLOCKS)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ Step records show it there, whichever method it is.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+import psutil
 import pytest
 from recorder_lab import by_id, recording
 from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state
 
 from connectors.synthetic_cost import (
+    PROCESS,
     SCHEDULER_METHODS,
     THREAD,
     WORKER_METHODS,
@@ -162,8 +165,8 @@ CALLED = [
 ]
 NOT_CALLED = ["handle_preemptions"]
 EACH_LAYER = {"wait_for_layer_load", "has_connector_metadata"}
-# The rate of one term, and what 8,000 blocks, 5 requests, 21,000 tokens and 3 s make
-# of it.
+# The rate of one term, and what 8,000 blocks, 5 requests, 21,000 tokens, 3 s and 2 s
+# since a reset make of it.
 TERMS = {
     "us": (200, 200),
     "us_per_1k_blocks": (20, 160),
@@ -171,6 +174,7 @@ TERMS = {
     "us_per_running_request": (50, 250),
     "us_per_1k_context_tokens": (10, 210),
     "us_per_s": (30, 90),
+    "us_per_s_since_reset": (40, 80),
 }
 # Once in the life of a server or of a reset.
 ONCE = {
@@ -302,14 +306,8 @@ def test_running_requests_and_their_context_are_the_schedulers(engine):
 @pytest.mark.parametrize("term", TERMS)
 def test_a_cost_grows_along_its_own_axis_and_no_other(term):
     rate, us = TERMS[term]
-    step = Step(7, cache_blocks=8_000, running=5, context_tokens=21_000)
+    step = Step(7, 8_000, running=5, context_tokens=21_000, since_reset_s=2.0)
     assert Cost("get_finished", **{term: rate}).us_of(step, age_s=3.0) == us
-
-
-def test_beyond_half_the_cache_only_the_blocks_beyond_count():
-    cost = Cost("get_finished", us_per_1k_blocks=20, beyond_blocks=6_000)
-    assert cost.us_of(Step(cache_blocks=6_000), age_s=0) == 0
-    assert cost.us_of(Step(cache_blocks=8_000), age_s=0) == 40
 
 
 def test_a_cost_may_begin_at_a_level_and_have_a_ceiling():
@@ -319,6 +317,9 @@ def test_a_cost_may_begin_at_a_level_and_have_a_ceiling():
     cost = Cost("get_finished", us_per_1k_blocks=80, at_most_us=100)
     assert cost.us_of(Step(cache_blocks=1_000), age_s=0) == 80
     assert cost.us_of(Step(cache_blocks=8_000), age_s=0) == 100
+    cost = Cost("get_finished", us=1_000, from_running=12)
+    assert cost.us_of(Step(running=11), age_s=0) == 0
+    assert cost.us_of(Step(running=12), age_s=0) == 1_000
 
 
 def test_waiting_needs_no_cpu(engine):
@@ -336,6 +337,43 @@ def test_a_thread_burns_cpu_while_nobody_calls(model):
     engine.set_cost(method="thread")
 
 
+def test_a_process_of_its_own_works_the_longer_the_more_is_cached(model):
+    engine = CostEngine(model, method=PROCESS, us_per_1k_blocks=100_000)
+    (process,) = (
+        child
+        for child in psutil.Process().children()
+        if "synthetic_process.py" in " ".join(child.cmdline())
+    )
+    engine.run(requests=1)
+    before_s = process.cpu_times().user
+    time.sleep(0.5)
+    assert process.cpu_times().user - before_s > 0.1
+    process.kill()
+    process.wait()
+
+
+def test_an_object_in_the_place_of_a_method_is_not_timed(model, tmp_path):
+    with pytest.MonkeyPatch.context() as patch, recording(tmp_path):
+        free = SyntheticCostConnector.get_finished
+        patch.setattr(SyntheticCostConnector, "get_finished", free)
+        engine = CostEngine(model, is_object=True, us=400)
+        assert any(us >= 400 for _, us in engine.run(requests=2))
+    (header,) = (
+        read_lines(path, WorkerHeader, WorkerStep).header
+        for path in [only_life(tmp_path) / "worker_step.r0.jsonl"]
+    )
+    assert set(header.not_timed) == {"get_finished"}
+
+
+def test_the_age_begins_anew_at_a_reset(engine):
+    engine.set_cost(method="get_finished", us=1)
+    engine.run(requests=1)
+    time.sleep(0.2)
+    steps = [step for step, _ in engine.run(requests=2)]
+    assert steps[0].since_reset_s < 0.1 < 0.2 + steps[-1].since_reset_s
+    assert steps[-1].since_reset_s > steps[0].since_reset_s
+
+
 def test_a_misspelt_cost_is_refused_by_name():
     with pytest.raises(msgspec.ValidationError, match="get_finished"):
         msgspec.convert({"method": "get_finised", "us": 1}, Cost)
@@ -344,7 +382,8 @@ def test_a_misspelt_cost_is_refused_by_name():
 
 
 def test_a_config_must_be_called_growing_if_it_grows_by_more_than_the_margin():
-    empty, full = Step(prefills=True), Step(cache_blocks=12_500, prefills=True)
+    empty = Step(prefills=True, running=32)
+    full = dataclasses.replace(empty, cache_blocks=12_500)
     for costs, expected in configured_costs():
         more_us = 0.0
         for cost in costs:
@@ -353,7 +392,10 @@ def test_a_config_must_be_called_growing_if_it_grows_by_more_than_the_margin():
             more_us += calls * rise_us
         grows = more_us > MARGIN_US_PER_1K_BLOCKS * 12.5
         assert grows == (expected == "grows"), costs
-        assert any(cost.us_per_s for cost in costs) == (expected == "drifts"), costs
+        drifts = any(cost.us_per_s or cost.us_per_s_since_reset for cost in costs)
+        assert drifts == (expected == "drifts"), costs
+        is_timed = not any(cost.is_object for cost in costs)
+        assert is_timed == (expected != "inconclusive"), costs
 
 
 def test_every_method_that_an_engine_calls_has_a_config(model):

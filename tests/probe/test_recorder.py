@@ -531,7 +531,7 @@ def test_threads_take_the_cpu_time_since_the_record_before(
     assert first["threads"] == {
         "model executor": 4.0,
         "ended threads": 0.0,
-        "a": 30.0,
+        "a#1": 30.0,
         "io#3": 8.0,
         "io#4": 6.0,
     }
@@ -539,9 +539,20 @@ def test_threads_take_the_cpu_time_since_the_record_before(
         "model executor": 1.0,
         # 1 us more of thread 3, and 5 of the other.
         "ended threads": 6.0,
-        "a": 0.0,
-        "io": 0.0,
+        "a#1": 0.0,
+        "io#4": 0.0,
     }
+
+
+@pytest.mark.parametrize("name", ["recorder records-threads", "vllm out", "MainThread"])
+def test_no_thread_can_take_the_name_of_vllms_or_the_recorders(name):
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, name=name)
+    thread.start()
+    shown = threads._names({thread.native_id})[thread.native_id]
+    ended.set()
+    thread.join()
+    assert shown == f"thread {name}#{thread.native_id}"
 
 
 def test_the_main_thread_of_a_forked_process_has_its_name():
@@ -551,7 +562,7 @@ def test_the_main_thread_of_a_forked_process_has_its_name():
         os.write(writing, name.encode())
         os._exit(0)
     os.waitpid(pid, 0)
-    assert os.read(reading, 99).decode() == threading.current_thread().name
+    assert os.read(reading, 99).decode() == f"MainThread#{pid}"
     os.close(reading)
     os.close(writing)
 
