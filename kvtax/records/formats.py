@@ -95,7 +95,7 @@ FORMATS = (
         (per_config.PerConfig,),
     ),
     Format(
-        "evidence.json.gz",
+        "evidence.json",
         "What a sweep measured, a row for each hold; its results are made from it.",
         (evidence.Evidence,),
     ),

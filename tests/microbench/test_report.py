@@ -145,7 +145,11 @@ def test_the_measured_addition_to_tpot_is_stated_at_p90_too(
 
 def test_every_figure_has_its_data_beside_it(report: Report):
     figures = sorted((report.folder / "figures").glob("*.png"))
-    assert [one.stem for one in figures] == ["before_after", "schedule_vs_cache"]
+    assert [one.stem for one in figures] == [
+        "before_after",
+        "held_levels",
+        "schedule_vs_cache",
+    ]
     for figure in figures:
         assert pl.read_csv(figure.with_suffix(".csv")).height > 0
 
@@ -324,7 +328,7 @@ def growth(repeat: int, slope: float) -> pl.DataFrame:
 @pytest.fixture
 def measured():
     steps = pl.concat([growth(repeat, slope=20.0) for repeat in range(2)])
-    return {"one": SimpleNamespace(steps=steps)}
+    return {"one": SimpleNamespace(decodes=steps)}
 
 
 def test_a_curve_rises_by_the_slope_of_its_own_time(measured):
@@ -343,7 +347,7 @@ def test_the_band_holds_neither_repeats_nor_batch_sizes(measured):
 def test_a_time_that_no_config_measured_has_no_curve(measured):
     steps = measured["one"].steps.with_columns(build_meta_us=pl.lit(None, pl.Float64))
     assert binned_curves(
-        {"one": SimpleNamespace(steps=steps)}, "build_meta_us"
+        {"one": SimpleNamespace(decodes=steps)}, "build_meta_us"
     ).is_empty()
 
 

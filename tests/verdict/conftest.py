@@ -102,7 +102,7 @@ def made_up(tmp_path_factory) -> Run:
     load = msgspec.structs.replace(profile.load, ladder=LADDER)
     profile = msgspec.structs.replace(profile, load=load)
     folder = tmp_path_factory.mktemp("run")
-    write_run(folder, TRUTHS, repeats=1, steps=2_000, profile=profile)
+    write_run(folder, TRUTHS, repeats=2, steps=2_000, profile=profile)
     run, trials = load_run(folder)
     return msgspec.to_builtins(analyse(run, trials, None).document)
 

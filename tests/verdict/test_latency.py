@@ -41,7 +41,7 @@ def trial(*requests: RequestRecord, valid: bool = True, p99: float = 1.0, **chan
     ended = dict.fromkeys(("scheduled", "ok", "failed", "cancelled"), 0)
     lag = {"p50": 0.1, "p90": 0.5, "p99": p99, "max": 2.0}
     end = DriverEnd(**ended, lag_ms=lag, lag_budget_ms=2.0, valid=valid)
-    of = Requests(len(requests), [], list(requests), end, 0)
+    of = Requests(len(requests), [], [], list(requests), end, 0)
     return LoadedTrial("plain", 0, None, None, requests=of, **changes)
 
 
