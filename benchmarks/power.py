@@ -151,7 +151,7 @@ def add(trial: LoadedTrial, cost: Cost, size: float, seed: int = 0) -> LoadedTri
     share = pl.col("cache_blocks") / trial.facts.num_blocks
     us = size * cost.shape(share, seed + 1_000 * trial.repeat)
     times = Counter(time for part in cost.parts for time in part)
-    grown = trial.steps.with_columns((times.pop(t, 0) * us + pl.col(t)) for t in TIMES)
+    grown = trial.steps.with_columns((pl.col(t) + times.pop(t, 0) * us) for t in TIMES)
     if not times or trial.cpu is None:
         return dataclasses.replace(trial, steps=grown)
     place = ("repeat", "hold", "level")

@@ -67,8 +67,8 @@ def test_what_grew_rises_with_the_level_and_a_drift_from_pass_to_pass(
     for metric in ("schedule", "step"):
         held = configs[HASH]["held"][metric]
         slope = configs[HASH]["slope_us_per_1k_blocks"][metric]
-        assert slope["ci95"][0] <= 85.0 <= slope["ci95"][1]
-        assert slope["value"] == pytest.approx(85.0, rel=0.03)
+        # The slowest tenth is cut off, of which a larger level has as large a share.
+        assert slope["value"] == pytest.approx(85.0, rel=0.01)
         rises = np.diff(held["us"]) / np.diff(held["cache_blocks"]) * 1_000
         assert rises == pytest.approx(85.0, rel=0.1)
         assert (held["shape"], abs(held["drift_us_per_pass"]) < 10) == ("linear", True)
@@ -156,7 +156,9 @@ def test_every_figure_has_its_data_beside_it(report: Report):
 
 def test_the_summary_states_verdict_hypothesis_and_machine(report: Report):
     text = report.summary
-    assert f"- `{HASH}`: **grows**: +" in text
+    (grows,) = (line for line in text.splitlines() if "**grows**" in line)
+    assert grows.startswith(f"- `{HASH}`: **grows**: timed, ")
+    assert "a full cache adds +1,3" in grows
     assert "null model" in text and "the server died" in text
     assert "figures/schedule_vs_cache.png" in text
     page = report.page
@@ -176,12 +178,15 @@ def test_what_a_server_takes_at_rest_is_beside_its_levels(
     assert "| 2.5, 0.0; 1,000.5 |" in report.summary
 
 
+SHORT = {"flat": "at most ", "drifts": "grows with time", "inconclusive": "not known"}
+
+
 def test_a_person_reads_the_summary_in_a_few_minutes(
     report: Report, configs: dict[str, Any]
 ):
     text = report.summary
     heads = [line for line in text.splitlines() if line.startswith("| config")]
-    assert [head.count("|") for head in heads] == [8, 9]
+    assert [head.count("|") for head in heads] == [10, 9]
     verdicts = text.partition("## Verdicts\n\n")[2].partition("\n\n")[0]
     for name, config in configs.items():
         (told,) = (
@@ -189,7 +194,8 @@ def test_a_person_reads_the_summary_in_a_few_minutes(
             for line in verdicts.splitlines()
             if f"`{name}`" in line.partition(":")[0]
         )
-        assert told.partition(": ")[2].startswith(f"**{config['verdict']}**")
+        short = SHORT.get(config["verdict"], config["verdict"])
+        assert told.partition(": ")[2].startswith(f"**{short}")
     assert len(text.splitlines()) < 4 * len(configs) + 40
 
 
@@ -205,10 +211,11 @@ def test_the_page_says_how_each_verdict_was_reached(
         reasons = told[name]["reasons"]
         rows = {row[0]: row[1:] for row in reasons["rows"]} if reasons else {}
         found = {metric: row[0].partition(",")[0] for metric, row in rows.items()}
-        assert found == (config["verdict_of"] if config["held"] else {})
+        judged = {m: of for m, of in config["verdict_of"].items() if m != "rare"}
+        assert found == (judged if config["held"] else {})
         for metric, held in config["held"].items():
-            assert len(rows[metric]) == 4 + len(held["us"])
-            assert rows[metric][2] == f"{held['most_us_per_1k_blocks']:,.2f}"
+            assert len(rows[metric]) == 5 + len(held["us"])
+            assert rows[metric][2] == f"{held['most_us']:,.1f}"
     shape = told[HASH]["reasons"]["rows"][0][1]
     assert shape == "grows, linear"
 
@@ -345,7 +352,7 @@ def test_the_band_holds_neither_repeats_nor_batch_sizes(measured):
 
 
 def test_a_time_that_no_config_measured_has_no_curve(measured):
-    steps = measured["one"].steps.with_columns(build_meta_us=pl.lit(None, pl.Float64))
+    steps = measured["one"].decodes.with_columns(build_meta_us=pl.lit(None, pl.Float64))
     assert binned_curves(
         {"one": SimpleNamespace(decodes=steps)}, "build_meta_us"
     ).is_empty()

@@ -220,7 +220,7 @@ def burning(model, tmp_path_factory):
     return serve(model, tmp_path_factory.mktemp("burning"), config("Burner"))
 
 
-def us_of(threads: list[ThreadTimes], name: str) -> float:
+def cpu_us(threads: list[ThreadTimes], name: str) -> float:
     """Sum the CPU time of the threads of this name."""
     return sum(
         us
@@ -233,10 +233,10 @@ def us_of(threads: list[ThreadTimes], name: str) -> float:
 def test_a_thread_that_takes_a_core_shows_with_what_it_took(idle, burning):
     while not Burner.took_us:
         time.sleep(0.01)
-    shown_us = us_of(burning[1], "burner")
+    shown_us = cpu_us(burning[1], "burner")
     # There is no record of its last moments.
     assert 0.6 * Burner.took_us[0] < shown_us <= Burner.took_us[0]
-    assert us_of(idle[1], "burner") == 0
+    assert cpu_us(idle[1], "burner") == 0
 
 
 def test_the_threads_are_those_of_the_process_four_times_a_second(idle):
@@ -274,7 +274,7 @@ def test_threads_that_have_ended_by_the_next_record_show_as_well(idle, spawning)
 
 def test_threads_from_before_the_connector_are_told_from_its_own(burning):
     """Those of the model executor, and not one of the connector's is among them."""
-    of_connector = us_of(burning[1], "burner")
+    of_connector = cpu_us(burning[1], "burner")
     of_executor = sum(record.threads["model executor"] for record in burning[1])
     assert of_executor < 0.2 * of_connector
 
