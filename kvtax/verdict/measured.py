@@ -21,9 +21,8 @@ from kvtax.steps.trial_steps import NO_CPU
 from kvtax.verdict.holds import as_holds, held_steps
 from kvtax.verdict.levels import Level
 from kvtax.verdict.metrics import (
+    JUDGED,
     LEVELS,
-    METRICS,
-    OF_CPU,
     PREFILL,
     THREADS,
     TIMED,
@@ -134,7 +133,7 @@ def slope_of(found: Fit, level: float, seed: int = SEED) -> Distribution:
 
 def fits_of(holds: pl.DataFrame) -> dict[str, Fit]:
     """Fit the levels of every metric of a table of holds that has them."""
-    known = {name: as_holds(holds, name) for name in (*METRICS, *OF_CPU)}
+    known = {name: as_holds(holds, name) for name in JUDGED}
     fits = {name: fit(one) for name, one in known.items() if one is not None}
     return {name: found for name, found in fits.items() if found is not None}
 

@@ -146,9 +146,8 @@ SHOWN = {
 
 
 def _figures(figures: list[str]) -> str:
-    return "\n\n".join(
-        f"![{words}](figures/{name}.png)\n\nData: "
-        f"[figures/{name}.csv](figures/{name}.csv)"
+    return "\n".join(
+        f"![{words}](figures/{name}.png) [data](figures/{name}.csv)"
         for name, words in SHOWN.items()
         if name in figures
     )

@@ -340,8 +340,8 @@ def test_a_change_is_beyond_the_intervals_and_the_noise_floors(
 ):
     for document in (old := copy.deepcopy(run), new := copy.deepcopy(run)):
         noise = document["noise_floor"]
-        noise["slope_us_per_1k_blocks"]["schedule"]["floor"] = floor
-        noise["p50_us"]["schedule"]["floor"] = floor
+        for differences in (noise["slope_us_per_1k_blocks"], noise["p50_us"]):
+            differences["schedule"] = {"value": floor, "ci95": [0.0, 2 * floor]}
         entry, base = (document["configs"][n] for n in ("mooncake_both", "plain"))
         value, level = (more, 100.0 + more) if document is new else (0.0, 100.0)
         stated = {"value": value, "ci95": [value - half, value + half]}
@@ -370,7 +370,8 @@ def test_a_level_is_no_better_known_than_two_runs_of_one_config_agree(
     run, gate, at_most, outcome
 ):
     new = copy.deepcopy(run)
-    new["noise_floor"]["p50_us"]["schedule"]["floor"] = 6.0
+    differs = {"value": 6.0, "ci95": [0.0, 12.0]}
+    new["noise_floor"]["p50_us"]["schedule"] = differs
     entry = new["configs"]["mooncake_both"]
     entry["schedule_us"]["p50"] = 100.0
     entry["vs_plain"]["schedule"] = {"value": 20.0, "ci95": [19.5, 20.5]}

@@ -75,7 +75,7 @@ def test_a_neighbour_that_looks_like_growth_in_one_pass_does_not_convince():
     # Slow in the highest level of one pass, then gone.
     full = [span for span in holds if span.level == LEVELS - 1][1]
     start, stop = (step / 1_600 for step in (full.first, full.first + full.count))
-    assert verdict_of([slowed(trial, start, stop, 2.0)]) == "inconclusive"
+    assert verdict_of([slowed(trial, start, stop, 2.0)]) != "grows"
 
 
 def test_a_machine_that_slows_down_for_good_drifts_and_does_not_grow():
