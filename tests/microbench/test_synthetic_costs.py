@@ -409,7 +409,7 @@ def test_growth_beyond_the_margin_is_caught_everywhere_and_less_is_not(
     rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
     for name, size in LARGE.items():
         assert f"| 0.2: 0% / 100% | {size:g}: 100% / 0% | {size:g} |" in rows[name]
-    assert "False *grows*: 0 of 4 with nothing added (*flat*: 4), 0 of 32" in text
+    assert "False *grows*: 0 of 4 with nothing added (*flat*: 4), 0 of 28" in text
     assert "Of each cost 4 verdicts: 1 draws of up to 2 servers of 4 configs" in text
     raw = json.loads((folder / "power.json").read_text())
     assert raw["verdicts"]["a thread of its own"]["20"] == ["grows"] * 4
