@@ -168,7 +168,7 @@ def test_the_summary_states_verdict_hypothesis_and_machine(report: Report):
     assert linear["paragraphs"][0].startswith(supported)
     study = page["by_title"]["H5: cost per step"]
     assert "+85.6" in [cell for row in study["rows"] for cell in row]
-    assert f"| `{HASH}` | +85." in text and "+85.6" in text
+    assert f"| `{HASH}` | grows | +1,3" in text and "+85.6" in text
 
 
 def test_what_a_server_takes_at_rest_is_beside_its_levels(
