@@ -257,6 +257,12 @@ def test_a_misspelt_field_is_refused_by_name(tmp_path, monkeypatch):
         load_connector("noop")
 
 
+def use_a_lock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the machine's lock alone, which a measurement beside may hold."""
+    name = f"\0kvtax-test-{os.getpid()}"
+    monkeypatch.setattr(machine_lock_module, "MEASUREMENT", name)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -268,17 +274,16 @@ def test_a_misspelt_field_is_refused_by_name(tmp_path, monkeypatch):
     ],
 )
 def test_a_wrong_command_line_is_refused_before_anything_starts(
-    arguments, message, tmp_path, capsys
+    arguments, message, tmp_path, monkeypatch, capsys
 ):
+    use_a_lock_of_its_own(monkeypatch)
     assert main(["sweep", "--out", str(tmp_path / "run"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 def test_a_second_sweep_on_the_same_machine_is_refused(tmp_path, monkeypatch, capsys):
-    # The machine's own lock may be held by a measurement beside.
-    name = f"\0kvtax-test-{os.getpid()}"
-    monkeypatch.setattr(machine_lock_module, "MEASUREMENT", name)
+    use_a_lock_of_its_own(monkeypatch)
     with machine_lock():
         assert main(["sweep", "--out", str(tmp_path / "run")]) == Exit.BUSY
     assert "another sweep or experiment is running" in capsys.readouterr().err
