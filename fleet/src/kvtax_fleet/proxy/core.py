@@ -22,7 +22,7 @@ from typing import Any, Generic
 
 from multidict import CIMultiDict, MultiMapping
 
-from kvtax_fleet.policies import NoInstance, parameters_of
+from kvtax_fleet.policies import POLICIES, NoInstance, parameters_of
 from kvtax_fleet.records.instances import Instance
 
 from .apis import APIS, EVENT_ENDS, with_lf
@@ -31,7 +31,7 @@ from .decision_log import DecisionLog
 from .exchange import Answer, Client, Exact, Exchange, Upstream
 from .failures import ClientStalled, Failure, Lost, UnknownModel, Unreachable
 from .health import Health, Served
-from .loads import FleetLoad
+from .loads import FleetLoad, InstanceLoad
 from .offload import UNTRIED, GivenUp, Offloader
 from .router import Mirror, Router
 from .session_affinity import Pins
@@ -42,6 +42,8 @@ STOP_GRACE_S = 1.0
 STOPPED = "the proxy was stopped"
 # A client that leaves sooner, in seconds, has changed its mind.
 MIN_WAIT_S = 1.0
+# Seconds between two readings of the instances' metrics, as llm-d's router has them.
+GAUGES_EVERY_S = 0.05
 # Bytes before a chunk that are searched with it: no mark in apis.py is longer.
 _TAIL = 32
 # Statuses by which an instance refuses a request for what it is. Another instance
@@ -93,6 +95,7 @@ class Core(Generic[Payload]):
             settings.handover_timeout_s,
             now_ns,
         )
+        self._reads_gauges = POLICIES[settings.policy].reads_gauges
         self._upstream = upstream
         self._exact = exact
         self._served = served
@@ -160,6 +163,21 @@ class Core(Generic[Payload]):
             self._tasks.discard(task)
             self._decisions.ended(end)
             self.ended[end.instance, str(end.status)] += 1
+
+    async def read_gauges_forever(self) -> None:
+        """Read the instances' metrics at intervals, if the policy goes by them."""
+        while self._reads_gauges:
+            loads = [(each, self.loads[name]) for name, each in self.instances.items()]
+            await asyncio.gather(*(self._read_gauges(*each) for each in loads))
+            await asyncio.sleep(GAUGES_EVERY_S)
+
+    async def _read_gauges(self, instance: Instance, load: InstanceLoad) -> None:
+        try:
+            gauges = await self._upstream.gauges(instance)
+        except Failure:
+            load.waiting = load.kv_used = None
+        else:
+            load.waiting, load.kv_used = gauges.waiting, gauges.usage
 
     async def stop(self) -> None:
         """End the requests in flight, each with an error and an end line."""

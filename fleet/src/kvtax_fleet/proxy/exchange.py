@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from multidict import CIMultiDict, MultiMapping
 
+from kvtax_fleet.counters import Gauges
 from kvtax_fleet.records.decisions import DecisionEnd
 from kvtax_fleet.records.instances import Instance
 
@@ -111,6 +112,9 @@ class Upstream(Protocol[Payload_contra]):
 
     async def engine_id(self, instance: Instance) -> str:
         """Read the engine's id from its bootstrap server. Raises Failure."""
+
+    async def gauges(self, instance: Instance) -> Gauges:
+        """Read the instance's metrics. Raises Failure."""
 
 
 class Exact(Protocol[Payload]):

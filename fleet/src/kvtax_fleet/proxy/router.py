@@ -238,6 +238,8 @@ class Router:
                     load.pending_prefill_tokens,
                     cached[place],
                     instance.kv_tokens,
+                    load.waiting,
+                    load.kv_used,
                 )
             )
         if not candidates:

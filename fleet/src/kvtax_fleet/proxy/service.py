@@ -248,6 +248,7 @@ class Proxy:
         """Return the work beside the requests."""
         return [
             self.core.health.poll_forever(self._probe),
+            self.core.read_gauges_forever(),
             self._served.read_forever(),
             self._decisions.flush_forever(),
         ]

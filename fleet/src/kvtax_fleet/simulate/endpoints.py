@@ -18,6 +18,7 @@ from kvtax.records.requests import ReplayedRequest, RequestOutcome
 from multidict import CIMultiDict, MultiMapping
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
+from kvtax_fleet.counters import Gauges
 from kvtax_fleet.proxy.apis import COMPLETIONS
 from kvtax_fleet.proxy.body import RequestBody
 from kvtax_fleet.proxy.exchange import Client
@@ -171,6 +172,9 @@ class VirtualUpstream:
 
     async def engine_id(self, instance: Instance) -> str:
         return instance.name
+
+    async def gauges(self, instance: Instance) -> Gauges:
+        return self._instances[instance.name].engine.gauges
 
 
 async def probe(instance: Instance) -> None:
