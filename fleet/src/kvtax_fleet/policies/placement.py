@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from hashlib import blake2b
 
-from .decision import (
+from kvtax_fleet.policies.decision import (
     Candidate,
     Decision,
     Parameters,

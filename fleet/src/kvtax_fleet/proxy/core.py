@@ -23,19 +23,28 @@ from typing import Any, Generic
 from multidict import CIMultiDict, MultiMapping
 
 from kvtax_fleet.policies import POLICIES, NoInstance, parameters_of
+from kvtax_fleet.proxy.apis import APIS, EVENT_ENDS, with_lf
+from kvtax_fleet.proxy.body import Payload, RequestBody
+from kvtax_fleet.proxy.decision_log import DecisionLog
+from kvtax_fleet.proxy.exchange import (
+    Answer,
+    Client,
+    ClientStalled,
+    Exact,
+    Exchange,
+    Failure,
+    Lost,
+    UnknownModel,
+    Unreachable,
+    Upstream,
+)
+from kvtax_fleet.proxy.health import Health, Served
+from kvtax_fleet.proxy.loads import FleetLoad, InstanceLoad
+from kvtax_fleet.proxy.offload import UNTRIED, GivenUp, Offloader
+from kvtax_fleet.proxy.router import Mirror, Router
+from kvtax_fleet.proxy.session_affinity import Pins
+from kvtax_fleet.proxy.settings import Settings
 from kvtax_fleet.records.instances import Instance
-
-from .apis import APIS, EVENT_ENDS, with_lf
-from .body import Payload, RequestBody
-from .decision_log import DecisionLog
-from .exchange import Answer, Client, Exact, Exchange, Upstream
-from .failures import ClientStalled, Failure, Lost, UnknownModel, Unreachable
-from .health import Health, Served
-from .loads import FleetLoad, InstanceLoad
-from .offload import UNTRIED, GivenUp, Offloader
-from .router import Mirror, Router
-from .session_affinity import Pins
-from .settings import Settings
 
 # Seconds for clients that read slowly to take the error when the proxy stops.
 STOP_GRACE_S = 1.0

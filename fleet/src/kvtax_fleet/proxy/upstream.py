@@ -22,13 +22,11 @@ from aiohttp.resolver import ThreadedResolver
 from multidict import CIMultiDict, MultiMapping
 from yarl import URL
 
-from kvtax_fleet.counters import Gauges
+from kvtax_fleet.proxy.apis import APIS, EVENT_ENDS, UNREADABLE, Api, is_result, with_lf
+from kvtax_fleet.proxy.exchange import Answer, Failure, Lost, Silent, Unreachable
+from kvtax_fleet.proxy.health import Models
+from kvtax_fleet.records.exposition import Gauges
 from kvtax_fleet.records.instances import Instance
-
-from .apis import APIS, EVENT_ENDS, UNREADABLE, Api, is_result, with_lf
-from .exchange import Answer
-from .failures import Failure, Lost, Silent, Unreachable
-from .health import Models
 
 # Seconds, below the 5 after which vLLM closes an idle connection: a request that meets
 # the close half-way would fail for no fault of the instance.
