@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,10 +82,10 @@ def measure(
     found, of_noop = Measured(), Measured()
     error = not_in_release(connector, installed)
     if error is None:
-        both = [connector, *([noop] if noop else [])]
+        both = [(one, installed) for one in (connector, noop) if one]
         with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
             try:
-                found, *others = run(both, installed, Path(folder))
+                found, *others = run(both, Path(folder))
                 of_noop = others[0] if others else of_noop
             except (RuntimeError, ServerError) as failure:
                 error = str(failure)
@@ -127,22 +127,28 @@ class Measured:
 
 
 def run(
-    connectors: Sequence[Connector], installed: Installation, folder: Path
+    started: Sequence[tuple[Connector, Installation]],
+    folder: Path,
+    chosen: Collection[str] = AXES,
 ) -> list[Measured]:
-    """Hold the engines of `connectors` at each level of each axis, in turn.
+    """Hold engines at each level of each of the `chosen` axes, in turn.
+
+    Each has a connector on an installation.
 
     Raises ServerError with the end of an engine's log if it does not start, or dies,
     and ServerError if a connector's companion does not start.
     """
-    folders = [folder / str(number) for number in range(len(connectors))]
+    folders = [folder / str(number) for number in range(len(started))]
     with ExitStack() as stack:
         engines = [
             _started(stack, connector, installed, own)
-            for connector, own in zip(connectors, folders, strict=True)
+            for (connector, installed), own in zip(started, folders, strict=True)
         ]
         for engine in engines:
             engine.wait_ready()
-        axes = [_axes_of(engine) for engine in engines]
+        axes = [
+            [axis for axis in _axes_of(engine) if axis in chosen] for engine in engines
+        ]
         passes: list[dict[str, list[list[Held]]]] = [
             {axis: [] for axis in of_engine} for of_engine in axes
         ]

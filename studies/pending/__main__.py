@@ -54,7 +54,7 @@ CALLS, PULLS = 200, 40
 HELD = (0, 100, 500, 1_000, 2_500, 5_000)
 KEYS = (0, 1_000, 10_000, 50_000)
 TRANSFERS = (0, 8, 32, 128)
-QUEUES, RANKS = (1, 32, 128, 512), (2, 4)
+QUEUES, RANKS = (1, 32, 128, 512), (1, 2)
 FORWARDS_MS = (10, 50)
 # State of a transfer under way, as SGLang numbers it.
 TRANSFERRING = 3

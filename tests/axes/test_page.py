@@ -349,7 +349,7 @@ def test_the_engine_of_a_cell_gets_its_config_in_no_command_line(monkeypatch, tm
     monkeypatch.setattr(cell, "EngineProcess", engine)
     _, connector = own_connector("mypkg.kv:Mine", '{"password": "sesame"}')
     with pytest.raises(ServerError):
-        cell.run([connector], installation(), tmp_path)
+        cell.run([(connector, installation())], tmp_path)
     ((arguments, options),) = given
     assert "sesame" not in str(arguments)
     assert "sesame" in options["env"][cell.GIVEN]
