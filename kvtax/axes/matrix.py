@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -34,6 +35,7 @@ from kvtax.verdict.axes import require_axes
 
 # (release, connector) of a cell.
 CellName = tuple[str, str]
+ResultT = TypeVar("ResultT", bound=msgspec.Struct)
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -196,10 +198,44 @@ class PendingResult(msgspec.Struct, frozen=True):
 
 def read_pending() -> list[PendingRow]:
     """Read what studies.pending measured; nothing where it is not committed."""
-    if not PENDING.exists():
-        return []
-    content = gzip.decompress(PENDING.read_bytes())
-    return msgspec.json.decode(content, type=PendingResult).rows
+    result = _committed(PENDING, PendingResult)
+    return result.rows if result else []
+
+
+class SourcesRow(msgspec.Struct, frozen=True):
+    """Whole steps of a connector along an axis: a build, and its sources beside it.
+
+    Ratios are means over the levels; us are the connector's at the last level.
+    """
+
+    connector: str
+    axis: str
+    build_us: float
+    sources_us: float
+    sources_by_build: Estimate
+    build_by_build: Estimate
+
+
+class SourcesResult(msgspec.Struct, frozen=True):
+    """Committed result of studies.observatory: sources of `release` and its build.
+
+    The sources ran on the compiled parts of `compiled`.
+    """
+
+    release: str
+    compiled: str
+    rows: list[SourcesRow]
+
+
+def read_sources() -> SourcesResult | None:
+    """Read what studies.observatory measured; None where it is not committed."""
+    return _committed(RESULTS / "result.json.gz", SourcesResult)
+
+
+def _committed(file: Path, kind: type[ResultT]) -> ResultT | None:
+    if not file.exists():
+        return None
+    return msgspec.json.decode(gzip.decompress(file.read_bytes()), type=kind)
 
 
 def _measure_here(

@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvtax.axes.cell import Measured
 from kvtax.axes.cell import run as held
+from kvtax.axes.matrix import SourcesRow
 from kvtax.engine.connector import load_connector
 from kvtax.engine.installation import Installation
 from kvtax.engine.releases import on_sources, release, tested_releases
@@ -31,19 +30,8 @@ from studies.harness import main, publish, rows_table
 
 RELEASE = tested_releases()[-1]
 SOURCES = REPOSITORY / "third_party" / f"vllm-{RELEASE}"
-CONNECTORS = ("noop", "nixl_both", "observatory/offloading", "mooncake_both_hash_sync")
+CONNECTORS = ("noop", "observatory/offloading", "mooncake_both_hash_sync")
 AXES = ("cache", "running", "context", "arrivals")
-
-
-class Row(msgspec.Struct):
-    """Ratios of whole steps along an axis, and the connector's us at its last level."""
-
-    connector: str
-    axis: str
-    build_us: float
-    sources_us: float
-    sources_by_build: Estimate
-    build_by_build: Estimate
 
 
 COLUMNS = {
@@ -72,14 +60,14 @@ def connector_us(measured: Measured, axis: str) -> float:
 
 def compare(
     name: str, build: Installation, sources: Installation
-) -> tuple[list[Row], dict[str, str]]:
+) -> tuple[list[SourcesRow], dict[str, str]]:
     """Hold a connector on the build, again on it, and on the sources."""
     connector = load_connector(name)
     three = [(connector, one) for one in (build, build, sources)]
     with tempfile.TemporaryDirectory(prefix="kvtax-sources-") as folder:
         first, second, third = held(three, Path(folder), AXES)
     rows = [
-        Row(
+        SourcesRow(
             name,
             axis,
             connector_us(first, axis),
@@ -93,7 +81,7 @@ def compare(
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `python -m studies.sources`."""
+    """Add the arguments of `python -m studies.observatory`."""
     parser.add_argument("--only", action="append", choices=CONNECTORS)
     parser.add_argument(
         "--compiled",
@@ -101,12 +89,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=RELEASE,
         help="release whose compiled parts and packages the sources use",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/sources.md"))
+    parser.add_argument("--out", type=Path, default=Path("runs/observatory.md"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the result and return the exit code."""
-    rows: list[Row] = []
+    rows: list[SourcesRow] = []
     hashes: dict[str, str] = {}
     build, compiled = release(RELEASE), release(arguments.compiled)
     with machine_lock(), tempfile.TemporaryDirectory() as folder:
@@ -116,14 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
             rows += of_connector
             hashes |= used
         result = {"release": RELEASE, "compiled": arguments.compiled, "rows": rows}
-        parts = [figure(msgspec.to_builtins(result))]
-        return publish("sources", arguments.out, parts, result, hashes, sources)
-
-
-def figure(result: dict[str, Any]) -> str:
-    """Return the table of a result."""
-    return rows_table(msgspec.convert(result["rows"], list[Row]), COLUMNS)
+        parts = [rows_table(rows, COLUMNS)]
+        return publish("observatory", arguments.out, parts, result, hashes, sources)
 
 
 if __name__ == "__main__":
-    main("sources", __doc__, configure, run)
+    main("observatory", __doc__, configure, run)
