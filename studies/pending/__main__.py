@@ -176,7 +176,7 @@ def polls(rounds: int) -> tuple[list[Row], dict[str, str]]:
         of_rounds = [_polls_of(ranks) for _ in range(rounds)]
         for length in QUEUES:
             times = np.array([one[str(length)] for one in of_rounds])
-            where = f"a poll, {ranks} ranks"
+            where = f"a poll, {ranks} rank{'s' * (ranks > 1)}"
             estimate = Estimate.of(over_rounds(times))
             rows.append(Row("polls", where, f"{length} transfers", estimate))
     return rows, {}
