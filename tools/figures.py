@@ -113,7 +113,7 @@ def _connectors() -> str:
     for words, config, fixed in CONNECTORS:
         after = _cost(cells[RELEASE, fixed]) if fixed else DASH
         rows.append([words, _cost(cells[RELEASE, config]), after])
-    return table(["connector", "idle, µs per step", "with our fix"], rows)
+    return table(["connector", "idle, µs per step", "fixed"], rows)
 
 
 def _offloads() -> str:
