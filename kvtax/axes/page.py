@@ -17,6 +17,7 @@ from kvtax.axes.matrix import (
     read_pending,
     read_sources,
 )
+from kvtax.engine.releases import tested_releases
 from kvtax.records.files import write_whole
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report import render
@@ -337,7 +338,8 @@ def _stand_ins(matrix: Matrix) -> Iterator[str]:
 
 def _growing(matrix: Matrix, cells: Cells) -> Table | None:
     title = "What connectors cost, and grow with"
-    head = ["connector", "grows with", "size", "measured by", "where", "fix", "told"]
+    head = ["connector", "grows with", "size", "measured by", "where", "fix"]
+    head += ["known to"]
     rows: list[list[Cell]] = [
         [
             one.connector,
@@ -369,7 +371,11 @@ def _size(growing: Growing, cells: Cells) -> tuple[str, str]:
     units = AXES[growing.axis].units
     ends = f"{along.level_us[0]:,.0f} {ARROW} {along.level_us[-1]:,.0f}"
     at = f"{along.levels[0]:,} {ARROW} {along.levels[-1]:,} {units}"
-    command = f"`kvtax axes --connector {growing.config}`"
+    release = growing.release
+    which = f"--release {release}"
+    if release not in tested_releases():
+        which = f"--vllm third_party/vllm-{release}"
+    command = f"`kvtax axes {which} --connector {growing.config}`"
     return f"{ends} at {at}: {along.markdown}", command
 
 

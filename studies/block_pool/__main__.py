@@ -137,10 +137,11 @@ def run(arguments: argparse.Namespace) -> int:
         result = {"explored": explored, "costs": timed}
         parts = [figure(msgspec.to_builtins(result))]
         publish("block_pool", arguments.out, parts, result, hashes, installed)
-    return int(any(_faults(one) for one in explored))
+    return int(any(faults(one) for one in explored))
 
 
-def _faults(one: Explored) -> int:
+def faults(one: Explored) -> int:
+    """Count the checks and restores in which the listener was wrong."""
     wrong = ("listener differs", "listener has other tokens", "offered, not computed")
     return sum(one.counts[name] for name in (*wrong, "restore differs"))
 
