@@ -8,12 +8,13 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from kvtax.axes.cell import measured
+from kvtax.axes.cell import measured, measured_together
 from kvtax.config import read_toml
 from kvtax.engine import provenance
 from kvtax.engine.connector import Connector, load_connector
@@ -105,6 +106,8 @@ def read_matrix() -> Matrix:
 RESULTS = REPOSITORY / "studies" / "observatory"
 PENDING = REPOSITORY / "studies" / "pending" / "result.json.gz"
 COMMAND = "kvtax"
+# Cells that share a no-op, so that a machine is held for fewer engines in all.
+TOGETHER = 3
 
 
 @dataclass(frozen=True)
@@ -247,9 +250,12 @@ def _measure_here(
 ) -> Iterator[CellRecord]:
     noop = load_connector(matrix.noop)
     with machine_lock(wait_s):
-        for release, connector in cells:
-            config, environment = configs[connector], installed[release]
-            yield measured(connector, release, config, environment, COMMAND, noop)
+        for release, group in groupby(cells, lambda cell: cell[0]):
+            names = [name for _, name in group]
+            for first in range(0, len(names), TOGETHER):
+                some = {name: configs[name] for name in names[first : first + TOGETHER]}
+                there = installed[release]
+                yield from measured_together(release, some, there, COMMAND, noop)
 
 
 def _measure_on_hosts(
