@@ -35,6 +35,10 @@ from kvtax.report.document import (
 )
 from kvtax.steps.parts import STEP_PARTS
 
+QUESTION = (
+    "What does the KV connector add to the engine steps of this server, what does that "
+    "move with, and which requests waited for it?"
+)
 # As many as a wide screen can show; fewer for each of many instances, so that the file
 # stays below 3 MB.
 INTERVALS = 1_000
@@ -93,8 +97,7 @@ class PageOfRecords:
         return render.html(
             Page(
                 title=f"What the connector costs: {folder}",
-                question="What does the KV connector add to the engine steps of this "
-                "server, what does that move with, and which requests waited for it?",
+                question="" if together.words else QUESTION,
                 answer=words,
                 warnings=[*warnings, *self._warnings],
                 sections=sections,
