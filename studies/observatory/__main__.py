@@ -31,7 +31,7 @@ from studies.harness import main, publish, rows_table
 RELEASE = tested_releases()[-1]
 SOURCES = REPOSITORY / "third_party" / f"vllm-{RELEASE}"
 CONNECTORS = ("noop", "observatory/offloading", "mooncake_both_hash_sync")
-AXES = ("cache", "running", "context", "arrivals")
+AXES = ("running", "context", "arrivals")
 
 
 COLUMNS = {
