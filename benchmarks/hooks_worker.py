@@ -171,7 +171,7 @@ def time_writing(engine: NullEngine, loops: int) -> dict[str, np.ndarray]:
     ids = engine.decode_batch(8, 2)
     output = recorder._timed_schedule()
     scheduled_ns = time.perf_counter_ns()
-    updated = scheduled_ns, scheduled_ns, 0, None, 0, ()
+    updated = scheduled_ns, scheduled_ns, 0, None, 0, (), None
     step = recorder._open.pop(output.step_id), updated
     write_us, pause_us = np.empty(loops), np.empty(loops)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

@@ -4,7 +4,8 @@
     python -m tools.demo_records NAME=LIFE[:FIRST:STEPS] ...
 
 LIFE is the folder of an engine's life, as a sweep's `CONFIG/r0/` has. Steps FIRST to
-FIRST + STEPS are kept, with the requests that lie within. CPU clocks are left out. All
+FIRST + STEPS are kept, with the requests that lie within. CPU clocks are left out. The
+name of the connector is that of the config where the recorder did not note it. All
 lives are moved to one beginning and one host, so that the page shows them together.
 The result replaces kvtax/look/demo.tar.xz.
 """
@@ -15,11 +16,13 @@ import argparse
 import io
 import json
 import tarfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvtax.look.demo import RECORDS
+from kvtax.paths import REPOSITORY
 
 LEFT_OUT = {"schedule_cpu_us", "update_cpu_us", "thread_cpu_us", "began_unix_ns"}
 BEGIN_NS = 10**12
@@ -53,9 +56,16 @@ def _cut(life: Path, first: int, end: int) -> Iterator[tuple[str, bytes]]:
             continue
         header, *records = map(json.loads, path.read_text().splitlines())
         kept = [record for record in records if _within(record, first, end)]
-        slim = [_moved(line, moved_ns) for line in (header | PLACE, *kept)]
+        named = {"connectors": [_connector(header["label"]["config"])]}
+        slim = [_moved(line, moved_ns) for line in (named | header | PLACE, *kept)]
         lines = [json.dumps(line, separators=(",", ":")) for line in slim]
         yield path.name, "\n".join([*lines, ""]).encode()
+
+
+def _connector(config: str) -> str:
+    """Name the class of the connector of a config."""
+    text = (REPOSITORY / "configs" / "connectors" / f"{config}.toml").read_text()
+    return str(tomllib.loads(text)["kv_transfer_config"]["kv_connector"])
 
 
 def _begin_ns(steps: Path, first: int) -> int:

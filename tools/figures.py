@@ -9,8 +9,9 @@ A mark is a pair of comments around a figure:
 
 It names a config of per_config.json, a value of it by keys with dots between them, and
 the value's format as Python writes it (none for text). A value that has an interval is
-written as `value [low, high]`. The table between `<!--connectors-->` and
-`<!--/connectors-->` is made of the observatory's cells. A test compares all of them.
+written as `value [low, high]`. Tables stand between `<!--NAME-->` and `<!--/NAME-->`:
+`connectors` and `offloads` are made of the observatory's cells, `leases`, `polls` and
+`pulls` of the result of studies.pending. A test compares all of them.
 """
 
 from __future__ import annotations
@@ -22,18 +23,25 @@ import subprocess
 import sys
 from typing import Any
 
-from kvtax.axes.matrix import read_all_cells
-from kvtax.axes.page import axes_of_growth, idle_us
+from kvtax.axes.matrix import read_all_cells, read_pending
+from kvtax.axes.page import ARROW, axes_of_growth, idle_us
+from kvtax.engine.releases import known_releases
 from kvtax.paths import REPOSITORY
 from kvtax.records.observatory_cell import CellRecord
-from kvtax.report.markdown import DASH
+from kvtax.report.markdown import DASH, table
+from kvtax.verdict.axes import AXES, growth
 
 MARK = re.compile(
     r"(<!--sweep (?P<keys>[\w.]+)(?: (?P<format>[^\s>-]+))?-->)[^<]*(<!--/-->)"
 )
 
 
-TABLE = re.compile(r"(<!--connectors-->\n).*?(<!--/connectors-->)", re.DOTALL)
+PARTS_OF_PENDING = ("leases", "polls", "pulls")
+TABLE = re.compile(
+    rf"<!--(?P<name>connectors|offloads|{'|'.join(PARTS_OF_PENDING)})-->\n.*?"
+    r"<!--/(?P=name)-->",
+    re.DOTALL,
+)
 # Release of the table, and its rows: words, config, the same with the fix.
 RELEASE = "0.32.0"
 CONNECTORS = (
@@ -56,6 +64,16 @@ CONNECTORS = (
 )
 
 
+# Rows of the offloads, which keep KV and find nothing; and the columns' axes.
+OFFLOADS = (
+    ("Offloading", "observatory/offloading"),
+    ("Offloading with our fix", "observatory/offloading_fixed"),
+    ("SimpleCPUOffload, eager", "observatory/simple_cpu_offload"),
+    ("SimpleCPUOffload, lazy", "observatory/simple_cpu_offload_lazy"),
+)
+OFFLOAD_AXES = ("running", "context")
+
+
 class FigureError(Exception):
     """A mark names a value that is not there; the message says which."""
 
@@ -76,17 +94,73 @@ def written(page: str, configs: dict[str, Any]) -> str:
             value = value[key]
         return mark[1] + _text(value, mark["format"] or "") + mark[4]
 
-    return TABLE.sub(_connectors, MARK.sub(figure, page))
+    return TABLE.sub(_table, MARK.sub(figure, page))
 
 
-def _connectors(mark: re.Match[str]) -> str:
+def _table(mark: re.Match[str]) -> str:
+    name = mark["name"]
+    if name in PARTS_OF_PENDING:
+        made = _pending(name)
+    else:
+        made = _connectors() if name == "connectors" else _offloads()
+    return f"<!--{name}-->\n{made}\n<!--/{name}-->"
+
+
+def _connectors() -> str:
     """Make the table of connectors from the cells of RELEASE."""
     cells = read_all_cells()
-    rows = ["| connector | idle, µs per step | with our fix |", "|---|---|---|"]
+    rows = []
     for words, config, fixed in CONNECTORS:
         after = _cost(cells[RELEASE, fixed]) if fixed else DASH
-        rows.append(f"| {words} | {_cost(cells[RELEASE, config])} | {after} |")
-    return mark[1] + "\n".join(rows) + "\n" + mark[2]
+        rows.append([words, _cost(cells[RELEASE, config]), after])
+    return table(["connector", "idle, µs per step", "fixed"], rows)
+
+
+def _offloads() -> str:
+    """Make the table of offloads without hits, by release, at both ends of an axis."""
+    cells = read_all_cells()
+    rows = [
+        [words, release, f"{idle_us(cell):.0f}", *_ends(cell)]
+        for words, config in OFFLOADS
+        for release in known_releases()
+        if (cell := cells.get((release, config))) and not cell.error
+    ]
+    head = ["connector", "release", "8 running"]
+    head += [
+        f"{levels[0]:,} {ARROW} {levels[-1]:,} {AXES[axis].units}"
+        for axis in OFFLOAD_AXES
+        for levels in (AXES[axis].levels,)
+    ]
+    return table(head, rows)
+
+
+def _ends(cell: CellRecord) -> list[str]:
+    found = [growth(cell, axis, "connector_us") for axis in OFFLOAD_AXES]
+    return [
+        f"{one.level_us[0]:,.0f} {ARROW} {one.level_us[-1]:,.0f}, {one.verdict}"
+        if one
+        else DASH
+        for one in found
+    ]
+
+
+def _pending(part: str) -> str:
+    """Make a part's table: a row per what was timed, a column per level."""
+    rows = [row for row in read_pending() if row.part == part]
+    levels = list(dict.fromkeys(row.level for row in rows))
+    lines = [
+        [
+            what,
+            *(
+                f"{row.time:,.1f} {row.unit.replace('us', 'µs')}"
+                for level in levels
+                for row in rows
+                if (row.what, row.level) == (what, level)
+            ),
+        ]
+        for what in dict.fromkeys(row.what for row in rows)
+    ]
+    return table(["", *levels], lines)
 
 
 def _cost(cell: CellRecord) -> str:

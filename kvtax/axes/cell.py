@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,24 +82,79 @@ def measure(
     found, of_noop = Measured(), Measured()
     error = not_in_release(connector, installed)
     if error is None:
-        both = [connector, *([noop] if noop else [])]
+        both = [(one, installed) for one in (connector, noop) if one]
         with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
             try:
-                found, *others = run(both, installed, Path(folder))
+                found, *others = run(both, Path(folder))
                 of_noop = others[0] if others else of_noop
             except (RuntimeError, ServerError) as failure:
                 error = str(failure)
+    facts = provenance.collect(found.patch_hashes, command, installed)
+    wall_s = time.monotonic() - began_s
+    return _record(release, name, facts, wall_s, found, of_noop, error)
+
+
+def _record(
+    release: str,
+    name: str,
+    facts: dict[str, Any],
+    wall_s: float,
+    found: Measured,
+    of_noop: Measured,
+    error: str | None = None,
+) -> CellRecord:
     return CellRecord(
         release=release,
         connector=name,
-        provenance=provenance.collect(found.patch_hashes, command, installed),
-        wall_s=round(time.monotonic() - began_s, 1),
+        provenance=facts,
+        wall_s=round(wall_s, 1),
         levels={axis: list(told.levels) for axis, told in AXES.items()},
         means_us=found.means_us,
         noop_us=_whole_steps(of_noop.means_us),
         holds=found.holds,
         error=error,
     )
+
+
+def measured_together(
+    release: str,
+    connectors: Mapping[str, Connector],
+    installed: Installation,
+    command: str,
+    noop: Connector,
+) -> list[CellRecord]:
+    """Measure cells beside each other and one `noop`.
+
+    Each is beside `noop` alone if an engine fails, or if the release lacks one.
+    """
+    began_s = time.monotonic()
+
+    def alone() -> list[CellRecord]:
+        return [
+            measured(name, release, connector, installed, command, noop)
+            for name, connector in connectors.items()
+        ]
+
+    if any(not_in_release(one, installed) for one in connectors.values()):
+        return alone()
+    engines = [(one, installed) for one in (*connectors.values(), noop)]
+    with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
+        try:
+            *found, of_noop = run(engines, Path(folder))
+        except (RuntimeError, ServerError):
+            return alone()
+    wall_s = (time.monotonic() - began_s) / len(connectors)
+    return [
+        _record(
+            release,
+            name,
+            provenance.collect(one.patch_hashes, command, installed),
+            wall_s,
+            one,
+            of_noop,
+        )
+        for name, one in zip(connectors, found, strict=True)
+    ]
 
 
 def measured(
@@ -127,22 +182,28 @@ class Measured:
 
 
 def run(
-    connectors: Sequence[Connector], installed: Installation, folder: Path
+    started: Sequence[tuple[Connector, Installation]],
+    folder: Path,
+    chosen: Collection[str] = AXES,
 ) -> list[Measured]:
-    """Hold the engines of `connectors` at each level of each axis, in turn.
+    """Hold engines at each level of each of the `chosen` axes, in turn.
+
+    Each has a connector on an installation.
 
     Raises ServerError with the end of an engine's log if it does not start, or dies,
     and ServerError if a connector's companion does not start.
     """
-    folders = [folder / str(number) for number in range(len(connectors))]
+    folders = [folder / str(number) for number in range(len(started))]
     with ExitStack() as stack:
         engines = [
             _started(stack, connector, installed, own)
-            for connector, own in zip(connectors, folders, strict=True)
+            for (connector, installed), own in zip(started, folders, strict=True)
         ]
         for engine in engines:
             engine.wait_ready()
-        axes = [_axes_of(engine) for engine in engines]
+        axes = [
+            [axis for axis in _axes_of(engine) if axis in chosen] for engine in engines
+        ]
         passes: list[dict[str, list[list[Held]]]] = [
             {axis: [] for axis in of_engine} for of_engine in axes
         ]
@@ -150,7 +211,7 @@ def run(
         for number in range(PASSES):
             if number >= FEWEST_PASSES and time.monotonic() - began_s > LIMIT_S:
                 break
-            for axis in axes[0]:
+            for axis in AXES:
                 order = list(enumerate(engines))
                 for which, engine in order[::-1] if number % 2 else order:
                     if axis in axes[which]:

@@ -8,11 +8,13 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from kvtax.axes.cell import measured
+from kvtax.axes.cell import measured, measured_together
 from kvtax.config import read_toml
 from kvtax.engine import provenance
 from kvtax.engine.connector import Connector, load_connector
@@ -34,6 +36,7 @@ from kvtax.verdict.axes import require_axes
 
 # (release, connector) of a cell.
 CellName = tuple[str, str]
+ResultT = TypeVar("ResultT", bound=msgspec.Struct)
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,6 +106,8 @@ def read_matrix() -> Matrix:
 RESULTS = REPOSITORY / "studies" / "observatory"
 PENDING = REPOSITORY / "studies" / "pending" / "result.json.gz"
 COMMAND = "kvtax"
+# Cells that share a no-op, so that a machine is held for fewer engines in all.
+TOGETHER = 3
 
 
 @dataclass(frozen=True)
@@ -196,10 +201,44 @@ class PendingResult(msgspec.Struct, frozen=True):
 
 def read_pending() -> list[PendingRow]:
     """Read what studies.pending measured; nothing where it is not committed."""
-    if not PENDING.exists():
-        return []
-    content = gzip.decompress(PENDING.read_bytes())
-    return msgspec.json.decode(content, type=PendingResult).rows
+    result = _committed(PENDING, PendingResult)
+    return result.rows if result else []
+
+
+class SourcesRow(msgspec.Struct, frozen=True):
+    """Whole steps of a connector along an axis: a build, and its sources beside it.
+
+    Ratios are means over the levels; us are the connector's at the last level.
+    """
+
+    connector: str
+    axis: str
+    build_us: float
+    sources_us: float
+    sources_by_build: Estimate
+    build_by_build: Estimate
+
+
+class SourcesResult(msgspec.Struct, frozen=True):
+    """Committed result of studies.observatory: sources of `release` and its build.
+
+    The sources ran on the compiled parts of `compiled`.
+    """
+
+    release: str
+    compiled: str
+    rows: list[SourcesRow]
+
+
+def read_sources() -> SourcesResult | None:
+    """Read what studies.observatory measured; None where it is not committed."""
+    return _committed(RESULTS / "result.json.gz", SourcesResult)
+
+
+def _committed(file: Path, kind: type[ResultT]) -> ResultT | None:
+    if not file.exists():
+        return None
+    return msgspec.json.decode(gzip.decompress(file.read_bytes()), type=kind)
 
 
 def _measure_here(
@@ -211,9 +250,12 @@ def _measure_here(
 ) -> Iterator[CellRecord]:
     noop = load_connector(matrix.noop)
     with machine_lock(wait_s):
-        for release, connector in cells:
-            config, environment = configs[connector], installed[release]
-            yield measured(connector, release, config, environment, COMMAND, noop)
+        for release, group in groupby(cells, lambda cell: cell[0]):
+            names = [name for _, name in group]
+            for first in range(0, len(names), TOGETHER):
+                some = {name: configs[name] for name in names[first : first + TOGETHER]}
+                there = installed[release]
+                yield from measured_together(release, some, there, COMMAND, noop)
 
 
 def _measure_on_hosts(

@@ -9,7 +9,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvtax.axes.matrix import CellName, Claim, Growing, Matrix, read_pending
+from kvtax.axes.matrix import (
+    CellName,
+    Claim,
+    Growing,
+    Matrix,
+    read_pending,
+    read_sources,
+)
+from kvtax.engine.releases import tested_releases
 from kvtax.records.files import write_whole
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report import render
@@ -30,7 +38,9 @@ ANSWER = (
     "scheduler, block pool, worker and connector in one process, with the null model, "
     "without HTTP. Its axes are moved one at a time: cached blocks, running requests, "
     "the context's length, arrivals per step, and what an offloader holds. Nothing is "
-    "transferred: this is what having a connector costs. "
+    "transferred: this is what having a connector costs. A release without a CPU "
+    "build is measured from its sources, on compiled parts of another one (`kvtax axes "
+    "--vllm PATH`); `python -m studies.observatory` compares sources with a build. "
     "[method.md](../../docs/method.md#the-observatory) says how it is measured and "
     "what it cannot see."
 )
@@ -62,6 +72,14 @@ HOSTS = (
 GROWING = (
     "Work of a connector's step that grows, in µs of that step. What is measured here "
     "names its command; what is not was read in the source."
+)
+SOURCES = (
+    "{release} has a build. Its sources, on the compiled parts of {compiled}, the "
+    "build, and the build again were held at the same levels in turn (`python -m "
+    "studies.observatory`). Steps of the sources differ from the build's by at most "
+    "{worst:.1%}, those of the second build by at most {same:.1%}: means over the "
+    "levels of an axis, medians over the passes. It cannot say what older compiled "
+    "parts do to a kernel: the null model calls none."
 )
 CLAIMS = "What users reported, and what the cell shows. A curve is level: µs per step."
 
@@ -109,6 +127,7 @@ def _page(matrix: Matrix, cells: Cells, axes: Iterable[Table]) -> Page:
         Words(title=idle, paragraphs=list(_stand_ins(matrix))),
         _hosts(cells),
         *axes,
+        _sources(),
         _claims(matrix, cells),
         _reasons(cells),
     ]
@@ -319,7 +338,8 @@ def _stand_ins(matrix: Matrix) -> Iterator[str]:
 
 def _growing(matrix: Matrix, cells: Cells) -> Table | None:
     title = "What connectors cost, and grow with"
-    head = ["connector", "grows with", "size", "measured by", "where", "fix", "told"]
+    head = ["connector", "grows with", "size", "measured by", "where", "fix"]
+    head += ["known to"]
     rows: list[list[Cell]] = [
         [
             one.connector,
@@ -351,8 +371,38 @@ def _size(growing: Growing, cells: Cells) -> tuple[str, str]:
     units = AXES[growing.axis].units
     ends = f"{along.level_us[0]:,.0f} {ARROW} {along.level_us[-1]:,.0f}"
     at = f"{along.levels[0]:,} {ARROW} {along.levels[-1]:,} {units}"
-    command = f"`kvtax axes --connector {growing.config}`"
+    release = growing.release
+    which = f"--release {release}"
+    if release not in tested_releases():
+        which = f"--vllm third_party/vllm-{release}"
+    command = f"`kvtax axes {which} --connector {growing.config}`"
     return f"{ends} at {at}: {along.markdown}", command
+
+
+def _sources() -> Table | None:
+    """Tabulate the sources of a release beside its build."""
+    result = read_sources()
+    if result is None:
+        return None
+    head = ["connector", "axis", "step, sources / build", "step, build / build"]
+    head += ["connector, build, µs", "connector, sources, µs"]
+    rows: list[list[Cell]] = [
+        [
+            _short(row.connector),
+            row.axis,
+            f"{row.sources_by_build:.3f}",
+            f"{row.build_by_build:.3f}",
+            f"{row.build_us:,.0f}",
+            f"{row.sources_us:,.0f}",
+        ]
+        for row in result.rows
+    ]
+    worst = max(abs(row.sources_by_build.value - 1) for row in result.rows)
+    same = max(abs(row.build_by_build.value - 1) for row in result.rows)
+    note = SOURCES.format(
+        release=result.release, compiled=result.compiled, worst=worst, same=same
+    )
+    return _table("Sources and a build", note, head, rows)
 
 
 def _claims(matrix: Matrix, cells: Cells) -> Table | None:

@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kvtax.cli import Exit
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kvtax demo`."""
@@ -35,24 +37,51 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class DemoError(Exception):
+    """The demo cannot write where it is sent."""
+
+    exit_code = Exit.BAD_INPUT
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Unpack or make records, and look at them. Raises ServerError and OSError."""
-    from kvtax.cli import Exit
+    """Unpack or make records, and look at them; without an answer leave nothing.
+
+    Raises DemoError, ServerError and OSError.
+    """
     from kvtax.cli.look import PAGE
     from kvtax.look import actions
-    from kvtax.look.demo import unpack
     from kvtax.look.perfetto import Window
 
-    folder = arguments.out or Path(tempfile.mkdtemp(prefix="kvtax-demo-"))
-    if arguments.serve:
-        from kvtax.engine.demo_server import record_server
-
-        print("starting vLLM with a model that computes nothing ...", flush=True)
-        print(f"recorded: {record_server(folder, arguments.python)}\n")
-    else:
-        unpack(folder)
-    actions.show(folder, folder / PAGE, None, Window(0, 0))
-    print(
-        "\nYour own server: kvtax run --records DIR -- vllm serve ...; kvtax look DIR"
-    )
+    out: Path | None = arguments.out
+    if out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise DemoError(f"{out}: is there already; name a new folder with --out")
+    parent = out.parent if out else Path(tempfile.gettempdir())
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".kvtax-demo-", dir=parent) as aside:
+        out = out or Path(aside).with_name(Path(aside).name.removeprefix("."))
+        folder = Path(aside, out.name)
+        try:
+            _record(folder, arguments)
+            actions.show(folder, folder / PAGE, None, Window(0, 0))
+            folder.replace(out)
+        except OSError as error:
+            why = error.strerror or error
+            raise DemoError(
+                f"{parent}: {why}; name another folder with --out"
+            ) from None
+    print(f"wrote {out / PAGE}: all tables, and each moment")
+    print("Your own server: kvtax run --records DIR -- vllm serve ...; kvtax look DIR")
     return Exit.GOOD
+
+
+def _record(folder: Path, arguments: argparse.Namespace) -> None:
+    """Put records into `folder`."""
+    if not arguments.serve:
+        from kvtax.look.demo import unpack
+
+        unpack(folder)
+        return
+    from kvtax.engine.demo_server import record_server
+
+    print("starting vLLM with a model that computes nothing ...", flush=True)
+    print(f"recorded: {record_server(folder, arguments.python)}\n")

@@ -127,6 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         for file in filter(None, (arguments.out, arguments.perfetto)):
             actions.check_writable(file)
         warnings = actions.show(first, out, arguments.perfetto, window)
+        print(f"wrote {out}: all tables, and each moment")
     is_bad = any(warning.kind in actions.BAD_INPUT for warning in warnings)
     return Exit.BAD_INPUT if is_bad else Exit.GOOD
 

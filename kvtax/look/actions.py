@@ -44,7 +44,7 @@ BAD_INPUT = {
 def show(
     folder: Path, out: Path, perfetto: Path | None, window: Window
 ) -> list[RunWarning]:
-    """Print a table of each instance; write the page and, if wanted, a trace.
+    """Print the tables of an instance, or several side by side; write page and trace.
 
     Returns all warnings. Raises RecordsError and OSError.
     """
@@ -54,25 +54,28 @@ def show(
     page = PageOfRecords(folder, clock, len(servers))
     trace = TraceOfRecords(clock, window)
     all_warnings: list[RunWarning] = []
+    last = None
     together = Together(servers, clock)
     for server, read in zip(servers, one_by_one(servers), strict=True):
         if isinstance(read, RunWarning):
             warnings.append(read)
             continue
-        summary = summarise(clients.joined(read))
-        print(instance_text(summary), end="\n\n")
+        last = summary = summarise(clients.joined(read))
         page.add(server.engine, summary)
         together.add(summary)
         if perfetto:
             trace.add(read)
-        all_warnings += summary.instance.warnings
-    print(together_text(together))
-    print("\n".join(warning_lines(warnings)))
+        all_warnings += [w.within(read.name) for w in read.warnings]
+    if together.words:
+        print(together_text(together))
+    elif last:
+        print(instance_text(last))
+    shown = [*warnings, *(all_warnings if together.words else [])]
+    print("\n".join([*warning_lines(shown), ""]))
     write_page(out, page.text(warnings, together))
-    print(f"wrote {out}")
     if perfetto:
         trace.write(perfetto)
-        print(f"wrote {perfetto}, {trace.steps:,} steps, for ui.perfetto.dev")
+        print(f"wrote {perfetto}: {trace.steps:,} steps, for ui.perfetto.dev")
     return [*warnings, *all_warnings]
 
 

@@ -63,15 +63,17 @@ class Clients:
             self.seen[instance.name], on=[*KEY], how="left", maintain_order="left"
         )
         # A client measures from before a request's arrival to after its end.
+        before_us = pl.col("before_engine_us").fill_null(0)
         shorter = pl.any_horizontal(
-            pl.col(f"client_{span}_us") < pl.col(f"{span}_us") for span in SPANS
+            pl.col(f"client_{span}_us") < pl.col(f"{span}_us") + before_us
+            for span in SPANS
         ).fill_null(value=False)
         doubtful = _warnings(
             "",
             client_shorter=(
                 requests.filter(shorter).height,
                 "{:,} requests took the client less time than the engine",
-                "Their client times are left out; is the client file of another run?",
+                "Their client times are left out; the file may be of another run",
             ),
         )
         return replace(

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import polars as pl
 
-from kvtax.look.answer import answer
 from kvtax.look.clients import on_the_way_us
 from kvtax.look.discover import Clock
 from kvtax.look.instance_summary import (
@@ -24,14 +24,21 @@ from kvtax.records.warning import RunWarning, encodable
 from kvtax.report import render
 from kvtax.report.document import (
     Cell,
+    Figure,
     Gauge,
+    Line,
     Page,
     Requests,
     Section,
     TimeLine,
+    Words,
 )
 from kvtax.steps.parts import STEP_PARTS
 
+QUESTION = (
+    "What does the KV connector add to the engine steps of this server, what does that "
+    "move with, and which requests waited for it?"
+)
 # As many as a wide screen can show; fewer for each of many instances, so that the file
 # stays below 3 MB.
 INTERVALS = 1_000
@@ -44,7 +51,6 @@ class PageOfRecords:
 
     def __init__(self, folder: Path, clock: Clock, count: int) -> None:
         self._folder, self._clock, self._count = folder, clock, max(count, 1)
-        self._answer: list[str] = []
         self._warnings: list[RunWarning] = []
         self._sections: list[Section] = []
         self._lines: dict[str, int] = {}
@@ -54,9 +60,7 @@ class PageOfRecords:
         instance = summary.instance
         self._warnings += [w.within(instance.name) for w in instance.warnings]
         if summary.cost is None:
-            self._answer.append(f"{summary.title}.")
             return
-        self._answer += [f"{summary.title}.", *answer(summary)]
         name = instance.name if self._count > 1 else "The server"
         intervals = min(INTERVALS, ALL_INTERVALS // self._count)
         requests = REQUESTS // self._count
@@ -79,16 +83,21 @@ class PageOfRecords:
 
     def text(self, warnings: list[RunWarning], together: Together) -> str:
         """Render the file; `warnings` are those of no single instance."""
-        sections, words = self._sections, self._answer
+        sections, words = self._sections, [p for one in together.answers for p in one]
         folder = encodable(self._folder.resolve().name)
         if together.words:
-            sections = [together.table, *sections]
-            words = [f"{together.words}.", *words]
+            most, *others = together.answers
+            words = [f"{together.words}.", *most]
+            lines = [one for one in sections if isinstance(one, TimeLine)]
+            answers = Words(
+                title="The other instances",
+                paragraphs=[paragraph for one in others for paragraph in one],
+            )
+            sections = [together.table, *_connectors(lines), answers, *sections]
         return render.html(
             Page(
                 title=f"What the connector costs: {folder}",
-                question="What does the KV connector add to the engine steps of this "
-                "server, what does that move with, and which requests waited for it?",
+                question="" if together.words else QUESTION,
                 answer=words,
                 warnings=[*warnings, *self._warnings],
                 sections=sections,
@@ -96,6 +105,56 @@ class PageOfRecords:
                 f"{'s'[: self._count != 1]}.",
             )
         )
+
+
+# Points and lines of the figure that compares instances.
+POINTS, LINES = 60, 8
+NOT_THE_CONNECTOR = ("model", "scheduler", "other")
+
+
+def _connectors(lines: Sequence[TimeLine]) -> list[Figure]:
+    """Draw what the connector takes per step over time, a line per instance."""
+    begin_s = min((line.t_s[0] for line in lines), default=0.0)
+    end_s = max((line.t_s[-1] for line in lines), default=0.0)
+    width_s = max(end_s - begin_s, 1e-6) / POINTS
+    drawn = {}
+    for line in lines:
+        methods = [
+            of for name, of in line.parts.items() if name not in NOT_THE_CONNECTOR
+        ]
+        sums, steps = np.zeros(POINTS), np.zeros(POINTS)
+        for t_s, count, *us in zip(line.t_s, line.steps, *methods, strict=True):
+            if us and None not in us:
+                at = min(int((t_s - begin_s) / width_s), POINTS - 1)
+                sums[at] += count * sum(us)
+                steps[at] += count
+        if steps.any():
+            drawn[line.title] = (sums, steps)
+    means = {name: sums.sum() / steps.sum() for name, (sums, steps) in drawn.items()}
+    shown = sorted(drawn, key=lambda name: -means[name])[:LINES]
+    if len(shown) < 2:
+        return []
+    return [
+        Figure(
+            title="What the connector takes per step",
+            note=f"the {LINES} of {len(drawn)} instances where it takes most"
+            if len(drawn) > LINES
+            else "",
+            x_label="seconds since the first step of all",
+            y_label="connector, µs per step",
+            x=[round(begin_s + (i + 0.5) * width_s, 3) for i in range(POINTS)],
+            lines=[
+                Line(
+                    name=name,
+                    y=[
+                        round(float(us / count), 1) if count else None
+                        for us, count in zip(*drawn[name], strict=True)
+                    ],
+                )
+                for name in shown
+            ],
+        )
+    ]
 
 
 # Methods with a layer of their own in the figure.

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import polars as pl
 
+from kvtax.look.answer import answer
 from kvtax.look.clients import SHARES as CLIENT_SHARES
 from kvtax.look.clients import on_the_way_us
 from kvtax.look.discover import Clock, ServerFiles
@@ -22,6 +25,7 @@ from kvtax.stats import Estimate
 from kvtax.stats.distribution import as_float
 from kvtax.steps.parts import STEP_PARTS
 
+T = TypeVar("T")
 REQUESTS_SHOWN = 5
 OUTSIDE_SHOWN = 3
 SPANS = ("ttft", "e2e")
@@ -58,7 +62,7 @@ def cost_table(cost: Cost) -> Table:
     methods = [part for part in cost.methods if part.mean_us >= LEAST_US]
     parts = [(cost.step, ""), *((part, "  ") for part in cost.parts)]
     parts[-1:-1] = [(method, "    ") for method in methods]
-    columns = ["us per step", "mean", "p50", "p99", "most", "% of time", "calls"]
+    columns = ["us per step", "mean", "% of time", "p50", "p99", "most", "calls"]
     rows: list[list[Cell]] = [_cost_row(part, indent) for part, indent in parts]
     if cost.connector is None:
         rows.insert(-1, ["  connector", "unknown", *[""] * (len(columns) - 1)])
@@ -98,12 +102,13 @@ def _outside(when: str, us: dict[str, float]) -> list[str]:
 
 
 def _cost_row(part: Part, indent: str) -> list[Cell]:
-    times = (part.mean_us, part.p50_us, part.p99_us, part.most_us)
+    times = (part.p50_us, part.p99_us, part.most_us)
     calls, exposed_us = part.calls_per_step, part.exposed_us
     return [
         indent + part.name,
-        *(f"{us:,.1f}" for us in times),
+        f"{part.mean_us:,.1f}",
         f"{100 * part.share:.1f}",
+        *(f"{us:,.1f}" for us in times),
         "" if calls is None else f"{calls:,.2f}",
         "" if exposed_us is None else f"{exposed_us:,.1f}",
     ]
@@ -246,13 +251,13 @@ def _clients_slowest(requests: pl.DataFrame) -> Table:
 
 
 COLUMNS = [
-    *("instance", "steps", "batch", "step µs", "model µs", "scheduler µs"),
-    *("connector µs", "most of it", "% of time", "TTFT p90 ms", "TPOT p90 ms"),
-    *("requests", "began, s", "lasted, s"),
+    *("instance", "% of time", "connector µs", "most of it", "step µs", "model µs"),
+    *("scheduler µs", "TTFT p90 ms", "TPOT p90 ms", "requests", "steps", "batch"),
+    *("began, s", "lasted, s"),
 ]
 SHOWN_IN_TERMINAL = [
-    *("instance", "began, s", "lasted, s", "steps", "requests", "step µs"),
-    *("connector µs", "% of time"),
+    *("instance", "% of time", "connector µs", "step µs", "requests", "steps"),
+    *("began, s", "lasted, s"),
 ]
 
 
@@ -264,13 +269,17 @@ class Together:
         self._clock = clock
         self._lives = self._steps = self._requests = 0
         self._covered_us = self._connector_us = self._known_us = 0.0
-        self._rows: list[list[Cell]] = []
+        self._rows: list[tuple[float, list[Cell]]] = []
+        self._answers: list[tuple[float, list[str]]] = []
 
     def add(self, summary: InstanceSummary) -> None:
         """Add an instance."""
         self._lives += 1
         self._requests += summary.instance.requests.height
-        if (cost := summary.cost) is None:
+        cost = summary.cost
+        share = cost.connector.share if cost and cost.connector else -1.0
+        self._answers.append((share, [f"{summary.title}.", *answer(summary)]))
+        if cost is None:
             return
         self._steps += cost.steps
         covered_us = cost.period_us * cost.steps
@@ -278,7 +287,7 @@ class Together:
         if cost.connector:
             self._known_us += covered_us
             self._connector_us += cost.connector.mean_us * cost.steps
-        self._rows.append(self._row(summary.instance, cost))
+        self._rows.append((share, self._row(summary.instance, cost)))
 
     @property
     def words(self) -> str:
@@ -296,44 +305,54 @@ class Together:
         )
 
     @property
+    def answers(self) -> list[list[str]]:
+        """Answer for each instance, the one with the largest share first."""
+        return _largest_first(self._answers)
+
+    @property
     def table(self) -> Table:
-        """Compare the instances that have steps."""
+        """Compare the instances that have steps, the largest share first."""
         return Table(
             title="Side by side",
             note="Means over all steps. Two servers can be compared where they had the "
             "same traffic: see the batch.",
             columns=COLUMNS,
-            rows=self._rows,
+            rows=_largest_first(self._rows),
         )
 
     @property
     def short_table(self) -> Table:
         """Compare them in fewer columns."""
         at = [COLUMNS.index(name) for name in SHOWN_IN_TERMINAL]
-        rows = [[row[i] for i in at] for row in self._rows]
+        rows = [[row[i] for i in at] for row in self.table.rows]
         return Table(title="", columns=SHOWN_IN_TERMINAL, rows=rows)
 
     def _row(self, instance: Instance, cost: Cost) -> list[Cell]:
         of = {part.column: part for part in cost.parts}
         batch = instance.steps["scheduled"].mean()
-        connector: tuple[Cell, Cell, Cell] = (None, "unknown", None)
+        connector: tuple[Cell, Cell, Cell] = (None, None, "unknown")
         if cost.connector:
             us, share = cost.connector.mean_us, 100 * cost.connector.share
-            connector = (round(us, 1), cost.methods[0].name, round(share, 2))
+            connector = (round(share, 2), round(us, 1), cost.methods[0].name)
         began_ns = self._clock.since_zero_ns(instance.name, instance.steps["t_ns"][0])
         return [
             instance.name,
-            cost.steps,
-            None if batch is None else round(as_float(batch), 2),
+            *connector,
             round(cost.step.mean_us, 1),
             round(of["model_us"].mean_us, 1),
             round(of["scheduler_us"].mean_us, 1),
-            *connector,
             *(_p90_ms(instance.requests, name) for name in ("ttft_us", "tpot_us")),
             instance.requests.height,
+            cost.steps,
+            None if batch is None else round(as_float(batch), 2),
             round(began_ns / 1e9, 1),
             round(cost.seconds, 1),
         ]
+
+
+def _largest_first(by_share: list[tuple[float, list[T]]]) -> list[list[T]]:
+    """Sort by share; equal ones stay in order."""
+    return [of for _, of in sorted(by_share, key=lambda one: -one[0])]
 
 
 def _p90_ms(requests: pl.DataFrame, column: str) -> float | None:

@@ -50,16 +50,17 @@ def instance_text(summary: InstanceSummary) -> str:
 
 
 def together_text(together: Together) -> str:
-    """Render the sums over several instances and a line for each; empty for one."""
-    if not together.words:
-        return ""
+    """Render several instances: their sums, a line for each, and their answers."""
+    answers = [
+        Words(title="", paragraphs=paragraphs) for paragraphs in together.answers
+    ]
     return render.terminal(
         Page(
             title=f"{together.words}.",
             question="",
             answer=[],
             warnings=[],
-            sections=[together.short_table],
+            sections=[together.short_table, *answers],
             made="",
         )
     )

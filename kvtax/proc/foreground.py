@@ -23,6 +23,8 @@ from kvtax.proc.supervise import (
     adopt_orphans,
     begin_child,
     descendants,
+    remove_shared_memory,
+    shared_memory,
     signal_all,
     stop_tree,
 )
@@ -80,22 +82,33 @@ def _supervise(
     adopt_orphans()
     process = subprocess.Popen(command, env=env, preexec_fn=begin_child)
     ended: list[int] = []
+    shared: set[Path] = set()
+
+    def note_shared() -> None:
+        shared.update(shared_memory(descendants(os.getpid())))
+
     try:
-        _forward_signals(process.pid)
+        # A signal may end the processes before stop_tree sees what they share.
+        _forward_signals(process.pid, note_shared)
         ended, _, _ = select.select([owner, os.pidfd_open(process.pid)], [], [])
     finally:
         for number in FORWARDED:
             signal.signal(number, signal.SIG_IGN)
         stop_tree(process)
+        remove_shared_memory(shared)
         if owner in ended:
             shutil.rmtree(own, ignore_errors=True)
     return _exit_code(process.wait())
 
 
-def _forward_signals(pid: int) -> None:
-    """Send signals on to `pid`, those too that came while they were blocked."""
+def _forward_signals(pid: int, before: Callable[[], None] = lambda: None) -> None:
+    """Send signals on to `pid`, those too that came while they were blocked.
+
+    `before` is called before each.
+    """
 
     def forward(number: int, _frame: FrameType | None) -> None:
+        before()
         signal_all([pid], number)
 
     for number in FORWARDED:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,10 @@ ORPHAN_GRACE_S = 3.0
 REMOVALS = 50
 # The supervisor's variable with what it masks, as JSON; the command does not get it.
 SECRETS = "KVTAX_SECRETS"
+
+# Shared memory that outlives the processes of a server which are killed: of vLLM's
+# communicator for CPUs, named by a port, and of Python, named by chance.
+SHARED = re.compile(r"/dev/shm/(?:\S+-cpushm_\d+|psm_[0-9a-f]+)$", re.MULTILINE)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -183,7 +188,11 @@ class Supervised:
         # Only if the supervisor itself was killed is there anything left here, and
         # what was below it when last seen has become ours.
         left = set(self._last_seen) & set(descendants(os.getpid()))
+        shared = shared_memory(left)
         signal_all(list(left), signal.SIGKILL)
+        while left & set(descendants(os.getpid())):
+            time.sleep(0.02)
+        remove_shared_memory(shared)
         remove_openmp_segment(self._process.pid)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -232,6 +241,7 @@ def stop_tree(process: Process, term_grace_s: float = TERM_GRACE_S) -> None:
     """End the command and all that it started: SIGTERM, then SIGKILL after a grace."""
     # The command too if it has ended by itself: nobody sees it among the living.
     stopped = {process.pid, *descendants(os.getpid())}
+    shared = shared_memory(stopped)
     process.terminate()
     try:
         process.wait(term_grace_s)
@@ -245,8 +255,26 @@ def stop_tree(process: Process, term_grace_s: float = TERM_GRACE_S) -> None:
     while left := descendants(os.getpid()):
         signal_all(left, signal.SIGKILL)
         time.sleep(0.02)
+    remove_shared_memory(shared)
     for pid in stopped:
         remove_openmp_segment(pid)
+
+
+def shared_memory(pids: Iterable[int]) -> set[Path]:
+    """List the segments of SHARED that the processes have mapped."""
+    segments: set[Path] = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended, or is another user's
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            segments |= {Path(name) for name in SHARED.findall(maps)}
+    return segments
+
+
+def remove_shared_memory(segments: set[Path]) -> None:
+    """Remove the segments that no living process has mapped."""
+    if segments:
+        for segment in segments - shared_memory(psutil.pids()):
+            segment.unlink(missing_ok=True)
 
 
 def remove_openmp_segment(pid: int) -> None:

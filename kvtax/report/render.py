@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -158,7 +161,10 @@ def warning_list(warnings: Iterable[RunWarning]) -> Iterator[str]:
 
 
 def terminal(page: Page) -> str:
-    """Render lines of plain text: answers, open tables, verdicts and warnings."""
+    """Render lines of plain text: answers, open tables, verdicts and warnings.
+
+    On a terminal, tables are no wider than it is.
+    """
     lines = [plain(paragraph) for paragraph in (page.title, *page.answer) if paragraph]
     for section in page.sections:
         lines += _section_lines(section)
@@ -183,13 +189,25 @@ def _section_lines(section: Section) -> list[str]:
                 for row in rows
             ]
             note = [f"  ({plain(section.note)})"] if section.note else []
-            return ["", *filter(None, [section.title]), *aligned(cells), *note]
+            return ["", *filter(None, [section.title]), *_fitted(cells), *note]
         case Verdicts():
             words = (
                 f"{one.name}: {one.verdict}: {one.words}" for one in section.verdicts
             )
             return ["", section.title, *map(plain, words)]
     return []
+
+
+def _fitted(rows: list[list[str]]) -> list[str]:
+    """Align cells; leave out the last columns that the terminal has no room for."""
+    shown, lines = len(rows[0]), aligned(rows)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    while shown > 2 and max(map(len, lines)) > width:
+        shown -= 1
+        lines = aligned([row[:shown] for row in rows])
+    left_out = rows[0][shown:]
+    note = f"  (a wider terminal also shows: {', '.join(left_out)})"
+    return [*lines, note] if left_out else lines
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

@@ -54,7 +54,7 @@ CALLS, PULLS = 200, 40
 HELD = (0, 100, 500, 1_000, 2_500, 5_000)
 KEYS = (0, 1_000, 10_000, 50_000)
 TRANSFERS = (0, 8, 32, 128)
-QUEUES, RANKS = (1, 32, 128, 512), (2, 4)
+QUEUES, RANKS = (1, 32, 128, 512), (1, 2)
 FORWARDS_MS = (10, 50)
 # State of a transfer under way, as SGLang numbers it.
 TRANSFERRING = 3
@@ -176,7 +176,7 @@ def polls(rounds: int) -> tuple[list[Row], dict[str, str]]:
         of_rounds = [_polls_of(ranks) for _ in range(rounds)]
         for length in QUEUES:
             times = np.array([one[str(length)] for one in of_rounds])
-            where = f"a poll, {ranks} ranks"
+            where = f"a poll, {ranks} rank{'s' * (ranks > 1)}"
             estimate = Estimate.of(over_rounds(times))
             rows.append(Row("polls", where, f"{length} transfers", estimate))
     return rows, {}

@@ -31,6 +31,12 @@ ALSO = (
     ("lmetric", "linear_tuned"),
     ("dynamo", "lmetric"),
     ("lmetric_exact", "lmetric"),
+    ("lmetric", "lpwl"),
+    ("lmetric_llm_d", "lpwl"),
+    ("lmetric_dynamo", "lpwl"),
+    ("dynamo_scaled", "lpwl"),
+    ("llm_d", "lpwl"),
+    ("unified", "lpwl"),
 )
 METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
 QUANTILES = (0.5, 0.95, 0.99)

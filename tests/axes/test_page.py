@@ -8,12 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtax.axes import cell
+from kvtax.axes import cell, page
 from kvtax.axes.cell import not_in_release, reason
 from kvtax.axes.matrix import (
     RESULTS,
     Claim,
     Matrix,
+    SourcesResult,
+    SourcesRow,
     compared,
     read_all_cells,
     read_matrix,
@@ -29,6 +31,7 @@ from kvtax.axes.page import (
 from kvtax.engine import ServerError
 from kvtax.engine.connector import load_connector, own_connector
 from kvtax.engine.installation import installation
+from kvtax.records.estimate import Estimate
 from kvtax.records.observatory_cell import CellRecord, keep_cell
 from kvtax.report import render
 from kvtax.verdict.axes import AXES
@@ -187,6 +190,21 @@ def test_a_stand_in_is_said_wherever_the_connector_is_named():
 
 
 @pytest.mark.slow
+def test_sources_beside_a_build_are_a_table_with_the_largest_difference(monkeypatch):
+    near, far = Estimate(1.01, (0.99, 1.02)), Estimate(0.97, (0.96, 0.98))
+    rows = [
+        SourcesRow("noop", "cache", 1.0, 1.0, near, Estimate(1.002)),
+        SourcesRow("nixl_both", "running", 40.0, 41.0, far, Estimate(0.995)),
+    ]
+    found = SourcesResult("0.32.0", "0.30.0", rows)
+    monkeypatch.setattr(page, "read_sources", lambda: found)
+    text = told()
+    assert (
+        "| `nixl_both` | running | 0.970 [0.960, 0.980] | 0.995 [?] | 40 | 41 |" in text
+    )
+    assert "by at most 3.0%, those of the second build by at most 0.5%" in text
+
+
 def test_the_committed_page_is_what_the_committed_cells_make():
     cells = read_all_cells()
     matrix = with_releases_of(read_matrix(), cells)
@@ -349,7 +367,7 @@ def test_the_engine_of_a_cell_gets_its_config_in_no_command_line(monkeypatch, tm
     monkeypatch.setattr(cell, "EngineProcess", engine)
     _, connector = own_connector("mypkg.kv:Mine", '{"password": "sesame"}')
     with pytest.raises(ServerError):
-        cell.run([connector], installation(), tmp_path)
+        cell.run([(connector, installation())], tmp_path)
     ((arguments, options),) = given
     assert "sesame" not in str(arguments)
     assert "sesame" in options["env"][cell.GIVEN]

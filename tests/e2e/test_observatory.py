@@ -150,7 +150,7 @@ def run_mine(folder: Path, code: str, changed: pytest.MonkeyPatch) -> Measured:
     (folder / "mine.py").write_text(code)
     changed.setenv("PYTHONPATH", os.pathsep.join(map(str, [folder, REPOSITORY])))
     _, connector = own_connector("mine:Mine", None)
-    (found,) = cell.run([connector], installation(), folder)
+    (found,) = cell.run([(connector, installation())], folder)
     return found
 
 

@@ -405,6 +405,17 @@ def test_a_client_that_took_less_time_than_the_engine_is_of_another_run(tmp_path
     assert instance.requests.height == 10
 
 
+def test_no_client_waits_less_than_nothing_on_the_way(tmp_path):
+    """A client measures what the server did before its engine, too."""
+    asked = driven(serve(tmp_path, numbers(10)))
+    told = asked[6]
+    told.end_ns -= (WAY_THERE_US + WAY_BACK_US) * 1_000 + 1
+    drive(tmp_path, asked)
+    ((instance,), _) = joined(tmp_path)
+    assert [warning.kind for warning in instance.warnings] == ["client_shorter"]
+    assert known(instance) == 9
+
+
 def test_a_torn_last_line_of_a_client_is_counted(tmp_path):
     path = drive(tmp_path, driven(serve(tmp_path, numbers(10))))
     path.write_bytes(path.read_bytes()[:-9])

@@ -3,19 +3,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import pty
+import subprocess
+import sys
 import time
+from contextlib import suppress
 
 import pytest
 from polars.testing import assert_frame_equal
 
 from kvtax.look.instances import read_instances
 from kvtax.look.live import Watched, follow
+from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
 from kvtax.steps import parquet_cache
 from tests.look.conftest import main
 from tests.look.made_up_server import FIRST_NS, Server, served
+
+# Columns of the table of a step as far as its means, which are always shown.
+MEANS_WIDTH = 53
 
 
 def look(folder, tmp_path, capsys) -> tuple[int, str, str]:
@@ -191,11 +200,19 @@ def test_two_servers_stand_side_by_side(tmp_path, capsys):
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     first = data["sections"][0]
     assert first["title"] == "Side by side"
-    assert [row[0] for row in first["rows"]] == ["after", "before"]
+    assert first["columns"][:2] == ["instance", "% of time"]
+    rows = {
+        row[0]: dict(zip(first["columns"], row, strict=True)) for row in first["rows"]
+    }
+    assert {*rows} == {"after", "before"}
+    shares = [row["% of time"] for row in rows.values()]
+    assert shares == sorted(shares, reverse=True)
     instances, _ = read_instances(tmp_path / "records")
-    for row, instance in zip(first["rows"], instances, strict=True):
-        assert row[3] == pytest.approx(instance.steps["step_us"].mean(), abs=0.1)
-        assert row[6] == pytest.approx(instance.steps["connector_us"].mean(), abs=0.1)
+    for instance in instances:
+        steps, row = instance.steps, rows[instance.name]
+        for part in ("step", "model", "scheduler", "connector"):
+            mean_us = pytest.approx(steps[f"{part}_us"].mean(), abs=0.1)
+            assert row[f"{part} µs"] == mean_us
 
 
 def life(folder, number: int, rank: int = 0, pid: int = 7, seed: int = 1) -> Server:
@@ -390,3 +407,37 @@ def test_two_engines_in_one_folder_keep_their_own(folder):
     for _ in range(2):
         instances, _ = read_instances(folder)
         assert [one.steps.height for one in instances] == [60, 20]
+
+
+def test_several_servers_are_compared_and_none_is_dumped(tmp_path, capsys):
+    for name, seed in (("before", 1), ("after", 2)):
+        served(tmp_path / "records" / name, seed=seed).write()
+    assert main([str(tmp_path / "records")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("In all: 2 engines")
+    assert len([line for line in lines if line.startswith("The connector adds")]) == 2
+    assert not any(line.startswith("us per step") for line in lines)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_tables_are_as_wide_as_the_terminal(tmp_path, columns):
+    folder = served(tmp_path / "records").write()
+    command = [sys.executable, "-m", "kvtax", "look", str(folder)]
+    ours, theirs = pty.openpty()
+    env = os.environ | {"COLUMNS": str(columns)}
+    with subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=theirs) as look:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # Linux: nothing more to read
+            while piece := os.read(ours, 1 << 16):
+                shown += piece
+    os.close(ours)
+    assert look.returncode == 0
+    shown_lines = shown.decode().splitlines()
+    first = next(i for i, one in enumerate(shown_lines) if one.startswith("us per"))
+    head, *rows = itertools.takewhile(
+        lambda line: not line.startswith("  ("), shown_lines[first:]
+    )
+    assert max(map(len, [head, *rows])) <= max(columns, MEANS_WIDTH)
+    assert "mean" in head
+    assert ("calls" in head) is (columns == 200)

@@ -187,6 +187,25 @@ def test_an_edited_block_goes_on_demand_and_a_copy_stays(tree, patches, path, ol
     assert snapshot(tree.root) == before
 
 
+def test_revert_leaves_no_file_that_does_not_compile(tree, tmp_path):
+    """Somebody's block inside of ours may need our lines around it."""
+    loop = block("before", SCHEDULE, "tokens = 0", "while budget < 0:\n    budget += 1")
+    apply(tree, [make_patch(tmp_path / "p", "p", [loop])])
+    lines = "# BLOCK_BEGIN v1", "break", "# BLOCK_END v1"
+    theirs = "".join(f"{' ' * 12}{line}\n" for line in lines).encode()
+    inside = b"            budget += 1\n"
+    edit(tree.root / "scheduler.py", inside, inside + theirs)
+    match = r"scheduler\.py: without p the file would not compile"
+    for discard in (False, True):
+        refused(tree, CompileError, match, lambda d=discard: revert(tree, ["p"], {}, d))
+    # A file that was broken before is no reason to keep ours in it.
+    edit(tree.root / "scheduler.py", theirs, b"")
+    edit(tree.root / "scheduler.py", b"import os", b"import os os")
+    revert(tree, ["p"])
+    expected = FILES["scheduler.py"].replace(b"import os", b"import os os")
+    assert (tree.root / "scheduler.py").read_bytes() == expected
+
+
 def test_an_edited_file_that_another_patch_needs_stays(tree, patches):
     apply(tree, [patches["alpha"], patches["beta"]])
     edit(tree.root / "v1/new/records.py", b"VALUES", b"OTHER")

@@ -104,6 +104,15 @@ def test_an_aborted_request_of_a_batch_is_answered_at_once(sources):
     check_answered_at_once(sources)
 
 
+@pytest.mark.parametrize("sources", ENDS[1:], indirect=True)
+def test_the_last_answer_omits_what_is_gone_where_decoders_then_fail_it(sources):
+    """As upstream's own prefiller does with what has expired."""
+    aborted = [("schedule", "t"), ("step",), ("pull", [("t", 1)]), ("abort", 0)]
+    traffic = run(sources, "patched", "patched", [*aborted, ("step",), ("step",)])
+    assert [(a.ok_reqs, a.err_reqs) for a in traffic.pair.answers] == [(None, None)]
+    assert traffic.failed() == traffic.ended() == {"d0"}
+
+
 @pytest.mark.parametrize(("p", "d"), product(SIDES, SIDES))
 @pytest.mark.parametrize("early", [False, True])
 def test_an_aborted_id_can_be_used_again(sources, p, d, early):

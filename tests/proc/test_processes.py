@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -152,6 +152,50 @@ def test_what_openmp_leaves_in_memory_goes_with_the_command(ending, tmp_path):
     assert not Path("/dev/shm", name).exists()
 
 
+SHARES = """
+import mmap, os, sys, time
+kept = []
+for name in sys.argv[1:]:
+    file = os.open(f"/dev/shm/{name}", os.O_CREAT | os.O_RDWR)
+    os.truncate(file, 4096)
+    kept.append(mmap.mmap(file, 4096))
+print("mapped", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def segments() -> Iterator[list[str]]:
+    """Names as vLLM's communicator for CPUs and Python give them, and another's."""
+    names = [f"{os.getpid()}-tp:0-[0-1]-cpushm_0", f"psm_{os.getpid():08x}"]
+    names.append(f"mine-{os.getpid()}")
+    yield names
+    for name in names:
+        Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+def left_of(segments: list[str]) -> list[bool]:
+    return [Path("/dev/shm", name).exists() for name in segments]
+
+
+def test_memory_that_a_server_shares_goes_with_it(segments, tmp_path):
+    command, log = [sys.executable, "-c", SHARES, *segments], tmp_path / "log"
+    with Supervised(command, dict(os.environ), log):
+        content(log)
+        assert left_of(segments) == [True, True, True]
+    assert left_of(segments) == [False, False, True]
+
+
+def test_memory_that_another_server_shares_stays(segments, tmp_path):
+    command, log = [sys.executable, "-c", SHARES, *segments], tmp_path / "log"
+    with Supervised(command, dict(os.environ), log):
+        content(log)
+        with Supervised(command, dict(os.environ), tmp_path / "other"):
+            content(tmp_path / "other")
+        assert left_of(segments) == [True, True, True]
+    assert left_of(segments) == [False, False, True]
+
+
 FOREGROUND = """
 import os, sys
 from pathlib import Path
@@ -236,6 +280,18 @@ def test_nothing_is_left_whichever_process_is_killed(begin, own, tmp_path, kille
     os.kill(pid, signal.SIGKILL)
     process.wait(300)
     eventually(lambda: gone([server, daemon, parent]) and not own.exists())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_shared_memory_goes_with_a_command_in_the_foreground(
+    segments, begin, own, number
+):
+    script = SHARES.replace("sys.argv[1:]", repr(segments))
+    process = begin(script)
+    assert process.stdout.readline() == "mapped\n"
+    process.send_signal(number)
+    process.wait(DEADLINE_S)
+    eventually(lambda: left_of(segments) == [False, False, True] and not own.exists())
 
 
 def test_a_command_that_cannot_be_run_is_an_error_in_one_line(tmp_path, own):

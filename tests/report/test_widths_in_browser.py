@@ -54,6 +54,14 @@ def server(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> str:
+    """Records of the demo: three servers side by side."""
+    out = tmp_path_factory.mktemp("servers") / "demo"
+    assert kvtax_main(["demo", "--out", str(out)]) == 0
+    return (out / "look.html").read_text()
+
+
+@pytest.fixture(scope="module")
 def fleet(tmp_path_factory) -> str:
     """An experiment with equal arms, one that is slower, and one that is refused."""
     folder = write_fleet(
@@ -70,7 +78,7 @@ def fleet(tmp_path_factory) -> str:
     return (folder / "report.html").read_text()
 
 
-@pytest.fixture(params=["sweep", "server", "fleet"])
+@pytest.fixture(params=["sweep", "server", "servers", "fleet"])
 def text(request) -> str:
     return request.getfixturevalue(request.param)
 
@@ -155,6 +163,34 @@ def test_the_first_screen_of_a_server_has_the_answer_and_the_chart(
     page = open_page(server, viewport={"width": width, "height": height})
     assert in_first_screen(page, "#head p")
     assert in_first_screen(page, "canvas")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_first_screen_of_servers_has_the_answer_and_the_comparison(
+    open_page, servers, width
+):
+    height = 844 if width < 500 else 768
+    page = open_page(servers, viewport={"width": width, "height": height})
+    assert "Remedy" in page.locator("#head").text_content()
+    table = page.locator("table").first
+    heads = table.locator("thead th").all_text_contents()
+    assert heads[:2] == ["instance", "% of time"]
+    assert table.locator("tbody th").all_text_contents() == [
+        "hash_walk",
+        "h100",
+        "fixed",
+    ]
+    assert table.bounding_box()["y"] < height
+    figure = page.locator("figcaption").first
+    assert figure.text_content() == "What the connector takes per step"
+    if width >= 1_366:
+        assert figure.bounding_box()["y"] < height
+    drawn = json.loads(page.locator("#data").text_content())["sections"][1]
+    means = {
+        line["name"]: [us for us in line["y"] if us is not None]
+        for line in drawn["lines"]
+    }
+    assert min(means["hash_walk"]) > max(means["fixed"])
 
 
 def test_requests_show_no_column_of_zeros_and_fold_after_twenty(open_page, server):

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given
@@ -18,16 +19,19 @@ from kvtax_fleet.analyze.comparison import Paired
 from kvtax_fleet.launch.instance_settings import read_instance_settings
 from kvtax_fleet.paths import CONFIGS
 
+from kvtax.axes.cell import Measured
 from kvtax.records import RecordsError
 from kvtax.records.estimate import Estimate
 from kvtax.stats import resampling
 from studies.abort import __main__ as abort
 from studies.block_order import __main__ as block_order
 from studies.block_order import worker as block_order_worker
+from studies.block_pool import __main__ as block_pool
 from studies.busy_thread import __main__ as busy_thread
 from studies.exposure.__main__ import check_rows, check_text, curve_rows
 from studies.exposure.bench import Cell, Measurement
 from studies.harness import STUDIES, committed
+from studies.observatory import __main__ as observatory
 from studies.questions.__main__ import compared, earlier, levels, verdict
 from studies.reference_study import forward
 from studies.reference_study.__main__ import (
@@ -340,3 +344,41 @@ def test_the_replays_own_step_is_the_measured_profile_and_74_ms():
     replay = read_instance_settings(CONFIGS / "profiles" / "h20-replay-r.toml")
     measured = forward.PROFILE.forward
     assert replay.forward == msgspec.structs.replace(measured, launch_us=74_000)
+
+
+def test_what_a_follower_costs_is_the_difference_within_a_round():
+    # Rounds differ by more than the ways do.
+    rounds_ns = np.array([[500.0, 300.0], [900.0, 600.0], [700.0, 450.0]])
+    samples = {way: list(rounds_ns) for way in block_pool.WAYS}
+    samples["a listener"] = list(rounds_ns + np.array([100.0, 50.0]))
+    rows = {cost.way: cost for cost in block_pool.costs("9.9.9", samples)}
+    assert rows["as released"].cached_ns.value == 700.0
+    listener = rows["a listener, more"]
+    assert listener.cached_ns == Estimate(100.0, (100.0, 100.0))
+    assert listener.reused_ns == Estimate(50.0, (50.0, 50.0))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "listener differs",
+        "listener has other tokens",
+        "offered, not computed",
+        "restore differs",
+    ],
+)
+def test_an_exploration_with_any_fault_of_the_listener_is_a_failure(fault):
+    names = ["listener differs", "listener has other tokens", "offered, not computed"]
+    counts = dict.fromkeys([*names, "restore differs"], 0) | {"wrapper differs": 5}
+    assert not block_pool.faults(block_pool.Explored("9.9.9", "all", counts))
+    counts[fault] = 1
+    assert block_pool.faults(block_pool.Explored("9.9.9", "all", counts))
+
+
+def test_sources_that_take_a_tenth_more_at_all_levels_are_a_ratio_of_1_1():
+    passes = np.array([[100.0, 200.0, 400.0]]) * 2.0 ** np.arange(6)[:, None]
+    build, sources = (
+        Measured({"cache": {"step_us": us.tolist()}}) for us in (passes, 1.1 * passes)
+    )
+    found = observatory.ratio(sources, build, "cache")
+    assert (found.value, *found.ci95) == pytest.approx((1.1, 1.1, 1.1))

@@ -243,6 +243,25 @@ def test_weighted_adds_up_what_is_cached_the_queue_and_free_kv():
     assert decide("weighted", [a, b, c], prefix=0).instance == "b"
 
 
+def test_llm_d_goes_by_the_queue_and_the_kv_of_the_metrics():
+    a = candidate("a", requests=9, waiting=0, kv_used=0.5, kv_tokens=100)
+    b = candidate("b", requests=1, waiting=3, kv_used=0.25)
+    decision = decide("llm_d", [a, b])
+    assert decision.scores == pytest.approx({"a": -(2 + 2 * 0.5), "b": -(2 * 0.75)})
+    assert decision.instance == "a"
+
+
+def test_unified_keeps_to_a_long_prefix_and_else_goes_by_prefill_times_requests():
+    loaded = candidate("loaded", requests=9, cached_tokens=501)
+    idle = candidate("idle", pending_prefill_tokens=7)
+    busy = candidate("busy", requests=2, pending_prefill_tokens=7)
+    assert decide("unified", [busy, idle, loaded]).instance == "loaded"
+    less = msgspec.structs.replace(loaded, cached_tokens=500)
+    decision = decide("unified", [busy, idle, less])
+    assert decision.scores == {"busy": 2 * 1007, "idle": 0, "loaded": 9 * 500}
+    assert decision.instance == "idle"
+
+
 @given(session=st.text(), count=st.integers(2, 9), gone=st.integers(0, 8))
 def test_session_hash_moves_only_the_sessions_of_the_instance_that_goes(
     session, count, gone

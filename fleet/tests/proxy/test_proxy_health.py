@@ -25,7 +25,7 @@ from kvtax_fleet.proxy.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from kvtax_fleet.proxy.body import Body
 from kvtax_fleet.proxy.core import Core
 from kvtax_fleet.proxy.decision_log import DecisionLog
-from kvtax_fleet.proxy.failures import Failure, Unreachable
+from kvtax_fleet.proxy.exchange import Failure, Unreachable
 from kvtax_fleet.proxy.service import Endpoint, Ports, serving
 from kvtax_fleet.proxy.settings import Settings, resolved
 from kvtax_fleet.proxy.upstream import MAX_FIRST_EVENT_BYTES

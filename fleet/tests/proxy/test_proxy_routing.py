@@ -16,7 +16,16 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
-from fleet.tests.proxy.proxy_lab import DEADLINE_S, ask, connect, get, post, proxy, rest
+from fleet.tests.proxy.proxy_lab import (
+    DEADLINE_S,
+    ask,
+    connect,
+    get,
+    post,
+    proxy,
+    rest,
+    until,
+)
 from kvtax.cli import main
 from kvtax.paths import REPOSITORY
 from prometheus_client.parser import text_string_to_metric_families
@@ -44,6 +53,17 @@ def instances(three: list[Standin]) -> list[Instance]:
         Instance(name, one.url, connector="nixl", direct_read=Address("h", 7))
         for name, one in zip("abc", three, strict=True)
     ]
+
+
+def test_llm_d_decides_by_the_metrics_of_the_instances(instances, tmp_path):
+    with proxy(tmp_path, instances, "llm_d") as running:
+
+        def seen() -> list[dict[str, float]]:
+            assert post(running.url, ask()).status == 200
+            return running.get("/decisions?n=1").json["snapshot"]["candidates"]
+
+        until(lambda: all(each.get("waiting") == 0 for each in seen()), "no metrics")
+        assert all(0 <= each.get("kv_used", 0) < 1 for each in seen())
 
 
 def chat(content: str) -> list[dict[str, str]]:

@@ -25,7 +25,7 @@ from uuid import uuid4
 
 import msgspec
 from aiohttp import web
-from kvtax_fleet.counters import exposition
+from kvtax_fleet.records.exposition import exposition
 
 from tests.harness.standin.messages import (
     Answer,

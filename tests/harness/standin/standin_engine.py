@@ -18,7 +18,7 @@ from time import perf_counter_ns
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from kvtax_fleet.counters import Gauges, Totals
+from kvtax_fleet.records.exposition import Gauges, Totals
 
 from kvtax.load.alarm import Alarm
 

@@ -89,6 +89,7 @@ class Policy(NamedTuple):
     `moves_kv`: its decisions may move KV between instances. `needs_pools`: instances of
     role prefill and of role decode. `reads_peers`: instances with a `direct_read`
     address. `sees_caches`: its decisions depend on what is cached where.
+    `reads_gauges`: they depend on the instances' metrics.
     """
 
     decide: Callable[[RequestInfo, Snapshot, Any], Decision]
@@ -97,6 +98,7 @@ class Policy(NamedTuple):
     needs_pools: bool = False
     reads_peers: bool = False
     sees_caches: bool = True
+    reads_gauges: bool = False
 
 
 class NoInstance(Exception):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from hashlib import blake2b
 
-from .decision import (
+from kvtax_fleet.policies.decision import (
     Candidate,
     Decision,
     Parameters,
@@ -127,6 +127,34 @@ def decide_lmetric_study(
         for candidate in candidates
     ]
     return placed(candidates, scores, scores.index(min(scores)), "lowest score")
+
+
+class UnifiedParameters(Parameters, frozen=True):
+    """`match_share`: share of the prompt."""
+
+    match_share: float = 0.5
+
+
+def decide_unified(
+    request: RequestInfo, snapshot: Snapshot, parameters: UnifiedParameters
+) -> Decision:
+    """Choose the longest cached prefix if it is long, else by the study's LMetric.
+
+    A prefix is long above `match_share` of the prompt. The reference study's hybrid
+    (its policy `unified`); of equal scores `lowest` decides.
+    """
+    candidates = serving(snapshot)
+    cached = max(candidate.cached_tokens for candidate in candidates)
+    if cached > parameters.match_share * request.prompt_tokens:
+        reason = "longest cached prefix"
+        scores = [-float(candidate.cached_tokens) for candidate in candidates]
+    else:
+        reason = "little is cached: lowest score"
+        scores = [
+            float(_prefill_tokens(request, candidate) * candidate.requests)
+            for candidate in candidates
+        ]
+    return least(candidates, scores, snapshot, reason)
 
 
 class DynamoParameters(Parameters, frozen=True):
@@ -255,30 +283,35 @@ def decide_weighted(
     """Choose by a sum of three scores between 0 and 1, each with its weight.
 
     - prefix: the share of the prompt that is cached there;
-    - queue: 1 for the instance with the fewest requests in flight, 0 for the most;
-    - kv: the share of its KV that no request in flight takes; 1 if its size is unknown.
+    - queue: 1 for the instance with the shortest queue, 0 for the longest;
+    - kv: the share of its KV that is free; 1 if its size is unknown.
 
-    llm-d's router scores so by default, with these weights. Its queue counts the
-    requests that wait in vLLM, which it reads from the instances' metrics; this proxy
-    reads none.
+    llm-d's router scores so by default, with these weights. As `llm_d`, queue and KV
+    are those of the instances' metrics, 50 ms old at most, as llm-d's router reads
+    them; as `weighted`, the requests in flight and their tokens.
     """
     candidates = serving(snapshot)
-    most = max(candidate.requests for candidate in candidates)
-    spread = max(1, most - min(candidate.requests for candidate in candidates))
+    queues = [
+        each.requests if each.waiting is None else each.waiting for each in candidates
+    ]
+    most = max(queues)
+    spread = max(1, most - min(queues))
     # Lower is better in a decision.
     scores = [
         -(
             parameters.prefix
             * min(1.0, candidate.cached_tokens / max(1, request.prompt_tokens))
-            + parameters.queue * (most - candidate.requests) / spread
+            + parameters.queue * (most - queue) / spread
             + parameters.kv * _free_kv(candidate)
         )
-        for candidate in candidates
+        for candidate, queue in zip(candidates, queues, strict=True)
     ]
     return least(candidates, scores, snapshot, "highest weighted score")
 
 
 def _free_kv(candidate: Candidate) -> float:
+    if candidate.kv_used is not None:
+        return 1 - candidate.kv_used
     if not candidate.kv_tokens:
         return 1.0
     return max(0.0, 1 - candidate.ongoing_tokens / candidate.kv_tokens)
@@ -293,5 +326,7 @@ POLICIES = {
     "dynamo": Policy(decide_dynamo, DynamoParameters),
     "session_hash": Policy(decide_session_hash, Parameters, sees_caches=False),
     "cache_aware": Policy(decide_cache_aware, CacheAwareParameters),
+    "unified": Policy(decide_unified, UnifiedParameters),
     "weighted": Policy(decide_weighted, WeightedParameters),
+    "llm_d": Policy(decide_weighted, WeightedParameters, reads_gauges=True),
 }

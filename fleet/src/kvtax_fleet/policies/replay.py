@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 from kvtax.records.files import read_lines
 
-from kvtax_fleet.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
-
-from . import (
+from kvtax_fleet.policies import (
     POLICIES,
     Decision,
     NoInstance,
@@ -24,6 +22,7 @@ from . import (
     RequestInfo,
     parameters_of,
 )
+from kvtax_fleet.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
 
 
 def read_decisions(path: Path) -> tuple[DecisionsHeader, list[DecisionRecord]]:

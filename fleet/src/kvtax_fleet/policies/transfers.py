@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from .decision import (
+from kvtax_fleet.policies.decision import (
     HEAVY_ABOVE_TOKENS,
     HUGE_ABOVE_TOKENS,
     WARM_BELOW_TOKENS,
@@ -25,7 +25,7 @@ from .decision import (
     placed,
     serving,
 )
-from .placement import LinearParameters, decide_linear
+from kvtax_fleet.policies.placement import LinearParameters, decide_linear
 
 
 class PdSepParameters(Parameters, frozen=True):

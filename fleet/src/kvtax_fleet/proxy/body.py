@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from .apis import APIS, COMPLETIONS, UNREADABLE, Api
+from kvtax_fleet.proxy.apis import APIS, COMPLETIONS, UNREADABLE, Api
 
 # Bytes of a piece: 300 to 400 token ids, or 512 tokens of text. Half the size would be
 # twice as fine and cost a 33k-token prompt another 0.1 ms.

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
-from .core import Core
-from .decision_log import DecisionLog
-from .failures import Failure
-from .http_server import Handle, error_response, gets, json_response
-from .kvindexd import Kvindexd, State
-from .metrics import Metrics
-from .settings import SettingsError, bearer
+from kvtax_fleet.proxy.core import Core
+from kvtax_fleet.proxy.decision_log import DecisionLog
+from kvtax_fleet.proxy.exchange import Failure
+from kvtax_fleet.proxy.http_server import Handle, error_response, gets, json_response
+from kvtax_fleet.proxy.kvindexd import Kvindexd, State
+from kvtax_fleet.proxy.metrics import Metrics
+from kvtax_fleet.proxy.settings import SettingsError, bearer
 
 
 class ControlAddress(NamedTuple):

@@ -22,26 +22,37 @@ from typing import Any, Generic
 
 from multidict import CIMultiDict, MultiMapping
 
-from kvtax_fleet.policies import NoInstance, parameters_of
+from kvtax_fleet.policies import POLICIES, NoInstance, parameters_of
+from kvtax_fleet.proxy.apis import APIS, EVENT_ENDS, with_lf
+from kvtax_fleet.proxy.body import Payload, RequestBody
+from kvtax_fleet.proxy.decision_log import DecisionLog
+from kvtax_fleet.proxy.exchange import (
+    Answer,
+    Client,
+    ClientStalled,
+    Exact,
+    Exchange,
+    Failure,
+    Lost,
+    UnknownModel,
+    Unreachable,
+    Upstream,
+)
+from kvtax_fleet.proxy.health import Health, Served
+from kvtax_fleet.proxy.loads import FleetLoad, InstanceLoad
+from kvtax_fleet.proxy.offload import UNTRIED, GivenUp, Offloader
+from kvtax_fleet.proxy.router import Mirror, Router
+from kvtax_fleet.proxy.session_affinity import Pins
+from kvtax_fleet.proxy.settings import Settings
 from kvtax_fleet.records.instances import Instance
-
-from .apis import APIS, EVENT_ENDS, with_lf
-from .body import Payload, RequestBody
-from .decision_log import DecisionLog
-from .exchange import Answer, Client, Exact, Exchange, Upstream
-from .failures import ClientStalled, Failure, Lost, UnknownModel, Unreachable
-from .health import Health, Served
-from .loads import FleetLoad
-from .offload import UNTRIED, GivenUp, Offloader
-from .router import Mirror, Router
-from .session_affinity import Pins
-from .settings import Settings
 
 # Seconds for clients that read slowly to take the error when the proxy stops.
 STOP_GRACE_S = 1.0
 STOPPED = "the proxy was stopped"
 # A client that leaves sooner, in seconds, has changed its mind.
 MIN_WAIT_S = 1.0
+# Seconds between two readings of the instances' metrics, as llm-d's router has them.
+GAUGES_EVERY_S = 0.05
 # Bytes before a chunk that are searched with it: no mark in apis.py is longer.
 _TAIL = 32
 # Statuses by which an instance refuses a request for what it is. Another instance
@@ -93,6 +104,7 @@ class Core(Generic[Payload]):
             settings.handover_timeout_s,
             now_ns,
         )
+        self._reads_gauges = POLICIES[settings.policy].reads_gauges
         self._upstream = upstream
         self._exact = exact
         self._served = served
@@ -160,6 +172,21 @@ class Core(Generic[Payload]):
             self._tasks.discard(task)
             self._decisions.ended(end)
             self.ended[end.instance, str(end.status)] += 1
+
+    async def read_gauges_forever(self) -> None:
+        """Read the instances' metrics at intervals, if the policy goes by them."""
+        while self._reads_gauges:
+            loads = [(each, self.loads[name]) for name, each in self.instances.items()]
+            await asyncio.gather(*(self._read_gauges(*each) for each in loads))
+            await asyncio.sleep(GAUGES_EVERY_S)
+
+    async def _read_gauges(self, instance: Instance, load: InstanceLoad) -> None:
+        try:
+            gauges = await self._upstream.gauges(instance)
+        except Failure:
+            load.waiting = load.kv_used = None
+        else:
+            load.waiting, load.kv_used = gauges.waiting, gauges.usage
 
     async def stop(self) -> None:
         """End the requests in flight, each with an error and an end line."""

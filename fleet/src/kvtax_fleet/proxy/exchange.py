@@ -2,8 +2,7 @@
 """A request on its way through the proxy, with its client and its instances' answers.
 
 The protocols are all that the rest of the proxy knows of both sides: over HTTP, or in
-virtual time.
-"""
+virtual time."""
 
 from __future__ import annotations
 
@@ -11,15 +10,91 @@ from contextlib import ExitStack
 from hashlib import sha256
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
 from multidict import CIMultiDict, MultiMapping
 
+from kvtax_fleet.proxy.apis import COMPLETIONS, MESSAGES, RESPONSES
+from kvtax_fleet.proxy.body import Payload, RequestBody
+from kvtax_fleet.proxy.loads import Flight
+from kvtax_fleet.proxy.router import Route
 from kvtax_fleet.records.decisions import DecisionEnd
+from kvtax_fleet.records.exposition import Gauges
 from kvtax_fleet.records.instances import Instance
 
-from .body import Payload, RequestBody
-from .failures import Failure, Lost
-from .loads import Flight
-from .router import Route
+# From docs.anthropic.com/en/api/errors.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class Failure(Exception):
+    """No answer: `status` goes to the client; `instance` failed, None if none did.
+
+    `quoted` goes to the client with the message, and into no log: it may have text of
+    the prompt.
+    """
+
+    def __init__(
+        self, status: int, instance: str | None, message: str, quoted: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.instance = instance
+        self.quoted = quoted
+
+
+class UnknownModel(Failure):
+    """No instance serves the model. Its name is the client's, and in no log."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(404, None, "no instance serves the model", model)
+
+
+class Lost(Failure):
+    """The instance broke off: it may be down."""
+
+
+class Silent(Lost):
+    """The instance sent nothing for too long: down, unless others hear from it."""
+
+
+class Unreachable(Lost):
+    """No connection, so that nothing has been sent."""
+
+
+class ClientStalled(ConnectionResetError):
+    """The client has stopped reading, and its connection has been ended."""
+
+
+def error_json(error: Failure, path: str = COMPLETIONS) -> bytes:
+    """Encode an error as the API at `path` does, with the instance that failed."""
+    status = error.status
+    message = f"{error}: {error.quoted}" if error.quoted else str(error)
+    kind, param, anthropic_kind = "proxy_error", None, _ANTHROPIC_TYPES.get(status)
+    if isinstance(error, UnknownModel):  # as vLLM
+        message = f"The model `{error.quoted}` does not exist."
+        kind, param, anthropic_kind = "NotFoundError", "model", "NotFoundError"
+    text = {"message": message, "instance": error.instance}
+    if path.startswith(MESSAGES):
+        kind = anthropic_kind or "api_error"
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, **text}})
+    openai = {**text, "type": kind, "param": param, "code": status}
+    return msgspec.json.encode({"error": openai})
+
+
+def error_event(error: Failure, path: str) -> bytes:
+    """Encode an error inside a stream of the API at `path`."""
+    data = error_json(error, path)
+    if path == RESPONSES:
+        # OpenAI's clients look for `error`, its documentation has a type and a message.
+        fields = {"type": "error", "message": str(error), "error": msgspec.Raw(data)}
+        data = msgspec.json.encode({**fields, **msgspec.json.decode(data)})
+    event = b"data: " + data + b"\n\n"
+    return b"event: error\n" + event if path in (MESSAGES, RESPONSES) else event
+
 
 # Characters of a request's or a session's name, above which its hash stands for it.
 MAX_NAME_CHARS = 256
@@ -111,6 +186,9 @@ class Upstream(Protocol[Payload_contra]):
 
     async def engine_id(self, instance: Instance) -> str:
         """Read the engine's id from its bootstrap server. Raises Failure."""
+
+    async def gauges(self, instance: Instance) -> Gauges:
+        """Read the instance's metrics. Raises Failure."""
 
 
 class Exact(Protocol[Payload]):

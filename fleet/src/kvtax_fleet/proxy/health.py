@@ -20,9 +20,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from kvtax_fleet.proxy.exchange import Failure, Lost, UnknownModel, Unreachable
 from kvtax_fleet.records.instances import Instance
-
-from .failures import Failure, Lost, UnknownModel, Unreachable
 
 POLL_EVERY_S = 1.0
 # Failed polls in a row that show that an instance is down.

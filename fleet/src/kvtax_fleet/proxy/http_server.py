@@ -11,11 +11,11 @@ from hmac import compare_digest
 from aiohttp import web
 from multidict import MultiMapping
 
-from .apis import APIS
-from .body import Body, BodyError
-from .failures import ClientStalled, Failure, error_event, error_json
-from .session_affinity import Sessions
-from .upstream import MAX_LINE_BYTES, MAX_LINES, READ_BYTES, forwarded
+from kvtax_fleet.proxy.apis import APIS
+from kvtax_fleet.proxy.body import Body, BodyError
+from kvtax_fleet.proxy.exchange import ClientStalled, Failure, error_event, error_json
+from kvtax_fleet.proxy.session_affinity import Sessions
+from kvtax_fleet.proxy.upstream import MAX_LINE_BYTES, MAX_LINES, READ_BYTES, forwarded
 
 # Seconds that a connection may be silent between requests, and for what a client still
 # sends after an error.

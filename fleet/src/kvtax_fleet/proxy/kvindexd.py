@@ -19,11 +19,10 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from kvtax_fleet.proxy.apis import UNREADABLE
+from kvtax_fleet.proxy.body import RequestBody
+from kvtax_fleet.proxy.settings import SettingsError, bearer
 from kvtax_fleet.records.instances import unusable
-
-from .apis import UNREADABLE
-from .body import RequestBody
-from .settings import SettingsError, bearer
 
 TIMEOUT_S = 1.0
 # Seconds, below the 120 after which kvindexd closes an idle connection.

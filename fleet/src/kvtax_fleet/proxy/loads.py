@@ -18,6 +18,8 @@ class InstanceLoad:
     requests: int = 0
     ongoing_tokens: int = 0
     pending_prefill_tokens: int = 0
+    waiting: int | None = None
+    kv_used: float | None = None
 
 
 class FleetLoad:

@@ -14,15 +14,14 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from kvtax_fleet.proxy.core import Core
+from kvtax_fleet.proxy.kvindexd import Kvindexd, State
 from kvtax_fleet.records.decisions import (
     Breakdown,
     CachedTokens,
     DecisionTimes,
     InstanceBreakdown,
 )
-
-from .core import Core
-from .kvindexd import Kvindexd, State
 
 INSTANCE_GAUGES = ("healthy", "requests", "ongoing_tokens", "pending_prefill_tokens")
 CACHE_GAUGES = (

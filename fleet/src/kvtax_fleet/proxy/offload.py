@@ -21,14 +21,20 @@ from typing import Any, Generic, NoReturn
 import msgspec
 from multidict import MultiMapping
 
+from kvtax_fleet.proxy.body import Payload
+from kvtax_fleet.proxy.exchange import (
+    Answer,
+    Exchange,
+    Failure,
+    Lost,
+    Unreachable,
+    Upstream,
+    rest_of,
+)
+from kvtax_fleet.proxy.health import Health
+from kvtax_fleet.proxy.loads import FleetLoad
 from kvtax_fleet.records.decisions import Offload, OffloadFailure
 from kvtax_fleet.records.instances import Instance
-
-from .body import Payload
-from .exchange import Answer, Exchange, Upstream, rest_of
-from .failures import Failure, Lost, Unreachable
-from .health import Health
-from .loads import FleetLoad
 
 log = logging.getLogger(__name__)
 # A request's model and its sender, by which failures are counted.

@@ -22,13 +22,12 @@ from kvtax_fleet.policies import (
     RequestInfo,
     Snapshot,
 )
+from kvtax_fleet.proxy.body import PIECE_BYTES, RequestBody
+from kvtax_fleet.proxy.decision_log import DecisionLog
+from kvtax_fleet.proxy.loads import FleetLoad
+from kvtax_fleet.proxy.session_affinity import Pins
 from kvtax_fleet.records.decisions import DecisionEnd
 from kvtax_fleet.records.instances import Instance
-
-from .body import PIECE_BYTES, RequestBody
-from .decision_log import DecisionLog
-from .loads import FleetLoad
-from .session_affinity import Pins
 
 # Tokens for which a piece counts at least, 16 bytes each: pieces take memory, and a
 # client may write blanks between few tokens.
@@ -238,6 +237,8 @@ class Router:
                     load.pending_prefill_tokens,
                     cached[place],
                     instance.kv_tokens,
+                    load.waiting,
+                    load.kv_used,
                 )
             )
         if not candidates:

@@ -21,17 +21,14 @@ from kvtax.load import allow_open_files
 
 from kvtax_fleet.instances import InstancesError
 from kvtax_fleet.policies import PolicyError
-from kvtax_fleet.records.decisions import DecisionsHeader
-from kvtax_fleet.records.instances import Instance
-
-from .apis import APIS, UNREADABLE
-from .body import model_of, top_level
-from .control import Control, ControlAddress
-from .core import Core
-from .decision_log import DecisionLog
-from .failures import Failure, Unreachable
-from .health import Served
-from .http_server import (
+from kvtax_fleet.proxy.apis import APIS, UNREADABLE
+from kvtax_fleet.proxy.body import model_of, top_level
+from kvtax_fleet.proxy.control import Control, ControlAddress
+from kvtax_fleet.proxy.core import Core
+from kvtax_fleet.proxy.decision_log import DecisionLog
+from kvtax_fleet.proxy.exchange import Failure, Unreachable
+from kvtax_fleet.proxy.health import Served
+from kvtax_fleet.proxy.http_server import (
     Bodies,
     Generating,
     HttpClient,
@@ -39,10 +36,18 @@ from .http_server import (
     error_response,
     json_response,
 )
-from .kvindexd import Kvindexd
-from .session_affinity import Sessions
-from .settings import Settings, SettingsError, check, header_of, resolved
-from .upstream import HttpAnswer, HttpUpstream
+from kvtax_fleet.proxy.kvindexd import Kvindexd
+from kvtax_fleet.proxy.session_affinity import Sessions
+from kvtax_fleet.proxy.settings import (
+    Settings,
+    SettingsError,
+    check,
+    header_of,
+    resolved,
+)
+from kvtax_fleet.proxy.upstream import HttpAnswer, HttpUpstream
+from kvtax_fleet.records.decisions import DecisionsHeader
+from kvtax_fleet.records.instances import Instance
 
 # Threads of libuv, which looks names up: more than names that may hang.
 LOOK_UP_THREADS = "64"
@@ -248,6 +253,7 @@ class Proxy:
         """Return the work beside the requests."""
         return [
             self.core.health.poll_forever(self._probe),
+            self.core.read_gauges_forever(),
             self._served.read_forever(),
             self._decisions.flush_forever(),
         ]

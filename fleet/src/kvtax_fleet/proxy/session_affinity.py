@@ -12,7 +12,7 @@ from collections import OrderedDict
 from itertools import count
 from typing import Any, NamedTuple
 
-from .body import PIECE_BYTES, RequestBody
+from kvtax_fleet.proxy.body import PIECE_BYTES, RequestBody
 
 # Limits of remembered turns, some 300 bytes each: all, and those that end in one piece.
 MAX_TURNS = 100_000

@@ -22,12 +22,11 @@ from aiohttp.resolver import ThreadedResolver
 from multidict import CIMultiDict, MultiMapping
 from yarl import URL
 
+from kvtax_fleet.proxy.apis import APIS, EVENT_ENDS, UNREADABLE, Api, is_result, with_lf
+from kvtax_fleet.proxy.exchange import Answer, Failure, Lost, Silent, Unreachable
+from kvtax_fleet.proxy.health import Models
+from kvtax_fleet.records.exposition import Gauges
 from kvtax_fleet.records.instances import Instance
-
-from .apis import APIS, EVENT_ENDS, UNREADABLE, Api, is_result, with_lf
-from .exchange import Answer
-from .failures import Failure, Lost, Silent, Unreachable
-from .health import Models
 
 # Seconds, below the 5 after which vLLM closes an idle connection: a request that meets
 # the close half-way would fail for no fault of the instance.
@@ -73,6 +72,9 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
 }
 # Added by aiohttp unless they are listed.
 _NOT_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+# The metrics by which policies go.
+_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+_GAUGE = re.compile(rf"^vllm:({'|'.join(_GAUGES)})(?:\{{.*\}})? (\S+)", re.MULTILINE)
 # Selects one of several engines of a vLLM server.
 _RANK = "X-data-parallel-rank"
 
@@ -277,6 +279,22 @@ class HttpUpstream:
         except (msgspec.DecodeError, KeyError) as error:
             why = f"{url}: no engine id: {error}"
             raise Failure(502, instance.name, why) from None
+
+    async def gauges(self, instance: Instance) -> Gauges:
+        url = f"{instance.url}/metrics"
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                async with self._session.get(url) as response:
+                    text = await response.text()
+            values = {name: float(value) for name, value in _GAUGE.findall(text)}
+            running, waiting, usage = (values[name] for name in _GAUGES)
+        except (TimeoutError, aiohttp.ClientError, OSError, *UNREADABLE) as error:
+            raise Lost(502, instance.name, f"{url}: {_named(error)}") from error
+        except KeyError as error:
+            raise Failure(
+                502, instance.name, f"{url}: no vllm:{error.args[0]}"
+            ) from None
+        return Gauges(int(running), int(waiting), usage)
 
     async def probe(self, instance: Instance) -> None:
         """Request an instance's /health. Raises Failure if that is not good."""

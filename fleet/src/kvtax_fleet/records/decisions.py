@@ -32,7 +32,7 @@ class DecisionsHeader(
     """The instances, in their order."""
 
 
-class Candidate(msgspec.Struct, frozen=True, gc=False):
+class Candidate(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """An instance as a policy sees it."""
 
     name: str
@@ -49,6 +49,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """How much of this prompt's beginning the instance has."""
     kv_tokens: int | None = None
     """How many tokens of KV it can hold; null where not reported."""
+    waiting: int | None = None
+    """Requests in its queue, by its metrics; null unless the policy reads them."""
+    kv_used: float | None = None
+    """Share of its KV blocks in use, by its metrics; null as above."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):

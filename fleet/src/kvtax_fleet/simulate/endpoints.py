@@ -20,9 +20,9 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
 from kvtax_fleet.proxy.apis import COMPLETIONS
 from kvtax_fleet.proxy.body import RequestBody
-from kvtax_fleet.proxy.exchange import Client
-from kvtax_fleet.proxy.failures import Failure, error_json
+from kvtax_fleet.proxy.exchange import Client, Failure, error_json
 from kvtax_fleet.proxy.kvindexd import State
+from kvtax_fleet.records.exposition import Gauges
 from kvtax_fleet.records.instances import Instance
 from kvtax_fleet.replay.http_link import ReplayClient
 from kvtax_fleet.replay.sessions import asked_output_tokens
@@ -171,6 +171,9 @@ class VirtualUpstream:
 
     async def engine_id(self, instance: Instance) -> str:
         return instance.name
+
+    async def gauges(self, instance: Instance) -> Gauges:
+        return self._instances[instance.name].engine.gauges
 
 
 async def probe(instance: Instance) -> None:

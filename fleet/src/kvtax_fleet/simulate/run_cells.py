@@ -257,6 +257,7 @@ async def _run(
         player = Player(cell.replay, sessions, link, records)
         background = [
             asyncio.create_task(core.health.poll_forever(probe)),
+            asyncio.create_task(core.read_gauges_forever()),
             asyncio.create_task(_flush(records, decisions)),
         ]
         await player.play()

@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvtax_fleet.counters import Gauges
+from kvtax_fleet.records.exposition import Gauges
 from kvtax_fleet.simulate.cost import Step
 
 # A block's hash, as KV events name it.

@@ -13,8 +13,8 @@ import msgspec
 from kvtax.engine.null_engine import cached_tokens
 from multidict import CIMultiDict
 
-from kvtax_fleet.counters import Totals, exposition
-from kvtax_fleet.proxy.failures import Lost
+from kvtax_fleet.proxy.exchange import Lost
+from kvtax_fleet.records.exposition import Totals, exposition
 from kvtax_fleet.records.host_times import RequestTimes
 from kvtax_fleet.simulate.cost import request_ns
 from kvtax_fleet.simulate.virtual_engine import IDLE_NS, VirtualEngine
