@@ -109,7 +109,7 @@ def _reason(entry: ConfigEntry) -> str:
 
 
 def _additions(entry: ConfigEntry) -> str:
-    """What a full cache adds to each of STATED, where it is certain, or at most."""
+    """State for each of STATED what a full cache adds, or adds at most."""
     parts = []
     for name, where in STATED.items():
         if (held := entry.held.get(name)) is None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
 import sys
 import time
 from collections import defaultdict
@@ -32,7 +31,7 @@ from kvtax.engine.connector import STAND_INS, load_connector
 from kvtax.engine.installation import installation
 from kvtax.load.plan import Plan, PlannedPhase
 from kvtax.records.files import write_document, write_whole
-from kvtax.records.requests import Phase
+from kvtax.records.requests import Phase, place_of
 from kvtax.report.markdown import table
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Floats
@@ -67,9 +66,8 @@ class Session(Profile, forbid_unknown_fields=True, frozen=True, kw_only=True):
 
 
 def _beside(phase: PlannedPhase) -> PlannedPhase:
-    """Have a hold of an odd pass beside prompts that take time."""
-    found = re.fullmatch(rf"{Phase.HOLD.label}\.(\d+)\.\d+", phase.name)
-    if found is None or int(found[1]) % 2 == 0:
+    """Have every second hold beside prompts that take time."""
+    if Phase.of(phase.name) is not Phase.HOLD or place_of(phase.name).number % 2 == 0:
         return phase
     return msgspec.structs.replace(
         phase, prompt_tokens=BESIDE_TOKENS, requests=PREFILLS
@@ -79,7 +77,7 @@ def _beside(phase: PlannedPhase) -> PlannedPhase:
 def _prefill_ladder() -> list[PlannedPhase]:
     return [
         PlannedPhase(
-            Phase.FILL.at(number, 0),
+            Phase.FILL.at(number, 0, 0),
             1,
             1.0,
             after_answers=True,

@@ -236,7 +236,13 @@ def test_a_trial_that_was_sent_late_counts_for_what_is_held_alone(tmp_path: Path
 
 
 def test_cpu_of_a_hold_is_that_between_its_edges_per_step(tmp_path: Path):
-    steps = pl.DataFrame({"t_ns": [100, 110, 120, 130, 140, 210, 220]})
+    # The yardstick of two steps of the first hold took 0.5 us each.
+    steps = pl.DataFrame(
+        {
+            "t_ns": [100, 110, 120, 130, 140, 210, 220],
+            "yardstick_us": [0.5, None, None, 0.5, None, None, None],
+        }
+    )
     names = {"io#7": 1.0, "io#8": 1.0, "MainThread#1": 1.0, "records-of-mine#9": 1.0}
     names |= {"recorder writer#5": 1.0, "vllm output#6": 1.0}
     lines = pl.DataFrame({"t_ns": 1, "step_id": 1, "threads": [names]})
@@ -260,8 +266,9 @@ def test_cpu_of_a_hold_is_that_between_its_edges_per_step(tmp_path: Path):
     assert found["repeat"].unique().to_list() == [2]
     rows = found.select("hold", "level", "decoders", "steps", "of", "us_per_step")
     table = {(row[0], row[4]): row for row in rows.rows()}
-    # Five steps of 5,000 ns; two threads of one name, 2,000 and 1,000 ns.
-    assert table[0, "processes"] == (0, 3, 8, 5, "processes", 1.0)
+    # Five steps of 5,000 ns, 1,000 of the yardstick; two threads of one name, 2,000
+    # and 1,000 ns.
+    assert table[0, "processes"] == (0, 3, 8, 5, "processes", 0.8)
     assert table[0, "io"][-1] == pytest.approx(0.6)
     assert table[0, "records-of-mine"][-1] == 0.0
     # Thread 7 has ended: what it took is not known, and not below nothing.

@@ -74,13 +74,21 @@ function breakable(nodes) {
   });
 }
 
-const VERDICTS = ["grows", "flat", "drifts", "inconclusive", "failed"];
+/** Verdicts by the words that a table has for them. */
+const VERDICTS = {
+  grows: "grows", flat: "flat", drifts: "drifts", inconclusive: "inconclusive",
+  failed: "failed", "grows with time": "drifts", "not known": "inconclusive",
+};
+const AT_MOST = /^at most [\d.,]+ µs$/;
+
+function verdictOf(value) {
+  return AT_MOST.test(value) ? "flat" : VERDICTS[value];
+}
 
 function cellOf(value, index) {
   if (index === 0) return el("th", { scope: "row" }, ...breakable(cellText(value)));
-  if (VERDICTS.includes(value)) {
-    return el("td", {}, el("span", { class: `verdict ${value}` }, value));
-  }
+  const verdict = verdictOf(value);
+  if (verdict) return el("td", {}, el("span", { class: `verdict ${verdict}` }, value));
   if (typeof value !== "string") return el("td", {}, ...cellText(value));
   return el("td", { class: value.length > 24 ? "text" : "short" },
     ...breakable(cellText(value)));
