@@ -182,7 +182,9 @@ class Parser(argparse.ArgumentParser):
         self, args: Any = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse; refuse what is unknown with the usage of the subcommand it is of."""
-        self._given = [] if self._subparsers else list(args or ())
+        given = list(args or ())
+        is_option = itertools.takewhile(lambda word: word.startswith("-"), given)
+        self._given = [*is_option] if self._subparsers else given
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -25,12 +25,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare the runs. Raises RecordsError, ConfigError, NotComparable, OSError."""
     from kvtax.cli import Exit
+    from kvtax.records import RecordsError
     from kvtax.records.files import write_whole
     from kvtax.verdict.aims import junit
     from kvtax.verdict.comparison import compare, markdown
     from kvtax.verdict.limits import read_limits
     from kvtax.verdict.run_changes import read_results
 
+    for path in (arguments.old, arguments.new):
+        if not path.exists():
+            raise RecordsError(f"{path}: missing; give a per_config.json or its folder")
     old, new = read_results(arguments.old), read_results(arguments.new)
     limits = read_limits(arguments.limits) if arguments.limits else None
     checks = compare(old, new, limits)

@@ -12,11 +12,20 @@ connector and some requests, in a minute.
 from __future__ import annotations
 
 import argparse
+import errno
+import secrets
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from kvtax.cli import Exit
+
+# Errors of a folder that is not there, cannot be written, or is full.
+NOT_WRITTEN = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,23 +61,27 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtax.look import actions
     from kvtax.look.perfetto import Window
 
-    out: Path | None = arguments.out
+    out: Path | None = arguments.out and arguments.out.resolve()
     if out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DemoError(f"{out}: is there already; name a new folder with --out")
     parent = out.parent if out else Path(tempfile.gettempdir())
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".kvtax-demo-", dir=parent) as aside:
-        out = out or Path(aside).with_name(Path(aside).name.removeprefix("."))
-        folder = Path(aside, out.name)
-        try:
-            _record(folder, arguments)
-            actions.show(folder, folder / PAGE, None, Window(0, 0))
-            folder.replace(out)
-        except OSError as error:
-            why = error.strerror or error
-            raise DemoError(
-                f"{parent}: {why}; name another folder with --out"
-            ) from None
+    # Named before it is made, so that a signal finds it whenever it comes.
+    aside = parent / f".kvtax-demo-{secrets.token_hex(4)}"
+    try:
+        aside.mkdir(parents=True)
+        out = out or parent / aside.name.removeprefix(".")
+        folder = aside / out.name
+        _record(folder, arguments)
+        actions.show(folder, folder / PAGE, None, Window(0, 0))
+        folder.replace(out)
+    except OSError as error:
+        if error.errno not in NOT_WRITTEN:
+            raise
+        raise DemoError(
+            f"{parent}: {error.strerror}; name another folder with --out"
+        ) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     print(f"wrote {out / PAGE}: all tables, and each moment")
     print("Your own server: kvtax run --records DIR -- vllm serve ...; kvtax look DIR")
     return Exit.GOOD

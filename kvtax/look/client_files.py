@@ -30,7 +30,7 @@ from kvtax.records.steps import MOST
 
 DRIVER, REPLAYER = "requests.jsonl", "replay.jsonl"
 # Names of files that may be a client's.
-KINDS = ("*.json", "*.jsonl")
+KINDS = ("*.json", "*.jsonl", "*.csv", "*.db")
 # Beginning of a file that shows whether it is a client's at all.
 HEAD_BYTES = 1 << 16
 # Answers to one request, or turns of one, that are looked for.
@@ -92,7 +92,8 @@ def is_not_understood(path: Path) -> bool:
     except OSError:
         return False
     is_ours = any(schema in head for schema in OUR_SCHEMAS)
-    return not is_ours and _reader_of(path) is None and any(w in head for w in TIMES)
+    of_client = any(words in head.lower() for words in TIMES)
+    return not is_ours and of_client and _reader_of(path) is None
 
 
 def _reader_of(path: Path) -> Callable[[Path], ClientFile] | None:
@@ -100,6 +101,8 @@ def _reader_of(path: Path) -> Callable[[Path], ClientFile] | None:
         return _driven
     if path.name == REPLAYER:
         return _replayed
+    if not path.suffix.startswith(".json"):
+        return None
     try:
         with path.open("rb") as file, mmap(file.fileno(), 0, prot=PROT_READ) as content:
             # A list of thousands of requests may stand before the field that shows it.
@@ -368,11 +371,12 @@ def _vllm_bench(path: Path) -> ClientFile:
     return ClientFile(requests, without_id=without_id, remedy=remedy)
 
 
-# Words in files of clients.
+# Words in files of clients, in small letters.
 TIMES = (
-    *(b'"ttft', b"time_to_first_token", b"time to first token", b'"request_start_ns"'),
-    *(b'latency"', b"latencies", b"latency (s)"),
-    *(b'"response_timestamps"', b'"output_token_times"'),
+    *(b"ttft", b"time_to_first_token", b"time to first token", b"first_chunk_latency"),
+    *(b'latency"', b"latencies", b"latency (s)", b'"request_start_ns"'),
+    *(b'"response_timestamps"', b'"output_token_times"', b"http_req_duration"),
+    *(b"response time", b"response_time"),
 )
 OUR_SCHEMAS = (b'"schema":"kvtax.', b'"schema": "kvtax.')
 # Fields by which the files of other programs are recognised.

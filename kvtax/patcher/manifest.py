@@ -6,6 +6,7 @@ Blocks of one id are forms of it, of which exactly one fits a tree (choice.py).
 """
 
 import ast
+import difflib
 import hashlib
 import re
 import textwrap
@@ -64,8 +65,10 @@ def select(known: Mapping[str, Patch], names: Iterable[str]) -> list[Patch]:
     """Return the patches of these names. Raises ManifestError if there is none."""
     for name in names:
         if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
             raise ManifestError(
-                f"no patch or set {name!r}; there are "
+                f"no patch or set {name!r}{meant}; there are "
                 f"{', '.join(sorted(known)) or 'no patches'}"
             )
     return [known[name] for name in names]

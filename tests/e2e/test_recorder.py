@@ -57,7 +57,7 @@ from kvtax.records.steps import (
 from tests.e2e.doors import DOORS, TOKENS, await_written, complete, through, unrecorded
 from tests.harness.tiny import KV_TRANSFER, MAX_TOKENS, tiny_settings, write_checkpoint
 from tests.look.by_line import figures
-from tests.proc.living import gone
+from tests.proc.living import eventually, gone
 from tests.releases import INSTALLED, under_test
 
 pytestmark = pytest.mark.e2e
@@ -418,6 +418,29 @@ def test_the_demo_records_a_server_of_its_own_and_leaves_nothing_else(
     assert "48 requests" in shown
     assert "Connector adds" in shown
     assert (tmp_path / "demo" / "look.html").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_demo_server_that_is_stopped_leaves_nothing_that_runs(tmp_path, number):
+    command = [sys.executable, "-m", "kvtax", "demo", "--serve", "--out", "demo"]
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        with subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"TMPDIR": short, "PYTHONPATH": str(REPOSITORY)},
+        ) as demo:
+            eventually(lambda: [*tmp_path.rglob("engine_step.jsonl")])
+            pids = descendants(demo.pid)
+            demo.send_signal(number)
+        eventually(lambda: gone(pids))
+        assert len(pids) > 2
+        assert not (tmp_path / "demo").exists()
+        if number == signal.SIGTERM:
+            assert demo.returncode == 128 + number
+            assert [*tmp_path.iterdir(), *Path(short).iterdir()] == []
+        segments = {path.name for path in Path("/dev/shm").glob("__KMP_*")}
+        left = [f"__KMP_REGISTERED_LIB_{pid}_0" for pid in pids]
+        assert segments.isdisjoint(left)
 
 
 def test_the_demo_without_vllm_says_what_to_install(tmp_path, capsys):

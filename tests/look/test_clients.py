@@ -704,6 +704,12 @@ NOT_UNDERSTOOD = {
     "per_request_lifecycle_metrics.json": '[{"start_time": 1.0, "info": '
     '{"output_token_times": [1.1]}}]',
     "benchmark_summary.json": '{"Average latency (s)": 1.2, "Succeed requests": 3}',
+    "benchmark_percentile.json": '[{"Percentiles": "10%", "Latency (s)": 1.2}]',
+    "benchmark_data.db": "SQLite format 3\0CREATE TABLE a(first_chunk_latency REAL)",
+    "without_details.json": '{"backend": "vllm", "mean_ttft_ms": 12.5}',
+    "profile_export_genai_perf.csv": "Metric,avg\nTime To First Token (ms),12\n",
+    "locust_stats.csv": "Type,Name,Request Count,Average Response Time\nPOST,a,1,2\n",
+    "k6.json": '{"type":"Point","metric":"http_req_duration","data":{"value":1}}\n',
 }
 
 

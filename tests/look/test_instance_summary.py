@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import resource
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -36,6 +41,7 @@ from kvtax.stats.distribution import t_quantile
 from kvtax.stats.least_squares import STRETCHES
 from tests.look.conftest import main
 from tests.look.made_up_server import FIRST_NS, Server, served
+from tests.proc.living import eventually
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 50, 99, 100, 101, 10_000])
@@ -522,3 +528,49 @@ def test_the_demo_shows_a_walk_its_fix_and_an_h100(tmp_path, capsys):
 
 def test_the_demo_is_small():
     assert RECORDS.stat().st_size <= 300_000
+
+
+DEMO = [sys.executable, "-m", "kvtax", "demo", "--out"]
+
+
+@pytest.mark.slow
+def test_the_demo_on_a_full_disk_says_so_and_leaves_nothing(tmp_path):
+    limit = functools.partial(
+        resource.setrlimit, resource.RLIMIT_FSIZE, (300_000, 300_000)
+    )
+    done = subprocess.run(
+        [*DEMO, tmp_path / "out"],
+        cwd=REPOSITORY,
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert f"{tmp_path}: File too large; name another folder" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_demo_that_is_stopped_leaves_all_or_nothing(tmp_path, number):
+    out = tmp_path / "demo"
+    command = [*DEMO, out]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as demo:
+        eventually(lambda: list(tmp_path.iterdir()))
+        demo.send_signal(number)
+        demo.communicate()
+    if out.exists():
+        assert {path.name for path in out.iterdir()} == {
+            *("fixed", "h100", "hash_walk", PAGE)
+        }
+    elif number != signal.SIGKILL:
+        assert demo.returncode == 128 + number
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_takes_no_folder_with_files(tmp_path, capsys):
+    (tmp_path / "mine").touch()
+    assert main_of_kvtax(["demo", "--out", str(tmp_path)]) == 2
+    assert "name a new folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
