@@ -166,7 +166,8 @@ def _tpot_ms(server: Path, level: int) -> Floats:
     """Return mean TPOT of each hold at a level, ms."""
     of_hold: dict[str, list[float]] = defaultdict(list)
     for one in _records(server, "requests.jsonl"):
-        if str(one.get("phase", "")).endswith(f".{level}.decoders"):
+        phase = str(one.get("phase", ""))
+        if phase.endswith(".decoders") and place_of(phase).level == level:
             times = one["first_token_ns"], one["end_ns"], one["output_tokens"]
             of_hold[one["phase"]].append((tpot_of(*times) or 0) / 1e6)
     return np.array([np.mean(of) for of in of_hold.values()])
