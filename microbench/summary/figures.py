@@ -162,8 +162,7 @@ def curve_figure(
     steps: Mapping[str, ConfigSteps], roles: Roles, name: str
 ) -> Figure | None:
     """Draw a time against |cache|, a line per config; None without data."""
-    curves = _curves(steps, roles, name)
-    return _figure(roles, name, curves) if curves.height else None
+    return _figure(roles, name, _curves(steps, roles, name))
 
 
 def _curves(steps: Mapping[str, ConfigSteps], roles: Roles, name: str) -> pl.DataFrame:
@@ -173,7 +172,9 @@ def _curves(steps: Mapping[str, ConfigSteps], roles: Roles, name: str) -> pl.Dat
     return curves.filter(pl.col("config").is_in(roles.before_after))
 
 
-def _figure(roles: Roles, name: str, curves: pl.DataFrame) -> Figure:
+def _figure(roles: Roles, name: str, curves: pl.DataFrame) -> Figure | None:
+    if not curves.height:  # of servers whose requests were late, there is no growth
+        return None
     x = curves["cache_blocks"].unique().sort().to_list()
     lines = []
     for (config,), curve in curves.group_by("config", maintain_order=True):

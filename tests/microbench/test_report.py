@@ -437,3 +437,14 @@ def test_a_run_that_cannot_be_read_is_bad_input(
     assert main(["sweep", "--report", str(folder)]) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "SUMMARY.md").exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_requests_were_all_late_has_levels_and_no_growth(tmp_path: Path):
+    folder = write_run(tmp_path, [Truth("plain"), Truth("noop", build_meta=0.2)])
+    for path in folder.rglob("requests.jsonl"):
+        path.write_text(path.read_text().replace('"valid":true', '"valid":false'))
+    report = report_of(folder)
+    figures = [one.stem for one in (report.folder / "figures").glob("*.png")]
+    assert figures == ["held_levels"]
+    assert report.document["configs"]["plain"]["verdict"] == "flat"
