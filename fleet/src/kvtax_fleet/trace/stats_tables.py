@@ -1,16 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show a trace's statistics as Markdown, alone or beside the reference study's.
-
-Its trace is unpublished: two hours of a coding service in production. FIGURES are what
-it first stated of the whole trace; kvtax_fleet.trace.twin makes a trace that has them.
-Of these its authors withdrew the share within sessions: it is 62 %. Of a sample of
-1,000 requests they state others: kvtax_fleet.trace.study_sample.
-"""
+"""Show a trace's statistics as Markdown."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 
@@ -96,51 +87,3 @@ def _row(spread: Spread | None) -> str:
 
 def _percent(share: float) -> str:
     return f"{share:.1%}".replace("%", " %")
-
-
-class Figure(NamedTuple):
-    """A figure of the study, and where it is in the statistics of a trace."""
-
-    name: str
-    value: float
-    of: Callable[[Stats], float | None]
-    unit: str = ""
-
-
-FIGURES = (
-    Figure("requests", 2_114_220, lambda stats: stats.requests),
-    Figure("duration", 7_200, lambda stats: stats.duration_s, " s"),
-    Figure("input tokens, mean", 33_600, lambda stats: stats.input_tokens.mean),
-    Figure("input tokens, p50", 20_000, lambda stats: stats.input_tokens.p50),
-    Figure("input tokens, p90", 88_000, lambda stats: stats.input_tokens.p90),
-    Figure("output tokens, mean", 445, lambda stats: stats.output_tokens.mean),
-    Figure("output tokens, p50", 80, lambda stats: stats.output_tokens.p50),
-    Figure("input tokens per output token", 75.6, lambda stats: stats.io_ratio),
-    Figure("prefill share", 98, lambda stats: 100 * stats.prefill_share, " %"),
-    Figure(
-        "of the reusable blocks, in the session",
-        91,
-        lambda stats: 100 * (stats.intra_session_share_of_reuse or 0),
-        " %",
-    ),
-    Figure("APC, infinite cache", 71, lambda stats: 100 * stats.apc_infinite, " %"),
-)
-
-
-def beside_study(stats: Stats) -> str:
-    """Make a table of each figure of the study, the trace's, and the distance."""
-    lines = [f"| | study | {stats.source} | off by |", "|---|---:|---:|---:|"]
-    for name, value, of, unit in FIGURES:
-        found = of(stats)
-        if found is None:
-            lines.append(f"| {name} | {value:,}{unit} | - | - |")
-            continue
-        off = 100 * (found / value - 1)
-        lines.append(
-            f"| {name} | {value:,}{unit} | {_rounded(found)}{unit} | {off:+.1f} % |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _rounded(value: float) -> str:
-    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
