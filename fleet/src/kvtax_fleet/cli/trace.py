@@ -97,8 +97,7 @@ def _add_stats(parser: argparse.ArgumentParser) -> None:
 def _stats(arguments: argparse.Namespace) -> None:
     import msgspec
 
-    from kvtax_fleet.trace.stats import describe
-    from kvtax_fleet.trace.stats_tables import markdown
+    from kvtax_fleet.trace.stats import describe, markdown
 
     stats = describe(
         _read(arguments),
