@@ -100,8 +100,6 @@ def simulated(model: str, running: int, host: StepTimes) -> Iterator[Path]:
             requests=RequestTimes(),
             overlapping=False,
             transfer=None,
-            event_delay_ns=0,
-            event_loss=0.0,
             vocab_size=VOCABULARY,
             max_model_len=PROFILE.max_model_len,
             proxy=resolved([instance], Settings("linear")),

@@ -246,7 +246,7 @@ def test_what_a_load_generator_saw_is_joined_to_what_its_engine_did(served, name
         on_the_way_ms = told.select(on_the_way_us(span) / 1e3).to_series()
         assert on_the_way_ms.min() > 0
         assert on_the_way_ms.median() < OUTSIDE_THE_ENGINE_MS
-    assert "clients waited, ms" in served.told
+    assert "clients waited, ms" in served.page
 
 
 def test_a_pulled_prompt_waited_for_kv_and_a_local_one_did_not(served):
@@ -272,7 +272,7 @@ def test_the_table_and_the_page_name_what_the_connector_took(served):
     for name in ("d", "p"):
         assert re.search(rf"^{name}/\S+: vLLM ", served.told, re.MULTILINE)
     assert "worker.get_finished" in served.told
-    assert "The connector's share of a request's time" in served.told
+    assert "The connector's share of a request's time" in served.page
     assert "cmpl-pulled0-0" in served.page
     assert "Warnings" not in served.told
 

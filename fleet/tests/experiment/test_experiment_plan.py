@@ -294,7 +294,7 @@ WRONG_FILES = {
             "request_timeout_s": ("0", "inf"),
             "lag_budget_ms": ("0", "nan"),
             "time_factor": ("0.0", "inf"),
-            "virtual": ("{ event_delay_ms = inf }", "{ event_loss = 1.0 }"),
+            "virtual": ("{ scheduling = 1 }", "{ event_loss = 0.5 }"),
         }.items()
         for value in values
     },

@@ -12,7 +12,7 @@ from kvtax_fleet.experiment.config import Workload
 from kvtax_fleet.experiment.experiment_plan import source as experiment_source
 from kvtax_fleet.experiment.workload import make_workload
 from kvtax_fleet.trace import Request, TraceError, read_trace, write_trace
-from kvtax_fleet.trace.twin import Twin
+from kvtax_fleet.trace.study_sample import StudySample
 
 
 def source(folder: Path, sessions: int, turns: int) -> Path:
@@ -88,14 +88,14 @@ def test_more_sessions_than_there_are_are_refused(tmp_path):
         load(tmp_path, Workload("t", sessions=7))
 
 
-@pytest.mark.parametrize("given", [{}, {"trace": "t", "twin": Twin()}])
+@pytest.mark.parametrize("given", [{}, {"trace": "t", "study_sample": StudySample()}])
 def test_a_load_is_either_a_file_s_or_made_up(given: dict) -> None:
     with pytest.raises(ValueError, match="give one of"):
         Workload(**given)
 
 
 def test_a_made_up_load_has_as_many_requests_as_it_says(tmp_path: Path) -> None:
-    workload = Workload(twin=Twin(requests=500), max_think_s=0)
+    workload = Workload(study_sample=StudySample(requests=500), max_think_s=0)
     made = experiment_source(workload, tmp_path)
     facts = make_workload(workload, made, tmp_path / "out.jsonl.gz", True, 0)
     assert facts.requests == 500

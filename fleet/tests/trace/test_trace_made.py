@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvtax trace sample`, `synth`, `twin` and `study-sample` make what they state."""
+"""`kvtax trace sample`, `synth` and `study-sample` make what they state."""
 
 from __future__ import annotations
 
 import hashlib
 import lzma
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -21,24 +18,19 @@ from fleet.tests.trace.trace_commands import (
     stats,
     trace_of,
 )
-from kvtax.paths import REPOSITORY
 from studies.reference_study.sample import FIRST, figures, new_tokens
 
 from kvtax_fleet.policies.decision import HEAVY_ABOVE_TOKENS, HUGE_ABOVE_TOKENS
 from kvtax_fleet.trace import Request, read_trace, write_trace
 from kvtax_fleet.trace.sample import sample
-from kvtax_fleet.trace.stats import describe
-from kvtax_fleet.trace.stats_tables import FIGURES
 from kvtax_fleet.trace.study_sample import StudySample, sampled_requests
 from kvtax_fleet.trace.synth import Shape, synth
-from kvtax_fleet.trace.twin import SYSTEM_TOKENS, Twin, _requests
 
 pytestmark = pytest.mark.usefixtures("signals")
 
 MAKERS = [
     ("sample", LE62K, "--target-requests", 200),
     ("synth", "--sessions", 20),
-    ("twin", "--requests", 500),
     ("study-sample", "--requests", 300),
 ]
 
@@ -62,9 +54,7 @@ def test_equal_seeds_give_equal_traces_and_others_others(tmp_path, maker):
         (("synth", "--sessions", 100, "--turns", 2), "of reach: such sessions have 0."),
         (("synth", "--sessions", 0), ">= 1"),
         (("synth", "--sessions", 2, "--block-tokens", 10**6), "has a whole block"),
-        (("twin", "--requests", 0), ">= 1"),
         (("study-sample", "--requests", 1_001), "<= 1000"),
-        (("twin", "--block-tokens", 4096), "<= 2048"),
     ],
 )
 def test_what_cannot_be_made_is_refused_and_leaves_nothing(
@@ -222,86 +212,6 @@ def test_a_made_up_trace_has_the_stated_means(tmp_path, capsys):
     assert found["think_s"]["mean"] == pytest.approx(15, rel=0.05)
     assert found["context_growth_tokens"]["mean"] == pytest.approx(1045, rel=0.05)
     assert found["input_tokens"]["max"] <= 131_072
-
-
-# In 25 seeds the p50 of this many inputs was off by 0.45 % (standard deviation), every
-# other figure by less: 2 % are four of them.
-REQUESTS = 200_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_twin_of_a_tenth_has_every_figure_within_2_percent(seed):
-    shape = Twin(requests=REQUESTS, seed=seed)
-    found = describe(islice(_requests(shape), REQUESTS), "twin")
-    off = {
-        figure.name: figure.of(found) / figure.value - 1
-        for figure in FIGURES
-        if figure.name != "requests"
-    }
-    assert len(off) == 10
-    assert {name: share for name, share in off.items() if abs(share) > 0.02} == {}
-
-
-def test_a_twin_is_made_and_shown_beside_the_study(tmp_path, capsys):
-    out = tmp_path / "t.gz"
-    assert run("twin", "--requests", 5_000, "--out", out) == 0
-    assert "5,000 requests" in capsys.readouterr().out
-    assert run("stats", "--beside-study", out) == 0
-    table = capsys.readouterr().out
-    assert "| requests | 2,114,220 | 5,000 | -99.8 % |" in table
-    assert table.count("\n") == 2 + len(FIGURES)
-
-
-def test_a_twin_s_prompts_grow_until_they_are_compacted_and_long_ones_share_a_head():
-    """Each begins with the one before, or with nothing of it."""
-    system = list(range(SYSTEM_TOKENS // 512))
-    last: dict[str, list[int]] = {}
-    grown = compacted = 0
-    for request in islice(_requests(Twin(requests=5_000)), 5_000):
-        before = last.get(request.session)
-        if before is None:
-            shares = request.input_tokens >= SYSTEM_TOKENS
-            assert (request.hashes[: len(system)] == system) == shares
-        elif request.hashes[: len(before)] == before:
-            grown += 1
-        else:
-            compacted += 1
-            assert not set(before) & set(request.hashes)
-            assert len(request.hashes) < len(before)
-        last[request.session] = request.hashes
-    assert grown > 100 * compacted > 0
-
-
-def test_a_full_rate_twin_begins_with_sessions_under_way():
-    """All of the first drawn sessions have ended before it begins."""
-    for request in islice(_requests(Twin()), 1_000):
-        assert 0 <= request.arrival_s < 60
-
-
-@pytest.mark.slow
-def test_a_twin_five_times_as_long_takes_no_more_memory(tmp_path):
-    """It is written while it is made. Its columns alone would take 16 MB more."""
-    script = (
-        "import resource, sys\n"
-        "from kvtax_fleet.trace.twin import Twin, twin\n"
-        "requests, out = int(sys.argv[1]), sys.argv[2]\n"
-        "twin(Twin(requests, requests / 20, block_tokens=2048), out)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-
-    def peak_kib(requests: int) -> int:
-        out = str(tmp_path / "t")
-        made = subprocess.run(
-            [sys.executable, "-c", script, str(requests), out],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return int(made.stdout)
-
-    assert peak_kib(250_000) < peak_kib(50_000) + 8 * 1024
 
 
 @pytest.mark.parametrize("seed", [42, 0, 1])

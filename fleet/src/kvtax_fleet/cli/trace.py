@@ -32,12 +32,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("anonymise", "turn a request log into a trace", _add_anonymise, _anonymise),
         ("synth", "make a trace of agentic sessions", _SYNTH.add_arguments, _SYNTH.run),
         (
-            "twin",
-            "make a trace like the reference study's",
-            _TWIN.add_arguments,
-            _TWIN.run,
-        ),
-        (
             "study-sample",
             "make a trace like the study's sample",
             _STUDY_SAMPLE.add_arguments,
@@ -97,21 +91,13 @@ def _add_stats(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"number of the largest sessions to list (default: {TOP_SESSIONS})",
     )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument(
-        "--beside-study",
-        action="store_true",
-        help="print only the figures known of the reference study's trace, and this "
-        "trace's beside them",
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _stats(arguments: argparse.Namespace) -> None:
     import msgspec
 
-    from kvtax_fleet.trace.stats import describe
-    from kvtax_fleet.trace.stats_tables import beside_study, markdown
+    from kvtax_fleet.trace.stats import describe, markdown
 
     stats = describe(
         _read(arguments),
@@ -122,8 +108,6 @@ def _stats(arguments: argparse.Namespace) -> None:
     _print_left_out(arguments)
     if arguments.json:
         print(msgspec.json.encode(stats).decode())
-    elif arguments.beside_study:
-        print(beside_study(stats), end="")
     else:
         print(markdown(stats), end="")
 
@@ -225,7 +209,6 @@ class _Made(NamedTuple):
 
 
 _SYNTH = _Made("synth", "synth", "Shape")
-_TWIN = _Made("twin", "twin", "Twin")
 _STUDY_SAMPLE = _Made("study_sample", "study_sample", "StudySample")
 
 

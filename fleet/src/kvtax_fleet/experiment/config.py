@@ -27,7 +27,6 @@ from kvtax_fleet.records.arm import OUR_PROXY
 from kvtax_fleet.records.instances import Role
 from kvtax_fleet.trace.sessions import FIRST_SHARED_ID
 from kvtax_fleet.trace.study_sample import StudySample
-from kvtax_fleet.trace.twin import Twin
 
 # Programs that follow the instances' KV events, by an arm's `cache_state`.
 # Distance between the block ids of two copies. Traces count ids up from 0, in sessions
@@ -50,8 +49,7 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     `trace` is a file below the repository's folder. In its place, `study_sample` makes
     a trace like the reference study's sample of 1,000 requests
-    (kvtax_fleet/trace/study_sample.py), and `twin` one like its whole trace, with a
-    number of requests and a seed (kvtax_fleet/trace/twin.py). `sessions` whole sessions
+    (kvtax_fleet/trace/study_sample.py). `sessions` whole sessions
     are drawn with the experiment's seed (None: all). Each is cut to its first
     `max_turns` turns, to answers of at most `max_output_tokens` and to at most
     `max_think_s` between a turn and the next. The `copies` of a session have blocks of
@@ -60,7 +58,6 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """
 
     trace: str | None = None
-    twin: Twin | None = None
     study_sample: StudySample | None = None
     sessions: Count | None = None
     max_turns: Count | None = None
@@ -69,9 +66,8 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     copies: Annotated[int, msgspec.Meta(ge=1, le=MOST_COPIES)] = 1
 
     def __post_init__(self) -> None:
-        sources = (self.trace, self.study_sample, self.twin)
-        if sum(source is not None for source in sources) != 1:
-            raise ValueError("give one of `trace`, `study_sample` and `twin`")
+        if (self.trace is None) == (self.study_sample is None):
+            raise ValueError("give one of `trace` and `study_sample`")
 
 
 class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -112,15 +108,10 @@ class Virtual(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     `host` is a name in configs/hosts/: the times that engines, connectors and servers
     take; without it they take none. `scheduling`: whether vLLM schedules a step while
     the step before runs (`async`), as it does on GPUs and cannot on CPUs.
-    `event_delay_ms`: time after a step until an arm with exact cache state knows the
-    blocks that it cached; `event_loss`: the share of the steps whose events arrive with
-    a later step's.
     """
 
     host: str | None = None
     scheduling: Literal["sync", "async"] = "sync"
-    event_delay_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    event_loss: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
 
 
 class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -35,10 +35,8 @@ from kvtax_fleet.replay.http_link import Model, check_lengths, check_vocabulary
 from kvtax_fleet.replay.sessions import group
 from kvtax_fleet.trace import read_trace
 from kvtax_fleet.trace.study_sample import study_sample
-from kvtax_fleet.trace.twin import twin
 
 TRACE = "trace.jsonl.gz"
-TWIN = "twin.jsonl.gz"
 STUDY_SAMPLE = "study-sample.jsonl.gz"
 PLAN_FILE = "experiment.json"
 # Keys of the provenance on which a run in virtual time depends.
@@ -191,12 +189,9 @@ def source(workload: Workload, aside: Path) -> Path:
     """
     if workload.trace is not None:
         return FLEET / workload.trace
-    if workload.study_sample is not None:
-        study_sample(workload.study_sample, aside / STUDY_SAMPLE)
-        return aside / STUDY_SAMPLE
-    assert workload.twin is not None
-    twin(workload.twin, aside / TWIN)
-    return aside / TWIN
+    assert workload.study_sample is not None
+    study_sample(workload.study_sample, aside / STUDY_SAMPLE)
+    return aside / STUDY_SAMPLE
 
 
 def check_slots(experiment: Experiment, sessions: int) -> None:

@@ -296,8 +296,6 @@ def _cell(
         requests=host.requests,
         overlapping=experiment.virtual.scheduling == "async",
         transfer=run.arm.transfer or wanted.settings.transfer,
-        event_delay_ns=round(experiment.virtual.event_delay_ms * 1e6),
-        event_loss=experiment.virtual.event_loss,
         vocab_size=model.vocab_size,
         max_model_len=wanted.settings.max_model_len,
         proxy=_proxy(run.arm, list(servers)),

@@ -41,8 +41,6 @@ class Cell(msgspec.Struct, frozen=True):
     requests: RequestTimes
     overlapping: bool
     transfer: Transfer | None
-    event_delay_ns: int
-    event_loss: float
     vocab_size: int
     max_model_len: int
     proxy: Settings

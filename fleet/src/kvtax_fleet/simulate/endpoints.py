@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -180,45 +178,24 @@ async def probe(instance: Instance) -> None:
     """Do nothing: its /health is always good."""
 
 
-@dataclass
-class _EventState:
-    """The state of an instance as its events report it.
+class VirtualIndex:
+    """Exact cache state, from the engines' own KV events, each known as its step ends.
 
     Equal blocks may be cached more than once: each is stored, and each removed.
-    `missed`: lost messages. `due_ns`: when the last message that was not lost arrives.
-    """
-
-    blocks: Counter[Hash] = field(default_factory=Counter)
-    missed: list[KVCacheEvent] = field(default_factory=list)
-    due_ns: int = 0
-
-
-class VirtualIndex:
-    """Exact cache state, from the engines' own KV events.
-
-    Events of a step arrive `delay_ns` after its end, except for the share `loss` of the
-    steps, drawn by `chance`: ZMQ loses messages where a receiver is slow. As kvindexd
-    does, this one notices the gap with the next message, and requests what it missed.
     """
 
     def __init__(
         self,
         engines: Mapping[str, VirtualEngine],
         loop: VirtualLoop,
-        delay_ns: int,
         block_tokens: int,
-        loss: float = 0.0,
-        chance: random.Random | None = None,
     ) -> None:
         self._loop = loop
-        self._delay_ns = delay_ns
         self._block_tokens = block_tokens
-        self._loss = loss
-        self._chance = chance or random.Random(0)
-        self._states = {name: _EventState() for name in engines}
+        self._blocks: dict[str, Counter[Hash]] = {name: Counter() for name in engines}
         self._any_engine = next(iter(engines.values()))
         for name, engine in engines.items():
-            engine.on_events(partial(self._receive, self._states[name]))
+            engine.on_events(partial(self._receive, self._blocks[name]))
 
     async def cached_tokens(self, body: RequestBody[VirtualRequest]) -> dict[str, int]:
         """Look a prompt up, without its last token's block, which vLLM computes."""
@@ -226,31 +203,21 @@ class VirtualIndex:
         hashes = self._any_engine.block_hashes(body.raw.prompt)[:whole]
         return {
             name: self._block_tokens
-            * sum(1 for _ in takewhile(state.blocks.__contains__, hashes))
-            for name, state in self._states.items()
+            * sum(1 for _ in takewhile(blocks.__contains__, hashes))
+            for name, blocks in self._blocks.items()
         }
 
     def states(self) -> dict[str, State]:
         """Return the state of each instance, as kvindexd reports it."""
         return {
-            name: State(
-                name, True, 0, 0, self._block_tokens, {"GPU": one.blocks.total()}
-            )
-            for name, one in self._states.items()
+            name: State(name, True, 0, 0, self._block_tokens, {"GPU": blocks.total()})
+            for name, blocks in self._blocks.items()
         }
 
     def _receive(
-        self, state: _EventState, events: list[KVCacheEvent], at_ns: int
+        self, blocks: Counter[Hash], events: list[KVCacheEvent], at_ns: int
     ) -> None:
-        if self._chance.random() < self._loss:
-            state.missed += events
-            return
-        # The request for missed events and its answer take as long twice more.
-        ways = 3 if state.missed else 1
-        state.due_ns = max(state.due_ns, at_ns + ways * self._delay_ns)
-        arrived = [*state.missed, *events]
-        state.missed.clear()
-        self._loop.call_at_ns(state.due_ns, _apply, state.blocks, arrived)
+        self._loop.call_at_ns(at_ns, _apply, blocks, events)
 
 
 def _apply(blocks: Counter[Hash], events: list[KVCacheEvent]) -> None:

@@ -209,11 +209,7 @@ def _index(
     if cell.proxy.cache != "exact":
         return None
     engines = {name: instance.engine for name, instance in fleet.items()}
-    block_tokens = cell.members[0].instance.block_tokens
-    chance = random.Random(f"{cell.seed}/{cell.planned.repeat}/events")
-    return VirtualIndex(
-        engines, loop, cell.event_delay_ns, block_tokens, cell.event_loss, chance
-    )
+    return VirtualIndex(engines, loop, cell.members[0].instance.block_tokens)
 
 
 def _fix_chance(seed: int) -> None:

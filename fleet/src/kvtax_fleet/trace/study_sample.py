@@ -33,9 +33,10 @@ from kvtax_fleet.trace.synth import (
     arrivals_s,
     firsts,
     lasts,
+    log_linear,
+    log_linear_tokens,
     turn_numbers,
 )
-from kvtax_fleet.trace.twin import log_linear, log_linear_tokens
 
 Points = tuple[tuple[float, float], ...]
 

@@ -9,8 +9,8 @@ as bring the reuse down to the stated one, to the block.
 Lengths and think times are log-normal, turns geometric, sessions arrive as a Poisson
 process. An answer takes its tokens at DECODE_TOKENS_PER_S.
 
-Turns are columns (`Turns`), which kvtax_fleet.trace.twin uses, too; `Contexts` makes
-requests of them.
+Turns are columns (`Turns`), which kvtax_fleet.trace.study_sample uses, too; `Contexts`
+makes requests of them.
 """
 
 from __future__ import annotations
@@ -263,3 +263,17 @@ def arrivals_s(
     waited_s[1:] += output_tokens[:-1] / DECODE_TOKENS_PER_S
     waited_s[firsts(session)] = begins_s
     return np.round(sum_within(session, waited_s), 3)
+
+
+def log_linear(
+    points: tuple[tuple[float, float], ...], at: NDArray[Any]
+) -> NDArray[Any]:
+    """Interpolate the quantile function through (share, value), log-linearly."""
+    shares, values = zip(*points, strict=True)
+    return np.exp(np.interp(at, shares, np.log(values)))
+
+
+def log_linear_tokens(
+    points: tuple[tuple[float, float], ...], at: NDArray[Any]
+) -> NDArray[Any]:
+    return np.rint(log_linear(points, at)).astype(np.int64)
