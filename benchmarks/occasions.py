@@ -19,8 +19,8 @@ import numpy as np
 
 from kvtax.paths import REPOSITORY
 from kvtax.records.estimate import Estimate
-from kvtax.records.evidence import Evidence
 from kvtax.records.files import read_document
+from kvtax.records.per_config import Evidence
 from kvtax.report.markdown import interval, number, table
 from kvtax.verdict.analysis import judge
 from kvtax.verdict.metrics import TIMED

@@ -24,10 +24,9 @@ from kvtax.records.run import Verdict
 from kvtax.report.markdown import DASH, table
 from kvtax.stats.processes import look_level
 from kvtax.steps.trial_steps import NO_CPU, PROCESSES
-from kvtax.verdict.holds import held_steps, hold_table
+from kvtax.verdict.holds import held_steps, hold_table, rare_steps
 from kvtax.verdict.measured import fits_of
 from kvtax.verdict.metrics import MARGIN_US_PER_1K_BLOCKS, METRICS
-from kvtax.verdict.rare import rare_steps
 from kvtax.verdict.trials import LoadedTrial, load_run
 from kvtax.verdict.verdict import judge_all, judge_rare, overall_verdict
 

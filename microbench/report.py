@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from kvtax.engine.provenance import git_commit
-from kvtax.records.evidence import Evidence
 from kvtax.records.files import read_document, write_document, write_whole
+from kvtax.records.per_config import Evidence
 from kvtax.report.document import Section
 from kvtax.verdict.analysis import Analysis, evidence_of, judge, steps_of_run
 from kvtax.verdict.trials import load_run

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import msgspec
 
 from kvtax.records import (
-    evidence,
     observatory_cell,
     per_config,
     requests,
@@ -97,7 +96,7 @@ FORMATS = (
     Format(
         "evidence.json",
         "What a sweep measured, a row for each hold; its results are made from it.",
-        (evidence.Evidence,),
+        (per_config.Evidence,),
     ),
     Format(
         "observatory/*.jsonl.xz",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""per_config.json: the results of a run, config by config.
+"""per_config.json: the results of a run, config by config; evidence.json: its holds.
 
 An estimate is `{value, ci95}`; quantiles are `{p50, p90, p99}`; what was not measured
 is null. "By time" is by `schedule`, `overhead` and `step`, which have a level each; "by
@@ -15,7 +15,7 @@ import msgspec
 
 from kvtax.records.estimate import Estimate
 from kvtax.records.profile import ProfileRecord
-from kvtax.records.run import IdleCost, ReadCounts, Verdict
+from kvtax.records.run import IdleCost, ReadCounts, RunRecord, Verdict
 
 Quantiles = dict[str, int | float]
 
@@ -314,3 +314,42 @@ class PerConfig(
     """What each host measured, by its address; null for a run on one machine."""
     machine: MachineEntry | None = None
     """How quiet the machine was; null for a run that did not record it."""
+
+
+class ConfigEvidence(msgspec.Struct, kw_only=True):
+    """Measurements of one config."""
+
+    facts: ConfigEntry
+    """Its entry in per_config.json without verdicts and comparisons."""
+    holds: dict[str, list[float | None]] = msgspec.field(default_factory=dict)
+    """Columns of the table of its holds, a row each: `repeat`, `hold`, `level`, `many`
+    (1 with many decoders), `cache_blocks`, `age_s`, `time_s`, `steps` and `long` (those
+    that took 1 ms longer than usual), `rest` (the step without scheduler and connector)
+    and each metric, in us per step."""
+    log_p50: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    """Logarithms of the medians at the stated |cache|, by time, of each server."""
+    growth_slopes: dict[str, Estimate | None] = msgspec.field(default_factory=dict)
+    """Growth by time while |cache| grows under an open load."""
+    interrupted_share: float = 0.0
+    """Share of its steps that took several times as long as usual."""
+
+
+class Evidence(
+    msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.evidence/1"
+):
+    """Measurements of a run; `kvtax sweep --report` makes the results from it."""
+
+    run: RunRecord
+    """That of run.json."""
+    report_git_commit: str | None
+    """Commit of the code that read the run's records."""
+    window: WindowRecord | None
+    """That of per_config.json."""
+    configs: dict[str, ConfigEvidence]
+    """By config."""
+    machine: MachineEntry | None = None
+    """That of per_config.json."""
+    hosts: dict[str, HostEntry] | None = None
+    """That of per_config.json."""
+    figures: list[str] = []
+    """Names of the figures that were drawn."""

@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 SEED = 20_240_731
 REPLICATES = 500
 # Angles at which the density of F is summed up.
-ANGLES = 20_001
+ANGLES = 40_001
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,13 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from kvtax.records.evidence import ConfigEvidence, Evidence
-from kvtax.records.per_config import HostEntry, PerConfig, WindowRecord
+from kvtax.records.per_config import (
+    ConfigEvidence,
+    Evidence,
+    HostEntry,
+    PerConfig,
+    WindowRecord,
+)
 from kvtax.records.run import HostRecord, RunRecord
 from kvtax.records.warning import RunWarning
 from kvtax.stats.processes import look_level

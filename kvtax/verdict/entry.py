@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 
 import polars as pl
 
-from kvtax.records.evidence import ConfigEvidence
 from kvtax.records.per_config import (
     BaselineDifference,
     ConfigEntry,
+    ConfigEvidence,
     NoiseFloor,
     PartCost,
 )

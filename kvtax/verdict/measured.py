@@ -18,7 +18,7 @@ from kvtax.stats.held import Fit, fit
 from kvtax.stats.median_slope import Cells, make_cells, slope_us_per_1k_blocks
 from kvtax.stats.processes import RunSpread, look_level, student
 from kvtax.steps.trial_steps import NO_CPU
-from kvtax.verdict.holds import as_holds, held_steps
+from kvtax.verdict.holds import as_holds, held_steps, rare_steps
 from kvtax.verdict.levels import Level
 from kvtax.verdict.metrics import (
     JUDGED,
@@ -28,7 +28,6 @@ from kvtax.verdict.metrics import (
     TIMED,
     TIMED_MANY,
 )
-from kvtax.verdict.rare import rare_steps
 from kvtax.verdict.trials import LoadedTrial
 
 

@@ -32,8 +32,8 @@ from kvtax.records.estimate import Estimate
 from kvtax.records.per_config import HeldLevels, RareSteps
 from kvtax.records.run import Verdict
 from kvtax.stats.held import Fit, falls, growth, most_rise_us
+from kvtax.verdict.holds import CHANCE
 from kvtax.verdict.metrics import DECISIVE, MARGIN_US_PER_1K_BLOCKS, RARE, margin_of
-from kvtax.verdict.rare import CHANCE
 
 # A part that rises by more than so many margins from pass to pass is not flat.
 DRIFT_MARGINS = 3

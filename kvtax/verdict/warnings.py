@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import polars as pl
 
-from kvtax.records.evidence import ConfigEvidence
-from kvtax.records.per_config import ConfigEntry, NoiseFloor
+from kvtax.records.per_config import ConfigEntry, ConfigEvidence, NoiseFloor
 from kvtax.records.run import RunRecord
 from kvtax.records.warning import RunWarning, Warn
 from kvtax.stats import Estimate

@@ -137,7 +137,7 @@ CURVES = {
 }
 # Those that documents show.
 HELD_LEVELS = "held_levels"
-FILES = ("schedule_vs_cache", BEFORE_AFTER)
+FILES = ("schedule_vs_cache",)
 
 
 def draw_all(

@@ -229,7 +229,7 @@ def test_the_section_compares_all_from_noop_to_all_fixes(fixes_report, document)
     made = before_and_after(document)
     assert [fixes_report.page["by_title"][one["title"]] for one in made] == made
     assert [row[0] for row in made[0]["rows"]] == [truth.name for truth in FIXES]
-    assert (fixes_report.folder / "figures" / "before_after.png").exists()
+    assert (fixes_report.folder / "figures" / "held_levels.png").exists()
 
 
 @pytest.mark.slow

@@ -19,10 +19,10 @@ from kvtax.verdict.holds import (
     hold_table,
     holds_of,
     holds_of_cpu,
+    rare_steps,
 )
 from kvtax.verdict.levels import Level, thin
 from kvtax.verdict.metrics import METRICS, PROCESSES, THREADS, Metric
-from kvtax.verdict.rare import rare_steps
 from tests.verdict.steps import cpu, hold
 
 MEAN = Metric("schedule_us")

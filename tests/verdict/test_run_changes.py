@@ -8,10 +8,10 @@ from typing import Any
 import polars as pl
 import pytest
 
-from kvtax.records.evidence import ConfigEvidence
 from kvtax.records.per_config import (
     BaselineDifference,
     ConfigEntry,
+    ConfigEvidence,
     HeldLevels,
     NoiseFloor,
     PerConfig,
