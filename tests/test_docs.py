@@ -131,6 +131,7 @@ def test_each_answer_is_measured_again_by_its_command(monkeypatch, tmp_path):
     for answer in text.split("\n## ")[1:]:
         commands = re.findall(r"^ {4}kvtax (.+)$", answer, flags=re.MULTILINE)
         modules = re.findall(r"^ {4}python -m (pytest|studies\.\w+)", answer, re.M)
+        modules += re.findall(r"^ {4}make (kvindexd-bench)$", answer, re.M)
         old = re.findall(r"^ {4}git checkout (\w+) && kvtax bench", answer, re.M)
         assert commands or modules or old, answer
         for commit in old:
