@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -113,7 +114,7 @@ def drive(server: TinyServer, folder: Path) -> None:
     }
     (folder / "plan.json").write_text(json.dumps(plan))
     sent_by = ["microbench.driver", server.url, str(folder / "plan.json")]
-    run(*sent_by, str(folder / "requests.jsonl"))
+    run(*sent_by, str(folder / "requests.jsonl"), str(os.getpid()))
 
 
 def replay(server: TinyServer, folder: Path) -> None:
