@@ -49,9 +49,19 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Compare and print. Raises RecordsError."""
-    files = arguments.evidence or [*sorted(SWEEPS.glob("*.json.gz")), COMMITTED]
-    print(report([occasion(read_document(file, Evidence)) for file in files]))
+    files = arguments.evidence
+    print(report([read(file) for file in files] if files else committed()))
     return 0
+
+
+def committed() -> list[Occasion]:
+    """Read the committed sweeps, the one of SUMMARY.md last."""
+    return [read(file) for file in (*sorted(SWEEPS.glob("*.json.gz")), COMMITTED)]
+
+
+def read(file: Path) -> Occasion:
+    """Read the headline of a sweep. Raises RecordsError."""
+    return occasion(read_document(file, Evidence))
 
 
 def occasion(evidence: Evidence) -> Occasion:

@@ -11,7 +11,8 @@ It names a config of per_config.json, a value of it by keys with dots between th
 the value's format as Python writes it (none for text). A value that has an interval is
 written as `value [low, high]`. Tables stand between `<!--NAME-->` and `<!--/NAME-->`:
 `connectors` and `offloads` are made of the observatory's cells, `leases`, `polls` and
-`pulls` of the result of studies.pending. A test compares all of them.
+`pulls` of the result of studies.pending, `occasions` of the committed sweeps. A test
+compares all of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 from typing import Any
 
+from benchmarks import occasions
 from kvtax.axes.matrix import read_all_cells, read_pending
 from kvtax.axes.page import ARROW, axes_of_growth, idle_us
 from kvtax.engine.releases import known_releases
@@ -38,7 +40,8 @@ MARK = re.compile(
 
 PARTS_OF_PENDING = ("leases", "polls", "pulls")
 TABLE = re.compile(
-    rf"<!--(?P<name>connectors|offloads|{'|'.join(PARTS_OF_PENDING)})-->\n.*?"
+    rf"<!--(?P<name>connectors|offloads|occasions|{'|'.join(PARTS_OF_PENDING)})-->\n"
+    r".*?"
     r"<!--/(?P=name)-->",
     re.DOTALL,
 )
@@ -99,10 +102,7 @@ def written(page: str, configs: dict[str, Any]) -> str:
 
 def _table(mark: re.Match[str]) -> str:
     name = mark["name"]
-    if name in PARTS_OF_PENDING:
-        made = _pending(name)
-    else:
-        made = _connectors() if name == "connectors" else _offloads()
+    made = _pending(name) if name in PARTS_OF_PENDING else MADE[name]()
     return f"<!--{name}-->\n{made}\n<!--/{name}-->"
 
 
@@ -132,6 +132,14 @@ def _offloads() -> str:
         for levels in (AXES[axis].levels,)
     ]
     return table(head, rows)
+
+
+def _occasions() -> str:
+    """Make the table of the committed sweeps."""
+    return occasions.report(occasions.committed())
+
+
+MADE = {"connectors": _connectors, "offloads": _offloads, "occasions": _occasions}
 
 
 def _ends(cell: CellRecord) -> list[str]:
