@@ -30,7 +30,6 @@ BENCHMARKS = (
     Benchmark("hooks", 15, "step records: cost per engine step, off and on"),
     Benchmark("look", 15, "kvtax look at 100 million steps: time and memory"),
     Benchmark("power", 5, "the smallest growth that a sweep catches"),
-    Benchmark("occasions", 1, "does a sweep's headline hold the next sweep's figure?"),
     Benchmark("coverage", 5, "intervals of levels, and false verdicts"),
     Benchmark("zygote", 20, "servers forked and started cold: time, figures, verdicts"),
     Benchmark("axes_gate", 40, "broken connectors caught by the gate along axes"),

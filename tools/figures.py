@@ -24,7 +24,6 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks import occasions
 from kvtax.axes.matrix import read_all_cells, read_pending
 from kvtax.axes.page import ARROW, axes_of_growth, idle_us
 from kvtax.engine.releases import known_releases
@@ -32,6 +31,7 @@ from kvtax.paths import REPOSITORY
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report.markdown import DASH, table
 from kvtax.verdict.axes import AXES, growth
+from tools import occasions
 
 MARK = re.compile(
     r"(<!--sweep (?P<keys>[\w.]+)(?: (?P<format>[^\s>-]+))?-->)[^<]*(<!--/-->)"

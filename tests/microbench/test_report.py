@@ -13,7 +13,6 @@ import numpy as np
 import polars as pl
 import pytest
 
-from benchmarks import occasions
 from kvtax.cli import main
 from kvtax.paths import REPOSITORY
 from kvtax.records.estimate import Estimate
@@ -26,6 +25,7 @@ from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run
 from microbench.summary.figures import BINS, binned_curves
 from tests.microbench.synthetic import Report, Truth, report_of, write_run
+from tools import occasions
 
 HASH = "mooncake_both_hash_sync"
 TRUTHS = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare sweeps of several occasions: `kvtax bench occasions [EVIDENCE]...`
+"""Compare sweeps of several occasions: `python -m tools.occasions [EVIDENCE]...`
 
 Does a headline hold the next run? For each sweep, by default those in
 benchmarks/results/sweeps/ and the committed one: the machine's grade, how many configs
@@ -10,7 +10,8 @@ sweeps the one's interval holds the other's figure. Nothing is measured anew.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
@@ -42,14 +43,13 @@ class Occasion(NamedTuple):
     growth: Estimate | None
 
 
-def configure(parser: ArgumentParser) -> None:
-    """Add the files."""
-    parser.add_argument("evidence", nargs="*", type=Path, metavar="EVIDENCE")
-
-
-def run(arguments: Namespace) -> int:
+def main() -> int:
     """Compare and print. Raises RecordsError."""
-    files = arguments.evidence
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("evidence", nargs="*", type=Path, metavar="EVIDENCE")
+    files = parser.parse_args().evidence
     print(report([read(file) for file in files] if files else committed()))
     return 0
 
@@ -126,3 +126,7 @@ def report(occasions: list[Occasion]) -> str:
         counts.append(f"in {unit} in {sum(known)} of {len(known)}")
     said = f"The interval of one sweep holds the figure of another {', '.join(counts)}."
     return f"{table(head, rows)}\n\n{said}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
