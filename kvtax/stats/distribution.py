@@ -46,10 +46,6 @@ class Distribution:
         # The two were drawn independently, so pairing them by index is as good as any.
         return Distribution(self.value - other.value, self.draws - other.draws)
 
-    def over(self, other: Distribution) -> Distribution:
-        """Compute the ratio of two independent estimates, `other` away from zero."""
-        return Distribution(self.value / other.value, self.draws / other.draws)
-
 
 def rounded(found: Distribution | None) -> Estimate | None:
     """Round to three digits, as per_config.json holds it."""

@@ -13,11 +13,7 @@ The table has one row for each step that began in a phase; steps before the grow
 - the times in us of kvtax.records.steps, the yardstick's among them, and the sums
   below; a time is null if it was not measured.
 
-The sums:
-
-- connector_us, overhead_us, worker_calls_us: see kvtax.steps.parts.
-- scheduler_cpu_us: CPU time of the engine's thread in schedule() and in
-  update_from_output().
+The sums are connector_us, overhead_us and worker_calls_us: see kvtax.steps.parts.
 """
 
 from __future__ import annotations
@@ -43,7 +39,6 @@ from kvtax.records.steps import WORKER_TIMES, ThreadsHeader, ThreadTimes
 from kvtax.steps.parts import CALLS, method_columns, step_parts
 
 ENGINE_TIMES = ("schedule_us", "build_meta_us", "step_us", "update_us")
-CLOCKS = ("thread_cpu_us", "schedule_cpu_us", "update_cpu_us")
 STEP_TIMES = ENGINE_TIMES + WORKER_TIMES
 
 
@@ -69,9 +64,8 @@ def trial_steps(
         (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),
         (~prefills & (pl.col("decode_tokens") > 0)).alias("decode_only"),
         prefills.alias("prefills"),
-        *(*STEP_TIMES, *CLOCKS, "yardstick_us", *methods, *calls),
+        *(*STEP_TIMES, "yardstick_us", *methods, *calls),
         *(parts[name] for name in ("connector_us", "overhead_us", "worker_calls_us")),
-        (pl.col("schedule_cpu_us") + pl.col("update_cpu_us")).alias("scheduler_cpu_us"),
     )
 
 

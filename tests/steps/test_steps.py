@@ -364,8 +364,6 @@ def steps(tmp_path: Path) -> pl.DataFrame:
         ("connector_us", [10.0, 19.0, 41.5, 8.0]),
         # schedule() and update, and the calls in the worker.
         ("overhead_us", [66.0, 68.0, 120.5, None]),
-        ("scheduler_cpu_us", [None, 53.0, None, None]),
-        ("thread_cpu_us", [None, 70.0, None, None]),
     ],
 )
 def test_a_step_has_its_parts_and_their_sums(steps: pl.DataFrame, column, expected):

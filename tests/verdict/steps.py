@@ -15,8 +15,6 @@ TIMES = (
     "overhead_us",
     "connector_us",
     "worker_calls_us",
-    "thread_cpu_us",
-    "scheduler_cpu_us",
 )
 MS = 1_000_000
 

@@ -298,7 +298,7 @@ def slowed(trial: LoadedTrial, start: float, stop: float, factor: float) -> Load
     assert trial.steps is not None
     count = trial.steps.height
     place = pl.int_range(count) / count
-    times = ("schedule_us", "overhead_us", "step_us", "scheduler_cpu_us")
+    times = ("schedule_us", "overhead_us", "step_us")
     steps = trial.steps.with_columns(
         pl.when(place.is_between(start, stop)).then(pl.col(t) * factor).otherwise(t)
         for t in times
