@@ -30,7 +30,7 @@ BENCHMARKS = (
     Benchmark("hooks", 15, "step records: cost per engine step, off and on"),
     Benchmark("look", 15, "kvtax look at 100 million steps: time and memory"),
     Benchmark("power", 5, "the smallest growth that a sweep catches"),
-    Benchmark("coverage", 5, "intervals of levels, and false verdicts"),
+    Benchmark("coverage", 2, "intervals of levels on real noise, and false verdicts"),
     Benchmark("zygote", 20, "servers forked and started cold: time, figures, verdicts"),
     Benchmark("axes_gate", 40, "broken connectors caught by the gate along axes"),
     Benchmark("stressor", 25, "a command beside a noisy neighbour"),

@@ -1,238 +1,238 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count how often levels that are held tell the truth: `kvtax bench coverage`.
+"""Count how often held levels tell the truth on real noise: `kvtax bench coverage`.
 
-Made-up servers hold |cache| at 5 levels in 4 passes, as the profile `cpu` does. A hold
-takes about 300 us, with noise of 4 % that has one of several kinds. Prints Markdown:
-the share of 95 % intervals that hold the truth, of slopes and of the differences of all
-pairs of levels; and the share of false words: *grows* where nothing does, *flat* of a
-rise of 1.5 margins, either of a rise of just the margin.
+The noise is that of the committed sweeps: holds of the servers of configs in which
+nothing grows. Each draw takes servers of one config, keeps their holds in order, deals
+their passes the levels and ages of other passes, and adds a rise that is known. Then it
+fits and judges as the sweep does. Prints Markdown, a row per metric: the share of 95 %
+intervals that hold the truth, of slopes and of the differences of all pairs of levels;
+and the share of false words, at the level of the sweep's looks: *grows* where nothing
+does, *flat* of a rise of 1.5 margins, either of a rise of just the margin.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
+import polars as pl
 
-from benchmarks.results import at_least
+from benchmarks.results import at_least, publish
+from kvtax.paths import REPOSITORY
+from kvtax.records.files import read_document
+from kvtax.records.per_config import Evidence
+from kvtax.records.profile import Ladder
 from kvtax.report.markdown import table
-from kvtax.stats.distribution import SEED, Floats, Ints
+from kvtax.stats.distribution import SEED, Floats
 from kvtax.stats.held import Fit, Holds, fit
-from kvtax.verdict.metrics import MARGIN_US_PER_1K_BLOCKS
+from kvtax.stats.processes import look_level
+from kvtax.verdict.analysis import judge
+from kvtax.verdict.holds import as_holds, as_table
+from kvtax.verdict.metrics import JUDGED, margin_of
 from kvtax.verdict.verdict import judge_metric
 
+SWEEPS = (
+    *sorted((REPOSITORY / "benchmarks" / "results" / "sweeps").glob("*.json.gz")),
+    REPOSITORY / "evidence.json.gz",
+)
 AIM, MOST_FALSE = 0.93, 0.05
 LEVEL = 0.95
-SERVERS = (1, 2, 4)
-PASSES = 4
-X_1K = 18 * np.array([0.0, 0.3, 0.6, 0.92, 1.0])
-HOLD_S = 0.5
-BASE_US, NOISE = 300.0, 0.04
-RISE_US = 1.5 * MARGIN_US_PER_1K_BLOCKS * float(X_1K[-1] - X_1K[0])
-LINEAR = RISE_US * X_1K / X_1K[-1]
-WHEN_FULL = RISE_US * (X_1K[-1] == X_1K)
-# Correlation of neighbouring holds, and drift from pass to pass.
-AUTOCORRELATION = 0.7
-DRIFT = 0.02
-# Speeds of a machine, and how rarely it changes them.
-SLOW, CHANGES = 1.3, 0.1
-# Share of the holds that something disturbs, and how much noisier they are.
-DISTURBED, DISTURBED_NOISE = 0.3, 3.0
-# Half of the margin.
-SLOPES = MARGIN_US_PER_1K_BLOCKS / 2
-# Per second since the reset.
-AGING_US = 40.0
-Noise = Callable[[np.random.Generator, int], Floats]
-
-
-def _normal(rng: np.random.Generator, count: int) -> Floats:
-    return rng.standard_normal(count)
-
-
-def _t5(rng: np.random.Generator, count: int) -> Floats:
-    """Excess kurtosis 6; variance 1."""
-    return rng.standard_t(5, count) / np.sqrt(5 / 3)
-
-
-def _autocorrelated(rng: np.random.Generator, count: int) -> Floats:
-    """AR(1) over the holds; variance 1."""
-    values = rng.standard_normal(count)
-    own = np.sqrt(1 - AUTOCORRELATION**2)
-    for place in range(1, count):
-        values[place] = AUTOCORRELATION * values[place - 1] + own * values[place]
-    return values
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Kind of noise; `two_speeds`: the machine changes its own; `drift` per pass.
-
-    `disturbed` is the share of holds that are noisier. `slopes` is by how many us per
-    1,000 blocks servers truly differ: standard deviation. `aging_us` is what is added
-    per second since the last reset.
-    """
-
-    noise: Noise = _normal
-    two_speeds: bool = False
-    drift: float = 0.0
-    disturbed: float = 0.0
-    slopes: float = 0.0
-    aging_us: float = 0.0
-
-
-KINDS = {
-    "normal": Kind(),
-    "t5": Kind(_t5),
-    "autocorrelated": Kind(_autocorrelated),
-    "two speeds": Kind(two_speeds=True),
-    "drift": Kind(drift=DRIFT),
-    "disturbed holds": Kind(disturbed=DISTURBED),
-    "age": Kind(aging_us=AGING_US),
-    "all but normal": Kind(
-        lambda rng, count: (_t5(rng, count) + _autocorrelated(rng, count)) / np.sqrt(2),
-        two_speeds=True,
-        drift=DRIFT,
-        disturbed=DISTURBED,
-    ),
-    "servers differ": Kind(slopes=SLOPES),
-}
-
-
-def order(rng: np.random.Generator) -> tuple[Ints, Floats]:
-    """Draw the levels of a server's holds, and the age of the cache in each."""
-    levels, ages, age = list[int](), list[float](), 0.0
-    for _ in range(PASSES):
-        more = [*range(len(X_1K)), rng.integers(len(X_1K))]
-        for level in rng.permutation(more).tolist():
-            age = 0.0 if levels and level < levels[-1] else age
-            age += HOLD_S * rng.uniform(1.0, 1.6)
-            levels.append(level)
-            ages.append(age)
-    return np.array(levels), np.array(ages)
-
-
-def draw(kind: Kind, servers: int, rise_us: Floats, rng: np.random.Generator) -> Holds:
-    """Draw the holds of a run.
-
-    `rise_us` (levels,) is how far each level truly lies above the base.
-    """
-    orders = [order(rng) for _ in range(servers)]
-    level, age_s = (np.concatenate(one) for one in zip(*orders, strict=True))
-    per_server = len(level) // servers
-    server = np.repeat(np.arange(servers), per_server)
-    number = np.tile(np.arange(per_server), servers)
-    noise = np.concatenate([kind.noise(rng, per_server) for _ in range(servers)])
-    speed: Floats = np.ones(len(level))
-    if kind.two_speeds:
-        changed = np.cumsum(rng.random(len(level)) < CHANGES) + rng.integers(2)
-        speed = np.asarray(SLOW ** (changed % 2.0), float)
-        # Times are those at the mean speed of the run.
-        speed /= np.exp(np.log(speed).mean())
-    noise *= np.where(rng.random(len(level)) < kind.disturbed, DISTURBED_NOISE, 1.0)
-    drift = kind.drift * number / (per_server / PASSES)
-    offset = NOISE * rng.standard_normal(servers)[server]
-    true_us = rise_us[level] + BASE_US * (1 + drift + offset) + kind.aging_us * age_s
-    true_us += kind.slopes * rng.standard_normal(servers)[server] * X_1K[level]
-    values = speed * (1 + NOISE * noise) * true_us
-    x = X_1K[level] + rng.uniform(0, 0.1, len(level))
-    return Holds(server, level, x, HOLD_S * number, age_s, values)
-
-
-# By how much the levels truly rise.
+NOTHING = "nothing"
+# How many margins the highest level truly lies above the lowest; whether all of it at
+# the highest.
 TRUTHS = {
-    "nothing": 0 * LINEAR,
-    "the margin": LINEAR / 1.5,
-    "1.5 margins": LINEAR,
-    "1.5 margins, only when full": WHEN_FULL,
+    NOTHING: (0.0, False),
+    "the margin": (1.0, False),
+    "1.5 margins": (1.5, False),
+    "1.5 margins, only when full": (1.5, True),
 }
 # Words that are false, by truth: at the margin itself, both are.
 FALSE = [
-    ("nothing", "grows"),
+    (NOTHING, "grows"),
     ("the margin", "grows"),
     ("the margin", "flat"),
     ("1.5 margins", "flat"),
     ("1.5 margins, only when full", "flat"),
 ]
+DEALT = ("level", "cache_blocks", "age_s")
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Shares of true intervals in one cell, and of each of the words of FALSE."""
+class Noise:
+    """Servers of each config in which nothing grows: tables of holds, in order.
 
-    slope: float
-    pairs: float
-    false: list[float]
+    `passes` are the levels, blocks and ages of passes, each in another order, and
+    `verdict_level` the level at which the sweeps judge.
+    """
 
+    servers: dict[str, list[pl.DataFrame]]
+    passes: list[pl.DataFrame]
+    verdict_level: float
+
+    @classmethod
+    def of(cls, sweeps: list[Evidence]) -> Noise:
+        """Take apart the holds of the sweeps."""
+        servers: dict[str, list[pl.DataFrame]] = {}
+        for evidence in sweeps:
+            configs = judge(evidence).document.configs
+            for name, one in evidence.configs.items():
+                if one.holds and configs[name].verdict != "grows":
+                    own = as_table(one.holds).sort("hold").partition_by("repeat")
+                    servers.setdefault(name, []).extend(own)
+        profile = sweeps[0].run.profile
+        held = [
+            one.select(DEALT)
+            for own in servers.values()
+            for server in own
+            for one in _passes(server, profile.load.ladder)
+        ]
+        orders = {tuple(one["level"]): one for one in held}
+        return cls(servers, list(orders.values()), look_level(profile.looks))
+
+    def draw(self, config: str, servers: int, rng: np.random.Generator) -> pl.DataFrame:
+        """Draw servers of a config, with the levels of passes that are drawn, too."""
+        own = self.servers[config]
+        drawn = rng.permutation(len(own))[:servers]
+        return pl.concat(
+            self._dealt(own[which], rng).with_columns(repeat=pl.lit(number, pl.Int64))
+            for number, which in enumerate(drawn)
+        )
+
+    def _dealt(self, server: pl.DataFrame, rng: np.random.Generator) -> pl.DataFrame:
+        count = server.height // self.passes[0].height
+        drawn = rng.integers(len(self.passes), size=count)
+        return server.with_columns(pl.concat([self.passes[one] for one in drawn]))
+
+
+def _passes(server: pl.DataFrame, ladder: Ladder) -> Iterator[pl.DataFrame]:
+    """Split a server's holds: all levels, one of them twice, two with many requests."""
+    holds = len(ladder.levels) + 1 + 2 * bool(ladder.many_decoders)
+    return server.iter_slices(holds)
+
+
+def risen(holds: Holds, truth: str, margin: float) -> tuple[Holds, Floats]:
+    """Add a rise to the holds; return them and the rise of each level in us.
+
+    A machine that was slow in a hold makes the rise longer by as much.
+    """
+    levels, level = np.unique(holds.level, return_inverse=True)
+    x = np.array([holds.x[level == n].mean() for n in range(len(levels))])
+    margins, when_full = TRUTHS[truth]
+    share = (x == x[-1]) * 1.0 if when_full else (x - x[0]) / (x[-1] - x[0])
+    rise_us = margins * margin * (x[-1] - x[0]) * share
+    speed = np.array(holds.values if holds.control is None else holds.control)
+    for server in np.unique(holds.server):
+        speed[holds.server == server] /= speed[holds.server == server].mean()
+    return replace(holds, values=holds.values + rise_us[level] * speed), rise_us
+
+
+@dataclass
+class Counts:
+    """Intervals of a metric that hold the truth, and the words that were said.
+
+    `words` are by truth, `slopes` and `pairs` a share for each fit.
+    """
+
+    slopes: list[float] = field(default_factory=list)
+    pairs: list[float] = field(default_factory=list)
+    words: dict[str, list[str]] = field(
+        default_factory=lambda: {truth: [] for truth in TRUTHS}
+    )
+
+    def add(self, found: Fit, truth: str, rise_us: Floats, word: str) -> None:
+        """Count a fit whose levels truly rise by `rise_us`."""
+        slope, error = found.slope()
+        off = abs(slope - float(np.polyfit(found.x, rise_us, 1)[0]))
+        self.slopes.append(off <= found.reach(error, LEVEL))
+        right = []
+        for low, high in combinations(range(len(rise_us)), 2):
+            rise, error = found.rise(low, high)
+            off = abs(rise - (rise_us[high] - rise_us[low]))
+            right.append(off <= found.reach(error, LEVEL))
+        self.pairs.append(float(np.mean(right)))
+        self.words[truth].append(word)
+
+    @property
+    def true(self) -> tuple[float, float]:
+        """Shares of true intervals: of slopes, and of pairs of levels."""
+        return float(np.mean(self.slopes)), float(np.mean(self.pairs))
+
+    @property
+    def false(self) -> list[float]:
+        """Share of each of the words of FALSE."""
+        words = self.words
+        return [words[of].count(word) / len(words[of]) for of, word in FALSE]
+
+    @property
     def misses(self) -> bool:
-        """Return whether the cell misses the aim."""
-        return min(self.slope, self.pairs) < AIM or max(self.false) > MOST_FALSE
+        """True if the metric misses the aim."""
+        return min(self.true) < AIM or max(self.false) > MOST_FALSE
 
 
-def _true_slope(rise_us: Floats) -> float:
-    return float(np.polyfit(X_1K, rise_us, 1)[0])
+def count(noise: Noise, servers: int, runs: int) -> dict[str, Counts]:
+    """Judge every metric of every config on so many draws of each truth."""
+    rng, counts = np.random.default_rng(SEED), {name: Counts() for name in JUDGED}
+    for config in noise.servers:
+        for truth in TRUTHS:
+            for _ in range(runs):
+                drawn = noise.draw(config, servers, rng)
+                for name, of_metric in counts.items():
+                    if (holds := as_holds(drawn, name)) is None:
+                        continue
+                    holds, rise_us = risen(holds, truth, margin_of(name))
+                    if (found := fit(holds)) is not None:
+                        level = noise.verdict_level
+                        judged = judge_metric(found, level, margin_of(name))
+                        of_metric.add(found, truth, rise_us, judged.verdict)
+    return {name: of_metric for name, of_metric in counts.items() if of_metric.slopes}
 
 
-def _holds_slope(found: Fit, rise_us: Floats) -> bool:
-    slope, error = found.slope()
-    return abs(slope - _true_slope(rise_us)) <= found.reach(error, LEVEL)
-
-
-def _holds_pairs(found: Fit, rise_us: Floats) -> float:
-    """Return the share of the pairs of levels whose interval holds the truth."""
-    right = []
-    for low, high in combinations(range(len(rise_us)), 2):
-        rise, error = found.rise(low, high)
-        off = abs(rise - (rise_us[high] - rise_us[low]))
-        right.append(off <= found.reach(error, LEVEL))
-    return float(np.mean(right))
-
-
-def shares(kind: Kind, servers: int, runs: int, rng: np.random.Generator) -> Shares:
-    """Measure one cell on so many made-up runs of each truth."""
-    words: dict[str, list[str]] = {}
-    slopes, pairs = [], []
-    for name, rise_us in TRUTHS.items():
-        words[name] = []
-        for _ in range(runs):
-            found = fit(draw(kind, servers, rise_us, rng))
-            assert found is not None
-            words[name].append(judge_metric(found, LEVEL).verdict)
-            slopes.append(_holds_slope(found, rise_us))
-            pairs.append(_holds_pairs(found, rise_us))
-    false = [words[truth].count(word) / runs for truth, word in FALSE]
-    return Shares(float(np.mean(slopes)), float(np.mean(pairs)), false)
-
-
-HEAD = ["noise", "servers", "slope", "pairs of levels"]
+HEAD = ["metric", "fits", "slope", "pairs of levels"]
 HEAD += [f"*{word}* of {truth}" for truth, word in FALSE]
+HEAD += [""]
 
 
-def row(name: str, servers: int, cell: Shares) -> list[str]:
+def row(name: str, found: Counts) -> list[str]:
     """Build the row of the table, in percent."""
-    figures = [f"{100 * n:.1f}" for n in (cell.slope, cell.pairs, *cell.false)]
-    return [name, str(servers), *figures, "misses" if cell.misses() else ""]
+    shares = [f"{100 * share:.1f}" for share in (*found.true, *found.false)]
+    fits = f"{len(found.slopes):,}"
+    return [f"`{name}`", fits, *shares, "misses" if found.misses else ""]
+
+
+def of_nothing(counts: dict[str, Counts]) -> str:
+    """Count the false *grows* of all metrics."""
+    words = [word for found in counts.values() for word in found.words[NOTHING]]
+    return (
+        f"*Grows* of nothing: {words.count('grows')} of {len(words):,} cells of a "
+        "config, a metric and levels drawn anew."
+    )
 
 
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments of `kvtax bench coverage`."""
-    parser.add_argument("--runs", type=at_least(1), default=300, help="of each truth")
+    parser.add_argument(
+        "--runs", type=at_least(1), default=40, help="of each truth and config"
+    )
+    parser.add_argument("--servers", type=at_least(1), default=2, help="in a draw")
+    parser.add_argument("--out", type=Path, default=Path("runs/coverage.md"))
 
 
 def run(arguments: Namespace) -> int:
-    """Print the shares of intervals that hold the truth and of false verdicts."""
-    rng = np.random.default_rng(SEED)
-    rows = [
-        row(name, servers, shares(kind, servers, arguments.runs, rng))
-        for name, kind in KINDS.items()
-        for servers in SERVERS
-    ]
-    print(table([*HEAD, ""], rows))
-    print(
-        f"\nIn %, of {arguments.runs} runs of each truth. A cell misses with less than "
-        f"{100 * AIM:.0f} of the intervals true, or more than {100 * MOST_FALSE:.0f} "
-        "of a false word."
+    """Measure, publish the result and return the exit code."""
+    noise = Noise.of([read_document(file, Evidence) for file in SWEEPS])
+    counts = count(noise, arguments.servers, arguments.runs)
+    rows = [row(name, found) for name, found in counts.items()]
+    distinct = sum(map(len, noise.servers.values()))
+    note = (
+        f"In %, on the noise of {distinct} servers of {len(noise.servers)} configs in "
+        f"{len(SWEEPS)} sweeps; {arguments.servers} servers and {arguments.runs} draws "
+        f"for each config and truth. A metric misses with less than {100 * AIM:.0f} of "
+        f"the intervals true, or more than {100 * MOST_FALSE:.0f} of a false word. "
+        + of_nothing(counts)
     )
-    return 0
+    results = {"head": HEAD, "rows": rows, "note": note}
+    return publish("coverage", arguments.out, [table(HEAD, rows), note], results, {})

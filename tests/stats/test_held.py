@@ -3,18 +3,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import pytest
 
-from benchmarks.coverage import FALSE, KINDS, row, shares
+from benchmarks.coverage import FALSE, HEAD, NOTHING, Counts, Noise, count, risen, row
+from kvtax.paths import REPOSITORY
+from kvtax.records.files import read_document
+from kvtax.records.per_config import Evidence
+from kvtax.stats.distribution import Floats
 from kvtax.stats.held import Fit, Holds, falls, fit, growth, most_rise_us
 
 SHARES = np.array([0.0, 0.3, 0.6, 0.92, 1.0])
 BLOCKS_1K, PASSES, PASS_S = 18.0, 6, 40.0
 MARGIN_US = 2 * BLOCKS_1K
 RUNS = 400
+
+
+Noises = Callable[[np.random.Generator, int], Floats]
+
+
+def normal(rng: np.random.Generator, count: int) -> Floats:
+    return rng.standard_normal(count)
+
+
+def heavy_tails(rng: np.random.Generator, count: int) -> Floats:
+    return rng.standard_t(5, count) / np.sqrt(5 / 3)
+
+
+def autocorrelated(rng: np.random.Generator, count: int) -> Floats:
+    """AR(1) of 0.7 over the holds."""
+    values = rng.standard_normal(count)
+    for hold in range(1, count):
+        values[hold] = 0.7 * values[hold - 1] + np.sqrt(0.51) * values[hold]
+    return values
+
+
+def disturbed(rng: np.random.Generator, count: int) -> Floats:
+    """Thrice the noise in three holds of ten."""
+    size = np.where(rng.random(count) < 0.3, 3.0, 1.0)
+    return size * rng.standard_normal(count) / np.sqrt(0.7 + 0.3 * 9)
 
 
 def made_up(
@@ -26,11 +57,13 @@ def made_up(
     drift_us: float = 0.0,
     offsets_us: float = 0.0,
     aging_us: float = 0.0,
+    noise: Noises | None = None,
 ) -> Holds:
     """Holds of servers whose levels are `level_us`, in random order in each pass.
 
     The time rises by `drift_us` in each pass and by `aging_us` per second since the
-    reset before a lower level; servers are `offsets_us` apart.
+    reset before a lower level; servers are `offsets_us` apart. `noise` has a variance
+    of 1.
     """
     levels, count = len(SHARES), servers * passes * len(SHARES)
     server = np.repeat(np.arange(servers), passes * levels)
@@ -50,7 +83,7 @@ def made_up(
         x=BLOCKS_1K * SHARES[level],
         time_s=1_000 + PASS_S * at,
         age_s=age_s,
-        values=values + rng.normal(0, sd_us, count),
+        values=values + sd_us * (noise or normal)(rng, count),
     )
 
 
@@ -62,6 +95,9 @@ def of_some(holds: Holds, kept) -> Holds:
 
 MACHINES = {
     "steady": {},
+    "with heavy tails": {"noise": heavy_tails},
+    "with a memory": {"noise": autocorrelated},
+    "with disturbed holds": {"noise": disturbed},
     "slower from pass to pass": {"drift_us": 60.0},
     "slower with the age of the cache": {"aging_us": 40.0},
     "three servers": {"servers": 3, "passes": 2, "offsets_us": 300.0},
@@ -89,7 +125,8 @@ def test_the_slope_is_unbiased_and_its_interval_holds_it_as_often_as_it_says(
         slopes.append(value)
         errors.append(error)
     assert np.mean(slopes) == pytest.approx(slope, abs=4 * np.std(slopes) / RUNS**0.5)
-    assert np.std(slopes) == pytest.approx(np.sqrt(np.mean(np.square(errors))), rel=0.1)
+    # The drift takes a part of what neighbouring holds have in common.
+    assert 0.8 < np.std(slopes) / np.sqrt(np.mean(np.square(errors))) < 1.1
     assert 0.92 <= held / RUNS <= 0.98
 
 
@@ -446,27 +483,54 @@ def test_an_interval_of_the_drift_holds_as_often_as_it_is_asked_to():
     assert found.drift(0.99) == pytest.approx((10 - 9.208, 10 + 9.208), abs=1e-3)
 
 
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(1)
-
-
-# Of what servers differ by, one server knows nothing.
-UNKNOWN = "servers differ"
+# Real noise: of the committed sweep.
+@pytest.fixture(scope="module")
+def real() -> Noise:
+    return Noise.of([read_document(REPOSITORY / "evidence.json.gz", Evidence)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - {UNKNOWN}))
-def test_intervals_hold_the_truth_and_words_are_seldom_false(name, rng):
-    cell = shares(KINDS[name], 2, 60, rng)
-    # 240 runs are as far off as 4 points.
-    assert min(cell.slope, cell.pairs) > 0.90
-    assert max(cell.false) < 0.12, dict(zip(FALSE, cell.false, strict=True))
-    assert row(name, 2, cell)[:2] == [name, "2"]
+def test_on_real_noise_intervals_hold_the_truth_and_words_are_seldom_false(real: Noise):
+    counts = count(real, 2, 2)
+    assert counts.keys() == {
+        "timed",
+        "timed_many",
+        "prefill",
+        "threads",
+        "processes",
+    } | {
+        "schedule",
+        "overhead",
+        "step",
+    }
+    for name, found in counts.items():
+        # 88 fits are as far off as 5 points.
+        assert min(found.true) > 0.88, name
+        assert max(found.false) < 0.15, (
+            name,
+            dict(zip(FALSE, found.false, strict=True)),
+        )
+        assert len(row(name, found)) == len(HEAD)
 
 
 @pytest.mark.slow
-def test_where_servers_differ_the_table_says_that_intervals_are_too_narrow(rng):
-    cell = shares(KINDS[UNKNOWN], 2, 30, rng)
-    assert cell.slope < 0.90
-    assert any("misses" in word for word in row(UNKNOWN, 2, cell))
+def test_a_draw_keeps_the_holds_of_real_servers_and_deals_whole_passes(real: Noise):
+    drawn = real.draw("noop", 2, np.random.default_rng(3))
+    own = pl.concat(real.servers["noop"])
+    assert sorted(drawn["step"].drop_nulls()) == sorted(own["step"].drop_nulls())
+    passes = [tuple(one["level"]) for one in real.passes]
+    dealt = [tuple(one["level"]) for one in drawn.iter_slices(len(passes[0]))]
+    assert set(dealt) <= set(passes) and len(set(dealt)) > 2
+    assert (drawn["many"] == own["many"]).all()
+
+
+def test_a_rise_that_is_added_is_found_and_counted():
+    holds = made_up(np.random.default_rng(4), sd_us=1.0)
+    for truth, top_us in ((NOTHING, 0.0), ("1.5 margins, only when full", 54.0)):
+        grown, rise_us = risen(holds, truth, 2.0)
+        assert rise_us.tolist() == pytest.approx([0, 0, 0, 0, top_us])
+        counts = Counts()
+        counts.add(fit(grown), truth, rise_us, "flat")
+        assert counts.true[0] and counts.true[1] > 0.5
+        counts.add(fit(grown), truth, rise_us + 5 * np.arange(5), "flat")
+        assert counts.true[0] == 0.5 and counts.true[1] < 0.6

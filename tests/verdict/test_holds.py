@@ -23,7 +23,7 @@ from kvtax.verdict.holds import (
 )
 from kvtax.verdict.levels import Level, thin
 from kvtax.verdict.metrics import METRICS, PROCESSES, THREADS, Metric
-from tests.verdict.steps import cpu, hold
+from tests.verdict.conftest import cpu, hold
 
 MEAN = Metric("schedule_us")
 LADDER = Ladder([0.0, 1.0], 1, 8, 200, 8, 12.0, many_decoders=32)

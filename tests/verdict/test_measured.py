@@ -35,7 +35,7 @@ from kvtax.verdict.measured import (
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
 from tests.harness.made_up import profile
-from tests.verdict.steps import cpu, hold
+from tests.verdict.conftest import cpu, hold
 
 SHARES = (0.0, 0.5, 0.9, 1.0)
 LADDER = Ladder(list(SHARES), 4, 8, 200, 8, 12.0)

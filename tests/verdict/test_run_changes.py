@@ -37,7 +37,7 @@ from kvtax.verdict.warnings import (
     run_warnings,
 )
 from tests.microbench.synthetic import PROFILE
-from tests.verdict.steps import hold
+from tests.verdict.conftest import hold
 
 
 def entry(p50: float | None = None, **fields: Any) -> ConfigEntry:
