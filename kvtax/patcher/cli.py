@@ -235,10 +235,10 @@ def report(tree: Tree, plan: Plan, action: str) -> None:
     print(title(tree))
     if plan.removed:
         print(f"  reverted: {', '.join(plan.removed)}")
-    for change in plan.changes:
+    for change in plan.writes:
         would = "would be " if action == "check" else ""
         print(f"  {would}{change.kind}: {change.path}")
-    if not plan.changes:
+    if not plan.writes:
         state = "not applied" if action == "revert" else "already applied"
         print(f"  nothing to do, {state}")
     if plan.left:

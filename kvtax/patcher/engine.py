@@ -31,7 +31,7 @@ def apply(
     with locked(tree):
         recover(tree)
         plan = plan_apply(tree, patches, parameters)
-        commit(tree, plan.changes)
+        commit(tree, plan.writes)
     return plan
 
 
@@ -51,7 +51,7 @@ def revert(
     with locked(tree):
         recover(tree)
         plan = plan_revert(tree, names, known, discard_edits)
-        commit(tree, plan.changes)
+        commit(tree, plan.writes)
     tree.remove_if_empty()
     return plan
 

@@ -9,6 +9,7 @@ import difflib
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from .anchors import BOM, Source
@@ -70,17 +71,25 @@ class Plan:
     """All files the patches touch; ``changes`` are those that differ from now.
 
     ``removed`` names the patches that are in the tree and will not be, ``left`` those
-    that will. ``unfit`` has by patch the optional blocks that are left out.
+    that will. ``unfit`` has by patch the optional blocks that are left out. ``record``
+    is the package's RECORD, with the added files, if that changes.
     """
 
     files: tuple[Change, ...]
     removed: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     unfit: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    record: tuple[Change, ...] = ()
 
     @property
     def changes(self) -> tuple[Change, ...]:
+        """Files of the package that change."""
         return tuple(file for file in self.files if file.old != file.new)
+
+    @property
+    def writes(self) -> tuple[Change, ...]:
+        """All that changes."""
+        return self.changes + self.record
 
     def diff(self) -> str:
         """Return the diff from the tree without the patches to the tree with them."""
@@ -155,7 +164,9 @@ def plan_apply(
             added.setdefault(path, {})[patch.name] = content
     known = {patch.name: patch for patch in patches}
     files = _plan(tree, names, blocks, added, found, known)
-    return Plan(files, tuple(sorted(there & names - known.keys())), unfit=unfit)
+    record = _plan_record(tree, files, found.files)
+    removed = tuple(sorted(there & names - known.keys()))
+    return Plan(files, removed, unfit=unfit, record=record)
 
 
 def plan_revert(
@@ -175,9 +186,39 @@ def plan_revert(
     wanted |= {old for name in wanted & known.keys() for old in known[name].replaces}
     out = wanted & there
     files = _plan(tree, out, {}, {}, found, known, discard_edits)
+    record = _plan_record(tree, files, found.files)
     if discard_edits:
         files += tuple(_copies(tree, files, found.files, out))
-    return Plan(files, tuple(sorted(out)), tuple(sorted(there - out)))
+    left = tuple(sorted(there - out))
+    return Plan(files, tuple(sorted(out)), left, record=record)
+
+
+def _plan_record(
+    tree: Tree, files: Sequence[Change], found: Files
+) -> tuple[Change, ...]:
+    """Plan a line in the package's RECORD for each added file, so that an uninstall
+    removes it. Installers give each source file a hash; lines of ours have none."""
+    added = [
+        file
+        for file in files
+        if file.bare is None or isinstance(found.get(file.path), Added)
+    ]
+    path = tree.record if added else None
+    text = tree.read(path) if path else None
+    if path is None or text is None:
+        return ()
+    lines = text.splitlines(keepends=True)
+    ends = b".py,," + line_ending(lines)
+    package = f"{tree.package}/".encode()
+    first = [
+        *takewhile(lambda line: line.startswith(package) and line.endswith(ends), lines)
+    ]
+    ours = set(first)
+    for file in added:
+        line = package + file.path.removesuffix(".py").encode() + ends
+        (ours.discard if file.new is None else ours.add)(line)
+    new = b"".join([*sorted(ours), *lines[len(first) :]])
+    return (Change(path, text, new, new),) if new != text else ()
 
 
 def _copies(

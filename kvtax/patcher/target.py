@@ -57,6 +57,22 @@ class Tree:
                     return match[1]
         return None
 
+    @cached_property
+    def record(self) -> str | None:
+        """Path of the RECORD by which installers remove the package, if there is one.
+
+        None also where it cannot be replaced as the package's own files can.
+        """
+        line = f"{self.package}/__init__.py,".encode()
+        paths = sorted(self.root.parent.glob("*.dist-info/RECORD"))
+        paths.sort(key=lambda path: not path.parent.name.startswith(self.package))
+        for path in paths:
+            if any(own.startswith(line) for own in path.read_bytes().splitlines()):
+                one_disk = path.parent.stat().st_dev == self.root.stat().st_dev
+                is_ours = one_disk and os.access(path.parent, os.W_OK)
+                return f"../{path.parent.name}/RECORD" if is_ours else None
+        return None
+
     def read(self, path: str) -> bytes | None:
         """Read a file of the tree; None if there is none.
 

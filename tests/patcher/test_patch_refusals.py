@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
@@ -638,8 +639,41 @@ def test_a_source_that_is_missing_is_the_reason(tree, patches):
     refused(tree, TargetError, match, lambda: apply(tree, [patches["beta"]]))
 
 
+@pytest.mark.parametrize("eol", ["\n", "\r\n"])
+def test_an_uninstall_removes_what_patches_added(tree, patches, eol):
+    """Installers remove the files of the RECORD, and their folders."""
+    site = tree.root.parent
+    record = site / "demo_cpu-0.18.1.dist-info" / "RECORD"
+    record.parent.mkdir()
+    paths = [*(f"demo/{path},sha256=x,1" for path in FILES), f"{record.parent.name},,"]
+    record.write_text("".join(f"{path}{eol}" for path in paths), newline="")
+    (site / "a-1.dist-info").mkdir()
+    (site / "a-1.dist-info" / "RECORD").write_text("a/demo/__init__.py,sha256=x,1\n")
+    before = snapshot(site)
+
+    def listed() -> set[str]:
+        files = PathDistribution(record.parent).files
+        return {str(file.relative_to("demo")) for file in files if "demo" in file.parts}
+
+    def there() -> set[str]:
+        paths = tree.root.rglob("*.py")
+        return {str(path.relative_to(tree.root)) for path in paths}
+
+    apply(tree, patches.values())
+    assert listed() == there() > set(FILES)
+    whole = record.read_bytes()
+    assert apply(Tree(tree.root), patches.values()).writes == ()
+    # Another patch has the file as well.
+    revert(tree, ["alpha"])
+    assert listed() == there()
+    apply(tree, [patches["alpha"]])
+    assert record.read_bytes() == whole
+    revert(tree, patches)
+    assert snapshot(site) == before
+
+
 def test_what_an_uninstall_leaves_of_ours_can_be_taken_out(tree, patches, monkeypatch):
-    """pip removes the files it knows, and their folders if nothing else is in them."""
+    """As of a package without a RECORD that could be written."""
     apply(tree, patches.values())
     for path in FILES:
         (tree.root / path).unlink()
