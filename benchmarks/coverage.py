@@ -13,7 +13,6 @@ does, *flat* of a rise of 1.5 margins, either of a rise of just the margin.
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -77,18 +76,21 @@ class Noise:
     def of(cls, sweeps: list[Evidence]) -> Noise:
         """Take apart the holds of the sweeps."""
         servers: dict[str, list[pl.DataFrame]] = {}
+        profile = sweeps[0].run.profile
+        each = _holds_of_pass(profile.load.ladder)
+        # Those with many requests last in each pass, wherever they were.
+        in_passes = (pl.col("hold") // each, "many", "hold")
         for evidence in sweeps:
             configs = judge(evidence).document.configs
             for name, one in evidence.configs.items():
                 if one.holds and configs[name].verdict != "grows":
-                    own = as_table(one.holds).sort("hold").partition_by("repeat")
+                    own = as_table(one.holds).sort(in_passes).partition_by("repeat")
                     servers.setdefault(name, []).extend(own)
-        profile = sweeps[0].run.profile
         held = [
             one.select(DEALT)
             for own in servers.values()
             for server in own
-            for one in _passes(server, profile.load.ladder)
+            for one in server.iter_slices(each)
         ]
         orders = {tuple(one["level"]): one for one in held}
         return cls(servers, list(orders.values()), look_level(profile.looks))
@@ -108,10 +110,9 @@ class Noise:
         return server.with_columns(pl.concat([self.passes[one] for one in drawn]))
 
 
-def _passes(server: pl.DataFrame, ladder: Ladder) -> Iterator[pl.DataFrame]:
-    """Split a server's holds: all levels, one of them twice, two with many requests."""
-    holds = len(ladder.levels) + 1 + 2 * bool(ladder.many_decoders)
-    return server.iter_slices(holds)
+def _holds_of_pass(ladder: Ladder) -> int:
+    """Count all levels, one of them twice, and two with many requests."""
+    return len(ladder.levels) + 1 + 2 * bool(ladder.many_decoders)
 
 
 def risen(holds: Holds, truth: str, margin: float) -> tuple[Holds, Floats]:

@@ -109,16 +109,22 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
         All configs have the same holds. In a random order a level is neither a time nor
         an age of the cache, and with random pauses no neighbour keeps pace with it.
+        Many decoders follow a hold of their level in every second pass, where the
+        cache is older than behind a reset.
         """
         ladder = self.load.ladder
         rng = np.random.default_rng([HOLDS, repeat])
         many = (0, ladder.stated_level) if ladder.many_decoders else ()
-        for _ in range(self.passes(repeat)):
+        for number in range(self.passes(repeat)):
             levels = [*range(len(ladder.levels)), rng.integers(len(ladder.levels))]
-            for level in rng.permutation(levels):
-                yield _Hold(int(level), ladder.decoders, rng.uniform(0, MOST_PAUSE_S))
-            for level in rng.permutation(many):
-                yield _Hold(int(level), ladder.many_decoders, 0.0)
+            left = rng.permutation(many).tolist()
+            for level in rng.permutation(levels).tolist():
+                yield _Hold(level, ladder.decoders, rng.uniform(0, MOST_PAUSE_S))
+                if number % 2 and level in left:
+                    left.remove(level)
+                    yield _Hold(level, ladder.many_decoders, 0.0)
+            for level in left:
+                yield _Hold(level, ladder.many_decoders, 0.0)
 
     def _phases(self, repeat: int) -> Iterator[PlannedPhase]:
         """Fill the cache to the level of each hold, and hold it there."""
@@ -127,7 +133,8 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
         filled = float("inf")
         for number, hold in enumerate(self._holds(repeat)):
             share = ladder.levels[hold.level]
-            target = share * self.num_blocks
+            # Peers that read find a prompt at every level.
+            target = max(share * self.num_blocks, blocks_of_prompt)
             if share == 1.0:
                 # Blocks that are counted twice, and what a request holds meanwhile.
                 target += 2 * blocks_of_prompt
@@ -135,9 +142,6 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
             reset = target < filled - blocks_of_prompt
             filled = 0 if reset else filled
             requests = max(round((target - filled) / blocks_of_prompt), 0)
-            if reset:
-                # Peers that read find a prompt at every level.
-                requests = max(requests, 1)
             place = (number, hold.level, hold.decoders)
             fill = Phase.FILL.at(*place)
             if requests:

@@ -104,7 +104,8 @@ def test_every_hold_begins_with_the_cache_filled_to_its_level(name):
         # What arrives leaves no block, so the level holds.
         assert more == 0
         assert decoders.requests == count
-        target = ladder.levels[level] * profile.num_blocks
+        # The lowest level has a prompt, for a peer to read.
+        target = max(ladder.levels[level] * profile.num_blocks, one_request)
         if level == len(ladder.levels) - 1:
             assert filled >= target
         else:
@@ -133,12 +134,17 @@ def test_a_pass_has_every_level_in_random_order_one_of_them_twice(name):
 def test_levels_are_told_from_the_time_since_the_reset(name):
     # Requests since the reset stand for time.
     profile = load_profile(name)
+    ladder = profile.load.ladder
     since, ages = 0, defaultdict(set)
     for phases in hold_phases(profile):
         since = 0 if phases[0].reset_prefix_cache else since
-        ages[place_of(phases[-1].name).level].add(since)
         since += sum(phase.requests for phase in phases)
-    assert sum(len(of_level) > 1 for of_level in ages.values()) >= 3
+        place = place_of(phases[-1].name)
+        ages[place.level, place.decoders].add(since)
+    few = [len(of) for (_, count), of in ages.items() if count == ladder.decoders]
+    many = [len(of) for (_, count), of in ages.items() if count != ladder.decoders]
+    assert sum(count > 1 for count in few) >= 3
+    assert all(count > 1 for count in many)
 
 
 @pytest.mark.parametrize("name", PROFILES)
