@@ -11,13 +11,14 @@ It names a config of per_config.json, a value of it by keys with dots between th
 the value's format as Python writes it (none for text). A value that has an interval is
 written as `value [low, high]`. Tables stand between `<!--NAME-->` and `<!--/NAME-->`:
 `connectors` and `offloads` are made of the observatory's cells, `leases`, `polls` and
-`pulls` of the result of studies.pending, `occasions` of the committed sweeps. A test
-compares all of them.
+`pulls` of the result of studies.pending, `occasions` of the committed sweeps, and
+`coverage` of the result of `kvtax bench coverage`. A test compares all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import re
 import subprocess
@@ -40,11 +41,13 @@ MARK = re.compile(
 
 PARTS_OF_PENDING = ("leases", "polls", "pulls")
 TABLE = re.compile(
-    rf"<!--(?P<name>connectors|offloads|occasions|{'|'.join(PARTS_OF_PENDING)})-->\n"
+    r"<!--(?P<name>connectors|offloads|occasions|coverage|"
+    rf"{'|'.join(PARTS_OF_PENDING)})-->\n"
     r".*?"
     r"<!--/(?P=name)-->",
     re.DOTALL,
 )
+COVERAGE = REPOSITORY / "benchmarks" / "results" / "coverage.json.gz"
 # Release of the table, and its rows: words, config, the same with the fix.
 RELEASE = "0.32.0"
 CONNECTORS = (
@@ -139,7 +142,18 @@ def _occasions() -> str:
     return occasions.report(occasions.committed())
 
 
-MADE = {"connectors": _connectors, "offloads": _offloads, "occasions": _occasions}
+def _coverage() -> str:
+    """Make the table of the coverage of intervals."""
+    result = json.loads(gzip.decompress(COVERAGE.read_bytes()))
+    return f"{table(result['head'], result['rows'])}\n\n{result['note']}"
+
+
+MADE = {
+    "connectors": _connectors,
+    "offloads": _offloads,
+    "occasions": _occasions,
+    "coverage": _coverage,
+}
 
 
 def _ends(cell: CellRecord) -> list[str]:
