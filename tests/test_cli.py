@@ -302,6 +302,7 @@ def test_help_of_run_all_names_every_option():
         ("--versoin", "kvtax", "--versoin (did you mean --version?)"),
         ("lok D", "kvtax", "no command 'lok' (did you mean look?)"),
         ("fleet rn", "kvtax fleet", "no action 'rn' (did you mean run?)"),
+        ("trace stats --jsn F", "kvtax trace stats", "--jsn (did you mean --json?)"),
         ("look D --frob", "kvtax look", "unrecognized arguments: --frob"),
     ],
 )

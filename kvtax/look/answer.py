@@ -25,6 +25,7 @@ class KnownCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_least_us: float
     words: str
     patch: str
+    releases: str = ""
     moves_with: str | None = None
 
     def shows(self, summary: InstanceSummary) -> Iterator[tuple[str, float]]:
@@ -97,7 +98,8 @@ def _remedy(cost: KnownCost, name: str, us: float, summary: InstanceSummary) -> 
         return f"{words}."
     if cost.connectors and not summary.instance.header.connectors:
         words += f", if it is {cost.connectors[0]}'s"
-    return f"{words}. Remedy: `kvtax run --fix {cost.patch} -- vllm serve ...`"
+    command = f"kvtax run --fix {cost.patch} -- vllm serve ..."
+    return f"{words}. Remedy: `{command}` (vLLM {cost.releases})"
 
 
 def _sentence(summary: InstanceSummary, cost: Cost) -> str:

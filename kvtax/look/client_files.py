@@ -8,6 +8,8 @@ programs are recognised by several of their fields.
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Callable, Iterator
 from mmap import PROT_READ, mmap
 from pathlib import Path
@@ -30,9 +32,9 @@ from kvtax.records.steps import MOST
 
 DRIVER, REPLAYER = "requests.jsonl", "replay.jsonl"
 # Names of files that may be a client's.
-KINDS = ("*.json", "*.jsonl", "*.csv", "*.db")
-# Beginning of a file that shows whether it is a client's at all.
-HEAD_BYTES = 1 << 16
+KINDS = ("*.json", "*.jsonl", "*.csv", "*.db", "*.yaml", "*.yml", "*.gz")
+# Beginning of a file that shows whether it is of ours, or else of a client at all.
+SCHEMA_BYTES, HEAD_BYTES = 1 << 12, 16 << 20
 # Answers to one request, or turns of one, that are looked for.
 MOST_ANSWERS = 8
 US = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6, "sec": 1e6}
@@ -86,14 +88,20 @@ def read_client_file(path: Path) -> ClientFile:
 
 def is_not_understood(path: Path) -> bool:
     """Decide whether the file seems to be of a client that no reader knows."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-    except OSError:
+    if _reader_of(path):
         return False
-    is_ours = any(schema in head for schema in OUR_SCHEMAS)
-    of_client = any(words in head.lower() for words in TIMES)
-    return not is_ours and of_client and _reader_of(path) is None
+    is_packed = path.suffix == ".gz"
+    if is_packed and path.stem in (DRIVER, REPLAYER):
+        return True
+    try:
+        with gzip.open(path) if is_packed else path.open("rb") as file:
+            head = file.read(SCHEMA_BYTES)
+            if any(schema in head for schema in OUR_SCHEMAS):
+                return False
+            head = (head + file.read(HEAD_BYTES)).lower()
+    except (OSError, EOFError, zlib.error):
+        return False
+    return any(words in head for words in TIMES)
 
 
 def _reader_of(path: Path) -> Callable[[Path], ClientFile] | None:

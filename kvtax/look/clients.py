@@ -115,7 +115,8 @@ def read_clients(folder: Path, found: Sequence[ServerFiles]) -> Clients:
                 "client_not_understood",
                 path.name,
                 "not a client file that kvtax look knows",
-                "It is left out; known are those of aiperf (profile_export.jsonl), "
+                "It is left out; known, unpacked, are those of aiperf "
+                "(profile_export.jsonl), "
                 "guidellm, vllm bench serve --save-detailed, and kvtax",
             )
         )

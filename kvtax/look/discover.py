@@ -14,7 +14,9 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,9 +24,13 @@ from pathlib import Path
 from kvtax.records import RecordsError
 from kvtax.records.files import read_header
 from kvtax.records.parts import parts_of, whole
-from kvtax.records.steps import STEPS, EngineHeader, first_step
+from kvtax.records.steps import EngineHeader, first_step
 from kvtax.records.warning import RECORD, RunWarning, Warn, encodable
 
+# Names of files of steps, also rotated or compressed ones.
+STEP_FILES = "engine_step*.jsonl*"
+# Folders in which records are looked for where the user named another one.
+MOST_SEEN = 1_000
 # Name of the folder that the recorder makes for each life of an engine.
 LIFE = re.compile(r"\d{8}T\d{6}\.\d+Z-(?P<host>.+)-dp(?P<rank>\d+)-(?P<pid>\d+)")
 
@@ -56,7 +62,7 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
     if not folder.is_dir():
         raise RecordsError(f"{folder}: no such directory")
     errors: list[OSError] = []
-    there = files_below(folder, "engine_step*.jsonl*", errors.append)
+    there = files_below(folder, STEP_FILES, errors.append)
     paths = sorted({path for path in map(whole, there) if path.suffix == ".jsonl"})
     # A folder may be removed meanwhile.
     closed = [one for one in errors if not isinstance(one, FileNotFoundError)]
@@ -93,9 +99,19 @@ def _unreadable(name: str, error: RecordsError | OSError) -> RunWarning:
 
 def _records_near(folder: Path) -> str:
     """Name a folder of records beside a `folder` without any."""
-    above = folder.resolve().parent
-    near = [path.parent for at in (STEPS, f"*/{STEPS}") for path in above.glob(at)]
-    return f" (there is one in {near[0]})" if near else ""
+    to_see = deque([folder.resolve().parent])
+    for _ in range(MOST_SEEN):
+        if not to_see:
+            break
+        seen = to_see.popleft()
+        with suppress(OSError):
+            inside = sorted(os.scandir(seen), key=lambda entry: entry.name)
+            if fnmatch.filter([entry.name for entry in inside], STEP_FILES):
+                return f" (there is one in {seen})"
+            to_see += [
+                Path(entry) for entry in inside if entry.is_dir(follow_symlinks=False)
+            ]
+    return ""
 
 
 def _each_life_once(

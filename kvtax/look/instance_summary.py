@@ -22,7 +22,7 @@ from kvtax.look.critical_path import exposed_per_step
 from kvtax.look.instances import Instance
 from kvtax.report.document import Cell
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import as_float
+from kvtax.stats.distribution import as_float, share_of
 from kvtax.stats.least_squares import (
     STRETCHES,
     jackknifed_slopes,
@@ -229,7 +229,7 @@ def _part(steps: pl.DataFrame, column: str, alone_share: float) -> Part:
     us = steps[column]
     p50_us, p99_us = quantiles(us, (0.5, 0.99))
     calls = column.removesuffix("_us") + "_calls"
-    covered_us = as_float(steps["step_us"].cast(pl.Float64).sum()) * alone_share or 1.0
+    covered_us = as_float(steps["step_us"].cast(pl.Float64).sum()) * alone_share
     return Part(
         name=STEP_PARTS.get(column, column.removesuffix("_us")),
         column=column,
@@ -240,8 +240,7 @@ def _part(steps: pl.DataFrame, column: str, alone_share: float) -> Part:
         p50_us=p50_us,
         p99_us=p99_us,
         most_us=as_float(us.max()),
-        # Parts of steps that overlap run at the same time, in several processes.
-        share=min(float(us.sum()) / covered_us, 1.0),
+        share=share_of(float(us.sum()), covered_us),
     )
 
 

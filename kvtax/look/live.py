@@ -31,6 +31,7 @@ from kvtax.records.parts import open_plain
 from kvtax.records.requests import EngineRequest
 from kvtax.records.steps import EngineStep, WorkerStep
 from kvtax.report.render import visible
+from kvtax.stats.distribution import share_of
 from kvtax.steps.parts import side_parts
 
 # Of a step, in us: what vLLM's own histograms of latencies use, in ms.
@@ -290,8 +291,7 @@ def view(name: str, recent: dict[str, Any], history: list[float]) -> Table:
     rows += [(visible(f"    {method}"), us) for method, us in methods[:METHODS_SHOWN]]
     for words, us in rows:
         whole_us = recent["step_us" if words == "step" else "covered_us"]
-        share = us / whole_us if whole_us else 0.0
-        table.add_row(Text(words), f"{us:,.1f}", f"{share:.1%}")
+        table.add_row(Text(words), f"{us:,.1f}", f"{share_of(us, whole_us):.1%}")
     if recent["by_method_us"]:
         table.add_row("connector, last minute", spark(history), "")
     else:

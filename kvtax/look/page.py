@@ -250,7 +250,8 @@ def _requests(instance: Instance, clock: Clock, most: int) -> Requests | None:
         moved_ns = clock.since_zero_ns(instance.name, 0)
         return ((shown[column] + moved_ns) / 1e9).round(6).to_list()
 
-    parts = ("connector_us", *WAITS, *(p for p in TIMED_PARTS if p != "connector_us"))
+    connector, *others = TIMED_PARTS
+    parts = (connector, *WAITS, *others)
     columns: dict[str, list[Cell]] = {
         f"{_wait_name(part)} ms": ms(f"e2e.{part}") for part in (*parts, "other_us")
     }

@@ -10,6 +10,9 @@ of its parts, and what lies between the end of a step and the start of the next 
 
 All requests of a step wait for the same work at the same time. The waits of two
 requests are never added up: the sum would count that work twice.
+
+Where steps overlap, their parts run at the same time, and a moment counts once: for the
+connector, else for the scheduler, else for the model.
 """
 
 from __future__ import annotations
@@ -118,7 +121,8 @@ def _table(requests: list[EngineRequest]) -> pl.DataFrame:
 
 
 WAITS = ("queued_us", "kv_wait_us")
-TIMED_PARTS = ("model_us", "scheduler_us", "connector_us")
+# The first of them that runs has a moment.
+TIMED_PARTS = ("connector_us", "scheduler_us", "model_us")
 NAMED_STEPS = ("first_step", "first_token_step", "last_step")
 # Share of a request's steps without a worker's record, above which its parts are not
 # known.
@@ -287,7 +291,8 @@ def _parts(
         yield f"{name}_us", span.whole_us
         yield f"{name}.queued_us", span.queued_us
         yield f"{name}.kv_wait_us", span.kv_wait_us
-        left_us[name] = span.whole_us - span.queued_us - span.kv_wait_us
+        waited_us = span.queued_us + span.kv_wait_us
+        left_us[name] = np.maximum(span.whole_us - waited_us, 0)
     before_us = np.zeros(steps.height + 1)
     alone = steps["execute_model_us"].is_null().to_numpy()
     np.cumsum(alone & (not alone.all()), out=before_us[1:])
@@ -296,6 +301,7 @@ def _parts(
         name: span.inside(before_us) > MOST_UNKNOWN * span.inside(all_before)
         for name, span in spans.items()
     }
+    kept: dict[str, Floats] = {}
     for part in (*TIMED_PARTS, *method_columns(steps)):
         if steps.height and not steps[part].count():
             continue
@@ -303,9 +309,13 @@ def _parts(
         for name, span in spans.items():
             us = span.inside(before_us)
             us[unknown[name]] = np.nan
-            yield f"{name}.{part}", us
             if part in TIMED_PARTS:
+                in_steps_us, us = us, np.minimum(us, left_us[name])
                 left_us[name] = left_us[name] - us
+                if part == "connector_us":
+                    kept[name] = us / np.where(in_steps_us > 0, in_steps_us, 1)
+            else:
+                us = us * kept[name]
+            yield f"{name}.{part}", us
     for name, us in left_us.items():
-        # Where steps overlap, their parts run at the same time.
-        yield f"{name}.other_us", np.maximum(us, 0)
+        yield f"{name}.other_us", us

@@ -22,7 +22,7 @@ from kvtax.look.instance_summary import (
 from kvtax.look.instances import Instance
 from kvtax.report.document import Cell, Section, Table, Words
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import as_float
+from kvtax.stats.distribution import as_float, share_of
 from kvtax.steps.parts import STEP_PARTS
 
 T = TypeVar("T")
@@ -296,7 +296,7 @@ class Together:
             return ""
         share = "an unknown part"
         if self._known_us:
-            share = f"{self._connector_us / self._known_us:.1%}"
+            share = f"{share_of(self._connector_us, self._known_us):.1%}"
         return (
             f"In all: {self._engines:,} engine{'s'[: self._engines != 1]} with "
             f"{self._lives:,} lives, {self._steps:,} steps in "

@@ -21,7 +21,7 @@ from kvtax.look.totals import (
 )
 from kvtax.report import render
 from kvtax.report.document import Cell, Page, Section, Table, Words
-from kvtax.stats.distribution import as_float
+from kvtax.stats.distribution import as_float, share_of
 from kvtax.stats.processes import mean_over_servers
 from kvtax.steps.parts import STEP_PARTS
 
@@ -113,9 +113,9 @@ def _times(by_time: dict[str, pl.DataFrame], servers: Sequence[ServerTotals]) ->
             rows.append([name, "unknown", *[""] * (len(TOTALS_HEAD) - 2)])
             continue
         of = [one for one in servers if time in one.us]
-        covered_us = sum(one.covered_us for one in of) or 1.0
         # Steps without a worker's record are taken to be like the others.
-        share = sum(one.us[time] * one.steps for one in of) / covered_us
+        us = sum(one.us[time] * one.steps for one in of)
+        share = share_of(us, sum(one.covered_us for one in of))
         if time == "step_us":
             share = 1.0
         elif time == other:

@@ -234,7 +234,8 @@ def read_totals(path: Path) -> StepTotals:
         counts = pl.read_parquet(path)
     except (OSError, pl.exceptions.PolarsError, KeyError, msgspec.DecodeError):
         raise RecordsError(
-            f"{path}: not a file that kvtax look --summary wrote"
+            f"{path}: not a file that kvtax look --summary wrote; of "
+            "records, name their folder"
         ) from None
     if beside.schema != FILE_SCHEMA:
         raise RecordsError(f"{path}: schema {beside.schema}, not {FILE_SCHEMA}")

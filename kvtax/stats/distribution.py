@@ -57,6 +57,14 @@ def as_float(value: object) -> float:
     return float(value) if isinstance(value, int | float | np.number) else 0.0
 
 
+def share_of(us: float, covered_us: float) -> float:
+    """Compute the share of a time in which steps ran, at most all of it.
+
+    Parts of steps that overlap run at the same time, in several processes.
+    """
+    return min(us / covered_us, 1.0) if covered_us else 0.0
+
+
 @lru_cache(maxsize=1_000)
 def _f_table(df: int, df_below: int) -> tuple[Floats, Floats]:
     """Tabulate probabilities from 0 to 1 and the F values that have them, (ANGLES,).

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -709,6 +710,10 @@ NOT_UNDERSTOOD = {
     "without_details.json": '{"backend": "vllm", "mean_ttft_ms": 12.5}',
     "profile_export_genai_perf.csv": "Metric,avg\nTime To First Token (ms),12\n",
     "locust_stats.csv": "Type,Name,Request Count,Average Response Time\nPOST,a,1,2\n",
+    "benchmark_report.yaml": "results:\n  latency:\n    time_to_first_token: 1\n",
+    "long_prompts.json": f'["{"x" * 1_000_000}", {{"ttft": 1}}]',
+    "packed.json.gz": '{"benchmarks": [{"time_to_first_token_ms": 5}]}',
+    "requests.jsonl.gz": '{"schema": "kvtax.request/1"}\n',
     "k6.json": '{"type":"Point","metric":"http_req_duration","data":{"value":1}}\n',
 }
 
@@ -716,7 +721,9 @@ NOT_UNDERSTOOD = {
 @pytest.mark.parametrize("name", NOT_UNDERSTOOD)
 def test_a_client_s_file_that_is_not_understood_is_named(tmp_path, name):
     serve(tmp_path / "records", BENCH)
-    (tmp_path / "records" / name).write_text(NOT_UNDERSTOOD[name])
+    content = NOT_UNDERSTOOD[name].encode()
+    packed = gzip.compress(content) if name.endswith(".gz") else content
+    (tmp_path / "records" / name).write_bytes(packed)
     (_, clients) = joined(tmp_path / "records")
     (warning,) = clients.warnings
     assert (warning.kind, warning.place) == ("client_not_understood", name)

@@ -19,6 +19,7 @@ import pytest
 from benchmarks.look import write_servers
 from kvtax.cli import main as main_of_kvtax
 from kvtax.cli.look import PAGE
+from kvtax.engine.releases import RELEASES_TOML
 from kvtax.look import instances
 from kvtax.look.answer import known_costs
 from kvtax.look.demo import RECORDS
@@ -33,6 +34,7 @@ from kvtax.look.instance_summary import (
     used_blocks,
 )
 from kvtax.look.instances import one_by_one, read_instances
+from kvtax.patcher import load_patches, load_releases
 from kvtax.paths import PATCHES, REPOSITORY
 from kvtax.records.steps import METHOD_FIELDS
 from kvtax.records.warning import RunWarning
@@ -508,9 +510,12 @@ def test_a_walk_of_the_cache_is_named(tmp_path, capsys):
     assert "scheduler.build_connector_meta (80 µs per 1,000 cached blocks)" in told
 
 
-def test_known_costs_name_patches_and_axes_that_exist():
+def test_known_costs_name_patches_releases_and_axes_that_exist():
+    patches, releases = load_patches(PATCHES), load_releases(RELEASES_TOML)
     for known in known_costs():
-        assert not known.patch or (PATCHES / known.patch / "patch.toml").exists()
+        if known.patch:
+            first, *_, last = patches[known.patch].tested(releases)
+            assert known.releases == f"{first} to {last}"
         assert known.moves_with is None or known.moves_with in COVARIATES
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 from pathlib import Path
 
 import polars as pl
 import pytest
+from rich.console import Console
 
 from kvtax.look.discover import discover
 from kvtax.look.instance_summary import Cost, cost, felt, parts_of_requests
 from kvtax.look.instances import read_instances
+from kvtax.look.live import LiveTotals, Watched, view
+from kvtax.look.requests import TIMED_PARTS, WAITS
 from kvtax.records.parts import LONGEST_LINE
 from tests.look.by_line import figures, records
 from tests.look.conftest import main
@@ -150,10 +154,47 @@ def test_ranks_of_a_tensor_group_do_not_add_up(tmp_path):
 def half_overlapping(server: Server) -> None:
     """Begin each step in the middle of the one before, as asynchronous scheduling."""
     now_ns = server.steps[0]["t_ns"]
+    moved_ns = []
     for step, worker in zip(server.steps, server.workers, strict=True):
-        worker["t_ns"] += now_ns - step["t_ns"]
+        moved_ns.append(now_ns - step["t_ns"])
+        worker["t_ns"] += moved_ns[-1]
         step["t_ns"] = now_ns
         now_ns += round(step["step_us"] * 500)
+    for request in server.requests:
+        by_ns = moved_ns[request["first_step"]]
+        request["arrival_ns"] += by_ns
+        request["finished_ns"] += moved_ns[request["last_step"]]
+        if "kv_wait_ns" in request:
+            request["kv_wait_ns"] = [at_ns + by_ns for at_ns in request["kv_wait_ns"]]
+
+
+@pytest.mark.parametrize("longest", ["model", "connector"])
+def test_where_steps_overlap_no_share_is_over_100_percent(tmp_path, capsys, longest):
+    server = served(tmp_path / "records")
+    half_overlapping(server)
+    if longest == "connector":
+        for worker in server.workers:
+            worker["connector_self_us"] = {"get_finished": worker["execute_model_us"]}
+    ((instance,), _) = read_instances(server.write())
+    requests = instance.requests
+    assert requests.height == 50
+    for span in ("ttft", "e2e"):
+        parts_us = [requests[f"{span}.{part}"] for part in (*WAITS, *TIMED_PARTS)]
+        parts_us.append(requests[f"{span}.other_us"])
+        assert min(us.min() for us in parts_us) >= 0
+        assert sum(parts_us).to_list() == pytest.approx(requests[f"{span}_us"])
+        methods_us = sum(requests[f"{span}.{name}"] for name in instance.methods)
+        assert methods_us.to_list() == pytest.approx(requests[f"{span}.connector_us"])
+    summary = str(tmp_path / "summary")
+    assert main([str(server.folder)]) == main(
+        [str(server.folder), "--summary", summary]
+    )
+    assert main([summary]) == 0
+    recent = Watched(server.folder).read()["records"].minus(LiveTotals())
+    Console().print(view("records", recent, []))
+    shares = re.findall(r"(\d+\.\d+)%", capsys.readouterr().out)
+    assert len(shares) > 20
+    assert max(map(float, shares)) <= 100
 
 
 @pytest.mark.parametrize("workers", ["one", "ranks", "stages", "two engines"])
@@ -276,3 +317,13 @@ def test_a_folder_beside_records_says_where_they_are(tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     assert main([str(tmp_path / "logs")]) == 2
     assert f"(there is one in {tmp_path / 'records'})" in capsys.readouterr().err
+    deeper = (tmp_path / "records").rename(tmp_path / "logs.old") / "a" / "b"
+    served(deeper, steps=10).write()
+    for path in [*deeper.glob("*.jsonl"), *deeper.parent.parent.glob("*.jsonl")]:
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    (tmp_path / "logs.old" / "engine_step.jsonl.gz").unlink()
+    assert main([str(tmp_path / "logs")]) == 2
+    assert f"(there is one in {deeper})" in capsys.readouterr().err
+    assert main([str(deeper / "engine_step.jsonl.gz")]) == 2
+    assert "name their folder" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
+from kvtax.cli import Parser
 from kvtax.cli.options import add_fields, fields_of, number, whole_number
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _LazyParser(argparse.ArgumentParser):
+class _LazyParser(Parser):
     """Parser that adds its arguments on use: modules with the options import numpy."""
 
     def __init__(
