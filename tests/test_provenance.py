@@ -98,6 +98,8 @@ def breaches(name: str, document: dict[str, Any]) -> list[str]:
         lacks.append("names no command")
     elif not (exists(command) or is_of_a_study(name, command, commits_of(first)[0])):
         lacks.append(f"{command.split(' --')[0]!r} does not exist")
+    elif re.search(r"[\s=]/", command):
+        lacks.append("names a folder of one machine")
     return lacks
 
 
@@ -181,6 +183,7 @@ HEAD = _git("rev-parse", "HEAD").strip()
         ({"git_commit": HEAD, "command_line": "python -m costs.growth"}, "not exist"),
         ({"git_commit": HEAD, "command_line": "kvtax bench growth"}, "not exist"),
         ({"git_commit": HEAD, "command_line": "kvtax none"}, "not exist"),
+        ({"git_commit": HEAD, "command_line": "kvtax sweep --out /x"}, "one machine"),
     ],
 )
 def test_a_breach_is_named(facts, lack):

@@ -37,7 +37,7 @@ from kvtax.steps.parts import method_columns, step_parts
 from kvtax.verdict.axes import AXES, SLOW_US
 
 PASSES, FEWEST_PASSES = 9, 6
-# After so long, the fewest will do: some connectors write every block that is computed.
+# After so long the fewest will do: some connectors write every block that is computed.
 LIMIT_S = 30.0
 # After so long the connector is too slow; LMCacheMP's fewest passes take 4 minutes.
 MOST_S = 600.0
@@ -45,6 +45,8 @@ MOST_WRITTEN_BYTES = 4 * 2**30
 STEPS = 25
 # More where a cost in one step of 200 is counted.
 STEPS_OF = {"cache": 150}
+# Its pool is made once for all levels.
+AT_ONCE = ("prompt",)
 # What a busy machine does to single steps is left out of the means. What a connector
 # does in less than one step of ten is counted.
 SLOWEST = 0.1
@@ -185,10 +187,11 @@ def run(
     started: Sequence[tuple[Connector, Installation]],
     folder: Path,
     chosen: Collection[str] = AXES,
+    limit_s: float = LIMIT_S,
 ) -> list[Measured]:
     """Hold engines at each level of each of the `chosen` axes, in turn.
 
-    Each has a connector on an installation.
+    Each has a connector on an installation. After `limit_s` the fewest passes will do.
 
     Raises ServerError with the end of an engine's log if it does not start, or dies,
     and ServerError if a connector's companion does not start.
@@ -209,13 +212,14 @@ def run(
         ]
         began_s = time.monotonic()
         for number in range(PASSES):
-            if number >= FEWEST_PASSES and time.monotonic() - began_s > LIMIT_S:
+            if number >= FEWEST_PASSES and time.monotonic() - began_s > limit_s:
                 break
             for axis in AXES:
-                order = list(enumerate(engines))
-                for which, engine in order[::-1] if number % 2 else order:
-                    if axis in axes[which]:
-                        passes[which][axis].append(_pass(engine, axis, number))
+                having = [which for which, own in enumerate(axes) if axis in own]
+                order = having[::-1] if number % 2 else having
+                held = _pass([engines[which] for which in order], axis, number)
+                for which, levels in zip(order, held, strict=True):
+                    passes[which][axis].append(levels)
     return [
         _measured(_read(own / "records"), of_engine, engine.patch_hashes)
         for own, of_engine, engine in zip(folders, passes, engines, strict=True)
@@ -270,17 +274,22 @@ def _started(
     )
 
 
-def _pass(engine: EngineProcess, axis: str, number: int) -> list[Held]:
+def _pass(engines: Sequence[EngineProcess], axis: str, number: int) -> list[list[Held]]:
     """Hold each level of `axis`, in a random order; return the holds by level.
 
-    So neither a drift of the machine nor the time since a reset is the level.
+    So neither a drift of the machine nor the time since a reset is the level. The
+    engines take turns at each level: the speed of a shared machine changes within
+    seconds.
     """
     levels = list(AXES[axis].levels)
     order = random.Random(f"{axis} {number}").sample(levels, len(levels))
     steps = STEPS_OF.get(axis, STEPS)
-    held = engine.ask("hold", axis, order, steps, timeout_s=MOST_S)
-    by_level = dict(zip(order, held, strict=True))
-    return [by_level[level] for level in levels]
+    found: list[dict[int, Held]] = [{} for _ in engines]
+    for some in [order] if axis in AT_ONCE else [[level] for level in order]:
+        for engine, of_engine in zip(engines, found, strict=True):
+            held = engine.ask("hold", axis, some, steps, timeout_s=MOST_S)
+            of_engine.update(zip(some, held, strict=True))
+    return [[of_engine[level] for level in levels] for of_engine in found]
 
 
 def _read(records: Path) -> pl.DataFrame:

@@ -104,7 +104,6 @@ class SteppedEngine(NullEngine):
         return self._cached(levels, WIDE_BATCH, steps)
 
     def _cached(self, levels: list[int], batch: int, steps: int) -> list[Held]:
-        self._forget()
         found = []
         for blocks in levels:
             if self._cached_blocks > blocks:
