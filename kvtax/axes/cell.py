@@ -30,7 +30,7 @@ from kvtax.engine.engine_process import ENDED, EngineProcess
 from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.engine.releases import beside
-from kvtax.records.observatory_cell import AxisHolds, CellRecord, Passes
+from kvtax.records.observatory_cell import AxisHolds, CellRecord, Idle, Passes
 from kvtax.records.steps import only_life
 from kvtax.steps.life import whole_steps
 from kvtax.steps.parts import method_columns, step_parts
@@ -114,6 +114,7 @@ def _record(
         means_us=found.means_us,
         noop_us=_whole_steps(of_noop.means_us),
         holds=found.holds,
+        idle=found.idle,
         error=error,
     )
 
@@ -176,9 +177,10 @@ def measured(
 
 @dataclass
 class Measured:
-    """Means and holds of each axis, and the hashes of the patches."""
+    """Means and holds of each axis, what is idle, and the hashes of the patches."""
 
     means_us: Passes = field(default_factory=dict)
+    idle: Idle | None = None
     holds: dict[str, AxisHolds] = field(default_factory=dict)
     patch_hashes: dict[str, str] = field(default_factory=dict)
 
@@ -220,9 +222,12 @@ def run(
                 held = _pass([engines[which] for which in order], axis, number)
                 for which, levels in zip(order, held, strict=True):
                     passes[which][axis].append(levels)
+        idle = [Idle(*engine.ask("idle")) for engine in engines]
     return [
-        _measured(_read(own / "records"), of_engine, engine.patch_hashes)
-        for own, of_engine, engine in zip(folders, passes, engines, strict=True)
+        _measured(_read(own / "records"), of_engine, of_idle, engine.patch_hashes)
+        for own, of_engine, of_idle, engine in zip(
+            folders, passes, idle, engines, strict=True
+        )
     ]
 
 
@@ -233,9 +238,10 @@ def _axes_of(engine: EngineProcess) -> list[str]:
 def _measured(
     steps: pl.DataFrame,
     passes: dict[str, list[list[Held]]],
+    idle: Idle,
     patch_hashes: dict[str, str],
 ) -> Measured:
-    found = Measured(patch_hashes=patch_hashes)
+    found = Measured(idle=idle, patch_hashes=patch_hashes)
     for axis, of_axis in passes.items():
         found.means_us[axis], found.holds[axis] = _of_axis(steps, of_axis)
     return found

@@ -61,7 +61,9 @@ AXIS = (
 )
 NEWEST = (
     f"At both ends of each axis: {TIMES}, the step over the no-op's; the connector's "
-    "µs per step, in bold if they grow. "
+    "µs per step, in bold if they grow. No request: what an engine without requests "
+    "does in a second, CPU time of the connector's threads, processes and steps, and "
+    "the steps that it asks for. "
     "`kvtax axes --page --html FILE` writes all releases, with slopes, intervals and "
     "the method that grows most."
 )
@@ -77,8 +79,8 @@ SOURCES = (
     "{release} has a build. Its sources, on the compiled parts of {compiled}, the "
     "build, and the build again were held at the same levels in turn (`python -m "
     "studies.observatory`). Steps of the sources differ from the build's by at most "
-    "{worst:.1%}, those of the second build by at most {same:.1%}: means over the "
-    "levels of an axis, medians over the passes. It cannot say what older compiled "
+    "{worst:.1%}, those of the second build by at most {same:.1%}: medians over the "
+    "levels of an axis, and over the passes. It cannot say what older compiled "
     "parts do to a kernel: the null model calls none."
 )
 CLAIMS = "What users reported, and what the cell shows. A curve is level: µs per step."
@@ -275,13 +277,19 @@ def _newest(matrix: Matrix, cells: Cells) -> Table:
         cell = cells.get((release, connector))
         if cell is not None and not cell.error:
             ends = [_ends(cell, axis) for axis in axes]
-            rows.append([_name(matrix, connector), *ends])
+            rows.append([_name(matrix, connector), *ends, _without_requests(cell)])
     return Table(
         title=f"Each axis on {release}",
         note=NEWEST,
-        columns=["connector", *axes],
+        columns=["connector", *axes, "no request"],
         rows=rows,
     )
+
+
+def _without_requests(cell: CellRecord) -> str:
+    if cell.idle is None:
+        return DASH
+    return f"{cell.idle.cpu_ms_per_s:.1f} ms, {cell.idle.steps_per_s:.0f} steps"
 
 
 def _ends(cell: CellRecord, axis: str) -> str:

@@ -52,6 +52,8 @@ HELD_PAUSE_S = 0.002
 FREED_DEADLINE_S, FREED_PAUSE_S = 10.0, 0.1
 # A prompt repeats so many token ids, which are below the null model's 1,024.
 PROMPT_IDS, VOCABULARY = 8, 1_000
+# So long an engine without requests is looked at.
+IDLE_S = 2.0
 # Steps between two looks at what the processes have written.
 WATCHED_STEPS = 4
 
@@ -237,6 +239,29 @@ class SteppedEngine(NullEngine):
             processes_us=(after.processes - before.processes) / 1e3 / steps,
         )
 
+    def without_requests(self) -> tuple[float, float]:
+        """Return steps per second, and CPU in ms per second, without a request.
+
+        As vLLM's busy loop does, the engine steps while its scheduler has something.
+        The CPU time is that of these steps and of all that is beside this thread.
+        """
+        self._forget()
+        self._helpers = helpers()
+        first, began_s, stepping_ns = self._steps, time.monotonic(), 0
+        before = cpu_ns_beside(self._of_vllm, self._helpers)
+        while time.monotonic() - began_s < IDLE_S:
+            if self.core.scheduler.has_requests():
+                step_began_ns = time.thread_time_ns()
+                self._step()
+                stepping_ns += time.thread_time_ns() - step_began_ns
+            else:
+                time.sleep(HELD_PAUSE_S)
+        after = cpu_ns_beside(self._of_vllm, helpers())
+        took_s = time.monotonic() - began_s
+        cpu_ns = stepping_ns + sum(after) - sum(before)
+        steps_per_s = (self._steps - first) / took_s
+        return round(steps_per_s, 2), round(cpu_ns / 1e6 / took_s, 2)
+
     def _scatter(self, run: int) -> None:
         """Have the pool hand out runs of `run` neighbours, none next to the one before.
 
@@ -403,6 +428,10 @@ def hold(engine: SteppedEngine, axis: str, levels: list[int], steps: int) -> lis
     return getattr(engine, axis)(levels, steps)
 
 
+def idle(engine: SteppedEngine) -> tuple[float, float]:
+    return engine.without_requests()
+
+
 def has_tier(engine: SteppedEngine) -> bool:
     return engine.has_tier
 
@@ -411,7 +440,7 @@ def main() -> None:
     model, socket = sys.argv[1:]
     given = json.loads(os.environ.pop(GIVEN))
     engine = SteppedEngine(Path(model), **given)
-    serve(engine, socket, hold, has_tier)
+    serve(engine, socket, hold, has_tier, idle)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,15 @@ class AxisHolds(msgspec.Struct, kw_only=True):
     """Steps in which the connector took over 1 ms more than in half of the others."""
 
 
+class Idle(msgspec.Struct, frozen=True):
+    """What an engine does, per second, while it has no request."""
+
+    steps_per_s: float
+    """Steps that the connector asks for."""
+    cpu_ms_per_s: float
+    """CPU time of those steps, of other threads and of the connector's processes."""
+
+
 class CellRecord(
     msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.observatory_cell/1"
 ):
@@ -58,6 +67,8 @@ class CellRecord(
     an axis, one after the other. Empty if the connector was measured alone."""
     holds: dict[str, AxisHolds] = {}
     """By axis, when its levels were held; empty in older cells."""
+    idle: Idle | None = None
+    """Without requests, after the last hold; null in older cells."""
     error: str | None = None
     """Why it could not be measured."""
 

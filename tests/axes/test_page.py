@@ -32,7 +32,7 @@ from kvtax.engine import ServerError
 from kvtax.engine.connector import load_connector, own_connector
 from kvtax.engine.installation import installation
 from kvtax.records.estimate import Estimate
-from kvtax.records.observatory_cell import CellRecord, keep_cell
+from kvtax.records.observatory_cell import CellRecord, Idle, keep_cell
 from kvtax.report import render
 from kvtax.verdict.axes import AXES
 from tests.axes.cells import made
@@ -78,7 +78,11 @@ def test_a_cell_that_is_missing_is_not_measured():
 
 def test_the_short_page_has_a_row_per_connector_of_the_newest_release():
     cells = {(cell.release, cell.connector): cell for cell in (GROWING, DEAD)}
+    name = (GROWING.release, GROWING.connector)
+    idle = Idle(steps_per_s=12.4, cpu_ms_per_s=3.26)
+    cells[name] = msgspec.structs.replace(GROWING, idle=idle)
     text = render.markdown(summary_page(MATRIX, cells))
+    assert "| 3.3 ms, 12 steps |" in text
     newest = text[text.index("## Each axis on 0.32.0") :]
     assert "| `mooncake_both` |" in newest and "**" in newest
     assert "| `noop` | " not in newest[: newest.index("## What does not start")]

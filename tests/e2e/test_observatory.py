@@ -122,6 +122,13 @@ def test_a_look_up_of_the_prompts_blocks_grows_with_the_prompt_alone(broken):
 
 
 @pytest.mark.serial
+def test_an_engine_without_requests_takes_no_step_of_its_own(broken):
+    _, cell = broken
+    assert cell.idle.steps_per_s == 0
+    assert cell.idle.cpu_ms_per_s < 20
+
+
+@pytest.mark.serial
 def test_the_summary_is_a_sentence_and_a_table(broken):
     run, _ = broken
     sentence, table = run.summary.split("\n\n")
@@ -222,7 +229,7 @@ class Mine(NoopConnector):
     def _write(self) -> None:
         while True:
             time.sleep(0.003)
-            take(0.03 * cached())
+            take(300 + 0.03 * cached())
 
     def build_connector_meta(self, scheduler_output):
         # 40 us per 1,000 cached blocks if 12 requests or more are scheduled.
@@ -248,7 +255,9 @@ def hidden(tmp_path_factory):
         axes = {name: AXES[name] for name in ("cache", "cache_at_32")}
         changed.setattr(cell, "AXES", axes)
         found = run_mine(folder, HIDDEN, changed)
-    return msgspec.structs.replace(made(), means_us=found.means_us, holds=found.holds)
+    return msgspec.structs.replace(
+        made(), means_us=found.means_us, holds=found.holds, idle=found.idle
+    )
 
 
 def rise_us(cell: CellRecord, axis: str, time: str) -> float:
@@ -271,6 +280,13 @@ def test_a_cost_that_needs_a_cache_and_a_large_batch_is_seen_with_both(hidden):
 @pytest.mark.parametrize("time", ["threads_us", "processes_us"])
 def test_a_thread_of_any_name_and_a_process_of_the_connector_are_seen(hidden, time):
     assert rise_us(hidden, "cache", time) > 50
+
+
+@pytest.mark.long
+@pytest.mark.serial
+def test_a_thread_that_is_busy_without_a_request_is_seen(hidden):
+    # 300 us every 3 ms, and a helper that wakes every 2 ms.
+    assert 20 < hidden.idle.cpu_ms_per_s < 200
 
 
 @pytest.mark.long
