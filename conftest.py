@@ -58,6 +58,8 @@ settings.load_profile("few")
 
 # Folders whose tests share servers: one worker of pytest-xdist runs all of each.
 TOGETHER = ("tests/patched/", "tests/e2e/")
+# Thousands of tests of others, through which a collection would look.
+OTHERS = ("third_party", ".venv", ".releases")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -93,6 +95,8 @@ def lock(folder: str | Path) -> int:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file, and no folder's conftest, that `-m "not MARK ..."` leaves out."""
+    if collection_path.name in OTHERS:
+        return True
     selection = config.option.markexpr
     if not re.fullmatch(r"not \w+( and not \w+)*", selection):
         return None

@@ -21,7 +21,8 @@ import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvtax.engine.engine_process import serve
-from kvtax.engine.null_engine import NOOP, NullEngine
+from kvtax.engine.null_engine import NullEngine
+from kvtax.engine.null_model import NOOP
 
 # Steps before the measured ones of a round: caches and branch predictors are cold
 # after another process had the core.

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import pytest_ignore_collect
+from conftest import marks, pytest_ignore_collect
 from kvtax.engine.connector import connector_names
 from kvtax.paths import REPOSITORY
 
@@ -91,6 +91,8 @@ ROOMS: dict[str, set[str]] = {
     "tools": {"kvtax", "kvtax_fleet"},
     "kvindex": {"kvtax"},
 }
+# What each process that imports it pays for.
+HEAVY = {"torch", "transformers", "vllm"}
 # What is launched where nobody names a config, and a word of a file format.
 NAMED_FOR_A_REASON = (
     "kvtax/engine/connector.py",
@@ -185,12 +187,12 @@ def wrong_arrows(root: Path) -> list[str]:
     return wrong
 
 
-def test_the_checkout_has_at_most_870_files_and_16_mb():
+def test_the_checkout_has_at_most_869_files_and_16_mb():
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, check=True
     ).stdout.decode()
     files = [REPOSITORY / name for name in listed.split("\0")[:-1]]
-    assert len(files) <= 870
+    assert len(files) <= 869
     assert sum(file.stat().st_size for file in files if file.exists()) <= 16e6
 
 
@@ -289,3 +291,33 @@ def test_a_file_that_is_no_python_is_left_to_pytest(tmp_path):
     file.write_bytes(gzip.compress(b"{}"))
     config = SimpleNamespace(option=SimpleNamespace(markexpr="not slow"))
     assert pytest_ignore_collect(file, config) is None
+
+
+def imported_at_once(path: Path) -> Iterator[str]:
+    """Yield what a file imports when it is imported itself."""
+    lines = {
+        node.lineno
+        for node in parsed(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    yield from (name for line, name in imports(path, REPOSITORY) if line in lines)
+
+
+def test_to_collect_tests_imports_neither_torch_nor_vllm():
+    """Or each worker of pytest takes 7 s of CPU time, and 1 GB that its forks copy."""
+    files = {module_of(path, REPOSITORY): path for path in sources(REPOSITORY)}
+    waiting = [
+        name
+        for name, path in files.items()
+        if path.name.startswith(("test_", "conftest"))
+        # Those inside a patched vLLM are read, and not imported.
+        if not name.startswith("tests.patched.test_")
+        if "long" not in marks(path)
+    ]
+    reached: set[str] = set()
+    while waiting:
+        if (name := waiting.pop()) in reached:
+            continue
+        reached.add(name)
+        waiting += imported_at_once(files[name]) if name in files else []
+    assert {name for name in reached if name.partition(".")[0] in HEAVY} == set()

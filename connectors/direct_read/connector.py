@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from connectors.direct_read.metadata import DirectReadMetadata
 from connectors.direct_read.metrics import DirectReadPromMetrics, DirectReadStats
-from connectors.direct_read.reads import DirectReadMetadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

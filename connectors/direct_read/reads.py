@@ -14,14 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, Protocol
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-)
 
 from connectors.direct_read.client import Connections
 from connectors.direct_read.protocol import DirectReadError, WorkerAddress
@@ -338,19 +333,3 @@ class Puller:
             "bytes_pulled": valid * sum(self._ours.block_bytes),
         }
         return Pulled(pull.request_id, pull.block_ids[valid:], counts)
-
-
-@dataclass
-class DirectReadMetadata(KVConnectorMetadata):
-    """For one step. `counts` are the scheduler's: see metrics.py."""
-
-    pulls: list[Pull] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class DirectReadHandshake(KVConnectorHandshakeMetadata):
-    """A worker's memory: where it is, and how it is laid out."""
-
-    address: WorkerAddress
-    layout: dict[str, str]

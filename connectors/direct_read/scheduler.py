@@ -21,9 +21,10 @@ from connectors.direct_read.lookups import (
     Found,
     Lookups,
 )
+from connectors.direct_read.metadata import DirectReadHandshake, DirectReadMetadata
 from connectors.direct_read.metrics import SchedulerCounts
 from connectors.direct_read.protocol import MAX_HASHES, Peer
-from connectors.direct_read.reads import DirectReadHandshake, DirectReadMetadata, Pull
+from connectors.direct_read.reads import Pull
 from connectors.direct_read.server import Server
 from connectors.direct_read.settings import Settings
 

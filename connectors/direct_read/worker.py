@@ -13,9 +13,10 @@ from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
+from connectors.direct_read.metadata import DirectReadHandshake, DirectReadMetadata
 from connectors.direct_read.metrics import DirectReadStats
 from connectors.direct_read.protocol import WorkerAddress
-from connectors.direct_read.reads import DirectReadHandshake, DirectReadMetadata, Puller
+from connectors.direct_read.reads import Puller
 from connectors.direct_read.settings import Settings
 
 if TYPE_CHECKING:

@@ -22,12 +22,6 @@ BLOCK_SIZE = 16
 PROMPT_TOKENS = 64
 MAX_MODEL_LEN = 8_192
 MAX_REQUESTS = 64
-# All hooks around connector methods run, and the methods themselves do nothing.
-NOOP = {
-    "kv_connector": "NoopConnector",
-    "kv_connector_module_path": "connectors.noop",
-    "kv_role": "kv_both",
-}
 
 
 class NullEngine:

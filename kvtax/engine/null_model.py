@@ -34,6 +34,12 @@ class Forward(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     launch_us: Time = 0
 
 
+# All hooks around connector methods run, and the methods themselves do nothing.
+NOOP = {
+    "kv_connector": "NoopConnector",
+    "kv_connector_module_path": "connectors.noop",
+    "kv_role": "kv_both",
+}
 # Engine settings of tests and benchmarks.
 CPU_ENGINE = EngineSettings(
     flavour="cpu",

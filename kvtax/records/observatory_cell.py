@@ -33,7 +33,7 @@ class AxisHolds(msgspec.Struct, kw_only=True):
 
 
 class Idle(msgspec.Struct, frozen=True):
-    """What an engine does, per second, while it has no request."""
+    """Rates of an engine that has no request, per second."""
 
     steps_per_s: float
     """Steps that the connector asks for."""

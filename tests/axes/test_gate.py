@@ -16,7 +16,7 @@ from kvtax.records.files import read_document, write_document
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.verdict.axes import AXES, growth
 from kvtax.verdict.limits import check_cell, check_since, read_limits
-from tests.axes.cells import META, made, slow_at
+from tests.harness.made_up import META, made, slow_at
 from tests.verdict.test_axes import curve
 
 METHOD = META.removesuffix("_us")

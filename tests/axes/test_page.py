@@ -35,7 +35,7 @@ from kvtax.records.estimate import Estimate
 from kvtax.records.observatory_cell import CellRecord, Idle, keep_cell
 from kvtax.report import render
 from kvtax.verdict.axes import AXES
-from tests.axes.cells import made
+from tests.harness.made_up import made
 from tests.verdict.test_axes import curve
 
 MATRIX = Matrix(

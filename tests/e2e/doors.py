@@ -18,6 +18,7 @@ import msgspec
 
 from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation
+from kvtax.engine.null_model import NOOP
 from kvtax.engine.server import SERVED_MODEL, Engine, ServerSpec, resolve
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
@@ -35,11 +36,6 @@ from tests.proc.living import eventually
 
 # A plugin, patches at import, patches in a copy of vLLM's files.
 DOORS = ("plugin", "run", "blocks")
-NOOP = {
-    "kv_connector": "NoopConnector",
-    "kv_connector_module_path": "connectors.noop",
-    "kv_role": "kv_both",
-}
 TOKENS = 8
 
 

@@ -21,7 +21,7 @@ from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.verdict.axes import AXES, growth
-from tests.axes.cells import made
+from tests.harness.made_up import made
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3_600)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +18,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from kvtax.records.observatory_cell import AxisHolds, CellRecord
 from kvtax.records.profile import Ladder, Load, ProfileRecord
 from kvtax.records.steps import FIELDS, EngineHeader, WorkerHeader
+from kvtax.verdict.axes import AXES
 
 FIRST_NS = 10**14
 STEP_NS = 300_000
@@ -109,3 +111,46 @@ def profile(ladder: Ladder, **changes: Any) -> ProfileRecord:
         "load": load,
     }
     return ProfileRecord(**settings | changes)
+
+
+PASSES = 9
+META = "scheduler.build_connector_meta_us"
+PROVENANCE = {
+    "git_commit": "0123456789abcdef",
+    "date_utc": "2026-11-22T10:00:00+00:00",
+    "patch_hashes": {},
+}
+
+Cost = Callable[[float], float]
+
+
+def slow_at(*levels: int, axis: str = "cache") -> AxisHolds:
+    """Holds of `axis` with one slow step at each of these levels, in each pass."""
+    slow = [int(level in levels) for level in AXES[axis].levels]
+    return AxisHolds(steps=150, slow=[list(slow) for _ in range(PASSES)])
+
+
+def made(
+    connector: str = "mine", release: str = "0.32.0", noise: float = 0.02, **costs: Cost
+) -> CellRecord:
+    """A cell in which build_connector_meta costs `costs[axis](level)` us, else 10."""
+    random = np.random.default_rng(1)
+
+    def passes(axis: str) -> list[list[float]]:
+        cost = costs.get(axis, lambda level: 10.0)
+        real = np.array([cost(level) for level in AXES[axis].levels])
+        scale = 1 + noise * random.standard_normal((PASSES, len(real)))
+        return (real * scale).tolist()
+
+    return CellRecord(
+        release=release,
+        connector=connector,
+        provenance=dict(PROVENANCE),
+        wall_s=24.0,
+        levels={axis: list(told.levels) for axis, told in AXES.items()},
+        means_us={
+            axis: {"connector_us": us, META: us}
+            for axis in AXES
+            for us in [passes(axis)]
+        },
+    )

@@ -18,13 +18,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import msgspec
-import torch
 from prometheus_client.parser import text_string_to_metric_families
-from safetensors.torch import save_file
 
 from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation, installation
@@ -33,6 +31,10 @@ from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
 from kvtax.proc.supervise import signal_all
 from kvtax.records.profile import EngineSettings
+
+# To collect tests takes no torch.
+if TYPE_CHECKING:
+    import torch
 
 VOCAB_SIZE = 512
 MAX_TOKENS = 8192
@@ -66,6 +68,8 @@ CONFIG = {
 
 def write_checkpoint(folder: Path, seed: int) -> Path:
     """`folder` with config.json and model.safetensors; the seed decides the weights."""
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
     save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
@@ -74,11 +78,15 @@ def write_checkpoint(folder: Path, seed: int) -> Path:
 
 def prompt(seed: int, tokens: int) -> list[int]:
     """Token ids, uniform over the vocabulary."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(VOCAB_SIZE, (tokens,), generator=generator).tolist()
 
 
 def _weights(seed: int) -> dict[str, torch.Tensor]:
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:

@@ -41,7 +41,8 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from connectors.noop import NoopConnector
 from kvtax.engine import null_engine
-from kvtax.engine.null_engine import NOOP, NullEngine
+from kvtax.engine.null_engine import NullEngine
+from kvtax.engine.null_model import NOOP
 from kvtax.records.files import Lines, read_lines
 from kvtax.records.steps import (
     EngineHeader,

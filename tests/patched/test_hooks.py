@@ -23,7 +23,8 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from connectors.direct_read.ledger import BlockLedger
 from connectors.noop import NoopConnector
 from kvtax.engine import null_engine
-from kvtax.engine.null_engine import NOOP, NullEngine
+from kvtax.engine.null_engine import NullEngine
+from kvtax.engine.null_model import NOOP
 
 
 class EarlyLedger(BlockLedger):

@@ -43,7 +43,7 @@ from vllm.kvtax_probe.files import RecordFile
 from vllm.kvtax_probe.settings import positive_number
 from vllm.kvtax_probe.threads import ThreadsFile
 
-from kvtax.engine.null_engine import NOOP
+from kvtax.engine.null_model import NOOP
 from kvtax.look.instances import read_instances
 from kvtax.records.files import read_lines
 from kvtax.records.steps import (

@@ -15,7 +15,8 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvtax.engine.null_engine import BLOCK_SIZE, NOOP, NullEngine, cached_tokens
+from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine, cached_tokens
+from kvtax.engine.null_model import NOOP
 
 NUM_BLOCKS = 2_000
 

@@ -7,9 +7,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 NEEDED = "needs Chromium: apt-get install chromium"
 OPTIONS = [
@@ -31,6 +34,8 @@ def browser() -> Iterator[Browser]:
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
         pytest.skip(NEEDED)
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as started:
         chromium = started.chromium.launch(
             executable_path=path, args=OPTIONS, timeout=NEVER_MS

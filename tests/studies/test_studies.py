@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from kvtax_fleet.records.host_times import HostTable
 
-from kvtax.engine.null_engine import NOOP
+from kvtax.engine.null_model import NOOP
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord, keep_cell

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import fisher_exact
 
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.stats.distribution import _upper_tail, rises
 from kvtax.verdict.axes import AXES, growth, steepest
-from tests.axes.cells import META, made
+from tests.harness.made_up import META, made
 
 EACH_AXIS = pytest.mark.parametrize("axis", AXES)
 
@@ -217,6 +216,8 @@ def test_a_burst_within_one_hold_is_one_event():
 
 
 def test_the_chance_is_that_of_fishers_exact_test():
+    from scipy.stats import fisher_exact
+
     rng = np.random.default_rng(5)
     for _ in range(100):
         upper, lower = rng.integers(1, 30, 2)

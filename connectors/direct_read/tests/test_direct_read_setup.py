@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from connectors.direct_read.reads import DirectReadMetadata
+from connectors.direct_read.metadata import DirectReadMetadata
 from connectors.direct_read.settings import Settings
 from connectors.direct_read.worker import device_fence, regions_of
 

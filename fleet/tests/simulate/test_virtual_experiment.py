@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from statistics import mean
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -20,7 +22,6 @@ from kvtax.paths import REPOSITORY
 from kvtax.report.markdown import DASH
 
 from kvtax_fleet.analyze.arm_runs import ArmRun, read_run
-from kvtax_fleet.simulate import run_cells
 from kvtax_fleet.simulate.bound import Latency, _means, above, bounds, measured
 from kvtax_fleet.trace import read_trace
 
@@ -196,6 +197,11 @@ def leave_a_segment(cell: AnyCell, cores: set[int]) -> None:
 def test_what_openmp_leaves_in_memory_goes_with_the_fork(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    of_vllm = ("endpoints", "transfers", "virtual_engine", "virtual_instance")
+    for name in (*of_vllm, "run_cells"):
+        monkeypatch.setitem(sys.modules, f"kvtax_fleet.simulate.{name}", MagicMock())
+    del sys.modules["kvtax_fleet.simulate.run_cells"]
+    run_cells = importlib.import_module("kvtax_fleet.simulate.run_cells")
     monkeypatch.setattr(run_cells, "Cell", AnyCell)
     monkeypatch.setattr(run_cells, "_import_all", lambda cell: None)
     monkeypatch.setattr(run_cells, "_run_or_fail", leave_a_segment)
