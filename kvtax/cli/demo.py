@@ -13,14 +13,20 @@ from __future__ import annotations
 
 import argparse
 import errno
+import fcntl
+import os
 import secrets
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtax.cli import Exit
 
+# Beginning of the name of a folder in which a demo works.
+ASIDE = ".kvtax-demo-"
 # Errors of a folder that is not there, cannot be written, or is full.
 NOT_WRITTEN = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS),
@@ -64,30 +70,57 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path | None = arguments.out and arguments.out.resolve()
     if out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DemoError(f"{out}: is there already; name a new folder with --out")
-    parent = out.parent if out else Path(tempfile.gettempdir())
-    # Named before it is made, so that a signal finds it whenever it comes.
-    aside = parent / f".kvtax-demo-{secrets.token_hex(4)}"
+    # A server has its own temporary files, wherever its records go.
+    temporary = Path("" if out and not arguments.serve else tempfile.gettempdir())
+    parent = out.parent if out else temporary
     try:
-        aside.mkdir(parents=True)
-        out = out or parent / aside.name.removeprefix(".")
-        folder = aside / out.name
-        _record(folder, arguments)
-        actions.show(folder, folder / PAGE, None, Window(0, 0))
-        folder.replace(out)
+        with _aside(parent) as aside:
+            out = out or parent / aside.name.removeprefix(".")
+            folder = aside / out.name
+            _record(folder, temporary, arguments)
+            actions.show(folder, folder / PAGE, None, Window(0, 0))
+            folder.replace(out)
     except OSError as error:
         if error.errno not in NOT_WRITTEN:
             raise
         raise DemoError(
             f"{parent}: {error.strerror}; name another folder with --out"
         ) from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     print(f"wrote {out / PAGE}: all tables, and each moment")
     print("Your own server: kvtax run --records DIR -- vllm serve ...; kvtax look DIR")
     return Exit.GOOD
 
 
-def _record(folder: Path, arguments: argparse.Namespace) -> None:
+@contextmanager
+def _aside(parent: Path) -> Iterator[Path]:
+    """Make a folder in `parent` for a while; remove those of demos that were killed."""
+    for left in parent.glob(f"{ASIDE}*"):
+        with suppress(OSError), _held(left):
+            # An empty one may be just made.
+            if any(left.iterdir()):
+                shutil.rmtree(left)
+    # Named before it is made, so that a signal finds it whenever it comes.
+    aside = parent / f"{ASIDE}{secrets.token_hex(4)}"
+    try:
+        aside.mkdir(parents=True)
+        with _held(aside):
+            yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold a folder, however this process ends. Raises OSError if another holds it."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(number)
+
+
+def _record(folder: Path, temporary: Path, arguments: argparse.Namespace) -> None:
     """Put records into `folder`."""
     if not arguments.serve:
         from kvtax.look.demo import unpack
@@ -97,4 +130,6 @@ def _record(folder: Path, arguments: argparse.Namespace) -> None:
     from kvtax.engine.demo_server import record_server
 
     print("starting vLLM with a model that computes nothing ...", flush=True)
-    print(f"recorded: {record_server(folder, arguments.python)}\n")
+    with _aside(temporary) as scratch:
+        name = record_server(folder, scratch, arguments.python)
+    print(f"recorded: {name}\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,11 +26,11 @@ PROMPT_TOKENS, ANSWER_TOKENS = 512, 64
 REQUEST_TIMEOUT_S = 120
 
 
-def record_server(folder: Path, python: str) -> str:
+def record_server(folder: Path, scratch: Path, python: str) -> str:
     """Serve some requests with a connector, record them in `folder`; return its name.
 
-    The server and all but the records are gone then. Raises InstallationError without
-    vLLM for CPUs, and ServerError.
+    The server is gone then, and what it needs is in `scratch`. Raises InstallationError
+    without vLLM for CPUs, and ServerError.
     """
     installed = installation(python)
     if not installed.has_vllm("cpu"):
@@ -43,17 +42,16 @@ def record_server(folder: Path, python: str) -> str:
     name, connector = own_connector(CONNECTOR if has_connector else ELSE, None)
     patches = [*connector.patches, *stand_ins(connector)]
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="kvtax-demo-") as scratch:
-        overlay = Path(scratch, "overlay")
-        build_overlay(overlay, patches, connector.patch_parameters, installed)
-        length = CPU_ENGINE.max_model_len
-        model = write_null_model(Path(scratch, "model"), length, Forward(FORWARD_US))
-        engine = Engine(overlay, CPU_ENGINE, connector, model.folder, installed)
-        with Server(resolve(engine, folder, {"config": name})) as server:
-            server.wait_ready()
-            url = f"{server.url}/v1/completions"
-            with ThreadPoolExecutor(AT_ONCE) as clients:
-                list(clients.map(lambda seed: _complete(url, seed), range(REQUESTS)))
+    overlay = scratch / "overlay"
+    build_overlay(overlay, patches, connector.patch_parameters, installed)
+    length = CPU_ENGINE.max_model_len
+    model = write_null_model(scratch / "model", length, Forward(FORWARD_US))
+    engine = Engine(overlay, CPU_ENGINE, connector, model.folder, installed)
+    with Server(resolve(engine, folder, {"config": name})) as server:
+        server.wait_ready()
+        url = f"{server.url}/v1/completions"
+        with ThreadPoolExecutor(AT_ONCE) as clients:
+            list(clients.map(lambda seed: _complete(url, seed), range(REQUESTS)))
     return name
 
 

@@ -107,7 +107,13 @@ def seekable(path: Path) -> BinaryIO:
     if file.seekable():
         return file
     with file, ExitStack() as stack:
-        plain: Any = stack.enter_context(tempfile.TemporaryFile())
+        try:
+            plain: Any = stack.enter_context(tempfile.TemporaryFile())
+        except FileNotFoundError:
+            raise RecordsError(
+                f"{path}: no folder to unpack it into; set TMPDIR to one that may be "
+                "written"
+            ) from None
         reported = 0
         while piece := file.read(PIECE_BYTES):
             plain.write(piece)

@@ -263,6 +263,17 @@ def test_rotated_and_compressed_files_are_read_as_the_whole_ones(records, capsys
     assert shown(records, capsys)[0] == 0
 
 
+def test_without_a_folder_to_unpack_records_into_tmpdir_is_named(
+    records, capsys, monkeypatch
+):
+    path = records / "engine_step.jsonl"
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
+    assert main([str(records)]) == 2
+    assert "set TMPDIR to one that may be written" in capsys.readouterr().out
+
+
 def test_compressed_content_under_the_old_name_is_read(records):
     whole = only(records)
     path = records / ENGINE

@@ -17,6 +17,7 @@ import polars as pl
 import pytest
 
 from benchmarks.look import write_servers
+from kvtax.cli import demo
 from kvtax.cli import main as main_of_kvtax
 from kvtax.cli.look import PAGE
 from kvtax.engine.releases import RELEASES_TOML
@@ -561,17 +562,26 @@ def test_the_demo_on_a_full_disk_says_so_and_leaves_nothing(tmp_path):
 def test_a_demo_that_is_stopped_leaves_all_or_nothing(tmp_path, number):
     out = tmp_path / "demo"
     command = [*DEMO, out]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as demo:
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as ran:
         eventually(lambda: list(tmp_path.iterdir()))
-        demo.send_signal(number)
-        demo.communicate()
+        ran.send_signal(number)
+        ran.communicate()
     if out.exists():
         assert {path.name for path in out.iterdir()} == {
             *("fixed", "h100", "hash_walk", PAGE)
         }
     elif number != signal.SIGKILL:
-        assert demo.returncode == 128 + number
+        assert ran.returncode == 128 + number
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_removes_what_one_that_was_killed_left_and_no_other_s(tmp_path):
+    killed, runs = (tmp_path / f".kvtax-demo-{name}" for name in ("killed", "runs"))
+    for folder in (killed, runs):
+        (folder / "demo").mkdir(parents=True)
+    with demo._held(runs):
+        assert main_of_kvtax(["demo", "--out", str(tmp_path / "demo")]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"demo", runs.name}
 
 
 def test_the_demo_takes_no_folder_with_files(tmp_path, capsys):
