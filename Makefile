@@ -120,8 +120,8 @@ clean-releases: ## remove the environments of other vLLM releases, and of vllm-r
 
 clean: clean-releases ## remove what was fetched or made: runs, report.html, sources, the environment, caches
 	rm -rf runs report.html third_party env .venv .uv .setup.lock dist kvindex/bin \
-	    fleet/results/virtual-* .pytest_cache .hypothesis .ruff_cache .mypy_cache
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	    fleet/results/virtual-* .hypothesis .mypy_cache
+	find . \( -name __pycache__ -o -name .pytest_cache -o -name .ruff_cache \) -prune -exec rm -rf {} +
 
 .PHONY: help setup sweep test test-fast test-all fleet-test hosts-test release-test \
 	fresh-machine-check lint results browser vllm-releases upstream-check upstream-series \

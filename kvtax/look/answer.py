@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,11 +85,19 @@ def remedies(summary: InstanceSummary) -> list[str]:
 
 
 def _may_be(cost: KnownCost, summary: InstanceSummary) -> bool:
-    """Return whether the instance has, or may have, a connector of the cost's."""
+    """Return whether the instance has, or may have, a connector with the cost."""
     connectors = set(summary.instance.header.connectors)
-    return (
-        not cost.connectors or not connectors or bool(connectors & {*cost.connectors})
+    if connectors and cost.connectors and connectors.isdisjoint(cost.connectors):
+        return False
+    # A patch is for all releases that have the cost, and none before.
+    version = summary.instance.vllm_version
+    return not (version and cost.releases) or _numbers(version) >= _numbers(
+        cost.releases.split()[0]
     )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def _remedy(cost: KnownCost, name: str, us: float, summary: InstanceSummary) -> str:

@@ -22,6 +22,7 @@ class Palette(msgspec.Struct, frozen=True):
     """Colours, each first as a whole line, then with each kind of dash."""
 
     colours: list[str]
+    muted: str
     dashes: list[list[int]]
     """Lengths of dash and gap in pixels; empty: a whole line."""
 

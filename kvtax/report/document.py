@@ -56,6 +56,8 @@ class Line(msgspec.Struct, kw_only=True):
     high: Numbers | None = None
     place: int | None = None
     """Place of its colour in the palette (`kvtax.report`); null: as in the list."""
+    muted: bool = False
+    """Whether it is drawn in grey, as what does not grow."""
 
 
 class Figure(msgspec.Struct, tag_field="kind", tag="figure", kw_only=True):

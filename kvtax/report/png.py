@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -21,7 +22,9 @@ LABEL_GAP = 0.048
 def draw(figure: Figure, path: Path) -> None:
     """Write a PNG: each line with its band, named at its right end."""
     picture, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
-    ends = [_draw_line(axes, figure.x, line) for line in figure.lines]
+    # Coloured lines lie over grey ones.
+    lines = sorted(figure.lines, key=lambda line: not line.muted)
+    ends = [_draw_line(axes, figure.x, line) for line in lines]
     axes.set_xlabel(figure.x_label)
     axes.set_ylabel(figure.y_label)
     axes.set_ylim(bottom=0)
@@ -37,7 +40,7 @@ def draw(figure: Figure, path: Path) -> None:
 def _draw_line(axes: plt.Axes, x: list[float], line: Line) -> tuple[float, float, Line]:
     """Draw a line and its band; return y and x of its right end, and the line."""
     place = line.place or 0
-    colour, dash = PALETTE.colour(place), PALETTE.dash(place)
+    colour, dash = _colour(line), PALETTE.dash(place)
     y = np.array(line.y, dtype=float)
     known = ~np.isnan(y)
     at = np.array(x)[known]
@@ -49,31 +52,65 @@ def _draw_line(axes: plt.Axes, x: list[float], line: Line) -> tuple[float, float
     return float(y[known][-1]), float(at[-1]), line
 
 
+def _colour(line: Line) -> str:
+    return PALETTE.muted if line.muted else PALETTE.colour(line.place or 0)
+
+
+@dataclass
+class _Label:
+    """Names of lines, the highest first, and where they end: `x`, `low` to `y`."""
+
+    names: list[str]
+    x: float
+    low: float
+    y: float
+    line: Line
+
+    @property
+    def middle(self) -> float:
+        return (self.low + self.y) / 2
+
+
+def _labels(ends: list[tuple[float, float, Line]], gap: float) -> list[_Label]:
+    """Name the lines, the lowest first; grey ones that meet share a label."""
+    labels: list[_Label] = []
+    for y, x, line in sorted(ends, key=lambda end: end[:2]):
+        last = labels[-1] if labels else None
+        if last and line.muted and last.line.muted and y - last.y < gap / 2:
+            last.names.insert(0, line.name)
+            last.y = y
+        else:
+            labels.append(_Label([line.name], x, y, y, line))
+    return labels
+
+
 def _label_ends(axes: plt.Axes, ends: list[tuple[float, float, Line]]) -> None:
     """Name the lines beside their right ends, pushed apart where names collide."""
     bottom, top = axes.get_ylim()
     gap = (top - bottom) * LABEL_GAP
-    ends = sorted(ends, key=lambda end: end[:2])
-    heights: list[float] = []
-    for y, *_ in ends:
-        heights.append(max(y, heights[-1] + gap) if heights else max(y, bottom))
-    if heights[-1] > top:
-        limits = [top - gap * below for below in reversed(range(len(heights)))]
-        heights = list(map(min, heights, limits))
-    for height, (y, x, line) in zip(heights, ends, strict=True):
-        colour = PALETTE.colour(line.place or 0)
+    labels = _labels(ends, gap)
+    below = bottom - gap / 2
+    tops = []
+    for label in labels:
+        size = gap * len(label.names)
+        below = max(label.middle + size / 2, below + size)
+        tops.append(below)
+    above = top + gap / 2
+    for label, highest in reversed([*zip(labels, tops, strict=True)]):
+        size = gap * len(label.names)
+        above = min(above, highest) - size
         axes.annotate(
-            line.name,
-            xy=(x, y),
-            xytext=(1.03, height),
+            "\n".join(label.names),
+            xy=(label.x, label.middle),
+            xytext=(1.03, above + size / 2),
             textcoords=axes.get_yaxis_transform(),
-            color=colour,
+            color=_colour(label.line),
             fontsize=10,
             va="center",
             annotation_clip=False,
             arrowprops={
                 "arrowstyle": "-",
-                "color": colour,
+                "color": _colour(label.line),
                 "linewidth": 0.6,
                 "relpos": (0, 0.5),
                 "shrinkA": 0,

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from kvtax.records.requests import Phase
-from kvtax.report.document import Figure, Line
+from kvtax.report.document import Figure, Line, Numbers
 from kvtax.stats.median_slope import batch_held_us, group_of, make_cells, slope_value
 from kvtax.verdict.analysis import Analysis
 from kvtax.verdict.levels import thin
@@ -112,8 +112,7 @@ def held_figure(analysis: Analysis) -> Figure | None:
             [at[blocks][column] if blocks in at else None for blocks in x]
             for column in ("low_us", "us", "high_us")
         )
-        place = analysis.roles.places[str(config)]
-        lines.append(Line(name=str(config), y=middle, low=low, high=high, place=place))
+        lines.append(_line(analysis, str(config), low, middle, high))
     return Figure(
         title="Scheduler and connector calls at held levels of |cache|",
         note="The verdicts' evidence: steps while |cache| is held. Band: 95 % interval "
@@ -122,6 +121,20 @@ def held_figure(analysis: Analysis) -> Figure | None:
         y_label="scheduler and connector calls (µs)",
         x=x,
         lines=lines,
+    )
+
+
+def _line(
+    analysis: Analysis, config: str, low: Numbers, middle: Numbers, high: Numbers
+) -> Line:
+    """Make the line of a config: of its colour, or grey where its cost is flat."""
+    return Line(
+        name=config,
+        y=middle,
+        low=low,
+        high=high,
+        place=analysis.roles.places[config],
+        muted=analysis.document.configs[config].verdict == "flat",
     )
 
 
@@ -150,7 +163,7 @@ def draw_all(
     drawn = {HELD_LEVELS: (held_levels(analysis), held_figure(analysis))}
     for name in FILES:
         curves = _curves(steps, analysis.roles, name)
-        drawn[name] = curves, _figure(analysis.roles, name, curves)
+        drawn[name] = curves, _figure(analysis, name, curves)
     for name, (data, figure) in drawn.items():
         if data.height and figure:
             data.write_csv(folder / f"{name}.csv")
@@ -159,10 +172,10 @@ def draw_all(
 
 
 def curve_figure(
-    steps: Mapping[str, ConfigSteps], roles: Roles, name: str
+    steps: Mapping[str, ConfigSteps], analysis: Analysis, name: str
 ) -> Figure | None:
     """Draw a time against |cache|, a line per config; None without data."""
-    return _figure(roles, name, _curves(steps, roles, name))
+    return _figure(analysis, name, _curves(steps, analysis.roles, name))
 
 
 def _curves(steps: Mapping[str, ConfigSteps], roles: Roles, name: str) -> pl.DataFrame:
@@ -172,7 +185,7 @@ def _curves(steps: Mapping[str, ConfigSteps], roles: Roles, name: str) -> pl.Dat
     return curves.filter(pl.col("config").is_in(roles.before_after))
 
 
-def _figure(roles: Roles, name: str, curves: pl.DataFrame) -> Figure | None:
+def _figure(analysis: Analysis, name: str, curves: pl.DataFrame) -> Figure | None:
     if not curves.height:  # of servers whose requests were late, there is no growth
         return None
     x = curves["cache_blocks"].unique().sort().to_list()
@@ -183,8 +196,7 @@ def _figure(roles: Roles, name: str, curves: pl.DataFrame) -> Figure | None:
             [at[blocks][column] if blocks in at else None for blocks in x]
             for column in BAND
         )
-        place = roles.places[str(config)]
-        lines.append(Line(name=str(config), y=middle, low=low, high=high, place=place))
+        lines.append(_line(analysis, str(config), low, middle, high))
     return Figure(
         title=f"{CURVES[name][1]} against |cache|",
         note="Decode-only steps of growth; repeat and batch size held; band: p25 to "

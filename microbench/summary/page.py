@@ -259,7 +259,7 @@ def write_page(
 ) -> str:
     """Render the page; `servers` are the sections on single servers."""
     document, roles = analysis.document, analysis.roles
-    figures = {name: curve_figure(steps, roles, name) for name in CURVES}
+    figures = {name: curve_figure(steps, analysis, name) for name in CURVES}
     sections = [
         table_of(document, roles),
         held_figure(analysis),

@@ -478,6 +478,7 @@ def server(folder, get_finished_us: float, connectors: list[str]) -> Server:
         (219.0, [], True),
         (219.0, ["NixlConnector"], False),
         (3.0, ["MooncakeConnector"], False),
+        (32.0, [], False),
     ],
 )
 def test_a_known_cost_has_its_remedy_in_terminal_and_page(

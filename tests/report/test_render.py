@@ -137,6 +137,26 @@ def test_a_png_has_the_colours_of_the_page(tmp_path):
     assert not (abs(pixels - colors.to_rgb(PALETTE.colour(0))) < 0.01).all(axis=1).any()
 
 
+def test_lines_of_what_does_not_grow_are_grey_and_share_a_label_where_they_meet(
+    tmp_path,
+):
+    drawn = figure(3, 1, 0, 2)
+    for line, y in zip(drawn.lines, (9.0, 1.0, 1.1, 5.0), strict=True):
+        line.y, line.muted = [y, y], line is not drawn.lines[0]
+    png.draw(drawn, tmp_path / "a.png")
+    pixels = image.imread(tmp_path / "a.png")[..., :3].reshape(-1, 3)
+    for colour, is_there in (
+        (PALETTE.colour(3), True),
+        (PALETTE.muted, True),
+        *((PALETTE.colour(place), False) for place in (0, 1, 2)),
+    ):
+        near = (abs(pixels - colors.to_rgb(colour)) < 0.01).all(axis=1)
+        assert near.any() == is_there
+    ends = [(line.y[-1], 1.0, line) for line in drawn.lines]
+    labels = [label.names for label in png._labels(ends, 0.5)]
+    assert labels == [["line 2", "line 1"], ["line 3"], ["line 0"]]
+
+
 def test_a_line_with_gaps_is_drawn_to_its_last_value(tmp_path):
     gaps = Figure(
         title="",

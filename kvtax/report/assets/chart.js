@@ -122,10 +122,10 @@ function showFigure(section) {
   const data = [section.x];
   const bands = [];
   const place = (line, index) => line.place ?? index;
+  const shade = (line, index) => (line.muted ? PALETTE.muted : colour(place(line, index)));
   section.lines.forEach((line, index) => {
-    const at = place(line, index);
-    series.push({ label: line.name, stroke: colour(at), shade: colour(at),
-      dash: dash(at), width: 2, spanGaps: true, points: { show: false } });
+    series.push({ label: line.name, stroke: shade(line, index), shade: shade(line, index),
+      dash: dash(place(line, index)), width: 2, spanGaps: true, points: { show: false } });
     data.push(line.y);
   });
   section.lines.forEach((line, index) => {
@@ -134,7 +134,7 @@ function showFigure(section) {
     series.push({ ...edge, label: `${line.name}, upper edge`, class: "edge" },
       { ...edge, label: `${line.name}, lower edge`, class: "edge" });
     data.push(line.high, line.low);
-    bands.push({ series: [data.length - 2, data.length - 1], fill: `${colour(place(line, index))}22` });
+    bands.push({ series: [data.length - 2, data.length - 1], fill: `${shade(line, index)}22` });
   });
   const columns = [section.x_label];
   section.lines.forEach((line) => {
