@@ -28,7 +28,6 @@ from kvtax.verdict.aims import Check, headline, junit
 from kvtax.verdict.axes import (
     ALL,
     AXES,
-    SLOW_ALPHA,
     SLOW_US,
     Growth,
     growth,
@@ -36,6 +35,7 @@ from kvtax.verdict.axes import (
     steepest,
     times_beside,
 )
+from kvtax.verdict.holds import CHANCE
 from kvtax.verdict.limits import check_cell, check_since, read_limits
 
 
@@ -135,7 +135,7 @@ def summary(result: GateResult) -> str:
     for axis in cell.means_us:
         for time in (f"{ALL}_us", *times_beside(cell, axis)):
             found = growth(cell, axis, time)
-            if found and (time == f"{ALL}_us" or found.verdict == "grows"):
+            if found and (time == f"{ALL}_us" or found.rises):
                 along = AXES[axis]
                 levels = f"{found.levels[0]:,} to {found.levels[-1]:,} {along.units}"
                 most = steepest(cell, axis) or "" if time == f"{ALL}_us" else time
@@ -197,7 +197,7 @@ def _slow_steps(cell: CellRecord) -> str:
         return ""
     line = (
         f"Steps in which the connector took over {SLOW_US / 1e3:g} ms more than usual "
-        f"(*grows*: Fisher's exact test of holds that have one, p < {SLOW_ALPHA:g}):"
+        f"(*grows*: by a permutation test of whole holds, p < {CHANCE:g}):"
     )
     head = ["axis", "level: slow steps", "of steps at each level", ""]
     return f"{line}\n\n{table(head, rows)}"

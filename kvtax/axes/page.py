@@ -250,6 +250,8 @@ def _grown(cell: CellRecord, axis: str) -> str | None:
         return None
     if along.verdict == "inconclusive":
         return f"{axis}?"
+    if along.verdict == "drifts":
+        return f"time, along {axis}"
     shape = f" ({along.shape})" if along.shape == "curved" else ""
     return f"**{axis}**{shape}" if along.verdict == "grows" else None
 
@@ -297,12 +299,12 @@ def _ends(cell: CellRecord, axis: str) -> str:
     if along is None:
         return DASH
     ends = f"{along.level_us[0]:.0f} {ARROW} {along.level_us[-1]:.0f}"
-    marked = {"grows": f"**{ends}**", "flat": ends, "inconclusive": f"{ends}?"}
+    marked = {"grows": f"**{ends}**", "flat": ends}.get(along.verdict, f"{ends}?")
     ratios = step_ratios(cell, axis)
     if not ratios:
-        return marked[along.verdict]
+        return marked
     first, last = ratios[0].value, ratios[-1].value
-    return f"{TIMES}{first:.2f} {ARROW} {last:.2f}\n{marked[along.verdict]}"
+    return f"{TIMES}{first:.2f} {ARROW} {last:.2f}\n{marked}"
 
 
 def _is_measured(connector: str, cells: Cells) -> bool:

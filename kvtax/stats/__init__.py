@@ -10,8 +10,9 @@ median or a mean without the slowest steps: their intervals are Student's t.
 A result is an `Estimate`, a value with its 95 % interval; a `Distribution` has the
 draws as well, so that it can be subtracted and divided. Where to find which:
 
-distribution: `Distribution`, `f_quantile`, `t_quantile`, `rises` (rare events by level)
-resampling: `resample_blocks`, `over_rounds`, `difference`, `ratio`, `added`
+distribution: `Distribution`, `f_quantile`, `t_quantile`
+resampling: `resample_blocks`, `over_rounds`, `difference`, `ratio`, `added`,
+    `chance_of_rise` (rare events by level)
 quantiles: `weighted_quantiles`, `median_of_passes` (sign test), `SessionDraws`
     (quantiles over sessions)
 median_slope: `slope_us_per_1k_blocks` (Theil-Sen in |cache|), `batch_held_us`

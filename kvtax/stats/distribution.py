@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,30 +89,3 @@ def t_quantile(probability: float | Floats, df: int) -> Floats:
     from_middle = 2 * np.asarray(probability, float) - 1
     size = np.sqrt(f_quantile(np.abs(from_middle), 1, df))
     return np.asarray(np.sign(from_middle) * size)
-
-
-def rises(counts: Ints, alpha: float) -> bool:
-    """Return whether holds with an event are more frequent above some level.
-
-    `counts` (passes, levels) are the events of each hold. A hold counts once, however
-    many events it has: a disturbance of the machine makes several in a row. For each
-    division of the levels into lower and upper ones, Fisher's exact test; all at once
-    (Bonferroni).
-    """
-    hit = counts > 0
-    passes, levels = hit.shape
-    holds, hits = hit.size, int(hit.sum())
-    return any(
-        _upper_tail(int(hit[:, first:].sum()), passes * (levels - first), hits, holds)
-        < alpha / (levels - 1)
-        for first in range(1, levels)
-    )
-
-
-def _upper_tail(found: int, upper: int, hits: int, holds: int) -> float:
-    """Return the chance that at least `found` of the `hits` are among the `upper`."""
-    ways = sum(
-        comb(upper, n) * comb(holds - upper, hits - n)
-        for n in range(found, min(hits, upper) + 1)
-    )
-    return ways / comb(holds, hits)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bootstraps over blocks of neighbouring steps, and over rounds of variants.
+"""Bootstraps over blocks of steps and rounds of variants, permutations of holds.
 
 Blocks (Kunsch 1989; Davison and Hinkley 1997, 8.2): neighbouring steps resemble each
 other, so whole blocks of them are drawn. With several repeats there are two stages,
@@ -11,6 +11,9 @@ drifts from round to round far more than within one, so a round is drawn whole
 (percentile bootstrap: Efron and Tibshirani 1993, 13.3). Variants are compared within a
 round, and so drift cancels out. Rounds of one machine do not show how another machine
 or day differs.
+
+Holds: rare events come in bursts, so whole holds are dealt anew, each within its server
+(a permutation test: Davison and Hinkley 1997, 4.3).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from kvtax.stats.distribution import SEED, Distribution, Floats, Ints
 BLOCKS = 40
 MIN_STEPS_PER_BLOCK = 20
 ROUND_REPLICATES = 1_000
+PERMUTATIONS = 20_000
 
 
 def add_blocks(
@@ -97,3 +101,22 @@ def added(times: Floats, base: Floats) -> Distribution:
     A round counts with its lower quartile: what disturbs a step only ever adds to it.
     """
     return difference(*(np.quantile(of, 0.25, axis=1) for of in (times, base)))
+
+
+def chance_of_rise(events: Floats, x: Floats, server: Ints) -> float:
+    """Compute how often counts that are dealt anew rise with `x` as much or more.
+
+    All are of the same holds (holds,).
+    """
+    if not events.any():
+        return 1.0
+    score = x - x.mean()
+    rise = float(events @ score)
+    rng = np.random.default_rng(SEED)
+    dealt = np.zeros(PERMUTATIONS)
+    for one in np.unique(server):
+        own = np.flatnonzero(server == one)
+        order = rng.random((PERMUTATIONS, len(own))).argsort(axis=1)
+        dealt += events[own][order] @ score[own]
+    as_much = np.count_nonzero(dealt >= rise - 1e-9 * abs(rise))
+    return (1 + as_much) / (1 + PERMUTATIONS)

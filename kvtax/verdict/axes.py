@@ -4,16 +4,16 @@
 One axis moves while the others are held: 8 running requests of 64 tokens, a prefix
 cache that is nearly empty, no arrivals.
 
-Each pass over the levels is a sample of its own. Slope and exponent are medians over
-the passes, so that a pass that the machine spoilt does not widen the interval. A cost
-that rises and falls again has no slope: levels are compared in pairs, too.
+Levels are fitted, and their growth is judged, as in the sweep (kvtax/stats/held.py,
+kvtax/verdict/verdict.py): a cost that rises with the time since the last reset is told
+from one that grows along the axis, where the cell has its ages. What a level is stated
+as, and the exponent of the shape, are medians over the passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -21,10 +21,13 @@ import numpy as np
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.records.run import Verdict
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import Floats, rises, t_quantile
-from kvtax.stats.held import Shape
+from kvtax.stats.distribution import Floats
+from kvtax.stats.held import Fit, Holds, Shape, fit
 from kvtax.stats.least_squares import exponent
 from kvtax.stats.quantiles import median_of_passes
+from kvtax.stats.resampling import chance_of_rise
+from kvtax.verdict.holds import CHANCE
+from kvtax.verdict.verdict import judge_metric
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class Axis:
 
     A slope up to `margin_us` is no growth: some 50 us over the whole axis, or, per
     arrival, a small part of what vLLM's own scheduler takes.
+
+    `alike` is whether vLLM's own work is the same at every level, so that the rest of
+    the step tells how slow the machine was. `ages` is whether levels follow each other
+    without a reset; elsewhere a hold is as old as it took.
     """
 
     units: str
@@ -40,6 +47,8 @@ class Axis:
     per: int
     margin_us: float
     levels: tuple[int, ...]
+    alike: bool = False
+    ages: bool = False
 
 
 AXES = {
@@ -49,6 +58,8 @@ AXES = {
         per=1_000,
         margin_us=3.0,
         levels=(256, 4_096, 8_192, 12_288, 16_384),
+        alike=True,
+        ages=True,
     ),
     "running": Axis(
         units="running requests",
@@ -86,6 +97,7 @@ AXES = {
         per=1,
         margin_us=0.8,
         levels=(1, 16, 32, 64),
+        alike=True,
     ),
     # Only of connectors with a tier of their own that can be emptied.
     "tier": Axis(
@@ -94,6 +106,7 @@ AXES = {
         per=1_000,
         margin_us=3.0,
         levels=(0, 4_096, 8_192, 16_384),
+        alike=True,
     ),
     # A cost may need both: a cache and a large batch.
     "cache_at_32": Axis(
@@ -102,6 +115,8 @@ AXES = {
         per=1_000,
         margin_us=3.0,
         levels=(256, 8_192, 16_384),
+        alike=True,
+        ages=True,
     ),
 }
 
@@ -117,16 +132,14 @@ EXPONENTS: dict[Shape, tuple[float, float]] = {
     "linear": (0.6, 1.4),
     "curved": (1.6, 2.4),
 }
-# Family-wise error rate of the test of all pairs of levels.
-ALPHA = 0.05
+# Verdicts hold in so many of cells.
+LEVEL = 0.95
 # All calls of the connector, in place of a method.
 ALL = "connector"
 # CPU time beside the engine's thread, in place of a method.
 BESIDE = ("threads", "processes")
 # A step is slow if the connector takes so much more than in half of the hold's steps.
 SLOW_US = 1_000.0
-# Probability of an error in the test of slow steps.
-SLOW_ALPHA = 0.001
 RARE: Literal["rare"] = "rare"
 
 
@@ -135,9 +148,9 @@ class Growth:
     """`level_us` are the medians over the passes, one per level of `levels`.
 
     `last` is the level's cost at the end, and `slope` in us per step and `Axis.per`.
-    `shape` and `exponent` are None unless the slope is above the margin, and the shape
-    if it is not known; RARE if only the number of slow steps grows. `passes` is how
-    many they are known from.
+    `shape` and `exponent` are None unless the line rises above the margin, and the
+    shape if it is not known; RARE if only the number of slow steps grows. `passes` is
+    how many they are known from.
     """
 
     levels: list[int]
@@ -150,8 +163,15 @@ class Growth:
     passes: int
 
     @property
+    def rises(self) -> bool:
+        """Return whether it grows, along the axis or with time."""
+        return self.verdict in ("grows", "drifts")
+
+    @property
     def words(self) -> str:
         """The verdict, and how it grows."""
+        if self.verdict == "drifts":
+            return "grows with time"
         if self.verdict != "grows":
             return self.verdict
         if self.exponent is None and self.shape is None:
@@ -171,16 +191,17 @@ def growth(cell: CellRecord, axis: str, time: str) -> Growth | None:
         return None
     us = np.array(passes)
     x = np.array(cell.levels[axis]) / AXES[axis].per
-    slope = median_of_passes(np.array([np.polyfit(x, one, 1)[0] for one in us]))
-    verdict = _against(slope, AXES[axis].margin_us)
+    found = fit(_holds(cell, axis, time, us, x))
+    if found is None:
+        return None
+    margin_us, slope = AXES[axis].margin_us, _slope(found)
+    verdict = judge_metric(found, LEVEL, margin_us).verdict
     power: Estimate | None = None
     shape: Shape | Literal["rare"] | None = None
-    if verdict == "grows":
+    if verdict == "grows" and slope.low > margin_us:
         power = median_of_passes(np.array([exponent(x, one) for one in us]))
         shape = _shape(power)
-    elif _a_pair_rises(AXES[axis], x, us):
-        verdict = "grows"
-    elif time == f"{ALL}_us" and slow_steps_rise(cell, axis):
+    elif verdict != "grows" and time == f"{ALL}_us" and slow_steps_rise(cell, axis):
         verdict, shape = "grows", RARE
     return Growth(
         levels=cell.levels[axis],
@@ -197,7 +218,12 @@ def growth(cell: CellRecord, axis: str, time: str) -> Growth | None:
 def slow_steps_rise(cell: CellRecord, axis: str) -> bool:
     """Return whether higher levels of `axis` certainly have more slow steps."""
     holds = cell.holds.get(axis)
-    return holds is not None and rises(np.array(holds.slow), SLOW_ALPHA)
+    if holds is None:
+        return False
+    slow = np.array(holds.slow, float)
+    x = np.tile(np.array(cell.levels[axis], float), len(slow))
+    one_server = np.zeros(slow.size, np.int64)
+    return chance_of_rise(slow.ravel(), x, one_server) < CHANCE
 
 
 def whole(cell: CellRecord) -> str:
@@ -228,25 +254,46 @@ def steepest(cell: CellRecord, axis: str) -> str | None:
     return max(rises, key=rises.__getitem__, default=None)
 
 
-def _against(slope: Estimate, margin: float) -> Verdict:
-    """Judge by the side of the margin on which the whole interval lies."""
-    if slope.low > margin:
-        return "grows"
-    return "flat" if slope.high < margin else "inconclusive"
+def _holds(cell: CellRecord, axis: str, time: str, us: Floats, x: Floats) -> Holds:
+    """Take the holds of a cell, pass by pass.
 
-
-def _a_pair_rises(axis: Axis, x: Floats, us: Floats) -> bool:
-    """Return whether a level is certainly above a lower one by the whole axis' margin.
-
-    By Student's t over the passes, all pairs at once (Bonferroni).
+    Of an older cell it is not known when within a pass a level was held.
     """
-    margin_us = axis.margin_us * float(x[-1] - x[0])
-    pairs = list(combinations(range(len(x)), 2))
-    rises = np.array([us[:, high] - us[:, low] for low, high in pairs])
-    passes = len(us)
-    reach = t_quantile(1 - ALPHA / len(pairs), passes - 1) / np.sqrt(passes)
-    certain = rises.mean(axis=1) - reach * rises.std(axis=1, ddof=1)
-    return bool((certain > margin_us).any())
+    passes, levels = us.shape
+    of_axis = cell.holds.get(axis)
+    number = np.repeat(np.arange(passes), levels)
+    time_s = number if of_axis is None else np.array(of_axis.time_s).ravel()
+    age_s: Floats = np.zeros(us.size)
+    if of_axis is not None and AXES[axis].ages:
+        age_s = np.array(of_axis.age_s, float).ravel()
+    return Holds(
+        server=np.zeros(us.size, np.int64),
+        level=np.tile(np.arange(levels), passes),
+        x=np.tile(x, passes),
+        time_s=time_s.astype(float),
+        age_s=age_s,
+        values=us.ravel(),
+        control=None if time == "step_us" else _rest_us(cell, axis),
+    )
+
+
+def _rest_us(cell: CellRecord, axis: str) -> Floats | None:
+    """Return what steps take besides scheduler and connector.
+
+    None if it was not measured, or is not the same at every level.
+    """
+    times = {time: np.array(us) for time, us in cell.means_us[axis].items()}
+    if not AXES[axis].alike or not {"step_us", "scheduler_us"} <= times.keys():
+        return None
+    in_worker = [us for time, us in times.items() if time.startswith("worker.")]
+    rest = times["step_us"] - times["scheduler_us"] - sum(in_worker)
+    return rest.ravel() if (rest > 0).all() else None
+
+
+def _slope(found: Fit) -> Estimate:
+    slope, error = found.slope()
+    reach = found.reach(error, LEVEL)
+    return Estimate(slope, (slope - reach, slope + reach))
 
 
 def _shape(power: Estimate) -> Shape | None:

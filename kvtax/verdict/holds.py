@@ -18,8 +18,9 @@ import polars as pl
 from kvtax.records.per_config import RareSteps
 from kvtax.records.profile import Ladder
 from kvtax.records.requests import Phase
-from kvtax.stats.distribution import SEED, Floats, Ints
+from kvtax.stats.distribution import Floats
 from kvtax.stats.held import Holds
+from kvtax.stats.resampling import chance_of_rise
 from kvtax.verdict.metrics import METRICS, OF_CPU, PROCESSES, THREADS, Metric
 
 PLACE = ("repeat", "hold", "level")
@@ -27,7 +28,6 @@ PLACE = ("repeat", "hold", "level")
 SLOWEST = 0.1
 LONG_US = 1_000.0
 CHANCE = 0.001
-PERMUTATIONS = 20_000
 # The control: vLLM's own work in a step, and the model.
 REST = "rest"
 # All but the whole step, of which it is a part.
@@ -170,28 +170,9 @@ def rare_steps(holds: pl.DataFrame) -> RareSteps | None:
         longer_by_us=LONG_US,
         steps=levels["steps"].cast(pl.Int64).to_list(),
         long=levels["long"].cast(pl.Int64).to_list(),
-        chance=_chance(
+        chance=chance_of_rise(
             own["long"].cast(pl.Float64).to_numpy(),
             own["cache_blocks"].cast(pl.Float64).to_numpy(),
             own["repeat"].cast(pl.Int64).to_numpy(),
         ),
     )
-
-
-def _chance(long: Floats, blocks: Floats, server: Ints) -> float:
-    """Compute how often counts that are dealt anew rise with |cache| as much or more.
-
-    Whole holds are dealt, each within its server: stalls come in bursts.
-    """
-    if not long.any():
-        return 1.0
-    score = blocks - blocks.mean()
-    rise = float(long @ score)
-    rng = np.random.default_rng(SEED)
-    dealt = np.zeros(PERMUTATIONS)
-    for one in np.unique(server):
-        own = np.flatnonzero(server == one)
-        order = rng.random((PERMUTATIONS, len(own))).argsort(axis=1)
-        dealt += long[own][order] @ score[own]
-    as_much = np.count_nonzero(dealt >= rise - 1e-9 * abs(rise))
-    return (1 + as_much) / (1 + PERMUTATIONS)

@@ -315,8 +315,7 @@ def _along(
 def _of_shape(found: Growth, at_most: AtMost) -> Outcome:
     shape = "flat" if found.verdict == "flat" else found.shape
     if shape is None or shape == RARE:
-        grows = found.verdict == "grows"
-        return "broken" if grows and at_most == "flat" else "undecided"
+        return "broken" if found.rises and at_most == "flat" else "undecided"
     return "kept" if SHAPES.index(shape) <= SHAPES.index(at_most) else "broken"
 
 
@@ -334,7 +333,7 @@ def _than_before(
     yield checker.aim(aim, found.slope)
     was_flat = before is None or before.verdict == "flat"
     has_slope = found.exponent is not None
-    if found.verdict == "grows" and was_flat and not has_slope:
+    if found.rises and was_flat and not has_slope:
         what = f"growth of {method} along {axis}, since {since}"
         levels = ", ".join(f"{us:,.1f}" for us in found.level_us)
         yield checker.check(what, "flat", f"{levels} µs", "broken")

@@ -152,7 +152,7 @@ def test_a_report_can_be_answered_beside_another_config():
     flat = made("noop", "0.32.0", noise=0)
     text = text_of(GROWING, flat, claims=[claim])
     (row,) = [line for line in text.splitlines() if "vLLM #1" in line]
-    assert "and +0.0 [+0.0, +0.0] of `noop`" in row
+    assert "and +0.0 [-0.0, +0.0] of `noop`" in row
 
 
 def of_hosts(**hosts: str) -> str:

@@ -125,9 +125,23 @@ Cost = Callable[[float], float]
 
 
 def slow_at(*levels: int, axis: str = "cache") -> AxisHolds:
-    """Holds of `axis` with one slow step at each of these levels, in each pass."""
-    slow = [int(level in levels) for level in AXES[axis].levels]
-    return AxisHolds(steps=150, slow=[list(slow) for _ in range(PASSES)])
+    """Holds of `axis` with one slow step at each of these levels, in each pass.
+
+    A hold takes 1 s. Levels come in random order, with a reset before a lower one.
+    """
+    random = np.random.default_rng(2)
+    holds = AxisHolds(steps=150)
+    count, time_s, age_s, before = len(AXES[axis].levels), 0.0, 0.0, -1
+    for _ in range(PASSES):
+        times, ages = np.zeros(count), np.zeros(count)
+        for level in random.permutation(count):
+            time_s += 1.0
+            age_s = age_s + 1.0 if level >= before else 0.5
+            times[level], ages[level], before = time_s, age_s, level
+        holds.time_s.append(times.tolist())
+        holds.age_s.append(ages.tolist())
+        holds.slow.append([int(level in levels) for level in AXES[axis].levels])
+    return holds
 
 
 def made(
