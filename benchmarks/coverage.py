@@ -24,7 +24,6 @@ from benchmarks.results import at_least, publish
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.per_config import Evidence
-from kvtax.records.profile import Ladder
 from kvtax.report.markdown import table
 from kvtax.stats.distribution import SEED, Floats
 from kvtax.stats.held import Fit, Holds, fit
@@ -77,7 +76,7 @@ class Noise:
         """Take apart the holds of the sweeps."""
         servers: dict[str, list[pl.DataFrame]] = {}
         profile = sweeps[0].run.profile
-        each = _holds_of_pass(profile.load.ladder)
+        each = profile.load.ladder.holds_per_pass
         # Those with many requests last in each pass, wherever they were.
         in_passes = (pl.col("hold") // each, "many", "hold")
         for evidence in sweeps:
@@ -108,11 +107,6 @@ class Noise:
         count = server.height // self.passes[0].height
         drawn = rng.integers(len(self.passes), size=count)
         return server.with_columns(pl.concat([self.passes[one] for one in drawn]))
-
-
-def _holds_of_pass(ladder: Ladder) -> int:
-    """Count all levels, one of them twice, and two with many requests."""
-    return len(ladder.levels) + 1 + 2 * bool(ladder.many_decoders)
 
 
 def risen(holds: Holds, truth: str, margin: float) -> tuple[Holds, Floats]:

@@ -16,7 +16,7 @@ from kvtax.engine.null_model import Checkpoint, Forward, real_model, write_null_
 from kvtax.load.plan import Plan, PlannedPhase
 from kvtax.paths import CONFIGS
 from kvtax.records.profile import ProfileRecord
-from kvtax.records.requests import Phase
+from kvtax.records.requests import DECODERS, Phase
 
 # Prompts of the requests that decode while a level is held, and of those that arrive:
 # with its answer, one of these fills no block of 16 tokens.
@@ -156,7 +156,7 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
                 )
                 filled += requests * blocks_of_prompt
             yield PlannedPhase(
-                f"{fill}.decoders",
+                f"{fill}{DECODERS}",
                 hold.decoders,
                 DECODERS_RPS,
                 after_answers=True,

@@ -2,13 +2,14 @@
 """Write the results of a run folder, or of the evidence of a run.
 
 From a folder: per_config.json, SUMMARY.md, report.html, figures/ and evidence.json.gz,
-a row for each hold, of which the first two can be made again. Reads files only; `kvtax
-sweep --report RUN` calls this for an earlier run.
+a row for each hold. From that the first two, and the figures of holds, can be made
+again. Reads files only; `kvtax sweep --report RUN` calls this for an earlier run.
 """
 
 from __future__ import annotations
 
 import gzip
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,8 @@ def report(run: Path, out: Path) -> Analysis:
     if run.is_file():
         evidence = read_document(run, Evidence)
         analysis = judge(evidence)
-        _write_results(analysis, evidence.figures, out)
+        drawn = draw_all(analysis, {}, out / "figures")
+        _write_results(analysis, {*drawn, *evidence.figures}, out)
         return analysis
     record, trials = load_run(run)
     steps = steps_of_run(record, trials)
@@ -50,7 +52,7 @@ def report(run: Path, out: Path) -> Analysis:
     return analysis
 
 
-def _write_results(analysis: Analysis, figures: list[str], out: Path) -> None:
+def _write_results(analysis: Analysis, figures: Collection[str], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_document(out / "per_config.json", analysis.document)
     summary = write_summary(analysis, figures)

@@ -72,6 +72,15 @@ class HeldLevels(msgspec.Struct, frozen=True):
     of one that is flat."""
 
 
+class HeldTpot(msgspec.Struct, frozen=True):
+    """TPOT of the requests that decode while the stated |cache| is held."""
+
+    p50_ms: float
+    """Median, its mean over servers."""
+    over_baseline_ms: Estimate | None
+    """Difference from the baseline's, by how much servers of one config differ."""
+
+
 class RareSteps(msgspec.Struct, frozen=True):
     """Steps in which the connector's calls took long, at each level of |cache|."""
 
@@ -207,6 +216,8 @@ class ConfigEntry(msgspec.Struct, kw_only=True):
     """CPU time by thread of the engine's process."""
     held: dict[str, HeldLevels] = msgspec.field(default_factory=dict)
     """What each metric is at the levels of |cache|."""
+    held_tpot: HeldTpot | None = None
+    """TPOT at the stated |cache|; null where it was not measured."""
     rare: RareSteps | None = None
     """Costs in few steps; null without holds."""
     growth_slope_us_per_1k_blocks: Estimate | None = None

@@ -67,6 +67,11 @@ class Ladder(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     each pass; 0: they are not."""
 
     @property
+    def holds_per_pass(self) -> int:
+        """Holds of all levels, of one of them again, and of two with many requests."""
+        return len(self.levels) + 1 + 2 * bool(self.many_decoders)
+
+    @property
     def stated_level(self) -> int:
         """Number of the highest level below a full cache, where costs are stated."""
         below = [number for number, share in enumerate(self.levels) if share < 1.0]

@@ -52,6 +52,10 @@ class Phase(IntEnum):
         return next((phase for phase in cls if phase.label == label), None)
 
 
+# End of the name of the phase that starts the requests which decode in a hold.
+DECODERS = ".decoders"
+
+
 class Place(NamedTuple):
     """Place of a hold: its number, its level, and how many requests decode in it."""
 

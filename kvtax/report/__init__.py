@@ -2,7 +2,7 @@
 """Reports: one document model, rendered as HTML, Markdown, terminal text or PNG.
 
 Make a `document.Page`, then `render.html(page)`, `render.markdown(page)` or
-`render.terminal(page)`; `png.draw(figure, path)` for a figure alone.
+`render.terminal(page)`; `png.draw(path, figure)` for a figure alone.
 
 The colours of all figures are those of Okabe and Ito (2008), which colour-blind people
 can tell apart; black and yellow are left out, as neither shows on both a light and a

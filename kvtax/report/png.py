@@ -19,9 +19,18 @@ matplotlib.use("Agg")
 LABEL_GAP = 0.048
 
 
-def draw(figure: Figure, path: Path) -> None:
-    """Write a PNG: each line with its band, named at its right end."""
-    picture, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
+def draw(path: Path, *figures: Figure) -> None:
+    """Write a PNG of figures side by side, each line named at its right end."""
+    picture, panels = plt.subplots(
+        1, len(figures), figsize=(9.5, 5.2), layout="constrained", squeeze=False
+    )
+    for one, axes in zip(figures, panels[0], strict=True):
+        _draw_panel(axes, one)
+    picture.savefig(path, dpi=120)
+    plt.close(picture)
+
+
+def _draw_panel(axes: plt.Axes, figure: Figure) -> None:
     # Coloured lines lie over grey ones.
     lines = sorted(figure.lines, key=lambda line: not line.muted)
     ends = [_draw_line(axes, figure.x, line) for line in lines]
@@ -33,8 +42,6 @@ def draw(figure: Figure, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(figure.note, fontsize=10, loc="left")
     _label_ends(axes, ends)
-    picture.savefig(path, dpi=120)
-    plt.close(picture)
 
 
 def _draw_line(axes: plt.Axes, x: list[float], line: Line) -> tuple[float, float, Line]:

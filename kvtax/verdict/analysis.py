@@ -17,6 +17,7 @@ from kvtax.records.per_config import (
     PerConfig,
     WindowRecord,
 )
+from kvtax.records.profile import Ladder
 from kvtax.records.run import HostRecord, RunRecord
 from kvtax.records.warning import RunWarning
 from kvtax.stats.processes import look_level
@@ -25,21 +26,24 @@ from kvtax.verdict.entry import (
     compare_with_floor,
     config_entry,
     noise_floor,
+    set_held_tpot,
     set_verdicts,
 )
 from kvtax.verdict.holds import as_table, hold_table
-from kvtax.verdict.latency import requests_to_fill, send_lag_ms
-from kvtax.verdict.levels import MAX_STEPS, Level, thin
+from kvtax.verdict.latency import log_tpot, requests_to_fill, send_lag_ms
 from kvtax.verdict.machine import machine_entry
 from kvtax.verdict.measured import (
+    MAX_STEPS,
     Comparison,
     ConfigEstimates,
     ConfigSteps,
+    Level,
     estimate_all,
     promised_metrics,
     steps_of_all,
+    thin,
 )
-from kvtax.verdict.metrics import PROCESSES
+from kvtax.verdict.metrics import PROCESSES, TPOT
 from kvtax.verdict.roles import Roles, roles_of
 from kvtax.verdict.trials import LoadedTrial
 from kvtax.verdict.warnings import config_warnings, interrupted_share, run_warnings
@@ -50,12 +54,14 @@ class Analysis:
     """The document, and what the summary and the figures need beside it.
 
     `warnings` are the document's warnings by config, those of the run under None.
+    `holds` are tables of kvtax.verdict.holds, by config.
     """
 
     document: PerConfig
     roles: Roles
     warnings: dict[str | None, list[RunWarning]]
     estimates: dict[str, ConfigEstimates]
+    holds: dict[str, pl.DataFrame]
 
 
 def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> Analysis:
@@ -91,14 +97,17 @@ def evidence_of(
         machine=machine_entry(trials, run.hosts),
         hosts=host_entries(run.hosts, trials, steps),
         configs={
-            name: _of_config(group, steps.get(name), at_blocks)
+            name: _of_config(group, steps.get(name), at_blocks, run.profile.load.ladder)
             for name, group in _by_config(trials).items()
         },
     )
 
 
 def _of_config(
-    trials: list[LoadedTrial], steps: ConfigSteps | None, at_blocks: int | None
+    trials: list[LoadedTrial],
+    steps: ConfigSteps | None,
+    at_blocks: int | None,
+    ladder: Ladder,
 ) -> ConfigEvidence:
     facts = config_entry(trials, steps, at_blocks)
     if steps is None:
@@ -106,7 +115,7 @@ def _of_config(
     return ConfigEvidence(
         facts=facts,
         holds=hold_table(steps.held, steps.cpu).to_dict(as_series=False),
-        log_p50=steps.log_p50(),
+        log_p50=steps.log_p50() | {TPOT: log_tpot(trials, ladder)},
         growth_slopes=steps.growth_slopes(),
         interrupted_share=interrupted_share(thin(steps.decodes, MAX_STEPS)),
     )
@@ -134,6 +143,7 @@ def judge(evidence: Evidence) -> Analysis:
     forward_ms = run.profile.forward_us / 1e3
     compare_with_baseline(entries, comparison, roles.baseline, noise, forward_ms)
     compare_with_floor(entries, comparison, roles.floor)
+    set_held_tpot(entries, comparison, roles.baseline)
     warnings: dict[str | None, list[RunWarning]] = {
         None: run_warnings(run, roles, noise)
     }
@@ -150,7 +160,7 @@ def judge(evidence: Evidence) -> Analysis:
         hosts=evidence.hosts,
         machine=evidence.machine,
     )
-    return Analysis(document, roles, warnings, estimates)
+    return Analysis(document, roles, warnings, estimates, holds)
 
 
 def stated_cache_blocks(steps: Mapping[str, ConfigSteps]) -> int | None:

@@ -11,6 +11,7 @@ from kvtax.records.per_config import (
     BaselineDifference,
     ConfigEntry,
     ConfigEvidence,
+    HeldTpot,
     NoiseFloor,
     PartCost,
 )
@@ -22,9 +23,8 @@ from kvtax.steps.parts import CALLS, method_columns
 from kvtax.verdict import latency
 from kvtax.verdict.holds import holds_of, holds_of_cpu
 from kvtax.verdict.latency import tpot_addition
-from kvtax.verdict.levels import Level
-from kvtax.verdict.measured import Comparison, ConfigEstimates, ConfigSteps
-from kvtax.verdict.metrics import JUDGED, LEVELS, Metric, number
+from kvtax.verdict.measured import Comparison, ConfigEstimates, ConfigSteps, Level
+from kvtax.verdict.metrics import JUDGED, LEVELS, TPOT, Metric, number
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
 from kvtax.verdict.verdict import (
@@ -219,6 +219,23 @@ def compare_with_floor(
         if name != floor and name in comparison:
             ratios = {m: comparison.ratio(name, floor, m) for m in LEVELS}
             entry.vs_noop = {m: r for m, r in ratios.items() if r} or None
+
+
+def set_held_tpot(
+    entries: Mapping[str, ConfigEntry], comparison: Comparison, baseline: str | None
+) -> None:
+    """Fill in `held_tpot` of the configs of which it is known."""
+    for name, entry in entries.items():
+        if us := comparison.median_us(name, TPOT):
+            over = None
+            if baseline is not None and name != baseline:
+                over = comparison.difference_us(name, baseline, TPOT)
+            entry.held_tpot = HeldTpot(round(us / 1e3, 4), over and _in_ms(over))
+
+
+def _in_ms(us: Estimate) -> Estimate:
+    ci95 = us.ci95 and (round(us.ci95[0] / 1e3, 4), round(us.ci95[1] / 1e3, 4))
+    return Estimate(round(us.value / 1e3, 4), ci95)
 
 
 def set_parts(entry: ConfigEntry, one: ConfigSteps) -> None:

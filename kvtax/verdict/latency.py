@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request latencies as the driver saw them, and what a connector adds to TPOT.
 
-Requests of the growth and plateau phases that ended ok, of trials whose requests were
-sent on time.
+Requests that ended ok: of the growth and plateau phases, in trials whose requests were
+sent on time, and those that decode in holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import polars as pl
 
 from kvtax.records.per_config import Addition, ConfigEntry, TpotAddition
-from kvtax.records.requests import Phase
-from kvtax.stats.quantiles import latency_columns
+from kvtax.records.profile import Ladder
+from kvtax.records.requests import DECODERS, Phase, place_of
+from kvtax.stats.quantiles import latency_columns, tpot_of
 from kvtax.verdict.trials import LoadedTrial
 
 FORWARD_MS = (7.0, 25.0)
@@ -44,6 +46,33 @@ def latencies_ms(trials: list[LoadedTrial]) -> dict[str, dict[str, float] | None
         "e2e_ms": _spread(ms["e2e_ms"]),
         "e2e_sent_ms": _spread(ms["e2e_sent_ms"]),
     }
+
+
+def log_tpot(trials: Sequence[LoadedTrial], ladder: Ladder) -> list[float]:
+    """Compute the log of each server's median TPOT in us at the stated |cache|.
+
+    Of the requests that decode in its holds; those with many are left out.
+    """
+    found = []
+    for trial in trials:
+        requests = (
+            trial.requests.requests
+            if trial.requests and trial.steps is not None
+            else []
+        )
+        us = [
+            tpot_of(one.first_token_ns / 1e3, one.end_ns / 1e3, one.output_tokens or 0)
+            for one in requests
+            if one.status == "ok"
+            and Phase.of(one.phase) is Phase.FILL
+            and one.phase.endswith(DECODERS)
+            and place_of(one.phase)[1:] == (ladder.stated_level, ladder.decoders)
+            and one.first_token_ns is not None
+            and one.end_ns is not None
+        ]
+        if known := [one for one in us if one]:
+            found.append(round(float(np.log(np.median(known))), 6))
+    return found
 
 
 def _spread(values: pl.Series) -> dict[str, float] | None:

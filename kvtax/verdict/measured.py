@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of each config of a run, from the levels at which |cache| was held."""
+"""Estimates of each config of a run, from the levels at which |cache| was held.
+
+Configs are compared at the stated |cache|, the highest level that is held below a full
+cache. Batch sizes are alike in every config: as many requests decode in each hold.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from kvtax.records.estimate import Estimate
 from kvtax.records.per_config import RareSteps
 from kvtax.records.profile import Ladder
 from kvtax.records.requests import Phase
-from kvtax.stats.distribution import SEED, Distribution, rounded
+from kvtax.stats.distribution import SEED, Distribution, Floats, rounded
 from kvtax.stats.held import Fit, fit
 from kvtax.stats.median_slope import Cells, make_cells, slope_us_per_1k_blocks
 from kvtax.stats.processes import RunSpread, look_level, student
-from kvtax.steps.trial_steps import NO_CPU
+from kvtax.steps.parts import attributed
+from kvtax.steps.trial_steps import NO_CPU, STEP_TIMES
 from kvtax.verdict.holds import as_holds, held_steps, rare_steps
-from kvtax.verdict.levels import Level
 from kvtax.verdict.metrics import (
     JUDGED,
     LEVELS,
@@ -27,8 +31,76 @@ from kvtax.verdict.metrics import (
     THREADS,
     TIMED,
     TIMED_MANY,
+    TPOT,
+    number,
 )
 from kvtax.verdict.trials import LoadedTrial
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+# Quantiles of 100,000 steps are as good as of millions; every k-th step is kept.
+MAX_STEPS = 100_000
+
+
+@dataclass(frozen=True)
+class Level:
+    """Decode-only steps of one config at the stated |cache|."""
+
+    steps: pl.DataFrame
+
+    @classmethod
+    def of(cls, held: pl.DataFrame, level: int) -> Level | None:
+        """Select the steps of a level from those that are held; None without any."""
+        own = held.filter("decode_only", pl.col("level") == level)
+        return cls(thin(own, MAX_STEPS)) if own.height else None
+
+    @property
+    def cache_blocks(self) -> int:
+        return round(number(self.steps["cache_blocks"].median()))
+
+    def quantiles(self, time: str) -> dict[str, float] | None:
+        """p50, p90, p99 of `time` in us, None where it was not measured."""
+        values = self.steps[time].drop_nulls()
+        if not len(values):
+            return None
+        return {
+            name: round(number(values.quantile(q, "higher")), 3)
+            for name, q in QUANTILES.items()
+        }
+
+    def log_of_servers(self, time: str) -> Floats:
+        """Return the log of each server's median of `time` in us: (servers,)."""
+        of_servers = (
+            self.steps.group_by("repeat").agg(pl.col(time).median()).sort("repeat")
+        )
+        known = of_servers[time].drop_nulls().cast(pl.Float64).to_numpy()
+        return np.asarray(np.log(known[known > 0]), float)
+
+    def attribution_us(self) -> dict[str, float | None]:
+        """Mean parts of the middle half of the steps, which sum to their step time.
+
+        The mean over the steps whose step_us lies between its 25th and 75th
+        percentile (interquartile mean): means add up, and the tails are out.
+        """
+        whole = self.steps
+        if whole["execute_model_us"].null_count() < whole.height:
+            whole = whole.filter(pl.col("execute_model_us").is_not_null())
+        low, high = (whole["step_us"].quantile(q, "higher") for q in (0.25, 0.75))
+        middle = whole.filter(pl.col("step_us").is_between(low, high))
+
+        def mean(name: str) -> float | None:
+            values = middle[name].cast(pl.Float64)
+            if values.null_count() == len(values):
+                return None
+            return number(values.fill_null(0).mean())
+
+        means = {name: mean(name) for name in STEP_TIMES}
+        return attributed(means)
+
+
+def thin(steps: pl.DataFrame, most: int) -> pl.DataFrame:
+    """Every k-th step, so that at most `most` are left."""
+    every = -(-steps.height // most) if steps.height else 1
+    return steps if every == 1 else steps.gather_every(every)
 
 
 @dataclass(frozen=True)
@@ -164,12 +236,17 @@ class Comparison:
             metric: RunSpread.of(
                 p50[metric] for p50 in self._of.values() if metric in p50
             )
-            for metric in LEVELS
+            for metric in (*LEVELS, TPOT)
         }
 
     def __contains__(self, name: str) -> bool:
         """Return whether the config was measured."""
         return name in self._of
+
+    def median_us(self, name: str, metric: str) -> float | None:
+        """Return the geometric mean of the medians of a config's servers, in us."""
+        logs = self._of.get(name, {}).get(metric)
+        return None if logs is None or not len(logs) else float(np.exp(logs.mean()))
 
     def ratio(self, name: str, other: str, metric: str) -> Estimate | None:
         """Estimate the ratio of two configs; None where one is not known.

@@ -47,6 +47,8 @@ LEVELS = {
     "overhead": Metric("overhead_us", "decode_only"),
     "step": Metric("step_us", "decode_only"),
 }
+# Between tokens of a request, as its client sees them.
+TPOT = "tpot"
 TIMED, TIMED_MANY, PREFILL, RARE = "timed", "timed_many", "prefill", "rare"
 THREADS, PROCESSES = "threads", "processes"
 OF_STEPS = {

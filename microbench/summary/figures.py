@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The curves of a run against |cache|: for report.html, and two as PNG and CSV."""
+"""The curves of a run against |cache|: for report.html, and three as PNG and CSV."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import polars as pl
 
 from kvtax.records.requests import Phase
+from kvtax.report import PALETTE
 from kvtax.report.document import Figure, Line, Numbers
 from kvtax.stats.median_slope import batch_held_us, group_of, make_cells, slope_value
 from kvtax.verdict.analysis import Analysis
-from kvtax.verdict.levels import thin
-from kvtax.verdict.measured import ConfigSteps
+from kvtax.verdict.measured import ConfigSteps, thin
 from kvtax.verdict.metrics import TIMED, number
 from kvtax.verdict.roles import Roles
 
@@ -138,7 +138,53 @@ def _line(
     )
 
 
-# Metric of the figure of held levels: what a token waits for.
+def held_passes(analysis: Analysis) -> pl.DataFrame:
+    """Tabulate the passes of the floor's servers, and of a config's that grows.
+
+    A level that a pass holds twice is the mean of both.
+    """
+    configs, profile = analysis.document.configs, analysis.document.profile
+    growing = [name for name, one in configs.items() if one.verdict == "grows"]
+    schema = {"config": pl.String, "repeat": pl.Int64, "pass": pl.Int64}
+    schema |= {"cache_blocks": pl.Int64, "us": pl.Float64}
+    tables = [pl.DataFrame(schema=schema)]
+    number = (pl.col("hold") // profile.load.ladder.holds_per_pass).alias("pass")
+    blocks = pl.col("cache_blocks").mean().over("level").round().cast(pl.Int64)
+    for name in (analysis.roles.floor, *growing[:1]):
+        if name in analysis.holds:
+            own = analysis.holds[name].filter(
+                pl.col(HELD).is_not_null(), pl.col("repeat") < profile.repeats
+            )
+            own = own.select("repeat", number, blocks, pl.col(HELD).alias("us"))
+            means = own.group_by("repeat", "pass", "cache_blocks").agg(
+                pl.col("us").mean().round(3)
+            )
+            means = means.select(pl.lit(name).alias("config"), *means.columns)
+            tables.append(means.sort("repeat", "pass", "cache_blocks"))
+    return pl.concat(tables)
+
+
+def _passes_figure(passes: pl.DataFrame) -> Figure:
+    """Draw a line for each pass: passes by colour, servers by dash."""
+    x, colours = passes["cache_blocks"].unique().sort().to_list(), len(PALETTE.colours)
+    lines = []
+    for own in passes.partition_by("repeat", "pass"):
+        server, turn = own["repeat"][0], own["pass"][0]
+        at = dict(zip(own["cache_blocks"], own["us"], strict=True))
+        name = f"server {server}, pass {turn}"
+        place = turn % colours + server * colours
+        lines.append(Line(name=name, y=[at.get(one) for one in x], place=place))
+    return Figure(
+        title=passes["config"][0],
+        note=passes["config"][0],
+        x_label="cached block hashes, |cache|",
+        y_label="scheduler and connector calls (µs)",
+        x=x,
+        lines=lines,
+    )
+
+
+# Metric of the figures of held levels: what a token waits for.
 HELD = TIMED
 BEFORE_AFTER = "before_after"
 # Figure: what it draws and its label, of all configs but in BEFORE_AFTER.
@@ -149,7 +195,7 @@ CURVES = {
     "build_meta_vs_cache": ("build_meta_us", "build_connector_meta, p50 (µs)"),
 }
 # Those that documents show.
-HELD_LEVELS = "held_levels"
+HELD_LEVELS, HELD_PASSES = "held_levels", "held_passes"
 FILES = ("schedule_vs_cache",)
 
 
@@ -160,14 +206,21 @@ def draw_all(
     from kvtax.report import png
 
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {HELD_LEVELS: (held_levels(analysis), held_figure(analysis))}
+    passes = held_passes(analysis)
+    drawn: dict[str, tuple[pl.DataFrame, list[Figure | None]]] = {
+        HELD_LEVELS: (held_levels(analysis), [held_figure(analysis)]),
+        HELD_PASSES: (
+            passes,
+            [_passes_figure(p) for p in passes.partition_by("config")],
+        ),
+    }
     for name in FILES:
         curves = _curves(steps, analysis.roles, name)
-        drawn[name] = curves, _figure(analysis, name, curves)
-    for name, (data, figure) in drawn.items():
-        if data.height and figure:
+        drawn[name] = curves, [_figure(analysis, name, curves)]
+    for name, (data, figures) in drawn.items():
+        if data.height:
             data.write_csv(folder / f"{name}.csv")
-            png.draw(figure, folder / f"{name}.png")
+            png.draw(folder / f"{name}.png", *filter(None, figures))
     return [name for name, (data, _) in drawn.items() if data.height]
 
 

@@ -6,7 +6,7 @@ Every number in it is from the document per_config.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,13 @@ from kvtax.verdict.measured import ConfigSteps
 from kvtax.verdict.metrics import TIMED, TIMED_MANY
 from kvtax.verdict.roles import Roles
 from kvtax.verdict.trials import LoadedTrial
-from microbench.summary.figures import CURVES, HELD_LEVELS, curve_figure, held_figure
+from microbench.summary.figures import (
+    CURVES,
+    HELD_LEVELS,
+    HELD_PASSES,
+    curve_figure,
+    held_figure,
+)
 from microbench.summary.growth import (
     answer,
     expected_verdicts,
@@ -50,7 +56,7 @@ from microbench.summary.tables import (
 )
 
 
-def write_summary(analysis: Analysis, figures: list[str]) -> str:
+def write_summary(analysis: Analysis, figures: Collection[str]) -> str:
     """Render SUMMARY.md; `figures` are the names of the drawn figures."""
     document = analysis.document
     known = expected_verdicts(document, analysis.roles)
@@ -141,11 +147,12 @@ def _hosts(found: Table | None) -> str:
 # Figures of the page: what they show.
 SHOWN = {
     HELD_LEVELS: "Scheduler and connector calls at held levels of |cache|",
+    HELD_PASSES: "The same, pass by pass",
     "schedule_vs_cache": "schedule() while |cache| grows",
 }
 
 
-def _figures(figures: list[str]) -> str:
+def _figures(figures: Collection[str]) -> str:
     return "\n".join(
         f"![{words}](figures/{name}.png) [data](figures/{name}.csv)"
         for name, words in SHOWN.items()
@@ -174,10 +181,13 @@ def table_of(document: PerConfig, roles: Roles) -> Table:
     ladder = document.profile.load.ladder
     few, many = ladder.decoders, ladder.many_decoders
     rows = []
+    with_tpot = any(entry.held_tpot for entry in document.configs.values())
     for name, entry in document.configs.items():
-        rows.append([name, short_verdict(entry), *_ours(entry, many > 0)])
+        tpot = [_held_tpot(entry)] * with_tpot
+        rows.append([name, short_verdict(entry), *_ours(entry, many > 0), *tpot])
         if (told := roles.of[name].reference) is not None:
-            rows.append(["its reference (H20)", DASH, *_theirs(told, many > 0)])
+            theirs = [*_theirs(told, many > 0), *[DASH] * with_tpot]
+            rows.append(["its reference (H20)", DASH, *theirs])
     at = document.window.at_cache_blocks if document.window else 0
     note = (
         "Rows of this run, and below some of them the reference study's (H5; H20 96 "
@@ -187,10 +197,13 @@ def table_of(document: PerConfig, roles: Roles) -> Table:
         "cached hashes in each step; Mooncake in vLLM 0.18.1 does not. get_finished "
         "is that of a decode-only step without transfers."
     )
+    if with_tpot:
+        note += f" TPOT held is that of {few} requests at {at:,} blocks."
     head = ["config", "verdict", f"a full cache adds, µs per step of {few} requests"]
     head += [f"of {many}"] if many else []
     head += ["in growth, µs per 1,000 blocks", "schedule µs p50"]
     head += ["build_meta µs p50 (share)", "get_finished µs p50/p90/p99", "TPOT ms p50"]
+    head += [f"TPOT held, ms (over {roles.baseline})"] * with_tpot
     return Table(title="H5: cost per step", note=note, columns=head, rows=rows)
 
 
@@ -205,6 +218,13 @@ def _ours(entry: ConfigEntry, many: bool) -> list[str]:
         spread(entry.get_finished_us),
         number((entry.tpot_ms or {}).get("p50"), 3),
     ]
+
+
+def _held_tpot(entry: ConfigEntry) -> str:
+    if (tpot := entry.held_tpot) is None:
+        return DASH
+    over = f" ({interval(tpot.over_baseline_ms, 2)})" if tpot.over_baseline_ms else ""
+    return f"{tpot.p50_ms:.2f}{over}"
 
 
 def _theirs(told: ReferenceFigures, many: bool) -> list[str]:

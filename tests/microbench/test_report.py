@@ -16,12 +16,13 @@ import pytest
 from kvtax.cli import main
 from kvtax.paths import REPOSITORY
 from kvtax.records.estimate import Estimate
-from kvtax.records.files import read_document
+from kvtax.records.files import read_document, write_document
 from kvtax.records.per_config import Evidence
 from kvtax.records.requests import Phase
 from kvtax.records.warning import Warn
 from kvtax.report.markdown import DASH
 from kvtax.verdict.analysis import analyse
+from kvtax.verdict.metrics import TPOT
 from kvtax.verdict.trials import load_run
 from microbench.summary.figures import BINS, binned_curves
 from tests.microbench.synthetic import Report, Truth, report_of, write_run
@@ -153,6 +154,7 @@ def test_every_figure_has_its_data_beside_it(report: Report):
     figures = sorted((report.folder / "figures").glob("*.png"))
     assert [one.stem for one in figures] == [
         "held_levels",
+        "held_passes",
         "schedule_vs_cache",
     ]
     for figure in figures:
@@ -449,8 +451,8 @@ def test_a_run_whose_requests_were_all_late_has_levels_and_no_growth(tmp_path: P
     for path in folder.rglob("requests.jsonl"):
         path.write_text(path.read_text().replace('"valid":true', '"valid":false'))
     report = report_of(folder)
-    figures = [one.stem for one in (report.folder / "figures").glob("*.png")]
-    assert figures == ["held_levels"]
+    figures = {one.stem for one in (report.folder / "figures").glob("*.png")}
+    assert figures == {"held_levels", "held_passes"}
     assert report.document["configs"]["plain"]["verdict"] == "flat"
 
 
@@ -470,6 +472,21 @@ def test_results_of_a_run_are_made_again_from_its_evidence_byte_for_byte(tmp_pat
     assert main(["sweep", "--report", str(folder)]) == 0
     first = [(folder / name).read_bytes() for name in RESULTS]
     assert made_again(folder / "evidence.json.gz", tmp_path / "again") == first
+
+
+def test_tpot_of_holds_stands_beside_that_of_the_baseline_where_it_is_known(tmp_path):
+    folder = write_run(tmp_path / "run", [Truth("plain"), Truth("mooncake_both")])
+    assert main(["sweep", "--report", str(folder)]) == 0
+    assert "TPOT held" not in (folder / "SUMMARY.md").read_text()
+    evidence = read_document(folder / "evidence.json.gz", Evidence)
+    for name, us in (("plain", [4_000, 4_100]), ("mooncake_both", [5_000, 5_100])):
+        evidence.configs[name].log_p50[TPOT] = np.log(us).tolist()
+    write_document(tmp_path / "evidence.json", evidence)
+    _, summary = made_again(tmp_path / "evidence.json", tmp_path / "again")
+    rows = [row for row in summary.decode().splitlines() if row.startswith("| `")]
+    assert rows[0].endswith("| 4.05 |")
+    (row,) = [row for row in rows if "| 5.05 (+1.00 [+0." in row]
+    assert row.startswith("| `mooncake_both` |")
 
 
 @pytest.mark.skipif(

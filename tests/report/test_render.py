@@ -124,7 +124,7 @@ def test_no_two_configs_share_a_place():
 
 def test_a_png_has_the_colours_of_the_page(tmp_path):
     drawn = figure(3, 1)
-    png.draw(drawn, tmp_path / "a.png")
+    png.draw(tmp_path / "a.png", drawn)
     pixels = image.imread(tmp_path / "a.png")[..., :3].reshape(-1, 3)
     page = Page(
         title="", question="", answer=[], warnings=[], sections=[drawn], made=""
@@ -143,7 +143,7 @@ def test_lines_of_what_does_not_grow_are_grey_and_share_a_label_where_they_meet(
     drawn = figure(3, 1, 0, 2)
     for line, y in zip(drawn.lines, (9.0, 1.0, 1.1, 5.0), strict=True):
         line.y, line.muted = [y, y], line is not drawn.lines[0]
-    png.draw(drawn, tmp_path / "a.png")
+    png.draw(tmp_path / "a.png", drawn)
     pixels = image.imread(tmp_path / "a.png")[..., :3].reshape(-1, 3)
     for colour, is_there in (
         (PALETTE.colour(3), True),
@@ -167,5 +167,5 @@ def test_a_line_with_gaps_is_drawn_to_its_last_value(tmp_path):
             Line(name="a", y=[1.0, None, 3.0], low=[0.5, None, 2], high=[2, None, 4])
         ],
     )
-    png.draw(gaps, tmp_path / "a.png")
+    png.draw(tmp_path / "a.png", gaps)
     assert (tmp_path / "a.png").stat().st_size > 0

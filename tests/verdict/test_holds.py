@@ -21,7 +21,7 @@ from kvtax.verdict.holds import (
     holds_of_cpu,
     rare_steps,
 )
-from kvtax.verdict.levels import Level, thin
+from kvtax.verdict.measured import Level, thin
 from kvtax.verdict.metrics import METRICS, PROCESSES, THREADS, Metric
 from tests.verdict.conftest import cpu, hold
 

@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latencies of a run's requests, and what a connector adds, worked out by hand."""
+"""Latencies of requests, and what a connector adds, worked out by hand."""
 
 from __future__ import annotations
 
+import math
 from itertools import count
 
+import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtax.records.per_config import Addition, ConfigEntry
 from kvtax.records.requests import DriverEnd, RequestRecord, Requests
+from kvtax.stats.quantiles import latency_columns, tpot_of
 from kvtax.verdict.latency import (
     latencies_ms,
+    log_tpot,
     request_counts,
     requests_to_fill,
     send_lag_ms,
     tpot_addition,
 )
 from kvtax.verdict.trials import LoadedTrial
+from tests.microbench.synthetic import LADDER
 
 MS = 1_000_000
 NUMBERS = count()
@@ -72,6 +79,22 @@ def test_the_plateau_has_a_tpot_of_its_own():
     assert found["tpot_plateau_ms"]["p50"] == 20.0
     assert found["tpot_ms"]["p50"] == 15.0
     assert latencies_ms([trial(request("growth"))])["tpot_plateau_ms"] is None
+
+
+def test_the_tpot_of_holds_is_that_of_the_requests_which_decode_at_the_stated_level():
+    # 10 us a token; the stated level is 3, with 8 requests.
+    decode = request("fill.5.3.8.decoders")
+    others = [
+        request(phase, end_ns=999 * MS)
+        for phase in ("fill.5.3.8", "hold.5.3.8", "fill.4.2.8.decoders", "growth")
+    ]
+    many = request("fill.7.3.32.decoders", end_ns=999 * MS)
+    failed = request("fill.5.3.8.decoders", status="failed", end_ns=999 * MS)
+    held = trial(decode, *others, many, failed, steps=pl.DataFrame())
+    (log_us,) = log_tpot([held, trial(*others, steps=pl.DataFrame())], LADDER)
+    assert log_us == pytest.approx(math.log(10_000), abs=1e-6)
+    # Of a trial that failed there is none.
+    assert log_tpot([trial(decode)], LADDER) == []
 
 
 def test_without_requests_there_are_no_latencies():
@@ -171,3 +194,65 @@ def test_the_measured_addition_is_of_the_plateau_or_of_all_requests():
     assert (found.measured_tpot_p50_ms, found.measured_phase) == (0.5, "all")
     ours.attribution_us = None
     assert tpot_addition(plain, ours, 0.0) is None
+
+
+MOMENTS = ("intended_ns", "sent_ns", "first_token_ns", "end_ns")
+COLUMNS = dict.fromkeys((*MOMENTS, "tokens"), pl.Int64)
+NAMES = ["ttft_ms", "ttft_sent_ms", "tpot_ms", "e2e_ms", "e2e_sent_ms"]
+
+
+def latencies(*moments_and_tokens: int | None) -> tuple[float | None, ...]:
+    frame = pl.DataFrame([moments_and_tokens], schema=COLUMNS, orient="row")
+    (row,) = frame.select(latency_columns("tokens")).rows()
+    return row
+
+
+@pytest.mark.parametrize(
+    ("intended_ms", "sent_ms", "first_ms", "end_ms", "tokens", "expected_ms"),
+    [
+        (1_000, 1_010, 1_110, 1_310, 5, (110, 100, 50, 310, 300)),
+        # Sent two seconds late: the client waited, though the server did not.
+        (1_000, 3_000, 3_040, 3_100, 4, (2_040, 40, 20, 2_100, 100)),
+        (0, 0, 30, 32, 2, (30, 30, 2, 32, 32)),
+        # One token: the first is the last.
+        (0, 5, 30, 30, 1, (30, 25, None, 30, 25)),
+        (0, 5, 30, 40, None, (30, 25, None, 40, 35)),
+        (0, 5, 30, 40, 0, (30, 25, None, 40, 35)),
+        # Given up before the first token; never sent.
+        (0, 5, None, 40, 3, (None, None, None, 40, 35)),
+        (0, None, None, None, None, (None, None, None, None, None)),
+    ],
+)
+def test_latencies_count_from_the_intended_and_from_the_actual_send(
+    intended_ms, sent_ms, first_ms, end_ms, tokens, expected_ms
+):
+    moments = (intended_ms, sent_ms, first_ms, end_ms)
+    ns = [None if ms is None else ms * 1_000_000 for ms in moments]
+    assert latencies(*ns, tokens) == expected_ms
+
+
+@given(
+    st.lists(st.integers(0, 10**15), min_size=4, max_size=4).map(sorted),
+    st.integers(2, 10_000),
+)
+def test_the_time_of_a_request_is_that_of_its_first_token_and_of_the_further_ones(
+    moments_ns, tokens
+):
+    ttft, _, tpot, e2e, _ = latencies(*moments_ns, tokens)
+    assert ttft + (tokens - 1) * tpot == pytest.approx(e2e)
+    *_, first_ns, end_ns = moments_ns
+    assert tpot_of(first_ns / 1e6, end_ns / 1e6, tokens) == pytest.approx(
+        tpot, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tpot"), [(3, 100.0), (2, 200.0), (1, None), (0, None)]
+)
+def test_tpot_of_one_request_is_per_token_after_the_first(tokens, tpot):
+    assert tpot_of(50.0, 250.0, tokens) == tpot
+
+
+def test_the_columns_have_the_names_of_the_documents():
+    frame = pl.DataFrame(schema=COLUMNS)
+    assert frame.select(latency_columns("tokens")).columns == NAMES

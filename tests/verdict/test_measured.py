@@ -23,11 +23,11 @@ from kvtax.verdict.entry import (
     set_parts,
 )
 from kvtax.verdict.holds import hold_table
-from kvtax.verdict.levels import Level
 from kvtax.verdict.measured import (
     Comparison,
     ConfigEstimates,
     ConfigSteps,
+    Level,
     estimate_all,
     promised_metrics,
     steps_of_all,
